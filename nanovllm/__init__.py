@@ -1,0 +1,31 @@
+"""nanovllm: an LLM inference engine to read and to use. `from nanovllm import LLM,
+SamplingParams`.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.config import Config
+from nanovllm.errors import NanoVLLMError
+from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.llm import LLM
+
+__version__ = "0.1.0"
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "Config",
+    "NanoVLLMError",
+    "RequestOutput",
+    "SamplingParams",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LLM":  # lazy: importing it imports torch
+        from nanovllm.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")

@@ -1,0 +1,110 @@
+"""The contract between the model and an attention kernel, and the choice of one at start.
+
+A backend owns the KV cache's layout. One causal variable-length call covers a batch that mixes
+prompts, chunks and single tokens.
+"""
+
+import dataclasses
+import logging
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+from nanovllm.errors import UnsupportedModelError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """One step's tokens, those of a row side by side, rows in the schedule's order.
+
+    R rows, T tokens. Everything is on the device but the two tuples, which are the host's copies
+    for planning.
+    """
+
+    input_ids: torch.Tensor
+    """[T] int64."""
+    positions: torch.Tensor
+    """[T] int64, position in its sequence."""
+    slot_mapping: torch.Tensor
+    """[T] int64, block id * block_size + offset: where the token's KV goes."""
+    cu_seqlens_q: torch.Tensor
+    """[R + 1] int32, where each row's tokens begin."""
+    seq_lens: torch.Tensor
+    """[R] int32, tokens in the KV cache once this step has stored its own."""
+    block_tables: torch.Tensor
+    """[R, width] int32, block ids; columns past a row's last block hold anything."""
+    query_lens_host: tuple[int, ...]
+    seq_lens_host: tuple[int, ...]
+    metadata: Any = None
+    """What the backend planned for this batch."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSpec:
+    """What a model asks of attention on one rank."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    block_size: int | None
+    """None: the backend chooses."""
+
+
+class Backend(Protocol):
+    """An attention kernel with its KV cache layout."""
+
+    name: ClassVar[str]
+    block_size: int
+    """Tokens in a KV block: the spec's, or the backend's choice."""
+
+    @classmethod
+    def unsupported(cls, spec: AttentionSpec) -> str | None:
+        """Return why this backend cannot serve `spec`, or None if it can."""
+        ...
+
+    def __init__(self, spec: AttentionSpec) -> None: ...
+
+    def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
+        """Return the shape of one layer's KV cache, keys and values together."""
+        ...
+
+    def plan(self, batch: Batch) -> Any:
+        """Return what `forward` needs to know of `batch`, computed once for all layers."""
+        ...
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_cache: torch.Tensor,
+        batch: Batch,
+    ) -> torch.Tensor:
+        """Store `k` and `v` [T, num_kv_heads, head_dim], attend with `q` [T, num_heads, head_dim].
+
+        Returns [T, num_heads, head_dim]. Token i of a row sees positions up to its own.
+        """
+        ...
+
+
+def select_backend(spec: AttentionSpec) -> Backend:
+    """Make the first backend that can serve `spec`; the others' reasons are logged.
+
+    Raises:
+        UnsupportedModelError: none can; the message has every reason.
+    """
+    from nanovllm.attention.torch_sdpa import TorchBackend
+
+    backends: list[type[Backend]] = [TorchBackend]
+    reasons: list[str] = []
+    for backend in backends:
+        reason = backend.unsupported(spec)
+        if reason is None:
+            logger.info("attention backend: %s%s", backend.name, "".join(f"; {r}" for r in reasons))
+            return backend(spec)
+        reasons.append(f"{backend.name}: {reason}")
+    raise UnsupportedModelError(f"no attention backend can serve this model: {'; '.join(reasons)}")

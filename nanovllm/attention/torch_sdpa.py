@@ -1,0 +1,149 @@
+"""Paged attention in plain torch: gather a row's blocks, then scaled_dot_product_attention. Runs
+anywhere.
+
+The reference that faster backends are compared with. Single-token rows of similar length share one
+padded call.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from nanovllm.attention.backend import AttentionSpec, Batch
+
+_PADDING = 1.25
+"""Rows share a call while the longest has at most this times the shortest's blocks."""
+_MAX_GATHERED_TOKENS = 65536
+"""Bounds the copy of K and V that one call gathers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Decode:
+    """Rows of one token each, padded to the longest."""
+
+    tokens: torch.Tensor
+    """[R] int64, index of each row's token."""
+    blocks: torch.Tensor
+    """[R, width] int64 block ids."""
+    mask: torch.Tensor
+    """[R, 1, 1, width * block_size] bool, true where a key may be seen."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chunk:
+    """One row of several tokens."""
+
+    start: int
+    stop: int
+    blocks: torch.Tensor
+    """[width] int64 block ids."""
+    seq_len: int
+    mask: torch.Tensor | None
+    """[tokens, seq_len] bool; None where the row begins its sequence, so plain causal."""
+
+
+class TorchBackend:
+    """Layout of a layer's cache: [2, num_blocks, block_size, num_kv_heads, head_dim]."""
+
+    name: ClassVar[str] = "torch"
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self.block_size = spec.block_size or 16
+        self.spec = spec
+
+    @classmethod
+    def unsupported(cls, spec: AttentionSpec) -> str | None:
+        return None
+
+    def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
+        return (2, num_blocks, self.block_size, self.spec.num_kv_heads, self.spec.head_dim)
+
+    def plan(self, batch: Batch) -> list[_Decode | _Chunk]:
+        plans: list[_Decode | _Chunk] = []
+        singles: list[tuple[int, int, int]] = []  # (blocks, row, token)
+        start = 0
+        for row, (query_len, seq_len) in enumerate(
+            zip(batch.query_lens_host, batch.seq_lens_host, strict=True)
+        ):
+            if query_len == 1:
+                singles.append((-(-seq_len // self.block_size), row, start))
+            else:
+                plans.append(self._plan_chunk(batch, row, start, query_len, seq_len))
+            start += query_len
+        singles.sort()
+        while singles:
+            size = 1
+            while (
+                size < len(singles)
+                and singles[size][0] <= _PADDING * singles[0][0] + 1
+                and (size + 1) * singles[size][0] * self.block_size <= _MAX_GATHERED_TOKENS
+            ):
+                size += 1
+            plans.append(self._plan_decode(batch, singles[:size]))
+            del singles[:size]
+        return plans
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_cache: torch.Tensor,
+        batch: Batch,
+    ) -> torch.Tensor:
+        keys, values = kv_cache.flatten(1, 2).unbind()  # [slots, num_kv_heads, head_dim]
+        keys.index_copy_(0, batch.slot_mapping, k)
+        values.index_copy_(0, batch.slot_mapping, v)
+        out = torch.empty_like(q)
+        for plan in batch.metadata:
+            if isinstance(plan, _Chunk):
+                out[plan.start : plan.stop] = self._chunk(q[plan.start : plan.stop], kv_cache, plan)
+            else:
+                out[plan.tokens] = self._decode(q[plan.tokens], kv_cache, plan)
+        return out
+
+    def _plan_decode(self, batch: Batch, rows: list[tuple[int, int, int]]) -> _Decode:
+        device = batch.input_ids.device
+        width = rows[-1][0]
+        row_ids, tokens = torch.tensor([[row, token] for _, row, token in rows], device=device).T
+        seq_lens = batch.seq_lens[row_ids]
+        # Columns past a row's end may name any block, even one out of range: point them at its
+        # first.
+        columns = torch.arange(width, device=device)
+        tables = batch.block_tables[row_ids, :width].long()
+        valid = columns * self.block_size < seq_lens[:, None]
+        blocks = torch.where(valid, tables, tables[:, :1])
+        keys = torch.arange(width * self.block_size, device=device)
+        return _Decode(tokens, blocks, (keys < seq_lens[:, None])[:, None, None])
+
+    def _plan_chunk(
+        self, batch: Batch, row: int, start: int, query_len: int, seq_len: int
+    ) -> _Chunk:
+        blocks = batch.block_tables[row, : -(-seq_len // self.block_size)].long()
+        mask = None
+        if query_len < seq_len:
+            keys = torch.arange(seq_len, device=blocks.device)
+            mask = keys <= keys[seq_len - query_len :, None]
+        return _Chunk(start, start + query_len, blocks, seq_len, mask)
+
+    def _decode(self, q: torch.Tensor, kv_cache: torch.Tensor, plan: _Decode) -> torch.Tensor:
+        num_rows, num_kv_heads = plan.blocks.shape[0], self.spec.num_kv_heads
+        # [2, R, width, block_size, kv_heads, head_dim] -> two of [R, kv_heads, keys, head_dim]
+        k, v = kv_cache[:, plan.blocks].flatten(2, 3).transpose(2, 3).unbind()
+        # The heads that share a KV head become the rows of one query matrix.
+        grouped = q.view(num_rows, num_kv_heads, -1, self.spec.head_dim)
+        return scaled_dot_product_attention(grouped, k, v, attn_mask=plan.mask).reshape(q.shape)
+
+    def _chunk(self, q: torch.Tensor, kv_cache: torch.Tensor, plan: _Chunk) -> torch.Tensor:
+        k, v = kv_cache[:, plan.blocks].flatten(1, 2)[:, : plan.seq_len].transpose(1, 2).unbind()
+        out = scaled_dot_product_attention(
+            q.transpose(0, 1)[None],
+            k[None],
+            v[None],
+            attn_mask=plan.mask,
+            is_causal=plan.mask is None,
+            enable_gqa=True,
+        )
+        return out[0].transpose(0, 1)

@@ -1,0 +1,110 @@
+"""How many KV blocks fit, and the pool they live in. Counts this process's memory only, never the
+neighbours'.
+"""
+
+import logging
+import os
+from collections.abc import Callable
+
+import torch
+
+from nanovllm.config import Config
+from nanovllm.errors import OutOfMemoryError
+
+logger = logging.getLogger(__name__)
+
+_CPU_POOL_BYTES = 4 * 2**30
+
+
+def num_blocks_that_fit(
+    config: Config,
+    device: torch.device,
+    block_bytes: int,
+    max_blocks: int,
+    warm_up: Callable[[], None],
+) -> int:
+    """Return the blocks that this rank can hold, by config or by what memory is free.
+
+    Args:
+        block_bytes: bytes of one block over all layers of this rank.
+        max_blocks: what max_num_seqs sequences of max_model_len tokens would need; more are never
+        used. warm_up: runs the largest step, so that CUDA's peak is known.
+    """
+    if config.num_kvcache_blocks != -1:
+        return config.num_kvcache_blocks
+    if config.kv_cache_memory_bytes is not None:
+        budget = config.kv_cache_memory_bytes
+    elif device.type == "cuda":
+        warm_up()
+        budget = _cuda_budget(config.gpu_memory_utilization, device)
+    else:
+        budget = min(_CPU_POOL_BYTES, available_memory() // 2 // config.tensor_parallel_size)
+    blocks = min(max(budget, 0) // block_bytes, max_blocks)
+    logger.info(
+        "KV pool: %d blocks of %d bytes (%.2f GiB)",
+        blocks,
+        block_bytes,
+        blocks * block_bytes / 2**30,
+    )
+    return blocks
+
+
+def require_one_sequence(num_blocks: int, block_size: int, max_model_len: int) -> None:
+    """Refuse a pool in which a sequence could outgrow all there is.
+
+    Raises:
+        OutOfMemoryError: fewer blocks than one sequence of `max_model_len` tokens needs.
+    """
+    needed = -(-max_model_len // block_size)
+    if num_blocks < needed:
+        raise OutOfMemoryError(
+            f"the KV pool holds {num_blocks} blocks of {block_size} tokens, but one sequence of "
+            f"max_model_len {max_model_len} needs {needed}; lower max_model_len to "
+            f"{num_blocks * block_size} or less, or give the pool more ("
+            "gpu_memory_utilization, kv_cache_memory_bytes, num_kvcache_blocks)"
+        )
+
+
+def available_memory() -> int:
+    """Bytes that this process could still take: the machine's, or its cgroup's where that is
+    less.
+    """
+    available = _meminfo_available()
+    for limit_file, usage_file in _CGROUP_FILES:
+        try:
+            with open(limit_file) as limit, open(usage_file) as usage:
+                available = min(available, int(limit.read()) - int(usage.read()))
+        except (OSError, ValueError):  # another cgroup version, no cgroup, or the limit "max"
+            continue
+    return max(available, 0)
+
+
+def _meminfo_available() -> int:
+    try:
+        with open("/proc/meminfo") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    except (ValueError, OSError, AttributeError):
+        return 2 * _CPU_POOL_BYTES
+
+
+def _cuda_budget(utilization: float, device: torch.device) -> int:
+    """Share of the GPU, less this process's peak and what it holds outside torch's allocator."""
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device)
+    current = torch.cuda.memory_allocated(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    budget = int(total * utilization) - peak
+    return min(budget, free - (peak - current))
+
+
+_CGROUP_FILES = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)

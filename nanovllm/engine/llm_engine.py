@@ -1,0 +1,213 @@
+"""The loop: schedule, execute, update. Owns the requests from their arrival to their output.
+
+Knows no tensors: what runs the model is behind the executor.
+"""
+
+import dataclasses
+import random
+import weakref
+from collections import deque
+from collections.abc import (
+    Mapping,
+    Sequence as Seq,
+)
+from itertools import count
+from typing import Any
+
+from nanovllm.config import Config
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.executor import Future, make_executor
+from nanovllm.engine.output_processor import OutputProcessor, load_tokenizer
+from nanovllm.engine.schedule import Schedule
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
+from nanovllm.errors import InvalidRequestError
+from nanovllm.outputs import RequestOutput
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.hub import open_checkpoint
+from nanovllm.validation import check_int
+
+Prompt = str | Seq[int] | Mapping[str, Any]
+"""Text, token ids, or vLLM's {"prompt": text} or {"prompt_token_ids": ids}."""
+
+
+@dataclasses.dataclass(slots=True)
+class EngineStats:
+    """Counts since the engine started; the difference of two readings over the time between is a
+    rate.
+    """
+
+    num_prefill_tokens: int = 0
+    """Tokens computed that gave no output token."""
+    num_decode_tokens: int = 0
+    """Output tokens."""
+
+
+class LLMEngine:
+    """Continuous batching over one model.
+
+    Args:
+        config: the engine's options.
+        queue_depth: steps launched before the last one's tokens are known; 0 waits for each.
+
+    Raises:
+        CheckpointError, ConfigError, OutOfMemoryError: the model cannot be served with these
+        options.
+    """
+
+    def __init__(self, config: Config, *, queue_depth: int = 0) -> None:
+        self.config = config
+        checkpoint = open_checkpoint(config.model, config.revision)
+        self.executor = make_executor(config, checkpoint)
+        self._finalizer = weakref.finalize(self, self.executor.shutdown)
+        self.cache_info = self.executor.start()
+        self.output_processor = OutputProcessor(load_tokenizer(checkpoint))
+        self.scheduler = Scheduler(
+            BlockManager(
+                self.cache_info.num_blocks,
+                self.cache_info.block_size,
+                enable_prefix_caching=config.enable_prefix_caching,
+            ),
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=self.cache_info.max_model_len,
+            eos_token_ids=checkpoint.eos_token_ids,
+        )
+        self.stats = EngineStats()
+        self._queue_depth = queue_depth
+        self._in_flight: deque[tuple[Schedule, Future]] = deque()
+        self._outputs: list[RequestOutput] = []  # finished and not yet returned by step()
+        self._request_ids = count()
+        self._seeds = random.Random(config.seed)
+
+    def make_sequence(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+    ) -> Sequence:
+        """Check a request and make its sequence; nothing is queued yet.
+
+        Raises:
+            InvalidRequestError: the prompt or a parameter cannot be served.
+        """
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError(
+                f"sampling_params must be SamplingParams, got {type(params).__name__} {params!r}"
+            )
+        priority = check_int(InvalidRequestError, "priority", priority, -(2**31), 2**31)
+        text, token_ids = self._read_prompt(prompt)
+        limit = self.cache_info.max_model_len
+        if len(token_ids) >= limit:
+            raise InvalidRequestError(
+                f"the prompt has {len(token_ids)} tokens; max_model_len {limit} leaves "
+                f"room for at most {limit - 1}, and one of output: shorten it, or raise max_model_len"
+            )
+        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        return Sequence(
+            next(self._request_ids), token_ids, params, seed=seed, priority=priority, prompt=text
+        )
+
+    def add_sequence(self, seq: Sequence) -> None:
+        """Queue what `make_sequence` made.
+
+        Raises:
+            EngineDeadError: the engine is down.
+        """
+        self.executor.check_health()
+        self.scheduler.add(seq)
+
+    def add_request(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
+    ) -> int:
+        """Queue a request and return its id. Lower priorities go first, equal ones by arrival.
+
+        Raises:
+            InvalidRequestError: the prompt or a parameter cannot be served.
+            EngineDeadError: the engine is down.
+        """
+        seq = self.make_sequence(prompt, sampling_params, priority=priority)
+        self.add_sequence(seq)
+        return seq.seq_id
+
+    def step(self) -> list[RequestOutput]:
+        """Launch a step, take the oldest one's tokens, and return the requests that finished.
+
+        Raises:
+            EngineDeadError: a worker died. (After any error the step's requests are queued again.)
+        """
+        schedule = self.scheduler.schedule()
+        if schedule is not None:
+            self._launch(schedule)
+        if self._in_flight and (schedule is None or len(self._in_flight) > self._queue_depth):
+            self._retire()
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def abort(self, request_id: int) -> RequestOutput | None:
+        """End a request and return its output as far as it came; None if it is not running."""
+        seq = self.scheduler.abort(request_id)
+        return None if seq is None else self.output_processor.make_output(seq)
+
+    def is_finished(self) -> bool:
+        """Whether nothing is left to run or to return."""
+        return not (self.scheduler.num_unfinished or self._in_flight or self._outputs)
+
+    def put_back(self, outputs: list[RequestOutput]) -> None:
+        """Return `outputs` from the next `step()`: they belong to another caller."""
+        self._outputs += outputs
+
+    def shutdown(self) -> None:
+        """End the workers and free the model. May be called again; also called when the engine is
+        collected.
+        """
+        self._finalizer()
+
+    def _launch(self, schedule: Schedule) -> None:
+        try:
+            self._in_flight.append((schedule, self.executor.execute(schedule)))
+        except BaseException:
+            self.scheduler.abandon(schedule)
+            raise
+
+    def _retire(self) -> None:
+        schedule, future = self._in_flight[0]
+        try:
+            result = future.result()
+        except BaseException:
+            while self._in_flight:  # what was launched after it has read what it did not write
+                self.scheduler.abandon(self._in_flight.popleft()[0])
+            raise
+        self._in_flight.popleft()
+        advanced = self.scheduler.update(schedule, result)
+        self._outputs += [
+            self.output_processor.make_output(seq) for seq in advanced if seq.is_finished
+        ]
+        self.stats.num_prefill_tokens += schedule.num_tokens - schedule.num_samples
+        self.stats.num_decode_tokens += sum(map(len, result.token_ids))
+
+    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            if len(prompt) != 1 or not prompt.keys() <= {"prompt", "prompt_token_ids"}:
+                raise InvalidRequestError(
+                    f'a prompt dictionary has one key, "prompt" or "prompt_token_ids", '
+                    f"got {list(prompt)}"
+                )
+            (prompt,) = prompt.values()
+        if isinstance(prompt, str):
+            token_ids = self.output_processor.encode(prompt)
+            if not token_ids:
+                raise InvalidRequestError("the prompt is empty: give at least one token")
+            return prompt, token_ids
+        if not isinstance(prompt, Seq) or isinstance(prompt, bytes):
+            raise InvalidRequestError(
+                "a prompt must be a string or a list of token ids, "
+                f"got {type(prompt).__name__} {prompt!r:.80}"
+            )
+        if not prompt:
+            raise InvalidRequestError("the prompt is empty: give at least one token")
+        last = self.cache_info.vocab_size - 1
+        return None, [
+            token
+            if type(token) is int and 0 <= token <= last
+            else check_int(InvalidRequestError, f"prompt token {index}", token, 0, last)
+            for index, token in enumerate(prompt)
+        ]

@@ -1,0 +1,122 @@
+"""One rank: picks its device, builds the model runner, and (where it is a process of its own)
+obeys a pipe.
+
+Knows neither the scheduler nor the other ranks' results.
+"""
+
+import os
+import signal
+import sys
+import threading
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+from nanovllm.config import Config
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.schedule import CacheInfo, Schedule
+from nanovllm.errors import ConfigError, NanoVLLMError
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.registry import model_class
+from nanovllm.utils.distributed import init_tensor_parallel
+from nanovllm.utils.hub import Checkpoint, weight_files
+
+
+def find_weights(config: Config, checkpoint: Checkpoint) -> list[Path]:
+    """Return the weight files to read, after refusing what the code cannot run.
+
+    Raises:
+        CheckpointError: the architecture or a setting is not supported, or there are no weights.
+    """
+    model_class(ModelConfig.from_hf(checkpoint.config, config.dtype))
+    if config.load_format == "dummy":
+        return []
+    return weight_files(checkpoint, config.model, config.revision)
+
+
+def make_runner(
+    config: Config, checkpoint: Checkpoint, files: list[Path], rank: int = 0
+) -> ModelRunner:
+    """Build rank `rank`'s model on its device."""
+    model_config = ModelConfig.from_hf(checkpoint.config, config.dtype)
+    return ModelRunner(config, model_config, files, rank_device(config, rank))
+
+
+def rank_device(config: Config, rank: int = 0) -> torch.device:
+    """Return the device of rank `rank`.
+
+    Raises:
+        ConfigError: CUDA is asked for and absent, or there are fewer GPUs than ranks.
+    """
+    name = config.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f'device {config.device!r}: torch finds no CUDA GPU here; use device="cpu"'
+        )
+    device = torch.device(name) if ":" in name else torch.device("cuda", rank)
+    assert device.index is not None
+    needed = max(config.tensor_parallel_size, device.index + 1)
+    if torch.cuda.device_count() < needed:
+        raise ConfigError(
+            f"tensor_parallel_size {config.tensor_parallel_size} on {config.device!r} needs "
+            f"{needed} GPUs, torch finds {torch.cuda.device_count()}"
+        )
+    return device
+
+
+def run_worker(
+    rank: int,
+    port: int,
+    num_threads: int,
+    config: Config,
+    checkpoint: Checkpoint,
+    files: list[Path],
+    pipe: Connection,
+) -> None:
+    """Main function of a spawned rank: answer with what fits, allocate what is told, then obey
+    schedules.
+
+    Every message out is ("ok", value) or ("error", exception). The process ends when the pipe or
+    its parent does.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    try:
+        device = rank_device(config, rank)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        else:
+            torch.set_num_threads(num_threads)
+            loopback = "lo0" if sys.platform == "darwin" else "lo"
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        init_tensor_parallel(rank, config.tensor_parallel_size, port, device)
+        runner = make_runner(config, checkpoint, files, rank)
+        pipe.send(("ok", runner.measure()))
+        info: CacheInfo = pipe.recv()
+        runner.allocate(info)
+        pipe.send(("ok", info))
+        while True:
+            schedule: Schedule = pipe.recv()
+            pending = runner.execute(schedule)
+            if rank == 0:
+                pipe.send(("ok", pending.result()))
+    except (EOFError, BrokenPipeError, ConnectionResetError):  # the parent is done with us
+        pass
+    except BaseException as error:
+        known = isinstance(error, NanoVLLMError)
+        pipe.send(("error", error if known else NanoVLLMError(f"rank {rank}: {error!r}")))
+        if not known:
+            raise
+
+
+def _die_with_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

@@ -1,0 +1,3 @@
+"""The parts that models are built of. Each shards itself over the tensor-parallel ranks while
+loading.
+"""

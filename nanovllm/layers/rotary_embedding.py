@@ -1,0 +1,90 @@
+"""Rotary position embedding (arXiv 2104.09864), with the scalings that Qwen3 checkpoints use."""
+
+import dataclasses
+import math
+
+import torch
+from torch import nn
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """A checkpoint's rotary settings, normalised."""
+
+    theta: float
+    rope_type: str = "default"
+    """"default", "linear" or "yarn"."""
+    factor: float = 1.0
+    original_max_position: int = 0
+    """Positions before scaling (yarn)."""
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    """Multiplies cos and sin (yarn); None derives it from `factor`."""
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    """Round the bounds of yarn's ramp to whole dimensions."""
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotates the two halves of each head by angles that grow with the position."""
+
+    cos_sin: torch.Tensor
+
+    def __init__(self, head_dim: int, max_position: int, rope: RopeConfig) -> None:
+        super().__init__()
+        inv_freq, scale = inverse_frequencies(head_dim, rope)
+        angles = torch.arange(max_position, dtype=torch.float32, device="cpu")[:, None] * inv_freq
+        device = torch.get_default_device()
+        cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1) * scale
+        self.register_buffer("cos_sin", cos_sin.to(device), persistent=False)
+
+    def forward(
+        self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotate `q` and `k` [T, heads, head_dim] to `positions` [T]."""
+        cos, sin = self.cos_sin[positions, None].chunk(2, dim=-1)
+        return _rotate(q, cos, sin), _rotate(k, cos, sin)
+
+
+def inverse_frequencies(head_dim: int, rope: RopeConfig) -> tuple[torch.Tensor, float]:
+    """Return the angles per position ([head_dim / 2] float32) and the factor on cos and sin."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+    inv_freq = 1.0 / rope.theta**exponents
+    if rope.rope_type == "linear":
+        return inv_freq / rope.factor, 1.0
+    if rope.rope_type == "yarn":
+        return _yarn(inv_freq, head_dim, rope)
+    return inv_freq, 1.0
+
+
+def _yarn(inv_freq: torch.Tensor, head_dim: int, rope: RopeConfig) -> tuple[torch.Tensor, float]:
+    """YaRN (arXiv 2309.00071): slow dimensions are interpolated, fast ones kept, a ramp between."""
+
+    def dimension(rotations: float) -> float:
+        positions = rope.original_max_position / (rotations * 2 * math.pi)
+        return head_dim * math.log(positions) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    steps = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
+    ramp = ((steps - low) / max(high - low, 0.001)).clamp(0, 1)
+    scaled = inv_freq / rope.factor * ramp + inv_freq * (1 - ramp)
+
+    def mscale(weight: float = 1.0) -> float:
+        return 0.1 * weight * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+
+    if rope.attention_factor is not None:
+        return scaled, rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return scaled, mscale(rope.mscale) / mscale(rope.mscale_all_dim)
+    return scaled, mscale()
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.float().chunk(2, dim=-1)
+    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return rotated.to(x.dtype)

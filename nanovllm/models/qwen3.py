@@ -1,0 +1,124 @@
+"""Qwen3: a dense decoder with grouped-query attention, normalised queries and keys, and a SwiGLU
+MLP.
+
+Names follow the checkpoint's. T is the tokens of a batch. Knows no sequences: the batch says what
+sees what.
+"""
+
+import torch
+from torch import nn
+
+from nanovllm.attention.backend import Batch
+from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import (
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.models.config import ModelConfig
+
+
+class Qwen3Attention(nn.Module):
+    def __init__(self, config: ModelConfig, rotary_emb: RotaryEmbedding) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.rotary_emb = rotary_emb
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            bias=config.attention_bias,
+        )
+        self.o_proj = RowParallelLinear(
+            config.num_heads * config.head_dim, config.hidden_size, bias=config.attention_bias
+        )
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.attn = Attention()
+
+    def forward(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+        q, k, v = (
+            part.unflatten(-1, (-1, self.head_dim))
+            for part in self.qkv_proj(hidden).split(self.qkv_proj.sizes, dim=-1)
+        )
+        q, k = self.rotary_emb(batch.positions, self.q_norm(q), self.k_norm(k))
+        return self.o_proj(self.attn(q, k, v, batch).flatten(1))
+
+
+class Qwen3MLP(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        size = config.intermediate_size
+        self.gate_up_proj = MergedColumnParallelLinear(
+            config.hidden_size, {"gate_proj": size, "up_proj": size}, bias=False
+        )
+        self.down_proj = RowParallelLinear(size, config.hidden_size, bias=False)
+        self.act = SiluAndMul()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act(self.gate_up_proj(hidden)))
+
+
+class Qwen3DecoderLayer(nn.Module):
+    def __init__(self, config: ModelConfig, rotary_emb: RotaryEmbedding) -> None:
+        super().__init__()
+        self.self_attn = Qwen3Attention(config, rotary_emb)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, hidden: torch.Tensor, residual: torch.Tensor, batch: Batch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, residual = self.input_layernorm.add(hidden, residual)
+        hidden = self.self_attn(hidden, batch)
+        hidden, residual = self.post_attention_layernorm.add(hidden, residual)
+        return self.mlp(hidden), residual
+
+
+class Qwen3Model(nn.Module):
+    def __init__(self, config: ModelConfig, max_model_len: int) -> None:
+        super().__init__()
+        rotary_emb = RotaryEmbedding(config.head_dim, max_model_len, config.rope)
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            Qwen3DecoderLayer(config, rotary_emb) for _ in range(config.num_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        residual = self.embed_tokens(batch.input_ids)
+        hidden = torch.zeros_like(residual)
+        for layer in self.layers:
+            hidden, residual = layer(hidden, residual, batch)
+        return self.norm.add(hidden, residual)[0]
+
+
+class Qwen3ForCausalLM(nn.Module):
+    """Qwen3 with its language-model head.
+
+    Args:
+        max_model_len: positions that rotary angles are kept for.
+    """
+
+    def __init__(self, config: ModelConfig, max_model_len: int) -> None:
+        super().__init__()
+        self.model = Qwen3Model(config, max_model_len)
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
+        self.ignored_weights: frozenset[str] = frozenset()
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+            self.ignored_weights = frozenset({"lm_head.weight"})
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Return hidden states [T, hidden_size] and write the batch's KV."""
+        return self.model(batch)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """Return logits [rows, vocab_size] on rank 0, None on the other ranks."""
+        return self.lm_head(hidden)

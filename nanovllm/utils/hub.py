@@ -1,0 +1,139 @@
+"""Finds a checkpoint's files: a local directory, or a hub id through huggingface_hub. Reads its
+JSON, not its weights.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from nanovllm.errors import CheckpointError
+
+_CONFIG_PATTERNS = ["*.json", "*.jinja", "merges.txt", "tokenizer.model"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint on this machine: its directory and its parsed JSON files ({} where absent)."""
+
+    path: Path
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Every end-of-sequence id; generation_config.json's where it has them, else
+        config.json's.
+        """
+        ids = self.generation_config.get("eos_token_id", self.config.get("eos_token_id"))
+        if ids is None:
+            return frozenset()
+        return frozenset(ids if isinstance(ids, list) else [ids])
+
+    @property
+    def has_tokenizer(self) -> bool:
+        names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+        return any((self.path / name).is_file() for name in names)
+
+
+def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
+    """Find `model`'s configuration and tokenizer, downloading them for a hub id that is not cached.
+
+    Raises:
+        CheckpointError: there is no such directory or hub id, it cannot be reached, or it is not a
+            model.
+    """
+    local = Path(model).expanduser()
+    if local.is_dir():
+        path = local.resolve()
+    elif local.exists():
+        raise CheckpointError(
+            f"model {model!r} is a file; give the directory that holds config.json"
+        )
+    elif model.startswith(("/", ".", "~")) or model.count("/") > 1:
+        raise CheckpointError(f"model directory {model!r} does not exist")
+    else:
+        path = _download(model, revision, _CONFIG_PATTERNS)
+    if not (path / "config.json").is_file():
+        raise CheckpointError(f"{path} is not a model directory: it has no config.json")
+    generation_config = path / "generation_config.json"
+    return Checkpoint(
+        path,
+        _read_json(path / "config.json"),
+        _read_json(generation_config) if generation_config.is_file() else {},
+    )
+
+
+def weight_files(checkpoint: Checkpoint, model: str, revision: str | None = None) -> list[Path]:
+    """Return the safetensors files of `checkpoint`, downloading them where `model` is a hub id.
+
+    Raises:
+        CheckpointError: there are none, or the index names files that are not there.
+    """
+    path = checkpoint.path
+    if not Path(model).expanduser().is_dir():
+        path = _download(model, revision, ["*.safetensors", "*.safetensors.index.json"])
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise CheckpointError(f"{index} has no weight_map")
+        files = [path / name for name in sorted(set(weight_map.values()))]
+        if missing := [file.name for file in files if not file.is_file()]:
+            raise CheckpointError(f"{index} names files that are missing: {', '.join(missing)}")
+        return files
+    if (path / "model.safetensors").is_file():
+        return [path / "model.safetensors"]
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        others = sorted(
+            f.name for f in path.iterdir() if f.suffix in {".bin", ".pt", ".pth", ".gguf"}
+        )
+        found = f" (found {', '.join(others)}, which is not read)" if others else ""
+        raise CheckpointError(
+            f"{path} has no .safetensors weights{found}; convert the checkpoint to safetensors, "
+            'or use load_format="dummy" for random weights'
+        )
+    return files
+
+
+def _download(model: str, revision: str | None, patterns: list[str]) -> Path:
+    import huggingface_hub
+    from huggingface_hub.errors import (
+        HFValidationError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(model, revision=revision, allow_patterns=patterns)
+        )
+    except HFValidationError as error:
+        raise CheckpointError(
+            f"model {model!r} is neither a directory here nor a valid hub id: {error}"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise CheckpointError(f"hub model {model!r} has no revision {revision!r}") from error
+    except RepositoryNotFoundError as error:
+        raise CheckpointError(
+            f"model {model!r} is no directory here and no model on the hub "
+            "(or a private one: log in)"
+        ) from error
+    except (
+        Exception
+    ) as error:  # offline, no network, a full disk: huggingface_hub raises many kinds
+        raise CheckpointError(
+            f"cannot get {model!r} from the hub: {error}. It is not (wholly) in the local cache; "
+            "connect once, unset HF_HUB_OFFLINE, or give a local directory"
+        ) from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, not {type(value).__name__}")
+    return value

@@ -1,0 +1,77 @@
+"""Checks shared by the value types: keyword names, integers and floats with ranges.
+
+Knows nothing of what the values mean; the error class to raise is given by the caller.
+"""
+
+import difflib
+import inspect
+import math
+import numbers
+import operator
+from collections.abc import Collection
+from typing import Any, ClassVar
+
+from nanovllm.errors import NanoVLLMError
+
+
+def did_you_mean(name: str, known: Collection[str]) -> str:
+    """Return ", did you mean 'x'?" for the nearest of `known`, else their list."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    near = near or [k for k in known if name in k][:1]
+    return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}"
+
+
+class StrictKeywords:
+    """Mixin for dataclasses: an unknown keyword raises `error` and names the nearest field."""
+
+    error: ClassVar[type[NanoVLLMError]]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        known = inspect.signature(cls).parameters
+        for name in kwargs:
+            if name not in known:
+                raise cls.error(f"{cls.__name__} has no field {name!r}{did_you_mean(name, known)}")
+        return super().__new__(cls)
+
+
+def check_int(
+    error: type[NanoVLLMError], name: str, value: Any, low: int, high: int | None = None
+) -> int:
+    """Return `value` as int if it is an integer (not a bool) in [low, high], else raise `error`."""
+    rule = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise error(f"{name} must be {rule}, got {value!r} ({type(value).__name__})")
+    number = operator.index(value)
+    if number < low or (high is not None and number > high):
+        raise error(f"{name} must be {rule}, got {value!r}")
+    return number
+
+
+def check_float(
+    error: type[NanoVLLMError], name: str, value: Any, low: float, high: float = math.inf
+) -> float:
+    """Return `value` as float if it is a finite real number in [low, high], else raise `error`."""
+    rule = f"a finite number >= {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise error(f"{name} must be {rule}, got {value!r} ({type(value).__name__})")
+    number = float(value)
+    if not math.isfinite(number) or not low <= number <= high:
+        raise error(f"{name} must be {rule}, got {value!r}")
+    return number
+
+
+def check_bool(error: type[NanoVLLMError], name: str, value: Any) -> bool:
+    """Return `value` if it is True or False, else raise `error`."""
+    if not isinstance(value, bool):
+        raise error(f"{name} must be True or False, got {value!r} ({type(value).__name__})")
+    return value
+
+
+def check_choice(
+    error: type[NanoVLLMError], name: str, value: Any, choices: Collection[str]
+) -> str:
+    """Return `value` if it is one of `choices`, else raise `error` naming the nearest."""
+    if not isinstance(value, str) or value not in choices:
+        hint = did_you_mean(str(value), choices)
+        raise error(f"{name} must be one of {', '.join(choices)}, got {value!r}{hint}")
+    return value
