@@ -8,6 +8,7 @@ seen them. Knows no model.
 import torch
 
 from nanovllm.attention.backend import Batch
+from nanovllm.engine.kv_cache import zeros
 from nanovllm.engine.schedule import CacheInfo, Row, Schedule
 
 
@@ -18,10 +19,8 @@ class SlotTables:
         width = -(-info.max_model_len // info.block_size)
         self.block_size = info.block_size
         self.device = device
-        self.token_ids = torch.zeros(
-            max_num_seqs, info.max_model_len, dtype=torch.int32, device=device
-        )
-        self.block_tables = torch.zeros(max_num_seqs, width, dtype=torch.int32, device=device)
+        self.token_ids = zeros((max_num_seqs, info.max_model_len), torch.int32, device)
+        self.block_tables = zeros((max_num_seqs, width), torch.int32, device)
         self.temperatures = torch.zeros(max_num_seqs, dtype=torch.float32, device=device)
         self.seeds = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
 

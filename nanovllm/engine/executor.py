@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any, NoReturn, Protocol
 
-from torch.distributed.distributed_c10d import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from nanovllm.config import Config
 from nanovllm.engine.kv_cache import require_one_sequence
@@ -213,7 +213,11 @@ class SpawnedExecutor:
 
     def _die(self, reason: str, error: NanoVLLMError | None = None) -> NoReturn:
         """End all ranks, for without one of them the others wait for ever, and raise."""
-        wait([process.sentinel for process in self._processes], timeout=0.5)
+        # A pipe ends a moment before its process can be waited for: find out whose it was.
+        ended = wait([process.sentinel for process in self._processes], timeout=2.0)
+        for process in self._processes:
+            if process.sentinel in ended:
+                process.join(1.0)
         exits = [
             f"{process.name} exited with {process.exitcode}"
             for process in self._processes

@@ -3,9 +3,11 @@ neighbours'.
 """
 
 import logging
+import math
 import os
 from collections.abc import Callable
 
+import numpy
 import torch
 
 from nanovllm.config import Config
@@ -63,6 +65,14 @@ def require_one_sequence(num_blocks: int, block_size: int, max_model_len: int) -
             f"{num_blocks * block_size} or less, or give the pool more ("
             "gpu_memory_utilization, kv_cache_memory_bytes, num_kvcache_blocks)"
         )
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Like torch.zeros, but on a CPU the pages take memory only once they are written."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    buffer = numpy.zeros(math.prod(shape) * dtype.itemsize, dtype=numpy.uint8)
+    return torch.from_numpy(buffer).view(dtype).view(shape)
 
 
 def available_memory() -> int:

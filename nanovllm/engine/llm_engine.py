@@ -99,7 +99,7 @@ class LLMEngine:
         if len(token_ids) >= limit:
             raise InvalidRequestError(
                 f"the prompt has {len(token_ids)} tokens; max_model_len {limit} leaves "
-                f"room for at most {limit - 1}, and one of output: shorten it, or raise max_model_len"
+                f"room for {limit - 1} at most, and one of output: shorten it, or raise the limit"
             )
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         return Sequence(

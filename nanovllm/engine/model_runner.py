@@ -14,7 +14,7 @@ import torch
 from nanovllm.attention.backend import AttentionSpec, Backend, select_backend
 from nanovllm.config import Config
 from nanovllm.engine.batch import SlotTables
-from nanovllm.engine.kv_cache import num_blocks_that_fit
+from nanovllm.engine.kv_cache import num_blocks_that_fit, zeros
 from nanovllm.engine.schedule import CacheInfo, Row, Schedule, StepResult
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.linear import QKVParallelLinear
@@ -90,11 +90,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def allocate(self, info: CacheInfo) -> None:
-        """Make the KV pool and the tables. Zeroed: a masked key's value is multiplied by 0, so it
-        must be finite.
+        """Make the KV pool and the tables.
+
+        The pool is zeroed: a masked key's value is multiplied by 0, so it must be finite.
         """
         shape = (len(self._attentions), *self._backend.kv_cache_shape(info.num_blocks))
-        pool = torch.zeros(shape, dtype=self.model_config.dtype, device=self.device)
+        pool = zeros(shape, self.model_config.dtype, self.device)
         for attention, kv_cache in zip(self._attentions, pool, strict=True):
             attention.bind(self._backend, kv_cache)
         self._tables = SlotTables(info, self.config.max_num_seqs, self.device)

@@ -141,7 +141,7 @@ class Scheduler:
         return advanced
 
     def abandon(self, schedule: Schedule) -> None:
-        """Take back a step that failed: its sequences keep their tokens, lose their KV, and wait."""
+        """Take back a step that failed: its sequences keep their tokens, lose their KV, wait."""
         for row in schedule.rows:
             seq = self._sequences.get(row.seq_id)
             if seq is None:
@@ -182,9 +182,7 @@ class Scheduler:
             assert 0 <= seq.num_pending_tokens <= seq.num_in_flight_steps
 
     def _gap(self, seq: Sequence) -> int:
-        """Tokens of `seq` that can be computed now; 0 once its last token is known or on its
-        way.
-        """
+        """Tokens of `seq` to compute now; 0 once its last token is known or on its way."""
         if self._room(seq) <= seq.num_pending_tokens:
             return 0
         if seq.draft_token_ids and seq.num_pending_tokens:  # how many drafts survive is not known

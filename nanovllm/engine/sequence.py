@@ -12,8 +12,7 @@ ROOT_UID = 0
 class Sequence:
     """A prompt and what has been generated for it.
 
-    Invariants: `num_computed_tokens <= num_tokens`; a sequence owns KV blocks only while it owns a
-        slot.
+    Invariants: `num_computed_tokens <= num_tokens`; it owns KV blocks only while it owns a slot.
     """
 
     __slots__ = (

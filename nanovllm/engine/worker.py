@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
+from tqdm.auto import tqdm
 
 from nanovllm.config import Config
 from nanovllm.engine.model_runner import ModelRunner
@@ -86,6 +87,7 @@ def run_worker(
     its parent does.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    tqdm.set_lock(threading.RLock())  # its own is a named semaphore, which a killed process leaves
     threading.Thread(target=_die_with_parent, daemon=True).start()
     try:
         device = rank_device(config, rank)

@@ -9,7 +9,7 @@ import datetime
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,190 @@
+"""Offline throughput on nano-vllm's workload: 256 requests, 100 to 1024 tokens in and out, seed 0.
+
+Every engine gets the same prompts and output lengths. Without --model: random weights in the shape
+of Qwen3-0.6B. The flags scale the workload down for a machine without a GPU.
+"""
+
+import argparse
+import json
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+QWEN3_06B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+}
+
+Prompts = list[list[int]]
+Run = Callable[[Prompts, list[int]], None]
+
+
+def nanovllm(model: str, args: argparse.Namespace) -> Run:
+    from nanovllm import LLM, SamplingParams
+
+    llm = LLM(model, load_format=args.load_format, max_model_len=args.max_model_len, **args.option)
+
+    def run(prompts: Prompts, output_lens: list[int]) -> None:
+        params = [
+            SamplingParams(temperature=args.temperature, ignore_eos=True, max_tokens=length)
+            for length in output_lens
+        ]
+        llm.generate(prompts, params, use_tqdm=not args.json)
+
+    return run
+
+
+def vllm(model: str, args: argparse.Namespace) -> Run:
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model,
+        load_format=args.load_format,
+        max_model_len=args.max_model_len,
+        skip_tokenizer_init=True,
+        enable_prefix_caching=False,
+        **args.option,
+    )
+
+    def run(prompts: Prompts, output_lens: list[int]) -> None:
+        params = [
+            SamplingParams(
+                temperature=args.temperature, ignore_eos=True, max_tokens=length, detokenize=False
+            )
+            for length in output_lens
+        ]
+        llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=not args.json)
+
+    return run
+
+
+def transformers(model: str, args: argparse.Namespace) -> Run:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if args.load_format == "dummy":
+        config = AutoConfig.from_pretrained(model)
+        with torch.device(device):
+            hf = AutoModelForCausalLM.from_config(config, dtype=config.dtype, **args.option)
+    else:
+        hf = AutoModelForCausalLM.from_pretrained(model, dtype="auto", **args.option).to(device)
+    hf.eval()
+    how = {"do_sample": args.temperature > 0}
+    if how["do_sample"]:
+        how |= {"temperature": args.temperature, "top_k": 0, "top_p": 1.0}
+
+    def run(prompts: Prompts, output_lens: list[int]) -> None:
+        for start in range(
+            0, len(prompts), args.hf_batch
+        ):  # left-padded batches, as generate wants
+            batch, lens = (x[start : start + args.hf_batch] for x in (prompts, output_lens))
+            width, longest = max(map(len, batch)), max(lens)
+            ids = torch.tensor([[0] * (width - len(p)) + p for p in batch], device=device)
+            mask = torch.tensor(
+                [[0] * (width - len(p)) + [1] * len(p) for p in batch], device=device
+            )
+            with torch.inference_mode():
+                hf.generate(
+                    ids,
+                    attention_mask=mask,
+                    max_new_tokens=longest,
+                    min_new_tokens=longest,
+                    eos_token_id=None,
+                    pad_token_id=0,
+                    **how,
+                )
+
+    return run
+
+
+def option(text: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    engines = {"nanovllm": nanovllm, "vllm": vllm, "transformers": transformers}
+    parser.add_argument("--engine", choices=engines, default="nanovllm")
+    parser.add_argument("--model", help="a checkpoint; without it Qwen3-0.6B's shape")
+    parser.add_argument("--load-format", choices=["auto", "dummy"], help="default: dummy")
+    parser.add_argument("--num-seqs", type=int, default=256)
+    parser.add_argument("--min-input-len", type=int, default=100)
+    parser.add_argument("--max-input-len", type=int, default=1024)
+    parser.add_argument("--min-output-len", type=int, default=100)
+    parser.add_argument("--max-output-len", type=int, default=1024)
+    parser.add_argument("--temperature", type=float, default=0.6)
+    parser.add_argument("--max-model-len", type=int, default=4096)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--hf-batch", type=int, default=32, help="transformers' batch size")
+    parser.add_argument(
+        "--option", type=option, action="append", default=[], help="NAME=VALUE for the engine"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object, no progress")
+    args = parser.parse_args()
+    args.option = dict(args.option)
+    args.load_format = args.load_format or "dummy"
+
+    rng = random.Random(args.seed)
+    prompts = [
+        [rng.randint(0, 10000) for _ in range(rng.randint(args.min_input_len, args.max_input_len))]
+        for _ in range(args.num_seqs)
+    ]
+    output_lens = [
+        rng.randint(args.min_output_len, args.max_output_len) for _ in range(args.num_seqs)
+    ]
+
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory, "config.json").write_text(json.dumps(QWEN3_06B))
+        start = time.perf_counter()
+        run = engines[args.engine](args.model or directory, args)
+        startup = time.perf_counter() - start
+        run([[1, 2, 3, 4]], [4])
+        start = time.perf_counter()
+        run(prompts, output_lens)
+        seconds = time.perf_counter() - start
+
+    tokens_in, tokens_out = sum(map(len, prompts)), sum(output_lens)
+    if args.json:
+        figures = {
+            "engine": args.engine,
+            "requests": args.num_seqs,
+            "tokens_in": tokens_in,
+            "tokens_out": tokens_out,
+            "startup_seconds": startup,
+            "seconds": seconds,
+            "output_tokens_per_second": tokens_out / seconds,
+        }
+        print(json.dumps(figures))
+    else:
+        print(
+            f"{args.engine}: {args.num_seqs} requests, {tokens_in} tokens in, {tokens_out} out, "
+            f"{seconds:.2f} s, {tokens_out / seconds:.1f} output tok/s, ready after {startup:.1f} s"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""Ask a model a few questions: `python example.py [MODEL]`; without MODEL, the shipped one."""
+
+import sys
+
+from nanovllm import LLM, SamplingParams, glossary
+
+QUESTIONS = [
+    "What is paged attention?",
+    "What is a block table?",
+    "What is chunked prefill?",
+    "What is continuous batching?",
+    "What is speculative decoding?",
+]
+
+
+def main() -> None:
+    llm = LLM(sys.argv[1] if len(sys.argv) > 1 else glossary.MODEL)
+    tokenizer = llm.get_tokenizer()
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+        )
+        for question in QUESTIONS
+    ]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=256))
+    for question, output in zip(QUESTIONS, outputs, strict=True):
+        print(f"\n{question}\n  {output['text']}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Shared fixtures. Imports no torch at module level: the scheduler's tests run without it."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny: threads would only wait
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def random_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random float32 Qwen3 checkpoint without a tokenizer: odd vocabulary, 2 KV heads."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=1003,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=24,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+        eos_token_id=[7, 11],
+        dtype="float32",
+    )
+    path = tmp_path_factory.mktemp("random_model")
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def make_llm() -> Iterator[Any]:
+    """`LLM`, shut down when the test ends."""
+    from nanovllm import LLM
+
+    made = []
+
+    def make(model: str | Path, **options: Any) -> LLM:
+        made.append(LLM(str(model), **options))
+        return made[-1]
+
+    yield make
+    for llm in made:
+        llm.shutdown()

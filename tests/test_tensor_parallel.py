@@ -1,0 +1,176 @@
+"""Spawned ranks: they die together, leave nothing behind, and several engines live side by side."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from nanovllm import SamplingParams
+from nanovllm.errors import ConfigError, EngineDeadError, OutOfMemoryError
+
+ROOT = Path(__file__).parent.parent
+LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+SHORT = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+
+
+def workers(parent: int | None = None) -> list[psutil.Process]:
+    """Spawned ranks below `parent`; the resource tracker of multiprocessing is not one."""
+    found = []
+    for child in psutil.Process(parent).children(recursive=True):
+        try:
+            if "spawn_main" in " ".join(child.cmdline()):
+                found.append(child)
+        except (psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue
+    return found
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+
+
+def wait_until(condition: Any, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def generate_for_ever(llm: Any) -> None:
+    while True:
+        llm.generate([[1, 2, 3]] * 8, LONG, use_tqdm=False)
+
+
+def test_two_engines_at_once_in_one_process(make_llm: Any, random_model: str) -> None:
+    alone = make_llm(random_model).generate([[1, 2, 3], [4] * 20], SHORT, use_tqdm=False)
+    first = make_llm(random_model, tensor_parallel_size=2)
+    second = make_llm(random_model, tensor_parallel_size=2)
+    for _ in range(2):
+        for llm in (first, second):
+            outputs = llm.generate([[1, 2, 3], [4] * 20], SHORT, use_tqdm=False)
+            assert [o.token_ids for o in outputs] == [o.token_ids for o in alone]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_killed_worker_raises_and_leaves_nothing(
+    make_llm: Any, random_model: str, rank: int
+) -> None:
+    before = shared_memory()
+    llm = make_llm(random_model, tensor_parallel_size=2)
+    victim = llm.engine.executor._processes[rank]
+    threading.Timer(0.5, victim.kill).start()
+    start = time.monotonic()
+    with pytest.raises(EngineDeadError, match=f"rank{rank} exited with -9"):
+        generate_for_ever(llm)
+    assert time.monotonic() - start < 10.5
+    assert not workers()
+    assert shared_memory() <= before
+    with pytest.raises(EngineDeadError):
+        llm.generate([[1]], LONG, use_tqdm=False)
+
+
+def test_slow_worker_loses_nothing(make_llm: Any, random_model: str) -> None:
+    """A stopped rank catches up: schedules wait in its pipe, none is overwritten."""
+    prompts = [[i + 1] * 60 for i in range(16)]
+    expected = make_llm(random_model).generate(prompts, SHORT, use_tqdm=False)
+    llm = make_llm(random_model, tensor_parallel_size=2)
+    slow = llm.engine.executor._processes[1].pid
+
+    def stutter() -> None:
+        for _ in range(3):
+            os.kill(slow, signal.SIGSTOP)
+            time.sleep(0.7)
+            os.kill(slow, signal.SIGCONT)
+            time.sleep(0.2)
+
+    thread = threading.Thread(target=stutter)
+    thread.start()
+    outputs = llm.generate(prompts, SHORT, use_tqdm=False)
+    thread.join()
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
+
+
+def test_del_llm_ends_the_workers(random_model: str) -> None:
+    from nanovllm import LLM
+
+    llm = LLM(random_model, tensor_parallel_size=2)
+    assert len(workers()) == 2
+    del llm
+    gc.collect()
+    assert wait_until(lambda: not workers(), 10)
+
+
+def test_shutdown_twice(make_llm: Any, random_model: str) -> None:
+    llm = make_llm(random_model, tensor_parallel_size=2)
+    llm.shutdown()
+    llm.shutdown()
+    assert not workers()
+
+
+def test_error_of_a_rank_at_start_is_ours_and_leaves_nothing(random_model: str) -> None:
+    from nanovllm import LLM
+
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size 3 does not divide"):
+        LLM(random_model, tensor_parallel_size=3)
+    with pytest.raises(OutOfMemoryError, match="max_model_len"):
+        LLM(random_model, tensor_parallel_size=2, num_kvcache_blocks=2)
+    assert wait_until(lambda: not workers(), 10)
+
+
+def script(random_model: str) -> str:
+    return textwrap.dedent(f"""
+        import sys
+        from nanovllm import LLM, SamplingParams
+
+        def main():
+            llm = LLM({random_model!r}, tensor_parallel_size=2)
+            print("ready", flush=True)
+            params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+            while True:
+                llm.generate([[1, 2, 3]] * 8, params, use_tqdm=False)
+
+        if __name__ == "__main__":
+            main()
+    """)
+
+
+@pytest.mark.parametrize(
+    ("number", "to_group"),
+    [(signal.SIGINT, True), (signal.SIGTERM, False), (signal.SIGKILL, False)],
+)
+def test_ctrl_c_and_death_of_the_parent_end_everything(
+    random_model: str, tmp_path: Path, number: signal.Signals, to_group: bool
+) -> None:
+    """SIGINT goes to the whole group, as from a terminal; the others to the parent alone."""
+    path = tmp_path / "run.py"
+    path.write_text(script(random_model))
+    process = subprocess.Popen(
+        [sys.executable, str(path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(workers(process.pid)) == 2
+    time.sleep(0.3)
+    (os.killpg if to_group else os.kill)(process.pid, number)
+    _, errors = process.communicate(timeout=10)
+    assert process.returncode != 0
+    assert wait_until(lambda: not any(c.is_running() for c in children), 10)
+    if number == signal.SIGINT:
+        assert "KeyboardInterrupt" in errors
