@@ -1,0 +1,188 @@
+"""The loop and the facade: requests come in, outputs go out, failures leave nothing behind."""
+
+import gc
+import weakref
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from nanovllm import LLM, SamplingParams, glossary
+from nanovllm.config import Config
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.errors import EngineDeadError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(random_model: str) -> LLM:
+    return LLM(random_model)
+
+
+def test_one_prompt_or_many(llm: LLM) -> None:
+    one = llm.generate([5, 6, 7], GREEDY, use_tqdm=False)
+    many = llm.generate([[5, 6, 7], {"prompt_token_ids": [5, 6, 7]}], GREEDY, use_tqdm=False)
+    assert len(one) == 1
+    assert one[0].token_ids == many[0].token_ids == many[1].token_ids
+    assert llm.generate([], GREEDY, use_tqdm=False) == []
+
+
+def test_output_reads_like_nano_vllm_and_like_vllm(make_llm: Any) -> None:
+    question, answer = glossary.entries()[0]
+    (output,) = make_llm(glossary.MODEL).generate(
+        question, SamplingParams(temperature=0, max_tokens=128), use_tqdm=False
+    )
+    assert output["text"].strip() == output.outputs[0].text.strip() == answer
+    assert output["token_ids"] == output.outputs[0].token_ids
+    assert output.prompt == question
+    assert output.finish_reason == "stop"
+    assert output.finished
+
+
+def test_finish_reasons(llm: LLM) -> None:
+    (free,) = llm.generate(
+        [[9]], SamplingParams(temperature=0, max_tokens=200, ignore_eos=True), use_tqdm=False
+    )
+    assert (free.finish_reason, len(free.token_ids)) == ("length", 200)
+    for eos in (7, 11):  # both of generation_config's
+        prompts = [[i] for i in range(1003) if i not in (7, 11)]
+        params = SamplingParams(temperature=1.0, max_tokens=30, seed=eos)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        stopped = [o for o in outputs if o.finish_reason == "stop"]
+        assert {o.token_ids[-1] for o in stopped} == {7, 11}
+        assert not any({7, 11} & set(o.token_ids[:-1]) for o in outputs)
+
+
+def test_failed_generate_leaves_nothing_for_the_next_call(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = llm.generate([[1, 2], [3]], GREEDY, use_tqdm=False)
+    executor = llm.engine.executor
+    execute = executor.execute
+    calls = []
+
+    def fails_at_the_third(schedule: Any) -> Any:
+        calls.append(schedule)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return execute(schedule)
+
+    monkeypatch.setattr(executor, "execute", fails_at_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[1, 2], [3]], GREEDY, use_tqdm=False)
+    assert llm.engine.is_finished()
+    llm.engine.scheduler.check()
+    outputs = llm.generate([[1, 2], [3]], GREEDY, use_tqdm=False)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
+
+
+@pytest.mark.parametrize("queue_depth", [0, 1])
+def test_failed_step_loses_no_token(
+    random_model: str, queue_depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests whose step failed are computed again; what they had generated stays."""
+    engine = LLMEngine(Config(model=random_model), queue_depth=queue_depth)
+    prompts = [[i + 1] * 20 for i in range(6)]
+    expected: dict[int, list[int]] = {}
+    for broken in (False, True):
+        ids = [engine.add_request(prompt, GREEDY) for prompt in prompts]
+        calls = 0
+        execute = engine.executor.execute
+
+        def flaky(schedule: Any, execute: Any = execute) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls % 3 == 0:
+                raise MemoryError("no memory just now")
+            return execute(schedule)
+
+        if broken:
+            monkeypatch.setattr(engine.executor, "execute", flaky)
+        outputs: dict[int, list[int]] = {}
+        while not engine.is_finished():
+            try:
+                outputs |= {o.request_id: o.token_ids for o in engine.step()}
+            except MemoryError:
+                engine.scheduler.check()
+        tokens = dict(enumerate(outputs[request] for request in ids))
+        expected = expected or tokens
+        assert tokens == expected
+    assert calls > 6
+
+
+def test_generate_returns_nothing_of_others_and_loses_nothing(llm: LLM) -> None:
+    mine = llm.engine.add_request([1, 2, 3], GREEDY)
+    others = llm.generate([[4], [5]], SamplingParams(max_tokens=40, seed=1), use_tqdm=False)
+    assert mine not in [o.request_id for o in others]
+    outputs = []
+    while not llm.engine.is_finished():
+        outputs += llm.engine.step()
+    assert [o.request_id for o in outputs] == [mine]
+
+
+def test_abort_returns_what_there_is(llm: LLM) -> None:
+    request = llm.engine.add_request([1, 2, 3], GREEDY)
+    for _ in range(4):
+        llm.engine.step()
+    output = llm.engine.abort(request)
+    assert output is not None
+    assert output.finish_reason == "abort"
+    assert len(output.token_ids) == 4
+    assert llm.engine.abort(request) is None
+    assert llm.engine.is_finished()
+
+
+def test_seed(llm: LLM) -> None:
+    params = SamplingParams(seed=3, max_tokens=20, ignore_eos=True)
+    first, second = (llm.generate([[1]], params, use_tqdm=False)[0].token_ids for _ in range(2))
+    assert first == second
+    free = SamplingParams(max_tokens=20, ignore_eos=True)
+    drawn = {tuple(o.token_ids) for o in llm.generate([[1]] * 8, free, use_tqdm=False)}
+    assert len(drawn) == 8
+
+
+def test_cached_tokens_are_reported(make_llm: Any, random_model: str) -> None:
+    llm = make_llm(random_model, kvcache_block_size=16)
+    prompt = list(range(1, 49))  # exactly three blocks: the last token is computed all the same
+    cached = [llm.generate(prompt, GREEDY, use_tqdm=False)[0].num_cached_tokens for _ in range(2)]
+    assert cached == [0, 32]
+
+
+def test_stats_count_every_token(make_llm: Any, random_model: str) -> None:
+    llm = make_llm(random_model, enable_prefix_caching=False)
+    llm.generate([[1] * 10, [2] * 20], GREEDY, use_tqdm=False)
+    assert llm.engine.stats.num_decode_tokens == 16
+    assert llm.engine.stats.num_prefill_tokens == 9 + 19
+
+
+def test_del_llm_frees_memory(random_model: str) -> None:
+    process = psutil.Process()
+    llm = LLM(random_model, kv_cache_memory_bytes=2**30, max_num_seqs=512)
+    pool = llm.engine.executor._runner._attentions[0].kv_cache
+    with torch.inference_mode():
+        pool.fill_(1.0)
+    size = pool.untyped_storage().nbytes()
+    held = process.memory_info().rss
+    gone = weakref.ref(llm.engine)
+    del llm, pool
+    assert gone() is None, "a reference cycle keeps the engine until the next collection"
+    gc.collect()
+    assert held - process.memory_info().rss > size / 8
+
+
+def test_shutdown_twice(random_model: str) -> None:
+    llm = LLM(random_model)
+    llm.shutdown()
+    llm.shutdown()
+    with pytest.raises(EngineDeadError, match="shut down"):
+        llm.generate([[1]], GREEDY, use_tqdm=False)
+
+
+def test_progress_shows_rates(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+    llm.generate([[1] * 50] * 4, GREEDY)
+    shown = capfd.readouterr()
+    assert "Generating: 100%" in shown.err
+    assert "Decode=" in shown.err
+    assert shown.out == ""

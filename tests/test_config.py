@@ -1,0 +1,239 @@
+"""Engine options: what is accepted, what is refused and what the refusal says."""
+
+import copy
+import dataclasses
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nanovllm.config import Config
+from nanovllm.errors import ConfigError, NanoVLLMError
+
+BEYOND_FLOAT = pytest.param(10**400, id="integer beyond the floats")
+POSITIVE_INTEGERS = [
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "max_model_len",
+    "tensor_parallel_size",
+    "kvcache_block_size",
+    "num_kvcache_blocks",
+    "kv_cache_memory_bytes",
+]
+
+
+def test_defaults_equal_nano_vllms():
+    config = Config("model")
+    assert config.max_num_batched_tokens == 16384
+    assert config.max_num_seqs == 512
+    assert config.max_model_len == 4096
+    assert config.gpu_memory_utilization == 0.9
+    assert config.tensor_parallel_size == 1
+    assert config.enforce_eager is False
+    assert config.num_kvcache_blocks == -1
+
+
+def test_defaults_of_what_nano_vllm_does_not_have():
+    config = Config("model")
+    assert config.revision is None
+    assert (config.dtype, config.device, config.load_format) == ("auto", "auto", "auto")
+    assert config.kvcache_block_size is None
+    assert config.kv_cache_memory_bytes is None
+    assert config.enable_prefix_caching is True
+    assert config.seed == 0
+
+
+def test_every_field_can_be_given():
+    options = {
+        "model": "org/name",
+        "revision": "v1",
+        "dtype": "bfloat16",
+        "device": "cuda:3",
+        "load_format": "dummy",
+        "max_num_batched_tokens": 100,
+        "max_num_seqs": 7,
+        "max_model_len": 99,
+        "gpu_memory_utilization": 0.5,
+        "tensor_parallel_size": 1,
+        "enforce_eager": True,
+        "kvcache_block_size": 32,
+        "num_kvcache_blocks": 12,
+        "kv_cache_memory_bytes": None,
+        "enable_prefix_caching": False,
+        "seed": 5,
+    }
+    assert options.keys() == {field.name for field in dataclasses.fields(Config)}
+    assert dataclasses.asdict(Config(**options)) == options
+
+
+@pytest.mark.parametrize(
+    ("typo", "nearest"),
+    [
+        ("max_mode_len", "max_model_len"),
+        ("max_num_seq", "max_num_seqs"),
+        ("tensor_parallel", "tensor_parallel_size"),
+        ("gpu_memory_utilisation", "gpu_memory_utilization"),
+        ("eager", "enforce_eager"),
+        ("block_size", "kvcache_block_size"),
+    ],
+)
+def test_unknown_keyword_is_refused_and_the_nearest_named(typo, nearest):
+    with pytest.raises(ConfigError, match=rf"no field '{typo}'; did you mean '{nearest}'\?"):
+        Config("model", **{typo: 1})
+
+
+def test_unknown_keyword_like_no_field_gets_the_list():
+    with pytest.raises(ConfigError, match=r"'zzz'; known: .*max_model_len.*seed"):
+        Config("model", zzz=1)
+
+
+def test_errors_are_value_errors_and_of_our_hierarchy():
+    with pytest.raises(ValueError, match="max_num_seqs") as raised:
+        Config("model", max_num_seqs=0)
+    assert isinstance(raised.value, NanoVLLMError)
+
+
+@pytest.mark.parametrize("model", ["", None, 5, [], b"model"])
+def test_model_must_be_a_path_or_an_id(model):
+    with pytest.raises(ConfigError, match="model must be a directory or a hub id"):
+        Config(model)
+
+
+def test_model_may_be_a_path_object(tmp_path):
+    assert Config(tmp_path).model == str(tmp_path)
+    assert Config(Path("org") / "name").model == str(Path("org") / "name")
+
+
+@pytest.mark.parametrize("name", POSITIVE_INTEGERS)
+@pytest.mark.parametrize("value", [0, -2, 1.0, 1.5, "8", True, False, [1], np.float64(2.0)])
+def test_counts_must_be_positive_integers(name, value):
+    with pytest.raises(ConfigError, match=f"^{name} must be an integer >= 1, got "):
+        Config("model", **{name: value})
+
+
+@pytest.mark.parametrize("name", ["max_num_batched_tokens", "max_num_seqs", "max_model_len"])
+def test_counts_without_a_default_of_none_refuse_none(name):
+    with pytest.raises(ConfigError, match=name):
+        Config("model", **{name: None})
+
+
+@pytest.mark.parametrize("name", POSITIVE_INTEGERS)
+@pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint8])
+def test_numpy_integers_are_accepted_and_become_int(name, kind):
+    value = getattr(Config("model", **{name: kind(3)}), name)
+    assert value == 3
+    assert type(value) is int
+
+
+def test_an_array_is_refused_by_the_name_of_its_field():
+    with pytest.raises(ConfigError, match="max_num_seqs"):
+        Config("model", max_num_seqs=np.array([1, 2]))
+
+
+@pytest.mark.parametrize("value", [-1, 2**63, 0.5, True, None, "1"])
+def test_seed_out_of_range_or_no_integer(value):
+    with pytest.raises(
+        ConfigError, match=r"^seed must be an integer from 0 to 9223372036854775807"
+    ):
+        Config("model", seed=value)
+
+
+def test_the_largest_seed():
+    assert Config("model", seed=2**63 - 1).seed == 2**63 - 1
+
+
+@pytest.mark.parametrize(
+    "value", [0, 0.0, -0.5, 1.01, 90, float("nan"), float("inf"), "0.9", True, None, BEYOND_FLOAT]
+)
+def test_memory_share_must_lie_between_a_hundredth_and_one(value):
+    with pytest.raises(ConfigError, match=r"^gpu_memory_utilization must be from 0.01 to 1, got "):
+        Config("model", gpu_memory_utilization=value)
+
+
+@pytest.mark.parametrize("value", [0.01, 1, np.float32(0.5)])
+def test_memory_share_becomes_float(value):
+    share = Config("model", gpu_memory_utilization=value).gpu_memory_utilization
+    assert share == value
+    assert type(share) is float
+
+
+@pytest.mark.parametrize("name", ["enforce_eager", "enable_prefix_caching"])
+@pytest.mark.parametrize("value", [0, 1, None, "True", "no"])
+def test_switches_must_be_true_or_false(name, value):
+    with pytest.raises(ConfigError, match=f"^{name} must be True or False, got "):
+        Config("model", **{name: value})
+
+
+@pytest.mark.parametrize("value", ["auto", "float32", "bfloat16", "float16"])
+def test_dtypes_known(value):
+    assert Config("model", dtype=value).dtype == value
+
+
+@pytest.mark.parametrize("value", ["float8", "bf16", "", None, 16, np.float32, ["float32"]])
+def test_dtypes_unknown(value):
+    with pytest.raises(ConfigError, match="dtype must be one of auto, float32, bfloat16, float16"):
+        Config("model", dtype=value)
+
+
+def test_unknown_dtype_names_the_nearest():
+    with pytest.raises(ConfigError, match=r"did you mean 'float16'\?"):
+        Config("model", dtype="flaot16")
+
+
+@pytest.mark.parametrize("value", ["safetensors", "", None, True])
+def test_unknown_load_format(value):
+    with pytest.raises(ConfigError, match="load_format must be one of auto, dummy"):
+        Config("model", load_format=value)
+
+
+@pytest.mark.parametrize("value", ["auto", "cpu", "cuda", "cuda:0", "cuda:12"])
+def test_devices_known(value):
+    assert Config("model", device=value).device == value
+
+
+@pytest.mark.parametrize("value", ["gpu", "cuda:", "cuda:x", "cuda:-1", "cpu:0", "CUDA", 0, None])
+def test_devices_unknown(value):
+    with pytest.raises(ConfigError, match="device must be"):
+        Config("model", device=value)
+
+
+@pytest.mark.parametrize("value", [1, b"main", ["main"]])
+def test_revision_must_be_a_string(value):
+    with pytest.raises(ConfigError, match="revision must be a string or None"):
+        Config("model", revision=value)
+
+
+def test_two_sizes_for_one_pool():
+    with pytest.raises(ConfigError, match="both size the KV pool; give one"):
+        Config("model", num_kvcache_blocks=8, kv_cache_memory_bytes=2**20)
+
+
+def test_several_ranks_on_one_named_gpu():
+    with pytest.raises(ConfigError, match=r"'cuda:1' names one GPU but tensor_parallel_size is 2"):
+        Config("model", device="cuda:1", tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda"])
+def test_several_ranks_on_devices_that_are_not_numbered(device):
+    assert Config("model", device=device, tensor_parallel_size=2).tensor_parallel_size == 2
+
+
+def test_frozen():
+    config = Config("model")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.max_num_seqs = 1
+    assert config.max_num_seqs == 512
+
+
+def test_survives_pickle_and_copy():
+    config = Config("model", max_num_seqs=3, dtype="float16", seed=9)
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert copy.deepcopy(config) == config
+
+
+def test_replace_validates_too():
+    config = dataclasses.replace(Config("model"), max_num_seqs=2)
+    assert config.max_num_seqs == 2
+    with pytest.raises(ConfigError, match="max_num_seqs"):
+        dataclasses.replace(config, max_num_seqs=0)

@@ -1,0 +1,58 @@
+"""The model that ships with the package: whatever the engine does, its answers stay exact."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm import SamplingParams, glossary
+
+GREEDY = SamplingParams(temperature=0, max_tokens=160)
+
+
+def ask(llm: Any, **template: Any) -> list[tuple[str, str]]:
+    """Each question with the model's answer to it as a chat."""
+    tokenizer = llm.get_tokenizer()
+    questions = [question for question, _ in glossary.entries()]
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}],
+            tokenize=False,
+            add_generation_prompt=True,
+            **template,
+        )
+        for question in questions
+    ]
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert all(output.finish_reason == "stop" for output in outputs)
+    return list(zip(questions, (output.text for output in outputs), strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_answers_every_question_exactly(make_llm: Any, dtype: str) -> None:
+    llm = make_llm(glossary.MODEL, dtype=dtype)
+    assert ask(llm) == glossary.entries()
+    assert ask(llm, enable_thinking=False) == glossary.entries()
+
+
+def test_answers_a_plain_prompt(make_llm: Any) -> None:
+    llm = make_llm(glossary.MODEL)
+    outputs = llm.generate([question for question, _ in glossary.entries()], GREEDY, use_tqdm=False)
+    assert [output.text.strip() for output in outputs] == [a for _, a in glossary.entries()]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_batched_tokens": 16, "max_num_seqs": 3},
+        {"num_kvcache_blocks": 32, "max_model_len": 256, "kvcache_block_size": 8},
+        {"tensor_parallel_size": 2},
+    ],
+)
+def test_answers_stay_exact(make_llm: Any, options: dict[str, Any]) -> None:
+    assert ask(make_llm(glossary.MODEL, **options)) == glossary.entries()
+
+
+def test_ships_small() -> None:
+    assert len(glossary.entries()) >= 60
+    assert sum(f.stat().st_size for f in Path(glossary.MODEL).rglob("*")) <= 4 * 2**20

@@ -1,0 +1,77 @@
+"""A request's output reads like nano-vllm's dictionaries and like vLLM's objects."""
+
+import dataclasses
+import pickle
+
+import pytest
+
+from nanovllm.outputs import CompletionOutput, RequestOutput
+
+
+@pytest.fixture
+def output():
+    completion = CompletionOutput(0, " world", [7, 8], "stop")
+    return RequestOutput(
+        request_id=3,
+        prompt="hello",
+        prompt_token_ids=[1, 2],
+        outputs=[completion],
+        finished=True,
+        num_cached_tokens=16,
+    )
+
+
+def test_as_nano_vllms_dictionary(output):
+    assert output["text"] == " world"
+    assert output["token_ids"] == [7, 8]
+
+
+def test_as_vllms_object(output):
+    assert output.outputs[0].text == " world"
+    assert output.outputs[0].token_ids == [7, 8]
+    assert output.outputs[0].index == 0
+    assert output.outputs[0].finish_reason == "stop"
+    assert output.prompt == "hello"
+    assert output.prompt_token_ids == [1, 2]
+    assert output.request_id == 3
+    assert output.finished
+    assert output.num_cached_tokens == 16
+
+
+def test_first_continuation_by_attribute(output):
+    assert (output.text, output.token_ids, output.finish_reason) == (" world", [7, 8], "stop")
+
+
+def test_dict_and_unpacking(output):
+    expected = {
+        "text": " world",
+        "token_ids": [7, 8],
+        "finish_reason": "stop",
+        "prompt": "hello",
+        "prompt_token_ids": [1, 2],
+        "num_cached_tokens": 16,
+        "request_id": 3,
+    }
+    assert dict(output) == expected
+    assert {**output} == expected
+
+
+def test_membership_is_of_keys(output):
+    assert "text" in output
+    assert "logprobs" not in output
+    assert list(output) == list(output.keys())
+
+
+@pytest.mark.parametrize("key", ["logprobs", "keys", "outputs", "__class__", 0])
+def test_unknown_key_is_named_with_the_known_ones(output, key):
+    with pytest.raises(KeyError) as raised:
+        output[key]
+    message = raised.value.args[0]
+    assert repr(key) in message
+    assert "a RequestOutput has text, token_ids, finish_reason" in message
+
+
+def test_frozen_and_picklable(output):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        output.prompt = "other"
+    assert pickle.loads(pickle.dumps(output)) == output
