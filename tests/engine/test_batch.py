@@ -1,0 +1,255 @@
+"""The device tables and the batches made of them, against plain Python loops."""
+
+import random
+
+import pytest
+import torch
+
+from nanovllm.engine.batch import SlotTables
+from nanovllm.engine.schedule import Admission, CacheInfo, NewBlocks, Row, Schedule
+
+VOCAB = 1000
+
+
+def make_tables(block_size=4, max_model_len=40, max_num_seqs=6):
+    info = CacheInfo(10_000, block_size, max_model_len, VOCAB)
+    return SlotTables(info, max_num_seqs, torch.device("cpu"))
+
+
+def apply(tables, admissions=(), new_blocks=()):
+    tables.apply(Schedule(0, list(admissions), list(new_blocks), []))
+
+
+class Shadow:
+    """What the tables should hold, in dictionaries."""
+
+    def __init__(self, seed, block_size, max_model_len, max_num_seqs):
+        self.chooser = random.Random(seed)
+        self.block_size = block_size
+        self.max_model_len = max_model_len
+        self.free_slots = list(range(max_num_seqs))
+        self.token_ids, self.blocks, self.computed, self.sampling = {}, {}, {}, {}
+        self.unused_blocks = self.chooser.sample(range(10_000), 10_000)
+
+    def admit(self):
+        """Take a slot, perhaps one that another sequence had before."""
+        slot = self.free_slots.pop(self.chooser.randrange(len(self.free_slots)))
+        length = self.chooser.randint(1, self.max_model_len - 1)
+        self.token_ids[slot] = [self.chooser.randrange(VOCAB) for _ in range(length)]
+        self.blocks[slot] = []
+        self.computed[slot] = self.chooser.choice([0, self.chooser.randrange(length)])
+        self.grow(slot, self.computed[slot])
+        self.sampling[slot] = (self.chooser.random(), self.chooser.randrange(2**63))
+        return slot
+
+    def grow(self, slot, num_tokens):
+        """Append the blocks that `num_tokens` tokens need; return index and ids of the new ones."""
+        start = len(self.blocks[slot])
+        needed = -(-num_tokens // self.block_size) - start
+        new = [self.unused_blocks.pop() for _ in range(needed)]
+        self.blocks[slot] += new
+        return start, new
+
+    def step(self, step_id):
+        """Make a schedule of admissions, chunks and single tokens, and end some sequences."""
+        for slot in [s for s in self.token_ids if self.chooser.random() < 0.15]:
+            for table in (self.token_ids, self.blocks, self.computed, self.sampling):
+                del table[slot]
+            self.free_slots.append(slot)
+        admitted = []
+        while self.free_slots and (not self.token_ids or self.chooser.random() < 0.5):
+            admitted.append(self.admit())
+        rows, new_blocks = [], []
+        running = list(self.token_ids)
+        self.chooser.shuffle(running)
+        for slot in running[: self.chooser.randint(1, len(running))]:
+            left = len(self.token_ids[slot]) - self.computed[slot]
+            count = self.chooser.choice([left, self.chooser.randint(1, left)])
+            start, new = self.grow(slot, self.computed[slot] + count)
+            if new and slot not in admitted:
+                new_blocks.append(NewBlocks(slot, start, new))
+            rows.append(Row(100 + slot, slot, self.computed[slot], count, samples=count == left))
+        admissions = [
+            Admission(
+                slot, list(self.token_ids[slot]), list(self.blocks[slot]), *self.sampling[slot]
+            )
+            for slot in admitted
+        ]
+        return Schedule(step_id, admissions, new_blocks, rows)
+
+    def take(self, rows, sampled):
+        """Count the rows' tokens as computed, append what was sampled, end what is full."""
+        sampled = iter(sampled)
+        for row in rows:
+            self.computed[row.slot] += row.num_scheduled_tokens
+            if row.samples:
+                token = next(sampled)
+                if len(self.token_ids[row.slot]) == self.max_model_len:
+                    for table in (self.token_ids, self.blocks, self.computed, self.sampling):
+                        del table[row.slot]
+                    self.free_slots.append(row.slot)
+                else:
+                    self.token_ids[row.slot].append(token)
+
+
+def check_batch(batch, rows, shadow):
+    """Compare with loops over the rows and their positions."""
+    input_ids, positions, slots, ends = [], [], [], [0]
+    for row in rows:
+        stop = row.num_computed_tokens + row.num_scheduled_tokens
+        for position in range(row.num_computed_tokens, stop):
+            input_ids.append(shadow.token_ids[row.slot][position])
+            positions.append(position)
+            block = shadow.blocks[row.slot][position // shadow.block_size]
+            slots.append(block * shadow.block_size + position % shadow.block_size)
+        ends.append(ends[-1] + row.num_scheduled_tokens)
+    seq_lens = [row.num_computed_tokens + row.num_scheduled_tokens for row in rows]
+    assert batch.input_ids.tolist() == input_ids
+    assert batch.positions.tolist() == positions
+    assert batch.slot_mapping.tolist() == slots
+    assert batch.cu_seqlens_q.tolist() == ends
+    assert batch.seq_lens.tolist() == seq_lens
+    assert batch.query_lens_host == tuple(row.num_scheduled_tokens for row in rows)
+    assert batch.seq_lens_host == tuple(seq_lens)
+    for row, table, seq_len in zip(rows, batch.block_tables.tolist(), seq_lens, strict=True):
+        needed = -(-seq_len // shadow.block_size)
+        assert table[:needed] == shadow.blocks[row.slot][:needed]
+
+
+def check_sampling(sampling, rows, shadow):
+    last_tokens, positions, temperatures, seeds = [], [], [], []
+    end = 0
+    for row in rows:
+        end += row.num_scheduled_tokens
+        if row.samples:
+            last_tokens.append(end - 1)
+            positions.append(len(shadow.token_ids[row.slot]))
+            temperature, seed = shadow.sampling[row.slot]
+            temperatures.append(temperature)
+            seeds.append(seed)
+    assert sampling.last_tokens.tolist() == last_tokens
+    assert sampling.positions.tolist() == positions
+    assert sampling.temperatures.tolist() == pytest.approx(temperatures)
+    assert sampling.seeds.tolist() == seeds
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+@pytest.mark.parametrize("seed", range(12))
+def test_random_schedules(seed, block_size):
+    """Sixty steps of admissions, chunks, decodes, ends and slots used again."""
+    max_model_len, max_num_seqs = 37, 5
+    tables = make_tables(block_size, max_model_len, max_num_seqs)
+    shadow = Shadow(seed, block_size, max_model_len, max_num_seqs)
+    for step_id in range(60):
+        schedule = shadow.step(step_id)
+        tables.apply(schedule)
+        check_batch(tables.batch(schedule.rows), schedule.rows, shadow)
+        sampling = tables.sampling(schedule.rows)
+        check_sampling(sampling, schedule.rows, shadow)
+        sampled = [shadow.chooser.randrange(VOCAB) for _ in range(schedule.num_samples)]
+        sampling.store(torch.tensor(sampled, dtype=torch.int64))
+        shadow.take(schedule.rows, sampled)
+
+
+def test_dtypes():
+    tables = make_tables()
+    apply(tables, [Admission(2, [5, 6, 7], [9], 0.5, 2**63 - 1)])
+    rows = [Row(1, 2, 0, 3, samples=True)]
+    batch, sampling = tables.batch(rows), tables.sampling(rows)
+    for tensor in (batch.input_ids, batch.positions, batch.slot_mapping):
+        assert tensor.dtype == torch.int64
+    for tensor in (batch.cu_seqlens_q, batch.seq_lens, batch.block_tables):
+        assert tensor.dtype == torch.int32
+    assert sampling.temperatures.dtype == torch.float32
+    assert sampling.seeds.tolist() == [2**63 - 1]
+
+
+def test_slots_past_32_bits():
+    """Block id times block size outgrows int32, in which the tables keep the block ids."""
+    tables = make_tables(block_size=4096, max_model_len=4096)
+    apply(tables, [Admission(0, [1, 2], [2**31 - 1], 0.0, 0)])
+    batch = tables.batch([Row(1, 0, 0, 2, samples=True)])
+    first = (2**31 - 1) * 4096
+    assert batch.slot_mapping.tolist() == [first, first + 1]
+
+
+def test_a_sampled_token_is_the_next_steps_input():
+    tables = make_tables()
+    apply(tables, [Admission(3, [5, 6], [1], 0.0, 0), Admission(1, [8], [2], 0.0, 0)])
+    rows = [Row(1, 3, 0, 2, samples=True), Row(2, 1, 0, 1, samples=True)]
+    tables.sampling(rows).store(torch.tensor([70, 80]))
+    following = tables.batch([Row(2, 1, 1, 1, samples=True), Row(1, 3, 2, 1, samples=True)])
+    assert following.input_ids.tolist() == [80, 70]
+    assert following.positions.tolist() == [1, 2]
+
+
+def test_rows_that_do_not_sample_keep_their_tokens():
+    tables = make_tables()
+    apply(tables, [Admission(0, [1, 2, 3, 4], [1], 0.0, 0), Admission(1, [9], [2], 0.0, 0)])
+    rows = [Row(1, 0, 0, 2, samples=False), Row(2, 1, 0, 1, samples=True)]
+    sampling = tables.sampling(rows)
+    assert sampling.last_tokens.tolist() == [2]
+    sampling.store(torch.tensor([50]))
+    assert tables.batch([Row(1, 0, 2, 2, samples=True)]).input_ids.tolist() == [3, 4]
+
+
+def test_a_step_may_sample_nothing():
+    tables = make_tables()
+    apply(tables, [Admission(0, [1, 2, 3], [1], 0.0, 0)])
+    sampling = tables.sampling([Row(1, 0, 0, 2, samples=False)])
+    assert sampling.last_tokens.shape == (0,)
+    assert sampling.last_tokens.dtype == torch.int64
+    sampling.store(torch.empty(0, dtype=torch.int64))
+    assert tables.batch([Row(1, 0, 2, 1, samples=True)]).input_ids.tolist() == [3]
+
+
+def test_the_token_past_a_full_sequence_overwrites_nobody():
+    """A row that fills max_model_len samples once more; its neighbour's first token stays."""
+    tables = make_tables(max_model_len=4)
+    apply(tables, [Admission(0, [1, 2, 3, 4], [1], 0.0, 0), Admission(1, [9], [2], 0.0, 0)])
+    rows = [Row(1, 0, 3, 1, samples=True), Row(2, 1, 0, 1, samples=True)]
+    tables.sampling(rows).store(torch.tensor([50, 60]))
+    batch = tables.batch([Row(1, 0, 0, 4, samples=True), Row(2, 1, 0, 2, samples=True)])
+    assert batch.input_ids.tolist() == [1, 2, 3, 4, 9, 60]
+
+
+def test_a_slot_taken_again_shows_nothing_of_the_sequence_before():
+    tables = make_tables()
+    apply(tables, [Admission(0, list(range(100, 120)), [5, 6, 7, 8, 9], 0.9, 11)])
+    apply(tables, [Admission(0, [1, 2], [3], 0.25, 22)])
+    rows = [Row(2, 0, 0, 2, samples=True)]
+    batch, sampling = tables.batch(rows), tables.sampling(rows)
+    assert batch.input_ids.tolist() == [1, 2]
+    assert batch.slot_mapping.tolist() == [12, 13]
+    assert sampling.temperatures.tolist() == [0.25]
+    assert sampling.seeds.tolist() == [22]
+
+
+def test_readmission_after_preemption_brings_back_the_generated_tokens():
+    tables = make_tables()
+    apply(tables, [Admission(0, [1, 2], [3], 0.0, 0)])
+    tables.sampling([Row(1, 0, 0, 2, samples=True)]).store(torch.tensor([40]))
+    apply(tables, [Admission(4, [1, 2, 40], [7], 0.0, 0)])
+    batch = tables.batch([Row(1, 4, 0, 3, samples=True)])
+    assert batch.input_ids.tolist() == [1, 2, 40]
+    assert batch.slot_mapping.tolist() == [28, 29, 30]
+
+
+def test_new_blocks_continue_the_table_at_their_index():
+    tables = make_tables()
+    apply(tables, [Admission(0, list(range(12)), [3], 0.0, 0)])
+    apply(tables, new_blocks=[NewBlocks(0, 1, [8, 2])])
+    batch = tables.batch([Row(1, 0, 0, 12, samples=True)])
+    assert batch.block_tables.tolist() == [[3, 8, 2]]
+    assert batch.slot_mapping[[0, 4, 8]].tolist() == [12, 32, 8]
+
+
+def test_a_batch_is_a_snapshot():
+    """A later step's changes to the tables do not reach into a batch already made."""
+    tables = make_tables()
+    apply(tables, [Admission(0, [1, 2], [3], 0.0, 0)])
+    rows = [Row(1, 0, 0, 2, samples=True)]
+    batch = tables.batch(rows)
+    apply(tables, [Admission(0, [8, 9], [6], 0.0, 0)])
+    assert batch.input_ids.tolist() == [1, 2]
+    assert batch.block_tables.tolist() == [[3]]

@@ -1,0 +1,139 @@
+"""How many KV blocks the CPU takes, and what is said where they are too few."""
+
+import io
+
+import psutil
+import pytest
+import torch
+
+from nanovllm.config import Config
+from nanovllm.engine import kv_cache
+from nanovllm.engine.kv_cache import available_memory, num_blocks_that_fit, require_one_sequence
+from nanovllm.errors import OutOfMemoryError
+
+GIB = 2**30
+
+
+def blocks_on_cpu(block_bytes=1000, max_blocks=10**9, **options):
+    def warm_up():
+        raise AssertionError("the CPU needs no warm-up")
+
+    config = Config("model", **options)
+    return num_blocks_that_fit(config, torch.device("cpu"), block_bytes, max_blocks, warm_up)
+
+
+@pytest.fixture
+def free_memory(monkeypatch):
+    """Set what the machine has to give."""
+    return lambda size: monkeypatch.setattr(kv_cache, "available_memory", lambda: size)
+
+
+def fake_files(monkeypatch, **contents):
+    """Let `open` find exactly these files, by the last part of their path."""
+
+    def fake_open(path, *args, **kwargs):
+        name = str(path).rpartition("/")[2].replace(".", "_")
+        if name not in contents:
+            raise FileNotFoundError(path)
+        return io.StringIO(contents[name])
+
+    monkeypatch.setattr(kv_cache, "open", fake_open, raising=False)
+
+
+def test_a_given_number_of_blocks_is_taken_as_it_is():
+    assert blocks_on_cpu(num_kvcache_blocks=7, block_bytes=10**12, max_blocks=3) == 7
+
+
+def test_given_bytes_are_divided_into_whole_blocks():
+    assert blocks_on_cpu(kv_cache_memory_bytes=2999) == 2
+    assert blocks_on_cpu(kv_cache_memory_bytes=3000) == 3
+    assert blocks_on_cpu(kv_cache_memory_bytes=999) == 0
+
+
+def test_no_more_blocks_than_could_ever_be_used():
+    assert blocks_on_cpu(kv_cache_memory_bytes=10**9, max_blocks=12) == 12
+
+
+def test_cpu_takes_half_of_what_is_free(free_memory):
+    free_memory(6 * GIB)
+    assert blocks_on_cpu(block_bytes=GIB) == 3
+
+
+def test_cpu_takes_at_most_4_gib(free_memory):
+    free_memory(100 * GIB)
+    assert blocks_on_cpu(block_bytes=GIB) == 4
+
+
+def test_cpu_ranks_share_what_is_free(free_memory):
+    free_memory(6 * GIB)
+    assert blocks_on_cpu(block_bytes=GIB // 4, tensor_parallel_size=2) == 6
+
+
+def test_cpu_with_nothing_free_has_no_blocks(free_memory):
+    free_memory(0)
+    assert blocks_on_cpu() == 0
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "block_size", "max_model_len"), [(4, 16, 64), (4, 16, 50), (1, 256, 1)]
+)
+def test_enough_blocks_for_one_sequence(num_blocks, block_size, max_model_len):
+    require_one_sequence(num_blocks, block_size, max_model_len)
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "max_model_len", "needed"), [(4, 65, 5), (0, 1, 1), (3, 4096, 256)]
+)
+def test_too_few_blocks_name_the_numbers_and_the_ways_out(num_blocks, max_model_len, needed):
+    with pytest.raises(OutOfMemoryError) as raised:
+        require_one_sequence(num_blocks, 16, max_model_len)
+    message = str(raised.value)
+    assert f"holds {num_blocks} blocks of 16 tokens" in message
+    assert f"max_model_len {max_model_len} needs {needed};" in message
+    assert f"lower max_model_len to {num_blocks * 16} or less" in message
+    for option in ("gpu_memory_utilization", "kv_cache_memory_bytes", "num_kvcache_blocks"):
+        assert option in message
+
+
+def test_available_memory_is_positive_and_within_the_machine():
+    assert 0 < available_memory() <= psutil.virtual_memory().total
+
+
+def test_available_memory_of_the_machine(monkeypatch):
+    fake_files(monkeypatch, meminfo="MemTotal: 900 kB\nMemFree: 100 kB\nMemAvailable: 500 kB\n")
+    assert available_memory() == 500 * 1024
+
+
+@pytest.mark.parametrize(
+    ("limit", "usage"),
+    [("memory_max", "memory_current"), ("memory_limit_in_bytes", "memory_usage_in_bytes")],
+)
+def test_a_container_with_less_than_the_machine(monkeypatch, limit, usage):
+    files = {"meminfo": "MemAvailable: 500 kB\n", limit: "300000\n", usage: "200000\n"}
+    fake_files(monkeypatch, **files)
+    assert available_memory() == 100_000
+
+
+def test_a_containers_page_cache_counts_as_available(monkeypatch):
+    """The kernel drops it when asked: the weights just read must not make the pool smaller."""
+    files = {"memory_max": "300000\n", "memory_current": "200000\n"}
+    stat = "anon 50000\nfile 150000\ninactive_file 120000\nactive_file 30000\n"
+    fake_files(monkeypatch, meminfo="MemAvailable: 500 kB\n", memory_stat=stat, **files)
+    assert available_memory() >= 220_000
+
+
+def test_a_container_without_a_limit(monkeypatch):
+    files = {"memory_max": "max\n", "memory_current": "200000\n"}
+    fake_files(monkeypatch, meminfo="MemAvailable: 500 kB\n", **files)
+    assert available_memory() == 500 * 1024
+
+
+def test_a_container_above_its_limit_has_nothing_left(monkeypatch):
+    files = {"memory_max": "1000\n", "memory_current": "2000\n"}
+    fake_files(monkeypatch, meminfo="MemAvailable: 500 kB\n", **files)
+    assert available_memory() == 0
+
+
+def test_without_proc_half_of_the_physical_memory(monkeypatch):
+    fake_files(monkeypatch)
+    assert 0 < available_memory() <= psutil.virtual_memory().total

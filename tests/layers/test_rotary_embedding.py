@@ -1,0 +1,105 @@
+"""Rotary angles and their application, against transformers."""
+
+import pytest
+import torch
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply_rotary_pos_emb
+
+from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding, inverse_frequencies
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+VARIANTS = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 3.0},
+    "linear below one": {"rope_type": "linear", "factor": 0.5},
+    "yarn": YARN,
+    "yarn factor 1": {**YARN, "factor": 1.0},
+    "yarn factor 2.5": {**YARN, "factor": 2.5},
+    "yarn factor 40": {**YARN, "factor": 40.0},
+    "yarn short original": {**YARN, "original_max_position_embeddings": 512},
+    "yarn beta_fast": {**YARN, "beta_fast": 64},
+    "yarn beta_slow": {**YARN, "beta_slow": 2.5},
+    "yarn equal betas": {**YARN, "beta_fast": 8, "beta_slow": 8, "truncate": False},
+    "yarn attention_factor": {**YARN, "attention_factor": 1.3},
+    "yarn mscale": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.8},
+    "yarn mscale alone": {**YARN, "mscale": 0.7},
+    "yarn attention_factor before mscale": {
+        **YARN,
+        "attention_factor": 0.9,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.8,
+    },
+    "yarn not truncated": {**YARN, "truncate": False},
+}
+
+
+def both(variant, head_dim, theta):
+    """Return transformers' rotary embedding and our settings for the same variant."""
+    settings = VARIANTS[variant]
+    theirs = Qwen3RotaryEmbedding(
+        Qwen3Config(
+            hidden_size=4 * head_dim,
+            num_attention_heads=4,
+            head_dim=head_dim,
+            max_position_embeddings=131072,
+            rope_parameters={"rope_theta": theta, **settings},
+        )
+    )
+    ours = dict(settings)
+    ours["original_max_position"] = ours.pop("original_max_position_embeddings", 131072)
+    return theirs, RopeConfig(theta, **ours)
+
+
+@pytest.mark.parametrize("theta", [10_000.0, 1_000_000.0, 5e7])
+@pytest.mark.parametrize("head_dim", [6, 64, 80, 128])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_inverse_frequencies(variant, head_dim, theta):
+    theirs, rope = both(variant, head_dim, theta)
+    inv_freq, scale = inverse_frequencies(head_dim, rope)
+    assert inv_freq.dtype == torch.float32
+    torch.testing.assert_close(inv_freq, theirs.inv_freq, rtol=1e-6, atol=0)
+    assert scale == pytest.approx(theirs.attention_scaling, rel=1e-12)
+
+
+@pytest.mark.parametrize("variant", ["default", "linear", "yarn", "yarn attention_factor"])
+def test_rotation(variant):
+    theirs, rope = both(variant, 80, 1_000_000.0)
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(50, 6, 80, generator=generator)
+    k = torch.randn(50, 3, 80, generator=generator)
+    positions = torch.randint(5000, (50,), generator=generator)
+    cos, sin = theirs(q, positions[None])
+    expected = apply_rotary_pos_emb(q[None], k[None], cos, sin, unsqueeze_dim=2)
+    rotated = RotaryEmbedding(80, 5000, rope)(positions, q, k)
+    for got, wanted in zip(rotated, expected, strict=True):
+        torch.testing.assert_close(got, wanted[0], rtol=0, atol=2e-5)
+
+
+def test_angles_keep_float32_where_the_models_dtype_is_narrower():
+    """In bfloat16 the angle of position 4001 would be that of position 4000."""
+    rope = RopeConfig(10_000.0)
+    exact = RotaryEmbedding(64, 5000, rope).cos_sin
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        narrow = RotaryEmbedding(64, 5000, rope)
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(narrow.cos_sin, exact)
+    x = torch.randn(2, 1, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    rotated, _ = narrow(torch.tensor([4000, 4001]), x, x)
+    assert rotated.dtype == torch.bfloat16
+    wide, _ = narrow(torch.tensor([4000, 4001]), x.float(), x.float())
+    assert torch.equal(rotated, wide.bfloat16())
+
+
+def test_position_zero_does_not_rotate():
+    x = torch.randn(1, 2, 16, generator=torch.Generator().manual_seed(0))
+    rotated, _ = RotaryEmbedding(16, 8, RopeConfig(10_000.0))(torch.tensor([0]), x, x)
+    assert torch.equal(rotated, x)
+
+
+def test_angles_are_no_part_of_the_checkpoint():
+    embedding = RotaryEmbedding(16, 8, RopeConfig(10_000.0))
+    assert not embedding.state_dict()
+    assert not list(embedding.parameters())

@@ -1,0 +1,358 @@
+"""A checkpoint's config.json: read in the styles of transformers 4 and 5, or refused by name."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from nanovllm.errors import CheckpointError, UnsupportedModelError
+from nanovllm.layers.rotary_embedding import RopeConfig
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.models.registry import model_class
+
+BASE = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "model_type": "qwen3",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+"""Qwen3-0.6B's, as transformers 4 wrote it."""
+
+YARN = {"factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+def read(*without, **changes):
+    """Read BASE without some fields, and then with others."""
+    kept = {key: value for key, value in BASE.items() if key not in without}
+    return ModelConfig.from_hf({**kept, **changes})
+
+
+def rope_of_version_5(**parameters):
+    return read("rope_theta", "rope_scaling", rope_parameters=parameters).rope
+
+
+def test_qwen3_of_transformers_4():
+    assert read() == ModelConfig(
+        architecture="Qwen3ForCausalLM",
+        vocab_size=151936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_layers=28,
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=128,
+        rms_norm_eps=1e-6,
+        rope=RopeConfig(1e6, original_max_position=40960),
+        max_position=40960,
+        attention_bias=False,
+        tie_word_embeddings=True,
+        dtype=torch.bfloat16,
+    )
+
+
+def test_qwen3_of_transformers_5():
+    assert (
+        read(
+            "rope_theta",
+            "rope_scaling",
+            "torch_dtype",
+            dtype="bfloat16",
+            layer_types=["full_attention"] * 28,
+            rope_parameters={"rope_theta": 1000000, "rope_type": "default"},
+        )
+        == read()
+    )
+
+
+def test_numbers_that_may_be_missing():
+    config = read("num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings")
+    assert config.num_kv_heads == 16
+    assert config.head_dim == 1024 // 16
+    assert config.rms_norm_eps == 1e-6
+    assert config.tie_word_embeddings is False
+
+
+def test_null_is_missing():
+    config = read(num_key_value_heads=None, head_dim=None)
+    assert (config.num_kv_heads, config.head_dim) == (16, 64)
+
+
+def test_frozen():
+    config = read()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.vocab_size = 1
+
+
+# Rotary settings.
+
+
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+def test_linear_scaling(key):
+    expected = RopeConfig(1e6, "linear", 2.0, 40960)
+    assert read(rope_scaling={key: "linear", "factor": 2}).rope == expected
+    parameters = {"rope_theta": 1e6, key: "linear", "factor": 2.0}
+    assert rope_of_version_5(**parameters) == expected
+
+
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+def test_yarn(key):
+    expected = RopeConfig(1e6, "yarn", 4.0, 32768)
+    assert read(rope_scaling={key: "yarn", **YARN}).rope == expected
+    assert rope_of_version_5(rope_theta=1000000, **{key: "yarn"}, **YARN) == expected
+
+
+def test_both_names_of_the_type_at_once():
+    rope = read(rope_scaling={"type": "yarn", "rope_type": "yarn", **YARN}).rope
+    assert rope == RopeConfig(1e6, "yarn", 4.0, 32768)
+
+
+def test_every_setting_of_yarn():
+    extra = {
+        "beta_fast": 16,
+        "beta_slow": 2.5,
+        "attention_factor": 1.2,
+        "mscale": 0.7,
+        "mscale_all_dim": 0.9,
+        "truncate": False,
+    }
+    expected = RopeConfig(1e6, "yarn", 4.0, 32768, **extra)
+    assert read(rope_scaling={"rope_type": "yarn", **YARN, **extra}).rope == expected
+
+
+def test_settings_of_yarn_that_are_null_keep_their_defaults():
+    extra = {"beta_fast": None, "attention_factor": None, "truncate": None}
+    rope = read(rope_scaling={"rope_type": "yarn", **YARN, **extra}).rope
+    assert rope == RopeConfig(1e6, "yarn", 4.0, 32768)
+
+
+def test_yarn_without_original_positions_takes_the_models():
+    assert read(rope_scaling={"type": "yarn", "factor": 2.0}).rope.original_max_position == 40960
+
+
+def test_original_positions_beside_the_rope_settings():
+    """transformers reads them there too, and before those within."""
+    rope = read(
+        original_max_position_embeddings=8192, rope_scaling={"type": "yarn", "factor": 4.0}
+    ).rope
+    assert rope.original_max_position == 8192
+
+
+def test_yarn_reaches_its_factor_times_the_original_positions():
+    """Qwen3's model card adds rope_scaling and leaves max_position_embeddings at 40960."""
+    assert read(rope_scaling={"rope_type": "yarn", **YARN}).max_position == 131072
+
+
+def test_yarn_does_not_shrink_a_max_position_that_includes_it():
+    config = read(rope_scaling={"rope_type": "yarn", **YARN}, max_position_embeddings=131072)
+    assert config.max_position == 131072
+
+
+@pytest.mark.parametrize(
+    ("changes", "theta"),
+    [
+        ({}, 10000.0),
+        ({"rope_theta": 5e5}, 5e5),
+        ({"rope_parameters": {"rope_theta": 7e5}}, 7e5),
+        ({"rope_parameters": {"rope_theta": 7e5}, "rope_theta": 5e5}, 7e5),
+        ({"rope_parameters": {"rope_type": "default"}, "rope_theta": 5e5}, 5e5),
+    ],
+)
+def test_theta(changes, theta):
+    assert read("rope_theta", **changes).rope.theta == theta
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "llama3", "su", "mrope", "proportional"])
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+def test_other_scalings_are_refused_by_name(kind, key):
+    settings = {key: kind, "factor": 2.0}
+    with pytest.raises(UnsupportedModelError, match=f"rope scaling '{kind}' is not supported"):
+        read(rope_scaling=settings)
+    with pytest.raises(UnsupportedModelError, match=f"rope scaling '{kind}' is not supported"):
+        rope_of_version_5(rope_theta=1e6, **settings)
+
+
+@pytest.mark.parametrize(
+    "setting", ["mrope_section", "short_factor", "low_freq_factor", "full_attention", "beta"]
+)
+@pytest.mark.parametrize("kind", ["default", "yarn"])
+def test_unknown_rope_settings_are_refused_by_name(kind, setting):
+    settings = {"rope_type": kind, **YARN, setting: [1]}
+    with pytest.raises(UnsupportedModelError, match=f"rope settings not supported: {setting}"):
+        read(rope_scaling=settings)
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+@pytest.mark.parametrize("factor", [{}, {"factor": None}])
+def test_a_scaling_without_factor(kind, factor):
+    with pytest.raises(CheckpointError, match=f"rope scaling '{kind}' has no factor"):
+        read(rope_scaling={"type": kind, **factor})
+
+
+@pytest.mark.parametrize("value", [0.5, 0.25, 0])
+def test_rotation_of_a_part_of_the_head_is_refused(value):
+    with pytest.raises(UnsupportedModelError, match="partial_rotary_factor"):
+        read(partial_rotary_factor=value)
+    with pytest.raises(UnsupportedModelError, match="partial_rotary_factor"):
+        rope_of_version_5(rope_theta=1e6, partial_rotary_factor=value)
+
+
+@pytest.mark.parametrize("value", [1, 1.0, None])
+def test_rotation_of_the_whole_head_may_be_spelt_out(value):
+    assert read(partial_rotary_factor=value).rope == read().rope
+
+
+# What is refused by name.
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"use_sliding_window": True, "sliding_window": 4096}, "sliding-window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config .*gptq"),
+        ({"torch_dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn'"),
+        ({"dtype": "int8"}, "dtype 'int8'"),
+        ({"head_dim": 5}, "head_dim 5 is odd"),
+    ],
+)
+def test_unsupported(changes, named):
+    with pytest.raises(UnsupportedModelError, match=named):
+        read(**changes)
+
+
+def test_a_window_that_is_switched_off_is_no_window():
+    assert read(sliding_window=4096, use_sliding_window=False) == read()
+
+
+@pytest.mark.parametrize(
+    "architectures", [None, [], ["Qwen3ForCausalLM", "Other"], "Qwen3", 5, [5]]
+)
+def test_architectures_that_are_not_one_name(architectures):
+    with pytest.raises(CheckpointError, match="must name one architecture"):
+        read(architectures=architectures)
+
+
+def test_no_architecture_at_all():
+    with pytest.raises(CheckpointError, match="must name one architecture"):
+        read("architectures")
+
+
+def test_registry():
+    assert model_class(read()) is Qwen3ForCausalLM
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"architecture 'LlamaForCausalLM' is not supported \(.*Qwen3ForCausalLM",
+    ):
+        model_class(read(architectures=["LlamaForCausalLM"]))
+
+
+# What makes no sense.
+
+SIZES = [
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+]
+
+
+@pytest.mark.parametrize("key", SIZES)
+def test_missing_sizes_are_named(key):
+    with pytest.raises(CheckpointError, match=f"{key} must be a positive integer, is None"):
+        read(key)
+
+
+@pytest.mark.parametrize("key", [*SIZES, "num_key_value_heads", "head_dim"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, "8", True, [8]])
+def test_sizes_of_wrong_type_or_range_are_named(key, value):
+    with pytest.raises(CheckpointError, match=f"{key} must be a positive integer, is "):
+        read(**{key: value})
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(16, 3), (8, 16), (12, 8)])
+def test_heads_that_do_not_group(heads, kv_heads):
+    with pytest.raises(CheckpointError, match=f"{heads} is no multiple of .* {kv_heads}"):
+        read(num_attention_heads=heads, num_key_value_heads=kv_heads)
+
+
+def test_more_heads_than_hidden_size_and_no_head_dim():
+    with pytest.raises(CheckpointError, match="head_dim must be a positive integer, is 0"):
+        read("head_dim", hidden_size=8)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("rms_norm_eps", "small"),
+        ("rms_norm_eps", None),
+        ("rms_norm_eps", -1e-6),
+        ("rope_theta", "large"),
+        ("rope_theta", 0),
+        ("rope_theta", -10000),
+        ("torch_dtype", ["bfloat16"]),
+        ("layer_types", 3),
+        ("layer_types", [["full_attention"]]),
+        ("rope_scaling", "yarn"),
+        ("rope_scaling", [4]),
+        ("rope_scaling", {"type": "yarn", "factor": "four"}),
+        ("rope_scaling", {"type": "linear", "factor": 0}),
+        ("rope_scaling", {"type": "linear", "factor": -2.0}),
+        ("rope_scaling", {"type": "yarn", **YARN, "beta_fast": "fast"}),
+        ("rope_scaling", {"type": "yarn", **YARN, "attention_factor": [1]}),
+        ("rope_scaling", {"type": "yarn", "factor": 4, "original_max_position_embeddings": "x"}),
+        ("tie_word_embeddings", "false"),
+        ("attention_bias", 3),
+    ],
+)
+def test_senseless_values_are_an_error_of_the_checkpoint_that_names_the_field(key, value):
+    """Never a bare TypeError, and never a model that runs on the value's accidental meaning."""
+    with pytest.raises(CheckpointError) as raised:
+        read(**{key: value})
+    nested = set(value) if isinstance(value, dict) else set()
+    names = {key, key.removeprefix("torch_"), "rope", *nested}
+    assert any(name in str(raised.value) for name in names)
+
+
+# The dtype.
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_the_checkpoints_dtype(key, name):
+    config = {k: v for k, v in BASE.items() if k != "torch_dtype"}
+    assert ModelConfig.from_hf({**config, key: name}).dtype == getattr(torch, name)
+
+
+def test_no_dtype_is_float32():
+    assert read("torch_dtype").dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["float32", "float16"])
+def test_a_dtype_asked_for_goes_before_the_checkpoints(name):
+    assert ModelConfig.from_hf(BASE, dtype=name).dtype == getattr(torch, name)
+
+
+def test_a_dtype_asked_for_goes_before_one_that_is_not_supported():
+    config = ModelConfig.from_hf({**BASE, "torch_dtype": "float64"}, dtype="float32")
+    assert config.dtype == torch.float32

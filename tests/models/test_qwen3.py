@@ -1,0 +1,249 @@
+"""Qwen3's logits and greedy tokens against transformers, over random small configurations."""
+
+import json
+import random
+
+import pytest
+import torch
+from transformers import (
+    Qwen3Config,
+    Qwen3ForCausalLM as TransformersQwen3,
+)
+
+from nanovllm import SamplingParams
+from nanovllm.attention.backend import AttentionSpec, select_backend
+from nanovllm.engine.batch import SlotTables
+from nanovllm.engine.schedule import Admission, CacheInfo, NewBlocks, Row, Schedule
+from nanovllm.layers.attention import Attention
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.registry import model_class
+from nanovllm.utils.hub import open_checkpoint, weight_files
+from nanovllm.utils.loader import load_weights
+
+MAX_LENGTH = 128
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+LINEAR = {"rope_type": "linear", "factor": 3.0}
+CASES = {
+    "untied head": {"tie_word_embeddings": False},
+    "tied head": {"tie_word_embeddings": True},
+    "biases": {"attention_bias": True},
+    "biases and tied head": {"attention_bias": True, "tie_word_embeddings": True},
+    "head_dim above hidden/heads": {"hidden_size": 48, "group": 2, "kv_heads": 2, "head_dim": 64},
+    "head_dim below hidden/heads": {"hidden_size": 96, "group": 2, "kv_heads": 2, "head_dim": 6},
+    "group of 1": {"group": 1, "kv_heads": 3},
+    "group of 2": {"group": 2},
+    "group of 4": {"group": 4},
+    "group of 8": {"group": 8, "kv_heads": 1},
+    "yarn": {"rope": YARN},
+    "yarn factor 2.5": {"rope": {**YARN, "factor": 2.5}},
+    "yarn factor 40": {"rope": {**YARN, "factor": 40.0}},
+    "yarn attention_factor": {"rope": {**YARN, "attention_factor": 1.6}},
+    "yarn beta_fast": {"rope": {**YARN, "beta_fast": 4}, "head_dim": 64},
+    "yarn beta_slow": {"rope": {**YARN, "beta_slow": 3, "factor": 8.0}, "attention_bias": True},
+    "yarn mscale": {"rope": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5}},
+    "yarn not truncated": {"rope": {**YARN, "truncate": False}},
+    "linear scaling": {"rope": LINEAR},
+    "linear scaling, large theta": {"rope": {**LINEAR, "factor": 8.0, "rope_theta": 1e7}},
+    "odd vocabulary": {"vocab_size": 1003},
+    "odd intermediate size": {"intermediate_size": 77},
+    "four layers": {"num_hidden_layers": 4},
+    "large theta": {"rope": {"rope_type": "default", "rope_theta": 5e7}, "num_hidden_layers": 1},
+}
+
+
+def make_config(case):
+    """Draw what the case leaves open."""
+    chooser = random.Random(case)
+    settings = {
+        "group": chooser.choice([1, 2, 4]),
+        "kv_heads": chooser.choice([1, 2, 3]),
+        "head_dim": chooser.choice([16, 18, 32, 40]),
+        "hidden_size": chooser.choice([32, 56, 90]),
+        "intermediate_size": chooser.choice([48, 77, 130]),
+        "num_hidden_layers": chooser.choice([1, 2, 3]),
+        "vocab_size": chooser.choice([500, 512, 1003]),
+        "attention_bias": chooser.random() < 0.3,
+        "tie_word_embeddings": chooser.random() < 0.5,
+        "rope": {"rope_type": "default"},
+        **CASES[case],
+    }
+    rope = {"rope_theta": 10_000.0, **settings.pop("rope")}
+    kv_heads = settings.pop("kv_heads")
+    return Qwen3Config(
+        num_attention_heads=settings.pop("group") * kv_heads,
+        num_key_value_heads=kv_heads,
+        rope_parameters=rope,
+        rms_norm_eps=chooser.choice([1e-6, 1e-3]),
+        max_position_embeddings=4096,
+        **settings,
+    )
+
+
+def make_model(case):
+    """Return transformers' model; all weights random, also those that it starts as 0 or 1."""
+    model = TransformersQwen3(make_config(case)).eval()
+    generator = torch.Generator().manual_seed(len(case))
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if name.endswith("norm.weight"):
+            parameter.data = 1.5 + 0.5 * noise
+        elif name.endswith("bias"):
+            parameter.data = 0.7 * noise
+        else:
+            parameter.data = noise * 1.5 / parameter.shape[-1] ** 0.5
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+class Steps:
+    """Our model from a directory, with a cache and tables to run hand-made schedules on."""
+
+    def __init__(self, path, block_size):
+        checkpoint = open_checkpoint(str(path))
+        config = ModelConfig.from_hf(checkpoint.config)
+        cpu = torch.device("cpu")
+        self.model = model_class(config)(config, MAX_LENGTH).requires_grad_(False)
+        load_weights(
+            self.model,
+            weight_files(checkpoint, str(path)),
+            ignored=self.model.ignored_weights,
+            progress=False,
+        )
+        self.backend = select_backend(
+            AttentionSpec(
+                config.num_heads,
+                config.num_kv_heads,
+                config.head_dim,
+                config.dtype,
+                cpu,
+                block_size,
+            )
+        )
+        for module in self.model.modules():
+            if isinstance(module, Attention):
+                module.bind(self.backend, torch.zeros(self.backend.kv_cache_shape(200)))
+        self.tables = SlotTables(CacheInfo(200, block_size, MAX_LENGTH, config.vocab_size), 8, cpu)
+
+    def logits(self, schedule):
+        """Return the logits of every token of the schedule's rows."""
+        self.tables.apply(schedule)
+        batch = self.tables.batch(schedule.rows)
+        object.__setattr__(batch, "metadata", self.backend.plan(batch))
+        return self.model.compute_logits(self.model(batch))
+
+
+def run_in_chunks(path, prompts, cuts, block_size):
+    """Run each prompt up to its cut in one mixed step and from there in another; return logits."""
+    steps = Steps(path, block_size)
+    chooser = random.Random(block_size)
+    blocks = chooser.sample(range(200), 200)
+    slots = chooser.sample(range(8), len(prompts))
+    admissions, new_blocks, first, second = [], [], [], []
+    for index, (prompt, cut, slot) in enumerate(zip(prompts, cuts, slots, strict=True)):
+        before, whole = -(-cut // block_size), -(-len(prompt) // block_size)
+        ids = [blocks.pop() for _ in range(whole)]
+        admissions.append(Admission(slot, prompt, ids[:before], 0.0, 0))
+        first.append(Row(index, slot, 0, cut, samples=cut == len(prompt)))
+        if cut < len(prompt):
+            second.append(Row(index, slot, cut, len(prompt) - cut, samples=True))
+            new_blocks.append(NewBlocks(slot, before, ids[before:]))
+    second.reverse()
+    logits = [[] for _ in prompts]
+    for schedule in (Schedule(0, admissions, [], first), Schedule(1, [], new_blocks, second)):
+        lengths = [row.num_scheduled_tokens for row in schedule.rows]
+        parts = steps.logits(schedule).split(lengths)
+        for row, part in zip(schedule.rows, parts, strict=True):
+            logits[row.seq_id].append(part)
+    return [torch.cat(parts) for parts in logits]
+
+
+def random_prompts(case, vocab_size, lengths):
+    chooser = random.Random(case)
+    return [[chooser.randrange(vocab_size) for _ in range(length)] for length in lengths]
+
+
+def assert_logits_agree(theirs, path, case):
+    """Compare every position of prompts that are whole, or cut within and at the ends of blocks."""
+    chooser = random.Random(case)
+    block_size = chooser.choice([4, 7, 16])
+    lengths = [1, 23, 64, 2 * block_size, 120, 50]
+    cuts = [1, 23, chooser.randint(1, 63), block_size, 119, chooser.randint(1, 49)]
+    prompts = random_prompts(case, theirs.config.vocab_size, lengths)
+    with torch.inference_mode():
+        for prompt, logits in zip(
+            prompts, run_in_chunks(path, prompts, cuts, block_size), strict=True
+        ):
+            expected = theirs(torch.tensor([prompt])).logits[0]
+            assert logits.shape == expected.shape
+            assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+@pytest.fixture(params=CASES)
+def saved(request, tmp_path):
+    """Each case's name, transformers' model and the directory where it is saved."""
+    model = make_model(request.param)
+    model.save_pretrained(tmp_path)
+    return request.param, model, tmp_path
+
+
+def test_logits_of_all_positions(saved):
+    case, theirs, path = saved
+    assert_logits_agree(theirs, path, case)
+
+
+def test_64_greedy_tokens(saved, make_llm):
+    """Three prompts at once, the longest computed in chunks beside the others' decoding."""
+    case, theirs, path = saved
+    prompts = random_prompts(case, theirs.config.vocab_size, [3, 17, 60])
+    llm = make_llm(
+        path,
+        device="cpu",
+        max_model_len=MAX_LENGTH,
+        max_num_batched_tokens=24,
+        kvcache_block_size=16,
+        num_kvcache_blocks=32,
+    )
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            expected = theirs.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=64,
+                do_sample=False,
+                eos_token_id=None,
+            )
+        assert output.token_ids == expected[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("case", ["yarn mscale", "linear scaling", "large theta"])
+def test_config_in_the_style_of_transformers_4(case, tmp_path):
+    model = make_model(case)
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    rope["type"] = rope.pop("rope_type")
+    config["rope_scaling"] = None if rope["type"] == "default" else rope
+    config["torch_dtype"] = config.pop("dtype")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert_logits_agree(model, tmp_path, case)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"factor": 2.0}, {"beta_fast": 4}, {"beta_slow": 3}, {"truncate": False}, {"mscale": 0.5}],
+    ids=str,
+)
+def test_a_setting_of_yarn_that_was_ignored_would_show(change):
+    """Each moves transformers' logits by ten times what the comparisons above allow."""
+    plain, config = make_model("yarn mscale"), make_config("yarn mscale")
+    config.rope_parameters.update(change)
+    changed = TransformersQwen3(config).eval()
+    changed.load_state_dict(plain.state_dict())
+    ids = torch.tensor(random_prompts("ids", config.vocab_size, [120]))
+    with torch.inference_mode():
+        logits = plain(ids).logits
+        assert (changed(ids).logits - logits).abs().max() > 1e-3 * logits.abs().max()

@@ -1,0 +1,451 @@
+"""Weights from safetensors: every tensor accounted for, each rank its part, little memory beside
+them.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import (
+    Qwen3Config,
+    Qwen3ForCausalLM as TransformersQwen3,
+)
+
+import nanovllm
+from nanovllm.config import Config
+from nanovllm.engine.worker import find_weights
+from nanovllm.errors import CheckpointError, ConfigError
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.utils import distributed
+from nanovllm.utils.distributed import TensorParallel
+from nanovllm.utils.hub import open_checkpoint, weight_files
+from nanovllm.utils.loader import init_dummy_weights, load_weights, model_shards
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 1003,
+    "hidden_size": 32,
+    "intermediate_size": 76,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "max_position_embeddings": 64,
+    "attention_bias": True,
+    "tie_word_embeddings": False,
+}
+
+
+def build(**changes):
+    """Make a model whose parameters are all NaN, so that what is not loaded shows."""
+    model = Qwen3ForCausalLM(ModelConfig.from_hf({**CONFIG, **changes}), 64)
+    for parameter in model.parameters():
+        parameter.data.fill_(torch.nan)
+    return model
+
+
+def random_tensors(model, dtype=torch.float32, seed=0):
+    """Return random checkpoint tensors of the names and shapes that `model` wants."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(shard.shape, generator=generator).to(dtype)
+        for name, shard in model_shards(model).items()
+        if name not in model.ignored_weights
+    }
+
+
+def load(model, *files):
+    load_weights(model, list(files), ignored=model.ignored_weights, progress=False)
+
+
+def refusal(model, *files):
+    with pytest.raises(CheckpointError) as raised:
+        load(model, *files)
+    return str(raised.value)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """Save tensors as a file and return its path."""
+
+    def save(tensors, name="model.safetensors"):
+        save_file(tensors, tmp_path / name)
+        return tmp_path / name
+
+    return save
+
+
+@pytest.fixture
+def as_rank(monkeypatch):
+    """Build modules of this process as those of one rank among several."""
+
+    def become(rank, size):
+        monkeypatch.setattr(distributed, "_tensor_parallel", TensorParallel(rank, size))
+
+    return become
+
+
+# One rank.
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"attention_bias": False}])
+def test_every_parameter_is_loaded(checkpoint, changes):
+    model = build(**changes)
+    tensors = random_tensors(model)
+    load(model, checkpoint(tensors))
+    assert not any(parameter.isnan().any() for parameter in model.parameters())
+    for name, shard in model_shards(model).items():
+        if name in tensors:
+            assert torch.equal(shard.target, tensors[name]), name
+
+
+def test_merged_linears_hold_their_parts_in_order(checkpoint):
+    model = build()
+    tensors = random_tensors(model)
+    load(model, checkpoint(tensors))
+    layer, prefix = model.model.layers[1], "model.layers.1"
+    parts = [tensors[f"{prefix}.self_attn.{name}_proj.weight"] for name in "qkv"]
+    assert torch.equal(layer.self_attn.qkv_proj.weight, torch.cat(parts))
+    biases = [tensors[f"{prefix}.self_attn.{name}_proj.bias"] for name in "qkv"]
+    assert torch.equal(layer.self_attn.qkv_proj.bias, torch.cat(biases))
+    parts = [tensors[f"{prefix}.mlp.{name}_proj.weight"] for name in ("gate", "up")]
+    assert torch.equal(layer.mlp.gate_up_proj.weight, torch.cat(parts))
+
+
+@pytest.mark.parametrize("saved", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("wanted", ["float32", "bfloat16", "float16"])
+def test_conversion_of_dtypes(checkpoint, saved, wanted):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, wanted))
+    try:
+        model = build()
+    finally:
+        torch.set_default_dtype(before)
+    tensors = random_tensors(model, saved)
+    load(model, checkpoint(tensors))
+    for name, shard in model_shards(model).items():
+        assert shard.target.dtype == getattr(torch, wanted)
+        assert torch.equal(shard.target, tensors[name].to(shard.target.dtype)), name
+
+
+def test_sharded_checkpoint_with_an_index(tmp_path):
+    theirs = TransformersQwen3(Qwen3Config(**CONFIG))
+    theirs.save_pretrained(tmp_path, max_shard_size="80KB")
+    files = weight_files(open_checkpoint(str(tmp_path)), str(tmp_path))
+    assert len(files) > 3
+    model = build()
+    load(model, *files)
+    expected = theirs.state_dict()
+    shards = model_shards(model)
+    assert shards.keys() == expected.keys()
+    assert all(torch.equal(shards[name].target, expected[name]) for name in shards)
+
+
+def test_tied_checkpoint_that_also_holds_the_head(checkpoint):
+    """The head's own tensor is neither wanted nor an error; the embedding serves as the head."""
+    model = build(tie_word_embeddings=True)
+    tensors = random_tensors(model)
+    assert "lm_head.weight" not in tensors
+    load(model, checkpoint({**tensors, "lm_head.weight": torch.zeros(1003, 32)}))
+    assert torch.equal(model.lm_head.weight, tensors["model.embed_tokens.weight"])
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_untied_checkpoint_without_a_head_is_refused(checkpoint):
+    model = build()
+    tensors = random_tensors(model)
+    del tensors["lm_head.weight"]
+    assert "missing lm_head.weight (1003, 32)" in refusal(model, checkpoint(tensors))
+
+
+def test_one_error_lists_all_that_does_not_match(checkpoint):
+    model = build()
+    tensors = random_tensors(model)
+    del tensors["model.norm.weight"]
+    del tensors["model.layers.0.self_attn.k_proj.bias"]
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(3)
+    tensors["model.layers.2.mlp.up_proj.weight"] = torch.zeros(76, 32)
+    tensors["model.layers.1.mlp.down_proj.weight"] = torch.zeros(76, 32)
+    message = refusal(model, checkpoint(tensors))
+    assert set(message.split("\n  ")[1:]) == {
+        "missing model.norm.weight (32,)",
+        "missing model.layers.0.self_attn.k_proj.bias (12,)",
+        "unexpected model.layers.0.self_attn.rotary_emb.inv_freq (3,)",
+        "unexpected model.layers.2.mlp.up_proj.weight (76, 32)",
+        "misshapen model.layers.1.mlp.down_proj.weight: (76, 32), the config says (32, 76)",
+    }
+
+
+def test_a_refused_checkpoint_changes_no_weight(checkpoint):
+    model = build()
+    tensors = random_tensors(model)
+    del tensors["model.norm.weight"]
+    refusal(model, checkpoint(tensors))
+    assert all(parameter.isnan().all() for parameter in model.parameters())
+
+
+def test_a_long_list_is_cut(checkpoint):
+    message = refusal(build(), checkpoint({"x": torch.zeros(1)}))
+    assert len(message.splitlines()) == 22
+    assert re.search(r"and \d+ more$", message)
+
+
+def test_one_tensor_in_two_files(checkpoint):
+    model = build()
+    tensors = random_tensors(model)
+    first = checkpoint(tensors, "one.safetensors")
+    second = checkpoint({"model.norm.weight": torch.ones(32)}, "two.safetensors")
+    message = refusal(model, first, second)
+    assert "model.norm.weight is in both one.safetensors and two.safetensors" in message
+
+
+def test_an_empty_file_of_weights_misses_everything(checkpoint):
+    assert "missing model.embed_tokens.weight" in refusal(build(), checkpoint({}))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(lambda whole: b"", id="empty"),
+        pytest.param(lambda whole: whole[:5], id="shorter than its length field"),
+        pytest.param(lambda whole: whole[:100], id="header cut"),
+        pytest.param(lambda whole: whole[:-1], id="data cut by a byte"),
+        pytest.param(lambda whole: whole[: len(whole) // 2], id="data cut in the middle"),
+        pytest.param(lambda whole: whole + b"x", id="a byte too many"),
+        pytest.param(lambda whole: b"\xff" * 8 + whole[8:], id="huge header length"),
+        pytest.param(lambda whole: whole[:8] + b"x" * 50 + whole[58:], id="header not JSON"),
+        pytest.param(lambda whole: b"<html>404</html>" * 100, id="web page"),
+    ],
+)
+def test_a_damaged_file_is_named(checkpoint, damage):
+    model = build()
+    file = checkpoint(random_tensors(model))
+    file.write_bytes(damage(file.read_bytes()))
+    message = refusal(model, file)
+    assert str(file) in message
+    assert "not a sound safetensors file" in message
+
+
+def test_a_file_that_vanished_is_named(tmp_path):
+    assert "gone.safetensors" in refusal(build(), tmp_path / "gone.safetensors")
+
+
+# Directories, through what an engine calls before it builds a model.
+
+
+def test_pickled_weights_alone_are_refused(tmp_path):
+    """nano-vllm ran such a directory on uninitialised weights."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    torch.save({"model.norm.weight": torch.ones(32)}, tmp_path / "pytorch_model.bin")
+    config = Config(str(tmp_path))
+    with pytest.raises(CheckpointError, match=r"no \.safetensors .*pytorch_model\.bin, which is"):
+        find_weights(config, open_checkpoint(config.model))
+
+
+def test_dummy_weights_need_no_files(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    config = Config(str(tmp_path), load_format="dummy")
+    assert find_weights(config, open_checkpoint(config.model)) == []
+
+
+def test_an_unsupported_model_is_refused_before_its_weights_are_looked_for(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "architectures": ["Other"]}))
+    config = Config(str(tmp_path))
+    with pytest.raises(CheckpointError, match="architecture 'Other' is not supported"):
+        find_weights(config, open_checkpoint(config.model))
+
+
+# Dummy weights.
+
+
+def test_dummy_weights_are_finite_and_not_constant():
+    model = build()
+    init_dummy_weights(model)
+    for name, parameter in model.named_parameters():
+        assert parameter.isfinite().all(), name
+        assert parameter.ndim == 1 or parameter.std() > 0.01, name
+    assert (model.model.norm.weight == 1).all()
+    assert (model.model.layers[0].self_attn.qkv_proj.bias == 0).all()
+
+
+def test_dummy_weights_follow_the_seed():
+    models = [build(), build(), build()]
+    for model, seed in zip(models, (1, 1, 2), strict=True):
+        init_dummy_weights(model, seed)
+    first, again, other = (model.model.embed_tokens.weight for model in models)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_dummy_weights_leave_the_global_generator_alone():
+    model = build()
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    init_dummy_weights(model)
+    assert torch.equal(torch.rand(3), expected)
+
+
+# Several ranks.
+
+
+def rank_slice(tensor, rank, size, dim=0):
+    return tensor.chunk(size, dim)[rank]
+
+
+def expected_parameters(tensors, rank, size):
+    """Return layer 0's parameters on a rank, cut by hand: 8 query and 2 KV heads of 6."""
+    prefix = "model.layers.0"
+
+    def qkv(kind):
+        q, k, v = (tensors[f"{prefix}.self_attn.{name}_proj.{kind}"] for name in "qkv")
+        kv_head = rank if size == 2 else rank // 2
+        heads = slice(kv_head * 6, kv_head * 6 + 6)
+        return torch.cat([rank_slice(q, rank, size), k[heads], v[heads]])
+
+    gate_up = [
+        rank_slice(tensors[f"{prefix}.mlp.{name}_proj.weight"], rank, size)
+        for name in ("gate", "up")
+    ]
+    return {
+        "self_attn.qkv_proj.weight": qkv("weight"),
+        "self_attn.qkv_proj.bias": qkv("bias"),
+        "self_attn.o_proj.weight": rank_slice(
+            tensors[f"{prefix}.self_attn.o_proj.weight"], rank, size, dim=1
+        ),
+        "self_attn.o_proj.bias": tensors[f"{prefix}.self_attn.o_proj.bias"],
+        "self_attn.q_norm.weight": tensors[f"{prefix}.self_attn.q_norm.weight"],
+        "self_attn.k_norm.weight": tensors[f"{prefix}.self_attn.k_norm.weight"],
+        "mlp.gate_up_proj.weight": torch.cat(gate_up),
+        "mlp.down_proj.weight": rank_slice(
+            tensors[f"{prefix}.mlp.down_proj.weight"], rank, size, dim=1
+        ),
+        "input_layernorm.weight": tensors[f"{prefix}.input_layernorm.weight"],
+        "post_attention_layernorm.weight": tensors[f"{prefix}.post_attention_layernorm.weight"],
+    }
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_each_rank_takes_its_part(checkpoint, as_rank, size):
+    """At size 4 two ranks share each KV head."""
+    tensors = random_tensors(build())
+    file = checkpoint(tensors)
+    for rank in range(size):
+        as_rank(rank, size)
+        model = build()
+        load(model, file)
+        expected = expected_parameters(tensors, rank, size)
+        found = dict(model.model.layers[0].named_parameters())
+        assert found.keys() == expected.keys()
+        for name, parameter in found.items():
+            assert torch.equal(parameter, expected[name]), (rank, name)
+
+
+@pytest.mark.parametrize("vocab_size", [1003, 5, 3])
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_ranks_vocabularies_are_the_whole_then_zeros(checkpoint, as_rank, size, vocab_size):
+    """With 4 ranks and 5 tokens the last rank's slice is padding alone."""
+    tensors = random_tensors(build(vocab_size=vocab_size))
+    file = checkpoint(tensors)
+    embeddings, heads = [], []
+    for rank in range(size):
+        as_rank(rank, size)
+        model = build(vocab_size=vocab_size)
+        load(model, file)
+        embeddings.append(model.model.embed_tokens.weight)
+        heads.append(model.lm_head.weight)
+    for name, parts in (("model.embed_tokens.weight", embeddings), ("lm_head.weight", heads)):
+        assert len({part.shape for part in parts}) == 1
+        whole = torch.cat(parts)
+        assert torch.equal(whole[:vocab_size], tensors[name])
+        assert (whole[vocab_size:] == 0).all()
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"num_key_value_heads": 1}])
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_ranks_shards_rebuild_the_checkpoint(checkpoint, as_rank, size, changes):
+    tensors = random_tensors(build(**changes))
+    file = checkpoint(tensors)
+    rebuilt = {name: torch.full_like(tensor, torch.nan) for name, tensor in tensors.items()}
+    for rank in range(size):
+        as_rank(rank, size)
+        model = build(**changes)
+        load(model, file)
+        assert not any(parameter.isnan().any() for parameter in model.parameters())
+        for name, shard in model_shards(model).items():
+            if name in model.ignored_weights:
+                continue
+            length = min(shard.target.shape[shard.dim], shard.shape[shard.dim] - shard.start)
+            part = shard.target.narrow(shard.dim, 0, length)
+            place = rebuilt[name].narrow(shard.dim, shard.start, length)
+            assert place.isnan().all() or torch.equal(place, part), name
+            place.copy_(part)
+    assert all(torch.equal(rebuilt[name], tensors[name]) for name in tensors)
+
+
+@pytest.mark.parametrize(
+    ("changes", "size", "named"),
+    [
+        ({}, 3, r"num_attention_heads \(8\)"),
+        ({"num_key_value_heads": 1, "num_attention_heads": 6, "intermediate_size": 77}, 2, "77"),
+        ({"num_attention_heads": 12, "num_key_value_heads": 4}, 6, r"num_key_value_heads \(4\)"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused(as_rank, changes, size, named):
+    as_rank(0, size)
+    with pytest.raises(ConfigError, match=f"tensor_parallel_size {size} .*{named}"):
+        build(**changes)
+
+
+# Memory.
+
+MEASURE = """
+import resource, sys
+from pathlib import Path
+import torch
+from torch import nn
+from nanovllm.utils.loader import load_weights
+
+def peak():
+    try:  # ru_maxrss is not reset by exec, so it may be the parent's
+        with open("/proc/self/status") as status:
+            return next(int(line.split()[1]) for line in status if line.startswith("VmHWM:")) * 1024
+    except FileNotFoundError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+count, rows = int(sys.argv[2]), int(sys.argv[3])
+model = nn.Module()
+model.parts = nn.ModuleList(
+    nn.Embedding(rows, 1024, _weight=torch.empty(rows, 1024)) for _ in range(count)
+)
+before = peak()
+load_weights(model, [Path(sys.argv[1])], progress=False)
+growth = peak() - before
+assert all((part.weight[::1000] == 1).all() for part in model.parts)
+sys.stdout.write(str(growth))
+"""
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_loading_needs_little_memory_beside_the_weights(tmp_path, count):
+    """300 MB in one tensor, as an embedding may be, or in several."""
+    rows = 75_000 // count
+    file = tmp_path / "model.safetensors"
+    save_file({f"parts.{i}.weight": torch.ones(rows, 1024) for i in range(count)}, file)
+    size = file.stat().st_size
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(file), str(count), str(rows)],
+        cwd=Path(nanovllm.__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    file.unlink()
+    assert done.returncode == 0, done.stderr
+    assert size * 0.9 < int(done.stdout) < size + 200 * 2**20
