@@ -59,8 +59,10 @@ class LLM:
             EngineDeadError: the engine is down.
         """
         prompts = _as_list(prompts)
-        if not isinstance(sampling_params, Seq):
-            sampling_params = [sampling_params or SamplingParams()] * len(prompts)
+        if sampling_params is None:
+            sampling_params = SamplingParams()
+        if not isinstance(sampling_params, list | tuple):
+            sampling_params = [sampling_params] * len(prompts)
         priority = [0] * len(prompts) if priority is None else priority
         for name, given in (("sampling_params", sampling_params), ("priority", priority)):
             if len(given) != len(prompts):
@@ -225,6 +227,6 @@ def _as_list(prompts: Any) -> list[Any]:
         raise InvalidRequestError(
             f"prompts must be a string, token ids, or a list of them, got {type(prompts).__name__}"
         )
-    if prompts and all(isinstance(item, int) for item in prompts):
+    if prompts and all(hasattr(item, "__index__") for item in prompts):
         return [prompts]
     return list(prompts)

@@ -213,9 +213,7 @@ class ModelRunner:
         return len(self._attentions) * torch.Size(shape).numel()
 
     def _warm_up(self) -> None:
-        """Run the largest step once, on a pool just large enough for it, so that the peak is
-        known.
-        """
+        """Run the largest prefill and the most samples, on a small pool: the peak of memory."""
         length = min(self.max_model_len, self.config.max_num_batched_tokens)
         count = max(1, min(self.config.max_num_batched_tokens // length, self.config.max_num_seqs))
         block_size = self._backend.block_size
@@ -224,11 +222,13 @@ class ModelRunner:
         self.allocate(info)
         assert self._tables is not None
         self._tables.block_tables[:, :num_blocks] = torch.arange(num_blocks, device=self.device)
-        greedy = SamplingParams(temperature=0)
-        self._tables.admissions[:count] = [
-            Admission(i, i, [0], length, [], greedy, 0, frozenset(), ()) for i in range(count)
+        sampled = SamplingParams(temperature=1.0)
+        num_seqs = self.config.max_num_seqs
+        self._tables.admissions = [
+            Admission(i, i, [0], length, [], sampled, 0, frozenset(), ()) for i in range(num_seqs)
         ]
         self._step(self._tables, [Row(i, i, 0, length, samples=True) for i in range(count)])
+        self._step(self._tables, [Row(i, i, 0, 1, samples=True) for i in range(num_seqs)])
         for attention in self._attentions:
             del attention.kv_cache
         self._tables = None
