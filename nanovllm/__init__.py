@@ -10,11 +10,13 @@ from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from nanovllm.async_llm import AsyncLLM
     from nanovllm.llm import LLM
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
     "Config",
     "NanoVLLMError",
@@ -24,8 +26,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "LLM":  # lazy: importing it imports torch
+    if name == "LLM":  # lazy: importing either imports torch
         from nanovllm.llm import LLM
 
         return LLM
+    if name == "AsyncLLM":
+        from nanovllm.async_llm import AsyncLLM
+
+        return AsyncLLM
     raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")

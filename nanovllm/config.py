@@ -48,14 +48,14 @@ class Config(StrictKeywords):
     tensor_parallel_size: int = 1
     """Processes that share each layer; above 1 they are spawned."""
     enforce_eager: bool = False
-    """Never capture CUDA graphs. The CPU has none to capture."""
+    """Never capture CUDA graphs. Today none are captured, so it changes nothing."""
     kvcache_block_size: int | None = None
     """Tokens in a KV block; None takes the attention backend's choice."""
     num_kvcache_blocks: int = -1
     """KV blocks in the pool; -1 sizes the pool from memory."""
     kv_cache_memory_bytes: int | None = None
     """Bytes for the KV pool of one rank; None: on CUDA by gpu_memory_utilization, on a CPU the
-    smaller of 4 GiB and half the memory that is free once the weights are loaded."""
+    smaller of 4 GiB and the rank's share of half the memory free once the weights are loaded."""
     enable_prefix_caching: bool = True
     """Reuse the KV blocks of prompts that begin alike."""
     seed: int = 0

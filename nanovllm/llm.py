@@ -1,12 +1,10 @@
-"""The facade: `LLM(model).generate(prompts, sampling_params)`. Everything it does, `LLMEngine`
-does step by step.
+"""The facade: `LLM(model).generate(prompts, sampling_params)`, `chat` and `stream`.
+
+Everything it does, `LLMEngine` does step by step.
 """
 
 import time
-from collections.abc import (
-    Mapping,
-    Sequence as Seq,
-)
+from collections.abc import Iterator, Mapping, Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
@@ -19,6 +17,9 @@ from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+Message = Mapping[str, Any]
+"""{"role": "user", "content": "..."}, as chat templates take them."""
 
 
 class LLM:
@@ -42,6 +43,8 @@ class LLM:
         prompts: Prompt | Seq[Prompt],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        priority: Seq[int] | None = None,
     ) -> list[RequestOutput]:
         """Generate for one prompt or many; outputs come in the order of the prompts.
 
@@ -49,28 +52,36 @@ class LLM:
             prompts: a string, a list of token ids, or a list of such.
             sampling_params: for all prompts, or one for each; None is `SamplingParams()`.
             use_tqdm: show progress with tokens per second.
+            priority: one for each prompt; lower ones go first.
 
         Raises:
             InvalidRequestError: a prompt or its parameters cannot be served; none has been started.
             EngineDeadError: the engine is down.
         """
         prompts = _as_list(prompts)
-        if not isinstance(sampling_params, Seq):
-            sampling_params = [sampling_params or SamplingParams()] * len(prompts)
-        if len(sampling_params) != len(prompts):
-            raise InvalidRequestError(
-                f"{len(prompts)} prompts but {len(sampling_params)} sampling_params; "
-                "give one for all, or one for each prompt"
-            )
-        sequences = [
-            self._make_sequence(index, prompt, params)
-            for index, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True))
-        ]
-        outputs: dict[int, RequestOutput | None] = {seq.seq_id: None for seq in sequences}
+        if sampling_params is None:
+            sampling_params = SamplingParams()
+        if not isinstance(sampling_params, list | tuple):
+            sampling_params = [sampling_params] * len(prompts)
+        priority = [0] * len(prompts) if priority is None else priority
+        for name, given in (("sampling_params", sampling_params), ("priority", priority)):
+            if len(given) != len(prompts):
+                raise InvalidRequestError(
+                    f"{len(prompts)} prompts but {len(given)} {name}; "
+                    "give one for all, or one for each prompt"
+                )
+        requests = []
+        for index, request in enumerate(zip(prompts, sampling_params, priority, strict=True)):
+            prompt, params, order = request
+            try:
+                requests.append(self.engine.make_request(prompt, params, priority=order))
+            except InvalidRequestError as error:
+                raise InvalidRequestError(f"prompt {index}: {error}") from None
+        outputs: dict[int, RequestOutput | None] = {r.request_id: None for r in requests}
         try:
-            for seq in sequences:
-                self.engine.add_sequence(seq)
-            with tqdm(total=len(sequences), desc="Generating", disable=not use_tqdm) as bar:
+            for made in requests:
+                self.engine.queue(made)
+            with tqdm(total=len(requests), desc="Generating", disable=not use_tqdm) as bar:
                 self._run(outputs, bar)
         finally:
             for request_id, output in outputs.items():
@@ -78,32 +89,116 @@ class LLM:
                     self.engine.abort(request_id)
         return [output for output in outputs.values() if output is not None]
 
+    def chat(
+        self,
+        messages: Seq[Message] | Seq[Seq[Message]],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or many, each rendered by the checkpoint's chat template.
+
+        Args:
+            messages: a list of {"role": ..., "content": ...}, or a list of such lists.
+            chat_template_kwargs: passed to the template, such as {"enable_thinking": False}.
+
+        Raises:
+            InvalidRequestError: there is no chat template, or it refuses the messages.
+        """
+        single = isinstance(messages, Seq) and bool(messages) and isinstance(messages[0], Mapping)
+        conversations: Any = [messages] if single else messages
+        prompts = [
+            self.render(
+                conversation,
+                add_generation_prompt=add_generation_prompt,
+                tools=tools,
+                chat_template=chat_template,
+                **(chat_template_kwargs or {}),
+            )
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+    ) -> Iterator[RequestOutput]:
+        """Generate for one prompt and yield the news of each step.
+
+        The texts, token ids and logprobs of what is yielded join to those that `generate` returns.
+        Closing the iterator aborts the request.
+
+        Raises:
+            InvalidRequestError: the prompt or a parameter cannot be served; raised by this call.
+            EngineDeadError: the engine is down.
+        """
+        request_id = self.engine.add_request(
+            prompt, sampling_params, priority=priority, stream=True
+        )
+        return self._stream(request_id)
+
+    def abort(self, request_id: int) -> RequestOutput | None:
+        """End a request and return what was not sent of its output; None if it is not running."""
+        return self.engine.abort(request_id)
+
+    def render(self, messages: Seq[Message], **options: Any) -> list[int]:
+        """Return the token ids of a conversation, by the checkpoint's chat template.
+
+        Args:
+            options: of transformers' apply_chat_template.
+
+        Raises:
+            InvalidRequestError: there is no chat template, or it refuses the messages.
+        """
+        return self.engine.output_processor.render(messages, **options)
+
     def get_tokenizer(self) -> "PreTrainedTokenizerBase | None":
         """Return the checkpoint's tokenizer (transformers), None if it has none."""
         return self.engine.output_processor.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return what the checkpoint's generation_config.json recommends."""
+        return default_sampling_params(self.engine.generation_config)
 
     def shutdown(self) -> None:
         """End the workers and free the model now; `del llm` and leaving Python do the same."""
         self.engine.shutdown()
 
-    def _make_sequence(self, index: int, prompt: Prompt, params: SamplingParams) -> Any:
+    def _stream(self, request_id: int) -> Iterator[RequestOutput]:
+        finished = False
         try:
-            return self.engine.make_sequence(prompt, params)
-        except InvalidRequestError as error:
-            raise InvalidRequestError(f"prompt {index}: {error}") from None
+            while not finished:
+                for output in self.engine.step():
+                    if output.request_id == request_id:
+                        finished = output.finished
+                        yield output
+                    else:
+                        self.engine.put_back([output])
+        finally:
+            if not finished:
+                self.engine.abort(request_id)
 
     def _run(self, outputs: dict[int, RequestOutput | None], bar: "tqdm[Any]") -> None:
         num_left = len(outputs)
         while num_left:
             stats, start = self.engine.stats, time.perf_counter()
             prefill, decode = stats.num_prefill_tokens, stats.num_decode_tokens
+            others = []
             for output in self.engine.step():
                 if output.request_id in outputs:
                     outputs[output.request_id] = output
                     num_left -= 1
                     bar.update()
                 else:
-                    self.engine.put_back([output])
+                    others.append(output)
+            self.engine.put_back(others)
             seconds = time.perf_counter() - start
             rates = {
                 "Prefill": (stats.num_prefill_tokens - prefill) / seconds,
@@ -114,6 +209,17 @@ class LLM:
                 bar.set_postfix(shown, refresh=False)
 
 
+def default_sampling_params(generation_config: Mapping[str, Any]) -> SamplingParams:
+    """Return a generation_config.json's sampling parameters."""
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    given = {name: generation_config[name] for name in names if generation_config.get(name)}
+    if not generation_config.get("do_sample", True):
+        given["temperature"] = 0.0
+    if max_tokens := generation_config.get("max_new_tokens"):
+        given["max_tokens"] = max_tokens
+    return SamplingParams(**given)
+
+
 def _as_list(prompts: Any) -> list[Any]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
@@ -121,6 +227,6 @@ def _as_list(prompts: Any) -> list[Any]:
         raise InvalidRequestError(
             f"prompts must be a string, token ids, or a list of them, got {type(prompts).__name__}"
         )
-    if prompts and all(isinstance(item, int) for item in prompts):
+    if prompts and all(hasattr(item, "__index__") for item in prompts):
         return [prompts]
     return list(prompts)

@@ -39,9 +39,12 @@ def check_int(
 ) -> int:
     """Return `value` as int if it is an integer (not a bool) in [low, high], else raise `error`."""
     rule = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:  # also arrays and tensors, which have __index__ and refuse
+        number = None
+    if number is None:
         raise error(f"{name} must be {rule}, got {value!r} ({type(value).__name__})")
-    number = operator.index(value)
     if number < low or (high is not None and number > high):
         raise error(f"{name} must be {rule}, got {value!r}")
     return number
@@ -54,7 +57,10 @@ def check_float(
     rule = f"a finite number >= {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise error(f"{name} must be {rule}, got {value!r} ({type(value).__name__})")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond the floats
+        number = math.inf
     if not math.isfinite(number) or not low <= number <= high:
         raise error(f"{name} must be {rule}, got {value!r}")
     return number

@@ -12,9 +12,9 @@ PACKAGE = Path(__file__).parent.parent / "nanovllm"
 T0 = ("errors", "validation", "config", "sampling_params", "outputs")
 T1 = tuple(f"engine.{m}" for m in ("sequence", "schedule", "block_manager", "scheduler"))
 T2 = ("utils", "attention", "layers", "models")
-T3 = tuple(f"engine.{m}" for m in ("batch", "kv_cache", "model_runner", "worker"))
-T4 = tuple(f"engine.{m}" for m in ("executor", "output_processor", "llm_engine"))
-T5 = ("llm",)
+T3 = tuple(f"engine.{m}" for m in ("batch", "kv_cache", "sampling", "model_runner", "worker"))
+T4 = tuple(f"engine.{m}" for m in ("executor", "detokenizer", "output_processor", "llm_engine"))
+T5 = ("llm", "async_llm", "cli")
 
 # module prefix -> the prefixes it may import from nanovllm, and whether it may import torch
 RULES = {
@@ -26,9 +26,10 @@ RULES = {
     "models": (T0 + T2, True),
     **dict.fromkeys(T3, ((*T0, *T2, "engine.schedule", *T3), True)),
     "engine.executor": ((*T0, *T1, *T3, "utils.hub"), True),
-    "engine.output_processor": ((*T0, *T1, "utils.hub"), False),
+    "engine.detokenizer": (T0, False),
+    "engine.output_processor": ((*T0, *T1, "engine.detokenizer", "utils.hub"), False),
     "engine.llm_engine": ((*T0, *T1, *T4, "utils.hub"), False),
-    **dict.fromkeys(T5, (T0 + T4, False)),
+    **dict.fromkeys(T5, ((*T0, *T4, "llm", "glossary"), False)),
 }
 
 

@@ -9,7 +9,8 @@ import torch
 
 from nanovllm.attention.backend import Batch
 from nanovllm.engine.kv_cache import zeros
-from nanovllm.engine.schedule import CacheInfo, Row, Schedule
+from nanovllm.engine.schedule import Admission, CacheInfo, Row, Schedule
+from nanovllm.layers.logits_rules import LogitsRules
 
 
 class SlotTables:
@@ -19,10 +20,17 @@ class SlotTables:
         width = -(-info.max_model_len // info.block_size)
         self.block_size = info.block_size
         self.device = device
-        self.token_ids = zeros((max_num_seqs, info.max_model_len), torch.int32, device)
+        # One column more than a sequence can fill: its last sampled token has to go somewhere.
+        self.token_ids = zeros((max_num_seqs, info.max_model_len + 1), torch.int32, device)
         self.block_tables = zeros((max_num_seqs, width), torch.int32, device)
         self.temperatures = torch.zeros(max_num_seqs, dtype=torch.float32, device=device)
         self.seeds = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self.top_ks = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self.top_ps = torch.zeros(max_num_seqs, dtype=torch.float32, device=device)
+        self.min_ps = torch.zeros(max_num_seqs, dtype=torch.float32, device=device)
+        # Host side, by slot: what decides how a row is sampled.
+        self.admissions: list[Admission | None] = [None] * max_num_seqs
+        self.rules: list[LogitsRules | None] = [None] * max_num_seqs
 
     def apply(self, schedule: Schedule) -> None:
         """Take in what changed since the last step."""
@@ -32,19 +40,14 @@ class SlotTables:
         for blocks in schedule.new_blocks:
             self._write(self.block_tables, blocks.slot, blocks.start, blocks.block_ids)
         if schedule.admissions:
-            slots = self._upload([new.slot for new in schedule.admissions], torch.int64)
-            temperatures = [new.temperature for new in schedule.admissions]
-            self.temperatures[slots] = self._upload(temperatures, torch.float32)
-            self.seeds[slots] = self._upload([new.seed for new in schedule.admissions], torch.int64)
+            self._admit(schedule.admissions)
 
     def batch(self, rows: list[Row]) -> Batch:
         """Lay out the tokens of `rows` side by side."""
         query_lens = tuple(row.num_scheduled_tokens for row in rows)
         seq_lens = tuple(row.num_computed_tokens + row.num_scheduled_tokens for row in rows)
         num_tokens = sum(query_lens)
-        slots, lens, ends = self._upload(
-            [[row.slot for row in rows], query_lens, seq_lens], torch.int64
-        )
+        slots, lens, ends = self.upload([[row.slot for row in rows], query_lens, seq_lens])
         cu_seqlens = torch.zeros(len(rows) + 1, dtype=torch.int64, device=self.device)
         torch.cumsum(lens, 0, out=cu_seqlens[1:])
         # A token's position is its distance from the end of its row, taken from the end of its
@@ -67,54 +70,37 @@ class SlotTables:
             seq_lens_host=seq_lens,
         )
 
-    def sampling(self, rows: list[Row]) -> "SamplingRows":
-        """Return where the rows that sample lie in the batch, and their sampling state."""
-        last_tokens, slots, positions = [], [], []
-        num_tokens = 0
-        for row in rows:
-            num_tokens += row.num_scheduled_tokens
-            if row.samples:
-                last_tokens.append(num_tokens - 1)
-                slots.append(row.slot)
-                positions.append(row.num_computed_tokens + row.num_scheduled_tokens)
-        return SamplingRows(self, *self._upload([last_tokens, slots, positions], torch.int64))
-
-    def _upload(self, values: object, dtype: torch.dtype) -> torch.Tensor:
+    def upload(self, values: object, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        """Copy host numbers to the device without waiting for it."""
         pinned = self.device.type == "cuda"
         return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(
             self.device, non_blocking=True
         )
 
+    def _admit(self, admissions: list[Admission]) -> None:
+        slots = self.upload([new.slot for new in admissions])
+        params = [new.params for new in admissions]
+        everything = 2**31 - 1
+        columns: list[tuple[torch.Tensor, list[float] | list[int]]] = [
+            (self.temperatures, [p.temperature for p in params]),
+            (self.seeds, [new.seed for new in admissions]),
+            (self.top_ks, [p.top_k or everything for p in params]),
+            (self.top_ps, [p.top_p for p in params]),
+            (self.min_ps, [p.min_p for p in params]),
+        ]
+        for column, values in columns:
+            column[slots] = self.upload(values, column.dtype)
+        for new in admissions:
+            self.admissions[new.slot] = new
+            self.rules[new.slot] = None
+            if LogitsRules.needed(new.params):
+                self.rules[new.slot] = LogitsRules(
+                    new.params,
+                    new.num_prompt_tokens,
+                    new.bad_words,
+                    new.stop_token_ids,
+                    self.device,
+                )
+
     def _write(self, table: torch.Tensor, slot: int, start: int, values: list[int]) -> None:
-        table[slot, start : start + len(values)] = self._upload(values, table.dtype)
-
-
-class SamplingRows:
-    """The rows of a batch that sample a token, S of them."""
-
-    def __init__(
-        self,
-        tables: SlotTables,
-        last_tokens: torch.Tensor,
-        slots: torch.Tensor,
-        positions: torch.Tensor,
-    ) -> None:
-        self._tables = tables
-        self._slots = slots
-        self.last_tokens = last_tokens  # [S], index in the batch of each row's last token
-        self.positions = positions  # [S], position of the token to be sampled
-
-    @property
-    def temperatures(self) -> torch.Tensor:
-        return self._tables.temperatures[self._slots]
-
-    @property
-    def seeds(self) -> torch.Tensor:
-        return self._tables.seeds[self._slots]
-
-    def store(self, token_ids: torch.Tensor) -> None:
-        """Write the sampled tokens [S] where the next step reads them."""
-        # A row that fills max_model_len samples one token past the table; nothing ever reads it.
-        kept = self.positions < self._tables.token_ids.shape[1]
-        slots, positions = self._slots[kept], self.positions[kept]
-        self._tables.token_ids[slots, positions] = token_ids[kept].int()
+        table[slot, start : start + len(values)] = self.upload(values, table.dtype)

@@ -7,10 +7,7 @@ answer. Knows nothing of tensors.
 
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import (
-    Iterable,
-    Sequence as Seq,
-)
+from collections.abc import Iterable, Sequence as Seq
 from itertools import count
 
 from xxhash import xxh64_intdigest

@@ -189,6 +189,9 @@ class SpawnedExecutor:
                 pipe.send(message)
         except OSError:
             self._die("a worker process died")
+        except BaseException:  # Ctrl-C: some ranks have the message and some do not
+            self._kill("interrupted while the ranks were being told what to do; make a new LLM")
+            raise
 
     def _receive(self, rank: int) -> Any:
         """Return `rank`'s next message; any rank's error or death ends the wait."""
@@ -203,6 +206,9 @@ class SpawnedExecutor:
                         status, value = pipe.recv()
                     except (EOFError, OSError):
                         continue
+                    except BaseException:  # Ctrl-C: half of the message may still be in the pipe
+                        self._kill("interrupted while a rank answered; make a new LLM")
+                        raise
                     if status == "error":
                         self._die(str(value), value)
                     received.append(value)
@@ -223,16 +229,19 @@ class SpawnedExecutor:
             for process in self._processes
             if process.exitcode is not None
         ]
-        self._dead = "; ".join([reason, *exits])
+        self._kill("; ".join([reason, *exits]))
         logger.error("tensor-parallel workers ended: %s", self._dead)
-        for process in self._processes:
-            process.kill()
-        self.shutdown()
         if (
             error is not None and type(error) is not NanoVLLMError
         ):  # a user's mistake, found by a rank
             raise error
         raise EngineDeadError(self._dead)
+
+    def _kill(self, reason: str) -> None:
+        self._dead = reason
+        for process in self._processes:
+            process.kill()
+        self.shutdown()
 
 
 class _StepFuture:

@@ -30,7 +30,8 @@ def num_blocks_that_fit(
     Args:
         block_bytes: bytes of one block over all layers of this rank.
         max_blocks: what max_num_seqs sequences of max_model_len tokens would need; more are never
-        used. warm_up: runs the largest step, so that CUDA's peak is known.
+            used.
+        warm_up: runs the largest step, so that CUDA's peak is known.
     """
     if config.num_kvcache_blocks != -1:
         return config.num_kvcache_blocks
@@ -83,10 +84,21 @@ def available_memory() -> int:
     for limit_file, usage_file in _CGROUP_FILES:
         try:
             with open(limit_file) as limit, open(usage_file) as usage:
-                available = min(available, int(limit.read()) - int(usage.read()))
+                left = int(limit.read()) - int(usage.read())
+            available = min(available, left + _page_cache(limit_file))
         except (OSError, ValueError):  # another cgroup version, no cgroup, or the limit "max"
             continue
     return max(available, 0)
+
+
+def _page_cache(limit_file: str) -> int:
+    """Bytes that a cgroup counts as used and gives up when asked: files read, such as weights."""
+    try:
+        with open(os.path.join(os.path.dirname(limit_file), "memory.stat")) as file:
+            stat = dict(line.split() for line in file)
+        return int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+    except (OSError, ValueError):
+        return 0
 
 
 def _meminfo_available() -> int:

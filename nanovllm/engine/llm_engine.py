@@ -5,19 +5,17 @@ Knows no tensors: what runs the model is behind the executor.
 
 import dataclasses
 import random
+import time
 import weakref
 from collections import deque
-from collections.abc import (
-    Mapping,
-    Sequence as Seq,
-)
+from collections.abc import Mapping, Sequence as Seq
 from itertools import count
 from typing import Any
 
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.executor import Future, make_executor
-from nanovllm.engine.output_processor import OutputProcessor, load_tokenizer
+from nanovllm.engine.output_processor import OutputProcessor, Request, load_tokenizer
 from nanovllm.engine.schedule import Schedule
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -62,6 +60,7 @@ class LLMEngine:
         self._finalizer = weakref.finalize(self, self.executor.shutdown)
         self.cache_info = self.executor.start()
         self.output_processor = OutputProcessor(load_tokenizer(checkpoint))
+        self.generation_config = checkpoint.generation_config
         self.scheduler = Scheduler(
             BlockManager(
                 self.cache_info.num_blocks,
@@ -76,14 +75,19 @@ class LLMEngine:
         self.stats = EngineStats()
         self._queue_depth = queue_depth
         self._in_flight: deque[tuple[Schedule, Future]] = deque()
-        self._outputs: list[RequestOutput] = []  # finished and not yet returned by step()
-        self._request_ids = count()
+        self._outputs: list[RequestOutput] = []  # not yet returned by step()
+        self._ids = count()  # of sequences; a request has its first sequence's
         self._seeds = random.Random(config.seed)
 
-    def make_sequence(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
-    ) -> Sequence:
-        """Check a request and make its sequence; nothing is queued yet.
+    def make_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        stream: bool = False,
+    ) -> Request:
+        """Check a request; nothing is queued yet.
 
         Raises:
             InvalidRequestError: the prompt or a parameter cannot be served.
@@ -101,35 +105,58 @@ class LLMEngine:
                 f"the prompt has {len(token_ids)} tokens; max_model_len {limit} leaves "
                 f"room for {limit - 1} at most, and one of output: shorten it, or raise the limit"
             )
+        self._check_token_ids(params)
+        bad_words = self.output_processor.encode_bad_words(params.bad_words)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
-        return Sequence(
-            next(self._request_ids), token_ids, params, seed=seed, priority=priority, prompt=text
+        sequences = [
+            Sequence(
+                next(self._ids),
+                token_ids,
+                params,
+                seed=(seed + index) % 2**63,
+                priority=priority,
+                bad_words=bad_words,
+            )
+            for index in range(params.n)
+        ]
+        return self.output_processor.make_request(
+            sequences[0].seq_id, text, params, sequences, stream=stream
         )
 
-    def add_sequence(self, seq: Sequence) -> None:
-        """Queue what `make_sequence` made.
+    def queue(self, request: Request) -> None:
+        """Queue what `make_request` made.
 
         Raises:
             EngineDeadError: the engine is down.
         """
         self.executor.check_health()
-        self.scheduler.add(seq)
+        self.output_processor.add(request)
+        # The others follow when the first has computed the prompt: they find its blocks cached.
+        self.scheduler.add(request.unqueued.pop(0))
 
     def add_request(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        stream: bool = False,
     ) -> int:
         """Queue a request and return its id. Lower priorities go first, equal ones by arrival.
+
+        Args:
+            stream: let `step` return the news of each step rather than everything at the end.
 
         Raises:
             InvalidRequestError: the prompt or a parameter cannot be served.
             EngineDeadError: the engine is down.
         """
-        seq = self.make_sequence(prompt, sampling_params, priority=priority)
-        self.add_sequence(seq)
-        return seq.seq_id
+        request = self.make_request(prompt, sampling_params, priority=priority, stream=stream)
+        self.queue(request)
+        return request.request_id
 
     def step(self) -> list[RequestOutput]:
-        """Launch a step, take the oldest one's tokens, and return the requests that finished.
+        """Launch a step, take the oldest one's tokens, and return what there is to send.
 
         Raises:
             EngineDeadError: a worker died. (After any error the step's requests are queued again.)
@@ -143,9 +170,14 @@ class LLMEngine:
         return outputs
 
     def abort(self, request_id: int) -> RequestOutput | None:
-        """End a request and return its output as far as it came; None if it is not running."""
-        seq = self.scheduler.abort(request_id)
-        return None if seq is None else self.output_processor.make_output(seq)
+        """End a request and return what was not sent of its output; None if it is not running."""
+        request = self.output_processor.get(request_id)
+        if request is None:
+            return None
+        self._queue_rest(request)
+        for completion in request.completions:
+            self.scheduler.abort(completion.seq.seq_id)
+        return self.output_processor.output(request)
 
     def is_finished(self) -> bool:
         """Whether nothing is left to run or to return."""
@@ -164,9 +196,16 @@ class LLMEngine:
     def _launch(self, schedule: Schedule) -> None:
         try:
             self._in_flight.append((schedule, self.executor.execute(schedule)))
+            self._note_scheduled(schedule)
         except BaseException:
             self.scheduler.abandon(schedule)
             raise
+
+    def _note_scheduled(self, schedule: Schedule) -> None:
+        for admission in schedule.admissions:
+            request = self.output_processor.request_of(admission.seq_id)
+            if request is not None and request.first_scheduled_time is None:
+                request.first_scheduled_time = time.monotonic()
 
     def _retire(self) -> None:
         schedule, future = self._in_flight[0]
@@ -177,12 +216,36 @@ class LLMEngine:
                 self.scheduler.abandon(self._in_flight.popleft()[0])
             raise
         self._in_flight.popleft()
-        advanced = self.scheduler.update(schedule, result)
-        self._outputs += [
-            self.output_processor.make_output(seq) for seq in advanced if seq.is_finished
-        ]
+        advanced: dict[int, Request] = {}
+        for seq in self.scheduler.update(schedule, result):
+            request = self.output_processor.request_of(seq.seq_id)
+            assert request is not None
+            advanced[request.request_id] = request
+            stop_string = self.output_processor.read(seq)
+            if stop_string is not None:
+                self.scheduler.finish(seq.seq_id, "stop", stop_string)
+            self._queue_rest(request)
+        outputs = map(self.output_processor.output, advanced.values())
+        self._outputs += [output for output in outputs if output is not None]
         self.stats.num_prefill_tokens += schedule.num_tokens - schedule.num_samples
         self.stats.num_decode_tokens += sum(map(len, result.token_ids))
+
+    def _queue_rest(self, request: Request) -> None:
+        while request.unqueued:
+            self.scheduler.add(request.unqueued.pop(0))
+
+    def _check_token_ids(self, params: SamplingParams) -> None:
+        """Refuse parameters that name tokens which the model does not have."""
+        last = self.cache_info.vocab_size - 1
+        for name, token_ids in (
+            ("stop_token_ids", params.stop_token_ids),
+            ("allowed_token_ids", params.allowed_token_ids or ()),
+            ("logit_bias", [token for token, _ in params.logit_bias]),
+        ):
+            if max(token_ids, default=0) > last:
+                raise InvalidRequestError(
+                    f"{name} holds token {max(token_ids)}; this model's last is {last}"
+                )
 
     def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):

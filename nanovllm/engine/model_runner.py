@@ -5,9 +5,11 @@ Obeys the schedule; knows no queue, no text and no other rank but through the la
 """
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -15,26 +17,72 @@ from nanovllm.attention.backend import AttentionSpec, Backend, select_backend
 from nanovllm.config import Config
 from nanovllm.engine.batch import SlotTables
 from nanovllm.engine.kv_cache import num_blocks_that_fit, zeros
-from nanovllm.engine.schedule import CacheInfo, Row, Schedule, StepResult
+from nanovllm.engine.sampling import GatheredLogprobs, SamplingRows, gather_logprobs
+from nanovllm.engine.schedule import Admission, CacheInfo, Row, Schedule, StepResult, TokenLogprobs
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.linear import QKVParallelLinear
-from nanovllm.layers.sampler import sample
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.registry import model_class
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.distributed import broadcast_from_first, tensor_parallel
 from nanovllm.utils.loader import init_dummy_weights, load_weights
 
 logger = logging.getLogger(__name__)
 
+_LOGPROB_ROWS = 256
+"""Prompt positions whose logits exist at once."""
+
+
+class PromptLogprobs(NamedTuple):
+    """Log-probabilities of consecutive positions in one prompt."""
+
+    seq_id: int
+    position: int
+    num_top: int
+    values: GatheredLogprobs
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step leaves on the device."""
+
+    token_ids: torch.Tensor
+    """[S] int64, a token for each row that samples."""
+    logprobs: tuple[list[int], list[int], GatheredLogprobs] | None
+    """Sequence ids, counts and values, for the rows that ask."""
+    prompt_logprobs: list[PromptLogprobs]
+
+    def to_host(self) -> "StepOutput":
+        """Start the copies to the host."""
+        return StepOutput(
+            self.token_ids.to("cpu", non_blocking=True),
+            self.logprobs and (*self.logprobs[:2], self.logprobs[2].to_host()),
+            [part._replace(values=part.values.to_host()) for part in self.prompt_logprobs],
+        )
+
+    def result(self, step_id: int) -> StepResult:
+        """Return the numbers; the copies must be done."""
+        logprobs: dict[int, list[TokenLogprobs]] = {}
+        prompt_logprobs: dict[int, list[tuple[int, TokenLogprobs]]] = {}
+        if self.logprobs is not None:
+            seq_ids, counts, gathered = self.logprobs
+            values = gathered.tolist(counts)
+            logprobs = {seq_id: [value] for seq_id, value in zip(seq_ids, values, strict=True)}
+        for part in self.prompt_logprobs:
+            values = part.values.tolist([part.num_top] * len(part.values.ranks))
+            prompt_logprobs.setdefault(part.seq_id, []).extend(enumerate(values, part.position))
+        token_ids = [[token] for token in self.token_ids.tolist()]
+        return StepResult(step_id, token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+
 
 class PendingResult:
     """A launched step's tokens, perhaps still being computed."""
 
-    def __init__(self, step_id: int, token_ids: torch.Tensor) -> None:
+    def __init__(self, step_id: int, output: StepOutput) -> None:
         self._step_id = step_id
-        self._token_ids = token_ids.to("cpu", non_blocking=True)
+        self._output = output.to_host()
         self._copied: torch.cuda.Event | None = None
-        if token_ids.is_cuda:
+        if output.token_ids.is_cuda:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
 
@@ -42,7 +90,7 @@ class PendingResult:
         """Wait for the step and return its tokens."""
         if self._copied is not None:
             self._copied.synchronize()
-        return StepResult(self._step_id, [[token] for token in self._token_ids.tolist()])
+        return self._output.result(self._step_id)
 
 
 class ModelRunner:
@@ -105,24 +153,47 @@ class ModelRunner:
         """Launch a step. Steps run in the order in which they are launched."""
         assert self._tables is not None, "allocate() comes first"
         self._tables.apply(schedule)
-        token_ids = self._step(self._tables, schedule.rows)
-        return PendingResult(schedule.step_id, token_ids)
+        return PendingResult(schedule.step_id, self._step(self._tables, schedule.rows))
 
-    def _step(self, tables: SlotTables, rows: list[Row]) -> torch.Tensor:
+    def _step(self, tables: SlotTables, rows: list[Row]) -> StepOutput:
         batch = tables.batch(rows)
-        object.__setattr__(batch, "metadata", self._backend.plan(batch))
+        batch = dataclasses.replace(batch, metadata=self._backend.plan(batch))
         hidden = self.model(batch)
-        sampling = tables.sampling(rows)
-        if not len(sampling.last_tokens):
-            return sampling.last_tokens
-        logits = self.model.compute_logits(hidden[sampling.last_tokens])  # type: ignore[operator]
-        if logits is None:
-            token_ids = torch.empty_like(sampling.last_tokens)
-        else:
-            token_ids = sample(logits, sampling.temperatures, sampling.seeds, sampling.positions)
-        broadcast_from_first(token_ids)
-        sampling.store(token_ids)
-        return token_ids
+        prompt_logprobs = self._prompt_logprobs(tables, rows, hidden)
+        sampling = SamplingRows(tables, rows)
+        token_ids, logprobs = torch.empty_like(sampling.last_tokens), None
+        if len(sampling):
+            logits = self.model.compute_logits(hidden[sampling.last_tokens])  # type: ignore[operator]
+            if logits is not None:
+                token_ids = sampling.sample(logits)
+                logprobs = sampling.logprobs(logits, token_ids)
+            broadcast_from_first(token_ids)
+            sampling.store(token_ids)
+        return StepOutput(token_ids, logprobs, prompt_logprobs)
+
+    def _prompt_logprobs(
+        self, tables: SlotTables, rows: list[Row], hidden: torch.Tensor
+    ) -> list[PromptLogprobs]:
+        """Log-probabilities of the prompt tokens that follow those of `rows`, where asked for."""
+        found = []
+        offset = 0
+        for row in rows:
+            admission = tables.admissions[row.slot]
+            assert admission is not None
+            count = admission.params.prompt_logprobs
+            if count is not None:
+                first, last = row.num_computed_tokens + 1, admission.num_prompt_tokens
+                stop = min(first + row.num_scheduled_tokens, last)
+                for start in range(first, stop, _LOGPROB_ROWS):
+                    end = min(start + _LOGPROB_ROWS, stop)
+                    states = hidden[offset + start - first : offset + end - first]
+                    logits = self.model.compute_logits(states)  # type: ignore[operator]
+                    if logits is not None:
+                        tokens = tables.token_ids[row.slot, start:end].long()
+                        gathered = gather_logprobs(logits, tokens, count)
+                        found.append(PromptLogprobs(row.seq_id, start, count, gathered))
+            offset += row.num_scheduled_tokens
+        return found
 
     def _select_backend(self) -> Backend:
         qkv = next(m for m in self.model.modules() if isinstance(m, QKVParallelLinear))
@@ -142,9 +213,7 @@ class ModelRunner:
         return len(self._attentions) * torch.Size(shape).numel()
 
     def _warm_up(self) -> None:
-        """Run the largest step once, on a pool just large enough for it, so that the peak is
-        known.
-        """
+        """Run the largest prefill and the most samples, on a small pool: the peak of memory."""
         length = min(self.max_model_len, self.config.max_num_batched_tokens)
         count = max(1, min(self.config.max_num_batched_tokens // length, self.config.max_num_seqs))
         block_size = self._backend.block_size
@@ -153,7 +222,13 @@ class ModelRunner:
         self.allocate(info)
         assert self._tables is not None
         self._tables.block_tables[:, :num_blocks] = torch.arange(num_blocks, device=self.device)
+        sampled = SamplingParams(temperature=1.0)
+        num_seqs = self.config.max_num_seqs
+        self._tables.admissions = [
+            Admission(i, i, [0], length, [], sampled, 0, frozenset(), ()) for i in range(num_seqs)
+        ]
         self._step(self._tables, [Row(i, i, 0, length, samples=True) for i in range(count)])
+        self._step(self._tables, [Row(i, i, 0, 1, samples=True) for i in range(num_seqs)])
         for attention in self._attentions:
             del attention.kv_cache
         self._tables = None

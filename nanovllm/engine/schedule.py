@@ -7,18 +7,26 @@ A step names slots, the rows of the tables that each worker keeps; it carries on
 import dataclasses
 from typing import NamedTuple
 
+from nanovllm.sampling_params import SamplingParams
+
 
 class Admission(NamedTuple):
     """A sequence takes a slot, for the first time or again after a preemption; the slot's row is
     overwritten.
     """
 
+    seq_id: int
     slot: int
     token_ids: list[int]
     """Every token known so far: the prompt and what was generated."""
+    num_prompt_tokens: int
     block_ids: list[int]
-    temperature: float
+    params: SamplingParams
     seed: int
+    stop_token_ids: frozenset[int]
+    """Tokens that end the sequence; not to be sampled before params.min_tokens."""
+    bad_words: tuple[tuple[int, ...], ...]
+    """params.bad_words as tokens."""
 
 
 class NewBlocks(NamedTuple):
@@ -62,6 +70,15 @@ class Schedule:
         return sum(row.samples for row in self.rows)
 
 
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities at one position: the token that is there, then the most likely ones."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int
+    """Of the token that is there, among the whole vocabulary; 1 is the most likely."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepResult:
     """What a step produced."""
@@ -71,6 +88,12 @@ class StepResult:
     """For each row that samples, in order: the drafts that held, then one token more."""
     draft_token_ids: list[list[int]] = dataclasses.field(default_factory=list)
     """For each row that samples, in order: guesses at what comes next; empty without a proposer."""
+    logprobs: dict[int, list[TokenLogprobs]] = dataclasses.field(default_factory=dict)
+    """By sequence id, for those that ask: log-probabilities of the tokens in `token_ids`."""
+    prompt_logprobs: dict[int, list[tuple[int, TokenLogprobs]]] = dataclasses.field(
+        default_factory=dict
+    )
+    """By sequence id, for those that ask: log-probabilities of prompt tokens, by position."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -51,6 +51,8 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence; its prompt must leave room for one token in max_model_len."""
         assert 0 < seq.num_prompt_tokens < self.max_model_len
+        eos = frozenset() if seq.params.ignore_eos else self.eos_token_ids
+        seq.stop_token_ids = eos.union(seq.params.stop_token_ids)
         self._sequences[seq.seq_id] = seq
         self._enqueue(seq)
 
@@ -87,7 +89,9 @@ class Scheduler:
             head = self._head()
             if head is None or head.num_in_flight_steps:  # preempted with a token still unknown
                 break
-            cached = self.block_manager.match_prefix(head)
+            # Prompt tokens from the cache have no hidden states to take log-probabilities from.
+            wants_all = head.params.prompt_logprobs is not None
+            cached = [] if wants_all else self.block_manager.match_prefix(head)
             blocks = self.block_manager.allocate_slots(head, head.num_tokens, cached)
             if blocks is None:
                 break
@@ -97,9 +101,18 @@ class Scheduler:
                 head.num_cached_tokens = head.num_computed_tokens
             head.slot = self._free_slots.pop()
             insort(self.running, head, key=lambda s: s.order)
-            known = list(head.token_ids)  # a copy: the sequence grows while the step is in flight
             admissions.append(
-                Admission(head.slot, known, blocks, head.params.temperature, head.seed)
+                Admission(
+                    head.seq_id,
+                    head.slot,
+                    list(head.token_ids),  # a copy: it grows while the step is in flight
+                    head.num_prompt_tokens,
+                    blocks,
+                    head.params,
+                    head.seed,
+                    head.stop_token_ids,
+                    head.bad_words,
+                )
             )
             num_scheduled = min(self._gap(head), budget)
             rows.append(self._launch(head, num_scheduled))
@@ -122,6 +135,7 @@ class Scheduler:
             if seq is None:  # finished or aborted while the step was in flight
                 continue
             seq.num_in_flight_steps -= 1
+            seq.prompt_logprobs.update(result.prompt_logprobs.get(row.seq_id, ()))
             num_written = row.num_computed_tokens + row.num_scheduled_tokens
             if row.samples:
                 num_rejected = len(row.draft_token_ids) + 1 - len(tokens)
@@ -131,6 +145,8 @@ class Scheduler:
                 if seq.slot is not None:
                     seq.num_computed_tokens -= num_rejected
                 self._append(seq, tokens)
+                logprobs = result.logprobs.get(row.seq_id, [])
+                seq.logprobs += logprobs[: seq.num_output_tokens - len(seq.logprobs)]
                 if seq.slot is not None:
                     seq.draft_token_ids = next_drafts[: max(0, self._room(seq) - 1)]
                 advanced.append(seq)
@@ -154,9 +170,16 @@ class Scheduler:
 
     def abort(self, seq_id: int) -> Sequence | None:
         """End a sequence now, wherever it is, and free what it holds; None if there is none."""
+        return self.finish(seq_id, "abort")
+
+    def finish(
+        self, seq_id: int, finish_reason: str, stop_reason: str | None = None
+    ) -> Sequence | None:
+        """Like `abort`, for a reason that the caller found, such as a stop string in the text."""
         seq = self._sequences.get(seq_id)
         if seq is not None:
-            seq.finish_reason = "abort"
+            seq.finish_reason = finish_reason
+            seq.stop_reason = stop_reason
             self._remove(seq)
         return seq
 
@@ -213,8 +236,9 @@ class Scheduler:
         seq.draft_token_ids = []
         for token in tokens:
             seq.token_ids.append(token)
-            if token in self.eos_token_ids and not seq.params.ignore_eos:
+            if token in seq.stop_token_ids and seq.num_output_tokens >= seq.params.min_tokens:
                 seq.finish_reason = "stop"
+                seq.stop_reason = None if token in self.eos_token_ids else token
             elif self._room(seq) <= 0:
                 seq.finish_reason = "length"
             if seq.is_finished:

@@ -3,6 +3,7 @@
 Knows no phases: what is left to do is `num_tokens - num_computed_tokens`.
 """
 
+from nanovllm.engine.schedule import TokenLogprobs
 from nanovllm.sampling_params import SamplingParams
 
 ROOT_UID = 0
@@ -16,10 +17,12 @@ class Sequence:
     """
 
     __slots__ = (
+        "bad_words",
         "block_keys",
         "block_table",
         "draft_token_ids",
         "finish_reason",
+        "logprobs",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_in_flight_steps",
@@ -29,10 +32,12 @@ class Sequence:
         "params",
         "parent_uid",
         "priority",
-        "prompt",
+        "prompt_logprobs",
         "seed",
         "seq_id",
         "slot",
+        "stop_reason",
+        "stop_token_ids",
         "token_ids",
     )
 
@@ -44,7 +49,7 @@ class Sequence:
         *,
         seed: int = 0,
         priority: int = 0,
-        prompt: str | None = None,
+        bad_words: tuple[tuple[int, ...], ...] = (),
     ) -> None:
         self.seq_id = seq_id  # grows with arrival, so it also orders arrivals
         self.token_ids = list(prompt_token_ids)  # the tokens whose values are known
@@ -52,7 +57,8 @@ class Sequence:
         self.params = params
         self.seed = seed
         self.priority = priority
-        self.prompt = prompt  # the text, for the output; nothing here reads it
+        self.bad_words = bad_words  # params.bad_words as tokens
+        self.stop_token_ids: frozenset[int] = frozenset()  # set when it is queued
 
         self.num_computed_tokens = 0  # tokens whose KV is written, or will be by a launched step
         self.num_pending_tokens = 0  # tokens that a launched step will sample
@@ -61,6 +67,9 @@ class Sequence:
         self.num_cached_tokens: int | None = None  # prefix hit at first admission; None before it
         self.slot: int | None = None  # row in the worker's tables; None while waiting
         self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None  # the stop token or string, if not an EOS id
+        self.logprobs: list[TokenLogprobs] = []  # of the output, if asked for
+        self.prompt_logprobs: dict[int, TokenLogprobs] = {}  # by position, if asked for
 
         # Kept by the block manager.
         self.block_table: list[int] = []

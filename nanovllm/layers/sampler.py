@@ -1,52 +1,153 @@
-"""From logits to token ids: greedy, or one uniform number a row through the inverse cumulative sum.
+"""From logits to token ids, each row by its own rule. Knows nothing of requests.
 
-Knows nothing of requests: a row is its logits, temperature, seed and position.
+A draw takes one uniform number and inverts the cumulative sum of the weights, chunk by chunk. top_k
+and top_p are a threshold on the logits, found without sorting the vocabulary: the n largest of a
+row lie in the n chunks with the largest maxima.
 """
 
+import dataclasses
+
 import torch
+from torch.nn.functional import pad
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them would overflow."""
 
+CHUNK = 128
+"""Tokens that are summed, and skipped, together."""
 
-def sample(
-    logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
-) -> torch.Tensor:
-    """Choose a token for each row.
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """What R rows ask for. Tensors of [R]."""
+
+    temperatures: torch.Tensor
+    """float32, at least GREEDY_BELOW."""
+    seeds: torch.Tensor
+    """int64."""
+    positions: torch.Tensor
+    """int64, position in its sequence of the token to be chosen."""
+    top_ks: torch.Tensor
+    """int64, at least 1; anything from the vocabulary's size up keeps all."""
+    top_ps: torch.Tensor
+    """float32 in (0, 1]."""
+    min_ps: torch.Tensor
+    """float32 in [0, 1]."""
+    any_min_p: bool = True
+    """Whether some row has a min_p above 0; known on the host."""
+    any_top_p_of_all: bool = True
+    """Whether some row has a top_p and no top_k; known on the host."""
+
+    def take(self, rows: torch.Tensor) -> "Sampling":
+        """Return the rows named by `rows`, in their order."""
+        return dataclasses.replace(
+            self,
+            temperatures=self.temperatures[rows],
+            seeds=self.seeds[rows],
+            positions=self.positions[rows],
+            top_ks=self.top_ks[rows],
+            top_ps=self.top_ps[rows],
+            min_ps=self.min_ps[rows],
+        )
+
+
+def draw(logits: torch.Tensor, sampling: Sampling, num_candidates: int = 0) -> torch.Tensor:
+    """Draw a token for each row: temperature, then min_p, then top_k, then top_p (vLLM's order).
 
     Args:
         logits: [R, vocab_size], any float dtype.
-        temperatures: [R] float32.
-        seeds: [R] int64.
-        positions: [R] int64, position of the token to be chosen in its sequence.
+        num_candidates: 0 where no row has a top_k or top_p; else how many of the largest logits to
+            look at first. Rows whose kept tokens may lie beyond them are sorted, so this is a
+            matter of speed only.
 
     Returns:
-        [R] int64 token ids. A row's choice depends on nothing but its own arguments.
+        [R] int64. A row's token depends on nothing but its own logits and sampling.
     """
-    wide = logits.float()
-    greedy = wide.argmax(dim=-1)
-    rows = (temperatures >= GREEDY_BELOW).nonzero().flatten()
-    if rows.numel() == 0:
-        return greedy
-    wide = wide[rows]
-    scaled = (wide - wide.amax(-1, keepdim=True)) / temperatures[rows, None]
-    cumulative = scaled.double().exp_().cumsum_(dim=-1)
-    target = uniform(seeds[rows], positions[rows])[:, None] * cumulative[:, -1:]
-    chosen = torch.searchsorted(cumulative, target, right=True).flatten()
-    return greedy.index_copy(0, rows, chosen.clamp_(max=logits.shape[-1] - 1))
+    vocab_size = logits.shape[-1]
+    if vocab_size % CHUNK:
+        logits = pad(logits, (0, -vocab_size % CHUNK), value=-torch.inf)
+    chunks = logits.view(len(logits), -1, CHUNK)
+    maxima = chunks.amax(-1)
+    largest = maxima.amax(-1).float()
+    if num_candidates == 0:
+        return _invert(_weights(chunks, largest, sampling), sampling)
+
+    num_candidates = min(num_candidates, vocab_size)
+    total = None
+    if sampling.any_top_p_of_all:
+        total = _weights(chunks, largest, sampling).sum((1, 2), dtype=torch.float64)
+    chunk_ids = maxima.topk(min(num_candidates, maxima.shape[-1])).indices.sort(-1).values
+    near = chunks.gather(1, chunk_ids[..., None].expand(-1, -1, CHUNK))
+    values = near.flatten(1).topk(num_candidates).values
+    thresholds = _thresholds(values, largest, total, sampling)
+    weights = _weights(near, largest, sampling)
+    weights.masked_fill_(near < thresholds[:, None, None], 0.0)
+    chosen = _invert(weights, sampling)
+    tokens = chunk_ids.gather(1, chosen[:, None] // CHUNK)[:, 0] * CHUNK + chosen % CHUNK
+    if num_candidates < vocab_size:
+        spilled = (values[:, -1] >= thresholds).nonzero()[:, 0]
+        if len(spilled):
+            tokens[spilled] = draw(logits[spilled, :vocab_size], sampling.take(spilled), vocab_size)
+    return tokens
+
+
+def _thresholds(
+    values: torch.Tensor, largest: torch.Tensor, total: torch.Tensor | None, sampling: Sampling
+) -> torch.Tensor:
+    """Return [R], the smallest logit that top_k and top_p keep; ties with it are kept as well.
+
+    Args:
+        values: [R, n], each row's largest logits in descending order.
+        total: [R], the weight of the whole vocabulary, for rows without top_k.
+    """
+    last = (sampling.top_ks - 1).clamp(max=values.shape[-1] - 1)
+    in_top_k = values >= values.gather(1, last[:, None])
+    weights = _weights(values, largest, sampling).double() * in_top_k
+    mass = weights.cumsum(-1)
+    whole = mass[:, -1]
+    if total is not None:
+        whole = torch.where(sampling.top_ks > values.shape[-1], total, whole)
+    before = mass - weights
+    kept = in_top_k & (before < sampling.top_ps[:, None].double() * whole[:, None])
+    return values.gather(1, kept.sum(-1, keepdim=True) - 1)[:, 0]
+
+
+def _weights(x: torch.Tensor, largest: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Return exp((x - largest) / temperature), float32; 0 for what min_p leaves out."""
+    shape = (-1, *[1] * (x.ndim - 1))
+    weights = x.float().sub(largest.view(shape))
+    weights.div_(sampling.temperatures.view(shape)).exp_()
+    if sampling.any_min_p:  # relative to the most likely token, whose weight is 1
+        weights.masked_fill_(weights < sampling.min_ps.view(shape), 0.0)
+    return weights
+
+
+def _invert(weights: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Return [R], the place in [R, chunks, CHUNK] where the sum passes a uniform number."""
+    sums = weights.sum(-1).double()
+    mass = sums.cumsum(-1)
+    target = uniform(sampling.seeds, sampling.positions)[:, None] * mass[:, -1:]
+    chunk = torch.searchsorted(mass, target, right=True).clamp_(max=mass.shape[-1] - 1)
+    chunk_sum = sums.gather(1, chunk)
+    share = (target - mass.gather(1, chunk) + chunk_sum) / chunk_sum
+    inner = weights.gather(1, chunk[..., None].expand(-1, 1, CHUNK))[:, 0].double().cumsum(-1)
+    place = torch.searchsorted(inner, share * inner[:, -1:], right=True)
+    # Rounding may point past the last token that has any weight.
+    place = place.minimum((inner < inner[:, -1:]).sum(-1, keepdim=True))
+    return (chunk * CHUNK + place)[:, 0]
 
 
 def uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Return float64 numbers in [0, 1), one for each (seed, position): SplitMix64 (Steele et al.
-    2014) of both.
+    """Return float64 numbers in [0, 1), one for each (seed, position).
+
+    SplitMix64 (Steele, Lea and Flood, 2014) of the seed, then of the position.
     """
     mixed = _mix(_mix(seeds + _GOLDEN) + (positions + 1) * _GOLDEN)
     return (mixed >> 11 & 2**53 - 1).double() * 2.0**-53
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    # int64 multiplication wraps, as the algorithm wants; >> is arithmetic, so the sign bits are
-    # masked off
+    # int64 multiplication wraps, as it should; >> is arithmetic, so the sign bits are masked off
     x = (x ^ (x >> 30 & 2**34 - 1)) * (0xBF58476D1CE4E5B9 - 2**64)
     x = (x ^ (x >> 27 & 2**37 - 1)) * (0x94D049BB133111EB - 2**64)
     return x ^ (x >> 31 & 2**33 - 1)

@@ -45,22 +45,29 @@ class ModelConfig:
             UnsupportedModelError: it asks for something that is not implemented.
             CheckpointError: a field is missing or senseless.
         """
-        architectures = config.get("architectures") or []
-        if len(architectures) != 1:
+        architectures = config.get("architectures")
+        if not (
+            isinstance(architectures, list)
+            and len(architectures) == 1
+            and isinstance(architectures[0], str)
+        ):
             raise CheckpointError(f"config.json must name one architecture, has {architectures}")
         for key, wanted in (("hidden_act", "silu"), ("quantization_config", None)):
             if config.get(key, wanted) != wanted:
                 raise UnsupportedModelError(
                     f"{key} {config[key]!r} is not supported (only {wanted})"
                 )
-        layer_types = set(config.get("layer_types") or ["full_attention"])
-        if config.get("use_sliding_window") or layer_types != {"full_attention"}:
+        layer_types = config.get("layer_types") or ["full_attention"]
+        if not isinstance(layer_types, list) or not all(isinstance(t, str) for t in layer_types):
+            raise CheckpointError(f"config.json: layer_types must be names, is {layer_types!r}")
+        if config.get("use_sliding_window") or set(layer_types) != {"full_attention"}:
             raise UnsupportedModelError(
-                f"sliding-window attention is not supported (layer_types {sorted(layer_types)})"
+                "sliding-window attention is not supported (use_sliding_window "
+                f"{config.get('use_sliding_window')}, layer_types {sorted(set(layer_types))})"
             )
         checkpoint_dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
         name = checkpoint_dtype if dtype == "auto" else dtype
-        if name not in _DTYPES:
+        if not isinstance(name, str) or name not in _DTYPES:
             raise UnsupportedModelError(f"dtype {name!r} is not supported ({', '.join(_DTYPES)})")
 
         num_heads = _positive(config, "num_attention_heads")
@@ -77,6 +84,9 @@ class ModelConfig:
                 f"head_dim {head_dim} is odd; rotary embedding needs halves"
             )
         max_position = _positive(config, "max_position_embeddings")
+        rope = _rope(config, max_position)
+        if rope.rope_type == "yarn":  # Qwen3's instructions add yarn and leave max_position as is
+            max_position = max(max_position, int(rope.original_max_position * rope.factor))
         return cls(
             architecture=architectures[0],
             vocab_size=_positive(config, "vocab_size"),
@@ -86,11 +96,11 @@ class ModelConfig:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-            rope=_rope(config, max_position),
+            rms_norm_eps=_number(config, "rms_norm_eps", 1e-6),
+            rope=rope,
             max_position=max_position,
-            attention_bias=bool(config.get("attention_bias", False)),
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            attention_bias=_switch(config, "attention_bias", False),
+            tie_word_embeddings=_switch(config, "tie_word_embeddings", False),
             dtype=_DTYPES[name],
         )
 
@@ -103,29 +113,52 @@ def _positive(config: dict[str, Any], key: str, default: int | None = None) -> i
     return value
 
 
+def _number(config: dict[str, Any], key: str, default: float | None = None) -> float:
+    value = config.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise CheckpointError(f"config.json: {key} must be a positive number, is {value!r}")
+    return float(value)
+
+
+def _switch(config: dict[str, Any], key: str, default: bool) -> bool:
+    value = config.get(key, default)
+    if not isinstance(value, bool):
+        raise CheckpointError(f"config.json: {key} must be true or false, is {value!r}")
+    return value
+
+
 def _rope(config: dict[str, Any], max_position: int) -> RopeConfig:
     """transformers 5 keeps all of it in rope_parameters; 4 in rope_theta and rope_scaling."""
-    settings = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = settings.pop("rope_theta", None) or config.get("rope_theta", 10000.0)
-    rope_type = settings.pop("rope_type", None) or settings.pop("type", None) or "default"
-    settings.pop("type", None)
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(given, dict):
+        raise CheckpointError(f"config.json: the rope settings must be an object, are {given!r}")
+    # null is as good as absent; what stands beside the settings counts where they lack it
+    settings = {key: value for key, value in given.items() if value is not None}
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if config.get(key) is not None:
+            settings.setdefault(key, config[key])
+    if config.get("original_max_position_embeddings") is not None:
+        settings["original_max_position_embeddings"] = config["original_max_position_embeddings"]
+    other_name = settings.pop("type", "default")
+    rope_type = settings.pop("rope_type", other_name)
     if rope_type not in _ROPE_TYPES:
         raise UnsupportedModelError(
             f"rope scaling {rope_type!r} is not supported ({', '.join(_ROPE_TYPES)})"
         )
-    if settings.pop("partial_rotary_factor", config.get("partial_rotary_factor")) not in (
-        None,
-        1.0,
-    ):
+    if settings.pop("partial_rotary_factor", 1.0) != 1.0:
         raise UnsupportedModelError(
             "partial_rotary_factor is not supported: only whole heads rotate"
         )
-    original = settings.pop("original_max_position_embeddings", None) or max_position
-    factor = settings.pop("factor", None)
-    if rope_type != "default" and factor is None:
+    if rope_type != "default" and "factor" not in settings:
         raise CheckpointError(f"rope scaling {rope_type!r} has no factor")
-    known = {"beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"}
+    theta = _number(settings, "rope_theta", 10000.0)
+    factor = _number(settings, "factor", 1.0)
+    original = _positive(settings, "original_max_position_embeddings", max_position)
+    numbers = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+    extra: dict[str, Any] = {key: _number(settings, key) for key in numbers if key in settings}
+    if "truncate" in settings:
+        extra["truncate"] = _switch(settings, "truncate", True)
+    known = {"rope_theta", "factor", "original_max_position_embeddings", "truncate", *numbers}
     if unknown := settings.keys() - known:
         raise UnsupportedModelError(f"rope settings not supported: {', '.join(sorted(unknown))}")
-    given = {key: value for key, value in settings.items() if value is not None}
-    return RopeConfig(float(theta), rope_type, float(factor or 1.0), original, **given)
+    return RopeConfig(theta, rope_type, factor, original, **extra)

@@ -25,7 +25,9 @@ class Checkpoint:
         """Every end-of-sequence id; generation_config.json's where it has them, else
         config.json's.
         """
-        ids = self.generation_config.get("eos_token_id", self.config.get("eos_token_id"))
+        ids = self.generation_config.get("eos_token_id")
+        if ids is None:
+            ids = self.config.get("eos_token_id")
         if ids is None:
             return frozenset()
         return frozenset(ids if isinstance(ids, list) else [ids])
@@ -43,7 +45,7 @@ def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
         CheckpointError: there is no such directory or hub id, it cannot be reached, or it is not a
             model.
     """
-    local = Path(model).expanduser()
+    local = _local(model)
     if local.is_dir():
         path = local.resolve()
     elif local.exists():
@@ -71,13 +73,18 @@ def weight_files(checkpoint: Checkpoint, model: str, revision: str | None = None
         CheckpointError: there are none, or the index names files that are not there.
     """
     path = checkpoint.path
-    if not Path(model).expanduser().is_dir():
+    from_hub = not _local(model).is_dir()
+    if from_hub:
         path = _download(model, revision, ["*.safetensors", "*.safetensors.index.json"])
     index = path / "model.safetensors.index.json"
     if index.is_file():
         weight_map = _read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise CheckpointError(f"{index} has no weight_map")
+        if not (
+            isinstance(weight_map, dict)
+            and weight_map
+            and all(isinstance(name, str) for name in weight_map.values())
+        ):
+            raise CheckpointError(f"{index} has no weight_map of file names")
         files = [path / name for name in sorted(set(weight_map.values()))]
         if missing := [file.name for file in files if not file.is_file()]:
             raise CheckpointError(f"{index} names files that are missing: {', '.join(missing)}")
@@ -89,12 +96,28 @@ def weight_files(checkpoint: Checkpoint, model: str, revision: str | None = None
         others = sorted(
             f.name for f in path.iterdir() if f.suffix in {".bin", ".pt", ".pth", ".gguf"}
         )
+        if from_hub and not others:
+            raise CheckpointError(
+                f"no .safetensors weights of {model!r} in the local cache, and none came from the "
+                "hub (offline, or it has none): connect once, unset HF_HUB_OFFLINE, or give a "
+                "local directory"
+            )
         found = f" (found {', '.join(others)}, which is not read)" if others else ""
         raise CheckpointError(
             f"{path} has no .safetensors weights{found}; convert the checkpoint to safetensors, "
             'or use load_format="dummy" for random weights'
         )
     return files
+
+
+def _local(model: str) -> Path:
+    """Return `model` as a path, whether or not it is one."""
+    try:
+        local = Path(model).expanduser()
+        local.exists()
+    except (OSError, RuntimeError) as error:  # too long a name, no such user
+        raise CheckpointError(f"model {model!r} cannot be a path or a hub id: {error}") from error
+    return local
 
 
 def _download(model: str, revision: str | None, patterns: list[str]) -> Path:
@@ -124,7 +147,7 @@ def _download(model: str, revision: str | None, patterns: list[str]) -> Path:
         Exception
     ) as error:  # offline, no network, a full disk: huggingface_hub raises many kinds
         raise CheckpointError(
-            f"cannot get {model!r} from the hub: {error}. It is not (wholly) in the local cache; "
+            f"cannot get {model!r} from the hub: {error} - it is not (wholly) in the local cache; "
             "connect once, unset HF_HUB_OFFLINE, or give a local directory"
         ) from error
 

@@ -6,6 +6,7 @@ Knows no architecture: modules say through `shards()` which checkpoint tensors t
 
 import dataclasses
 import math
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -35,6 +36,12 @@ class Shard:
     target: torch.Tensor
     dim: int = 0
     start: int = 0
+
+    @property
+    def filled(self) -> int:
+        """How much of `target` along `dim` the checkpoint's tensor reaches."""
+        left = self.shape[self.dim] - self.start
+        return max(0, min(self.target.shape[self.dim], left))
 
 
 @runtime_checkable
@@ -100,6 +107,9 @@ def load_weights(
         )
         raise CheckpointError(f"{files[0].parent}: weights do not match config.json:\n  {shown}")
 
+    for shard in shards.values():
+        rest = shard.target.shape[shard.dim] - shard.filled
+        shard.target.narrow(shard.dim, shard.filled, rest).zero_()
     total = sum(shard.target.nbytes for shard in shards.values())
     with tqdm(
         total=total,
@@ -111,12 +121,9 @@ def load_weights(
     ) as bar:
         for file in files:
             names = [name for name, where in found.items() if where == file]
-            for name, tensor in _read(file, [shards[name] for name in names]):
-                shard = shards[name]
-                size = tensor.shape[shard.dim] if tensor.ndim else 0
-                shard.target.narrow(shard.dim, 0, size).copy_(tensor)
-                shard.target.narrow(shard.dim, size, shard.target.shape[shard.dim] - size).zero_()
-                bar.update(shard.target.nbytes)
+            for target, piece in _read(file, [shards[name] for name in names]):
+                target.copy_(piece)
+                bar.update(target.nbytes)
 
 
 def init_dummy_weights(model: nn.Module, seed: int = 0) -> None:
@@ -142,24 +149,37 @@ def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
         ) from error
 
 
-def _read(file: Path, shards: list[Shard]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, this rank's part) of `shards` in the order of the file's bytes, as views of a
-    mapping.
+def _read(file: Path, shards: list[Shard]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield (part of a target, what to fill it with), in the order of the file's bytes. The latter
+    is a view of a mapping.
     """
-    todo = {shard.name: shard for shard in shards}
     with safe_open(file, framework="pt") as tensors:
-        order = [name for name in tensors.offset_keys() if name in todo]
-    while order:
+        order = {name: index for index, name in enumerate(tensors.offset_keys())}
+    shards = sorted(shards, key=lambda shard: order[shard.name])
+    pieces = deque((shard, *piece) for shard in shards for piece in _pieces(shard))
+    while pieces:
         mapped = 0
         with safe_open(file, framework="pt") as tensors:
-            while order and mapped < _MAPPED_BYTES:
-                name = order.pop(0)
-                shard = todo[name]
-                piece = tensors.get_slice(name)
-                stop = min(shard.start + shard.target.shape[shard.dim], shard.shape[shard.dim])
-                start = min(shard.start, stop)
-                index = (slice(None),) * shard.dim + (slice(start, stop),)
-                tensor = piece[index]
-                mapped += math.prod(shard.shape) * tensor.element_size()
-                yield name, tensor
-                del tensor, piece
+            while pieces and mapped < _MAPPED_BYTES:
+                shard, index, target = pieces.popleft()
+                tensor = tensors.get_slice(shard.name)[index]
+                mapped += len(tensor) * math.prod(shard.shape[1:]) * tensor.element_size()
+                yield target, tensor
+                del tensor
+
+
+def _pieces(shard: Shard) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
+    """Yield (index of the checkpoint's tensor, part of the target) for row ranges of a bounded
+    size.
+    """
+    filled = shard.target.narrow(shard.dim, 0, shard.filled)
+    row_bytes = math.prod(shard.shape[1:]) * 4
+    step = max(1, _MAPPED_BYTES // 2 // row_bytes)
+    for row in range(0, filled.shape[0], step):
+        part = filled[row : row + step]
+        index = [slice(0, size) for size in part.shape]
+        index[0] = slice(row, row + len(part))
+        index[shard.dim] = slice(
+            index[shard.dim].start + shard.start, index[shard.dim].stop + shard.start
+        )
+        yield tuple(index), part

@@ -1,0 +1,185 @@
+"""`nanovllm generate` and `nanovllm chat`; the flags are Config's and SamplingParams' fields."""
+
+import argparse
+import dataclasses
+import json
+import sys
+import types
+import typing
+from collections.abc import Callable, Collection, Iterable, Sequence as Seq
+from typing import Any
+
+from nanovllm import glossary
+from nanovllm.config import Config
+from nanovllm.errors import InvalidRequestError, NanoVLLMError
+from nanovllm.sampling_params import SamplingParams
+
+if typing.TYPE_CHECKING:
+    from nanovllm.llm import LLM
+
+HELP = """/reset forgets the conversation, /exit (or Ctrl-D) ends, Ctrl-C stops an answer."""
+
+
+def main(argv: Seq[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        command: Callable[[argparse.Namespace], int] = args.command
+        return command(args)
+    except NanoVLLMError as error:
+        sys.stderr.write(f"nanovllm: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def generate(args: argparse.Namespace) -> int:
+    """Write the continuation of each prompt: of the arguments, or of standard input's lines."""
+    llm, params = _load(args)
+    prompts = args.prompt or [line.rstrip("\n") for line in sys.stdin if line.strip()]
+    if args.chat:
+        prompts = [
+            llm.render([{"role": "user", "content": prompt}], add_generation_prompt=True)
+            for prompt in prompts
+        ]
+    if len(prompts) == 1 and params.n == 1 and not args.json:
+        _write(output.text for output in llm.stream(prompts[0], params))
+        return 0
+    for output in llm.generate(prompts, params, use_tqdm=sys.stderr.isatty()):
+        for completion in output.outputs:
+            if args.json:
+                record = {"prompt": output.prompt, **dataclasses.asdict(completion)}
+                sys.stdout.write(json.dumps(record, ensure_ascii=False) + "\n")
+            else:
+                sys.stdout.write(completion.text + "\n")
+    return 0
+
+
+def chat(args: argparse.Namespace) -> int:
+    """Talk: lines from standard input, answers streamed, the conversation kept."""
+    llm, params = _load(args)
+    template = json.loads(args.chat_template_kwargs)
+    system = [{"role": "system", "content": args.system}] if args.system else []
+    history = list(system)
+    interactive = sys.stdin.isatty()
+    if interactive:
+        sys.stdout.write(HELP + "\n")
+    while True:
+        try:
+            line = input("> " if interactive else "").strip()
+        except EOFError:
+            return 0
+        if line == "/exit":
+            return 0
+        if line == "/reset":
+            history = list(system)
+            continue
+        if not line:
+            continue
+        question = {"role": "user", "content": line}
+        try:
+            prompt = llm.render([*history, question], add_generation_prompt=True, **template)
+            answer = _write(output.text for output in llm.stream(prompt, params))
+        except InvalidRequestError as error:
+            sys.stderr.write(f"{error}\n(/reset begins anew)\n")
+            continue
+        except KeyboardInterrupt:
+            sys.stdout.write("\n")
+            continue
+        history += [question, {"role": "assistant", "content": answer}]
+
+
+def _write(pieces: Iterable[str]) -> str:
+    """Show pieces of text as they come; return the whole."""
+    text = ""
+    for piece in pieces:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+        text += piece
+    sys.stdout.write("\n")
+    return text
+
+
+def _load(args: argparse.Namespace) -> "tuple[LLM, SamplingParams]":
+    """Make the engine and the sampling parameters: flags over what the checkpoint recommends."""
+    from nanovllm.llm import LLM
+
+    given = vars(args)
+    llm = LLM(**{name: given[name] for name in _fields(Config) if name in given})
+    defaults = {"max_tokens": 512} | dataclasses.asdict(llm.get_default_sampling_params())
+    defaults["max_tokens"] = max(defaults["max_tokens"], 512)
+    flags = {name: given[name] for name in _fields(SamplingParams) if name in given}
+    return llm, SamplingParams(**{**defaults, **flags})
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="nanovllm", description="Run a language model.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for command in (generate, chat):
+        sub = commands.add_parser(
+            command.__name__, help=command.__doc__, description=command.__doc__
+        )
+        sub.set_defaults(command=command)
+        sub.add_argument(
+            "model",
+            nargs="?" if command is chat else None,
+            default=glossary.MODEL,
+            help="a checkpoint directory or a hub id"
+            + ("; default: the glossary model that ships with nanovllm" if command is chat else ""),
+        )
+        if command is generate:
+            sub.add_argument("prompt", nargs="*", help="default: the lines of standard input")
+            sub.add_argument("--chat", action="store_true", help="use the chat template")
+            sub.add_argument("--json", action="store_true", help="a JSON object for each output")
+        else:
+            sub.add_argument("--system", help="a system message")
+            sub.add_argument(
+                "--chat-template-kwargs",
+                default="{}",
+                metavar="JSON",
+                help='for the template, such as {"enable_thinking": false}',
+            )
+        _add_flags(sub.add_argument_group("engine"), Config, but={"model"})
+        _add_flags(sub.add_argument_group("sampling"), SamplingParams, but=_fields(Config))
+    return parser
+
+
+def _add_flags(group: "argparse._ArgumentGroup", owner: type[Any], but: Collection[str]) -> None:
+    """Add a flag for each field of a dataclass but some; one that is not given is not set.
+
+    A field of both dataclasses, such as seed, has one flag, which sets both.
+    """
+    for name, (kind, default) in _fields(owner).items():
+        if name in but:
+            continue
+        options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": name}
+        if kind is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        elif kind in (int, float, str):
+            options |= {"type": kind, "metavar": kind.__name__.upper()}
+        elif name in ("stop", "bad_words"):
+            options |= {"action": "append", "metavar": "STR"}
+        else:
+            options |= {"type": json.loads, "metavar": "JSON"}
+        group.add_argument(
+            "--" + name.replace("_", "-"),
+            help=f"default: {default!r}".replace("%", "%%"),
+            **options,
+        )
+
+
+def _fields(owner: type[Any]) -> dict[str, tuple[type[Any], Any]]:
+    """Each field's name with its type (without None) and default."""
+    hints = typing.get_type_hints(owner)
+    found = {}
+    for field in dataclasses.fields(owner):
+        hint = hints[field.name]
+        if isinstance(hint, types.UnionType):
+            (hint,) = (arg for arg in typing.get_args(hint) if arg is not type(None))
+        found[field.name] = (hint, field.default)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""Token ids to text, piece by piece: never half a character, stop strings cut exactly.
+
+Knows nothing of requests or of the scheduler.
+"""
+
+from collections.abc import Sequence as Seq
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+
+class Detokenizer:
+    """The text of one growing output.
+
+    Args:
+        stop: strings that end the text.
+        include_stop: whether the text keeps the stop string that ended it.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special_tokens: bool = True,
+        stop: Seq[str] = (),
+        include_stop: bool = False,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._stream: DecodeStream | None = DecodeStream(skip_special_tokens=skip_special_tokens)
+        self._stop = tuple(stop)
+        self._include_stop = include_stop
+        self._token_ids: list[int] = []
+        # The end of the text might still grow into a stop string.
+        self._num_held_back = 0 if include_stop else max(map(len, self._stop), default=1) - 1
+        self.text = ""
+        self.stop_string: str | None = None
+
+    def add(self, token_id: int, *, search: bool = True) -> bool:
+        """Append a token; return whether a stop string is complete, which ends the text.
+
+        Args:
+            search: False where stop strings do not count yet; they are not looked for later.
+        """
+        self._token_ids.append(token_id)
+        num_searched = len(self.text)
+        self.text += self._step(token_id)
+        return search and self._find_stop(num_searched)
+
+    def finish(self, *, search: bool = True) -> bool:
+        """Make the text whole: an unfinished character at its end becomes U+FFFD.
+
+        Returns:
+            Whether a stop string is complete.
+        """
+        if self.stop_string is None:
+            num_searched = len(self.text)
+            self.text = self._decode()
+            if search:
+                self._find_stop(num_searched)
+        return self.stop_string is not None
+
+    def safe_length(self, *, finished: bool) -> int:
+        """Characters of the text that nothing will take back."""
+        if finished:
+            return len(self.text)
+        return max(0, len(self.text) - self._num_held_back)
+
+    def _step(self, token_id: int) -> str:
+        if self._stream is not None:
+            try:
+                return self._stream.step(self._tokenizer, token_id) or ""
+            except Exception:  # DecodeStream gives up on some sequences of bytes
+                self._stream = None
+        whole = self._decode()
+        if whole.endswith("\ufffd") or not whole.startswith(self.text):
+            return ""
+        return whole[len(self.text) :]
+
+    def _decode(self) -> str:
+        skip = self._skip_special_tokens
+        return self._tokenizer.decode(self._token_ids, skip_special_tokens=skip)
+
+    def _find_stop(self, num_searched: int) -> bool:
+        """Cut the text at the stop string complete first after `num_searched` characters."""
+        found = [
+            (place, stop)
+            for stop in self._stop
+            if (place := self.text.find(stop, max(0, num_searched - len(stop) + 1))) >= 0
+        ]
+        if not found:
+            return False
+        place, self.stop_string = min(found, key=lambda hit: hit[0] + len(hit[1]))
+        self.text = self.text[: place + len(self.stop_string) * self._include_stop]
+        return True

@@ -1,0 +1,160 @@
+"""The rows of a step that sample a token, each by its own rule, and log-probabilities.
+
+Groups the rows on the host by what they need, so that a row pays for nothing that another asks for.
+"""
+
+import dataclasses
+from collections.abc import Sequence as Seq
+
+import torch
+
+from nanovllm.engine.batch import SlotTables
+from nanovllm.engine.schedule import Admission, Row, TokenLogprobs
+from nanovllm.layers.sampler import Sampling, draw
+
+_SPARE = 8
+"""Candidates beyond top_k, so that ties with the last one are seen."""
+_TOP_P_CANDIDATES = 256
+"""Candidates for top_p alone; a row whose mass lies outside them is sorted."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GatheredLogprobs:
+    """Log-probabilities of L positions, on their way to the host."""
+
+    token_ids: torch.Tensor
+    """[L, 1 + k]: the token that is there, then the k most likely."""
+    logprobs: torch.Tensor
+    """[L, 1 + k] float32."""
+    ranks: torch.Tensor
+    """[L]."""
+
+    def to_host(self) -> "GatheredLogprobs":
+        """Start the copy to the host."""
+        tensors = (self.token_ids, self.logprobs, self.ranks)
+        return GatheredLogprobs(*(t.to("cpu", non_blocking=True) for t in tensors))
+
+    def tolist(self, counts: Seq[int]) -> list[TokenLogprobs]:
+        """Return them as numbers; `counts` says how many of the most likely each position wants."""
+        columns = (self.token_ids.tolist(), self.logprobs.tolist(), self.ranks.tolist())
+        return [
+            TokenLogprobs(tokens[: 1 + count], logprobs[: 1 + count], rank)
+            for count, tokens, logprobs, rank in zip(counts, *columns, strict=True)
+        ]
+
+
+def gather_logprobs(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> GatheredLogprobs:
+    """Return what logits [L, V] say of `tokens` [L] and of the `count` most likely tokens."""
+    logprobs = logits.float().log_softmax(-1)
+    own = logprobs.gather(1, tokens[:, None])
+    ranks = (logprobs > own).sum(-1) + 1
+    values, ids = logprobs.topk(min(count, logits.shape[-1]))
+    return GatheredLogprobs(
+        torch.cat([tokens[:, None], ids], 1), torch.cat([own, values], 1), ranks
+    )
+
+
+class SamplingRows:
+    """The rows of a batch that sample, S of them."""
+
+    def __init__(self, tables: SlotTables, rows: list[Row]) -> None:
+        last_tokens, num_tokens = [], 0
+        self.rows = [row for row in rows if row.samples]
+        for row in rows:
+            num_tokens += row.num_scheduled_tokens
+            if row.samples:
+                last_tokens.append(num_tokens - 1)
+        self._tables = tables
+        self._host_positions = [r.num_computed_tokens + r.num_scheduled_tokens for r in self.rows]
+        device = tables.upload([last_tokens, [r.slot for r in self.rows], self._host_positions])
+        self.last_tokens, self._slots, self._positions = device
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def sample(self, logits: torch.Tensor) -> torch.Tensor:
+        """Choose a token for each row of logits [S, vocab_size]; returns [S] int64."""
+        logits = self._apply_rules(logits)
+        vocab_size = logits.shape[-1]
+        greedy: list[int] = []
+        plain: list[int] = []
+        with_top_k: list[int] = []
+        with_top_p: list[int] = []
+        max_top_k = 0
+        for index, row in enumerate(self.rows):
+            params = self._admission(row).params
+            if params.is_greedy:
+                greedy.append(index)
+            elif 0 < params.top_k < vocab_size:
+                with_top_k.append(index)
+                max_top_k = max(max_top_k, params.top_k)
+            elif params.top_p < 1.0:
+                with_top_p.append(index)
+            else:
+                plain.append(index)
+        if len(greedy) == len(self.rows):
+            return logits.argmax(-1)
+        tokens = torch.empty_like(self._slots)
+        if greedy:
+            rows = self._tables.upload(greedy)
+            tokens[rows] = logits[rows].argmax(-1)
+        for group, num_candidates in (
+            (plain, 0),
+            (with_top_k, max_top_k + _SPARE),
+            (with_top_p, _TOP_P_CANDIDATES),
+        ):
+            if group:
+                rows = self._tables.upload(group)
+                near = logits if len(group) == len(self.rows) else logits[rows]
+                tokens[rows] = draw(near, self._sampling(group, rows), num_candidates)
+        return tokens
+
+    def logprobs(
+        self, logits: torch.Tensor, tokens: torch.Tensor
+    ) -> tuple[list[int], list[int], GatheredLogprobs] | None:
+        """Return sequence ids, counts and values for those of `tokens` [S] whose rows ask."""
+        counts = {
+            index: count
+            for index, row in enumerate(self.rows)
+            if (count := self._admission(row).params.logprobs) is not None
+        }
+        if not counts:
+            return None
+        rows = self._tables.upload(list(counts))
+        gathered = gather_logprobs(logits[rows], tokens[rows], max(counts.values()))
+        return [self.rows[index].seq_id for index in counts], list(counts.values()), gathered
+
+    def store(self, token_ids: torch.Tensor) -> None:
+        """Write the sampled tokens [S] where the next step reads them."""
+        self._tables.token_ids[self._slots, self._positions] = token_ids.int()
+
+    def _apply_rules(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return `logits`, or a float32 copy where some row has rules."""
+        tables, changed = self._tables, None
+        for index, row in enumerate(self.rows):
+            rules = tables.rules[row.slot]
+            if rules is not None:
+                if changed is None:
+                    changed = logits.to(torch.float32, copy=True)
+                tokens = tables.token_ids[row.slot, : self._host_positions[index]].long()
+                rules.apply(changed[index], tokens)
+        return logits if changed is None else changed
+
+    def _sampling(self, group: list[int], rows: torch.Tensor) -> Sampling:
+        tables, slots = self._tables, self._slots[rows]
+        params = [self._admission(self.rows[index]).params for index in group]
+        return Sampling(
+            temperatures=tables.temperatures[slots],
+            seeds=tables.seeds[slots],
+            positions=self._positions[rows],
+            top_ks=tables.top_ks[slots],
+            top_ps=tables.top_ps[slots],
+            min_ps=tables.min_ps[slots],
+            any_min_p=any(p.min_p > 0 for p in params),
+            any_top_p_of_all=any(p.top_k == 0 and p.top_p < 1 for p in params),
+        )
+
+    def _admission(self, row: Row) -> Admission:
+        admission = self._tables.admissions[row.slot]
+        assert admission is not None
+        return admission

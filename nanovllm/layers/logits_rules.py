@@ -1,0 +1,90 @@
+"""What a request may forbid or favour, applied to one row of logits before sampling.
+
+For the few rows that ask; the others pay nothing. Costs grow with the row's history and lists, not
+with the vocabulary. Order as in vLLM: allowed tokens, bad words, min_tokens, bias, penalties.
+"""
+
+import torch
+
+from nanovllm.sampling_params import SamplingParams
+
+
+class LogitsRules:
+    """The rules of one request.
+
+    Args:
+        bad_words: `params.bad_words` as tokens.
+        stop_token_ids: tokens not to be sampled before `params.min_tokens`.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        num_prompt_tokens: int,
+        bad_words: tuple[tuple[int, ...], ...],
+        stop_token_ids: frozenset[int],
+        device: torch.device,
+    ) -> None:
+        def tensor(values: object, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        self._params = params
+        self._num_prompt_tokens = num_prompt_tokens
+        self._allowed = None
+        if params.allowed_token_ids is not None:
+            self._allowed = tensor(params.allowed_token_ids)
+        self._bad_words = [tensor(word) for word in bad_words]
+        self._stops = tensor(sorted(stop_token_ids)) if params.min_tokens else None
+        self._biased = self._biases = None
+        if params.logit_bias:
+            self._biased = tensor([token for token, _ in params.logit_bias])
+            self._biases = tensor([bias for _, bias in params.logit_bias], torch.float32)
+
+    @staticmethod
+    def needed(params: SamplingParams) -> bool:
+        """Whether `params` ask for any rule."""
+        return bool(
+            params.allowed_token_ids is not None
+            or params.bad_words
+            or params.min_tokens
+            or params.logit_bias
+            or params.presence_penalty
+            or params.frequency_penalty
+            or params.repetition_penalty != 1.0
+        )
+
+    def apply(self, logits: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Change `logits` [vocab_size] float32 in place.
+
+        Args:
+            tokens: [n], the request's prompt and output so far.
+        """
+        params, output = self._params, tokens[self._num_prompt_tokens :]
+        if self._allowed is not None:
+            kept = logits[self._allowed]
+            logits.fill_(-torch.inf)
+            logits[self._allowed] = kept
+        for word in self._bad_words:
+            self._forbid(logits, word, output)
+        if self._stops is not None and len(output) < params.min_tokens:
+            logits[self._stops] = -torch.inf
+        if self._biased is not None and self._biases is not None:
+            logits.index_add_(0, self._biased, self._biases)
+        if params.repetition_penalty != 1.0:
+            seen = torch.unique(tokens)
+            scores = logits[seen]
+            factors = torch.where(
+                scores > 0, 1 / params.repetition_penalty, params.repetition_penalty
+            )
+            logits[seen] = scores * factors
+        if (params.frequency_penalty or params.presence_penalty) and len(output):
+            seen, counts = torch.unique(output, return_counts=True)
+            logits[seen] -= params.frequency_penalty * counts + params.presence_penalty
+
+    def _forbid(self, logits: torch.Tensor, word: torch.Tensor, output: torch.Tensor) -> None:
+        """Forbid the last token of `word` where the output ends with those before it."""
+        before = word[:-1]
+        if len(output) < len(before):
+            return
+        ends_so = (output[len(output) - len(before) :] == before).all()
+        logits[word[-1]] = torch.where(ends_so, -torch.inf, logits[word[-1]])
