@@ -61,17 +61,18 @@ class LLM:
         prompts = _as_list(prompts)
         if sampling_params is None:
             sampling_params = SamplingParams()
+        all_params: Any = sampling_params
         if not isinstance(sampling_params, list | tuple):
-            sampling_params = [sampling_params] * len(prompts)
+            all_params = [sampling_params] * len(prompts)
         priority = [0] * len(prompts) if priority is None else priority
-        for name, given in (("sampling_params", sampling_params), ("priority", priority)):
+        for name, given in (("sampling_params", all_params), ("priority", priority)):
             if len(given) != len(prompts):
                 raise InvalidRequestError(
                     f"{len(prompts)} prompts but {len(given)} {name}; "
                     "give one for all, or one for each prompt"
                 )
         requests = []
-        for index, request in enumerate(zip(prompts, sampling_params, priority, strict=True)):
+        for index, request in enumerate(zip(prompts, all_params, priority, strict=True)):
             prompt, params, order = request
             try:
                 requests.append(self.engine.make_request(prompt, params, priority=order))
