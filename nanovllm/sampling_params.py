@@ -71,7 +71,7 @@ class SamplingParams(StrictKeywords):
 
     def __post_init__(self) -> None:
         error = InvalidRequestError
-        self._set("temperature", check_float(error, "temperature", self.temperature, 0.0, 1e6))
+        self._set("temperature", check_float(error, "temperature", self.temperature, 0.0))
         self._set("max_tokens", check_int(error, "max_tokens", self.max_tokens, 1))
         self._set("n", check_int(error, "n", self.n, 1, 16384))
         self._set("top_k", max(check_int(error, "top_k", self.top_k, -1), 0))

@@ -82,7 +82,7 @@ class SlotTables:
         params = [new.params for new in admissions]
         everything = 2**31 - 1
         columns: list[tuple[torch.Tensor, list[float] | list[int]]] = [
-            (self.temperatures, [p.temperature for p in params]),
+            (self.temperatures, [min(p.temperature, 1e30) for p in params]),
             (self.seeds, [new.seed for new in admissions]),
             (self.top_ks, [p.top_k or everything for p in params]),
             (self.top_ps, [p.top_p for p in params]),

@@ -21,6 +21,7 @@ from nanovllm.utils.hub import open_checkpoint, weight_files
 from nanovllm.utils.loader import load_weights
 
 MAX_LENGTH = 128
+GREEDY = SamplingParams(temperature=0)
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
 LINEAR = {"rope_type": "linear", "factor": 3.0}
 CASES = {
@@ -142,7 +143,9 @@ def run_in_chunks(path, prompts, cuts, block_size):
     for index, (prompt, cut, slot) in enumerate(zip(prompts, cuts, slots, strict=True)):
         before, whole = -(-cut // block_size), -(-len(prompt) // block_size)
         ids = [blocks.pop() for _ in range(whole)]
-        admissions.append(Admission(slot, prompt, ids[:before], 0.0, 0))
+        admissions.append(
+            Admission(index, slot, prompt, len(prompt), ids[:before], GREEDY, 0, frozenset(), ())
+        )
         first.append(Row(index, slot, 0, cut, samples=cut == len(prompt)))
         if cut < len(prompt):
             second.append(Row(index, slot, cut, len(prompt) - cut, samples=True))
