@@ -97,8 +97,8 @@ def transformers(model: str, args: argparse.Namespace) -> Run:
         for start in range(
             0, len(prompts), args.hf_batch
         ):  # left-padded batches, as generate wants
-            batch, lens = (x[start : start + args.hf_batch] for x in (prompts, output_lens))
-            width, longest = max(map(len, batch)), max(lens)
+            batch = prompts[start : start + args.hf_batch]
+            width, longest = max(map(len, batch)), max(output_lens[start : start + args.hf_batch])
             ids = torch.tensor([[0] * (width - len(p)) + p for p in batch], device=device)
             mask = torch.tensor(
                 [[0] * (width - len(p)) + [1] * len(p) for p in batch], device=device

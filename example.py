@@ -15,14 +15,8 @@ QUESTIONS = [
 
 def main() -> None:
     llm = LLM(sys.argv[1] if len(sys.argv) > 1 else glossary.MODEL)
-    tokenizer = llm.get_tokenizer()
-    prompts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
-        )
-        for question in QUESTIONS
-    ]
-    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=256))
+    conversations = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    outputs = llm.chat(conversations, SamplingParams(temperature=0, max_tokens=256))
     for question, output in zip(QUESTIONS, outputs, strict=True):
         print(f"\n{question}\n  {output['text']}")
 

@@ -1,0 +1,85 @@
+"""Time the scheduler alone: schedule() and update() with 64 sequences decoding, while more and more
+requests wait for the space (or the slots) that these hold.
+
+It shows that a step costs what runs and not what waits: the ratios in the last column stay near 1.
+"""
+
+import argparse
+import gc
+import time
+from statistics import median
+
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.schedule import StepResult
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
+from nanovllm.sampling_params import SamplingParams
+
+NUM_RUNNING = 64
+PROMPT_LEN = 512
+BLOCK_SIZE = 256
+WAITING_PROMPT = list(range(8))
+
+
+def make_scheduler(blocked_by: str, num_waiting: int, num_steps: int) -> Scheduler:
+    """Return a scheduler with NUM_RUNNING sequences decoding and others that cannot start."""
+    blocks_per_seq = -(-(PROMPT_LEN + num_steps + 2) // BLOCK_SIZE)
+    num_blocks = NUM_RUNNING * blocks_per_seq
+    spare = num_blocks - NUM_RUNNING * (PROMPT_LEN // BLOCK_SIZE)
+    head_len = (spare + 1) * BLOCK_SIZE  # a block more than is ever free
+    scheduler = Scheduler(
+        BlockManager(num_blocks, BLOCK_SIZE),
+        max_num_seqs=NUM_RUNNING * (1 if blocked_by == "slots" else 2),
+        max_num_batched_tokens=NUM_RUNNING * PROMPT_LEN,
+        max_model_len=num_blocks * BLOCK_SIZE,
+    )
+    params = SamplingParams(max_tokens=num_steps + 2, ignore_eos=True)
+    for seq_id in range(NUM_RUNNING):
+        scheduler.add(Sequence(seq_id, [seq_id] * PROMPT_LEN, params))
+    step(scheduler)
+    for i in range(num_waiting):
+        prompt = [0] * head_len if i == 0 else WAITING_PROMPT
+        scheduler.add(Sequence(NUM_RUNNING + i, prompt, params))
+    step(scheduler)
+    return scheduler
+
+
+def step(scheduler: Scheduler) -> None:
+    """Schedule a step and hand its tokens back, as a worker that takes no time would."""
+    schedule = scheduler.schedule()
+    assert schedule is not None
+    assert len(schedule.rows) == NUM_RUNNING
+    scheduler.update(schedule, StepResult(schedule.step_id, [[1]] * NUM_RUNNING))
+
+
+def median_step_us(blocked_by: str, num_waiting: int, num_steps: int) -> float:
+    """Return the median microseconds of a step."""
+    scheduler = make_scheduler(blocked_by, num_waiting, num_steps)
+    gc.collect()
+    times = []
+    for _ in range(num_steps):
+        start = time.perf_counter()
+        step(scheduler)
+        times.append(time.perf_counter() - start)
+    assert scheduler.num_waiting == num_waiting, "somebody was admitted: nothing was blocked"
+    return median(times) * 1e6
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--waiting", type=int, nargs="+", default=[100, 10_000, 100_000])
+    parser.add_argument("--steps", type=int, default=400, help="steps timed for each row")
+    args = parser.parse_args()
+    print(f"{NUM_RUNNING} sequences decoding, {args.steps} steps each")
+    print(f"{'blocked by':>10} {'waiting':>9} {'us/step':>9} {'ratio':>6}")
+    for blocked_by in ("blocks", "slots"):
+        baseline = 0.0
+        for num_waiting in args.waiting:
+            us = median_step_us(blocked_by, num_waiting, args.steps)
+            baseline = baseline or us
+            print(f"{blocked_by:>10} {num_waiting:>9,} {us:>9.1f} {us / baseline:>6.2f}")
+
+
+if __name__ == "__main__":
+    main()
