@@ -49,6 +49,8 @@ class Config(StrictKeywords):
     """Processes that share each layer; above 1 they are spawned."""
     enforce_eager: bool = False
     """Never capture CUDA graphs. Today none are captured, so it changes nothing."""
+    native_kernels: bool = True
+    """Use kernels of our own where there are any; False is plain torch everywhere."""
     kvcache_block_size: int | None = None
     """Tokens in a KV block; None takes the attention backend's choice."""
     num_kvcache_blocks: int = -1
@@ -94,6 +96,7 @@ class Config(StrictKeywords):
         )
         self._set("gpu_memory_utilization", utilization)
         check_bool(ConfigError, "enforce_eager", self.enforce_eager)
+        check_bool(ConfigError, "native_kernels", self.native_kernels)
         check_bool(ConfigError, "enable_prefix_caching", self.enable_prefix_caching)
         if self.num_kvcache_blocks != -1 and self.kv_cache_memory_bytes is not None:
             raise ConfigError(

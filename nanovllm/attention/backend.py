@@ -54,10 +54,27 @@ class AttentionSpec:
     """None: the backend chooses."""
 
 
+@dataclasses.dataclass(frozen=True)
+class QKNorm:
+    """What a layer does to queries and keys before they meet: normalise, then rotate."""
+
+    q_weight: torch.Tensor
+    """[head_dim]."""
+    k_weight: torch.Tensor
+    """[head_dim]."""
+    eps: float
+    cos_sin: torch.Tensor
+    """[positions, head_dim] float32, cosines then sines."""
+
+
 class Backend(Protocol):
-    """An attention kernel with its KV cache layout."""
+    """An attention kernel with its KV cache layout.
+
+    It has `forward`, or (`fuses_qk_norm`) `forward_qkv`, which normalises and rotates on the way.
+    """
 
     name: ClassVar[str]
+    fuses_qk_norm: ClassVar[bool]
     block_size: int
     """Tokens in a KV block: the spec's, or the backend's choice."""
 
@@ -88,18 +105,30 @@ class Backend(Protocol):
 
         Returns [T, num_heads, head_dim]. Token i of a row sees positions up to its own.
         """
-        ...
+        raise NotImplementedError
+
+    def forward_qkv(
+        self, qkv: torch.Tensor, norm: QKNorm, kv_cache: torch.Tensor, batch: Batch
+    ) -> torch.Tensor:
+        """Like `forward`, from `qkv` [T, (num_heads + 2 num_kv_heads) * head_dim] as projected."""
+        raise NotImplementedError
 
 
-def select_backend(spec: AttentionSpec) -> Backend:
+def select_backend(spec: AttentionSpec, *, native: bool = True) -> Backend:
     """Make the first backend that can serve `spec`; the others' reasons are logged.
+
+    Args:
+        native: whether kernels of our own may be used.
 
     Raises:
         UnsupportedModelError: none can; the message has every reason.
     """
+    from nanovllm.attention.cpu import CPUBackend
     from nanovllm.attention.torch_sdpa import TorchBackend
 
-    backends: list[type[Backend]] = [TorchBackend]
+    backends: list[type[CPUBackend | TorchBackend]] = [TorchBackend]
+    if native:
+        backends.insert(0, CPUBackend)
     reasons: list[str] = []
     for backend in backends:
         reason = backend.unsupported(spec)

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from nanovllm.attention.backend import AttentionSpec, Batch
+from nanovllm.attention.backend import AttentionSpec, Backend, Batch
 
 _PADDING = 1.25
 """Rows share a call while the longest has at most this times the shortest's blocks."""
@@ -44,10 +44,11 @@ class _Chunk:
     """[tokens, seq_len] bool; None where the row begins its sequence, so plain causal."""
 
 
-class TorchBackend:
+class TorchBackend(Backend):
     """Layout of a layer's cache: [2, num_blocks, block_size, num_kv_heads, head_dim]."""
 
     name: ClassVar[str] = "torch"
+    fuses_qk_norm: ClassVar[bool] = False
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.block_size = spec.block_size or 16

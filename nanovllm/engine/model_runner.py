@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from nanovllm.attention.backend import AttentionSpec, Backend, select_backend
 from nanovllm.config import Config
@@ -19,8 +20,11 @@ from nanovllm.engine.batch import SlotTables
 from nanovllm.engine.kv_cache import num_blocks_that_fit, zeros
 from nanovllm.engine.sampling import GatheredLogprobs, SamplingRows, gather_logprobs
 from nanovllm.engine.schedule import Admission, CacheInfo, Row, Schedule, StepResult, TokenLogprobs
+from nanovllm.kernels import cpu
+from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.linear import QKVParallelLinear
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import Matrix, QKVParallelLinear
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.registry import model_class
 from nanovllm.sampling_params import SamplingParams
@@ -118,8 +122,10 @@ class ModelRunner:
             progress = tensor_parallel().rank == 0
             ignored = self.model.ignored_weights
             load_weights(self.model, files, ignored=ignored, progress=progress)  # type: ignore[arg-type]
-        self._attentions = [m for m in self.model.modules() if isinstance(m, Attention)]
         self._backend = self._select_backend()
+        if config.native_kernels:
+            self._use_native_kernels()
+        self._attentions = [m for m in self.model.modules() if isinstance(m, Attention)]
         self._tables: SlotTables | None = None
 
     @torch.inference_mode()
@@ -205,8 +211,21 @@ class ModelRunner:
                 dtype=self.model_config.dtype,
                 device=self.device,
                 block_size=self.config.kvcache_block_size,
-            )
+            ),
+            native=self.config.native_kernels,
         )
+
+    def _use_native_kernels(self) -> None:
+        """Pack the weights and switch the layers over, where there are kernels for them."""
+        usable = self.device.type == "cpu" and self.model_config.dtype == torch.bfloat16
+        if not usable or cpu.library() is None:
+            return
+        packed: dict[nn.Parameter, torch.Tensor] = {}
+        for module in self.model.modules():
+            if isinstance(module, Matrix):
+                module.pack(packed)
+            elif isinstance(module, RMSNorm | SiluAndMul):
+                module.native = True
 
     def _cache_elements(self, num_blocks: int) -> int:
         shape = self._backend.kv_cache_shape(num_blocks)

@@ -4,10 +4,18 @@ import torch
 from torch import nn
 from torch.nn.functional import silu
 
+from nanovllm.kernels import cpu
+
 
 class SiluAndMul(nn.Module):
     """SwiGLU (arXiv 2002.05202): silu of the first half of the last dimension, times the second."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.native = False
+
     def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
+        if self.native:
+            return cpu.silu_and_mul(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
         return silu(gate) * up

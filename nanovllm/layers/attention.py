@@ -3,7 +3,9 @@
 import torch
 from torch import nn
 
-from nanovllm.attention.backend import Backend, Batch
+from nanovllm.attention.backend import Backend, Batch, QKNorm
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
 
 
 class Attention(nn.Module):
@@ -18,7 +20,19 @@ class Attention(nn.Module):
         self.kv_cache = kv_cache
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch
+        self,
+        qkv: torch.Tensor,
+        sizes: tuple[int, int, int],
+        q_norm: RMSNorm,
+        k_norm: RMSNorm,
+        rotary_emb: RotaryEmbedding,
+        batch: Batch,
     ) -> torch.Tensor:
-        """Return [T, num_heads, head_dim] for q, k, v of [T, heads, head_dim]."""
+        """Return [T, num_heads, head_dim] for qkv [T, sum(sizes)], normalised and rotated first."""
+        if self.backend.fuses_qk_norm:
+            norm = QKNorm(q_norm.weight, k_norm.weight, q_norm.eps, rotary_emb.cos_sin)
+            return self.backend.forward_qkv(qkv, norm, self.kv_cache, batch)
+        head_dim = rotary_emb.cos_sin.shape[-1]
+        q, k, v = (part.unflatten(-1, (-1, head_dim)) for part in torch.split(qkv, sizes, dim=-1))
+        q, k = rotary_emb(batch.positions, q_norm(q), k_norm(k))
         return self.backend.forward(q, k, v, self.kv_cache, batch)

@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from nanovllm.kernels import cpu
+
 
 class RMSNorm(nn.Module):
     """Root mean square normalisation (arXiv 1910.07467), as transformers rounds it."""
@@ -11,6 +13,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(hidden_size))
+        self.native = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension of `x`."""
@@ -19,6 +22,8 @@ class RMSNorm(nn.Module):
         return (wide * scale).to(x.dtype) * self.weight
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (normalised sum, sum) of `x` and `residual`."""
+        """Return (normalised sum, sum) of `x` and `residual`; `residual` may be overwritten."""
+        if self.native:
+            return cpu.add_rms_norm(x, residual, self.weight, self.eps), residual
         residual = residual + x
         return self(residual), residual

@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.functional import linear
+from torch.nn.functional import embedding, linear
 
 from nanovllm.errors import ConfigError
+from nanovllm.kernels import cpu
 from nanovllm.utils.distributed import all_reduce, tensor_parallel
 from nanovllm.utils.loader import Shard
 
@@ -37,7 +38,40 @@ def divide(what: str, total: int) -> int:
     return total // size
 
 
-class ColumnParallelLinear(nn.Module):
+class Matrix(nn.Module):
+    """A weight [outputs, inputs] of this rank; `pack` turns it into what the C kernels read."""
+
+    def __init__(self, num_outputs: int, num_inputs: int) -> None:
+        super().__init__()
+        self.weight: nn.Parameter | None = nn.Parameter(torch.empty(num_outputs, num_inputs))
+        self.num_outputs = num_outputs
+        self._packed: torch.Tensor | None = None
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Return x [T, inputs] times the transpose of the weight, plus `bias`."""
+        if self._packed is None:
+            assert self.weight is not None
+            return linear(x, self.weight, bias)
+        y = cpu.linear(x, self._packed, self.num_outputs)
+        return y if bias is None else y.add_(bias)
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the weight's `rows` [T]: [T, inputs]."""
+        if self._packed is None:
+            assert self.weight is not None
+            return embedding(rows, self.weight)
+        return cpu.gather(rows, self._packed)
+
+    def pack(self, packed: dict[nn.Parameter, torch.Tensor]) -> None:
+        """Keep the weight in packed form only. `packed` has those that other modules share."""
+        weight = self.weight
+        if weight is not None and (weight in packed or cpu.can_pack(weight)):
+            if weight not in packed:
+                packed[weight] = cpu.pack(weight)
+            self._packed, self.weight = packed[weight], None
+
+
+class ColumnParallelLinear(Matrix):
     """One matrix of several checkpoint linears that read the same input; outputs lie side by side.
 
     Args:
@@ -45,17 +79,17 @@ class ColumnParallelLinear(nn.Module):
     """
 
     def __init__(self, num_inputs: int, parts: Mapping[str, Part], *, bias: bool) -> None:
-        super().__init__()
+        num_outputs = sum(part.size for part in parts.values())
+        super().__init__(num_outputs, num_inputs)
         self.parts = dict(parts)
         self.num_inputs = num_inputs
-        num_outputs = sum(part.size for part in self.parts.values())
-        self.weight = nn.Parameter(torch.empty(num_outputs, num_inputs))
         self.bias = nn.Parameter(torch.empty(num_outputs)) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight, self.bias)
+        return self.multiply(x, self.bias)
 
     def shards(self, prefix: str) -> Iterator[Shard]:
+        assert self.weight is not None
         parent = prefix.rpartition(".")[0]
         row = 0
         for name, part in self.parts.items():
@@ -108,22 +142,20 @@ class QKVParallelLinear(ColumnParallelLinear):
         super().__init__(num_inputs, parts, bias=bias)
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(Matrix):
     """A linear whose inputs are split over the ranks and whose outputs are summed."""
 
     def __init__(self, num_inputs: int, num_outputs: int, *, bias: bool) -> None:
-        super().__init__()
+        super().__init__(num_outputs, divide("inputs of a linear", num_inputs))
         self.num_inputs = num_inputs
-        self.weight = nn.Parameter(
-            torch.empty(num_outputs, divide("inputs of a linear", num_inputs))
-        )
         self.bias = nn.Parameter(torch.empty(num_outputs)) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias = self.bias if tensor_parallel().rank == 0 else None  # once in the sum
-        return all_reduce(linear(x, self.weight, bias))
+        return all_reduce(self.multiply(x, bias))
 
     def shards(self, prefix: str) -> Iterator[Shard]:
+        assert self.weight is not None
         num_outputs, size = self.weight.shape
         start = tensor_parallel().rank * size
         shape = (num_outputs, self.num_inputs)

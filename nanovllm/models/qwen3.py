@@ -25,7 +25,6 @@ from nanovllm.models.config import ModelConfig
 class Qwen3Attention(nn.Module):
     def __init__(self, config: ModelConfig, rotary_emb: RotaryEmbedding) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
         self.rotary_emb = rotary_emb
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size,
@@ -42,12 +41,9 @@ class Qwen3Attention(nn.Module):
         self.attn = Attention()
 
     def forward(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
-        q, k, v = (
-            part.unflatten(-1, (-1, self.head_dim))
-            for part in self.qkv_proj(hidden).split(self.qkv_proj.sizes, dim=-1)
-        )
-        q, k = self.rotary_emb(batch.positions, self.q_norm(q), self.k_norm(k))
-        return self.o_proj(self.attn(q, k, v, batch).flatten(1))
+        qkv, sizes = self.qkv_proj(hidden), self.qkv_proj.sizes
+        heads = self.attn(qkv, sizes, self.q_norm, self.k_norm, self.rotary_emb, batch)
+        return self.o_proj(heads.flatten(1))
 
 
 class Qwen3MLP(nn.Module):

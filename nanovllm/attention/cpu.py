@@ -1,0 +1,54 @@
+"""Paged attention by the C kernels, bfloat16 on x86; norm, rotation and storing are one pass."""
+
+from typing import ClassVar
+
+import torch
+
+from nanovllm.attention.backend import AttentionSpec, Backend, Batch, QKNorm
+from nanovllm.kernels import cpu
+
+
+class CPUBackend(Backend):
+    """A layer's cache: [2, num_blocks, num_kv_heads, block_size * head_dim], as cpu.c lays it out."""
+
+    name: ClassVar[str] = "cpu"
+    fuses_qk_norm: ClassVar[bool] = True
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self.block_size = spec.block_size or 64
+        self.spec = spec
+
+    @classmethod
+    def unsupported(cls, spec: AttentionSpec) -> str | None:
+        if spec.device.type != "cpu" or spec.dtype != torch.bfloat16:
+            return "needs bfloat16 on a CPU"
+        if spec.head_dim % 32 or spec.head_dim > 256:
+            return f"head_dim {spec.head_dim} is no multiple of 32 up to 256"
+        if spec.num_heads // spec.num_kv_heads > 32:
+            return "more than 32 query heads share a KV head"
+        if spec.block_size is not None and (spec.block_size % 32 or spec.block_size > 512):
+            return f"kvcache_block_size {spec.block_size} is no multiple of 32 up to 512"
+        return None if cpu.library() is not None else "the C kernels are off"
+
+    def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
+        spec = self.spec
+        return (2, num_blocks, spec.num_kv_heads, self.block_size * spec.head_dim)
+
+    def plan(self, batch: Batch) -> None:
+        return None
+
+    def forward_qkv(
+        self, qkv: torch.Tensor, norm: QKNorm, kv_cache: torch.Tensor, batch: Batch
+    ) -> torch.Tensor:
+        q = cpu.store(
+            qkv,
+            norm.q_weight,
+            norm.k_weight,
+            norm.eps,
+            norm.cos_sin,
+            batch.positions,
+            batch.slot_mapping,
+            kv_cache,
+            self.spec.num_heads,
+        )
+        return cpu.attention(q, kv_cache, batch.block_tables, batch.cu_seqlens_q, batch.seq_lens)

@@ -1,0 +1,265 @@
+"""The C kernels for bfloat16 on x86 CPUs: built on first use, tested once, called through ctypes.
+
+Without a compiler, or on a processor without AVX512-BF16, `library()` is None, the log says why,
+and plain torch serves.
+"""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).with_name("cpu.c")
+_FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-lm")
+_NEEDED = {"avx512f", "avx512bw", "avx512vl", "avx512_bf16"}
+
+PANEL = 32
+"""Outputs that lie side by side in a packed weight."""
+
+
+class _Unavailable(Exception):
+    """Why the kernels cannot be used here."""
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """Return the kernels, built if need be, or None where they cannot be used."""
+    try:
+        kernels = _load()
+    except _Unavailable as reason:
+        logger.info("native CPU kernels are off, plain torch serves: %s", reason)
+        return None
+    logger.info("native CPU kernels are on")
+    return kernels
+
+
+def linear(x: torch.Tensor, packed: torch.Tensor, num_outputs: int) -> torch.Tensor:
+    """Return x [m, k] times the transpose of a packed weight of `num_outputs` rows: [m, n].
+
+    A row's result does not depend on the other rows, bit for bit.
+    """
+    m, k = x.shape
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    y = torch.empty(m, num_outputs, dtype=torch.bfloat16)
+    _call("nv_linear", x, x.stride(0), packed, y, m, num_outputs, k)
+    return y
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """Return weight [n, k] as [ceil(n / 32), k / 2, 32, 2]: the layout that `linear` reads.
+
+    Needs bfloat16 and k a multiple of 32.
+    """
+    n, k = weight.shape
+    packed = torch.empty(-(-n // PANEL), k // 2, PANEL, 2, dtype=torch.bfloat16)
+    _call("nv_pack", weight.contiguous(), packed, n, k)
+    return packed
+
+
+def can_pack(weight: torch.Tensor) -> bool:
+    """Whether `pack` takes `weight`, and there are kernels to use it."""
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype == torch.bfloat16
+        and weight.shape[1] % 32 == 0
+        and library() is not None
+    )
+
+
+def gather(ids: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    """Return rows `ids` [t] int64 of a packed weight: [t, k]."""
+    k = packed.shape[1] * 2
+    y = torch.empty(len(ids), k, dtype=torch.bfloat16)
+    _call("nv_gather", ids.contiguous(), packed, y, len(ids), k)
+    return y
+
+
+def add_rms_norm(
+    x: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Add `x` to `residual` in place (if given) and return its RMSNorm; rows contiguous."""
+    out = torch.empty_like(residual)
+    rows, n = residual.numel() // residual.shape[-1], residual.shape[-1]
+    _call("nv_add_rms_norm", x, residual, weight, out, rows, n, eps)
+    return out
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """Return silu of the first half of each row times the second; gate_up [t, 2n] contiguous."""
+    rows, width = gate_up.shape
+    out = torch.empty(rows, width // 2, dtype=torch.bfloat16)
+    _call("nv_silu_and_mul", gate_up, out, rows, width // 2)
+    return out
+
+
+def store(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache: torch.Tensor,
+    num_heads: int,
+) -> torch.Tensor:
+    """Normalise and rotate q and k, store k and v in the cache, and return q [t, heads, dim].
+
+    Args:
+        qkv: [t, (heads + 2 kv_heads) * dim], contiguous.
+        cos_sin: [positions, dim] float32.
+        kv_cache: [2, blocks, kv_heads, block_size * dim], laid out as cpu.c says.
+    """
+    _, _, num_kv_heads, size = kv_cache.shape
+    head_dim = cos_sin.shape[1]
+    q = torch.empty(len(qkv), num_heads, head_dim, dtype=torch.bfloat16)
+    _call(
+        "nv_store",
+        qkv,
+        q_weight,
+        k_weight,
+        cos_sin,
+        positions,
+        slot_mapping,
+        q,
+        kv_cache[0],
+        kv_cache[1],
+        len(qkv),
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        size // head_dim,
+        eps,
+    )
+    return q
+
+
+def attention(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+) -> torch.Tensor:
+    """Return causal attention of q [t, heads, dim] over a paged cache; see `Backend.forward`.
+
+    Args:
+        block_tables: [rows, width] int32.
+        cu_seqlens_q: [rows + 1] int32.
+        seq_lens: [rows] int32.
+    """
+    _, _, num_kv_heads, size = kv_cache.shape
+    _, num_heads, head_dim = q.shape
+    out = torch.empty_like(q)
+    _call(
+        "nv_attention",
+        q,
+        out,
+        kv_cache[0],
+        kv_cache[1],
+        block_tables,
+        block_tables.shape[1],
+        cu_seqlens_q,
+        seq_lens,
+        len(seq_lens),
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        size // head_dim,
+        head_dim**-0.5,
+    )
+    return out
+
+
+def _call(name: str, *args: torch.Tensor | int | float | None) -> None:
+    kernels = library()
+    assert kernels is not None
+    getattr(kernels, name)(
+        *[
+            ctypes.c_void_p(arg.data_ptr())
+            if isinstance(arg, torch.Tensor)
+            else ctypes.c_float(arg)
+            if isinstance(arg, float)
+            else ctypes.c_void_p(None)
+            if arg is None
+            else ctypes.c_ssize_t(arg)
+            for arg in args
+        ]
+    )
+
+
+def _load() -> ctypes.CDLL:
+    flags = _cpu_flags()
+    if missing := _NEEDED - flags:
+        raise _Unavailable(f"the processor has no {', '.join(sorted(missing))}")
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        raise _Unavailable("there is no C compiler (gcc or cc)")
+    try:
+        version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
+        key = repr((_SOURCE.read_bytes(), version, _FLAGS, sorted(flags))).encode()
+        path = _cache_directory() / f"cpu-{hashlib.sha256(key).hexdigest()[:24]}.so"
+        if not path.is_file():
+            _compile(compiler, path)
+        kernels = ctypes.CDLL(str(path))
+    except (OSError, subprocess.CalledProcessError) as error:
+        detail = getattr(error, "stderr", b"") or b""
+        raise _Unavailable(f"{error} {detail.decode(errors='replace')[-500:]}") from error
+    if not kernels.nv_enable():
+        raise _Unavailable("the system does not lend this process the AMX tiles")
+    _self_test(kernels)
+    return kernels
+
+
+def _compile(compiler: str, path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=path.parent) as directory:
+        built = Path(directory, path.name)
+        command = [compiler, str(_SOURCE), "-o", str(built), *_FLAGS]
+        subprocess.run(command, capture_output=True, check=True)
+        os.replace(built, path)  # another process may have been as quick: either is right
+
+
+def _cache_directory() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    directory = Path(root, "nanovllm")
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if directory.stat().st_uid != os.getuid():
+        raise _Unavailable(f"{directory} belongs to another user")
+    return directory
+
+
+def _cpu_flags() -> frozenset[str]:
+    try:
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                if line.startswith("flags"):
+                    return frozenset(line.split(":", 1)[1].split())
+    except OSError:
+        pass
+    return frozenset()
+
+
+def _self_test(kernels: ctypes.CDLL) -> None:
+    """Compare a small product with torch's, so that a miscompilation is found before it answers."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(70, 96, generator=generator).bfloat16()
+    x = torch.randn(37, 96, generator=generator).bfloat16()
+    packed = torch.empty(3, 48, PANEL, 2, dtype=torch.bfloat16)
+    y = torch.empty(37, 70, dtype=torch.bfloat16)
+    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (weight, packed, x, y)]
+    size = ctypes.c_ssize_t
+    kernels.nv_pack(pointers[0], pointers[1], size(70), size(96))
+    kernels.nv_linear(pointers[2], size(96), pointers[1], pointers[3], size(37), size(70), size(96))
+    expected = x.double() @ weight.double().T
+    if (y.double() - expected).abs().max() > 0.01 * expected.abs().max():
+        raise _Unavailable("the compiled kernels compute wrong products")
