@@ -4,10 +4,11 @@ Knows no tensors and no text: what is streamed are the engine's outputs.
 """
 
 import asyncio
+import contextlib
 import queue
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from typing import Any
 
 from nanovllm.config import Config
@@ -139,8 +140,10 @@ class AsyncLLM:
             InvalidRequestError: the prompt or a parameter cannot be served.
             EngineDeadError: the engine is down.
         """
-        async for output in self._read(prompt, sampling_params, priority, stream=True):
-            yield output
+        news = self._read(prompt, sampling_params, priority, stream=True)
+        async with contextlib.aclosing(news):
+            async for output in news:
+                yield output
 
     async def generate(
         self,
@@ -155,9 +158,9 @@ class AsyncLLM:
             InvalidRequestError: the prompt or a parameter cannot be served.
             EngineDeadError: the engine is down.
         """
-        async for output in self._read(prompt, sampling_params, priority, stream=False):
-            return output
-        raise AssertionError("a request ends with an output or an error")
+        whole = self._read(prompt, sampling_params, priority, stream=False)
+        async with contextlib.aclosing(whole):
+            return await anext(whole)
 
     async def chat(
         self,
@@ -165,14 +168,15 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         *,
         priority: int = 0,
-        **template_options: Any,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> RequestOutput:
         """Answer a conversation, rendered by the checkpoint's chat template.
 
         Args:
-            template_options: of transformers' apply_chat_template; add_generation_prompt is True.
+            chat_template_kwargs: passed to the template, such as {"enable_thinking": False}.
         """
-        prompt = self.render(messages, **{"add_generation_prompt": True, **template_options})
+        options = {"add_generation_prompt": True, **(chat_template_kwargs or {})}
+        prompt = self.render(messages, **options)
         return await self.generate(prompt, sampling_params, priority=priority)
 
     def render(self, messages: Any, **options: Any) -> list[int]:
@@ -185,7 +189,7 @@ class AsyncLLM:
 
     async def _read(
         self, prompt: Prompt, params: SamplingParams | None, priority: int, *, stream: bool
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         thread, reader = self._thread, _Reader()
         if not self._finalizer.alive:
             raise EngineDeadError("the engine was shut down; make a new AsyncLLM")

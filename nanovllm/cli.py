@@ -37,19 +37,21 @@ def main(argv: Seq[str] | None = None) -> int:
 def generate(args: argparse.Namespace) -> int:
     """Write the continuation of each prompt: of the arguments, or of standard input's lines."""
     llm, params = _load(args)
-    prompts = args.prompt or [line.rstrip("\n") for line in sys.stdin if line.strip()]
+    texts = args.prompt or [line.rstrip("\n") for line in sys.stdin if line.strip()]
+    prompts: list[Any] = texts
     if args.chat:
         prompts = [
-            llm.render([{"role": "user", "content": prompt}], add_generation_prompt=True)
-            for prompt in prompts
+            llm.render([{"role": "user", "content": text}], add_generation_prompt=True)
+            for text in texts
         ]
     if len(prompts) == 1 and params.n == 1 and not args.json:
         _write(output.text for output in llm.stream(prompts[0], params))
         return 0
-    for output in llm.generate(prompts, params, use_tqdm=sys.stderr.isatty()):
+    outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
+    for text, output in zip(texts, outputs, strict=True):
         for completion in output.outputs:
             if args.json:
-                record = {"prompt": output.prompt, **dataclasses.asdict(completion)}
+                record = {"prompt": text, **dataclasses.asdict(completion)}
                 sys.stdout.write(json.dumps(record, ensure_ascii=False) + "\n")
             else:
                 sys.stdout.write(completion.text + "\n")
@@ -59,7 +61,9 @@ def generate(args: argparse.Namespace) -> int:
 def chat(args: argparse.Namespace) -> int:
     """Talk: lines from standard input, answers streamed, the conversation kept."""
     llm, params = _load(args)
-    template = json.loads(args.chat_template_kwargs)
+    template = args.chat_template_kwargs
+    if params.n > 1:
+        raise InvalidRequestError(f"a conversation has one answer, so n must be 1, got {params.n}")
     system = [{"role": "system", "content": args.system}] if args.system else []
     history = list(system)
     interactive = sys.stdin.isatty()
@@ -107,8 +111,9 @@ def _load(args: argparse.Namespace) -> "tuple[LLM, SamplingParams]":
 
     given = vars(args)
     llm = LLM(**{name: given[name] for name in _fields(Config) if name in given})
-    defaults = {"max_tokens": 512} | dataclasses.asdict(llm.get_default_sampling_params())
-    defaults["max_tokens"] = max(defaults["max_tokens"], 512)
+    defaults = dataclasses.asdict(llm.get_default_sampling_params())
+    if llm.engine.generation_config.get("max_new_tokens") is None:
+        defaults["max_tokens"] = 512
     flags = {name: given[name] for name in _fields(SamplingParams) if name in given}
     return llm, SamplingParams(**{**defaults, **flags})
 
@@ -136,7 +141,8 @@ def _parser() -> argparse.ArgumentParser:
             sub.add_argument("--system", help="a system message")
             sub.add_argument(
                 "--chat-template-kwargs",
-                default="{}",
+                default={},
+                type=json.loads,
                 metavar="JSON",
                 help='for the template, such as {"enable_thinking": false}',
             )

@@ -110,18 +110,20 @@ class LLM:
         Raises:
             InvalidRequestError: there is no chat template, or it refuses the messages.
         """
-        single = isinstance(messages, Seq) and bool(messages) and isinstance(messages[0], Mapping)
-        conversations: Any = [messages] if single else messages
-        prompts = [
-            self.render(
-                conversation,
-                add_generation_prompt=add_generation_prompt,
-                tools=tools,
-                chat_template=chat_template,
-                **(chat_template_kwargs or {}),
+        conversations: Any = messages
+        if not isinstance(messages, list | tuple):
+            raise InvalidRequestError(
+                f"messages must be a conversation or a list of them, got {messages!r:.80}"
             )
-            for conversation in conversations
-        ]
+        if messages and isinstance(messages[0], Mapping):
+            conversations = [messages]
+        options = {
+            "add_generation_prompt": add_generation_prompt,
+            "tools": tools,
+            "chat_template": chat_template,
+            **(chat_template_kwargs or {}),
+        }
+        prompts = [self.render(conversation, **options) for conversation in conversations]
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def stream(
@@ -176,12 +178,13 @@ class LLM:
         finished = False
         try:
             while not finished:
-                for output in self.engine.step():
-                    if output.request_id == request_id:
-                        finished = output.finished
-                        yield output
-                    else:
-                        self.engine.put_back([output])
+                outputs = self.engine.step()
+                self.engine.put_back([o for o in outputs if o.request_id != request_id])
+                ours = [o for o in outputs if o.request_id == request_id]
+                finished = any(o.finished for o in ours) or not (
+                    ours or self.engine.is_running(request_id)  # aborted by someone else
+                )
+                yield from ours
         finally:
             if not finished:
                 self.engine.abort(request_id)
@@ -213,11 +216,13 @@ class LLM:
 def default_sampling_params(generation_config: Mapping[str, Any]) -> SamplingParams:
     """Return a generation_config.json's sampling parameters."""
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    given = {name: generation_config[name] for name in names if generation_config.get(name)}
+    given = {
+        name: generation_config[name] for name in names if generation_config.get(name) is not None
+    }
     if not generation_config.get("do_sample", True):
         given["temperature"] = 0.0
-    if max_tokens := generation_config.get("max_new_tokens"):
-        given["max_tokens"] = max_tokens
+    if generation_config.get("max_new_tokens") is not None:
+        given["max_tokens"] = generation_config["max_new_tokens"]
     return SamplingParams(**given)
 
 

@@ -59,7 +59,8 @@ class SamplingParams(StrictKeywords):
     allowed_token_ids: tuple[int, ...] | None = None
     """If given, no other token is generated."""
     bad_words: tuple[str, ...] = ()
-    """Words that are not generated, alone or after a space; a string, or a list of them."""
+    """Words not to generate; a string, or a list of them. As in vLLM a word is also forbidden after
+    a space where it has as many tokens with it."""
     logprobs: int | None = None
     """Log-probabilities to return for each output token: its own and this many most likely."""
     prompt_logprobs: int | None = None

@@ -1,18 +1,21 @@
 """The pages in docs/ keep up with the code: links, fields, errors, files and examples.
 
-A python block after `<!-- runs -->` is run, and the text block after it is what it must print.
+A python block after `<!-- runs -->` is run, and the text block after it is what it must print. So
+is a sh block: each line is a `nanovllm` command, perhaps with a printf as its standard input.
 """
 
 import contextlib
 import dataclasses
 import io
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
-from nanovllm import errors
+from nanovllm import LLM, AsyncLLM, cli, errors, glossary, outputs
 from nanovllm.config import Config
+from nanovllm.engine.schedule import Admission
 from nanovllm.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parent.parent
@@ -22,11 +25,12 @@ README = ROOT / "README.md"
 PAGES = {page.name: page.read_text(encoding="utf-8") for page in sorted(DOCS.glob("*.md"))}
 
 ERRORS = [value for value in vars(errors).values() if isinstance(value, type)]
+OUTPUTS = [value for value in vars(outputs).values() if dataclasses.is_dataclass(value)]
 MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
-EXAMPLE = re.compile(r"<!-- runs -->\n```python\n(.*?)```\n\n```text\n(.*?)```", re.DOTALL)
+EXAMPLE = re.compile(r"<!-- runs -->\n```(python|sh)\n(.*?)```\n\n```text\n(.*?)```", re.DOTALL)
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
-EXAMPLES = {
-    f"{name}-{number}": found.groups()
+EXAMPLES: dict[str, tuple[str, str, str]] = {
+    f"{name}-{number}": found.groups()  # language, code, output
     for name, text in PAGES.items()
     for number, found in enumerate(EXAMPLE.finditer(text))
 }
@@ -37,7 +41,7 @@ def outside_code(text: str) -> str:
 
 
 def test_there_are_pages() -> None:
-    assert len(PAGES) >= 8
+    assert len(PAGES) >= 9
     assert EXAMPLES
     marked = sum(text.count("<!-- runs -->") for text in PAGES.values())
     assert len(EXAMPLES) == marked, "a marked block lacks its output"
@@ -60,12 +64,29 @@ def test_python_blocks_compile(page: str) -> None:
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_examples_print_what_the_page_shows(example: str) -> None:
-    code, expected = EXAMPLES[example]
+def test_examples_print_what_the_page_shows(example: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    language, code, expected = EXAMPLES[example]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        exec(compile(code, example, "exec"), {"__name__": "example"})
+        if language == "python":
+            exec(compile(code, example, "exec"), {"__name__": "example"})
+        else:
+            for line in code.splitlines():
+                run_command(line, monkeypatch)
     assert printed.getvalue() == expected
+
+
+def run_command(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a line of a sh block in this process."""
+    words = shlex.split(line.replace("$MODEL", shlex.quote(glossary.MODEL)))
+    given = ""
+    if words[0] == "printf":
+        _, text, pipe, *words = words
+        assert pipe == "|"
+        given = text.encode().decode("unicode_escape")
+    assert words[0] == "nanovllm"
+    monkeypatch.setattr("sys.stdin", io.StringIO(given))
+    assert cli.main(words[1:]) == 0
 
 
 @pytest.mark.parametrize("owner", [Config, SamplingParams])
@@ -80,6 +101,34 @@ def test_every_field_is_listed_with_its_default(owner: type) -> None:
         for field in dataclasses.fields(owner)
     ]
     assert listed == expected
+
+
+def rows(page: str, heading: str) -> dict[str, str]:
+    """Return, by its first cell, the second of each row of the table with this heading."""
+    table = PAGES[page].split(f"\n{heading}\n")[1].split("\n\n")[0]
+    return dict(re.findall(r"^\| (.+?) \| (.+?) \|", table, re.MULTILINE))
+
+
+def test_every_field_of_an_admission_is_explained() -> None:
+    listed = re.findall(r"`(\w+)`", " ".join(rows("architecture.md", "| Field | What it is |")))
+    assert listed == list(Admission._fields)
+
+
+@pytest.mark.parametrize("owner", OUTPUTS)
+def test_every_field_of_an_output_is_listed(owner: type) -> None:
+    listed = rows("generation.md", "| Class | Fields |")[f"`{owner.__name__}`"]
+    assert re.findall(r"`(\w+)`", listed) == [field.name for field in dataclasses.fields(owner)]
+
+
+@pytest.mark.parametrize("name", [name for name in vars(LLM) if not name.startswith("_")])
+def test_every_method_is_explained(name: str) -> None:
+    assert re.search(rf"\bllm\.{name}\b", PAGES["generation.md"])
+
+
+@pytest.mark.parametrize("name", [name for name in vars(AsyncLLM) if not name.startswith("_")])
+def test_every_method_for_asyncio_is_explained(name: str) -> None:
+    section = PAGES["generation.md"].split("\n## asyncio\n")[1].split("\n## ")[0]
+    assert f"`{name}`" in section
 
 
 @pytest.mark.parametrize("error", [error.__name__ for error in ERRORS])

@@ -108,11 +108,13 @@ class LLMEngine:
         self._check_token_ids(params)
         bad_words = self.output_processor.encode_bad_words(params.bad_words)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        # One of the siblings has the prompt's log-probabilities; the others may use the cache.
+        others = dataclasses.replace(params, prompt_logprobs=None)
         sequences = [
             Sequence(
                 next(self._ids),
                 token_ids,
-                params,
+                others if index else params,
                 seed=(seed + index) % 2**63,
                 priority=priority,
                 bad_words=bad_words,
@@ -178,6 +180,10 @@ class LLMEngine:
         for completion in request.completions:
             self.scheduler.abort(completion.seq.seq_id)
         return self.output_processor.output(request)
+
+    def is_running(self, request_id: int) -> bool:
+        """Whether a request is queued or running."""
+        return self.output_processor.get(request_id) is not None
 
     def is_finished(self) -> bool:
         """Whether nothing is left to run or to return."""

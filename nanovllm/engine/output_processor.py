@@ -32,6 +32,7 @@ class Completion:
         self.num_tokens = 0  # output tokens read; those after a stop string never are
         self.num_sent_tokens = 0
         self.num_sent_chars = 0
+        self.sent_end = False
 
 
 class Request:
@@ -257,6 +258,7 @@ class OutputProcessor:
             cumulative = sum(found.logprobs[0] for found in known)
             logprobs = [self._logprobs(found) for found in known[completion.num_sent_tokens :]]
         start, completion.num_sent_tokens = completion.num_sent_tokens, len(tokens)
+        completion.sent_end = seq.is_finished
         return CompletionOutput(
             index=completion.index,
             text=text,
@@ -268,8 +270,9 @@ class OutputProcessor:
         )
 
     def _has_news(self, completion: Completion) -> bool:
-        """Whether it has tokens not sent. Those that give no text yet are sent as well."""
-        return completion.num_tokens > completion.num_sent_tokens
+        """Whether it has tokens or an end not sent. Tokens without text yet are sent as well."""
+        ended = completion.seq.is_finished and not completion.sent_end
+        return ended or completion.num_tokens > completion.num_sent_tokens
 
     def _is_hidden_stop(self, seq: Sequence, num_tokens: int, params: SamplingParams) -> bool:
         """Whether the last of the first `num_tokens` output tokens is a stop token to leave out."""

@@ -106,7 +106,8 @@ class SamplingRows:
             if group:
                 rows = self._tables.upload(group)
                 near = logits if len(group) == len(self.rows) else logits[rows]
-                tokens[rows] = draw(near, self._sampling(group, rows), num_candidates)
+                sampling = self._sampling(group, rows, of_all=group is with_top_p)
+                tokens[rows] = draw(near, sampling, num_candidates)
         return tokens
 
     def logprobs(
@@ -140,7 +141,7 @@ class SamplingRows:
                 rules.apply(changed[index], tokens)
         return logits if changed is None else changed
 
-    def _sampling(self, group: list[int], rows: torch.Tensor) -> Sampling:
+    def _sampling(self, group: list[int], rows: torch.Tensor, of_all: bool) -> Sampling:
         tables, slots = self._tables, self._slots[rows]
         params = [self._admission(self.rows[index]).params for index in group]
         return Sampling(
@@ -151,7 +152,7 @@ class SamplingRows:
             top_ps=tables.top_ps[slots],
             min_ps=tables.min_ps[slots],
             any_min_p=any(p.min_p > 0 for p in params),
-            any_top_p_of_all=any(p.top_k == 0 and p.top_p < 1 for p in params),
+            any_top_p_of_all=of_all,
         )
 
     def _admission(self, row: Row) -> Admission:

@@ -238,7 +238,8 @@ class Scheduler:
             seq.token_ids.append(token)
             if token in seq.stop_token_ids and seq.num_output_tokens >= seq.params.min_tokens:
                 seq.finish_reason = "stop"
-                seq.stop_reason = None if token in self.eos_token_ids else token
+                is_eos = token in self.eos_token_ids and not seq.params.ignore_eos
+                seq.stop_reason = None if is_eos else token
             elif self._room(seq) <= 0:
                 seq.finish_reason = "length"
             if seq.is_finished:

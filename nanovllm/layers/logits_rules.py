@@ -60,6 +60,7 @@ class LogitsRules:
             tokens: [n], the request's prompt and output so far.
         """
         params, output = self._params, tokens[self._num_prompt_tokens :]
+        kept = None
         if self._allowed is not None:
             kept = logits[self._allowed]
             logits.fill_(-torch.inf)
@@ -68,6 +69,9 @@ class LogitsRules:
             self._forbid(logits, word, output)
         if self._stops is not None and len(output) < params.min_tokens:
             logits[self._stops] = -torch.inf
+        if kept is not None:  # where all that is allowed is forbidden, what is allowed wins
+            left = logits[self._allowed]
+            logits[self._allowed] = torch.where(left.amax() == -torch.inf, kept, left)
         if self._biased is not None and self._biases is not None:
             logits.index_add_(0, self._biased, self._biases)
         if params.repetition_penalty != 1.0:
