@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "nanovllm"
 
 T0 = ("errors", "validation", "config", "sampling_params", "outputs")
 T1 = tuple(f"engine.{m}" for m in ("sequence", "schedule", "block_manager", "scheduler"))
-T2 = ("utils", "attention", "layers", "models")
+T2 = ("utils", "kernels", "attention", "layers", "models")
 T3 = tuple(f"engine.{m}" for m in ("batch", "kv_cache", "sampling", "model_runner", "worker"))
 T4 = tuple(f"engine.{m}" for m in ("executor", "detokenizer", "output_processor", "llm_engine"))
 T5 = ("llm", "async_llm", "cli")
@@ -21,8 +21,9 @@ RULES = {
     **dict.fromkeys(T0, (T0, False)),
     **dict.fromkeys(T1, (T0 + T1, False)),
     "utils": ((*T0, "utils"), True),
-    "attention": ((*T0, "utils", "attention"), True),
-    "layers": ((*T0, "utils", "attention", "layers"), True),
+    "kernels": ((*T0, "utils", "kernels"), True),
+    "attention": ((*T0, "utils", "kernels", "attention"), True),
+    "layers": ((*T0, "utils", "kernels", "attention", "layers"), True),
     "models": (T0 + T2, True),
     **dict.fromkeys(T3, ((*T0, *T2, "engine.schedule", *T3), True)),
     "engine.executor": ((*T0, *T1, *T3, "utils.hub"), True),

@@ -9,7 +9,7 @@ from nanovllm.kernels import cpu
 
 
 class CPUBackend(Backend):
-    """A layer's cache: [2, num_blocks, num_kv_heads, block_size * head_dim], as cpu.c lays it out."""
+    """A layer's cache: [2, num_blocks, num_kv_heads, block_size * head_dim], laid out by cpu.c."""
 
     name: ClassVar[str] = "cpu"
     fuses_qk_norm: ClassVar[bool] = True

@@ -33,6 +33,7 @@ class Attention(nn.Module):
             norm = QKNorm(q_norm.weight, k_norm.weight, q_norm.eps, rotary_emb.cos_sin)
             return self.backend.forward_qkv(qkv, norm, self.kv_cache, batch)
         head_dim = rotary_emb.cos_sin.shape[-1]
-        q, k, v = (part.unflatten(-1, (-1, head_dim)) for part in torch.split(qkv, sizes, dim=-1))
+        parts = torch.split(qkv, list(sizes), dim=-1)
+        q, k, v = (part.reshape(len(qkv), -1, head_dim) for part in parts)
         q, k = rotary_emb(batch.positions, q_norm(q), k_norm(k))
         return self.backend.forward(q, k, v, self.kv_cache, batch)

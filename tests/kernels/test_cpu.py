@@ -1,0 +1,260 @@
+"""The C kernels against float64, and the ways in which they step aside."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanovllm.attention.backend import AttentionSpec, Batch, QKNorm
+from nanovllm.attention.cpu import CPUBackend
+from nanovllm.kernels import cpu
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
+
+ROOT = Path(__file__).parent.parent.parent
+native = pytest.mark.skipif(cpu.library() is None, reason="no compiler or no AVX512-BF16 here")
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.inference_mode():
+        yield
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+@native
+@pytest.mark.parametrize(("n", "k"), [(32, 32), (100, 64), (1, 96), (333, 1024), (1003, 128)])
+def test_linear(n, k):
+    weight = randn(n, k)
+    packed = cpu.pack(weight)
+    for m in (1, 2, 11, 12, 13, 16, 17, 31, 32, 33, 100, 300):
+        x = randn(m, k, seed=m)
+        expected = x.double() @ weight.double().T
+        torch_error = (torch.nn.functional.linear(x, weight).double() - expected).abs().max()
+        error = (cpu.linear(x, packed, n).double() - expected).abs().max()
+        assert error <= 1.01 * torch_error + 1e-3
+
+
+@native
+def test_linear_reads_rows_that_lie_apart():
+    weight, wide = randn(64, 96), randn(20, 400)
+    x = wide[:, 100:196]
+    expected = cpu.linear(x.contiguous(), cpu.pack(weight), 64)
+    assert torch.equal(cpu.linear(x, cpu.pack(weight), 64), expected)
+
+
+@native
+def test_a_row_of_a_linear_does_not_depend_on_the_others():
+    weight, x = cpu.pack(randn(200, 512)), randn(600, 512)
+    together = cpu.linear(x, weight, 200)
+    for m in (1, 5, 12, 16, 31, 32, 47, 256, 257):
+        assert torch.equal(cpu.linear(x[:m], weight, 200), together[:m])
+        assert torch.equal(cpu.linear(x[-m:], weight, 200), together[-m:])
+
+
+@native
+@pytest.mark.parametrize(("n", "k"), [(1003, 128), (64, 32)])
+def test_gather_returns_the_rows(n, k):
+    weight = randn(n, k)
+    ids = torch.randint(n, (50,), generator=torch.Generator().manual_seed(1))
+    assert torch.equal(cpu.gather(ids, cpu.pack(weight)), weight[ids])
+
+
+@native
+@pytest.mark.parametrize("size", [16, 40, 128, 1000, 1024])
+def test_add_rms_norm_rounds_as_torch_does(size):
+    x, residual = randn(21, size), randn(21, size, seed=1) * 3
+    norm = RMSNorm(size, 1e-6).bfloat16()
+    norm.weight.data = randn(size, seed=2)
+    expected, total = norm.add(x, residual.clone())
+    ours = residual.clone()
+    out = cpu.add_rms_norm(x, ours, norm.weight, norm.eps)
+    assert torch.equal(ours, total)
+    assert ((out != expected).float().mean() < 0.01).item()  # a sum in another order
+    assert torch.allclose(out.float(), expected.float(), rtol=0.01, atol=1e-6)
+
+
+@native
+@pytest.mark.parametrize("size", [16, 24, 77, 3072])
+def test_silu_and_mul(size):
+    gate_up = randn(9, 2 * size) * 8
+    gate_up[0, :4] = torch.tensor([-1000.0, 1000.0, 0.0, -88.0])
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    expected = torch.nn.functional.silu(gate) * up
+    error = (cpu.silu_and_mul(gate_up).double() - expected).abs()
+    assert (error <= 2**-7 * expected.abs() + 1e-30).all()
+
+
+def reference(q, k, v, seq_lens, query_lens):
+    """Causal attention of whole sequences in float64: q rows are the last of each sequence."""
+    outs, start, end = [], 0, 0
+    for seq_len, query_len in zip(seq_lens, query_lens, strict=True):
+        queries, keys, values = (
+            q[start : start + query_len],
+            k[end : end + seq_len],
+            v[end : end + seq_len],
+        )
+        start, end = start + query_len, end + seq_len
+        group = q.shape[1] // k.shape[1]
+        keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+        scores = torch.einsum("qhd,khd->hqk", queries, keys) * q.shape[-1] ** -0.5
+        seen = torch.arange(seq_len) <= torch.arange(seq_len - query_len, seq_len)[:, None]
+        scores.masked_fill_(~seen, -torch.inf)
+        outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), values))
+    return torch.cat(outs)
+
+
+def plain_norm_and_rotate(qkv, norm, positions, heads, kv_heads, head_dim):
+    """What the layers do in torch, and float64 copies of it."""
+    q, k, v = (
+        x.reshape(len(qkv), -1, head_dim)
+        for x in qkv.split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], -1)
+    )
+    layers = []
+    for weight in (norm.q_weight, norm.k_weight):
+        layer = RMSNorm(head_dim, norm.eps)
+        layer.weight.data = weight
+        layers.append(layer)
+    rotary = RotaryEmbedding(head_dim, len(norm.cos_sin), RopeConfig(theta=10000.0))
+    q, k = rotary(positions, layers[0](q), layers[1](k))
+    return q, k, v
+
+
+@native
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block_size"),
+    [
+        (16, 8, 128, 64),
+        (8, 1, 64, 32),
+        (4, 4, 96, 32),
+        (4, 2, 32, 64),
+        (16, 2, 256, 128),
+        (3, 1, 32, 96),
+    ],
+)
+def test_attention(heads, kv_heads, head_dim, block_size):
+    """Whole prompts, then chunks and single tokens behind them, in one mixed batch each."""
+    before = [0, 5, 63, 64, 200, 1, 127, 31]
+    after = [100, 1, 1, 1, 37, 33, 2, 1]
+    spec = AttentionSpec(heads, kv_heads, head_dim, torch.bfloat16, torch.device("cpu"), block_size)
+    assert CPUBackend.unsupported(spec) is None
+    backend = CPUBackend(spec)
+    rotary = RotaryEmbedding(head_dim, 512, RopeConfig(theta=10000.0))
+    norm = QKNorm(
+        randn(head_dim, seed=3).abs() + 0.5,
+        randn(head_dim, seed=4).abs() + 0.5,
+        1e-6,
+        rotary.cos_sin,
+    )
+    widths = [-(-(b + a) // block_size) for b, a in zip(before, after, strict=True)]
+    order = torch.randperm(sum(widths), generator=torch.Generator().manual_seed(5)).tolist()
+    tables = torch.full((len(widths), max(widths)), 2**30, dtype=torch.int32)
+    for row, width in enumerate(widths):
+        tables[row, :width] = torch.tensor([order.pop() for _ in range(width)])
+    cache = torch.zeros(backend.kv_cache_shape(sum(widths)), dtype=torch.bfloat16)
+    past = {row: [] for row in range(len(widths))}
+    for starts, lens in (([0] * len(widths), before), (before, after)):
+        rows = [row for row in range(len(widths)) if lens[row]]
+        query_lens = [lens[row] for row in rows]
+        seq_lens = [starts[row] + lens[row] for row in rows]
+        positions = torch.cat([torch.arange(starts[r], starts[r] + lens[r]) for r in rows])
+        token_rows = torch.cat([torch.full((lens[r],), r) for r in rows])
+        blocks = tables[token_rows, positions // block_size].long()
+        batch = Batch(
+            input_ids=positions,
+            positions=positions,
+            slot_mapping=blocks * block_size + positions % block_size,
+            cu_seqlens_q=torch.tensor([0, *query_lens]).cumsum(0).int(),
+            seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+            block_tables=tables[rows].contiguous(),
+            query_lens_host=tuple(query_lens),
+            seq_lens_host=tuple(seq_lens),
+        )
+        qkv = randn(len(positions), (heads + 2 * kv_heads) * head_dim, seed=len(positions))
+        out = backend.forward_qkv(qkv, norm, cache, batch)
+        q, k, v = plain_norm_and_rotate(qkv, norm, positions, heads, kv_heads, head_dim)
+        for row, keys, values in zip(rows, k.split(query_lens), v.split(query_lens), strict=True):
+            past[row].append((keys, values))
+        keys, values = (
+            torch.cat([torch.cat([kv[i] for kv in past[row]]) for row in rows]) for i in (0, 1)
+        )
+        expected = reference(q.double(), keys.double(), values.double(), seq_lens, query_lens)
+        assert (out.double() - expected).abs().max() < 0.02
+        assert (out.double() - expected).abs().mean() < 0.001
+
+
+@native
+def test_unsupported_shapes_are_named():
+    def spec(**changes):
+        base = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "block_size": None}
+        return AttentionSpec(
+            **{**base, "dtype": torch.bfloat16, "device": torch.device("cpu"), **changes}
+        )
+
+    assert CPUBackend.unsupported(spec()) is None
+    assert "head_dim 80" in CPUBackend.unsupported(spec(head_dim=80))
+    assert "kvcache_block_size 16" in CPUBackend.unsupported(spec(block_size=16))
+    assert "bfloat16" in CPUBackend.unsupported(spec(dtype=torch.float32))
+    assert "share a KV head" in CPUBackend.unsupported(spec(num_heads=66))
+
+
+def in_subprocess(tmp_path, code, **env):
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path), **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+SHOW = """
+import logging
+logging.basicConfig(level=logging.INFO)
+from nanovllm import LLM, SamplingParams, glossary
+from nanovllm.kernels import cpu
+question, answer = glossary.entries()[10]
+params = SamplingParams(temperature=0, max_tokens=128)
+text = LLM(glossary.MODEL).generate(question, params, use_tqdm=False)[0].text
+print(cpu.library() is not None, text.strip() == answer)
+"""
+
+
+def test_without_a_compiler_torch_serves_and_the_log_says_why(tmp_path):
+    shown = in_subprocess(tmp_path, SHOW, CC="/no/such/compiler")
+    assert "False True" in shown
+    assert shown.count("native CPU kernels are off, plain torch serves") == 1
+
+
+@native
+def test_built_once_into_a_private_cache(tmp_path):
+    for _ in range(2):
+        assert "True True" in in_subprocess(tmp_path, SHOW)
+        (library,) = (tmp_path / "nanovllm").iterdir()
+        built = library.stat().st_mtime_ns
+    assert library.stat().st_mtime_ns == built
+    assert (tmp_path / "nanovllm").stat().st_mode & 0o777 == 0o700
+
+
+@native
+def test_a_wrong_compilation_is_found_by_the_self_test(tmp_path):
+    """A compiler that breaks the code: the kernels are off, and the answers stay right."""
+    compiler = tmp_path / "cc"
+    compiler.write_text(
+        "#!/bin/sh\n"
+        'if [ "$1" = --version ]; then echo broken; exit; fi\n'
+        f"sed 's/w\\[row \\* k + i + 1\\]/w[row * k + i]/' \"$1\" > {tmp_path}/broken.c\n"
+        f'shift; exec gcc {tmp_path}/broken.c "$@"\n'
+    )
+    compiler.chmod(0o755)
+    shown = in_subprocess(tmp_path, SHOW, CC=str(compiler))
+    assert "False True" in shown
+    assert "wrong products" in shown

@@ -1,0 +1,139 @@
+"""With the C kernels a request's tokens do not depend on its batch, in bfloat16, bit for bit."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.kernels import cpu
+
+pytestmark = pytest.mark.skipif(cpu.library() is None, reason="no compiler or no AVX512-BF16 here")
+
+MAX_MODEL_LEN = 256
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=1003,
+        hidden_size=96,
+        intermediate_size=160,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=MAX_MODEL_LEN,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+        attention_bias=True,
+        dtype="bfloat16",
+    )
+    path = tmp_path_factory.mktemp("native_model")
+    made = Qwen3ForCausalLM(config).bfloat16()
+    for name, parameter in made.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.2)
+    made.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def workload() -> tuple[list[list[int]], list[SamplingParams]]:
+    rng = random.Random(0)
+    shared = [rng.randrange(1003) for _ in range(100)]
+    prompts = []
+    for _ in range(48):
+        start = shared[: rng.choice([0, 0, 32, 64, 100])]
+        prompts.append(start + [rng.randrange(1003) for _ in range(rng.randint(1, 60))])
+    params = [
+        SamplingParams(
+            temperature=0.8 * (i % 2),
+            top_k=20 * (i % 4 // 2),
+            seed=i,
+            max_tokens=rng.randint(1, 30),
+        )
+        for i in range(48)
+    ]
+    return prompts, params
+
+
+def generate(model: str, workload: Any, **options: Any) -> list[list[int]]:
+    llm = LLM(model, max_model_len=MAX_MODEL_LEN, **options)
+    assert llm.engine.executor._runner._backend.name == "cpu"  # type: ignore[attr-defined]
+    try:
+        outputs = llm.generate(*workload, use_tqdm=False)
+        return [output.token_ids for output in outputs]
+    finally:
+        llm.shutdown()
+
+
+@pytest.fixture(scope="module")
+def expected(model: str, workload: Any) -> list[list[int]]:
+    return generate(model, workload, max_num_seqs=1, enable_prefix_caching=False)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_num_seqs": 3},
+        {"max_num_batched_tokens": 1},
+        {"max_num_batched_tokens": 17},
+        {"max_num_batched_tokens": 50, "kvcache_block_size": 32},
+        {"kvcache_block_size": 32},
+        {"enable_prefix_caching": False},
+    ],
+)
+def test_tokens_do_not_depend_on_the_batch(
+    model: str, workload: Any, expected: list[list[int]], options: dict[str, Any]
+) -> None:
+    options = {"kvcache_block_size": 64, **options}
+    if options["kvcache_block_size"] != 64:  # sums over keys go block by block
+        expected = generate(
+            model,
+            workload,
+            max_num_seqs=1,
+            enable_prefix_caching=False,
+            kvcache_block_size=options["kvcache_block_size"],
+        )
+    assert generate(model, workload, **options) == expected
+
+
+def test_preemption(
+    model: str, workload: Any, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preempted = []
+    preempt = Scheduler._preempt
+    monkeypatch.setattr(
+        Scheduler, "_preempt", lambda self, seq: (preempted.append(seq.seq_id), preempt(self, seq))
+    )
+    assert generate(model, workload, num_kvcache_blocks=5) == expected
+    assert preempted
+
+
+def test_close_to_plain_torch(model: str, workload: Any) -> None:
+    """Log-probabilities with the kernels on and off differ by bfloat16's rounding only."""
+    prompts, _ = workload
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    found = []
+    for native in (True, False):
+        llm = LLM(model, native_kernels=native, max_model_len=MAX_MODEL_LEN)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        found.append(
+            torch.tensor(
+                [
+                    entry[token].logprob
+                    for output in outputs
+                    for entry, token in zip(
+                        output.prompt_logprobs, output.prompt_token_ids, strict=True
+                    )
+                    if entry is not None
+                ]
+            )
+        )
+    assert (found[0] - found[1]).abs().mean() < 0.05 * found[1].std()
