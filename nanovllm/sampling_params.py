@@ -101,7 +101,8 @@ class SamplingParams(StrictKeywords):
                 self._set(name, check_int(error, name, getattr(self, name), 0, 1000))
         for name in ("stop", "bad_words"):
             self._set(name, _strings(name, getattr(self, name)))
-        self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids or ()))
+        stops = () if self.stop_token_ids is None else self.stop_token_ids
+        self._set("stop_token_ids", _token_ids("stop_token_ids", stops))
         if self.allowed_token_ids is not None:
             allowed = _token_ids("allowed_token_ids", self.allowed_token_ids)
             if not allowed:
@@ -156,7 +157,7 @@ def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
     checked = []
     for token, bias in pairs:
         # JSON's keys are strings: vLLM takes them too
-        token = int(token) if isinstance(token, str) and token.isdigit() else token
+        token = int(token) if isinstance(token, str) and token.isdecimal() else token
         token = check_int(InvalidRequestError, "logit_bias token", token, 0, MAX_TOKEN_ID)
         number = check_float(InvalidRequestError, f"logit_bias[{token}]", bias, -float("inf"))
         checked.append((token, min(100.0, max(-100.0, number))))

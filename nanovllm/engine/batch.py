@@ -84,7 +84,7 @@ class SlotTables:
         columns: list[tuple[torch.Tensor, list[float] | list[int]]] = [
             (self.temperatures, [min(p.temperature, 1e30) for p in params]),
             (self.seeds, [new.seed for new in admissions]),
-            (self.top_ks, [p.top_k or everything for p in params]),
+            (self.top_ks, [min(p.top_k or everything, everything) for p in params]),
             (self.top_ps, [p.top_p for p in params]),
             (self.min_ps, [p.min_p for p in params]),
         ]

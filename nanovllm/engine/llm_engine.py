@@ -201,8 +201,8 @@ class LLMEngine:
 
     def _launch(self, schedule: Schedule) -> None:
         try:
+            self._note_scheduled(schedule)  # before it runs: in process, execute() computes
             self._in_flight.append((schedule, self.executor.execute(schedule)))
-            self._note_scheduled(schedule)
         except BaseException:
             self.scheduler.abandon(schedule)
             raise

@@ -36,7 +36,7 @@ class Sampling:
     any_min_p: bool = True
     """Whether some row has a min_p above 0; known on the host."""
     any_top_p_of_all: bool = True
-    """Whether some row has a top_p and no top_k; known on the host."""
+    """Whether some row has a top_p and a top_k that keeps all; known on the host."""
 
     def take(self, rows: torch.Tensor) -> "Sampling":
         """Return the rows named by `rows`, in their order."""
@@ -57,8 +57,8 @@ def draw(logits: torch.Tensor, sampling: Sampling, num_candidates: int = 0) -> t
     Args:
         logits: [R, vocab_size], any float dtype.
         num_candidates: 0 where no row has a top_k or top_p; else how many of the largest logits to
-            look at first. Rows whose kept tokens may lie beyond them are sorted, so this is a
-            matter of speed only.
+            look at first, no fewer than any top_k below vocab_size. Rows whose kept tokens may lie
+            beyond them are sorted, so this is a matter of speed only.
 
     Returns:
         [R] int64. A row's token depends on nothing but its own logits and sampling.
@@ -79,13 +79,13 @@ def draw(logits: torch.Tensor, sampling: Sampling, num_candidates: int = 0) -> t
     chunk_ids = maxima.topk(min(num_candidates, maxima.shape[-1])).indices.sort(-1).values
     near = chunks.gather(1, chunk_ids[..., None].expand(-1, -1, CHUNK))
     values = near.flatten(1).topk(num_candidates).values
-    thresholds = _thresholds(values, largest, total, sampling)
+    thresholds, complete = _thresholds(values, largest, total, sampling)
     weights = _weights(near, largest, sampling)
     weights.masked_fill_(near < thresholds[:, None, None], 0.0)
     chosen = _invert(weights, sampling)
     tokens = chunk_ids.gather(1, chosen[:, None] // CHUNK)[:, 0] * CHUNK + chosen % CHUNK
     if num_candidates < vocab_size:
-        spilled = (values[:, -1] >= thresholds).nonzero()[:, 0]
+        spilled = (~complete).nonzero()[:, 0]
         if len(spilled):
             tokens[spilled] = draw(logits[spilled, :vocab_size], sampling.take(spilled), vocab_size)
     return tokens
@@ -93,15 +93,17 @@ def draw(logits: torch.Tensor, sampling: Sampling, num_candidates: int = 0) -> t
 
 def _thresholds(
     values: torch.Tensor, largest: torch.Tensor, total: torch.Tensor | None, sampling: Sampling
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return [R], the smallest logit that top_k and top_p keep; ties with it are kept as well.
+    And [R], whether `values` hold all that decides it, and all that is kept.
 
     Args:
         values: [R, n], each row's largest logits in descending order.
         total: [R], the weight of the whole vocabulary, for rows without top_k.
     """
     last = (sampling.top_ks - 1).clamp(max=values.shape[-1] - 1)
-    in_top_k = values >= values.gather(1, last[:, None])
+    kth, smallest = values.gather(1, last[:, None]), values[:, -1]
+    in_top_k = values >= kth
     weights = _weights(values, largest, sampling).double() * in_top_k
     mass = weights.cumsum(-1)
     whole = mass[:, -1]
@@ -109,7 +111,12 @@ def _thresholds(
         whole = torch.where(sampling.top_ks > values.shape[-1], total, whole)
     before = mass - weights
     kept = in_top_k & (before < sampling.top_ps[:, None].double() * whole[:, None])
-    return values.gather(1, kept.sum(-1, keepdim=True) - 1)[:, 0]
+    # None is kept where top_p underflows, and in rows that are no distribution.
+    place = (kept.sum(-1, keepdim=True) - 1).clamp_(min=0)
+    thresholds = values.gather(1, place)[:, 0]
+    # Ties with the k-th value that are no candidates would be missing in the whole.
+    ties_cut = (sampling.top_ks <= values.shape[-1]) & (smallest >= kth[:, 0])
+    return thresholds, (smallest < thresholds) & ~ties_cut
 
 
 def _weights(x: torch.Tensor, largest: torch.Tensor, sampling: Sampling) -> torch.Tensor:
@@ -129,7 +136,8 @@ def _invert(weights: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     target = uniform(sampling.seeds, sampling.positions)[:, None] * mass[:, -1:]
     chunk = torch.searchsorted(mass, target, right=True).clamp_(max=mass.shape[-1] - 1)
     chunk_sum = sums.gather(1, chunk)
-    share = (target - mass.gather(1, chunk) + chunk_sum) / chunk_sum
+    # Not below 0, where rounding leads: it would point at a first token without any weight.
+    share = ((target - mass.gather(1, chunk) + chunk_sum) / chunk_sum).clamp_(min=0.0)
     inner = weights.gather(1, chunk[..., None].expand(-1, 1, CHUNK))[:, 0].double().cumsum(-1)
     place = torch.searchsorted(inner, share * inner[:, -1:], right=True)
     # Rounding may point past the last token that has any weight.
