@@ -35,6 +35,7 @@ class _EngineThread(threading.Thread):
         self.engine = engine
         self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.readers: dict[int, _Reader] = {}
+        self.has_ended = False
 
     def run(self) -> None:
         while self._obey():
@@ -46,10 +47,14 @@ class _EngineThread(threading.Thread):
                 self._deliver(outputs)
         self._fail_all(EngineDeadError("the engine was shut down; make a new AsyncLLM"))
         self.engine.shutdown()
-        while not self.inbox.empty():  # what came after the stop is refused by the engine
-            command = self.inbox.get()
-            if command is not None:
-                command()
+        self.has_ended = True
+        self._refuse()
+
+    def tell(self, command: Callable[[], None]) -> None:
+        """Have `command` done between two steps; the engine refuses what comes after its end."""
+        self.inbox.put(command)
+        if self.has_ended:  # the thread may have looked into its inbox for the last time
+            self._refuse()
 
     def start_request(self, reader: _Reader, make: Callable[[], int]) -> None:
         """Queue a request, or tell its reader why not."""
@@ -65,6 +70,13 @@ class _EngineThread(threading.Thread):
         request_id = reader.request_id
         if request_id is not None and self.readers.pop(request_id, None) is not None:
             self.engine.abort(request_id)
+
+    def _refuse(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                command = self.inbox.get_nowait()
+                if command is not None:
+                    command()
 
     def _obey(self) -> bool:
         """Do what came in; wait for something while there is nothing to run. False: stop."""
@@ -197,7 +209,7 @@ class AsyncLLM:
         def make() -> int:
             return thread.engine.add_request(prompt, params, priority=priority, stream=stream)
 
-        thread.inbox.put(lambda: thread.start_request(reader, make))
+        thread.tell(lambda: thread.start_request(reader, make))
         finished = False
         try:
             while not finished:
@@ -209,7 +221,7 @@ class AsyncLLM:
                 yield item
         finally:
             if not finished:
-                thread.inbox.put(lambda: thread.abort(reader))
+                thread.tell(lambda: thread.abort(reader))
 
 
 def _stop(thread: _EngineThread) -> None:

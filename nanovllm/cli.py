@@ -23,7 +23,11 @@ HELP = """/reset forgets the conversation, /exit (or Ctrl-D) ends, Ctrl-C stops 
 def main(argv: Seq[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     parser = _parser()
-    args = parser.parse_args(argv)
+    args, rest = parser.parse_known_args(argv)
+    if rest and (args.command is not generate or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:  # argparse itself takes no prompts after a flag that follows the model
+        args.prompt += rest
     try:
         command: Callable[[argparse.Namespace], int] = args.command
         return command(args)
@@ -142,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
             sub.add_argument(
                 "--chat-template-kwargs",
                 default={},
-                type=json.loads,
+                type=_json_object,
                 metavar="JSON",
                 help='for the template, such as {"enable_thinking": false}',
             )
@@ -173,6 +177,13 @@ def _add_flags(group: "argparse._ArgumentGroup", owner: type[Any], but: Collecti
             help=f"default: {default!r}".replace("%", "%%"),
             **options,
         )
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"not a JSON object: {text}")
+    return value
 
 
 def _fields(owner: type[Any]) -> dict[str, tuple[type[Any], Any]]:

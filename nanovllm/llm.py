@@ -145,7 +145,9 @@ class LLM:
         request_id = self.engine.add_request(
             prompt, sampling_params, priority=priority, stream=True
         )
-        return self._stream(request_id)
+        outputs = self._stream(request_id)
+        next(outputs)  # into its try: from now on closing it aborts the request
+        return outputs
 
     def abort(self, request_id: int) -> RequestOutput | None:
         """End a request and return what was not sent of its output; None if it is not running."""
@@ -174,9 +176,10 @@ class LLM:
         """End the workers and free the model now; `del llm` and leaving Python do the same."""
         self.engine.shutdown()
 
-    def _stream(self, request_id: int) -> Iterator[RequestOutput]:
+    def _stream(self, request_id: int) -> Iterator[Any]:
         finished = False
         try:
+            yield None  # to stream()
             while not finished:
                 outputs = self.engine.step()
                 self.engine.put_back([o for o in outputs if o.request_id != request_id])

@@ -109,9 +109,243 @@ def test_errors_are_value_errors_and_of_our_hierarchy():
     assert isinstance(raised.value, NanoVLLMError)
 
 
-def test_frozen_hashable_and_picklable():
-    params = SamplingParams(temperature=0.3, seed=4)
+EVERY_FIELD = {
+    "temperature": 0.3,
+    "max_tokens": 9,
+    "ignore_eos": True,
+    "seed": 4,
+    "n": 2,
+    "top_k": 40,
+    "top_p": 0.9,
+    "min_p": 0.05,
+    "min_tokens": 3,
+    "stop": ["\n", "END"],
+    "stop_token_ids": [5, 6],
+    "include_stop_str_in_output": True,
+    "presence_penalty": 0.5,
+    "frequency_penalty": -0.5,
+    "repetition_penalty": 1.1,
+    "logit_bias": {3: 1.5, 4: -2.0},
+    "allowed_token_ids": [3, 4, 5],
+    "bad_words": ["never"],
+    "logprobs": 3,
+    "prompt_logprobs": 0,
+    "detokenize": True,
+    "skip_special_tokens": False,
+}
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0.3, "seed": 4}, EVERY_FIELD], ids=len)
+def test_frozen_hashable_and_picklable(options):
+    params = SamplingParams(**options)
     with pytest.raises(dataclasses.FrozenInstanceError):
         params.temperature = 1.0
-    assert len({params, SamplingParams(temperature=0.3, seed=4)}) == 1
+    assert len({params, SamplingParams(**options)}) == 1
     assert pickle.loads(pickle.dumps(params)) == params
+    assert params != SamplingParams()
+
+
+def test_every_field_is_kept():
+    params = SamplingParams(**EVERY_FIELD)
+    assert list(EVERY_FIELD) == [field.name for field in dataclasses.fields(SamplingParams)]
+    for name, value in EVERY_FIELD.items():
+        if isinstance(value, list | dict):
+            value = tuple(value.items() if isinstance(value, dict) else value)
+        assert getattr(params, name) == value
+    assert dataclasses.replace(params, top_k=7) == SamplingParams(**{**EVERY_FIELD, "top_k": 7})
+
+
+def test_what_was_given_may_change_afterwards():
+    stop, allowed, bias = ["a"], [1], {1: 2.0}
+    params = SamplingParams(stop=stop, allowed_token_ids=allowed, logit_bias=bias)
+    stop.append("b")
+    allowed.append(2)
+    bias[2] = 3.0
+    assert params == SamplingParams(stop="a", allowed_token_ids=[1], logit_bias={1: 2.0})
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "values"),
+    [
+        ("n", "an integer from 1 to 16384", [0, -1, 16385, 1.0, True, None, "2"]),
+        ("top_k", "an integer >= -1", [-2, -100, 5.0, True, None, "5"]),
+        ("top_p", "from 0 to 1", [-0.1, 1.0001, 2, float("nan"), float("inf"), True, None, "0.9"]),
+        ("min_p", "from 0 to 1", [-0.1, 1.0001, float("nan"), -float("inf"), False, None, "0"]),
+        ("min_tokens", "an integer from 0 to 64", [-1, 65, 0.0, True, None, "1"]),
+        ("presence_penalty", "from -2 to 2", [-2.01, 2.01, float("nan"), True, None, "1"]),
+        ("frequency_penalty", "from -2 to 2", [-2.01, 2.01, float("inf"), True, None, "1"]),
+        (
+            "repetition_penalty",
+            "a finite number >= 0",
+            [-0.1, float("nan"), float("inf"), True, None, "1", BEYOND_FLOAT.values[0]],
+        ),
+        ("logprobs", "an integer from 0 to 1000", [-1, 1001, 2.0, True, "3"]),
+        ("prompt_logprobs", "an integer from 0 to 1000", [-1, 1001, 2.0, False, "3"]),
+        ("include_stop_str_in_output", "True or False", [0, 1, None, "no"]),
+        ("detokenize", "True or False", [0, 1, None, "no"]),
+        ("skip_special_tokens", "True or False", [0, 1, None, "no"]),
+    ],
+)
+def test_a_refusal_names_the_field_its_range_and_the_value(name, rule, values):
+    for value in values:
+        with pytest.raises(InvalidRequestError) as raised:
+            SamplingParams(**{name: value})
+        assert str(raised.value).startswith(f"{name} must be {rule}, got {value!r}")
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("n", [1, 16384]),
+        ("top_k", [0, 1, 10**9]),
+        ("top_p", [1e-9, 0.5, 1, 1.0]),
+        ("min_p", [0, 0.5, 1]),
+        ("min_tokens", [0, 1, 64]),
+        ("presence_penalty", [-2, 0.5, 2]),
+        ("frequency_penalty", [-2.0, 0, 2]),
+        ("repetition_penalty", [1e-3, 1, 10]),
+        ("logprobs", [None, 0, 1000]),
+        ("prompt_logprobs", [None, 0, 1000]),
+    ],
+)
+def test_values_at_the_ends_of_each_range(name, values):
+    for value in values:
+        assert getattr(SamplingParams(**{name: value}), name) == value
+
+
+def test_zero_is_no_top_p_and_no_repetition_penalty():
+    with pytest.raises(InvalidRequestError, match="^top_p must be above 0 and at most 1, got 0"):
+        SamplingParams(top_p=0)
+    with pytest.raises(InvalidRequestError, match="^repetition_penalty must be above 0, got 0"):
+        SamplingParams(repetition_penalty=0.0)
+
+
+def test_both_ways_to_say_all_of_top_k():
+    assert SamplingParams(top_k=-1) == SamplingParams(top_k=0) == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("top_p", np.float32(0.5), 0.5),
+        ("top_p", 1, 1.0),
+        ("min_p", Fraction(1, 4), 0.25),
+        ("repetition_penalty", 2, 2.0),
+        ("presence_penalty", np.int64(1), 1.0),
+        ("top_k", np.int32(5), 5),
+        ("n", torch.tensor(3), 3),
+        ("logprobs", np.uint8(2), 2),
+        ("min_tokens", np.int64(2), 2),
+    ],
+)
+def test_numbers_of_other_libraries_become_pythons(name, value, expected):
+    found = getattr(SamplingParams(**{name: value}), name)
+    assert found == expected
+    assert type(found) is type(expected)
+
+
+def test_min_tokens_goes_up_to_max_tokens():
+    assert SamplingParams(min_tokens=5, max_tokens=5).min_tokens == 5
+    with pytest.raises(
+        InvalidRequestError, match="^min_tokens must be an integer from 0 to 5, got"
+    ):
+        SamplingParams(min_tokens=6, max_tokens=5)
+
+
+@pytest.mark.parametrize("name", ["stop", "bad_words"])
+def test_strings_are_given_alone_or_in_a_list(name):
+    for value, expected in (
+        ("one", ("one",)),
+        (["one"], ("one",)),
+        (["one", "two"], ("one", "two")),
+        (("one", "two"), ("one", "two")),
+        ([], ()),
+        (None, ()),
+    ):
+        assert getattr(SamplingParams(**{name: value}), name) == expected
+    for value in (5, [5], ["one", 5], [None], b"one", {"one": 1}, {"one"}, [["one"]]):
+        with pytest.raises(InvalidRequestError) as raised:
+            SamplingParams(**{name: value})
+        assert str(raised.value).startswith(f"{name} must be a string or a list of strings, got")
+        assert repr(value) in str(raised.value)
+    for value in ("", [""], ["one", ""]):
+        with pytest.raises(
+            InvalidRequestError, match=f"^{name} must not hold an empty string, got"
+        ):
+            SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids"])
+def test_token_ids(name):
+    for value in ([0], (5, 6, 5), [2**31 - 1], [np.int64(7)]):
+        found = getattr(SamplingParams(**{name: value}), name)
+        assert found == tuple(value)
+        assert {type(token) for token in found} == {int}
+    for value in (0, 5, "12", b"12", {1, 2}, {1: 2}, np.array([1, 2]), torch.tensor([1, 2]), False):
+        with pytest.raises(InvalidRequestError, match=f"^{name} must be a list of token ids, got"):
+            SamplingParams(**{name: value})
+    for wrong in (-1, 2**31, 1.0, True, None, "1"):
+        with pytest.raises(InvalidRequestError) as raised:
+            SamplingParams(**{name: [3, wrong]})
+        rule = f"{name}[1] must be an integer from 0 to 2147483647, got {wrong!r}"
+        assert str(raised.value).startswith(rule)
+
+
+def test_no_token_ids():
+    assert SamplingParams(stop_token_ids=[]) == SamplingParams(stop_token_ids=None)
+    assert SamplingParams(allowed_token_ids=None) == SamplingParams()
+    with pytest.raises(InvalidRequestError, match="^allowed_token_ids is empty"):
+        SamplingParams(allowed_token_ids=[])
+
+
+@pytest.mark.parametrize(
+    "value", [{5: 1.5, 8: -3}, {"5": 1.5, "8": -3}, {np.int64(5): 1.5, 8: -3}, [(5, 1.5), (8, -3)]]
+)
+def test_logit_bias_takes_token_ids_as_integers_or_digits(value):
+    params = SamplingParams(logit_bias=value)
+    assert params == SamplingParams(logit_bias={5: 1.5, 8: -3.0})
+    assert params.logit_bias == ((5, 1.5), (8, -3.0))
+    assert [(type(token), type(bias)) for token, bias in params.logit_bias] == [(int, float)] * 2
+
+
+def test_logit_bias_is_cut():
+    bias = SamplingParams(logit_bias={1: 1e9, 2: -1e9, 3: 100, 4: -100, 5: 99.5}).logit_bias
+    assert bias == ((1, 100.0), (2, -100.0), (3, 100.0), (4, -100.0), (5, 99.5))
+
+
+@pytest.mark.parametrize("value", [None, {}, [], ()])
+def test_no_logit_bias(value):
+    assert SamplingParams(logit_bias=value) == SamplingParams()
+
+
+@pytest.mark.parametrize("token", [-1, "-1", "1.0", "one", "", "²", 1.0, True, None, 2**31])
+def test_a_logit_bias_on_no_token_is_refused(token):
+    with pytest.raises(InvalidRequestError, match="^logit_bias token must be an integer from 0 to"):
+        SamplingParams(logit_bias={token: 1.0})
+
+
+@pytest.mark.parametrize("bias", [float("nan"), float("inf"), -float("inf"), "1", None, True])
+def test_a_logit_bias_that_is_no_number_is_refused(bias):
+    with pytest.raises(InvalidRequestError, match=r"^logit_bias\[5\] must be a finite number"):
+        SamplingParams(logit_bias={5: bias})
+
+
+@pytest.mark.parametrize("value", [5, 0.5, "ab c", [5], [(1, 2, 3)], {1, 2}])
+def test_a_logit_bias_that_is_no_dictionary_is_refused(value):
+    with pytest.raises(
+        InvalidRequestError, match="^logit_bias must be a dictionary of token id to"
+    ):
+        SamplingParams(logit_bias=value)
+
+
+def test_stop_strings_need_text():
+    with pytest.raises(InvalidRequestError, match="stop strings need detokenize=True"):
+        SamplingParams(stop="a", detokenize=False)
+    assert SamplingParams(stop_token_ids=[1], detokenize=False).stop_token_ids == (1,)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "greedy"), [(0, True), (1e-6, True), (1e-5, False), (1, False)]
+)
+def test_which_temperatures_are_greedy(temperature, greedy):
+    assert SamplingParams(temperature=temperature).is_greedy == greedy

@@ -1,5 +1,8 @@
 """Token ids to text, piece by piece: never half a character, stop strings cut exactly.
 
+The text is that of decoding all tokens at once, but what was shown stays: with byte fallback, a
+byte that spoils the characters before it becomes U+FFFD alone.
+
 Knows nothing of requests or of the scheduler.
 """
 
@@ -27,10 +30,11 @@ class Detokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._stream: DecodeStream | None = DecodeStream(skip_special_tokens=skip_special_tokens)
+        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._stop = tuple(stop)
         self._include_stop = include_stop
         self._token_ids: list[int] = []
+        self._num_read = 0  # tokens whose text is in self.text; the others wait for more bytes
         # The end of the text might still grow into a stop string.
         self._num_held_back = 0 if include_stop else max(map(len, self._stop), default=1) - 1
         self.text = ""
@@ -55,7 +59,10 @@ class Detokenizer:
         """
         if self.stop_string is None:
             num_searched = len(self.text)
-            self.text = self._decode()
+            whole = self._decode(0)
+            kept = whole.startswith(self.text)
+            self.text = whole if kept else self.text + self._decode(self._num_read)
+            self._num_read = len(self._token_ids)
             if search:
                 self._find_stop(num_searched)
         return self.stop_string is not None
@@ -67,19 +74,21 @@ class Detokenizer:
         return max(0, len(self.text) - self._num_held_back)
 
     def _step(self, token_id: int) -> str:
-        if self._stream is not None:
-            try:
-                return self._stream.step(self._tokenizer, token_id) or ""
-            except Exception:  # DecodeStream gives up on some sequences of bytes
-                self._stream = None
-        whole = self._decode()
-        if whole.endswith("\ufffd") or not whole.startswith(self.text):
-            return ""
-        return whole[len(self.text) :]
+        try:
+            piece = self._stream.step(self._tokenizer, token_id) or ""
+        except Exception:  # the new bytes change the text of those before: go on without these
+            unread = self._token_ids[self._num_read :]
+            self._stream = DecodeStream(unread, skip_special_tokens=self._skip_special_tokens)
+            piece = self._decode(self._num_read)
+            if piece.endswith("\ufffd"):  # a later step returns it
+                return ""
+        if piece:
+            self._num_read = len(self._token_ids)
+        return piece
 
-    def _decode(self) -> str:
+    def _decode(self, start: int) -> str:
         skip = self._skip_special_tokens
-        return self._tokenizer.decode(self._token_ids, skip_special_tokens=skip)
+        return self._tokenizer.decode(self._token_ids[start:], skip_special_tokens=skip)
 
     def _find_stop(self, num_searched: int) -> bool:
         """Cut the text at the stop string complete first after `num_searched` characters."""
@@ -90,6 +99,6 @@ class Detokenizer:
         ]
         if not found:
             return False
-        place, self.stop_string = min(found, key=lambda hit: hit[0] + len(hit[1]))
+        place, self.stop_string = min(found, key=lambda hit: (hit[0] + len(hit[1]), hit[0]))
         self.text = self.text[: place + len(self.stop_string) * self._include_stop]
         return True

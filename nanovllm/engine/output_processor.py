@@ -5,7 +5,7 @@ A request is one prompt and n sequences; the scheduler knows the sequences alone
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.detokenizer import Detokenizer
@@ -103,7 +103,8 @@ class OutputProcessor:
             raise InvalidRequestError(
                 "this checkpoint has no tokenizer, so there is no chat template"
             )
-        if not messages or not all(isinstance(message, Mapping) for message in messages):
+        is_list = isinstance(messages, Seq) and bool(messages)
+        if not is_list or not all(isinstance(message, Mapping) for message in messages):
             raise InvalidRequestError(
                 f'a conversation is a list of {{"role": ..., "content": ...}}, got {messages!r:.80}'
             )

@@ -6,14 +6,22 @@ import pytest
 import torch
 
 from nanovllm.engine.batch import SlotTables
+from nanovllm.engine.sampling import SamplingRows
 from nanovllm.engine.schedule import Admission, CacheInfo, NewBlocks, Row, Schedule
+from nanovllm.sampling_params import SamplingParams
 
 VOCAB = 1000
+PLAIN = SamplingParams()
 
 
 def make_tables(block_size=4, max_model_len=40, max_num_seqs=6):
     info = CacheInfo(10_000, block_size, max_model_len, VOCAB)
     return SlotTables(info, max_num_seqs, torch.device("cpu"))
+
+
+def admit(slot, token_ids, block_ids, params=PLAIN, seed=0):
+    stops = frozenset({3})
+    return Admission(slot, slot, token_ids, len(token_ids), block_ids, params, seed, stops, ())
 
 
 def apply(tables, admissions=(), new_blocks=()):
@@ -39,7 +47,15 @@ class Shadow:
         self.blocks[slot] = []
         self.computed[slot] = self.chooser.choice([0, self.chooser.randrange(length)])
         self.grow(slot, self.computed[slot])
-        self.sampling[slot] = (self.chooser.random(), self.chooser.randrange(2**63))
+        chooser = self.chooser
+        params = SamplingParams(
+            temperature=chooser.random(),
+            top_k=chooser.choice([0, chooser.randint(1, 2000)]),
+            top_p=chooser.choice([1.0, 1 - chooser.random()]),
+            min_p=chooser.choice([0.0, chooser.random()]),
+            repetition_penalty=chooser.choice([1.0, 2.0]),
+        )
+        self.sampling[slot] = (params, chooser.randrange(2**63))
         return slot
 
     def grow(self, slot, num_tokens):
@@ -70,9 +86,7 @@ class Shadow:
                 new_blocks.append(NewBlocks(slot, start, new))
             rows.append(Row(100 + slot, slot, self.computed[slot], count, samples=count == left))
         admissions = [
-            Admission(
-                slot, list(self.token_ids[slot]), list(self.blocks[slot]), *self.sampling[slot]
-            )
+            admit(slot, list(self.token_ids[slot]), list(self.blocks[slot]), *self.sampling[slot])
             for slot in admitted
         ]
         return Schedule(step_id, admissions, new_blocks, rows)
@@ -116,21 +130,35 @@ def check_batch(batch, rows, shadow):
         assert table[:needed] == shadow.blocks[row.slot][:needed]
 
 
-def check_sampling(sampling, rows, shadow):
-    last_tokens, positions, temperatures, seeds = [], [], [], []
+def check_sampling(tables, sampling, rows, shadow):
+    """What is drawn from, and by which rule, for each row that samples."""
+    last_tokens, wanted = [], []
     end = 0
     for row in rows:
         end += row.num_scheduled_tokens
         if row.samples:
             last_tokens.append(end - 1)
-            positions.append(len(shadow.token_ids[row.slot]))
-            temperature, seed = shadow.sampling[row.slot]
-            temperatures.append(temperature)
-            seeds.append(seed)
+            params, seed = shadow.sampling[row.slot]
+            position = len(shadow.token_ids[row.slot])
+            wanted.append((params.temperature, seed, position, params.top_p, params.min_p))
+            assert tables.admissions[row.slot].params == params
+            assert (tables.rules[row.slot] is not None) == (params.repetition_penalty != 1)
+    assert len(sampling) == len(wanted)
+    assert sampling.rows == [row for row in rows if row.samples]
     assert sampling.last_tokens.tolist() == last_tokens
-    assert sampling.positions.tolist() == positions
-    assert sampling.temperatures.tolist() == pytest.approx(temperatures)
-    assert sampling.seeds.tolist() == seeds
+    if not wanted:
+        return
+    everyone = list(range(len(wanted)))
+    drawn = sampling._sampling(everyone, torch.tensor(everyone), of_all=False)
+    temperatures, seeds, positions, top_ps, min_ps = zip(*wanted, strict=True)
+    assert drawn.temperatures.tolist() == pytest.approx(temperatures)
+    assert drawn.seeds.tolist() == list(seeds)
+    assert drawn.positions.tolist() == list(positions)
+    assert drawn.top_ps.tolist() == pytest.approx(top_ps)
+    assert drawn.min_ps.tolist() == pytest.approx(min_ps)
+    for row, top_k in zip(sampling.rows, drawn.top_ks.tolist(), strict=True):
+        params, _ = shadow.sampling[row.slot]
+        assert top_k == params.top_k if params.top_k else top_k > VOCAB
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16])
@@ -144,8 +172,8 @@ def test_random_schedules(seed, block_size):
         schedule = shadow.step(step_id)
         tables.apply(schedule)
         check_batch(tables.batch(schedule.rows), schedule.rows, shadow)
-        sampling = tables.sampling(schedule.rows)
-        check_sampling(sampling, schedule.rows, shadow)
+        sampling = SamplingRows(tables, schedule.rows)
+        check_sampling(tables, sampling, schedule.rows, shadow)
         sampled = [shadow.chooser.randrange(VOCAB) for _ in range(schedule.num_samples)]
         sampling.store(torch.tensor(sampled, dtype=torch.int64))
         shadow.take(schedule.rows, sampled)
@@ -153,21 +181,25 @@ def test_random_schedules(seed, block_size):
 
 def test_dtypes():
     tables = make_tables()
-    apply(tables, [Admission(2, [5, 6, 7], [9], 0.5, 2**63 - 1)])
+    apply(tables, [admit(2, [5, 6, 7], [9], seed=2**63 - 1)])
     rows = [Row(1, 2, 0, 3, samples=True)]
-    batch, sampling = tables.batch(rows), tables.sampling(rows)
+    batch = tables.batch(rows)
+    sampling = SamplingRows(tables, rows)._sampling([0], torch.tensor([0]), of_all=False)
     for tensor in (batch.input_ids, batch.positions, batch.slot_mapping):
         assert tensor.dtype == torch.int64
     for tensor in (batch.cu_seqlens_q, batch.seq_lens, batch.block_tables):
         assert tensor.dtype == torch.int32
-    assert sampling.temperatures.dtype == torch.float32
+    for tensor in (sampling.temperatures, sampling.top_ps, sampling.min_ps):
+        assert tensor.dtype == torch.float32
+    for tensor in (sampling.seeds, sampling.positions, sampling.top_ks):
+        assert tensor.dtype == torch.int64
     assert sampling.seeds.tolist() == [2**63 - 1]
 
 
 def test_slots_past_32_bits():
     """Block id times block size outgrows int32, in which the tables keep the block ids."""
     tables = make_tables(block_size=4096, max_model_len=4096)
-    apply(tables, [Admission(0, [1, 2], [2**31 - 1], 0.0, 0)])
+    apply(tables, [admit(0, [1, 2], [2**31 - 1])])
     batch = tables.batch([Row(1, 0, 0, 2, samples=True)])
     first = (2**31 - 1) * 4096
     assert batch.slot_mapping.tolist() == [first, first + 1]
@@ -175,9 +207,9 @@ def test_slots_past_32_bits():
 
 def test_a_sampled_token_is_the_next_steps_input():
     tables = make_tables()
-    apply(tables, [Admission(3, [5, 6], [1], 0.0, 0), Admission(1, [8], [2], 0.0, 0)])
+    apply(tables, [admit(3, [5, 6], [1]), admit(1, [8], [2])])
     rows = [Row(1, 3, 0, 2, samples=True), Row(2, 1, 0, 1, samples=True)]
-    tables.sampling(rows).store(torch.tensor([70, 80]))
+    SamplingRows(tables, rows).store(torch.tensor([70, 80]))
     following = tables.batch([Row(2, 1, 1, 1, samples=True), Row(1, 3, 2, 1, samples=True)])
     assert following.input_ids.tolist() == [80, 70]
     assert following.positions.tolist() == [1, 2]
@@ -185,9 +217,9 @@ def test_a_sampled_token_is_the_next_steps_input():
 
 def test_rows_that_do_not_sample_keep_their_tokens():
     tables = make_tables()
-    apply(tables, [Admission(0, [1, 2, 3, 4], [1], 0.0, 0), Admission(1, [9], [2], 0.0, 0)])
+    apply(tables, [admit(0, [1, 2, 3, 4], [1]), admit(1, [9], [2])])
     rows = [Row(1, 0, 0, 2, samples=False), Row(2, 1, 0, 1, samples=True)]
-    sampling = tables.sampling(rows)
+    sampling = SamplingRows(tables, rows)
     assert sampling.last_tokens.tolist() == [2]
     sampling.store(torch.tensor([50]))
     assert tables.batch([Row(1, 0, 2, 2, samples=True)]).input_ids.tolist() == [3, 4]
@@ -195,8 +227,8 @@ def test_rows_that_do_not_sample_keep_their_tokens():
 
 def test_a_step_may_sample_nothing():
     tables = make_tables()
-    apply(tables, [Admission(0, [1, 2, 3], [1], 0.0, 0)])
-    sampling = tables.sampling([Row(1, 0, 0, 2, samples=False)])
+    apply(tables, [admit(0, [1, 2, 3], [1])])
+    sampling = SamplingRows(tables, [Row(1, 0, 0, 2, samples=False)])
     assert sampling.last_tokens.shape == (0,)
     assert sampling.last_tokens.dtype == torch.int64
     sampling.store(torch.empty(0, dtype=torch.int64))
@@ -206,30 +238,39 @@ def test_a_step_may_sample_nothing():
 def test_the_token_past_a_full_sequence_overwrites_nobody():
     """A row that fills max_model_len samples once more; its neighbour's first token stays."""
     tables = make_tables(max_model_len=4)
-    apply(tables, [Admission(0, [1, 2, 3, 4], [1], 0.0, 0), Admission(1, [9], [2], 0.0, 0)])
+    apply(tables, [admit(0, [1, 2, 3, 4], [1]), admit(1, [9], [2])])
     rows = [Row(1, 0, 3, 1, samples=True), Row(2, 1, 0, 1, samples=True)]
-    tables.sampling(rows).store(torch.tensor([50, 60]))
+    SamplingRows(tables, rows).store(torch.tensor([50, 60]))
     batch = tables.batch([Row(1, 0, 0, 4, samples=True), Row(2, 1, 0, 2, samples=True)])
     assert batch.input_ids.tolist() == [1, 2, 3, 4, 9, 60]
 
 
 def test_a_slot_taken_again_shows_nothing_of_the_sequence_before():
     tables = make_tables()
-    apply(tables, [Admission(0, list(range(100, 120)), [5, 6, 7, 8, 9], 0.9, 11)])
-    apply(tables, [Admission(0, [1, 2], [3], 0.25, 22)])
+    before = SamplingParams(
+        temperature=0.9, top_k=3, top_p=0.5, min_p=0.4, presence_penalty=1.0, logprobs=4
+    )
+    apply(tables, [admit(0, list(range(100, 120)), [5, 6, 7, 8, 9], before, seed=11)])
+    apply(tables, [admit(0, [1, 2], [3], SamplingParams(temperature=0.25), seed=22)])
     rows = [Row(2, 0, 0, 2, samples=True)]
-    batch, sampling = tables.batch(rows), tables.sampling(rows)
+    batch, sampling_rows = tables.batch(rows), SamplingRows(tables, rows)
     assert batch.input_ids.tolist() == [1, 2]
     assert batch.slot_mapping.tolist() == [12, 13]
+    sampling = sampling_rows._sampling([0], torch.tensor([0]), of_all=False)
     assert sampling.temperatures.tolist() == [0.25]
     assert sampling.seeds.tolist() == [22]
+    assert sampling.top_ks.item() >= VOCAB
+    assert sampling.top_ps.tolist() == [1.0]
+    assert sampling.min_ps.tolist() == [0.0]
+    assert tables.rules == [None] * len(tables.rules)
+    assert sampling_rows.logprobs(torch.zeros(1, VOCAB), torch.tensor([5])) is None
 
 
 def test_readmission_after_preemption_brings_back_the_generated_tokens():
     tables = make_tables()
-    apply(tables, [Admission(0, [1, 2], [3], 0.0, 0)])
-    tables.sampling([Row(1, 0, 0, 2, samples=True)]).store(torch.tensor([40]))
-    apply(tables, [Admission(4, [1, 2, 40], [7], 0.0, 0)])
+    apply(tables, [admit(0, [1, 2], [3])])
+    SamplingRows(tables, [Row(1, 0, 0, 2, samples=True)]).store(torch.tensor([40]))
+    apply(tables, [admit(4, [1, 2, 40], [7])])
     batch = tables.batch([Row(1, 4, 0, 3, samples=True)])
     assert batch.input_ids.tolist() == [1, 2, 40]
     assert batch.slot_mapping.tolist() == [28, 29, 30]
@@ -237,7 +278,7 @@ def test_readmission_after_preemption_brings_back_the_generated_tokens():
 
 def test_new_blocks_continue_the_table_at_their_index():
     tables = make_tables()
-    apply(tables, [Admission(0, list(range(12)), [3], 0.0, 0)])
+    apply(tables, [admit(0, list(range(12)), [3])])
     apply(tables, new_blocks=[NewBlocks(0, 1, [8, 2])])
     batch = tables.batch([Row(1, 0, 0, 12, samples=True)])
     assert batch.block_tables.tolist() == [[3, 8, 2]]
@@ -247,9 +288,9 @@ def test_new_blocks_continue_the_table_at_their_index():
 def test_a_batch_is_a_snapshot():
     """A later step's changes to the tables do not reach into a batch already made."""
     tables = make_tables()
-    apply(tables, [Admission(0, [1, 2], [3], 0.0, 0)])
+    apply(tables, [admit(0, [1, 2], [3])])
     rows = [Row(1, 0, 0, 2, samples=True)]
     batch = tables.batch(rows)
-    apply(tables, [Admission(0, [8, 9], [6], 0.0, 0)])
+    apply(tables, [admit(0, [8, 9], [6])])
     assert batch.input_ids.tolist() == [1, 2]
     assert batch.block_tables.tolist() == [[3]]

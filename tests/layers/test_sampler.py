@@ -1,28 +1,181 @@
-"""The sampler draws from exactly the softmax, and a row's draw depends on nothing but the row."""
+"""The sampler draws from exactly the softmax of what its filters keep, the filters keep what
+transformers' keep, and a row's draw depends on nothing but the row.
+"""
 
+import functools
 import math
 
 import pytest
 import torch
+from transformers import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from nanovllm.layers import sampler
-from nanovllm.layers.sampler import sample, uniform
+from nanovllm.layers.sampler import Sampling, draw, uniform
 
 DRAWS = 100_000
-CHI_SQUARE_30 = 59.703
-"""Exceeded by 30 degrees of freedom with probability 0.001."""
 ALMOST_ONE = 1 - 2.0**-53
+EVERYTHING = 2**31 - 1
+"""The top_k of rows that have none."""
+BEYOND = 200_000
+"""A top_k above the size of every vocabulary here."""
+
+FILTERS = [
+    {"top_k": 1},
+    {"top_k": 7},
+    {"top_k": 50},
+    {"top_p": 1e-6},
+    {"top_p": 0.3},
+    {"top_p": 0.9},
+    {"top_p": 0.999},
+    {"min_p": 0.05},
+    {"min_p": 1.0},
+    {"top_k": 20, "top_p": 0.8},
+    {"min_p": 0.2, "top_p": 0.7},
+    {"min_p": 0.3, "top_k": 30},
+    {"min_p": 0.1, "top_k": 40, "top_p": 0.9},
+    {"top_k": BEYOND, "top_p": 0.9},
+]
 
 
-def random_rows(num_rows, vocab_size, dtype=torch.float32, seed=0):
-    """Return logits, temperatures, seeds and positions; every fourth row is greedy."""
+def make_sampling(count, *, temperature=1.0, seeds=0, positions=0, top_k=0, top_p=1.0, min_p=0.0):
+    """Return what `count` rows ask for; each argument is one number for all, or one for each."""
+
+    def column(value, dtype=torch.float32):
+        return torch.as_tensor(value, dtype=dtype).expand(count).clone()
+
+    top_ks, top_ps, min_ps = column(top_k, torch.int64), column(top_p), column(min_p)
+    return Sampling(
+        temperatures=column(temperature),
+        seeds=column(seeds, torch.int64),
+        positions=column(positions, torch.int64),
+        top_ks=torch.where(top_ks == 0, EVERYTHING, top_ks),
+        top_ps=top_ps,
+        min_ps=min_ps,
+        any_min_p=bool((min_ps > 0).any()),
+        any_top_p_of_all=bool(((top_ps < 1) & ((top_ks == 0) | (top_ks >= BEYOND))).any()),
+    )
+
+
+def enough_candidates(top_k=0, top_p=1.0, min_p=0.0):
+    """Return how many candidates rows of such filters need; few for top_p, so that many rows have
+    to be sorted.
+    """
+    if 0 < top_k < BEYOND:
+        return top_k + 1
+    return 32 if top_p < 1 else 0
+
+
+def random_rows(num_rows, vocab_size, dtype=torch.float32, seed=0, filters=False):
+    """Return logits and sampling; with `filters` each row has its own top_k, top_p and min_p, or
+    does without.
+    """
     generator = torch.Generator().manual_seed(seed)
     logits = (torch.randn(num_rows, vocab_size, generator=generator) * 3).to(dtype)
-    temperatures = torch.rand(num_rows, generator=generator) + 0.3
-    temperatures[::4] = 0.0
-    seeds = torch.randint(2**63 - 1, (num_rows,), generator=generator)
-    positions = torch.randint(5000, (num_rows,), generator=generator)
-    return logits, temperatures, seeds, positions
+    chosen = {}
+    if filters:
+        top_ks = torch.tensor([0, 1, 5, 60])[torch.randint(4, (num_rows,), generator=generator)]
+        top_ps = torch.rand(num_rows, generator=generator) + 0.05
+        min_ps = torch.rand(num_rows, generator=generator) * 0.1 - 0.05
+        chosen = {"top_k": top_ks, "top_p": top_ps.clamp(max=1), "min_p": min_ps.clamp(min=0)}
+    sampling = make_sampling(
+        num_rows,
+        temperature=torch.rand(num_rows, generator=generator) + 0.3,
+        seeds=torch.randint(2**63 - 1, (num_rows,), generator=generator),
+        positions=torch.randint(5000, (num_rows,), generator=generator),
+        **chosen,
+    )
+    return logits, sampling
+
+
+@functools.cache
+def distinct_rows(num_rows, vocab_size, seed=0):
+    """Return float32 logits, no two of a row alike: flat, normal, wide and peaked rows in turn.
+
+    Jittered quantiles of the normal distribution, shuffled and scaled.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    jitter = torch.rand(num_rows, vocab_size, generator=generator, dtype=torch.float64)
+    quantiles = torch.special.ndtri((torch.arange(vocab_size) + 0.1 + 0.8 * jitter) / vocab_size)
+    quantiles *= torch.tensor([0.02, 1.0, 3.0, 2.0]).repeat(-(-num_rows // 4))[:num_rows, None]
+    quantiles[3::4, -1] += 6.0  # the largest
+    shuffled = torch.rand(num_rows, vocab_size, generator=generator).argsort(-1)
+    assert (quantiles.float().diff(dim=-1) > 0).all()
+    return quantiles.gather(1, shuffled).float()
+
+
+def filtered(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    """Return transformers' scores in float64, -inf for what is left out, and which rows are clear:
+    those where no float32 rounding can tip the choice.
+    """
+    as_float32 = torch.tensor([temperature, top_p, min_p]).tolist()
+    temperature, top_p, min_p = as_float32
+    scores = TemperatureLogitsWarper(temperature)(None, logits.double())
+    clear = torch.ones(len(logits), dtype=torch.bool)
+    if min_p:
+        relative = (scores - scores.amax(-1, keepdim=True)).exp()
+        clear &= (((relative / min_p - 1).abs() > 1e-5) | (relative == 1)).all(-1)
+        scores = MinPLogitsWarper(min_p)(None, scores)
+    if top_k:
+        scores = TopKLogitsWarper(top_k)(None, scores)
+    if top_p < 1:
+        cumulative = scores.softmax(-1).sort(-1, descending=True).values.cumsum(-1)
+        clear &= ((cumulative - top_p).abs() > 1e-8).all(-1)
+        scores = TopPLogitsWarper(top_p)(None, scores)
+    return scores, clear
+
+
+def kept_logits(monkeypatch, logits, sampling, num_candidates):
+    """Draw, and return for each row the logits that kept a weight, in ascending order.
+
+    The rows of `sampling` must be numbered by their positions. A row that is sorted is drawn twice;
+    the last draw counts.
+    """
+    kept = {}
+    seen_logits = []
+    weights_of, invert = sampler._weights, sampler._invert
+
+    def weigh(x, *args):
+        seen_logits.append(x)
+        return weights_of(x, *args)
+
+    def record(weights, sampling):
+        rows = zip(sampling.positions.tolist(), seen_logits[-1], weights > 0, strict=True)
+        kept.update((row, x[mask].sort().values) for row, x, mask in rows)
+        return invert(weights, sampling)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sampler, "_weights", weigh)
+        patch.setattr(sampler, "_invert", record)
+        tokens = draw(logits, sampling, num_candidates)
+    for row, token in enumerate(tokens.tolist()):
+        assert (kept[row] == logits[row, token]).any()
+    return [kept[row] for row in range(len(logits))]
+
+
+def assert_same_kept(kept, logits, mask):
+    for found, row, expected in zip(kept, logits, mask, strict=True):
+        assert torch.equal(found, row[expected].sort().values)
+
+
+def assert_follows(observed, probabilities):
+    """A chi-square test at 0.001; what is expected less than five times is counted together."""
+    observed, expected = observed.double(), probabilities * observed.sum()
+    assert observed[probabilities == 0].sum() == 0
+    rare = expected < 5
+    if rare.any():
+        observed = torch.cat([observed[~rare], observed[rare].sum()[None]])
+        expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
+    observed, expected = observed[expected > 0], expected[expected > 0]
+    freedom = len(expected) - 1
+    assert freedom > 0
+    spread = 2 / (9 * freedom)
+    critical = freedom * (1 - spread + 3.0902 * spread**0.5) ** 3  # Wilson and Hilferty
+    assert ((observed - expected).square() / expected).sum() < critical
 
 
 def splitmix64(seed, position):
@@ -42,65 +195,206 @@ def correlation(x, y):
     return torch.corrcoef(torch.stack([x.flatten(), y.flatten()]))[0, 1].item()
 
 
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize("vocab_size", [31, 1003, 5003])
+def test_the_filters_keep_what_transformers_keep(monkeypatch, vocab_size, filters):
+    """Of a thousand rows each, the same tokens; the one that crosses top_p is among them."""
+    temperature = {31: 0.7, 1003: 1.0, 5003: 1.6}[vocab_size]
+    logits = distinct_rows(1040, vocab_size)
+    scores, clear = filtered(logits, temperature=temperature, **filters)
+    rows = clear.nonzero()[:1000, 0]
+    assert len(rows) == 1000
+    logits, mask = logits[rows], scores[rows] > -torch.inf
+    sampling = make_sampling(1000, temperature=temperature, positions=torch.arange(1000), **filters)
+    kept = kept_logits(monkeypatch, logits, sampling, enough_candidates(**filters))
+    assert_same_kept(kept, logits, mask)
+
+
+@pytest.mark.parametrize("vocab_size", [97, 2049])
+def test_rows_of_a_batch_each_keep_by_their_own_filters(monkeypatch, vocab_size):
+    """A thousand rows, each with a temperature, top_k, top_p and min_p of its own."""
+    logits, sampling = random_rows(1040, vocab_size, filters=True)
+    logits = distinct_rows(1040, vocab_size)
+    masks, rows = [], []
+    for row in range(len(logits)):
+        top_k = sampling.top_ks[row].item()
+        scores, clear = filtered(
+            logits[row : row + 1],
+            temperature=sampling.temperatures[row].item(),
+            top_k=0 if top_k == EVERYTHING else top_k,
+            top_p=sampling.top_ps[row].item(),
+            min_p=sampling.min_ps[row].item(),
+        )
+        if clear:
+            rows.append(row)
+            masks.append(scores[0] > -torch.inf)
+    assert len(rows) >= 1000
+    chosen = make_sampling(
+        len(rows),
+        temperature=sampling.temperatures[rows],
+        positions=torch.arange(len(rows)),
+        top_k=sampling.top_ks[rows],
+        top_p=sampling.top_ps[rows],
+        min_p=sampling.min_ps[rows],
+    )
+    kept = kept_logits(monkeypatch, logits[rows], chosen, 70)
+    assert_same_kept(kept, logits[rows], masks)
+
+
+@pytest.mark.parametrize("top_p", [0.5, 0.8])
+def test_top_p_of_a_large_vocabulary(monkeypatch, top_p):
+    """More chunks than candidates. Flat rows are sorted, peaked ones are not."""
+    logits = distinct_rows(48, 40_961)
+    scores, clear = filtered(logits, top_p=top_p)
+    rows = clear.nonzero()[:, 0]
+    assert len(rows) > 40
+    sampling = make_sampling(len(rows), positions=torch.arange(len(rows)), top_p=top_p)
+    sizes = []
+    invert = sampler._invert
+
+    def count(weights, sampling):
+        sizes.append(len(weights))
+        return invert(weights, sampling)
+
+    monkeypatch.setattr(sampler, "_invert", count)
+    kept = kept_logits(monkeypatch, logits[rows], sampling, 256)
+    assert_same_kept(kept, logits[rows], scores[rows] > -torch.inf)
+    assert sorted(sizes) == sizes[::-1]
+    assert 0 < sizes[1] < sizes[0] == len(rows)
+
+
+def rows_with_ties(dtype=torch.bfloat16):
+    return (random_rows(1000, 1003)[0] / 10).round(decimals=1).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("top_k", [1, 5, 40])
+def test_top_k_keeps_all_that_tie_with_the_last(monkeypatch, dtype, top_k):
+    """As transformers does. A few candidates are not enough to see the ties."""
+    logits = rows_with_ties(dtype)
+    mask = TopKLogitsWarper(top_k)(None, logits) > -torch.inf
+    assert (mask.sum(-1) > top_k).float().mean() > 0.2
+    sampling = make_sampling(1000, positions=torch.arange(1000), top_k=top_k)
+    kept = kept_logits(monkeypatch, logits, sampling, top_k + 1)
+    assert_same_kept(kept, logits, mask)
+
+
+@pytest.mark.parametrize("num_spare", [1, 8, 100])
+@pytest.mark.parametrize("top_k", [0, 12, 50])
+@pytest.mark.parametrize("top_p", [0.2, 0.9])
+def test_top_p_keeps_all_that_tie_with_the_last(monkeypatch, top_p, top_k, num_spare):
+    """Tokens of equal logits are equally likely, so none of them may be left out. All that tie with
+    the top_k-th count in the whole that top_p is a share of, candidates or not.
+    """
+    logits = rows_with_ties()
+    top_p = torch.tensor(top_p).item()
+    scores = logits.double()
+    if top_k:
+        scores = TopKLogitsWarper(top_k)(None, scores)
+    ordered = scores.sort(-1, descending=True).values
+    probabilities = ordered.softmax(-1)
+    cumulative = probabilities.cumsum(-1)
+    clear = ((cumulative - top_p).abs() > 1e-8).all(-1)
+    last = ((cumulative - probabilities) < top_p).sum(-1, keepdim=True) - 1
+    mask = scores >= ordered.gather(1, last)
+    assert (mask.sum(-1) > last[:, 0] + 1).float().mean() > 0.3
+    logits, mask = logits[clear], mask[clear]
+    assert len(logits) > 950
+    rows = torch.arange(len(logits))
+    sampling = make_sampling(len(logits), positions=rows, top_k=top_k, top_p=top_p)
+    kept = kept_logits(monkeypatch, logits, sampling, top_k + num_spare)
+    assert_same_kept(kept, logits, mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equal_logits_are_all_kept(monkeypatch, dtype):
+    logits = torch.zeros(4, 1003, dtype=dtype)
+    sampling = make_sampling(
+        4, positions=torch.arange(4), top_k=[1, 10, 0, 10], top_p=[1, 1, 0.01, 0.5]
+    )
+    assert [len(kept) for kept in kept_logits(monkeypatch, logits, sampling, 18)] == [1003] * 4
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("temperature", [0.0, 1e-6])
-def test_greedy_rows_are_the_argmax(dtype, temperature):
-    logits, _, seeds, positions = random_rows(50, 1003, dtype)
-    chosen = sample(logits, torch.full((50,), temperature), seeds, positions)
+@pytest.mark.parametrize(
+    "filters", [{"top_k": 1}, {"top_p": 1e-6}, {"top_p": 1e-300}, {"min_p": 1.0}], ids=str
+)
+def test_the_narrowest_filters_leave_the_most_likely_token(dtype, filters):
+    logits, _ = random_rows(200, 1003, dtype)
+    logits[torch.arange(200), torch.randint(1003, (200,))] = 20.0  # the only one of its value
+    sampling = make_sampling(200, temperature=5.0, seeds=torch.arange(200), **filters)
+    chosen = draw(logits, sampling, enough_candidates(**filters))
     assert chosen.dtype == torch.int64
     assert torch.equal(chosen, logits.argmax(-1))
 
 
-def test_greedy_takes_the_first_of_equals():
-    logits = torch.tensor([[0.0, 2.0, 1.0, 2.0]])
-    zero = torch.zeros(1, dtype=torch.int64)
-    assert sample(logits, torch.zeros(1), zero, zero).tolist() == [1]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", [100, 1003, 5003])
+def test_the_number_of_candidates_changes_no_draw(vocab_size, dtype):
+    logits, sampling = random_rows(200, vocab_size, dtype, filters=True)
+    logits[::3] *= 0.01  # flat ones
+    drawn = [draw(logits, sampling, count) for count in (61, 64, 256, 999, vocab_size)]
+    assert all(torch.equal(drawn[0], other) for other in drawn[1:])
+    plain = make_sampling(200, seeds=sampling.seeds, positions=sampling.positions, min_p=0.01)
+    drawn = [draw(logits, plain, count) for count in (0, 8, 256, vocab_size)]
+    assert all(torch.equal(drawn[0], other) for other in drawn[1:])
 
 
-def test_greedy_and_sampled_rows_share_a_batch():
-    logits, temperatures, seeds, positions = random_rows(64, 1003)
-    chosen = sample(logits, temperatures, seeds, positions)
-    greedy = temperatures == 0
-    best = logits.argmax(-1)
-    assert torch.equal(chosen[greedy], best[greedy])
-    assert (chosen[~greedy] != best[~greedy]).any()
-
-
+@pytest.mark.parametrize("filters", [False, True])
 @pytest.mark.parametrize("vocab_size", [3, 1003, 32768])
-def test_a_row_does_not_depend_on_its_batch_mates(vocab_size):
-    rows = random_rows(24, vocab_size)
-    together = sample(*rows)
+def test_a_row_does_not_depend_on_its_batch_mates(vocab_size, filters):
+    logits, sampling = random_rows(24, vocab_size, filters=filters)
+    num_candidates = 68 if filters else 0
+    together = draw(logits, sampling, num_candidates)
     order = torch.randperm(24, generator=torch.Generator().manual_seed(1))
-    assert torch.equal(sample(*(part[order] for part in rows)), together[order])
+    assert torch.equal(draw(logits[order], sampling.take(order), num_candidates), together[order])
     for row in range(24):
-        alone = sample(*(part[row : row + 1] for part in rows))
-        assert alone.item() == together[row]
+        rows = torch.tensor([row])
+        assert draw(logits[rows], sampling.take(rows), num_candidates).item() == together[row]
+
+
+def test_what_is_known_on_the_host_changes_no_draw():
+    """The two flags save work where no row needs it; else they may as well be set."""
+    logits, sampling = random_rows(200, 1003)
+    needless = Sampling(**{**vars(sampling), "any_min_p": True, "any_top_p_of_all": True})
+    assert (sampling.any_min_p, sampling.any_top_p_of_all) == (False, False)
+    for num_candidates in (0, 64):
+        expected = draw(logits, sampling, num_candidates)
+        assert torch.equal(draw(logits, needless, num_candidates), expected)
 
 
 def test_the_seed_and_the_position_decide():
     logits = torch.randn(1, 1003, generator=torch.Generator().manual_seed(0)).expand(40, -1)
-    ones, numbers, same = torch.ones(40), torch.arange(40), torch.full((40,), 7)
-    by_position = sample(logits, ones, same, numbers)
-    by_seed = sample(logits, ones, numbers, same)
-    repeated = sample(logits, ones, same, same)
+    numbers = torch.arange(40)
+    by_position = draw(logits, make_sampling(40, seeds=7, positions=numbers))
+    by_seed = draw(logits, make_sampling(40, seeds=numbers, positions=7))
+    repeated = draw(logits, make_sampling(40, seeds=7, positions=7))
     assert len(set(by_position.tolist())) > 20
     assert len(set(by_seed.tolist())) > 20
     assert len(set(repeated.tolist())) == 1
-    assert torch.equal(by_position, sample(logits, ones, same, numbers))
+    assert torch.equal(by_position, draw(logits, make_sampling(40, seeds=7, positions=numbers)))
 
 
-def test_arguments_are_left_alone():
-    rows = random_rows(8, 100)
-    copies = [part.clone() for part in rows]
-    sample(*rows)
-    assert all(map(torch.equal, rows, copies))
+@pytest.mark.parametrize("vocab_size", [100, 384])
+def test_arguments_are_left_alone(vocab_size):
+    """Also where the vocabulary fills its chunks, so that nothing is padded."""
+    logits, sampling = random_rows(8, vocab_size, filters=True)
+    before = [logits.clone(), *(sampling.take(torch.arange(8)).__dict__.values())]
+    for num_candidates in (0, 61):
+        draw(logits, sampling, num_candidates)
+        after = [logits, *sampling.__dict__.values()]
+        for old, new in zip(before, after, strict=True):
+            assert torch.equal(torch.as_tensor(old), torch.as_tensor(new))
 
 
 def test_low_temperatures_tend_to_greedy():
     logits = torch.tensor([1.0, 3.0, 2.5, 0.0]).expand(4000, -1)
-    seeds, positions = torch.zeros(4000, dtype=torch.int64), torch.arange(4000)
+    positions = torch.arange(4000)
     shares = [
-        (sample(logits, torch.full((4000,), t), seeds, positions) == 1).float().mean().item()
+        (draw(logits, make_sampling(4000, temperature=t, positions=positions)) == 1)
+        .float()
+        .mean()
+        .item()
         for t in (10.0, 1.0, 0.5, 0.2, 0.02)
     ]
     assert shares == sorted(shares)
@@ -108,28 +402,50 @@ def test_low_temperatures_tend_to_greedy():
     assert shares[-1] == 1.0
 
 
+@pytest.mark.parametrize("num_candidates", [0, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_lowest_sampled_temperature_does_not_overflow(dtype):
-    logits = (torch.tensor([[-3e4, 3e4, 2.9e4, 0.0]])).to(dtype)
-    number = torch.tensor([5])
-    assert sample(logits, torch.tensor([1.1e-5]), number, number).tolist() == [1]
+def test_the_lowest_sampled_temperature_does_not_overflow(dtype, num_candidates):
+    logits = torch.tensor([[-3e4, 3e4, 2.9e4, 0.0]]).to(dtype)
+    sampling = make_sampling(
+        1, temperature=1.1e-5, seeds=5, positions=5, top_p=0.9 if num_candidates else 1.0
+    )
+    assert draw(logits, sampling, num_candidates).tolist() == [1]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.01, 1.0, 100.0])
-def test_masked_tokens_are_never_chosen(temperature):
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"top_k": 12}, {"min_p": 0.2}], ids=str)
+@pytest.mark.parametrize("temperature", [0.01, 1.0, 100.0])
+def test_masked_tokens_are_never_chosen(temperature, filters):
+    """Rows keep as few as one token, fewer than top_k."""
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(2000, 40, generator=generator)
     masked = torch.rand(2000, 40, generator=generator) < 0.8
     masked[:, 17] = False
     logits[masked] = -torch.inf
-    seeds = torch.arange(2000)
-    chosen = sample(logits, torch.full((2000,), temperature), seeds, seeds)
-    assert not masked[seeds, chosen].any()
+    rows = torch.arange(2000)
+    sampling = make_sampling(2000, temperature=temperature, seeds=rows, positions=rows, **filters)
+    chosen = draw(logits, sampling, enough_candidates(**filters))
+    assert not masked[rows, chosen].any()
 
 
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"top_k": 12}, {"min_p": 0.2}], ids=str)
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf, torch.inf])
+def test_rows_that_are_no_distribution_give_some_token_and_harm_no_neighbour(value, filters):
+    """A model that overflowed, or rules that forbid every token."""
+    logits, _ = random_rows(30, 300)
+    sampling = make_sampling(30, seeds=torch.arange(30), **filters)
+    expected = draw(logits, sampling, enough_candidates(**filters))
+    logits[::3] = value
+    chosen = draw(logits, sampling, enough_candidates(**filters))
+    assert chosen.min() >= 0
+    assert chosen.max() < 300
+    sound = torch.arange(30) % 3 > 0
+    assert torch.equal(chosen[sound], expected[sound])
+
+
+@pytest.mark.parametrize("num_candidates", [0, 4, 8])
 @pytest.mark.parametrize(("number", "expected"), [(0.0, 2), (ALMOST_ONE, 5)])
 def test_extreme_numbers_choose_the_first_and_the_last_possible_token(
-    monkeypatch, number, expected
+    monkeypatch, number, expected, num_candidates
 ):
     """Masked tokens at either end have no probability, not even at the ends of the interval."""
     monkeypatch.setattr(
@@ -137,8 +453,23 @@ def test_extreme_numbers_choose_the_first_and_the_last_possible_token(
     )
     inf = torch.inf
     logits = torch.tensor([[-inf, -inf, 0.3, 1.0, -inf, 0.1, -inf, -inf]])
-    zero = torch.zeros(1, dtype=torch.int64)
-    assert sample(logits, torch.ones(1), zero, zero).tolist() == [expected]
+    sampling = make_sampling(1, top_p=0.99 if num_candidates else 1.0)
+    assert draw(logits, sampling, num_candidates).tolist() == [expected]
+
+
+def test_a_number_between_two_chunks_chooses_no_masked_token(monkeypatch):
+    """The sum of the chunks before rounds; the second chunk's first token is masked."""
+    logits = torch.full((1, 256), -torch.inf)
+    logits[0, 0] = 0.0
+    for exponent in range(20, 36):
+        logits[0, 130] = -float(exponent)
+        mass = 1.0 + logits[0, 130].exp().item()
+        monkeypatch.setattr(
+            sampler,
+            "uniform",
+            lambda s, p, mass=mass: torch.full(s.shape, 1 / mass, dtype=torch.float64),
+        )
+        assert draw(logits, make_sampling(1)).item() in (0, 130)
 
 
 def test_each_of_many_unlikely_tokens_can_be_chosen(monkeypatch):
@@ -149,23 +480,54 @@ def test_each_of_many_unlikely_tokens_can_be_chosen(monkeypatch):
     logits[:, 0] = 0
     weight = math.exp(logits[0, 1])
     expected = (numbers * (1 + 150_000 * weight) - 1) / weight
-    zeros = torch.zeros(20, dtype=torch.int64)
-    chosen = sample(logits, torch.ones(20), zeros, zeros)
-    assert (chosen - expected).abs().max() <= 1
+    chosen = draw(logits, make_sampling(20))
+    beyond = chosen - expected  # the first token whose sum is larger, to a tenth of a token
+    assert beyond.min() > -0.1
+    assert beyond.max() < 1.1
 
 
 @pytest.mark.parametrize("keyed_by", ["seed", "position"])
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 3.0])
 def test_draws_follow_the_softmax(keyed_by, temperature):
     logits = torch.randn(31, generator=torch.Generator().manual_seed(11))
-    same, numbers = torch.full((DRAWS,), 12345), torch.arange(DRAWS)
-    seeds, positions = (numbers, same) if keyed_by == "seed" else (same, numbers)
-    temperatures = torch.full((DRAWS,), temperature)
-    chosen = sample(logits.expand(DRAWS, -1), temperatures, seeds, positions)
-    observed = torch.bincount(chosen, minlength=31).double()
-    expected = torch.softmax(logits.double() / temperature, -1) * DRAWS
-    assert expected.min() > 5  # what the chi-square distribution needs
-    assert ((observed - expected).square() / expected).sum() < CHI_SQUARE_30
+    keys = {"seeds": 12345, "positions": 12345, keyed_by + "s": torch.arange(DRAWS)}
+    sampling = make_sampling(DRAWS, temperature=temperature, **keys)
+    chosen = draw(logits.expand(DRAWS, -1), sampling)
+    probabilities = torch.softmax(logits.double() / temperature, -1)
+    assert probabilities.min() * DRAWS > 5  # what the chi-square distribution needs
+    assert_follows(torch.bincount(chosen, minlength=31), probabilities)
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.5, "top_k": 10},
+        {"temperature": 2.0, "top_k": 150},
+        {"temperature": 1.0, "top_p": 0.5},
+        {"temperature": 1.5, "top_p": 0.95},
+        {"temperature": 3.0, "top_p": 0.99},
+        {"temperature": 1.0, "min_p": 0.03},
+        {"temperature": 0.8, "top_k": 30, "top_p": 0.7},
+        {"temperature": 1.2, "min_p": 0.1, "top_p": 0.9},
+        {"temperature": 1.0, "min_p": 0.05, "top_k": 15},
+        {"temperature": 1.3, "min_p": 0.02, "top_k": 40, "top_p": 0.8},
+    ],
+    ids=str,
+)
+def test_draws_follow_the_filtered_softmax(wanted):
+    """Three chunks; many candidates or so few that the row is sorted."""
+    vocab_size, size = 301, DRAWS // 10
+    logits = distinct_rows(4, vocab_size, seed=5)[1] * 1.5
+    scores, _ = filtered(logits[None], **wanted)
+    filters = {name: value for name, value in wanted.items() if name != "temperature"}
+    observed = torch.zeros(vocab_size, dtype=torch.int64)
+    for part in range(10):
+        positions = torch.arange(part * size, (part + 1) * size)
+        sampling = make_sampling(size, seeds=4321, positions=positions, **wanted)
+        chosen = draw(logits.expand(size, -1), sampling, enough_candidates(**filters))
+        observed += torch.bincount(chosen, minlength=vocab_size)
+    assert_follows(observed, scores[0].softmax(-1))
 
 
 def test_uniform_is_splitmix64():

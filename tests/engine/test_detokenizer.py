@@ -1,0 +1,336 @@
+"""Any tokens, one at a time: the text only grows, misses nothing, and stops where a naive search
+of the decoded prefixes does.
+"""
+
+import functools
+import re
+from collections.abc import Sequence as Seq
+
+import pytest
+from hypothesis import given, settings, strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from nanovllm import glossary
+from nanovllm.engine.detokenizer import Detokenizer
+
+UNFINISHED = "\ufffd"
+CHARACTERS = ["a", "the", "cat", ".", "'t", " ", "\n", "é", "e\u0301", "日", "本語", "你好", "👋"]
+CHARACTERS += ["👩\u200d🚀", "👨\u200d👩\u200d👧", "नि", "\u200b", UNFINISHED, "\U0010ffff", "<s>"]
+TEXTS = st.one_of(st.text(max_size=12), st.lists(st.sampled_from(CHARACTERS)).map("".join))
+
+
+@functools.cache
+def byte_level() -> Tokenizer:
+    from transformers import AutoTokenizer
+
+    tokenizer: Tokenizer = AutoTokenizer.from_pretrained(glossary.MODEL).backend_tokenizer
+    return tokenizer
+
+
+@functools.cache
+def byte_fallback() -> Tokenizer:
+    """Llama's way: words with ▁ for a space, and a token for each byte of what has no other."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokens += [*"▁abcdefghijklmnopqrstuvwxyz.,'", "é", "日", "本", UNFINISHED]
+    merges = []
+    for word in ("▁the", "▁cat", "▁a", "日本"):
+        for end in range(2, len(word) + 1):
+            tokens.append(word[:end])
+            merges.append((word[: end - 1], word[end - 1]))
+    vocab = {token: index for index, token in enumerate(dict.fromkeys(tokens))}
+    tokenizer = Tokenizer(models.BPE(vocab, merges, byte_fallback=True, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return tokenizer
+
+
+@functools.cache
+def word_piece() -> Tokenizer:
+    tokens = ["[UNK]", "<s>", "</s>", "the", "cat", "do", "##n", "n't", "'", "t", "'t", "##ing"]
+    tokens += [".", ",", "日", "##本", "本", "é", "👋", "##👋", UNFINISHED, *"ace", "##a", "##e"]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(cleanup=True)
+    tokenizer.add_special_tokens(["[UNK]", "<s>", "</s>"])
+    return tokenizer
+
+
+MAKERS = {maker.__name__: maker for maker in (byte_level, byte_fallback, word_piece)}
+every_tokenizer = pytest.mark.parametrize("kind", MAKERS)
+
+
+@functools.cache
+def odd_token_ids(kind: str) -> list[int]:
+    """Tokens that are no text by themselves: special ones, single bytes; and a letter."""
+    tokenizer = MAKERS[kind]()
+    special = [token for token, added in tokenizer.get_added_tokens_decoder().items()]
+    letters = [token for letter in ("a", "▁", "Ġ") if (token := tokenizer.token_to_id(letter))]
+    if kind == "byte_level":
+        single = [*range(256)]
+    else:
+        single = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
+    return special + letters + [token for token in single if token is not None]
+
+
+@st.composite
+def outputs(draw: st.DrawFn, kind: str) -> list[int]:
+    """Token ids: an encoded text, maybe cut inside a character, or anything, or both in turn."""
+    tokenizer = MAKERS[kind]()
+    # A space is ▁ and never a byte's token: as a byte it would depend on what was stripped.
+    space = tokenizer.token_to_id("<0x20>")
+    token = st.integers(0, tokenizer.get_vocab_size() - 1) | st.sampled_from(odd_token_ids(kind))
+    token = token.filter(lambda token_id: token_id != space)
+    token_ids: list[int] = []
+    for _ in range(draw(st.integers(1, 3))):
+        if draw(st.booleans()):
+            encoded = tokenizer.encode(draw(TEXTS), add_special_tokens=False).ids
+            token_ids += encoded[: draw(st.integers(0, len(encoded)))]
+        else:
+            token_ids += draw(st.lists(token, max_size=8))
+    return token_ids
+
+
+def decode(kind: str, token_ids: Seq[int], skip_special_tokens: bool) -> str:
+    """Return the text of all tokens at once.
+
+    A byte that cannot go on with the bytes before it makes tokenizers' ByteFallback take back the
+    characters that they gave; what was streamed cannot be taken back, so here they stay.
+    """
+    tokenizer = MAKERS[kind]()
+    whole: str = tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+    if kind != "byte_fallback":
+        return whole
+    special = set(tokenizer.get_added_tokens_decoder()) if skip_special_tokens else set()
+    text, run, is_valid = "", b"", True
+    for token_id in [*token_ids, None]:
+        token = "" if token_id is None else tokenizer.id_to_token(token_id)
+        if token_id in special:
+            continue
+        if byte := re.fullmatch("<0x(..)>", token):
+            run += bytes.fromhex(byte[1])
+            continue
+        good = next(size for size in range(len(run), -1, -1) if is_utf8(run[:size]))
+        is_valid = is_valid and good == len(run)
+        text += run[:good].decode() + UNFINISHED * (len(run) - good) + token.replace("▁", " ")
+        run = b""
+    text = text.removeprefix(" ")
+    assert text == whole or not is_valid
+    return text
+
+
+def is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def decoded_prefixes(kind: str, token_ids: Seq[int], skip_special_tokens: bool) -> list[str]:
+    """Return what may be read before the first token, after each, and once it is finished."""
+    texts = [""]
+    for count in range(1, len(token_ids) + 1):
+        text = decode(kind, token_ids[:count], skip_special_tokens)
+        texts.append(texts[-1] if text.endswith(UNFINISHED) else text)
+    return [*texts, decode(kind, token_ids, skip_special_tokens)]
+
+
+@every_tokenizer
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), skip_special_tokens=st.booleans())
+def test_text_grows_to_what_decoding_at_once_gives(
+    kind: str, data: st.DataObject, skip_special_tokens: bool
+) -> None:
+    token_ids = data.draw(outputs(kind))
+    detokenizer = Detokenizer(MAKERS[kind](), skip_special_tokens=skip_special_tokens)
+    expected = decoded_prefixes(kind, token_ids, skip_special_tokens)
+    pieces = []
+    for token_id, before, after in zip(token_ids, expected[:-2], expected[1:-1], strict=True):
+        assert detokenizer.add(token_id) is False
+        assert after.startswith(before)
+        assert detokenizer.text == after
+        assert detokenizer.safe_length(finished=False) == len(after)
+        pieces.append(after[len(before) :])
+    assert detokenizer.finish() is False
+    assert detokenizer.text == expected[-1]
+    assert detokenizer.safe_length(finished=True) == len(expected[-1])
+    assert expected[-1].startswith("".join(pieces))
+    assert not expected[-1][len("".join(pieces)) :].strip(f" {UNFINISHED}")
+    assert detokenizer.finish() is False
+    assert detokenizer.text == expected[-1]
+
+
+@every_tokenizer
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), text=TEXTS)
+def test_whole_characters_are_never_shown_as_broken(
+    kind: str, data: st.DataObject, text: str
+) -> None:
+    tokenizer = MAKERS[kind]()
+    token_ids = tokenizer.encode(text.replace(UNFINISHED, ""), add_special_tokens=False).ids
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=data.draw(st.booleans()))
+    for token_id in token_ids:
+        detokenizer.add(token_id)
+        assert UNFINISHED not in detokenizer.text
+    streamed = detokenizer.text
+    detokenizer.finish()
+    assert detokenizer.text == streamed
+
+
+def first_stop(
+    texts: Seq[str], stops: Seq[str], num_unsearched: int
+) -> tuple[int, int, int] | None:
+    """Return (index into texts, start, end) of the stop complete first, the longest if several."""
+    for index in range(num_unsearched + 1, len(texts)):
+        text = texts[index]
+        for end in range(len(texts[index - 1]) + 1, len(text) + 1):
+            for start in range(end):
+                if text[start:end] in stops:
+                    return index, start, end
+    return None
+
+
+@every_tokenizer
+@settings(max_examples=300, deadline=None)
+@given(
+    data=st.data(),
+    skip_special_tokens=st.booleans(),
+    include_stop=st.booleans(),
+    others=st.lists(st.sampled_from(["a", "zzzz", "日本", "👋", UNFINISHED, ". "]), max_size=2),
+)
+def test_stop_strings(
+    kind: str,
+    data: st.DataObject,
+    skip_special_tokens: bool,
+    include_stop: bool,
+    others: list[str],
+) -> None:
+    token_ids = data.draw(outputs(kind))
+    texts = decoded_prefixes(kind, token_ids, skip_special_tokens)
+    whole = texts[-1]
+    stops = others
+    for _ in range(data.draw(st.integers(1, 3)) if whole else 0):
+        start = data.draw(st.integers(0, len(whole) - 1))
+        stops.append(whole[start : start + data.draw(st.integers(1, 6))])
+    num_unsearched = data.draw(st.integers(0, len(token_ids)) | st.just(0))
+    expected = first_stop(texts, stops, num_unsearched)
+
+    detokenizer = Detokenizer(
+        MAKERS[kind](),
+        skip_special_tokens=skip_special_tokens,
+        stop=data.draw(st.permutations(stops)),
+        include_stop=include_stop,
+    )
+    shown = ""
+    stopped_after = None
+    for count, token_id in enumerate(token_ids, start=1):
+        if detokenizer.add(token_id, search=count > num_unsearched):
+            stopped_after = count
+            break
+        safe = detokenizer.text[: detokenizer.safe_length(finished=False)]
+        assert safe.startswith(shown)
+        shown = safe
+    if stopped_after is None and detokenizer.finish(search=True):
+        stopped_after = len(token_ids) + 1
+
+    if expected is None:
+        assert stopped_after is None
+        assert detokenizer.stop_string is None
+        assert detokenizer.text == whole
+    else:
+        index, start, end = expected
+        assert stopped_after == index
+        assert detokenizer.stop_string == texts[index][start:end]
+        assert detokenizer.text == texts[index][: end if include_stop else start]
+        assert detokenizer.finish() is True
+        assert detokenizer.text == texts[index][: end if include_stop else start]
+    assert detokenizer.text.startswith(shown)
+    assert detokenizer.safe_length(finished=True) == len(detokenizer.text)
+
+
+def read(detokenizer: Detokenizer, token_ids: Seq[int], num_unsearched: int = 0) -> list[str]:
+    """Add tokens until a stop string is complete; return the texts that were safe on the way."""
+    safe = []
+    for count, token_id in enumerate(token_ids, start=1):
+        if detokenizer.add(token_id, search=count > num_unsearched):
+            break
+        safe.append(detokenizer.text[: detokenizer.safe_length(finished=False)])
+    return safe
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "stop_string", "kept"),
+    [
+        ("the cat sat", ["cat"], "cat", "the "),
+        ("the cat sat", ["e c"], "e c", "th"),
+        ("the cat sat", ["sat", "cat"], "cat", "the "),
+        ("the cat sat", ["t", "cat"], "t", ""),
+        ("the cat sat", ["at", "cat", "t s"], "cat", "the "),
+        ("the cat sat", ["cat", "the cat", "at"], "the cat", ""),
+        ("aaab", ["aab"], "aab", "a"),
+        ("日本語 👋 你好", ["👋 你"], "👋 你", "日本語 "),
+        ("日本語 👋 你好", ["語"], "語", "日本"),
+        ("the cat sat", ["dog"], None, "the cat sat"),
+        ("the cat sa", ["sat"], None, "the cat sa"),
+    ],
+)
+@pytest.mark.parametrize("backwards", [False, True])
+def test_stop_that_is_complete_first_wins(
+    text: str, stop: list[str], stop_string: str | None, kept: str, backwards: bool
+) -> None:
+    """Whatever the order in which they are given; of those that end together, the longest."""
+    tokenizer = byte_level()
+    stop = stop[::-1] if backwards else stop
+    for include_stop in (False, True):
+        detokenizer = Detokenizer(tokenizer, stop=stop, include_stop=include_stop)
+        read(detokenizer, tokenizer.encode(text).ids)
+        detokenizer.finish()
+        assert detokenizer.stop_string == stop_string
+        assert detokenizer.text == kept + (stop_string or "") * include_stop
+
+
+def test_no_more_is_held_back_than_a_stop_string_could_take() -> None:
+    tokenizer = byte_level()
+    token_ids = [tokenizer.token_to_id(letter) for letter in "abcdefgh"]
+    assert read(Detokenizer(tokenizer, stop=["xyz"]), token_ids[:4]) == ["", "", "a", "ab"]
+    detokenizer = Detokenizer(tokenizer, stop=["xyz"], include_stop=True)
+    assert read(detokenizer, token_ids[:4]) == ["a", "ab", "abc", "abcd"]
+
+
+def test_stop_that_begins_before_the_search_and_ends_in_it_counts() -> None:
+    tokenizer = byte_level()
+    token_ids = [tokenizer.token_to_id(letter) for letter in "abcabc"]
+    for num_unsearched, kept in ((0, "a"), (2, "a"), (3, "abca"), (6, "abcabc")):
+        detokenizer = Detokenizer(tokenizer, stop=["bc"])
+        read(detokenizer, token_ids, num_unsearched)
+        detokenizer.finish(search=False)
+        assert detokenizer.text == kept
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+def test_unfinished_character_waits_and_ends_as_replacement(kind: str) -> None:
+    tokenizer = MAKERS[kind]()
+    token_ids = tokenizer.encode("a👋👋", add_special_tokens=False).ids
+    detokenizer = Detokenizer(tokenizer)
+    assert read(detokenizer, token_ids[:-1])[-4:] == ["a👋"] * 4
+    detokenizer.finish()
+    shown, _, rest = detokenizer.text.partition("👋")
+    assert shown == "a"
+    assert set(rest) == {UNFINISHED}
+
+
+def test_stream_goes_on_after_a_byte_that_spoils_the_characters_before_it() -> None:
+    tokenizer = byte_fallback()
+    tokens = ["<0x41>", "<0x82>", "▁the", "▁cat"]
+    detokenizer = Detokenizer(tokenizer)
+    shown = read(detokenizer, [tokenizer.token_to_id(token) for token in tokens])
+    assert shown == ["A", "A", f"A{UNFINISHED} the", f"A{UNFINISHED} the cat"]

@@ -1,0 +1,421 @@
+"""Many tasks share one engine: each gets its own text, none waits for ever, failures stay where
+they belong, and nothing is left of what was cancelled.
+"""
+
+import asyncio
+import contextlib
+import gc
+import random
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from nanovllm import LLM, AsyncLLM, SamplingParams, glossary
+from nanovllm.errors import EngineDeadError, InvalidRequestError
+
+QUESTIONS = [question for question, _ in glossary.entries()]
+ANSWER_TO = dict(glossary.entries())
+GREEDY = SamplingParams(temperature=0, max_tokens=160)
+ENDLESS = SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True)
+OPTIONS = {
+    "dtype": "float32",
+    "max_model_len": 4096,
+    "num_kvcache_blocks": 2048,
+    "max_num_seqs": 64,
+}
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[AsyncLLM]:
+    llm = AsyncLLM(glossary.MODEL, **OPTIONS)
+    yield llm
+    llm.shutdown()
+
+
+@pytest.fixture
+def llm(shared: AsyncLLM) -> Iterator[AsyncLLM]:
+    """An engine that holds nothing before the test and nothing after it."""
+    wait_until_idle(shared)
+    yield shared
+    wait_until_idle(shared)
+
+
+@pytest.fixture
+def own_llm() -> Iterator[AsyncLLM]:
+    """An engine that the test may end."""
+    llm = AsyncLLM(glossary.MODEL, **OPTIONS)
+    yield llm
+    llm.shutdown()
+
+
+@pytest.fixture(scope="module")
+def alone() -> Callable[[str, int], str]:
+    """The text of a question's first tokens, without asyncio."""
+    llm = LLM(glossary.MODEL, **OPTIONS)
+    outputs = llm.generate(QUESTIONS, GREEDY, use_tqdm=False)
+    llm.shutdown()
+    tokenizer = llm.get_tokenizer()
+    assert tokenizer is not None
+    token_ids = {output.prompt: output.token_ids for output in outputs}
+
+    def text(question: str, max_tokens: int) -> str:
+        found: str = tokenizer.decode(token_ids[question][:max_tokens], skip_special_tokens=True)
+        return found
+
+    return text
+
+
+def run(coroutine: Coroutine[Any, Any, Any], seconds: float = 60) -> Any:
+    """Run to the end; a hang is an error."""
+    return asyncio.run(asyncio.wait_for(coroutine, seconds))
+
+
+def on_engine_thread(llm: AsyncLLM, call: Callable[[], Any]) -> Any:
+    """Return what `call` returns between two steps."""
+    answer: Future[Any] = Future()
+
+    def command() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    llm._thread.inbox.put(command)
+    return answer.result(timeout=20)
+
+
+def wait_until_idle(llm: AsyncLLM) -> None:
+    deadline = time.monotonic() + 5
+    while not on_engine_thread(llm, llm.engine.is_finished):
+        assert time.monotonic() < deadline, "requests that nobody reads are still running"
+        time.sleep(0.02)
+    on_engine_thread(llm, llm.engine.scheduler.check)
+    free_blocks = llm.engine.scheduler.block_manager.num_free_blocks
+    assert free_blocks == llm.engine.cache_info.num_blocks
+    assert not llm._thread.readers
+
+
+async def read(llm: AsyncLLM, prompt: Any, params: SamplingParams = GREEDY) -> str:
+    text, finished = "", False
+    async for piece in llm.stream(prompt, params):
+        assert not finished
+        text += piece.outputs[0].text
+        finished = piece.finished
+    assert finished
+    return text
+
+
+async def read_some(llm: AsyncLLM, question: str, num_pieces: int) -> str:
+    """Read a few pieces and close the iterator."""
+    stream = llm.stream(question, GREEDY)
+    async with contextlib.aclosing(stream):
+        return "".join([(await anext(stream)).text for _ in range(num_pieces)])
+
+
+def test_a_thousand_streams_and_a_third_of_them_cancelled(
+    llm: AsyncLLM, alone: Callable[[str, int], str]
+) -> None:
+    rng = random.Random(0)
+    requests = []
+    for index in range(1000):
+        max_tokens = rng.choice([1, 5, 20, 160])
+        requests.append((rng.choice(QUESTIONS), max_tokens, index % 6))
+
+    async def one(question: str, max_tokens: int, way: int) -> str | None:
+        if way == 0:
+            text = await read_some(llm, question, num_pieces=rng.randint(1, 4))
+            assert alone(question, 160).startswith(text)
+            return None
+        params = SamplingParams(temperature=0, max_tokens=max_tokens)
+        return await read(llm, question, params)
+
+    async def main() -> list[Any]:
+        tasks = [asyncio.create_task(one(*request)) for request in requests]
+        for task, (_, _, way) in zip(tasks, requests, strict=True):
+            if way == 1:
+                asyncio.get_running_loop().call_later(rng.uniform(0, 1.5), task.cancel)
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    results = run(main(), 100)
+    num_cancelled = 0
+    for (question, max_tokens, way), result in zip(requests, results, strict=True):
+        if way == 0:
+            assert result is None
+        elif way == 1 and isinstance(result, asyncio.CancelledError):
+            num_cancelled += 1
+        else:
+            assert result == alone(question, max_tokens)
+    assert num_cancelled > 50
+
+
+def test_generate_and_chat(llm: AsyncLLM) -> None:
+    async def main() -> list[Any]:
+        messages = [[{"role": "user", "content": question}] for question in QUESTIONS[:20]]
+        no_thinking = {"enable_thinking": False}
+        return await asyncio.gather(
+            *(llm.generate(question, GREEDY) for question in QUESTIONS[:20]),
+            *(llm.chat(message, GREEDY) for message in messages),
+            *(llm.chat(m, GREEDY, chat_template_kwargs=no_thinking) for m in messages),
+        )
+
+    outputs = run(main())
+    answers = [ANSWER_TO[question] for question in QUESTIONS[:20]]
+    assert [o.text for o in outputs] == [" " + answer for answer in answers] + 2 * answers
+    assert all(output.finished for output in outputs)
+    assert all(output.finish_reason == "stop" for output in outputs)
+
+
+def test_default_parameters_and_token_ids(llm: AsyncLLM) -> None:
+    prompt = llm.render([{"role": "user", "content": QUESTIONS[3]}], add_generation_prompt=True)
+    output = run(llm.generate(prompt))
+    assert output.prompt is None
+    assert output.prompt_token_ids == prompt
+    assert 1 <= len(output.token_ids) <= SamplingParams().max_tokens
+
+
+def test_stream_joins_to_what_generate_returns(llm: AsyncLLM) -> None:
+    params = SamplingParams(
+        temperature=1.3, seed=3, n=3, max_tokens=60, stop=["token", "keys and v"], logprobs=1
+    )
+
+    async def main() -> None:
+        whole = await llm.generate("What is the KV cache?", params)
+        texts, tokens = [""] * 3, [[], [], []]  # type: tuple[list[str], list[list[int]]]
+        ends = {}
+        async for piece in llm.stream("What is the KV cache?", params):
+            for completion in piece.outputs:
+                texts[completion.index] += completion.text
+                tokens[completion.index] += completion.token_ids
+                assert completion.logprobs is not None
+                assert len(completion.logprobs) == len(completion.token_ids)
+                if completion.finish_reason:
+                    ends[completion.index] = (completion.finish_reason, completion.stop_reason)
+        assert texts == [completion.text for completion in whole.outputs]
+        assert tokens == [completion.token_ids for completion in whole.outputs]
+        assert ends == {c.index: (c.finish_reason, c.stop_reason) for c in whole.outputs}
+
+    run(main())
+
+
+def test_slow_reader_misses_nothing(llm: AsyncLLM) -> None:
+    async def main() -> str:
+        text = ""
+        async for piece in llm.stream(QUESTIONS[0], GREEDY):
+            text += piece.text
+            await asyncio.sleep(0.02)
+        return text
+
+    assert run(main()) == " " + ANSWER_TO[QUESTIONS[0]]
+
+
+@pytest.mark.parametrize("delay", [None, 0, 0.05])
+@pytest.mark.parametrize("streams", [True, False])
+def test_cancelled_request_is_aborted(llm: AsyncLLM, delay: float | None, streams: bool) -> None:
+    async def main() -> None:
+        request = read(llm, QUESTIONS[0], ENDLESS) if streams else llm.generate("Hi", ENDLESS)
+        task = asyncio.create_task(request)
+        if delay is not None:
+            await asyncio.sleep(delay)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.to_thread(wait_until_idle, llm)  # while the loop still runs
+
+    run(main())
+
+
+def test_iterator_that_is_dropped_is_aborted(llm: AsyncLLM) -> None:
+    async def main() -> None:
+        async for piece in llm.stream(QUESTIONS[0], ENDLESS):
+            assert not piece.finished
+            break
+        await asyncio.sleep(0)
+        await asyncio.to_thread(wait_until_idle, llm)
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ("", GREEDY, "the prompt is empty"),
+        ([5000], GREEDY, "prompt token 0 must be an integer from 0 to 1023, got 5000"),
+        ([1] * 5000, GREEDY, "5000 tokens"),
+        (None, GREEDY, "NoneType"),
+        ("x", SamplingParams(stop_token_ids=[5000]), "stop_token_ids holds token 5000"),
+        ("x", {"temperature": 0}, "sampling_params must be SamplingParams"),
+    ],
+)
+def test_bad_input_raises_in_its_caller_alone(
+    llm: AsyncLLM, prompt: Any, params: Any, message: str
+) -> None:
+    async def main() -> list[Any]:
+        return await asyncio.gather(
+            read(llm, QUESTIONS[0]),
+            read(llm, prompt, params),
+            read(llm, QUESTIONS[1]),
+            llm.generate(prompt, params),
+            return_exceptions=True,
+        )
+
+    first, bad_stream, second, bad_whole = run(main())
+    assert [first, second] == [" " + ANSWER_TO[question] for question in QUESTIONS[:2]]
+    for error in (bad_stream, bad_whole):
+        assert isinstance(error, InvalidRequestError)
+        assert message in str(error)
+
+
+@pytest.mark.parametrize("messages", [None, 5, [], "Hello!", [{"role": "user"}]])
+def test_bad_messages(llm: AsyncLLM, messages: Any) -> None:
+    with pytest.raises(InvalidRequestError):
+        run(llm.chat(messages, GREEDY))
+
+
+def test_step_that_raises_fails_what_runs_and_no_more(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    execute = llm.engine.executor.execute
+    num_calls = 0
+
+    def fails_once(schedule: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 8:
+            raise MemoryError("no memory just now")
+        return execute(schedule)
+
+    monkeypatch.setattr(llm.engine.executor, "execute", fails_once)
+
+    async def main() -> None:
+        results = await asyncio.gather(
+            *(read(llm, question, ENDLESS) for question in QUESTIONS[:10]),
+            *(llm.generate(question, ENDLESS) for question in QUESTIONS[:10]),
+            return_exceptions=True,
+        )
+        for error in results:
+            assert isinstance(error, MemoryError)
+            assert str(error) == "no memory just now"
+        texts = await asyncio.gather(*(read(llm, question) for question in QUESTIONS[:10]))
+        assert texts == [" " + ANSWER_TO[question] for question in QUESTIONS[:10]]
+
+    run(main())
+
+
+async def start(llm: AsyncLLM, num: int) -> list[AsyncIterator[Any]]:
+    """Return streams that never end by themselves, each past its first piece."""
+    streams = [llm.stream(question, ENDLESS) for question in QUESTIONS[:num]]
+    await asyncio.gather(*(anext(stream) for stream in streams))
+    return streams
+
+
+async def drain(stream: AsyncIterator[Any]) -> None:
+    async for _ in stream:
+        pass
+
+
+def test_shutdown_ends_running_requests(own_llm: AsyncLLM) -> None:
+    async def main() -> None:
+        streams = await start(own_llm, 20)
+        tasks = [asyncio.create_task(drain(stream)) for stream in streams]
+        tasks += [asyncio.create_task(own_llm.generate("Hi", ENDLESS)) for _ in range(5)]
+        await asyncio.sleep(0.05)
+        await asyncio.to_thread(own_llm.shutdown)
+        for error in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(error, EngineDeadError)
+            assert "shut down" in str(error)
+        own_llm.shutdown()
+        for refused in (read(own_llm, "Hi"), own_llm.generate("Hi"), own_llm.generate("")):
+            with pytest.raises(EngineDeadError, match="shut down"):
+                await refused
+        with pytest.raises(EngineDeadError, match="shut down"):
+            await own_llm.chat([{"role": "user", "content": "Hi"}])
+
+    run(main())
+    assert not own_llm._thread.is_alive()
+
+
+def test_shutdown_between_a_requests_check_and_its_start(
+    own_llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inbox = own_llm._thread.inbox
+
+    class SlowInbox:
+        """Delivers a request when the thread has ended."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(inbox, name)
+
+        def put(self, command: Any) -> None:
+            own_llm.shutdown()
+            inbox.put(command)
+
+    monkeypatch.setattr(own_llm._thread, "inbox", SlowInbox())
+    with pytest.raises(EngineDeadError, match="shut down"):
+        run(own_llm.generate("Hi", GREEDY), seconds=5)
+
+
+def test_event_loops_in_two_threads(llm: AsyncLLM) -> None:
+    found: dict[int, list[str]] = {}
+
+    async def main(questions: list[str]) -> list[str]:
+        return await asyncio.gather(*(read(llm, question) for question in questions))
+
+    def work(half: int) -> None:
+        found[half] = run(main(QUESTIONS[half:60:2]))
+
+    threads = [threading.Thread(target=work, args=(half,)) for half in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for half in range(2):
+        assert found[half] == [" " + ANSWER_TO[question] for question in QUESTIONS[half:60:2]]
+
+
+def test_event_loop_that_is_closed_with_a_request_running(llm: AsyncLLM) -> None:
+    """Nobody reads its request to the end; the engine and the other loops go on."""
+    loop = asyncio.new_event_loop()
+    stream = llm.stream(QUESTIONS[0], GREEDY)
+    piece = loop.run_until_complete(stream.__anext__())
+    assert not piece.finished
+    loop.close()
+    assert run(read(llm, QUESTIONS[1])) == " " + ANSWER_TO[QUESTIONS[1]]
+
+
+def test_collected_engine_ends_its_thread() -> None:
+    llm = AsyncLLM(glossary.MODEL, **OPTIONS)
+    thread = llm._thread
+
+    async def begin(llm: AsyncLLM) -> None:
+        async for _ in llm.stream(QUESTIONS[0], ENDLESS):
+            break
+
+    run(begin(llm))
+    assert thread.is_alive()
+    del llm
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_dead_worker_ends_every_stream() -> None:
+    llm = AsyncLLM(glossary.MODEL, tensor_parallel_size=2, **OPTIONS)
+
+    async def main() -> None:
+        assert await read(llm, QUESTIONS[0]) == " " + ANSWER_TO[QUESTIONS[0]]
+        streams = await start(llm, 8)
+        started = time.monotonic()
+        llm.engine.executor._processes[1].kill()  # type: ignore[attr-defined]
+        for error in await asyncio.gather(*map(drain, streams), return_exceptions=True):
+            assert isinstance(error, EngineDeadError)
+            assert "rank1 exited with -9" in str(error)
+        with pytest.raises(EngineDeadError, match="rank1"):
+            await llm.generate("Hi", GREEDY)
+        assert time.monotonic() - started < 10
+
+    run(main())
+    llm.shutdown()
