@@ -10,7 +10,7 @@ import torch
 
 from nanovllm.engine.batch import SlotTables
 from nanovllm.engine.schedule import Admission, Row, TokenLogprobs
-from nanovllm.layers.sampler import Sampling, draw
+from nanovllm.layers.sampler import Sampling, draw, greedy as greedy_tokens
 
 _SPARE = 8
 """Candidates beyond top_k, so that ties with the last one are seen."""
@@ -93,11 +93,11 @@ class SamplingRows:
             else:
                 plain.append(index)
         if len(greedy) == len(self.rows):
-            return logits.argmax(-1)
+            return greedy_tokens(logits)
         tokens = torch.empty_like(self._slots)
         if greedy:
             rows = self._tables.upload(greedy)
-            tokens[rows] = logits[rows].argmax(-1)
+            tokens[rows] = greedy_tokens(logits[rows])
         for group, num_candidates in (
             (plain, 0),
             (with_top_k, max_top_k + _SPARE),

@@ -149,30 +149,30 @@ void nv_pack(const bf16 *w, bf16 *packed, ptrdiff_t n, ptrdiff_t k) {
         }
 }
 
-/* y[m][n] = x[m][k] . w, rounded to nearest even; x's rows lie ldx apart. */
+/* y[m][n] = x[m][k] . w, rounded to nearest even; x's rows lie ldx apart.
+ * Each thread goes through its panels in groups that fit the second-level cache: w is read once, x once a group. */
 void nv_linear(const bf16 *x, ptrdiff_t ldx, const bf16 *packed, bf16 *y, ptrdiff_t m, ptrdiff_t n, ptrdiff_t k) {
-    enum { BLOCK = 256 }; /* rows of x that stay in the second-level cache */
-    ptrdiff_t panels = (n + PANEL - 1) / PANEL;
+    enum { GROUP_BYTES = 3 << 18 };
+    ptrdiff_t panels = (n + PANEL - 1) / PANEL, group = GROUP_BYTES / (PANEL * k * 2);
+    if (group < 1) group = 1;
 #pragma omp parallel
     {
         ptrdiff_t threads = omp_get_num_threads(), t = omp_get_thread_num();
         ptrdiff_t first = panels * t / threads, last = panels * (t + 1) / threads;
         float acc[TILE_ROWS * PANEL] __attribute__((aligned(64)));
         begin_tiles();
-        for (ptrdiff_t m0 = 0; m0 < m; m0 += BLOCK) {
-            ptrdiff_t m1 = m0 + BLOCK < m ? m0 + BLOCK : m;
-            for (ptrdiff_t p = first; p < last; p++) {
-                ptrdiff_t columns = n - p * PANEL;
-                __mmask32 mask = columns >= PANEL ? ~(__mmask32)0 : ((__mmask32)1 << columns) - 1;
-                for (ptrdiff_t i = m0; i < m1; i += TILE_ROWS) {
-                    int rows = m1 - i < TILE_ROWS ? (int)(m1 - i) : TILE_ROWS;
+        for (ptrdiff_t g = first; g < last; g += group)
+            for (ptrdiff_t i = 0; i < m; i += TILE_ROWS) {
+                int rows = m - i < TILE_ROWS ? (int)(m - i) : TILE_ROWS;
+                for (ptrdiff_t p = g; p < last && p < g + group; p++) {
+                    ptrdiff_t columns = n - p * PANEL;
+                    __mmask32 mask = columns >= PANEL ? ~(__mmask32)0 : ((__mmask32)1 << columns) - 1;
                     tile(x + i * ldx, ldx, packed + p * PANEL * k, 2 * PANEL, k, rows, acc);
                     for (int r = 0; r < rows; r++)
                         _mm512_mask_storeu_epi16(y + (i + r) * n + p * PANEL, mask,
                                                  to_bf16(_mm512_loadu_ps(acc + r * 32), _mm512_loadu_ps(acc + r * 32 + 16)));
                 }
             }
-        }
         end_tiles();
     }
 }
@@ -255,6 +255,34 @@ void nv_silu_and_mul(const bf16 *x, bf16 *out, ptrdiff_t rows, ptrdiff_t n) {
             __m512 silu = rounded(_mm512_div_ps(gate, _mm512_add_ps(_mm512_set1_ps(1.0f), e)));
             store16(out + r * n + i, mask, _mm512_mul_ps(silu, up));
         }
+}
+
+/* ---- sampling: logits [rows][chunks][128] ---- */
+
+enum { CHUNK = 128 };
+
+void nv_chunk_maxima(const bf16 *logits, float *out, ptrdiff_t chunks) {
+#pragma omp parallel for schedule(static)
+    for (ptrdiff_t c = 0; c < chunks; c++) {
+        __m512 top = load16(logits + c * CHUNK, 0xffff);
+        for (int i = 16; i < CHUNK; i += 16) top = _mm512_max_ps(top, load16(logits + c * CHUNK + i, 0xffff));
+        out[c] = _mm512_reduce_max_ps(top);
+    }
+}
+
+/* out[row][chunk] = sum of exp((logit - largest[row]) / temperature[row]), without what is below min_p[row]. */
+void nv_chunk_sums(const bf16 *logits, const float *largest, const float *temperatures, const float *min_ps, float *out,
+                   ptrdiff_t rows, ptrdiff_t chunks) {
+#pragma omp parallel for schedule(static)
+    for (ptrdiff_t c = 0; c < rows * chunks; c++) {
+        __m512 shift = _mm512_set1_ps(largest[c / chunks]), scale = _mm512_set1_ps(temperatures[c / chunks]);
+        __m512 least = _mm512_set1_ps(min_ps[c / chunks]), sum = _mm512_setzero_ps();
+        for (int i = 0; i < CHUNK; i += 16) {
+            __m512 w = exp16(_mm512_div_ps(_mm512_sub_ps(load16(logits + c * CHUNK + i, 0xffff), shift), scale));
+            sum = _mm512_mask_add_ps(sum, _mm512_cmp_ps_mask(w, least, _CMP_GE_OQ), sum, w);
+        }
+        out[c] = _mm512_reduce_add_ps(sum);
+    }
 }
 
 /* ---- attention ----

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,6 +22,20 @@ logger = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_name("cpu.c")
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-lm")
 _NEEDED = {"avx512f", "avx512bw", "avx512vl", "avx512_bf16"}
+
+# The arguments of each kernel: pointers, sizes and floats.
+_KINDS: dict[str, Any] = {"p": ctypes.c_void_p, "n": ctypes.c_ssize_t, "f": ctypes.c_float}
+_ARGUMENTS = {
+    "nv_pack": "ppnn",
+    "nv_linear": "pnppnnn",
+    "nv_gather": "pppnn",
+    "nv_add_rms_norm": "ppppnnf",
+    "nv_silu_and_mul": "ppnn",
+    "nv_store": "pppppppppnnnnnf",
+    "nv_attention": "pppppnppnnnnnf",
+    "nv_chunk_maxima": "ppn",
+    "nv_chunk_sums": "pppppnn",
+}
 
 PANEL = 32
 """Outputs that lie side by side in a packed weight."""
@@ -181,21 +196,43 @@ def attention(
     return out
 
 
+def chunk_maxima(logits: torch.Tensor, chunk: int = 128) -> torch.Tensor:
+    """Return the largest of each chunk of logits [r, n * 128] contiguous: [r, n] float32."""
+    out = torch.empty(len(logits), logits.shape[1] // chunk)
+    _call("nv_chunk_maxima", logits, out, out.numel())
+    return out
+
+
+def chunk_sums(
+    logits: torch.Tensor,
+    largest: torch.Tensor,
+    temperatures: torch.Tensor,
+    min_ps: torch.Tensor,
+    chunk: int = 128,
+) -> torch.Tensor:
+    """Return each chunk's sum of exp((logit - largest) / temperature): [r, n] float32.
+
+    Args:
+        logits: [r, n * 128] contiguous.
+        largest: [r] float32, each row's largest logit.
+        temperatures: [r] float32.
+        min_ps: [r] float32; terms below are left out.
+    """
+    out = torch.empty(len(logits), logits.shape[1] // chunk)
+    _call("nv_chunk_sums", logits, largest, temperatures, min_ps, out, *out.shape)
+    return out
+
+
+def usable(x: torch.Tensor) -> bool:
+    """Whether the kernels take `x`: bfloat16 on a CPU that has them."""
+    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and library() is not None
+
+
 def _call(name: str, *args: torch.Tensor | int | float | None) -> None:
     kernels = library()
     assert kernels is not None
-    getattr(kernels, name)(
-        *[
-            ctypes.c_void_p(arg.data_ptr())
-            if isinstance(arg, torch.Tensor)
-            else ctypes.c_float(arg)
-            if isinstance(arg, float)
-            else ctypes.c_void_p(None)
-            if arg is None
-            else ctypes.c_ssize_t(arg)
-            for arg in args
-        ]
-    )
+    function = getattr(kernels, name)
+    function(*[arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args])
 
 
 def _load() -> ctypes.CDLL:
@@ -217,6 +254,10 @@ def _load() -> ctypes.CDLL:
         raise _Unavailable(f"{error} {detail.decode(errors='replace')[-500:]}") from error
     if not kernels.nv_enable():
         raise _Unavailable("the system does not lend this process the AMX tiles")
+    for name, kinds in _ARGUMENTS.items():
+        function = getattr(kernels, name)
+        function.argtypes = [_KINDS[kind] for kind in kinds]
+        function.restype = None
     _self_test(kernels)
     return kernels
 

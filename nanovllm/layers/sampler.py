@@ -10,6 +10,8 @@ import dataclasses
 import torch
 from torch.nn.functional import pad
 
+from nanovllm.kernels import cpu
+
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them would overflow."""
 
@@ -67,22 +69,21 @@ def draw(logits: torch.Tensor, sampling: Sampling, num_candidates: int = 0) -> t
     if vocab_size % CHUNK:
         logits = pad(logits, (0, -vocab_size % CHUNK), value=-torch.inf)
     chunks = logits.view(len(logits), -1, CHUNK)
-    maxima = chunks.amax(-1)
+    maxima = _chunk_maxima(chunks)
     largest = maxima.amax(-1).float()
     if num_candidates == 0:
-        return _invert(_weights(chunks, largest, sampling), sampling)
+        return _invert(chunks, _chunk_sums(chunks, largest, sampling), largest, None, sampling)
 
     num_candidates = min(num_candidates, vocab_size)
     total = None
     if sampling.any_top_p_of_all:
-        total = _weights(chunks, largest, sampling).sum((1, 2), dtype=torch.float64)
+        total = _chunk_sums(chunks, largest, sampling).sum(-1, dtype=torch.float64)
     chunk_ids = maxima.topk(min(num_candidates, maxima.shape[-1])).indices.sort(-1).values
     near = chunks.gather(1, chunk_ids[..., None].expand(-1, -1, CHUNK))
     values = near.flatten(1).topk(num_candidates).values
     thresholds, complete = _thresholds(values, largest, total, sampling)
-    weights = _weights(near, largest, sampling)
-    weights.masked_fill_(near < thresholds[:, None, None], 0.0)
-    chosen = _invert(weights, sampling)
+    sums = _kept_weights(near, largest, thresholds, sampling).sum(-1, dtype=torch.float64)
+    chosen = _invert(near, sums, largest, thresholds, sampling)
     tokens = chunk_ids.gather(1, chosen[:, None] // CHUNK)[:, 0] * CHUNK + chosen % CHUNK
     if num_candidates < vocab_size:
         spilled = (~complete).nonzero()[:, 0]
@@ -129,19 +130,65 @@ def _weights(x: torch.Tensor, largest: torch.Tensor, sampling: Sampling) -> torc
     return weights
 
 
-def _invert(weights: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Return [R], the place in [R, chunks, CHUNK] where the sum passes a uniform number."""
-    sums = weights.sum(-1).double()
+def _kept_weights(
+    x: torch.Tensor, largest: torch.Tensor, thresholds: torch.Tensor | None, sampling: Sampling
+) -> torch.Tensor:
+    """Return the weights of logits x [R, chunks, CHUNK], 0 below the thresholds."""
+    weights = _weights(x, largest, sampling)
+    if thresholds is not None:
+        weights.masked_fill_(x < thresholds[:, None, None], 0.0)
+    return weights
+
+
+def _chunk_maxima(chunks: torch.Tensor) -> torch.Tensor:
+    """Return the largest logit of each chunk: [R, chunks]."""
+    if cpu.usable(chunks) and chunks.is_contiguous():
+        return cpu.chunk_maxima(chunks.flatten(1))
+    return chunks.amax(-1)
+
+
+def _chunk_sums(chunks: torch.Tensor, largest: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Return the sum of the weights of each chunk: [R, chunks]."""
+    if cpu.usable(chunks) and chunks.is_contiguous():
+        temperatures, min_ps = sampling.temperatures.contiguous(), sampling.min_ps.contiguous()
+        return cpu.chunk_sums(chunks.flatten(1), largest, temperatures, min_ps)
+    return _weights(chunks, largest, sampling).sum(-1, dtype=torch.float64)
+
+
+def _invert(
+    chunks: torch.Tensor,
+    sums: torch.Tensor,
+    largest: torch.Tensor,
+    thresholds: torch.Tensor | None,
+    sampling: Sampling,
+) -> torch.Tensor:
+    """Return [R], the place in [R, chunks, CHUNK] where the weights' sum passes a uniform number.
+
+    Args:
+        sums: [R, chunks], of the kept weights.
+    """
+    sums = sums.double()
     mass = sums.cumsum(-1)
     target = uniform(sampling.seeds, sampling.positions)[:, None] * mass[:, -1:]
     chunk = torch.searchsorted(mass, target, right=True).clamp_(max=mass.shape[-1] - 1)
     chunk_sum = sums.gather(1, chunk)
     # Not below 0, where rounding leads: it would point at a first token without any weight.
     share = ((target - mass.gather(1, chunk) + chunk_sum) / chunk_sum).clamp_(min=0.0)
-    inner = weights.gather(1, chunk[..., None].expand(-1, 1, CHUNK))[:, 0].double().cumsum(-1)
+    chosen = chunks.gather(1, chunk[..., None].expand(-1, 1, CHUNK))
+    inner = _kept_weights(chosen, largest, thresholds, sampling)[:, 0].double().cumsum(-1)
     place = torch.searchsorted(inner, share * inner[:, -1:], right=True)
     # Rounding may point past the last token that has any weight.
     place = place.minimum((inner < inner[:, -1:]).sum(-1, keepdim=True))
+    return (chunk * CHUNK + place)[:, 0]
+
+
+def greedy(logits: torch.Tensor) -> torch.Tensor:
+    """Return the first of the largest logits of each row of [R, vocab_size]: [R] int64."""
+    if logits.shape[-1] % CHUNK or not (cpu.usable(logits) and logits.is_contiguous()):
+        return logits.argmax(-1)
+    chunk = cpu.chunk_maxima(logits).argmax(-1, keepdim=True)
+    chunks = logits.view(len(logits), -1, CHUNK)
+    place = chunks.gather(1, chunk[..., None].expand(-1, 1, CHUNK)).argmax(-1)
     return (chunk * CHUNK + place)[:, 0]
 
 

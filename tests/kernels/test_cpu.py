@@ -258,3 +258,19 @@ def test_a_wrong_compilation_is_found_by_the_self_test(tmp_path):
     shown = in_subprocess(tmp_path, SHOW, CC=str(compiler))
     assert "False True" in shown
     assert "wrong products" in shown
+
+
+@native
+@pytest.mark.parametrize(("rows", "chunks"), [(1, 1), (3, 7), (16, 1187)])
+def test_chunk_maxima_and_sums(rows, chunks):
+    logits = randn(rows, chunks * 128) * 5
+    logits[0, 5] = -torch.inf
+    maxima = cpu.chunk_maxima(logits)
+    assert torch.equal(maxima, logits.view(rows, chunks, 128).amax(-1).float())
+    largest, temperatures = maxima.amax(-1), torch.rand(rows) + 0.3
+    min_ps = torch.linspace(0, 0.1, rows)
+    weights = (logits.double() - largest[:, None].double()).div(temperatures[:, None]).exp()
+    weights[weights < min_ps[:, None] * (1 - 1e-6)] = 0
+    expected = weights.view(rows, chunks, 128).sum(-1)
+    sums = cpu.chunk_sums(logits, largest, temperatures, min_ps)
+    assert torch.allclose(sums.double(), expected, rtol=1e-5, atol=1e-30)

@@ -136,20 +136,16 @@ def kept_logits(monkeypatch, logits, sampling, num_candidates):
     the last draw counts.
     """
     kept = {}
-    seen_logits = []
-    weights_of, invert = sampler._weights, sampler._invert
+    invert = sampler._invert
 
-    def weigh(x, *args):
-        seen_logits.append(x)
-        return weights_of(x, *args)
-
-    def record(weights, sampling):
-        rows = zip(sampling.positions.tolist(), seen_logits[-1], weights > 0, strict=True)
+    def record(chunks, sums, largest, thresholds, sampling):
+        weights = sampler._kept_weights(chunks, largest, thresholds, sampling)
+        assert torch.equal(weights.sum(-1) > 0, sums > 0)
+        rows = zip(sampling.positions.tolist(), chunks, weights > 0, strict=True)
         kept.update((row, x[mask].sort().values) for row, x, mask in rows)
-        return invert(weights, sampling)
+        return invert(chunks, sums, largest, thresholds, sampling)
 
     with monkeypatch.context() as patch:
-        patch.setattr(sampler, "_weights", weigh)
         patch.setattr(sampler, "_invert", record)
         tokens = draw(logits, sampling, num_candidates)
     for row, token in enumerate(tokens.tolist()):
@@ -252,9 +248,9 @@ def test_top_p_of_a_large_vocabulary(monkeypatch, top_p):
     sizes = []
     invert = sampler._invert
 
-    def count(weights, sampling):
-        sizes.append(len(weights))
-        return invert(weights, sampling)
+    def count(chunks, *args):
+        sizes.append(len(chunks))
+        return invert(chunks, *args)
 
     monkeypatch.setattr(sampler, "_invert", count)
     kept = kept_logits(monkeypatch, logits[rows], sampling, 256)
