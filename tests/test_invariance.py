@@ -94,7 +94,8 @@ def test_batch_size(generate: Any, expected: Tokens, max_num_seqs: int) -> None:
 
 @pytest.mark.parametrize("max_num_batched_tokens", [1, 2, 7, 33])
 def test_chunk_size(generate: Any, expected: Tokens, max_num_batched_tokens: int) -> None:
-    assert generate(max_num_batched_tokens=max_num_batched_tokens, warm=True) == expected
+    options = {"max_num_batched_tokens": max_num_batched_tokens, "kvcache_block_size": 4}
+    assert generate(warm=True, **options) == expected
 
 
 @pytest.mark.parametrize("kvcache_block_size", [1, 3, 16, 256])
