@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 
-from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 
 
 @pytest.fixture
@@ -18,6 +18,7 @@ def output():
         outputs=[completion],
         finished=True,
         num_cached_tokens=16,
+        metrics=RequestMetrics(10.0, 10.5, 11.0, 12.0, num_output_tokens=5),
     )
 
 
@@ -75,3 +76,11 @@ def test_frozen_and_picklable(output):
     with pytest.raises(dataclasses.FrozenInstanceError):
         output.prompt = "other"
     assert pickle.loads(pickle.dumps(output)) == output
+
+
+def test_metrics_are_differences_of_times(output):
+    assert output.metrics.queue_time == 0.5
+    assert output.metrics.time_to_first_token == 1.0
+    assert output.metrics.time_per_output_token == 0.25
+    assert RequestMetrics(10.0).time_to_first_token is None
+    assert RequestMetrics(10.0, 10.5, 11.0, 11.0, 1).time_per_output_token is None
