@@ -1,4 +1,4 @@
-"""Paged attention by the C kernels, bfloat16 on x86; norm, rotation and storing are one pass."""
+"""Paged attention by the C kernels, bfloat16; norm, rotation and storing are one pass."""
 
 from typing import ClassVar
 
@@ -9,7 +9,10 @@ from nanovllm.kernels import cpu
 
 
 class CPUBackend(Backend):
-    """A layer's cache: [2, num_blocks, num_kv_heads, block_size * head_dim], laid out by cpu.c."""
+    """A layer's cache: [2, num_blocks, num_kv_heads, block_size, width], laid out by cpu.c.
+
+    width is head_dim filled up to a multiple of 32.
+    """
 
     name: ClassVar[str] = "cpu"
     fuses_qk_norm: ClassVar[bool] = True
@@ -22,8 +25,8 @@ class CPUBackend(Backend):
     def unsupported(cls, spec: AttentionSpec) -> str | None:
         if spec.device.type != "cpu" or spec.dtype != torch.bfloat16:
             return "needs bfloat16 on a CPU"
-        if spec.head_dim % 32 or spec.head_dim > 256:
-            return f"head_dim {spec.head_dim} is no multiple of 32 up to 256"
+        if spec.head_dim % 2 or spec.head_dim > 256:
+            return f"head_dim {spec.head_dim} is odd or above 256"
         if spec.num_heads // spec.num_kv_heads > 32:
             return "more than 32 query heads share a KV head"
         if spec.block_size is not None and (spec.block_size % 32 or spec.block_size > 512):
@@ -32,7 +35,8 @@ class CPUBackend(Backend):
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         spec = self.spec
-        return (2, num_blocks, spec.num_kv_heads, self.block_size * spec.head_dim)
+        width = -(-spec.head_dim // cpu.PANEL) * cpu.PANEL
+        return (2, num_blocks, spec.num_kv_heads, self.block_size, width)
 
     def plan(self, batch: Batch) -> None:
         return None

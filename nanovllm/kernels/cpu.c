@@ -1,34 +1,180 @@
 /* Native CPU kernels of nanovllm, bfloat16 in and out, float32 inside. Called through ctypes.
  *
+ * Vectors are GCC's: one source for AVX-512, AVX2 and any other processor, with intrinsics only where an
+ * instruction has no operator (bfloat16 and int16 dot products, AMX tiles, fused multiply-add).
+ *
  * A packed weight [N, K] is [ceil(N/32)][K/2][32][2]: panels of 32 outputs, pairs of inputs side by
- * side, as both vdpbf16ps and the AMX tiles read them. Rows of the input never meet, so that a row's
- * result does not depend on the batch it is in.
+ * side. Rows of the input never meet, so that a row's result does not depend on the batch it is in.
  */
-#include <immintrin.h>
 #include <math.h>
 #include <omp.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
 #if defined(__AMX_BF16__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
 #define HAVE_AMX 1
 #endif
 
-typedef uint16_t bf16;
-enum { PANEL = 32, TILE_ROWS = 32 };
+#ifndef VL /* floats in a vector */
+#if defined(__AVX512F__)
+#define VL 16
+#elif defined(__AVX2__)
+#define VL 8
+#else
+#define VL 4
+#endif
+#endif
 
+typedef uint16_t bf16;
+typedef float vf __attribute__((vector_size(4 * VL), aligned(4), may_alias));
+typedef int32_t vi __attribute__((vector_size(4 * VL), aligned(4), may_alias));
+typedef uint32_t vu __attribute__((vector_size(4 * VL), aligned(4), may_alias));
+typedef uint16_t half_vu __attribute__((vector_size(2 * VL), aligned(2), may_alias));
+typedef int16_t vs __attribute__((vector_size(4 * VL), aligned(2), may_alias)); /* 2 VL numbers */
+typedef int16_t half_vs __attribute__((vector_size(2 * VL), aligned(2), may_alias));
+typedef int8_t vb __attribute__((vector_size(2 * VL), aligned(1), may_alias)); /* 2 VL numbers */
+
+#define INLINE static inline __attribute__((always_inline))
+#define X4(x) x, x, x, x
+#if VL == 16
+#define EACH(x) {X4(x), X4(x), X4(x), X4(x)}
+#elif VL == 8
+#define EACH(x) {X4(x), X4(x)}
+#else
+#define EACH(x) {X4(x)}
+#endif
+
+INLINE vf each(float x) { return (vf)EACH(x); }
+INLINE vf load(const float *p) { return *(const vf *)p; }
+INLINE void store(float *p, vf v) { *(vf *)p = v; }
+INLINE vf choose(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
+INLINE vf larger(vf a, vf b) { return choose(a > b, a, b); }
+
+INLINE vf fma_(vf a, vf b, vf c) {
+#if VL == 16 && defined(__AVX512F__)
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif VL == 8 && defined(__FMA__)
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+
+/* Lanes meet by halves, in the same order on every processor of a width. */
+INLINE float sum_of(vf v) {
+    for (int n = VL / 2; n; n /= 2)
+        for (int i = 0; i < n; i++) v[i] += v[i + n];
+    return v[0];
+}
+INLINE float largest_of(vf v) {
+    for (int n = VL / 2; n; n /= 2)
+        for (int i = 0; i < n; i++) v[i] = v[i] > v[i + n] ? v[i] : v[i + n];
+    return v[0];
+}
+
+INLINE vf from_bf16(half_vu h) { return (vf)(__builtin_convertvector(h, vu) << 16); }
+INLINE half_vu to_bf16(vf v) { /* to nearest, ties to even */
+#if VL == 16 && defined(__AVX512BF16__)
+    return (half_vu)_mm512_cvtneps_pbh((__m512)v);
+#else
+    vu u = (vu)v;
+    u = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+    vu nan = (vu)(v != v);
+    return __builtin_convertvector((u & ~nan) | (nan & 0x7fc0), half_vu);
+#endif
+}
+INLINE vf rounded(vf v) { return from_bf16(to_bf16(v)); }
+
+/* Up to VL numbers of a row that ends; what is missing reads as 0. */
+INLINE vf load16(const bf16 *p, ptrdiff_t left) {
+    half_vu h = {0};
+    if (left >= VL) h = *(const half_vu *)p;
+    else memcpy(&h, p, left * sizeof *p);
+    return from_bf16(h);
+}
+INLINE void store16(bf16 *p, ptrdiff_t left, vf v) {
+    half_vu h = to_bf16(v);
+    if (left >= VL) *(half_vu *)p = h;
+    else memcpy(p, &h, left * sizeof *p);
+}
+INLINE vf load32(const float *p, ptrdiff_t left) {
+    vf v = {0};
+    if (left >= VL) v = load(p);
+    else memcpy(&v, p, left * sizeof *p);
+    return v;
+}
+
+/* exp: 2^n times a polynomial (Cephes' expf), within 2 units in the last place; 0 below -87. */
+INLINE vf exp_(vf x) {
+    vi tiny = x < -87.0f;
+    x = choose(x < 88.0f, x, each(88.0f));
+    x = choose(tiny, each(-87.0f), x);
+    const float round = 12582912.0f; /* 1.5 * 2^23 */
+    vf shifted = fma_(x, each(1.44269504f), each(round)), n = shifted - round;
+    vf r = fma_(n, each(-0.693359375f), x);
+    r = fma_(n, each(2.12194440e-4f), r);
+    vf p = each(1.9875691500e-4f);
+    p = fma_(p, r, each(1.3981999507e-3f));
+    p = fma_(p, r, each(8.3334519073e-3f));
+    p = fma_(p, r, each(4.1665795894e-2f));
+    p = fma_(p, r, each(1.6666665459e-1f));
+    p = fma_(p, r, each(5.0000001201e-1f));
+    p = fma_(p, r * r, r + 1.0f);
+    vi power = ((vi)shifted << 23) + (127 << 23);
+    return (vf)((vi)(p * (vf)power) & ~tiny);
+}
 
 /* ---- a tile of products: acc[rows][32] = x[rows][k] . w ----
  *
- * w is [k/2][stride/2][2], of which 32 columns are read; stride in elements. rows <= 32, k % 32 == 0.
+ * w is [k/2][stride/2][2], of which 32 columns are read; stride in elements. rows <= 32; k % 32 == 0.
  * acc is dense [32][32] float32. Each output is summed in the order of k, whatever `rows` is.
+ * x is `act`: bfloat16 where an instruction multiplies it, else widened to float32 once.
  */
+enum { PANEL = 32, TILE_ROWS = 32 };
 
-static inline __m512i to_bf16(__m512 low, __m512 high) { return (__m512i)_mm512_cvtne2ps_pbh(high, low); }
+#if defined(HAVE_AMX) || (defined(__AVX512BF16__) && VL == 16)
+typedef bf16 act;
+INLINE act *activations(const bf16 *x, ptrdiff_t *ldx, ptrdiff_t rows, ptrdiff_t k, float *room) { return (act *)x; }
+INLINE void store_act(act *p, vf v) { *(half_vu *)p = to_bf16(v); }
+#else
+typedef float act;
+INLINE void store_act(act *p, vf v) { store(p, v); }
+/* x as float32 in `room`, rows 64 bytes further apart than k so that they do not share a cache set. */
+INLINE act *activations(const bf16 *x, ptrdiff_t *ldx, ptrdiff_t rows, ptrdiff_t k, float *room) {
+    for (ptrdiff_t r = 0; r < rows; r++)
+        for (ptrdiff_t i = 0; i < k; i += VL) store(room + r * (k + 16) + i, from_bf16(*(const half_vu *)(x + r * *ldx + i)));
+    *ldx = k + 16;
+    return room;
+}
+#endif
+
+/* How many rows of accumulators fit the registers: with two vectors of columns, and with all that WIDE takes. */
+enum { MAX_ROWS = VL == 16 ? 12 : 6, WIDE = VL == 16 ? 2 : 4, WIDE_ROWS = VL == 16 ? 12 : 3 };
+
+/* Cut `rows` into as many parts as MAX_ROWS asks for, of equal size, and call part(R, cols) with constants. */
+#define FOR_ROWS(rows, part)                                              \
+    for (int parts = ((rows) + MAX_ROWS - 1) / MAX_ROWS; parts; parts--) { \
+        int n = ((rows) + parts - 1) / parts;                             \
+        switch (n) {                                                      \
+            CASE(1, part) CASE(2, part) CASE(3, part) CASE(4, part) CASE(5, part) CASE(6, part) WIDE_CASES(part) \
+        }                                                                 \
+        x += n * ldx, acc += n * PANEL, rows -= n;                        \
+    }
+#define CASE(R, part)                                                  \
+    case R:                                                            \
+        for (int c = 0; c < PANEL; c += (R <= WIDE_ROWS ? WIDE : 2) * VL) part(R, (R <= WIDE_ROWS ? WIDE : 2), c); \
+        break;
+#if VL == 16
+#define WIDE_CASES(part) CASE(7, part) CASE(8, part) CASE(9, part) CASE(10, part) CASE(11, part) CASE(12, part)
+#else
+#define WIDE_CASES(part)
+#endif
 
 #ifdef HAVE_AMX
 typedef struct {
@@ -43,7 +189,7 @@ static void begin_tiles(void) { configured_rows = -1; }
 static void end_tiles(void) { _tile_release(); }
 
 /* Tiles 0 1 / 2 3: outputs of rows 0-15 / 16-31; 4 / 5: their inputs; 6 7: weights. */
-static void tile(const bf16 *x, ptrdiff_t ldx, const bf16 *w, ptrdiff_t stride, ptrdiff_t k, int rows, float *acc) {
+static void tile(const act *x, ptrdiff_t ldx, const bf16 *w, ptrdiff_t stride, ptrdiff_t k, int rows, float *acc) {
     int rows1 = rows > 16 ? rows - 16 : 0;
     if (configured_rows != rows) {
         tile_config c;
@@ -94,11 +240,10 @@ static void begin_tiles(void) {}
 static void end_tiles(void) {}
 int nv_enable(void) { return 1; }
 
-enum { DP_ROWS = 12 };
-
-static inline __attribute__((always_inline)) void dp_rows(int rows, const bf16 *x, ptrdiff_t ldx, const bf16 *w,
-                                                          ptrdiff_t stride, ptrdiff_t k, float *acc) {
-    __m512 a[DP_ROWS], b[DP_ROWS];
+#if defined(__AVX512BF16__) && VL == 16
+INLINE void tile_rows(int rows, int cols, const bf16 *x, ptrdiff_t ldx, const bf16 *w, ptrdiff_t stride, ptrdiff_t k,
+                      float *acc) {
+    __m512 a[MAX_ROWS], b[MAX_ROWS];
     for (int r = 0; r < rows; r++) a[r] = b[r] = _mm512_setzero_ps();
     for (ptrdiff_t i = 0; i < k; i += 2, w += stride) {
         __m512bh w0 = (__m512bh)_mm512_loadu_si512(w), w1 = (__m512bh)_mm512_loadu_si512(w + 32);
@@ -114,21 +259,37 @@ static inline __attribute__((always_inline)) void dp_rows(int rows, const bf16 *
         }
     }
     for (int r = 0; r < rows; r++) {
-        _mm512_storeu_ps(acc + r * 32, a[r]);
-        _mm512_storeu_ps(acc + r * 32 + 16, b[r]);
+        _mm512_storeu_ps(acc + r * PANEL, a[r]);
+        _mm512_storeu_ps(acc + r * PANEL + 16, b[r]);
     }
 }
-
-static void tile(const bf16 *x, ptrdiff_t ldx, const bf16 *w, ptrdiff_t stride, ptrdiff_t k, int rows, float *acc) {
-    while (rows > 0) {
-        int n = rows >= DP_ROWS ? DP_ROWS : rows;
-        switch (n) {
-#define CASE(R) case R: dp_rows(R, x, ldx, w, stride, k, acc); break;
-            CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-#undef CASE
-        }
-        x += n * ldx, acc += n * 32, rows -= n;
+#else
+/* The even inputs' weights are the low halves of the pairs, the odd ones' the high halves. */
+INLINE void tile_rows(int rows, int cols, const float *x, ptrdiff_t ldx, const bf16 *w, ptrdiff_t stride, ptrdiff_t k,
+                      float *acc) {
+    vf a[MAX_ROWS][WIDE];
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < cols; c++) a[r][c] = (vf){0};
+    for (ptrdiff_t i = 0; i < k; i += 2, w += stride) {
+        vf even[WIDE], odd[WIDE];
+        for (int c = 0; c < cols; c++) even[c] = (vf)(*(const vu *)(w + 2 * VL * c) << 16);
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++)
+            for (int c = 0; c < cols; c++) a[r][c] = fma_(even[c], each(x[r * ldx + i]), a[r][c]);
+        for (int c = 0; c < cols; c++) odd[c] = (vf)(*(const vu *)(w + 2 * VL * c) & 0xffff0000);
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++)
+            for (int c = 0; c < cols; c++) a[r][c] = fma_(odd[c], each(x[r * ldx + i + 1]), a[r][c]);
     }
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < cols; c++) store(acc + r * PANEL + c * VL, a[r][c]);
+}
+#endif
+
+static void tile(const act *x, ptrdiff_t ldx, const bf16 *w, ptrdiff_t stride, ptrdiff_t k, int rows, float *acc) {
+#define PART(R, cols, c) tile_rows(R, cols, x, ldx, w + 2 * (c), stride, k, acc + (c))
+    FOR_ROWS(rows, PART)
+#undef PART
 }
 #endif
 
@@ -149,31 +310,47 @@ void nv_pack(const bf16 *w, bf16 *packed, ptrdiff_t n, ptrdiff_t k) {
         }
 }
 
+/* Bytes of a thread's second-level cache that a loop may count on, and how many rows of `row_bytes` that is. */
+enum { CACHE_BYTES = 1 << 18 };
+static ptrdiff_t rows_that_fit(ptrdiff_t row_bytes) {
+    ptrdiff_t rows = CACHE_BYTES / row_bytes / MAX_ROWS * MAX_ROWS;
+    return rows < 2 * MAX_ROWS ? 2 * MAX_ROWS : rows;
+}
+
+INLINE void store_tile(const float *acc, bf16 *y, ptrdiff_t ldy, int rows, ptrdiff_t columns) {
+    for (int r = 0; r < rows; r++)
+        for (ptrdiff_t c = 0; c < PANEL && c < columns; c += VL) store16(y + r * ldy + c, columns - c, load(acc + r * PANEL + c));
+}
+
 /* y[m][n] = x[m][k] . w, rounded to nearest even; x's rows lie ldx apart.
- * Each thread goes through its panels in groups that fit the second-level cache: w is read once, x once a group. */
+ * bfloat16 inputs: a thread goes through its panels in groups that fit the cache, so w is read once and x once a group.
+ * Widened inputs: through x in blocks that fit the cache, and through all its panels for each. */
 void nv_linear(const bf16 *x, ptrdiff_t ldx, const bf16 *packed, bf16 *y, ptrdiff_t m, ptrdiff_t n, ptrdiff_t k) {
-    enum { GROUP_BYTES = 3 << 18 };
-    ptrdiff_t panels = (n + PANEL - 1) / PANEL, group = GROUP_BYTES / (PANEL * k * 2);
+    int widened = sizeof(act) == 4;
+    ptrdiff_t panels = (n + PANEL - 1) / PANEL, group = widened ? panels : 3 * CACHE_BYTES / (PANEL * k * 2);
+    ptrdiff_t block = widened ? rows_that_fit(k * 4) : TILE_ROWS;
     if (group < 1) group = 1;
+    if (block > m) block = m;
 #pragma omp parallel
     {
         ptrdiff_t threads = omp_get_num_threads(), t = omp_get_thread_num();
         ptrdiff_t first = panels * t / threads, last = panels * (t + 1) / threads;
         float acc[TILE_ROWS * PANEL] __attribute__((aligned(64)));
+        float *room = widened ? aligned_alloc(64, (block * (k + 16) * 4 + 63) / 64 * 64) : NULL;
         begin_tiles();
         for (ptrdiff_t g = first; g < last; g += group)
-            for (ptrdiff_t i = 0; i < m; i += TILE_ROWS) {
-                int rows = m - i < TILE_ROWS ? (int)(m - i) : TILE_ROWS;
-                for (ptrdiff_t p = g; p < last && p < g + group; p++) {
-                    ptrdiff_t columns = n - p * PANEL;
-                    __mmask32 mask = columns >= PANEL ? ~(__mmask32)0 : ((__mmask32)1 << columns) - 1;
-                    tile(x + i * ldx, ldx, packed + p * PANEL * k, 2 * PANEL, k, rows, acc);
-                    for (int r = 0; r < rows; r++)
-                        _mm512_mask_storeu_epi16(y + (i + r) * n + p * PANEL, mask,
-                                                 to_bf16(_mm512_loadu_ps(acc + r * 32), _mm512_loadu_ps(acc + r * 32 + 16)));
-                }
+            for (ptrdiff_t i = 0; i < m; i += block) {
+                ptrdiff_t count = m - i < block ? m - i : block, lda = ldx;
+                const act *a = activations(x + i * ldx, &lda, count, k, room);
+                for (ptrdiff_t p = g; p < last && p < g + group; p++)
+                    for (ptrdiff_t r = 0; r < count; r += TILE_ROWS) {
+                        int rows = count - r < TILE_ROWS ? (int)(count - r) : TILE_ROWS;
+                        tile(a + r * lda, lda, packed + p * PANEL * k, 2 * PANEL, k, rows, acc);
+                        store_tile(acc, y + (i + r) * n + p * PANEL, n, rows, n - p * PANEL);
+                    }
             }
         end_tiles();
+        free(room);
     }
 }
 
@@ -188,45 +365,16 @@ void nv_gather(const int64_t *ids, const bf16 *packed, bf16 *y, ptrdiff_t tokens
 
 /* ---- elementwise ---- */
 
-static inline __m512 load16(const bf16 *p, __mmask16 mask) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, p)), 16));
-}
-static inline void store16(bf16 *p, __mmask16 mask, __m512 v) {
-    _mm256_mask_storeu_epi16(p, mask, (__m256i)_mm512_cvtneps_pbh(v));
-}
-static inline __m512 rounded(__m512 v) { /* to bfloat16 and back */
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(v)), 16));
-}
-static inline __mmask16 mask_of(ptrdiff_t left) { return left >= 16 ? 0xffff : (__mmask16)((1u << left) - 1); }
-
-/* exp: 2^n times a polynomial (Cephes' expf), within 2 units in the last place; 0 below -87. */
-static inline __m512 exp16(__m512 x) {
-    __mmask16 tiny = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_LT_OQ);
-    x = _mm512_min_ps(x, _mm512_set1_ps(88.0f));
-    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
-    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
-    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
-    p = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
-    return _mm512_mask_mov_ps(_mm512_scalef_ps(p, n), tiny, _mm512_setzero_ps());
-}
-
 static void norm_row(const bf16 *x, const bf16 *weight, bf16 *out, ptrdiff_t n, float eps) {
-    __m512 sum = _mm512_setzero_ps();
-    for (ptrdiff_t i = 0; i < n; i += 16) {
-        __m512 v = load16(x + i, mask_of(n - i));
-        sum = _mm512_fmadd_ps(v, v, sum);
+    vf sum = {0};
+    for (ptrdiff_t i = 0; i < n; i += VL) {
+        vf v = load16(x + i, n - i);
+        sum = fma_(v, v, sum);
     }
-    __m512 scale = _mm512_set1_ps(1.0f / sqrtf(_mm512_reduce_add_ps(sum) / n + eps));
-    for (ptrdiff_t i = 0; i < n; i += 16) {
-        __mmask16 mask = mask_of(n - i);
-        __m512 v = rounded(_mm512_mul_ps(load16(x + i, mask), scale));
-        store16(out + i, mask, _mm512_mul_ps(v, load16(weight + i, mask)));
+    float scale = 1.0f / sqrtf(sum_of(sum) / n + eps);
+    for (ptrdiff_t i = 0; i < n; i += VL) {
+        vf v = rounded(load16(x + i, n - i) * scale);
+        store16(out + i, n - i, v * load16(weight + i, n - i));
     }
 }
 
@@ -236,10 +384,7 @@ void nv_add_rms_norm(const bf16 *x, bf16 *residual, const bf16 *weight, bf16 *ou
     for (ptrdiff_t r = 0; r < rows; r++) {
         bf16 *sum = residual + r * n;
         if (x)
-            for (ptrdiff_t i = 0; i < n; i += 16) {
-                __mmask16 mask = mask_of(n - i);
-                store16(sum + i, mask, _mm512_add_ps(load16(sum + i, mask), load16(x + r * n + i, mask)));
-            }
+            for (ptrdiff_t i = 0; i < n; i += VL) store16(sum + i, n - i, load16(sum + i, n - i) + load16(x + r * n + i, n - i));
         norm_row(sum, weight, out + r * n, n, eps);
     }
 }
@@ -248,12 +393,9 @@ void nv_add_rms_norm(const bf16 *x, bf16 *residual, const bf16 *weight, bf16 *ou
 void nv_silu_and_mul(const bf16 *x, bf16 *out, ptrdiff_t rows, ptrdiff_t n) {
 #pragma omp parallel for schedule(static) if (rows > 4)
     for (ptrdiff_t r = 0; r < rows; r++)
-        for (ptrdiff_t i = 0; i < n; i += 16) {
-            __mmask16 mask = mask_of(n - i);
-            __m512 gate = load16(x + r * 2 * n + i, mask), up = load16(x + r * 2 * n + n + i, mask);
-            __m512 e = exp16(_mm512_sub_ps(_mm512_setzero_ps(), gate));
-            __m512 silu = rounded(_mm512_div_ps(gate, _mm512_add_ps(_mm512_set1_ps(1.0f), e)));
-            store16(out + r * n + i, mask, _mm512_mul_ps(silu, up));
+        for (ptrdiff_t i = 0; i < n; i += VL) {
+            vf gate = load16(x + r * 2 * n + i, n - i), up = load16(x + r * 2 * n + n + i, n - i);
+            store16(out + r * n + i, n - i, rounded(gate / (exp_(-gate) + 1.0f)) * up);
         }
 }
 
@@ -264,9 +406,9 @@ enum { CHUNK = 128 };
 void nv_chunk_maxima(const bf16 *logits, float *out, ptrdiff_t chunks) {
 #pragma omp parallel for schedule(static)
     for (ptrdiff_t c = 0; c < chunks; c++) {
-        __m512 top = load16(logits + c * CHUNK, 0xffff);
-        for (int i = 16; i < CHUNK; i += 16) top = _mm512_max_ps(top, load16(logits + c * CHUNK + i, 0xffff));
-        out[c] = _mm512_reduce_max_ps(top);
+        vf top = load16(logits + c * CHUNK, VL);
+        for (int i = VL; i < CHUNK; i += VL) top = larger(top, load16(logits + c * CHUNK + i, VL));
+        out[c] = largest_of(top);
     }
 }
 
@@ -275,27 +417,30 @@ void nv_chunk_sums(const bf16 *logits, const float *largest, const float *temper
                    ptrdiff_t rows, ptrdiff_t chunks) {
 #pragma omp parallel for schedule(static)
     for (ptrdiff_t c = 0; c < rows * chunks; c++) {
-        __m512 shift = _mm512_set1_ps(largest[c / chunks]), scale = _mm512_set1_ps(temperatures[c / chunks]);
-        __m512 least = _mm512_set1_ps(min_ps[c / chunks]), sum = _mm512_setzero_ps();
-        for (int i = 0; i < CHUNK; i += 16) {
-            __m512 w = exp16(_mm512_div_ps(_mm512_sub_ps(load16(logits + c * CHUNK + i, 0xffff), shift), scale));
-            sum = _mm512_mask_add_ps(sum, _mm512_cmp_ps_mask(w, least, _CMP_GE_OQ), sum, w);
+        vf shift = each(largest[c / chunks]), scale = each(temperatures[c / chunks]), sum = {0};
+        float least = min_ps[c / chunks];
+        for (int i = 0; i < CHUNK; i += VL) {
+            vf w = exp_((load16(logits + c * CHUNK + i, VL) - shift) / scale);
+            sum += choose(w >= least, w, (vf){0});
         }
-        out[c] = _mm512_reduce_add_ps(sum);
+        out[c] = sum_of(sum);
     }
 }
 
 /* ---- attention ----
  *
- * A layer's cache: keys [blocks][kv_heads][dim/2][block][2], then values [blocks][kv_heads][block/2][dim][2], so that
- * both products read them as `tile` reads weights. block % 32 == 0, dim % 32 == 0.
+ * A layer's cache: keys [blocks][kv_heads][width/2][block][2], then values [blocks][kv_heads][block/2][width][2], so that
+ * both products read them as `tile` reads weights. width is dim filled up to a multiple of 32; what fills it stays zero.
+ * block % 32 == 0.
  */
+
+INLINE ptrdiff_t width_of(ptrdiff_t dim) { return (dim + PANEL - 1) / PANEL * PANEL; }
 
 /* Normalise q and k, rotate them, and store k and v. qkv rows: q heads, k heads, v heads. */
 void nv_store(const bf16 *qkv, const bf16 *q_weight, const bf16 *k_weight, const float *cos_sin, const int64_t *positions,
               const int64_t *slots, bf16 *q_out, bf16 *keys, bf16 *values, ptrdiff_t tokens, ptrdiff_t heads,
               ptrdiff_t kv_heads, ptrdiff_t dim, ptrdiff_t block, float eps) {
-    ptrdiff_t half = dim / 2;
+    ptrdiff_t half = dim / 2, width = width_of(dim);
 #pragma omp parallel for schedule(static) if (tokens > 4)
     for (ptrdiff_t t = 0; t < tokens; t++) {
         const bf16 *row = qkv + t * (heads + 2 * kv_heads) * dim;
@@ -306,20 +451,19 @@ void nv_store(const bf16 *qkv, const bf16 *q_weight, const bf16 *k_weight, const
             int is_q = h < heads;
             norm_row(row + h * dim, is_q ? q_weight : k_weight, normed, dim, eps);
             bf16 *out = is_q ? q_out + (t * heads + h) * dim : turned;
-            for (ptrdiff_t i = 0; i < half; i += 16) {
-                __mmask16 mask = mask_of(half - i);
-                __m512 c = _mm512_maskz_loadu_ps(mask, angles + i), s = _mm512_maskz_loadu_ps(mask, angles + half + i);
-                __m512 x = load16(normed + i, mask), y = load16(normed + half + i, mask);
-                store16(out + i, mask, _mm512_fmsub_ps(x, c, _mm512_mul_ps(y, s)));
-                store16(out + half + i, mask, _mm512_fmadd_ps(y, c, _mm512_mul_ps(x, s)));
+            for (ptrdiff_t i = 0; i < half; i += VL) {
+                vf c = load32(angles + i, half - i), s = load32(angles + half + i, half - i);
+                vf x = load16(normed + i, half - i), y = load16(normed + half + i, half - i);
+                store16(out + i, half - i, fma_(x, c, -(y * s)));
+                store16(out + half + i, half - i, fma_(y, c, x * s));
             }
             if (!is_q) {
-                bf16 *k = keys + ((b * kv_heads + h - heads) * block) * dim + at * 2;
+                bf16 *k = keys + ((b * kv_heads + h - heads) * block) * width + at * 2;
                 for (ptrdiff_t i = 0; i < dim; i += 2) memcpy(k + i * block, turned + i, 4);
             }
         }
         for (ptrdiff_t h = 0; h < kv_heads; h++) {
-            bf16 *v = values + (b * kv_heads + h) * block * dim + at / 2 * 2 * dim + at % 2;
+            bf16 *v = values + (b * kv_heads + h) * block * width + at / 2 * 2 * width + at % 2;
             const bf16 *from = row + (heads + kv_heads + h) * dim;
             for (ptrdiff_t i = 0; i < dim; i++) v[2 * i] = from[i];
         }
@@ -331,61 +475,62 @@ static void attend(const bf16 *q, bf16 *out, const bf16 *keys, const bf16 *value
                    int count, int group, ptrdiff_t heads, ptrdiff_t kv_heads, ptrdiff_t head, ptrdiff_t dim, ptrdiff_t block,
                    float scale) {
     int rows = count * group;
-    bf16 query[TILE_ROWS * dim] __attribute__((aligned(64))), weights[TILE_ROWS * block] __attribute__((aligned(64)));
-    float scores[TILE_ROWS * block] __attribute__((aligned(64))), sums[TILE_ROWS * dim] __attribute__((aligned(64)));
-    float acc[TILE_ROWS * 32] __attribute__((aligned(64))), largest[TILE_ROWS], total[TILE_ROWS];
+    ptrdiff_t width = width_of(dim);
+    act query[TILE_ROWS * width] __attribute__((aligned(64))), weights[TILE_ROWS * block] __attribute__((aligned(64)));
+    float scores[TILE_ROWS * block] __attribute__((aligned(64))), sums[TILE_ROWS * width] __attribute__((aligned(64)));
+    float acc[TILE_ROWS * PANEL] __attribute__((aligned(64))), largest[TILE_ROWS], total[TILE_ROWS];
     for (int r = 0; r < rows; r++) {
-        memcpy(query + r * dim, q + ((r / group) * heads + head * group + r % group) * dim, dim * 2);
+        const bf16 *from = q + ((r / group) * heads + head * group + r % group) * dim;
+        for (ptrdiff_t d = 0; d < width; d += VL) store_act(query + r * width + d, d < dim ? load16(from + d, dim - d) : (vf){0});
         largest[r] = -INFINITY, total[r] = 0;
     }
-    memset(sums, 0, rows * dim * sizeof(float));
+    memset(sums, 0, rows * width * sizeof(float));
     ptrdiff_t num_keys = position + count; /* seen by the last token */
     for (ptrdiff_t start = 0, b = 0; start < num_keys; start += block, b++) {
-        const bf16 *k = keys + (table[b] * kv_heads + head) * block * dim;
-        const bf16 *v = values + (table[b] * kv_heads + head) * block * dim;
-        for (ptrdiff_t j = 0; j < block; j += 32) {
-            tile(query, dim, k + j * 2, block * 2, dim, rows, acc);
-            for (int r = 0; r < rows; r++) memcpy(scores + r * block + j, acc + r * 32, 32 * sizeof(float));
+        const bf16 *k = keys + (table[b] * kv_heads + head) * block * width;
+        const bf16 *v = values + (table[b] * kv_heads + head) * block * width;
+        ptrdiff_t used = num_keys - start < block ? (num_keys - start + PANEL - 1) / PANEL * PANEL : block;
+        for (ptrdiff_t j = 0; j < used; j += PANEL) {
+            tile(query, width, k + j * 2, block * 2, width, rows, acc);
+            for (int r = 0; r < rows; r++) memcpy(scores + r * block + j, acc + r * PANEL, PANEL * sizeof(float));
         }
         for (int r = 0; r < rows; r++) {
             ptrdiff_t seen = position + r / group + 1 - start; /* keys of this block that row r sees */
-            float *s = scores + r * block, before = largest[r], now = before;
-            __m512 top = _mm512_set1_ps(before);
-            for (ptrdiff_t j = 0; j < block; j += 16) {
-                __mmask16 mask = seen <= j ? 0 : mask_of(seen - j);
-                __m512 x = _mm512_mul_ps(_mm512_loadu_ps(s + j), _mm512_set1_ps(scale));
-                x = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), mask, x);
-                _mm512_storeu_ps(s + j, x);
-                top = _mm512_max_ps(top, x);
+            float *s = scores + r * block, before = largest[r];
+            vf top = each(before);
+            for (ptrdiff_t j = 0; j < used; j += VL) {
+                vf x = load(s + j) * scale;
+                if (seen < j + VL)
+                    for (int c = 0; c < VL; c++) x[c] = j + c < seen ? x[c] : -INFINITY;
+                store(s + j, x);
+                top = larger(top, x);
             }
-            now = _mm512_reduce_max_ps(top);
+            float now = largest_of(top);
             largest[r] = now;
-            __m512 sum = _mm512_setzero_ps(), shift = _mm512_set1_ps(now);
-            for (ptrdiff_t j = 0; j < block; j += 32) {
-                __m512 e0 = exp16(_mm512_sub_ps(_mm512_loadu_ps(s + j), shift));
-                __m512 e1 = exp16(_mm512_sub_ps(_mm512_loadu_ps(s + j + 16), shift));
-                sum = _mm512_add_ps(sum, _mm512_add_ps(e0, e1));
-                _mm512_storeu_si512(weights + r * block + j, to_bf16(e0, e1));
+            vf sum = {0}, shift = each(now);
+            for (ptrdiff_t j = 0; j < used; j += VL) {
+                vf e = exp_(load(s + j) - shift);
+                sum += e;
+                store_act(weights + r * block + j, e);
             }
             float alpha = before == -INFINITY ? 0.0f : expf(before - now);
-            total[r] = total[r] * alpha + _mm512_reduce_add_ps(sum);
+            total[r] = total[r] * alpha + sum_of(sum);
             if (alpha != 1.0f)
-                for (ptrdiff_t d = 0; d < dim; d += 16)
-                    _mm512_storeu_ps(sums + r * dim + d, _mm512_mul_ps(_mm512_loadu_ps(sums + r * dim + d), _mm512_set1_ps(alpha)));
+                for (ptrdiff_t d = 0; d < width; d += VL) store(sums + r * width + d, load(sums + r * width + d) * alpha);
         }
-        for (ptrdiff_t d = 0; d < dim; d += 32) {
-            tile(weights, block, v + d * 2, dim * 2, block, rows, acc);
+        for (ptrdiff_t d = 0; d < width; d += PANEL) {
+            tile(weights, block, v + d * 2, width * 2, used, rows, acc);
             for (int r = 0; r < rows; r++)
-                for (int c = 0; c < 32; c += 16) {
-                    float *s = sums + r * dim + d + c;
-                    _mm512_storeu_ps(s, _mm512_add_ps(_mm512_loadu_ps(s), _mm512_loadu_ps(acc + r * 32 + c)));
+                for (int c = 0; c < PANEL; c += VL) {
+                    float *s = sums + r * width + d + c;
+                    store(s, load(s) + load(acc + r * PANEL + c));
                 }
         }
     }
     for (int r = 0; r < rows; r++) {
         bf16 *o = out + ((r / group) * heads + head * group + r % group) * dim;
-        __m512 inverse = _mm512_set1_ps(1.0f / total[r]);
-        for (ptrdiff_t d = 0; d < dim; d += 16) store16(o + d, 0xffff, _mm512_mul_ps(_mm512_loadu_ps(sums + r * dim + d), inverse));
+        float inverse = 1.0f / total[r];
+        for (ptrdiff_t d = 0; d < dim; d += VL) store16(o + d, dim - d, load(sums + r * width + d) * inverse);
     }
 }
 

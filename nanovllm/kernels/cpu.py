@@ -1,7 +1,7 @@
-"""The C kernels for bfloat16 on x86 CPUs: built on first use, tested once, called through ctypes.
+"""The C kernels for bfloat16 on CPUs: built on first use for the processor at hand, tested once,
+called through ctypes.
 
-Without a compiler, or on a processor without AVX512-BF16, `library()` is None, the log says why,
-and plain torch serves.
+Without a compiler `library()` is None, the log says why, and plain torch serves.
 """
 
 import ctypes
@@ -20,8 +20,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("cpu.c")
-_FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-lm")
-_NEEDED = {"avx512f", "avx512bw", "avx512vl", "avx512_bf16"}
+_FLAGS = ("-O3", "-fopenmp", "-shared", "-fPIC", "-lm")
 
 # The arguments of each kernel: pointers, sizes and floats.
 _KINDS: dict[str, Any] = {"p": ctypes.c_void_p, "n": ctypes.c_ssize_t, "f": ctypes.c_float}
@@ -38,10 +37,10 @@ _ARGUMENTS = {
 }
 
 PANEL = 32
-"""Outputs that lie side by side in a packed weight."""
+"""Outputs that lie side by side in a packed weight; a head's width in the cache is filled up to it."""
 
 
-class _Unavailable(Exception):
+class Unavailable(Exception):
     """Why the kernels cannot be used here."""
 
 
@@ -49,8 +48,8 @@ class _Unavailable(Exception):
 def library() -> ctypes.CDLL | None:
     """Return the kernels, built if need be, or None where they cannot be used."""
     try:
-        kernels = _load()
-    except _Unavailable as reason:
+        kernels = load()
+    except Unavailable as reason:
         logger.info("native CPU kernels are off, plain torch serves: %s", reason)
         return None
     logger.info("native CPU kernels are on")
@@ -133,9 +132,9 @@ def store(
     Args:
         qkv: [t, (heads + 2 kv_heads) * dim], contiguous.
         cos_sin: [positions, dim] float32.
-        kv_cache: [2, blocks, kv_heads, block_size * dim], laid out as cpu.c says.
+        kv_cache: [2, blocks, kv_heads, block_size, width], laid out as cpu.c says.
     """
-    _, _, num_kv_heads, size = kv_cache.shape
+    _, _, num_kv_heads, block_size, _ = kv_cache.shape
     head_dim = cos_sin.shape[1]
     q = torch.empty(len(qkv), num_heads, head_dim, dtype=torch.bfloat16)
     _call(
@@ -153,7 +152,7 @@ def store(
         num_heads,
         num_kv_heads,
         head_dim,
-        size // head_dim,
+        block_size,
         eps,
     )
     return q
@@ -173,7 +172,7 @@ def attention(
         cu_seqlens_q: [rows + 1] int32.
         seq_lens: [rows] int32.
     """
-    _, _, num_kv_heads, size = kv_cache.shape
+    _, _, num_kv_heads, block_size, _ = kv_cache.shape
     _, num_heads, head_dim = q.shape
     out = torch.empty_like(q)
     _call(
@@ -190,7 +189,7 @@ def attention(
         num_heads,
         num_kv_heads,
         head_dim,
-        size // head_dim,
+        block_size,
         head_dim**-0.5,
     )
     return out
@@ -235,25 +234,28 @@ def _call(name: str, *args: torch.Tensor | int | float | None) -> None:
     function(*[arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args])
 
 
-def _load() -> ctypes.CDLL:
-    flags = _cpu_flags()
-    if missing := _NEEDED - flags:
-        raise _Unavailable(f"the processor has no {', '.join(sorted(missing))}")
+def load(*architecture: str) -> ctypes.CDLL:
+    """Return the kernels built for `architecture` (flags of the compiler): by default this processor.
+
+    Raises:
+        Unavailable: they cannot be built, or compute wrong products.
+    """
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
-        raise _Unavailable("there is no C compiler (gcc or cc)")
+        raise Unavailable("there is no C compiler (gcc or cc)")
+    flags = (*_FLAGS, *(architecture or ("-march=native",)))
     try:
         version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
-        key = repr((_SOURCE.read_bytes(), version, _FLAGS, sorted(flags))).encode()
+        key = repr((_SOURCE.read_bytes(), version, flags, sorted(processor_flags()))).encode()
         path = _cache_directory() / f"cpu-{hashlib.sha256(key).hexdigest()[:24]}.so"
         if not path.is_file():
-            _compile(compiler, path)
+            _compile(compiler, flags, path)
         kernels = ctypes.CDLL(str(path))
     except (OSError, subprocess.CalledProcessError) as error:
         detail = getattr(error, "stderr", b"") or b""
-        raise _Unavailable(f"{error} {detail.decode(errors='replace')[-500:]}") from error
+        raise Unavailable(f"{error} {detail.decode(errors='replace')[-500:]}") from error
     if not kernels.nv_enable():
-        raise _Unavailable("the system does not lend this process the AMX tiles")
+        raise Unavailable("the system does not lend this process the AMX tiles")
     for name, kinds in _ARGUMENTS.items():
         function = getattr(kernels, name)
         function.argtypes = [_KINDS[kind] for kind in kinds]
@@ -262,10 +264,10 @@ def _load() -> ctypes.CDLL:
     return kernels
 
 
-def _compile(compiler: str, path: Path) -> None:
+def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as directory:
         built = Path(directory, path.name)
-        command = [compiler, str(_SOURCE), "-o", str(built), *_FLAGS]
+        command = [compiler, str(_SOURCE), "-o", str(built), *flags]
         subprocess.run(command, capture_output=True, check=True)
         os.replace(built, path)  # another process may have been as quick: either is right
 
@@ -275,11 +277,12 @@ def _cache_directory() -> Path:
     directory = Path(root, "nanovllm")
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     if directory.stat().st_uid != os.getuid():
-        raise _Unavailable(f"{directory} belongs to another user")
+        raise Unavailable(f"{directory} belongs to another user")
     return directory
 
 
-def _cpu_flags() -> frozenset[str]:
+def processor_flags() -> frozenset[str]:
+    """Return what the processor can do, as Linux names it."""
     try:
         with open("/proc/cpuinfo") as file:
             for line in file:
@@ -303,4 +306,4 @@ def _self_test(kernels: ctypes.CDLL) -> None:
     kernels.nv_linear(pointers[2], size(96), pointers[1], pointers[3], size(37), size(70), size(96))
     expected = x.double() @ weight.double().T
     if (y.double() - expected).abs().max() > 0.01 * expected.abs().max():
-        raise _Unavailable("the compiled kernels compute wrong products")
+        raise Unavailable("the compiled kernels compute wrong products")
