@@ -155,6 +155,7 @@ INLINE act *activations(const bf16 *x, ptrdiff_t *ldx, ptrdiff_t rows, ptrdiff_t
 #endif
 
 /* How many rows of accumulators fit the registers: with two vectors of columns, and with all that WIDE takes. */
+enum { STEP = 256 }; /* inputs whose weights of a panel fit the first-level cache beside those of x */
 enum { MAX_ROWS = VL == 16 ? 12 : 6, WIDE = VL == 16 ? 2 : 4, WIDE_ROWS = VL == 16 ? 12 : 3 };
 
 /* Cut `rows` into as many parts as MAX_ROWS asks for, of equal size, and call part(R, cols) with constants. */
@@ -264,32 +265,46 @@ INLINE void tile_rows(int rows, int cols, const bf16 *x, ptrdiff_t ldx, const bf
     }
 }
 #else
+/* a += x v, b += x w. In assembly because GCC otherwise keeps one accumulator of the largest tile in memory,
+ * which makes each step wait for a store. */
+INLINE void multiply_add2(vf *a, vf *b, vf v, vf w, const float *x) {
+#if VL == 8 && defined(__FMA__)
+    vf t;
+    __asm__("vbroadcastss %5, %2\n\tvfmadd231ps %3, %2, %0\n\tvfmadd231ps %4, %2, %1" : "+x"(*a), "+x"(*b), "=&x"(t) : "x"(v), "x"(w), "m"(*x));
+#else
+    *a = fma_(v, each(*x), *a), *b = fma_(w, each(*x), *b);
+#endif
+}
+
 /* The even inputs' weights are the low halves of the pairs, the odd ones' the high halves. */
 INLINE void tile_rows(int rows, int cols, const float *x, ptrdiff_t ldx, const bf16 *w, ptrdiff_t stride, ptrdiff_t k,
                       float *acc) {
     vf a[MAX_ROWS][WIDE];
     for (int r = 0; r < rows; r++)
-        for (int c = 0; c < cols; c++) a[r][c] = (vf){0};
+        for (int c = 0; c < cols; c++) a[r][c] = load(acc + r * PANEL + c * VL);
     for (ptrdiff_t i = 0; i < k; i += 2, w += stride) {
-        vf even[WIDE], odd[WIDE];
-        for (int c = 0; c < cols; c++) even[c] = (vf)(*(const vu *)(w + 2 * VL * c) << 16);
+        for (int c = 0; c < cols; c += 2) {
+            const vu *v = (const vu *)w + c;
+            vf even0 = (vf)(v[0] << 16), even1 = (vf)(v[1] << 16);
 #pragma GCC unroll 12
-        for (int r = 0; r < rows; r++)
-            for (int c = 0; c < cols; c++) a[r][c] = fma_(even[c], each(x[r * ldx + i]), a[r][c]);
-        for (int c = 0; c < cols; c++) odd[c] = (vf)(*(const vu *)(w + 2 * VL * c) & 0xffff0000);
+            for (int r = 0; r < rows; r++) multiply_add2(&a[r][c], &a[r][c + 1], even0, even1, &x[r * ldx + i]);
+            vf odd0 = (vf)(v[0] & 0xffff0000), odd1 = (vf)(v[1] & 0xffff0000);
 #pragma GCC unroll 12
-        for (int r = 0; r < rows; r++)
-            for (int c = 0; c < cols; c++) a[r][c] = fma_(odd[c], each(x[r * ldx + i + 1]), a[r][c]);
+            for (int r = 0; r < rows; r++) multiply_add2(&a[r][c], &a[r][c + 1], odd0, odd1, &x[r * ldx + i + 1]);
+        }
     }
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < cols; c++) store(acc + r * PANEL + c * VL, a[r][c]);
 }
 #endif
 
-static void tile(const act *x, ptrdiff_t ldx, const bf16 *w, ptrdiff_t stride, ptrdiff_t k, int rows, float *acc) {
 #define PART(R, cols, c) tile_rows(R, cols, x, ldx, w + 2 * (c), stride, k, acc + (c))
+static void tile_step(const act *x, ptrdiff_t ldx, const bf16 *w, ptrdiff_t stride, ptrdiff_t k, int rows, float *acc) {
     FOR_ROWS(rows, PART)
-#undef PART
+}
+static void tile(const act *x, ptrdiff_t ldx, const bf16 *w, ptrdiff_t stride, ptrdiff_t k, int rows, float *acc) {
+    memset(acc, 0, rows * PANEL * sizeof *acc);
+    for (ptrdiff_t i = 0; i < k; i += STEP) tile_step(x + i, ldx, w + i / 2 * stride, stride, k - i < STEP ? k - i : STEP, rows, acc);
 }
 #endif
 
