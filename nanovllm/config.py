@@ -14,6 +14,7 @@ from nanovllm.validation import StrictKeywords, check_bool, check_choice, check_
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
+QUANTIZATIONS = ("int8", "int4")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +38,8 @@ class Config(StrictKeywords):
     """"cpu", "cuda" or "cuda:N"; "auto" takes CUDA where there is a GPU."""
     load_format: str = "auto"
     """"auto" reads safetensors; "dummy" makes random weights from config.json alone."""
+    quantization: str | None = None
+    """"int8" or "int4": keep the weights of linear layers, embedding and head in so many bits."""
     max_num_batched_tokens: int = 16384
     """Most tokens computed in one step; longer prompts are cut into chunks."""
     max_num_seqs: int = 512
@@ -49,6 +52,8 @@ class Config(StrictKeywords):
     """Processes that share each layer; above 1 they are spawned."""
     enforce_eager: bool = False
     """Never capture CUDA graphs. Today none are captured, so it changes nothing."""
+    num_threads: int | None = None
+    """CPU threads of a step, over all ranks; None takes the cores that this process may use."""
     native_kernels: bool = True
     """Use kernels of our own where there are any; False is plain torch everywhere."""
     kvcache_block_size: int | None = None
@@ -85,7 +90,9 @@ class Config(StrictKeywords):
         ):
             self._set(name, check_int(ConfigError, name, getattr(self, name), 1))
         self._set("seed", check_int(ConfigError, "seed", self.seed, 0, 2**63 - 1))
-        for name in ("kvcache_block_size", "kv_cache_memory_bytes"):
+        if self.quantization is not None:
+            check_choice(ConfigError, "quantization", self.quantization, QUANTIZATIONS)
+        for name in ("kvcache_block_size", "kv_cache_memory_bytes", "num_threads"):
             if getattr(self, name) is not None:
                 self._set(name, check_int(ConfigError, name, getattr(self, name), 1))
         if self.num_kvcache_blocks != -1:

@@ -57,6 +57,8 @@ def test_every_field_can_be_given():
         "gpu_memory_utilization": 0.5,
         "tensor_parallel_size": 1,
         "enforce_eager": True,
+        "quantization": "int8",
+        "num_threads": 2,
         "native_kernels": False,
         "kvcache_block_size": 32,
         "num_kvcache_blocks": 12,

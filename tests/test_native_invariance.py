@@ -1,5 +1,6 @@
 """With the C kernels a request's tokens do not depend on its batch, in bfloat16, bit for bit."""
 
+import functools
 import random
 from typing import Any
 
@@ -42,8 +43,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-@pytest.fixture(scope="module")
-def workload() -> tuple[list[list[int]], list[SamplingParams]]:
+@functools.cache
+def make_workload() -> tuple[list[list[int]], list[SamplingParams]]:
     rng = random.Random(0)
     shared = [rng.randrange(1003) for _ in range(100)]
     prompts = []
@@ -62,6 +63,14 @@ def workload() -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts, params
 
 
+@pytest.fixture(scope="module")
+def workload() -> tuple[list[list[int]], list[SamplingParams]]:
+    return make_workload()
+
+
+QUANTIZATIONS = pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+
+
 def generate(model: str, workload: Any, **options: Any) -> list[list[int]]:
     llm = LLM(model, max_model_len=MAX_MODEL_LEN, **options)
     assert llm.engine.executor._runner._backend.name == "cpu"  # type: ignore[attr-defined]
@@ -72,11 +81,12 @@ def generate(model: str, workload: Any, **options: Any) -> list[list[int]]:
         llm.shutdown()
 
 
-@pytest.fixture(scope="module")
-def expected(model: str, workload: Any) -> list[list[int]]:
-    return generate(model, workload, max_num_seqs=1, enable_prefix_caching=False)
+@functools.cache
+def one_by_one(model: str, **options: Any) -> list[list[int]]:
+    return generate(model, make_workload(), max_num_seqs=1, enable_prefix_caching=False, **options)
 
 
+@QUANTIZATIONS
 @pytest.mark.parametrize(
     "options",
     [
@@ -90,39 +100,36 @@ def expected(model: str, workload: Any) -> list[list[int]]:
     ],
 )
 def test_tokens_do_not_depend_on_the_batch(
-    model: str, workload: Any, expected: list[list[int]], options: dict[str, Any]
+    model: str, workload: Any, options: dict[str, Any], quantization: str | None
 ) -> None:
-    options = {"kvcache_block_size": 64, **options}
-    if options["kvcache_block_size"] != 64:  # sums over keys go block by block
-        expected = generate(
-            model,
-            workload,
-            max_num_seqs=1,
-            enable_prefix_caching=False,
-            kvcache_block_size=options["kvcache_block_size"],
-        )
-    assert generate(model, workload, **options) == expected
+    options = {"kvcache_block_size": 64, "quantization": quantization, **options}
+    # Sums over keys go block by block, so another size may round otherwise.
+    kept = {name: options[name] for name in ("kvcache_block_size", "quantization")}
+    assert generate(model, workload, **options) == one_by_one(model, **kept)
 
 
-def test_preemption(
-    model: str, workload: Any, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_preemption(model: str, workload: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     preempted = []
     preempt = Scheduler._preempt
     monkeypatch.setattr(
         Scheduler, "_preempt", lambda self, seq: (preempted.append(seq.seq_id), preempt(self, seq))
     )
-    assert generate(model, workload, num_kvcache_blocks=5) == expected
+    assert generate(model, workload, num_kvcache_blocks=5) == one_by_one(
+        model, kvcache_block_size=64, quantization=None
+    )
     assert preempted
 
 
-def test_close_to_plain_torch(model: str, workload: Any) -> None:
+@QUANTIZATIONS
+def test_close_to_plain_torch(model: str, workload: Any, quantization: str | None) -> None:
     """Log-probabilities with the kernels on and off differ by bfloat16's rounding only."""
     prompts, _ = workload
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     found = []
     for native in (True, False):
-        llm = LLM(model, native_kernels=native, max_model_len=MAX_MODEL_LEN)
+        llm = LLM(
+            model, native_kernels=native, max_model_len=MAX_MODEL_LEN, quantization=quantization
+        )
         outputs = llm.generate(prompts, params, use_tqdm=False)
         found.append(
             torch.tensor(

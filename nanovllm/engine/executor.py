@@ -4,15 +4,20 @@ workers.
 A dead worker is an error within seconds, never a hang; nothing outlives `shutdown`.
 """
 
+import contextlib
 import logging
+import math
 import multiprocessing as mp
 import os
 import time
 from collections import deque
+from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
+from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
+import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from nanovllm.config import Config
@@ -77,6 +82,7 @@ class InProcessExecutor:
 
     def start(self) -> CacheInfo:
         files = find_weights(self._config, self._checkpoint)
+        torch.set_num_threads(num_threads(self._config))
         runner = make_runner(self._config, self._checkpoint, files)
         info = runner.measure()
         require_one_sequence(info.num_blocks, info.block_size, info.max_model_len)
@@ -116,7 +122,6 @@ class SpawnedExecutor:
         size = self._config.tensor_parallel_size
         rank_device(self._config, size - 1)
         files = find_weights(self._config, self._checkpoint)
-        num_threads = max(1, num_cores() // size)
         context = mp.get_context("spawn")
         try:
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -129,7 +134,7 @@ class SpawnedExecutor:
                     args=(
                         rank,
                         self._store.port,
-                        num_threads,
+                        num_threads(self._config),
                         self._config,
                         self._checkpoint,
                         files,
@@ -253,8 +258,29 @@ class _StepFuture:
         return self._executor.wait_for(self._step_id)
 
 
+def num_threads(config: Config) -> int:
+    """CPU threads that each rank may use: config's, or the cores that this process may run on."""
+    total = config.num_threads or min(torch.get_num_threads(), num_cores())
+    return max(1, total // config.tensor_parallel_size)
+
+
 def num_cores() -> int:
-    """Cores that this process may run on."""
+    """Cores that this process may run on, by its affinity and its cgroup's quota."""
+    cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        cores = len(os.sched_getaffinity(0))
+    for limit in _cpu_limits():
+        cores = min(cores, math.ceil(limit))
+    return max(1, cores)
+
+
+def _cpu_limits() -> Iterator[float]:
+    """CPU quotas of this process's cgroup, of either version, in cores."""
+    root = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = (root / "cpu.max").read_text().split()
+        yield int(quota) / int(period)  # "max" is no number: there is no limit
+    with contextlib.suppress(OSError, ValueError):
+        microseconds = int((root / "cpu/cpu.cfs_quota_us").read_text())
+        if microseconds > 0:  # -1: there is no limit
+            yield microseconds / int((root / "cpu/cpu.cfs_period_us").read_text())

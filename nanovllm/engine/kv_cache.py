@@ -3,15 +3,14 @@ neighbours'.
 """
 
 import logging
-import math
 import os
 from collections.abc import Callable
 
-import numpy
 import torch
 
 from nanovllm.config import Config
 from nanovllm.errors import OutOfMemoryError
+from nanovllm.utils.memory import lazy_zeros
 
 logger = logging.getLogger(__name__)
 
@@ -72,8 +71,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
     """Like torch.zeros, but on a CPU the pages take memory only once they are written."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    buffer = numpy.zeros(math.prod(shape) * dtype.itemsize, dtype=numpy.uint8)
-    return torch.from_numpy(buffer).view(dtype).view(shape)
+    return lazy_zeros(shape, dtype)
 
 
 def available_memory() -> int:

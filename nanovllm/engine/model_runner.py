@@ -25,6 +25,7 @@ from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Matrix, QKVParallelLinear
+from nanovllm.layers.quantization import make_method
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.registry import model_class
 from nanovllm.sampling_params import SamplingParams
@@ -116,15 +117,8 @@ class ModelRunner:
         with _defaults(model_config.dtype, device):
             self.model = model_class(model_config)(model_config, self.max_model_len)
         self.model.eval().requires_grad_(False)
-        if config.load_format == "dummy":
-            init_dummy_weights(self.model, config.seed)
-        else:
-            progress = tensor_parallel().rank == 0
-            ignored = self.model.ignored_weights
-            load_weights(self.model, files, ignored=ignored, progress=progress)  # type: ignore[arg-type]
         self._backend = self._select_backend()
-        if config.native_kernels:
-            self._use_native_kernels()
+        self._load(files)
         self._attentions = [m for m in self.model.modules() if isinstance(m, Attention)]
         self._tables: SlotTables | None = None
 
@@ -215,17 +209,31 @@ class ModelRunner:
             native=self.config.native_kernels,
         )
 
-    def _use_native_kernels(self) -> None:
-        """Pack the weights and switch the layers over, where there are kernels for them."""
-        usable = self.device.type == "cpu" and self.model_config.dtype == torch.bfloat16
-        if not usable or cpu.library() is None:
-            return
-        packed: dict[nn.Parameter, torch.Tensor] = {}
+    def _load(self, files: list[Path]) -> None:
+        """Load the weights, and give each its final form before the next is read."""
+        native = self.config.native_kernels and cpu.usable(next(self.model.parameters()))
+        matrices: dict[nn.Parameter, list[Matrix]] = {}  # by weight, which several may share
         for module in self.model.modules():
-            if isinstance(module, Matrix):
-                module.pack(packed)
+            if isinstance(module, Matrix) and module.weight is not None:
+                matrices.setdefault(module.weight, []).append(module)
             elif isinstance(module, RMSNorm | SiluAndMul):
-                module.native = True
+                module.native = native
+
+        def finish(module: nn.Module) -> None:
+            if isinstance(module, Matrix) and module.weight is not None:
+                method = make_method(module.weight, self.config.quantization, native=native)
+                for sharing in matrices.pop(module.weight, ()):
+                    if method is not None:
+                        sharing.keep_as(method)
+
+        if self.config.load_format == "dummy":
+            init_dummy_weights(self.model, self.config.seed)
+            for module in self.model.modules():
+                finish(module)
+        else:
+            ignored: frozenset[str] = self.model.ignored_weights  # type: ignore[assignment]
+            progress = tensor_parallel().rank == 0
+            load_weights(self.model, files, ignored=ignored, progress=progress, loaded=finish)
 
     def _cache_elements(self, num_blocks: int) -> int:
         shape = self._backend.kv_cache_shape(num_blocks)

@@ -158,14 +158,14 @@ INLINE act *activations(const bf16 *x, ptrdiff_t *ldx, ptrdiff_t rows, ptrdiff_t
 enum { STEP = 256 }; /* inputs whose weights of a panel fit the first-level cache beside those of x */
 enum { MAX_ROWS = VL == 16 ? 12 : 6, WIDE = VL == 16 ? 2 : 4, WIDE_ROWS = VL == 16 ? 12 : 3 };
 
-/* Cut `rows` into as many parts as MAX_ROWS asks for, of equal size, and call part(R, cols) with constants. */
-#define FOR_ROWS(rows, part)                                              \
-    for (int parts = ((rows) + MAX_ROWS - 1) / MAX_ROWS; parts; parts--) { \
-        int n = ((rows) + parts - 1) / parts;                             \
-        switch (n) {                                                      \
+/* Cut `rows` into as many parts as MAX_ROWS asks for, of equal size, and call part(R, cols, c) with constants for
+ * the R rows from `at` on and the columns from c on. */
+#define FOR_ROWS(rows, part)                                                                              \
+    for (int parts = ((rows) + MAX_ROWS - 1) / MAX_ROWS, at = 0, n; parts; parts--, at += n) {             \
+        n = ((rows) - at + parts - 1) / parts;                                                            \
+        switch (n) {                                                                                      \
             CASE(1, part) CASE(2, part) CASE(3, part) CASE(4, part) CASE(5, part) CASE(6, part) WIDE_CASES(part) \
-        }                                                                 \
-        x += n * ldx, acc += n * PANEL, rows -= n;                        \
+        }                                                                                                 \
     }
 #define CASE(R, part)                                                  \
     case R:                                                            \
@@ -298,9 +298,9 @@ INLINE void tile_rows(int rows, int cols, const float *x, ptrdiff_t ldx, const b
 }
 #endif
 
-#define PART(R, cols, c) tile_rows(R, cols, x, ldx, w + 2 * (c), stride, k, acc + (c))
+#define TILE_PART(R, cols, c) tile_rows(R, cols, x + at * ldx, ldx, w + 2 * (c), stride, k, acc + at * PANEL + (c))
 static void tile_step(const act *x, ptrdiff_t ldx, const bf16 *w, ptrdiff_t stride, ptrdiff_t k, int rows, float *acc) {
-    FOR_ROWS(rows, PART)
+    FOR_ROWS(rows, TILE_PART)
 }
 static void tile(const act *x, ptrdiff_t ldx, const bf16 *w, ptrdiff_t stride, ptrdiff_t k, int rows, float *acc) {
     memset(acc, 0, rows * PANEL * sizeof *acc);
@@ -375,6 +375,169 @@ void nv_gather(const int64_t *ids, const bf16 *packed, bf16 *y, ptrdiff_t tokens
     for (ptrdiff_t t = 0; t < tokens; t++) {
         const bf16 *w = packed + ids[t] / PANEL * PANEL * k + ids[t] % PANEL * 2;
         for (ptrdiff_t i = 0; i < k; i += 2) memcpy(y + t * k + i, w + i * PANEL, 4);
+    }
+}
+
+/* ---- linear with weights of 8 or 4 bits ----
+ *
+ * A weight is scale * integer, one bfloat16 scale for `group` inputs of an output; k % group == 0, group % 32 == 0, group <= 256.
+ * Inputs become int16 with a scale for each row and group, so that products are int16 dot products, exact in int32.
+ * Packed, 8 bits: [ceil(n/32)][k/2][32][2] int8. 4 bits: [ceil(n/32)][k/8][32][2] words of four numbers; number j
+ * of word p (from the low end) is input 2j + p of eight. Scales: [ceil(n/32)][k/group][32].
+ */
+
+INLINE ptrdiff_t nibble_of(ptrdiff_t i, ptrdiff_t c) { return ((i / 8 * PANEL + c) * 2 + i % 2) * 4 + i % 8 / 2; }
+
+/* q[n][k] int8, scales[n][k/group] to their packed forms, what fills up the last panel being 0. */
+void nv_pack_int(const int8_t *q, const bf16 *scales, uint8_t *packed, bf16 *packed_scales, ptrdiff_t n, ptrdiff_t k,
+                 ptrdiff_t group, ptrdiff_t bits) {
+    ptrdiff_t panels = (n + PANEL - 1) / PANEL, groups = k / group;
+#pragma omp parallel for schedule(static)
+    for (ptrdiff_t p = 0; p < panels; p++) {
+        uint8_t *out = packed + p * PANEL * k * bits / 8;
+        memset(out, 0, PANEL * k * bits / 8);
+        for (ptrdiff_t c = 0; c < PANEL; c++) {
+            ptrdiff_t row = p * PANEL + c;
+            for (ptrdiff_t g = 0; g < groups; g++) packed_scales[(p * groups + g) * PANEL + c] = row < n ? scales[row * groups + g] : 0;
+            if (row >= n) continue;
+            for (ptrdiff_t i = 0; i < k; i++) {
+                uint8_t value = (uint8_t)q[row * k + i];
+                if (bits == 8) {
+                    out[(i / 2 * PANEL + c) * 2 + i % 2] = value;
+                } else {
+                    ptrdiff_t nibble = nibble_of(i, c);
+                    out[nibble / 2] |= (value & 15) << nibble % 2 * 4;
+                }
+            }
+        }
+    }
+}
+
+/* The pairs of column vector c at inputs 2j and 2j + 1 of the eight that begin at w. */
+INLINE vs weights_at(int bits, const uint8_t *w, int c, int j) {
+    if (bits == 8) return __builtin_convertvector(*(const vb *)(w + j * 2 * PANEL + c * 2 * VL), vs);
+    vs word = *(const vs *)(w + c * 4 * VL);
+    return (vs)(word << (12 - 4 * j)) >> 12;
+}
+
+/* a += pairs of v times the pair at x, b likewise of w; in assembly for the reason above. */
+INLINE void multiply_add_pairs(vi *a, vi *b, vs v, vs w, const int16_t *x) {
+    int32_t pair;
+    memcpy(&pair, x, 4);
+#if VL == 16 && defined(__AVX512VNNI__)
+    __m512i both = _mm512_set1_epi32(pair);
+    *a = (vi)_mm512_dpwssd_epi32((__m512i)*a, (__m512i)v, both), *b = (vi)_mm512_dpwssd_epi32((__m512i)*b, (__m512i)w, both);
+#elif VL == 16 && defined(__AVX512BW__)
+    __m512i both = _mm512_set1_epi32(pair);
+    *a += (vi)_mm512_madd_epi16((__m512i)v, both), *b += (vi)_mm512_madd_epi16((__m512i)w, both);
+#elif VL == 8 && defined(__AVX2__)
+    vi t, u;
+    __asm__("vpbroadcastd %6, %2\n\tvpmaddwd %4, %2, %3\n\tvpmaddwd %5, %2, %2\n\tvpaddd %3, %0, %0\n\tvpaddd %2, %1, %1"
+            : "+x"(*a), "+x"(*b), "=&x"(t), "=&x"(u) : "x"(v), "x"(w), "m"(*(const int32_t *)x));
+#else
+    int32_t even = x[0], odd = x[1];
+    *a += ((vi)v << 16 >> 16) * even + ((vi)v >> 16) * odd;
+    *b += ((vi)w << 16 >> 16) * even + ((vi)w >> 16) * odd;
+#endif
+}
+
+INLINE void int_rows(int bits, int rows, int cols, const int16_t *x, ptrdiff_t ldx, const float *xs, ptrdiff_t ldxs,
+                     const uint8_t *w, const bf16 *ws, ptrdiff_t k, ptrdiff_t group, float *acc) {
+    for (ptrdiff_t g = 0; g < k / group; g++) {
+        vi a[MAX_ROWS][WIDE];
+        for (int r = 0; r < rows; r++)
+            for (int c = 0; c < cols; c++) a[r][c] = (vi){0};
+        for (ptrdiff_t i = 0; i < group; i += 8, x += 8, w += PANEL * bits)
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++)
+                for (int c = 0; c < cols; c += 2) {
+                    vs w0 = weights_at(bits, w, c, j), w1 = weights_at(bits, w, c + 1, j);
+#pragma GCC unroll 12
+                    for (int r = 0; r < rows; r++) multiply_add_pairs(&a[r][c], &a[r][c + 1], w0, w1, x + r * ldx + 2 * j);
+                }
+        for (int c = 0; c < cols; c++) {
+            vf scale = from_bf16(*(const half_vu *)(ws + g * PANEL + c * VL));
+            for (int r = 0; r < rows; r++) {
+                float *out = acc + r * PANEL + c * VL;
+                store(out, fma_(__builtin_convertvector(a[r][c], vf) * xs[r * ldxs + g], scale, load(out)));
+            }
+        }
+    }
+}
+
+static void int_tile(int bits, const int16_t *x, ptrdiff_t ldx, const float *xs, ptrdiff_t ldxs, const uint8_t *w, const bf16 *ws,
+                     ptrdiff_t k, ptrdiff_t group, int rows, float *acc) {
+    memset(acc, 0, rows * PANEL * sizeof *acc);
+    for (ptrdiff_t i = 0; i < k; i += STEP) {
+        ptrdiff_t step = k - i < STEP ? k - i : STEP;
+#define PART(bits, R, cols, c)                                                                              \
+    int_rows(bits, R, cols, x + at * ldx + i, ldx, xs + at * ldxs + i / group, ldxs, w + i * PANEL * bits / 8 + (c) * (16 / bits), \
+             ws + i / group * PANEL + (c), step, group, acc + at * PANEL + (c))
+#define PART8(R, cols, c) PART(8, R, cols, c)
+#define PART4(R, cols, c) PART(4, R, cols, c)
+        if (bits == 8) FOR_ROWS(rows, PART8) else FOR_ROWS(rows, PART4)
+    }
+}
+
+/* A row of x as int16: out = x / scale, with a scale for each group. */
+static void to_int16(const bf16 *x, int16_t *out, float *scales, ptrdiff_t k, ptrdiff_t group) {
+    const float round = 12582912.0f; /* 1.5 * 2^23: its last bits count in ones */
+    for (ptrdiff_t g = 0; g < k / group; g++, x += group, out += group) {
+        vf top = {0};
+        for (ptrdiff_t i = 0; i < group; i += VL) {
+            vf v = load16(x + i, VL);
+            top = larger(top, larger(v, -v));
+        }
+        float largest = largest_of(top), inverse = largest > 0 ? 32767.0f / largest : 0;
+        scales[g] = largest / 32767.0f;
+        for (ptrdiff_t i = 0; i < group; i += VL) {
+            vi v = (vi)(load16(x + i, VL) * inverse + round) - (vi)each(round);
+            *(half_vs *)(out + i) = __builtin_convertvector(v, half_vs);
+        }
+    }
+}
+
+/* y[m][n] = x[m][k] . (scales * packed), as nv_linear goes about widened inputs. */
+void nv_linear_int(const bf16 *x, ptrdiff_t ldx, const uint8_t *packed, const bf16 *scales, bf16 *y, ptrdiff_t m, ptrdiff_t n,
+                   ptrdiff_t k, ptrdiff_t group, ptrdiff_t bits) {
+    ptrdiff_t panels = (n + PANEL - 1) / PANEL, groups = k / group, block = rows_that_fit(k * 2), ldq = k + 32;
+    if (block > m) block = m;
+#pragma omp parallel
+    {
+        ptrdiff_t threads = omp_get_num_threads(), t = omp_get_thread_num();
+        ptrdiff_t first = panels * t / threads, last = panels * (t + 1) / threads;
+        float acc[TILE_ROWS * PANEL] __attribute__((aligned(64)));
+        int16_t *q = aligned_alloc(64, (block * ldq * 2 + 63) / 64 * 64);
+        float *q_scales = malloc(block * groups * sizeof *q_scales);
+        for (ptrdiff_t i = 0; i < m; i += block) {
+            ptrdiff_t count = m - i < block ? m - i : block;
+            for (ptrdiff_t r = 0; r < count; r++) to_int16(x + (i + r) * ldx, q + r * ldq, q_scales + r * groups, k, group);
+            for (ptrdiff_t p = first; p < last; p++)
+                for (ptrdiff_t r = 0; r < count; r += TILE_ROWS) {
+                    int rows = count - r < TILE_ROWS ? (int)(count - r) : TILE_ROWS;
+                    int_tile(bits, q + r * ldq, ldq, q_scales + r * groups, groups, packed + p * PANEL * k * bits / 8,
+                             scales + p * PANEL * groups, k, group, rows, acc);
+                    store_tile(acc, y + (i + r) * n + p * PANEL, n, rows, n - p * PANEL);
+                }
+        }
+        free(q);
+        free(q_scales);
+    }
+}
+
+/* y[t][k] = row ids[t] of a packed weight. */
+void nv_gather_int(const int64_t *ids, const uint8_t *packed, const bf16 *scales, bf16 *y, ptrdiff_t tokens, ptrdiff_t k,
+                   ptrdiff_t group, ptrdiff_t bits) {
+#pragma omp parallel for schedule(static) if (tokens > 8)
+    for (ptrdiff_t t = 0; t < tokens; t++) {
+        ptrdiff_t p = ids[t] / PANEL, c = ids[t] % PANEL;
+        const uint8_t *w = packed + p * PANEL * k * bits / 8;
+        for (ptrdiff_t i = 0; i < k; i++) {
+            ptrdiff_t nibble = nibble_of(i, c), byte = bits == 8 ? (i / 2 * PANEL + c) * 2 + i % 2 : nibble / 2;
+            int value = bits == 8 ? (int8_t)w[byte] : (int8_t)(w[byte] >> nibble % 2 * 4 << 4) >> 4;
+            vf scale = from_bf16((half_vu){scales[(p * (k / group) + i / group) * PANEL + c]});
+            store16(y + t * k + i, 1, scale * (float)value);
+        }
     }
 }
 

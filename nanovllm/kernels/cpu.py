@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from nanovllm.utils.memory import lazy_zeros
+
 logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("cpu.c")
@@ -28,6 +30,9 @@ _ARGUMENTS = {
     "nv_pack": "ppnn",
     "nv_linear": "pnppnnn",
     "nv_gather": "pppnn",
+    "nv_pack_int": "ppppnnnn",
+    "nv_linear_int": "pnpppnnnnn",
+    "nv_gather_int": "ppppnnnn",
     "nv_add_rms_norm": "ppppnnf",
     "nv_silu_and_mul": "ppnn",
     "nv_store": "pppppppppnnnnnf",
@@ -37,7 +42,7 @@ _ARGUMENTS = {
 }
 
 PANEL = 32
-"""Outputs that lie side by side in a packed weight; a head's width in the cache is filled up to it."""
+"""Outputs that lie side by side in a packed weight. A head in the cache fills whole panels."""
 
 
 class Unavailable(Exception):
@@ -75,19 +80,9 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     Needs bfloat16 and k a multiple of 32.
     """
     n, k = weight.shape
-    packed = torch.empty(-(-n // PANEL), k // 2, PANEL, 2, dtype=torch.bfloat16)
+    packed = lazy_zeros((-(-n // PANEL), k // 2, PANEL, 2), torch.bfloat16)
     _call("nv_pack", weight.contiguous(), packed, n, k)
     return packed
-
-
-def can_pack(weight: torch.Tensor) -> bool:
-    """Whether `pack` takes `weight`, and there are kernels to use it."""
-    return (
-        weight.device.type == "cpu"
-        and weight.dtype == torch.bfloat16
-        and weight.shape[1] % 32 == 0
-        and library() is not None
-    )
 
 
 def gather(ids: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
@@ -95,6 +90,50 @@ def gather(ids: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
     k = packed.shape[1] * 2
     y = torch.empty(len(ids), k, dtype=torch.bfloat16)
     _call("nv_gather", ids.contiguous(), packed, y, len(ids), k)
+    return y
+
+
+def pack_int(
+    values: torch.Tensor, scales: torch.Tensor, bits: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a weight of 8 or 4 bits and its scales in the layouts that `linear_int` reads.
+
+    Args:
+        values: [n, k] int8, contiguous; within [-8, 7] for 4 bits.
+        scales: [n, k / group] bfloat16, contiguous; group a multiple of 32 up to 256.
+    """
+    n, k = values.shape
+    groups, panels = scales.shape[1], -(-n // PANEL)
+    packed = lazy_zeros((panels, k * PANEL * bits // 8), torch.uint8)
+    packed_scales = torch.empty(panels, groups, PANEL, dtype=torch.bfloat16)
+    _call("nv_pack_int", values, scales, packed, packed_scales, n, k, k // groups, bits)
+    return packed, packed_scales
+
+
+def linear_int(
+    x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, num_outputs: int, bits: int
+) -> torch.Tensor:
+    """Return x [m, k] times the transpose of a weight from `pack_int`: [m, n].
+
+    A row's result does not depend on the other rows, bit for bit.
+    """
+    m, k = x.shape
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    y = torch.empty(m, num_outputs, dtype=torch.bfloat16)
+    group = k // scales.shape[1]
+    _call("nv_linear_int", x, x.stride(0), packed, scales, y, m, num_outputs, k, group, bits)
+    return y
+
+
+def gather_int(
+    ids: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, bits: int
+) -> torch.Tensor:
+    """Return rows `ids` [t] int64 of a weight from `pack_int`: [t, k]."""
+    k = packed.shape[1] * 8 // (PANEL * bits)
+    y = torch.empty(len(ids), k, dtype=torch.bfloat16)
+    group = k // scales.shape[1]
+    _call("nv_gather_int", ids.contiguous(), packed, scales, y, len(ids), k, group, bits)
     return y
 
 
@@ -235,7 +274,7 @@ def _call(name: str, *args: torch.Tensor | int | float | None) -> None:
 
 
 def load(*architecture: str) -> ctypes.CDLL:
-    """Return the kernels built for `architecture` (flags of the compiler): by default this processor.
+    """Return the kernels built for `architecture` (the compiler's flags), or for this processor.
 
     Raises:
         Unavailable: they cannot be built, or compute wrong products.

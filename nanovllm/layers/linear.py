@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import embedding, linear
 
 from nanovllm.errors import ConfigError
-from nanovllm.kernels import cpu
+from nanovllm.layers.quantization import WeightMethod
 from nanovllm.utils.distributed import all_reduce, tensor_parallel
 from nanovllm.utils.loader import Shard
 
@@ -39,36 +39,32 @@ def divide(what: str, total: int) -> int:
 
 
 class Matrix(nn.Module):
-    """A weight [outputs, inputs] of this rank; `pack` turns it into what the C kernels read."""
+    """A weight [outputs, inputs] of this rank: as loaded, or as a method keeps it."""
 
     def __init__(self, num_outputs: int, num_inputs: int) -> None:
         super().__init__()
         self.weight: nn.Parameter | None = nn.Parameter(torch.empty(num_outputs, num_inputs))
         self.num_outputs = num_outputs
-        self._packed: torch.Tensor | None = None
+        self._method: WeightMethod | None = None
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return x [T, inputs] times the transpose of the weight, plus `bias`."""
-        if self._packed is None:
+        if self._method is None:
             assert self.weight is not None
             return linear(x, self.weight, bias)
-        y = cpu.linear(x, self._packed, self.num_outputs)
+        y = self._method.multiply(x)
         return y if bias is None else y.add_(bias)
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the weight's `rows` [T]: [T, inputs]."""
-        if self._packed is None:
+        if self._method is None:
             assert self.weight is not None
             return embedding(rows, self.weight)
-        return cpu.gather(rows, self._packed)
+        return self._method.gather(rows)
 
-    def pack(self, packed: dict[nn.Parameter, torch.Tensor]) -> None:
-        """Keep the weight in packed form only. `packed` has those that other modules share."""
-        weight = self.weight
-        if weight is not None and (weight in packed or cpu.can_pack(weight)):
-            if weight not in packed:
-                packed[weight] = cpu.pack(weight)
-            self._packed, self.weight = packed[weight], None
+    def keep_as(self, method: WeightMethod) -> None:
+        """Let `method`, made from the weight, replace it."""
+        self._method, self.weight = method, None
 
 
 class ColumnParallelLinear(Matrix):

@@ -7,9 +7,9 @@ Knows no architecture: modules say through `shards()` which checkpoint tensors t
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -55,17 +55,17 @@ class Sharded(Protocol):
 
 def model_shards(model: nn.Module) -> dict[str, Shard]:
     """Return, by checkpoint name, every tensor that `model` is made of on this rank."""
-    shards: dict[str, Shard] = {}
+    return {shard.name: shard for _, shards in _shards_of(model) for shard in shards}
+
+
+def _shards_of(model: nn.Module) -> Iterator[tuple[nn.Module, list[Shard]]]:
+    """Yield each module that has parameters of its own, and what they are made of."""
     for prefix, module in model.named_modules():
         if isinstance(module, Sharded):
-            found = list(module.shards(prefix))
-        else:
-            found = [
-                Shard(f"{prefix}.{name}", tuple(p.shape), p.data)
-                for name, p in module.named_parameters(recurse=False)
-            ]
-        shards.update((shard.name, shard) for shard in found)
-    return shards
+            assert isinstance(module, nn.Module)
+            yield module, list(module.shards(prefix))
+        elif own := list(module.named_parameters(recurse=False)):
+            yield module, [Shard(f"{prefix}.{name}", tuple(p.shape), p.data) for name, p in own]
 
 
 def load_weights(
@@ -74,17 +74,54 @@ def load_weights(
     *,
     ignored: frozenset[str] = frozenset(),
     progress: bool = True,
+    loaded: Callable[[nn.Module], None] = lambda module: None,
 ) -> None:
     """Fill `model` from safetensors `files`.
 
     Args:
         ignored: checkpoint names that may be present and are neither needed nor read.
+        loaded: called with each module as soon as its parameters are complete; it may replace them.
 
     Raises:
         CheckpointError: a file is corrupt, or tensors are missing, unexpected or misshapen; all
             are listed.
     """
-    shards = {name: s for name, s in model_shards(model).items() if name not in ignored}
+    pieces, owners = _plan(model, files, ignored)
+    # Only the pieces hold the targets, and only until they are read.
+    waiting = {module: 0 for module, _ in _shards_of(model)}  # for so many pieces
+    for queue in pieces.values():
+        for name in [piece.name for piece in queue]:
+            waiting[owners[name]] += 1
+    total = sum(piece.target.nbytes for queue in pieces.values() for piece in queue)
+    with tqdm(
+        total=total,
+        unit="B",
+        unit_scale=True,
+        desc="Loading weights",
+        disable=not progress,
+        delay=1,
+    ) as bar:
+        for file in files:
+            for name, size in _fill(file, pieces.pop(file)):
+                bar.update(size)
+                waiting[owners[name]] -= 1
+                if not waiting[owners[name]]:
+                    del waiting[owners[name]]
+                    loaded(owners[name])
+    for module in waiting:
+        loaded(module)
+
+
+def _plan(
+    model: nn.Module, files: list[Path], ignored: frozenset[str]
+) -> tuple[dict[Path, deque["_Piece"]], dict[str, nn.Module]]:
+    """Return what to read from each file, and the module that each tensor belongs to."""
+    shards: dict[str, Shard] = {}
+    owners: dict[str, nn.Module] = {}
+    for module, own in _shards_of(model):
+        names = {shard.name: shard for shard in own if shard.name not in ignored}
+        shards.update(names)
+        owners.update(dict.fromkeys(names, module))
     found: dict[str, Path] = {}
     wrong: list[str] = []
     for file in files:
@@ -107,23 +144,12 @@ def load_weights(
         )
         raise CheckpointError(f"{files[0].parent}: weights do not match config.json:\n  {shown}")
 
-    for shard in shards.values():
+    pieces: dict[Path, deque[_Piece]] = {file: deque() for file in files}
+    for name, shard in shards.items():
         rest = shard.target.shape[shard.dim] - shard.filled
         shard.target.narrow(shard.dim, shard.filled, rest).zero_()
-    total = sum(shard.target.nbytes for shard in shards.values())
-    with tqdm(
-        total=total,
-        unit="B",
-        unit_scale=True,
-        desc="Loading weights",
-        disable=not progress,
-        delay=1,
-    ) as bar:
-        for file in files:
-            names = [name for name, where in found.items() if where == file]
-            for target, piece in _read(file, [shards[name] for name in names]):
-                target.copy_(piece)
-                bar.update(target.nbytes)
+        pieces[found[name]].extend(_pieces(shard))
+    return pieces, owners
 
 
 def init_dummy_weights(model: nn.Module, seed: int = 0) -> None:
@@ -149,29 +175,16 @@ def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
         ) from error
 
 
-def _read(file: Path, shards: list[Shard]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield (part of a target, what to fill it with), in the order of the file's bytes. The latter
-    is a view of a mapping.
-    """
-    with safe_open(file, framework="pt") as tensors:
-        order = {name: index for index, name in enumerate(tensors.offset_keys())}
-    shards = sorted(shards, key=lambda shard: order[shard.name])
-    pieces = deque((shard, *piece) for shard in shards for piece in _pieces(shard))
-    while pieces:
-        mapped = 0
-        with safe_open(file, framework="pt") as tensors:
-            while pieces and mapped < _MAPPED_BYTES:
-                shard, index, target = pieces.popleft()
-                tensor = tensors.get_slice(shard.name)[index]
-                mapped += len(tensor) * math.prod(shard.shape[1:]) * tensor.element_size()
-                yield target, tensor
-                del tensor
+class _Piece(NamedTuple):
+    """Rows of a bounded size."""
+
+    name: str
+    rows: tuple[slice, ...]
+    """Of the checkpoint's tensor."""
+    target: torch.Tensor
 
 
-def _pieces(shard: Shard) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
-    """Yield (index of the checkpoint's tensor, part of the target) for row ranges of a bounded
-    size.
-    """
+def _pieces(shard: Shard) -> Iterator[_Piece]:
     filled = shard.target.narrow(shard.dim, 0, shard.filled)
     row_bytes = math.prod(shard.shape[1:]) * 4
     step = max(1, _MAPPED_BYTES // 2 // row_bytes)
@@ -182,4 +195,23 @@ def _pieces(shard: Shard) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
         index[shard.dim] = slice(
             index[shard.dim].start + shard.start, index[shard.dim].stop + shard.start
         )
-        yield tuple(index), part
+        yield _Piece(shard.name, tuple(index), part)
+
+
+def _fill(file: Path, pieces: deque[_Piece]) -> Iterator[tuple[str, int]]:
+    """Fill the targets of `pieces` in the order of the file's bytes; yield names and bytes."""
+    with safe_open(file, framework="pt") as tensors:
+        order = {name: index for index, name in enumerate(tensors.offset_keys())}
+    queue = deque(sorted(pieces, key=lambda piece: order[piece.name]))
+    pieces.clear()
+    while queue:
+        mapped = 0
+        with safe_open(file, framework="pt") as tensors:
+            while queue and mapped < _MAPPED_BYTES:
+                name, rows, target = queue.popleft()
+                piece = tensors.get_slice(name)[rows]
+                mapped += piece.nbytes
+                target.copy_(piece)
+                size = target.nbytes
+                del target, piece
+                yield name, size

@@ -13,6 +13,7 @@ from nanovllm.attention.backend import AttentionSpec, Batch, QKNorm
 from nanovllm.attention.cpu import CPUBackend
 from nanovllm.kernels import cpu
 from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.quantization import quantize
 from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
 
 ROOT = Path(__file__).parent.parent.parent
@@ -89,6 +90,32 @@ def test_gather_returns_the_rows(n, k):
     weight = randn(n, k)
     ids = torch.randint(n, (50,), generator=torch.Generator().manual_seed(1))
     assert torch.equal(cpu.gather(ids, cpu.pack(weight)), weight[ids])
+
+
+@native
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(
+    ("n", "k", "group"),
+    [(32, 32, 32), (100, 64, 64), (1, 96, 32), (333, 1024, 128), (64, 512, 256)],
+)
+def test_linear_int(n, k, group, bits):
+    values, scales = quantize(randn(n, k), bits, group)
+    weight = values.double() * scales.double().repeat_interleave(group, 1)
+    packed = cpu.pack_int(values, scales, bits)
+    largest = randn(300, k, seed=300)
+    largest[:, ::7] *= 1000  # inputs of very unlike sizes
+    together = cpu.linear_int(largest, *packed, n, bits)
+    for m in (1, 2, 3, 4, 6, 7, 12, 13, 16, 31, 32, 33, 47, 100, 300):
+        x = largest[:m]
+        expected = x.double() @ weight.T
+        # As far off as rounding the weight to bfloat16 first would put torch, or less.
+        torch_error = (x @ weight.T.bfloat16() - expected).abs().max()
+        out = cpu.linear_int(x, *packed, n, bits)
+        assert (out.double() - expected).abs().max() <= 1.01 * torch_error + 1e-3
+        assert torch.equal(out, together[:m])
+    ids = torch.arange(n - 1, -1, -1)
+    assert torch.equal(cpu.gather_int(ids, *packed, bits), weight[ids].bfloat16())
 
 
 @native

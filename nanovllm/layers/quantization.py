@@ -1,0 +1,144 @@
+"""How a linear layer keeps its weight: packed for the C kernels, or in 8 or 4 bits.
+
+A method is made from a loaded weight and replaces it. Knows no checkpoint, no layer and no rank.
+"""
+
+from typing import Protocol
+
+import torch
+from torch.nn.functional import embedding, linear
+
+from nanovllm.errors import ConfigError
+from nanovllm.kernels import cpu
+
+GROUPS = {"int8": (128, 64, 32), "int4": (32,)}
+"""Inputs that share a scale, by quantization: the first that divides a layer's inputs."""
+
+_ROWS = 1024
+"""Rows quantised at once, which bounds the float32 copies."""
+
+
+class WeightMethod(Protocol):
+    """A weight [n, k] in a form of its own."""
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x [T, k] times the transpose of the weight: [T, n]."""
+        ...
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the weight's `rows` [T] int64: [T, k]."""
+        ...
+
+
+def make_method(
+    weight: torch.Tensor, quantization: str | None, *, native: bool
+) -> WeightMethod | None:
+    """Return the method that keeps `weight` [n, k], or None where it had better stay as it is.
+
+    Args:
+        native: whether the C kernels may be used.
+
+    Raises:
+        ConfigError: no group size of `quantization` divides k.
+    """
+    native = native and cpu.usable(weight)
+    if quantization is not None:
+        bits = int(quantization.removeprefix("int"))
+        values, scales = quantize(weight, bits, group_size(quantization, weight.shape[1]))
+        make = NativeIntWeight if native else IntWeight
+        return make(values, scales, bits, weight.dtype)
+    return PackedWeight(weight) if native and weight.shape[1] % 32 == 0 else None
+
+
+def group_size(quantization: str, num_inputs: int) -> int:
+    """Return how many inputs share a scale.
+
+    Raises:
+        ConfigError: none of the sizes divides `num_inputs`.
+    """
+    for size in GROUPS[quantization]:
+        if num_inputs % size == 0:
+            return size
+    raise ConfigError(
+        f'quantization "{quantization}" needs layers whose inputs are a multiple of '
+        f"{GROUPS[quantization][-1]}, this model (or one rank's part of it) has one of {num_inputs}"
+    )
+
+
+def quantize(weight: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round weight [n, k] to int8 [n, k] times bfloat16 scales [n, k / group].
+
+    The scale takes a group's largest value to the end of the range, to -8 in 4 bits, which has no
+    8 (llama.cpp's Q4_0 and Q8_0 choose likewise).
+    """
+    n, k = weight.shape
+    values = torch.empty(n, k, dtype=torch.int8, device=weight.device)
+    scales = torch.empty(n, k // group, dtype=torch.bfloat16, device=weight.device)
+    for start in range(0, n, _ROWS):
+        part = weight[start : start + _ROWS].float().view(-1, k // group, group)
+        if bits == 8:
+            scale = part.abs().amax(-1) / 127
+        else:
+            low, high = part.aminmax(dim=-1)
+            scale = torch.where(high > -low, high, low) / -8
+        scale = scale.bfloat16()
+        rounded = (part / scale.float().masked_fill(scale == 0, 1.0)[..., None]).round_()
+        limit = 2 ** (bits - 1)
+        values[start : start + _ROWS] = rounded.clamp_(-limit, limit - 1).flatten(1)
+        scales[start : start + _ROWS] = scale
+    return values, scales
+
+
+class PackedWeight:
+    """All bits of a bfloat16 weight, laid out for the C kernels."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._packed = cpu.pack(weight)
+        self._num_outputs = len(weight)
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        return cpu.linear(x, self._packed, self._num_outputs)
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        return cpu.gather(rows, self._packed)
+
+
+class NativeIntWeight:
+    """8 or 4 bits a weight, laid out for the C kernels; inputs are rounded to 16 bits."""
+
+    def __init__(
+        self, values: torch.Tensor, scales: torch.Tensor, bits: int, dtype: torch.dtype
+    ) -> None:
+        assert dtype == torch.bfloat16
+        self._packed, self._scales = cpu.pack_int(values, scales, bits)
+        self._num_outputs, self._bits = len(values), bits
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        return cpu.linear_int(x, self._packed, self._scales, self._num_outputs, self._bits)
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        return cpu.gather_int(rows, self._packed, self._scales, self._bits)
+
+
+class IntWeight:
+    """8 or 4 bits a weight, in plain torch on any device: saves memory and no time."""
+
+    def __init__(
+        self, values: torch.Tensor, scales: torch.Tensor, bits: int, dtype: torch.dtype
+    ) -> None:
+        self._bits, self._dtype, self._scales = bits, dtype, scales
+        self._values = values
+        if bits == 4:
+            self._values = values[:, ::2].bitwise_and(15) | values[:, 1::2] << 4
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self._widen(self._values, self._scales))
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        return self._widen(embedding(rows, self._values), embedding(rows, self._scales))
+
+    def _widen(self, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        if self._bits == 4:
+            values = torch.stack([values << 4 >> 4, values >> 4], -1).flatten(1)
+        grouped = values.view(len(values), scales.shape[1], -1)
+        return (grouped.float() * scales.float()[..., None]).flatten(1).to(self._dtype)

@@ -1,0 +1,84 @@
+"""Weights in 8 and 4 bits: against float64, packed and plain alike, and the shapes refused."""
+
+import pytest
+import torch
+
+from nanovllm.errors import ConfigError
+from nanovllm.kernels import cpu
+from nanovllm.layers.quantization import (
+    IntWeight,
+    NativeIntWeight,
+    PackedWeight,
+    group_size,
+    make_method,
+    quantize,
+)
+
+native = pytest.mark.skipif(cpu.library() is None, reason="no compiler here")
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def widened(values, scales):
+    group = values.shape[1] // scales.shape[1]
+    return values.double() * scales.double().repeat_interleave(group, 1)
+
+
+@pytest.mark.parametrize(("bits", "group"), [(8, 32), (8, 128), (4, 32), (4, 64)])
+def test_rounding_is_within_half_a_step(bits, group):
+    weight = randn(50, 256)
+    weight[3, :group] = 0
+    values, scales = quantize(weight, bits, group)
+    assert values.int().abs().max() <= 2 ** (bits - 1)
+    error = (widened(values, scales) - weight.double()).abs()
+    step = scales.double().abs().repeat_interleave(group, 1)
+    # The scale is rounded to bfloat16, which moves the ends of the range by 2^-9 of it.
+    assert (error <= step * (0.5 + 2.0**-9 * 2 ** (bits - 1) + 0.5 * (bits == 4)) + 1e-12).all()
+    assert (error <= 0.5001 * step + 1e-12).double().mean() > (0.9 if bits == 4 else 0.99)
+    assert (values[3, :group] == 0).all()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_plain_weight_is_the_rounded_one(bits, dtype):
+    weight = randn(70, 96).to(dtype)
+    values, scales = quantize(weight, bits, 32)
+    method = IntWeight(values, scales, bits, dtype)
+    expected = widened(values, scales).to(dtype)
+    assert torch.equal(method.gather(torch.tensor([5, 69, 0])), expected[[5, 69, 0]])
+    x = randn(4, 96).to(dtype)
+    assert torch.equal(method.multiply(x), x @ expected.T)
+
+
+@native
+@pytest.mark.parametrize("bits", [8, 4])
+def test_native_and_plain_agree(bits):
+    values, scales = quantize(randn(70, 256), bits, 32)
+    packed = NativeIntWeight(values, scales, bits, torch.bfloat16)
+    plain = IntWeight(values, scales, bits, torch.bfloat16)
+    rows = torch.tensor([5, 69, 0])
+    assert torch.equal(packed.gather(rows), plain.gather(rows))
+    x = randn(9, 256)
+    ours, torchs = packed.multiply(x), plain.multiply(x)
+    assert torch.allclose(ours.float(), torchs.float(), atol=0.3, rtol=0.02)
+
+
+def test_groups_divide_the_inputs():
+    assert [group_size("int8", k) for k in (1024, 192, 96)] == [128, 64, 32]
+    assert group_size("int4", 1024) == 32
+    with pytest.raises(ConfigError, match='"int4" needs .* multiple of 32, .* has one of 48'):
+        group_size("int4", 48)
+
+
+@native
+def test_the_method_follows_dtype_and_quantization():
+    weight = randn(64, 64)
+    assert isinstance(make_method(weight, None, native=True), PackedWeight)
+    assert isinstance(make_method(weight, "int8", native=True), NativeIntWeight)
+    assert isinstance(make_method(weight, "int8", native=False), IntWeight)
+    assert isinstance(make_method(weight.float(), "int4", native=True), IntWeight)
+    assert make_method(weight, None, native=False) is None
+    assert make_method(weight.float(), None, native=True) is None
+    assert make_method(randn(64, 48), None, native=True) is None
