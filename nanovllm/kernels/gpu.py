@@ -135,7 +135,15 @@ def _choose_tokens(
     if rows == 0:
         return tokens
     _reduce_blocks[(rows, num_blocks)](
-        logits, logits.stride(0), vocab_size, temperatures, maxima, sums, firsts, BLOCK=block
+        logits,
+        logits.stride(0),
+        vocab_size,
+        temperatures,
+        maxima,
+        sums,
+        firsts,
+        GREEDY_BELOW=GREEDY_BELOW,
+        BLOCK=block,
     )
     _choose[(rows,)](
         logits,
@@ -149,10 +157,10 @@ def _choose_tokens(
         sums,
         firsts,
         tokens,
-        num_blocks,
         GREEDY_BELOW=GREEDY_BELOW,
         BLOCK=block,
-        NUM_BLOCKS=triton.next_power_of_2(num_blocks),
+        NUM_BLOCKS=num_blocks,
+        ALL_BLOCKS=triton.next_power_of_2(num_blocks),
     )
     return tokens
 
@@ -260,7 +268,15 @@ def _store(
 
 @triton.jit
 def _reduce_blocks(
-    logits, stride, vocab_size, temperatures, maxima, sums, firsts, BLOCK: tl.constexpr
+    logits,
+    stride,
+    vocab_size,
+    temperatures,
+    maxima,
+    sums,
+    firsts,
+    GREEDY_BELOW: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """One block of one row: its largest logit, where it first is, and the sum of the weights,
     relative to that largest one.
@@ -274,10 +290,10 @@ def _reduce_blocks(
     tl.store(maxima + place, largest)
     tl.store(firsts + place, block * BLOCK + first)
     if temperatures is not None:
-        # A greedy row's temperature may be 0: its sums are NaN, and nobody reads them.
-        weights = tl.exp((x - largest) / tl.load(temperatures + row))
-        # A block in which all is forbidden has no weight.
-        tl.store(sums + place, tl.where(largest > -float("inf"), tl.sum(weights), 0.0))
+        temperature = tl.maximum(tl.load(temperatures + row), GREEDY_BELOW)
+        # Where all of a block is forbidden, its weights are exp(-inf), not exp(-inf + inf).
+        base = tl.where(largest > -float("inf"), largest, 0.0)
+        tl.store(sums + place, tl.sum(tl.exp((x - base) / temperature)))
 
 
 @triton.jit
@@ -293,27 +309,27 @@ def _choose(
     sums,
     firsts,
     tokens,
-    num_blocks,
     GREEDY_BELOW: tl.constexpr,
     BLOCK: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
+    ALL_BLOCKS: tl.constexpr,
 ):
     """One row: find the block, then the token, where the weights' sum passes a uniform number."""
     row = tl.program_id(0).to(tl.int64)
-    blocks = tl.arange(0, NUM_BLOCKS)
-    place = row * num_blocks + blocks
-    block_maxima = tl.load(maxima + place, blocks < num_blocks, -float("inf"))
+    blocks = tl.arange(0, ALL_BLOCKS)
+    place = row * NUM_BLOCKS + blocks
+    block_maxima = tl.load(maxima + place, blocks < NUM_BLOCKS, -float("inf"))
     largest, block = tl.max(block_maxima, 0, return_indices=True)
-    token = tl.load(firsts + row * num_blocks + block)
+    token = tl.load(firsts + row * NUM_BLOCKS + block)
     if temperatures is not None:
         temperature = tl.load(temperatures + row)
         if temperature >= GREEDY_BELOW:
             logits += row * stride
             min_p = tl.load(min_ps + row)
-            mass = tl.load(sums + place, blocks < num_blocks, 0.0)
+            mass = tl.load(sums + place, blocks < NUM_BLOCKS, 0.0)
             mass *= tl.exp((block_maxima - largest) / temperature)
             if min_p > 0:  # relative to the row's largest, which the sums were made without
-                for i in range(num_blocks):
+                for i in range(NUM_BLOCKS):
                     weights = _weights(logits, vocab_size, i, largest, temperature, min_p, BLOCK)
                     mass = tl.where(blocks == i, tl.sum(weights), mass)
             mass = mass.to(tl.float64)
