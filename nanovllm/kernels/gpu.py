@@ -221,7 +221,7 @@ def _store(
 ):
     """HEADS heads of one token: queries, then keys, then values; two halves of each, to rotate."""
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_mapping + token)
+    slot = tl.load(slot_mapping + token).to(tl.int64)
     # Whole tiles, for the rows that all heads share as well: so all have one layout in registers.
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     head, column = tl.broadcast(heads[:, None], tl.arange(0, HALF_BLOCK)[None, :])

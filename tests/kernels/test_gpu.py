@@ -2,6 +2,8 @@
 it with one. bfloat16 only there: the interpreter computes it wrongly.
 """
 
+import logging
+
 import pytest
 import torch
 from torch.nn.functional import silu
@@ -346,6 +348,16 @@ def test_kernels_for_a_cpu():
     assert kernels_for(torch.device("cpu"), torch.float32) is None
     expected = None if cpu.library() is None else cpu
     assert kernels_for(torch.device("cpu"), torch.bfloat16) is expected
+
+
+@pytest.mark.skipif(CUDA, reason="needs a machine without a GPU")
+def test_without_a_gpu_the_log_says_why(caplog):
+    on_gpu.cache_clear()
+    with caplog.at_level(logging.INFO, logger="nanovllm.kernels"):
+        assert on_gpu() is None
+        assert on_gpu() is None
+    (record,) = caplog.records
+    assert "plain torch serves: there is no CUDA device" in record.getMessage()
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")
