@@ -20,7 +20,7 @@ from nanovllm.engine.batch import SlotTables
 from nanovllm.engine.kv_cache import num_blocks_that_fit, zeros
 from nanovllm.engine.sampling import GatheredLogprobs, SamplingRows, gather_logprobs
 from nanovllm.engine.schedule import Admission, CacheInfo, Row, Schedule, StepResult, TokenLogprobs
-from nanovllm.kernels import cpu
+from nanovllm.kernels import kernels_for
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.layernorm import RMSNorm
@@ -211,17 +211,21 @@ class ModelRunner:
 
     def _load(self, files: list[Path]) -> None:
         """Load the weights, and give each its final form before the next is read."""
-        native = self.config.native_kernels and cpu.usable(next(self.model.parameters()))
+        kernels = None
+        if self.config.native_kernels:
+            kernels = kernels_for(self.device, self.model_config.dtype)
         matrices: dict[nn.Parameter, list[Matrix]] = {}  # by weight, which several may share
         for module in self.model.modules():
             if isinstance(module, Matrix) and module.weight is not None:
                 matrices.setdefault(module.weight, []).append(module)
             elif isinstance(module, RMSNorm | SiluAndMul):
-                module.native = native
+                module.kernels = kernels
+
+        quantization, native = self.config.quantization, kernels is not None
 
         def finish(module: nn.Module) -> None:
             if isinstance(module, Matrix) and module.weight is not None:
-                method = make_method(module.weight, self.config.quantization, native=native)
+                method = make_method(module.weight, quantization, native=native)
                 for sharing in matrices.pop(module.weight, ()):
                     if method is not None:
                         sharing.keep_as(method)
