@@ -19,8 +19,19 @@ _PROGRAMS = 2048
 """Most programs of a decode launch; each takes pieces until none is left."""
 _PLAN_ROWS = tl.constexpr(16)
 _PLAN_COLUMNS = tl.constexpr(128)
+_LOG2_E = 1.4426950408889634
 _MAX_SPLITS = tl.constexpr(MAX_SPLITS)
 _SPLIT_TOKENS = tl.constexpr(SPLIT_TOKENS)
+
+
+# No kernel is compiled anew because a batch's numbers or its views' addresses became even.
+_jit = triton.jit(
+    do_not_specialize=["num_rows", "max_splits", "table_stride"],
+    do_not_specialize_on_alignment=[
+        *("cu_seqlens_q", "seq_lens", "block_tables"),
+        *("pieces", "num_pieces", "arrived", "tiles"),
+    ],
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,9 +178,6 @@ def prefill(
     )  # fmt: skip
 
 
-_LOG2_E = 1.4426950408889634
-
-
 def _decode_options(dtype: torch.dtype, head_dim: int) -> dict[str, int]:
     """N keys in a tile: at most 32 KiB of keys and values, two such tiles on their way."""
     row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
@@ -205,7 +213,7 @@ def _row_of_plan(cu_seqlens_q, seq_lens, row, num_rows):
     return token, seq_len, splits, tl.cdiv(seq_len, tl.maximum(splits, 1))
 
 
-@triton.jit
+@_jit
 def _plan_decode(
     cu_seqlens_q, seq_lens, pieces, num_pieces, arrived, num_rows, KV_HEADS: tl.constexpr
 ):
@@ -294,7 +302,7 @@ def _attend(
     return acc, largest, total
 
 
-@triton.jit
+@_jit
 def _decode(
     q, k_cache, v_cache, out, block_tables, table_stride,
     pieces, num_pieces, arrived, partial, stats, max_splits, scale,
@@ -364,7 +372,7 @@ def _merge(
         tl.store(out + member * HEAD_DIM + dims, value, mask=dims < HEAD_DIM)
 
 
-@triton.jit
+@_jit
 def _prefill(
     q, k_cache, v_cache, out, block_tables, table_stride, cu_seqlens_q, seq_lens, tiles, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,

@@ -13,10 +13,8 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 MODELS = [(1024, 3072, 16, 8), (4096, 12288, 32, 8), (5120, 25600, 64, 8)]
 HEAD_DIM, VOCAB_SIZE = 128, 151936
 
-pytestmark = [
-    pytest.mark.parametrize("arch", ARCHS),
-    pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch.")),
-]
+each_arch = pytest.mark.parametrize("arch", ARCHS)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 
 
 def meta(*shape, dtype):
@@ -30,6 +28,8 @@ def assert_fits(launched, *names):
         assert 0 < kernel.n_regs <= 128, kernel
 
 
+@each_arch
+@each_dtype
 @pytest.mark.parametrize("hidden_size", [model[0] for model in MODELS])
 def test_add_rms_norm(hidden_size, dtype, arch):
     rows, weight = meta(3, hidden_size, dtype=dtype), meta(hidden_size, dtype=dtype)
@@ -38,12 +38,16 @@ def test_add_rms_norm(hidden_size, dtype, arch):
         assert_fits(launched, "_add_rms_norm")
 
 
+@each_arch
+@each_dtype
 @pytest.mark.parametrize("intermediate_size", [model[1] for model in MODELS])
 def test_silu_and_mul(intermediate_size, dtype, arch):
     gate_up = meta(3, 2 * intermediate_size, dtype=dtype)
     assert_fits(compile_launches(gpu.silu_and_mul, gate_up, arch=arch), "_silu_and_mul")
 
 
+@each_arch
+@each_dtype
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [model[2:] for model in MODELS])
 def test_store(num_heads, num_kv_heads, dtype, arch):
     weight, index = meta(HEAD_DIM, dtype=dtype), meta(3, dtype=torch.int64)
@@ -56,6 +60,8 @@ def test_store(num_heads, num_kv_heads, dtype, arch):
         assert_fits(compile_launches(gpu.store, *args, arch=arch), "_store")
 
 
+@each_arch
+@each_dtype
 def test_sampling(dtype, arch):
     logits = meta(3, VOCAB_SIZE, dtype=dtype)
     index, number = meta(3, dtype=torch.int64), meta(3, dtype=torch.float32)
@@ -65,12 +71,13 @@ def test_sampling(dtype, arch):
     assert_fits(launched, "_reduce_blocks", "_choose")
 
 
-def test_spilled_registers_are_seen(dtype, arch):
-    """The same harness, with too few registers."""
-    kind = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
-    pointers = dict.fromkeys(("x", "residual", "weight", "out"), f"*{kind}:16")
+def test_spilled_registers_are_seen():
+    """By the same harness, in a kernel that is given too few of them."""
+    pointers = dict.fromkeys(("x", "residual", "weight", "out"), "*bf16:16")
     signature = {**pointers, "size": "i32:16", "eps": "fp32"}
-    constexprs = {"BLOCK": 4096}
-    kernel = gpu._add_rms_norm
-    assert compile_for(kernel, signature, constexprs, arch, num_warps=4).n_spills == 0
-    assert compile_for(kernel, signature, constexprs, arch, num_warps=4, maxnreg=24).n_spills > 0
+    fits, spills = (
+        compile_for(gpu._add_rms_norm, signature, {"BLOCK": 4096}, 90, num_warps=4, maxnreg=n)
+        for n in (128, 24)
+    )
+    assert fits.n_spills == 0
+    assert spills.n_spills > 0
