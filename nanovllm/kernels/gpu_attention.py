@@ -104,6 +104,8 @@ def decode(
         block_tables: [R, width] int32; a row's columns past its last block are not read.
         out: like `q`; the tokens of the plan's rows are written.
     """
+    assert q.is_contiguous()
+    assert kv_cache.is_contiguous()
     num_heads, head_dim = q.shape[1:]
     block_size, num_kv_heads = kv_cache.shape[2:4]
     group = num_heads // num_kv_heads
@@ -164,6 +166,8 @@ def prefill(
         tiles: [N, 2] int32, from `prefill_tiles`.
         out: like `q`; the tokens of the tiles are written.
     """
+    assert q.is_contiguous()
+    assert kv_cache.is_contiguous()
     num_heads, head_dim = q.shape[1:]
     block_size, num_kv_heads = kv_cache.shape[2:4]
     group = num_heads // num_kv_heads

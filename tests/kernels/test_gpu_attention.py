@@ -62,9 +62,13 @@ def attend(case, cache=None):
 
 
 def assert_close(case, out):
-    """No further from float64 than twice torch on contiguous keys, or than two roundings."""
+    """No further from float64 than twice torch on contiguous keys, and two roundings more.
+
+    float32 is multiplied as three products of 11 bits, which costs it a few bits.
+    """
     exact = reference(case)
-    rounding = 2 * torch.finfo(out.dtype).eps * exact.abs().max()
+    roundings = 16 if out.dtype == torch.float32 else 2
+    rounding = roundings * torch.finfo(out.dtype).eps * exact.abs().max()
     limit = 2 * (contiguous_sdpa(case) - exact).abs().max() + rounding
     assert out.dtype == case.q.dtype
     assert (out - exact).abs().max() <= limit
@@ -112,6 +116,9 @@ def test_chunks_at_the_edges_of_tiles(group):
     assert_close(case, attend(case))
 
 
+@pytest.mark.skipif(
+    CUDA and torch.cuda.get_device_capability() < (8, 9), reason="the GPU has no float8_e4m3fn"
+)
 def test_float8_keys_and_values_are_widened():
     case = case_of([(1, 300), (20, 50), (1, 3)], 2, 2, 64, 64, torch.float16)
     narrow = case.stored().nan_to_num(0).to(torch.float8_e4m3fn)
