@@ -24,7 +24,8 @@ _MAX_SPLITS = tl.constexpr(MAX_SPLITS)
 _SPLIT_TOKENS = tl.constexpr(SPLIT_TOKENS)
 
 
-# No kernel is compiled anew because a batch's numbers or its views' addresses became even.
+# What changes from batch to batch must not make Triton compile anew, as a number that is 1 or a
+# multiple of 16, or a pointer that is off 16 bytes, otherwise would.
 _jit = triton.jit(
     do_not_specialize=["num_rows", "max_splits", "table_stride"],
     do_not_specialize_on_alignment=[
