@@ -75,6 +75,9 @@ class Backend(Protocol):
 
     name: ClassVar[str]
     fuses_qk_norm: ClassVar[bool]
+    supports_graph: ClassVar[bool]
+    """Whether `plan` and `forward` work on rows of one token each without the host's tuples (they
+    are empty) and without asking the device, so that a CUDA graph can hold them."""
     block_size: int
     """Tokens in a KV block: the spec's, or the backend's choice."""
 
@@ -124,11 +127,17 @@ def select_backend(spec: AttentionSpec, *, native: bool = True) -> Backend:
         UnsupportedModelError: none can; the message has every reason.
     """
     from nanovllm.attention.cpu import CPUBackend
+    from nanovllm.attention.flash_attn import FlashAttnBackend
+    from nanovllm.attention.paged import PagedBackend
     from nanovllm.attention.torch_sdpa import TorchBackend
+    from nanovllm.attention.triton import TritonBackend
+    from nanovllm.attention.varlen import VarlenBackend
 
-    backends: list[type[CPUBackend | TorchBackend]] = [TorchBackend]
-    if native:
-        backends.insert(0, CPUBackend)
+    backends: list[type[CPUBackend | PagedBackend | TorchBackend]] = [TorchBackend]
+    if native and spec.device.type == "cuda":
+        backends = [FlashAttnBackend, TritonBackend, VarlenBackend, TorchBackend]
+    elif native:
+        backends = [CPUBackend, TorchBackend]
     reasons: list[str] = []
     for backend in backends:
         reason = backend.unsupported(spec)
