@@ -1,0 +1,61 @@
+"""What rounding the weights costs: KL divergence and top-1 agreement with the weights as they are.
+
+Every position of every text is compared, over the 1000 likeliest tokens; the rest count as equally
+likely. Without --model: the shipped model on the entries that it was trained on.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from nanovllm import LLM, SamplingParams, glossary
+
+_LARGEST = 1000
+
+
+def logprobs(model: str, texts: list[str], quantization: str | None) -> torch.Tensor:
+    """Return log-probabilities [positions, vocab_size] of what follows each token of `texts`."""
+    llm = LLM(model, quantization=quantization)
+    vocab_size = llm.engine.cache_info.vocab_size
+    rows = torch.empty(0, vocab_size)
+    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=min(_LARGEST, vocab_size))
+    for text in texts:
+        (output,) = llm.generate([text], params, use_tqdm=False)
+        assert output.prompt_logprobs is not None
+        entries = [entry for entry in output.prompt_logprobs if entry is not None]
+        block = torch.empty(len(entries), vocab_size)
+        for row, entry in zip(block, entries, strict=True):
+            known = torch.tensor([value.logprob for value in entry.values()])
+            rest = (1 - known.double().exp().sum()).clamp(min=1e-12) / max(
+                1, vocab_size - len(known)
+            )
+            row.fill_(rest.log().item())
+            row[list(entry)] = known
+        rows = torch.cat([rows, block])
+    llm.shutdown()
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default=str(glossary.MODEL))
+    parser.add_argument("--text", type=Path, help="a text file, a text a line")
+    args = parser.parse_args()
+    texts = [" ".join(entry) for entry in glossary.entries()]
+    if args.text is not None:
+        texts = [line for line in args.text.read_text().splitlines() if line.strip()]
+    expected = logprobs(args.model, texts, None)
+    print(f"{len(texts)} texts, {len(expected)} positions, {expected.shape[1]} tokens")
+    for quantization in ("int8", "int4"):
+        found = logprobs(args.model, texts, quantization)
+        divergence = (expected.exp() * (expected - found)).sum(-1)
+        same = (expected.argmax(-1) == found.argmax(-1)).double().mean().item()
+        print(
+            f"{quantization}: KL divergence mean {divergence.mean():.2e}, "
+            f"99% below {divergence.quantile(0.99):.2e} nats; top-1 agreement {same:.2%}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""Where a decode step's time goes on a CPU: products, attention, glue, sampler and the rest.
+
+Without --model: random weights in the shape of Qwen3-0.6B. Times are medians over the steps; the
+reading limit is the bytes of the weights over the speed at which memory is read in the same run.
+"""
+
+import argparse
+import functools
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine.sampling import SamplingRows
+from nanovllm.kernels import cpu
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from bench import QWEN3_06B
+
+PARTS = {
+    "nv_linear": "products",
+    "nv_linear_int": "products",
+    "nv_attention": "attention",
+    "nv_store": "glue",
+    "nv_add_rms_norm": "glue",
+    "nv_silu_and_mul": "glue",
+    "nv_gather": "glue",
+    "nv_gather_int": "glue",
+}
+TABLE = ("products", "attention", "glue", "sampler", "rest")
+
+
+class Clock:
+    """Adds up the time spent inside some functions, by part; what they call is theirs."""
+
+    def __init__(self) -> None:
+        self.spent: dict[str, float] = defaultdict(float)
+        self.inside = False
+
+    def watch(self, part: Any, function: Any) -> Any:
+        """Return `function`, timed as `part` (a name, or a function of the first argument)."""
+
+        @functools.wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            name = part if isinstance(part, str) else part(args[0])
+            if self.inside or name is None:
+                return function(*args, **kwargs)
+            self.inside, start = True, time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.spent[name] += time.perf_counter() - start
+                self.inside = False
+
+        return timed
+
+
+def read_bandwidth() -> float:
+    """Bytes a second at which all threads together read memory."""
+    memory = torch.ones(2**27)  # 512 MiB
+    best = 0.0
+    for _ in range(5):
+        start = time.perf_counter()
+        memory.sum()
+        best = max(best, memory.nbytes / (time.perf_counter() - start))
+    return best
+
+
+def weight_bytes(config: dict[str, Any], quantization: str | None) -> float:
+    """Bytes of the weights that a decode step reads; scales included."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    head_dim = config.get("head_dim", hidden // heads)
+    attention = (2 * heads + 2 * config["num_key_value_heads"]) * head_dim * hidden
+    layer = attention + 3 * hidden * config["intermediate_size"]
+    bits = {None: 16, "int8": 8 + 16 / 128, "int4": 4 + 16 / 32}[quantization]
+    weights: int = config["num_hidden_layers"] * layer + config["vocab_size"] * hidden
+    return weights * bits / 8
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model")
+    parser.add_argument("--quantization")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=24)
+    args = parser.parse_args()
+    bandwidth = read_bandwidth()
+    directory = tempfile.TemporaryDirectory()
+    load_format = "auto"
+    if args.model is None:
+        Path(directory.name, "config.json").write_text(json.dumps(QWEN3_06B))
+        args.model, load_format = directory.name, "dummy"
+    config = json.loads(Path(args.model, "config.json").read_text())
+    llm = LLM(args.model, load_format=load_format, quantization=args.quantization)
+    clock = Clock()
+    cpu._call = clock.watch(PARTS.get, cpu._call)
+    SamplingRows.sample = clock.watch("sampler", SamplingRows.sample)  # type: ignore[method-assign]
+    limit = weight_bytes(config, args.quantization) / bandwidth
+    print(f"memory is read at {bandwidth / 1e9:.1f} GB/s by {torch.get_num_threads()} threads")
+    print(f"| batch | step, ms | reading limit | {' | '.join(TABLE)} |")
+    print(f"| --- | --- | --- |{' --- |' * len(TABLE)}")
+    for batch in args.batch:
+        prompts = [[1 + i] * args.context for i in range(batch)]
+        params = SamplingParams(temperature=0, max_tokens=args.steps + 4, ignore_eos=True)
+        for prompt in prompts:
+            llm.engine.add_request(prompt, params)
+        for _ in range(3):  # the prompts, and two tokens more
+            llm.engine.step()
+        steps: list[float] = []
+        parts: list[dict[str, float]] = []
+        for _ in range(args.steps):
+            clock.spent.clear()
+            start = time.perf_counter()
+            llm.engine.step()
+            steps.append(time.perf_counter() - start)
+            rest = steps[-1] - sum(clock.spent.values())
+            parts.append({**dict.fromkeys(TABLE, 0.0), **clock.spent, "rest": rest})
+        while not llm.engine.is_finished():
+            llm.engine.step()
+        cells = [1e3 * statistics.median(part[name] for part in parts) for name in TABLE]
+        row = [1e3 * statistics.median(steps), 1e3 * limit, *cells]
+        print(f"| {batch} | {' | '.join(f'{cell:.2f}' for cell in row)} |")
+
+
+if __name__ == "__main__":
+    main()
