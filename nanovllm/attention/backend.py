@@ -75,6 +75,9 @@ class Backend(Protocol):
 
     name: ClassVar[str]
     fuses_qk_norm: ClassVar[bool]
+    supports_graph: ClassVar[bool]
+    """Whether `plan` and `forward` work on rows of one token each without the host's tuples (they
+    are empty) and without asking the device, so that a CUDA graph can hold them."""
     block_size: int
     """Tokens in a KV block: the spec's, or the backend's choice."""
 

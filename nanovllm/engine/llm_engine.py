@@ -46,14 +46,15 @@ class LLMEngine:
 
     Args:
         config: the engine's options.
-        queue_depth: steps launched before the last one's tokens are known; 0 waits for each.
+        queue_depth: steps launched before the oldest one's tokens are known; 0 waits for each.
+            None is 1 on CUDA, where a step runs beside the host, and 0 on a CPU.
 
     Raises:
         CheckpointError, ConfigError, OutOfMemoryError: the model cannot be served with these
         options.
     """
 
-    def __init__(self, config: Config, *, queue_depth: int = 0) -> None:
+    def __init__(self, config: Config, *, queue_depth: int | None = None) -> None:
         self.config = config
         checkpoint = open_checkpoint(config.model, config.revision)
         self.executor = make_executor(config, checkpoint)
@@ -73,7 +74,7 @@ class LLMEngine:
             eos_token_ids=checkpoint.eos_token_ids,
         )
         self.stats = EngineStats()
-        self._queue_depth = queue_depth
+        self._queue_depth = int(self.cache_info.runs_ahead) if queue_depth is None else queue_depth
         self._in_flight: deque[tuple[Schedule, Future]] = deque()
         self._outputs: list[RequestOutput] = []  # not yet returned by step()
         self._ids = count()  # of sequences; a request has its first sequence's

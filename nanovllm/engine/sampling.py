@@ -10,7 +10,7 @@ import torch
 
 from nanovllm.engine.batch import SlotTables
 from nanovllm.engine.schedule import Admission, Row, TokenLogprobs
-from nanovllm.layers.sampler import Sampling, draw, greedy as greedy_tokens
+from nanovllm.layers.sampler import GREEDY_BELOW, Sampling, draw, greedy as greedy_tokens
 
 _SPARE = 8
 """Candidates beyond top_k, so that ties with the last one are seen."""
@@ -31,8 +31,7 @@ class GatheredLogprobs:
 
     def to_host(self) -> "GatheredLogprobs":
         """Start the copy to the host."""
-        tensors = (self.token_ids, self.logprobs, self.ranks)
-        return GatheredLogprobs(*(t.to("cpu", non_blocking=True) for t in tensors))
+        return GatheredLogprobs(*map(to_host, (self.token_ids, self.logprobs, self.ranks)))
 
     def tolist(self, counts: Seq[int]) -> list[TokenLogprobs]:
         """Return them as numbers; `counts` says how many of the most likely each position wants."""
@@ -41,6 +40,12 @@ class GatheredLogprobs:
             TokenLogprobs(tokens[: 1 + count], logprobs[: 1 + count], rank)
             for count, tokens, logprobs, rank in zip(counts, *columns, strict=True)
         ]
+
+
+def to_host(x: torch.Tensor) -> torch.Tensor:
+    """Return a copy of `x` on the host, without waiting for it; pinned, so that it can overlap."""
+    copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
+    return copy.copy_(x, non_blocking=True)
 
 
 def gather_logprobs(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> GatheredLogprobs:
@@ -52,6 +57,39 @@ def gather_logprobs(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> G
     return GatheredLogprobs(
         torch.cat([tokens[:, None], ids], 1), torch.cat([own, values], 1), ranks
     )
+
+
+def is_plain(tables: SlotTables, row: Row) -> bool:
+    """Whether `sample_plain` is all that a row asks for: no rule, top_k, top_p or logprobs."""
+    admission = tables.admissions[row.slot]
+    assert admission is not None
+    params = admission.params
+    cuts = not params.is_greedy and (params.top_k > 0 or params.top_p < 1.0)
+    return not cuts and params.logprobs is None and tables.rules[row.slot] is None
+
+
+def sample_plain(
+    tables: SlotTables, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """Choose a token for each row of logits [R, vocab_size] by temperature and min_p: [R] int64.
+
+    It asks the host nothing, so a CUDA graph can hold it. `SamplingRows.sample` gives the same
+    tokens to rows that are plain.
+
+    Args:
+        slots: [R] int64.
+        positions: [R] int64, of the tokens to be chosen.
+    """
+    temperatures = tables.temperatures[slots]
+    sampling = Sampling(
+        temperatures=temperatures.clamp(min=GREEDY_BELOW),
+        seeds=tables.seeds[slots],
+        positions=positions,
+        top_ks=tables.top_ks[slots],
+        top_ps=tables.top_ps[slots],
+        min_ps=tables.min_ps[slots],
+    )
+    return torch.where(temperatures < GREEDY_BELOW, greedy_tokens(logits), draw(logits, sampling))
 
 
 class SamplingRows:
