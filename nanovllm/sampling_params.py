@@ -9,6 +9,9 @@ from nanovllm.validation import StrictKeywords, check_bool, check_float, check_i
 
 MAX_TOKEN_ID = 2**31 - 1
 
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy: dividing by them would overflow."""
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams(StrictKeywords):
@@ -116,7 +119,7 @@ class SamplingParams(StrictKeywords):
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature < 1e-5  # dividing by less would overflow
+        return self.temperature < GREEDY_BELOW
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)

@@ -27,7 +27,7 @@ from nanovllm.engine.sampling import (
     to_host,
 )
 from nanovllm.engine.schedule import Admission, CacheInfo, Row, Schedule, StepResult, TokenLogprobs
-from nanovllm.kernels import cpu
+from nanovllm.kernels import kernels_for
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.layernorm import RMSNorm
@@ -263,15 +263,15 @@ class ModelRunner:
 
     def _use_native_kernels(self) -> None:
         """Pack the weights and switch the layers over, where there are kernels for them."""
-        usable = self.device.type == "cpu" and self.model_config.dtype == torch.bfloat16
-        if not usable or cpu.library() is None:
+        kernels = kernels_for(self.device, self.model_config.dtype)
+        if kernels is None:
             return
         packed: dict[nn.Parameter, torch.Tensor] = {}
         for module in self.model.modules():
             if isinstance(module, Matrix):
                 module.pack(packed)
             elif isinstance(module, RMSNorm | SiluAndMul):
-                module.native = True
+                module.kernels = kernels
 
     def _cache_elements(self, num_blocks: int) -> int:
         shape = self._backend.kv_cache_shape(num_blocks)

@@ -1,1 +1,52 @@
-"""Kernels: what torch does not have, or not fast enough. They know tensors, and no models."""
+"""Kernels of our own, and which of them serve a device: C on x86 CPUs, Triton on CUDA GPUs.
+
+Where there are none the log says why, and plain torch serves.
+"""
+
+import functools
+import logging
+from types import ModuleType
+
+import torch
+
+from nanovllm.kernels import cpu
+
+logger = logging.getLogger(__name__)
+
+_CAPABILITY = (8, 0)
+
+
+def kernels_for(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
+    """Return the module whose `add_rms_norm` and `silu_and_mul` take such tensors, or None."""
+    if device.type == "cuda":
+        return on_gpu()
+    usable = device.type == "cpu" and dtype == torch.bfloat16 and cpu.library() is not None
+    return cpu if usable else None
+
+
+@functools.cache
+def on_gpu() -> ModuleType | None:
+    """Return the Triton kernels, or None where they cannot be used on the current GPU."""
+    reason = _no_triton()
+    if reason is not None:
+        logger.info("Triton kernels are off, plain torch serves: %s", reason)
+        return None
+    from nanovllm.kernels import gpu
+
+    logger.info("Triton kernels are on")
+    return gpu
+
+
+def _no_triton() -> str | None:
+    """Return why the Triton kernels cannot be used, after trying one of them."""
+    capability = torch.cuda.get_device_capability()
+    if capability < _CAPABILITY:
+        return f"compute capability {capability} is below {_CAPABILITY}"
+    try:
+        from nanovllm.kernels import gpu
+
+        ones = torch.ones(1, 64, device="cuda")
+        wrong = (gpu.silu_and_mul(ones) - torch.nn.functional.silu(ones[:, :32])).abs().max()
+        return None if wrong < 1e-5 else "the compiled kernels compute wrong numbers"
+    except Exception as error:  # whatever the compilers and the driver raise
+        return f"{type(error).__name__}: {error}"

@@ -1,10 +1,10 @@
 """The gated activation between an MLP's two linears."""
 
+from types import ModuleType
+
 import torch
 from torch import nn
 from torch.nn.functional import silu
-
-from nanovllm.kernels import cpu
 
 
 class SiluAndMul(nn.Module):
@@ -12,10 +12,10 @@ class SiluAndMul(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.native = False
+        self.kernels: ModuleType | None = None
 
     def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
-        if self.native:
-            return cpu.silu_and_mul(gate_up)
+        if self.kernels is not None:
+            return self.kernels.silu_and_mul(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
         return silu(gate) * up

@@ -1,9 +1,9 @@
 """RMSNorm, alone or after adding the residual. Reduces in float32 whatever the dtype."""
 
+from types import ModuleType
+
 import torch
 from torch import nn
-
-from nanovllm.kernels import cpu
 
 
 class RMSNorm(nn.Module):
@@ -13,7 +13,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(hidden_size))
-        self.native = False
+        self.kernels: ModuleType | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension of `x`."""
@@ -23,7 +23,7 @@ class RMSNorm(nn.Module):
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (normalised sum, sum) of `x` and `residual`; `residual` may be overwritten."""
-        if self.native:
-            return cpu.add_rms_norm(x, residual, self.weight, self.eps), residual
+        if self.kernels is not None:
+            return self.kernels.add_rms_norm(x, residual, self.weight, self.eps), residual
         residual = residual + x
         return self(residual), residual

@@ -10,10 +10,7 @@ import dataclasses
 import torch
 from torch.nn.functional import pad
 
-from nanovllm.kernels import cpu
-
-GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy: dividing by them would overflow."""
+from nanovllm.kernels import cpu, on_gpu
 
 CHUNK = 128
 """Tokens that are summed, and skipped, together."""
@@ -24,7 +21,7 @@ class Sampling:
     """What R rows ask for. Tensors of [R]."""
 
     temperatures: torch.Tensor
-    """float32, at least GREEDY_BELOW."""
+    """float32, at least `sampling_params.GREEDY_BELOW`."""
     seeds: torch.Tensor
     """int64."""
     positions: torch.Tensor
@@ -65,6 +62,9 @@ def draw(logits: torch.Tensor, sampling: Sampling, num_candidates: int = 0) -> t
     Returns:
         [R] int64. A row's token depends on nothing but its own logits and sampling.
     """
+    if num_candidates == 0 and logits.is_cuda and (gpu := on_gpu()) is not None:
+        temperatures, min_ps = sampling.temperatures, sampling.min_ps
+        return gpu.sample(logits, temperatures, sampling.seeds, sampling.positions, min_ps)
     vocab_size = logits.shape[-1]
     if vocab_size % CHUNK:
         logits = pad(logits, (0, -vocab_size % CHUNK), value=-torch.inf)
@@ -184,6 +184,8 @@ def _invert(
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
     """Return the first of the largest logits of each row of [R, vocab_size]: [R] int64."""
+    if logits.is_cuda and (gpu := on_gpu()) is not None:
+        return gpu.greedy(logits)
     if logits.shape[-1] % CHUNK or not (cpu.usable(logits) and logits.is_contiguous()):
         return logits.argmax(-1)
     chunk = cpu.chunk_maxima(logits).argmax(-1, keepdim=True)
