@@ -10,7 +10,7 @@ import torch
 
 from nanovllm.engine.batch import SlotTables
 from nanovllm.engine.schedule import Admission, Row, TokenLogprobs
-from nanovllm.layers.sampler import GREEDY_BELOW, Sampling, draw, greedy as greedy_tokens
+from nanovllm.layers.sampler import Sampling, draw, greedy as greedy_tokens
 
 _SPARE = 8
 """Candidates beyond top_k, so that ties with the last one are seen."""
@@ -80,16 +80,16 @@ def sample_plain(
         slots: [R] int64.
         positions: [R] int64, of the tokens to be chosen.
     """
-    temperatures = tables.temperatures[slots]
     sampling = Sampling(
-        temperatures=temperatures.clamp(min=GREEDY_BELOW),
+        temperatures=tables.temperatures[slots],
         seeds=tables.seeds[slots],
         positions=positions,
         top_ks=tables.top_ks[slots],
         top_ps=tables.top_ps[slots],
         min_ps=tables.min_ps[slots],
+        any_greedy=True,
     )
-    return torch.where(temperatures < GREEDY_BELOW, greedy_tokens(logits), draw(logits, sampling))
+    return draw(logits, sampling)
 
 
 class SamplingRows:
