@@ -39,6 +39,8 @@ def on_gpu() -> ModuleType | None:
 
 def _no_triton() -> str | None:
     """Return why the Triton kernels cannot be used, after trying one of them."""
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
     capability = torch.cuda.get_device_capability()
     if capability < _CAPABILITY:
         return f"compute capability {capability} is below {_CAPABILITY}"

@@ -62,8 +62,10 @@ def store(
             float8_e4m3fn at scale 1, where what is too large becomes the largest number.
     """
     num_kv_heads, head_dim = kv_cache.shape[-2:]
-    assert qkv.is_contiguous() and kv_cache.is_contiguous()
+    assert qkv.is_contiguous()
+    assert kv_cache.is_contiguous()
     q = qkv.new_empty(len(qkv), num_heads, head_dim)
+    half_block = triton.next_power_of_2(head_dim // 2)
     grid = (len(qkv), triton.cdiv(num_heads + 2 * num_kv_heads, _HEADS))
     if grid[0]:
         _store[grid](
@@ -80,9 +82,10 @@ def store(
             NUM_HEADS=num_heads,
             NUM_KV_HEADS=num_kv_heads,
             HALF=head_dim // 2,
-            HALF_BLOCK=triton.next_power_of_2(head_dim // 2),
+            HALF_BLOCK=half_block,
             HEADS=_HEADS,
             LIMIT=torch.finfo(_FP8).max if kv_cache.dtype == _FP8 else None,
+            num_warps=max(half_block * _HEADS // 256, 1),
         )
     return q
 
@@ -135,7 +138,15 @@ def _choose_tokens(
     if rows == 0:
         return tokens
     _reduce_blocks[(rows, num_blocks)](
-        logits, logits.stride(0), vocab_size, temperatures, maxima, sums, firsts, BLOCK=block
+        logits,
+        logits.stride(0),
+        vocab_size,
+        temperatures,
+        maxima,
+        sums,
+        firsts,
+        GREEDY_BELOW=GREEDY_BELOW,
+        BLOCK=block,
     )
     _choose[(rows,)](
         logits,
@@ -149,10 +160,10 @@ def _choose_tokens(
         sums,
         firsts,
         tokens,
-        num_blocks,
         GREEDY_BELOW=GREEDY_BELOW,
         BLOCK=block,
-        NUM_BLOCKS=triton.next_power_of_2(num_blocks),
+        NUM_BLOCKS=num_blocks,
+        ALL_BLOCKS=triton.next_power_of_2(num_blocks),
     )
     return tokens
 
@@ -210,9 +221,10 @@ def _store(
 ):
     """HEADS heads of one token: queries, then keys, then values; two halves of each, to rotate."""
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_mapping + token)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
-    column = tl.arange(0, HALF_BLOCK)[None, :]
+    slot = tl.load(slot_mapping + token).to(tl.int64)
+    # Whole tiles, for the rows that all heads share as well: so all have one layout in registers.
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    head, column = tl.broadcast(heads[:, None], tl.arange(0, HALF_BLOCK)[None, :])
     inside = (head < NUM_HEADS + 2 * NUM_KV_HEADS) & (column < HALF)
     dtype = q.dtype.element_ty
 
@@ -224,10 +236,10 @@ def _store(
     wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
     squares = tl.sum(wide_first * wide_first + wide_second * wide_second, 1, keep_dims=True)
     scale = tl.rsqrt(squares / (2 * HALF) + eps)
-    query_first = tl.load(q_weight + column, column < HALF, 0.0)
-    query_second = tl.load(q_weight + HALF + column, column < HALF, 0.0)
-    key_first = tl.load(k_weight + column, column < HALF, 0.0)
-    key_second = tl.load(k_weight + HALF + column, column < HALF, 0.0)
+    query_first = tl.load(q_weight + column, inside, 0.0)
+    query_second = tl.load(q_weight + HALF + column, inside, 0.0)
+    key_first = tl.load(k_weight + column, inside, 0.0)
+    key_second = tl.load(k_weight + HALF + column, inside, 0.0)
     factor_first = tl.where(is_query, query_first, key_first).to(tl.float32)
     factor_second = tl.where(is_query, query_second, key_second).to(tl.float32)
     # Rounded as the layers round: after the norm, after the weight, after the rotation.
@@ -237,7 +249,7 @@ def _store(
     normed_second = (normed_second * factor_second).to(dtype).to(tl.float32)
 
     angle = cos_sin + tl.load(positions + token) * (2 * HALF) + column
-    cos, sin = tl.load(angle, column < HALF, 0.0), tl.load(angle + HALF, column < HALF, 0.0)
+    cos, sin = tl.load(angle, inside, 0.0), tl.load(angle + HALF, inside, 0.0)
     rotated_first = (normed_first * cos - normed_second * sin).to(dtype)
     rotated_second = (normed_second * cos + normed_first * sin).to(dtype)
 
@@ -260,7 +272,15 @@ def _store(
 
 @triton.jit
 def _reduce_blocks(
-    logits, stride, vocab_size, temperatures, maxima, sums, firsts, BLOCK: tl.constexpr
+    logits,
+    stride,
+    vocab_size,
+    temperatures,
+    maxima,
+    sums,
+    firsts,
+    GREEDY_BELOW: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """One block of one row: its largest logit, where it first is, and the sum of the weights,
     relative to that largest one.
@@ -274,10 +294,10 @@ def _reduce_blocks(
     tl.store(maxima + place, largest)
     tl.store(firsts + place, block * BLOCK + first)
     if temperatures is not None:
-        # A greedy row's temperature may be 0: its sums are NaN, and nobody reads them.
-        weights = tl.exp((x - largest) / tl.load(temperatures + row))
-        # A block in which all is forbidden has no weight.
-        tl.store(sums + place, tl.where(largest > -float("inf"), tl.sum(weights), 0.0))
+        scale = 1 / tl.maximum(tl.load(temperatures + row), GREEDY_BELOW)
+        # Where all of a block is forbidden, its weights are exp(-inf), not exp(-inf + inf).
+        base = tl.where(largest > -float("inf"), largest, 0.0)
+        tl.store(sums + place, tl.sum(tl.exp((x - base) * scale)))
 
 
 @triton.jit
@@ -293,35 +313,36 @@ def _choose(
     sums,
     firsts,
     tokens,
-    num_blocks,
     GREEDY_BELOW: tl.constexpr,
     BLOCK: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
+    ALL_BLOCKS: tl.constexpr,
 ):
     """One row: find the block, then the token, where the weights' sum passes a uniform number."""
     row = tl.program_id(0).to(tl.int64)
-    blocks = tl.arange(0, NUM_BLOCKS)
-    place = row * num_blocks + blocks
-    block_maxima = tl.load(maxima + place, blocks < num_blocks, -float("inf"))
+    blocks = tl.arange(0, ALL_BLOCKS)
+    place = row * NUM_BLOCKS + blocks
+    block_maxima = tl.load(maxima + place, blocks < NUM_BLOCKS, -float("inf"))
     largest, block = tl.max(block_maxima, 0, return_indices=True)
-    token = tl.load(firsts + row * num_blocks + block)
+    token = tl.load(firsts + row * NUM_BLOCKS + block)
     if temperatures is not None:
         temperature = tl.load(temperatures + row)
         if temperature >= GREEDY_BELOW:
             logits += row * stride
+            scale = 1 / temperature
             min_p = tl.load(min_ps + row)
-            mass = tl.load(sums + place, blocks < num_blocks, 0.0)
-            mass *= tl.exp((block_maxima - largest) / temperature)
+            mass = tl.load(sums + place, blocks < NUM_BLOCKS, 0.0)
+            mass *= tl.exp((block_maxima - largest) * scale)
             if min_p > 0:  # relative to the row's largest, which the sums were made without
-                for i in range(num_blocks):
-                    weights = _weights(logits, vocab_size, i, largest, temperature, min_p, BLOCK)
+                for i in range(NUM_BLOCKS):
+                    weights = _weights(logits, vocab_size, i, largest, scale, min_p, BLOCK)
                     mass = tl.where(blocks == i, tl.sum(weights), mass)
             mass = mass.to(tl.float64)
             number = _uniform(tl.load(seeds + row), tl.load(positions + row))
             block, before = _invert(mass, number * tl.sum(mass))
             share = number * tl.sum(mass) - before
             share /= tl.sum(tl.where(blocks == block, mass, 0.0))
-            weights = _weights(logits, vocab_size, block, largest, temperature, min_p, BLOCK)
+            weights = _weights(logits, vocab_size, block, largest, scale, min_p, BLOCK)
             weights = weights.to(tl.float64)
             column, _ = _invert(weights, share * tl.sum(weights))
             token = tl.minimum(block * BLOCK + column, vocab_size - 1)
@@ -329,11 +350,11 @@ def _choose(
 
 
 @triton.jit
-def _weights(logits, vocab_size, block, largest, temperature, min_p, BLOCK: tl.constexpr):
+def _weights(logits, vocab_size, block, largest, scale, min_p, BLOCK: tl.constexpr):
     """Return the weights of one block of a row, 0 for what min_p leaves out."""
     columns = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + columns, columns < vocab_size, -float("inf")).to(tl.float32)
-    weights = tl.exp((x - largest) / temperature)
+    weights = tl.exp((x - largest) * scale)
     return tl.where(weights < min_p, 0.0, weights)
 
 
