@@ -7,13 +7,16 @@ seen them. Knows no model.
 
 from array import array
 from collections.abc import Sequence as Seq
+from types import ModuleType
 
 import torch
 
 from nanovllm.attention.backend import Batch
 from nanovllm.engine.kv_cache import zeros
 from nanovllm.engine.schedule import Admission, CacheInfo, Row, Schedule
+from nanovllm.kernels import on_gpu
 from nanovllm.layers.logits_rules import LogitsRules
+from nanovllm.layers.sampler import Sampling
 
 
 class SlotTables:
@@ -98,27 +101,55 @@ class SlotTables:
             seq_lens_host=seq_lens,
         )
 
-    def decode_batch(
+    def decode_inputs(
         self, slots: torch.Tensor, positions: torch.Tensor, cu_seqlens_q: torch.Tensor
-    ) -> Batch:
-        """Lay out one token of each slot, with nothing that the host knows: for a CUDA graph.
+    ) -> tuple[Batch, Sampling]:
+        """Lay out one token of each slot, and how to choose the one after it, with nothing that the
+        host knows: for a CUDA graph.
 
         Args:
             slots, positions: [R] int64.
             cu_seqlens_q: [R + 1] int32, 0 to R.
         """
-        block_tables = self.block_tables[slots]
-        blocks = block_tables.gather(1, (positions // self.block_size)[:, None])[:, 0].long()
-        return Batch(
-            input_ids=self.token_ids[slots, positions].long(),
+        columns = (self.temperatures, self.seeds, self.top_ks, self.top_ps, self.min_ps)
+        kernels = _step_kernels(self.device)
+        gather = gather_rows if kernels is None else kernels.gather
+        inputs, (temperatures, seeds, top_ks, top_ps, min_ps) = gather(
+            self.token_ids, self.block_tables, self.block_size, slots, positions, columns
+        )
+        input_ids, slot_mapping, seq_lens, block_tables, following = inputs
+        batch = Batch(
+            input_ids=input_ids,
             positions=positions,
-            slot_mapping=blocks * self.block_size + positions % self.block_size,
+            slot_mapping=slot_mapping,
             cu_seqlens_q=cu_seqlens_q,
-            seq_lens=(positions + 1).int(),
+            seq_lens=seq_lens,
             block_tables=block_tables,
             query_lens_host=(),
             seq_lens_host=(),
         )
+        sampling = Sampling(temperatures, seeds, following, top_ks, top_ps, min_ps, any_greedy=True)
+        return batch, sampling
+
+    def advance(
+        self,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        moves: torch.Tensor,
+        tokens: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Store the tokens that follow `positions`, also in `out`, and add `moves` to `positions`.
+
+        All are [R] int64. Only rows of the scratch slot may name the same place.
+        """
+        kernels = _step_kernels(self.device)
+        if kernels is not None:
+            kernels.advance(self.token_ids, slots, positions, moves, tokens, out)
+            return
+        out.copy_(tokens)
+        self.token_ids[slots, positions + 1] = tokens.int()
+        positions.add_(moves)
 
     def upload(self, values: object, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         """Copy host numbers to the device without waiting for it."""
@@ -152,6 +183,30 @@ class SlotTables:
                     new.stop_token_ids,
                     self.device,
                 )
+
+
+def gather_rows(
+    token_ids: torch.Tensor,
+    block_tables: torch.Tensor,
+    block_size: int,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    columns: tuple[torch.Tensor, ...],
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """`kernels.gpu_step.gather` in plain torch."""
+    tables, following = block_tables[slots], positions + 1
+    blocks = tables.gather(1, (positions // block_size)[:, None])[:, 0].long()
+    slot_mapping = blocks * block_size + positions % block_size
+    inputs = (token_ids[slots, positions].long(), slot_mapping, following.int(), tables, following)
+    return inputs, tuple(column[slots] for column in columns)
+
+
+def _step_kernels(device: torch.device) -> ModuleType | None:
+    if device.type != "cuda" or on_gpu() is None:
+        return None
+    from nanovllm.kernels import gpu_step
+
+    return gpu_step
 
 
 def _parameters(admissions: list[Admission]) -> "array[int]":

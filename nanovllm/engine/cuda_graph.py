@@ -17,8 +17,8 @@ from tqdm.auto import tqdm
 
 from nanovllm.attention.backend import Backend
 from nanovllm.engine.batch import SlotTables
-from nanovllm.engine.sampling import sample_plain
 from nanovllm.engine.schedule import Row
+from nanovllm.layers.sampler import draw
 from nanovllm.utils.distributed import broadcast_from_first
 
 
@@ -90,7 +90,7 @@ class GraphRunner:
         )
 
     def run(self, rows: Seq[Row]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Compute `rows` and store a token for each, as `sample_plain` chooses it.
+        """Compute `rows` and store a token for each, drawn by its temperature and min_p alone.
 
         Returns tokens [R] int64 and logits [R, vocab_size] (None on a rank without); the next run
         overwrites both.
@@ -117,15 +117,12 @@ class GraphRunner:
     def _step(self, size: int) -> torch.Tensor | None:
         slots, positions, moves = self._state[: 3 * size].view(3, size).unbind()
         tables, model = self._tables, self._model
-        batch = tables.decode_batch(slots, positions, self._cu_seqlens_q[: size + 1])
+        batch, sampling = tables.decode_inputs(slots, positions, self._cu_seqlens_q[: size + 1])
         batch = dataclasses.replace(batch, metadata=self._backend.plan(batch))
         logits: torch.Tensor | None = model.compute_logits(model(batch))  # type: ignore[operator]
-        tokens, following = self._tokens[:size], positions + 1
-        if logits is not None:
-            tokens.copy_(sample_plain(tables, logits, slots, following))
+        tokens = torch.empty_like(slots) if logits is None else draw(logits, sampling)
         broadcast_from_first(tokens)
-        tables.token_ids[slots, following] = tokens.int()
-        positions.add_(moves)
+        tables.advance(slots, positions, moves, tokens, self._tokens[:size])
         return logits
 
 

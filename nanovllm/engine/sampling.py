@@ -60,36 +60,12 @@ def gather_logprobs(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> G
 
 
 def is_plain(tables: SlotTables, row: Row) -> bool:
-    """Whether `sample_plain` is all that a row asks for: no rule, top_k, top_p or logprobs."""
+    """Whether a row asks for temperature and min_p alone: no rules, top_k, top_p or logprobs."""
     admission = tables.admissions[row.slot]
     assert admission is not None
     params = admission.params
     cuts = not params.is_greedy and (params.top_k > 0 or params.top_p < 1.0)
     return not cuts and params.logprobs is None and tables.rules[row.slot] is None
-
-
-def sample_plain(
-    tables: SlotTables, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
-) -> torch.Tensor:
-    """Choose a token for each row of logits [R, vocab_size] by temperature and min_p: [R] int64.
-
-    It asks the host nothing, so a CUDA graph can hold it. `SamplingRows.sample` gives the same
-    tokens to rows that are plain.
-
-    Args:
-        slots: [R] int64.
-        positions: [R] int64, of the tokens to be chosen.
-    """
-    sampling = Sampling(
-        temperatures=tables.temperatures[slots],
-        seeds=tables.seeds[slots],
-        positions=positions,
-        top_ks=tables.top_ks[slots],
-        top_ps=tables.top_ps[slots],
-        min_ps=tables.min_ps[slots],
-        any_greedy=True,
-    )
-    return draw(logits, sampling)
 
 
 class SamplingRows:
