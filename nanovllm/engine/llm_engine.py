@@ -224,7 +224,9 @@ class LLMEngine:
             raise
         self._in_flight.popleft()
         advanced: dict[int, Request] = {}
+        taken = set()  # sequences whose tokens were not superfluous
         for seq in self.scheduler.update(schedule, result):
+            taken.add(seq.seq_id)
             request = self.output_processor.request_of(seq.seq_id)
             assert request is not None
             advanced[request.request_id] = request
@@ -235,7 +237,12 @@ class LLMEngine:
         outputs = map(self.output_processor.output, advanced.values())
         self._outputs += [output for output in outputs if output is not None]
         self.stats.num_prefill_tokens += schedule.num_tokens - schedule.num_samples
-        self.stats.num_decode_tokens += sum(map(len, result.token_ids))
+        sampled = (row.seq_id for row in schedule.rows if row.samples)
+        self.stats.num_decode_tokens += sum(
+            len(tokens)
+            for seq_id, tokens in zip(sampled, result.token_ids, strict=True)
+            if seq_id in taken
+        )
 
     def _queue_rest(self, request: Request) -> None:
         while request.unqueued:
