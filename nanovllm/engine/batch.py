@@ -17,6 +17,7 @@ from nanovllm.engine.schedule import Admission, CacheInfo, Row, Schedule
 from nanovllm.kernels import on_gpu
 from nanovllm.layers.logits_rules import LogitsRules
 from nanovllm.layers.sampler import Sampling
+from nanovllm.sampling_params import SamplingParams
 
 
 class SlotTables:
@@ -46,6 +47,7 @@ class SlotTables:
         # Host side, by slot: what decides how a row is sampled.
         self.admissions: list[Admission | None] = [None] * max_num_seqs
         self.rules: list[LogitsRules | None] = [None] * max_num_seqs
+        self.plain = [False] * max_num_seqs  # temperature and min_p are all that it asks for
 
     def apply(self, schedule: Schedule) -> None:
         """Take in what changed since the last step: one upload, or none if nothing did.
@@ -175,6 +177,7 @@ class SlotTables:
         for new in admissions:
             self.admissions[new.slot] = new
             self.rules[new.slot] = None
+            self.plain[new.slot] = _is_plain(new.params)
             if LogitsRules.needed(new.params):
                 self.rules[new.slot] = LogitsRules(
                     new.params,
@@ -199,6 +202,11 @@ def gather_rows(
     slot_mapping = blocks * block_size + positions % block_size
     inputs = (token_ids[slots, positions].long(), slot_mapping, following.int(), tables, following)
     return inputs, tuple(column[slots] for column in columns)
+
+
+def _is_plain(params: SamplingParams) -> bool:
+    cuts = not params.is_greedy and (params.top_k > 0 or params.top_p < 1.0)
+    return not cuts and params.logprobs is None and not LogitsRules.needed(params)
 
 
 def _step_kernels(device: torch.device) -> ModuleType | None:

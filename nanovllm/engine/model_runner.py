@@ -19,13 +19,7 @@ from nanovllm.config import Config
 from nanovllm.engine.batch import SlotTables
 from nanovllm.engine.cuda_graph import GraphRunner, can_capture, graph_sizes, make_capture
 from nanovllm.engine.kv_cache import graph_bytes, num_blocks_that_fit, zeros
-from nanovllm.engine.sampling import (
-    GatheredLogprobs,
-    SamplingRows,
-    gather_logprobs,
-    is_plain,
-    to_host,
-)
+from nanovllm.engine.sampling import GatheredLogprobs, SamplingRows, gather_logprobs, to_host
 from nanovllm.engine.schedule import Admission, CacheInfo, Row, Schedule, StepResult, TokenLogprobs
 from nanovllm.kernels import kernels_for
 from nanovllm.layers.activation import SiluAndMul
@@ -198,7 +192,7 @@ class ModelRunner:
     def _step(self, tables: SlotTables, rows: list[Row]) -> StepOutput:
         if self._graphs is not None and self._graphs.fits(rows):
             tokens, graph_logits = self._graphs.run(rows)
-            if all(is_plain(tables, row) for row in rows):
+            if all(tables.plain[row.slot] for row in rows):
                 return StepOutput(tokens, None, [])
             return StepOutput(*self._sample(SamplingRows(tables, rows), graph_logits), [])
         batch = tables.batch(rows)

@@ -59,15 +59,6 @@ def gather_logprobs(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> G
     )
 
 
-def is_plain(tables: SlotTables, row: Row) -> bool:
-    """Whether a row asks for temperature and min_p alone: no rules, top_k, top_p or logprobs."""
-    admission = tables.admissions[row.slot]
-    assert admission is not None
-    params = admission.params
-    cuts = not params.is_greedy and (params.top_k > 0 or params.top_p < 1.0)
-    return not cuts and params.logprobs is None and tables.rules[row.slot] is None
-
-
 class SamplingRows:
     """The rows of a batch that sample, S of them."""
 

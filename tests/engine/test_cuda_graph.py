@@ -60,7 +60,7 @@ def make_workload(kinds: list[dict[str, Any]], count: int) -> Workload:
     return prompts, params
 
 
-WORKLOADS = {"plain": make_workload(PLAIN, 24), "mixed": make_workload(PLAIN + OTHERS, 32)}
+WORKLOADS = {"plain": make_workload(PLAIN, 18), "mixed": make_workload(PLAIN + OTHERS, 24)}
 
 
 def generate(
@@ -150,7 +150,7 @@ def test_same_tokens(
     assert num_replays(captures) > 10
 
 
-@pytest.mark.parametrize("queue_depth", [0, 1, 3])
+@pytest.mark.parametrize("queue_depth", [1, 3])
 def test_same_tokens_whatever_comes_and_goes(
     random_model: str, workload: Workload, eager: Any, captures: Any, queue_depth: int
 ) -> None:
@@ -159,7 +159,7 @@ def test_same_tokens_whatever_comes_and_goes(
     assert num_replays(captures) > 10
 
 
-@pytest.mark.parametrize("queue_depth", [0, 1, 4])
+@pytest.mark.parametrize("queue_depth", [0, 4])
 def test_same_tokens_with_preemption(
     random_model: str,
     workload: Workload,
