@@ -127,11 +127,17 @@ def select_backend(spec: AttentionSpec, *, native: bool = True) -> Backend:
         UnsupportedModelError: none can; the message has every reason.
     """
     from nanovllm.attention.cpu import CPUBackend
+    from nanovllm.attention.flash_attn import FlashAttnBackend
+    from nanovllm.attention.paged import PagedBackend
     from nanovllm.attention.torch_sdpa import TorchBackend
+    from nanovllm.attention.triton import TritonBackend
+    from nanovllm.attention.varlen import VarlenBackend
 
-    backends: list[type[CPUBackend | TorchBackend]] = [TorchBackend]
-    if native:
-        backends.insert(0, CPUBackend)
+    backends: list[type[CPUBackend | PagedBackend | TorchBackend]] = [TorchBackend]
+    if native and spec.device.type == "cuda":
+        backends = [FlashAttnBackend, TritonBackend, VarlenBackend, TorchBackend]
+    elif native:
+        backends = [CPUBackend, TorchBackend]
     reasons: list[str] = []
     for backend in backends:
         reason = backend.unsupported(spec)

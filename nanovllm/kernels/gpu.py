@@ -112,7 +112,7 @@ def sample(
         temperatures: [R] float32; a row below GREEDY_BELOW takes the first of its largest logits.
         seeds: [R] int64.
         positions: [R] int64.
-        min_ps: [R] float32.
+        min_ps: [R] float32; this and the three above contiguous.
 
     Returns:
         [R] int64.

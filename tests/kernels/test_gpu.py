@@ -6,6 +6,8 @@ import logging
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch.nn.functional import silu
 
 from nanovllm.engine.kv_cache import zeros
@@ -316,6 +318,22 @@ def test_forbidden_tokens_are_never_drawn(dtype):
     assert ((tokens >= 2500) & (tokens < 6000)).all()
     assert (tokens[8:] == 2500).all()
     assert_inverts(tokens, logits, sampling)
+
+
+@triton.jit
+def invert(weights, targets, places, SIZE: tl.constexpr):
+    row = tl.program_id(0)
+    place, _ = gpu._invert(tl.load(weights + tl.arange(0, SIZE)), tl.load(targets + row))
+    tl.store(places + row, place)
+
+
+def test_rounding_leads_to_no_token_without_weight():
+    """A sum that is aimed a little below 0, or at the end and beyond."""
+    weights = torch.tensor([0, 0, 1, 0, 2, 0, 0, 0], dtype=torch.float64, device=DEVICE)
+    targets = torch.tensor([-1e-17, 0, 0.99, 1, 2.99, 3, 3.01], dtype=torch.float64, device=DEVICE)
+    places = torch.zeros(7, dtype=torch.int32, device=DEVICE)
+    invert[(7,)](weights, targets, places, SIZE=8)
+    assert places.tolist() == [2, 2, 2, 4, 4, 4, 4]
 
 
 @each_dtype

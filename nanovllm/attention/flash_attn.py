@@ -1,0 +1,82 @@
+"""Paged attention by the flash-attn package: its KV-cache kernel for single tokens, its
+variable-length kernel for batches with chunks.
+"""
+
+import dataclasses
+import importlib.util
+from typing import ClassVar
+
+import torch
+
+from nanovllm.attention.backend import AttentionSpec, Batch
+from nanovllm.attention.paged import PagedBackend, flash_attention_refusal
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chunks:
+    """A batch in which some row has several tokens."""
+
+    cu_seqlens_k: torch.Tensor
+    """[R + 1] int32."""
+    max_query_len: int
+    max_seq_len: int
+
+
+class FlashAttnBackend(PagedBackend):
+    """Blocks are a multiple of 256 tokens. How it splits keys depends on the size of the batch."""
+
+    name: ClassVar[str] = "flash-attn"
+    default_block_size: ClassVar[int] = 256
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__(spec)
+        from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+
+        self._varlen, self._with_kvcache = flash_attn_varlen_func, flash_attn_with_kvcache
+
+    @classmethod
+    def unsupported(cls, spec: AttentionSpec) -> str | None:
+        if (reason := flash_attention_refusal(spec)) is not None:
+            return reason
+        if importlib.util.find_spec("flash_attn") is None:
+            return "the flash-attn package is not installed"
+        try:
+            from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache  # noqa: F401
+        except ImportError as error:  # as when it was built for another torch
+            return f"the flash-attn package cannot be imported: {error}"
+        return None
+
+    def plan(self, batch: Batch) -> _Chunks | None:
+        """A batch without host tuples, as in a CUDA graph, has rows of one token, or of none."""
+        if all(query_len == 1 for query_len in batch.query_lens_host):
+            return None
+        cu_seqlens_k = torch.zeros_like(batch.cu_seqlens_q)
+        torch.cumsum(batch.seq_lens, 0, out=cu_seqlens_k[1:])
+        return _Chunks(cu_seqlens_k, max(batch.query_lens_host), max(batch.seq_lens_host))
+
+    def attend(self, q: torch.Tensor, kv_cache: torch.Tensor, batch: Batch) -> torch.Tensor:
+        keys, values = kv_cache.unbind()
+        chunks: _Chunks | None = batch.metadata
+        out: torch.Tensor
+        if chunks is None:
+            out = self._with_kvcache(
+                q[:, None],
+                keys,
+                values,
+                cache_seqlens=batch.seq_lens,
+                block_table=batch.block_tables,
+                causal=True,
+            )
+            return out[:, 0]
+        out = self._varlen(
+            q,
+            keys,
+            values,
+            cu_seqlens_q=batch.cu_seqlens_q,
+            cu_seqlens_k=chunks.cu_seqlens_k,
+            max_seqlen_q=chunks.max_query_len,
+            max_seqlen_k=chunks.max_seq_len,
+            causal=True,
+            block_table=batch.block_tables,
+        )
+        return out

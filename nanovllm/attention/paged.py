@@ -1,0 +1,64 @@
+"""What the GPU backends share: the layout of flash-attn's pages, and the kernel that normalises,
+rotates and stores in one pass.
+"""
+
+from typing import ClassVar
+
+import torch
+
+from nanovllm.attention.backend import AttentionSpec, Backend, Batch, QKNorm
+from nanovllm.kernels import on_gpu
+
+
+class PagedBackend(Backend):
+    """Layout of a layer's cache: [2, num_blocks, block_size, num_kv_heads, head_dim]."""
+
+    fuses_qk_norm: ClassVar[bool] = True
+    supports_graph: ClassVar[bool] = True
+    default_block_size: ClassVar[int]
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        from nanovllm.kernels import gpu  # imports triton, which a machine without a GPU may lack
+
+        self.block_size = spec.block_size or self.default_block_size
+        self.spec = spec
+        self._store = gpu.store
+
+    def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
+        return (2, num_blocks, self.block_size, self.spec.num_kv_heads, self.spec.head_dim)
+
+    def forward_qkv(
+        self, qkv: torch.Tensor, norm: QKNorm, kv_cache: torch.Tensor, batch: Batch
+    ) -> torch.Tensor:
+        q = self._store(
+            qkv,
+            norm.q_weight,
+            norm.k_weight,
+            norm.eps,
+            norm.cos_sin,
+            batch.positions,
+            batch.slot_mapping,
+            kv_cache,
+            self.spec.num_heads,
+        )
+        return self.attend(q, kv_cache, batch)
+
+    def attend(self, q: torch.Tensor, kv_cache: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Return [T, num_heads, head_dim] for `q` of that shape, whose KV is in the cache."""
+        raise NotImplementedError
+
+
+def flash_attention_refusal(spec: AttentionSpec) -> str | None:
+    """Return why FlashAttention-2 with our own store cannot serve `spec`, or None if it can."""
+    if spec.device.type != "cuda":
+        return "needs a CUDA GPU"
+    if spec.dtype not in (torch.float16, torch.bfloat16):
+        return f"needs float16 or bfloat16, not {str(spec.dtype).removeprefix('torch.')}"
+    if spec.head_dim % 8 or spec.head_dim > 256:
+        return f"head_dim {spec.head_dim} is no multiple of 8 up to 256"
+    if spec.block_size is not None and spec.block_size % 256:
+        return f"kvcache_block_size {spec.block_size} is no multiple of 256"
+    capability = torch.cuda.get_device_capability(spec.device)
+    if capability < (8, 0):
+        return f"compute capability {capability[0]}.{capability[1]} is below 8.0"
+    return None if on_gpu() is not None else "the Triton kernels are off"

@@ -1,0 +1,88 @@
+"""Paged attention by the Triton kernels: split KV for single tokens, tiles of queries for chunks.
+
+A row's result does not depend on the batch that it is in.
+"""
+
+import dataclasses
+import os
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from nanovllm.attention.backend import AttentionSpec, Batch
+from nanovllm.attention.paged import PagedBackend
+from nanovllm.kernels import on_gpu
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.gpu_attention import DecodePlan
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    decode: "DecodePlan | None"
+    """For the rows of one token."""
+    tiles: torch.Tensor | None
+    """[N, 2] int32, for the others."""
+
+
+class TritonBackend(PagedBackend):
+    """Any block size. Without a GPU it serves where TRITON_INTERPRET=1, for tests: very slow."""
+
+    name: ClassVar[str] = "triton"
+    default_block_size: ClassVar[int] = 64
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__(spec)
+        from nanovllm.kernels import gpu_attention
+
+        self._kernels = gpu_attention
+
+    @classmethod
+    def unsupported(cls, spec: AttentionSpec) -> str | None:
+        if spec.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            return f"no kernel for {str(spec.dtype).removeprefix('torch.')}"
+        if spec.head_dim % 16 or spec.head_dim > 256:
+            return f"head_dim {spec.head_dim} is no multiple of 16 up to 256"
+        if spec.device.type == "cuda":
+            return None if on_gpu() is not None else "the Triton kernels are off"
+        interpreted = spec.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+        return None if interpreted else "needs a CUDA GPU"
+
+    def plan(self, batch: Batch) -> _Plan:
+        """A batch without host tuples, as in a CUDA graph, has rows of one token, or of none."""
+        spec, query_lens = self.spec, batch.query_lens_host
+        decode = tiles = None
+        if not query_lens or 1 in query_lens:
+            decode = self._kernels.plan_decode(
+                batch.cu_seqlens_q,
+                batch.seq_lens,
+                batch.block_tables.shape[1] * self.block_size,
+                spec.num_heads,
+                spec.num_kv_heads,
+                spec.head_dim,
+            )
+        group = spec.num_heads // spec.num_kv_heads
+        cut = self._kernels.prefill_tiles(
+            query_lens, batch.seq_lens_host, group, spec.head_dim, spec.dtype
+        )
+        if cut:
+            host = torch.tensor(cut, dtype=torch.int32, pin_memory=spec.device.type == "cuda")
+            tiles = host.to(spec.device, non_blocking=True)
+        return _Plan(decode, tiles)
+
+    def attend(self, q: torch.Tensor, kv_cache: torch.Tensor, batch: Batch) -> torch.Tensor:
+        plan: _Plan = batch.metadata
+        out = torch.empty_like(q)
+        if plan.decode is not None:
+            self._kernels.decode(q, kv_cache, batch.block_tables, plan.decode, out)
+        if plan.tiles is not None:
+            self._kernels.prefill(
+                q,
+                kv_cache,
+                batch.block_tables,
+                batch.cu_seqlens_q,
+                batch.seq_lens,
+                plan.tiles,
+                out,
+            )
+        return out

@@ -1,0 +1,150 @@
+"""Batches over a paged cache whose keys and values are known, and what attention makes of them."""
+
+import dataclasses
+import random
+
+import torch
+
+from nanovllm.attention.backend import AttentionSpec, Batch
+
+OUT_OF_RANGE = (-1, 2**31 - 1)
+
+
+@dataclasses.dataclass
+class Case:
+    """A batch with its cache, and the contiguous keys and values that the cache stands for."""
+
+    spec: AttentionSpec
+    batch: Batch
+    cache: torch.Tensor
+    """[2, num_blocks, block_size, num_kv_heads, head_dim], without the batch's own tokens."""
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    keys: list[torch.Tensor]
+    """By row, [seq_len, num_kv_heads, head_dim]."""
+    values: list[torch.Tensor]
+
+    def stored(self) -> torch.Tensor:
+        """Return the cache with the batch's own tokens in it."""
+        cache = self.cache.clone()
+        for part, new in zip(cache.flatten(1, 2), (self.k, self.v), strict=True):
+            part[self.batch.slot_mapping] = new
+        return cache
+
+
+def make_case(
+    rows,
+    num_kv_heads,
+    group,
+    head_dim,
+    block_size,
+    dtype=torch.float32,
+    seed=0,
+    fill=1e4,
+    device="cpu",
+):
+    """Make a case of `rows`, (query length, sequence length) each.
+
+    Blocks are drawn in random order from a pool that holds more; all that is not a prefix's is
+    `fill`, so reading it shows. Columns past a row's blocks name blocks out of range.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    chooser = random.Random(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    widths = [-(-seq_len // block_size) for _, seq_len in rows]
+    num_blocks = sum(widths) + 3
+    cache = torch.full((2, num_blocks, block_size, num_kv_heads, head_dim), fill, dtype=dtype)
+    free = chooser.sample(range(num_blocks), num_blocks)
+    tables = torch.tensor(
+        [[chooser.choice(OUT_OF_RANGE) for _ in range(max(widths) + 2)] for _ in rows],
+        dtype=torch.int32,
+    )
+    keys = [normal(seq_len, num_kv_heads, head_dim) for _, seq_len in rows]
+    values = [normal(seq_len, num_kv_heads, head_dim) for _, seq_len in rows]
+    positions, slots = [], []
+    for row, (query_len, seq_len) in enumerate(rows):
+        blocks = [free.pop() for _ in range(widths[row])]
+        tables[row, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+        where = torch.arange(seq_len)
+        where = torch.tensor(blocks)[where // block_size] * block_size + where % block_size
+        before = seq_len - query_len
+        cache[0].flatten(0, 1)[where[:before]] = keys[row][:before]
+        cache[1].flatten(0, 1)[where[:before]] = values[row][:before]
+        positions += range(before, seq_len)
+        slots += where[before:].tolist()
+    query_lens, seq_lens = zip(*rows, strict=True)
+    ends = torch.tensor([0, *query_lens]).cumsum(0)
+    batch = Batch(
+        input_ids=torch.zeros(len(positions), dtype=torch.int64, device=device),
+        positions=torch.tensor(positions, device=device),
+        slot_mapping=torch.tensor(slots, device=device),
+        cu_seqlens_q=ends.int().to(device),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
+        block_tables=tables.to(device),
+        query_lens_host=query_lens,
+        seq_lens_host=seq_lens,
+    )
+    queries = normal(len(positions), num_kv_heads * group, head_dim)
+    own_keys = torch.cat([key[s - q :] for key, (q, s) in zip(keys, rows, strict=True)])
+    own_values = torch.cat([value[s - q :] for value, (q, s) in zip(values, rows, strict=True)])
+    return Case(
+        AttentionSpec(
+            num_kv_heads * group, num_kv_heads, head_dim, dtype, torch.device(device), block_size
+        ),
+        batch,
+        cache.to(device),
+        q=queries.to(device),
+        k=own_keys.to(device),
+        v=own_values.to(device),
+        keys=[key.to(device) for key in keys],
+        values=[value.to(device) for value in values],
+    )
+
+
+def reference(case):
+    """Attend in float64, one token at a time, with the heads that share a KV head."""
+    out = torch.empty(case.q.shape, dtype=torch.float64, device=case.q.device)
+    group, head_dim = case.q.shape[1] // case.k.shape[1], case.q.shape[2]
+    token = 0
+    for row, query_len in enumerate(case.batch.query_lens_host):
+        keys = case.keys[row].double().repeat_interleave(group, 1)
+        values = case.values[row].double().repeat_interleave(group, 1)
+        for seen in range(len(keys) - query_len + 1, len(keys) + 1):
+            scores = torch.einsum("khd,hd->kh", keys[:seen], case.q[token].double())
+            weights = torch.softmax(scores / head_dim**0.5, 0)
+            out[token] = torch.einsum("kh,khd->hd", weights, values[:seen])
+            token += 1
+    return out
+
+
+def contiguous_sdpa(case):
+    """What torch gives in the case's own dtype on contiguous keys and values."""
+    parts = []
+    rows = zip(case.q.split(case.batch.query_lens_host), case.keys, case.values, strict=True)
+    for q, k, v in rows:
+        visible = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device)
+        visible = visible.tril(len(k) - len(q))
+        heads = (x.transpose(0, 1)[None] for x in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(
+            *heads, attn_mask=visible, enable_gqa=True
+        )
+        parts.append(out[0].transpose(0, 1))
+    return torch.cat(parts)
+
+
+def random_rows(seed, block_size):
+    """Mix whole prompts, chunks that continue a prefix, and single tokens, some at block edges."""
+    chooser = random.Random(seed)
+    longest = min(6 * block_size, 300)
+    rows = []
+    for _ in range(chooser.randint(1, 9)):
+        length = chooser.randint(1, longest)
+        if chooser.random() < 0.3:
+            length = max(1, length // block_size) * block_size
+        query = chooser.choice([1, 1, length, chooser.randint(1, length)])
+        rows.append((min(query, 40), length))
+    return rows

@@ -1,0 +1,346 @@
+"""The backends for GPUs: Triton's against plain torch (interpreted without a GPU, on it with one),
+what flash-attn and varlen_attn are asked for, and what each refuses.
+"""
+
+import dataclasses
+import logging
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.attention import varlen
+
+from nanovllm import LLM, SamplingParams, glossary
+from nanovllm.attention import paged, triton
+from nanovllm.attention.backend import AttentionSpec, Batch, select_backend
+from nanovllm.attention.flash_attn import FlashAttnBackend
+from nanovllm.attention.torch_sdpa import TorchBackend
+from nanovllm.attention.triton import TritonBackend
+from nanovllm.attention.varlen import VarlenBackend
+from nanovllm.engine import model_runner
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
+from tests.attention.cases import make_case, random_rows
+from tests.triton_interpreter import allow_computed_bounds
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+
+allow_computed_bounds()
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.inference_mode():
+        yield
+
+
+def attend(backend, case, batch=None):
+    """One layer on qkv as projected. Returns its output and the cache afterwards."""
+    spec, batch = case.spec, case.batch if batch is None else batch
+    generator = torch.Generator().manual_seed(1)
+    sizes = tuple(n * spec.head_dim for n in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads))
+    qkv = torch.randn(len(case.q), sum(sizes), generator=generator)
+    qkv = qkv[: len(batch.positions)].to(DEVICE, spec.dtype)
+    with torch.device(DEVICE):
+        norms = RMSNorm(spec.head_dim, 1e-6).to(spec.dtype), RMSNorm(spec.head_dim, 1e-6)
+        rotary = RotaryEmbedding(spec.head_dim, 512, RopeConfig(10000.0))
+    for norm in norms:
+        norm.weight.data = torch.randn(spec.head_dim, generator=generator).to(DEVICE, spec.dtype)
+    layer = Attention()
+    layer.bind(backend, case.cache.clone())
+    batch = dataclasses.replace(batch, metadata=backend.plan(batch))
+    out = layer(qkv, sizes, *norms, rotary, batch)
+    return out, layer.kv_cache
+
+
+@pytest.mark.parametrize(
+    ("block_size", "head_dim", "dtype"),
+    [(16, 64, torch.float32), (64, 80, torch.float16), (3, 32, torch.float32)],
+)
+def test_triton_is_torch(block_size, head_dim, dtype):
+    """Prompts, chunks behind a prefix and single tokens, each kind alone and mixed."""
+    mixed = [(min(query, 5), length) for query, length in random_rows(block_size, 10)[:3]]
+    for rows in ([(1, 30), (1, 1), (1, 270)], [(9, 9), (5, 40)], [*mixed, (1, 33), (6, 6)]):
+        case = make_case(rows, 2, 3, head_dim, block_size, dtype, device=DEVICE)
+        expected, expected_cache = attend(TorchBackend(case.spec), case)
+        out, cache = attend(TritonBackend(case.spec), case)
+        tolerance = {torch.float32: 1e-5, torch.float16: 5e-3}[dtype]
+        assert (out - expected).abs().max() <= tolerance
+        # Its own keys and values, to a rounding; nothing else is written.
+        assert (cache - expected_cache).abs().max() <= 4 * tolerance
+        assert ((cache == 1e4) == (expected_cache == 1e4)).all()
+
+
+def test_a_single_token_is_the_same_beside_chunks():
+    """So that a prompt's arrival changes nothing for those who decode: they are decoded still."""
+    case = make_case([(1, 60), (1, 9), (5, 5)], 2, 2, 32, 16, device=DEVICE)
+    batch = case.batch
+    alone = Batch(
+        input_ids=batch.input_ids[:2],
+        positions=batch.positions[:2],
+        slot_mapping=batch.slot_mapping[:2],
+        cu_seqlens_q=batch.cu_seqlens_q[:3],
+        seq_lens=batch.seq_lens[:2],
+        block_tables=batch.block_tables[:2],
+        query_lens_host=(1, 1),
+        seq_lens_host=(60, 9),
+    )
+    backend = TritonBackend(case.spec)
+    together, _ = attend(backend, case)
+    assert torch.equal(attend(backend, case, alone)[0], together[:2])
+
+
+GPU_BACKENDS = [TritonBackend, FlashAttnBackend, VarlenBackend]
+
+
+def as_in_a_graph(batch, num_padding):
+    """The batch without host tuples, in a wide table, the last rows of length 0."""
+    width = batch.block_tables.shape[1] + 5
+    tables = torch.full((len(batch.seq_lens), width), 2**31 - 1, dtype=torch.int32, device=DEVICE)
+    tables[:, : batch.block_tables.shape[1]] = batch.block_tables
+    seq_lens, slots = batch.seq_lens.clone(), batch.slot_mapping.clone()
+    if num_padding:
+        seq_lens[-num_padding:] = 0
+        slots[-num_padding:] = -1
+    return dataclasses.replace(
+        batch,
+        block_tables=tables,
+        seq_lens=seq_lens,
+        slot_mapping=slots,
+        query_lens_host=(),
+        seq_lens_host=(),
+    )
+
+
+def test_a_batch_as_a_graph_holds_it():
+    case = make_case([(1, 300), (1, 20), (1, 5), (1, 7)], 2, 2, 32, 64, device=DEVICE)
+    backend = TritonBackend(case.spec)
+    expected, _ = attend(backend, case)
+    out, cache = attend(backend, case, as_in_a_graph(case.batch, 2))
+    assert torch.equal(out[:2], expected[:2])
+    slots = case.batch.slot_mapping
+    assert (cache.flatten(1, 2)[:, slots[:2]] != 1e4).all()
+    assert (cache.flatten(1, 2)[:, slots[2:]] == 1e4).all()
+
+
+# --- flash-attn and varlen_attn: without a GPU, the calls answered by plain torch
+
+
+def attend_pages(q, k, v, query_lens, seq_lens, tables):
+    """What both are asked to compute: q [T, heads, dim], the cache's pages, by row."""
+    out = []
+    for row, queries in enumerate(q.split(query_lens)):
+        if seq_lens[row] == 0:
+            out.append(torch.zeros_like(queries))
+            continue
+        blocks = tables[row, : -(-seq_lens[row] // k.shape[1])].long()
+        keys, values = (pages[blocks].flatten(0, 1)[: seq_lens[row]] for pages in (k, v))
+        visible = torch.ones(len(queries), seq_lens[row], dtype=torch.bool)
+        heads = (x.transpose(0, 1)[None] for x in (queries, keys, values))
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            *heads, attn_mask=visible.tril(seq_lens[row] - len(queries)), enable_gqa=True
+        )
+        out.append(attended[0].transpose(0, 1))
+    return torch.cat(out)
+
+
+def flash_attn_with_kvcache(q, k_cache, v_cache, *, cache_seqlens, block_table, causal):
+    assert causal
+    assert cache_seqlens.dtype == block_table.dtype == torch.int32
+    lengths = cache_seqlens.tolist()
+    return attend_pages(q[:, 0], k_cache, v_cache, [1] * len(q), lengths, block_table)[:, None]
+
+
+def flash_attn_varlen_func(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, causal, block_table
+):
+    assert causal
+    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == block_table.dtype == torch.int32
+    query_lens, seq_lens = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
+    assert (max_seqlen_q, max_seqlen_k) == (max(query_lens), max(seq_lens))
+    return attend_pages(q, k, v, query_lens, seq_lens, block_table)
+
+
+def varlen_attn(
+    query,
+    key,
+    value,
+    cu_seq_q,
+    cu_seq_k,
+    max_q,
+    max_k,
+    *,
+    window_size,
+    enable_gqa,
+    seqused_k,
+    block_table,
+    num_splits,
+):
+    assert window_size == (-1, 0)
+    assert enable_gqa
+    assert num_splits == 1
+    assert key.shape[1] % 256 == 0
+    query_lens, seq_lens = cu_seq_q.diff().tolist(), seqused_k.tolist()
+    assert cu_seq_k.diff().tolist() == seq_lens
+    assert max_q == max(query_lens)
+    assert max_k >= max(seq_lens)
+    return attend_pages(query, key, value, query_lens, seq_lens, block_table)
+
+
+@pytest.mark.skipif(CUDA, reason="the packages themselves are tested there")
+@pytest.mark.parametrize("backend_class", [FlashAttnBackend, VarlenBackend])
+def test_the_packages_are_asked_for_the_right_thing(backend_class, monkeypatch):
+    functions = SimpleNamespace(
+        flash_attn_varlen_func=flash_attn_varlen_func,
+        flash_attn_with_kvcache=flash_attn_with_kvcache,
+    )
+    monkeypatch.setitem(sys.modules, "flash_attn", functions)
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    for rows in ([(1, 30), (1, 1), (1, 270)], [(9, 9), (7, 40)], [(1, 300), (5, 260), (6, 6)]):
+        case = make_case(rows, 2, 3, 32, 256)
+        expected, _ = attend(TorchBackend(case.spec), case)
+        out, _ = attend(backend_class(case.spec), case)
+        assert (out - expected).abs().max() <= 1e-5
+    case = make_case([(1, 30), (1, 270), (1, 2)], 2, 3, 32, 256)
+    expected, _ = attend(TorchBackend(case.spec), case)
+    out, _ = attend(backend_class(case.spec), case, as_in_a_graph(case.batch, 1))
+    assert (out[:2] - expected[:2]).abs().max() <= 1e-5
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a GPU")
+@pytest.mark.parametrize("backend_class", [FlashAttnBackend, VarlenBackend])
+def test_the_packages_are_torch_on_a_gpu(backend_class):
+    for rows in ([(1, 30), (1, 1), (1, 270)], [(9, 9), (7, 40)], [(1, 300), (5, 260), (6, 6)]):
+        case = make_case(rows, 2, 3, 64, 256, torch.float16, device=DEVICE)
+        if (reason := backend_class.unsupported(case.spec)) is not None:
+            pytest.skip(reason)
+        expected, _ = attend(TorchBackend(case.spec), case)
+        out, _ = attend(backend_class(case.spec), case)
+        assert (out - expected).abs().max() <= 5e-3
+
+
+# --- what is refused, and the choice
+
+
+@pytest.fixture
+def a_gpu(monkeypatch):
+    """A GPU as far as the refusals ask; returns a spec that nothing refuses for what it is."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for module in (paged, triton):
+        monkeypatch.setattr(module, "on_gpu", lambda: object())
+    return AttentionSpec(16, 8, 128, torch.bfloat16, torch.device("cuda"), None)
+
+
+@pytest.mark.parametrize(
+    ("backend_class", "changes", "reason"),
+    [
+        (TritonBackend, {"dtype": torch.float64}, "no kernel for float64"),
+        (TritonBackend, {"head_dim": 72}, "head_dim 72 is no multiple of 16"),
+        (TritonBackend, {"head_dim": 272}, "head_dim 272 is no multiple of 16 up to 256"),
+        (TritonBackend, {"device": torch.device("meta")}, "needs a CUDA GPU"),
+        *(
+            (backend_class, changes, reason)
+            for backend_class in (FlashAttnBackend, VarlenBackend)
+            for changes, reason in (
+                ({"device": torch.device("cpu")}, "needs a CUDA GPU"),
+                ({"dtype": torch.float32}, "needs float16 or bfloat16, not float32"),
+                ({"head_dim": 100}, "head_dim 100 is no multiple of 8"),
+                ({"block_size": 64}, "kvcache_block_size 64 is no multiple of 256"),
+            )
+        ),
+    ],
+)
+def test_refusals(backend_class, changes, reason, a_gpu):
+    assert reason in backend_class.unsupported(dataclasses.replace(a_gpu, **changes))
+
+
+@pytest.mark.parametrize("backend_class", [FlashAttnBackend, VarlenBackend])
+def test_an_old_gpu_is_refused(backend_class, a_gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert backend_class.unsupported(a_gpu) == "compute capability 7.5 is below 8.0"
+
+
+@pytest.mark.parametrize("backend_class", GPU_BACKENDS)
+def test_without_the_triton_kernels_none_serves(backend_class, a_gpu, monkeypatch):
+    for module in (paged, triton):
+        monkeypatch.setattr(module, "on_gpu", lambda: None)
+    assert backend_class.unsupported(a_gpu) == "the Triton kernels are off"
+
+
+def test_flash_attn_that_is_absent_or_broken_is_refused(a_gpu, monkeypatch, tmp_path):
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    reason = "the flash-attn package is not installed"
+    assert FlashAttnBackend.unsupported(a_gpu) == reason
+    (tmp_path / "flash_attn.py").write_text("raise ImportError('undefined symbol')")
+    reason = "the flash-attn package cannot be imported: undefined symbol"
+    assert FlashAttnBackend.unsupported(a_gpu) == reason
+
+
+def test_varlen_attn_without_pages_is_refused(a_gpu, monkeypatch):
+    """As in torch 2.11."""
+    assert VarlenBackend.unsupported(a_gpu) is None
+    monkeypatch.setattr(varlen, "varlen_attn", lambda query, key, value, cu_seq_q, cu_seq_k: None)
+    assert "takes no block table" in VarlenBackend.unsupported(a_gpu)
+
+
+def test_the_choice_on_a_gpu_and_what_the_log_says(a_gpu, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "nanovllm")
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    assert isinstance(select_backend(a_gpu), TritonBackend)
+    assert "triton; flash-attn: the flash-attn package" in caplog.text
+    assert isinstance(select_backend(a_gpu, native=False), TorchBackend)
+    odd = dataclasses.replace(a_gpu, head_dim=72)
+    assert isinstance(select_backend(odd), VarlenBackend)
+    assert isinstance(select_backend(dataclasses.replace(odd, head_dim=76)), TorchBackend)
+    for reason in ("multiple of 16 up to 256", "multiple of 8 up to 256"):
+        assert reason in caplog.text
+
+
+def test_triton_serves_a_cpu_only_interpreted(a_gpu, monkeypatch):
+    spec = dataclasses.replace(a_gpu, device=torch.device("cpu"))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert TritonBackend.unsupported(spec) is None
+    assert not isinstance(select_backend(spec), TritonBackend), "too slow to be chosen"
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert TritonBackend.unsupported(spec) == "needs a CUDA GPU"
+
+
+# --- the engine
+
+
+def test_the_engine_generates_the_same_tokens(monkeypatch):
+    """Of the shipped model: a prompt in chunks beside one that decodes, then a prefix hit."""
+    options = {
+        "dtype": "float32",
+        "max_model_len": 64,
+        "max_num_batched_tokens": 4,
+        "kvcache_block_size": 4,
+        "native_kernels": False,
+    }
+    prompts = ["A block table", "A block table maps"]
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (4, 2)]
+
+    def tokens():
+        llm = LLM(glossary.MODEL, **options)
+        try:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            outputs += llm.generate("A block table maps the positions", params[1], use_tqdm=False)
+            return [output.token_ids for output in outputs]
+        finally:
+            llm.shutdown()
+
+    expected = tokens()
+    made = []
+
+    def triton_backend(spec, native):
+        assert TritonBackend.unsupported(spec) is None
+        made.append(TritonBackend(spec))
+        return made[-1]
+
+    monkeypatch.setattr(model_runner, "select_backend", triton_backend)
+    assert tokens() == expected
+    assert len(made) == 1
