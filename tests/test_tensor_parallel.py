@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from nanovllm import SamplingParams
+from nanovllm import SamplingParams, glossary
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import ConfigError, EngineDeadError, OutOfMemoryError
@@ -81,12 +81,12 @@ def test_steps_launched_ahead(make_llm: Any, random_model: str) -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 @pytest.mark.parametrize("enforce_eager", [True, False])
-def test_cuda_ranks(make_llm: Any, random_model: str, enforce_eager: bool) -> None:
+def test_cuda_ranks(make_llm: Any, enforce_eager: bool) -> None:
     prompts = [[i + 1] * (3 + i) for i in range(6)]
     options = {"dtype": "float32", "max_num_seqs": 8, "enforce_eager": enforce_eager}
     tokens = [
         [o.token_ids for o in llm.generate(prompts, SHORT, use_tqdm=False)]
-        for llm in (make_llm(random_model, tensor_parallel_size=n, **options) for n in (1, 2))
+        for llm in (make_llm(glossary.MODEL, tensor_parallel_size=n, **options) for n in (1, 2))
     ]
     assert tokens[0] == tokens[1]
 

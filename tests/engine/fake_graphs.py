@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+from triton.runtime.interpreter import GridExecutor
 
 from nanovllm.attention.backend import AttentionSpec, Batch
 from nanovllm.attention.torch_sdpa import TorchBackend, _Decode
@@ -32,6 +33,21 @@ class RecordedGraph(TorchDispatchMode):
         self.calls: list[tuple[Any, Any, Any, list[tuple[int, torch.Tensor]]]] = []
         self.num_replays = 0
 
+    def __enter__(self) -> "RecordedGraph":
+        self._launch = GridExecutor.__call__
+        GridExecutor.__call__ = lambda *args, **kwargs: self._record_launch(args, kwargs)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        GridExecutor.__call__ = self._launch
+        super().__exit__(*error)
+
+    def _record_launch(self, args: Any, kwargs: Any) -> None:
+        """Take an interpreted Triton kernel as one operation; it makes no tensors."""
+        with _disable_current_modes():
+            self._launch(*args, **kwargs)
+        self.calls.append((self._launch, args, kwargs, []))
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         assert func._schema.name not in HOST, f"{func} cannot be captured"
@@ -50,7 +66,7 @@ class RecordedGraph(TorchDispatchMode):
         for graph in self.pool:  # graphs share memory, and nothing in it outlives the next replay
             graph.spoil()
         for func, args, kwargs, made in self.calls:
-            leaves = tree_leaves(func(*args, **kwargs))
+            leaves = tree_leaves(func(*args, **kwargs))  # of a kernel: nothing
             for place, x in made:
                 x.copy_(leaves[place])
 

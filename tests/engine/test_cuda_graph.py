@@ -10,17 +10,22 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.attention.triton import TritonBackend
 from nanovllm.config import Config
+from nanovllm.engine import batch, model_runner
 from nanovllm.engine.cuda_graph import GraphRunner, graph_sizes
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.schedule import Admission, CacheInfo, NewBlocks, Row, Schedule
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.kernels import gpu_step
 from nanovllm.models.config import ModelConfig
 from nanovllm.utils.hub import open_checkpoint, weight_files
 from tests.engine.fake_graphs import FakeCapture, use_fake_graphs
+from tests.triton_interpreter import allow_computed_bounds
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 BLOCK_SIZE = 4
@@ -123,6 +128,28 @@ def eager(random_model: str) -> Callable[[Workload], Outputs]:
     return outputs
 
 
+@pytest.fixture(scope="module")
+def gpu_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random checkpoint with heads that the Triton kernels take."""
+    torch.manual_seed(0)
+    hf_config = Qwen3Config(
+        vocab_size=1003,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+        eos_token_id=7,
+        dtype="float32",
+    )
+    path = tmp_path_factory.mktemp("gpu_model")
+    Qwen3ForCausalLM(hf_config).save_pretrained(path)
+    return str(path)
+
+
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[FakeCapture]:
     return use_fake_graphs(monkeypatch)
@@ -187,6 +214,21 @@ def test_same_tokens_at_any_size(
 ) -> None:
     assert generate(random_model, workload, queue_depth=1, **options) == eager(workload)
     assert num_replays(captures)
+
+
+def test_same_tokens_through_the_kernels_of_a_gpu(
+    gpu_model: str, captures: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step as it would be captured on a GPU: attention, KV store and both ends in Triton."""
+    allow_computed_bounds()
+    prompts = [[1, 2, 3], [4, 5], [6] * 6]
+    params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=6) for i in range(3)]
+    options = {"max_num_seqs": 3, "kvcache_block_size": 16, "num_kvcache_blocks": 12}
+    expected = generate(gpu_model, (prompts, params), enforce_eager=True, **options)
+    monkeypatch.setattr(model_runner, "select_backend", lambda spec, **_: TritonBackend(spec))
+    monkeypatch.setattr(batch, "_step_kernels", lambda device: gpu_step)
+    assert generate(gpu_model, (prompts, params), queue_depth=1, **options) == expected
+    assert num_replays(captures) > 3
 
 
 def test_enforce_eager_captures_nothing(random_model: str, captures: Any) -> None:
@@ -406,21 +448,21 @@ def test_a_failed_replay_is_not_believed(bench: Bench, monkeypatch: pytest.Monke
 
 @NEEDS_CUDA
 @pytest.mark.parametrize("queue_depth", [0, 1, 4])
-def test_cuda_same_tokens(random_model: str, workload: Workload, queue_depth: int) -> None:
+def test_cuda_same_tokens(gpu_model: str, workload: Workload, queue_depth: int) -> None:
     options = {"max_num_seqs": 6, "queue_depth": queue_depth, "kvcache_block_size": None}
-    expected = generate(random_model, workload, enforce_eager=True, **options)
-    assert generate(random_model, workload, **options) == expected
-    assert generate(random_model, workload, seed=queue_depth, **options) == expected
+    expected = generate(gpu_model, workload, enforce_eager=True, **options)
+    assert generate(gpu_model, workload, **options) == expected
+    assert generate(gpu_model, workload, seed=queue_depth, **options) == expected
 
 
 @NEEDS_CUDA
-def test_cuda_graphs_are_used_and_freed(random_model: str) -> None:
+def test_cuda_graphs_are_used_and_freed(gpu_model: str) -> None:
     """Symptom: after `del llm` the graphs' pool, the KV pool or the weights stay on the GPU."""
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     free_before = torch.cuda.mem_get_info()[0]
-    llm = LLM(random_model, dtype="float32", kv_cache_memory_bytes=2**30, max_num_seqs=64)
+    llm = LLM(gpu_model, dtype="float32", kv_cache_memory_bytes=2**30, max_num_seqs=64)
     runner = llm.engine.executor._runner  # type: ignore[attr-defined]
     assert runner._graphs is not None
     assert runner._graphs.sizes == graph_sizes(64)
