@@ -187,8 +187,8 @@ class LLMEngine:
         return self.output_processor.get(request_id) is not None
 
     def is_finished(self) -> bool:
-        """Whether nothing is left to run or to return."""
-        return not (self.scheduler.num_unfinished or self._in_flight or self._outputs)
+        """Whether nothing is left to run or to return; what is still in flight is superfluous."""
+        return not (self.scheduler.num_unfinished or self._outputs)
 
     def put_back(self, outputs: list[RequestOutput]) -> None:
         """Return `outputs` from the next `step()`: they belong to another caller."""

@@ -173,6 +173,28 @@ def test_stats_leave_out_what_came_after_a_stop(random_model: str, queue_depth: 
     assert engine.stats.num_decode_tokens == sum(len(output.token_ids) for output in outputs)
 
 
+@pytest.mark.parametrize("queue_depth", [1, 3])
+def test_superfluous_steps_keep_nobody_waiting(random_model: str, queue_depth: int) -> None:
+    """Symptom: after the last stop the engine is busy with steps that nobody reads."""
+    engine = LLMEngine(Config(model=random_model), queue_depth=queue_depth)
+    expected: list[list[int]] = []
+    for _ in range(2):
+        free = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        engine.add_request([5], free)
+        tokens = []
+        while not engine.is_finished():
+            tokens += [output.token_ids for output in engine.step()]
+        stop = next(t for i, t in enumerate(tokens[0][:6]) if i and t not in tokens[0][:i])
+        engine.add_request([5], dataclasses.replace(free, stop_token_ids=[stop]))
+        while not engine.is_finished():
+            tokens += [output.token_ids for output in engine.step()]
+        assert tokens[1] == tokens[0][: tokens[0].index(stop) + 1]
+        assert engine._in_flight  # launched before the stop was known
+        expected = expected or tokens
+        assert tokens == expected
+    engine.shutdown()
+
+
 @pytest.mark.parametrize("runs_ahead", [False, True])
 def test_a_step_is_launched_ahead_where_the_device_runs_beside_the_host(
     random_model: str, runs_ahead: bool, monkeypatch: pytest.MonkeyPatch
