@@ -25,12 +25,21 @@ LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
 
+_OTHERS: set[int] = set()
+"""Processes that other tests have spawned and keep."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def others() -> None:
+    _OTHERS.update(child.pid for child in workers())
+
+
 def workers(parent: int | None = None) -> list[psutil.Process]:
     """Spawned ranks below `parent`; the resource tracker of multiprocessing is not one."""
     found = []
     for child in psutil.Process(parent).children(recursive=True):
         try:
-            if "spawn_main" in " ".join(child.cmdline()):
+            if child.pid not in _OTHERS and "spawn_main" in " ".join(child.cmdline()):
                 found.append(child)
         except (psutil.NoSuchProcess, psutil.ZombieProcess):
             continue
