@@ -12,7 +12,9 @@ PACKAGE = Path(__file__).parent.parent / "nanovllm"
 T0 = ("errors", "validation", "config", "sampling_params", "outputs")
 T1 = tuple(f"engine.{m}" for m in ("sequence", "schedule", "block_manager", "scheduler"))
 T2 = ("utils", "kernels", "attention", "layers", "models")
-T3 = tuple(f"engine.{m}" for m in ("batch", "kv_cache", "sampling", "model_runner", "worker"))
+T3 = tuple(
+    f"engine.{m}" for m in ("batch", "kv_cache", "sampling", "cuda_graph", "model_runner", "worker")
+)
 T4 = tuple(f"engine.{m}" for m in ("executor", "detokenizer", "output_processor", "llm_engine"))
 T5 = ("llm", "async_llm", "cli")
 

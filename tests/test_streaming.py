@@ -531,9 +531,9 @@ def test_stop_strings_whatever_runs_beside(
 
 
 @pytest.mark.parametrize("include", [False, True])
-@pytest.mark.parametrize("queue_depth", [0, 1])
+@pytest.mark.parametrize("queue_depth", [0, 1, 3])
 def test_stop_strings_with_steps_in_flight(queue_depth: int, include: bool) -> None:
-    """With a queue of one, the step after the stop string has been launched when it is found."""
+    """With a queue, steps after the stop string have been launched when it is found."""
     engine = LLMEngine(Config(model=glossary.MODEL, **OPTIONS), queue_depth=queue_depth)
     params, expected = with_stops(include)
     ids = [

@@ -13,8 +13,11 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
-from nanovllm import SamplingParams
+from nanovllm import SamplingParams, glossary
+from nanovllm.config import Config
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import ConfigError, EngineDeadError, OutOfMemoryError
 
 ROOT = Path(__file__).parent.parent
@@ -22,12 +25,21 @@ LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
 
+_OTHERS: set[int] = set()
+"""Processes that other tests have spawned and keep."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def others() -> None:
+    _OTHERS.update(child.pid for child in workers())
+
+
 def workers(parent: int | None = None) -> list[psutil.Process]:
     """Spawned ranks below `parent`; the resource tracker of multiprocessing is not one."""
     found = []
     for child in psutil.Process(parent).children(recursive=True):
         try:
-            if "spawn_main" in " ".join(child.cmdline()):
+            if child.pid not in _OTHERS and "spawn_main" in " ".join(child.cmdline()):
                 found.append(child)
         except (psutil.NoSuchProcess, psutil.ZombieProcess):
             continue
@@ -60,6 +72,32 @@ def test_two_engines_at_once_in_one_process(make_llm: Any, random_model: str) ->
         for llm in (first, second):
             outputs = llm.generate([[1, 2, 3], [4] * 20], SHORT, use_tqdm=False)
             assert [o.token_ids for o in outputs] == [o.token_ids for o in alone]
+
+
+def test_steps_launched_ahead(make_llm: Any, random_model: str) -> None:
+    """Ranks take a schedule while the results of those before it are still on their way."""
+    prompts = [[i + 1] * (3 + i) for i in range(6)]
+    alone = make_llm(random_model).generate(prompts, SHORT, use_tqdm=False)
+    config = Config(model=random_model, tensor_parallel_size=2)
+    engine = LLMEngine(config, queue_depth=3)
+    index_of = {engine.add_request(prompt, SHORT): i for i, prompt in enumerate(prompts)}
+    found = {}
+    while not engine.is_finished():
+        found |= {index_of[o.request_id]: o.token_ids for o in engine.step()}
+    engine.shutdown()
+    assert [found[i] for i in range(6)] == [o.token_ids for o in alone]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+@pytest.mark.parametrize("enforce_eager", [True, False])
+def test_cuda_ranks(make_llm: Any, enforce_eager: bool) -> None:
+    prompts = [[i + 1] * (3 + i) for i in range(6)]
+    options = {"dtype": "float32", "max_num_seqs": 8, "enforce_eager": enforce_eager}
+    tokens = [
+        [o.token_ids for o in llm.generate(prompts, SHORT, use_tqdm=False)]
+        for llm in (make_llm(glossary.MODEL, tensor_parallel_size=n, **options) for n in (1, 2))
+    ]
+    assert tokens[0] == tokens[1]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

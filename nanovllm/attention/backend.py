@@ -76,8 +76,8 @@ class Backend(Protocol):
     name: ClassVar[str]
     fuses_qk_norm: ClassVar[bool]
     supports_graph: ClassVar[bool]
-    """Whether `plan` and `forward` work on rows of one token each without the host's tuples (they
-    are empty) and without asking the device, so that a CUDA graph can hold them."""
+    """Whether a CUDA graph can hold `plan` and `forward` for rows of one token: the batch's host
+    tuples are empty then, its tensors stay where they are, and a row of length 0 does nothing."""
     block_size: int
     """Tokens in a KV block: the spec's, or the backend's choice."""
 

@@ -5,42 +5,75 @@ sampled tokens are written back on the device, so the next step can be built bef
 seen them. Knows no model.
 """
 
+from array import array
+from collections.abc import Sequence as Seq
+from types import ModuleType
+
 import torch
 
 from nanovllm.attention.backend import Batch
 from nanovllm.engine.kv_cache import zeros
 from nanovllm.engine.schedule import Admission, CacheInfo, Row, Schedule
+from nanovllm.kernels import on_gpu
 from nanovllm.layers.logits_rules import LogitsRules
+from nanovllm.layers.sampler import Sampling
+from nanovllm.sampling_params import SamplingParams
 
 
 class SlotTables:
-    """What the worker knows of the sequences that hold a slot."""
+    """What the worker knows of the sequences that hold a slot.
+
+    One row more than there are slots, `scratch_slot`, belongs to nobody: rows that pad a batch read
+    and write there. Its block table names block `num_blocks`, one that the scheduler never gives.
+    """
 
     def __init__(self, info: CacheInfo, max_num_seqs: int, device: torch.device) -> None:
-        width = -(-info.max_model_len // info.block_size)
+        num_rows, width = max_num_seqs + 1, -(-info.max_model_len // info.block_size)
         self.block_size = info.block_size
         self.device = device
-        # One column more than a sequence can fill: its last sampled token has to go somewhere.
-        self.token_ids = zeros((max_num_seqs, info.max_model_len + 1), torch.int32, device)
-        self.block_tables = zeros((max_num_seqs, width), torch.int32, device)
-        self.temperatures = torch.zeros(max_num_seqs, dtype=torch.float32, device=device)
-        self.seeds = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
-        self.top_ks = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
-        self.top_ps = torch.zeros(max_num_seqs, dtype=torch.float32, device=device)
-        self.min_ps = torch.zeros(max_num_seqs, dtype=torch.float32, device=device)
+        self.scratch_slot = max_num_seqs
+        # Tokens and block table of a slot lie side by side, so that one upload can reach both. One
+        # token column more than a sequence can fill: its last sampled token has to go somewhere.
+        num_columns = info.max_model_len + 1
+        self._table = zeros((num_rows, num_columns + width), torch.int32, device)
+        self.token_ids = self._table[:, :num_columns]
+        self.block_tables = self._table[:, num_columns:]
+        self.block_tables[self.scratch_slot] = info.num_blocks
+        self.temperatures = torch.zeros(num_rows, dtype=torch.float32, device=device)
+        self.seeds = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.top_ks = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.top_ps = torch.zeros(num_rows, dtype=torch.float32, device=device)
+        self.min_ps = torch.zeros(num_rows, dtype=torch.float32, device=device)
         # Host side, by slot: what decides how a row is sampled.
         self.admissions: list[Admission | None] = [None] * max_num_seqs
         self.rules: list[LogitsRules | None] = [None] * max_num_seqs
+        self.plain = [False] * max_num_seqs  # temperature and min_p are all that it asks for
 
     def apply(self, schedule: Schedule) -> None:
-        """Take in what changed since the last step."""
+        """Take in what changed since the last step: one upload, or none if nothing did.
+
+        No place is written twice: a slot that is admitted gets no new blocks in the same step.
+        """
+        places, values = array("q"), array("q")
+        num_columns, stride = self.token_ids.shape[1], self._table.shape[1]
+
+        def write(column: int, slot: int, items: Seq[int]) -> None:
+            first = slot * stride + column
+            places.extend(range(first, first + len(items)))
+            values.extend(items)
+
         for new in schedule.admissions:
-            self._write(self.token_ids, new.slot, 0, new.token_ids)
-            self._write(self.block_tables, new.slot, 0, new.block_ids)
+            write(0, new.slot, new.token_ids)
+            write(num_columns, new.slot, new.block_ids)
         for blocks in schedule.new_blocks:
-            self._write(self.block_tables, blocks.slot, blocks.start, blocks.block_ids)
+            write(num_columns + blocks.start, blocks.slot, blocks.block_ids)
+        if not places:
+            return
+        count = len(places)
+        packed = self._copy(places + values + _parameters(schedule.admissions))
+        self._table.view(-1)[packed[:count]] = packed[count : 2 * count].int()
         if schedule.admissions:
-            self._admit(schedule.admissions)
+            self._admit(schedule.admissions, packed[2 * count :].view(6, -1))
 
     def batch(self, rows: list[Row]) -> Batch:
         """Lay out the tokens of `rows` side by side."""
@@ -70,29 +103,81 @@ class SlotTables:
             seq_lens_host=seq_lens,
         )
 
+    def decode_inputs(
+        self, slots: torch.Tensor, positions: torch.Tensor, cu_seqlens_q: torch.Tensor
+    ) -> tuple[Batch, Sampling]:
+        """Lay out one token of each slot, and how to choose the one after it, with nothing that the
+        host knows: for a CUDA graph.
+
+        Args:
+            slots, positions: [R] int64.
+            cu_seqlens_q: [R + 1] int32, 0 to R.
+        """
+        columns = (self.temperatures, self.seeds, self.top_ks, self.top_ps, self.min_ps)
+        kernels = _step_kernels(self.device)
+        gather = gather_rows if kernels is None else kernels.gather
+        inputs, (temperatures, seeds, top_ks, top_ps, min_ps) = gather(
+            self.token_ids, self.block_tables, self.block_size, slots, positions, columns
+        )
+        input_ids, slot_mapping, seq_lens, block_tables, following = inputs
+        batch = Batch(
+            input_ids=input_ids,
+            positions=positions,
+            slot_mapping=slot_mapping,
+            cu_seqlens_q=cu_seqlens_q,
+            seq_lens=seq_lens,
+            block_tables=block_tables,
+            query_lens_host=(),
+            seq_lens_host=(),
+        )
+        sampling = Sampling(temperatures, seeds, following, top_ks, top_ps, min_ps, any_greedy=True)
+        return batch, sampling
+
+    def advance(
+        self,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        moves: torch.Tensor,
+        tokens: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Store the tokens that follow `positions`, also in `out`, and add `moves` to `positions`.
+
+        All are [R] int64. Only rows of the scratch slot may name the same place.
+        """
+        kernels = _step_kernels(self.device)
+        if kernels is not None:
+            kernels.advance(self.token_ids, slots, positions, moves, tokens, out)
+            return
+        out.copy_(tokens)
+        self.token_ids[slots, positions + 1] = tokens.int()
+        positions.add_(moves)
+
     def upload(self, values: object, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         """Copy host numbers to the device without waiting for it."""
-        pinned = self.device.type == "cuda"
+        pinned = self.device.type == "cuda"  # torch keeps the pinned memory until it is copied
         return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(
             self.device, non_blocking=True
         )
 
-    def _admit(self, admissions: list[Admission]) -> None:
-        slots = self.upload([new.slot for new in admissions])
-        params = [new.params for new in admissions]
-        everything = 2**31 - 1
-        columns: list[tuple[torch.Tensor, list[float] | list[int]]] = [
-            (self.temperatures, [min(p.temperature, 1e30) for p in params]),
-            (self.seeds, [new.seed for new in admissions]),
-            (self.top_ks, [min(p.top_k or everything, everything) for p in params]),
-            (self.top_ps, [p.top_p for p in params]),
-            (self.min_ps, [p.min_p for p in params]),
-        ]
-        for column, values in columns:
-            column[slots] = self.upload(values, column.dtype)
+    def _copy(self, values: "array[int]") -> torch.Tensor:
+        host = torch.frombuffer(values, dtype=torch.int64)
+        if self.device.type == "cuda":
+            host = host.pin_memory()
+        return host.to(self.device, non_blocking=True)
+
+    def _admit(self, admissions: list[Admission], parameters: torch.Tensor) -> None:
+        slots = parameters[0]
+        floats = parameters[3:].view(torch.float64).float()
+        self.seeds[slots] = parameters[1]
+        self.top_ks[slots] = parameters[2]
+        self.temperatures[slots] = floats[0]
+        self.top_ps[slots] = floats[1]
+        self.min_ps[slots] = floats[2]
         for new in admissions:
             self.admissions[new.slot] = new
             self.rules[new.slot] = None
+            self.plain[new.slot] = _is_plain(new.params)
             if LogitsRules.needed(new.params):
                 self.rules[new.slot] = LogitsRules(
                     new.params,
@@ -102,5 +187,45 @@ class SlotTables:
                     self.device,
                 )
 
-    def _write(self, table: torch.Tensor, slot: int, start: int, values: list[int]) -> None:
-        table[slot, start : start + len(values)] = self.upload(values, table.dtype)
+
+def gather_rows(
+    token_ids: torch.Tensor,
+    block_tables: torch.Tensor,
+    block_size: int,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    columns: tuple[torch.Tensor, ...],
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """`kernels.gpu_step.gather` in plain torch."""
+    tables, following = block_tables[slots], positions + 1
+    blocks = tables.gather(1, (positions // block_size)[:, None])[:, 0].long()
+    slot_mapping = blocks * block_size + positions % block_size
+    inputs = (token_ids[slots, positions].long(), slot_mapping, following.int(), tables, following)
+    return inputs, tuple(column[slots] for column in columns)
+
+
+def _is_plain(params: SamplingParams) -> bool:
+    cuts = not params.is_greedy and (params.top_k > 0 or params.top_p < 1.0)
+    return not cuts and params.logprobs is None and not LogitsRules.needed(params)
+
+
+def _step_kernels(device: torch.device) -> ModuleType | None:
+    if device.type != "cuda" or on_gpu() is None:
+        return None
+    from nanovllm.kernels import gpu_step
+
+    return gpu_step
+
+
+def _parameters(admissions: list[Admission]) -> "array[int]":
+    """Return slots, seeds, top_ks, then temperatures, top_ps and min_ps as the bits of float64."""
+    everything = 2**31 - 1
+    params = [new.params for new in admissions]
+    packed = array("q", [new.slot for new in admissions])
+    packed.extend(new.seed for new in admissions)
+    packed.extend(min(p.top_k or everything, everything) for p in params)
+    floats = array("d", [min(p.temperature, 1e30) for p in params])
+    floats.extend(p.top_p for p in params)
+    floats.extend(p.min_p for p in params)
+    packed.frombytes(floats.tobytes())
+    return packed

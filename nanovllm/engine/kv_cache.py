@@ -2,9 +2,10 @@
 neighbours'.
 """
 
+import itertools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence as Seq
 
 import torch
 
@@ -22,7 +23,8 @@ def num_blocks_that_fit(
     device: torch.device,
     block_bytes: int,
     max_blocks: int,
-    warm_up: Callable[[], None],
+    warm_up: Callable[[], int],
+    num_reserved: int = 0,
 ) -> int:
     """Return the blocks that this rank can hold, by config or by what memory is free.
 
@@ -30,18 +32,20 @@ def num_blocks_that_fit(
         block_bytes: bytes of one block over all layers of this rank.
         max_blocks: what max_num_seqs sequences of max_model_len tokens would need; more are never
             used.
-        warm_up: runs the largest step, so that CUDA's peak is known.
+        warm_up: runs the largest step, so that CUDA's peak is known; returns the bytes that CUDA
+            graphs will take.
+        num_reserved: blocks that this rank keeps for itself.
     """
     if config.num_kvcache_blocks != -1:
         return config.num_kvcache_blocks
     if config.kv_cache_memory_bytes is not None:
         budget = config.kv_cache_memory_bytes
     elif device.type == "cuda":
-        warm_up()
-        budget = _cuda_budget(config.gpu_memory_utilization, device)
+        num_graph_bytes = warm_up()
+        budget = _cuda_budget(config.gpu_memory_utilization, device) - num_graph_bytes
     else:
         budget = min(_CPU_POOL_BYTES, available_memory() // 2 // config.tensor_parallel_size)
-    blocks = min(max(budget, 0) // block_bytes, max_blocks)
+    blocks = min(max(max(budget, 0) // block_bytes - num_reserved, 0), max_blocks)
     logger.info(
         "KV pool: %d blocks of %d bytes (%.2f GiB)",
         blocks,
@@ -49,6 +53,21 @@ def num_blocks_that_fit(
         blocks * block_bytes / 2**30,
     )
     return blocks
+
+
+def graph_bytes(sizes: Seq[int], capture: Callable[[int], None], device: torch.device) -> int:
+    """Return the bytes that CUDA graphs of `sizes` (ascending) will take, seen on two of them.
+
+    The largest brings the memory that all share; the next shows what each costs beside that. What
+    the driver takes counts too, so this looks at the whole GPU; a neighbour that takes or gives
+    memory in this second is counted as well.
+    """
+    used = [_used_memory(device)]
+    for size in sizes[:-3:-1]:
+        capture(size)
+        used.append(_used_memory(device))
+    grown = [max(after - before, 0) for before, after in itertools.pairwise(used)]
+    return sum(grown) + grown[-1] * (len(sizes) - len(grown))
 
 
 def require_one_sequence(num_blocks: int, block_size: int, max_model_len: int) -> None:
@@ -111,6 +130,13 @@ def _meminfo_available() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     except (ValueError, OSError, AttributeError):
         return 2 * _CPU_POOL_BYTES
+
+
+def _used_memory(device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
 
 
 def _cuda_budget(utilization: float, device: torch.device) -> int:

@@ -46,14 +46,15 @@ class LLMEngine:
 
     Args:
         config: the engine's options.
-        queue_depth: steps launched before the last one's tokens are known; 0 waits for each.
+        queue_depth: steps launched before the oldest one's tokens are known; 0 waits for each.
+            None is 1 on CUDA, where a step runs beside the host, and 0 on a CPU.
 
     Raises:
         CheckpointError, ConfigError, OutOfMemoryError: the model cannot be served with these
         options.
     """
 
-    def __init__(self, config: Config, *, queue_depth: int = 0) -> None:
+    def __init__(self, config: Config, *, queue_depth: int | None = None) -> None:
         self.config = config
         checkpoint = open_checkpoint(config.model, config.revision)
         self.executor = make_executor(config, checkpoint)
@@ -73,7 +74,7 @@ class LLMEngine:
             eos_token_ids=checkpoint.eos_token_ids,
         )
         self.stats = EngineStats()
-        self._queue_depth = queue_depth
+        self._queue_depth = int(self.cache_info.runs_ahead) if queue_depth is None else queue_depth
         self._in_flight: deque[tuple[Schedule, Future]] = deque()
         self._outputs: list[RequestOutput] = []  # not yet returned by step()
         self._ids = count()  # of sequences; a request has its first sequence's
@@ -186,8 +187,8 @@ class LLMEngine:
         return self.output_processor.get(request_id) is not None
 
     def is_finished(self) -> bool:
-        """Whether nothing is left to run or to return."""
-        return not (self.scheduler.num_unfinished or self._in_flight or self._outputs)
+        """Whether nothing is left to run or to return; what is still in flight is superfluous."""
+        return not (self.scheduler.num_unfinished or self._outputs)
 
     def put_back(self, outputs: list[RequestOutput]) -> None:
         """Return `outputs` from the next `step()`: they belong to another caller."""
@@ -223,7 +224,9 @@ class LLMEngine:
             raise
         self._in_flight.popleft()
         advanced: dict[int, Request] = {}
+        taken = set()  # sequences whose tokens were not superfluous
         for seq in self.scheduler.update(schedule, result):
+            taken.add(seq.seq_id)
             request = self.output_processor.request_of(seq.seq_id)
             assert request is not None
             advanced[request.request_id] = request
@@ -234,7 +237,12 @@ class LLMEngine:
         outputs = map(self.output_processor.output, advanced.values())
         self._outputs += [output for output in outputs if output is not None]
         self.stats.num_prefill_tokens += schedule.num_tokens - schedule.num_samples
-        self.stats.num_decode_tokens += sum(map(len, result.token_ids))
+        sampled = (row.seq_id for row in schedule.rows if row.samples)
+        self.stats.num_decode_tokens += sum(
+            len(tokens)
+            for seq_id, tokens in zip(sampled, result.token_ids, strict=True)
+            if seq_id in taken
+        )
 
     def _queue_rest(self, request: Request) -> None:
         while request.unqueued:

@@ -17,8 +17,9 @@ from torch import nn
 from nanovllm.attention.backend import AttentionSpec, Backend, select_backend
 from nanovllm.config import Config
 from nanovllm.engine.batch import SlotTables
-from nanovllm.engine.kv_cache import num_blocks_that_fit, zeros
-from nanovllm.engine.sampling import GatheredLogprobs, SamplingRows, gather_logprobs
+from nanovllm.engine.cuda_graph import GraphRunner, can_capture, graph_sizes, make_capture
+from nanovllm.engine.kv_cache import graph_bytes, num_blocks_that_fit, zeros
+from nanovllm.engine.sampling import GatheredLogprobs, SamplingRows, gather_logprobs, to_host
 from nanovllm.engine.schedule import Admission, CacheInfo, Row, Schedule, StepResult, TokenLogprobs
 from nanovllm.kernels import kernels_for
 from nanovllm.layers.activation import SiluAndMul
@@ -60,7 +61,7 @@ class StepOutput:
     def to_host(self) -> "StepOutput":
         """Start the copies to the host."""
         return StepOutput(
-            self.token_ids.to("cpu", non_blocking=True),
+            to_host(self.token_ids),
             self.logprobs and (*self.logprobs[:2], self.logprobs[2].to_host()),
             [part._replace(values=part.values.to_host()) for part in self.prompt_logprobs],
         )
@@ -121,6 +122,9 @@ class ModelRunner:
         self._load(files)
         self._attentions = [m for m in self.model.modules() if isinstance(m, Attention)]
         self._tables: SlotTables | None = None
+        self._uses_graphs = self._backend.supports_graph and not config.enforce_eager
+        self._uses_graphs = self._uses_graphs and can_capture(device)
+        self._graphs: GraphRunner | None = None
 
     @torch.inference_mode()
     def measure(self) -> CacheInfo:
@@ -132,21 +136,24 @@ class ModelRunner:
             self.device,
             block_bytes=self._cache_elements(1) * self.model_config.dtype.itemsize,
             max_blocks=per_sequence * self.config.max_num_seqs,
+            num_reserved=int(self._uses_graphs),
             warm_up=self._warm_up,
         )
-        return CacheInfo(num_blocks, block_size, self.max_model_len, self.model_config.vocab_size)
+        return CacheInfo(
+            num_blocks,
+            block_size,
+            self.max_model_len,
+            self.model_config.vocab_size,
+            runs_ahead=self.device.type == "cuda",
+        )
 
     @torch.inference_mode()
     def allocate(self, info: CacheInfo) -> None:
-        """Make the KV pool and the tables.
-
-        The pool is zeroed: a masked key's value is multiplied by 0, so it must be finite.
-        """
-        shape = (len(self._attentions), *self._backend.kv_cache_shape(info.num_blocks))
-        pool = zeros(shape, self.model_config.dtype, self.device)
-        for attention, kv_cache in zip(self._attentions, pool, strict=True):
-            attention.bind(self._backend, kv_cache)
-        self._tables = SlotTables(info, self.config.max_num_seqs, self.device)
+        """Make the KV pool, the tables and the graphs."""
+        tables = self._allocate(info)
+        if self._uses_graphs:
+            self._graphs = self._graph_runner(tables)
+            self._graphs.capture(graph_sizes(self._max_rows), progress=tensor_parallel().rank == 0)
 
     @torch.inference_mode()
     def execute(self, schedule: Schedule) -> PendingResult:
@@ -155,21 +162,54 @@ class ModelRunner:
         self._tables.apply(schedule)
         return PendingResult(schedule.step_id, self._step(self._tables, schedule.rows))
 
+    def _allocate(self, info: CacheInfo) -> SlotTables:
+        """Make the KV pool and the tables; with graphs, one block more, for rows that pad a batch.
+
+        The pool is zeroed: a masked key's value is multiplied by 0, so it must be finite.
+        """
+        num_blocks = info.num_blocks + self._uses_graphs
+        shape = (len(self._attentions), *self._backend.kv_cache_shape(num_blocks))
+        pool = zeros(shape, self.model_config.dtype, self.device)
+        for attention, kv_cache in zip(self._attentions, pool, strict=True):
+            attention.bind(self._backend, kv_cache)
+        self._tables = SlotTables(info, self.config.max_num_seqs, self.device)
+        return self._tables
+
+    @property
+    def _max_rows(self) -> int:
+        return min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
+
+    def _graph_runner(self, tables: SlotTables) -> GraphRunner:
+        capture = make_capture(self.device)
+        return GraphRunner(self.model, self._backend, tables, self._max_rows, capture)
+
     def _step(self, tables: SlotTables, rows: list[Row]) -> StepOutput:
+        if self._graphs is not None and self._graphs.fits(rows):
+            tokens, graph_logits = self._graphs.run(rows)
+            if all(tables.plain[row.slot] for row in rows):
+                return StepOutput(tokens, None, [])
+            return StepOutput(*self._sample(SamplingRows(tables, rows), graph_logits), [])
         batch = tables.batch(rows)
         batch = dataclasses.replace(batch, metadata=self._backend.plan(batch))
         hidden = self.model(batch)
         prompt_logprobs = self._prompt_logprobs(tables, rows, hidden)
-        sampling = SamplingRows(tables, rows)
-        token_ids, logprobs = torch.empty_like(sampling.last_tokens), None
+        sampling, logits = SamplingRows(tables, rows), None
         if len(sampling):
             logits = self.model.compute_logits(hidden[sampling.last_tokens])  # type: ignore[operator]
-            if logits is not None:
-                token_ids = sampling.sample(logits)
-                logprobs = sampling.logprobs(logits, token_ids)
+        return StepOutput(*self._sample(sampling, logits), prompt_logprobs)
+
+    def _sample(
+        self, sampling: SamplingRows, logits: torch.Tensor | None
+    ) -> tuple[torch.Tensor, tuple[list[int], list[int], GatheredLogprobs] | None]:
+        """Choose and store the rows' tokens; return them, and the log-probabilities asked for."""
+        token_ids, logprobs = torch.empty_like(sampling.last_tokens), None
+        if logits is not None:
+            token_ids = sampling.sample(logits)
+            logprobs = sampling.logprobs(logits, token_ids)
+        if len(sampling):
             broadcast_from_first(token_ids)
             sampling.store(token_ids)
-        return StepOutput(token_ids, logprobs, prompt_logprobs)
+        return token_ids, logprobs
 
     def _prompt_logprobs(
         self, tables: SlotTables, rows: list[Row], hidden: torch.Tensor
@@ -243,26 +283,35 @@ class ModelRunner:
         shape = self._backend.kv_cache_shape(num_blocks)
         return len(self._attentions) * torch.Size(shape).numel()
 
-    def _warm_up(self) -> None:
-        """Run the largest prefill and the most samples, on a small pool: the peak of memory."""
+    def _warm_up(self) -> int:
+        """Run the largest prefill and the most samples, on a small pool: the peak of memory.
+
+        Returns the bytes that graphs will take beside it.
+        """
         length = min(self.max_model_len, self.config.max_num_batched_tokens)
         count = max(1, min(self.config.max_num_batched_tokens // length, self.config.max_num_seqs))
         block_size = self._backend.block_size
         num_blocks = -(-length // block_size)
         info = CacheInfo(num_blocks, block_size, self.max_model_len, self.model_config.vocab_size)
-        self.allocate(info)
-        assert self._tables is not None
-        self._tables.block_tables[:, :num_blocks] = torch.arange(num_blocks, device=self.device)
-        sampled = SamplingParams(temperature=1.0)
         num_seqs = self.config.max_num_seqs
-        self._tables.admissions = [
+        tables = self._allocate(info)
+        tables.block_tables[:num_seqs, :num_blocks] = torch.arange(num_blocks, device=self.device)
+        sampled = SamplingParams(temperature=1.0)
+        tables.admissions = [
             Admission(i, i, [0], length, [], sampled, 0, frozenset(), ()) for i in range(num_seqs)
         ]
-        self._step(self._tables, [Row(i, i, 0, length, samples=True) for i in range(count)])
-        self._step(self._tables, [Row(i, i, 0, 1, samples=True) for i in range(num_seqs)])
+        self._step(tables, [Row(i, i, 0, length, samples=True) for i in range(count)])
+        self._step(tables, [Row(i, i, 0, 1, samples=True) for i in range(num_seqs)])
+        num_bytes = 0
+        if self._uses_graphs:
+            graphs = self._graph_runner(tables)
+            num_bytes = graph_bytes(
+                graph_sizes(self._max_rows), lambda size: graphs.capture([size]), self.device
+            )
         for attention in self._attentions:
             del attention.kv_cache
         self._tables = None
+        return num_bytes
 
 
 @contextlib.contextmanager

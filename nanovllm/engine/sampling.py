@@ -31,8 +31,7 @@ class GatheredLogprobs:
 
     def to_host(self) -> "GatheredLogprobs":
         """Start the copy to the host."""
-        tensors = (self.token_ids, self.logprobs, self.ranks)
-        return GatheredLogprobs(*(t.to("cpu", non_blocking=True) for t in tensors))
+        return GatheredLogprobs(*map(to_host, (self.token_ids, self.logprobs, self.ranks)))
 
     def tolist(self, counts: Seq[int]) -> list[TokenLogprobs]:
         """Return them as numbers; `counts` says how many of the most likely each position wants."""
@@ -41,6 +40,12 @@ class GatheredLogprobs:
             TokenLogprobs(tokens[: 1 + count], logprobs[: 1 + count], rank)
             for count, tokens, logprobs, rank in zip(counts, *columns, strict=True)
         ]
+
+
+def to_host(x: torch.Tensor) -> torch.Tensor:
+    """Return a copy of `x` on the host, without waiting for it; pinned, so that it can overlap."""
+    copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
+    return copy.copy_(x, non_blocking=True)
 
 
 def gather_logprobs(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> GatheredLogprobs:

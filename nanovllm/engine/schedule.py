@@ -106,3 +106,5 @@ class CacheInfo:
     max_model_len: int
     """Config's, cut to the positions that the model has."""
     vocab_size: int
+    runs_ahead: bool = False
+    """Steps run beside the host, so launching one before the last one's tokens are known pays."""

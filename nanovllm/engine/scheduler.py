@@ -148,7 +148,8 @@ class Scheduler:
                 logprobs = result.logprobs.get(row.seq_id, [])
                 seq.logprobs += logprobs[: seq.num_output_tokens - len(seq.logprobs)]
                 if seq.slot is not None:
-                    seq.draft_token_ids = next_drafts[: max(0, self._room(seq) - 1)]
+                    room = self._room(seq) - seq.num_pending_tokens
+                    seq.draft_token_ids = next_drafts[: max(0, room - 1)]
                 advanced.append(seq)
             if seq.slot is not None:
                 self.block_manager.publish(seq, min(num_written, seq.num_computed_tokens))

@@ -4,13 +4,17 @@ obeys a pipe.
 Knows neither the scheduler nor the other ranks' results.
 """
 
+import contextlib
 import os
+import queue
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm
@@ -89,6 +93,7 @@ def run_worker(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     tqdm.set_lock(threading.RLock())  # its own is a named semaphore, which a killed process leaves
     threading.Thread(target=_die_with_parent, daemon=True).start()
+    outbox = _Outbox(pipe, rank)
     try:
         device = rank_device(config, rank)
         if device.type == "cuda":
@@ -99,22 +104,61 @@ def run_worker(
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         init_tensor_parallel(rank, config.tensor_parallel_size, port, device)
         runner = make_runner(config, checkpoint, files, rank)
-        pipe.send(("ok", runner.measure()))
+        measured = runner.measure()
+        outbox.put(lambda: measured)
         info: CacheInfo = pipe.recv()
         runner.allocate(info)
-        pipe.send(("ok", info))
+        outbox.put(lambda: info)
         while True:
             schedule: Schedule = pipe.recv()
             pending = runner.execute(schedule)
             if rank == 0:
-                pipe.send(("ok", pending.result()))
+                outbox.put(pending.result)
     except (EOFError, BrokenPipeError, ConnectionResetError):  # the parent is done with us
         pass
     except BaseException as error:
-        known = isinstance(error, NanoVLLMError)
-        pipe.send(("error", error if known else NanoVLLMError(f"rank {rank}: {error!r}")))
-        if not known:
+        outbox.close(error)
+        if not isinstance(error, NanoVLLMError):
             raise
+
+
+class _Outbox:
+    """Sends a rank's messages in order, from a thread of its own: waiting for a step's tokens must
+    not keep the next one from being launched.
+    """
+
+    def __init__(self, pipe: Connection, rank: int) -> None:
+        self._pipe = pipe
+        self._rank = rank
+        self._queue: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def put(self, value: Callable[[], Any]) -> None:
+        """Send what `value` returns, or raises, once it does."""
+        self._queue.put(value)
+
+    def close(self, error: BaseException) -> None:
+        """Send `error`, the last message, and wait until it is sent."""
+
+        def fail() -> None:
+            raise error
+
+        self._queue.put(fail)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._pipe.send(("ok", self._queue.get()()))
+            except OSError:  # the parent is done with us
+                return
+            except BaseException as error:
+                known = isinstance(error, NanoVLLMError)
+                message = error if known else NanoVLLMError(f"rank {self._rank}: {error!r}")
+                with contextlib.suppress(OSError):
+                    self._pipe.send(("error", message))
+                return
 
 
 def _die_with_parent() -> None:

@@ -415,7 +415,16 @@ void nv_pack_int(const int8_t *q, const bf16 *scales, uint8_t *packed, bf16 *pac
 
 /* The pairs of column vector c at inputs 2j and 2j + 1 of the eight that begin at w. */
 INLINE vs weights_at(int bits, const uint8_t *w, int c, int j) {
-    if (bits == 8) return __builtin_convertvector(*(const vb *)(w + j * 2 * PANEL + c * 2 * VL), vs);
+    if (bits == 8) {
+        const uint8_t *at = w + j * 2 * PANEL + c * 2 * VL;
+#if VL == 8 && defined(__AVX2__)
+        return (vs)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)at));
+#elif VL == 16 && defined(__AVX512BW__)
+        return (vs)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)at));
+#else
+        return __builtin_convertvector(*(const vb *)at, vs);
+#endif
+    }
     vs word = *(const vs *)(w + c * 4 * VL);
     return (vs)(word << (12 - 4 * j)) >> 12;
 }

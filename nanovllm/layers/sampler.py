@@ -11,6 +11,7 @@ import torch
 from torch.nn.functional import pad
 
 from nanovllm.kernels import cpu, on_gpu
+from nanovllm.sampling_params import GREEDY_BELOW
 
 CHUNK = 128
 """Tokens that are summed, and skipped, together."""
@@ -21,7 +22,7 @@ class Sampling:
     """What R rows ask for. Tensors of [R]."""
 
     temperatures: torch.Tensor
-    """float32, at least `sampling_params.GREEDY_BELOW`."""
+    """float32; below `sampling_params.GREEDY_BELOW` only in rows without top_k and top_p."""
     seeds: torch.Tensor
     """int64."""
     positions: torch.Tensor
@@ -36,6 +37,8 @@ class Sampling:
     """Whether some row has a min_p above 0; known on the host."""
     any_top_p_of_all: bool = True
     """Whether some row has a top_p and a top_k that keeps all; known on the host."""
+    any_greedy: bool = False
+    """Whether some row may have a temperature below GREEDY_BELOW; known on the host."""
 
     def take(self, rows: torch.Tensor) -> "Sampling":
         """Return the rows named by `rows`, in their order."""
@@ -65,6 +68,11 @@ def draw(logits: torch.Tensor, sampling: Sampling, num_candidates: int = 0) -> t
     if num_candidates == 0 and logits.is_cuda and (gpu := on_gpu()) is not None:
         temperatures, min_ps = sampling.temperatures, sampling.min_ps
         return gpu.sample(logits, temperatures, sampling.seeds, sampling.positions, min_ps)
+    if sampling.any_greedy:
+        temperatures = sampling.temperatures.clamp(min=GREEDY_BELOW)
+        warm = dataclasses.replace(sampling, temperatures=temperatures, any_greedy=False)
+        drawn = draw(logits, warm, num_candidates)
+        return torch.where(sampling.temperatures < GREEDY_BELOW, greedy(logits), drawn)
     vocab_size = logits.shape[-1]
     if vocab_size % CHUNK:
         logits = pad(logits, (0, -vocab_size % CHUNK), value=-torch.inf)

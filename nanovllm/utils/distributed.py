@@ -6,10 +6,13 @@ Where it was never set, the size is 1 and every operation is the identity.
 
 import dataclasses
 import datetime
+import logging
 
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +24,7 @@ class TensorParallel:
 
 
 _tensor_parallel = TensorParallel()
+_symmetric: "SymmetricAllReduce | None" = None
 
 
 def tensor_parallel() -> TensorParallel:
@@ -30,18 +34,86 @@ def tensor_parallel() -> TensorParallel:
 
 def init_tensor_parallel(rank: int, size: int, port: int, device: torch.device) -> None:
     """Join the group of `size` ranks whose store listens on local `port`."""
-    global _tensor_parallel
+    global _tensor_parallel, _symmetric
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=_TIMEOUT)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
     _tensor_parallel = TensorParallel(rank, size)
+    if device.type == "cuda" and size > 1:
+        _symmetric = make_symmetric(device)
 
 
 def all_reduce(x: torch.Tensor) -> torch.Tensor:
     """Sum `x` over the ranks, in place."""
     if _tensor_parallel.size > 1:
-        dist.all_reduce(x)
+        if _symmetric is not None and _symmetric.takes(x):
+            _symmetric.all_reduce(x)
+        else:
+            dist.all_reduce(x)
     return x
+
+
+class SymmetricAllReduce:
+    """All-reduce of a decode step's small tensors through memory that every rank can reach, in one
+    kernel: by the switch's own sums (multimem) where it has them, else by reading the peer's.
+
+    Every rank ends with the same bits. Reading several peers would sum in another order on each
+    rank, so without multimem it serves two ranks only.
+
+    Raises:
+        RuntimeError: the GPUs cannot reach each other's memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        from torch.distributed import _symmetric_memory
+
+        assert dist.group.WORLD is not None
+        self._group = dist.group.WORLD.group_name
+        self._buffer = _symmetric_memory.empty(_MAX_BYTES, dtype=torch.uint8, device=device)
+        handle = _symmetric_memory.rendezvous(self._buffer, self._group)
+        self._multimem = handle.multicast_ptr != 0
+        if not self._multimem and handle.world_size > 2:
+            raise RuntimeError(f"{handle.world_size} GPUs without multicast")
+
+    def takes(self, x: torch.Tensor) -> bool:
+        """Whether `x` is small enough, and of a kind that the kernels know."""
+        return (
+            x.is_cuda
+            and x.nbytes <= _MAX_BYTES
+            and x.nbytes % _ALIGNMENT == 0
+            and x.dtype in (torch.bfloat16, torch.float32)
+            and x.is_contiguous()
+        )
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        """Sum `x` over the ranks, in place."""
+        buffer = self._buffer[: x.nbytes].view(x.dtype)
+        buffer.copy_(x.view(-1))
+        if self._multimem:
+            torch.ops.symm_mem.multimem_all_reduce_(buffer, "sum", self._group)
+            x.view(-1).copy_(buffer)
+        else:
+            torch.ops.symm_mem.one_shot_all_reduce_out(buffer, "sum", self._group, x.view(-1))
+
+
+def make_symmetric(device: torch.device) -> SymmetricAllReduce | None:
+    """Return what all ranks can use, or None on all; the log says why.
+
+    The ranks agree on it: one that used NCCL while the others do not would wait for ever.
+    """
+    made, reason = None, "another rank cannot"
+    try:
+        made = SymmetricAllReduce(device)
+    except Exception as error:  # whatever torch and the driver raise; NCCL does all of it too
+        reason = f"{type(error).__name__}: {error}"
+    votes = torch.tensor([made is not None], dtype=torch.int32, device=device)
+    dist.all_reduce(votes, dist.ReduceOp.MIN)
+    agreed = bool(votes.item())
+    if agreed:
+        logger.info("all-reduce of up to %d bytes by symmetric memory", _MAX_BYTES)
+    else:
+        logger.info("all-reduce by NCCL alone; symmetric memory: %s", reason)
+    return made if agreed else None
 
 
 def gather_to_first(x: torch.Tensor) -> torch.Tensor | None:
@@ -62,3 +134,5 @@ def broadcast_from_first(x: torch.Tensor) -> torch.Tensor:
 
 
 _TIMEOUT = datetime.timedelta(minutes=10)
+_MAX_BYTES = 2 * 2**20
+_ALIGNMENT = 16

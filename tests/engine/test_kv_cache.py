@@ -8,18 +8,24 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine import kv_cache
-from nanovllm.engine.kv_cache import available_memory, num_blocks_that_fit, require_one_sequence
+from nanovllm.engine.kv_cache import (
+    available_memory,
+    graph_bytes,
+    num_blocks_that_fit,
+    require_one_sequence,
+)
 from nanovllm.errors import OutOfMemoryError
 
 GIB = 2**30
 
 
-def blocks_on_cpu(block_bytes=1000, max_blocks=10**9, **options):
+def blocks_on_cpu(block_bytes=1000, max_blocks=10**9, num_reserved=0, **options):
     def warm_up():
         raise AssertionError("the CPU needs no warm-up")
 
     config = Config("model", **options)
-    return num_blocks_that_fit(config, torch.device("cpu"), block_bytes, max_blocks, warm_up)
+    device = torch.device("cpu")
+    return num_blocks_that_fit(config, device, block_bytes, max_blocks, warm_up, num_reserved)
 
 
 @pytest.fixture
@@ -52,6 +58,51 @@ def test_given_bytes_are_divided_into_whole_blocks():
 
 def test_no_more_blocks_than_could_ever_be_used():
     assert blocks_on_cpu(kv_cache_memory_bytes=10**9, max_blocks=12) == 12
+
+
+def test_reserved_blocks_come_out_of_the_memory_but_not_out_of_a_given_number():
+    assert blocks_on_cpu(kv_cache_memory_bytes=5000, num_reserved=1) == 4
+    assert blocks_on_cpu(kv_cache_memory_bytes=5000, num_reserved=1, max_blocks=5) == 4
+    assert blocks_on_cpu(kv_cache_memory_bytes=5000, num_reserved=1, max_blocks=3) == 3
+    assert blocks_on_cpu(kv_cache_memory_bytes=999, num_reserved=1) == 0
+    assert blocks_on_cpu(num_kvcache_blocks=7, num_reserved=1) == 7
+
+
+def test_cuda_pool_leaves_room_for_graphs(monkeypatch):
+    monkeypatch.setattr(kv_cache, "_cuda_budget", lambda utilization, device: 10_000)
+    for num_bytes, blocks in ((0, 10), (2500, 7), (20_000, 0)):
+        found = num_blocks_that_fit(
+            Config("model"), torch.device("cuda"), 1000, 100, lambda n=num_bytes: n
+        )
+        assert found == blocks
+
+
+@pytest.mark.parametrize(
+    ("sizes", "captured", "expected"),
+    [
+        ([1, 2, 4, 8, 16, 20], [20, 16], 700 + 30 + 4 * 30),
+        ([1, 2], [2, 1], 700 + 30),
+        ([1], [1], 700),
+    ],
+)
+def test_memory_of_all_graphs_is_seen_on_two(monkeypatch, sizes, captured, expected):
+    """The largest brings the shared memory, 670 bytes here; each has 30 of its own."""
+    used = [5000]
+    seen = []
+    monkeypatch.setattr(kv_cache, "_used_memory", lambda device: used[0])
+
+    def capture(size):
+        used[0] += 30 if seen else 700
+        seen.append(size)
+
+    assert graph_bytes(sizes, capture, torch.device("cuda")) == expected
+    assert seen == captured
+
+
+def test_memory_that_a_neighbour_gave_back_is_no_graphs_gain(monkeypatch):
+    used = iter([5000, 5700, 5600])
+    monkeypatch.setattr(kv_cache, "_used_memory", lambda device: next(used))
+    assert graph_bytes([1, 2, 4], lambda size: None, torch.device("cuda")) == 700
 
 
 def test_cpu_takes_half_of_what_is_free(free_memory):

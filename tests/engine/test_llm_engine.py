@@ -1,5 +1,6 @@
 """The loop and the facade: requests come in, outputs go out, failures leave nothing behind."""
 
+import dataclasses
 import gc
 import weakref
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from nanovllm import LLM, SamplingParams, glossary
 from nanovllm.config import Config
+from nanovllm.engine.executor import InProcessExecutor
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import EngineDeadError
 
@@ -78,7 +80,7 @@ def test_failed_generate_leaves_nothing_for_the_next_call(
     assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
 
 
-@pytest.mark.parametrize("queue_depth", [0, 1])
+@pytest.mark.parametrize("queue_depth", [0, 1, 3])
 def test_failed_step_loses_no_token(
     random_model: str, queue_depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,6 +157,65 @@ def test_stats_count_every_token(make_llm: Any, random_model: str) -> None:
     llm.generate([[1] * 10, [2] * 20], GREEDY, use_tqdm=False)
     assert llm.engine.stats.num_decode_tokens == 16
     assert llm.engine.stats.num_prefill_tokens == 9 + 19
+
+
+@pytest.mark.parametrize("queue_depth", [0, 1, 4])
+def test_stats_leave_out_what_came_after_a_stop(random_model: str, queue_depth: int) -> None:
+    """Symptom: steps launched before a stop was known count as output, and the rate is too high."""
+    engine = LLMEngine(Config(model=random_model), queue_depth=queue_depth)
+    params = SamplingParams(temperature=1.0, max_tokens=60, stop_token_ids=list(range(200)))
+    ids = [engine.add_request([i + 1], params) for i in range(12)]
+    outputs = []
+    while not engine.is_finished():
+        outputs += engine.step()
+    assert {output.request_id for output in outputs} == set(ids)
+    assert any(output.finish_reason == "stop" for output in outputs)
+    assert engine.stats.num_decode_tokens == sum(len(output.token_ids) for output in outputs)
+
+
+@pytest.mark.parametrize("queue_depth", [1, 3])
+def test_superfluous_steps_keep_nobody_waiting(random_model: str, queue_depth: int) -> None:
+    """Symptom: after the last stop the engine is busy with steps that nobody reads."""
+    engine = LLMEngine(Config(model=random_model), queue_depth=queue_depth)
+    expected: list[list[int]] = []
+    for _ in range(2):
+        free = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        engine.add_request([5], free)
+        tokens = []
+        while not engine.is_finished():
+            tokens += [output.token_ids for output in engine.step()]
+        stop = next(t for i, t in enumerate(tokens[0][:6]) if i and t not in tokens[0][:i])
+        engine.add_request([5], dataclasses.replace(free, stop_token_ids=[stop]))
+        while not engine.is_finished():
+            tokens += [output.token_ids for output in engine.step()]
+        assert tokens[1] == tokens[0][: tokens[0].index(stop) + 1]
+        assert engine._in_flight  # launched before the stop was known
+        expected = expected or tokens
+        assert tokens == expected
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_a_step_is_launched_ahead_where_the_device_runs_beside_the_host(
+    random_model: str, runs_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = InProcessExecutor.start
+    monkeypatch.setattr(
+        InProcessExecutor,
+        "start",
+        lambda self: dataclasses.replace(start(self), runs_ahead=runs_ahead),
+    )
+    engine = LLMEngine(Config(model=random_model))
+    engine.add_request([1, 2, 3], GREEDY)
+    in_flight = set()
+    while not engine.is_finished():
+        engine.step()
+        in_flight.add(len(engine._in_flight))
+    assert in_flight == ({0, 1} if runs_ahead else {0})
+
+
+def test_only_cuda_runs_beside_the_host(llm: LLM) -> None:
+    assert llm.engine.cache_info.runs_ahead == torch.cuda.is_available()
 
 
 def test_del_llm_frees_memory(random_model: str) -> None:

@@ -394,7 +394,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_batched_tokens=st.integers(1, 30),
         eos_token_ids=st.sampled_from([(), (3,), (3, 4)]),
         prefix_caching=st.sampled_from([True, True, False]),
-        queue_depth=st.sampled_from([0, 1, 1]),
+        queue_depth=st.sampled_from([0, 1, 1, 2, 4]),
         seed=st.integers(0, 2**32),
     )
     def start(
@@ -500,7 +500,7 @@ TestScheduler = SchedulerMachine.TestCase
 TestSpeculation = SpeculationMachine.TestCase
 
 
-DEPTHS = pytest.mark.parametrize("queue_depth", [0, 1])
+DEPTHS = pytest.mark.parametrize("queue_depth", [0, 1, 4])
 
 
 def prompt_that_ends_with(eos: int, eos_token_ids: frozenset[int]) -> list[int]:
