@@ -243,7 +243,7 @@ int nv_enable(void) { return 1; }
 
 #if defined(__AVX512BF16__) && VL == 16
 INLINE void tile_rows(int rows, int cols, const bf16 *x, ptrdiff_t ldx, const bf16 *w, ptrdiff_t stride, ptrdiff_t k,
-                      float *acc) {
+                      int first, float *acc) {
     __m512 a[MAX_ROWS], b[MAX_ROWS];
     for (int r = 0; r < rows; r++) a[r] = b[r] = _mm512_setzero_ps();
     for (ptrdiff_t i = 0; i < k; i += 2, w += stride) {
@@ -278,11 +278,15 @@ INLINE void multiply_add2(vf *a, vf *b, vf v, vf w, const float *x) {
 
 /* The even inputs' weights are the low halves of the pairs, the odd ones' the high halves. */
 INLINE void tile_rows(int rows, int cols, const float *x, ptrdiff_t ldx, const bf16 *w, ptrdiff_t stride, ptrdiff_t k,
-                      float *acc) {
+                      int first, float *acc) {
     vf a[MAX_ROWS][WIDE];
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < cols; c++) a[r][c] = load(acc + r * PANEL + c * VL);
     for (ptrdiff_t i = 0; i < k; i += 2, w += stride) {
+        if (first && cols < PANEL / VL) { /* the other columns and the next step's weights, while these are multiplied */
+            __builtin_prefetch(w + STEP / 2 * stride);
+            __builtin_prefetch(w + STEP / 2 * stride + PANEL);
+        }
         for (int c = 0; c < cols; c += 2) {
             const vu *v = (const vu *)w + c;
             vf even0 = (vf)(v[0] << 16), even1 = (vf)(v[1] << 16);
@@ -298,7 +302,7 @@ INLINE void tile_rows(int rows, int cols, const float *x, ptrdiff_t ldx, const b
 }
 #endif
 
-#define TILE_PART(R, cols, c) tile_rows(R, cols, x + at * ldx, ldx, w + 2 * (c), stride, k, acc + at * PANEL + (c))
+#define TILE_PART(R, cols, c) tile_rows(R, cols, x + at * ldx, ldx, w + 2 * (c), stride, k, at + (c) == 0, acc + at * PANEL + (c))
 static void tile_step(const act *x, ptrdiff_t ldx, const bf16 *w, ptrdiff_t stride, ptrdiff_t k, int rows, float *acc) {
     FOR_ROWS(rows, TILE_PART)
 }
@@ -325,11 +329,18 @@ void nv_pack(const bf16 *w, bf16 *packed, ptrdiff_t n, ptrdiff_t k) {
         }
 }
 
-/* Bytes of a thread's second-level cache that a loop may count on, and how many rows of `row_bytes` that is. */
-enum { CACHE_BYTES = 1 << 18 };
-static ptrdiff_t rows_that_fit(ptrdiff_t row_bytes) {
-    ptrdiff_t rows = CACHE_BYTES / row_bytes / MAX_ROWS * MAX_ROWS;
-    return rows < 2 * MAX_ROWS ? 2 * MAX_ROWS : rows;
+enum { CACHE_BYTES = 1 << 18 }; /* of a thread's second-level cache, for a loop to count on */
+
+/* Cut m rows evenly into blocks of at most `most`; returns a block's rows. */
+INLINE ptrdiff_t even_block(ptrdiff_t m, ptrdiff_t most) {
+    ptrdiff_t blocks = (m + most - 1) / most;
+    return (m + blocks - 1) / blocks;
+}
+
+/* Rows of a block of x whose `row_bytes` fit the cache, several tiles of them. */
+static ptrdiff_t rows_that_fit(ptrdiff_t m, ptrdiff_t row_bytes) {
+    ptrdiff_t most = CACHE_BYTES / row_bytes;
+    return even_block(m, most < 4 * MAX_ROWS ? 4 * MAX_ROWS : most);
 }
 
 INLINE void store_tile(const float *acc, bf16 *y, ptrdiff_t ldy, int rows, ptrdiff_t columns) {
@@ -343,9 +354,8 @@ INLINE void store_tile(const float *acc, bf16 *y, ptrdiff_t ldy, int rows, ptrdi
 void nv_linear(const bf16 *x, ptrdiff_t ldx, const bf16 *packed, bf16 *y, ptrdiff_t m, ptrdiff_t n, ptrdiff_t k) {
     int widened = sizeof(act) == 4;
     ptrdiff_t panels = (n + PANEL - 1) / PANEL, group = widened ? panels : 3 * CACHE_BYTES / (PANEL * k * 2);
-    ptrdiff_t block = widened ? rows_that_fit(k * 4) : TILE_ROWS;
+    ptrdiff_t block = widened ? rows_that_fit(m, k * 4) : TILE_ROWS;
     if (group < 1) group = 1;
-    if (block > m) block = m;
 #pragma omp parallel
     {
         ptrdiff_t threads = omp_get_num_threads(), t = omp_get_thread_num();
@@ -357,9 +367,10 @@ void nv_linear(const bf16 *x, ptrdiff_t ldx, const bf16 *packed, bf16 *y, ptrdif
             for (ptrdiff_t i = 0; i < m; i += block) {
                 ptrdiff_t count = m - i < block ? m - i : block, lda = ldx;
                 const act *a = activations(x + i * ldx, &lda, count, k, room);
+                ptrdiff_t step = even_block(count, TILE_ROWS);
                 for (ptrdiff_t p = g; p < last && p < g + group; p++)
-                    for (ptrdiff_t r = 0; r < count; r += TILE_ROWS) {
-                        int rows = count - r < TILE_ROWS ? (int)(count - r) : TILE_ROWS;
+                    for (ptrdiff_t r = 0; r < count; r += step) {
+                        int rows = count - r < step ? (int)(count - r) : (int)step;
                         tile(a + r * lda, lda, packed + p * PANEL * k, 2 * PANEL, k, rows, acc);
                         store_tile(acc, y + (i + r) * n + p * PANEL, n, rows, n - p * PANEL);
                     }
@@ -509,8 +520,7 @@ static void to_int16(const bf16 *x, int16_t *out, float *scales, ptrdiff_t k, pt
 /* y[m][n] = x[m][k] . (scales * packed), as nv_linear goes about widened inputs. */
 void nv_linear_int(const bf16 *x, ptrdiff_t ldx, const uint8_t *packed, const bf16 *scales, bf16 *y, ptrdiff_t m, ptrdiff_t n,
                    ptrdiff_t k, ptrdiff_t group, ptrdiff_t bits) {
-    ptrdiff_t panels = (n + PANEL - 1) / PANEL, groups = k / group, block = rows_that_fit(k * 2), ldq = k + 32;
-    if (block > m) block = m;
+    ptrdiff_t panels = (n + PANEL - 1) / PANEL, groups = k / group, block = rows_that_fit(m, k * 2), ldq = k + 32;
 #pragma omp parallel
     {
         ptrdiff_t threads = omp_get_num_threads(), t = omp_get_thread_num();
@@ -521,9 +531,10 @@ void nv_linear_int(const bf16 *x, ptrdiff_t ldx, const uint8_t *packed, const bf
         for (ptrdiff_t i = 0; i < m; i += block) {
             ptrdiff_t count = m - i < block ? m - i : block;
             for (ptrdiff_t r = 0; r < count; r++) to_int16(x + (i + r) * ldx, q + r * ldq, q_scales + r * groups, k, group);
+            ptrdiff_t step = even_block(count, TILE_ROWS);
             for (ptrdiff_t p = first; p < last; p++)
-                for (ptrdiff_t r = 0; r < count; r += TILE_ROWS) {
-                    int rows = count - r < TILE_ROWS ? (int)(count - r) : TILE_ROWS;
+                for (ptrdiff_t r = 0; r < count; r += step) {
+                    int rows = count - r < step ? (int)(count - r) : (int)step;
                     int_tile(bits, q + r * ldq, ldq, q_scales + r * groups, groups, packed + p * PANEL * k * bits / 8,
                              scales + p * PANEL * groups, k, group, rows, acc);
                     store_tile(acc, y + (i + r) * n + p * PANEL, n, rows, n - p * PANEL);
