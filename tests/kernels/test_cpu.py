@@ -24,7 +24,7 @@ VARIANTS = {
     "avx512-bf16": (("avx512_bf16",), "-march=cooperlake"),
     "avx512": (("avx512bw",), "-march=skylake-avx512"),
     "avx2": (("avx2", "fma"), "-march=haswell"),
-    "wide": (("avx2", "fma"), "-march=haswell", "-DVL=16"),  # the arithmetic of avx512 anywhere
+    "wide": (("avx2", "fma"), "-march=haswell", "-DVL=16", "-O1"),  # the arithmetic of avx512 anywhere
     "portable": ((), "-O2"),
 }
 load = functools.cache(cpu.load)
