@@ -237,7 +237,7 @@ class ModelRunner:
             if isinstance(module, Matrix) and module.weight is not None:
                 method = None
                 if isinstance(module, Linear):
-                    method = module.loaded_method(dtype)
+                    method = module.loaded_method(dtype, native=native)
                 if method is None:
                     fp8 = quantization == "fp8" and not isinstance(module, Linear)
                     method = make_method(

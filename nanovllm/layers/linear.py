@@ -110,7 +110,7 @@ class Linear(Matrix):
         empty = torch.empty_like(self.weight, dtype=FP8)
         self.weight = nn.Parameter(empty, requires_grad=False)
 
-    def loaded_method(self, dtype: torch.dtype) -> WeightMethod | None:
+    def loaded_method(self, dtype: torch.dtype, *, native: bool) -> WeightMethod | None:
         """Return what keeps a weight that came in FP8 and multiplies `dtype`, else None."""
         if self._fp8 is None or self.weight is None:
             return None
@@ -120,7 +120,7 @@ class Linear(Matrix):
         ]
         weight, block = self.weight.data, self._fp8.block_inputs or self.weight.shape[1]
         self._scales = {}
-        return Fp8Weight(weight, torch.cat(by_row).to(weight.device), block, dtype)
+        return Fp8Weight(weight, torch.cat(by_row).to(weight.device), block, dtype, native=native)
 
     def weight_shards(
         self,

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import embedding, linear
 
 from nanovllm.errors import ConfigError
-from nanovllm.kernels import cpu
+from nanovllm.kernels import cpu, on_gpu
 
 GROUPS = {"int8": (128, 64, 32), "int4": (32,)}
 """Inputs that share a scale, by quantization: the first that divides a layer's inputs."""
@@ -62,14 +62,15 @@ def make_method(
     """Return the method that keeps `weight` [n, k], or None where it had better stay as it is.
 
     Args:
-        native: whether the C kernels may be used.
+        native: whether kernels of our own may be used.
 
     Raises:
         ConfigError: no group size of `quantization` divides k.
     """
-    native = native and cpu.usable(weight)
     if quantization == "fp8":
-        return Fp8Weight(*quantize_fp8(weight), weight.shape[1], weight.dtype)
+        values, scales = quantize_fp8(weight)
+        return Fp8Weight(values, scales, weight.shape[1], weight.dtype, native=native)
+    native = native and cpu.usable(weight)
     if quantization is not None:
         bits = int(quantization.removeprefix("int"))
         values, scales = quantize(weight, bits, group_size(quantization, weight.shape[1]))
@@ -194,10 +195,17 @@ class Fp8Weight:
         values: [n, k] float8_e4m3fn.
         scales: [n, ceil(k / block)] float32.
         dtype: of what is multiplied and returned.
+        native: whether kernels of our own may be used.
     """
 
     def __init__(
-        self, values: torch.Tensor, scales: torch.Tensor, block: int, dtype: torch.dtype
+        self,
+        values: torch.Tensor,
+        scales: torch.Tensor,
+        block: int,
+        dtype: torch.dtype,
+        *,
+        native: bool,
     ) -> None:
         self._values, self._scales, self._block, self._dtype = values, scales, block, dtype
         self._in_fp8 = (  # what torch._scaled_mm takes with a scale for each row
@@ -207,6 +215,8 @@ class Fp8Weight:
             and scales.shape[1] == 1
             and all(size % 16 == 0 for size in values.shape)
         )
+        kernels = on_gpu() if self._in_fp8 and native else None
+        self._quantize = quantize_fp8 if kernels is None else kernels.quantize_fp8
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         if self._in_fp8:
@@ -214,7 +224,7 @@ class Fp8Weight:
         return linear(x, self._widen(self._values, self._scales))
 
     def multiply_in_fp8(self, x: torch.Tensor) -> torch.Tensor:
-        values, scales = quantize_fp8(x)
+        values, scales = self._quantize(x)
         return torch._scaled_mm(
             values, self._values.t(), scales, self._scales.t(), out_dtype=self._dtype
         )

@@ -122,7 +122,7 @@ def test_fp8_online_is_the_rounded_weight(dtype):
 def test_fp8_with_a_scale_for_each_block():
     values = randn(20, 40).to(torch.float8_e4m3fn)
     scales = torch.rand(20, 3, generator=torch.Generator().manual_seed(1))
-    method = Fp8Weight(values, scales, 16, torch.float32)
+    method = Fp8Weight(values, scales, 16, torch.float32, native=True)
     expected = values.double() * scales.double().repeat_interleave(16, 1)[:, :40]
     x = randn(4, 40).float()
     assert torch.allclose(method.multiply(x).double(), x.double() @ expected.T, atol=1e-4)
