@@ -187,10 +187,10 @@ _CHANNEL_FP8: dict[str, Any] = {
     "config_groups.*.weights.strategy": ("channel",),
     "config_groups.*.weights.symmetric": (None, True),
     "config_groups.*.weights.dynamic": (None, False),
-    "config_groups.*.input_activations.num_bits": (None, 8),
-    "config_groups.*.input_activations.type": (None, "float"),
-    "config_groups.*.input_activations.strategy": (None, "token"),
-    "config_groups.*.input_activations.dynamic": (None, True),
+    "config_groups.*.input_activations.num_bits": (8,),
+    "config_groups.*.input_activations.type": ("float",),
+    "config_groups.*.input_activations.strategy": ("token",),
+    "config_groups.*.input_activations.dynamic": (True,),
     "config_groups.*.output_activations": (None,),
 }
 """What is honoured of quant_method "compressed-tensors", with a scale for each output."""

@@ -60,7 +60,7 @@ def test_quantize_fp8(shape, dtype):
     assert values.dtype == torchs.dtype
     assert torch.allclose(scales, torchs_scales, rtol=1e-6)
     # A division that ends on another float32 may tip what lies between two steps.
-    assert (values.float() != torchs.float()).float().mean() <= 0.001 if x.numel() else True
+    assert (values.float() != torchs.float()).sum() <= x.numel() / 1000
     ours, theirs = values.double() * scales.double(), torchs.double() * torchs_scales.double()
     assert ((ours - theirs).abs() <= theirs.abs() / 7 + scales.double() * 2.0**-9).all()
 

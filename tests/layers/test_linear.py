@@ -159,10 +159,12 @@ def checkpoints(random_model, tmp_path_factory):
         }
         if kind == "channels":
             weights = {"num_bits": 8, "type": "float", "strategy": "channel"}
+            inputs = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+            group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
             quantization = {
                 "quant_method": "compressed-tensors",
                 "format": "float-quantized",
-                "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+                "config_groups": {"group_0": group},
                 "ignore": ["lm_head", "re:.*layers.2.mlp.*"],
             }
         for path, content in zip(paths, (tensors, widened), strict=True):

@@ -313,6 +313,7 @@ def test_unsupported_fp8_blocks(changes, named):
         (["config_groups", "group_0", "weights", "type"], "int"),
         (["config_groups", "group_0", "weights", "num_bits"], 4),
         (["config_groups", "group_0", "input_activations", "dynamic"], False),
+        (["config_groups", "group_0", "input_activations"], None),
     ],
 )
 def test_unsupported_compressed_tensors(path, value):
@@ -321,7 +322,7 @@ def test_unsupported_compressed_tensors(path, value):
     for key in path[:-1]:
         place = place[key]
     place[path[-1]] = value
-    with pytest.raises(UnsupportedModelError, match=f"{path[-1]} .* is not supported"):
+    with pytest.raises(UnsupportedModelError, match=f"{path[-1]}.* is not supported"):
         read(quantization_config=config)
 
 
