@@ -14,7 +14,8 @@ from nanovllm.validation import StrictKeywords, check_bool, check_choice, check_
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
-QUANTIZATIONS = ("int8", "int4")
+QUANTIZATIONS = ("int8", "int4", "fp8")
+KV_CACHE_DTYPES = ("auto", "fp8")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +40,10 @@ class Config(StrictKeywords):
     load_format: str = "auto"
     """"auto" reads safetensors; "dummy" makes random weights from config.json alone."""
     quantization: str | None = None
-    """"int8" or "int4": keep the weights of linear layers, embedding and head in so many bits."""
+    """"int8" or "int4": keep the weights of linear layers, embedding and head in so many bits;
+    "fp8": those of linear layers in FP8 (E4M3)."""
+    kv_cache_dtype: str = "auto"
+    """"fp8" keeps keys and values in FP8 (E4M3, scale 1); "auto" in the model's dtype."""
     max_num_batched_tokens: int = 16384
     """Most tokens computed in one step; longer prompts are cut into chunks."""
     max_num_seqs: int = 512
@@ -77,6 +81,7 @@ class Config(StrictKeywords):
             raise ConfigError(f"revision must be a string or None, got {self.revision!r}")
         check_choice(ConfigError, "dtype", self.dtype, DTYPES)
         check_choice(ConfigError, "load_format", self.load_format, LOAD_FORMATS)
+        check_choice(ConfigError, "kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         if not isinstance(self.device, str) or not re.fullmatch(
             r"auto|cpu|cuda(:\d+)?", self.device
         ):

@@ -58,6 +58,7 @@ def test_every_field_can_be_given():
         "tensor_parallel_size": 1,
         "enforce_eager": True,
         "quantization": "int8",
+        "kv_cache_dtype": "fp8",
         "num_threads": 2,
         "native_kernels": False,
         "kvcache_block_size": 32,

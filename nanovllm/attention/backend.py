@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from nanovllm.errors import UnsupportedModelError
+from nanovllm.errors import ConfigError, UnsupportedModelError
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,17 @@ class AttentionSpec:
     device: torch.device
     block_size: int | None
     """None: the backend chooses."""
+    kv_dtype: torch.dtype | None = None
+    """Of the KV cache; None is `dtype`."""
+
+    @property
+    def widens_kv(self) -> bool:
+        """Whether keys and values are stored in another dtype than queries have."""
+        return self.kv_dtype not in (None, self.dtype)
+
+
+WIDENS_NO_KV = "reads no FP8 KV cache"
+"""Why most backends refuse a spec that `widens_kv`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +136,7 @@ def select_backend(spec: AttentionSpec, *, native: bool = True) -> Backend:
 
     Raises:
         UnsupportedModelError: none can; the message has every reason.
+        ConfigError: the same, where an FP8 KV cache was asked for.
     """
     from nanovllm.attention.cpu import CPUBackend
     from nanovllm.attention.flash_attn import FlashAttnBackend
@@ -145,4 +157,9 @@ def select_backend(spec: AttentionSpec, *, native: bool = True) -> Backend:
             logger.info("attention backend: %s%s", backend.name, "".join(f"; {r}" for r in reasons))
             return backend(spec)
         reasons.append(f"{backend.name}: {reason}")
+    if spec.widens_kv:
+        raise ConfigError(
+            'kv_cache_dtype "fp8" needs a GPU of compute capability 8.9 and the Triton kernels; '
+            f'use "auto" ({", ".join(reasons)})'
+        )
     raise UnsupportedModelError(f"no attention backend can serve this model: {'; '.join(reasons)}")

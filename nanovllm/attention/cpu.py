@@ -4,7 +4,7 @@ from typing import ClassVar
 
 import torch
 
-from nanovllm.attention.backend import AttentionSpec, Backend, Batch, QKNorm
+from nanovllm.attention.backend import WIDENS_NO_KV, AttentionSpec, Backend, Batch, QKNorm
 from nanovllm.kernels import cpu
 
 
@@ -26,6 +26,8 @@ class CPUBackend(Backend):
     def unsupported(cls, spec: AttentionSpec) -> str | None:
         if spec.device.type != "cpu" or spec.dtype != torch.bfloat16:
             return "needs bfloat16 on a CPU"
+        if spec.widens_kv:
+            return WIDENS_NO_KV
         if spec.head_dim % 2 or spec.head_dim > 256:
             return f"head_dim {spec.head_dim} is odd or above 256"
         if spec.num_heads // spec.num_kv_heads > 32:

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from nanovllm.attention.backend import AttentionSpec, Backend, Batch, QKNorm
+from nanovllm.attention.backend import WIDENS_NO_KV, AttentionSpec, Backend, Batch, QKNorm
 from nanovllm.kernels import on_gpu
 
 
@@ -54,6 +54,8 @@ def flash_attention_refusal(spec: AttentionSpec) -> str | None:
         return "needs a CUDA GPU"
     if spec.dtype not in (torch.float16, torch.bfloat16):
         return f"needs float16 or bfloat16, not {str(spec.dtype).removeprefix('torch.')}"
+    if spec.widens_kv:
+        return WIDENS_NO_KV
     if spec.head_dim % 8 or spec.head_dim > 256:
         return f"head_dim {spec.head_dim} is no multiple of 8 up to 256"
     if spec.block_size is not None and spec.block_size % 256:

@@ -16,6 +16,9 @@ from nanovllm.kernels import on_gpu
 if TYPE_CHECKING:
     from nanovllm.kernels.gpu_attention import DecodePlan
 
+_FP8_CAPABILITY = (8, 9)
+"""Below it Triton has no float8_e4m3fn."""
+
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
@@ -44,6 +47,9 @@ class TritonBackend(PagedBackend):
         if spec.head_dim % 16 or spec.head_dim > 256:
             return f"head_dim {spec.head_dim} is no multiple of 16 up to 256"
         if spec.device.type == "cuda":
+            capability = torch.cuda.get_device_capability(spec.device)
+            if spec.widens_kv and capability < _FP8_CAPABILITY:
+                return f"compute capability {capability[0]}.{capability[1]} is below 8.9"
             return None if on_gpu() is not None else "the Triton kernels are off"
         interpreted = spec.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
         return None if interpreted else "needs a CUDA GPU"

@@ -25,8 +25,8 @@ from nanovllm.kernels import kernels_for
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import Matrix, QKVParallelLinear
-from nanovllm.layers.quantization import make_method
+from nanovllm.layers.linear import Linear, Matrix, QKVParallelLinear
+from nanovllm.layers.quantization import FP8, make_method
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.registry import model_class
 from nanovllm.sampling_params import SamplingParams
@@ -115,9 +115,17 @@ class ModelRunner:
                 config.max_model_len,
                 self.max_model_len,
             )
-        with _defaults(model_config.dtype, device):
+        # What comes in FP8 never takes a GPU's memory in a wider form.
+        start = device if model_config.fp8 is None else torch.device("cpu")
+        with _defaults(model_config.dtype, start):
             self.model = model_class(model_config)(model_config, self.max_model_len)
+        if model_config.fp8 is not None:
+            for prefix, module in self.model.named_modules():
+                if isinstance(module, Linear):
+                    module.expect_fp8(prefix, model_config.fp8)
+            self.model.to(device)
         self.model.eval().requires_grad_(False)
+        self._kv_dtype = FP8 if config.kv_cache_dtype == "fp8" else model_config.dtype
         self._backend = self._select_backend()
         self._load(files)
         self._attentions = [m for m in self.model.modules() if isinstance(m, Attention)]
@@ -134,7 +142,7 @@ class ModelRunner:
         num_blocks = num_blocks_that_fit(
             self.config,
             self.device,
-            block_bytes=self._cache_elements(1) * self.model_config.dtype.itemsize,
+            block_bytes=self._cache_elements(1) * self._kv_dtype.itemsize,
             max_blocks=per_sequence * self.config.max_num_seqs,
             num_reserved=int(self._uses_graphs),
             warm_up=self._warm_up,
@@ -169,7 +177,7 @@ class ModelRunner:
         """
         num_blocks = info.num_blocks + self._uses_graphs
         shape = (len(self._attentions), *self._backend.kv_cache_shape(num_blocks))
-        pool = zeros(shape, self.model_config.dtype, self.device)
+        pool = zeros(shape, self._kv_dtype, self.device)
         for attention, kv_cache in zip(self._attentions, pool, strict=True):
             attention.bind(self._backend, kv_cache)
         self._tables = SlotTables(info, self.config.max_num_seqs, self.device)
@@ -245,6 +253,7 @@ class ModelRunner:
                 dtype=self.model_config.dtype,
                 device=self.device,
                 block_size=self.config.kvcache_block_size,
+                kv_dtype=self._kv_dtype,
             ),
             native=self.config.native_kernels,
         )
@@ -261,11 +270,19 @@ class ModelRunner:
             elif isinstance(module, RMSNorm | SiluAndMul):
                 module.kernels = kernels
 
-        quantization, native = self.config.quantization, kernels is not None
+        dtype, native = self.model_config.dtype, kernels is not None
+        quantization = self.config.quantization if self.model_config.fp8 is None else None
 
         def finish(module: nn.Module) -> None:
             if isinstance(module, Matrix) and module.weight is not None:
-                method = make_method(module.weight, quantization, native=native)
+                method = None
+                if isinstance(module, Linear):
+                    method = module.loaded_method(dtype, native=native)
+                if method is None:
+                    fp8 = quantization == "fp8" and not isinstance(module, Linear)
+                    method = make_method(
+                        module.weight, None if fp8 else quantization, native=native
+                    )
                 for sharing in matrices.pop(module.weight, ()):
                     if method is not None:
                         sharing.keep_as(method)

@@ -34,8 +34,14 @@ def find_weights(config: Config, checkpoint: Checkpoint) -> list[Path]:
 
     Raises:
         CheckpointError: the architecture or a setting is not supported, or there are no weights.
+        ConfigError: `quantization` is given for weights that are quantised.
     """
-    model_class(ModelConfig.from_hf(checkpoint.config, config.dtype))
+    model_config = ModelConfig.from_hf(checkpoint.config, config.dtype)
+    model_class(model_config)
+    if model_config.fp8 is not None and config.quantization not in (None, "fp8"):
+        raise ConfigError(
+            f"quantization {config.quantization!r}: {config.model} is in FP8 already; leave it out"
+        )
     if config.load_format == "dummy":
         return []
     return weight_files(checkpoint, config.model, config.revision)

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn.functional import embedding, linear
 
-from nanovllm.errors import ConfigError
-from nanovllm.layers.quantization import WeightMethod
+from nanovllm.errors import ConfigError, UnsupportedModelError
+from nanovllm.layers.quantization import FP8, Fp8Format, Fp8Weight, WeightMethod
 from nanovllm.utils.distributed import all_reduce, tensor_parallel
 from nanovllm.utils.loader import Shard
 
@@ -67,7 +67,86 @@ class Matrix(nn.Module):
         self._method, self.weight = method, None
 
 
-class ColumnParallelLinear(Matrix):
+class Linear(Matrix):
+    """A matrix that is one checkpoint linear or several, which may be in FP8."""
+
+    def __init__(self, num_outputs: int, num_inputs: int) -> None:
+        super().__init__(num_outputs, num_inputs)
+        self._fp8: Fp8Format | None = None
+        self._scales: dict[str, tuple[torch.Tensor, int]] = {}  # and rows, by checkpoint linear
+
+    def shards(self, prefix: str) -> Iterator[Shard]:
+        """Yield what this linear, at dotted path `prefix`, is made of."""
+        raise NotImplementedError
+
+    def expect_fp8(self, prefix: str, fp8: Fp8Format) -> None:
+        """Be made of FP8 weights and the scales of their blocks, unless `fp8` excludes it.
+
+        Raises:
+            ConfigError: this rank's part of a weight begins or ends within a block.
+            UnsupportedModelError: some linears of this matrix are excluded and some are not.
+        """
+        assert self.weight is not None
+        shards = [shard for shard in self.shards(prefix) if shard.name.endswith(".weight")]
+        names = [shard.name.removesuffix(".weight") for shard in shards]
+        excluded = {fp8.excludes(name) for name in names}
+        if len(excluded) == 2:
+            raise UnsupportedModelError(
+                f"{', '.join(names)} are computed as one, so all or none must be in FP8"
+            )
+        if True in excluded:
+            return
+        for name, shard in zip(names, shards, strict=True):
+            block = (fp8.block_outputs, fp8.block_inputs)[shard.dim]
+            stop = shard.start + shard.target.shape[shard.dim]
+            if block and (shard.start % block or (stop % block and stop < shard.shape[shard.dim])):
+                raise ConfigError(
+                    f"tensor_parallel_size {tensor_parallel().size} cuts {shard.name} "
+                    f"{shard.shape} within an FP8 block of {block}; use a smaller size"
+                )
+            scales = torch.ones(_blocks(shard.target.shape, fp8), device=self.weight.device)
+            self._scales[name] = scales, len(shard.target)
+        self._fp8 = fp8
+        empty = torch.empty_like(self.weight, dtype=FP8)
+        self.weight = nn.Parameter(empty, requires_grad=False)
+
+    def loaded_method(self, dtype: torch.dtype, *, native: bool) -> WeightMethod | None:
+        """Return what keeps a weight that came in FP8 and multiplies `dtype`, else None."""
+        if self._fp8 is None or self.weight is None:
+            return None
+        by_row = [
+            scales.repeat_interleave(self._fp8.block_outputs, 0)[:rows]
+            for scales, rows in self._scales.values()
+        ]
+        weight, block = self.weight.data, self._fp8.block_inputs or self.weight.shape[1]
+        self._scales = {}
+        return Fp8Weight(weight, torch.cat(by_row).to(weight.device), block, dtype, native=native)
+
+    def weight_shards(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        target: torch.Tensor,
+        *,
+        dim: int = 0,
+        start: int,
+    ) -> Iterator[Shard]:
+        """Yield the weight of checkpoint linear `name`, and its scales where it is in FP8."""
+        yield Shard(f"{name}.weight", shape, target, dim, start)
+        if self._fp8 is not None:
+            block = (self._fp8.block_outputs, self._fp8.block_inputs or shape[1])[dim]
+            whole = _blocks(shape, self._fp8)
+            scales, _ = self._scales[name]
+            yield Shard(f"{name}.{self._fp8.scale_name}", whole, scales, dim, start // block)
+
+
+def _blocks(shape: tuple[int, ...], fp8: Fp8Format) -> tuple[int, int]:
+    """Return the shape of the scales of a weight of `shape`."""
+    outputs, inputs = shape
+    return -(-outputs // fp8.block_outputs), -(-inputs // (fp8.block_inputs or inputs))
+
+
+class ColumnParallelLinear(Linear):
     """One matrix of several checkpoint linears that read the same input; outputs lie side by side.
 
     Args:
@@ -93,7 +172,7 @@ class ColumnParallelLinear(Matrix):
             row += part.size
             weight, path = self.weight.data[rows], f"{parent}.{name}"
             shape = (part.num_outputs, self.num_inputs)
-            yield Shard(f"{path}.weight", shape, weight, start=part.start)
+            yield from self.weight_shards(path, shape, weight, start=part.start)
             if self.bias is not None:
                 bias = self.bias.data[rows]
                 yield Shard(f"{path}.bias", (part.num_outputs,), bias, start=part.start)
@@ -138,7 +217,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         super().__init__(num_inputs, parts, bias=bias)
 
 
-class RowParallelLinear(Matrix):
+class RowParallelLinear(Linear):
     """A linear whose inputs are split over the ranks and whose outputs are summed."""
 
     def __init__(self, num_inputs: int, num_outputs: int, *, bias: bool) -> None:
@@ -155,6 +234,6 @@ class RowParallelLinear(Matrix):
         num_outputs, size = self.weight.shape
         start = tensor_parallel().rank * size
         shape = (num_outputs, self.num_inputs)
-        yield Shard(f"{prefix}.weight", shape, self.weight.data, dim=1, start=start)
+        yield from self.weight_shards(prefix, shape, self.weight.data, dim=1, start=start)
         if self.bias is not None:
             yield Shard(f"{prefix}.bias", (num_outputs,), self.bias.data)

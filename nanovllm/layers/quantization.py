@@ -1,21 +1,47 @@
-"""How a linear layer keeps its weight: packed for the C kernels, or in 8 or 4 bits.
+"""How a linear layer keeps its weight: packed for the C kernels, in FP8, or in 8 or 4 bits.
 
 A method is made from a loaded weight and replaces it. Knows no checkpoint, no layer and no rank.
 """
 
-from typing import Protocol
+import re
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.nn.functional import embedding, linear
 
 from nanovllm.errors import ConfigError
-from nanovllm.kernels import cpu
+from nanovllm.kernels import cpu, on_gpu
 
 GROUPS = {"int8": (128, 64, 32), "int4": (32,)}
 """Inputs that share a scale, by quantization: the first that divides a layer's inputs."""
 
+FP8 = torch.float8_e4m3fn
+
 _ROWS = 1024
 """Rows quantised at once, which bounds the float32 copies."""
+_FP8_MAX = torch.finfo(FP8).max
+_FP8_MATMUL = (8, 9)
+"""Compute capability of the GPUs that multiply FP8."""
+
+
+class Fp8Format(NamedTuple):
+    """A checkpoint's FP8 linears: a weight is its `weight` times the scale of its block."""
+
+    scale_name: str
+    """Beside `weight`; [ceil(outputs / block_outputs), ceil(inputs / block_inputs)]."""
+    block_outputs: int
+    block_inputs: int | None
+    """None: all."""
+    excluded: tuple[str, ...]
+    """Linears that are not in FP8: components of their names in a row, or "re:" and a regex."""
+
+    def excludes(self, name: str) -> bool:
+        return any(
+            re.match(entry[3:], name) is not None
+            if entry.startswith("re:")
+            else f".{entry}." in f".{name}."
+            for entry in self.excluded
+        )
 
 
 class WeightMethod(Protocol):
@@ -36,11 +62,14 @@ def make_method(
     """Return the method that keeps `weight` [n, k], or None where it had better stay as it is.
 
     Args:
-        native: whether the C kernels may be used.
+        native: whether kernels of our own may be used.
 
     Raises:
         ConfigError: no group size of `quantization` divides k.
     """
+    if quantization == "fp8":
+        values, scales = quantize_fp8(weight)
+        return Fp8Weight(values, scales, weight.shape[1], weight.dtype, native=native)
     native = native and cpu.usable(weight)
     if quantization is not None:
         bits = int(quantization.removeprefix("int"))
@@ -85,6 +114,18 @@ def quantize(weight: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor,
         rounded = (part / scale.float().masked_fill(scale == 0, 1.0)[..., None]).round_()
         limit = 2 ** (bits - 1)
         values[start : start + _ROWS] = rounded.clamp_(-limit, limit - 1).flatten(1)
+        scales[start : start + _ROWS] = scale
+    return values, scales
+
+
+def quantize_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round x [n, k] to float8_e4m3fn [n, k] times float32 scales [n, 1], each of its row alone."""
+    values, scales = torch.empty_like(x, dtype=FP8), x.new_empty(len(x), 1, dtype=torch.float32)
+    for start in range(0, len(x), _ROWS):
+        part = x[start : start + _ROWS].float()
+        scale = part.abs().amax(1, keepdim=True) / _FP8_MAX
+        scale = torch.where(scale > 0, scale, 1.0)
+        values[start : start + _ROWS] = (part / scale).clamp_(-_FP8_MAX, _FP8_MAX)
         scales[start : start + _ROWS] = scale
     return values, scales
 
@@ -142,3 +183,56 @@ class IntWeight:
             values = torch.stack([values << 4 >> 4, values >> 4], -1).flatten(1)
         grouped = values.view(len(values), scales.shape[1], -1)
         return (grouped.float() * scales.float()[..., None]).flatten(1).to(self._dtype)
+
+
+class Fp8Weight:
+    """8 bits a weight, as a floating-point number.
+
+    GPUs that multiply FP8 do so where a row has one scale, the inputs rounded to FP8 by rows;
+    elsewhere the weight is widened for each product, which saves memory and no time.
+
+    Args:
+        values: [n, k] float8_e4m3fn.
+        scales: [n, ceil(k / block)] float32.
+        dtype: of what is multiplied and returned.
+        native: whether kernels of our own may be used.
+    """
+
+    def __init__(
+        self,
+        values: torch.Tensor,
+        scales: torch.Tensor,
+        block: int,
+        dtype: torch.dtype,
+        *,
+        native: bool,
+    ) -> None:
+        self._values, self._scales, self._block, self._dtype = values, scales, block, dtype
+        self._in_fp8 = (  # what torch._scaled_mm takes with a scale for each row
+            values.is_cuda
+            and torch.cuda.get_device_capability(values.device) >= _FP8_MATMUL
+            and dtype == torch.bfloat16
+            and scales.shape[1] == 1
+            and all(size % 16 == 0 for size in values.shape)
+        )
+        kernels = on_gpu() if self._in_fp8 and native else None
+        self._quantize = quantize_fp8 if kernels is None else kernels.quantize_fp8
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        if self._in_fp8:
+            return self.multiply_in_fp8(x)
+        return linear(x, self._widen(self._values, self._scales))
+
+    def multiply_in_fp8(self, x: torch.Tensor) -> torch.Tensor:
+        values, scales = self._quantize(x)
+        return torch._scaled_mm(
+            values, self._values.t(), scales, self._scales.t(), out_dtype=self._dtype
+        )
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        return self._widen(self._values[rows], self._scales[rows])
+
+    def _widen(self, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        if scales.shape[1] > 1:
+            scales = scales.repeat_interleave(self._block, 1)[:, : values.shape[1]]
+        return (values.float() * scales).to(self._dtype)

@@ -160,8 +160,11 @@ def init_dummy_weights(model: nn.Module, seed: int = 0) -> None:
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
             parameter.data.fill_(0.0 if name.endswith("bias") else 1.0)
-        else:
+        elif parameter.itemsize > 1:
             parameter.data.uniform_(-0.035, 0.035, generator=generator)
+        else:  # FP8, of which torch draws no numbers
+            wide = torch.empty_like(parameter, dtype=torch.float32)
+            parameter.data.copy_(wide.uniform_(-0.035, 0.035, generator=generator))
 
 
 def _shapes(file: Path) -> dict[str, tuple[int, ...]]:

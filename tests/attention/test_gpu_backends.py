@@ -19,16 +19,19 @@ from nanovllm.attention.torch_sdpa import TorchBackend
 from nanovllm.attention.triton import TritonBackend
 from nanovllm.attention.varlen import VarlenBackend
 from nanovllm.engine import model_runner
+from nanovllm.errors import ConfigError
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
 from tests.attention.cases import make_case, random_rows
-from tests.triton_interpreter import allow_computed_bounds
+from tests.triton_interpreter import allow_computed_bounds, round_to_fp8
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
+FP8 = torch.float8_e4m3fn
 
 allow_computed_bounds()
+round_to_fp8()
 
 
 @pytest.fixture(autouse=True)
@@ -91,6 +94,26 @@ def test_a_single_token_is_the_same_beside_chunks():
     backend = TritonBackend(case.spec)
     together, _ = attend(backend, case)
     assert torch.equal(attend(backend, case, alone)[0], together[:2])
+
+
+def test_an_fp8_cache():
+    """Stored rounded; read as the numbers that it holds."""
+    for rows in ([(1, 30), (1, 1), (1, 270)], [(9, 9), (5, 40), (1, 33)]):
+        case = make_case(rows, 2, 3, 32, 16, fill=300.0, device=DEVICE)
+        backend = TritonBackend(dataclasses.replace(case.spec, kv_dtype=FP8))
+        narrow = dataclasses.replace(case, cache=case.cache.to(FP8))
+        _, wide_cache = attend(TorchBackend(case.spec), case)
+        _, cache = attend(backend, narrow)
+        slots = case.batch.slot_mapping
+        own, expected = (c.flatten(1, 2)[:, slots].float() for c in (cache, wide_cache))
+        assert ((own - expected).abs() <= expected.abs() * 2.0**-4 * 1.001 + 2.0**-10).all()
+        cache.flatten(1, 2)[:, slots] = narrow.cache.flatten(1, 2)[:, slots]
+        assert torch.equal(cache.view(torch.uint8), narrow.cache.view(torch.uint8))
+
+        batch = dataclasses.replace(case.batch, metadata=backend.plan(case.batch))
+        out = backend.attend(case.q, case.stored().to(FP8), batch)
+        widened = backend.attend(case.q, case.stored().to(FP8).float(), batch)
+        assert (out - widened).abs().max() <= 1e-6
 
 
 GPU_BACKENDS = [TritonBackend, FlashAttnBackend, VarlenBackend]
@@ -249,6 +272,7 @@ def a_gpu(monkeypatch):
                 ({"dtype": torch.float32}, "needs float16 or bfloat16, not float32"),
                 ({"head_dim": 100}, "head_dim 100 is no multiple of 8"),
                 ({"block_size": 64}, "kvcache_block_size 64 is no multiple of 256"),
+                ({"kv_dtype": FP8}, "reads no FP8 KV cache"),
             )
         ),
     ],
@@ -261,6 +285,15 @@ def test_refusals(backend_class, changes, reason, a_gpu):
 def test_an_old_gpu_is_refused(backend_class, a_gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert backend_class.unsupported(a_gpu) == "compute capability 7.5 is below 8.0"
+
+
+def test_an_fp8_cache_needs_a_gpu_that_has_it(a_gpu, monkeypatch):
+    spec = dataclasses.replace(a_gpu, kv_dtype=FP8)
+    assert isinstance(select_backend(spec), TritonBackend)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    rule = "needs a GPU of compute capability 8.9 .* triton: compute capability 8.6 is below 8.9"
+    with pytest.raises(ConfigError, match=rule):
+        select_backend(spec)
 
 
 @pytest.mark.parametrize("backend_class", GPU_BACKENDS)
@@ -344,3 +377,41 @@ def test_the_engine_generates_the_same_tokens(monkeypatch):
     monkeypatch.setattr(model_runner, "select_backend", triton_backend)
     assert tokens() == expected
     assert len(made) == 1
+
+
+class RoundingBackend(TorchBackend):
+    """Plain torch, whose keys and values are what FP8 makes of them."""
+
+    def forward(self, q, k, v, kv_cache, batch):
+        return super().forward(q, *(x.to(FP8).to(q.dtype) for x in (k, v)), kv_cache, batch)
+
+
+def test_the_engine_with_an_fp8_cache(monkeypatch):
+    """A quarter of float32's bytes, and the probabilities of rounded keys and values."""
+    pools = []
+
+    def logprobs(backend, **options):
+        monkeypatch.setattr(model_runner, "select_backend", lambda spec, native: backend(spec))
+        llm = LLM(
+            glossary.MODEL,
+            dtype="float32",
+            max_model_len=64,
+            max_num_seqs=1000,
+            native_kernels=False,
+            kvcache_block_size=16,
+            kv_cache_memory_bytes=2**21,
+            **options,
+        )
+        try:
+            pools.append(llm.engine.executor._runner._attentions[0].kv_cache)
+            params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=0)
+            output = llm.generate("A block table maps", params, use_tqdm=False)[0]
+            return output.token_ids, output.outputs[0].cumulative_logprob
+        finally:
+            llm.shutdown()
+
+    expected, narrow = logprobs(RoundingBackend), logprobs(TritonBackend, kv_cache_dtype="fp8")
+    assert (pools[0].dtype, pools[1].dtype) == (torch.float32, FP8)
+    assert pools[1].shape[1] == 4 * pools[0].shape[1]
+    assert narrow[0] == expected[0]
+    assert narrow[1] == pytest.approx(expected[1], abs=0.05)

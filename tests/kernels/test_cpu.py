@@ -24,7 +24,8 @@ VARIANTS = {
     "avx512-bf16": (("avx512_bf16",), "-march=cooperlake"),
     "avx512": (("avx512bw",), "-march=skylake-avx512"),
     "avx2": (("avx2", "fma"), "-march=haswell"),
-    "wide": (("avx2", "fma"), "-march=haswell", "-DVL=16", "-O1"),  # the arithmetic of avx512 anywhere
+    # AVX-512's arithmetic, lowered to AVX2; barely optimised, as it takes long to compile.
+    "wide": (("avx2", "fma"), "-march=haswell", "-DVL=16", "-O1"),
     "portable": ((), "-O2"),
 }
 load = functools.cache(cpu.load)

@@ -14,13 +14,17 @@ from nanovllm.engine.kv_cache import zeros
 from nanovllm.kernels import cpu, gpu, kernels_for, on_gpu
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.quantization import quantize_fp8
 from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
 from nanovllm.layers.sampler import Sampling, draw, greedy, uniform
+from tests.triton_interpreter import round_to_fp8
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 DTYPES = [torch.float16, torch.float32, *([torch.bfloat16] if CUDA else [])]
 EPS = 1e-6
+
+round_to_fp8()
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 
@@ -44,6 +48,21 @@ def assert_as_good(ours, torchs, exact):
         rounding = torch.finfo(ours.dtype).eps * exact.abs().max()
         limit = 2 * (torchs.double() - exact).abs().max() + rounding
         assert (ours.double() - exact).abs().max() <= limit
+
+
+@each_dtype
+@pytest.mark.parametrize("shape", [(1, 1), (5, 77), (3, 4096), (2, 5000), (0, 16)])
+def test_quantize_fp8(shape, dtype):
+    x = randn(*shape, dtype=dtype)
+    if len(x) > 2:
+        x[1], x[2] = 0, x[2] * 1e-3
+    (values, scales), (torchs, torchs_scales) = gpu.quantize_fp8(x), quantize_fp8(x)
+    assert values.dtype == torchs.dtype
+    assert torch.allclose(scales, torchs_scales, rtol=1e-6)
+    # A division that ends on another float32 may tip what lies between two steps.
+    assert (values.float() != torchs.float()).sum() <= x.numel() / 1000
+    ours, theirs = values.double() * scales.double(), torchs.double() * torchs_scales.double()
+    assert ((ours - theirs).abs() <= theirs.abs() / 7 + scales.double() * 2.0**-9).all()
 
 
 def exact_norm(x, weight):

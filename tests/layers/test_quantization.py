@@ -1,4 +1,4 @@
-"""Weights in 8 and 4 bits: against float64, packed and plain alike, and the shapes refused."""
+"""Weights in FP8, 8 and 4 bits: against float64, packed and plain alike, and what is refused."""
 
 import pytest
 import torch
@@ -6,12 +6,15 @@ import torch
 from nanovllm.errors import ConfigError
 from nanovllm.kernels import cpu
 from nanovllm.layers.quantization import (
+    Fp8Format,
+    Fp8Weight,
     IntWeight,
     NativeIntWeight,
     PackedWeight,
     group_size,
     make_method,
     quantize,
+    quantize_fp8,
 )
 
 native = pytest.mark.skipif(cpu.library() is None, reason="no compiler here")
@@ -82,3 +85,64 @@ def test_the_method_follows_dtype_and_quantization():
     assert make_method(weight, None, native=False) is None
     assert make_method(weight.float(), None, native=True) is None
     assert make_method(randn(64, 48), None, native=True) is None
+
+
+# FP8.
+
+
+def test_fp8_rounds_each_row_by_itself():
+    weight = randn(50, 96)
+    weight[3], weight[4] = 0, weight[4] * 1e-30
+    values, scales = quantize_fp8(weight)
+    assert (values.dtype, scales.dtype) == (torch.float8_e4m3fn, torch.float32)
+    assert values.float().abs().amax(1).tolist() == [0 if row == 3 else 448 for row in range(50)]
+    wide = weight.double()
+    # 3 bits behind the point; below 2^-6, which the scale stretches, steps of 2^-9.
+    allowed = torch.maximum(wide.abs() / 16, scales.double() * 2.0**-10) * 1.0001
+    assert ((values.double() * scales.double() - wide).abs() <= allowed).all()
+    alone = quantize_fp8(weight[7:8])
+    assert torch.equal(alone[0].view(torch.uint8), values[7:8].view(torch.uint8))
+    assert torch.equal(alone[1], scales[7:8])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_fp8_online_is_the_rounded_weight(dtype):
+    weight = randn(70, 96).to(dtype)
+    values, scales = quantize_fp8(weight)
+    method = make_method(weight, "fp8", native=True)
+    assert isinstance(method, Fp8Weight)
+    expected = (values.double() * scales.double()).to(dtype)
+    assert torch.equal(method.gather(torch.tensor([5, 69, 0])), expected[[5, 69, 0]])
+    x = randn(4, 96).to(dtype)
+    assert torch.allclose(
+        method.multiply(x).double(), x.double() @ expected.double().T, rtol=1e-2, atol=1e-4
+    )
+
+
+def test_fp8_with_a_scale_for_each_block():
+    values = randn(20, 40).to(torch.float8_e4m3fn)
+    scales = torch.rand(20, 3, generator=torch.Generator().manual_seed(1))
+    method = Fp8Weight(values, scales, 16, torch.float32, native=True)
+    expected = values.double() * scales.double().repeat_interleave(16, 1)[:, :40]
+    x = randn(4, 40).float()
+    assert torch.allclose(method.multiply(x).double(), x.double() @ expected.T, atol=1e-4)
+
+
+def test_fp8_product_of_rounded_inputs():
+    """As a GPU is asked for it; torch has the same function on a CPU."""
+    weight, x = randn(48, 64), randn(5, 64, seed=1)
+    method = make_method(weight, "fp8", native=False)
+    rounded = [
+        values.double() * scales.double() for values, scales in map(quantize_fp8, (x, weight))
+    ]
+    out = method.multiply_in_fp8(x)
+    assert out.dtype == torch.bfloat16
+    assert torch.allclose(out.double(), rounded[0] @ rounded[1].T, rtol=2.0**-8, atol=1e-3)
+    assert torch.equal(method.multiply_in_fp8(x[2:3]), out[2:3])
+
+
+def test_what_a_format_excludes():
+    fp8 = Fp8Format("weight_scale", 1, None, ("lm_head", "layers.1", "re:.*down_proj$"))
+    excluded = ["lm_head", "model.layers.1.mlp.up_proj", "model.layers.0.mlp.down_proj"]
+    assert [fp8.excludes(name) for name in excluded] == [True] * 3
+    assert not fp8.excludes("model.layers.11.mlp.up_proj")

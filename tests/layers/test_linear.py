@@ -1,0 +1,232 @@
+"""Linears in FP8: their weights and scales from a checkpoint, by parts and ranks, and the engine's
+tokens from them.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nanovllm import SamplingParams
+from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
+from nanovllm.layers.linear import (
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from nanovllm.layers.quantization import Fp8Format
+from nanovllm.utils import distributed
+from nanovllm.utils.distributed import TensorParallel
+from nanovllm.utils.loader import load_weights
+
+PROMPTS = [[1, 2, 3], list(range(20, 60))]
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+def to_fp8(weight, rows, columns):
+    """Return the weight in FP8, the scale of each block, and what both stand for in float64."""
+    blocks = torch.zeros(-(-weight.shape[0] // rows), -(-weight.shape[1] // columns))
+    for i in range(blocks.shape[0]):
+        for j in range(blocks.shape[1]):
+            block = weight[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
+            blocks[i, j] = block.abs().max() / 448
+    wide = blocks.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+    wide = wide[: weight.shape[0], : weight.shape[1]]
+    values = (weight / wide).to(torch.float8_e4m3fn)
+    return values, blocks, values.double() * wide.double()
+
+
+def model_of(names, rows, columns, scale_name="weight_scale_inv"):
+    """Return random tensors as a checkpoint has them, and by name what they stand for."""
+    generator = torch.Generator().manual_seed(0)
+    tensors, expected = {}, {}
+    for name, shape in names.items():
+        weight = torch.randn(shape, generator=generator)
+        tensors[f"{name}.weight"], scales, expected[name] = to_fp8(
+            weight, rows, columns or shape[1]
+        )
+        tensors[f"{name}.{scale_name}"] = scales
+    return tensors, expected
+
+
+@pytest.fixture
+def as_rank(monkeypatch):
+    def become(rank, size):
+        monkeypatch.setattr(distributed, "_tensor_parallel", TensorParallel(rank, size))
+
+    return become
+
+
+def load(module, path, fp8):
+    """Return the weight, in float64, that `module` has once it is loaded."""
+    model = torch.nn.ModuleDict({"attn": torch.nn.ModuleDict({"proj": module})})
+    module.expect_fp8("attn.proj", fp8)
+    load_weights(model, [path], progress=False)
+    method = module.loaded_method(torch.float32, native=True)
+    return method.gather(torch.arange(module.num_outputs)).double()
+
+
+# Blocks of 8 x 16 divide all, blocks of 5 x 7 nothing, and None is a scale for each row.
+FORMATS = pytest.mark.parametrize(("rows", "columns"), [(8, 16), (5, 7), (1, None)])
+
+
+@FORMATS
+@pytest.mark.parametrize("size", [1, 2])
+def test_every_part_has_its_own_blocks(rows, columns, size, as_rank, tmp_path):
+    if size == 2 and rows == 5:
+        rows = 2  # 5 is refused, see below
+    shapes = {"attn.q_proj": (64, 48), "attn.k_proj": (16, 48), "attn.v_proj": (16, 48)}
+    tensors, expected = model_of(shapes, rows, columns)
+    save_file(tensors, tmp_path / "model.safetensors")
+    for rank in range(size):
+        as_rank(rank, size)
+        layer = QKVParallelLinear(48, 8, 2, 8, bias=False)
+        loaded = load(
+            layer,
+            tmp_path / "model.safetensors",
+            Fp8Format("weight_scale_inv", rows, columns, ()),
+        )
+        ours = torch.cat([weight.chunk(size)[rank] for weight in expected.values()])
+        assert torch.allclose(loaded, ours, rtol=1e-6)
+
+
+@FORMATS
+@pytest.mark.parametrize("size", [1, 2])
+def test_inputs_are_split_with_their_blocks(rows, columns, size, as_rank, tmp_path):
+    if size == 2 and columns == 7:
+        columns = 8
+    tensors, expected = model_of({"attn.proj": (20, 96)}, rows, columns, "weight_scale")
+    save_file(tensors, tmp_path / "model.safetensors")
+    for rank in range(size):
+        as_rank(rank, size)
+        layer = RowParallelLinear(96, 20, bias=False)
+        fp8 = Fp8Format("weight_scale", rows, columns, ())
+        loaded = load(layer, tmp_path / "model.safetensors", fp8)
+        assert torch.allclose(loaded, expected["attn.proj"].chunk(size, 1)[rank], rtol=1e-6)
+
+
+def test_ranks_do_not_cut_blocks(as_rank):
+    as_rank(1, 2)
+    fp8 = Fp8Format("weight_scale_inv", 32, 32, ())
+    with pytest.raises(
+        ConfigError, match=r"tensor_parallel_size 2 cuts mlp.gate.weight \(96, 64\) .*32"
+    ):
+        MergedColumnParallelLinear(64, {"gate": 96, "up": 96}, bias=False).expect_fp8(
+            "mlp.gate_up", fp8
+        )
+    with pytest.raises(ConfigError, match=r"cuts mlp.down.weight \(64, 96\) within .* 32"):
+        RowParallelLinear(96, 64, bias=False).expect_fp8("mlp.down", fp8)
+
+
+def test_linears_computed_as_one_are_excluded_as_one():
+    layer = MergedColumnParallelLinear(64, {"gate": 96, "up": 96}, bias=False)
+    with pytest.raises(UnsupportedModelError, match=r"mlp.gate, mlp.up are computed as one"):
+        layer.expect_fp8("mlp.gate_up", Fp8Format("weight_scale_inv", 8, 8, ("mlp.up",)))
+    layer.expect_fp8("mlp.gate_up", Fp8Format("weight_scale_inv", 8, 8, ("mlp",)))
+    assert layer.weight.dtype == torch.float32
+    assert layer.loaded_method(torch.float32, native=True) is None
+
+
+# The engine.
+
+
+@pytest.fixture(scope="module")
+def checkpoints(random_model, tmp_path_factory):
+    """The random model in FP8 by blocks and by rows, each beside what it stands for in float32."""
+    made = {}
+    for kind, (rows, columns, scale_name) in {
+        "blocks": (8, 16, "weight_scale_inv"),
+        "channels": (1, 10**6, "weight_scale"),
+    }.items():
+        paths = [tmp_path_factory.mktemp(name) for name in (kind, f"{kind}_widened")]
+        tensors = load_file(Path(random_model) / "model.safetensors")
+        widened = dict(tensors)
+        for name in [
+            name for name in tensors if "_proj.weight" in name and "layers.2.mlp" not in name
+        ]:
+            tensors[name], scales, wide = to_fp8(tensors[name], rows, columns)
+            widened[name] = wide.float()
+            tensors[name.removesuffix("weight") + scale_name] = scales
+        config = json.loads((Path(random_model) / "config.json").read_text())
+        quantization = {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [rows, columns],
+            "modules_to_not_convert": ["model.layers.2.mlp"],
+        }
+        if kind == "channels":
+            weights = {"num_bits": 8, "type": "float", "strategy": "channel"}
+            inputs = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+            group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+            quantization = {
+                "quant_method": "compressed-tensors",
+                "format": "float-quantized",
+                "config_groups": {"group_0": group},
+                "ignore": ["lm_head", "re:.*layers.2.mlp.*"],
+            }
+        for path, content in zip(paths, (tensors, widened), strict=True):
+            save_file(content, path / "model.safetensors")
+            (path / "config.json").write_text(json.dumps(config))
+        (paths[0] / "config.json").write_text(
+            json.dumps({**config, "quantization_config": quantization})
+        )
+        made[kind] = paths
+    return made
+
+
+def tokens(llm):
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    return [output.token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("kind", ["blocks", "channels"])
+def test_a_checkpoint_gives_the_tokens_of_what_it_stands_for(kind, checkpoints, make_llm):
+    fp8, widened = checkpoints[kind]
+    expected = tokens(make_llm(widened))
+    assert tokens(make_llm(fp8)) == expected
+    if kind == "blocks":
+        assert tokens(make_llm(fp8, tensor_parallel_size=2)) == expected
+
+
+def test_an_fp8_checkpoint_is_not_quantised_again(checkpoints, make_llm):
+    with pytest.raises(
+        ConfigError, match="quantization 'int8': .* is in FP8 already; leave it out"
+    ):
+        make_llm(checkpoints["blocks"][0], quantization="int8")
+
+
+def test_a_missing_scale_is_named(checkpoints, make_llm, tmp_path):
+    shutil.copytree(checkpoints["blocks"][0], tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.0.mlp.up_proj.weight_scale_inv"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"missing model.layers.0.mlp.up_proj.weight_scale_inv \(12, 4\)"
+    ):
+        make_llm(tmp_path)
+
+
+def test_dummy_weights_in_fp8(checkpoints, make_llm):
+    llm = make_llm(checkpoints["blocks"][0], load_format="dummy")
+    assert tokens(llm) == tokens(make_llm(checkpoints["blocks"][0], load_format="dummy"))
+
+
+def test_online_leaves_embedding_and_head_alone(random_model, make_llm, tmp_path):
+    """The same tokens as of a checkpoint whose linears, and no more, were rounded beforehand."""
+    shutil.copytree(random_model, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in tensors:
+        if "_proj.weight" in name:
+            tensors[name] = to_fp8(tensors[name], 1, 10**6)[2].float()
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert tokens(make_llm(random_model, quantization="fp8")) == tokens(make_llm(tmp_path))
+
+
+def test_an_fp8_kv_cache_is_refused_on_a_cpu(random_model, make_llm):
+    with pytest.raises(
+        ConfigError, match=r'kv_cache_dtype "fp8" needs a GPU .* use "auto" \(.*torch'
+    ):
+        make_llm(random_model, device="cpu", kv_cache_dtype="fp8")
