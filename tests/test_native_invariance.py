@@ -1,7 +1,9 @@
 """With the C kernels a request's tokens do not depend on its batch, in bfloat16, bit for bit."""
 
 import functools
+import logging
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +19,7 @@ pytestmark = pytest.mark.skipif(cpu.library() is None, reason="no compiler here"
 MAX_MODEL_LEN = 256
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+def make_model(path: Path, *, attention_bias: bool) -> str:
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=1003,
@@ -31,16 +32,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
         max_position_embeddings=MAX_MODEL_LEN,
         initializer_range=0.2,
         tie_word_embeddings=True,
-        attention_bias=True,
+        attention_bias=attention_bias,
         dtype="bfloat16",
     )
-    path = tmp_path_factory.mktemp("native_model")
     made = Qwen3ForCausalLM(config).bfloat16()
     for name, parameter in made.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.2)
     made.save_pretrained(path)
     return str(path)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_model(tmp_path_factory.mktemp("native_model"), attention_bias=False)
 
 
 @functools.cache
@@ -97,6 +102,7 @@ def one_by_one(model: str, **options: Any) -> list[list[int]]:
         {"max_num_batched_tokens": 50, "kvcache_block_size": 32},
         {"kvcache_block_size": 32},
         {"enable_prefix_caching": False},
+        {"enforce_eager": True},
     ],
 )
 def test_tokens_do_not_depend_on_the_batch(
@@ -144,3 +150,15 @@ def test_close_to_plain_torch(model: str, workload: Any, quantization: str | Non
             )
         )
     assert (found[0] - found[1]).abs().mean() < 0.05 * found[1].std()
+
+
+def test_what_torch_computes_is_not_recorded(
+    tmp_path: Path, workload: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Biases are added by torch, so such a model runs call by call."""
+    biased = make_model(tmp_path, attention_bias=True)
+    prompts, params = workload
+    with caplog.at_level(logging.INFO, "nanovllm"):
+        found = generate(biased, (prompts[:8], params[:8]))
+    assert "steps run call by call: torch computes aten.add_" in caplog.text
+    assert found == generate(biased, (prompts[:8], params[:8]), max_num_seqs=1)

@@ -15,8 +15,10 @@ import torch
 from torch import nn
 
 from nanovllm.attention.backend import AttentionSpec, Backend, select_backend
+from nanovllm.attention.cpu import CPUBackend
 from nanovllm.config import Config
 from nanovllm.engine.batch import SlotTables
+from nanovllm.engine.cpu_graph import RecordedModel, record
 from nanovllm.engine.cuda_graph import GraphRunner, can_capture, graph_sizes, make_capture
 from nanovllm.engine.kv_cache import graph_bytes, num_blocks_that_fit, zeros
 from nanovllm.engine.sampling import GatheredLogprobs, SamplingRows, gather_logprobs, to_host
@@ -133,6 +135,7 @@ class ModelRunner:
         self._uses_graphs = self._backend.supports_graph and not config.enforce_eager
         self._uses_graphs = self._uses_graphs and can_capture(device)
         self._graphs: GraphRunner | None = None
+        self._recorded: RecordedModel | None = None
 
     @torch.inference_mode()
     def measure(self) -> CacheInfo:
@@ -162,6 +165,8 @@ class ModelRunner:
         if self._uses_graphs:
             self._graphs = self._graph_runner(tables)
             self._graphs.capture(graph_sizes(self._max_rows), progress=tensor_parallel().rank == 0)
+        elif isinstance(self._backend, CPUBackend) and not self.config.enforce_eager:
+            self._recorded = record(self.model, tables.block_tables.shape[1])
 
     @torch.inference_mode()
     def execute(self, schedule: Schedule) -> PendingResult:
@@ -199,7 +204,10 @@ class ModelRunner:
             return StepOutput(*self._sample(SamplingRows(tables, rows), graph_logits), [])
         batch = tables.batch(rows)
         batch = dataclasses.replace(batch, metadata=self._backend.plan(batch))
-        hidden = self.model(batch)
+        if self._recorded is not None and self._recorded.fits(batch):
+            hidden = self._recorded(batch)
+        else:
+            hidden = self.model(batch)
         prompt_logprobs = self._prompt_logprobs(tables, rows, hidden)
         sampling, logits = SamplingRows(tables, rows), None
         if len(sampling):

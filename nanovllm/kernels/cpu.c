@@ -761,3 +761,36 @@ void nv_attention(const bf16 *q, bf16 *out, const bf16 *keys, const bf16 *values
     }
     free(tiles);
 }
+
+/* ---- recorded calls ----
+ *
+ * A call is a kernel's number and its arguments, a word each. `tokens` and `rows` take the place of the numbers of
+ * tokens and of rows of a batch with which they were recorded.
+ */
+typedef union {
+    void *p;
+    ptrdiff_t n;
+    double f;
+} word;
+
+void nv_run(const word (*calls)[16], ptrdiff_t count, ptrdiff_t tokens, ptrdiff_t rows) {
+    for (ptrdiff_t i = 0; i < count; i++) {
+        const word *a = calls[i] + 1;
+        switch (calls[i]->n) {
+        case 0: nv_linear(a[0].p, a[1].n, a[2].p, a[3].p, tokens, a[5].n, a[6].n); break;
+        case 1: nv_linear_int(a[0].p, a[1].n, a[2].p, a[3].p, a[4].p, tokens, a[6].n, a[7].n, a[8].n, a[9].n); break;
+        case 2: nv_gather(a[0].p, a[1].p, a[2].p, tokens, a[4].n); break;
+        case 3: nv_gather_int(a[0].p, a[1].p, a[2].p, a[3].p, tokens, a[5].n, a[6].n, a[7].n); break;
+        case 4: nv_add_rms_norm(a[0].p, a[1].p, a[2].p, a[3].p, tokens, a[5].n, a[6].f); break;
+        case 5: nv_silu_and_mul(a[0].p, a[1].p, tokens, a[3].n); break;
+        case 6:
+            nv_store(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, a[7].p, a[8].p, tokens, a[10].n, a[11].n, a[12].n,
+                     a[13].n, a[14].f);
+            break;
+        case 7:
+            nv_attention(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].n, a[6].p, a[7].p, rows, a[9].n, a[10].n, a[11].n, a[12].n,
+                         a[13].f);
+            break;
+        }
+    }
+}

@@ -10,12 +10,14 @@ import hashlib
 import logging
 import os
 import shutil
+import struct
 import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm.utils.memory import lazy_zeros
 
@@ -37,12 +39,26 @@ _ARGUMENTS = {
     "nv_silu_and_mul": "ppnn",
     "nv_store": "pppppppppnnnnnf",
     "nv_attention": "pppppnppnnnnnf",
+    "nv_run": "pnnn",
     "nv_chunk_maxima": "ppn",
     "nv_chunk_sums": "pppppnn",
 }
 
 PANEL = 32
 """Outputs that lie side by side in a packed weight. A head in the cache fills whole panels."""
+
+
+# What `nv_run` runs, by number, and which argument is the number of tokens (attention: rows).
+_RECORDABLE = {
+    "nv_linear": 4,
+    "nv_linear_int": 5,
+    "nv_gather": 3,
+    "nv_gather_int": 4,
+    "nv_add_rms_norm": 4,
+    "nv_silu_and_mul": 2,
+    "nv_store": 9,
+    "nv_attention": 8,
+}
 
 
 class Unavailable(Exception):
@@ -266,7 +282,69 @@ def usable(x: torch.Tensor) -> bool:
     return x.dtype == torch.bfloat16 and x.device.type == "cpu" and library() is not None
 
 
+class Unrecordable(Exception):
+    """Why a function's work is not all calls of these kernels."""
+
+
+class Recording(TorchDispatchMode):
+    """The kernel calls made inside `with`, which do not run then, to be run by one call of C.
+
+    Everything in them must have `size` tokens, and a row each; `run` may be for fewer. Tensors that
+    are made inside are kept, and overwritten by each run.
+
+    Raises:
+        Unrecordable: torch was asked to compute something inside.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.size = size
+        self._calls = bytearray()
+        self._kept: list[torch.Tensor] = []
+
+    def __enter__(self) -> "Recording":
+        _recording.append(self)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        _recording.remove(self)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not func.is_view and func.overloadpacket not in _ALLOCATES:
+            raise Unrecordable(f"torch computes {func}")
+        return func(*args, **(kwargs or {}))
+
+    def add(self, name: str, args: tuple[torch.Tensor | int | float | None, ...]) -> None:
+        """Note a call."""
+        if name not in _RECORDABLE or args[_RECORDABLE[name]] != self.size:
+            raise Unrecordable(f"{name} is not a call for {self.size} tokens")
+        words = [list(_RECORDABLE).index(name), *map(_address, args)]
+        kinds = "q" + "".join("d" if kind == "f" else "q" for kind in _ARGUMENTS[name])
+        self._calls += struct.pack("@" + kinds.ljust(16, "q"), *words, *[0] * (16 - len(words)))
+        self._kept += [arg for arg in args if isinstance(arg, torch.Tensor)]
+
+    def run(self, num_tokens: int, num_rows: int) -> None:
+        """Run the calls for the first `num_tokens` tokens, in `num_rows` rows."""
+        calls = (ctypes.c_char * len(self._calls)).from_buffer(self._calls)
+        _call("nv_run", ctypes.addressof(calls), len(calls) // 128, num_tokens, num_rows)
+
+
+_recording: list[Recording] = []
+_ALLOCATES = (torch.ops.aten.empty, torch.ops.aten.empty_like)
+
+
+def _address(arg: torch.Tensor | int | float | None) -> int | float:
+    return arg.data_ptr() if isinstance(arg, torch.Tensor) else arg or 0
+
+
 def _call(name: str, *args: torch.Tensor | int | float | None) -> None:
+    if _recording:
+        _recording[-1].add(name, args)
+        return
     kernels = library()
     assert kernels is not None
     function = getattr(kernels, name)

@@ -21,9 +21,12 @@ class RMSNorm(nn.Module):
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return (wide * scale).to(x.dtype) * self.weight
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (normalised sum, sum) of `x` and `residual`; `residual` may be overwritten."""
+    def add(
+        self, x: torch.Tensor | None, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (normalised sum, sum) of `x`, if any, and `residual`, which may be overwritten."""
         if self.kernels is not None:
             return self.kernels.add_rms_norm(x, residual, self.weight, self.eps), residual
-        residual = residual + x
+        if x is not None:
+            residual = residual + x
         return self(residual), residual

@@ -69,7 +69,7 @@ class Qwen3DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
-        self, hidden: torch.Tensor, residual: torch.Tensor, batch: Batch
+        self, hidden: torch.Tensor | None, residual: torch.Tensor, batch: Batch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         hidden, residual = self.input_layernorm.add(hidden, residual)
         hidden = self.self_attn(hidden, batch)
@@ -89,7 +89,7 @@ class Qwen3Model(nn.Module):
 
     def forward(self, batch: Batch) -> torch.Tensor:
         residual = self.embed_tokens(batch.input_ids)
-        hidden = torch.zeros_like(residual)
+        hidden: torch.Tensor | None = None
         for layer in self.layers:
             hidden, residual = layer(hidden, residual, batch)
         return self.norm.add(hidden, residual)[0]
