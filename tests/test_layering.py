@@ -13,7 +13,8 @@ T0 = ("errors", "validation", "config", "sampling_params", "outputs")
 T1 = tuple(f"engine.{m}" for m in ("sequence", "schedule", "block_manager", "scheduler"))
 T2 = ("utils", "kernels", "attention", "layers", "models")
 T3 = tuple(
-    f"engine.{m}" for m in ("batch", "kv_cache", "sampling", "cuda_graph", "model_runner", "worker")
+    f"engine.{m}"
+    for m in ("batch", "kv_cache", "sampling", "cpu_graph", "cuda_graph", "model_runner", "worker")
 )
 T4 = tuple(f"engine.{m}" for m in ("executor", "detokenizer", "output_processor", "llm_engine"))
 T5 = ("llm", "async_llm", "cli")

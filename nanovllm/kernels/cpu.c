@@ -39,6 +39,7 @@ typedef uint16_t half_vu __attribute__((vector_size(2 * VL), aligned(2), may_ali
 typedef int16_t vs __attribute__((vector_size(4 * VL), aligned(2), may_alias)); /* 2 VL numbers */
 typedef int16_t half_vs __attribute__((vector_size(2 * VL), aligned(2), may_alias));
 typedef int8_t vb __attribute__((vector_size(2 * VL), aligned(1), may_alias)); /* 2 VL numbers */
+typedef int8_t quarter_vb __attribute__((vector_size(VL), aligned(1), may_alias));
 
 #define INLINE static inline __attribute__((always_inline))
 #define X4(x) x, x, x, x
@@ -391,13 +392,18 @@ void nv_gather(const int64_t *ids, const bf16 *packed, bf16 *y, ptrdiff_t tokens
 
 /* ---- linear with weights of 8 or 4 bits ----
  *
- * A weight is scale * integer, one bfloat16 scale for `group` inputs of an output; k % group == 0, group % 32 == 0, group <= 256.
- * Inputs become int16 with a scale for each row and group, so that products are int16 dot products, exact in int32.
- * Packed, 8 bits: [ceil(n/32)][k/2][32][2] int8. 4 bits: [ceil(n/32)][k/8][32][2] words of four numbers; number j
- * of word p (from the low end) is input 2j + p of eight. Scales: [ceil(n/32)][k/group][32].
+ * A weight is scale * integer, one bfloat16 scale for `group` inputs of an output; k % group == 0. Inputs are rounded, with a
+ * scale for each row and group, so that products are integer dot products, exact in int32.
+ * 8 bits: inputs in 16, group a multiple of 32 up to 256; packed [ceil(n/32)][k/2][32][2] int8.
+ * 4 bits: inputs in 8, group 32; packed [ceil(n/32)][k/8][32][4] bytes: of eight inputs, byte b has number b in its
+ * low half and number b + 4 in its high half, 8 added to each. (llama.cpp's Q4_0 rounds both sides alike.)
+ * Scales: [ceil(n/32)][k/group][32].
  */
+enum { GROUP4 = 32 };
 
-INLINE ptrdiff_t nibble_of(ptrdiff_t i, ptrdiff_t c) { return ((i / 8 * PANEL + c) * 2 + i % 2) * 4 + i % 8 / 2; }
+INLINE ptrdiff_t byte8(ptrdiff_t i, ptrdiff_t c) { return (i / 2 * PANEL + c) * 2 + i % 2; }
+INLINE ptrdiff_t byte4(ptrdiff_t i, ptrdiff_t c) { return (i / 8 * PANEL + c) * 4 + i % 4; }
+INLINE int shift4(ptrdiff_t i) { return i % 8 < 4 ? 0 : 4; }
 
 /* q[n][k] int8, scales[n][k/group] to their packed forms, what fills up the last panel being 0. */
 void nv_pack_int(const int8_t *q, const bf16 *scales, uint8_t *packed, bf16 *packed_scales, ptrdiff_t n, ptrdiff_t k,
@@ -412,32 +418,22 @@ void nv_pack_int(const int8_t *q, const bf16 *scales, uint8_t *packed, bf16 *pac
             for (ptrdiff_t g = 0; g < groups; g++) packed_scales[(p * groups + g) * PANEL + c] = row < n ? scales[row * groups + g] : 0;
             if (row >= n) continue;
             for (ptrdiff_t i = 0; i < k; i++) {
-                uint8_t value = (uint8_t)q[row * k + i];
-                if (bits == 8) {
-                    out[(i / 2 * PANEL + c) * 2 + i % 2] = value;
-                } else {
-                    ptrdiff_t nibble = nibble_of(i, c);
-                    out[nibble / 2] |= (value & 15) << nibble % 2 * 4;
-                }
+                if (bits == 8) out[byte8(i, c)] = (uint8_t)q[row * k + i];
+                else out[byte4(i, c)] |= (q[row * k + i] + 8) << shift4(i);
             }
         }
     }
 }
 
-/* The pairs of column vector c at inputs 2j and 2j + 1 of the eight that begin at w. */
-INLINE vs weights_at(int bits, const uint8_t *w, int c, int j) {
-    if (bits == 8) {
-        const uint8_t *at = w + j * 2 * PANEL + c * 2 * VL;
+/* 2 VL numbers of 8 bits as int16. */
+INLINE vs widened(const uint8_t *w) {
 #if VL == 8 && defined(__AVX2__)
-        return (vs)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)at));
+    return (vs)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)w));
 #elif VL == 16 && defined(__AVX512BW__)
-        return (vs)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)at));
+    return (vs)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)w));
 #else
-        return __builtin_convertvector(*(const vb *)at, vs);
+    return __builtin_convertvector(*(const vb *)w, vs);
 #endif
-    }
-    vs word = *(const vs *)(w + c * 4 * VL);
-    return (vs)(word << (12 - 4 * j)) >> 12;
 }
 
 /* a += pairs of v times the pair at x, b likewise of w; in assembly for the reason above. */
@@ -461,22 +457,28 @@ INLINE void multiply_add_pairs(vi *a, vi *b, vs v, vs w, const int16_t *x) {
 #endif
 }
 
-INLINE void int_rows(int bits, int rows, int cols, const int16_t *x, ptrdiff_t ldx, const float *xs, ptrdiff_t ldxs,
-                     const uint8_t *w, const bf16 *ws, ptrdiff_t k, ptrdiff_t group, float *acc) {
+INLINE void int8_rows(int rows, int cols, const int16_t *x, ptrdiff_t ldx, const float *xs, ptrdiff_t ldxs, const uint8_t *w,
+                      const bf16 *ws, ptrdiff_t k, ptrdiff_t group, float *acc) {
     for (ptrdiff_t g = 0; g < k / group; g++) {
         vi a[MAX_ROWS][WIDE];
-        for (int r = 0; r < rows; r++)
-            for (int c = 0; c < cols; c++) a[r][c] = (vi){0};
-        for (ptrdiff_t i = 0; i < group; i += 8, x += 8, w += PANEL * bits)
-#pragma GCC unroll 4
-            for (int j = 0; j < 4; j++)
-                for (int c = 0; c < cols; c += 2) {
-                    vs w0 = weights_at(bits, w, c, j), w1 = weights_at(bits, w, c + 1, j);
 #pragma GCC unroll 12
-                    for (int r = 0; r < rows; r++) multiply_add_pairs(&a[r][c], &a[r][c + 1], w0, w1, x + r * ldx + 2 * j);
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+            for (int c = 0; c < cols; c++) a[r][c] = (vi){0};
+        for (ptrdiff_t i = 0; i < group; i += 8, x += 8, w += 8 * PANEL)
+#pragma GCC unroll 4
+            for (int j = 0; j < 8; j += 2)
+#pragma GCC unroll 2
+                for (int c = 0; c < cols; c += 2) {
+                    const uint8_t *at = w + j * PANEL + c * 2 * VL;
+                    vs w0 = widened(at), w1 = widened(at + 2 * VL);
+#pragma GCC unroll 12
+                    for (int r = 0; r < rows; r++) multiply_add_pairs(&a[r][c], &a[r][c + 1], w0, w1, x + r * ldx + j);
                 }
+#pragma GCC unroll 4
         for (int c = 0; c < cols; c++) {
             vf scale = from_bf16(*(const half_vu *)(ws + g * PANEL + c * VL));
+#pragma GCC unroll 12
             for (int r = 0; r < rows; r++) {
                 float *out = acc + r * PANEL + c * VL;
                 store(out, fma_(__builtin_convertvector(a[r][c], vf) * xs[r * ldxs + g], scale, load(out)));
@@ -485,63 +487,142 @@ INLINE void int_rows(int bits, int rows, int cols, const int16_t *x, ptrdiff_t l
     }
 }
 
-static void int_tile(int bits, const int16_t *x, ptrdiff_t ldx, const float *xs, ptrdiff_t ldxs, const uint8_t *w, const bf16 *ws,
-                     ptrdiff_t k, ptrdiff_t group, int rows, float *acc) {
+/* a += fours of v (unsigned bytes up to 15) times the four signed bytes at x, b likewise of w. Without
+ * VNNI they count in pairs of int16, which hold a group: 8 times 2 * 15 * 127. */
+INLINE void multiply_add_fours(vi *a, vi *b, vi v, vi w, const int8_t *x) {
+#if VL == 16 && defined(__AVX512VNNI__)
+    __m512i four = _mm512_set1_epi32(*(const int32_t *)x);
+    *a = (vi)_mm512_dpbusd_epi32((__m512i)*a, (__m512i)v, four), *b = (vi)_mm512_dpbusd_epi32((__m512i)*b, (__m512i)w, four);
+#elif VL == 16 && defined(__AVX512BW__)
+    __m512i four = _mm512_set1_epi32(*(const int32_t *)x);
+    *a = (vi)_mm512_add_epi16((__m512i)*a, _mm512_maddubs_epi16((__m512i)v, four));
+    *b = (vi)_mm512_add_epi16((__m512i)*b, _mm512_maddubs_epi16((__m512i)w, four));
+#elif VL == 8 && defined(__AVX2__)
+    vi t, u;
+    __asm__("vpbroadcastd %6, %2\n\tvpmaddubsw %2, %4, %3\n\tvpmaddubsw %2, %5, %2\n\tvpaddw %3, %0, %0\n\tvpaddw %2, %1, %1"
+            : "+x"(*a), "+x"(*b), "=&x"(t), "=&x"(u) : "x"(v), "x"(w), "m"(*(const int32_t *)x));
+#else
+    for (int i = 0; i < 4; i++) *a += (v >> (8 * i) & 15) * x[i], *b += (w >> (8 * i) & 15) * x[i];
+#endif
+}
+INLINE vi in_int32(vi a) {
+#if VL == 16 && defined(__AVX512BW__) && !defined(__AVX512VNNI__)
+    return (vi)_mm512_madd_epi16((__m512i)a, _mm512_set1_epi16(1));
+#elif VL == 8 && defined(__AVX2__)
+    return (vi)_mm256_madd_epi16((__m256i)a, _mm256_set1_epi16(1));
+#else
+    return a;
+#endif
+}
+
+/* eights[g] is eight times the sum of x's group g: what was added to the weights, times x. */
+INLINE void int4_rows(int rows, int cols, const int8_t *x, ptrdiff_t ldx, const float *xs, const int32_t *eights, ptrdiff_t ldxs,
+                      const uint8_t *w, const bf16 *ws, ptrdiff_t k, float *acc) {
+    for (ptrdiff_t g = 0; g < k / GROUP4; g++) {
+        vi a[MAX_ROWS][WIDE];
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+            for (int c = 0; c < cols; c++) a[r][c] = (vi){0};
+        for (int i = 0; i < GROUP4; i += 8, x += 8, w += 4 * PANEL)
+#pragma GCC unroll 2
+            for (int c = 0; c < cols; c += 2) {
+                const vu *both = (const vu *)w + c;
+                vi w0 = (vi)(both[0] & 0x0f0f0f0f), w1 = (vi)(both[1] & 0x0f0f0f0f);
+#pragma GCC unroll 12
+                for (int r = 0; r < rows; r++) multiply_add_fours(&a[r][c], &a[r][c + 1], w0, w1, x + r * ldx);
+                w0 = (vi)(both[0] >> 4 & 0x0f0f0f0f), w1 = (vi)(both[1] >> 4 & 0x0f0f0f0f);
+#pragma GCC unroll 12
+                for (int r = 0; r < rows; r++) multiply_add_fours(&a[r][c], &a[r][c + 1], w0, w1, x + r * ldx + 4);
+            }
+#pragma GCC unroll 4
+        for (int c = 0; c < cols; c++) {
+            vf scale = from_bf16(*(const half_vu *)(ws + g * PANEL + c * VL));
+#pragma GCC unroll 12
+            for (int r = 0; r < rows; r++) {
+                float *out = acc + r * PANEL + c * VL;
+                vi sum = in_int32(a[r][c]) - eights[r * ldxs + g];
+                store(out, fma_(__builtin_convertvector(sum, vf) * xs[r * ldxs + g], scale, load(out)));
+            }
+        }
+    }
+}
+
+/* Rounded rows of x: numbers of 16 or 8 bits, and by group their scales and eights. */
+typedef struct {
+    void *numbers;
+    float *scales;
+    int32_t *eights;
+    ptrdiff_t ld, groups;
+} rounded_rows;
+
+/* Not inlined: inside a parallel region GCC 12 keeps the accumulators in memory. */
+static __attribute__((noinline)) void int_tile(int bits, const rounded_rows *q, ptrdiff_t row, const uint8_t *w, const bf16 *ws, ptrdiff_t k, ptrdiff_t group,
+                     int rows, float *acc) {
+    const int16_t *x16 = (int16_t *)q->numbers + row * q->ld;
+    const int8_t *x8 = (int8_t *)q->numbers + row * q->ld;
+    ptrdiff_t ldx = q->ld, ldxs = q->groups;
     memset(acc, 0, rows * PANEL * sizeof *acc);
     for (ptrdiff_t i = 0; i < k; i += STEP) {
         ptrdiff_t step = k - i < STEP ? k - i : STEP;
-#define PART(bits, R, cols, c)                                                                              \
-    int_rows(bits, R, cols, x + at * ldx + i, ldx, xs + at * ldxs + i / group, ldxs, w + i * PANEL * bits / 8 + (c) * (16 / bits), \
-             ws + i / group * PANEL + (c), step, group, acc + at * PANEL + (c))
-#define PART8(R, cols, c) PART(8, R, cols, c)
-#define PART4(R, cols, c) PART(4, R, cols, c)
+        const float *xs = q->scales + row * ldxs + i / group;
+        const int32_t *eights = q->eights + row * ldxs + i / group;
+        const uint8_t *wi = w + i * PANEL * bits / 8;
+        const bf16 *wsi = ws + i / group * PANEL;
+#define PART8(R, cols, c)                                                                                              \
+    int8_rows(R, cols, x16 + at * ldx + i, ldx, xs + at * ldxs, ldxs, wi + 2 * (c), wsi + (c), step, group, acc + at * PANEL + (c))
+#define PART4(R, cols, c)                                                                                              \
+    int4_rows(R, cols, x8 + at * ldx + i, ldx, xs + at * ldxs, eights + at * ldxs, ldxs, wi + 4 * (c), wsi + (c), step, \
+              acc + at * PANEL + (c))
         if (bits == 8) FOR_ROWS(rows, PART8) else FOR_ROWS(rows, PART4)
     }
 }
 
-/* A row of x as int16: out = x / scale, with a scale for each group. */
-static void to_int16(const bf16 *x, int16_t *out, float *scales, ptrdiff_t k, ptrdiff_t group) {
-    const float round = 12582912.0f; /* 1.5 * 2^23: its last bits count in ones */
-    for (ptrdiff_t g = 0; g < k / group; g++, x += group, out += group) {
+/* Round a row of x to `row` of q: x = scale * number. */
+static void round_row(const bf16 *x, const rounded_rows *q, ptrdiff_t row, ptrdiff_t group, int bits) {
+    const float round = 12582912.0f, limit = bits == 8 ? 32767.0f : 127.0f; /* 1.5 * 2^23: its last bits count in ones */
+    for (ptrdiff_t g = 0; g < q->groups; g++, x += group) {
         vf top = {0};
         for (ptrdiff_t i = 0; i < group; i += VL) {
             vf v = load16(x + i, VL);
             top = larger(top, larger(v, -v));
         }
-        float largest = largest_of(top), inverse = largest > 0 ? 32767.0f / largest : 0;
-        scales[g] = largest / 32767.0f;
+        float largest = largest_of(top), inverse = largest > 0 ? limit / largest : 0;
+        q->scales[row * q->groups + g] = largest / limit;
+        vi sum = {0};
         for (ptrdiff_t i = 0; i < group; i += VL) {
             vi v = (vi)(load16(x + i, VL) * inverse + round) - (vi)each(round);
-            *(half_vs *)(out + i) = __builtin_convertvector(v, half_vs);
+            sum += v;
+            if (bits == 8) *(half_vs *)((int16_t *)q->numbers + row * q->ld + g * group + i) = __builtin_convertvector(v, half_vs);
+            else *(quarter_vb *)((int8_t *)q->numbers + row * q->ld + g * group + i) = __builtin_convertvector(v, quarter_vb);
         }
+        int32_t total = 0;
+        for (int i = 0; i < VL; i++) total += sum[i];
+        q->eights[row * q->groups + g] = 8 * total;
     }
 }
 
 /* y[m][n] = x[m][k] . (scales * packed), as nv_linear goes about widened inputs. */
 void nv_linear_int(const bf16 *x, ptrdiff_t ldx, const uint8_t *packed, const bf16 *scales, bf16 *y, ptrdiff_t m, ptrdiff_t n,
                    ptrdiff_t k, ptrdiff_t group, ptrdiff_t bits) {
-    ptrdiff_t panels = (n + PANEL - 1) / PANEL, groups = k / group, block = rows_that_fit(m, k * 2), ldq = k + 32;
+    ptrdiff_t panels = (n + PANEL - 1) / PANEL, groups = k / group, block = rows_that_fit(m, k * 2), ld = k + 64;
 #pragma omp parallel
     {
         ptrdiff_t threads = omp_get_num_threads(), t = omp_get_thread_num();
         ptrdiff_t first = panels * t / threads, last = panels * (t + 1) / threads;
         float acc[TILE_ROWS * PANEL] __attribute__((aligned(64)));
-        int16_t *q = aligned_alloc(64, (block * ldq * 2 + 63) / 64 * 64);
-        float *q_scales = malloc(block * groups * sizeof *q_scales);
+        rounded_rows q = {malloc(block * ld * 2), malloc(block * groups * 4), malloc(block * groups * 4), ld, groups};
         for (ptrdiff_t i = 0; i < m; i += block) {
-            ptrdiff_t count = m - i < block ? m - i : block;
-            for (ptrdiff_t r = 0; r < count; r++) to_int16(x + (i + r) * ldx, q + r * ldq, q_scales + r * groups, k, group);
-            ptrdiff_t step = even_block(count, TILE_ROWS);
+            ptrdiff_t count = m - i < block ? m - i : block, step = even_block(count, TILE_ROWS);
+            for (ptrdiff_t r = 0; r < count; r++) round_row(x + (i + r) * ldx, &q, r, group, bits);
             for (ptrdiff_t p = first; p < last; p++)
                 for (ptrdiff_t r = 0; r < count; r += step) {
                     int rows = count - r < step ? (int)(count - r) : (int)step;
-                    int_tile(bits, q + r * ldq, ldq, q_scales + r * groups, groups, packed + p * PANEL * k * bits / 8,
-                             scales + p * PANEL * groups, k, group, rows, acc);
+                    int_tile(bits, &q, r, packed + p * PANEL * k * bits / 8, scales + p * PANEL * groups, k, group, rows, acc);
                     store_tile(acc, y + (i + r) * n + p * PANEL, n, rows, n - p * PANEL);
                 }
         }
-        free(q);
-        free(q_scales);
+        free(q.numbers), free(q.scales), free(q.eights);
     }
 }
 
@@ -553,8 +634,7 @@ void nv_gather_int(const int64_t *ids, const uint8_t *packed, const bf16 *scales
         ptrdiff_t p = ids[t] / PANEL, c = ids[t] % PANEL;
         const uint8_t *w = packed + p * PANEL * k * bits / 8;
         for (ptrdiff_t i = 0; i < k; i++) {
-            ptrdiff_t nibble = nibble_of(i, c), byte = bits == 8 ? (i / 2 * PANEL + c) * 2 + i % 2 : nibble / 2;
-            int value = bits == 8 ? (int8_t)w[byte] : (int8_t)(w[byte] >> nibble % 2 * 4 << 4) >> 4;
+            int value = bits == 8 ? (int8_t)w[byte8(i, c)] : (w[byte4(i, c)] >> shift4(i) & 15) - 8;
             vf scale = from_bf16((half_vu){scales[(p * (k / group) + i / group) * PANEL + c]});
             store16(y + t * k + i, 1, scale * (float)value);
         }

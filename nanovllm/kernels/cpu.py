@@ -116,7 +116,8 @@ def pack_int(
 
     Args:
         values: [n, k] int8, contiguous; within [-8, 7] for 4 bits.
-        scales: [n, k / group] bfloat16, contiguous; group a multiple of 32 up to 256.
+        scales: [n, k / group] bfloat16, contiguous; group a multiple of 32 up to 256,
+            for 4 bits 32.
     """
     n, k = values.shape
     groups, panels = scales.shape[1], -(-n // PANEL)

@@ -65,7 +65,7 @@ def test_native_and_plain_agree(bits):
     assert torch.equal(packed.gather(rows), plain.gather(rows))
     x = randn(9, 256)
     ours, torchs = packed.multiply(x), plain.multiply(x)
-    assert torch.allclose(ours.float(), torchs.float(), atol=0.3, rtol=0.02)
+    assert torch.allclose(ours.float(), torchs.float(), atol=0.6, rtol=0.02)
 
 
 def test_groups_divide_the_inputs():
