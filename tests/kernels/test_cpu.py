@@ -97,8 +97,10 @@ def test_gather_returns_the_rows(n, k):
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     ("n", "k", "group", "bits"),
-    [(32, 32, 32, 8), (100, 64, 64, 8), (1, 96, 32, 8), (333, 1024, 128, 8), (64, 512, 256, 8)]
-    + [(32, 32, 32, 4), (100, 64, 32, 4), (1, 96, 32, 4), (333, 1024, 32, 4)],
+    [
+        *[(32, 32, 32, 8), (100, 64, 64, 8), (1, 96, 32, 8), (333, 1024, 128, 8), (64, 512, 256, 8)],
+        *[(32, 32, 32, 4), (100, 64, 32, 4), (1, 96, 32, 4), (333, 1024, 32, 4)],
+    ],
 )
 def test_linear_int(n, k, group, bits):
     values, scales = quantize(randn(n, k), bits, group)
