@@ -16,7 +16,7 @@ PAUSE = 5e-6
 KINDS = {
     "attention": r"^_decode|^_prefill|^_plan_decode|flash|fmha|attention",
     "sampler": r"^_reduce_blocks|^_choose",
-    "norm, activation, store": r"^_add_rms_norm|^_silu_and_mul|^_store",
+    "norm, activation, store": r"^_add_rms_norm|^_silu_and_mul|^_store|^_quantize_fp8",
     "step state": r"^_gather|^_advance",
     "GEMM": r"gemm|gemv|nvjet|cutlass|cublas|splitk|xmma",
     "copies": r"^memcpy|^memset",

@@ -1,7 +1,8 @@
-"""Where a decode step's time goes on a CPU: products, attention, glue, sampler and the rest.
+"""Where a decode step's time goes on a CPU: products, attention, glue, sampler and Python.
 
 Without --model: random weights in the shape of Qwen3-0.6B. Times are medians over the steps; the
 reading limit is the bytes of the weights over the speed at which memory is read in the same run.
+The parts are timed with enforce_eager, the whole step and Python's share of it without.
 """
 
 import argparse
@@ -33,8 +34,9 @@ PARTS = {
     "nv_silu_and_mul": "glue",
     "nv_gather": "glue",
     "nv_gather_int": "glue",
+    "nv_run": "recorded",
 }
-TABLE = ("products", "attention", "glue", "sampler", "rest")
+TABLE = ("products", "attention", "glue", "sampler")
 
 
 class Clock:
@@ -84,6 +86,25 @@ def weight_bytes(config: dict[str, Any], quantization: str | None) -> float:
     return weights * bits / 8
 
 
+def medians(llm: LLM, clock: Clock, batch: int, context: int, num_steps: int) -> dict[str, float]:
+    """Return the milliseconds of a step of `batch` sequences, by part; "step" is the whole."""
+    params = SamplingParams(temperature=0, max_tokens=num_steps + 4, ignore_eos=True)
+    for index in range(batch):
+        llm.engine.add_request([1 + index] * context, params)
+    for _ in range(3):  # the prompts, and two tokens more
+        llm.engine.step()
+    steps: list[dict[str, float]] = []
+    for _ in range(num_steps):
+        clock.spent.clear()
+        start = time.perf_counter()
+        llm.engine.step()
+        seconds = time.perf_counter() - start
+        steps.append({**clock.spent, "step": seconds, "rest": seconds - sum(clock.spent.values())})
+    while not llm.engine.is_finished():
+        llm.engine.step()
+    return {name: 1e3 * statistics.median(step[name] for step in steps) for name in steps[0]}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model")
@@ -99,34 +120,25 @@ def main() -> None:
         Path(directory.name, "config.json").write_text(json.dumps(QWEN3_06B))
         args.model, load_format = directory.name, "dummy"
     config = json.loads(Path(args.model, "config.json").read_text())
-    llm = LLM(args.model, load_format=load_format, quantization=args.quantization)
+    limit = 1e3 * weight_bytes(config, args.quantization) / bandwidth
     clock = Clock()
     cpu._call = clock.watch(PARTS.get, cpu._call)
     SamplingRows.sample = clock.watch("sampler", SamplingRows.sample)  # type: ignore[method-assign]
-    limit = weight_bytes(config, args.quantization) / bandwidth
+    found: list[list[dict[str, float]]] = []
+    for enforce_eager in (True, False):  # call by call for the parts, then as it is
+        llm = LLM(
+            args.model,
+            load_format=load_format,
+            quantization=args.quantization,
+            enforce_eager=enforce_eager,
+        )
+        found.append([medians(llm, clock, n, args.context, args.steps) for n in args.batch])
+        llm.shutdown()
     print(f"memory is read at {bandwidth / 1e9:.1f} GB/s by {torch.get_num_threads()} threads")
-    print(f"| batch | step, ms | reading limit | {' | '.join(TABLE)} |")
-    print(f"| --- | --- | --- |{' --- |' * len(TABLE)}")
-    for batch in args.batch:
-        prompts = [[1 + i] * args.context for i in range(batch)]
-        params = SamplingParams(temperature=0, max_tokens=args.steps + 4, ignore_eos=True)
-        for prompt in prompts:
-            llm.engine.add_request(prompt, params)
-        for _ in range(3):  # the prompts, and two tokens more
-            llm.engine.step()
-        steps: list[float] = []
-        parts: list[dict[str, float]] = []
-        for _ in range(args.steps):
-            clock.spent.clear()
-            start = time.perf_counter()
-            llm.engine.step()
-            steps.append(time.perf_counter() - start)
-            rest = steps[-1] - sum(clock.spent.values())
-            parts.append({**dict.fromkeys(TABLE, 0.0), **clock.spent, "rest": rest})
-        while not llm.engine.is_finished():
-            llm.engine.step()
-        cells = [1e3 * statistics.median(part[name] for part in parts) for name in TABLE]
-        row = [1e3 * statistics.median(steps), 1e3 * limit, *cells]
+    print("| batch | step, ms | reading limit | products | attention | glue | sampler | Python |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for batch, parts, whole in zip(args.batch, *found, strict=True):
+        row = [whole["step"], limit, *(parts[name] for name in TABLE), whole["rest"]]
         print(f"| {batch} | {' | '.join(f'{cell:.2f}' for cell in row)} |")
 
 
