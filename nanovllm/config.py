@@ -55,8 +55,8 @@ class Config(StrictKeywords):
     tensor_parallel_size: int = 1
     """Processes that share each layer; above 1 they are spawned."""
     enforce_eager: bool = False
-    """Launch every step kernel by kernel: no CUDA graphs of decode steps, less memory, a quicker
-    start, slower decoding. Without CUDA it changes nothing."""
+    """Launch every step kernel by kernel: no CUDA graphs of decode steps, no recorded steps on the
+    CPU; less memory, a quicker start, slower decoding."""
     num_threads: int | None = None
     """CPU threads of a step, over all ranks; None takes the cores that this process may use."""
     native_kernels: bool = True
