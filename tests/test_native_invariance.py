@@ -91,18 +91,21 @@ def one_by_one(model: str, **options: Any) -> list[list[int]]:
     return generate(model, make_workload(), max_num_seqs=1, enable_prefix_caching=False, **options)
 
 
-@QUANTIZATIONS
 @pytest.mark.parametrize(
-    "options",
+    ("quantization", "options"),
     [
-        {},
-        {"max_num_seqs": 3},
-        {"max_num_batched_tokens": 1},
-        {"max_num_batched_tokens": 17},
-        {"max_num_batched_tokens": 50, "kvcache_block_size": 32},
-        {"kvcache_block_size": 32},
-        {"enable_prefix_caching": False},
-        {"enforce_eager": True},
+        (None, {}),
+        (None, {"max_num_seqs": 3}),
+        (None, {"max_num_batched_tokens": 1}),
+        (None, {"max_num_batched_tokens": 17}),
+        (None, {"max_num_batched_tokens": 50, "kvcache_block_size": 32}),
+        (None, {"kvcache_block_size": 32}),
+        (None, {"enable_prefix_caching": False}),
+        (None, {"enforce_eager": True}),
+        ("int8", {"max_num_batched_tokens": 17}),
+        ("int8", {"enforce_eager": True}),
+        ("int4", {"max_num_batched_tokens": 17}),
+        ("int4", {"max_num_seqs": 3}),
     ],
 )
 def test_tokens_do_not_depend_on_the_batch(
