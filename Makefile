@@ -9,7 +9,7 @@ demo: $(VENV)/.core
 	$(BIN)/python example.py
 
 test: $(VENV)/.dev lint
-	$(BIN)/python -m pytest
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -1,5 +1,6 @@
 """Spawned ranks: they die together, leave nothing behind, and several engines live side by side."""
 
+import functools
 import gc
 import os
 import signal
@@ -200,6 +201,8 @@ def test_ctrl_c_and_death_of_the_parent_end_everything(
         text=True,
         start_new_session=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
+        # Tests that run in the background of a shell begin with it ignored.
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
