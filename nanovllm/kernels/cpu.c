@@ -246,7 +246,7 @@ int nv_enable(void) { return 1; }
 INLINE void tile_rows(int rows, int cols, const bf16 *x, ptrdiff_t ldx, const bf16 *w, ptrdiff_t stride, ptrdiff_t k,
                       int first, float *acc) {
     __m512 a[MAX_ROWS], b[MAX_ROWS];
-    for (int r = 0; r < rows; r++) a[r] = b[r] = _mm512_setzero_ps();
+    for (int r = 0; r < rows; r++) a[r] = _mm512_loadu_ps(acc + r * PANEL), b[r] = _mm512_loadu_ps(acc + r * PANEL + 16);
     for (ptrdiff_t i = 0; i < k; i += 2, w += stride) {
         __m512bh w0 = (__m512bh)_mm512_loadu_si512(w), w1 = (__m512bh)_mm512_loadu_si512(w + 32);
         _mm_prefetch(w + 64 * stride, _MM_HINT_T0);

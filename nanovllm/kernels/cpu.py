@@ -414,14 +414,16 @@ def processor_flags() -> frozenset[str]:
 def _self_test(kernels: ctypes.CDLL) -> None:
     """Compare a small product with torch's, so that a miscompilation is found before it answers."""
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(70, 96, generator=generator).bfloat16()
-    x = torch.randn(37, 96, generator=generator).bfloat16()
-    packed = torch.empty(3, 48, PANEL, 2, dtype=torch.bfloat16)
+    weight = torch.randn(70, 608, generator=generator).bfloat16()
+    x = torch.randn(37, 608, generator=generator).bfloat16()
+    packed = torch.empty(3, 304, PANEL, 2, dtype=torch.bfloat16)
     y = torch.empty(37, 70, dtype=torch.bfloat16)
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in (weight, packed, x, y)]
     size = ctypes.c_ssize_t
-    kernels.nv_pack(pointers[0], pointers[1], size(70), size(96))
-    kernels.nv_linear(pointers[2], size(96), pointers[1], pointers[3], size(37), size(70), size(96))
+    kernels.nv_pack(pointers[0], pointers[1], size(70), size(608))
+    kernels.nv_linear(
+        pointers[2], size(608), pointers[1], pointers[3], size(37), size(70), size(608)
+    )
     expected = x.double() @ weight.double().T
     if (y.double() - expected).abs().max() > 0.01 * expected.abs().max():
         raise Unavailable("the compiled kernels compute wrong products")
