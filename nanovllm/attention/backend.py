@@ -6,6 +6,7 @@ prompts, chunks and single tokens.
 
 import dataclasses
 import logging
+from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -81,7 +82,8 @@ class QKNorm:
 class Backend(Protocol):
     """An attention kernel with its KV cache layout.
 
-    It has `forward`, or (`fuses_qk_norm`) `forward_qkv`, which normalises and rotates on the way.
+    It has `forward`, or (`fuses_qk_norm`) `store`, which normalises and rotates on the way, and
+    `attend`.
     """
 
     name: ClassVar[str]
@@ -89,6 +91,10 @@ class Backend(Protocol):
     supports_graph: ClassVar[bool]
     """Whether a CUDA graph can hold `plan` and `forward` for rows of one token: the batch's host
     tuples are empty then, its tensors stay where they are, and a row of length 0 does nothing."""
+    spec: AttentionSpec
+    store: Callable[..., torch.Tensor]
+    """The kernel of `forward_qkv` that fills the cache and returns the queries: `cpu.store`,
+    `gpu.store`."""
     block_size: int
     """Tokens in a KV block: the spec's, or the backend's choice."""
 
@@ -125,6 +131,21 @@ class Backend(Protocol):
         self, qkv: torch.Tensor, norm: QKNorm, kv_cache: torch.Tensor, batch: Batch
     ) -> torch.Tensor:
         """Like `forward`, from `qkv` [T, (num_heads + 2 num_kv_heads) * head_dim] as projected."""
+        q = self.store(
+            qkv,
+            norm.q_weight,
+            norm.k_weight,
+            norm.eps,
+            norm.cos_sin,
+            batch.positions,
+            batch.slot_mapping,
+            kv_cache,
+            self.spec.num_heads,
+        )
+        return self.attend(q, kv_cache, batch)
+
+    def attend(self, q: torch.Tensor, kv_cache: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Return [T, num_heads, head_dim] for `q` of that shape, whose KV is in the cache."""
         raise NotImplementedError
 
 

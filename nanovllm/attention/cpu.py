@@ -4,7 +4,7 @@ from typing import ClassVar
 
 import torch
 
-from nanovllm.attention.backend import WIDENS_NO_KV, AttentionSpec, Backend, Batch, QKNorm
+from nanovllm.attention.backend import WIDENS_NO_KV, AttentionSpec, Backend, Batch
 from nanovllm.kernels import cpu
 
 
@@ -21,6 +21,7 @@ class CPUBackend(Backend):
     def __init__(self, spec: AttentionSpec) -> None:
         self.block_size = spec.block_size or 64
         self.spec = spec
+        self.store = cpu.store
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> str | None:
@@ -44,18 +45,5 @@ class CPUBackend(Backend):
     def plan(self, batch: Batch) -> None:
         return None
 
-    def forward_qkv(
-        self, qkv: torch.Tensor, norm: QKNorm, kv_cache: torch.Tensor, batch: Batch
-    ) -> torch.Tensor:
-        q = cpu.store(
-            qkv,
-            norm.q_weight,
-            norm.k_weight,
-            norm.eps,
-            norm.cos_sin,
-            batch.positions,
-            batch.slot_mapping,
-            kv_cache,
-            self.spec.num_heads,
-        )
+    def attend(self, q: torch.Tensor, kv_cache: torch.Tensor, batch: Batch) -> torch.Tensor:
         return cpu.attention(q, kv_cache, batch.block_tables, batch.cu_seqlens_q, batch.seq_lens)

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from nanovllm.attention.backend import WIDENS_NO_KV, AttentionSpec, Backend, Batch, QKNorm
+from nanovllm.attention.backend import WIDENS_NO_KV, AttentionSpec, Backend
 from nanovllm.kernels import on_gpu
 
 
@@ -22,30 +22,10 @@ class PagedBackend(Backend):
 
         self.block_size = spec.block_size or self.default_block_size
         self.spec = spec
-        self._store = gpu.store
+        self.store = gpu.store
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         return (2, num_blocks, self.block_size, self.spec.num_kv_heads, self.spec.head_dim)
-
-    def forward_qkv(
-        self, qkv: torch.Tensor, norm: QKNorm, kv_cache: torch.Tensor, batch: Batch
-    ) -> torch.Tensor:
-        q = self._store(
-            qkv,
-            norm.q_weight,
-            norm.k_weight,
-            norm.eps,
-            norm.cos_sin,
-            batch.positions,
-            batch.slot_mapping,
-            kv_cache,
-            self.spec.num_heads,
-        )
-        return self.attend(q, kv_cache, batch)
-
-    def attend(self, q: torch.Tensor, kv_cache: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Return [T, num_heads, head_dim] for `q` of that shape, whose KV is in the cache."""
-        raise NotImplementedError
 
 
 def flash_attention_refusal(spec: AttentionSpec) -> str | None:

@@ -20,8 +20,7 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
     """Return the module whose `add_rms_norm` and `silu_and_mul` take such tensors, or None."""
     if device.type == "cuda":
         return on_gpu()
-    usable = device.type == "cpu" and dtype == torch.bfloat16 and cpu.library() is not None
-    return cpu if usable else None
+    return cpu if cpu.serves(device, dtype) else None
 
 
 @functools.cache

@@ -457,6 +457,11 @@ INLINE void multiply_add_pairs(vi *a, vi *b, vs v, vs w, const int16_t *x) {
 #endif
 }
 
+/* out += sum * x_scale * w_scale: a group's integers become part of the result. */
+INLINE void add_scaled(float *out, vi sum, float x_scale, vf w_scale) {
+    store(out, fma_(__builtin_convertvector(sum, vf) * x_scale, w_scale, load(out)));
+}
+
 INLINE void int8_rows(int rows, int cols, const int16_t *x, ptrdiff_t ldx, const float *xs, ptrdiff_t ldxs, const uint8_t *w,
                       const bf16 *ws, ptrdiff_t k, ptrdiff_t group, float *acc) {
     for (ptrdiff_t g = 0; g < k / group; g++) {
@@ -479,10 +484,7 @@ INLINE void int8_rows(int rows, int cols, const int16_t *x, ptrdiff_t ldx, const
         for (int c = 0; c < cols; c++) {
             vf scale = from_bf16(*(const half_vu *)(ws + g * PANEL + c * VL));
 #pragma GCC unroll 12
-            for (int r = 0; r < rows; r++) {
-                float *out = acc + r * PANEL + c * VL;
-                store(out, fma_(__builtin_convertvector(a[r][c], vf) * xs[r * ldxs + g], scale, load(out)));
-            }
+            for (int r = 0; r < rows; r++) add_scaled(acc + r * PANEL + c * VL, a[r][c], xs[r * ldxs + g], scale);
         }
     }
 }
@@ -539,11 +541,8 @@ INLINE void int4_rows(int rows, int cols, const int8_t *x, ptrdiff_t ldx, const 
         for (int c = 0; c < cols; c++) {
             vf scale = from_bf16(*(const half_vu *)(ws + g * PANEL + c * VL));
 #pragma GCC unroll 12
-            for (int r = 0; r < rows; r++) {
-                float *out = acc + r * PANEL + c * VL;
-                vi sum = in_int32(a[r][c]) - eights[r * ldxs + g];
-                store(out, fma_(__builtin_convertvector(sum, vf) * xs[r * ldxs + g], scale, load(out)));
-            }
+            for (int r = 0; r < rows; r++)
+                add_scaled(acc + r * PANEL + c * VL, in_int32(a[r][c]) - eights[r * ldxs + g], xs[r * ldxs + g], scale);
         }
     }
 }

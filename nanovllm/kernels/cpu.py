@@ -280,7 +280,12 @@ def chunk_sums(
 
 def usable(x: torch.Tensor) -> bool:
     """Whether the kernels take `x`: bfloat16 on a CPU that has them."""
-    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and library() is not None
+    return serves(x.device, x.dtype)
+
+
+def serves(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether there are kernels for such tensors."""
+    return dtype == torch.bfloat16 and device.type == "cpu" and library() is not None
 
 
 class Unrecordable(Exception):
