@@ -5,11 +5,14 @@ scheduling and no sampling.
 """
 
 import logging
+from collections.abc import Sequence as Seq
 
 import torch
 from torch import nn
 
 from nanovllm.attention.backend import Batch
+from nanovllm.engine.batch import SlotTables
+from nanovllm.engine.schedule import Row
 from nanovllm.kernels import cpu
 
 logger = logging.getLogger(__name__)
@@ -23,50 +26,65 @@ class RecordedModel:
 
     Args:
         model: all of whose work is done by the C kernels.
-        width: columns of the block table.
+        tables: where the batches' tokens and blocks are.
 
     Raises:
         Unrecordable: torch has a part in it.
     """
 
-    def __init__(self, model: nn.Module, width: int) -> None:
+    def __init__(self, model: nn.Module, tables: SlotTables) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype)
 
-        self._batch = Batch(
+        self._tables = tables
+        batch = Batch(
             input_ids=zeros(MAX_TOKENS, dtype=torch.int64),
             positions=zeros(MAX_TOKENS, dtype=torch.int64),
             slot_mapping=zeros(MAX_TOKENS, dtype=torch.int64),
             cu_seqlens_q=zeros(MAX_TOKENS + 1),
             seq_lens=zeros(MAX_TOKENS),
-            block_tables=zeros(MAX_TOKENS, width),
+            block_tables=zeros(MAX_TOKENS, tables.block_tables.shape[1]),
             query_lens_host=(),
             seq_lens_host=(),
         )
         with cpu.Recording(MAX_TOKENS) as self._recording:
-            self._hidden: torch.Tensor = model(self._batch)
+            self._hidden: torch.Tensor = model(batch)
+        self._inputs = (
+            batch.input_ids,
+            batch.positions,
+            batch.slot_mapping,
+            batch.cu_seqlens_q,
+            batch.seq_lens,
+            batch.block_tables,
+        )
 
-    def fits(self, batch: Batch) -> bool:
-        """Whether the recording serves `batch`."""
-        return len(batch.input_ids) <= MAX_TOKENS
+    def fits(self, rows: Seq[Row]) -> bool:
+        """Whether the recording serves `rows`."""
+        return sum(row.num_scheduled_tokens for row in rows) <= MAX_TOKENS
 
-    def __call__(self, batch: Batch) -> torch.Tensor:
+    def run(self, rows: Seq[Row]) -> torch.Tensor:
         """Return hidden states [T, hidden_size], overwritten by the next call."""
-        num_tokens, num_rows, ours = len(batch.input_ids), len(batch.seq_lens), self._batch
-        ours.input_ids[:num_tokens] = batch.input_ids
-        ours.positions[:num_tokens] = batch.positions
-        ours.slot_mapping[:num_tokens] = batch.slot_mapping
-        ours.cu_seqlens_q[: num_rows + 1] = batch.cu_seqlens_q
-        ours.seq_lens[:num_rows] = batch.seq_lens
-        ours.block_tables[:num_rows, : batch.block_tables.shape[1]] = batch.block_tables
-        self._recording.run(num_tokens, num_rows)
+        slots = [row.slot for row in rows]
+        query_lens = [row.num_scheduled_tokens for row in rows]
+        seq_lens = [row.num_computed_tokens + row.num_scheduled_tokens for row in rows]
+        tables, num_tokens = self._tables, sum(query_lens)
+        cpu.batch(
+            tables.token_ids,
+            tables.block_tables,
+            tables.block_size,
+            slots,
+            query_lens,
+            seq_lens,
+            self._inputs,
+        )
+        self._recording.run(num_tokens, len(rows))
         return self._hidden[:num_tokens]
 
 
-def record(model: nn.Module, width: int) -> RecordedModel | None:
+def record(model: nn.Module, tables: SlotTables) -> RecordedModel | None:
     """Return `model` recorded, or None (and a line in the log) where it cannot be."""
     try:
-        return RecordedModel(model, width)
+        return RecordedModel(model, tables)
     except cpu.Unrecordable as reason:
         logger.info("steps run call by call: %s", reason)
         return None

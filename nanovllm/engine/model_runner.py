@@ -166,7 +166,7 @@ class ModelRunner:
             self._graphs = self._graph_runner(tables)
             self._graphs.capture(graph_sizes(self._max_rows), progress=tensor_parallel().rank == 0)
         elif isinstance(self._backend, CPUBackend) and not self.config.enforce_eager:
-            self._recorded = record(self.model, tables.block_tables.shape[1])
+            self._recorded = record(self.model, tables)
 
     @torch.inference_mode()
     def execute(self, schedule: Schedule) -> PendingResult:
@@ -202,16 +202,18 @@ class ModelRunner:
             if all(tables.plain[row.slot] for row in rows):
                 return StepOutput(tokens, None, [])
             return StepOutput(*self._sample(SamplingRows(tables, rows), graph_logits), [])
-        batch = tables.batch(rows)
-        batch = dataclasses.replace(batch, metadata=self._backend.plan(batch))
-        if self._recorded is not None and self._recorded.fits(batch):
-            hidden = self._recorded(batch)
+        if self._recorded is not None and self._recorded.fits(rows):
+            hidden = self._recorded.run(rows)
         else:
+            batch = tables.batch(rows)
+            batch = dataclasses.replace(batch, metadata=self._backend.plan(batch))
             hidden = self.model(batch)
         prompt_logprobs = self._prompt_logprobs(tables, rows, hidden)
         sampling, logits = SamplingRows(tables, rows), None
         if len(sampling):
-            logits = self.model.compute_logits(hidden[sampling.last_tokens])  # type: ignore[operator]
+            # Where every token is a row's last one there is nothing to choose.
+            last = hidden if len(sampling) == len(hidden) else hidden[sampling.last_tokens]
+            logits = self.model.compute_logits(last)  # type: ignore[operator]
         return StepOutput(*self._sample(sampling, logits), prompt_logprobs)
 
     def _sample(

@@ -13,6 +13,8 @@ import shutil
 import struct
 import subprocess
 import tempfile
+from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,8 @@ _ARGUMENTS = {
     "nv_store": "pppppppppnnnnnf",
     "nv_attention": "pppppnppnnnnnf",
     "nv_run": "pnnn",
+    "nv_batch": "pnnpnnppppppn",
+    "nv_greedy": "ppnn",
     "nv_chunk_maxima": "ppn",
     "nv_chunk_sums": "pppppnn",
 }
@@ -248,6 +252,37 @@ def attention(
         block_size,
         head_dim**-0.5,
     )
+    return out
+
+
+def batch(
+    token_ids: torch.Tensor,
+    block_tables: torch.Tensor,
+    block_size: int,
+    slots: Sequence[int],
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    out: tuple[torch.Tensor, ...],
+) -> None:
+    """Lay out rows' tokens side by side: the last query_lens[r] of the first seq_lens[r] of a slot.
+
+    Args:
+        token_ids, block_tables: by slot, the columns of one int32 table.
+        out: as `attention.backend.Batch` has them, with room enough: input_ids, positions,
+            slot_mapping, cu_seqlens_q, seq_lens, block_tables.
+    """
+    rows = array("q", (*slots, *query_lens, *seq_lens))
+    columns, stride = token_ids.shape[1], token_ids.stride(0)
+    assert block_tables.data_ptr() == token_ids.data_ptr() + columns * token_ids.element_size()
+    address, _ = rows.buffer_info()
+    width = out[-1].shape[1]
+    _call("nv_batch", token_ids, stride, columns, address, len(slots), block_size, *out, width)
+
+
+def greedy(logits: torch.Tensor) -> torch.Tensor:
+    """Return the first of the largest logits of each row of [r, n] contiguous: [r] int64."""
+    out = torch.empty(len(logits), dtype=torch.int64)
+    _call("nv_greedy", logits, out, *logits.shape)
     return out
 
 

@@ -194,12 +194,9 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
     """Return the first of the largest logits of each row of [R, vocab_size]: [R] int64."""
     if logits.is_cuda and (gpu := on_gpu()) is not None:
         return gpu.greedy(logits)
-    if logits.shape[-1] % CHUNK or not (cpu.usable(logits) and logits.is_contiguous()):
-        return logits.argmax(-1)
-    chunk = cpu.chunk_maxima(logits).argmax(-1, keepdim=True)
-    chunks = logits.view(len(logits), -1, CHUNK)
-    place = chunks.gather(1, chunk[..., None].expand(-1, 1, CHUNK)).argmax(-1)
-    return (chunk * CHUNK + place)[:, 0]
+    if cpu.usable(logits) and logits.is_contiguous():
+        return cpu.greedy(logits)
+    return logits.argmax(-1)
 
 
 def uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -325,6 +325,48 @@ def test_a_wrong_compilation_is_found_by_the_self_test(tmp_path):
 
 @native
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(("rows", "n"), [(1, 1), (3, 77), (5, 8192), (16, 151936), (2, 8200)])
+def test_greedy_is_the_first_of_the_largest(rows, n):
+    logits = (randn(rows, n) * 3).round()  # so that there are ties
+    logits[0] = -torch.inf
+    logits[-1, : n // 2] = -5.0
+    assert torch.equal(cpu.greedy(logits), logits.float().argmax(-1))
+    logits[:] = -1.0
+    logits[:, n // 2] = -0.0
+    logits[:, n - 1] = 0.0
+    assert torch.equal(cpu.greedy(logits), torch.full((rows,), n // 2))
+    logits[:] = torch.nan
+    assert cpu.greedy(logits).tolist() == [0] * rows
+
+
+@native
+@pytest.mark.usefixtures("kernels")
+def test_batch_is_what_the_tables_hold():
+    table = torch.randint(0, 1000, (4, 100 + 7), dtype=torch.int32)
+    token_ids, block_tables = table[:, :100], table[:, 100:]
+    rows = [(3, 5, 5), (0, 1, 97), (2, 17, 33)]  # slot, tokens, and of how many they are the last
+    places = [(slot, i) for slot, count, end in rows for i in range(end - count, end)]
+    empty = functools.partial(torch.full, fill_value=-1)
+    out = (
+        *(empty((30,), dtype=torch.int64) for _ in range(3)),
+        *(empty((5,), dtype=torch.int32) for _ in range(2)),
+        empty((5, 7), dtype=torch.int32),
+    )
+    cpu.batch(token_ids, block_tables, 16, *zip(*rows, strict=True), out)
+    input_ids, positions, slot_mapping, cu_seqlens_q, seq_lens, blocks = (t.tolist() for t in out)
+    padding = [-1] * (30 - len(places))
+    assert input_ids == [int(token_ids[place]) for place in places] + padding
+    assert positions == [i for _, i in places] + padding
+    expected = [int(block_tables[slot, i // 16]) * 16 + i % 16 for slot, i in places]
+    assert slot_mapping == expected + padding
+    assert cu_seqlens_q == [0, 5, 6, 23, -1]
+    assert seq_lens == [5, 97, 33, -1, -1]
+    for row, (slot, _, end) in enumerate(rows):
+        assert blocks[row][: -(-end // 16)] == block_tables[slot, : -(-end // 16)].tolist()
+
+
+@native
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(("rows", "chunks"), [(1, 1), (3, 7), (16, 1187)])
 def test_chunk_maxima_and_sums(rows, chunks):
     logits = randn(rows, chunks * 128) * 5
