@@ -70,7 +70,7 @@ class SlotTables:
         if not places:
             return
         count = len(places)
-        packed = self._copy(places + values + _parameters(schedule.admissions))
+        packed = self.upload(places + values + _parameters(schedule.admissions))
         self._table.view(-1)[packed[:count]] = packed[count : 2 * count].int()
         if schedule.admissions:
             self._admit(schedule.admissions, packed[2 * count :].view(6, -1))
@@ -80,7 +80,8 @@ class SlotTables:
         query_lens = tuple(row.num_scheduled_tokens for row in rows)
         seq_lens = tuple(row.num_computed_tokens + row.num_scheduled_tokens for row in rows)
         num_tokens = sum(query_lens)
-        slots, lens, ends = self.upload([[row.slot for row in rows], query_lens, seq_lens])
+        numbers = [*(row.slot for row in rows), *query_lens, *seq_lens]
+        slots, lens, ends = self.upload(numbers).view(3, len(rows)).unbind()
         cu_seqlens = torch.zeros(len(rows) + 1, dtype=torch.int64, device=self.device)
         torch.cumsum(lens, 0, out=cu_seqlens[1:])
         # A token's position is its distance from the end of its row, taken from the end of its
@@ -153,17 +154,13 @@ class SlotTables:
         self.token_ids[slots, positions + 1] = tokens.int()
         positions.add_(moves)
 
-    def upload(self, values: object, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        """Copy host numbers to the device without waiting for it."""
-        pinned = self.device.type == "cuda"  # torch keeps the pinned memory until it is copied
-        return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(
-            self.device, non_blocking=True
-        )
-
-    def _copy(self, values: "array[int]") -> torch.Tensor:
-        host = torch.frombuffer(values, dtype=torch.int64)
+    def upload(self, values: Seq[int]) -> torch.Tensor:
+        """Copy host numbers to the device without waiting for it: [len(values)] int64."""
+        if not values:
+            return torch.empty(0, dtype=torch.int64, device=self.device)
+        host = torch.frombuffer(array("q", values), dtype=torch.int64)
         if self.device.type == "cuda":
-            host = host.pin_memory()
+            host = host.pin_memory()  # torch keeps the pinned memory until it is copied
         return host.to(self.device, non_blocking=True)
 
     def _admit(self, admissions: list[Admission], parameters: torch.Tensor) -> None:

@@ -76,6 +76,8 @@ class BlockManager:
         Returns the blocks appended, or None (and changes nothing) where there is no space.
         """
         num_new = self.blocks_for(num_tokens) - len(seq.block_table) - len(cached_blocks)
+        if num_new <= 0 and not cached_blocks:
+            return []
         num_revived = sum(self.blocks[b].ref_count == 0 for b in cached_blocks)
         if num_new + num_revived > len(self._free):
             return None
@@ -100,6 +102,8 @@ class BlockManager:
         if not self.enable_prefix_caching:
             return
         num_full = min(num_written, len(seq.token_ids)) // self.block_size
+        if num_full <= seq.num_published_blocks:
+            return
         keys = self._keys(seq, num_full)
         while seq.parent_uid is not None and seq.num_published_blocks < num_full:
             key_hash, tokens = keys[seq.num_published_blocks]

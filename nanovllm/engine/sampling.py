@@ -71,8 +71,9 @@ class SamplingRows:
                 last_tokens.append(num_tokens - 1)
         self._tables = tables
         self._host_positions = [r.num_computed_tokens + r.num_scheduled_tokens for r in self.rows]
-        device = tables.upload([last_tokens, [r.slot for r in self.rows], self._host_positions])
-        self.last_tokens, self._slots, self._positions = device
+        numbers = [*last_tokens, *(row.slot for row in self.rows), *self._host_positions]
+        on_device = tables.upload(numbers).view(3, len(self.rows))
+        self.last_tokens, self._slots, self._positions = on_device.unbind()
 
     def __len__(self) -> int:
         return len(self.rows)

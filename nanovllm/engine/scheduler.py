@@ -53,6 +53,8 @@ class Scheduler:
         assert 0 < seq.num_prompt_tokens < self.max_model_len
         eos = frozenset() if seq.params.ignore_eos else self.eos_token_ids
         seq.stop_token_ids = eos.union(seq.params.stop_token_ids)
+        longest = seq.num_prompt_tokens + seq.params.max_tokens
+        seq.max_num_tokens = min(longest, self.max_model_len)
         self._sequences[seq.seq_id] = seq
         self._enqueue(seq)
 
@@ -135,7 +137,8 @@ class Scheduler:
             if seq is None:  # finished or aborted while the step was in flight
                 continue
             seq.num_in_flight_steps -= 1
-            seq.prompt_logprobs.update(result.prompt_logprobs.get(row.seq_id, ()))
+            if row.seq_id in result.prompt_logprobs:
+                seq.prompt_logprobs.update(result.prompt_logprobs[row.seq_id])
             num_written = row.num_computed_tokens + row.num_scheduled_tokens
             if row.samples:
                 num_rejected = len(row.draft_token_ids) + 1 - len(tokens)
@@ -145,10 +148,11 @@ class Scheduler:
                 if seq.slot is not None:
                     seq.num_computed_tokens -= num_rejected
                 self._append(seq, tokens)
-                logprobs = result.logprobs.get(row.seq_id, [])
-                seq.logprobs += logprobs[: seq.num_output_tokens - len(seq.logprobs)]
+                if row.seq_id in result.logprobs:
+                    num_missing = seq.num_output_tokens - len(seq.logprobs)
+                    seq.logprobs += result.logprobs[row.seq_id][:num_missing]
                 if seq.slot is not None:
-                    room = self._room(seq) - seq.num_pending_tokens
+                    room = seq.room - seq.num_pending_tokens
                     seq.draft_token_ids = next_drafts[: max(0, room - 1)]
                 advanced.append(seq)
             if seq.slot is not None:
@@ -207,17 +211,11 @@ class Scheduler:
 
     def _gap(self, seq: Sequence) -> int:
         """Tokens of `seq` to compute now; 0 once its last token is known or on its way."""
-        if self._room(seq) <= seq.num_pending_tokens:
+        if seq.room <= seq.num_pending_tokens:
             return 0
         if seq.draft_token_ids and seq.num_pending_tokens:  # how many drafts survive is not known
             return 0
         return seq.num_tokens - seq.num_computed_tokens
-
-    def _room(self, seq: Sequence) -> int:
-        """Tokens that may still be appended to the known ones."""
-        return min(
-            seq.params.max_tokens - seq.num_output_tokens, self.max_model_len - len(seq.token_ids)
-        )
 
     def _launch(self, seq: Sequence, num_scheduled: int) -> Row:
         start = seq.num_computed_tokens
@@ -241,7 +239,7 @@ class Scheduler:
                 seq.finish_reason = "stop"
                 is_eos = token in self.eos_token_ids and not seq.params.ignore_eos
                 seq.stop_reason = None if is_eos else token
-            elif self._room(seq) <= 0:
+            elif seq.room <= 0:
                 seq.finish_reason = "length"
             if seq.is_finished:
                 return

@@ -23,6 +23,7 @@ class Sequence:
         "draft_token_ids",
         "finish_reason",
         "logprobs",
+        "max_num_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_in_flight_steps",
@@ -59,6 +60,7 @@ class Sequence:
         self.priority = priority
         self.bad_words = bad_words  # params.bad_words as tokens
         self.stop_token_ids: frozenset[int] = frozenset()  # set when it is queued
+        self.max_num_tokens = 0  # set when it is queued
 
         self.num_computed_tokens = 0  # tokens whose KV is written, or will be by a launched step
         self.num_pending_tokens = 0  # tokens that a launched step will sample
@@ -81,6 +83,11 @@ class Sequence:
     def num_tokens(self) -> int:
         """Tokens known, on their way and guessed; those that may be computed."""
         return len(self.token_ids) + self.num_pending_tokens + len(self.draft_token_ids)
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still be appended to the known ones."""
+        return self.max_num_tokens - len(self.token_ids)
 
     @property
     def num_output_tokens(self) -> int:
