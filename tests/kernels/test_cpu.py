@@ -4,6 +4,7 @@ import functools
 import os
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -19,13 +20,20 @@ from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
 ROOT = Path(__file__).parent.parent.parent
 native = pytest.mark.skipif(cpu.library() is None, reason="no compiler here")
 
+EMULATED = Path(__file__).with_name("emulated.h")
+# Barely optimised, as it takes long to compile; a new key in the kernels' cache for each text.
+EMULATE = (
+    *("-march=haswell", "-O1", "-w", "-include", str(EMULATED)),
+    f"-DEMULATED={zlib.crc32(EMULATED.read_bytes())}",
+)
 VARIANTS = {
     "native": ((), "-march=native"),
     "avx512-bf16": (("avx512_bf16",), "-march=cooperlake"),
     "avx512": (("avx512bw",), "-march=skylake-avx512"),
     "avx2": (("avx2", "fma"), "-march=haswell"),
-    # AVX-512's arithmetic, lowered to AVX2; barely optimised, as it takes long to compile.
-    "wide": (("avx2", "fma"), "-march=haswell", "-DVL=16", "-O1"),
+    "emulated-avx512": (("avx2", "fma"), *EMULATE),
+    "emulated-avx512-bf16": (("avx2", "fma"), *EMULATE, "-DEMULATE_BF16"),
+    "emulated-amx": (("avx2", "fma"), *EMULATE, "-DEMULATE_AMX"),
     "portable": ((), "-O2"),
 }
 load = functools.cache(cpu.load)
