@@ -44,8 +44,9 @@ class Config(StrictKeywords):
     "fp8": those of linear layers in FP8 (E4M3)."""
     kv_cache_dtype: str = "auto"
     """"fp8" keeps keys and values in FP8 (E4M3, scale 1); "auto" in the model's dtype."""
-    max_num_batched_tokens: int = 16384
-    """Most tokens computed in one step; longer prompts are cut into chunks."""
+    max_num_batched_tokens: int | None = None
+    """Most tokens computed in one step; longer prompts are cut into chunks. None is 16384 on CUDA,
+    2048 on a CPU."""
     max_num_seqs: int = 512
     """Most sequences that hold a slot and KV blocks at once."""
     max_model_len: int = 4096
@@ -88,17 +89,17 @@ class Config(StrictKeywords):
             raise ConfigError(
                 f'device must be "auto", "cpu", "cuda" or "cuda:N", got {self.device!r}'
             )
-        for name in (
-            "max_num_batched_tokens",
-            "max_num_seqs",
-            "max_model_len",
-            "tensor_parallel_size",
-        ):
+        for name in ("max_num_seqs", "max_model_len", "tensor_parallel_size"):
             self._set(name, check_int(ConfigError, name, getattr(self, name), 1))
         self._set("seed", check_int(ConfigError, "seed", self.seed, 0, 2**63 - 1))
         if self.quantization is not None:
             check_choice(ConfigError, "quantization", self.quantization, QUANTIZATIONS)
-        for name in ("kvcache_block_size", "kv_cache_memory_bytes", "num_threads"):
+        for name in (
+            "max_num_batched_tokens",
+            "kvcache_block_size",
+            "kv_cache_memory_bytes",
+            "num_threads",
+        ):
             if getattr(self, name) is not None:
                 self._set(name, check_int(ConfigError, name, getattr(self, name), 1))
         if self.num_kvcache_blocks != -1:

@@ -25,7 +25,7 @@ POSITIVE_INTEGERS = [
 
 def test_defaults_equal_nano_vllms():
     config = Config("model")
-    assert config.max_num_batched_tokens == 16384
+    assert config.max_num_batched_tokens is None
     assert config.max_num_seqs == 512
     assert config.max_model_len == 4096
     assert config.gpu_memory_utilization == 0.9
@@ -116,7 +116,7 @@ def test_counts_must_be_positive_integers(name, value):
         Config("model", **{name: value})
 
 
-@pytest.mark.parametrize("name", ["max_num_batched_tokens", "max_num_seqs", "max_model_len"])
+@pytest.mark.parametrize("name", ["max_num_seqs", "max_model_len"])
 def test_counts_without_a_default_of_none_refuse_none(name):
     with pytest.raises(ConfigError, match=name):
         Config("model", **{name: None})

@@ -69,7 +69,7 @@ class LLMEngine:
                 enable_prefix_caching=config.enable_prefix_caching,
             ),
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=self.cache_info.max_num_batched_tokens,
             max_model_len=self.cache_info.max_model_len,
             eos_token_ids=checkpoint.eos_token_ids,
         )

@@ -34,6 +34,7 @@ from nanovllm.models.registry import model_class
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.distributed import broadcast_from_first, tensor_parallel
 from nanovllm.utils.loader import init_dummy_weights, load_weights
+from nanovllm.utils.memory import return_freed
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +118,9 @@ class ModelRunner:
                 config.max_model_len,
                 self.max_model_len,
             )
+        # More tokens in a step take memory, and on a CPU no less time for each.
+        suitable = 2048 if device.type == "cpu" else 16384
+        self._max_num_batched_tokens = config.max_num_batched_tokens or suitable
         # What comes in FP8 never takes a GPU's memory in a wider form.
         start = device if model_config.fp8 is None else torch.device("cpu")
         with _defaults(model_config.dtype, start):
@@ -155,6 +159,7 @@ class ModelRunner:
             block_size,
             self.max_model_len,
             self.model_config.vocab_size,
+            self._max_num_batched_tokens,
             runs_ahead=self.device.type == "cuda",
         )
 
@@ -190,7 +195,7 @@ class ModelRunner:
 
     @property
     def _max_rows(self) -> int:
-        return min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
+        return min(self.config.max_num_seqs, self._max_num_batched_tokens)
 
     def _graph_runner(self, tables: SlotTables) -> GraphRunner:
         capture = make_capture(self.device)
@@ -305,6 +310,7 @@ class ModelRunner:
             ignored: frozenset[str] = self.model.ignored_weights  # type: ignore[assignment]
             progress = tensor_parallel().rank == 0
             load_weights(self.model, files, ignored=ignored, progress=progress, loaded=finish)
+        return_freed()
 
     def _cache_elements(self, num_blocks: int) -> int:
         shape = self._backend.kv_cache_shape(num_blocks)
@@ -315,11 +321,14 @@ class ModelRunner:
 
         Returns the bytes that graphs will take beside it.
         """
-        length = min(self.max_model_len, self.config.max_num_batched_tokens)
-        count = max(1, min(self.config.max_num_batched_tokens // length, self.config.max_num_seqs))
+        max_tokens = self._max_num_batched_tokens
+        length = min(self.max_model_len, max_tokens)
+        count = max(1, min(max_tokens // length, self.config.max_num_seqs))
         block_size = self._backend.block_size
         num_blocks = -(-length // block_size)
-        info = CacheInfo(num_blocks, block_size, self.max_model_len, self.model_config.vocab_size)
+        info = CacheInfo(
+            num_blocks, block_size, self.max_model_len, self.model_config.vocab_size, max_tokens
+        )
         num_seqs = self.config.max_num_seqs
         tables = self._allocate(info)
         tables.block_tables[:num_seqs, :num_blocks] = torch.arange(num_blocks, device=self.device)

@@ -106,5 +106,7 @@ class CacheInfo:
     max_model_len: int
     """Config's, cut to the positions that the model has."""
     vocab_size: int
+    max_num_batched_tokens: int
+    """Config's, or what suits the device."""
     runs_ahead: bool = False
     """Steps run beside the host, so launching one before the last one's tokens are known pays."""

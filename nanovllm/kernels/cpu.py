@@ -13,11 +13,14 @@ import shutil
 import struct
 import subprocess
 import tempfile
+import weakref
 from array import array
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -330,8 +333,9 @@ class Unrecordable(Exception):
 class Recording(TorchDispatchMode):
     """The kernel calls made inside `with`, which do not run then, to be run by one call of C.
 
-    Everything in them must have `size` tokens, and a row each; `run` may be for fewer. Tensors that
-    are made inside are kept, and overwritten by each run.
+    Everything in them must have `size` tokens, and a row each; `run` may be for fewer. The caller
+    keeps what the calls read. Memory of tensors made inside is the recording's: a run overwrites
+    it, and two tensors share it where the first was dropped before the second was made.
 
     Raises:
         Unrecordable: torch was asked to compute something inside.
@@ -341,7 +345,8 @@ class Recording(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.size = size
         self._calls = bytearray()
-        self._kept: list[torch.Tensor] = []
+        self._memory: list[np.ndarray] = []
+        self._free: dict[int, list[np.ndarray]] = defaultdict(list)  # by size
 
     def __enter__(self) -> "Recording":
         _recording.append(self)
@@ -355,9 +360,11 @@ class Recording(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if not func.is_view and func.overloadpacket not in _ALLOCATES:
-            raise Unrecordable(f"torch computes {func}")
-        return func(*args, **(kwargs or {}))
+        if func.overloadpacket not in _ALLOCATES:
+            if not func.is_view:
+                raise Unrecordable(f"torch computes {func}")
+            return func(*args, **(kwargs or {}))
+        return self._empty(func(*args, **{**(kwargs or {}), "device": "meta"}))
 
     def add(self, name: str, args: tuple[torch.Tensor | int | float | None, ...]) -> None:
         """Note a call."""
@@ -366,7 +373,16 @@ class Recording(TorchDispatchMode):
         words = [list(_RECORDABLE).index(name), *map(_address, args)]
         kinds = "q" + "".join("d" if kind == "f" else "q" for kind in _ARGUMENTS[name])
         self._calls += struct.pack("@" + kinds.ljust(16, "q"), *words, *[0] * (16 - len(words)))
-        self._kept += [arg for arg in args if isinstance(arg, torch.Tensor)]
+
+    def _empty(self, like: torch.Tensor) -> torch.Tensor:
+        free = self._free[like.nbytes]
+        if not free:
+            free.append(torch.zeros(like.nbytes, dtype=torch.uint8).numpy())
+            self._memory += free
+        memory = free.pop()
+        owned = memory[:]  # lives as long as the tensor and its views
+        weakref.finalize(owned, free.append, memory)
+        return torch.from_numpy(owned).view(like.dtype).view(like.shape)
 
     def run(self, num_tokens: int, num_rows: int) -> None:
         """Run the calls for the first `num_tokens` tokens, in `num_rows` rows."""

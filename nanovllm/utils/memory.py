@@ -1,5 +1,7 @@
 """Host memory for large tensors. Knows nothing of what is kept in it."""
 
+import contextlib
+import ctypes
 import math
 import mmap
 
@@ -21,3 +23,9 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+def return_freed() -> None:
+    """Give freed memory back to the system; glibc otherwise keeps what lies below memory in use."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)

@@ -15,7 +15,7 @@ PLAIN = SamplingParams()
 
 
 def make_tables(block_size=4, max_model_len=40, max_num_seqs=6):
-    info = CacheInfo(10_000, block_size, max_model_len, VOCAB)
+    info = CacheInfo(10_000, block_size, max_model_len, VOCAB, 16384)
     return SlotTables(info, max_num_seqs, torch.device("cpu"))
 
 

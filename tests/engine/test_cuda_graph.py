@@ -282,7 +282,7 @@ class Bench:
         model_config = ModelConfig.from_hf(checkpoint.config, config.dtype)
         files = weight_files(checkpoint, model, None)
         self.runner = ModelRunner(config, model_config, files, torch.device("cpu"))
-        self.runner.allocate(CacheInfo(100, BLOCK_SIZE, 64, model_config.vocab_size))
+        self.runner.allocate(CacheInfo(100, BLOCK_SIZE, 64, model_config.vocab_size, 64))
         assert self.runner._tables is not None
         assert self.runner._graphs is not None
         self.tables, self.graphs = self.runner._tables, self.runner._graphs

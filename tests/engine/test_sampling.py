@@ -51,7 +51,7 @@ def make_rows(params, histories=None, seeds=None, slots=None, vocab_size=VOCAB):
     histories = histories or [[1]] * count
     seeds = seeds or [0] * count
     slots = slots or list(range(count))
-    tables = SlotTables(CacheInfo(100, 4, 60, vocab_size), max(slots) + 1, torch.device("cpu"))
+    tables = SlotTables(CacheInfo(100, 4, 60, vocab_size, 60), max(slots) + 1, torch.device("cpu"))
     admissions = [
         Admission(100 + slot, slot, tokens, 1 + len(tokens) // 2, [0], p, seed, frozenset({3}), ())
         for slot, tokens, p, seed in zip(slots, histories, params, seeds, strict=True)

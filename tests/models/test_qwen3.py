@@ -123,7 +123,9 @@ class Steps:
         for module in self.model.modules():
             if isinstance(module, Attention):
                 module.bind(self.backend, torch.zeros(self.backend.kv_cache_shape(200)))
-        self.tables = SlotTables(CacheInfo(200, block_size, MAX_LENGTH, config.vocab_size), 8, cpu)
+        self.tables = SlotTables(
+            CacheInfo(200, block_size, MAX_LENGTH, config.vocab_size, 512), 8, cpu
+        )
 
     def logits(self, schedule):
         """Return the logits of every token of the schedule's rows."""
