@@ -19,6 +19,9 @@ from nanovllm.layers.logits_rules import LogitsRules
 from nanovllm.layers.sampler import Sampling
 from nanovllm.sampling_params import SamplingParams
 
+_EVERYTHING = 2**31 - 1
+"""The top_k of rows that have none."""
+
 
 class SlotTables:
     """What the worker knows of the sequences that hold a slot.
@@ -41,13 +44,13 @@ class SlotTables:
         self.block_tables[self.scratch_slot] = info.num_blocks
         self.temperatures = torch.zeros(num_rows, dtype=torch.float32, device=device)
         self.seeds = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.top_ks = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.top_ps = torch.zeros(num_rows, dtype=torch.float32, device=device)
+        self.top_ks = torch.full((num_rows,), _EVERYTHING, dtype=torch.int64, device=device)
+        self.top_ps = torch.ones(num_rows, dtype=torch.float32, device=device)
         self.min_ps = torch.zeros(num_rows, dtype=torch.float32, device=device)
         # Host side, by slot: what decides how a row is sampled.
         self.admissions: list[Admission | None] = [None] * max_num_seqs
         self.rules: list[LogitsRules | None] = [None] * max_num_seqs
-        self.plain = [False] * max_num_seqs  # temperature and min_p are all that it asks for
+        self.plain = [False] * max_num_seqs  # the token that a graph draws is all it asks for
 
     def apply(self, schedule: Schedule) -> None:
         """Take in what changed since the last step: one upload, or none if nothing did.
@@ -202,8 +205,7 @@ def gather_rows(
 
 
 def _is_plain(params: SamplingParams) -> bool:
-    cuts = not params.is_greedy and (params.top_k > 0 or params.top_p < 1.0)
-    return not cuts and params.logprobs is None and not LogitsRules.needed(params)
+    return params.logprobs is None and not LogitsRules.needed(params)
 
 
 def _step_kernels(device: torch.device) -> ModuleType | None:
@@ -216,11 +218,10 @@ def _step_kernels(device: torch.device) -> ModuleType | None:
 
 def _parameters(admissions: list[Admission]) -> "array[int]":
     """Return slots, seeds, top_ks, then temperatures, top_ps and min_ps as the bits of float64."""
-    everything = 2**31 - 1
     params = [new.params for new in admissions]
     packed = array("q", [new.slot for new in admissions])
     packed.extend(new.seed for new in admissions)
-    packed.extend(min(p.top_k or everything, everything) for p in params)
+    packed.extend(min(p.top_k or _EVERYTHING, _EVERYTHING) for p in params)
     floats = array("d", [min(p.temperature, 1e30) for p in params])
     floats.extend(p.top_p for p in params)
     floats.extend(p.min_p for p in params)

@@ -90,7 +90,7 @@ class GraphRunner:
         )
 
     def run(self, rows: Seq[Row]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Compute `rows` and store a token for each, drawn by its temperature and min_p alone.
+        """Compute `rows` and store a token for each, drawn without logits rules.
 
         Returns tokens [R] int64 and logits [R, vocab_size] (None on a rank without); the next run
         overwrites both.
@@ -120,7 +120,10 @@ class GraphRunner:
         batch, sampling = tables.decode_inputs(slots, positions, self._cu_seqlens_q[: size + 1])
         batch = dataclasses.replace(batch, metadata=self._backend.plan(batch))
         logits: torch.Tensor | None = model.compute_logits(model(batch))  # type: ignore[operator]
-        tokens = torch.empty_like(slots) if logits is None else draw(logits, sampling)
+        if logits is None:
+            tokens = torch.empty_like(slots)
+        else:  # all are candidates: no host is there to look beyond them
+            tokens = draw(logits, sampling, num_candidates=logits.shape[-1])
         broadcast_from_first(tokens)
         tables.advance(slots, positions, moves, tokens, self._tokens[:size])
         return logits

@@ -1,4 +1,4 @@
-"""The Triton kernels for CUDA, but attention: norm, activation, KV store, FP8 and sampling.
+"""The Triton kernels for CUDA that layers call: norm, activation, KV store and FP8.
 
 Each row or token is computed in the same way whatever else is in the batch. Nothing waits for the
 host, so a CUDA graph can hold every call. Imports triton: ask `nanovllm.kernels` before this.
@@ -7,8 +7,6 @@ host, so a CUDA graph can hold every call. Imports triton: ask `nanovllm.kernels
 import torch
 import triton
 import triton.language as tl
-
-from nanovllm.sampling_params import GREEDY_BELOW
 
 _HEADS = 8
 """Heads that one program of the KV store takes."""
@@ -107,84 +105,6 @@ def store(
             num_warps=max(half_block * _HEADS // 256, 1),
         )
     return q
-
-
-def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """Return the first of the largest logits of each row of [R, vocab_size]: [R] int64."""
-    return _choose_tokens(logits, None, None, None, None)
-
-
-def sample(
-    logits: torch.Tensor,
-    temperatures: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-    min_ps: torch.Tensor,
-) -> torch.Tensor:
-    """Draw a token for each row as `layers.sampler.draw` does without top_k and top_p.
-
-    The logits are read once, by as many programs as there are blocks in them; then one program for
-    each row finds the block and the token.
-
-    Args:
-        logits: [R, vocab_size], any float dtype; rows contiguous.
-        temperatures: [R] float32; a row below GREEDY_BELOW takes the first of its largest logits.
-        seeds: [R] int64.
-        positions: [R] int64.
-        min_ps: [R] float32; this and the three above contiguous.
-
-    Returns:
-        [R] int64.
-    """
-    return _choose_tokens(logits, temperatures, seeds, positions, min_ps)
-
-
-def _choose_tokens(
-    logits: torch.Tensor,
-    temperatures: torch.Tensor | None,
-    seeds: torch.Tensor | None,
-    positions: torch.Tensor | None,
-    min_ps: torch.Tensor | None,
-) -> torch.Tensor:
-    rows, vocab_size = logits.shape
-    assert logits.stride(1) == 1
-    block = min(triton.next_power_of_2(vocab_size), 2048)
-    num_blocks = triton.cdiv(vocab_size, block)
-    maxima = logits.new_empty(rows, num_blocks, dtype=torch.float32)
-    sums = torch.empty_like(maxima)
-    firsts = torch.empty_like(maxima, dtype=torch.int32)
-    tokens = logits.new_empty(rows, dtype=torch.int64)
-    if rows == 0:
-        return tokens
-    _reduce_blocks[(rows, num_blocks)](
-        logits,
-        logits.stride(0),
-        vocab_size,
-        temperatures,
-        maxima,
-        sums,
-        firsts,
-        GREEDY_BELOW=GREEDY_BELOW,
-        BLOCK=block,
-    )
-    _choose[(rows,)](
-        logits,
-        logits.stride(0),
-        vocab_size,
-        temperatures,
-        seeds,
-        positions,
-        min_ps,
-        maxima,
-        sums,
-        firsts,
-        tokens,
-        GREEDY_BELOW=GREEDY_BELOW,
-        BLOCK=block,
-        NUM_BLOCKS=num_blocks,
-        ALL_BLOCKS=triton.next_power_of_2(num_blocks),
-    )
-    return tokens
 
 
 @triton.jit
@@ -308,119 +228,3 @@ def _store(
     kept = inside & (head >= NUM_HEADS) & (slot >= 0)
     tl.store(target, first.to(kv_cache.dtype.element_ty), kept)
     tl.store(target + HALF, second.to(kv_cache.dtype.element_ty), kept)
-
-
-@triton.jit
-def _reduce_blocks(
-    logits,
-    stride,
-    vocab_size,
-    temperatures,
-    maxima,
-    sums,
-    firsts,
-    GREEDY_BELOW: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One block of one row: its largest logit, where it first is, and the sum of the weights,
-    relative to that largest one.
-    """
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    columns = block * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits + row * stride + columns, columns < vocab_size, -float("inf"))
-    x = x.to(tl.float32)
-    largest, first = tl.max(x, 0, return_indices=True)
-    place = row * tl.num_programs(1) + block
-    tl.store(maxima + place, largest)
-    tl.store(firsts + place, block * BLOCK + first)
-    if temperatures is not None:
-        scale = 1 / tl.maximum(tl.load(temperatures + row), GREEDY_BELOW)
-        # Where all of a block is forbidden, its weights are exp(-inf), not exp(-inf + inf).
-        base = tl.where(largest > -float("inf"), largest, 0.0)
-        tl.store(sums + place, tl.sum(tl.exp((x - base) * scale)))
-
-
-@triton.jit
-def _choose(
-    logits,
-    stride,
-    vocab_size,
-    temperatures,
-    seeds,
-    positions,
-    min_ps,
-    maxima,
-    sums,
-    firsts,
-    tokens,
-    GREEDY_BELOW: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
-    ALL_BLOCKS: tl.constexpr,
-):
-    """One row: find the block, then the token, where the weights' sum passes a uniform number."""
-    row = tl.program_id(0).to(tl.int64)
-    blocks = tl.arange(0, ALL_BLOCKS)
-    place = row * NUM_BLOCKS + blocks
-    block_maxima = tl.load(maxima + place, blocks < NUM_BLOCKS, -float("inf"))
-    largest, block = tl.max(block_maxima, 0, return_indices=True)
-    token = tl.load(firsts + row * NUM_BLOCKS + block)
-    if temperatures is not None:
-        temperature = tl.load(temperatures + row)
-        if temperature >= GREEDY_BELOW:
-            logits += row * stride
-            scale = 1 / temperature
-            min_p = tl.load(min_ps + row)
-            mass = tl.load(sums + place, blocks < NUM_BLOCKS, 0.0)
-            mass *= tl.exp((block_maxima - largest) * scale)
-            if min_p > 0:  # relative to the row's largest, which the sums were made without
-                for i in range(NUM_BLOCKS):
-                    weights = _weights(logits, vocab_size, i, largest, scale, min_p, BLOCK)
-                    mass = tl.where(blocks == i, tl.sum(weights), mass)
-            mass = mass.to(tl.float64)
-            number = _uniform(tl.load(seeds + row), tl.load(positions + row))
-            block, before = _invert(mass, number * tl.sum(mass))
-            share = number * tl.sum(mass) - before
-            share /= tl.sum(tl.where(blocks == block, mass, 0.0))
-            weights = _weights(logits, vocab_size, block, largest, scale, min_p, BLOCK)
-            weights = weights.to(tl.float64)
-            column, _ = _invert(weights, share * tl.sum(weights))
-            token = tl.minimum(block * BLOCK + column, vocab_size - 1)
-    tl.store(tokens + row, token.to(tl.int64))
-
-
-@triton.jit
-def _weights(logits, vocab_size, block, largest, scale, min_p, BLOCK: tl.constexpr):
-    """Return the weights of one block of a row, 0 for what min_p leaves out."""
-    columns = block * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits + columns, columns < vocab_size, -float("inf")).to(tl.float32)
-    weights = tl.exp((x - largest) * scale)
-    return tl.where(weights < min_p, 0.0, weights)
-
-
-@triton.jit
-def _invert(weights, target):
-    """Return the first place at which the sum of `weights` passes `target`, and the sum before it.
-
-    Where rounding leads past the end, it is the last place with any weight; never one without.
-    """
-    places = tl.arange(0, weights.shape[0])
-    sums = tl.cumsum(weights)
-    last = tl.max(tl.where(weights > 0, places, 0))
-    place = tl.min(tl.where((weights > 0) & (sums > target), places, last))
-    return place, tl.sum(tl.where(places < place, weights, 0.0))
-
-
-@triton.jit
-def _uniform(seed, position):
-    """`layers.sampler.uniform` of one pair."""
-    golden = tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
-    mixed = _mix(_mix(seed.to(tl.uint64) + golden) + (position.to(tl.uint64) + 1) * golden)
-    return (mixed >> 11).to(tl.float64) * 1.1102230246251565e-16  # 2**-53
-
-
-@triton.jit
-def _mix(x):
-    x = (x ^ (x >> 30)) * tl.full((), 0xBF58476D1CE4E5B9, tl.uint64)
-    x = (x ^ (x >> 27)) * tl.full((), 0x94D049BB133111EB, tl.uint64)
-    return x ^ (x >> 31)

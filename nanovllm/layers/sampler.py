@@ -6,6 +6,7 @@ row lie in the n chunks with the largest maxima.
 """
 
 import dataclasses
+from types import ModuleType
 
 import torch
 from torch.nn.functional import pad
@@ -22,7 +23,7 @@ class Sampling:
     """What R rows ask for. Tensors of [R]."""
 
     temperatures: torch.Tensor
-    """float32; below `sampling_params.GREEDY_BELOW` only in rows without top_k and top_p."""
+    """float32; a row below `sampling_params.GREEDY_BELOW` is greedy, whatever else it asks for."""
     seeds: torch.Tensor
     """int64."""
     positions: torch.Tensor
@@ -60,14 +61,22 @@ def draw(logits: torch.Tensor, sampling: Sampling, num_candidates: int = 0) -> t
         logits: [R, vocab_size], any float dtype.
         num_candidates: 0 where no row has a top_k or top_p; else how many of the largest logits to
             look at first, no fewer than any top_k below vocab_size. Rows whose kept tokens may lie
-            beyond them are sorted, so this is a matter of speed only.
+            beyond them are sorted, so this is a matter of speed only. The kernels of a GPU ignore
+            it: they look at all, sort nothing, and never wait for the host.
 
     Returns:
         [R] int64. A row's token depends on nothing but its own logits and sampling.
     """
-    if num_candidates == 0 and logits.is_cuda and (gpu := on_gpu()) is not None:
-        temperatures, min_ps = sampling.temperatures, sampling.min_ps
-        return gpu.sample(logits, temperatures, sampling.seeds, sampling.positions, min_ps)
+    if (gpu := _gpu_kernels(logits)) is not None:
+        return gpu.sample(
+            logits,
+            sampling.temperatures,
+            sampling.seeds,
+            sampling.positions,
+            sampling.top_ks,
+            sampling.top_ps,
+            sampling.min_ps,
+        )
     if sampling.any_greedy:
         temperatures = sampling.temperatures.clamp(min=GREEDY_BELOW)
         warm = dataclasses.replace(sampling, temperatures=temperatures, any_greedy=False)
@@ -98,6 +107,14 @@ def draw(logits: torch.Tensor, sampling: Sampling, num_candidates: int = 0) -> t
         if len(spilled):
             tokens[spilled] = draw(logits[spilled, :vocab_size], sampling.take(spilled), vocab_size)
     return tokens
+
+
+def _gpu_kernels(logits: torch.Tensor) -> ModuleType | None:
+    if not logits.is_cuda or on_gpu() is None:
+        return None
+    from nanovllm.kernels import gpu_sampling
+
+    return gpu_sampling
 
 
 def _thresholds(
@@ -192,7 +209,7 @@ def _invert(
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
     """Return the first of the largest logits of each row of [R, vocab_size]: [R] int64."""
-    if logits.is_cuda and (gpu := on_gpu()) is not None:
+    if (gpu := _gpu_kernels(logits)) is not None:
         return gpu.greedy(logits)
     if cpu.usable(logits) and logits.is_contiguous():
         return cpu.greedy(logits)

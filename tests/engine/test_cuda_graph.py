@@ -22,7 +22,8 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.schedule import Admission, CacheInfo, NewBlocks, Row, Schedule
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.kernels import gpu_step
+from nanovllm.kernels import gpu_sampling, gpu_step
+from nanovllm.layers import sampler
 from nanovllm.models.config import ModelConfig
 from nanovllm.utils.hub import open_checkpoint, weight_files
 from tests.engine.fake_graphs import FakeCapture, use_fake_graphs
@@ -222,14 +223,18 @@ def test_same_tokens_at_any_size(
 def test_same_tokens_through_the_kernels_of_a_gpu(
     gpu_model: str, captures: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The step as it would be captured on a GPU: attention, KV store and both ends in Triton."""
+    """The step as it would be captured on a GPU: attention, KV store, sampling and both ends in
+    Triton.
+    """
     allow_computed_bounds()
     prompts = [[1, 2, 3], [4, 5], [6] * 6]
-    params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=6) for i in range(3)]
+    kinds = [{"temperature": 0.0}, {"temperature": 0.8}, {"top_k": 20, "top_p": 0.9}]
+    params = [SamplingParams(seed=i, max_tokens=6, **kind) for i, kind in enumerate(kinds)]
     options = {"max_num_seqs": 3, "kvcache_block_size": 16, "num_kvcache_blocks": 12}
     expected = generate(gpu_model, (prompts, params), enforce_eager=True, **options)
     monkeypatch.setattr(model_runner, "select_backend", lambda spec, **_: TritonBackend(spec))
     monkeypatch.setattr(batch, "_step_kernels", lambda device: gpu_step)
+    monkeypatch.setattr(sampler, "_gpu_kernels", lambda logits: gpu_sampling)
     assert generate(gpu_model, (prompts, params), queue_depth=1, **options) == expected
     assert num_replays(captures) > 3
 
@@ -444,6 +449,29 @@ def test_a_failed_replay_is_not_believed(bench: Bench, monkeypatch: pytest.Monke
     bench.graphs._graphs[2] = (graph, logits)
     bench.lengths = {0: 6, 1: 7}
     assert [bench.decode(0, 1), bench.decode(0, 1)] == expected[1:]
+
+
+def test_only_rules_and_logprobs_leave_the_graph(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What any row draws comes from the graph; a single row that asks for more is sampled again."""
+    kinds = [*PLAIN, *OTHERS[:2], {"top_k": 20, "top_p": 0.9, "min_p": 0.01}]
+    for slot, kind in enumerate(kinds):
+        blocks = list(range(slot * 10, slot * 10 + 10))
+        bench.admit(slot, [slot, 1], SamplingParams(max_tokens=50, **kind), blocks)
+    sampled: list[int] = []
+    sample = ModelRunner._sample
+    monkeypatch.setattr(
+        ModelRunner, "_sample", lambda *args: (sampled.append(len(args[1])), sample(*args))[1]
+    )
+    for _ in range(3):
+        bench.decode(*range(len(kinds)))
+    assert not sampled
+    for kind in OTHERS[2:]:
+        bench.admit(0, [2, 3], SamplingParams(max_tokens=50, **kind), list(range(10)))
+        sampled.clear()
+        bench.decode(0, 1)
+        assert sampled == [2]
 
 
 @NEEDS_CUDA

@@ -6,8 +6,6 @@ import logging
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 from torch.nn.functional import silu
 
 from nanovllm.engine.kv_cache import zeros
@@ -16,7 +14,6 @@ from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.quantization import quantize_fp8
 from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
-from nanovllm.layers.sampler import Sampling, draw, greedy, uniform
 from tests.triton_interpreter import round_to_fp8
 
 CUDA = torch.cuda.is_available()
@@ -228,156 +225,6 @@ def test_eight_bits_saturate(dtype):
     assert torch.equal(values, case.v.float().clamp(-448, 448))
 
 
-# --- sampling
-
-
-def make_sampling(rows, *, temperature=1.0, min_p=0.0, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-
-    def column(value):
-        return torch.as_tensor(value).float().expand(rows).to(DEVICE).contiguous()
-
-    return Sampling(
-        temperatures=column(temperature),
-        seeds=torch.randint(2**63 - 1, (rows,), generator=generator).to(DEVICE),
-        positions=torch.randint(5000, (rows,), generator=generator).to(DEVICE),
-        top_ks=torch.full((rows,), 2**31 - 1).to(DEVICE),
-        top_ps=column(1.0),
-        min_ps=column(min_p),
-    )
-
-
-def sample(logits, sampling):
-    temperatures, min_ps = sampling.temperatures, sampling.min_ps
-    return gpu.sample(logits, temperatures, sampling.seeds, sampling.positions, min_ps)
-
-
-def assert_inverts(tokens, logits, sampling):
-    """Each token has weight, and its share of the distribution holds the row's uniform number; the
-    CPU's draw agrees wherever the number is not near a boundary.
-    """
-    tokens, logits = tokens.cpu(), logits.cpu()
-    columns = ("temperatures", "seeds", "positions", "min_ps")
-    temperatures, seeds, positions, min_ps = (getattr(sampling, name).cpu() for name in columns)
-    weights = logits.double().sub(logits.double().amax(-1, keepdim=True))
-    weights = weights.div(temperatures[:, None].double()).exp()
-    weights[weights < min_ps[:, None] * (1 - 1e-6)] = 0
-    ends = weights.cumsum(-1) / weights.sum(-1, keepdim=True)
-    starts = ends - weights / weights.sum(-1, keepdim=True)
-    number, place = uniform(seeds, positions), tokens[:, None]
-    assert (weights.gather(1, place) > 0).all()
-    before, after = starts.gather(1, place)[:, 0], ends.gather(1, place)[:, 0]
-    assert (before - 1e-5 <= number).all()
-    assert (number <= after + 1e-5).all()
-    clear = (ends - number[:, None]).abs().amin(-1) > 1e-5
-    everything = torch.full_like(seeds, 2**31 - 1)
-    one = torch.ones_like(min_ps)
-    rows = Sampling(temperatures, seeds, positions, everything, one, min_ps)
-    assert torch.equal(tokens[clear], draw(logits.float(), rows)[clear])
-    return clear.float().mean()
-
-
-@each_dtype
-@pytest.mark.parametrize("vocab_size", [1, 127, 2049, 6003])
-def test_sample_inverts_the_distribution(vocab_size, dtype):
-    rows = 8
-    logits = randn(rows, vocab_size, dtype=dtype) * 3
-    temperature = torch.linspace(0.3, 1.5, rows)
-    for min_p in (0.0, torch.tensor([0.0, 1e-4, 0.05, 1.0]).repeat(rows // 4)):
-        sampling = make_sampling(rows, temperature=temperature, min_p=min_p)
-        share_clear = assert_inverts(sample(logits, sampling), logits, sampling)
-        assert share_clear > 0.7 or vocab_size > 127
-
-
-def test_sample_from_qwen3s_vocabulary():
-    logits = randn(3, 151936, dtype=torch.float16) * 4
-    sampling = make_sampling(3, temperature=0.6, min_p=torch.tensor([0.0, 0.0, 0.01]))
-    assert_inverts(sample(logits, sampling), logits, sampling)
-
-
-def test_the_uniform_numbers_are_the_samplers():
-    """Of flat logits the token is the number, rounded down."""
-    seeds = torch.tensor([0, 1, 2**31, 2**53 + 1, 2**62 + 12345, 2**63 - 1])
-    positions = torch.tensor([0, 1, 63, 2**31])
-    pairs = torch.cartesian_prod(seeds, positions).to(DEVICE)
-    rows, size = len(pairs), 2048
-    numbers = uniform(*pairs.T)
-    ones = torch.ones(rows, device=DEVICE)
-    logits = torch.full((rows, size), -2.5, device=DEVICE)
-    tokens = gpu.sample(logits, ones, *pairs.T.contiguous(), 0 * ones)
-    assert torch.equal(tokens, (numbers * size).long())
-
-
-def test_a_row_does_not_depend_on_the_others():
-    logits, sampling = randn(9, 5000) * 2, make_sampling(9, temperature=0.9)
-    together = sample(logits, sampling)
-    for row in range(9):
-        alone = sampling.take(torch.tensor([row], device=DEVICE))
-        assert torch.equal(sample(logits[row : row + 1], alone), together[row : row + 1])
-
-
-def test_rows_that_lie_apart():
-    """Logits of a padded vocabulary, sliced: the padding is never chosen."""
-    padded = randn(4, 3000)
-    padded[:, 2500:] = 50.0
-    logits, sampling = padded[:, :2500], make_sampling(4)
-    assert torch.equal(sample(logits, sampling), sample(logits.contiguous(), sampling))
-    assert torch.equal(gpu.greedy(logits), logits.argmax(-1))
-
-
-@each_dtype
-def test_forbidden_tokens_are_never_drawn(dtype):
-    """Whole blocks at -inf, before and behind those with weight; and a single token left."""
-    logits = randn(16, 9000, dtype=dtype)
-    logits[:, :2500] = -torch.inf
-    logits[:, 6000:] = -torch.inf
-    logits[8:, 2501:] = -torch.inf
-    sampling = make_sampling(16, min_p=torch.tensor([0.0, 0.01]).repeat(8))
-    tokens = sample(logits, sampling)
-    assert ((tokens >= 2500) & (tokens < 6000)).all()
-    assert (tokens[8:] == 2500).all()
-    assert_inverts(tokens, logits, sampling)
-
-
-@triton.jit
-def invert(weights, targets, places, SIZE: tl.constexpr):
-    row = tl.program_id(0)
-    place, _ = gpu._invert(tl.load(weights + tl.arange(0, SIZE)), tl.load(targets + row))
-    tl.store(places + row, place)
-
-
-def test_rounding_leads_to_no_token_without_weight():
-    """A sum that is aimed a little below 0, or at the end and beyond."""
-    weights = torch.tensor([0, 0, 1, 0, 2, 0, 0, 0], dtype=torch.float64, device=DEVICE)
-    targets = torch.tensor([-1e-17, 0, 0.99, 1, 2.99, 3, 3.01], dtype=torch.float64, device=DEVICE)
-    places = torch.zeros(7, dtype=torch.int32, device=DEVICE)
-    invert[(7,)](weights, targets, places, SIZE=8)
-    assert places.tolist() == [2, 2, 2, 4, 4, 4, 4]
-
-
-@each_dtype
-@pytest.mark.parametrize("vocab_size", [1, 5, 2048, 7001])
-def test_greedy_takes_the_first_of_the_largest(vocab_size, dtype):
-    logits = randn(6, vocab_size, dtype=dtype)
-    for row, places in enumerate([(0, -1), (vocab_size // 2, -1), (-2 % vocab_size, -1)]):
-        logits[row, list(places)] = 9.0
-    logits[5] = -torch.inf
-    logits[5, vocab_size // 3] = -5.0
-    expected = torch.tensor([row.tolist().index(row.max()) for row in logits.cpu()])
-    assert torch.equal(gpu.greedy(logits).cpu(), expected)
-    sampling = make_sampling(6, temperature=torch.tensor([0.0, 9e-6, 0.0, 0.0, 1.0, 0.0]))
-    mixed = sample(logits, sampling)
-    greedy_rows = torch.tensor([0, 1, 2, 3, 5])
-    assert torch.equal(mixed.cpu()[greedy_rows], expected[greedy_rows])
-    alone = sampling.take(torch.tensor([4], device=DEVICE))
-    assert torch.equal(mixed[4:5], sample(logits[4:5], alone))
-
-
-def test_no_rows():
-    assert sample(randn(0, 100), make_sampling(0)).shape == (0,)
-    assert gpu.greedy(randn(0, 100)).dtype == torch.int64
-
-
 # --- which kernels serve a device
 
 
@@ -395,11 +242,3 @@ def test_without_a_gpu_the_log_says_why(caplog):
         assert on_gpu() is None
     (record,) = caplog.records
     assert "plain torch serves: there is no CUDA device" in record.getMessage()
-
-
-@pytest.mark.skipif(not CUDA, reason="needs a GPU")
-def test_the_sampler_uses_the_kernels_on_a_gpu():
-    assert kernels_for(DEVICE, torch.bfloat16) is on_gpu() is gpu
-    logits, sampling = randn(8, 5000), make_sampling(8)
-    assert torch.equal(draw(logits, sampling), sample(logits, sampling))
-    assert torch.equal(greedy(logits), gpu.greedy(logits))

@@ -5,7 +5,7 @@ spilled.
 import pytest
 import torch
 
-from nanovllm.kernels import gpu
+from nanovllm.kernels import gpu, gpu_sampling
 from tests.kernels.triton_harness import ARCHS, compile_for, compile_launches
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -73,9 +73,10 @@ def test_store(num_heads, num_kv_heads, dtype, arch):
 def test_sampling(dtype, arch):
     logits = meta(3, VOCAB_SIZE, dtype=dtype)
     index, number = meta(3, dtype=torch.int64), meta(3, dtype=torch.float32)
-    launched = compile_launches(gpu.sample, logits, number, index, index, number, arch=arch)
-    assert_fits(launched, "_reduce_blocks", "_choose")
-    launched = compile_launches(gpu.greedy, logits, arch=arch)
+    args = (logits, number, index, index, index, number, number)
+    launched = compile_launches(gpu_sampling.sample, *args, arch=arch)
+    assert_fits(launched, "_reduce_blocks", "_choose", "_choose_kept")
+    launched = compile_launches(gpu_sampling.greedy, logits, arch=arch)
     assert_fits(launched, "_reduce_blocks", "_choose")
 
 
