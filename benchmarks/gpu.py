@@ -80,6 +80,7 @@ TESTS_ALONE = ("tests/engine/test_cuda_graph.py", "tests/engine/test_kv_cache.py
 """They look at the memory of the whole GPU."""
 SANITIZED = {
     "tests/kernels/test_gpu.py": "bfloat16 or slots or length or negative",
+    "tests/kernels/test_gpu_fp8.py": "multiply or bfloat16",
     "tests/kernels/test_gpu_attention.py": "test_groups or edges or length_0 or float8",
     "tests/kernels/test_gpu_step.py": "gather or advance",
 }

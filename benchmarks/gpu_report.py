@@ -18,7 +18,7 @@ KINDS = {
     "sampler": r"^_reduce_blocks|^_choose",
     "norm, activation, store": r"^_add_rms_norm|^_silu_and_mul|^_store|^_quantize_fp8",
     "step state": r"^_gather|^_advance",
-    "GEMM": r"gemm|gemv|nvjet|cutlass|cublas|splitk|xmma",
+    "GEMM": r"^_multiply_fp8|gemm|gemv|nvjet|cutlass|cublas|splitk|xmma",
     "copies": r"^memcpy|^memset",
 }
 """Kinds of GPU work by what their names match, the first that does; anything else is "other"."""

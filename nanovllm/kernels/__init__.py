@@ -36,6 +36,15 @@ def on_gpu() -> ModuleType | None:
     return gpu
 
 
+def fp8_on_gpu() -> ModuleType | None:
+    """Return the Triton kernels for FP8, or None where Triton's cannot be used."""
+    if on_gpu() is None:
+        return None
+    from nanovllm.kernels import gpu_fp8
+
+    return gpu_fp8
+
+
 def _no_triton() -> str | None:
     """Return why the Triton kernels cannot be used, after trying one of them."""
     if not torch.cuda.is_available():

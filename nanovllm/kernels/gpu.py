@@ -1,4 +1,4 @@
-"""The Triton kernels for CUDA that layers call: norm, activation, KV store and FP8.
+"""The Triton kernels for CUDA that layers call: norm, activation and KV store.
 
 Each row or token is computed in the same way whatever else is in the batch. Nothing waits for the
 host, so a CUDA graph can hold every call. Imports triton: ask `nanovllm.kernels` before this.
@@ -36,25 +36,6 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     if rows:
         _silu_and_mul[(rows, triton.cdiv(size, block))](gate_up, out, size, BLOCK=block)
     return out
-
-
-def quantize_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round x [t, n] to float8_e4m3fn [t, n] times float32 scales [t, 1], each of its row alone."""
-    assert x.is_contiguous()
-    rows, size = x.shape
-    values, scales = torch.empty_like(x, dtype=_FP8), x.new_empty(rows, 1, dtype=torch.float32)
-    block = min(triton.next_power_of_2(size), 4096)
-    if rows:
-        _quantize_fp8[(rows,)](
-            x,
-            values,
-            scales,
-            LIMIT=torch.finfo(_FP8).max,
-            SIZE=size,
-            BLOCK=block,
-            num_warps=max(block // 512, 1),
-        )
-    return values, scales
 
 
 def store(
@@ -137,27 +118,6 @@ def _silu_and_mul(gate_up, out, size, BLOCK: tl.constexpr):
     up = tl.load(gate_up + row * 2 * size + size + columns, inside, 0.0).to(tl.float32)
     activated = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)
     tl.store(out + row * size + columns, (activated * up).to(dtype), inside)
-
-
-@triton.jit
-def _quantize_fp8(
-    x, values, scales, LIMIT: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """One row, read twice: for its largest number, then to be divided by the scale."""
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    largest = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, SIZE, BLOCK):
-        part = tl.load(x + row * SIZE + start + columns, start + columns < SIZE, 0.0)
-        largest = tl.maximum(largest, tl.abs(part.to(tl.float32)))
-    scale = tl.max(largest) / LIMIT
-    scale = tl.where(scale > 0, scale, 1.0)
-    tl.store(scales + row, scale)
-    for start in range(0, SIZE, BLOCK):
-        inside = start + columns < SIZE
-        part = tl.load(x + row * SIZE + start + columns, inside, 0.0).to(tl.float32)
-        part = tl.clamp(part / scale, -LIMIT, LIMIT)
-        tl.store(values + row * SIZE + start + columns, part.to(values.dtype.element_ty), inside)
 
 
 @triton.jit

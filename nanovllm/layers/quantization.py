@@ -4,13 +4,13 @@ A method is made from a loaded weight and replaces it. Knows no checkpoint, no l
 """
 
 import re
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding, linear, pad
 
 from nanovllm.errors import ConfigError
-from nanovllm.kernels import cpu, on_gpu
+from nanovllm.kernels import cpu, fp8_on_gpu
 
 GROUPS = {"int8": (128, 64, 32), "int4": (32,)}
 """Inputs that share a scale, by quantization: the first that divides a layer's inputs."""
@@ -118,14 +118,22 @@ def quantize(weight: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor,
     return values, scales
 
 
-def quantize_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round x [n, k] to float8_e4m3fn [n, k] times float32 scales [n, 1], each of its row alone."""
-    values, scales = torch.empty_like(x, dtype=FP8), x.new_empty(len(x), 1, dtype=torch.float32)
-    for start in range(0, len(x), _ROWS):
-        part = x[start : start + _ROWS].float()
-        scale = part.abs().amax(1, keepdim=True) / _FP8_MAX
+def quantize_fp8(x: torch.Tensor, group: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round x [n, k] to float8_e4m3fn [n, k] times float32 scales [n, ceil(k / group)].
+
+    A scale takes the largest number of `group` neighbours in a row (None: of all) to 448.
+    """
+    n, k = x.shape
+    group = group or max(k, 1)
+    values = torch.empty_like(x, dtype=FP8)
+    scales = x.new_empty(n, -(-k // group), dtype=torch.float32)
+    for start in range(0, n, _ROWS):
+        part = pad(x[start : start + _ROWS].float(), (0, -k % group))
+        part = part.view(len(part), -1, group) if k else part[..., None]
+        scale = part.abs().amax(2) / _FP8_MAX
         scale = torch.where(scale > 0, scale, 1.0)
-        values[start : start + _ROWS] = (part / scale).clamp_(-_FP8_MAX, _FP8_MAX)
+        part = (part / scale[..., None]).clamp_(-_FP8_MAX, _FP8_MAX)
+        values[start : start + _ROWS] = part.flatten(1)[:, :k]
         scales[start : start + _ROWS] = scale
     return values, scales
 
@@ -188,8 +196,9 @@ class IntWeight:
 class Fp8Weight:
     """8 bits a weight, as a floating-point number.
 
-    GPUs that multiply FP8 do so where a row has one scale, the inputs rounded to FP8 by rows;
-    elsewhere the weight is widened for each product, which saves memory and no time.
+    GPUs that multiply FP8 do so, the inputs rounded to FP8 with scales for as many of them as share
+    one of the weight's: by torch where that is a row, else by a kernel of ours. Elsewhere the
+    weight is widened for each product, which saves memory and no time.
 
     Args:
         values: [n, k] float8_e4m3fn.
@@ -208,25 +217,39 @@ class Fp8Weight:
         native: bool,
     ) -> None:
         self._values, self._scales, self._block, self._dtype = values, scales, block, dtype
-        self._in_fp8 = (  # what torch._scaled_mm takes with a scale for each row
-            values.is_cuda
-            and torch.cuda.get_device_capability(values.device) >= _FP8_MATMUL
+        can = values.is_cuda and torch.cuda.get_device_capability(values.device) >= _FP8_MATMUL
+        self._kernels = fp8_on_gpu() if can and native else None
+        self._by_rows = (  # what torch._scaled_mm takes with a scale for each row
+            can
             and dtype == torch.bfloat16
             and scales.shape[1] == 1
             and all(size % 16 == 0 for size in values.shape)
         )
-        kernels = on_gpu() if self._in_fp8 and native else None
-        self._quantize = quantize_fp8 if kernels is None else kernels.quantize_fp8
+        self._by_groups = (
+            self._kernels is not None
+            and dtype != torch.float32
+            and scales.shape[1] > 1
+            and self._kernels.inputs_of_a_step(block) > 0
+        )
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        if self._in_fp8:
-            return self.multiply_in_fp8(x)
+        if self._by_rows:
+            return self.multiply_by_rows(x)
+        if self._by_groups:
+            return self.multiply_by_groups(x, self._kernels)
         return linear(x, self._widen(self._values, self._scales))
 
-    def multiply_in_fp8(self, x: torch.Tensor) -> torch.Tensor:
-        values, scales = self._quantize(x)
+    def multiply_by_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """Round `x` with a scale for each row; let torch multiply."""
+        values, scales = (quantize_fp8 if self._kernels is None else self._kernels.quantize)(x)
         return torch._scaled_mm(
             values, self._values.t(), scales, self._scales.t(), out_dtype=self._dtype
+        )
+
+    def multiply_by_groups(self, x: torch.Tensor, kernels: Any) -> torch.Tensor:
+        """Round `x` with a scale for each group of inputs; let `kernels` (gpu_fp8) multiply."""
+        return kernels.multiply(
+            *kernels.quantize(x, self._block), self._values, self._scales, self._block, self._dtype
         )
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:

@@ -46,14 +46,6 @@ def test_silu_and_mul(intermediate_size, dtype, arch):
     assert_fits(compile_launches(gpu.silu_and_mul, gate_up, arch=arch), "_silu_and_mul")
 
 
-@pytest.mark.parametrize("arch", ARCHS[1:])  # Ampere has no FP8
-@each_dtype
-@pytest.mark.parametrize("size", [1024, 5120, 25600])
-def test_quantize_fp8(size, dtype, arch):
-    launched = compile_launches(gpu.quantize_fp8, meta(3, size, dtype=dtype), arch=arch)
-    assert_fits(launched, "_quantize_fp8")
-
-
 @each_arch
 @each_dtype
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [model[2:] for model in MODELS])

@@ -135,10 +135,10 @@ def test_fp8_product_of_rounded_inputs():
     rounded = [
         values.double() * scales.double() for values, scales in map(quantize_fp8, (x, weight))
     ]
-    out = method.multiply_in_fp8(x)
+    out = method.multiply_by_rows(x)
     assert out.dtype == torch.bfloat16
     assert torch.allclose(out.double(), rounded[0] @ rounded[1].T, rtol=2.0**-8, atol=1e-3)
-    assert torch.equal(method.multiply_in_fp8(x[2:3]), out[2:3])
+    assert torch.equal(method.multiply_by_rows(x[2:3]), out[2:3])
 
 
 def test_what_a_format_excludes():

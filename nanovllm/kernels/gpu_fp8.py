@@ -1,0 +1,136 @@
+"""FP8 (E4M3) in Triton: rows rounded in groups, and products of what has a scale for each group.
+
+Each row is computed in the same way whatever else is in the batch. Nothing waits for the host, so
+a CUDA graph can hold every call. Imports triton: ask `nanovllm.kernels` before this.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+FP8 = torch.float8_e4m3fn
+
+_LIMIT = torch.finfo(FP8).max
+_MAX_INPUTS = 128
+"""Inputs whose products the tensor cores add up, before their sum joins those in float32."""
+_MIN_INPUTS = 32
+
+
+def quantize(x: torch.Tensor, group: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round x [t, n] to float8_e4m3fn [t, n] times float32 scales [t, ceil(n / group)].
+
+    A scale takes the largest number of `group` neighbours in a row (None: of all) to 448.
+    """
+    assert x.is_contiguous()
+    rows, size = x.shape
+    group = group or max(size, 1)
+    groups = triton.cdiv(size, group)
+    values, scales = torch.empty_like(x, dtype=FP8), x.new_empty(rows, groups, dtype=torch.float32)
+    block = min(triton.next_power_of_2(group), 4096)
+    if values.numel():
+        _quantize_fp8[(rows, groups)](
+            x, values, scales, LIMIT=_LIMIT, SIZE=size, GROUP=group, BLOCK=block,
+            num_warps=max(block // 512, 1),
+        )  # fmt: skip
+    return values, scales
+
+
+def inputs_of_a_step(group: int) -> int:
+    """Return how many inputs `multiply` takes at a time; 0: it does not take such groups."""
+    step = min(group & -group, _MAX_INPUTS)
+    return step if step >= _MIN_INPUTS else 0
+
+
+def multiply(
+    x: torch.Tensor,
+    x_scales: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scales: torch.Tensor,
+    group: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return x times the transpose of the weight: [t, n] of `dtype`.
+
+    A group's products are summed by the tensor cores, then scaled and added in float32, which
+    bounds what their narrow sums lose (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
+
+    Args:
+        x: [t, k] float8_e4m3fn, contiguous.
+        x_scales: [t, ceil(k / group)] float32, contiguous.
+        weight: [n, k] float8_e4m3fn, contiguous.
+        weight_scales: [n, ceil(k / group)] float32, contiguous.
+        group: inputs that share a scale; `inputs_of_a_step(group)` is not 0.
+    """
+    (rows, size), outputs = x.shape, len(weight)
+    assert all(t.is_contiguous() for t in (x, x_scales, weight, weight_scales))
+    y = torch.empty(rows, outputs, dtype=dtype, device=x.device)
+    options = _options(rows)
+    grid = (triton.cdiv(rows, options["M"]) * triton.cdiv(outputs, options["N"]),)
+    if rows:
+        _multiply_fp8[grid](
+            x, x_scales, weight, weight_scales, y, rows, OUTPUTS=outputs, SIZE=size, GROUP=group,
+            STEP=inputs_of_a_step(group), **options,
+        )  # fmt: skip
+    return y
+
+
+def _options(rows: int) -> dict[str, int]:
+    """M rows times N outputs in a tile. Few rows: narrow tiles, so that more programs read."""
+    if rows <= 16:
+        return {"M": 16, "N": 32, "num_warps": 4, "num_stages": 4}
+    if rows <= 64:
+        return {"M": 32, "N": 64, "num_warps": 4, "num_stages": 4}
+    return {"M": 64, "N": 128, "num_warps": 4, "num_stages": 3}
+
+
+@triton.jit
+def _quantize_fp8(
+    x, values, scales,
+    LIMIT: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One group of a row, read twice: for its largest number, then to be divided by the scale."""
+    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    columns = tl.arange(0, BLOCK)
+    end = tl.minimum((group + 1) * GROUP, SIZE)
+    largest = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, GROUP, BLOCK):
+        at = group * GROUP + start + columns
+        part = tl.load(x + row * SIZE + at, at < end, 0.0)
+        largest = tl.maximum(largest, tl.abs(part.to(tl.float32)))
+    scale = tl.max(largest) / LIMIT
+    scale = tl.where(scale > 0, scale, 1.0)
+    tl.store(scales + row * tl.num_programs(1) + group, scale)
+    for start in range(0, GROUP, BLOCK):
+        at = group * GROUP + start + columns
+        part = tl.load(x + row * SIZE + at, at < end, 0.0).to(tl.float32)
+        part = tl.clamp(part / scale, -LIMIT, LIMIT)
+        tl.store(values + row * SIZE + at, part.to(values.dtype.element_ty), at < end)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _multiply_fp8(
+    x, x_scales, weight, weight_scales, y, rows,
+    OUTPUTS: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """A tile of y. Programs of the same outputs run side by side and share the weight's reading."""
+    GROUPS: tl.constexpr = (SIZE + GROUP - 1) // GROUP
+    row_tiles = tl.cdiv(rows, M)
+    row = (tl.program_id(0) % row_tiles * M + tl.arange(0, M)).to(tl.int64)
+    output = (tl.program_id(0) // row_tiles * N + tl.arange(0, N)).to(tl.int64)
+    inputs = tl.arange(0, STEP)
+    is_row, is_output = row < rows, output < OUTPUTS
+    acc = tl.zeros([M, N], tl.float32)
+    for start in range(0, SIZE, STEP):
+        of_x, of_weight = is_row[:, None], is_output[:, None]
+        if SIZE % STEP:
+            inside = (start + inputs < SIZE)[None, :]
+            of_x, of_weight = of_x & inside, of_weight & inside
+        a = tl.load(x + row[:, None] * SIZE + start + inputs[None, :], of_x, 0.0)
+        b = tl.load(weight + output[:, None] * SIZE + start + inputs[None, :], of_weight, 0.0)
+        group = start // GROUP
+        a_scale = tl.load(x_scales + row * GROUPS + group, is_row, 0.0)
+        b_scale = tl.load(weight_scales + output * GROUPS + group, is_output, 0.0)
+        acc += tl.dot(a, tl.trans(b)) * a_scale[:, None] * b_scale[None, :]
+    place = y + row[:, None] * OUTPUTS + output[None, :]
+    tl.store(place, acc.to(y.dtype.element_ty), is_row[:, None] & is_output[None, :])
