@@ -1,4 +1,4 @@
-"""What rounding the weights costs: KL divergence and top-1 agreement with the weights as they are.
+"""What rounding weights or KV costs: KL divergence and top-1 agreement with both as they are.
 
 Every position of every text is compared, over the 1000 likeliest tokens; the rest count as equally
 likely. Without --model: the shipped model on the entries that it was trained on.
@@ -14,9 +14,9 @@ from nanovllm import LLM, SamplingParams, glossary
 _LARGEST = 1000
 
 
-def logprobs(model: str, texts: list[str], quantization: str | None) -> torch.Tensor:
+def logprobs(model: str, texts: list[str], **options: str) -> torch.Tensor:
     """Return log-probabilities [positions, vocab_size] of what follows each token of `texts`."""
-    llm = LLM(model, quantization=quantization)
+    llm = LLM(model, **options)
     vocab_size = llm.engine.cache_info.vocab_size
     rows = torch.empty(0, vocab_size)
     params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=min(_LARGEST, vocab_size))
@@ -45,14 +45,18 @@ def main() -> None:
     texts = [" ".join(entry) for entry in glossary.entries()]
     if args.text is not None:
         texts = [line for line in args.text.read_text().splitlines() if line.strip()]
-    expected = logprobs(args.model, texts, None)
+    expected = logprobs(args.model, texts)
     print(f"{len(texts)} texts, {len(expected)} positions, {expected.shape[1]} tokens")
-    for quantization in ("int8", "int4"):
-        found = logprobs(args.model, texts, quantization)
+    for name, value in (
+        ("quantization", "int8"),
+        ("quantization", "int4"),
+        ("kv_cache_dtype", "int8"),
+    ):
+        found = logprobs(args.model, texts, **{name: value})
         divergence = (expected.exp() * (expected - found)).sum(-1)
         same = (expected.argmax(-1) == found.argmax(-1)).double().mean().item()
         print(
-            f"{quantization}: KL divergence mean {divergence.mean():.2e}, "
+            f"{name}={value}: KL divergence mean {divergence.mean():.2e}, "
             f"99% below {divergence.quantile(0.99):.2e} nats; top-1 agreement {same:.2%}"
         )
 

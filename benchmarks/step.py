@@ -109,6 +109,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model")
     parser.add_argument("--quantization")
+    parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--steps", type=int, default=24)
@@ -130,6 +131,7 @@ def main() -> None:
             args.model,
             load_format=load_format,
             quantization=args.quantization,
+            kv_cache_dtype=args.kv_cache_dtype,
             enforce_eager=enforce_eager,
         )
         found.append([medians(llm, clock, n, args.context, args.steps) for n in args.batch])

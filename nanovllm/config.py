@@ -15,7 +15,7 @@ from nanovllm.validation import StrictKeywords, check_bool, check_choice, check_
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
 QUANTIZATIONS = ("int8", "int4", "fp8")
-KV_CACHE_DTYPES = ("auto", "fp8")
+KV_CACHE_DTYPES = ("auto", "fp8", "int8")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,8 @@ class Config(StrictKeywords):
     """"int8" or "int4": keep the weights of linear layers, embedding and head in so many bits;
     "fp8": those of linear layers in FP8 (E4M3)."""
     kv_cache_dtype: str = "auto"
-    """"fp8" keeps keys and values in FP8 (E4M3, scale 1); "auto" in the model's dtype."""
+    """"fp8" keeps keys and values in FP8 (E4M3, scale 1) on a GPU, "int8" in integers with a scale
+    for each token and head on a CPU; "auto" in the model's dtype."""
     max_num_batched_tokens: int | None = None
     """Most tokens computed in one step; longer prompts are cut into chunks. None is 16384 on CUDA,
     2048 on a CPU."""

@@ -12,6 +12,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.errors import ConfigError
 from nanovllm.kernels import cpu
 
 pytestmark = pytest.mark.skipif(cpu.library() is None, reason="no compiler here")
@@ -106,14 +107,18 @@ def one_by_one(model: str, **options: Any) -> list[list[int]]:
         ("int8", {"enforce_eager": True}),
         ("int4", {"max_num_batched_tokens": 17}),
         ("int4", {"max_num_seqs": 3}),
+        (None, {"kv_cache_dtype": "int8", "max_num_batched_tokens": 17}),
+        (None, {"kv_cache_dtype": "int8", "enforce_eager": True, "kvcache_block_size": 32}),
+        ("int4", {"kv_cache_dtype": "int8", "max_num_seqs": 3}),
     ],
 )
 def test_tokens_do_not_depend_on_the_batch(
     model: str, workload: Any, options: dict[str, Any], quantization: str | None
 ) -> None:
-    options = {"kvcache_block_size": 64, "quantization": quantization, **options}
     # Sums over keys go block by block, so another size may round otherwise.
-    kept = {name: options[name] for name in ("kvcache_block_size", "quantization")}
+    kept = {"kvcache_block_size": 64, "quantization": quantization, "kv_cache_dtype": "auto"}
+    options = {**kept, **options}
+    kept = {name: options[name] for name in kept}
     assert generate(model, workload, **options) == one_by_one(model, **kept)
 
 
@@ -123,22 +128,28 @@ def test_preemption(model: str, workload: Any, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(
         Scheduler, "_preempt", lambda self, seq: (preempted.append(seq.seq_id), preempt(self, seq))
     )
-    assert generate(model, workload, num_kvcache_blocks=5) == one_by_one(
-        model, kvcache_block_size=64, quantization=None
-    )
+    expected = one_by_one(model, kvcache_block_size=64, quantization=None, kv_cache_dtype="auto")
+    assert generate(model, workload, num_kvcache_blocks=5) == expected
     assert preempted
 
 
 @QUANTIZATIONS
-def test_close_to_plain_torch(model: str, workload: Any, quantization: str | None) -> None:
-    """Log-probabilities with the kernels on and off differ by bfloat16's rounding only."""
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"native_kernels": True},
+        pytest.param({"kv_cache_dtype": "int8"}, id="kv int8"),
+    ],
+)
+def test_close_to_plain_torch(
+    model: str, workload: Any, quantization: str | None, options: dict[str, Any]
+) -> None:
+    """Log-probabilities with the kernels on and off differ by rounding only."""
     prompts, _ = workload
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     found = []
-    for native in (True, False):
-        llm = LLM(
-            model, native_kernels=native, max_model_len=MAX_MODEL_LEN, quantization=quantization
-        )
+    for changes in (options, {"native_kernels": False}):
+        llm = LLM(model, max_model_len=MAX_MODEL_LEN, quantization=quantization, **changes)
         outputs = llm.generate(prompts, params, use_tqdm=False)
         found.append(
             torch.tensor(
@@ -165,3 +176,25 @@ def test_what_torch_computes_is_not_recorded(
         found = generate(biased, (prompts[:8], params[:8]))
     assert "steps run call by call: torch computes aten.add_" in caplog.text
     assert found == generate(biased, (prompts[:8], params[:8]), max_num_seqs=1)
+
+
+def test_keys_and_values_in_8_bits_take_half_the_blocks_bytes(model: str) -> None:
+    blocks = []
+    for kv_cache_dtype in ("auto", "int8"):
+        llm = LLM(
+            model,
+            max_model_len=MAX_MODEL_LEN,
+            kv_cache_dtype=kv_cache_dtype,
+            kv_cache_memory_bytes=10**6,
+        )
+        blocks.append(llm.engine.cache_info.num_blocks)
+        llm.shutdown()
+    # 32 numbers a head: 64 bytes, or 32 and two for the scale.
+    assert blocks == [10**6 // (64 * 64 * 12), 10**6 // (64 * 34 * 12)]
+
+
+def test_keys_and_values_in_8_bits_need_the_kernels(model: str) -> None:
+    with pytest.raises(ConfigError, match=r'kv_cache_dtype "int8" needs .* C kernels; use "auto"'):
+        LLM(model, kv_cache_dtype="int8", native_kernels=False)
+    with pytest.raises(ConfigError, match=r'kv_cache_dtype "int8" .*cpu: needs bfloat16'):
+        LLM(model, kv_cache_dtype="int8", dtype="float32")

@@ -62,7 +62,7 @@ class AttentionSpec:
         return self.kv_dtype not in (None, self.dtype)
 
 
-WIDENS_NO_KV = "reads no FP8 KV cache"
+WIDENS_NO_KV = "reads no KV cache of 8 bits"
 """Why most backends refuse a spec that `widens_kv`."""
 
 
@@ -157,7 +157,7 @@ def select_backend(spec: AttentionSpec, *, native: bool = True) -> Backend:
 
     Raises:
         UnsupportedModelError: none can; the message has every reason.
-        ConfigError: the same, where an FP8 KV cache was asked for.
+        ConfigError: the same, where a KV cache of 8 bits was asked for.
     """
     from nanovllm.attention.cpu import CPUBackend
     from nanovllm.attention.flash_attn import FlashAttnBackend
@@ -179,8 +179,10 @@ def select_backend(spec: AttentionSpec, *, native: bool = True) -> Backend:
             return backend(spec)
         reasons.append(f"{backend.name}: {reason}")
     if spec.widens_kv:
+        asked, needed = "fp8", "a GPU of compute capability 8.9 and the Triton kernels"
+        if spec.kv_dtype == torch.int8:
+            asked, needed = "int8", "bfloat16 on a CPU and the C kernels"
         raise ConfigError(
-            'kv_cache_dtype "fp8" needs a GPU of compute capability 8.9 and the Triton kernels; '
-            f'use "auto" ({", ".join(reasons)})'
+            f'kv_cache_dtype "{asked}" needs {needed}; use "auto" ({", ".join(reasons)})'
         )
     raise UnsupportedModelError(f"no attention backend can serve this model: {'; '.join(reasons)}")

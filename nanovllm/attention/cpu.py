@@ -4,14 +4,14 @@ from typing import ClassVar
 
 import torch
 
-from nanovllm.attention.backend import WIDENS_NO_KV, AttentionSpec, Backend, Batch
+from nanovllm.attention.backend import AttentionSpec, Backend, Batch
 from nanovllm.kernels import cpu
 
 
 class CPUBackend(Backend):
-    """A layer's cache: [2, num_blocks, num_kv_heads, block_size, width], laid out by cpu.c.
+    """A layer's cache: [num_kv_heads, num_blocks, 2, block_size, width], laid out by cpu.c.
 
-    width is head_dim filled up to a multiple of 32.
+    width is head_dim filled up to a multiple of 32; in int8 two bytes more, a token's scale.
     """
 
     name: ClassVar[str] = "cpu"
@@ -27,8 +27,8 @@ class CPUBackend(Backend):
     def unsupported(cls, spec: AttentionSpec) -> str | None:
         if spec.device.type != "cpu" or spec.dtype != torch.bfloat16:
             return "needs bfloat16 on a CPU"
-        if spec.widens_kv:
-            return WIDENS_NO_KV
+        if spec.kv_dtype not in (None, spec.dtype, torch.int8):
+            return "keeps keys and values in bfloat16 or int8"
         if spec.head_dim % 2 or spec.head_dim > 256:
             return f"head_dim {spec.head_dim} is odd or above 256"
         if spec.num_heads // spec.num_kv_heads > 32:
@@ -39,8 +39,8 @@ class CPUBackend(Backend):
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         spec = self.spec
-        width = -(-spec.head_dim // cpu.PANEL) * cpu.PANEL
-        return (2, num_blocks, spec.num_kv_heads, self.block_size, width)
+        width = -(-spec.head_dim // cpu.PANEL) * cpu.PANEL + 2 * (spec.kv_dtype == torch.int8)
+        return (spec.num_kv_heads, num_blocks, 2, self.block_size, width)
 
     def plan(self, batch: Batch) -> None:
         return None

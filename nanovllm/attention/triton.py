@@ -42,6 +42,8 @@ class TritonBackend(PagedBackend):
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> str | None:
+        if spec.kv_dtype == torch.int8:
+            return "keeps keys and values in the queries' dtype or FP8"
         if spec.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             return f"no kernel for {str(spec.dtype).removeprefix('torch.')}"
         if spec.head_dim % 16 or spec.head_dim > 256:

@@ -131,7 +131,8 @@ class ModelRunner:
                     module.expect_fp8(prefix, model_config.fp8)
             self.model.to(device)
         self.model.eval().requires_grad_(False)
-        self._kv_dtype = FP8 if config.kv_cache_dtype == "fp8" else model_config.dtype
+        narrow = {"fp8": FP8, "int8": torch.int8}
+        self._kv_dtype = narrow.get(config.kv_cache_dtype, model_config.dtype)
         self._backend = self._select_backend()
         self._load(files)
         self._attentions = [m for m in self.model.modules() if isinstance(m, Attention)]

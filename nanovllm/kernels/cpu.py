@@ -42,8 +42,8 @@ _ARGUMENTS = {
     "nv_gather_int": "ppppnnnn",
     "nv_add_rms_norm": "ppppnnf",
     "nv_silu_and_mul": "ppnn",
-    "nv_store": "pppppppppnnnnnf",
-    "nv_attention": "pppppnppnnnnnf",
+    "nv_store": "ppppppppnnnnnnnf",
+    "nv_attention": "pppnpnppnnnnnnf",
     "nv_run": "pnnn",
     "nv_batch": "pnnpnnppppppn",
     "nv_greedy": "ppnn",
@@ -54,6 +54,9 @@ _ARGUMENTS = {
 PANEL = 32
 """Outputs that lie side by side in a packed weight. A head in the cache fills whole panels."""
 
+
+_CALL = 17
+"""Words of a recorded call."""
 
 # What `nv_run` runs, by number, and which argument is the number of tokens (attention: rows).
 _RECORDABLE = {
@@ -195,9 +198,10 @@ def store(
     Args:
         qkv: [t, (heads + 2 kv_heads) * dim], contiguous.
         cos_sin: [positions, dim] float32.
-        kv_cache: [2, blocks, kv_heads, block_size, width], laid out as cpu.c says.
+        kv_cache: [kv_heads, blocks, 2, block_size, width] bfloat16, or with two bytes more a token,
+            the scale of its numbers, int8; laid out as cpu.c says.
     """
-    _, _, num_kv_heads, block_size, _ = kv_cache.shape
+    num_kv_heads, num_blocks, _, block_size, _ = kv_cache.shape
     head_dim = cos_sin.shape[1]
     q = torch.empty(len(qkv), num_heads, head_dim, dtype=torch.bfloat16)
     _call(
@@ -209,13 +213,14 @@ def store(
         positions,
         slot_mapping,
         q,
-        kv_cache[0],
-        kv_cache[1],
+        kv_cache,
+        num_blocks,
         len(qkv),
         num_heads,
         num_kv_heads,
         head_dim,
         block_size,
+        8 * kv_cache.element_size(),
         eps,
     )
     return q
@@ -235,15 +240,15 @@ def attention(
         cu_seqlens_q: [rows + 1] int32.
         seq_lens: [rows] int32.
     """
-    _, _, num_kv_heads, block_size, _ = kv_cache.shape
+    num_kv_heads, num_blocks, _, block_size, _ = kv_cache.shape
     _, num_heads, head_dim = q.shape
     out = torch.empty_like(q)
     _call(
         "nv_attention",
         q,
         out,
-        kv_cache[0],
-        kv_cache[1],
+        kv_cache,
+        num_blocks,
         block_tables,
         block_tables.shape[1],
         cu_seqlens_q,
@@ -253,6 +258,7 @@ def attention(
         num_kv_heads,
         head_dim,
         block_size,
+        8 * kv_cache.element_size(),
         head_dim**-0.5,
     )
     return out
@@ -372,7 +378,8 @@ class Recording(TorchDispatchMode):
             raise Unrecordable(f"{name} is not a call for {self.size} tokens")
         words = [list(_RECORDABLE).index(name), *map(_address, args)]
         kinds = "q" + "".join("d" if kind == "f" else "q" for kind in _ARGUMENTS[name])
-        self._calls += struct.pack("@" + kinds.ljust(16, "q"), *words, *[0] * (16 - len(words)))
+        padding = [0] * (_CALL - len(words))
+        self._calls += struct.pack("@" + kinds.ljust(_CALL, "q"), *words, *padding)
 
     def _empty(self, like: torch.Tensor) -> torch.Tensor:
         free = self._free[like.nbytes]
@@ -387,7 +394,8 @@ class Recording(TorchDispatchMode):
     def run(self, num_tokens: int, num_rows: int) -> None:
         """Run the calls for the first `num_tokens` tokens, in `num_rows` rows."""
         calls = (ctypes.c_char * len(self._calls)).from_buffer(self._calls)
-        _call("nv_run", ctypes.addressof(calls), len(calls) // 128, num_tokens, num_rows)
+        num_calls = len(calls) // (8 * _CALL)
+        _call("nv_run", ctypes.addressof(calls), num_calls, num_tokens, num_rows)
 
 
 _recording: list[Recording] = []

@@ -177,6 +177,28 @@ def reference(q, k, v, seq_lens, query_lens):
     return torch.cat(outs)
 
 
+def in_8_bits(cache, slot_mapping, *stored):
+    """Return the keys and values of a cache's slots, once they are seen to be `stored`, rounded."""
+    kv_heads, blocks, _, block_size, row = cache.shape
+    width, head_dim = row - 2, stored[0].shape[-1]
+    halves = cache.permute(2, 1, 0, 3, 4).flatten(3)  # [2, blocks, kv_heads, bytes]
+    numbers, scales = halves.split([block_size * width, block_size * 2], -1)
+    keys = numbers[0].unflatten(-1, (-1, width // 2, 32, 2)).permute(0, 1, 2, 4, 3, 5)
+    values = numbers[1].unflatten(-1, (-1, block_size // 2, 32, 2)).permute(0, 1, 3, 5, 2, 4)
+    found = []
+    for part, scale, expected in zip(
+        (keys, values), scales.contiguous().view(torch.bfloat16), stored, strict=True
+    ):
+        scale = scale.double().transpose(1, 2).flatten(0, 1)[slot_mapping, :, None]
+        tokens = part.reshape(blocks, kv_heads, block_size, width).transpose(1, 2).flatten(0, 1)
+        tokens = tokens[slot_mapping][..., :head_dim] * scale
+        error = (tokens - expected.double()).abs()
+        assert (error <= 0.51 * scale + 2**-6 * expected.double().abs()).all()
+        assert torch.allclose(scale[..., 0] * 127, expected.abs().amax(-1).double(), rtol=2**-6)
+        found.append(tokens)
+    return found
+
+
 def plain_norm_and_rotate(qkv, norm, positions, heads, kv_heads, head_dim):
     """What the layers do in torch, and float64 copies of it."""
     q, k, v = (
@@ -195,6 +217,7 @@ def plain_norm_and_rotate(qkv, norm, positions, heads, kv_heads, head_dim):
 
 @native
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "block_size"),
     [
@@ -209,11 +232,17 @@ def plain_norm_and_rotate(qkv, norm, positions, heads, kv_heads, head_dim):
         (7, 1, 96, 64),
     ],
 )
-def test_attention(heads, kv_heads, head_dim, block_size):
-    """Whole prompts, then chunks and single tokens behind them, in one mixed batch each."""
+def test_attention(heads, kv_heads, head_dim, block_size, kv_dtype):
+    """Whole prompts, then chunks and single tokens behind them, in one mixed batch each.
+
+    A cache of 8 bits is compared with attention over what it holds.
+    """
     before = [0, 5, 63, 64, 200, 1, 127, 31]
     after = [100, 1, 1, 1, 37, 33, 2, 1]
-    spec = AttentionSpec(heads, kv_heads, head_dim, torch.bfloat16, torch.device("cpu"), block_size)
+    device = torch.device("cpu")
+    spec = AttentionSpec(
+        heads, kv_heads, head_dim, torch.bfloat16, device, block_size, kv_dtype=kv_dtype
+    )
     assert CPUBackend.unsupported(spec) is None
     backend = CPUBackend(spec)
     rotary = RotaryEmbedding(head_dim, 512, RopeConfig(theta=10000.0))
@@ -228,7 +257,7 @@ def test_attention(heads, kv_heads, head_dim, block_size):
     tables = torch.full((len(widths), max(widths)), 2**30, dtype=torch.int32)
     for row, width in enumerate(widths):
         tables[row, :width] = torch.tensor([order.pop() for _ in range(width)])
-    cache = torch.zeros(backend.kv_cache_shape(sum(widths)), dtype=torch.bfloat16)
+    cache = torch.zeros(backend.kv_cache_shape(sum(widths)), dtype=kv_dtype)
     past = {row: [] for row in range(len(widths))}
     for starts, lens in (([0] * len(widths), before), (before, after)):
         rows = [row for row in range(len(widths)) if lens[row]]
@@ -250,6 +279,8 @@ def test_attention(heads, kv_heads, head_dim, block_size):
         qkv = randn(len(positions), (heads + 2 * kv_heads) * head_dim, seed=len(positions))
         out = backend.forward_qkv(qkv, norm, cache, batch)
         q, k, v = plain_norm_and_rotate(qkv, norm, positions, heads, kv_heads, head_dim)
+        if kv_dtype == torch.int8:
+            k, v = in_8_bits(cache, batch.slot_mapping, k, v)
         for row, keys, values in zip(rows, k.split(query_lens), v.split(query_lens), strict=True):
             past[row].append((keys, values))
         keys, values = (
