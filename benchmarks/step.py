@@ -88,10 +88,11 @@ def weight_bytes(config: dict[str, Any], quantization: str | None) -> float:
 
 def medians(llm: LLM, clock: Clock, batch: int, context: int, num_steps: int) -> dict[str, float]:
     """Return the milliseconds of a step of `batch` sequences, by part; "step" is the whole."""
-    params = SamplingParams(temperature=0, max_tokens=num_steps + 4, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=num_steps + 8, ignore_eos=True)
     for index in range(batch):
         llm.engine.add_request([1 + index] * context, params)
-    for _ in range(3):  # the prompts, and two tokens more
+    generated = llm.engine.stats.num_decode_tokens
+    while llm.engine.stats.num_decode_tokens < generated + 3 * batch:
         llm.engine.step()
     steps: list[dict[str, float]] = []
     for _ in range(num_steps):

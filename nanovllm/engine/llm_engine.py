@@ -223,18 +223,17 @@ class LLMEngine:
                 self.scheduler.abandon(self._in_flight.popleft()[0])
             raise
         self._in_flight.popleft()
-        advanced: dict[int, Request] = {}
+        with_news: dict[int, Request] = {}
         taken = set()  # sequences whose tokens were not superfluous
         for seq in self.scheduler.update(schedule, result):
             taken.add(seq.seq_id)
-            request = self.output_processor.request_of(seq.seq_id)
-            assert request is not None
-            advanced[request.request_id] = request
-            stop_string = self.output_processor.read(seq)
+            request, stop_string = self.output_processor.read(seq)
             if stop_string is not None:
                 self.scheduler.finish(seq.seq_id, "stop", stop_string)
             self._queue_rest(request)
-        outputs = map(self.output_processor.output, advanced.values())
+            if request.stream or seq.is_finished:
+                with_news[request.request_id] = request
+        outputs = map(self.output_processor.output, with_news.values())
         self._outputs += [output for output in outputs if output is not None]
         self.stats.num_prefill_tokens += schedule.num_tokens - schedule.num_samples
         sampled = (row.seq_id for row in schedule.rows if row.samples)

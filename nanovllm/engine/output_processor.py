@@ -173,8 +173,10 @@ class OutputProcessor:
         found = self._completions.get(seq_id)
         return None if found is None else found[0]
 
-    def read(self, seq: Sequence) -> str | None:
-        """Take in a sequence's new tokens; return the stop string that they complete, if any."""
+    def read(self, seq: Sequence) -> tuple[Request, str | None]:
+        """Take in a sequence's new tokens; return its request and the stop string that they
+        complete, if any.
+        """
         request, completion = self._completions[seq.seq_id]
         now = time.monotonic()
         request.first_token_time = request.first_token_time or now
@@ -182,7 +184,7 @@ class OutputProcessor:
         params, detokenizer = request.params, completion.detokenizer
         if detokenizer is None or not (request.stream or params.stop):
             completion.num_tokens = seq.num_output_tokens
-            return None
+            return request, None
         while completion.num_tokens < seq.num_output_tokens:
             token = seq.token_ids[seq.num_prompt_tokens + completion.num_tokens]
             completion.num_tokens += 1
@@ -190,12 +192,12 @@ class OutputProcessor:
             if self._is_hidden_stop(seq, completion.num_tokens, params):
                 continue
             if detokenizer.add(token, search=search):
-                return detokenizer.stop_string
+                return request, detokenizer.stop_string
         if seq.is_finished and detokenizer.finish(
             search=completion.num_tokens >= params.min_tokens
         ):
-            return detokenizer.stop_string
-        return None
+            return request, detokenizer.stop_string
+        return request, None
 
     def output(self, request: Request) -> RequestOutput | None:
         """Return what there is to send of a request, if anything; forget it when it is finished.

@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 import torch
 
 from nanovllm.engine.batch import SlotTables
-from nanovllm.engine.schedule import Admission, Row, TokenLogprobs
+from nanovllm.engine.schedule import Row, TokenLogprobs
 from nanovllm.layers.sampler import Sampling, draw, greedy as greedy_tokens
 
 _SPARE = 8
@@ -70,6 +70,8 @@ class SamplingRows:
             if row.samples:
                 last_tokens.append(num_tokens - 1)
         self._tables = tables
+        found = (tables.admissions[row.slot] for row in self.rows)
+        self._params = [admission.params for admission in found if admission is not None]
         self._host_positions = [r.num_computed_tokens + r.num_scheduled_tokens for r in self.rows]
         numbers = [*last_tokens, *(row.slot for row in self.rows), *self._host_positions]
         on_device = tables.upload(numbers).view(3, len(self.rows))
@@ -87,8 +89,7 @@ class SamplingRows:
         with_top_k: list[int] = []
         with_top_p: list[int] = []
         max_top_k = 0
-        for index, row in enumerate(self.rows):
-            params = self._admission(row).params
+        for index, params in enumerate(self._params):
             if params.is_greedy:
                 greedy.append(index)
             elif 0 < params.top_k < vocab_size:
@@ -122,8 +123,8 @@ class SamplingRows:
         """Return sequence ids, counts and values for those of `tokens` [S] whose rows ask."""
         counts = {
             index: count
-            for index, row in enumerate(self.rows)
-            if (count := self._admission(row).params.logprobs) is not None
+            for index, params in enumerate(self._params)
+            if (count := params.logprobs) is not None
         }
         if not counts:
             return None
@@ -149,7 +150,6 @@ class SamplingRows:
 
     def _sampling(self, group: list[int], rows: torch.Tensor, of_all: bool) -> Sampling:
         tables, slots = self._tables, self._slots[rows]
-        params = [self._admission(self.rows[index]).params for index in group]
         return Sampling(
             temperatures=tables.temperatures[slots],
             seeds=tables.seeds[slots],
@@ -157,11 +157,6 @@ class SamplingRows:
             top_ks=tables.top_ks[slots],
             top_ps=tables.top_ps[slots],
             min_ps=tables.min_ps[slots],
-            any_min_p=any(p.min_p > 0 for p in params),
+            any_min_p=any(self._params[index].min_p > 0 for index in group),
             any_top_p_of_all=of_all,
         )
-
-    def _admission(self, row: Row) -> Admission:
-        admission = self._tables.admissions[row.slot]
-        assert admission is not None
-        return admission
