@@ -21,7 +21,8 @@ ROOT = Path(__file__).parent.parent.parent
 native = pytest.mark.skipif(cpu.library() is None, reason="no compiler here")
 
 EMULATED = Path(__file__).with_name("emulated.h")
-# Barely optimised: with -O1 it takes ten times as long to compile; a new key in the kernels' cache for each text.
+# Barely optimised: with -O1 it takes ten times as long to compile. Each text has a key of its own
+# in the kernels' cache.
 EMULATE = (
     *("-march=haswell", "-Og", "-w", "-include", str(EMULATED)),
     f"-DEMULATED={zlib.crc32(EMULATED.read_bytes())}",

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nanovllm.kernels import gpu_fp8
-from nanovllm.layers.quantization import quantize_fp8
+from nanovllm.layers.quantization import Fp8Weight, quantize_fp8
 from tests.kernels.triton_harness import ARCHS, compile_launches
 from tests.triton_interpreter import round_to_fp8
 
@@ -75,6 +75,22 @@ def test_multiply(rows, outputs, inputs, group, dtype):
     if not CUDA:  # where each size of a tile may take another instruction
         alone = gpu_fp8.multiply(x[:1], x_scales[:1], weight, weight_scales, group, dtype)
         assert torch.allclose(alone, y[:1], rtol=1e-5)
+
+
+@has_fp8
+def test_a_weight_in_blocks_is_multiplied_as_it_is():
+    """By a layer's method, inputs rounded by the groups of its weight."""
+    values, scales = gpu_fp8.quantize(randn(40, 256), 128)
+    x = randn(5, 256, dtype=torch.float16, seed=1)
+    weight = Fp8Weight(values, scales, 128, torch.float16, native=True)
+    y = weight.multiply_by_groups(x, gpu_fp8)
+    widened = weight.gather(torch.arange(40, device=DEVICE))
+    error = (y.double() - x.double() @ widened.double().T).abs()
+    # An input is off by 1/16 at most, its half on average; 256 of them by chance.
+    assert error.max() <= (x.double().abs() @ widened.double().abs().T).max() / 16
+    assert error.mean() <= 0.02 * y.double().std()
+    if CUDA:
+        assert torch.equal(weight.multiply(x), y)
 
 
 def test_groups_that_the_product_takes():
