@@ -899,9 +899,9 @@ void nv_store(const bf16 *qkv, const bf16 *q_weight, const bf16 *k_weight, const
     }
 }
 
-/* One KV head's part, whose cache begins at `cache`, of up to 32 query rows: tokens [first, first + count) times the heads of the group.
- * With a cache of 8 bits queries and weights are rounded to 16, as the inputs of a linear are; a value's scale is part of
- * its weight. */
+/* One KV head's part, whose cache begins at `cache`, of up to 32 query rows: tokens [first, first + count) times the heads of
+ * the group. With a cache of 8 bits queries and weights are rounded to 16, as the inputs of a linear are; a value's scale is
+ * part of its weight. */
 static void attend(const bf16 *q, bf16 *out, const uint8_t *cache, const int32_t *table, ptrdiff_t position, int count, int group,
                    ptrdiff_t heads, ptrdiff_t head, ptrdiff_t dim, ptrdiff_t block, ptrdiff_t bits, float scale) {
     int rows = count * group;
