@@ -209,11 +209,7 @@ def _is_plain(params: SamplingParams) -> bool:
 
 
 def _step_kernels(device: torch.device) -> ModuleType | None:
-    if device.type != "cuda" or on_gpu() is None:
-        return None
-    from nanovllm.kernels import gpu_step
-
-    return gpu_step
+    return on_gpu("gpu_step") if device.type == "cuda" else None
 
 
 def _parameters(admissions: list[Admission]) -> "array[int]":

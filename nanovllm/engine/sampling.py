@@ -11,6 +11,7 @@ import torch
 from nanovllm.engine.batch import SlotTables
 from nanovllm.engine.schedule import Row, TokenLogprobs
 from nanovllm.layers.sampler import Sampling, draw, greedy as greedy_tokens
+from nanovllm.sampling_params import SamplingParams
 
 _SPARE = 8
 """Candidates beyond top_k, so that ties with the last one are seen."""
@@ -65,13 +66,15 @@ class SamplingRows:
     def __init__(self, tables: SlotTables, rows: list[Row]) -> None:
         last_tokens, num_tokens = [], 0
         self.rows = [row for row in rows if row.samples]
+        self._params: list[SamplingParams] = []
         for row in rows:
             num_tokens += row.num_scheduled_tokens
             if row.samples:
                 last_tokens.append(num_tokens - 1)
+                admission = tables.admissions[row.slot]
+                assert admission is not None
+                self._params.append(admission.params)
         self._tables = tables
-        found = (tables.admissions[row.slot] for row in self.rows)
-        self._params = [admission.params for admission in found if admission is not None]
         self._host_positions = [r.num_computed_tokens + r.num_scheduled_tokens for r in self.rows]
         numbers = [*last_tokens, *(row.slot for row in self.rows), *self._host_positions]
         on_device = tables.upload(numbers).view(3, len(self.rows))

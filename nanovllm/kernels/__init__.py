@@ -4,6 +4,7 @@ Where there are none the log says why, and plain torch serves.
 """
 
 import functools
+import importlib
 import logging
 from types import ModuleType
 
@@ -23,26 +24,20 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
     return cpu if cpu.serves(device, dtype) else None
 
 
+def on_gpu(module: str = "gpu") -> ModuleType | None:
+    """Return a module of Triton kernels, or None where they cannot be used on the current GPU."""
+    return importlib.import_module(f"{__name__}.{module}") if triton_serves() else None
+
+
 @functools.cache
-def on_gpu() -> ModuleType | None:
-    """Return the Triton kernels, or None where they cannot be used on the current GPU."""
+def triton_serves() -> bool:
+    """Whether the Triton kernels can be used on the current GPU; the log says why not."""
     reason = _no_triton()
     if reason is not None:
         logger.info("Triton kernels are off, plain torch serves: %s", reason)
-        return None
-    from nanovllm.kernels import gpu
-
+        return False
     logger.info("Triton kernels are on")
-    return gpu
-
-
-def fp8_on_gpu() -> ModuleType | None:
-    """Return the Triton kernels for FP8, or None where Triton's cannot be used."""
-    if on_gpu() is None:
-        return None
-    from nanovllm.kernels import gpu_fp8
-
-    return gpu_fp8
+    return True
 
 
 def _no_triton() -> str | None:

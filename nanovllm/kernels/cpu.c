@@ -911,7 +911,7 @@ static void attend(const bf16 *q, bf16 *out, const uint8_t *cache, const int32_t
     int32_t eights[TILE_ROWS * (block / PANEL)];
     rounded_rows queries = {query, query_scales, eights, width, 1}, parts = {weights, weight_scales, eights, block, 0};
     bf16 ones[block];
-    for (ptrdiff_t j = 0; j < block; j++) ones[j] = 0x3f80;
+    for (ptrdiff_t j = 0; bits == 8 && j < block; j++) ones[j] = 0x3f80;
     float scores[TILE_ROWS * block] __attribute__((aligned(64))), sums[TILE_ROWS * width] __attribute__((aligned(64)));
     float acc[TILE_ROWS * PANEL] __attribute__((aligned(64))), largest[TILE_ROWS], total[TILE_ROWS];
     for (int r = 0; r < rows; r++) {

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import embedding, linear, pad
 
 from nanovllm.errors import ConfigError
-from nanovllm.kernels import cpu, fp8_on_gpu
+from nanovllm.kernels import cpu, on_gpu
 
 GROUPS = {"int8": (128, 64, 32), "int4": (32,)}
 """Inputs that share a scale, by quantization: the first that divides a layer's inputs."""
@@ -218,7 +218,7 @@ class Fp8Weight:
     ) -> None:
         self._values, self._scales, self._block, self._dtype = values, scales, block, dtype
         can = values.is_cuda and torch.cuda.get_device_capability(values.device) >= _FP8_MATMUL
-        self._kernels = fp8_on_gpu() if can and native else None
+        self._kernels = on_gpu("gpu_fp8") if can and native else None
         self._by_rows = (  # what torch._scaled_mm takes with a scale for each row
             can
             and dtype == torch.bfloat16

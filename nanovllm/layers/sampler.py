@@ -110,11 +110,7 @@ def draw(logits: torch.Tensor, sampling: Sampling, num_candidates: int = 0) -> t
 
 
 def _gpu_kernels(logits: torch.Tensor) -> ModuleType | None:
-    if not logits.is_cuda or on_gpu() is None:
-        return None
-    from nanovllm.kernels import gpu_sampling
-
-    return gpu_sampling
+    return on_gpu("gpu_sampling") if logits.is_cuda else None
 
 
 def _thresholds(

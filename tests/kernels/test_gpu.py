@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import silu
 
 from nanovllm.engine.kv_cache import zeros
-from nanovllm.kernels import cpu, gpu, kernels_for, on_gpu
+from nanovllm.kernels import cpu, gpu, kernels_for, on_gpu, triton_serves
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
@@ -220,7 +220,7 @@ def test_kernels_for_a_cpu():
 
 @pytest.mark.skipif(CUDA, reason="needs a machine without a GPU")
 def test_without_a_gpu_the_log_says_why(caplog):
-    on_gpu.cache_clear()
+    triton_serves.cache_clear()
     with caplog.at_level(logging.INFO, logger="nanovllm.kernels"):
         assert on_gpu() is None
         assert on_gpu() is None
