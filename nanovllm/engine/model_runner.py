@@ -26,6 +26,7 @@ from nanovllm.engine.schedule import Admission, CacheInfo, Row, Schedule, StepRe
 from nanovllm.kernels import kernels_for
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
+from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Linear, Matrix, QKVParallelLinear
 from nanovllm.layers.quantization import FP8, make_method
@@ -286,22 +287,27 @@ class ModelRunner:
             elif isinstance(module, RMSNorm | SiluAndMul):
                 module.kernels = kernels
 
-        dtype, native = self.model_config.dtype, kernels is not None
+        dtype, native = self.model_config.dtype, self.config.native_kernels
         quantization = self.config.quantization if self.model_config.fp8 is None else None
 
         def finish(module: nn.Module) -> None:
-            if isinstance(module, Matrix) and module.weight is not None:
-                method = None
-                if isinstance(module, Linear):
-                    method = module.loaded_method(dtype, native=native)
-                if method is None:
-                    fp8 = quantization == "fp8" and not isinstance(module, Linear)
-                    method = make_method(
-                        module.weight, None if fp8 else quantization, native=native
-                    )
-                for sharing in matrices.pop(module.weight, ()):
-                    if method is not None:
-                        sharing.keep_as(method)
+            weight = module.weight if isinstance(module, Matrix) else None
+            if weight is None or weight not in matrices:
+                return
+            sharing, method = matrices.pop(weight), None
+            if isinstance(module, Linear):
+                method = module.loaded_method(dtype, native=native)
+            if method is None:
+                fp8 = quantization == "fp8" and not isinstance(module, Linear)
+                method = make_method(
+                    weight,
+                    None if fp8 else quantization,
+                    native=native,
+                    gathered=any(type(matrix) is VocabParallelEmbedding for matrix in sharing),
+                )
+            if method is not None:
+                for matrix in sharing:
+                    matrix.keep_as(method)
 
         if self.config.load_format == "dummy":
             init_dummy_weights(self.model, self.config.seed)

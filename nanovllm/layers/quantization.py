@@ -19,6 +19,8 @@ FP8 = torch.float8_e4m3fn
 
 _ROWS = 1024
 """Rows quantised at once, which bounds the float32 copies."""
+_ONEDNN_ROWS = 16
+"""Rows of a product that oneDNN lays a weight out for; it multiplies any number."""
 _FP8_MAX = torch.finfo(FP8).max
 _FP8_MATMUL = (8, 9)
 """Compute capability of the GPUs that multiply FP8."""
@@ -57,12 +59,13 @@ class WeightMethod(Protocol):
 
 
 def make_method(
-    weight: torch.Tensor, quantization: str | None, *, native: bool
+    weight: torch.Tensor, quantization: str | None, *, native: bool, gathered: bool = False
 ) -> WeightMethod | None:
     """Return the method that keeps `weight` [n, k], or None where it had better stay as it is.
 
     Args:
-        native: whether kernels of our own may be used.
+        native: whether kernels of our own, or oneDNN's in their place, may be used.
+        gathered: whether rows of it will be asked for.
 
     Raises:
         ConfigError: no group size of `quantization` divides k.
@@ -70,13 +73,27 @@ def make_method(
     if quantization == "fp8":
         values, scales = quantize_fp8(weight)
         return Fp8Weight(values, scales, weight.shape[1], weight.dtype, native=native)
-    native = native and cpu.usable(weight)
+    usable = native and cpu.usable(weight)
     if quantization is not None:
         bits = int(quantization.removeprefix("int"))
         values, scales = quantize(weight, bits, group_size(quantization, weight.shape[1]))
-        make = NativeIntWeight if native else IntWeight
+        make = NativeIntWeight if usable else IntWeight
         return make(values, scales, bits, weight.dtype)
-    return PackedWeight(weight) if native and weight.shape[1] % 32 == 0 else None
+    if usable and weight.shape[1] % 32 == 0:
+        return PackedWeight(weight)
+    return OneDnnWeight(weight) if native and not gathered and onednn_packs(weight) else None
+
+
+def onednn_packs(weight: torch.Tensor) -> bool:
+    """Return whether oneDNN multiplies this weight's dtype on this processor."""
+    available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if weight.device.type != "cpu" or not available:
+        return False
+    if weight.dtype == torch.float32:
+        return True
+    onednn = torch.ops.mkldnn
+    is_bfloat16 = weight.dtype == torch.bfloat16
+    return onednn._is_mkldnn_bf16_supported() if is_bfloat16 else onednn._is_mkldnn_fp16_supported()
 
 
 def group_size(quantization: str, num_inputs: int) -> int:
@@ -150,6 +167,22 @@ class PackedWeight:
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         return cpu.gather(rows, self._packed)
+
+
+class OneDnnWeight:
+    """All bits of a weight in oneDNN's layout, where the C kernels cannot serve.
+
+    Asking for rows of it unpacks the whole.
+    """
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ONEDNN_ROWS)
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, None, "none", [], "")
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        return embedding(rows, self._packed.to_dense())
 
 
 class NativeIntWeight:

@@ -51,7 +51,11 @@ class RecordedGraph(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         assert func._schema.name not in HOST, f"{func} cannot be captured"
-        taken = {x.untyped_storage().data_ptr() for x in tensors((args, kwargs))}
+        taken = {
+            x.untyped_storage().data_ptr()
+            for x in tensors((args, kwargs))
+            if x.layout == torch.strided  # a weight in oneDNN's layout has no storage to ask for
+        }
         result = func(*args, **kwargs)
         made = [
             (place, x)

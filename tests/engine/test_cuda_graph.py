@@ -343,11 +343,8 @@ def test_padding_touches_nothing_of_others(bench: Bench) -> None:
     changed = (bench.kv() != before).flatten(-2).any(-1).any(0).any(0)  # [blocks, block_size]
     positions = [(slot, 5 + slot + i) for slot in (0, 1, 3, 4, 5) for i in range(3)]
     places = {(slot * 10 + position // 4, position % 4) for slot, position in positions}
-    scratch_block = 100
-    assert {(block, place) for block, place in changed.nonzero().tolist()} == {
-        *places,
-        (scratch_block, 0),
-    }
+    scratch = (100, 0)  # padding writes there, perhaps what is there already
+    assert {(block, place) for block, place in changed.nonzero().tolist()} - {scratch} == places
     written = (bench.tables.token_ids != tokens).nonzero().tolist()
     scratch_slot = 6
     assert {slot for slot, _ in written} <= {0, 1, 3, 4, 5, scratch_slot}

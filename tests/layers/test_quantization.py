@@ -10,12 +10,20 @@ from nanovllm.layers.quantization import (
     Fp8Weight,
     IntWeight,
     NativeIntWeight,
+    OneDnnWeight,
     PackedWeight,
     group_size,
     make_method,
+    onednn_packs,
     quantize,
     quantize_fp8,
 )
+
+PACKED_BY_TORCH = {
+    dtype: OneDnnWeight if onednn_packs(torch.empty(0, dtype=dtype)) else type(None)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16)
+}
+"""What keeps a weight in each dtype that the C kernels do not take, on this processor."""
 
 native = pytest.mark.skipif(cpu.library() is None, reason="no compiler here")
 
@@ -83,8 +91,37 @@ def test_the_method_follows_dtype_and_quantization():
     assert isinstance(make_method(weight, "int8", native=False), IntWeight)
     assert isinstance(make_method(weight.float(), "int4", native=True), IntWeight)
     assert make_method(weight, None, native=False) is None
-    assert make_method(weight.float(), None, native=True) is None
-    assert make_method(randn(64, 48), None, native=True) is None
+    assert isinstance(
+        make_method(randn(64, 48), None, native=True), PACKED_BY_TORCH[torch.bfloat16]
+    )
+
+
+# Without the C kernels.
+
+
+def test_onednn_keeps_what_the_c_kernels_cannot_take():
+    for dtype, kind in PACKED_BY_TORCH.items():
+        weight = randn(64, 48).to(dtype)
+        assert isinstance(make_method(weight, None, native=True), kind)
+        assert make_method(weight, None, native=True, gathered=True) is None
+        assert make_method(weight, None, native=False) is None
+
+
+@pytest.mark.parametrize(
+    "dtype", [d for d, kind in PACKED_BY_TORCH.items() if kind is OneDnnWeight]
+)
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (70, 96), (33, 17), (300, 512)])
+def test_onednn_weight_is_as_good_as_torchs(dtype, n, k):
+    weight = randn(n, k).to(dtype)
+    method = OneDnnWeight(weight)
+    assert torch.equal(method.gather(torch.tensor([n - 1, 0])), weight[[n - 1, 0]])
+    for num_rows in (0, 1, 2, 7, 16, 65):
+        x = randn(num_rows, 2 * k, seed=1).to(dtype)[:, ::2]  # no contiguous rows
+        y = method.multiply(x)
+        assert (y.shape, y.dtype) == ((num_rows, n), dtype)
+        expected = x.double() @ weight.double().T
+        size = x.double().abs() @ weight.double().abs().T
+        assert ((y - expected).abs() <= torch.finfo(dtype).eps * (size + expected.abs())).all()
 
 
 # FP8.
