@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import os
 import sys
 import types
 import typing
@@ -30,12 +31,22 @@ def main(argv: Seq[str] | None = None) -> int:
         args.prompt += rest
     try:
         command: Callable[[argparse.Namespace], int] = args.command
-        return command(args)
+        status = command(args)
+        sys.stdout.flush()
+        return status
     except NanoVLLMError as error:
         sys.stderr.write(f"nanovllm: {error}\n")
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # nobody reads on, as with `| head`
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # what Python flushes at exit
+        return 141
+    except UnicodeDecodeError as error:
+        sys.stderr.write(f"nanovllm: standard input is not {error.encoding} text: {error}\n")
+        return 2
 
 
 def generate(args: argparse.Namespace) -> int:

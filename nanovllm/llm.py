@@ -44,7 +44,7 @@ class LLM:
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
-        priority: Seq[int] | None = None,
+        priority: int | Seq[int] = 0,
     ) -> list[RequestOutput]:
         """Generate for one prompt or many; outputs come in the order of the prompts.
 
@@ -52,7 +52,7 @@ class LLM:
             prompts: a string, a list of token ids, or a list of such.
             sampling_params: for all prompts, or one for each; None is `SamplingParams()`.
             use_tqdm: show progress with tokens per second.
-            priority: one for each prompt; lower ones go first.
+            priority: for all prompts, or one for each; lower ones go first.
 
         Raises:
             InvalidRequestError: a prompt or its parameters cannot be served; none has been started.
@@ -64,15 +64,15 @@ class LLM:
         all_params: Any = sampling_params
         if not isinstance(sampling_params, list | tuple):
             all_params = [sampling_params] * len(prompts)
-        priority = [0] * len(prompts) if priority is None else priority
-        for name, given in (("sampling_params", all_params), ("priority", priority)):
+        priorities = priority if isinstance(priority, list | tuple) else [priority] * len(prompts)
+        for name, given in (("sampling_params", all_params), ("priority", priorities)):
             if len(given) != len(prompts):
                 raise InvalidRequestError(
                     f"{len(prompts)} prompts but {len(given)} {name}; "
                     "give one for all, or one for each prompt"
                 )
         requests = []
-        for index, request in enumerate(zip(prompts, all_params, priority, strict=True)):
+        for index, request in enumerate(zip(prompts, all_params, priorities, strict=True)):
             prompt, params, order = request
             try:
                 requests.append(self.engine.make_request(prompt, params, priority=order))
@@ -87,7 +87,7 @@ class LLM:
         finally:
             for request_id, output in outputs.items():
                 if output is None:  # an error or Ctrl-C: leave nothing behind
-                    self.engine.abort(request_id)
+                    self.engine.discard(request_id)
         return [output for output in outputs.values() if output is not None]
 
     def chat(
@@ -190,7 +190,7 @@ class LLM:
                 yield from ours
         finally:
             if not finished:
-                self.engine.abort(request_id)
+                self.engine.discard(request_id)
 
     def _run(self, outputs: dict[int, RequestOutput | None], bar: "tqdm[Any]") -> None:
         num_left = len(outputs)

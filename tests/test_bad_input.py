@@ -10,6 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.executor import InProcessExecutor
 from nanovllm.errors import (
     CheckpointError,
     ConfigError,
@@ -182,8 +183,12 @@ def test_no_safetensors(random_model: str, tmp_path: Path) -> None:
         LLM(str(path))
 
 
-def test_broken_tokenizer(random_model: str, tmp_path: Path) -> None:
+def test_broken_tokenizer(
+    random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the weights are read: what an exception's traceback holds is not freed."""
     path = copy_of(random_model, tmp_path / "m")
+    monkeypatch.setattr(InProcessExecutor, "start", lambda self: pytest.fail("started"))
     (path / "tokenizer.json").write_text("{")
     with pytest.raises(CheckpointError, match="cannot load the tokenizer"):
         LLM(str(path))

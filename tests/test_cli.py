@@ -447,6 +447,34 @@ def test_chat_at_a_terminal_explains_itself(
     assert capsys.readouterr().out == f"{cli.HELP}\n> {ANSWERS[0]}\n> "
 
 
+def test_nobody_reads_on() -> None:
+    """Symptom: `| head` ends in a traceback."""
+    command = [sys.executable, "-m", "nanovllm.cli", "generate", glossary.MODEL, *FAST]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for prompts in (QUESTIONS[:1], QUESTIONS[:2]):
+        reading, writing = os.pipe()
+        os.close(reading)
+        with os.fdopen(writing, "wb") as out:
+            done = subprocess.run(
+                [*command, *prompts],
+                stdout=out,
+                stderr=subprocess.PIPE,
+                env=environment,
+                timeout=60,
+            )
+        assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_standard_input_that_is_no_text(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    lines = io.TextIOWrapper(io.BytesIO(b"a\xff\n"), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", lines)
+    assert cli.main([command, glossary.MODEL, *FAST]) == 2
+    assert "standard input is not utf-8 text" in capsys.readouterr().err
+
+
 def test_as_a_process() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "nanovllm.cli", "generate", glossary.MODEL, "--chat", *FAST],

@@ -4,6 +4,7 @@ not depend on how the work is cut up, ends and times as documented.
 float32, so that the sums of different batch shapes cannot tip a choice.
 """
 
+import dataclasses
 import json
 import random
 import shutil
@@ -20,6 +21,7 @@ from nanovllm import LLM, SamplingParams, glossary
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.errors import InvalidRequestError
 from nanovllm.llm import default_sampling_params
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 
@@ -589,6 +591,24 @@ def test_bad_words_are_not_in_the_text(make_llm: Any) -> None:
         texts.append(llm.generate(question, params, use_tqdm=False)[0].text)
     assert f" {word}" in texts[0]
     assert f" {word}" not in texts[1]
+
+
+def test_bad_words_of_white_space(make_llm: Any) -> None:
+    """Symptom: such a word is dropped, and nothing is said."""
+    llm = make_llm(glossary.MODEL)
+    question = glossary.entries()[0][0]
+    decode = llm.get_tokenizer().decode
+    for word in (" ", "\n"):
+        tokens, *_ = llm.engine.output_processor.encode_bad_words([word])
+        assert decode(tokens) == word
+    (forbidden,) = llm.get_tokenizer().encode("\n")
+    only = SamplingParams(allowed_token_ids=[forbidden, forbidden + 1], max_tokens=9, seed=1)
+    barred = dataclasses.replace(only, bad_words=["\n"])
+    free, without = (llm.generate(question, p, use_tqdm=False)[0].token_ids for p in (only, barred))
+    assert forbidden in free
+    assert forbidden not in without
+    with pytest.raises(InvalidRequestError, match="bad_words is not valid Unicode"):
+        llm.engine.make_request(question, SamplingParams(bad_words=["\ud800"]))
 
 
 def test_times_are_in_order(make_llm: Any, random_model: str) -> None:

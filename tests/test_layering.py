@@ -14,7 +14,10 @@ T1 = tuple(f"engine.{m}" for m in ("sequence", "schedule", "block_manager", "sch
 T2 = ("utils", "kernels", "attention", "layers", "models")
 T3 = tuple(
     f"engine.{m}"
-    for m in ("batch", "kv_cache", "sampling", "cpu_graph", "cuda_graph", "model_runner", "worker")
+    for m in (
+        *("batch", "kv_cache", "sampling", "step_output", "cpu_graph", "cuda_graph"),
+        *("model_runner", "worker"),
+    )
 )
 T4 = tuple(f"engine.{m}" for m in ("executor", "detokenizer", "output_processor", "llm_engine"))
 T5 = ("llm", "async_llm", "cli")

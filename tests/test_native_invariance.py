@@ -3,6 +3,8 @@
 import functools
 import logging
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +122,63 @@ def test_tokens_do_not_depend_on_the_batch(
     options = {**kept, **options}
     kept = {name: options[name] for name in kept}
     assert generate(model, workload, **options) == one_by_one(model, **kept)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_torchs_default_dtype_is_the_users(model: str, dtype: torch.dtype) -> None:
+    """Symptom: scratch memory of the user's default dtype, too small for what C writes."""
+    prompts = [[1, 2, 3], [4, 5], [6]]
+    params = [
+        SamplingParams(max_tokens=20, seed=1, repetition_penalty=1.1, frequency_penalty=0.1),
+        SamplingParams(max_tokens=20, seed=2, top_k=20),
+        SamplingParams(max_tokens=20, seed=3),
+    ]
+    expected = generate(model, (prompts, params))
+    torch.set_default_dtype(dtype)
+    try:
+        assert generate(model, (prompts, params)) == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_plain_torch_throughout(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Symptom: kernels that were switched off choose the tokens."""
+    monkeypatch.setattr(cpu, "_call", lambda name, *args: pytest.fail(f"{name} was called"))
+    llm = LLM(model, max_model_len=MAX_MODEL_LEN, native_kernels=False)
+    try:
+        for params in (
+            SamplingParams(temperature=0, max_tokens=3),
+            SamplingParams(max_tokens=3),
+            [SamplingParams(temperature=t, top_p=0.9, max_tokens=3) for t in (0, 1)],
+        ):
+            assert len(llm.generate([[1, 2], [3]], params, use_tqdm=False)) == 2
+    finally:
+        llm.shutdown()
+
+
+def test_an_engine_is_built_while_another_runs(model: str, workload: Any) -> None:
+    """Symptom: the running engine's calls are taken for the new one's recording."""
+    running = LLM(model, max_model_len=MAX_MODEL_LEN)
+    prompts, params = workload[0][:8], workload[1][:8]
+    expected = [o.token_ids for o in running.generate(prompts, params, use_tqdm=False)]
+    built = threading.Event()
+    found: list[list[list[int]]] = []
+
+    def run() -> None:
+        while not built.is_set() or not found:
+            outputs = running.generate(prompts, params, use_tqdm=False)
+            found.append([output.token_ids for output in outputs])
+
+    with ThreadPoolExecutor(1) as pool:
+        work = pool.submit(run)
+        try:
+            for _ in range(5):
+                LLM(model, max_model_len=MAX_MODEL_LEN).shutdown()
+        finally:
+            built.set()
+        work.result()
+    running.shutdown()
+    assert all(tokens == expected for tokens in found)
 
 
 def test_preemption(model: str, workload: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -282,6 +282,22 @@ def test_closing_a_stream_loses_nothing_of_the_others(llm: LLM) -> None:
         assert join(streams[index])[0].text == " " + ANSWER_TO[QUESTIONS[index]]
 
 
+def test_closing_a_stream_leaves_nothing_of_it(llm: LLM) -> None:
+    """Symptom: what another caller's steps put back for it is kept for ever."""
+    stream: Any = llm.stream(QUESTION, GREEDY)
+    next(stream)
+    llm.generate(QUESTIONS[1], GREEDY, use_tqdm=False)
+    stream.close()
+    assert_idle(llm)
+
+
+def test_pieces_share_the_prompt(llm: LLM) -> None:
+    """Symptom: every piece of a stream copies a long prompt."""
+    first, second, *_ = llm.stream(QUESTION, GREEDY)
+    assert first.prompt_token_ids is second.prompt_token_ids
+    assert first.prompt_token_ids == llm.get_tokenizer().encode(QUESTION)  # type: ignore[union-attr]
+
+
 def test_error_in_a_step_ends_the_stream(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = llm.stream(QUESTION, GREEDY)
     next(stream)

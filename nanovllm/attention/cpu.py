@@ -6,6 +6,7 @@ import torch
 
 from nanovllm.attention.backend import AttentionSpec, Backend, Batch
 from nanovllm.kernels import cpu
+from nanovllm.kernels.cpu_build import PANEL
 
 
 class CPUBackend(Backend):
@@ -39,7 +40,7 @@ class CPUBackend(Backend):
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         spec = self.spec
-        width = -(-spec.head_dim // cpu.PANEL) * cpu.PANEL + 2 * (spec.kv_dtype == torch.int8)
+        width = -(-spec.head_dim // PANEL) * PANEL + 2 * (spec.kv_dtype == torch.int8)
         return (spec.num_kv_heads, num_blocks, 2, self.block_size, width)
 
     def plan(self, batch: Batch) -> None:

@@ -30,10 +30,13 @@ class SlotTables:
     and write there. Its block table names block `num_blocks`, one that the scheduler never gives.
     """
 
-    def __init__(self, info: CacheInfo, max_num_seqs: int, device: torch.device) -> None:
+    def __init__(
+        self, info: CacheInfo, max_num_seqs: int, device: torch.device, *, native: bool = True
+    ) -> None:
         num_rows, width = max_num_seqs + 1, -(-info.max_model_len // info.block_size)
         self.block_size = info.block_size
         self.device = device
+        self.native = native  # whether kernels of our own may be used
         self.scratch_slot = max_num_seqs
         # Tokens and block table of a slot lie side by side, so that one upload can reach both. One
         # token column more than a sequence can fill: its last sampled token has to go somewhere.
@@ -118,7 +121,7 @@ class SlotTables:
             cu_seqlens_q: [R + 1] int32, 0 to R.
         """
         columns = (self.temperatures, self.seeds, self.top_ks, self.top_ps, self.min_ps)
-        kernels = _step_kernels(self.device)
+        kernels = self._step_kernels()
         gather = gather_rows if kernels is None else kernels.gather
         inputs, (temperatures, seeds, top_ks, top_ps, min_ps) = gather(
             self.token_ids, self.block_tables, self.block_size, slots, positions, columns
@@ -134,7 +137,10 @@ class SlotTables:
             query_lens_host=(),
             seq_lens_host=(),
         )
-        sampling = Sampling(temperatures, seeds, following, top_ks, top_ps, min_ps, any_greedy=True)
+        filters = (top_ks, top_ps, min_ps)
+        sampling = Sampling(
+            temperatures, seeds, following, *filters, any_greedy=True, native=self.native
+        )
         return batch, sampling
 
     def advance(
@@ -149,7 +155,7 @@ class SlotTables:
 
         All are [R] int64. Only rows of the scratch slot may name the same place.
         """
-        kernels = _step_kernels(self.device)
+        kernels = self._step_kernels()
         if kernels is not None:
             kernels.advance(self.token_ids, slots, positions, moves, tokens, out)
             return
@@ -165,6 +171,9 @@ class SlotTables:
         if self.device.type == "cuda":
             host = host.pin_memory()  # torch keeps the pinned memory until it is copied
         return host.to(self.device, non_blocking=True)
+
+    def _step_kernels(self) -> ModuleType | None:
+        return on_gpu("gpu_step") if self.native and self.device.type == "cuda" else None
 
     def _admit(self, admissions: list[Admission], parameters: torch.Tensor) -> None:
         slots = parameters[0]
@@ -206,10 +215,6 @@ def gather_rows(
 
 def _is_plain(params: SamplingParams) -> bool:
     return params.logprobs is None and not LogitsRules.needed(params)
-
-
-def _step_kernels(device: torch.device) -> ModuleType | None:
-    return on_gpu("gpu_step") if device.type == "cuda" else None
 
 
 def _parameters(admissions: list[Admission]) -> "array[int]":

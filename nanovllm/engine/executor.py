@@ -24,7 +24,7 @@ from nanovllm.config import Config
 from nanovllm.engine.kv_cache import require_one_sequence
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.schedule import CacheInfo, Schedule, StepResult
-from nanovllm.engine.worker import find_weights, make_runner, rank_device, run_worker
+from nanovllm.engine.worker import find_weights, make_runner, on_device, rank_device, run_worker
 from nanovllm.errors import EngineDeadError, NanoVLLMError
 from nanovllm.utils.hub import Checkpoint
 
@@ -79,21 +79,23 @@ class InProcessExecutor:
         self._config = config
         self._checkpoint = checkpoint
         self._runner: ModelRunner | None = None
+        self._num_threads = num_threads(config)
 
     def start(self) -> CacheInfo:
         files = find_weights(self._config, self._checkpoint)
-        torch.set_num_threads(num_threads(self._config))
-        runner = make_runner(self._config, self._checkpoint, files)
-        info = runner.measure()
-        require_one_sequence(info.num_blocks, info.block_size, info.max_model_len)
-        runner.allocate(info)
+        with on_device(rank_device(self._config), self._num_threads):
+            runner = make_runner(self._config, self._checkpoint, files)
+            info = runner.measure()
+            require_one_sequence(info.num_blocks, info.block_size, info.max_model_len)
+            runner.allocate(info)
         self._runner = runner
         return info
 
     def execute(self, schedule: Schedule) -> Future:
         self.check_health()
         assert self._runner is not None
-        return self._runner.execute(schedule)
+        with on_device(self._runner.device, self._num_threads):
+            return self._runner.execute(schedule)
 
     def check_health(self) -> None:
         if self._runner is None:

@@ -57,10 +57,10 @@ class LLMEngine:
     def __init__(self, config: Config, *, queue_depth: int | None = None) -> None:
         self.config = config
         checkpoint = open_checkpoint(config.model, config.revision)
+        self.output_processor = OutputProcessor(load_tokenizer(checkpoint))
         self.executor = make_executor(config, checkpoint)
         self._finalizer = weakref.finalize(self, self.executor.shutdown)
         self.cache_info = self.executor.start()
-        self.output_processor = OutputProcessor(load_tokenizer(checkpoint))
         self.generation_config = checkpoint.generation_config
         self.scheduler = Scheduler(
             BlockManager(
@@ -193,6 +193,11 @@ class LLMEngine:
     def put_back(self, outputs: list[RequestOutput]) -> None:
         """Return `outputs` from the next `step()`: they belong to another caller."""
         self._outputs += outputs
+
+    def discard(self, request_id: int) -> None:
+        """End a request whose output nobody will read, and drop what was not yet returned of it."""
+        self.abort(request_id)
+        self._outputs = [output for output in self._outputs if output.request_id != request_id]
 
     def shutdown(self) -> None:
         """End the workers and free the model. May be called again; also called when the engine is

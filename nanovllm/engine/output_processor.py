@@ -49,6 +49,7 @@ class Request:
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
+        self.prompt_token_ids = list(completions[0].seq.token_ids)  # all its outputs share it
         self.params = params
         self.completions = completions
         self.stream = stream
@@ -86,10 +87,7 @@ class OutputProcessor:
             raise InvalidRequestError(
                 "this checkpoint has no tokenizer, so prompts must be lists of token ids, not text"
             )
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidRequestError(f"the prompt is not valid Unicode text: {error}") from error
+        _check_unicode("the prompt", prompt)
         token_ids: list[int] = self.tokenizer.encode(prompt)
         return token_ids
 
@@ -120,7 +118,7 @@ class OutputProcessor:
         """Return each word as tokens, as it stands and after a space where that is as long (vLLM).
 
         Raises:
-            InvalidRequestError: the checkpoint has no tokenizer.
+            InvalidRequestError: the checkpoint has no tokenizer, or a word is not valid Unicode.
         """
         found: list[tuple[int, ...]] = []
         for word in words:
@@ -128,8 +126,10 @@ class OutputProcessor:
                 raise InvalidRequestError(
                     "this checkpoint has no tokenizer, so bad_words cannot be used"
                 )
-            plain = tuple(self.tokenizer.encode(word.lstrip(), add_special_tokens=False))
-            spaced = tuple(self.tokenizer.encode(" " + word.lstrip(), add_special_tokens=False))
+            _check_unicode("a word of bad_words", word)
+            bare = word.lstrip() or word  # of white space alone: as it stands
+            plain = tuple(self.tokenizer.encode(bare, add_special_tokens=False))
+            spaced = tuple(self.tokenizer.encode(" " + bare, add_special_tokens=False))
             found += [plain] if plain else []
             if plain and spaced and spaced[0] != plain[0] and len(spaced) == len(plain):
                 found.append(spaced)
@@ -226,7 +226,7 @@ class OutputProcessor:
         return RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
-            prompt_token_ids=first.token_ids[: first.num_prompt_tokens],
+            prompt_token_ids=request.prompt_token_ids,
             outputs=[self._make_completion(request, completion) for completion in completions],
             finished=request.is_finished,
             num_cached_tokens=first.num_cached_tokens or 0,
@@ -310,6 +310,13 @@ class OutputProcessor:
             decode = self.tokenizer.backend_tokenizer.decode
             self._decoded[token_id] = decode([token_id], skip_special_tokens=False)
         return self._decoded[token_id]
+
+
+def _check_unicode(what: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(f"{what} is not valid Unicode text: {error}") from error
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> "PreTrainedTokenizerBase | None":

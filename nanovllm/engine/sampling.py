@@ -103,11 +103,11 @@ class SamplingRows:
             else:
                 plain.append(index)
         if len(greedy) == len(self.rows):
-            return greedy_tokens(logits)
+            return greedy_tokens(logits, native=self._tables.native)
         tokens = torch.empty_like(self._slots)
         if greedy:
             rows = self._tables.upload(greedy)
-            tokens[rows] = greedy_tokens(logits[rows])
+            tokens[rows] = greedy_tokens(logits[rows], native=self._tables.native)
         for group, num_candidates in (
             (plain, 0),
             (with_top_k, max_top_k + _SPARE),
@@ -162,4 +162,5 @@ class SamplingRows:
             min_ps=tables.min_ps[slots],
             any_min_p=any(self._params[index].min_p > 0 for index in group),
             any_top_p_of_all=of_all,
+            native=tables.native,
         )

@@ -10,7 +10,7 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -79,6 +79,27 @@ def rank_device(config: Config, rank: int = 0) -> torch.device:
             f"{needed} GPUs, torch finds {torch.cuda.device_count()}"
         )
     return device
+
+
+@contextlib.contextmanager
+def on_device(device: torch.device, num_threads: int) -> Iterator[None]:
+    """Inside, `device` is the current GPU, or this thread has `num_threads` CPU threads.
+
+    Both belong to a thread, and to whoever called us: they are put back.
+    """
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            yield
+        return
+    before = torch.get_num_threads()  # also gives torch's number to a thread that is new to it
+    if before == num_threads:
+        yield
+        return
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def run_worker(

@@ -50,7 +50,7 @@ def _no_triton() -> str | None:
     try:
         from nanovllm.kernels import gpu
 
-        ones = torch.ones(1, 64, device="cuda")
+        ones = torch.ones(1, 64, dtype=torch.float32, device="cuda")
         wrong = (gpu.silu_and_mul(ones) - torch.nn.functional.silu(ones[:, :32])).abs().max()
         return None if wrong < 1e-5 else "the compiled kernels compute wrong numbers"
     except Exception as error:  # whatever the compilers and the driver raise

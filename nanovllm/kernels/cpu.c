@@ -114,7 +114,7 @@ INLINE vf load32(const float *p, ptrdiff_t left) {
 /* exp: 2^n times a polynomial (Cephes' expf), within 2 units in the last place; 0 below -87. */
 INLINE vf exp_(vf x) {
     vi tiny = x < -87.0f;
-    x = choose(x < 88.0f, x, each(88.0f));
+    x = choose(x > 88.0f, each(88.0f), x); /* NaN stays: a row that has one is lost, and says so */
     x = choose(tiny, each(-87.0f), x);
     const float round = 12582912.0f; /* 1.5 * 2^23 */
     vf shifted = fma_(x, each(1.44269504f), each(round)), n = shifted - round;
@@ -215,6 +215,7 @@ static void tile(const act *x, ptrdiff_t ldx, const bf16 *w, ptrdiff_t stride, p
         for (int t = 0; t < 8; t++) c.colsb[t] = 64, c.rows[t] = 16;
         c.rows[0] = c.rows[1] = c.rows[4] = rows > 16 ? 16 : rows;
         if (rows1) c.rows[2] = c.rows[3] = c.rows[5] = rows1;
+        __asm__ volatile("" : "+m"(c)); /* GCC 12 takes what is loaded for 8 bytes (its PR 114098) */
         _tile_loadconfig(&c);
         configured_rows = rows;
     }
@@ -359,10 +360,10 @@ void nv_pack(const bf16 *w, bf16 *packed, ptrdiff_t n, ptrdiff_t k) {
 
 enum { CACHE_BYTES = 1 << 18 }; /* of a thread's second-level cache, for a loop to count on */
 
-/* Cut m rows evenly into blocks of at most `most`; returns a block's rows. */
+/* Cut m rows evenly into blocks of at most `most`; returns a block's rows, at least 1. */
 INLINE ptrdiff_t even_block(ptrdiff_t m, ptrdiff_t most) {
     ptrdiff_t blocks = (m + most - 1) / most;
-    return (m + blocks - 1) / blocks;
+    return m > 0 ? (m + blocks - 1) / blocks : 1;
 }
 
 /* Rows of a block of x whose `row_bytes` fit the cache, several tiles of them. */

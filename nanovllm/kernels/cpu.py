@@ -1,58 +1,27 @@
-"""The C kernels for bfloat16 on CPUs: built on first use for the processor at hand, tested once,
-called through ctypes.
+"""The C kernels for bfloat16 on CPUs, called through ctypes.
 
 Without a compiler `library()` is None, the log says why, and plain torch serves.
 """
 
 import ctypes
 import functools
-import hashlib
 import logging
-import os
-import shutil
 import struct
-import subprocess
-import tempfile
+import threading
 import weakref
 from array import array
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nanovllm.kernels.cpu_build import ARGUMENTS, PANEL, Unavailable, load
 from nanovllm.utils.memory import lazy_zeros
 
 logger = logging.getLogger(__name__)
-
-_SOURCE = Path(__file__).with_name("cpu.c")
-_FLAGS = ("-O3", "-fopenmp", "-shared", "-fPIC", "-lm")
-
-# The arguments of each kernel: pointers, sizes and floats.
-_KINDS: dict[str, Any] = {"p": ctypes.c_void_p, "n": ctypes.c_ssize_t, "f": ctypes.c_float}
-_ARGUMENTS = {
-    "nv_pack": "ppnn",
-    "nv_linear": "pnppnnn",
-    "nv_gather": "pppnn",
-    "nv_pack_int": "ppppnnnn",
-    "nv_linear_int": "pnpppnnnnn",
-    "nv_gather_int": "ppppnnnn",
-    "nv_add_rms_norm": "ppppnnf",
-    "nv_silu_and_mul": "ppnn",
-    "nv_store": "ppppppppnnnnnnnf",
-    "nv_attention": "pppnpnppnnnnnnf",
-    "nv_run": "pnnn",
-    "nv_batch": "pnnpnnppppppn",
-    "nv_greedy": "ppnn",
-    "nv_chunk_maxima": "ppn",
-    "nv_chunk_sums": "pppppnn",
-}
-
-PANEL = 32
-"""Outputs that lie side by side in a packed weight. A head in the cache fills whole panels."""
 
 
 _CALL = 17
@@ -69,10 +38,6 @@ _RECORDABLE = {
     "nv_store": 9,
     "nv_attention": 8,
 }
-
-
-class Unavailable(Exception):
-    """Why the kernels cannot be used here."""
 
 
 @functools.cache
@@ -297,7 +262,7 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
 
 def chunk_maxima(logits: torch.Tensor, chunk: int = 128) -> torch.Tensor:
     """Return the largest of each chunk of logits [r, n * 128] contiguous: [r, n] float32."""
-    out = torch.empty(len(logits), logits.shape[1] // chunk)
+    out = torch.empty(len(logits), logits.shape[1] // chunk, dtype=torch.float32)
     _call("nv_chunk_maxima", logits, out, out.numel())
     return out
 
@@ -317,7 +282,7 @@ def chunk_sums(
         temperatures: [r] float32.
         min_ps: [r] float32; terms below are left out.
     """
-    out = torch.empty(len(logits), logits.shape[1] // chunk)
+    out = torch.empty(len(logits), logits.shape[1] // chunk, dtype=torch.float32)
     _call("nv_chunk_sums", logits, largest, temperatures, min_ps, out, *out.shape)
     return out
 
@@ -355,13 +320,13 @@ class Recording(TorchDispatchMode):
         self._free: dict[int, list[np.ndarray]] = defaultdict(list)  # by size
 
     def __enter__(self) -> "Recording":
-        _recording.append(self)
+        _thread.recording = self
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
-        _recording.remove(self)
+        _thread.recording = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -377,7 +342,7 @@ class Recording(TorchDispatchMode):
         if name not in _RECORDABLE or args[_RECORDABLE[name]] != self.size:
             raise Unrecordable(f"{name} is not a call for {self.size} tokens")
         words = [list(_RECORDABLE).index(name), *map(_address, args)]
-        kinds = "q" + "".join("d" if kind == "f" else "q" for kind in _ARGUMENTS[name])
+        kinds = "q" + "".join("d" if kind == "f" else "q" for kind in ARGUMENTS[name])
         padding = [0] * (_CALL - len(words))
         self._calls += struct.pack("@" + kinds.ljust(_CALL, "q"), *words, *padding)
 
@@ -398,7 +363,11 @@ class Recording(TorchDispatchMode):
         _call("nv_run", ctypes.addressof(calls), num_calls, num_tokens, num_rows)
 
 
-_recording: list[Recording] = []
+class _Thread(threading.local):
+    recording: Recording | None = None
+
+
+_thread = _Thread()
 _ALLOCATES = (torch.ops.aten.empty, torch.ops.aten.empty_like)
 
 
@@ -407,87 +376,10 @@ def _address(arg: torch.Tensor | int | float | None) -> int | float:
 
 
 def _call(name: str, *args: torch.Tensor | int | float | None) -> None:
-    if _recording:
-        _recording[-1].add(name, args)
+    if _thread.recording is not None:
+        _thread.recording.add(name, args)
         return
     kernels = library()
     assert kernels is not None
     function = getattr(kernels, name)
     function(*[arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args])
-
-
-def load(*architecture: str) -> ctypes.CDLL:
-    """Return the kernels built for `architecture` (the compiler's flags), or for this processor.
-
-    Raises:
-        Unavailable: they cannot be built, or compute wrong products.
-    """
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
-    if compiler is None:
-        raise Unavailable("there is no C compiler (gcc or cc)")
-    flags = (*_FLAGS, *(architecture or ("-march=native",)))
-    try:
-        version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
-        key = repr((_SOURCE.read_bytes(), version, flags, sorted(processor_flags()))).encode()
-        path = _cache_directory() / f"cpu-{hashlib.sha256(key).hexdigest()[:24]}.so"
-        if not path.is_file():
-            _compile(compiler, flags, path)
-        kernels = ctypes.CDLL(str(path))
-    except (OSError, subprocess.CalledProcessError) as error:
-        detail = getattr(error, "stderr", b"") or b""
-        raise Unavailable(f"{error} {detail.decode(errors='replace')[-500:]}") from error
-    if not kernels.nv_enable():
-        raise Unavailable("the system does not lend this process the AMX tiles")
-    for name, kinds in _ARGUMENTS.items():
-        function = getattr(kernels, name)
-        function.argtypes = [_KINDS[kind] for kind in kinds]
-        function.restype = None
-    _self_test(kernels)
-    return kernels
-
-
-def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=path.parent) as directory:
-        built = Path(directory, path.name)
-        command = [compiler, str(_SOURCE), "-o", str(built), *flags]
-        subprocess.run(command, capture_output=True, check=True)
-        os.replace(built, path)  # another process may have been as quick: either is right
-
-
-def _cache_directory() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    directory = Path(root, "nanovllm")
-    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if directory.stat().st_uid != os.getuid():
-        raise Unavailable(f"{directory} belongs to another user")
-    return directory
-
-
-def processor_flags() -> frozenset[str]:
-    """Return what the processor can do, as Linux names it."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            for line in file:
-                if line.startswith("flags"):
-                    return frozenset(line.split(":", 1)[1].split())
-    except OSError:
-        pass
-    return frozenset()
-
-
-def _self_test(kernels: ctypes.CDLL) -> None:
-    """Compare a small product with torch's, so that a miscompilation is found before it answers."""
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(70, 608, generator=generator).bfloat16()
-    x = torch.randn(37, 608, generator=generator).bfloat16()
-    packed = torch.empty(3, 304, PANEL, 2, dtype=torch.bfloat16)
-    y = torch.empty(37, 70, dtype=torch.bfloat16)
-    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (weight, packed, x, y)]
-    size = ctypes.c_ssize_t
-    kernels.nv_pack(pointers[0], pointers[1], size(70), size(608))
-    kernels.nv_linear(
-        pointers[2], size(608), pointers[1], pointers[3], size(37), size(70), size(608)
-    )
-    expected = x.double() @ weight.double().T
-    if (y.double() - expected).abs().max() > 0.01 * expected.abs().max():
-        raise Unavailable("the compiled kernels compute wrong products")

@@ -104,7 +104,8 @@ class Linear(Matrix):
                     f"tensor_parallel_size {tensor_parallel().size} cuts {shard.name} "
                     f"{shard.shape} within an FP8 block of {block}; use a smaller size"
                 )
-            scales = torch.ones(_blocks(shard.target.shape, fp8), device=self.weight.device)
+            blocks = _blocks(shard.target.shape, fp8)
+            scales = torch.ones(blocks, dtype=torch.float32, device=self.weight.device)
             self._scales[name] = scales, len(shard.target)
         self._fp8 = fp8
         empty = torch.empty_like(self.weight, dtype=FP8)

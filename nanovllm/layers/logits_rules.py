@@ -77,12 +77,11 @@ class LogitsRules:
         if params.repetition_penalty != 1.0:
             seen = torch.unique(tokens)
             scores = logits[seen]
-            factors = torch.where(
-                scores > 0, 1 / params.repetition_penalty, params.repetition_penalty
-            )
-            logits[seen] = scores * factors
+            penalty = params.repetition_penalty
+            logits[seen] = torch.where(scores > 0, scores / penalty, scores * penalty)
         if (params.frequency_penalty or params.presence_penalty) and len(output):
             seen, counts = torch.unique(output, return_counts=True)
+            counts = counts.to(logits.dtype)
             logits[seen] -= params.frequency_penalty * counts + params.presence_penalty
 
     def _forbid(self, logits: torch.Tensor, word: torch.Tensor, output: torch.Tensor) -> None:

@@ -40,6 +40,8 @@ class Sampling:
     """Whether some row has a top_p and a top_k that keeps all; known on the host."""
     any_greedy: bool = False
     """Whether some row may have a temperature below GREEDY_BELOW; known on the host."""
+    native: bool = True
+    """Whether kernels of our own may be used."""
 
     def take(self, rows: torch.Tensor) -> "Sampling":
         """Return the rows named by `rows`, in their order."""
@@ -67,7 +69,7 @@ def draw(logits: torch.Tensor, sampling: Sampling, num_candidates: int = 0) -> t
     Returns:
         [R] int64. A row's token depends on nothing but its own logits and sampling.
     """
-    if (gpu := _gpu_kernels(logits)) is not None:
+    if (gpu := _gpu_kernels(logits, sampling.native)) is not None:
         return gpu.sample(
             logits,
             sampling.temperatures,
@@ -81,12 +83,13 @@ def draw(logits: torch.Tensor, sampling: Sampling, num_candidates: int = 0) -> t
         temperatures = sampling.temperatures.clamp(min=GREEDY_BELOW)
         warm = dataclasses.replace(sampling, temperatures=temperatures, any_greedy=False)
         drawn = draw(logits, warm, num_candidates)
-        return torch.where(sampling.temperatures < GREEDY_BELOW, greedy(logits), drawn)
+        largest = greedy(logits, native=sampling.native)
+        return torch.where(sampling.temperatures < GREEDY_BELOW, largest, drawn)
     vocab_size = logits.shape[-1]
     if vocab_size % CHUNK:
         logits = pad(logits, (0, -vocab_size % CHUNK), value=-torch.inf)
     chunks = logits.view(len(logits), -1, CHUNK)
-    maxima = _chunk_maxima(chunks)
+    maxima = _chunk_maxima(chunks, sampling)
     largest = maxima.amax(-1).float()
     if num_candidates == 0:
         return _invert(chunks, _chunk_sums(chunks, largest, sampling), largest, None, sampling)
@@ -109,8 +112,13 @@ def draw(logits: torch.Tensor, sampling: Sampling, num_candidates: int = 0) -> t
     return tokens
 
 
-def _gpu_kernels(logits: torch.Tensor) -> ModuleType | None:
-    return on_gpu("gpu_sampling") if logits.is_cuda else None
+def _gpu_kernels(logits: torch.Tensor, native: bool) -> ModuleType | None:
+    return on_gpu("gpu_sampling") if native and logits.is_cuda else None
+
+
+def _on_cpu(logits: torch.Tensor, native: bool) -> bool:
+    """Whether the C kernels take `logits`."""
+    return native and logits.is_contiguous() and cpu.usable(logits)
 
 
 def _thresholds(
@@ -161,16 +169,16 @@ def _kept_weights(
     return weights
 
 
-def _chunk_maxima(chunks: torch.Tensor) -> torch.Tensor:
+def _chunk_maxima(chunks: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """Return the largest logit of each chunk: [R, chunks]."""
-    if cpu.usable(chunks) and chunks.is_contiguous():
+    if _on_cpu(chunks, sampling.native):
         return cpu.chunk_maxima(chunks.flatten(1))
     return chunks.amax(-1)
 
 
 def _chunk_sums(chunks: torch.Tensor, largest: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """Return the sum of the weights of each chunk: [R, chunks]."""
-    if cpu.usable(chunks) and chunks.is_contiguous():
+    if _on_cpu(chunks, sampling.native):
         temperatures, min_ps = sampling.temperatures.contiguous(), sampling.min_ps.contiguous()
         return cpu.chunk_sums(chunks.flatten(1), largest, temperatures, min_ps)
     return _weights(chunks, largest, sampling).sum(-1, dtype=torch.float64)
@@ -203,11 +211,15 @@ def _invert(
     return (chunk * CHUNK + place)[:, 0]
 
 
-def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """Return the first of the largest logits of each row of [R, vocab_size]: [R] int64."""
-    if (gpu := _gpu_kernels(logits)) is not None:
+def greedy(logits: torch.Tensor, *, native: bool = True) -> torch.Tensor:
+    """Return the first of the largest logits of each row of [R, vocab_size]: [R] int64.
+
+    Args:
+        native: whether kernels of our own may be used.
+    """
+    if (gpu := _gpu_kernels(logits, native)) is not None:
         return gpu.greedy(logits)
-    if cpu.usable(logits) and logits.is_contiguous():
+    if _on_cpu(logits, native):
         return cpu.greedy(logits)
     return logits.argmax(-1)
 

@@ -131,15 +131,22 @@ def _switch(config: dict[str, Any], key: str, default: bool) -> bool:
 
 
 def _rope(config: dict[str, Any], max_position: int) -> RopeConfig:
-    """transformers 5 keeps all of it in rope_parameters; 4 in rope_theta and rope_scaling."""
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(given, dict):
-        raise CheckpointError(f"config.json: the rope settings must be an object, are {given!r}")
+    """transformers 5 keeps all of it in rope_parameters; 4 in rope_theta and rope_scaling. Where
+    both are there rope_scaling counts, as in transformers 5: model cards tell people to add it.
+    """
+    parameters = config.get("rope_parameters") or {}
+    given = config.get("rope_scaling") or parameters
+    for found in (given, parameters):
+        if not isinstance(found, dict):
+            raise CheckpointError(
+                f"config.json: the rope settings must be an object, are {found!r}"
+            )
     # null is as good as absent; what stands beside the settings counts where they lack it
     settings = {key: value for key, value in given.items() if value is not None}
-    for key in ("rope_theta", "partial_rotary_factor"):
-        if config.get(key) is not None:
-            settings.setdefault(key, config[key])
+    for beside in (parameters, config):
+        for key in ("rope_theta", "partial_rotary_factor"):
+            if beside.get(key) is not None:
+                settings.setdefault(key, beside[key])
     if config.get("original_max_position_embeddings") is not None:
         settings["original_max_position_embeddings"] = config["original_max_position_embeddings"]
     other_name = settings.pop("type", "default")

@@ -15,7 +15,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.triton import TritonBackend
 from nanovllm.config import Config
-from nanovllm.engine import batch, model_runner
+from nanovllm.engine import model_runner
 from nanovllm.engine.batch import SlotTables
 from nanovllm.engine.cuda_graph import GraphRunner, graph_sizes
 from nanovllm.engine.llm_engine import LLMEngine
@@ -233,8 +233,8 @@ def test_same_tokens_through_the_kernels_of_a_gpu(
     options = {"max_num_seqs": 3, "kvcache_block_size": 16, "num_kvcache_blocks": 12}
     expected = generate(gpu_model, (prompts, params), enforce_eager=True, **options)
     monkeypatch.setattr(model_runner, "select_backend", lambda spec, **_: TritonBackend(spec))
-    monkeypatch.setattr(batch, "_step_kernels", lambda device: gpu_step)
-    monkeypatch.setattr(sampler, "_gpu_kernels", lambda logits: gpu_sampling)
+    monkeypatch.setattr(SlotTables, "_step_kernels", lambda self: gpu_step)
+    monkeypatch.setattr(sampler, "_gpu_kernels", lambda logits, native: gpu_sampling)
     assert generate(gpu_model, (prompts, params), queue_depth=1, **options) == expected
     assert num_replays(captures) > 3
 

@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psutil
@@ -11,7 +12,7 @@ import torch
 
 from nanovllm import LLM, SamplingParams, glossary
 from nanovllm.config import Config
-from nanovllm.engine.executor import InProcessExecutor
+from nanovllm.engine.executor import InProcessExecutor, num_cores
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import EngineDeadError
 
@@ -29,6 +30,33 @@ def test_one_prompt_or_many(llm: LLM) -> None:
     assert len(one) == 1
     assert one[0].token_ids == many[0].token_ids == many[1].token_ids
     assert llm.generate([], GREEDY, use_tqdm=False) == []
+
+
+def test_priority_for_all(llm: LLM) -> None:
+    prompts = [[5, 6, 7], [8]]
+    expected = [o.token_ids for o in llm.generate(prompts, GREEDY, use_tqdm=False)]
+    for priority in (1, [1, 0]):
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False, priority=priority)
+        assert [output.token_ids for output in outputs] == expected
+
+
+def test_threads_are_an_engines_own(make_llm: Any, random_model: str) -> None:
+    """Symptom: num_threads of one engine is the default of the next, and a new thread's is not."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        llm = make_llm(random_model, num_threads=2)
+        assert torch.get_num_threads() == 3
+        runner = llm.engine.executor._runner
+        execute, seen = runner.execute, []
+        runner.execute = lambda step: (seen.append(torch.get_num_threads()), execute(step))[1]
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(llm.generate, [1, 2], GREEDY, False).result()
+        assert set(seen) == {2}
+        assert make_llm(random_model).engine.executor._num_threads == min(3, num_cores())
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_output_reads_like_nano_vllm_and_like_vllm(make_llm: Any) -> None:

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 from nanovllm.attention.backend import AttentionSpec, Batch, QKNorm
 from nanovllm.attention.cpu import CPUBackend
-from nanovllm.kernels import cpu
+from nanovllm.kernels import cpu, cpu_build
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.quantization import quantize
 from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
@@ -37,14 +38,14 @@ VARIANTS = {
     "emulated-amx": (("avx2", "fma"), *EMULATE, "-DEMULATE_AMX"),
     "portable": ((), "-O2"),
 }
-load = functools.cache(cpu.load)
+load = functools.cache(cpu_build.load)
 
 
 @pytest.fixture(params=VARIANTS)
 def kernels(request, monkeypatch):
     """The kernels as each kind of processor has them, as far as this one can run them."""
     needed, *flags = VARIANTS[request.param]
-    if missing := set(needed) - cpu.processor_flags():
+    if missing := set(needed) - cpu_build.processor_flags():
         pytest.skip(f"no {missing} here")
     library = load(*flags)
     monkeypatch.setattr(cpu, "library", lambda: library)
@@ -119,12 +120,12 @@ def test_linear_int(n, k, group, bits):
     largest = randn(300, k, seed=300)
     largest[:, ::7] *= 1000  # inputs of very unlike sizes
     together = cpu.linear_int(largest, *packed, n, bits)
-    for m in (1, 2, 3, 4, 6, 7, 12, 13, 16, 31, 32, 33, 47, 100, 300):
+    for m in (0, 1, 2, 3, 4, 6, 7, 12, 13, 16, 31, 32, 33, 47, 100, 300):
         x = largest[:m]
         expected = x.double() @ weight.T
         out = cpu.linear_int(x, *packed, n, bits)
         # Inputs are rounded to 16 or 8 bits of their group's largest, the result to bfloat16.
-        steps = x.view(m, -1, group).abs().amax(-1).double() / (32767 if bits == 8 else 127)
+        steps = x.view(m, k // group, group).abs().amax(-1).double() / (32767 if bits == 8 else 127)
         bound = 0.501 * steps.repeat_interleave(group, 1) @ weight.abs().T
         assert ((out.double() - expected).abs() <= bound + 2**-8 * expected.abs() + 1e-5).all()
         assert torch.equal(out, together[:m])
@@ -362,6 +363,29 @@ def test_a_wrong_compilation_is_found_by_the_self_test(tmp_path):
     shown = in_subprocess(tmp_path, SHOW, CC=str(compiler))
     assert "False True" in shown
     assert "wrong products" in shown
+
+
+@native
+@pytest.mark.usefixtures("kernels")
+def test_what_is_no_number_stays_so():
+    """Symptom: one such score takes all of a row's weight."""
+    gate_up = torch.full((1, 64), 2.0, dtype=torch.bfloat16)
+    gate_up[0, 5] = torch.nan
+    found = cpu.silu_and_mul(gate_up)[0]
+    assert found.isnan().nonzero().tolist() == [[5]]
+    logits = torch.zeros(1, 256, dtype=torch.bfloat16)
+    logits[0, 130] = torch.nan
+    one, zero = torch.ones(1), torch.zeros(1)
+    assert cpu.chunk_sums(logits, zero, one, zero).tolist() == [[128.0, 127.0]]
+
+
+@native
+def test_a_recording_is_of_its_thread():
+    logits = randn(2, 10)
+    with ThreadPoolExecutor(1) as pool, cpu.Recording(4) as recording:
+        found = pool.submit(cpu.greedy, logits).result()
+    assert torch.equal(found, logits.float().argmax(-1))
+    assert not recording._calls
 
 
 @native

@@ -120,6 +120,18 @@ def test_yarn(key):
     assert rope_of_version_5(rope_theta=1000000, **{key: "yarn"}, **YARN) == expected
 
 
+def test_scaling_added_beside_the_settings_of_version_5():
+    """Symptom: YaRN added to config.json as the model's card says is never read."""
+    added = read(
+        rope_theta=None,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        rope_scaling={"rope_type": "yarn", **YARN},
+    )
+    assert added.rope == RopeConfig(1e6, "yarn", 4.0, 32768)
+    with pytest.raises(CheckpointError, match="must be an object, are 3"):
+        read(rope_parameters=3, rope_scaling={"rope_type": "yarn", **YARN})
+
+
 def test_both_names_of_the_type_at_once():
     rope = read(rope_scaling={"type": "yarn", "rope_type": "yarn", **YARN}).rope
     assert rope == RopeConfig(1e6, "yarn", 4.0, 32768)
