@@ -80,7 +80,7 @@ QUANTIZATIONS = pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 
 
 def generate(model: str, workload: Any, **options: Any) -> list[list[int]]:
-    llm = LLM(model, max_model_len=MAX_MODEL_LEN, **options)
+    llm = LLM(model, max_model_len=MAX_MODEL_LEN, device="cpu", **options)
     assert llm.engine.executor._runner._backend.name == "cpu"  # type: ignore[attr-defined]
     try:
         outputs = llm.generate(*workload, use_tqdm=False)
@@ -144,7 +144,7 @@ def test_torchs_default_dtype_is_the_users(model: str, dtype: torch.dtype) -> No
 def test_plain_torch_throughout(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Symptom: kernels that were switched off choose the tokens."""
     monkeypatch.setattr(cpu, "_call", lambda name, *args: pytest.fail(f"{name} was called"))
-    llm = LLM(model, max_model_len=MAX_MODEL_LEN, native_kernels=False)
+    llm = LLM(model, max_model_len=MAX_MODEL_LEN, device="cpu", native_kernels=False)
     try:
         for params in (
             SamplingParams(temperature=0, max_tokens=3),
@@ -158,7 +158,7 @@ def test_plain_torch_throughout(model: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_an_engine_is_built_while_another_runs(model: str, workload: Any) -> None:
     """Symptom: the running engine's calls are taken for the new one's recording."""
-    running = LLM(model, max_model_len=MAX_MODEL_LEN)
+    running = LLM(model, max_model_len=MAX_MODEL_LEN, device="cpu")
     prompts, params = workload[0][:8], workload[1][:8]
     expected = [o.token_ids for o in running.generate(prompts, params, use_tqdm=False)]
     built = threading.Event()
@@ -173,7 +173,7 @@ def test_an_engine_is_built_while_another_runs(model: str, workload: Any) -> Non
         work = pool.submit(run)
         try:
             for _ in range(5):
-                LLM(model, max_model_len=MAX_MODEL_LEN).shutdown()
+                LLM(model, max_model_len=MAX_MODEL_LEN, device="cpu").shutdown()
         finally:
             built.set()
         work.result()
@@ -208,7 +208,9 @@ def test_close_to_plain_torch(
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     found = []
     for changes in (options, {"native_kernels": False}):
-        llm = LLM(model, max_model_len=MAX_MODEL_LEN, quantization=quantization, **changes)
+        llm = LLM(
+            model, max_model_len=MAX_MODEL_LEN, device="cpu", quantization=quantization, **changes
+        )
         outputs = llm.generate(prompts, params, use_tqdm=False)
         found.append(
             torch.tensor(
@@ -243,6 +245,7 @@ def test_keys_and_values_in_8_bits_take_half_the_blocks_bytes(model: str) -> Non
         llm = LLM(
             model,
             max_model_len=MAX_MODEL_LEN,
+            device="cpu",
             kv_cache_dtype=kv_cache_dtype,
             kv_cache_memory_bytes=10**6,
         )
@@ -254,6 +257,6 @@ def test_keys_and_values_in_8_bits_take_half_the_blocks_bytes(model: str) -> Non
 
 def test_keys_and_values_in_8_bits_need_the_kernels(model: str) -> None:
     with pytest.raises(ConfigError, match=r'kv_cache_dtype "int8" needs .* C kernels; use "auto"'):
-        LLM(model, kv_cache_dtype="int8", native_kernels=False)
+        LLM(model, kv_cache_dtype="int8", native_kernels=False, device="cpu")
     with pytest.raises(ConfigError, match=r'kv_cache_dtype "int8" .*cpu: needs bfloat16'):
-        LLM(model, kv_cache_dtype="int8", dtype="float32")
+        LLM(model, kv_cache_dtype="int8", dtype="float32", device="cpu")

@@ -56,18 +56,18 @@ def num_blocks_that_fit(
 
 
 def graph_bytes(sizes: Seq[int], capture: Callable[[int], None], device: torch.device) -> int:
-    """Return the bytes that CUDA graphs of `sizes` (ascending) will take, seen on two of them.
+    """Return the bytes that CUDA graphs of `sizes` (ascending) will take, seen on three of them.
 
-    The largest brings the memory that all share; the next shows what each costs beside that. What
-    the driver takes counts too, so this looks at the whole GPU; a neighbour that takes or gives
-    memory in this second is counted as well.
+    The largest brings the memory that all share; the next two show what each costs beside that,
+    the one that grew less. What the driver takes counts too, so this looks at the whole GPU; a
+    neighbour that takes or gives memory in this second is counted as well, but not for each graph.
     """
     used = [_used_memory(device)]
-    for size in sizes[:-3:-1]:
+    for size in sizes[:-4:-1]:
         capture(size)
         used.append(_used_memory(device))
     grown = [max(after - before, 0) for before, after in itertools.pairwise(used)]
-    return sum(grown) + grown[-1] * (len(sizes) - len(grown))
+    return sum(grown) + min(grown[1:], default=0) * (len(sizes) - len(grown))
 
 
 def require_one_sequence(num_blocks: int, block_size: int, max_model_len: int) -> None:

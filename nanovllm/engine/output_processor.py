@@ -247,8 +247,7 @@ class OutputProcessor:
         if detokenizer is not None:
             if not (request.stream or params.stop):
                 hidden = self._is_hidden_stop(seq, len(tokens), params)
-                for token in tokens[: len(tokens) - hidden]:
-                    detokenizer.add(token)
+                detokenizer.add_all(tokens[: len(tokens) - hidden])
             if seq.is_finished:
                 detokenizer.finish(search=False)
             end = detokenizer.safe_length(finished=seq.is_finished)

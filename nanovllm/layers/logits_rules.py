@@ -1,7 +1,7 @@
 """What a request may forbid or favour, applied to one row of logits before sampling.
 
-For the few rows that ask; the others pay nothing. Costs grow with the row's history and lists, not
-with the vocabulary. Order as in vLLM: allowed tokens, bad words, min_tokens, bias, penalties.
+For the few rows that ask; the others pay nothing. Nothing here waits for a GPU. Order as in vLLM:
+allowed tokens, bad words, min_tokens, bias, penalties.
 """
 
 import torch
@@ -26,7 +26,8 @@ class LogitsRules:
         device: torch.device,
     ) -> None:
         def tensor(values: object, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)
+            host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+            return host.to(device, non_blocking=True)
 
         self._params = params
         self._num_prompt_tokens = num_prompt_tokens
@@ -74,15 +75,16 @@ class LogitsRules:
             logits[self._allowed] = torch.where(left.amax() == -torch.inf, kept, left)
         if self._biased is not None and self._biases is not None:
             logits.index_add_(0, self._biased, self._biases)
+        # A token that occurs twice is written twice, with the same number: without a list of
+        # distinct ones, whose length the host would have to wait for.
         if params.repetition_penalty != 1.0:
-            seen = torch.unique(tokens)
-            scores = logits[seen]
-            penalty = params.repetition_penalty
-            logits[seen] = torch.where(scores > 0, scores / penalty, scores * penalty)
-        if (params.frequency_penalty or params.presence_penalty) and len(output):
-            seen, counts = torch.unique(output, return_counts=True)
-            counts = counts.to(logits.dtype)
-            logits[seen] -= params.frequency_penalty * counts + params.presence_penalty
+            scores, penalty = logits[tokens], params.repetition_penalty
+            logits[tokens] = torch.where(scores > 0, scores / penalty, scores * penalty)
+        if params.frequency_penalty or params.presence_penalty:
+            ones = torch.ones_like(output, dtype=logits.dtype)
+            counts = torch.zeros_like(logits).index_add_(0, output, ones)[output]
+            penalties = params.frequency_penalty * counts + params.presence_penalty
+            logits[output] = logits[output] - penalties
 
     def _forbid(self, logits: torch.Tensor, word: torch.Tensor, output: torch.Tensor) -> None:
         """Forbid the last token of `word` where the output ends with those before it."""
@@ -90,4 +92,5 @@ class LogitsRules:
         if len(output) < len(before):
             return
         ends_so = (output[len(output) - len(before) :] == before).all()
-        logits[word[-1]] = torch.where(ends_so, -torch.inf, logits[word[-1]])
+        last = word[-1:]
+        logits[last] = torch.where(ends_so, -torch.inf, logits[last])

@@ -494,5 +494,6 @@ def test_cuda_graphs_are_used_and_freed(gpu_model: str) -> None:
     llm.generate([[1, 2, 3]] * 5, SamplingParams(max_tokens=8), use_tqdm=False)
     del llm, runner
     torch.cuda.empty_cache()
-    assert torch.cuda.memory_allocated() - before < 2**26
+    # What a stream's products work in stays (cuBLAS, 32 MiB), for two streams of an engine.
+    assert torch.cuda.memory_allocated() - before < 2**27
     assert free_before - torch.cuda.mem_get_info()[0] < 2**29

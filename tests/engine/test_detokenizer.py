@@ -170,6 +170,24 @@ def test_text_grows_to_what_decoding_at_once_gives(
 
 
 @every_tokenizer
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), skip_special_tokens=st.booleans())
+def test_all_at_once_is_one_by_one(
+    kind: str, data: st.DataObject, skip_special_tokens: bool
+) -> None:
+    token_ids = data.draw(outputs(kind))
+    one_by_one, at_once = (
+        Detokenizer(MAKERS[kind](), skip_special_tokens=skip_special_tokens) for _ in range(2)
+    )
+    for token_id in token_ids:
+        one_by_one.add(token_id)
+    at_once.add_all(token_ids)
+    one_by_one.finish()
+    at_once.finish()
+    assert at_once.text == one_by_one.text
+
+
+@every_tokenizer
 @settings(max_examples=100, deadline=None)
 @given(data=st.data(), text=TEXTS)
 def test_whole_characters_are_never_shown_as_broken(

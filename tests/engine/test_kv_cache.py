@@ -1,6 +1,7 @@
 """How many KV blocks the CPU takes, and what is said where they are too few."""
 
 import io
+import itertools
 
 import psutil
 import pytest
@@ -80,12 +81,13 @@ def test_cuda_pool_leaves_room_for_graphs(monkeypatch):
 @pytest.mark.parametrize(
     ("sizes", "captured", "expected"),
     [
-        ([1, 2, 4, 8, 16, 20], [20, 16], 700 + 30 + 4 * 30),
+        ([1, 2, 4, 8, 16, 20], [20, 16, 8], 700 + 30 + 30 + 3 * 30),
+        ([1, 2, 4], [4, 2, 1], 700 + 30 + 30),
         ([1, 2], [2, 1], 700 + 30),
         ([1], [1], 700),
     ],
 )
-def test_memory_of_all_graphs_is_seen_on_two(monkeypatch, sizes, captured, expected):
+def test_memory_of_all_graphs_is_seen_on_three(monkeypatch, sizes, captured, expected):
     """The largest brings the shared memory, 670 bytes here; each has 30 of its own."""
     used = [5000]
     seen = []
@@ -100,9 +102,18 @@ def test_memory_of_all_graphs_is_seen_on_two(monkeypatch, sizes, captured, expec
 
 
 def test_memory_that_a_neighbour_gave_back_is_no_graphs_gain(monkeypatch):
-    used = iter([5000, 5700, 5600])
+    used = iter([5000, 5700, 5600, 5630])
     monkeypatch.setattr(kv_cache, "_used_memory", lambda device: next(used))
-    assert graph_bytes([1, 2, 4], lambda size: None, torch.device("cuda")) == 700
+    assert graph_bytes([1, 2, 4, 8], lambda size: None, torch.device("cuda")) == 730
+
+
+@pytest.mark.parametrize("grown", [(700, 9000, 30), (700, 30, 9000)])
+def test_memory_that_a_neighbour_took_is_counted_once(monkeypatch, grown):
+    """Symptom: times the number of graphs it leaves no pool at all."""
+    used = itertools.accumulate((5000, *grown))
+    monkeypatch.setattr(kv_cache, "_used_memory", lambda device: next(used))
+    found = graph_bytes(list(range(60)), lambda size: None, torch.device("cuda"))
+    assert found == sum(grown) + 57 * 30
 
 
 def test_cpu_takes_half_of_what_is_free(free_memory):

@@ -154,7 +154,7 @@ def test_generate_returns_nothing_of_others_and_loses_nothing(llm: LLM) -> None:
 
 def test_abort_returns_what_there_is(llm: LLM) -> None:
     request = llm.engine.add_request([1, 2, 3], GREEDY)
-    for _ in range(4):
+    for _ in range(4 + llm.engine._queue_depth):
         llm.engine.step()
     output = llm.engine.abort(request)
     assert output is not None
@@ -248,7 +248,7 @@ def test_only_cuda_runs_beside_the_host(llm: LLM) -> None:
 
 def test_del_llm_frees_memory(random_model: str) -> None:
     process = psutil.Process()
-    llm = LLM(random_model, kv_cache_memory_bytes=2**30, max_num_seqs=512)
+    llm = LLM(random_model, device="cpu", kv_cache_memory_bytes=2**30, max_num_seqs=512)
     pool = llm.engine.executor._runner._attentions[0].kv_cache
     with torch.inference_mode():
         pool.fill_(1.0)
