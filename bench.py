@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 QWEN3_06B = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -35,7 +35,14 @@ QWEN3_06B = {
 }
 
 Prompts = list[list[int]]
-Run = Callable[[Prompts, list[int]], None]
+
+
+class Run(Protocol):
+    """Generates; `sampling` is temperature, and top_k and top_p where they are given."""
+
+    def __call__(
+        self, prompts: Prompts, output_lens: list[int], sampling: dict[str, Any]
+    ) -> None: ...
 
 
 def nanovllm(model: str, args: argparse.Namespace) -> Run:
@@ -43,10 +50,9 @@ def nanovllm(model: str, args: argparse.Namespace) -> Run:
 
     llm = LLM(model, load_format=args.load_format, max_model_len=args.max_model_len, **args.option)
 
-    def run(prompts: Prompts, output_lens: list[int]) -> None:
+    def run(prompts: Prompts, output_lens: list[int], sampling: dict[str, Any]) -> None:
         params = [
-            SamplingParams(temperature=args.temperature, ignore_eos=True, max_tokens=length)
-            for length in output_lens
+            SamplingParams(ignore_eos=True, max_tokens=length, **sampling) for length in output_lens
         ]
         llm.generate(prompts, params, use_tqdm=not args.json)
 
@@ -65,11 +71,9 @@ def vllm(model: str, args: argparse.Namespace) -> Run:
         **args.option,
     )
 
-    def run(prompts: Prompts, output_lens: list[int]) -> None:
+    def run(prompts: Prompts, output_lens: list[int], sampling: dict[str, Any]) -> None:
         params = [
-            SamplingParams(
-                temperature=args.temperature, ignore_eos=True, max_tokens=length, detokenize=False
-            )
+            SamplingParams(ignore_eos=True, max_tokens=length, detokenize=False, **sampling)
             for length in output_lens
         ]
         llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=not args.json)
@@ -89,11 +93,11 @@ def transformers(model: str, args: argparse.Namespace) -> Run:
     else:
         hf = AutoModelForCausalLM.from_pretrained(model, dtype="auto", **args.option).to(device)
     hf.eval()
-    how = {"do_sample": args.temperature > 0}
-    if how["do_sample"]:
-        how |= {"temperature": args.temperature, "top_k": 0, "top_p": 1.0}
 
-    def run(prompts: Prompts, output_lens: list[int]) -> None:
+    def run(prompts: Prompts, output_lens: list[int], sampling: dict[str, Any]) -> None:
+        how: dict[str, Any] = {"do_sample": sampling["temperature"] > 0}
+        if how["do_sample"]:
+            how |= {"top_k": 0, "top_p": 1.0, **sampling}
         for start in range(
             0, len(prompts), args.hf_batch
         ):  # left-padded batches, as generate wants
@@ -125,10 +129,16 @@ def option(text: str) -> tuple[str, Any]:
         return name, value
 
 
+ENGINES: dict[str, Callable[[str, argparse.Namespace], Run]] = {
+    "nanovllm": nanovllm,
+    "vllm": vllm,
+    "transformers": transformers,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    engines = {"nanovllm": nanovllm, "vllm": vllm, "transformers": transformers}
-    parser.add_argument("--engine", choices=engines, default="nanovllm")
+    parser.add_argument("--engine", choices=ENGINES, default="nanovllm")
     parser.add_argument("--model", help="a checkpoint; without it Qwen3-0.6B's shape")
     parser.add_argument("--load-format", choices=["auto", "dummy"], help="default: dummy")
     parser.add_argument("--num-seqs", type=int, default=256)
@@ -160,11 +170,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, "config.json").write_text(json.dumps(QWEN3_06B))
         start = time.perf_counter()
-        run = engines[args.engine](args.model or directory, args)
+        run = ENGINES[args.engine](args.model or directory, args)
         startup = time.perf_counter() - start
-        run([[1, 2, 3, 4]], [4])
+        sampling = {"temperature": args.temperature}
+        run([[1, 2, 3, 4]], [4], sampling)
         start = time.perf_counter()
-        run(prompts, output_lens)
+        run(prompts, output_lens, sampling)
         seconds = time.perf_counter() - start
 
     tokens_in, tokens_out = sum(map(len, prompts)), sum(output_lens)

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import dataclasses
 import datetime
+import functools
 import gc
 import importlib
 import importlib.metadata
@@ -32,11 +33,14 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import gpu_report
 
-from bench import QWEN3_06B, Prompts, Run, vllm as start_vllm
+from bench import QWEN3_06B, Prompts, vllm as start_vllm
 
 if TYPE_CHECKING:
     from nanovllm.attention.paged import PagedBackend
     from nanovllm.engine.llm_engine import LLMEngine
+
+Run = Callable[[Prompts, list[int]], None]
+"""Takes prompts and output lengths."""
 
 ROOT = Path(__file__).parent.parent
 SMALL = "Qwen3-0.6B"
@@ -649,8 +653,9 @@ def transformers(model: str, stack: contextlib.ExitStack) -> Run:
 def vllm(model: str, stack: contextlib.ExitStack) -> Run:
     """vLLM, in what memory is left of half the GPU."""
     options = {"gpu_memory_utilization": 0.45}
-    args = {"load_format": "dummy", "max_model_len": 4096, "temperature": 0.6, "json": True}
-    return start_vllm(model, argparse.Namespace(**args, option=options))
+    args = {"load_format": "dummy", "max_model_len": 4096, "json": True}
+    run = start_vllm(model, argparse.Namespace(**args, option=options))
+    return functools.partial(run, sampling={"temperature": 0.6})
 
 
 PEERS: dict[str, Callable[[str, contextlib.ExitStack], Run]] = {

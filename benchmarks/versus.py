@@ -1,0 +1,169 @@
+"""Alternate engines case by case and print medians, and each one's time over the first one's, the
+median over rounds.
+
+An engine is NAME or NAME=PYTHON: one of bench.py's, and an interpreter that has it installed. Each
+is a process of its own, stopped while another runs, for an idle engine may spin. None caches a
+prefix: `nano` and `sampled` have the same prompts. Without --model: random weights in the shape of
+Qwen3-0.6B.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import bench
+
+GREEDY = {"temperature": 0.0}
+DRAWN = {"temperature": 0.6}
+READY = "ready to be measured "
+"""Begins a line of an engine's output; what it was asked for follows, as JSON."""
+
+
+class Case(NamedTuple):
+    """Requests of random tokens: how many, from and to which lengths, and how they are sampled."""
+
+    num_seqs: int
+    input_len: tuple[int, int]
+    output_len: tuple[int, int]
+    sampling: dict[str, float]
+
+    def requests(self, seed: int) -> tuple[bench.Prompts, list[int]]:
+        """Return prompts and output lengths."""
+        rng = random.Random(seed)
+        prompts = [
+            [rng.randint(0, 10000) for _ in range(rng.randint(*self.input_len))]
+            for _ in range(self.num_seqs)
+        ]
+        return prompts, [rng.randint(*self.output_len) for _ in range(self.num_seqs)]
+
+
+CASES = {
+    "decode1": Case(1, (32, 32), (64, 64), GREEDY),
+    "decode4": Case(4, (64, 64), (48, 48), GREEDY),
+    "decode16": Case(16, (128, 128), (48, 48), GREEDY),
+    "decode64": Case(64, (64, 64), (32, 32), GREEDY),
+    "prefill": Case(8, (512, 512), (1, 1), GREEDY),
+    "long": Case(4, (2048, 2048), (32, 32), GREEDY),
+    "nano": Case(32, (32, 256), (32, 128), DRAWN),
+    "sampled": Case(32, (32, 256), (32, 128), {**DRAWN, "top_k": 20, "top_p": 0.95}),
+}
+WARM_UP = Case(2, (16, 16), (4, 4), GREEDY)
+
+
+class Engine:
+    """A process that holds one of bench.py's engines."""
+
+    def __init__(self, given: str, model: str, load_format: str) -> None:
+        self.name, _, python = given.partition("=")
+        start = time.perf_counter()
+        command = [python or sys.executable, __file__, self.name, "--serve", "--model", model]
+        self._process = subprocess.Popen(
+            [*command, "--load-format", load_format],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self._read()
+        self.startup = time.perf_counter() - start
+        self._signal(signal.SIGSTOP)
+
+    def run(self, case: Case, seed: int) -> float:
+        """Return the seconds that the case's requests take."""
+        assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
+        json.dump([*case.requests(seed), case.sampling], self._process.stdin)
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        seconds = self._read()
+        self._signal(signal.SIGSTOP)
+        return seconds
+
+    def stop(self) -> None:
+        """End the process and its children."""
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+
+    def _read(self) -> float:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:  # an engine may print what it likes
+            if line.startswith(READY):
+                return float(line.removeprefix(READY))
+        sys.exit(f"versus.py: {self.name} ended with {self._process.wait()}")
+
+    def _signal(self, number: int) -> None:
+        os.killpg(self._process.pid, number)
+
+
+def serve(name: str, model: str, load_format: str) -> None:
+    """Hold an engine: run the requests of each line of standard input and answer with seconds."""
+    option = {"enable_prefix_caching": False} if name == "nanovllm" else {}
+    args = {"load_format": load_format, "max_model_len": 4096, "option": option, "hf_batch": 64}
+    run = bench.ENGINES[name](model, argparse.Namespace(**args, json=True))
+    print(f"{READY}0", flush=True)
+    for line in sys.stdin:
+        requests: list[Any] = json.loads(line)
+        start = time.perf_counter()
+        run(*requests)
+        print(f"\n{READY}{time.perf_counter() - start}", flush=True)
+
+
+def compare(engines: list[Engine], cases: list[str], rounds: int) -> None:
+    """Print a row for each case and engine."""
+    first = engines[0].name
+    print(f"| case | engine | seconds | least | most | its time over {first}'s |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for engine in engines:
+        print(f"| start until ready | {engine.name} | {engine.startup:.1f} | | | |", flush=True)
+    for name in cases:
+        times: dict[str, list[float]] = {engine.name: [] for engine in engines}
+        for engine in engines:
+            engine.run(WARM_UP, 0)
+        for seed in range(rounds):
+            for engine in engines:
+                times[engine.name].append(engine.run(CASES[name], seed))
+        for other, seconds in times.items():
+            ratio = median(b / a for a, b in zip(times[first], seconds, strict=True))
+            cells = f"{median(seconds):.2f} | {min(seconds):.2f} | {max(seconds):.2f} | {ratio:.2f}"
+            print(f"| {name} | {other} | {cells} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("engines", nargs="+", metavar="NAME[=PYTHON]")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--model", help="a checkpoint; without it Qwen3-0.6B's shape")
+    parser.add_argument("--load-format", choices=["auto", "dummy"], default="dummy")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_intermixed_args()
+    names = [given.partition("=")[0] for given in args.engines]
+    if unknown := set(names) - set(bench.ENGINES) or len(set(names)) < len(names):
+        parser.error(f"name each of {', '.join(bench.ENGINES)} once at most, not {unknown}")
+    if args.serve:
+        serve(names[0], args.model, args.load_format)
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory, "config.json").write_text(json.dumps(bench.QWEN3_06B))
+        engines: list[Engine] = []
+        try:
+            for given in args.engines:
+                engines.append(Engine(given, args.model or directory, args.load_format))
+            compare(engines, args.cases, args.rounds)
+        finally:
+            for engine in engines:
+                engine.stop()
+
+
+if __name__ == "__main__":
+    main()

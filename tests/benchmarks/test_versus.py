@@ -1,0 +1,83 @@
+"""The comparison runs engines in turn, on the same requests, and says so in a table."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from bench import QWEN3_06B
+
+ROOT = Path(__file__).parent.parent.parent
+SCRIPT = ROOT / "benchmarks" / "versus.py"
+
+
+@pytest.fixture(scope="module")
+def versus() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("versus", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    small = {
+        "vocab_size": 10240,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "head_dim": 32,
+    }
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN3_06B, **small}))
+    return str(tmp_path)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(
+        [sys.executable, SCRIPT, *arguments], capture_output=True, text=True, env=env, timeout=120
+    )
+
+
+def test_requests_are_the_cases_own(versus: ModuleType) -> None:
+    case = versus.CASES["nano"]
+    prompts, lens = case.requests(3)
+    assert (prompts, lens) == case.requests(3) != case.requests(4)
+    assert len(prompts) == len(lens) == 32
+    assert {32 <= len(prompt) <= 256 for prompt in prompts} == {True}
+    assert {32 <= length <= 128 for length in lens} == {True}
+
+
+def test_table(model: str) -> None:
+    done = run("nanovllm", f"transformers={sys.executable}", "--model", model, "--rounds", "2",
+               "--cases", "decode1", "sampled")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()]
+    assert [row[:2] for row in rows[2:]] == [
+        [case, engine]
+        for case in ("start until ready", "decode1", "sampled")
+        for engine in ("nanovllm", "transformers")
+    ]
+    for ours, other in (rows[4:6], rows[6:8]):
+        assert ours[-1] == "1.00"
+        assert all(float(cell) > 0 for cell in ours[2:] + other[2:])
+
+
+def test_an_engine_that_ends(model: str) -> None:
+    done = run("nanovllm", f"vllm={sys.executable}", "--model", model)
+    assert done.returncode != 0
+    assert "versus.py: vllm ended with 1" in done.stderr
+
+
+@pytest.mark.parametrize("engines", [["nanovllm", "nanovllm"], ["llama"]])
+def test_engines_that_are_refused(engines: list[str]) -> None:
+    done = run(*engines)
+    assert done.returncode == 2
+    assert "once at most" in done.stderr
