@@ -17,13 +17,14 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 
 bench: $(VENV)/.core
-	$(BIN)/python bench.py --num-seqs 32 --max-input-len 256 --max-output-len 128
+	$(BIN)/python bench.py --num-seqs 32 --min-input-len 32 --max-input-len 256 --min-output-len 32 --max-output-len 128
 
 clean:
 	rm -rf $(VENV)
 
 $(BIN)/python:
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("nanovllm needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; name another one: make demo PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV) || { rm -f $@; exit 1; }
 
 $(VENV)/.core: $(BIN)/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -c constraints.txt -e .

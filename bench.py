@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 QWEN3_06B = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -35,14 +35,8 @@ QWEN3_06B = {
 }
 
 Prompts = list[list[int]]
-
-
-class Run(Protocol):
-    """Generates; `sampling` is temperature, and top_k and top_p where they are given."""
-
-    def __call__(
-        self, prompts: Prompts, output_lens: list[int], sampling: dict[str, Any]
-    ) -> None: ...
+Run = Callable[[Prompts, list[int], dict[str, Any]], None]
+"""Takes prompts, output lengths, and sampling: temperature, and top_k and top_p where given."""
 
 
 def nanovllm(model: str, args: argparse.Namespace) -> Run:

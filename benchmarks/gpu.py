@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import dataclasses
 import datetime
-import functools
 import gc
 import importlib
 import importlib.metadata
@@ -655,7 +654,7 @@ def vllm(model: str, stack: contextlib.ExitStack) -> Run:
     options = {"gpu_memory_utilization": 0.45}
     args = {"load_format": "dummy", "max_model_len": 4096, "json": True}
     run = start_vllm(model, argparse.Namespace(**args, option=options))
-    return functools.partial(run, sampling={"temperature": 0.6})
+    return lambda prompts, output_lens: run(prompts, output_lens, {"temperature": 0.6})
 
 
 PEERS: dict[str, Callable[[str, contextlib.ExitStack], Run]] = {
@@ -717,7 +716,7 @@ def describe_machine() -> dict[str, str]:
             versions[package] = "not installed"
     return {
         "GPU": name,
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "memory, driver, power limit, clock": ", ".join(details) or "unknown",
         "CPU": f"{os.cpu_count()} cores, {platform.machine()}",
         "Python": platform.python_version(),

@@ -8,6 +8,7 @@ Qwen3-0.6B.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -74,7 +75,11 @@ class Engine:
             text=True,
             start_new_session=True,
         )
-        self._read()
+        try:
+            self._read()
+        except BaseException:  # the caller has no engine yet that it could stop
+            self.stop()
+            raise
         self.startup = time.perf_counter() - start
         self._signal(signal.SIGSTOP)
 
@@ -91,7 +96,8 @@ class Engine:
 
     def stop(self) -> None:
         """End the process and its children."""
-        self._signal(signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it ended, and was waited for
+            self._signal(signal.SIGKILL)
         self._process.wait()
 
     def _read(self) -> float:
@@ -110,7 +116,7 @@ def serve(name: str, model: str, load_format: str) -> None:
     option = {"enable_prefix_caching": False} if name == "nanovllm" else {}
     args = {"load_format": load_format, "max_model_len": 4096, "option": option, "hf_batch": 64}
     run = bench.ENGINES[name](model, argparse.Namespace(**args, json=True))
-    print(f"{READY}0", flush=True)
+    print(f"\n{READY}0", flush=True)
     for line in sys.stdin:
         requests: list[Any] = json.loads(line)
         start = time.perf_counter()
@@ -146,13 +152,15 @@ def main() -> None:
     parser.add_argument("--model", help="a checkpoint; without it Qwen3-0.6B's shape")
     parser.add_argument("--load-format", choices=["auto", "dummy"], default="dummy")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_intermixed_args()
+    args = parser.parse_args()
     names = [given.partition("=")[0] for given in args.engines]
-    if unknown := set(names) - set(bench.ENGINES) or len(set(names)) < len(names):
-        parser.error(f"name each of {', '.join(bench.ENGINES)} once at most, not {unknown}")
+    if len(set(names) & set(bench.ENGINES)) < len(names):
+        parser.error(f"name each of {', '.join(bench.ENGINES)} once at most, not {names}")
     if args.serve:
         serve(names[0], args.model, args.load_format)
         return
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(1))  # so that the engines are stopped below
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, "config.json").write_text(json.dumps(bench.QWEN3_06B))
         engines: list[Engine] = []

@@ -62,7 +62,8 @@ class Config(StrictKeywords):
     num_threads: int | None = None
     """CPU threads of a step, over all ranks; None takes the cores that this process may use."""
     native_kernels: bool = True
-    """Use kernels of our own where there are any; False is plain torch everywhere."""
+    """Use kernels of our own where there are any, else weights packed by oneDNN on a CPU; False is
+    plain torch everywhere."""
     kvcache_block_size: int | None = None
     """Tokens in a KV block; None takes the attention backend's choice."""
     num_kvcache_blocks: int = -1

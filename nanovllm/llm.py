@@ -64,7 +64,7 @@ class LLM:
         all_params: Any = sampling_params
         if not isinstance(sampling_params, list | tuple):
             all_params = [sampling_params] * len(prompts)
-        priorities = priority if isinstance(priority, list | tuple) else [priority] * len(prompts)
+        priorities = priority if isinstance(priority, Seq) else [priority] * len(prompts)
         for name, given in (("sampling_params", all_params), ("priority", priorities)):
             if len(given) != len(prompts):
                 raise InvalidRequestError(

@@ -463,7 +463,8 @@ def test_nobody_reads_on() -> None:
                 env=environment,
                 timeout=60,
             )
-        assert (done.returncode, done.stderr) == (141, b"")
+        assert done.returncode == 141
+        assert b"Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
@@ -485,5 +486,6 @@ def test_as_a_process() -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"},
         timeout=60,
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
     assert done.stdout.splitlines() == ANSWERS[:2]

@@ -7,6 +7,7 @@ Obeys the schedule; knows no queue, no text and no other rank but through the la
 import contextlib
 import dataclasses
 import logging
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,6 +40,8 @@ from nanovllm.utils.memory import return_freed
 
 logger = logging.getLogger(__name__)
 
+_DEFAULTS = threading.Lock()
+"""Held while torch's default dtype, which belongs to the process, is not the user's."""
 _LOGPROB_ROWS = 256
 """Prompt positions whose logits exist at once."""
 
@@ -302,10 +305,11 @@ class ModelRunner:
 @contextlib.contextmanager
 def _defaults(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
     """Make parameters of `dtype` on `device` inside, and leave torch's defaults as they were."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with device:
-            yield
-    finally:
-        torch.set_default_dtype(before)
+    with _DEFAULTS:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            with device:
+                yield
+        finally:
+            torch.set_default_dtype(before)

@@ -83,23 +83,20 @@ def rank_device(config: Config, rank: int = 0) -> torch.device:
 
 @contextlib.contextmanager
 def on_device(device: torch.device, num_threads: int) -> Iterator[None]:
-    """Inside, `device` is the current GPU, or this thread has `num_threads` CPU threads.
+    """Inside, this thread has `num_threads` CPU threads, and `device`, if a GPU, is current.
 
-    Both belong to a thread, and to whoever called us: they are put back.
+    Both are put back: they are also the caller's. A thread that first uses torch while another is
+    inside begins with that one's number.
     """
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            yield
-        return
     before = torch.get_num_threads()  # also gives torch's number to a thread that is new to it
-    if before == num_threads:
-        yield
-        return
-    torch.set_num_threads(num_threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        if before != num_threads:
+            torch.set_num_threads(num_threads)
+        try:
+            yield
+        finally:
+            if before != num_threads:
+                torch.set_num_threads(before)
 
 
 def run_worker(

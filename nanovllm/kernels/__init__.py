@@ -1,6 +1,6 @@
 """Kernels of our own, and which of them serve a device: C on CPUs, Triton on CUDA GPUs.
 
-Where there are none the log says why, and plain torch serves.
+Where there are none a warning says why, and plain torch serves.
 """
 
 import functools
@@ -34,7 +34,7 @@ def triton_serves() -> bool:
     """Whether the Triton kernels can be used on the current GPU; the log says why not."""
     reason = _no_triton()
     if reason is not None:
-        logger.info("Triton kernels are off, plain torch serves: %s", reason)
+        logger.warning("Triton kernels are off, plain torch serves, slower: %s", reason)
         return False
     logger.info("Triton kernels are on")
     return True

@@ -1,6 +1,6 @@
 """The C kernels for bfloat16 on CPUs, called through ctypes.
 
-Without a compiler `library()` is None, the log says why, and plain torch serves.
+Without a compiler `library()` is None, a warning says why, and torch serves.
 """
 
 import ctypes
@@ -46,7 +46,7 @@ def library() -> ctypes.CDLL | None:
     try:
         kernels = load()
     except Unavailable as reason:
-        logger.info("native CPU kernels are off, plain torch serves: %s", reason)
+        logger.warning("native CPU kernels are off, torch serves, slower: %s", reason)
         return None
     logger.info("native CPU kernels are on")
     return kernels

@@ -62,7 +62,7 @@ def load(*architecture: str) -> ctypes.CDLL:
         if not path.is_file():
             _compile(compiler, flags, path)
         kernels = ctypes.CDLL(str(path))
-    except (OSError, subprocess.CalledProcessError) as error:
+    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
         detail = getattr(error, "stderr", b"") or b""
         raise Unavailable(f"{error} {detail.decode(errors='replace')[-500:]}") from error
     if not kernels.nv_enable():
@@ -87,7 +87,7 @@ def _cache_directory() -> Path:
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     directory = Path(root, "nanovllm")
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if directory.stat().st_uid != os.getuid():
+    if hasattr(os, "getuid") and directory.stat().st_uid != os.getuid():
         raise Unavailable(f"{directory} belongs to another user")
     return directory
 

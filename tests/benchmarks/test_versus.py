@@ -70,10 +70,34 @@ def test_table(model: str) -> None:
         assert all(float(cell) > 0 for cell in ours[2:] + other[2:])
 
 
-def test_an_engine_that_ends(model: str) -> None:
-    done = run("nanovllm", f"vllm={sys.executable}", "--model", model)
-    assert done.returncode != 0
+def fake(path: Path, answer: str) -> str:
+    """Return the path of an executable that is ready at once and does `answer` for each line."""
+    ready = "echo 'ready to be measured 0'"
+    path.write_text(f"#!/bin/sh\n{ready}\nwhile read line; do {answer}; done\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_ratio(tmp_path: Path) -> None:
+    two = fake(tmp_path / "two", "echo 'ready to be measured 2'")
+    three = fake(tmp_path / "three", "echo 'ready to be measured 3'")
+    done = run(f"vllm={two}", f"transformers={three}", "--cases", "decode1")
+    assert "| decode1 | transformers | 3.00 | 3.00 | 3.00 | 1.50 |" in done.stdout
+
+
+def test_an_engine_that_does_not_start() -> None:
+    done = run("vllm=/bin/false")
     assert "versus.py: vllm ended with 1" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_engine_that_ends_while_it_is_measured(tmp_path: Path) -> None:
+    """Symptom: those after it are left, stopped; here they would keep stderr open."""
+    ends = fake(tmp_path / "ends", "exit 3")
+    stays = fake(tmp_path / "stays", "echo 'ready to be measured 1'")
+    done = run(f"vllm={ends}", f"transformers={stays}")
+    assert "versus.py: vllm ended with 3" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("engines", [["nanovllm", "nanovllm"], ["llama"]])

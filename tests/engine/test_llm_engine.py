@@ -32,12 +32,12 @@ def test_one_prompt_or_many(llm: LLM) -> None:
     assert llm.generate([], GREEDY, use_tqdm=False) == []
 
 
-def test_priority_for_all(llm: LLM) -> None:
-    prompts = [[5, 6, 7], [8]]
-    expected = [o.token_ids for o in llm.generate(prompts, GREEDY, use_tqdm=False)]
-    for priority in (1, [1, 0]):
-        outputs = llm.generate(prompts, GREEDY, use_tqdm=False, priority=priority)
-        assert [output.token_ids for output in outputs] == expected
+def test_priority_for_all_or_for_each(make_llm: Any, random_model: str) -> None:
+    llm = make_llm(random_model, max_num_seqs=1)
+    for priority, first in ((1, 0), ([1, 0], 1), (range(1, -1, -1), 1)):
+        outputs = llm.generate([[5], [8]], GREEDY, use_tqdm=False, priority=priority)
+        starts = [output.metrics.first_scheduled_time for output in outputs]
+        assert starts.index(min(starts)) == first
 
 
 def test_threads_are_an_engines_own(make_llm: Any, random_model: str) -> None:

@@ -335,7 +335,7 @@ print(cpu.library() is not None, text.strip() == answer)
 def test_without_a_compiler_torch_serves_and_the_log_says_why(tmp_path):
     shown = in_subprocess(tmp_path, SHOW, CC="/no/such/compiler")
     assert "False True" in shown
-    assert shown.count("native CPU kernels are off, plain torch serves") == 1
+    assert shown.count("native CPU kernels are off, torch serves") == 1
 
 
 @native

@@ -225,4 +225,4 @@ def test_without_a_gpu_the_log_says_why(caplog):
         assert on_gpu() is None
         assert on_gpu() is None
     (record,) = caplog.records
-    assert "plain torch serves: there is no CUDA device" in record.getMessage()
+    assert "plain torch serves, slower: there is no CUDA device" in record.getMessage()

@@ -5,6 +5,7 @@ import torch
 
 from nanovllm.errors import ConfigError
 from nanovllm.kernels import cpu
+from nanovllm.layers.linear import Matrix
 from nanovllm.layers.quantization import (
     Fp8Format,
     Fp8Weight,
@@ -97,6 +98,19 @@ def test_the_method_follows_dtype_and_quantization():
 
 
 # Without the C kernels.
+
+
+def test_onednn_packs_float32():
+    assert onednn_packs(torch.empty(0)) == torch.backends.mkldnn.is_available()
+    assert not onednn_packs(torch.empty(0, device="meta"))
+
+
+@pytest.mark.skipif(not onednn_packs(torch.empty(0)), reason="torch has no oneDNN here")
+def test_an_engine_packs_all_but_the_embedding(make_llm, random_model):
+    model = make_llm(random_model, device="cpu").engine.executor._runner.model
+    matrices = {name: m._method for name, m in model.named_modules() if isinstance(m, Matrix)}
+    assert matrices.pop("model.embed_tokens") is None
+    assert {type(method) for method in matrices.values()} == {OneDnnWeight}
 
 
 def test_onednn_keeps_what_the_c_kernels_cannot_take():
