@@ -16,6 +16,7 @@ import torch
 
 _SOURCE = Path(__file__).with_name("cpu.c")
 _FLAGS = ("-O3", "-fopenmp", "-shared", "-fPIC", "-lm")
+_WITHOUT_TILES = ("-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
 
 # The arguments of each kernel: pointers, sizes and floats.
 _KINDS: dict[str, Any] = {"p": ctypes.c_void_p, "n": ctypes.c_ssize_t, "f": ctypes.c_float}
@@ -65,8 +66,10 @@ def load(*architecture: str) -> ctypes.CDLL:
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
         detail = getattr(error, "stderr", b"") or b""
         raise Unavailable(f"{error} {detail.decode(errors='replace')[-500:]}") from error
-    if not kernels.nv_enable():
-        raise Unavailable("the system does not lend this process the AMX tiles")
+    if not kernels.nv_enable():  # the system does not lend this process the AMX tiles
+        if _WITHOUT_TILES[0] in flags:
+            raise Unavailable("they ask for AMX tiles even when built without")
+        return load(*(architecture or ("-march=native",)), *_WITHOUT_TILES)
     for name, kinds in ARGUMENTS.items():
         function = getattr(kernels, name)
         function.argtypes = [_KINDS[kind] for kind in kinds]

@@ -366,6 +366,23 @@ def test_a_wrong_compilation_is_found_by_the_self_test(tmp_path):
 
 
 @native
+def test_a_system_that_lends_no_tiles_gets_kernels_without(tmp_path):
+    """Symptom: a container that refuses AMX runs on plain torch."""
+    refusal = tmp_path / "refusal.c"
+    refusal.write_text("#undef nv_enable\nint nv_enable(void) { return 0; }\n")
+    compiler = tmp_path / "cc"
+    compiler.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in --version|*-mno-amx-tile*) exec gcc "$@";; esac\n'
+        f'exec gcc {refusal} "$@" -Dnv_enable=nv_lends\n'
+    )
+    compiler.chmod(0o755)
+    shown = in_subprocess(tmp_path, SHOW, CC=str(compiler))
+    assert "True True" in shown
+    assert len(list((tmp_path / "nanovllm").iterdir())) == 2
+
+
+@native
 @pytest.mark.usefixtures("kernels")
 def test_what_is_no_number_stays_so():
     """Symptom: one such score takes all of a row's weight."""
