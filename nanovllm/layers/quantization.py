@@ -21,6 +21,8 @@ _ROWS = 1024
 """Rows quantised at once, which bounds the float32 copies."""
 _ONEDNN_ROWS = 16
 """Rows of a product that oneDNN lays a weight out for; it multiplies any number."""
+_ONEDNN_LEAST = 2**20
+"""Numbers in a weight from which on a call of oneDNN, 50 us of its own, pays."""
 _FP8_MAX = torch.finfo(FP8).max
 _FP8_MATMUL = (8, 9)
 """Compute capability of the GPUs that multiply FP8."""
@@ -85,9 +87,9 @@ def make_method(
 
 
 def onednn_packs(weight: torch.Tensor) -> bool:
-    """Return whether oneDNN multiplies this weight's dtype on this processor."""
+    """Return whether it pays that oneDNN keeps this weight, and multiplies its dtype here."""
     available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    if weight.device.type != "cpu" or not available:
+    if weight.device.type != "cpu" or not available or weight.numel() < _ONEDNN_LEAST:
         return False
     if weight.dtype == torch.float32:
         return True
