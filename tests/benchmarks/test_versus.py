@@ -55,8 +55,17 @@ def test_requests_are_the_cases_own(versus: ModuleType) -> None:
     assert {32 <= length <= 128 for length in lens} == {True}
 
 
-def test_table(model: str) -> None:
-    done = run("nanovllm", f"transformers={sys.executable}", "--model", model, "--rounds", "2",
+def fake(path: Path, answer: str) -> str:
+    """Return the path of an executable that is ready at once and does `answer` for each line."""
+    ready = "echo 'ready to be measured 0'"
+    path.write_text(f"#!/bin/sh\n{ready}\nwhile read line; do {answer}; done\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_table(model: str, tmp_path: Path) -> None:
+    other = fake(tmp_path / "other", "echo 'ready to be measured 1'")
+    done = run("nanovllm", f"transformers={other}", "--model", model, "--rounds", "2",
                "--cases", "decode1", "sampled")  # fmt: skip
     assert done.returncode == 0, done.stderr
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()]
@@ -68,14 +77,6 @@ def test_table(model: str) -> None:
     for ours, other in (rows[4:6], rows[6:8]):
         assert ours[-1] == "1.00"
         assert all(float(cell) > 0 for cell in ours[2:] + other[2:])
-
-
-def fake(path: Path, answer: str) -> str:
-    """Return the path of an executable that is ready at once and does `answer` for each line."""
-    ready = "echo 'ready to be measured 0'"
-    path.write_text(f"#!/bin/sh\n{ready}\nwhile read line; do {answer}; done\n")
-    path.chmod(0o755)
-    return str(path)
 
 
 def test_ratio(tmp_path: Path) -> None:

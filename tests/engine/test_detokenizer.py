@@ -170,7 +170,7 @@ def test_text_grows_to_what_decoding_at_once_gives(
 
 
 @every_tokenizer
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data(), skip_special_tokens=st.booleans())
 def test_all_at_once_is_one_by_one(
     kind: str, data: st.DataObject, skip_special_tokens: bool

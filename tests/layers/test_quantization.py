@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from nanovllm import SamplingParams
 from nanovllm.errors import ConfigError
 from nanovllm.kernels import cpu
 from nanovllm.layers import quantization
@@ -108,10 +109,20 @@ def test_onednn_packs_float32():
 @pytest.mark.skipif(not onednn_packs(torch.empty(1024, 1024)), reason="torch has no oneDNN here")
 def test_an_engine_packs_all_but_the_embedding(make_llm, random_model, monkeypatch):
     monkeypatch.setattr(quantization, "_ONEDNN_LEAST", 0)
-    model = make_llm(random_model, device="cpu").engine.executor._runner.model
-    matrices = {name: m._method for name, m in model.named_modules() if isinstance(m, Matrix)}
+    packed, plain = (
+        make_llm(random_model, device="cpu", native_kernels=native) for native in (True, False)
+    )
+    modules = packed.engine.executor._runner.model.named_modules()
+    matrices = {name: m._method for name, m in modules if isinstance(m, Matrix)}
     assert matrices.pop("model.embed_tokens") is None
     assert {type(method) for method in matrices.values()} == {OneDnnWeight}
+    prompts = [[1, 2, 3], [4] * 40, [5]]
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    found, expected = (
+        [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+        for llm in (packed, plain)
+    )
+    assert found == expected
 
 
 def test_onednn_keeps_what_the_c_kernels_cannot_take():
