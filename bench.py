@@ -115,6 +115,17 @@ def transformers(model: str, args: argparse.Namespace) -> Run:
     return run
 
 
+def workload(
+    num_seqs: int, input_len: tuple[int, int], output_len: tuple[int, int], seed: int
+) -> tuple[Prompts, list[int]]:
+    """Return prompts of random tokens, and output lengths; both of lengths from and to."""
+    rng = random.Random(seed)
+    prompts = [
+        [rng.randint(0, 10000) for _ in range(rng.randint(*input_len))] for _ in range(num_seqs)
+    ]
+    return prompts, [rng.randint(*output_len) for _ in range(num_seqs)]
+
+
 def option(text: str) -> tuple[str, Any]:
     name, _, value = text.partition("=")
     try:
@@ -152,14 +163,9 @@ def main() -> None:
     args.option = dict(args.option)
     args.load_format = args.load_format or "dummy"
 
-    rng = random.Random(args.seed)
-    prompts = [
-        [rng.randint(0, 10000) for _ in range(rng.randint(args.min_input_len, args.max_input_len))]
-        for _ in range(args.num_seqs)
-    ]
-    output_lens = [
-        rng.randint(args.min_output_len, args.max_output_len) for _ in range(args.num_seqs)
-    ]
+    input_len = args.min_input_len, args.max_input_len
+    output_len = args.min_output_len, args.max_output_len
+    prompts, output_lens = workload(args.num_seqs, input_len, output_len, args.seed)
 
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, "config.json").write_text(json.dumps(QWEN3_06B))

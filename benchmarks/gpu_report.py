@@ -2,11 +2,12 @@
 kernels, and the page of tables. Pure: it imports no torch and needs no GPU.
 """
 
-import random
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
+
+import bench
 
 BYTES = 2
 """Of a number in bfloat16: weights and KV."""
@@ -42,11 +43,7 @@ class Idle(NamedTuple):
 
 def workload(num_seqs: int = 256) -> tuple[list[list[int]], list[int]]:
     """Return the prompts and output lengths of nano-vllm's benchmark, from seed 0."""
-    rng = random.Random(0)
-    prompts = [
-        [rng.randint(0, 10000) for _ in range(rng.randint(100, 1024))] for _ in range(num_seqs)
-    ]
-    return prompts, [rng.randint(100, 1024) for _ in range(num_seqs)]
+    return bench.workload(num_seqs, (100, 1024), (100, 1024), seed=0)
 
 
 def weight_bytes(config: Mapping[str, Any]) -> int:

@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -27,7 +26,7 @@ import bench
 GREEDY = {"temperature": 0.0}
 DRAWN = {"temperature": 0.6}
 READY = "ready to be measured "
-"""Begins a line of an engine's output; what it was asked for follows, as JSON."""
+"""Begins a line of an engine's output; the seconds of what it was asked for follow."""
 
 
 class Case(NamedTuple):
@@ -40,12 +39,7 @@ class Case(NamedTuple):
 
     def requests(self, seed: int) -> tuple[bench.Prompts, list[int]]:
         """Return prompts and output lengths."""
-        rng = random.Random(seed)
-        prompts = [
-            [rng.randint(0, 10000) for _ in range(rng.randint(*self.input_len))]
-            for _ in range(self.num_seqs)
-        ]
-        return prompts, [rng.randint(*self.output_len) for _ in range(self.num_seqs)]
+        return bench.workload(self.num_seqs, self.input_len, self.output_len, seed)
 
 
 CASES = {

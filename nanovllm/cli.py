@@ -40,9 +40,8 @@ def main(argv: Seq[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # nobody reads on, as with `| head`
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # what Python flushes at exit
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # for what Python flushes at exit
         return 141
     except UnicodeDecodeError as error:
         sys.stderr.write(f"nanovllm: standard input is not {error.encoding} text: {error}\n")
