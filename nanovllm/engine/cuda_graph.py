@@ -7,6 +7,7 @@ no scheduling: a step that fits no graph is somebody else's.
 
 import dataclasses
 import functools
+import threading
 from bisect import bisect_left
 from collections.abc import Callable, Sequence as Seq
 from typing import Any, Protocol
@@ -20,6 +21,9 @@ from nanovllm.engine.batch import SlotTables
 from nanovllm.engine.schedule import Row
 from nanovllm.layers.sampler import draw
 from nanovllm.utils.distributed import broadcast_from_first
+
+_CAPTURING = threading.Lock()
+"""Held while the stream for captures is in use: engines may be made in several threads."""
 
 
 class Graph(Protocol):
@@ -130,11 +134,13 @@ class GraphRunner:
 
 
 class CUDACapture:
-    """Captures into one memory pool, on one stream."""
+    """Captures into one memory pool, on the stream that all captures of a GPU share: a stream in
+    which cuBLAS was used keeps its workspace for ever.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = _capture_stream(device)
 
     def __call__(self, step: Step) -> tuple[Graph, torch.Tensor | None]:
         """Run `step` once, then capture it.
@@ -143,16 +149,22 @@ class CUDACapture:
         workspaces. Other threads (NCCL's watchdog) may use CUDA meanwhile, hence thread_local.
         """
         before = torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_stream(before)
-        with torch.cuda.stream(self._stream):
-            step()
-        before.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-        ):
-            logits = step()
+        with _CAPTURING:
+            self._stream.wait_stream(before)
+            with torch.cuda.stream(self._stream):
+                step()
+            before.wait_stream(self._stream)
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                logits = step()
         return graph, None if logits is None else unowned(logits)
+
+
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def can_capture(device: torch.device) -> bool:

@@ -69,7 +69,7 @@ class LogitsRules:
         for word in self._bad_words:
             self._forbid(logits, word, output)
         if self._stops is not None and len(output) < params.min_tokens:
-            logits[self._stops] = -torch.inf
+            logits.index_fill_(0, self._stops, -torch.inf)  # `[...] = number` waits for the GPU
         if kept is not None:  # where all that is allowed is forbidden, what is allowed wins
             left = logits[self._allowed]
             logits[self._allowed] = torch.where(left.amax() == -torch.inf, kept, left)

@@ -3,6 +3,7 @@ JSON, not its weights.
 """
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -124,14 +125,19 @@ def _download(model: str, revision: str | None, patterns: list[str]) -> Path:
     import huggingface_hub
     from huggingface_hub.errors import (
         HFValidationError,
+        OfflineModeIsEnabled,
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
 
+    fetch = functools.partial(
+        huggingface_hub.snapshot_download, model, revision=revision, allow_patterns=patterns
+    )
     try:
-        return Path(
-            huggingface_hub.snapshot_download(model, revision=revision, allow_patterns=patterns)
-        )
+        try:
+            return Path(fetch())
+        except OfflineModeIsEnabled:  # huggingface_hub 1.33 asks the hub what a commit holds
+            return Path(fetch(local_files_only=True))
     except HFValidationError as error:
         raise CheckpointError(
             f"model {model!r} is neither a directory here nor a valid hub id: {error}"

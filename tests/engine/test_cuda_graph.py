@@ -494,6 +494,27 @@ def test_cuda_graphs_are_used_and_freed(gpu_model: str) -> None:
     llm.generate([[1, 2, 3]] * 5, SamplingParams(max_tokens=8), use_tqdm=False)
     del llm, runner
     torch.cuda.empty_cache()
-    # What a stream's products work in stays (cuBLAS, 32 MiB), for two streams of an engine.
+    # What a stream's products work in stays (cuBLAS, 32 MiB), for the two streams of all engines.
     assert torch.cuda.memory_allocated() - before < 2**27
     assert free_before - torch.cuda.mem_get_info()[0] < 2**29
+
+
+@NEEDS_CUDA
+def test_cuda_launching_a_step_waits_for_nothing(
+    gpu_model: str, make_llm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    execute = ModelRunner.execute
+
+    def watched(*args: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return execute(*args)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    llm = make_llm(gpu_model, device="cuda", max_num_seqs=4)
+    monkeypatch.setattr(ModelRunner, "execute", watched)
+    limits = {"min_tokens": 4, "logit_bias": {3: 1.0}, "allowed_token_ids": [3, 7, 9]}
+    for kind in [*PLAIN, *OTHERS, {"presence_penalty": 0.5, "prompt_logprobs": 1}, limits]:
+        params = SamplingParams(max_tokens=6, **kind)
+        llm.generate([[1, 2, 3], [4] * 20, [5] * 40], params, use_tqdm=False)
