@@ -430,6 +430,8 @@ def profile(work: Callable[[], object], trace: Path) -> list[gpu_report.Kernel]:
     profiler.export_chrome_trace(str(trace))
     kernels = gpu_report.kernels_of_trace(json.loads(trace.read_text()))
     trace.unlink()
+    if not kernels:
+        raise RuntimeError("the profiler saw no work of the GPU")
     return kernels
 
 
@@ -495,6 +497,7 @@ def single(record: Record) -> None:
     for batch in BATCHES:
         with decoding(engine, batch, length):
             seconds_of[batch] = step_seconds(engine, batch, 64)
+        record.add("unprofiled", {"batch": batch, "seconds": seconds_of[batch]})
     for batch in BATCHES:
         with decoding(engine, batch, length):
             profiled: list[float] = []
