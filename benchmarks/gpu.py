@@ -430,8 +430,6 @@ def profile(work: Callable[[], object], trace: Path) -> list[gpu_report.Kernel]:
     profiler.export_chrome_trace(str(trace))
     kernels = gpu_report.kernels_of_trace(json.loads(trace.read_text()))
     trace.unlink()
-    if not kernels:
-        raise RuntimeError("the profiler saw no work of the GPU")
     return kernels
 
 

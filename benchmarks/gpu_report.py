@@ -140,11 +140,12 @@ def kind_of(name: str) -> str:
 
 def shares(kernels: Sequence[Kernel]) -> dict[str, float]:
     """Return the share of the span that each kind of work takes, and the idle one."""
+    idle_share = idle(kernels).all
     span = max(kernel.end for kernel in kernels) - kernels[0].start
     seconds = dict.fromkeys([*KINDS, "other"], 0.0)
     for kernel in kernels:
         seconds[kind_of(kernel.name)] += kernel.end - kernel.start
-    return {**{kind: value / span for kind, value in seconds.items()}, "idle": idle(kernels).all}
+    return {**{kind: value / span for kind, value in seconds.items()}, "idle": idle_share}
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
