@@ -51,7 +51,8 @@ class SlotTables:
         self.top_ps = torch.ones(num_rows, dtype=torch.float32, device=device)
         self.min_ps = torch.zeros(num_rows, dtype=torch.float32, device=device)
         # Host side, by slot: what decides how a row is sampled.
-        self.admissions: list[Admission | None] = [None] * max_num_seqs
+        self.params = [SamplingParams()] * max_num_seqs
+        self.num_prompt_tokens = [0] * max_num_seqs
         self.rules: list[LogitsRules | None] = [None] * max_num_seqs
         self.plain = [False] * max_num_seqs  # the token that a graph draws is all it asks for
 
@@ -184,7 +185,8 @@ class SlotTables:
         self.top_ps[slots] = floats[1]
         self.min_ps[slots] = floats[2]
         for new in admissions:
-            self.admissions[new.slot] = new
+            self.params[new.slot] = new.params
+            self.num_prompt_tokens[new.slot] = new.num_prompt_tokens
             self.rules[new.slot] = None
             self.plain[new.slot] = _is_plain(new.params)
             if LogitsRules.needed(new.params):

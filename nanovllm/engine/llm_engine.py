@@ -29,18 +29,6 @@ Prompt = str | Seq[int] | Mapping[str, Any]
 """Text, token ids, or vLLM's {"prompt": text} or {"prompt_token_ids": ids}."""
 
 
-@dataclasses.dataclass(slots=True)
-class EngineStats:
-    """Counts since the engine started; the difference of two readings over the time between is a
-    rate.
-    """
-
-    num_prefill_tokens: int = 0
-    """Tokens computed that gave no output token."""
-    num_decode_tokens: int = 0
-    """Output tokens."""
-
-
 class LLMEngine:
     """Continuous batching over one model.
 
@@ -73,7 +61,7 @@ class LLMEngine:
             max_model_len=self.cache_info.max_model_len,
             eos_token_ids=checkpoint.eos_token_ids,
         )
-        self.stats = EngineStats()
+        self.stats = self.scheduler.stats
         self._queue_depth = int(self.cache_info.runs_ahead) if queue_depth is None else queue_depth
         self._in_flight: deque[tuple[Schedule, Future]] = deque()
         self._outputs: list[RequestOutput] = []  # not yet returned by step()
@@ -229,24 +217,17 @@ class LLMEngine:
             raise
         self._in_flight.popleft()
         with_news: dict[int, Request] = {}
-        taken = set()  # sequences whose tokens were not superfluous
+        now = time.monotonic()
         for seq in self.scheduler.update(schedule, result):
-            taken.add(seq.seq_id)
-            request, stop_string = self.output_processor.read(seq)
+            request, stop_string = self.output_processor.read(seq, now)
             if stop_string is not None:
                 self.scheduler.finish(seq.seq_id, "stop", stop_string)
-            self._queue_rest(request)
+            if request.unqueued:
+                self._queue_rest(request)
             if request.stream or seq.is_finished:
                 with_news[request.request_id] = request
         outputs = map(self.output_processor.output, with_news.values())
         self._outputs += [output for output in outputs if output is not None]
-        self.stats.num_prefill_tokens += schedule.num_tokens - schedule.num_samples
-        sampled = (row.seq_id for row in schedule.rows if row.samples)
-        self.stats.num_decode_tokens += sum(
-            len(tokens)
-            for seq_id, tokens in zip(sampled, result.token_ids, strict=True)
-            if seq_id in taken
-        )
 
     def _queue_rest(self, request: Request) -> None:
         while request.unqueued:

@@ -22,7 +22,7 @@ from nanovllm.engine.cpu_graph import RecordedModel, record
 from nanovllm.engine.cuda_graph import GraphRunner, can_capture, graph_sizes, make_capture
 from nanovllm.engine.kv_cache import graph_bytes, num_blocks_that_fit, zeros
 from nanovllm.engine.sampling import GatheredLogprobs, SamplingRows, gather_logprobs
-from nanovllm.engine.schedule import Admission, CacheInfo, Row, Schedule
+from nanovllm.engine.schedule import CacheInfo, Row, Schedule
 from nanovllm.engine.step_output import PendingResult, PromptLogprobs, StepOutput
 from nanovllm.kernels import kernels_for
 from nanovllm.layers.activation import SiluAndMul
@@ -154,6 +154,7 @@ class ModelRunner:
             if all(tables.plain[row.slot] for row in rows):
                 return StepOutput(tokens, None, [])
             return StepOutput(*self._sample(SamplingRows(tables, rows), graph_logits), [])
+        sampling, logits = SamplingRows(tables, rows), None
         if self._recorded is not None and self._recorded.fits(rows):
             hidden = self._recorded.run(rows)
         else:
@@ -161,7 +162,6 @@ class ModelRunner:
             batch = dataclasses.replace(batch, metadata=self._backend.plan(batch))
             hidden = self.model(batch)
         prompt_logprobs = self._prompt_logprobs(tables, rows, hidden)
-        sampling, logits = SamplingRows(tables, rows), None
         if len(sampling):
             # Where every token is a row's last one there is nothing to choose.
             last = hidden if len(sampling) == len(hidden) else hidden[sampling.last_tokens]
@@ -172,8 +172,10 @@ class ModelRunner:
         self, sampling: SamplingRows, logits: torch.Tensor | None
     ) -> tuple[torch.Tensor, tuple[list[int], list[int], GatheredLogprobs] | None]:
         """Choose and store the rows' tokens; return them, and the log-probabilities asked for."""
-        token_ids, logprobs = torch.empty_like(sampling.last_tokens), None
-        if logits is not None:
+        logprobs = None
+        if logits is None:  # another rank has them
+            token_ids = torch.empty_like(sampling.last_tokens)
+        else:
             token_ids = sampling.sample(logits)
             logprobs = sampling.logprobs(logits, token_ids)
         if len(sampling):
@@ -188,11 +190,9 @@ class ModelRunner:
         found = []
         offset = 0
         for row in rows:
-            admission = tables.admissions[row.slot]
-            assert admission is not None
-            count = admission.params.prompt_logprobs
+            count = tables.params[row.slot].prompt_logprobs
             if count is not None:
-                first, last = row.num_computed_tokens + 1, admission.num_prompt_tokens
+                first, last = row.num_computed_tokens + 1, tables.num_prompt_tokens[row.slot]
                 stop = min(first + row.num_scheduled_tokens, last)
                 for start in range(first, stop, _LOGPROB_ROWS):
                     end = min(start + _LOGPROB_ROWS, stop)
@@ -284,10 +284,7 @@ class ModelRunner:
         num_seqs = self.config.max_num_seqs
         tables = self._allocate(info)
         tables.block_tables[:num_seqs, :num_blocks] = torch.arange(num_blocks, device=self.device)
-        sampled = SamplingParams(temperature=1.0)
-        tables.admissions = [
-            Admission(i, i, [0], length, [], sampled, 0, frozenset(), ()) for i in range(num_seqs)
-        ]
+        tables.params = [SamplingParams(temperature=1.0)] * num_seqs
         self._step(tables, [Row(i, i, 0, length, samples=True) for i in range(count)])
         self._step(tables, [Row(i, i, 0, 1, samples=True) for i in range(num_seqs)])
         num_bytes = 0

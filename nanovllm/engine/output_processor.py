@@ -173,12 +173,14 @@ class OutputProcessor:
         found = self._completions.get(seq_id)
         return None if found is None else found[0]
 
-    def read(self, seq: Sequence) -> tuple[Request, str | None]:
+    def read(self, seq: Sequence, now: float) -> tuple[Request, str | None]:
         """Take in a sequence's new tokens; return its request and the stop string that they
         complete, if any.
+
+        Args:
+            now: time.monotonic() when the tokens came.
         """
         request, completion = self._completions[seq.seq_id]
-        now = time.monotonic()
         request.first_token_time = request.first_token_time or now
         request.last_token_time = now
         params, detokenizer = request.params, completion.detokenizer

@@ -45,7 +45,9 @@ class GatheredLogprobs:
 
 def to_host(x: torch.Tensor) -> torch.Tensor:
     """Return a copy of `x` on the host, without waiting for it; pinned, so that it can overlap."""
-    copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
+    if not x.is_cuda:
+        return x.clone()
+    copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
     return copy.copy_(x, non_blocking=True)
 
 
@@ -64,19 +66,19 @@ class SamplingRows:
     """The rows of a batch that sample, S of them."""
 
     def __init__(self, tables: SlotTables, rows: list[Row]) -> None:
-        last_tokens, num_tokens = [], 0
         self.rows = [row for row in rows if row.samples]
-        self._params: list[SamplingParams] = []
-        for row in rows:
-            num_tokens += row.num_scheduled_tokens
-            if row.samples:
-                last_tokens.append(num_tokens - 1)
-                admission = tables.admissions[row.slot]
-                assert admission is not None
-                self._params.append(admission.params)
         self._tables = tables
-        self._host_positions = [r.num_computed_tokens + r.num_scheduled_tokens for r in self.rows]
-        numbers = [*last_tokens, *(row.slot for row in self.rows), *self._host_positions]
+        self._params: list[SamplingParams] = []
+        self._host_positions: list[int] = []
+        last_tokens, slots, num_tokens = [], [], 0
+        for _, slot, start, num_scheduled, samples, _ in rows:
+            num_tokens += num_scheduled
+            if samples:
+                self._params.append(tables.params[slot])
+                self._host_positions.append(start + num_scheduled)
+                last_tokens.append(num_tokens - 1)
+                slots.append(slot)
+        numbers = last_tokens + slots + self._host_positions
         on_device = tables.upload(numbers).view(3, len(self.rows))
         self.last_tokens, self._slots, self._positions = on_device.unbind()
 

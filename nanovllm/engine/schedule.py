@@ -65,10 +65,6 @@ class Schedule:
     def num_tokens(self) -> int:
         return sum(row.num_scheduled_tokens for row in self.rows)
 
-    @property
-    def num_samples(self) -> int:
-        return sum(row.samples for row in self.rows)
-
 
 class TokenLogprobs(NamedTuple):
     """Log-probabilities at one position: the token that is there, then the most likely ones."""

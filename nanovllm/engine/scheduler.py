@@ -4,6 +4,7 @@ Knows no phases (prefill, decode, resume and draft verification are the same ari
 tensors and no text. A step's cost depends on what runs, never on how many wait.
 """
 
+import dataclasses
 import heapq
 from bisect import insort
 from itertools import count
@@ -11,6 +12,18 @@ from itertools import count
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.schedule import Admission, NewBlocks, Row, Schedule, StepResult
 from nanovllm.engine.sequence import Sequence
+
+
+@dataclasses.dataclass(slots=True)
+class EngineStats:
+    """Counts since the engine started; the difference of two readings over the time between is a
+    rate.
+    """
+
+    num_prefill_tokens: int = 0
+    """Tokens computed that gave no output token."""
+    num_decode_tokens: int = 0
+    """Output tokens."""
 
 
 class Scheduler:
@@ -34,6 +47,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
+        self.stats = EngineStats()
         self.running: list[Sequence] = []  # sorted by order; each owns a slot
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # heap; may hold finished ones
         self._sequences: dict[int, Sequence] = {}  # every unfinished one
@@ -130,28 +144,31 @@ class Scheduler:
         sampled = iter(result.token_ids)
         drafts = iter(result.draft_token_ids)
         advanced: list[Sequence] = []
-        for row in schedule.rows:
-            tokens = next(sampled) if row.samples else []
-            next_drafts = next(drafts, []) if row.samples else []
-            seq = self._sequences.get(row.seq_id)
+        num_prefill_tokens = num_decode_tokens = 0
+        for seq_id, _, start, num_scheduled, samples, draft_token_ids in schedule.rows:
+            num_prefill_tokens += num_scheduled - samples
+            if samples:
+                tokens, next_drafts = next(sampled), next(drafts, None)
+            seq = self._sequences.get(seq_id)
             if seq is None:  # finished or aborted while the step was in flight
                 continue
             seq.num_in_flight_steps -= 1
-            if row.seq_id in result.prompt_logprobs:
-                seq.prompt_logprobs.update(result.prompt_logprobs[row.seq_id])
-            num_written = row.num_computed_tokens + row.num_scheduled_tokens
-            if row.samples:
-                num_rejected = len(row.draft_token_ids) + 1 - len(tokens)
-                assert 0 <= num_rejected <= len(row.draft_token_ids)
+            if seq_id in result.prompt_logprobs:
+                seq.prompt_logprobs.update(result.prompt_logprobs[seq_id])
+            num_written = start + num_scheduled
+            if samples:
+                num_rejected = len(draft_token_ids) + 1 - len(tokens)
+                assert 0 <= num_rejected <= len(draft_token_ids)
                 num_written -= num_rejected
                 seq.num_pending_tokens -= 1
                 if seq.slot is not None:
                     seq.num_computed_tokens -= num_rejected
                 self._append(seq, tokens)
-                if row.seq_id in result.logprobs:
+                num_decode_tokens += len(tokens)
+                if seq_id in result.logprobs:
                     num_missing = seq.num_output_tokens - len(seq.logprobs)
-                    seq.logprobs += result.logprobs[row.seq_id][:num_missing]
-                if seq.slot is not None:
+                    seq.logprobs += result.logprobs[seq_id][:num_missing]
+                if next_drafts and seq.slot is not None:
                     room = seq.room - seq.num_pending_tokens
                     seq.draft_token_ids = next_drafts[: max(0, room - 1)]
                 advanced.append(seq)
@@ -159,6 +176,8 @@ class Scheduler:
                 self.block_manager.publish(seq, min(num_written, seq.num_computed_tokens))
             if seq.is_finished:
                 self._remove(seq)
+        self.stats.num_prefill_tokens += num_prefill_tokens
+        self.stats.num_decode_tokens += num_decode_tokens
         return advanced
 
     def abandon(self, schedule: Schedule) -> None:
@@ -211,18 +230,18 @@ class Scheduler:
 
     def _gap(self, seq: Sequence) -> int:
         """Tokens of `seq` to compute now; 0 once its last token is known or on its way."""
-        if seq.room <= seq.num_pending_tokens:
-            return 0
-        if seq.draft_token_ids and seq.num_pending_tokens:  # how many drafts survive is not known
+        # With drafts, how many of them survive is not known yet.
+        if seq.num_pending_tokens and (seq.draft_token_ids or seq.room <= seq.num_pending_tokens):
             return 0
         return seq.num_tokens - seq.num_computed_tokens
 
     def _launch(self, seq: Sequence, num_scheduled: int) -> Row:
         start = seq.num_computed_tokens
-        num_cut = seq.num_tokens - start - num_scheduled
-        if num_cut > 0 and seq.draft_token_ids:  # drafts are verified in one row or not at all
-            seq.draft_token_ids = seq.draft_token_ids[:-num_cut]
-        samples = start + num_scheduled == seq.num_tokens
+        num_left = seq.num_tokens - start - num_scheduled
+        if num_left and seq.draft_token_ids:  # drafts are verified in one row or not at all
+            seq.draft_token_ids = seq.draft_token_ids[:-num_left]
+            num_left = seq.num_tokens - start - num_scheduled
+        samples = num_left == 0
         drafts = tuple(seq.draft_token_ids) if samples else ()
         assert seq.slot is not None
         row = Row(seq.seq_id, seq.slot, start, num_scheduled, samples, drafts)
@@ -241,8 +260,9 @@ class Scheduler:
                 seq.stop_reason = None if is_eos else token
             elif seq.room <= 0:
                 seq.finish_reason = "length"
-            if seq.is_finished:
-                return
+            else:
+                continue
+            return
 
     def _preempt_last(self) -> Sequence:
         victim = self.running[-1]

@@ -141,7 +141,7 @@ def check_sampling(tables, sampling, rows, shadow):
             params, seed = shadow.sampling[row.slot]
             position = len(shadow.token_ids[row.slot])
             wanted.append((params.temperature, seed, position, params.top_p, params.min_p))
-            assert tables.admissions[row.slot].params == params
+            assert tables.params[row.slot] == params
             assert (tables.rules[row.slot] is not None) == (params.repetition_penalty != 1)
     assert len(sampling) == len(wanted)
     assert sampling.rows == [row for row in rows if row.samples]
@@ -174,7 +174,7 @@ def test_random_schedules(seed, block_size):
         check_batch(tables.batch(schedule.rows), schedule.rows, shadow)
         sampling = SamplingRows(tables, schedule.rows)
         check_sampling(tables, sampling, schedule.rows, shadow)
-        sampled = [shadow.chooser.randrange(VOCAB) for _ in range(schedule.num_samples)]
+        sampled = [shadow.chooser.randrange(VOCAB) for row in schedule.rows if row.samples]
         sampling.store(torch.tensor(sampled, dtype=torch.int64))
         shadow.take(schedule.rows, sampled)
 
