@@ -97,7 +97,7 @@ def pack_int(
     n, k = values.shape
     groups, panels = scales.shape[1], -(-n // PANEL)
     packed = lazy_zeros((panels, k * PANEL * bits // 8), torch.uint8)
-    packed_scales = lazy_zeros((panels, groups, PANEL), torch.bfloat16)
+    packed_scales = torch.empty(panels, groups, PANEL, dtype=torch.bfloat16)
     _call("nv_pack_int", values, scales, packed, packed_scales, n, k, k // groups, bits)
     return packed, packed_scales
 

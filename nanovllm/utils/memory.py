@@ -7,10 +7,7 @@ import mmap
 
 import torch
 
-_LARGE = 2**17
-"""Bytes. What stays must not lie between what loading frees: glibc could not give that back as one
-piece, and each size of activation would take pages of its own in it.
-"""
+_LARGE = 2 * 2**20
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
