@@ -5,19 +5,14 @@ Without --model: random weights in the shape of Qwen3-0.6B. Loading is not part 
 """
 
 import argparse
-import json
 import re
-import sys
 import tempfile
 from pathlib import Path
 
-from step import weight_bytes
+from step import checkpoint, weight_bytes
 from versus import CASES
 
 from nanovllm import LLM, SamplingParams
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-from bench import QWEN3_06B
 
 
 def forget_peak() -> None:
@@ -40,14 +35,10 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     args = parser.parse_args()
     directory = tempfile.TemporaryDirectory()
-    load_format = "auto"
-    if args.model is None:
-        Path(directory.name, "config.json").write_text(json.dumps(QWEN3_06B))
-        args.model, load_format = directory.name, "dummy"
-    config = json.loads(Path(args.model, "config.json").read_text())
+    model, load_format, config = checkpoint(args.model, directory.name)
     kept = weight_bytes(config, args.quantization) / 1e6 + args.pool
     llm = LLM(
-        args.model,
+        model,
         load_format=load_format,
         quantization=args.quantization,
         kv_cache_memory_bytes=int(args.pool * 1e6),

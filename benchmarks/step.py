@@ -75,6 +75,16 @@ def read_bandwidth() -> float:
     return best
 
 
+def checkpoint(model: str | None, directory: str) -> tuple[str, str, dict[str, Any]]:
+    """Return where the model is, its load_format and its config; without a model Qwen3-0.6B's
+    shape, written to `directory`.
+    """
+    if model is None:
+        Path(directory, "config.json").write_text(json.dumps(QWEN3_06B))
+        return directory, "dummy", QWEN3_06B
+    return model, "auto", json.loads(Path(model, "config.json").read_text())
+
+
 def weight_bytes(config: dict[str, Any], quantization: str | None) -> float:
     """Bytes of the weights that a decode step reads; scales included."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
@@ -117,11 +127,7 @@ def main() -> None:
     args = parser.parse_args()
     bandwidth = read_bandwidth()
     directory = tempfile.TemporaryDirectory()
-    load_format = "auto"
-    if args.model is None:
-        Path(directory.name, "config.json").write_text(json.dumps(QWEN3_06B))
-        args.model, load_format = directory.name, "dummy"
-    config = json.loads(Path(args.model, "config.json").read_text())
+    args.model, load_format, config = checkpoint(args.model, directory.name)
     limit = 1e3 * weight_bytes(config, args.quantization) / bandwidth
     clock = Clock()
     cpu._call = clock.watch(PARTS.get, cpu._call)

@@ -222,8 +222,7 @@ class LLMEngine:
             request, stop_string = self.output_processor.read(seq, now)
             if stop_string is not None:
                 self.scheduler.finish(seq.seq_id, "stop", stop_string)
-            if request.unqueued:
-                self._queue_rest(request)
+            self._queue_rest(request)
             if request.stream or seq.is_finished:
                 with_news[request.request_id] = request
         outputs = map(self.output_processor.output, with_news.values())
