@@ -133,26 +133,17 @@ INLINE vf exp_(vf x) {
 
 /* ---- a tile of products: acc[rows][32] = x[rows][k] . w ----
  *
- * w is [k/2][stride/2][2], of which 32 columns are read; stride in elements. rows <= 32; k % 32 == 0.
- * acc is dense [32][32] float32. Each output is summed in the order of k, whatever `rows` is.
- * x is `act`: bfloat16 where an instruction multiplies it, else widened to float32 once.
+ * w is a panel [k/2][32][2]. rows <= 32; k % 32 == 0. acc is dense [32][32] float32. Each output is summed in the order of
+ * k, whatever `rows` is. x is `act`: bfloat16 where an instruction multiplies it, else widened to float32 once.
  */
 enum { PANEL = 32, TILE_ROWS = 32 };
 
 #if defined(HAVE_AMX) || (defined(__AVX512BF16__) && VL == 16)
 typedef bf16 act;
-INLINE act *activations(const bf16 *x, ptrdiff_t *ldx, ptrdiff_t rows, ptrdiff_t k, float *room) { return (act *)x; }
 INLINE void store_act(act *p, vf v) { *(half_vu *)p = to_bf16(v); }
 #else
 typedef float act;
 INLINE void store_act(act *p, vf v) { store(p, v); }
-/* x as float32 in `room`, rows 64 bytes further apart than k so that they do not share a cache set. */
-INLINE act *activations(const bf16 *x, ptrdiff_t *ldx, ptrdiff_t rows, ptrdiff_t k, float *room) {
-    for (ptrdiff_t r = 0; r < rows; r++)
-        for (ptrdiff_t i = 0; i < k; i += VL) store(room + r * (k + 16) + i, from_bf16(*(const half_vu *)(x + r * *ldx + i)));
-    *ldx = k + 16;
-    return room;
-}
 #endif
 
 /* How many rows of accumulators fit the registers: with two vectors of columns, and with all that WIDE takes. */
@@ -164,9 +155,10 @@ enum { MAX_ROWS = VL == 16 ? 12 : 6, WIDE = VL == 16 ? 2 : 4, WIDE_ROWS = VL == 
  * columns is then one of ALL_COLS, and its panel `gap` elements behind the one before. */
 enum { STREAMS = VL / 4, IN_PANEL = PANEL / VL, ALL_COLS = STREAMS * IN_PANEL };
 
-/* Fetch what lies a KB behind the weights at hand, where they are read once: 1.05 to 1.2 times as fast as without. */
+/* Fetch what lies a KB behind the weights at hand, where they are read once: 1.05 to 1.2 times as fast as without. With
+ * vectors of 64 bytes into the second level, else the first level's few pending misses are all taken. */
 INLINE void fetch_ahead(int cols, const void *w) {
-    if (cols == ALL_COLS || (VL == 8 && cols == IN_PANEL)) __builtin_prefetch((const char *)w + 1024);
+    if (cols == ALL_COLS || (VL == 8 && cols == IN_PANEL)) __builtin_prefetch((const char *)w + 1024, 0, VL == 16 ? 2 : 3);
 }
 
 /* Cut `rows` into as many parts as MAX_ROWS asks for, of equal size, and call part(R, cols, c) with constants for
@@ -200,13 +192,19 @@ static _Thread_local int configured_rows;
 static void begin_tiles(void) { configured_rows = -1; }
 static void end_tiles(void) { _tile_release(); }
 
-static void tile(const act *x, ptrdiff_t ldx, const bf16 *w, ptrdiff_t stride, ptrdiff_t k, int rows, float *acc);
+static void tile(const act *x, ptrdiff_t ldx, const bf16 *w, ptrdiff_t k, int rows, float *acc);
 static void tile_streams(const act *x, const bf16 *w, ptrdiff_t k, float *acc) {
-    for (int p = 0; p < STREAMS; p++) tile(x, 0, w + p * k * PANEL, 2 * PANEL, k, 1, acc + p * PANEL);
+    for (int p = 0; p < STREAMS; p++) tile(x, 0, w + p * k * PANEL, k, 1, acc + p * PANEL);
+}
+
+enum { IN_PLACE = 1 };
+INLINE const act *activations(const bf16 *x, ptrdiff_t *ldx, ptrdiff_t rows, ptrdiff_t step, ptrdiff_t k, act *room) { return x; }
+INLINE void linear_tile(const act *x, ptrdiff_t ldx, const bf16 *w, int first, ptrdiff_t k, int rows, float *acc) {
+    tile(x, ldx, w, k, rows, acc);
 }
 
 /* Tiles 0 1 / 2 3: outputs of rows 0-15 / 16-31; 4 / 5: their inputs; 6 7: weights. */
-static void tile(const act *x, ptrdiff_t ldx, const bf16 *w, ptrdiff_t stride, ptrdiff_t k, int rows, float *acc) {
+static void tile(const act *x, ptrdiff_t ldx, const bf16 *w, ptrdiff_t k, int rows, float *acc) {
     int rows1 = rows > 16 ? rows - 16 : 0;
     if (configured_rows != rows) {
         tile_config c;
@@ -219,7 +217,7 @@ static void tile(const act *x, ptrdiff_t ldx, const bf16 *w, ptrdiff_t stride, p
         _tile_loadconfig(&c);
         configured_rows = rows;
     }
-    ptrdiff_t step = 16 * stride;
+    ptrdiff_t step = 16 * 2 * PANEL;
     _tile_zero(0);
     _tile_zero(1);
     if (rows1) {
@@ -227,8 +225,8 @@ static void tile(const act *x, ptrdiff_t ldx, const bf16 *w, ptrdiff_t stride, p
         _tile_zero(2);
         _tile_zero(3);
         for (ptrdiff_t i = 0; i < k; i += 32, w += step) {
-            _tile_loadd(6, w, stride * 2);
-            _tile_loadd(7, w + 32, stride * 2);
+            _tile_loadd(6, w, PANEL * 4);
+            _tile_loadd(7, w + 32, PANEL * 4);
             _tile_loadd(4, x + i, ldx * 2);
             _tile_dpbf16ps(0, 4, 6);
             _tile_dpbf16ps(1, 4, 7);
@@ -240,8 +238,8 @@ static void tile(const act *x, ptrdiff_t ldx, const bf16 *w, ptrdiff_t stride, p
         _tile_stored(3, acc + 16 * 32 + 16, 128);
     } else {
         for (ptrdiff_t i = 0; i < k; i += 32, w += step) {
-            _tile_loadd(6, w, stride * 2);
-            _tile_loadd(7, w + 32, stride * 2);
+            _tile_loadd(6, w, PANEL * 4);
+            _tile_loadd(7, w + 32, PANEL * 4);
             _tile_loadd(4, x + i, ldx * 2);
             _tile_dpbf16ps(0, 4, 6);
             _tile_dpbf16ps(1, 4, 7);
@@ -259,31 +257,76 @@ static void end_tiles(void) {}
 int nv_enable(void) { return 1; }
 
 #if defined(__AVX512BF16__) && VL == 16
-INLINE void tile_rows(int rows, int cols, const bf16 *x, ptrdiff_t ldx, const bf16 *w, ptrdiff_t stride, ptrdiff_t gap,
-                      ptrdiff_t k, int first, float *acc) {
+/* a += pairs of v times the pair at x, b likewise of w. In assembly because GCC otherwise fetches many rows' pairs
+ * beforehand, and keeps accumulators in memory for them. */
+INLINE void multiply_add2(__m512 *a, __m512 *b, __m512i v, __m512i w, const bf16 *x) {
+#ifdef EMULATED
+    __m512bh pair = (__m512bh)_mm512_set1_epi32(*(const int32_t *)x);
+    *a = _mm512_dpbf16_ps(*a, (__m512bh)v, pair), *b = _mm512_dpbf16_ps(*b, (__m512bh)w, pair);
+#else
+    __m512i t;
+    __asm__("vpbroadcastd %5, %2\n\tvdpbf16ps %2, %3, %0\n\tvdpbf16ps %2, %4, %1"
+            : "+v"(*a), "+v"(*b), "=&v"(t) : "v"(v), "v"(w), "m"(*(const int32_t *)x));
+#endif
+}
+
+/* x's rows lie ldx apart, or are packed: [k/2][rows][2]. From 5 rows on memory waits for the products, and `share` bytes a
+ * step from `ahead` on are fetched into the second-level cache. */
+INLINE void tile_rows(int rows, int cols, int packed, const bf16 *x, ptrdiff_t ldx, const bf16 *w, ptrdiff_t gap, ptrdiff_t k,
+                      const char *ahead, ptrdiff_t share, float *acc) {
     __m512 a[MAX_ROWS][ALL_COLS];
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
-        for (int c = 0; c < cols; c++) a[r][c] = _mm512_loadu_ps(acc + r * PANEL + c * VL);
-    for (ptrdiff_t i = 0; i < k; i += 2, w += stride)
-#pragma GCC unroll 8
-        for (int c = 0; c < cols; c++) {
-            const bf16 *at = w + c / IN_PANEL * gap + c % IN_PANEL * 2 * VL;
-            __m512bh v = (__m512bh)_mm512_loadu_si512(at);
-            if (cols < ALL_COLS) _mm_prefetch(at + 64 * stride, _MM_HINT_T0);
-            fetch_ahead(cols, at);
+        for (int c = 0; c < cols; c++) a[r][c] = (__m512)(vf){0};
+    for (ptrdiff_t i = 0; i < k; i += 2, w += 2 * PANEL, ahead += share) {
+        if (rows > 4) __builtin_prefetch(ahead, 0, 2), __builtin_prefetch(ahead + share / 2, 0, 2);
+#pragma GCC unroll 4
+        for (int c = 0; c < cols; c += 2) {
+            const bf16 *at = w + c / IN_PANEL * gap;
+            __m512i v0 = _mm512_loadu_si512(at), v1 = _mm512_loadu_si512(at + 2 * VL);
+            fetch_ahead(cols, at), fetch_ahead(cols, at + 2 * VL);
 #pragma GCC unroll 12
-            for (int r = 0; r < rows; r++) {
-                int pair;
-                memcpy(&pair, x + r * ldx + i, 4);
-                a[r][c] = _mm512_dpbf16_ps(a[r][c], v, (__m512bh)_mm512_set1_epi32(pair));
-            }
+            for (int r = 0; r < rows; r++)
+                multiply_add2(&a[r][c], &a[r][c + 1], v0, v1, packed ? &x[i * rows + 2 * r] : &x[r * ldx + i]);
         }
+    }
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
         for (int c = 0; c < cols; c++) _mm512_storeu_ps(acc + r * PANEL + c * VL, a[r][c]);
+}
+
+/* Each part fetches its share of the panel behind this one. */
+#define SHARE(rows) 4 * PANEL / (((rows) + MAX_ROWS - 1) / MAX_ROWS)
+#define AHEAD (const char *)(w + k * PANEL) + at * k * 2 * PANEL / rows
+static void tile(const act *x, ptrdiff_t ldx, const bf16 *w, ptrdiff_t k, int rows, float *acc) {
+    ptrdiff_t share = SHARE(rows);
+#define PLAIN_PART(R, cols, c) tile_rows(R, cols, 0, x + at * ldx, ldx, w, 0, k, AHEAD, share, acc + at * PANEL)
+    FOR_ROWS(rows, PLAIN_PART)
+}
+
+enum { IN_PLACE = 0 };
+/* x in `room`, cut into tiles of `step` rows and these into their parts, each part [k/2][rows][2]: what a step of the
+ * products reads lies in one line or two, however far rows are apart. */
+INLINE const act *activations(const bf16 *x, ptrdiff_t *ldx, ptrdiff_t rows, ptrdiff_t step, ptrdiff_t k, act *room) {
+#define PACK_PART(R, cols, c)                                                     \
+    for (ptrdiff_t i = 0; i < k; i += 2)                                          \
+        for (int j = 0; j < R; j++) memcpy(room + (r + at) * k + i * R + 2 * j, x + (r + at + j) * *ldx + i, 4)
+    for (ptrdiff_t r = 0; r < rows; r += step) FOR_ROWS((int)(rows - r < step ? rows - r : step), PACK_PART)
+    *ldx = k;
+    return room;
+}
+static __attribute__((noinline)) void linear_tile(const act *x, ptrdiff_t ldx, const bf16 *w, int first, ptrdiff_t k, int rows,
+                                                  float *acc) {
+    ptrdiff_t share = first ? SHARE(rows) : 0;
+#define PACKED_PART(R, cols, c) tile_rows(R, cols, 1, x + at * k, 0, w, 0, k, AHEAD, share, acc + at * PANEL)
+    FOR_ROWS(rows, PACKED_PART)
+}
+
+/* acc[STREAMS][32] = x[k] . w, of panels that lie one behind the other. */
+static void tile_streams(const act *x, const bf16 *w, ptrdiff_t k, float *acc) {
+    tile_rows(1, ALL_COLS, 0, x, 0, w, k * PANEL, k, NULL, 0, acc);
 }
 #else
 /* a += x v, b += x w. In assembly because GCC otherwise keeps one accumulator of the largest tile in memory,
@@ -298,15 +341,15 @@ INLINE void multiply_add2(vf *a, vf *b, vf v, vf w, const float *x) {
 }
 
 /* The even inputs' weights are the low halves of the pairs, the odd ones' the high halves. */
-INLINE void tile_rows(int rows, int cols, const float *x, ptrdiff_t ldx, const bf16 *w, ptrdiff_t stride, ptrdiff_t gap,
-                      ptrdiff_t k, int first, float *acc) {
+INLINE void tile_rows(int rows, int cols, const float *x, ptrdiff_t ldx, const bf16 *w, ptrdiff_t gap, ptrdiff_t k, int first,
+                      float *acc) {
     vf a[MAX_ROWS][ALL_COLS];
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < cols; c++) a[r][c] = load(acc + r * PANEL + c * VL);
-    for (ptrdiff_t i = 0; i < k; i += 2, w += stride) {
+    for (ptrdiff_t i = 0; i < k; i += 2, w += 2 * PANEL) {
         if (first && cols < IN_PANEL) { /* the other columns and the next step's weights, while these are multiplied */
-            __builtin_prefetch(w + STEP / 2 * stride);
-            __builtin_prefetch(w + STEP / 2 * stride + PANEL);
+            __builtin_prefetch(w + STEP * PANEL);
+            __builtin_prefetch(w + STEP * PANEL + PANEL);
         }
 #pragma GCC unroll 4
         for (int c = 0; c < cols; c += 2) {
@@ -323,22 +366,34 @@ INLINE void tile_rows(int rows, int cols, const float *x, ptrdiff_t ldx, const b
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < cols; c++) store(acc + r * PANEL + c * VL, a[r][c]);
 }
-#endif
 
-#define TILE_PART(R, cols, c) tile_rows(R, cols, x + at * ldx, ldx, w + 2 * (c), stride, 0, k, at + (c) == 0, acc + at * PANEL + (c))
-static void tile_step(const act *x, ptrdiff_t ldx, const bf16 *w, ptrdiff_t stride, ptrdiff_t k, int rows, float *acc) {
+#define TILE_PART(R, cols, c) tile_rows(R, cols, x + at * ldx, ldx, w + 2 * (c), 0, k, at + (c) == 0, acc + at * PANEL + (c))
+static void tile_step(const act *x, ptrdiff_t ldx, const bf16 *w, ptrdiff_t k, int rows, float *acc) {
     FOR_ROWS(rows, TILE_PART)
 }
-static void tile(const act *x, ptrdiff_t ldx, const bf16 *w, ptrdiff_t stride, ptrdiff_t k, int rows, float *acc) {
+static void tile(const act *x, ptrdiff_t ldx, const bf16 *w, ptrdiff_t k, int rows, float *acc) {
     memset(acc, 0, rows * PANEL * sizeof *acc);
-    for (ptrdiff_t i = 0; i < k; i += STEP) tile_step(x + i, ldx, w + i / 2 * stride, stride, k - i < STEP ? k - i : STEP, rows, acc);
+    for (ptrdiff_t i = 0; i < k; i += STEP) tile_step(x + i, ldx, w + i * PANEL, k - i < STEP ? k - i : STEP, rows, acc);
+}
+
+enum { IN_PLACE = 0 };
+/* x as float32 in `room`, rows 64 bytes further apart than k so that they do not share a cache set. */
+INLINE const act *activations(const bf16 *x, ptrdiff_t *ldx, ptrdiff_t rows, ptrdiff_t step, ptrdiff_t k, act *room) {
+    for (ptrdiff_t r = 0; r < rows; r++)
+        for (ptrdiff_t i = 0; i < k; i += VL) store(room + r * (k + 16) + i, from_bf16(*(const half_vu *)(x + r * *ldx + i)));
+    *ldx = k + 16;
+    return room;
+}
+INLINE void linear_tile(const act *x, ptrdiff_t ldx, const bf16 *w, int first, ptrdiff_t k, int rows, float *acc) {
+    tile(x, ldx, w, k, rows, acc);
 }
 
 /* acc[STREAMS][32] = x[k] . w, of panels that lie one behind the other. */
 static void tile_streams(const act *x, const bf16 *w, ptrdiff_t k, float *acc) {
     memset(acc, 0, STREAMS * PANEL * sizeof *acc);
-    tile_rows(1, ALL_COLS, x, 0, w, 2 * PANEL, k * PANEL, k, 0, acc);
+    tile_rows(1, ALL_COLS, x, 0, w, k * PANEL, k, 0, acc);
 }
+#endif
 #endif
 
 /* ---- linear ---- */
@@ -379,26 +434,24 @@ INLINE void store_tile(const float *acc, bf16 *y, ptrdiff_t ldy, int rows, ptrdi
     for (int r = 0; r < rows; r++) store_row(acc + r * PANEL, y + r * ldy, PANEL, columns);
 }
 
-/* y[m][n] = x[m][k] . w, rounded to nearest even; x's rows lie ldx apart.
- * bfloat16 inputs: a thread goes through its panels in groups that fit the cache, so w is read once and x once a group.
- * Widened inputs: through x in blocks that fit the cache, and through all its panels for each. */
+/* y[m][n] = x[m][k] . w, rounded to nearest even; x's rows lie ldx apart. A thread goes through x in blocks that fit the
+ * cache, and through all its panels for each. Where x is read in place: through its panels in groups that fit the cache, so
+ * w is read once and x once a group. */
 void nv_linear(const bf16 *x, ptrdiff_t ldx, const bf16 *packed, bf16 *y, ptrdiff_t m, ptrdiff_t n, ptrdiff_t k) {
-    int widened = sizeof(act) == 4;
-    ptrdiff_t panels = (n + PANEL - 1) / PANEL, group = widened ? panels : 3 * CACHE_BYTES / (PANEL * k * 2);
-    ptrdiff_t block = widened ? rows_that_fit(m, k * 4) : TILE_ROWS;
+    ptrdiff_t panels = (n + PANEL - 1) / PANEL, group = IN_PLACE ? 3 * CACHE_BYTES / (PANEL * k * 2) : panels;
+    ptrdiff_t block = IN_PLACE ? TILE_ROWS : rows_that_fit(m, k * sizeof(act));
     if (group < 1) group = 1;
 #pragma omp parallel
     {
         ptrdiff_t threads = omp_get_num_threads(), t = omp_get_thread_num();
         ptrdiff_t first = panels * t / threads, last = panels * (t + 1) / threads;
         float acc[TILE_ROWS * PANEL] __attribute__((aligned(64)));
-        float *room = widened ? aligned_alloc(64, (block * (k + 16) * 4 + 63) / 64 * 64) : NULL;
+        act *room = IN_PLACE ? NULL : aligned_alloc(64, (block * (k + 16) * sizeof(act) + 63) / 64 * 64);
         begin_tiles();
         for (ptrdiff_t g = first; g < last; g += group)
             for (ptrdiff_t i = 0; i < m; i += block) {
-                ptrdiff_t count = m - i < block ? m - i : block, lda = ldx;
-                const act *a = activations(x + i * ldx, &lda, count, k, room);
-                ptrdiff_t step = even_block(count, TILE_ROWS);
+                ptrdiff_t count = m - i < block ? m - i : block, step = even_block(count, TILE_ROWS), lda = ldx;
+                const act *a = activations(x + i * ldx, &lda, count, step, k, room);
                 ptrdiff_t p = g, end = last - g < group ? last : g + group;
                 for (; m == 1 && p + STREAMS <= end; p += STREAMS) {
                     tile_streams(a, packed + p * PANEL * k, k, acc);
@@ -407,7 +460,7 @@ void nv_linear(const bf16 *x, ptrdiff_t ldx, const bf16 *packed, bf16 *y, ptrdif
                 for (; p < end; p++)
                     for (ptrdiff_t r = 0; r < count; r += step) {
                         int rows = count - r < step ? (int)(count - r) : (int)step;
-                        tile(a + r * lda, lda, packed + p * PANEL * k, 2 * PANEL, k, rows, acc);
+                        linear_tile(a + r * lda, lda, packed + p * PANEL * k, r == 0, k, rows, acc);
                         store_tile(acc, y + (i + r) * n + p * PANEL, n, rows, n - p * PANEL);
                     }
             }
@@ -934,7 +987,7 @@ static void attend(const bf16 *q, bf16 *out, const uint8_t *cache, const int32_t
         const bf16 *k_scales = (const bf16 *)(k + block * width), *v_scales = (const bf16 *)(v + block * width);
         ptrdiff_t used = num_keys - start < block ? (num_keys - start + PANEL - 1) / PANEL * PANEL : block;
         for (ptrdiff_t j = 0; j < used; j += PANEL) {
-            if (bits == 16) tile(query, width, (const bf16 *)k + j * width, PANEL * 2, width, rows, acc);
+            if (bits == 16) tile(query, width, (const bf16 *)k + j * width, width, rows, acc);
             else int_tile(8, &queries, 0, k + j * width, k_scales + j, width, width, rows, acc);
             for (int r = 0; r < rows; r++) memcpy(scores + r * block + j, acc + r * PANEL, PANEL * sizeof(float));
         }
@@ -966,7 +1019,7 @@ static void attend(const bf16 *q, bf16 *out, const uint8_t *cache, const int32_t
                 for (ptrdiff_t d = 0; d < width; d += VL) store(sums + r * width + d, load(sums + r * width + d) * alpha);
         }
         for (ptrdiff_t d = 0; d < width; d += PANEL) {
-            if (bits == 16) tile(weights, block, (const bf16 *)v + d * block, PANEL * 2, used, rows, acc);
+            if (bits == 16) tile(weights, block, (const bf16 *)v + d * block, used, rows, acc);
             else int_tile(8, &parts, 0, v + d * block, ones, used, PANEL, rows, acc);
             for (int r = 0; r < rows; r++)
                 for (int c = 0; c < PANEL; c += VL) {
