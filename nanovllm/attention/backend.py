@@ -38,6 +38,8 @@ class Batch:
     """[R, width] int32, block ids; columns past a row's last block hold anything."""
     query_lens_host: tuple[int, ...]
     seq_lens_host: tuple[int, ...]
+    wanted: torch.Tensor | None = None
+    """Tokens whose hidden states are wanted, in their order; None: all."""
     metadata: Any = None
     """What the backend planned for this batch."""
 

@@ -158,9 +158,14 @@ class ModelRunner:
         if self._recorded is not None and self._recorded.fits(rows):
             hidden = self._recorded.run(rows)
         else:
-            batch = tables.batch(rows)
-            batch = dataclasses.replace(batch, metadata=self._backend.plan(batch))
-            hidden = self.model(batch)
+            batch, wanted = tables.batch(rows), None
+            if len(sampling) < len(batch.input_ids) and all(
+                tables.params[row.slot].prompt_logprobs is None for row in rows
+            ):
+                # Of a chunk inside a prompt nothing is, but kernels need not serve no tokens.
+                wanted = sampling.last_tokens if len(sampling) else batch.cu_seqlens_q[:1]
+            metadata = self._backend.plan(batch)
+            hidden = self.model(dataclasses.replace(batch, wanted=wanted, metadata=metadata))
         prompt_logprobs = self._prompt_logprobs(tables, rows, hidden)
         if len(sampling):
             # Where every token is a row's last one there is nothing to choose.

@@ -55,7 +55,25 @@ INLINE vf each(float x) { return (vf)EACH(x); }
 INLINE vf load(const float *p) { return *(const vf *)p; }
 INLINE void store(float *p, vf v) { *(vf *)p = v; }
 INLINE vf choose(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
-INLINE vf larger(vf a, vf b) { return choose(a > b, a, b); }
+/* The larger, and the smaller; b where one is not a number. */
+INLINE vf larger(vf a, vf b) {
+#if VL == 16 && defined(__AVX512F__)
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif VL == 8 && defined(__AVX2__)
+    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return choose(a > b, a, b);
+#endif
+}
+INLINE vf smaller(vf a, vf b) {
+#if VL == 16 && defined(__AVX512F__)
+    return (vf)_mm512_min_ps((__m512)a, (__m512)b);
+#elif VL == 8 && defined(__AVX2__)
+    return (vf)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+    return choose(a < b, a, b);
+#endif
+}
 
 INLINE vf fma_(vf a, vf b, vf c) {
 #if VL == 16 && defined(__AVX512F__)
@@ -68,18 +86,29 @@ INLINE vf fma_(vf a, vf b, vf c) {
 }
 
 /* Lanes meet by halves, in the same order on every processor of a width. */
+INLINE vf other_half(vf v, int n) {
+    vi from;
+    for (int i = 0; i < VL; i++) from[i] = i ^ n;
+    return __builtin_shuffle(v, from);
+}
 INLINE float sum_of(vf v) {
-    for (int n = VL / 2; n; n /= 2)
-        for (int i = 0; i < n; i++) v[i] += v[i + n];
+#pragma GCC unroll 4
+    for (int n = VL / 2; n; n /= 2) v += other_half(v, n);
     return v[0];
 }
 INLINE float largest_of(vf v) {
-    for (int n = VL / 2; n; n /= 2)
-        for (int i = 0; i < n; i++) v[i] = v[i] > v[i + n] ? v[i] : v[i + n];
+#pragma GCC unroll 4
+    for (int n = VL / 2; n; n /= 2) v = larger(v, other_half(v, n));
     return v[0];
 }
 
-INLINE vf from_bf16(half_vu h) { return (vf)(__builtin_convertvector(h, vu) << 16); }
+INLINE vf from_bf16(half_vu h) {
+#if VL == 16 && defined(__AVX512F__)
+    return (vf)((vu)_mm512_cvtepu16_epi32((__m256i)h) << 16);
+#else
+    return (vf)(__builtin_convertvector(h, vu) << 16);
+#endif
+}
 INLINE half_vu to_bf16(vf v) { /* to nearest, ties to even */
 #if VL == 16 && defined(__AVX512BF16__)
     return (half_vu)_mm512_cvtneps_pbh((__m512)v);
@@ -111,11 +140,16 @@ INLINE vf load32(const float *p, ptrdiff_t left) {
     return v;
 }
 
+INLINE vi lanes(void) {
+    vi v;
+    for (int i = 0; i < VL; i++) v[i] = i;
+    return v;
+}
+
 /* exp: 2^n times a polynomial (Cephes' expf), within 2 units in the last place; 0 below -87. */
 INLINE vf exp_(vf x) {
     vi tiny = x < -87.0f;
-    x = choose(x > 88.0f, each(88.0f), x); /* NaN stays: a row that has one is lost, and says so */
-    x = choose(tiny, each(-87.0f), x);
+    x = smaller(each(88.0f), larger(each(-87.0f), x)); /* NaN stays: a row that has one is lost, and says so */
     const float round = 12582912.0f; /* 1.5 * 2^23 */
     vf shifted = fma_(x, each(1.44269504f), each(round)), n = shifted - round;
     vf r = fma_(n, each(-0.693359375f), x);
@@ -131,10 +165,12 @@ INLINE vf exp_(vf x) {
     return (vf)((vi)(p * (vf)power) & ~tiny);
 }
 
-/* ---- a tile of products: acc[rows][32] = x[rows][k] . w ----
+/* ---- a tile of products: acc[rows][32] (+)= x[rows][k] . w ----
  *
- * w is a panel [k/2][32][2]. rows <= 32; k % 32 == 0. acc is dense [32][32] float32. Each output is summed in the order of
- * k, whatever `rows` is. x is `act`: bfloat16 where an instruction multiplies it, else widened to float32 once.
+ * w is a panel [k/2][32][2], or pieces of one, of `each` inputs but for the last. rows <= 32; each and k are multiples of 32.
+ * x's rows lie ldx apart, acc's, float32, ldacc. With `add` the products are added to what acc holds. Each output is summed
+ * in the order of k, whatever `rows` is. x is `act`: bfloat16 where an instruction multiplies it, else widened to float32
+ * once. `next` are pieces that will be wanted next.
  */
 enum { PANEL = 32, TILE_ROWS = 32 };
 
@@ -192,19 +228,9 @@ static _Thread_local int configured_rows;
 static void begin_tiles(void) { configured_rows = -1; }
 static void end_tiles(void) { _tile_release(); }
 
-static void tile(const act *x, ptrdiff_t ldx, const bf16 *w, ptrdiff_t k, int rows, float *acc);
-static void tile_streams(const act *x, const bf16 *w, ptrdiff_t k, float *acc) {
-    for (int p = 0; p < STREAMS; p++) tile(x, 0, w + p * k * PANEL, k, 1, acc + p * PANEL);
-}
-
-enum { IN_PLACE = 1 };
-INLINE const act *activations(const bf16 *x, ptrdiff_t *ldx, ptrdiff_t rows, ptrdiff_t step, ptrdiff_t k, act *room) { return x; }
-INLINE void linear_tile(const act *x, ptrdiff_t ldx, const bf16 *w, int first, ptrdiff_t k, int rows, float *acc) {
-    tile(x, ldx, w, k, rows, acc);
-}
-
 /* Tiles 0 1 / 2 3: outputs of rows 0-15 / 16-31; 4 / 5: their inputs; 6 7: weights. */
-static void tile(const act *x, ptrdiff_t ldx, const bf16 *w, ptrdiff_t k, int rows, float *acc) {
+static void tile(const act *x, ptrdiff_t ldx, const bf16 *const *pieces, const bf16 *const *next, ptrdiff_t each, ptrdiff_t k,
+                 int rows, float *acc, ptrdiff_t ldacc, int add) {
     int rows1 = rows > 16 ? rows - 16 : 0;
     if (configured_rows != rows) {
         tile_config c;
@@ -217,36 +243,53 @@ static void tile(const act *x, ptrdiff_t ldx, const bf16 *w, ptrdiff_t k, int ro
         _tile_loadconfig(&c);
         configured_rows = rows;
     }
-    ptrdiff_t step = 16 * 2 * PANEL;
-    _tile_zero(0);
-    _tile_zero(1);
-    if (rows1) {
-        const bf16 *x1 = x + 16 * ldx;
-        _tile_zero(2);
-        _tile_zero(3);
-        for (ptrdiff_t i = 0; i < k; i += 32, w += step) {
-            _tile_loadd(6, w, PANEL * 4);
-            _tile_loadd(7, w + 32, PANEL * 4);
-            _tile_loadd(4, x + i, ldx * 2);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_dpbf16ps(1, 4, 7);
-            _tile_loadd(5, x1 + i, ldx * 2);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
+    float *acc1 = acc + 16 * ldacc;
+    const act *x1 = x + 16 * ldx;
+    if (add) {
+        _tile_loadd(0, acc, ldacc * 4);
+        _tile_loadd(1, acc + 16, ldacc * 4);
+        if (rows1) {
+            _tile_loadd(2, acc1, ldacc * 4);
+            _tile_loadd(3, acc1 + 16, ldacc * 4);
         }
-        _tile_stored(2, acc + 16 * 32, 128);
-        _tile_stored(3, acc + 16 * 32 + 16, 128);
     } else {
-        for (ptrdiff_t i = 0; i < k; i += 32, w += step) {
-            _tile_loadd(6, w, PANEL * 4);
-            _tile_loadd(7, w + 32, PANEL * 4);
-            _tile_loadd(4, x + i, ldx * 2);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_dpbf16ps(1, 4, 7);
+        _tile_zero(0);
+        _tile_zero(1);
+        if (rows1) {
+            _tile_zero(2);
+            _tile_zero(3);
         }
     }
-    _tile_stored(0, acc, 128);
-    _tile_stored(1, acc + 16, 128);
+    for (ptrdiff_t i = 0; i < k;) {
+        const bf16 *w = *pieces++;
+        for (ptrdiff_t end = k - i < each ? k : i + each; i < end; i += 32, w += 32 * PANEL) {
+            _tile_loadd(6, w, PANEL * 4);
+            _tile_loadd(7, w + 32, PANEL * 4);
+            _tile_loadd(4, x + i, ldx * 2);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+            if (rows1) {
+                _tile_loadd(5, x1 + i, ldx * 2);
+                _tile_dpbf16ps(2, 5, 6);
+                _tile_dpbf16ps(3, 5, 7);
+            }
+        }
+    }
+    _tile_stored(0, acc, ldacc * 4);
+    _tile_stored(1, acc + 16, ldacc * 4);
+    if (rows1) {
+        _tile_stored(2, acc1, ldacc * 4);
+        _tile_stored(3, acc1 + 16, ldacc * 4);
+    }
+}
+static void tile_streams(const act *x, const bf16 *w, ptrdiff_t k, float *acc) {
+    for (int p = 0; p < STREAMS; p++, w += k * PANEL) tile(x, 0, &w, &w, k, k, 1, acc + p * PANEL, PANEL, 0);
+}
+
+enum { IN_PLACE = 1 };
+INLINE const act *activations(const bf16 *x, ptrdiff_t *ldx, ptrdiff_t rows, ptrdiff_t step, ptrdiff_t k, act *room) { return x; }
+INLINE void linear_tile(const act *x, ptrdiff_t ldx, const bf16 *w, int first, ptrdiff_t k, int rows, float *acc) {
+    tile(x, ldx, &w, &w, k, k, rows, acc, PANEL, 0);
 }
 
 /* Linux lends the tiles to a process that asks for them, once. */
@@ -270,39 +313,46 @@ INLINE void multiply_add2(__m512 *a, __m512 *b, __m512i v, __m512i w, const bf16
 #endif
 }
 
-/* x's rows lie ldx apart, or are packed: [k/2][rows][2]. From 5 rows on memory waits for the products, and `share` bytes a
- * step from `ahead` on are fetched into the second-level cache. */
-INLINE void tile_rows(int rows, int cols, int packed, const bf16 *x, ptrdiff_t ldx, const bf16 *w, ptrdiff_t gap, ptrdiff_t k,
-                      const char *ahead, ptrdiff_t share, float *acc) {
+/* x's rows lie ldx apart, or are packed: [k/2][rows][2]. While a piece is multiplied, `next`, of the same size, comes into the
+ * second-level cache: from `skip` on, `share` bytes a step. A linear of up to 4 rows is read fastest without (1.2 times on a
+ * Zen 4), attention if what lies 4 KB behind is fetched too. */
+INLINE void tile_rows(int rows, int cols, int packed, const bf16 *x, ptrdiff_t ldx, const bf16 *const *pieces,
+                      const bf16 *const *next, ptrdiff_t each, ptrdiff_t gap, ptrdiff_t k, ptrdiff_t skip, ptrdiff_t share,
+                      float *acc, ptrdiff_t ldacc, int add) {
     __m512 a[MAX_ROWS][ALL_COLS];
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
-        for (int c = 0; c < cols; c++) a[r][c] = (__m512)(vf){0};
-    for (ptrdiff_t i = 0; i < k; i += 2, w += 2 * PANEL, ahead += share) {
-        if (rows > 4) __builtin_prefetch(ahead, 0, 2), __builtin_prefetch(ahead + share / 2, 0, 2);
+        for (int c = 0; c < cols; c++) a[r][c] = add ? _mm512_loadu_ps(acc + r * ldacc + c * VL) : (__m512)(vf){0};
+    for (ptrdiff_t i = 0; i < k;) {
+        const bf16 *w = *pieces++;
+        const char *ahead = (const char *)*next++ + skip;
+        for (ptrdiff_t end = k - i < each ? k : i + each; i < end; i += 2, w += 2 * PANEL, ahead += share) {
+            if (!packed || rows > 4) __builtin_prefetch(ahead, 0, 2), __builtin_prefetch(ahead + share / 2, 0, 2);
+            if (!packed && rows <= 4) __builtin_prefetch(w + 2048, 0, 2), __builtin_prefetch(w + 2048 + PANEL, 0, 2);
 #pragma GCC unroll 4
-        for (int c = 0; c < cols; c += 2) {
-            const bf16 *at = w + c / IN_PANEL * gap;
-            __m512i v0 = _mm512_loadu_si512(at), v1 = _mm512_loadu_si512(at + 2 * VL);
-            fetch_ahead(cols, at), fetch_ahead(cols, at + 2 * VL);
+            for (int c = 0; c < cols; c += 2) {
+                const bf16 *at = w + c / IN_PANEL * gap;
+                __m512i v0 = _mm512_loadu_si512(at), v1 = _mm512_loadu_si512(at + 2 * VL);
+                fetch_ahead(cols, at), fetch_ahead(cols, at + 2 * VL);
 #pragma GCC unroll 12
-            for (int r = 0; r < rows; r++)
-                multiply_add2(&a[r][c], &a[r][c + 1], v0, v1, packed ? &x[i * rows + 2 * r] : &x[r * ldx + i]);
+                for (int r = 0; r < rows; r++)
+                    multiply_add2(&a[r][c], &a[r][c + 1], v0, v1, packed ? &x[i * rows + 2 * r] : &x[r * ldx + i]);
+            }
         }
     }
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
-        for (int c = 0; c < cols; c++) _mm512_storeu_ps(acc + r * PANEL + c * VL, a[r][c]);
+        for (int c = 0; c < cols; c++) _mm512_storeu_ps(acc + r * ldacc + c * VL, a[r][c]);
 }
 
-/* Each part fetches its share of the panel behind this one. */
-#define SHARE(rows) 4 * PANEL / (((rows) + MAX_ROWS - 1) / MAX_ROWS)
-#define AHEAD (const char *)(w + k * PANEL) + at * k * 2 * PANEL / rows
-static void tile(const act *x, ptrdiff_t ldx, const bf16 *w, ptrdiff_t k, int rows, float *acc) {
-    ptrdiff_t share = SHARE(rows);
-#define PLAIN_PART(R, cols, c) tile_rows(R, cols, 0, x + at * ldx, ldx, w, 0, k, AHEAD, share, acc + at * PANEL)
+/* `skip` and `share` of each part of a tile of `rows`: they fetch k inputs' panel between them. */
+#define FETCHED(k, rows) at * (k) * 2 * PANEL / (rows), 4 * PANEL / (((rows) + MAX_ROWS - 1) / MAX_ROWS)
+static void tile(const act *x, ptrdiff_t ldx, const bf16 *const *pieces, const bf16 *const *next, ptrdiff_t each, ptrdiff_t k,
+                 int rows, float *acc, ptrdiff_t ldacc, int add) {
+#define PLAIN_PART(R, cols, c)                                                                               \
+    tile_rows(R, cols, 0, x + at * ldx, ldx, pieces, next, each, 0, k, FETCHED(each, rows), acc + at * ldacc, ldacc, add)
     FOR_ROWS(rows, PLAIN_PART)
 }
 
@@ -319,14 +369,15 @@ INLINE const act *activations(const bf16 *x, ptrdiff_t *ldx, ptrdiff_t rows, ptr
 }
 static __attribute__((noinline)) void linear_tile(const act *x, ptrdiff_t ldx, const bf16 *w, int first, ptrdiff_t k, int rows,
                                                   float *acc) {
-    ptrdiff_t share = first ? SHARE(rows) : 0;
-#define PACKED_PART(R, cols, c) tile_rows(R, cols, 1, x + at * k, 0, w, 0, k, AHEAD, share, acc + at * PANEL)
+    const bf16 *next = first ? w + k * PANEL : w;
+#define PACKED_PART(R, cols, c)                                                                                     \
+    tile_rows(R, cols, 1, x + at * k, 0, &w, &next, k, 0, k, FETCHED(k, rows), acc + at * PANEL, PANEL, 0)
     FOR_ROWS(rows, PACKED_PART)
 }
 
 /* acc[STREAMS][32] = x[k] . w, of panels that lie one behind the other. */
 static void tile_streams(const act *x, const bf16 *w, ptrdiff_t k, float *acc) {
-    tile_rows(1, ALL_COLS, 0, x, 0, w, k * PANEL, k, NULL, 0, acc);
+    tile_rows(1, ALL_COLS, 1, x, 0, &w, &w, k, k * PANEL, k, 0, 0, acc, 0, 0);
 }
 #else
 /* a += x v, b += x w. In assembly because GCC otherwise keeps one accumulator of the largest tile in memory,
@@ -342,10 +393,10 @@ INLINE void multiply_add2(vf *a, vf *b, vf v, vf w, const float *x) {
 
 /* The even inputs' weights are the low halves of the pairs, the odd ones' the high halves. */
 INLINE void tile_rows(int rows, int cols, const float *x, ptrdiff_t ldx, const bf16 *w, ptrdiff_t gap, ptrdiff_t k, int first,
-                      float *acc) {
+                      float *acc, ptrdiff_t ldacc, int add) {
     vf a[MAX_ROWS][ALL_COLS];
     for (int r = 0; r < rows; r++)
-        for (int c = 0; c < cols; c++) a[r][c] = load(acc + r * PANEL + c * VL);
+        for (int c = 0; c < cols; c++) a[r][c] = add ? load(acc + r * ldacc + c * VL) : (vf){0};
     for (ptrdiff_t i = 0; i < k; i += 2, w += 2 * PANEL) {
         if (first && cols < IN_PANEL) { /* the other columns and the next step's weights, while these are multiplied */
             __builtin_prefetch(w + STEP * PANEL);
@@ -364,16 +415,21 @@ INLINE void tile_rows(int rows, int cols, const float *x, ptrdiff_t ldx, const b
         }
     }
     for (int r = 0; r < rows; r++)
-        for (int c = 0; c < cols; c++) store(acc + r * PANEL + c * VL, a[r][c]);
+        for (int c = 0; c < cols; c++) store(acc + r * ldacc + c * VL, a[r][c]);
 }
 
-#define TILE_PART(R, cols, c) tile_rows(R, cols, x + at * ldx, ldx, w + 2 * (c), 0, k, at + (c) == 0, acc + at * PANEL + (c))
-static void tile_step(const act *x, ptrdiff_t ldx, const bf16 *w, ptrdiff_t k, int rows, float *acc) {
+static void tile_step(const act *x, ptrdiff_t ldx, const bf16 *w, ptrdiff_t k, int rows, float *acc, ptrdiff_t ldacc, int add) {
+#define TILE_PART(R, cols, c) \
+    tile_rows(R, cols, x + at * ldx, ldx, w + 2 * (c), 0, k, at + (c) == 0, acc + at * ldacc + (c), ldacc, add)
     FOR_ROWS(rows, TILE_PART)
 }
-static void tile(const act *x, ptrdiff_t ldx, const bf16 *w, ptrdiff_t k, int rows, float *acc) {
-    memset(acc, 0, rows * PANEL * sizeof *acc);
-    for (ptrdiff_t i = 0; i < k; i += STEP) tile_step(x + i, ldx, w + i * PANEL, k - i < STEP ? k - i : STEP, rows, acc);
+static void tile(const act *x, ptrdiff_t ldx, const bf16 *const *pieces, const bf16 *const *next, ptrdiff_t each, ptrdiff_t k,
+                 int rows, float *acc, ptrdiff_t ldacc, int add) {
+    for (ptrdiff_t i = 0, piece = 0, step; i < k; i += step, piece = piece + step < each ? piece + step : (pieces++, 0)) {
+        step = k - i < STEP ? k - i : STEP;
+        if (each - piece < step) step = each - piece;
+        tile_step(x + i, ldx, *pieces + piece * PANEL, step, rows, acc, ldacc, add || i);
+    }
 }
 
 enum { IN_PLACE = 0 };
@@ -385,13 +441,12 @@ INLINE const act *activations(const bf16 *x, ptrdiff_t *ldx, ptrdiff_t rows, ptr
     return room;
 }
 INLINE void linear_tile(const act *x, ptrdiff_t ldx, const bf16 *w, int first, ptrdiff_t k, int rows, float *acc) {
-    tile(x, ldx, w, k, rows, acc);
+    tile(x, ldx, &w, &w, k, k, rows, acc, PANEL, 0);
 }
 
 /* acc[STREAMS][32] = x[k] . w, of panels that lie one behind the other. */
 static void tile_streams(const act *x, const bf16 *w, ptrdiff_t k, float *acc) {
-    memset(acc, 0, STREAMS * PANEL * sizeof *acc);
-    tile_rows(1, ALL_COLS, x, 0, w, k * PANEL, k, 0, acc);
+    tile_rows(1, ALL_COLS, x, 0, w, k * PANEL, k, 0, acc, 0, 0);
 }
 #endif
 #endif
@@ -551,7 +606,7 @@ INLINE void add_scaled(float *out, vi sum, float x_scale, vf w_scale) {
 }
 
 INLINE void int8_rows(int rows, int cols, const int16_t *x, ptrdiff_t ldx, const float *xs, ptrdiff_t ldxs, const uint8_t *w,
-                      const bf16 *ws, ptrdiff_t gap, ptrdiff_t ws_gap, ptrdiff_t k, ptrdiff_t group, float *acc) {
+                      const bf16 *ws, ptrdiff_t gap, ptrdiff_t ws_gap, ptrdiff_t k, ptrdiff_t group, float *acc, ptrdiff_t ldacc) {
     for (ptrdiff_t g = 0; g < k / group; g++) {
         vi a[MAX_ROWS][ALL_COLS];
 #pragma GCC unroll 12
@@ -573,7 +628,7 @@ INLINE void int8_rows(int rows, int cols, const int16_t *x, ptrdiff_t ldx, const
         for (int c = 0; c < cols; c++) {
             vf scale = from_bf16(*(const half_vu *)(ws + c / IN_PANEL * ws_gap + g * PANEL + c % IN_PANEL * VL));
 #pragma GCC unroll 12
-            for (int r = 0; r < rows; r++) add_scaled(acc + r * PANEL + c * VL, a[r][c], xs[r * ldxs + g], scale);
+            for (int r = 0; r < rows; r++) add_scaled(acc + r * ldacc + c * VL, a[r][c], xs[r * ldxs + g], scale);
         }
     }
 }
@@ -608,7 +663,7 @@ INLINE vi in_int32(vi a) {
 
 /* eights[g] is eight times the sum of x's group g: what was added to the weights, times x. */
 INLINE void int4_rows(int rows, int cols, const int8_t *x, ptrdiff_t ldx, const float *xs, const int32_t *eights, ptrdiff_t ldxs,
-                      const uint8_t *w, const bf16 *ws, ptrdiff_t gap, ptrdiff_t ws_gap, ptrdiff_t k, float *acc) {
+                      const uint8_t *w, const bf16 *ws, ptrdiff_t gap, ptrdiff_t ws_gap, ptrdiff_t k, float *acc, ptrdiff_t ldacc) {
     for (ptrdiff_t g = 0; g < k / GROUP4; g++) {
         vi a[MAX_ROWS][ALL_COLS];
 #pragma GCC unroll 12
@@ -632,7 +687,7 @@ INLINE void int4_rows(int rows, int cols, const int8_t *x, ptrdiff_t ldx, const 
             vf scale = from_bf16(*(const half_vu *)(ws + c / IN_PANEL * ws_gap + g * PANEL + c % IN_PANEL * VL));
 #pragma GCC unroll 12
             for (int r = 0; r < rows; r++)
-                add_scaled(acc + r * PANEL + c * VL, in_int32(a[r][c]) - eights[r * ldxs + g], xs[r * ldxs + g], scale);
+                add_scaled(acc + r * ldacc + c * VL, in_int32(a[r][c]) - eights[r * ldxs + g], xs[r * ldxs + g], scale);
         }
     }
 }
@@ -646,23 +701,24 @@ typedef struct {
 } rounded_rows;
 
 /* Not inlined: inside a parallel region GCC 12 keeps the accumulators in memory. */
-static __attribute__((noinline)) void int_tile(int bits, const rounded_rows *q, ptrdiff_t row, const uint8_t *w, const bf16 *ws, ptrdiff_t k, ptrdiff_t group,
-                     int rows, float *acc) {
+static __attribute__((noinline)) void int_tile(int bits, const rounded_rows *q, ptrdiff_t row, const uint8_t *w, const bf16 *ws,
+                                               ptrdiff_t k, ptrdiff_t group, int rows, float *acc, ptrdiff_t ldacc, int add) {
     const int16_t *x16 = (int16_t *)q->numbers + row * q->ld;
     const int8_t *x8 = (int8_t *)q->numbers + row * q->ld;
     ptrdiff_t ldx = q->ld, ldxs = q->groups;
-    memset(acc, 0, rows * PANEL * sizeof *acc);
+    for (int r = 0; r < rows && !add; r++) memset(acc + r * ldacc, 0, PANEL * sizeof *acc);
     for (ptrdiff_t i = 0; i < k; i += STEP) {
         ptrdiff_t step = k - i < STEP ? k - i : STEP;
         const float *xs = q->scales + row * ldxs + i / group;
         const int32_t *eights = q->eights + row * ldxs + i / group;
         const uint8_t *wi = w + i * PANEL * bits / 8;
         const bf16 *wsi = ws + i / group * PANEL;
-#define PART8(R, cols, c)                                                                                              \
-    int8_rows(R, cols, x16 + at * ldx + i, ldx, xs + at * ldxs, ldxs, wi + 2 * (c), wsi + (c), 0, 0, step, group, acc + at * PANEL + (c))
-#define PART4(R, cols, c)                                                                                              \
-    int4_rows(R, cols, x8 + at * ldx + i, ldx, xs + at * ldxs, eights + at * ldxs, ldxs, wi + 4 * (c), wsi + (c), 0, 0, step, \
-              acc + at * PANEL + (c))
+#define PART8(R, cols, c)                                                                                               \
+    int8_rows(R, cols, x16 + at * ldx + i, ldx, xs + at * ldxs, ldxs, wi + 2 * (c), wsi + (c), 0, 0, step, group,       \
+              acc + at * ldacc + (c), ldacc)
+#define PART4(R, cols, c)                                                                                               \
+    int4_rows(R, cols, x8 + at * ldx + i, ldx, xs + at * ldxs, eights + at * ldxs, ldxs, wi + 4 * (c), wsi + (c), 0, 0, \
+              step, acc + at * ldacc + (c), ldacc)
         if (bits == 8) FOR_ROWS(rows, PART8) else FOR_ROWS(rows, PART4)
     }
 }
@@ -672,8 +728,8 @@ static __attribute__((noinline)) void int_streams(int bits, const rounded_rows *
                                                   ptrdiff_t group, float *acc) {
     ptrdiff_t gap = k * PANEL * bits / 8, ws_gap = q->groups * PANEL;
     memset(acc, 0, STREAMS * PANEL * sizeof *acc);
-    if (bits == 8) int8_rows(1, ALL_COLS, q->numbers, 0, q->scales, 0, w, ws, gap, ws_gap, k, group, acc);
-    else int4_rows(1, ALL_COLS, q->numbers, 0, q->scales, q->eights, 0, w, ws, gap, ws_gap, k, acc);
+    if (bits == 8) int8_rows(1, ALL_COLS, q->numbers, 0, q->scales, 0, w, ws, gap, ws_gap, k, group, acc, 0);
+    else int4_rows(1, ALL_COLS, q->numbers, 0, q->scales, q->eights, 0, w, ws, gap, ws_gap, k, acc, 0);
 }
 
 /* VL numbers of x from i on: bfloat16, or float32 if they take 4 bytes. */
@@ -732,7 +788,7 @@ void nv_linear_int(const bf16 *x, ptrdiff_t ldx, const uint8_t *packed, const bf
             for (; p < last; p++)
                 for (ptrdiff_t r = 0; r < count; r += step) {
                     int rows = count - r < step ? (int)(count - r) : (int)step;
-                    int_tile(bits, &q, r, packed + p * PANEL * k * bits / 8, scales + p * PANEL * groups, k, group, rows, acc);
+                    int_tile(bits, &q, r, packed + p * PANEL * k * bits / 8, scales + p * PANEL * groups, k, group, rows, acc, PANEL, 0);
                     store_tile(acc, y + (i + r) * n + p * PANEL, n, rows, n - p * PANEL);
                 }
         }
@@ -919,8 +975,8 @@ void nv_store(const bf16 *qkv, const bf16 *q_weight, const bf16 *k_weight, const
     ptrdiff_t half = dim / 2, width = width_of(dim), bytes = bits / 8, size = half_bytes(width, block, bits);
     int group = heads / kv_heads;
 #pragma omp parallel for schedule(static)
-    for (ptrdiff_t item = 0; item < tokens * kv_heads; item++) {
-        ptrdiff_t t = item / kv_heads, head = item % kv_heads, b = slots[t] / block, at = slots[t] % block;
+    for (ptrdiff_t item = 0; item < tokens * kv_heads; item++) { /* a head's tokens in turn: neighbours share lines */
+        ptrdiff_t t = item % tokens, head = item / tokens, b = slots[t] / block, at = slots[t] % block;
         const bf16 *row = qkv + t * (heads + 2 * kv_heads) * dim;
         const float *angles = cos_sin + positions[t] * dim;
         uint8_t *keys = cache + (head * blocks + b) * 2 * size, *values = keys + size;
@@ -953,6 +1009,8 @@ void nv_store(const bf16 *qkv, const bf16 *q_weight, const bf16 *k_weight, const
     }
 }
 
+enum { KEYS = 256 }; /* of a pass of attention, at least a block: their scores fit the first-level cache, or nearly */
+
 /* One KV head's part, whose cache begins at `cache`, of up to 32 query rows: tokens [first, first + count) times the heads of
  * the group. With a cache of 8 bits queries and weights are rounded to 16, as the inputs of a linear are; a value's scale is
  * part of its weight. */
@@ -960,14 +1018,17 @@ static void attend(const bf16 *q, bf16 *out, const uint8_t *cache, const int32_t
                    ptrdiff_t heads, ptrdiff_t head, ptrdiff_t dim, ptrdiff_t block, ptrdiff_t bits, float scale) {
     int rows = count * group;
     ptrdiff_t width = width_of(dim), size = half_bytes(width, block, bits);
-    act query[TILE_ROWS * width] __attribute__((aligned(64))), weights[TILE_ROWS * block] __attribute__((aligned(64)));
-    float query_scales[TILE_ROWS], weight_scales[TILE_ROWS * (block / PANEL)];
-    int32_t eights[TILE_ROWS * (block / PANEL)];
-    rounded_rows queries = {query, query_scales, eights, width, 1}, parts = {weights, weight_scales, eights, block, 0};
+    ptrdiff_t together = block < KEYS ? KEYS / block : 1, keys = together * block; /* blocks, and keys, of a pass */
+    act query[TILE_ROWS * width] __attribute__((aligned(64)));
+    float scores[TILE_ROWS * keys] __attribute__((aligned(64))), sums[TILE_ROWS * width] __attribute__((aligned(64)));
+    float query_scales[TILE_ROWS], weight_scales[TILE_ROWS * (keys / PANEL)], largest[TILE_ROWS], total[TILE_ROWS];
+    int32_t eights[TILE_ROWS * (keys / PANEL)];
+    ptrdiff_t ldw = keys * (ptrdiff_t)(sizeof *scores / sizeof(act)); /* a row's weights lie where its scores did */
+    rounded_rows queries = {query, query_scales, eights, width, 1};
+    rounded_rows parts = {scores, weight_scales, eights, keys * 2, keys / PANEL};
+    const bf16 *values[together], *next[together];
     bf16 ones[block];
     for (ptrdiff_t j = 0; bits == 8 && j < block; j++) ones[j] = 0x3f80;
-    float scores[TILE_ROWS * block] __attribute__((aligned(64))), sums[TILE_ROWS * width] __attribute__((aligned(64)));
-    float acc[TILE_ROWS * PANEL] __attribute__((aligned(64))), largest[TILE_ROWS], total[TILE_ROWS];
     for (int r = 0; r < rows; r++) {
         const bf16 *from = q + ((r / group) * heads + head * group + r % group) * dim;
         if (bits == 16) {
@@ -982,23 +1043,27 @@ static void attend(const bf16 *q, bf16 *out, const uint8_t *cache, const int32_t
     }
     memset(sums, 0, rows * width * sizeof(float));
     ptrdiff_t num_keys = position + count; /* seen by the last token */
-    for (ptrdiff_t start = 0, b = 0; start < num_keys; start += block, b++) {
-        const uint8_t *k = cache + table[b] * 2 * size, *v = k + size;
-        const bf16 *k_scales = (const bf16 *)(k + block * width), *v_scales = (const bf16 *)(v + block * width);
-        ptrdiff_t used = num_keys - start < block ? (num_keys - start + PANEL - 1) / PANEL * PANEL : block;
+    for (ptrdiff_t start = 0; start < num_keys; start += keys, table += together) {
+        ptrdiff_t used = num_keys - start < keys ? (num_keys - start + PANEL - 1) / PANEL * PANEL : keys;
         for (ptrdiff_t j = 0; j < used; j += PANEL) {
-            if (bits == 16) tile(query, width, (const bf16 *)k + j * width, width, rows, acc);
-            else int_tile(8, &queries, 0, k + j * width, k_scales + j, width, width, rows, acc);
-            for (int r = 0; r < rows; r++) memcpy(scores + r * block + j, acc + r * PANEL, PANEL * sizeof(float));
+            ptrdiff_t b = j / block;
+            const uint8_t *k = cache + table[b] * 2 * size;
+            const bf16 *panel = (const bf16 *)k + j % block * width, *its_values = panel + size / 2;
+            values[b] = (const bf16 *)(k + size);
+            next[b] = start + keys + j < num_keys ? (const bf16 *)(cache + table[together + b] * 2 * size) : values[b];
+            if (bits == 16) tile(query, width, &panel, &its_values, width, width, rows, scores + j, keys, 0);
+            else {
+                const bf16 *scales = (const bf16 *)(k + block * width) + j % block;
+                int_tile(8, &queries, 0, k + j % block * width, scales, width, width, rows, scores + j, keys, 0);
+            }
         }
         for (int r = 0; r < rows; r++) {
-            ptrdiff_t seen = position + r / group + 1 - start; /* keys of this block that row r sees */
-            float *s = scores + r * block, before = largest[r];
+            ptrdiff_t seen = position + r / group + 1 - start; /* keys of this pass that row r sees */
+            float *s = scores + r * keys, before = largest[r];
             vf top = each(before);
             for (ptrdiff_t j = 0; j < used; j += VL) {
                 vf x = load(s + j) * scale;
-                if (seen < j + VL)
-                    for (int c = 0; c < VL; c++) x[c] = j + c < seen ? x[c] : -INFINITY;
+                if (seen < j + VL) x = choose(lanes() < (int)(seen - j), x, each(-INFINITY));
                 store(s + j, x);
                 top = larger(top, x);
             }
@@ -1008,24 +1073,25 @@ static void attend(const bf16 *q, bf16 *out, const uint8_t *cache, const int32_t
             for (ptrdiff_t j = 0; j < used; j += VL) {
                 vf e = exp_(load(s + j) - shift);
                 sum += e;
-                if (bits == 16) store_act(weights + r * block + j, e);
-                else store(s + j, e * load16(v_scales + j, VL));
+                if (bits == 16) store_act((act *)s + j, e);
+                else store(s + j, e * load16((const bf16 *)((const uint8_t *)values[j / block] + block * width) + j % block, VL));
             }
             parts.groups = used / PANEL;
             if (bits == 8) round_row(s, 4, &parts, r, PANEL, 8);
-            float alpha = before == -INFINITY ? 0.0f : expf(before - now);
+            float alpha = before == -INFINITY ? 0.0f : exp_(each(before - now))[0];
             total[r] = total[r] * alpha + sum_of(sum);
             if (alpha != 1.0f)
                 for (ptrdiff_t d = 0; d < width; d += VL) store(sums + r * width + d, load(sums + r * width + d) * alpha);
         }
         for (ptrdiff_t d = 0; d < width; d += PANEL) {
-            if (bits == 16) tile(weights, block, (const bf16 *)v + d * block, used, rows, acc);
-            else int_tile(8, &parts, 0, v + d * block, ones, used, PANEL, rows, acc);
-            for (int r = 0; r < rows; r++)
-                for (int c = 0; c < PANEL; c += VL) {
-                    float *s = sums + r * width + d + c;
-                    store(s, load(s) + load(acc + r * PANEL + c));
-                }
+            if (bits == 16) tile((const act *)scores, ldw, values, next, block, used, rows, sums + d, width, 1);
+            for (ptrdiff_t j = 0, b = 0; j < used; j += block, b++) {
+                rounded_rows part = {(int16_t *)scores + j, weight_scales + j / PANEL, eights, keys * 2, used / PANEL};
+                const uint8_t *v = (const uint8_t *)values[b] + d * block;
+                ptrdiff_t left = used - j < block ? used - j : block;
+                if (bits == 8) int_tile(8, &part, 0, v, ones, left, PANEL, rows, sums + d, width, 1);
+                else values[b] += block * PANEL, next[b] += block * PANEL;
+            }
         }
     }
     for (int r = 0; r < rows; r++) {

@@ -40,10 +40,12 @@ class Qwen3Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.attn = Attention()
 
-    def forward(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def forward(
+        self, hidden: torch.Tensor, batch: Batch, wanted: torch.Tensor | None
+    ) -> torch.Tensor:
         qkv, sizes = self.qkv_proj(hidden), self.qkv_proj.sizes
         heads = self.attn(qkv, sizes, self.q_norm, self.k_norm, self.rotary_emb, batch)
-        return self.o_proj(heads.flatten(1))
+        return self.o_proj((heads if wanted is None else heads[wanted]).flatten(1))
 
 
 class Qwen3MLP(nn.Module):
@@ -69,10 +71,16 @@ class Qwen3DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
-        self, hidden: torch.Tensor | None, residual: torch.Tensor, batch: Batch
+        self,
+        hidden: torch.Tensor | None,
+        residual: torch.Tensor,
+        batch: Batch,
+        wanted: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what follows for the tokens `wanted` (None: all), whose KV are all written."""
         hidden, residual = self.input_layernorm.add(hidden, residual)
-        hidden = self.self_attn(hidden, batch)
+        hidden = self.self_attn(hidden, batch, wanted)
+        residual = residual if wanted is None else residual[wanted]
         hidden, residual = self.post_attention_layernorm.add(hidden, residual)
         return self.mlp(hidden), residual
 
@@ -91,7 +99,8 @@ class Qwen3Model(nn.Module):
         residual = self.embed_tokens(batch.input_ids)
         hidden: torch.Tensor | None = None
         for layer in self.layers:
-            hidden, residual = layer(hidden, residual, batch)
+            wanted = batch.wanted if layer is self.layers[-1] else None
+            hidden, residual = layer(hidden, residual, batch, wanted)
         return self.norm.add(hidden, residual)[0]
 
 
@@ -112,7 +121,7 @@ class Qwen3ForCausalLM(nn.Module):
             self.ignored_weights = frozenset({"lm_head.weight"})
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Return hidden states [T, hidden_size] and write the batch's KV."""
+        """Return hidden states [T, hidden_size], of T wanted tokens, and write the batch's KV."""
         return self.model(batch)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:

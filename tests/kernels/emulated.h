@@ -30,6 +30,10 @@ static inline float emulated_from_bf16(uint16_t h) {
 EMULATED(__m512, _fmadd_ps, (__m512 a, __m512 b, __m512 c), out = c; for (int i = 0; i < 16; i++) out[i] = __builtin_fmaf(a[i], b[i], c[i]);)
 EMULATED(__m512, _loadu_ps, (const float *p), memcpy(&out, p, 64);)
 EMULATED(__m512i, _loadu_si512, (const void *p), memcpy(&out, p, 64);)
+EMULATED(__m512, _max_ps, (__m512 a, __m512 b), for (int i = 0; i < 16; i++) out[i] = a[i] > b[i] ? a[i] : b[i];)
+EMULATED(__m512, _min_ps, (__m512 a, __m512 b), for (int i = 0; i < 16; i++) out[i] = a[i] < b[i] ? a[i] : b[i];)
+EMULATED(__m512i, _cvtepu16_epi32, (__m256i a), uint16_t h[16]; memcpy(h, &a, 32); emulated_ints o;
+         for (int i = 0; i < 16; i++) o.w[i] = h[i]; out = o.v;)
 static inline void emulated_storeu_ps(float *p, __m512 v) { memcpy(p, &v, 64); }
 EMULATED(__m512i, _set1_epi32, (int x), emulated_ints o; for (int i = 0; i < 16; i++) o.w[i] = x; out = o.v;)
 EMULATED(__m512i, _set1_epi16, (short x), emulated_ints o; for (int i = 0; i < 32; i++) o.h[i] = x; out = o.v;)
@@ -42,6 +46,9 @@ EMULATED(__m512i, _maddubs_epi16, (__m512i a, __m512i b), emulated_ints x = {a};
 EMULATED(__m512i, _cvtepi8_epi16, (__m256i a), int8_t b[32]; memcpy(b, &a, 32); emulated_ints o;
          for (int i = 0; i < 32; i++) o.h[i] = b[i]; out = o.v;)
 #define _mm512_fmadd_ps emulated_fmadd_ps
+#define _mm512_max_ps emulated_max_ps
+#define _mm512_min_ps emulated_min_ps
+#define _mm512_cvtepu16_epi32 emulated_cvtepu16_epi32
 #define _mm512_loadu_ps emulated_loadu_ps
 #define _mm512_loadu_si512 emulated_loadu_si512
 #define _mm512_storeu_ps emulated_storeu_ps
