@@ -605,17 +605,20 @@ INLINE void add_scaled(float *out, vi sum, float x_scale, vf w_scale) {
     store(out, fma_(__builtin_convertvector(sum, vf) * x_scale, w_scale, load(out)));
 }
 
+/* From 5 rows on with AVX-512 a line's share is fetched from `ahead` for each line of w. */
 INLINE void int8_rows(int rows, int cols, const int16_t *x, ptrdiff_t ldx, const float *xs, ptrdiff_t ldxs, const uint8_t *w,
-                      const bf16 *ws, ptrdiff_t gap, ptrdiff_t ws_gap, ptrdiff_t k, ptrdiff_t group, float *acc, ptrdiff_t ldacc) {
+                      const bf16 *ws, ptrdiff_t gap, ptrdiff_t ws_gap, ptrdiff_t k, ptrdiff_t group, const uint8_t *ahead,
+                      ptrdiff_t share, float *acc, ptrdiff_t ldacc) {
     for (ptrdiff_t g = 0; g < k / group; g++) {
         vi a[MAX_ROWS][ALL_COLS];
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
             for (int c = 0; c < cols; c++) a[r][c] = (vi){0};
-        for (ptrdiff_t i = 0; i < group; i += 8, x += 8, w += 8 * PANEL)
+        for (ptrdiff_t i = 0; i < group; i += 8, x += 8, w += 8 * PANEL, ahead += 4 * share)
 #pragma GCC unroll 4
-            for (int j = 0; j < 8; j += 2)
+            for (int j = 0; j < 8; j += 2) {
+                if (VL == 16 && rows > 4) __builtin_prefetch(ahead + j / 2 * share, 0, 2);
 #pragma GCC unroll 4
                 for (int c = 0; c < cols; c += 2) {
                     const uint8_t *at = w + c / IN_PANEL * gap + j * PANEL + c % IN_PANEL * 2 * VL;
@@ -624,6 +627,7 @@ INLINE void int8_rows(int rows, int cols, const int16_t *x, ptrdiff_t ldx, const
 #pragma GCC unroll 12
                     for (int r = 0; r < rows; r++) multiply_add_pairs(&a[r][c], &a[r][c + 1], w0, w1, x + r * ldx + j);
                 }
+            }
 #pragma GCC unroll 8
         for (int c = 0; c < cols; c++) {
             vf scale = from_bf16(*(const half_vu *)(ws + c / IN_PANEL * ws_gap + g * PANEL + c % IN_PANEL * VL));
@@ -663,14 +667,16 @@ INLINE vi in_int32(vi a) {
 
 /* eights[g] is eight times the sum of x's group g: what was added to the weights, times x. */
 INLINE void int4_rows(int rows, int cols, const int8_t *x, ptrdiff_t ldx, const float *xs, const int32_t *eights, ptrdiff_t ldxs,
-                      const uint8_t *w, const bf16 *ws, ptrdiff_t gap, ptrdiff_t ws_gap, ptrdiff_t k, float *acc, ptrdiff_t ldacc) {
+                      const uint8_t *w, const bf16 *ws, ptrdiff_t gap, ptrdiff_t ws_gap, ptrdiff_t k, const uint8_t *ahead,
+                      ptrdiff_t share, float *acc, ptrdiff_t ldacc) {
     for (ptrdiff_t g = 0; g < k / GROUP4; g++) {
         vi a[MAX_ROWS][ALL_COLS];
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
             for (int c = 0; c < cols; c++) a[r][c] = (vi){0};
-        for (int i = 0; i < GROUP4; i += 8, x += 8, w += 4 * PANEL)
+        for (int i = 0; i < GROUP4; i += 8, x += 8, w += 4 * PANEL, ahead += 2 * share) {
+            if (VL == 16 && rows > 4) __builtin_prefetch(ahead, 0, 2), __builtin_prefetch(ahead + share, 0, 2);
 #pragma GCC unroll 4
             for (int c = 0; c < cols; c += 2) {
                 const vu *both = (const vu *)(w + c / IN_PANEL * gap) + c % IN_PANEL;
@@ -682,6 +688,7 @@ INLINE void int4_rows(int rows, int cols, const int8_t *x, ptrdiff_t ldx, const 
 #pragma GCC unroll 12
                 for (int r = 0; r < rows; r++) multiply_add_fours(&a[r][c], &a[r][c + 1], w0, w1, x + r * ldx + 4);
             }
+        }
 #pragma GCC unroll 8
         for (int c = 0; c < cols; c++) {
             vf scale = from_bf16(*(const half_vu *)(ws + c / IN_PANEL * ws_gap + g * PANEL + c % IN_PANEL * VL));
@@ -713,12 +720,14 @@ static __attribute__((noinline)) void int_tile(int bits, const rounded_rows *q, 
         const int32_t *eights = q->eights + row * ldxs + i / group;
         const uint8_t *wi = w + i * PANEL * bits / 8;
         const bf16 *wsi = ws + i / group * PANEL;
-#define PART8(R, cols, c)                                                                                               \
-    int8_rows(R, cols, x16 + at * ldx + i, ldx, xs + at * ldxs, ldxs, wi + 2 * (c), wsi + (c), 0, 0, step, group,       \
+/* `ahead` and `share`: each part of the tile fetches its share of the panel behind this one. */
+#define FETCHED_INT wi + k * PANEL * bits / 8 + at * step * PANEL * bits / 8 / rows, 2 * PANEL / ((rows + MAX_ROWS - 1) / MAX_ROWS)
+#define PART8(R, cols, c)                                                                                                   \
+    int8_rows(R, cols, x16 + at * ldx + i, ldx, xs + at * ldxs, ldxs, wi + 2 * (c), wsi + (c), 0, 0, step, group, FETCHED_INT, \
               acc + at * ldacc + (c), ldacc)
-#define PART4(R, cols, c)                                                                                               \
-    int4_rows(R, cols, x8 + at * ldx + i, ldx, xs + at * ldxs, eights + at * ldxs, ldxs, wi + 4 * (c), wsi + (c), 0, 0, \
-              step, acc + at * ldacc + (c), ldacc)
+#define PART4(R, cols, c)                                                                                                   \
+    int4_rows(R, cols, x8 + at * ldx + i, ldx, xs + at * ldxs, eights + at * ldxs, ldxs, wi + 4 * (c), wsi + (c), 0, 0, step, \
+              FETCHED_INT, acc + at * ldacc + (c), ldacc)
         if (bits == 8) FOR_ROWS(rows, PART8) else FOR_ROWS(rows, PART4)
     }
 }
@@ -728,8 +737,8 @@ static __attribute__((noinline)) void int_streams(int bits, const rounded_rows *
                                                   ptrdiff_t group, float *acc) {
     ptrdiff_t gap = k * PANEL * bits / 8, ws_gap = q->groups * PANEL;
     memset(acc, 0, STREAMS * PANEL * sizeof *acc);
-    if (bits == 8) int8_rows(1, ALL_COLS, q->numbers, 0, q->scales, 0, w, ws, gap, ws_gap, k, group, acc, 0);
-    else int4_rows(1, ALL_COLS, q->numbers, 0, q->scales, q->eights, 0, w, ws, gap, ws_gap, k, acc, 0);
+    if (bits == 8) int8_rows(1, ALL_COLS, q->numbers, 0, q->scales, 0, w, ws, gap, ws_gap, k, group, NULL, 0, acc, 0);
+    else int4_rows(1, ALL_COLS, q->numbers, 0, q->scales, q->eights, 0, w, ws, gap, ws_gap, k, NULL, 0, acc, 0);
 }
 
 /* VL numbers of x from i on: bfloat16, or float32 if they take 4 bytes. */
