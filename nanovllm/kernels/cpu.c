@@ -984,8 +984,8 @@ void nv_store(const bf16 *qkv, const bf16 *q_weight, const bf16 *k_weight, const
     ptrdiff_t half = dim / 2, width = width_of(dim), bytes = bits / 8, size = half_bytes(width, block, bits);
     int group = heads / kv_heads;
 #pragma omp parallel for schedule(static)
-    for (ptrdiff_t item = 0; item < tokens * kv_heads; item++) { /* a head's tokens in turn: neighbours share lines */
-        ptrdiff_t t = item % tokens, head = item / tokens, b = slots[t] / block, at = slots[t] % block;
+    for (ptrdiff_t item = 0; item < tokens * kv_heads; item++) {
+        ptrdiff_t t = item / kv_heads, head = item % kv_heads, b = slots[t] / block, at = slots[t] % block;
         const bf16 *row = qkv + t * (heads + 2 * kv_heads) * dim;
         const float *angles = cos_sin + positions[t] * dim;
         uint8_t *keys = cache + (head * blocks + b) * 2 * size, *values = keys + size;
