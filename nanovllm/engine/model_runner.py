@@ -36,7 +36,7 @@ from nanovllm.models.registry import model_class
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.distributed import broadcast_from_first, tensor_parallel
 from nanovllm.utils.loader import init_dummy_weights, load_weights
-from nanovllm.utils.memory import return_freed
+from nanovllm.utils.memory import keep_freed, return_freed
 
 logger = logging.getLogger(__name__)
 
@@ -268,6 +268,8 @@ class ModelRunner:
             progress = tensor_parallel().rank == 0
             load_weights(self.model, files, ignored=ignored, progress=progress, loaded=finish)
         return_freed()
+        if self.device.type == "cpu":
+            keep_freed()
 
     def _cache_elements(self, num_blocks: int) -> int:
         shape = self._backend.kv_cache_shape(num_blocks)

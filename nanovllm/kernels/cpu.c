@@ -848,15 +848,15 @@ void nv_add_rms_norm(const bf16 *x, bf16 *residual, const bf16 *weight, bf16 *ou
 
 enum { PIECE = 512 };
 
-/* out[rows][n] = silu(x[:, :n]) * x[:, n:]; the silu is rounded to bfloat16 as torch rounds it. */
-void nv_silu_and_mul(const bf16 *x, bf16 *out, ptrdiff_t rows, ptrdiff_t n) {
+/* x[:, :n] = silu(x[:, :n]) * x[:, n:], of x[rows][2 n]; the silu is rounded to bfloat16 as torch rounds it. */
+void nv_silu_and_mul(bf16 *x, ptrdiff_t rows, ptrdiff_t n) {
     ptrdiff_t pieces = (n + PIECE - 1) / PIECE;
 #pragma omp parallel for schedule(static)
     for (ptrdiff_t item = 0; item < rows * pieces; item++) {
         ptrdiff_t r = item / pieces, first = item % pieces * PIECE;
         for (ptrdiff_t i = first; i < n && i < first + PIECE; i += VL) {
             vf gate = load16(x + r * 2 * n + i, n - i), up = load16(x + r * 2 * n + n + i, n - i);
-            store16(out + r * n + i, n - i, rounded(gate / (exp_(-gate) + 1.0f)) * up);
+            store16(x + r * 2 * n + i, n - i, rounded(gate / (exp_(-gate) + 1.0f)) * up);
         }
     }
 }
@@ -1162,7 +1162,7 @@ void nv_run(const word (*calls)[CALL], ptrdiff_t count, ptrdiff_t tokens, ptrdif
         case 2: nv_gather(a[0].p, a[1].p, a[2].p, tokens, a[4].n); break;
         case 3: nv_gather_int(a[0].p, a[1].p, a[2].p, a[3].p, tokens, a[5].n, a[6].n, a[7].n); break;
         case 4: nv_add_rms_norm(a[0].p, a[1].p, a[2].p, a[3].p, tokens, a[5].n, a[6].f); break;
-        case 5: nv_silu_and_mul(a[0].p, a[1].p, tokens, a[3].n); break;
+        case 5: nv_silu_and_mul(a[0].p, tokens, a[2].n); break;
         case 6:
             nv_store(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, a[7].p, a[8].n, tokens, a[10].n, a[11].n, a[12].n,
                      a[13].n, a[14].n, a[15].f);

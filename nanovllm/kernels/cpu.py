@@ -34,7 +34,7 @@ _RECORDABLE = {
     "nv_gather": 3,
     "nv_gather_int": 4,
     "nv_add_rms_norm": 4,
-    "nv_silu_and_mul": 2,
+    "nv_silu_and_mul": 1,
     "nv_store": 9,
     "nv_attention": 8,
 }
@@ -140,11 +140,14 @@ def add_rms_norm(
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """Return silu of the first half of each row times the second; gate_up [t, 2n] contiguous."""
+    """Return silu of the first half of each row times the second, in the first half's place.
+
+    Args:
+        gate_up: [t, 2n] contiguous.
+    """
     rows, width = gate_up.shape
-    out = torch.empty(rows, width // 2, dtype=torch.bfloat16)
-    _call("nv_silu_and_mul", gate_up, out, rows, width // 2)
-    return out
+    _call("nv_silu_and_mul", gate_up, rows, width // 2)
+    return gate_up[:, : width // 2]
 
 
 def store(

@@ -28,7 +28,7 @@ ARGUMENTS = {
     "nv_linear_int": "pnpppnnnnn",
     "nv_gather_int": "ppppnnnn",
     "nv_add_rms_norm": "ppppnnf",
-    "nv_silu_and_mul": "ppnn",
+    "nv_silu_and_mul": "pnn",
     "nv_store": "ppppppppnnnnnnnf",
     "nv_attention": "pppnpnppnnnnnnf",
     "nv_run": "pnnn",

@@ -8,7 +8,10 @@ from torch.nn.functional import silu
 
 
 class SiluAndMul(nn.Module):
-    """SwiGLU (arXiv 2002.05202): silu of the first half of the last dimension, times the second."""
+    """SwiGLU (arXiv 2002.05202): silu of the first half of the last dimension, times the second.
+
+    The result may lie where the first half did.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -8,6 +8,7 @@ import mmap
 import torch
 
 _LARGE = 2 * 2**20
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -29,3 +30,15 @@ def return_freed() -> None:
     """Give freed memory back to the system; glibc otherwise keeps what lies below memory in use."""
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def keep_freed() -> None:
+    """Let the process keep what it frees from now on, up to a GiB, for what it allocates next.
+
+    glibc otherwise gives a step's large tensors back, now and then each layer's, and the system
+    zeroes their pages anew: 175,000 faults and 5% of the time for 4096 tokens of Qwen3-0.6B.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_THRESHOLD, 2**30)
+        mallopt(_M_TRIM_THRESHOLD, 2**30)
