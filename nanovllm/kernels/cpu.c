@@ -55,25 +55,17 @@ INLINE vf each(float x) { return (vf)EACH(x); }
 INLINE vf load(const float *p) { return *(const vf *)p; }
 INLINE void store(float *p, vf v) { *(vf *)p = v; }
 INLINE vf choose(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
-/* The larger, and the smaller; b where one is not a number. */
-INLINE vf larger(vf a, vf b) {
+
 #if VL == 16 && defined(__AVX512F__)
-    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#define EITHER(op, sign, a, b) (vf) _mm512_##op##_ps((__m512)a, (__m512)b)
 #elif VL == 8 && defined(__AVX2__)
-    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#define EITHER(op, sign, a, b) (vf) _mm256_##op##_ps((__m256)a, (__m256)b)
 #else
-    return choose(a > b, a, b);
+#define EITHER(op, sign, a, b) choose(a sign b, a, b)
 #endif
-}
-INLINE vf smaller(vf a, vf b) {
-#if VL == 16 && defined(__AVX512F__)
-    return (vf)_mm512_min_ps((__m512)a, (__m512)b);
-#elif VL == 8 && defined(__AVX2__)
-    return (vf)_mm256_min_ps((__m256)a, (__m256)b);
-#else
-    return choose(a < b, a, b);
-#endif
-}
+/* b where one is not a number. */
+INLINE vf larger(vf a, vf b) { return EITHER(max, >, a, b); }
+INLINE vf smaller(vf a, vf b) { return EITHER(min, <, a, b); }
 
 INLINE vf fma_(vf a, vf b, vf c) {
 #if VL == 16 && defined(__AVX512F__)
@@ -199,8 +191,9 @@ INLINE void fetch_ahead(int cols, const void *w) {
 
 /* Cut `rows` into as many parts as MAX_ROWS asks for, of equal size, and call part(R, cols, c) with constants for
  * the R rows from `at` on and the columns from c on. */
+#define PARTS(rows) (((rows) + MAX_ROWS - 1) / MAX_ROWS)
 #define FOR_ROWS(rows, part)                                                                              \
-    for (int parts = ((rows) + MAX_ROWS - 1) / MAX_ROWS, at = 0, n; parts; parts--, at += n) {             \
+    for (int parts = PARTS(rows), at = 0, n; parts; parts--, at += n) {             \
         n = ((rows) - at + parts - 1) / parts;                                                            \
         switch (n) {                                                                                      \
             CASE(1, part) CASE(2, part) CASE(3, part) CASE(4, part) CASE(5, part) CASE(6, part) WIDE_CASES(part) \
@@ -348,7 +341,7 @@ INLINE void tile_rows(int rows, int cols, int packed, const bf16 *x, ptrdiff_t l
 }
 
 /* `skip` and `share` of each part of a tile of `rows`: they fetch k inputs' panel between them. */
-#define FETCHED(k, rows) at * (k) * 2 * PANEL / (rows), 4 * PANEL / (((rows) + MAX_ROWS - 1) / MAX_ROWS)
+#define FETCHED(k, rows) at * (k) * 2 * PANEL / (rows), 4 * PANEL / PARTS(rows)
 static void tile(const act *x, ptrdiff_t ldx, const bf16 *const *pieces, const bf16 *const *next, ptrdiff_t each, ptrdiff_t k,
                  int rows, float *acc, ptrdiff_t ldacc, int add) {
 #define PLAIN_PART(R, cols, c)                                                                               \
@@ -721,7 +714,7 @@ static __attribute__((noinline)) void int_tile(int bits, const rounded_rows *q, 
         const uint8_t *wi = w + i * PANEL * bits / 8;
         const bf16 *wsi = ws + i / group * PANEL;
 /* `ahead` and `share`: each part of the tile fetches its share of the panel behind this one. */
-#define FETCHED_INT wi + k * PANEL * bits / 8 + at * step * PANEL * bits / 8 / rows, 2 * PANEL / ((rows + MAX_ROWS - 1) / MAX_ROWS)
+#define FETCHED_INT wi + k * PANEL * bits / 8 + at * step * PANEL * bits / 8 / rows, 2 * PANEL / PARTS(rows)
 #define PART8(R, cols, c)                                                                                                   \
     int8_rows(R, cols, x16 + at * ldx + i, ldx, xs + at * ldxs, ldxs, wi + 2 * (c), wsi + (c), 0, 0, step, group, FETCHED_INT, \
               acc + at * ldacc + (c), ldacc)
@@ -1018,12 +1011,10 @@ void nv_store(const bf16 *qkv, const bf16 *q_weight, const bf16 *k_weight, const
     }
 }
 
-/* A pass goes through KEYS keys, at least a block. In long passes a block's values are read long after its keys, which takes
- * 1.2 to 1.5 times as long for a single token unless they are fetched meanwhile, as the tiles of AVX512-BF16 do. */
-
 /* One KV head's part, whose cache begins at `cache`, of up to 32 query rows: tokens [first, first + count) times the heads of
  * the group. With a cache of 8 bits queries and weights are rounded to 16, as the inputs of a linear are; a value's scale is
- * part of its weight. */
+ * part of its weight. A pass goes through KEYS keys, at least a block. In long passes a block's values are read long after its
+ * keys, which takes 1.2 to 1.5 times as long for a single token unless they are fetched meanwhile, as by AVX512-BF16's tiles. */
 static void attend(const bf16 *q, bf16 *out, const uint8_t *cache, const int32_t *table, ptrdiff_t position, int count, int group,
                    ptrdiff_t heads, ptrdiff_t head, ptrdiff_t dim, ptrdiff_t block, ptrdiff_t bits, float scale) {
     int rows = count * group;
