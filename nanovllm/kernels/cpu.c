@@ -77,12 +77,18 @@ INLINE vf fma_(vf a, vf b, vf c) {
 #endif
 }
 
-/* Lanes meet by halves, in the same order on every processor of a width. */
-INLINE vf other_half(vf v, int n) {
-    vi from;
-    for (int i = 0; i < VL; i++) from[i] = i ^ n;
-    return __builtin_shuffle(v, from);
+INLINE vi lanes(void) {
+#if VL == 16
+    return (vi){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#elif VL == 8
+    return (vi){0, 1, 2, 3, 4, 5, 6, 7};
+#else
+    return (vi){0, 1, 2, 3};
+#endif
 }
+
+/* Lanes meet by halves, in the same order on every processor of a width. */
+INLINE vf other_half(vf v, int n) { return __builtin_shuffle(v, lanes() ^ n); }
 INLINE float sum_of(vf v) {
 #pragma GCC unroll 4
     for (int n = VL / 2; n; n /= 2) v += other_half(v, n);
@@ -92,6 +98,20 @@ INLINE float largest_of(vf v) {
 #pragma GCC unroll 4
     for (int n = VL / 2; n; n /= 2) v = larger(v, other_half(v, n));
     return v[0];
+}
+
+/* rows[i][j] and rows[j][i] change places: by halves, then each half's halves. */
+INLINE void transpose(vf rows[VL]) {
+#pragma GCC unroll 4
+    for (int n = VL / 2; n; n /= 2) {
+        vi back = (lanes() & n) != 0, first = lanes() + ((VL - n) & back), second = lanes() + n + ((VL - n) & back);
+#pragma GCC unroll 16
+        for (int i = 0; i < VL; i++) {
+            if (i & n) continue;
+            vf a = rows[i], b = rows[i + n];
+            rows[i] = __builtin_shuffle(a, b, first), rows[i + n] = __builtin_shuffle(a, b, second);
+        }
+    }
 }
 
 INLINE vf from_bf16(half_vu h) {
@@ -114,52 +134,57 @@ INLINE half_vu to_bf16(vf v) { /* to nearest, ties to even */
 INLINE vf rounded(vf v) { return from_bf16(to_bf16(v)); }
 
 /* Up to VL numbers of a row that ends; what is missing reads as 0. */
-INLINE vf load16(const bf16 *p, ptrdiff_t left) {
+INLINE half_vu bits16(const bf16 *p, ptrdiff_t left) {
+    if (left >= VL) return *(const half_vu *)p;
     half_vu h = {0};
-    if (left >= VL) h = *(const half_vu *)p;
-    else memcpy(&h, p, left * sizeof *p);
-    return from_bf16(h);
+    memcpy(&h, p, left * sizeof *p);
+    return h;
 }
+INLINE vf load16(const bf16 *p, ptrdiff_t left) { return from_bf16(bits16(p, left)); }
 INLINE void store16(bf16 *p, ptrdiff_t left, vf v) {
     half_vu h = to_bf16(v);
     if (left >= VL) *(half_vu *)p = h;
     else memcpy(p, &h, left * sizeof *p);
 }
 INLINE vf load32(const float *p, ptrdiff_t left) {
+    if (left >= VL) return load(p);
     vf v = {0};
-    if (left >= VL) v = load(p);
-    else memcpy(&v, p, left * sizeof *p);
+    memcpy(&v, p, left * sizeof *p);
     return v;
 }
 
-INLINE vi lanes(void) {
-    vi v;
-    for (int i = 0; i < VL; i++) v[i] = i;
-    return v;
+/* 2^r, of r within +-1/2, times 2^n, of n >= -126; n is what ROUND's last bits count in `shifted` = n + ROUND. The polynomial
+ * is a relative minimax fit. */
+#define ROUND 12582912.0f /* 1.5 * 2^23 */
+INLINE vf power(vf r, vf shifted) {
+    vf p = each(1.326472690e-3f);
+    p = fma_(p, r, each(9.671512661e-3f));
+    p = fma_(p, r, each(5.550733744e-2f));
+    p = fma_(p, r, each(2.402224208e-1f));
+    p = fma_(p, r, each(6.931469776e-1f));
+    p = fma_(p, r, each(1.0f));
+    return (vf)((vi)p + ((vi)shifted << 23));
 }
-
-/* exp: 2^n times a polynomial (Cephes' expf), within 2 units in the last place; 0 below -87. */
+/* exp within 2 units in the last place, 0 below -87. NaN stays: a row that has one is lost, and says so. */
 INLINE vf exp_(vf x) {
+    const float log2e = 1.44269502f, rest = 1.92596299e-8f;
     vi tiny = x < -87.0f;
-    x = smaller(each(88.0f), larger(each(-87.0f), x)); /* NaN stays: a row that has one is lost, and says so */
-    const float round = 12582912.0f; /* 1.5 * 2^23 */
-    vf shifted = fma_(x, each(1.44269504f), each(round)), n = shifted - round;
-    vf r = fma_(n, each(-0.693359375f), x);
-    r = fma_(n, each(2.12194440e-4f), r);
-    vf p = each(1.9875691500e-4f);
-    p = fma_(p, r, each(1.3981999507e-3f));
-    p = fma_(p, r, each(8.3334519073e-3f));
-    p = fma_(p, r, each(4.1665795894e-2f));
-    p = fma_(p, r, each(1.6666665459e-1f));
-    p = fma_(p, r, each(5.0000001201e-1f));
-    p = fma_(p, r * r, r + 1.0f);
-    vi power = ((vi)shifted << 23) + (127 << 23);
-    return (vf)((vi)(p * (vf)power) & ~tiny);
+    x = smaller(each(88.0f), larger(each(-87.0f), x));
+    vf shifted = fma_(x, each(log2e), each(ROUND)), n = shifted - ROUND;
+    vf r = fma_(x, each(rest), fma_(x, each(log2e), -n));
+    return (vf)((vi)power(r, shifted) & ~tiny);
+}
+/* 2^x of x <= 0, 0 below -126. */
+INLINE vf exp2_(vf x) {
+    vi tiny = x < -126.0f;
+    x = larger(each(-126.0f), x);
+    vf shifted = x + ROUND;
+    return (vf)((vi)power(x - (shifted - ROUND), shifted) & ~tiny);
 }
 
 /* ---- a tile of products: acc[rows][32] (+)= x[rows][k] . w ----
  *
- * w is a panel [k/2][32][2], or pieces of one, of `each` inputs but for the last. rows <= 32; each and k are multiples of 32.
+ * w is a panel [k/2][32][2], or pieces of one, of `each` inputs but for the last. rows <= 32; each is a multiple of 32, k of TERMS.
  * x's rows lie ldx apart, acc's, float32, ldacc. With `add` the products are added to what acc holds. Each output is summed
  * in the order of k, whatever `rows` is. x is `act`: bfloat16 where an instruction multiplies it, else widened to float32
  * once. `next` are pieces that will be wanted next.
@@ -279,7 +304,7 @@ static void tile_streams(const act *x, const bf16 *w, ptrdiff_t k, float *acc) {
     for (int p = 0; p < STREAMS; p++, w += k * PANEL) tile(x, 0, &w, &w, k, k, 1, acc + p * PANEL, PANEL, 0);
 }
 
-enum { IN_PLACE = 1, KEYS = PANEL };
+enum { IN_PLACE = 1, KEYS = PANEL, TERMS = 32 };
 INLINE const act *activations(const bf16 *x, ptrdiff_t *ldx, ptrdiff_t rows, ptrdiff_t step, ptrdiff_t k, act *room) { return x; }
 INLINE void linear_tile(const act *x, ptrdiff_t ldx, const bf16 *w, int first, ptrdiff_t k, int rows, float *acc) {
     tile(x, ldx, &w, &w, k, k, rows, acc, PANEL, 0);
@@ -349,7 +374,7 @@ static void tile(const act *x, ptrdiff_t ldx, const bf16 *const *pieces, const b
     FOR_ROWS(rows, PLAIN_PART)
 }
 
-enum { IN_PLACE = 0, KEYS = 256 };
+enum { IN_PLACE = 0, KEYS = 256, TERMS = 2 };
 /* x in `room`, cut into tiles of `step` rows and these into their parts, each part [k/2][rows][2]: what a step of the
  * products reads lies in one line or two, however far rows are apart. */
 INLINE const act *activations(const bf16 *x, ptrdiff_t *ldx, ptrdiff_t rows, ptrdiff_t step, ptrdiff_t k, act *room) {
@@ -425,7 +450,7 @@ static void tile(const act *x, ptrdiff_t ldx, const bf16 *const *pieces, const b
     }
 }
 
-enum { IN_PLACE = 0, KEYS = PANEL };
+enum { IN_PLACE = 0, KEYS = PANEL, TERMS = 2 };
 /* x as float32 in `room`, rows 64 bytes further apart than k so that they do not share a cache set. */
 INLINE const act *activations(const bf16 *x, ptrdiff_t *ldx, ptrdiff_t rows, ptrdiff_t step, ptrdiff_t k, act *room) {
     for (ptrdiff_t r = 0; r < rows; r++)
@@ -970,59 +995,109 @@ static bf16 round_token(const bf16 *x, int8_t *numbers, ptrdiff_t n) {
     return scale[0];
 }
 
-/* Normalise q and k, rotate them, and store k and v. qkv rows: q heads, k heads, v heads. */
+/* out = x[dim] normalised and rotated. */
+INLINE void turn(const bf16 *x, const bf16 *weight, const float *angles, bf16 *out, ptrdiff_t dim, float eps) {
+    ptrdiff_t half = dim / 2;
+    bf16 normed[dim];
+    norm_row(x, weight, normed, dim, eps);
+    for (ptrdiff_t i = 0; i < half; i += VL) {
+        vf c = load32(angles + i, half - i), s = load32(angles + half + i, half - i);
+        vf x = load16(normed + i, half - i), y = load16(normed + half + i, half - i);
+        store16(out + i, half - i, fma_(x, c, -(y * s)));
+        store16(out + half + i, half - i, fma_(y, c, x * s));
+    }
+}
+
+/* Numbers of a block's keys, and values, before a token's first. */
+INLINE ptrdiff_t key_at(ptrdiff_t token, ptrdiff_t width) { return token / PANEL * PANEL * width + token % PANEL * 2; }
+INLINE ptrdiff_t value_at(ptrdiff_t token) { return token / 2 * 2 * PANEL + token % 2; }
+
+/* Have a token's lines of a block in the second-level cache; in the first they would be too many to wait for at once. */
+INLINE void fetch_token(const uint8_t *keys, ptrdiff_t token, ptrdiff_t width, ptrdiff_t block, ptrdiff_t bytes) {
+    const uint8_t *k = keys + key_at(token, width) * bytes;
+    const uint8_t *v = keys + half_bytes(width, block, 8 * bytes) + value_at(token) * bytes;
+    for (ptrdiff_t i = 0; i < width; i += 2) __builtin_prefetch(k + i * PANEL * bytes, 0, 2);
+    for (ptrdiff_t i = 0; i < width; i += PANEL)
+        for (int line = 0; line < 2 * bytes; line += 2) __builtin_prefetch(v + i * block * bytes + line * PANEL, 0, 2);
+}
+
+/* Normalise q and k, rotate them, and store k and v. qkv rows: q heads, k heads, v heads. A head's tokens are stored one after the
+ * other, and VL of them that follow each other in a block at once, whole vectors instead of pairs. */
 void nv_store(const bf16 *qkv, const bf16 *q_weight, const bf16 *k_weight, const float *cos_sin, const int64_t *positions,
               const int64_t *slots, bf16 *q_out, uint8_t *cache, ptrdiff_t blocks, ptrdiff_t tokens, ptrdiff_t heads,
               ptrdiff_t kv_heads, ptrdiff_t dim, ptrdiff_t block, ptrdiff_t bits, float eps) {
-    ptrdiff_t half = dim / 2, width = width_of(dim), bytes = bits / 8, size = half_bytes(width, block, bits);
-    int group = heads / kv_heads;
-#pragma omp parallel for schedule(static)
-    for (ptrdiff_t item = 0; item < tokens * kv_heads; item++) {
-        ptrdiff_t t = item / kv_heads, head = item % kv_heads, b = slots[t] / block, at = slots[t] % block;
-        const bf16 *row = qkv + t * (heads + 2 * kv_heads) * dim;
-        const float *angles = cos_sin + positions[t] * dim;
-        uint8_t *keys = cache + (head * blocks + b) * 2 * size, *values = keys + size;
-        uint8_t *k = keys + (at / PANEL * PANEL * width + at % PANEL * 2) * bytes;
-        uint8_t *v = values + (at / 2 * 2 * PANEL + at % 2) * bytes;
-        for (ptrdiff_t i = 0; i < dim; i += 2) __builtin_prefetch(k + i * PANEL * bytes, 1);
-        bf16 normed[dim], turned[dim];
-        for (int j = 0; j <= group; j++) { /* the query heads of the group, then the key */
-            ptrdiff_t h = j < group ? head * group + j : heads + head;
-            norm_row(row + h * dim, j < group ? q_weight : k_weight, normed, dim, eps);
-            bf16 *out = j < group ? q_out + (t * heads + h) * dim : turned;
-            for (ptrdiff_t i = 0; i < half; i += VL) {
-                vf c = load32(angles + i, half - i), s = load32(angles + half + i, half - i);
-                vf x = load16(normed + i, half - i), y = load16(normed + half + i, half - i);
-                store16(out + i, half - i, fma_(x, c, -(y * s)));
-                store16(out + half + i, half - i, fma_(y, c, x * s));
+    ptrdiff_t width = width_of(dim), bytes = bits / 8, size = half_bytes(width, block, bits);
+    ptrdiff_t ld = (heads + 2 * kv_heads) * dim, group = heads / kv_heads;
+    ptrdiff_t share = tokens * kv_heads / omp_get_max_threads(), piece = share < 1 ? 1 : share < 64 ? share : 64;
+    ptrdiff_t pieces = (tokens + piece - 1) / piece;
+#pragma omp parallel for schedule(dynamic)
+    for (ptrdiff_t item = 0; item < pieces * kv_heads; item++) {
+        ptrdiff_t head = item % kv_heads, t = item / kv_heads * piece, end = t + piece < tokens ? t + piece : tokens, n;
+        uint8_t *its_cache = cache + head * blocks * 2 * size;
+        bf16 turned[VL][width];
+        memset(turned, 0, sizeof turned);
+        for (; t < end; t += n) {
+            ptrdiff_t at = slots[t] % block;
+            uint8_t *keys = its_cache + slots[t] / block * 2 * size, *values = keys + size;
+            uint8_t *k = keys + key_at(at, width) * bytes, *v = values + value_at(at) * bytes;
+            for (n = 1; n < VL && t + n < end && slots[t + n] == slots[t] + n; n++) {}
+            if (n < VL || at % VL || bits == 8) n = 1;
+            if (n == 1 && t + 1 < end) fetch_token(its_cache + slots[t + 1] / block * 2 * size, slots[t + 1] % block, width, block, bytes);
+            const bf16 *row = qkv + t * ld, *value = row + (heads + kv_heads + head) * dim;
+            for (ptrdiff_t j = 0; j < n; j++, row += ld) {
+                const float *angles = cos_sin + positions[t + j] * dim;
+                for (ptrdiff_t h = head * group; h < (head + 1) * group; h++)
+                    turn(row + h * dim, q_weight, angles, q_out + ((t + j) * heads + h) * dim, dim, eps);
+                turn(row + (heads + head) * dim, k_weight, angles, turned[j], dim, eps);
             }
-        }
-        const bf16 *value = row + (heads + kv_heads + head) * dim;
-        if (bits == 16) {
-            for (ptrdiff_t i = 0; i < dim; i += 2) memcpy(k + i * PANEL * 2, turned + i, 4);
-            for (ptrdiff_t i = 0; i < dim; i++) ((bf16 *)v)[i / PANEL * PANEL * block + i % PANEL * 2] = value[i];
-        } else {
-            int8_t numbers[dim];
-            ((bf16 *)(keys + block * width))[at] = round_token(turned, numbers, dim);
-            for (ptrdiff_t i = 0; i < dim; i += 2) memcpy(k + i * PANEL, numbers + i, 2);
-            ((bf16 *)(values + block * width))[at] = round_token(value, numbers, dim);
-            for (ptrdiff_t i = 0; i < dim; i++) v[i / PANEL * PANEL * block + i % PANEL * 2] = numbers[i];
+            if (bits == 8) {
+                int8_t numbers[dim];
+                ((bf16 *)(keys + block * width))[at] = round_token(turned[0], numbers, dim);
+                for (ptrdiff_t i = 0; i < dim; i += 2) memcpy(k + i * PANEL, numbers + i, 2);
+                ((bf16 *)(values + block * width))[at] = round_token(value, numbers, dim);
+                for (ptrdiff_t i = 0; i < dim; i++) v[i / PANEL * PANEL * block + i % PANEL * 2] = numbers[i];
+            } else if (n == 1) {
+                for (ptrdiff_t i = 0; i < dim; i += 2) memcpy(k + i * PANEL * 2, turned[0] + i, 4);
+                for (ptrdiff_t i = 0; i < dim; i++) ((bf16 *)v)[i / PANEL * PANEL * block + i % PANEL * 2] = value[i];
+            } else {
+                for (ptrdiff_t i = 0; i < width; i += 2 * VL) {
+                    vf pairs[VL];
+                    for (int j = 0; j < VL; j++) pairs[j] = load((const float *)(turned[j] + i));
+                    transpose(pairs);
+                    for (int j = 0; j < VL; j++) store((float *)k + (i / 2 + j) * PANEL, pairs[j]);
+                }
+                for (ptrdiff_t j = 0; j < VL; j += 2, value += 2 * ld)
+                    for (ptrdiff_t i = 0; i < dim; i += VL) {
+                        vu even = __builtin_convertvector(bits16(value + i, dim - i), vu);
+                        vu odd = __builtin_convertvector(bits16(value + ld + i, dim - i), vu);
+                        *(vu *)((bf16 *)v + i / PANEL * PANEL * block + j * PANEL + i % PANEL * 2) = even | odd << 16;
+                    }
+            }
         }
     }
 }
 
-/* One KV head's part, whose cache begins at `cache`, of up to 32 query rows: tokens [first, first + count) times the heads of
- * the group. With a cache of 8 bits queries and weights are rounded to 16, as the inputs of a linear are; a value's scale is
- * part of its weight. A pass goes through KEYS keys, at least a block. In long passes a block's values are read long after its
- * keys, which takes 1.2 to 1.5 times as long for a single token unless they are fetched meanwhile, as by AVX512-BF16's tiles. */
-static void attend(const bf16 *q, bf16 *out, const uint8_t *cache, const int32_t *table, ptrdiff_t position, int count, int group,
-                   ptrdiff_t heads, ptrdiff_t head, ptrdiff_t dim, ptrdiff_t block, ptrdiff_t bits, float scale) {
+/* The keys that a sequence has of a KV head: where the head's cache begins, and the blocks of the sequence. */
+typedef struct {
+    const uint8_t *cache;
+    const int32_t *table;
+    ptrdiff_t keys;
+} kv_head;
+
+/* One KV head's part of up to 32 query rows: the last `count` of the tokens that `kv` has, times the heads of the group. With a
+ * cache of 8 bits queries and weights are rounded to 16, as the inputs of a linear are; a value's scale is part of its weight. A
+ * pass goes through KEYS keys, at least a block. In long passes a block's values are read long after its keys, which takes 1.2
+ * to 1.5 times as long for a single token unless they are fetched meanwhile, as by AVX512-BF16's tiles; these fetch the first
+ * keys of `next` too (decoding is 1.1 to 1.2 times as fast). */
+static void attend(const bf16 *q, bf16 *out, kv_head kv, kv_head following, int count, int group, ptrdiff_t heads, ptrdiff_t head,
+                   ptrdiff_t dim, ptrdiff_t block, ptrdiff_t bits, float scale) {
     int rows = count * group;
     ptrdiff_t width = width_of(dim), size = half_bytes(width, block, bits);
     ptrdiff_t together = block < KEYS ? KEYS / block : 1, keys = together * block; /* blocks, and keys, of a pass */
     act query[TILE_ROWS * width] __attribute__((aligned(64)));
     float scores[TILE_ROWS * keys] __attribute__((aligned(64))), sums[TILE_ROWS * width] __attribute__((aligned(64)));
-    float query_scales[TILE_ROWS], weight_scales[TILE_ROWS * (keys / PANEL)], largest[TILE_ROWS], total[TILE_ROWS];
+    float query_scales[TILE_ROWS], weight_scales[TILE_ROWS * (keys / PANEL)], largest[TILE_ROWS];
+    float total[TILE_ROWS] = {0}, kept[TILE_ROWS] = {0}, added[TILE_ROWS] = {0}; /* weights' sums, what a pass leaves of them, and adds */
     int32_t eights[TILE_ROWS * (keys / PANEL)];
     ptrdiff_t ldw = keys * (ptrdiff_t)(sizeof *scores / sizeof(act)); /* a row's weights lie where its scores did */
     rounded_rows queries = {query, query_scales, eights, width, 1};
@@ -1040,18 +1115,21 @@ static void attend(const bf16 *q, bf16 *out, const uint8_t *cache, const int32_t
             memcpy(filled, from, dim * sizeof *from);
             round_row(filled, 2, &queries, r, width, 8);
         }
-        largest[r] = -INFINITY, total[r] = 0;
+        largest[r] = -INFINITY;
     }
     memset(sums, 0, rows * width * sizeof(float));
-    ptrdiff_t num_keys = position + count; /* seen by the last token */
-    for (ptrdiff_t start = 0; start < num_keys; start += keys, table += together) {
-        ptrdiff_t used = num_keys - start < keys ? (num_keys - start + PANEL - 1) / PANEL * PANEL : keys;
+    scale *= 1.44269504f; /* weights are powers of 2 */
+    for (ptrdiff_t start = 0; start < kv.keys; start += keys, kv.table += together) {
+        ptrdiff_t left = kv.keys - start, used = left < keys ? (left + PANEL - 1) / PANEL * PANEL : keys;
+        ptrdiff_t weighed = left < keys ? (left + TERMS - 1) / TERMS * TERMS : keys;
         for (ptrdiff_t j = 0; j < used; j += PANEL) {
             ptrdiff_t b = j / block;
-            const uint8_t *k = cache + table[b] * 2 * size;
+            const uint8_t *k = kv.cache + kv.table[b] * 2 * size;
             const bf16 *panel = (const bf16 *)k + j % block * width, *its_values = panel + size / 2;
             values[b] = (const bf16 *)(k + size);
-            next[b] = start + keys + j < num_keys ? (const bf16 *)(cache + table[together + b] * 2 * size) : values[b];
+            next[b] = values[b];
+            if (keys + j < left) next[b] = (const bf16 *)(kv.cache + kv.table[together + b] * 2 * size);
+            else if (keys >= left && j < following.keys) next[b] = (const bf16 *)(following.cache + following.table[b] * 2 * size);
             if (bits == 16) tile(query, width, &panel, &its_values, width, width, rows, scores + j, keys, 0);
             else {
                 const bf16 *scales = (const bf16 *)(k + block * width) + j % block;
@@ -1059,38 +1137,38 @@ static void attend(const bf16 *q, bf16 *out, const uint8_t *cache, const int32_t
             }
         }
         for (int r = 0; r < rows; r++) {
-            ptrdiff_t seen = position + r / group + 1 - start; /* keys of this pass that row r sees */
-            float *s = scores + r * keys, before = largest[r];
-            vf top = each(before);
-            for (ptrdiff_t j = 0; j < used; j += VL) {
-                vf x = load(s + j) * scale;
-                if (seen < j + VL) x = choose(lanes() < (int)(seen - j), x, each(-INFINITY));
-                store(s + j, x);
-                top = larger(top, x);
-            }
+            ptrdiff_t seen = left - count + r / group + 1; /* keys of this pass that row r sees */
+            float *s = scores + r * keys;
+            for (ptrdiff_t j = seen < 0 ? 0 : seen / VL * VL; j < used; j += VL)
+                store(s + j, choose(lanes() < (int)(seen - j), load(s + j), each(-INFINITY)));
+            vf top = each(largest[r]), sum = {0};
+            for (ptrdiff_t j = 0; j < used; j += VL) top = larger(top, load(s + j));
             float now = largest_of(top);
-            largest[r] = now;
-            vf sum = {0}, shift = each(now);
+            vf shift = each(-now * scale);
             for (ptrdiff_t j = 0; j < used; j += VL) {
-                vf e = exp_(load(s + j) - shift);
+                vf e = exp2_(fma_(load(s + j), each(scale), shift));
                 sum += e;
                 if (bits == 16) store_act((act *)s + j, e);
                 else store(s + j, e * load16((const bf16 *)((const uint8_t *)values[j / block] + block * width) + j % block, VL));
             }
+            kept[r] = largest[r] - now, largest[r] = now, added[r] = sum_of(sum);
             parts.groups = used / PANEL;
             if (bits == 8) round_row(s, 4, &parts, r, PANEL, 8);
-            float alpha = before == -INFINITY ? 0.0f : exp_(each(before - now))[0];
-            total[r] = total[r] * alpha + sum_of(sum);
-            if (alpha != 1.0f)
-                for (ptrdiff_t d = 0; d < width; d += VL) store(sums + r * width + d, load(sums + r * width + d) * alpha);
         }
+        for (int r = 0; r < rows; r += VL) {
+            store(kept + r, exp2_(load(kept + r) * scale));
+            store(total + r, fma_(load(total + r), load(kept + r), load(added + r)));
+        }
+        for (int r = 0; r < rows; r++)
+            for (ptrdiff_t d = 0; d < width && kept[r] != 1.0f; d += VL)
+                store(sums + r * width + d, load(sums + r * width + d) * kept[r]);
         for (ptrdiff_t d = 0; d < width; d += PANEL) {
-            if (bits == 16) tile((const act *)scores, ldw, values, next, block, used, rows, sums + d, width, 1);
+            if (bits == 16) tile((const act *)scores, ldw, values, next, block, weighed, rows, sums + d, width, 1);
             for (ptrdiff_t j = 0, b = 0; j < used; j += block, b++) {
                 rounded_rows part = {(int16_t *)scores + j, weight_scales + j / PANEL, eights, keys * 2, used / PANEL};
                 const uint8_t *v = (const uint8_t *)values[b] + d * block;
-                ptrdiff_t left = used - j < block ? used - j : block;
-                if (bits == 8) int_tile(8, &part, 0, v, ones, left, PANEL, rows, sums + d, width, 1);
+                ptrdiff_t its_keys = used - j < block ? used - j : block;
+                if (bits == 8) int_tile(8, &part, 0, v, ones, its_keys, PANEL, rows, sums + d, width, 1);
                 else values[b] += block * PANEL, next[b] += block * PANEL;
             }
         }
@@ -1107,25 +1185,27 @@ void nv_attention(const bf16 *q, bf16 *out, const uint8_t *cache, ptrdiff_t bloc
                   ptrdiff_t table_width, const int32_t *cu_seqlens, const int32_t *seq_lens, ptrdiff_t num_rows, ptrdiff_t heads,
                   ptrdiff_t kv_heads, ptrdiff_t dim, ptrdiff_t block, ptrdiff_t bits, float scale) {
     int group = heads / kv_heads, tokens = TILE_ROWS / group;
-    ptrdiff_t num_tiles = 0, size = half_bytes(width_of(dim), block, bits);
+    ptrdiff_t num_tiles = 0, n = 0, head_bytes = blocks * 2 * half_bytes(width_of(dim), block, bits);
     for (ptrdiff_t r = 0; r < num_rows; r++) num_tiles += (cu_seqlens[r + 1] - cu_seqlens[r] + tokens - 1) / tokens;
-    int32_t (*tiles)[2] = malloc(num_tiles * sizeof *tiles); /* (row, first token) */
-    ptrdiff_t n = 0;
+    struct {
+        int32_t row, first, count, keys; /* tokens [first, first + count) of the batch, and what the last of them sees */
+    } *tiles = malloc(num_tiles * sizeof *tiles);
     for (ptrdiff_t r = 0; r < num_rows; r++)
-        for (int32_t t = cu_seqlens[r + 1] - cu_seqlens[r]; t > 0; t -= tokens) { /* the longest first */
-            tiles[n][0] = r;
-            tiles[n++][1] = (t - 1) / tokens * tokens;
+        for (int32_t rest = cu_seqlens[r + 1] - cu_seqlens[r], behind = 0, count; rest > 0; rest -= count, behind += count, n++) {
+            count = (rest - 1) % tokens + 1; /* the longest first */
+            tiles[n].row = r, tiles[n].first = cu_seqlens[r] + rest - count, tiles[n].count = count;
+            tiles[n].keys = seq_lens[r] - behind;
         }
 #pragma omp parallel
     {
         begin_tiles();
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(guided) /* a head's tiles read the same keys; a thread's follow each other */
         for (ptrdiff_t item = 0; item < num_tiles * kv_heads; item++) {
-            int32_t r = tiles[item / kv_heads][0], first = tiles[item / kv_heads][1];
-            int32_t length = cu_seqlens[r + 1] - cu_seqlens[r], left = length - first;
-            ptrdiff_t offset = (cu_seqlens[r] + first) * heads * dim, head = item % kv_heads;
-            attend(q + offset, out + offset, cache + head * blocks * 2 * size, tables + r * table_width,
-                   seq_lens[r] - length + first, left < tokens ? left : tokens, group, heads, head, dim, block, bits, scale);
+            ptrdiff_t head = item / num_tiles, i = item % num_tiles, next = (i + 1) % num_tiles;
+            kv_head kv = {cache + head * head_bytes, tables + tiles[i].row * table_width, tiles[i].keys};
+            kv_head following = {cache + (item + 1) / num_tiles % kv_heads * head_bytes, tables + tiles[next].row * table_width, tiles[next].keys};
+            ptrdiff_t offset = tiles[i].first * heads * dim;
+            attend(q + offset, out + offset, kv, following, tiles[i].count, group, heads, head, dim, block, bits, scale);
         }
         end_tiles();
     }
