@@ -214,6 +214,9 @@ INLINE void fetch_ahead(int cols, const void *w) {
     if (cols == ALL_COLS || (VL == 8 && cols == IN_PANEL)) __builtin_prefetch((const char *)w + 1024, 0, VL == 16 ? 2 : 3);
 }
 
+/* What a tile of one part fetches, bytes ahead: at 5 to 12 rows 1.08 times as fast as the next panel. */
+enum { NEAR = 8192 };
+
 /* Cut `rows` into as many parts as MAX_ROWS asks for, of equal size, and call part(R, cols, c) with constants for
  * the R rows from `at` on and the columns from c on. */
 #define PARTS(rows) (((rows) + MAX_ROWS - 1) / MAX_ROWS)
@@ -304,6 +307,7 @@ static void tile_streams(const act *x, const bf16 *w, ptrdiff_t k, float *acc) {
     for (int p = 0; p < STREAMS; p++, w += k * PANEL) tile(x, 0, &w, &w, k, k, 1, acc + p * PANEL, PANEL, 0);
 }
 
+#define SCHEDULE static
 enum { IN_PLACE = 1, KEYS = PANEL, TERMS = 32 };
 INLINE const act *activations(const bf16 *x, ptrdiff_t *ldx, ptrdiff_t rows, ptrdiff_t step, ptrdiff_t k, act *room) { return x; }
 INLINE void linear_tile(const act *x, ptrdiff_t ldx, const bf16 *w, int first, ptrdiff_t k, int rows, float *acc) {
@@ -374,6 +378,7 @@ static void tile(const act *x, ptrdiff_t ldx, const bf16 *const *pieces, const b
     FOR_ROWS(rows, PLAIN_PART)
 }
 
+#define SCHEDULE guided
 enum { IN_PLACE = 0, KEYS = 256, TERMS = 2 };
 /* x in `room`, cut into tiles of `step` rows and these into their parts, each part [k/2][rows][2]: what a step of the
  * products reads lies in one line or two, however far rows are apart. */
@@ -387,7 +392,7 @@ INLINE const act *activations(const bf16 *x, ptrdiff_t *ldx, ptrdiff_t rows, ptr
 }
 static __attribute__((noinline)) void linear_tile(const act *x, ptrdiff_t ldx, const bf16 *w, int first, ptrdiff_t k, int rows,
                                                   float *acc) {
-    const bf16 *next = first ? w + k * PANEL : w;
+    const bf16 *next = !first ? w : rows <= MAX_ROWS ? w + NEAR / sizeof *w : w + k * PANEL;
 #define PACKED_PART(R, cols, c)                                                                                     \
     tile_rows(R, cols, 1, x + at * k, 0, &w, &next, k, 0, k, FETCHED(k, rows), acc + at * PANEL, PANEL, 0)
     FOR_ROWS(rows, PACKED_PART)
@@ -450,6 +455,7 @@ static void tile(const act *x, ptrdiff_t ldx, const bf16 *const *pieces, const b
     }
 }
 
+#define SCHEDULE guided
 enum { IN_PLACE = 0, KEYS = PANEL, TERMS = 2 };
 /* x as float32 in `room`, rows 64 bytes further apart than k so that they do not share a cache set. */
 INLINE const act *activations(const bf16 *x, ptrdiff_t *ldx, ptrdiff_t rows, ptrdiff_t step, ptrdiff_t k, act *room) {
@@ -507,35 +513,37 @@ INLINE void store_tile(const float *acc, bf16 *y, ptrdiff_t ldy, int rows, ptrdi
     for (int r = 0; r < rows; r++) store_row(acc + r * PANEL, y + r * ldy, PANEL, columns);
 }
 
-/* y[m][n] = x[m][k] . w, rounded to nearest even; x's rows lie ldx apart. A thread goes through x in blocks that fit the
- * cache, and through all its panels for each. Where x is read in place: through its panels in groups that fit the cache, so
- * w is read once and x once a group. */
+/* y[m][n] = x[m][k] . w, rounded to nearest even; x's rows lie ldx apart. The threads go through x in blocks that fit the
+ * cache, and through all panels for each, whoever is ready taking the next. Where x is read in place: through panels in groups
+ * of which a thread's own, the same for each block, fit the cache, so w is read once and x once a group. */
 void nv_linear(const bf16 *x, ptrdiff_t ldx, const bf16 *packed, bf16 *y, ptrdiff_t m, ptrdiff_t n, ptrdiff_t k) {
-    ptrdiff_t panels = (n + PANEL - 1) / PANEL, group = IN_PLACE ? 3 * CACHE_BYTES / (PANEL * k * 2) : panels;
-    ptrdiff_t block = IN_PLACE ? TILE_ROWS : rows_that_fit(m, k * sizeof(act));
-    if (group < 1) group = 1;
+    ptrdiff_t panels = (n + PANEL - 1) / PANEL, block = IN_PLACE ? TILE_ROWS : rows_that_fit(m, k * sizeof(act));
+    ptrdiff_t group = IN_PLACE ? omp_get_max_threads() * (3 * CACHE_BYTES / (PANEL * k * 2) + 1) : panels;
+    ptrdiff_t streams = m == 1 ? STREAMS : 1;
 #pragma omp parallel
     {
-        ptrdiff_t threads = omp_get_num_threads(), t = omp_get_thread_num();
-        ptrdiff_t first = panels * t / threads, last = panels * (t + 1) / threads;
         float acc[TILE_ROWS * PANEL] __attribute__((aligned(64)));
         act *room = IN_PLACE ? NULL : aligned_alloc(64, (block * (k + 16) * sizeof(act) + 63) / 64 * 64);
         begin_tiles();
-        for (ptrdiff_t g = first; g < last; g += group)
+        for (ptrdiff_t g = 0; g < panels; g += group)
             for (ptrdiff_t i = 0; i < m; i += block) {
                 ptrdiff_t count = m - i < block ? m - i : block, step = even_block(count, TILE_ROWS), lda = ldx;
+                ptrdiff_t end = panels - g < group ? panels : g + group;
                 const act *a = activations(x + i * ldx, &lda, count, step, k, room);
-                ptrdiff_t p = g, end = last - g < group ? last : g + group;
-                for (; m == 1 && p + STREAMS <= end; p += STREAMS) {
-                    tile_streams(a, packed + p * PANEL * k, k, acc);
-                    store_row(acc, y + p * PANEL, STREAMS * PANEL, n - p * PANEL);
-                }
-                for (; p < end; p++)
-                    for (ptrdiff_t r = 0; r < count; r += step) {
-                        int rows = count - r < step ? (int)(count - r) : (int)step;
-                        linear_tile(a + r * lda, lda, packed + p * PANEL * k, r == 0, k, rows, acc);
-                        store_tile(acc, y + (i + r) * n + p * PANEL, n, rows, n - p * PANEL);
+#pragma omp for schedule(SCHEDULE) nowait
+                for (ptrdiff_t first = g; first < end; first += streams) {
+                    if (first + STREAMS <= end && m == 1) {
+                        tile_streams(a, packed + first * PANEL * k, k, acc);
+                        store_row(acc, y + first * PANEL, STREAMS * PANEL, n - first * PANEL);
+                        continue;
                     }
+                    for (ptrdiff_t p = first; p < first + streams && p < end; p++)
+                        for (ptrdiff_t r = 0; r < count; r += step) {
+                            int rows = count - r < step ? (int)(count - r) : (int)step;
+                            linear_tile(a + r * lda, lda, packed + p * PANEL * k, r == 0, k, rows, acc);
+                            store_tile(acc, y + (i + r) * n + p * PANEL, n, rows, n - p * PANEL);
+                        }
+                }
             }
         end_tiles();
         free(room);
