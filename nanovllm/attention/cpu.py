@@ -10,7 +10,7 @@ from nanovllm.kernels.cpu_build import PANEL
 
 
 class CPUBackend(Backend):
-    """A layer's cache: [num_kv_heads, num_blocks, 2, block_size, width], laid out by cpu.c.
+    """A layer's cache: [num_kv_heads, num_blocks, 2, block_size, width], laid out by cache.h.
 
     width is head_dim filled up to a multiple of 32; in int8 two bytes more, a token's scale.
     """

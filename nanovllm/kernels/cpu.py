@@ -167,7 +167,7 @@ def store(
         qkv: [t, (heads + 2 kv_heads) * dim], contiguous.
         cos_sin: [positions, dim] float32.
         kv_cache: [kv_heads, blocks, 2, block_size, width] bfloat16, or with two bytes more a token,
-            the scale of its numbers, int8; laid out as cpu.c says.
+            the scale of its numbers, int8; laid out as cache.h says.
     """
     num_kv_heads, num_blocks, _, block_size, _ = kv_cache.shape
     head_dim = cos_sin.shape[1]

@@ -4,18 +4,21 @@ A library is kept under a name that depends on source, compiler, flags and proce
 """
 
 import ctypes
+import functools
 import hashlib
 import os
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
-_SOURCE = Path(__file__).with_name("cpu.c")
-_FLAGS = ("-O3", "-fopenmp", "-shared", "-fPIC", "-lm")
+_SOURCES = sorted(Path(__file__).with_name("native").glob("*.[ch]"))
+_COMPILE = ("-c", "-O3", "-fopenmp", "-fPIC")
+_LINK = ("-shared", "-fopenmp", "-lm")
 _WITHOUT_TILES = ("-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
 
 # The arguments of each kernel: pointers, sizes and floats.
@@ -55,10 +58,11 @@ def load(*architecture: str) -> ctypes.CDLL:
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         raise Unavailable("there is no C compiler (gcc or cc)")
-    flags = (*_FLAGS, *(architecture or ("-march=native",)))
+    flags = architecture or ("-march=native",)
     try:
         version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
-        key = repr((_SOURCE.read_bytes(), version, flags, sorted(processor_flags()))).encode()
+        sources = [path.read_bytes() for path in _SOURCES]
+        key = repr((sources, version, _COMPILE, _LINK, flags, sorted(processor_flags()))).encode()
         path = _cache_directory() / f"cpu-{hashlib.sha256(key).hexdigest()[:24]}.so"
         if not path.is_file():
             _compile(compiler, flags, path)
@@ -69,7 +73,7 @@ def load(*architecture: str) -> ctypes.CDLL:
     if not kernels.nv_enable():  # the system does not lend this process the AMX tiles
         if _WITHOUT_TILES[0] in flags:
             raise Unavailable("they ask for AMX tiles even when built without")
-        return load(*(architecture or ("-march=native",)), *_WITHOUT_TILES)
+        return load(*flags, *_WITHOUT_TILES)
     for name, kinds in ARGUMENTS.items():
         function = getattr(kernels, name)
         function.argtypes = [_KINDS[kind] for kind in kinds]
@@ -81,8 +85,12 @@ def load(*architecture: str) -> ctypes.CDLL:
 def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as directory:
         built = Path(directory, path.name)
-        command = [compiler, str(_SOURCE), "-o", str(built), *flags]
-        subprocess.run(command, capture_output=True, check=True)
+        objects = {s: Path(directory, f"{s.stem}.o") for s in _SOURCES if s.suffix == ".c"}
+        run = functools.partial(subprocess.run, capture_output=True, check=True)
+        with ThreadPoolExecutor() as pool:  # one compiler for each source, side by side
+            commands = ([compiler, *_COMPILE, *flags, s, "-o", o] for s, o in objects.items())
+            list(pool.map(run, commands))
+        run([compiler, *objects.values(), "-o", built, *_LINK])
         os.replace(built, path)  # another process may have been as quick: either is right
 
 

@@ -1,6 +1,6 @@
-/* Instructions of AVX-512 and AMX in plain C, so that what cpu.c does with them is tested on processors without.
+/* Instructions of AVX-512 and AMX in plain C, so that what the kernels do with them is tested on processors without.
  *
- * Included before cpu.c (gcc -include). EMULATE_BF16 adds AVX512_BF16 and VNNI, EMULATE_AMX the tiles as well. What an
+ * Included before each source (gcc -include). EMULATE_BF16 adds AVX512_BF16 and VNNI, EMULATE_AMX the tiles as well. What an
  * instruction refuses (tiles of shapes that do not fit together) ends the process.
  */
 #include <immintrin.h>

@@ -349,18 +349,32 @@ def test_built_once_into_a_private_cache(tmp_path):
     assert (tmp_path / "nanovllm").stat().st_mode & 0o777 == 0o700
 
 
+def compiler_that(edit: str, tmp_path: Path, unless: str = "--version") -> str:
+    """A compiler that has `edit` (sed's) applied to linear.c, but not with the flag `unless`."""
+    compiler = tmp_path / "cc"
+    native = Path(cpu_build.__file__).with_name("native")
+    compiler.write_text(f"""#!/bin/sh
+case "$*" in --version|*{unless}*) exec gcc "$@";; esac
+count=$#
+for argument; do
+    case "$argument" in */linear.c)
+        sed '{edit}' "$argument" > {tmp_path}/linear.c
+        argument={tmp_path}/linear.c;;
+    esac
+    set -- "$@" "$argument"
+done
+shift $count
+exec gcc -I {native} "$@"
+""")
+    compiler.chmod(0o755)
+    return str(compiler)
+
+
 @native
 def test_a_wrong_compilation_is_found_by_the_self_test(tmp_path):
     """A compiler that breaks the code: the kernels are off, and the answers stay right."""
-    compiler = tmp_path / "cc"
-    compiler.write_text(
-        "#!/bin/sh\n"
-        'if [ "$1" = --version ]; then echo broken; exit; fi\n'
-        f"sed 's/w\\[row \\* k + i + 1\\]/w[row * k + i]/' \"$1\" > {tmp_path}/broken.c\n"
-        f'shift; exec gcc {tmp_path}/broken.c "$@"\n'
-    )
-    compiler.chmod(0o755)
-    shown = in_subprocess(tmp_path, SHOW, CC=str(compiler))
+    compiler = compiler_that(r"s/w\[row \* k + i + 1\]/w[row * k + i]/", tmp_path)
+    shown = in_subprocess(tmp_path, SHOW, CC=compiler)
     assert "False True" in shown
     assert "wrong products" in shown
 
@@ -368,16 +382,9 @@ def test_a_wrong_compilation_is_found_by_the_self_test(tmp_path):
 @native
 def test_a_system_that_lends_no_tiles_gets_kernels_without(tmp_path):
     """Symptom: a container that refuses AMX runs on plain torch."""
-    refusal = tmp_path / "refusal.c"
-    refusal.write_text("#undef nv_enable\nint nv_enable(void) { return 0; }\n")
-    compiler = tmp_path / "cc"
-    compiler.write_text(
-        "#!/bin/sh\n"
-        'case "$*" in --version|*-mno-amx-tile*) exec gcc "$@";; esac\n'
-        f'exec gcc {refusal} "$@" -Dnv_enable=nv_lends\n'
-    )
-    compiler.chmod(0o755)
-    shown = in_subprocess(tmp_path, SHOW, CC=str(compiler))
+    refusal = "s/^int nv_enable(void) {.*/int nv_enable(void) { return 0; }/"
+    compiler = compiler_that(refusal, tmp_path, unless="-mno-amx-tile")
+    shown = in_subprocess(tmp_path, SHOW, CC=compiler)
     assert "True True" in shown
     assert len(list((tmp_path / "nanovllm").iterdir())) == 2
 

@@ -1,6 +1,8 @@
 """Large tensors that take no memory before they are written, and memory that is given back."""
 
 import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from nanovllm.utils.memory import lazy_zeros, return_freed
 
 MIB = 2**20
 linux = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc")
+glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="not glibc")
 
 
 def resident() -> int:
@@ -36,7 +39,7 @@ def test_pages_are_taken_when_they_are_written() -> None:
 
 
 @linux
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="not glibc")
+@glibc
 def test_freed_memory_goes_back() -> None:
     pieces = [bytes([i % 255 + 1]) * 100_000 for i in range(2000)]
     last = pieces.pop()  # lies above the others, so that the heap cannot shrink
@@ -45,3 +48,28 @@ def test_freed_memory_goes_back() -> None:
     return_freed()
     assert before - resident() > 100 * MIB
     assert len(last) == 100_000
+
+
+@glibc
+def test_freed_memory_is_kept_for_the_next_tensor() -> None:
+    """In a process of its own: what malloc is told holds for good."""
+    script = """
+import resource, torch
+from nanovllm.utils.memory import keep_freed
+
+def faults_of_a_tensor():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.empty(64 * 2**20, dtype=torch.int8).fill_(1)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+faults_of_a_tensor()
+given_back = faults_of_a_tensor()
+keep_freed()
+faults_of_a_tensor()
+print(given_back, faults_of_a_tensor())
+"""
+    run = [sys.executable, "-c", script]
+    output = subprocess.run(run, capture_output=True, text=True, check=True).stdout
+    given_back, kept = map(int, output.split())
+    assert given_back >= 32  # 64 MiB in huge pages; 16384 in pages of 4 KiB
+    assert kept < given_back / 4

@@ -1,0 +1,56 @@
+/* Small steps: their batch, and the forward pass as recorded. */
+#include <string.h>
+
+#include "kernels.h"
+
+/* A batch of what the tables hold. table: [slots][stride], of a slot its tokens, then, from `columns` on, its blocks. A row is
+ * slots[r]'s last lens[r] tokens of the first ends[r]; rows holds slots, lens and ends [3][num_rows]. */
+void nv_batch(const int32_t *table, ptrdiff_t stride, ptrdiff_t columns, const int64_t *rows, ptrdiff_t num_rows, ptrdiff_t block,
+              int64_t *input_ids, int64_t *positions, int64_t *slot_mapping, int32_t *cu_seqlens, int32_t *seq_lens,
+              int32_t *tables, ptrdiff_t width) {
+    ptrdiff_t t = cu_seqlens[0] = 0;
+    for (ptrdiff_t r = 0; r < num_rows; r++) {
+        const int32_t *tokens = table + rows[r] * stride, *blocks = tokens + columns;
+        int64_t end = rows[2 * num_rows + r];
+        for (int64_t i = end - rows[num_rows + r]; i < end; i++, t++) {
+            input_ids[t] = tokens[i];
+            positions[t] = i;
+            slot_mapping[t] = blocks[i / block] * (int64_t)block + i % block;
+        }
+        memcpy(tables + r * width, blocks, (end + block - 1) / block * sizeof *blocks);
+        seq_lens[r] = (int32_t)end;
+        cu_seqlens[r + 1] = (int32_t)t;
+    }
+}
+
+/* A recorded call is a kernel's number and its arguments, a word each. `tokens` and `rows` take the place of the numbers of
+ * tokens and of rows of a batch with which they were recorded. */
+typedef union {
+    void *p;
+    ptrdiff_t n;
+    double f;
+} word;
+
+enum { CALL = 17 }; /* words of the longest */
+
+void nv_run(const word (*calls)[CALL], ptrdiff_t count, ptrdiff_t tokens, ptrdiff_t rows) {
+    for (ptrdiff_t i = 0; i < count; i++) {
+        const word *a = calls[i] + 1;
+        switch (calls[i]->n) {
+        case 0: nv_linear(a[0].p, a[1].n, a[2].p, a[3].p, tokens, a[5].n, a[6].n); break;
+        case 1: nv_linear_int(a[0].p, a[1].n, a[2].p, a[3].p, a[4].p, tokens, a[6].n, a[7].n, a[8].n, a[9].n); break;
+        case 2: nv_gather(a[0].p, a[1].p, a[2].p, tokens, a[4].n); break;
+        case 3: nv_gather_int(a[0].p, a[1].p, a[2].p, a[3].p, tokens, a[5].n, a[6].n, a[7].n); break;
+        case 4: nv_add_rms_norm(a[0].p, a[1].p, a[2].p, a[3].p, tokens, a[5].n, a[6].f); break;
+        case 5: nv_silu_and_mul(a[0].p, tokens, a[2].n); break;
+        case 6:
+            nv_store(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, a[7].p, a[8].n, tokens, a[10].n, a[11].n, a[12].n,
+                     a[13].n, a[14].n, a[15].f);
+            break;
+        case 7:
+            nv_attention(a[0].p, a[1].p, a[2].p, a[3].n, a[4].p, a[5].n, a[6].p, a[7].p, rows, a[9].n, a[10].n, a[11].n, a[12].n,
+                         a[13].n, a[14].f);
+            break;
+        }
+    }
+}

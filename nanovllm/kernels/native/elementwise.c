@@ -1,0 +1,138 @@
+/* What stands between the products of a layer: norms, the MLP's activation, keys and values on their way into the cache. */
+#include <omp.h>
+
+#include "cache.h"
+
+static void norm_row(const bf16 *x, const bf16 *weight, bf16 *out, ptrdiff_t n, float eps) {
+    vf sum = {0};
+    for (ptrdiff_t i = 0; i < n; i += VL) {
+        vf v = load16(x + i, n - i);
+        sum = fma_(v, v, sum);
+    }
+    float scale = 1.0f / sqrtf(sum_of(sum) / n + eps);
+    for (ptrdiff_t i = 0; i < n; i += VL) {
+        vf v = rounded(load16(x + i, n - i) * scale);
+        store16(out + i, n - i, v * load16(weight + i, n - i));
+    }
+}
+
+
+/* residual += x (unless x is null), out = rmsnorm(residual); rows of n. */
+void nv_add_rms_norm(const bf16 *x, bf16 *residual, const bf16 *weight, bf16 *out, ptrdiff_t rows, ptrdiff_t n, float eps) {
+#pragma omp parallel for schedule(static) if (rows > 8)
+    for (ptrdiff_t r = 0; r < rows; r++) {
+        bf16 *sum = residual + r * n;
+        if (x)
+            for (ptrdiff_t i = 0; i < n; i += VL) store16(sum + i, n - i, load16(sum + i, n - i) + load16(x + r * n + i, n - i));
+        norm_row(sum, weight, out + r * n, n, eps);
+    }
+}
+
+enum { PIECE = 512 };
+
+/* x[:, :n] = silu(x[:, :n]) * x[:, n:], of x[rows][2 n]; the silu is rounded to bfloat16 as torch rounds it. */
+void nv_silu_and_mul(bf16 *x, ptrdiff_t rows, ptrdiff_t n) {
+    ptrdiff_t pieces = (n + PIECE - 1) / PIECE;
+#pragma omp parallel for schedule(static)
+    for (ptrdiff_t item = 0; item < rows * pieces; item++) {
+        ptrdiff_t r = item / pieces, first = item % pieces * PIECE;
+        for (ptrdiff_t i = first; i < n && i < first + PIECE; i += VL) {
+            vf gate = load16(x + r * 2 * n + i, n - i), up = load16(x + r * 2 * n + n + i, n - i);
+            store16(x + r * 2 * n + i, n - i, rounded(gate / (exp_(-gate) + 1.0f)) * up);
+        }
+    }
+}
+
+/* x[n] = scale * numbers; returns the scale, which takes the largest to 127. */
+static bf16 round_token(const bf16 *x, int8_t *numbers, ptrdiff_t n) {
+    vf top = {0};
+    for (ptrdiff_t i = 0; i < n; i += VL) {
+        vf v = load16(x + i, n - i);
+        top = larger(top, larger(v, -v));
+    }
+    half_vu scale = to_bf16(each(largest_of(top) / 127));
+    float inverse = from_bf16(scale)[0] > 1e-30f ? 1 / from_bf16(scale)[0] : 0; /* a tiny scale is too coarse itself */
+    for (ptrdiff_t i = 0; i < n; i += VL) {
+        quarter_vb v = __builtin_convertvector(nearest(load16(x + i, n - i) * inverse), quarter_vb);
+        memcpy(numbers + i, &v, n - i < VL ? n - i : VL);
+    }
+    return scale[0];
+}
+
+/* out = x[dim] normalised and rotated. */
+INLINE void turn(const bf16 *x, const bf16 *weight, const float *angles, bf16 *out, ptrdiff_t dim, float eps) {
+    ptrdiff_t half = dim / 2;
+    bf16 normed[dim];
+    norm_row(x, weight, normed, dim, eps);
+    for (ptrdiff_t i = 0; i < half; i += VL) {
+        vf c = load32(angles + i, half - i), s = load32(angles + half + i, half - i);
+        vf x = load16(normed + i, half - i), y = load16(normed + half + i, half - i);
+        store16(out + i, half - i, fma_(x, c, -(y * s)));
+        store16(out + half + i, half - i, fma_(y, c, x * s));
+    }
+}
+
+/* Have a token's lines of a block in the second-level cache; in the first they would be too many to wait for at once. */
+INLINE void fetch_token(const uint8_t *keys, ptrdiff_t token, ptrdiff_t width, ptrdiff_t block, ptrdiff_t bytes) {
+    const uint8_t *k = keys + key_at(token, width) * bytes;
+    const uint8_t *v = keys + half_bytes(width, block, 8 * bytes) + value_at(token) * bytes;
+    for (ptrdiff_t i = 0; i < width; i += 2) __builtin_prefetch(k + i * PANEL * bytes, 0, 2);
+    for (ptrdiff_t i = 0; i < width; i += PANEL)
+        for (int line = 0; line < 2 * bytes; line += 2) __builtin_prefetch(v + i * block * bytes + line * PANEL, 0, 2);
+}
+
+/* Normalise q and k, rotate them, and store k and v. qkv rows: q heads, k heads, v heads. A head's tokens are stored one after the
+ * other, and VL of them that follow each other in a block at once, whole vectors instead of pairs. */
+void nv_store(const bf16 *qkv, const bf16 *q_weight, const bf16 *k_weight, const float *cos_sin, const int64_t *positions,
+              const int64_t *slots, bf16 *q_out, uint8_t *cache, ptrdiff_t blocks, ptrdiff_t tokens, ptrdiff_t heads,
+              ptrdiff_t kv_heads, ptrdiff_t dim, ptrdiff_t block, ptrdiff_t bits, float eps) {
+    ptrdiff_t width = width_of(dim), bytes = bits / 8, size = half_bytes(width, block, bits);
+    ptrdiff_t ld = (heads + 2 * kv_heads) * dim, group = heads / kv_heads;
+    ptrdiff_t share = tokens * kv_heads / omp_get_max_threads(), piece = share < 1 ? 1 : share < 64 ? share : 64;
+    ptrdiff_t pieces = (tokens + piece - 1) / piece;
+#pragma omp parallel for schedule(dynamic)
+    for (ptrdiff_t item = 0; item < pieces * kv_heads; item++) {
+        ptrdiff_t head = item % kv_heads, t = item / kv_heads * piece, end = t + piece < tokens ? t + piece : tokens, n;
+        uint8_t *its_cache = cache + head * blocks * 2 * size;
+        bf16 turned[VL][width];
+        memset(turned, 0, sizeof turned);
+        for (; t < end; t += n) {
+            ptrdiff_t at = slots[t] % block;
+            uint8_t *keys = its_cache + slots[t] / block * 2 * size, *values = keys + size;
+            uint8_t *k = keys + key_at(at, width) * bytes, *v = values + value_at(at) * bytes;
+            for (n = 1; n < VL && t + n < end && slots[t + n] == slots[t] + n; n++) {}
+            if (n < VL || at % VL || bits == 8) n = 1;
+            if (n == 1 && t + 1 < end) fetch_token(its_cache + slots[t + 1] / block * 2 * size, slots[t + 1] % block, width, block, bytes);
+            const bf16 *row = qkv + t * ld, *value = row + (heads + kv_heads + head) * dim;
+            for (ptrdiff_t j = 0; j < n; j++, row += ld) {
+                const float *angles = cos_sin + positions[t + j] * dim;
+                for (ptrdiff_t h = head * group; h < (head + 1) * group; h++)
+                    turn(row + h * dim, q_weight, angles, q_out + ((t + j) * heads + h) * dim, dim, eps);
+                turn(row + (heads + head) * dim, k_weight, angles, turned[j], dim, eps);
+            }
+            if (bits == 8) {
+                int8_t numbers[dim];
+                ((bf16 *)(keys + block * width))[at] = round_token(turned[0], numbers, dim);
+                for (ptrdiff_t i = 0; i < dim; i += 2) memcpy(k + i * PANEL, numbers + i, 2);
+                ((bf16 *)(values + block * width))[at] = round_token(value, numbers, dim);
+                for (ptrdiff_t i = 0; i < dim; i++) v[i / PANEL * PANEL * block + i % PANEL * 2] = numbers[i];
+            } else if (n == 1) {
+                for (ptrdiff_t i = 0; i < dim; i += 2) memcpy(k + i * PANEL * 2, turned[0] + i, 4);
+                for (ptrdiff_t i = 0; i < dim; i++) ((bf16 *)v)[i / PANEL * PANEL * block + i % PANEL * 2] = value[i];
+            } else {
+                for (ptrdiff_t i = 0; i < width; i += 2 * VL) {
+                    vf pairs[VL];
+                    for (int j = 0; j < VL; j++) pairs[j] = load((const float *)(turned[j] + i));
+                    transpose(pairs);
+                    for (int j = 0; j < VL; j++) store((float *)k + (i / 2 + j) * PANEL, pairs[j]);
+                }
+                for (ptrdiff_t j = 0; j < VL; j += 2, value += 2 * ld)
+                    for (ptrdiff_t i = 0; i < dim; i += VL) {
+                        vu even = __builtin_convertvector(bits16(value + i, dim - i), vu);
+                        vu odd = __builtin_convertvector(bits16(value + ld + i, dim - i), vu);
+                        *(vu *)((bf16 *)v + i / PANEL * PANEL * block + j * PANEL + i % PANEL * 2) = even | odd << 16;
+                    }
+            }
+        }
+    }
+}

@@ -1,0 +1,219 @@
+/* Tiles of products with weights of 8 or 4 bits.
+ *
+ * A weight is scale * integer, one bfloat16 scale for `group` inputs of an output; k % group == 0. Inputs are rounded, with a
+ * scale for each row and group, so that products are integer dot products, exact in int32.
+ * 8 bits: inputs in 16, group a multiple of 32 up to 256; packed [ceil(n/32)][k/2][32][2] int8.
+ * 4 bits: inputs in 8, group 32; packed [ceil(n/32)][k/8][32][4] bytes: of eight inputs, byte b has number b in its
+ * low half and number b + 4 in its high half, 8 added to each. (llama.cpp's Q4_0 rounds both sides alike.)
+ * Scales: [ceil(n/32)][k/group][32].
+ */
+#pragma once
+#include "tiles.h"
+
+enum { GROUP4 = 32 };
+
+INLINE ptrdiff_t byte8(ptrdiff_t i, ptrdiff_t c) { return (i / 2 * PANEL + c) * 2 + i % 2; }
+INLINE ptrdiff_t byte4(ptrdiff_t i, ptrdiff_t c) { return (i / 8 * PANEL + c) * 4 + i % 4; }
+INLINE int shift4(ptrdiff_t i) { return i % 8 < 4 ? 0 : 4; }
+
+/* 2 VL numbers of 8 bits as int16. */
+INLINE vs widened(const uint8_t *w) {
+#if VL == 8 && defined(__AVX2__)
+    return (vs)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)w));
+#elif VL == 16 && defined(__AVX512BW__)
+    return (vs)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)w));
+#else
+    return __builtin_convertvector(*(const vb *)w, vs);
+#endif
+}
+
+/* a += pairs of v times the pair at x, b likewise of w; in assembly for the reason above. */
+INLINE void multiply_add_pairs(vi *a, vi *b, vs v, vs w, const int16_t *x) {
+    int32_t pair;
+    memcpy(&pair, x, 4);
+#if VL == 16 && defined(__AVX512VNNI__)
+    __m512i both = _mm512_set1_epi32(pair);
+    *a = (vi)_mm512_dpwssd_epi32((__m512i)*a, (__m512i)v, both), *b = (vi)_mm512_dpwssd_epi32((__m512i)*b, (__m512i)w, both);
+#elif VL == 16 && defined(__AVX512BW__)
+    __m512i both = _mm512_set1_epi32(pair);
+    *a += (vi)_mm512_madd_epi16((__m512i)v, both), *b += (vi)_mm512_madd_epi16((__m512i)w, both);
+#elif VL == 8 && defined(__AVX2__)
+    vi t, u;
+    __asm__("vpbroadcastd %6, %2\n\tvpmaddwd %4, %2, %3\n\tvpmaddwd %5, %2, %2\n\tvpaddd %3, %0, %0\n\tvpaddd %2, %1, %1"
+            : "+x"(*a), "+x"(*b), "=&x"(t), "=&x"(u) : "x"(v), "x"(w), "m"(*(const int32_t *)x));
+#else
+    int32_t even = x[0], odd = x[1];
+    *a += ((vi)v << 16 >> 16) * even + ((vi)v >> 16) * odd;
+    *b += ((vi)w << 16 >> 16) * even + ((vi)w >> 16) * odd;
+#endif
+}
+
+/* out += sum * x_scale * w_scale: a group's integers become part of the result. */
+INLINE void add_scaled(float *out, vi sum, float x_scale, vf w_scale) {
+    store(out, fma_(__builtin_convertvector(sum, vf) * x_scale, w_scale, load(out)));
+}
+
+/* From 5 rows on with AVX-512 a line's share is fetched from `ahead` for each line of w. */
+INLINE void int8_rows(int rows, int cols, const int16_t *x, ptrdiff_t ldx, const float *xs, ptrdiff_t ldxs, const uint8_t *w,
+                      const bf16 *ws, ptrdiff_t gap, ptrdiff_t ws_gap, ptrdiff_t k, ptrdiff_t group, const uint8_t *ahead,
+                      ptrdiff_t share, float *acc, ptrdiff_t ldacc) {
+    for (ptrdiff_t g = 0; g < k / group; g++) {
+        vi a[MAX_ROWS][ALL_COLS];
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+            for (int c = 0; c < cols; c++) a[r][c] = (vi){0};
+        for (ptrdiff_t i = 0; i < group; i += 8, x += 8, w += 8 * PANEL, ahead += 4 * share)
+#pragma GCC unroll 4
+            for (int j = 0; j < 8; j += 2) {
+                if (VL == 16 && rows > 4) __builtin_prefetch(ahead + j / 2 * share, 0, 2);
+#pragma GCC unroll 4
+                for (int c = 0; c < cols; c += 2) {
+                    const uint8_t *at = w + c / IN_PANEL * gap + j * PANEL + c % IN_PANEL * 2 * VL;
+                    if (c % 4 == 0) fetch_ahead(cols, at);
+                    vs w0 = widened(at), w1 = widened(at + 2 * VL);
+#pragma GCC unroll 12
+                    for (int r = 0; r < rows; r++) multiply_add_pairs(&a[r][c], &a[r][c + 1], w0, w1, x + r * ldx + j);
+                }
+            }
+#pragma GCC unroll 8
+        for (int c = 0; c < cols; c++) {
+            vf scale = from_bf16(*(const half_vu *)(ws + c / IN_PANEL * ws_gap + g * PANEL + c % IN_PANEL * VL));
+#pragma GCC unroll 12
+            for (int r = 0; r < rows; r++) add_scaled(acc + r * ldacc + c * VL, a[r][c], xs[r * ldxs + g], scale);
+        }
+    }
+}
+
+/* a += fours of v (unsigned bytes up to 15) times the four signed bytes at x, b likewise of w. Without
+ * VNNI they count in pairs of int16, which hold a group: 8 times 2 * 15 * 127. */
+INLINE void multiply_add_fours(vi *a, vi *b, vi v, vi w, const int8_t *x) {
+#if VL == 16 && defined(__AVX512VNNI__)
+    __m512i four = _mm512_set1_epi32(*(const int32_t *)x);
+    *a = (vi)_mm512_dpbusd_epi32((__m512i)*a, (__m512i)v, four), *b = (vi)_mm512_dpbusd_epi32((__m512i)*b, (__m512i)w, four);
+#elif VL == 16 && defined(__AVX512BW__)
+    __m512i four = _mm512_set1_epi32(*(const int32_t *)x);
+    *a = (vi)_mm512_add_epi16((__m512i)*a, _mm512_maddubs_epi16((__m512i)v, four));
+    *b = (vi)_mm512_add_epi16((__m512i)*b, _mm512_maddubs_epi16((__m512i)w, four));
+#elif VL == 8 && defined(__AVX2__)
+    vi t, u;
+    __asm__("vpbroadcastd %6, %2\n\tvpmaddubsw %2, %4, %3\n\tvpmaddubsw %2, %5, %2\n\tvpaddw %3, %0, %0\n\tvpaddw %2, %1, %1"
+            : "+x"(*a), "+x"(*b), "=&x"(t), "=&x"(u) : "x"(v), "x"(w), "m"(*(const int32_t *)x));
+#else
+    for (int i = 0; i < 4; i++) *a += (v >> (8 * i) & 15) * x[i], *b += (w >> (8 * i) & 15) * x[i];
+#endif
+}
+INLINE vi in_int32(vi a) {
+#if VL == 16 && defined(__AVX512BW__) && !defined(__AVX512VNNI__)
+    return (vi)_mm512_madd_epi16((__m512i)a, _mm512_set1_epi16(1));
+#elif VL == 8 && defined(__AVX2__)
+    return (vi)_mm256_madd_epi16((__m256i)a, _mm256_set1_epi16(1));
+#else
+    return a;
+#endif
+}
+
+/* eights[g] is eight times the sum of x's group g: what was added to the weights, times x. */
+INLINE void int4_rows(int rows, int cols, const int8_t *x, ptrdiff_t ldx, const float *xs, const int32_t *eights, ptrdiff_t ldxs,
+                      const uint8_t *w, const bf16 *ws, ptrdiff_t gap, ptrdiff_t ws_gap, ptrdiff_t k, const uint8_t *ahead,
+                      ptrdiff_t share, float *acc, ptrdiff_t ldacc) {
+    for (ptrdiff_t g = 0; g < k / GROUP4; g++) {
+        vi a[MAX_ROWS][ALL_COLS];
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+            for (int c = 0; c < cols; c++) a[r][c] = (vi){0};
+        for (int i = 0; i < GROUP4; i += 8, x += 8, w += 4 * PANEL, ahead += 2 * share) {
+            if (VL == 16 && rows > 4) __builtin_prefetch(ahead, 0, 2), __builtin_prefetch(ahead + share, 0, 2);
+#pragma GCC unroll 4
+            for (int c = 0; c < cols; c += 2) {
+                const vu *both = (const vu *)(w + c / IN_PANEL * gap) + c % IN_PANEL;
+                fetch_ahead(cols, both);
+                vi w0 = (vi)(both[0] & 0x0f0f0f0f), w1 = (vi)(both[1] & 0x0f0f0f0f);
+#pragma GCC unroll 12
+                for (int r = 0; r < rows; r++) multiply_add_fours(&a[r][c], &a[r][c + 1], w0, w1, x + r * ldx);
+                w0 = (vi)(both[0] >> 4 & 0x0f0f0f0f), w1 = (vi)(both[1] >> 4 & 0x0f0f0f0f);
+#pragma GCC unroll 12
+                for (int r = 0; r < rows; r++) multiply_add_fours(&a[r][c], &a[r][c + 1], w0, w1, x + r * ldx + 4);
+            }
+        }
+#pragma GCC unroll 8
+        for (int c = 0; c < cols; c++) {
+            vf scale = from_bf16(*(const half_vu *)(ws + c / IN_PANEL * ws_gap + g * PANEL + c % IN_PANEL * VL));
+#pragma GCC unroll 12
+            for (int r = 0; r < rows; r++)
+                add_scaled(acc + r * ldacc + c * VL, in_int32(a[r][c]) - eights[r * ldxs + g], xs[r * ldxs + g], scale);
+        }
+    }
+}
+
+/* Rounded rows of x: numbers of 16 or 8 bits, and by group their scales and eights. */
+typedef struct {
+    void *numbers;
+    float *scales;
+    int32_t *eights;
+    ptrdiff_t ld, groups;
+} rounded_rows;
+
+/* Not inlined: inside a parallel region GCC 12 keeps the accumulators in memory. */
+static __attribute__((noinline)) void int_tile(int bits, const rounded_rows *q, ptrdiff_t row, const uint8_t *w, const bf16 *ws,
+                                               ptrdiff_t k, ptrdiff_t group, int rows, float *acc, ptrdiff_t ldacc, int add) {
+    const int16_t *x16 = (int16_t *)q->numbers + row * q->ld;
+    const int8_t *x8 = (int8_t *)q->numbers + row * q->ld;
+    ptrdiff_t ldx = q->ld, ldxs = q->groups;
+    for (int r = 0; r < rows && !add; r++) memset(acc + r * ldacc, 0, PANEL * sizeof *acc);
+    for (ptrdiff_t i = 0; i < k; i += STEP) {
+        ptrdiff_t step = k - i < STEP ? k - i : STEP;
+        const float *xs = q->scales + row * ldxs + i / group;
+        const int32_t *eights = q->eights + row * ldxs + i / group;
+        const uint8_t *wi = w + i * PANEL * bits / 8;
+        const bf16 *wsi = ws + i / group * PANEL;
+/* `ahead` and `share`: each part of the tile fetches its share of the panel behind this one. */
+#define FETCHED_INT wi + k * PANEL * bits / 8 + at * step * PANEL * bits / 8 / rows, 2 * PANEL / PARTS(rows)
+#define PART8(R, cols, c)                                                                                                   \
+    int8_rows(R, cols, x16 + at * ldx + i, ldx, xs + at * ldxs, ldxs, wi + 2 * (c), wsi + (c), 0, 0, step, group, FETCHED_INT, \
+              acc + at * ldacc + (c), ldacc)
+#define PART4(R, cols, c)                                                                                                   \
+    int4_rows(R, cols, x8 + at * ldx + i, ldx, xs + at * ldxs, eights + at * ldxs, ldxs, wi + 4 * (c), wsi + (c), 0, 0, step, \
+              FETCHED_INT, acc + at * ldacc + (c), ldacc)
+        if (bits == 8) FOR_ROWS(rows, PART8) else FOR_ROWS(rows, PART4)
+    }
+}
+
+/* acc[STREAMS][32]; see `tile_streams`. */
+static __attribute__((noinline)) void int_streams(int bits, const rounded_rows *q, const uint8_t *w, const bf16 *ws, ptrdiff_t k,
+                                                  ptrdiff_t group, float *acc) {
+    ptrdiff_t gap = k * PANEL * bits / 8, ws_gap = q->groups * PANEL;
+    memset(acc, 0, STREAMS * PANEL * sizeof *acc);
+    if (bits == 8) int8_rows(1, ALL_COLS, q->numbers, 0, q->scales, 0, w, ws, gap, ws_gap, k, group, NULL, 0, acc, 0);
+    else int4_rows(1, ALL_COLS, q->numbers, 0, q->scales, q->eights, 0, w, ws, gap, ws_gap, k, NULL, 0, acc, 0);
+}
+
+/* VL numbers of x from i on: bfloat16, or float32 if they take 4 bytes. */
+INLINE vf load_wide(const void *x, int bytes, ptrdiff_t i) {
+    return bytes == 4 ? load((const float *)x + i) : load16((const bf16 *)x + i, VL);
+}
+
+/* Round a row of x, numbers of `bytes`, to `row` of q: x = scale * number. */
+INLINE void round_row(const void *x, int bytes, const rounded_rows *q, ptrdiff_t row, ptrdiff_t group, int bits) {
+    const float limit = bits == 8 ? 32767.0f : 127.0f;
+    for (ptrdiff_t g = 0; g < q->groups; g++) {
+        vf top = {0};
+        for (ptrdiff_t i = 0; i < group; i += VL) {
+            vf v = load_wide(x, bytes, g * group + i);
+            top = larger(top, larger(v, -v));
+        }
+        float largest = largest_of(top), inverse = largest > 0 ? limit / largest : 0;
+        q->scales[row * q->groups + g] = largest / limit;
+        vi sum = {0};
+        for (ptrdiff_t i = 0; i < group; i += VL) {
+            vi v = nearest(load_wide(x, bytes, g * group + i) * inverse);
+            sum += v;
+            if (bits == 8) *(half_vs *)((int16_t *)q->numbers + row * q->ld + g * group + i) = __builtin_convertvector(v, half_vs);
+            else *(quarter_vb *)((int8_t *)q->numbers + row * q->ld + g * group + i) = __builtin_convertvector(v, quarter_vb);
+        }
+        int32_t total = 0;
+        for (int i = 0; i < VL; i++) total += sum[i];
+        q->eights[row * q->groups + g] = 8 * total;
+    }
+}

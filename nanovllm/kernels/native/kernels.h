@@ -1,0 +1,51 @@
+/* Native CPU kernels of nanovllm, bfloat16 in and out, float32 inside. Called through ctypes.
+ *
+ * Vectors are GCC's: one source for AVX-512, AVX2 and any other processor, with intrinsics only where an
+ * instruction has no operator (bfloat16 and int16 dot products, AMX tiles, fused multiply-add).
+ *
+ * A packed weight [N, K] is [ceil(N/32)][K/2][32][2]: panels of 32 outputs, pairs of inputs side by
+ * side. Rows of the input never meet, so that a row's result does not depend on the batch it is in.
+ */
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+typedef uint16_t bf16;
+enum { PANEL = 32 };
+
+/* linear.c */
+int nv_enable(void);
+void nv_pack(const bf16 *w, bf16 *packed, ptrdiff_t n, ptrdiff_t k);
+void nv_linear(const bf16 *x, ptrdiff_t ldx, const bf16 *packed, bf16 *y, ptrdiff_t m, ptrdiff_t n, ptrdiff_t k);
+void nv_gather(const int64_t *ids, const bf16 *packed, bf16 *y, ptrdiff_t tokens, ptrdiff_t k);
+
+/* linear_int.c */
+void nv_pack_int(const int8_t *q, const bf16 *scales, uint8_t *packed, bf16 *packed_scales, ptrdiff_t n, ptrdiff_t k,
+                 ptrdiff_t group, ptrdiff_t bits);
+void nv_linear_int(const bf16 *x, ptrdiff_t ldx, const uint8_t *packed, const bf16 *scales, bf16 *y, ptrdiff_t m, ptrdiff_t n,
+                   ptrdiff_t k, ptrdiff_t group, ptrdiff_t bits);
+void nv_gather_int(const int64_t *ids, const uint8_t *packed, const bf16 *scales, bf16 *y, ptrdiff_t tokens, ptrdiff_t k,
+                   ptrdiff_t group, ptrdiff_t bits);
+
+/* elementwise.c */
+void nv_add_rms_norm(const bf16 *x, bf16 *residual, const bf16 *weight, bf16 *out, ptrdiff_t rows, ptrdiff_t n, float eps);
+void nv_silu_and_mul(bf16 *x, ptrdiff_t rows, ptrdiff_t n);
+void nv_store(const bf16 *qkv, const bf16 *q_weight, const bf16 *k_weight, const float *cos_sin, const int64_t *positions,
+              const int64_t *slots, bf16 *q_out, uint8_t *cache, ptrdiff_t blocks, ptrdiff_t tokens, ptrdiff_t heads,
+              ptrdiff_t kv_heads, ptrdiff_t dim, ptrdiff_t block, ptrdiff_t bits, float eps);
+
+/* attention.c */
+void nv_attention(const bf16 *q, bf16 *out, const uint8_t *cache, ptrdiff_t blocks, const int32_t *tables,
+                  ptrdiff_t table_width, const int32_t *cu_seqlens, const int32_t *seq_lens, ptrdiff_t num_rows, ptrdiff_t heads,
+                  ptrdiff_t kv_heads, ptrdiff_t dim, ptrdiff_t block, ptrdiff_t bits, float scale);
+
+/* sampling.c */
+void nv_greedy(const bf16 *logits, int64_t *out, ptrdiff_t rows, ptrdiff_t n);
+void nv_chunk_maxima(const bf16 *logits, float *out, ptrdiff_t chunks);
+void nv_chunk_sums(const bf16 *logits, const float *largest, const float *temperatures, const float *min_ps, float *out,
+                   ptrdiff_t rows, ptrdiff_t chunks);
+
+/* batch.c */
+void nv_batch(const int32_t *table, ptrdiff_t stride, ptrdiff_t columns, const int64_t *rows, ptrdiff_t num_rows, ptrdiff_t block,
+              int64_t *input_ids, int64_t *positions, int64_t *slot_mapping, int32_t *cu_seqlens, int32_t *seq_lens,
+              int32_t *tables, ptrdiff_t width);

@@ -1,0 +1,74 @@
+/* Products with weights of bfloat16. */
+#include <omp.h>
+
+#include "tiles.h"
+#ifdef HAVE_AMX
+#include <sys/syscall.h>
+#include <unistd.h>
+
+/* Linux lends the tiles to a process that asks for them, once. */
+int nv_enable(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
+#else
+int nv_enable(void) { return 1; }
+#endif
+
+/* packed[ceil(n/32)][k/2][32][2] = w[n][k], the last panel filled up with zeros. */
+void nv_pack(const bf16 *w, bf16 *packed, ptrdiff_t n, ptrdiff_t k) {
+    ptrdiff_t panels = (n + PANEL - 1) / PANEL;
+#pragma omp parallel for schedule(static)
+    for (ptrdiff_t p = 0; p < panels; p++)
+        for (ptrdiff_t c = 0; c < PANEL; c++) {
+            ptrdiff_t row = p * PANEL + c;
+            bf16 *out = packed + p * PANEL * k + c * 2;
+            for (ptrdiff_t i = 0; i < k; i += 2, out += 2 * PANEL) {
+                out[0] = row < n ? w[row * k + i] : 0;
+                out[1] = row < n ? w[row * k + i + 1] : 0;
+            }
+        }
+}
+
+/* y[m][n] = x[m][k] . w, rounded to nearest even; x's rows lie ldx apart. The threads go through x in blocks that fit the
+ * cache, and through all panels for each, whoever is ready taking the next. Where x is read in place: through panels in groups
+ * of which a thread's own, the same for each block, fit the cache, so w is read once and x once a group. */
+void nv_linear(const bf16 *x, ptrdiff_t ldx, const bf16 *packed, bf16 *y, ptrdiff_t m, ptrdiff_t n, ptrdiff_t k) {
+    ptrdiff_t panels = (n + PANEL - 1) / PANEL, block = IN_PLACE ? TILE_ROWS : rows_that_fit(m, k * sizeof(act));
+    ptrdiff_t group = IN_PLACE ? omp_get_max_threads() * (3 * CACHE_BYTES / (PANEL * k * 2) + 1) : panels;
+    ptrdiff_t streams = m == 1 ? STREAMS : 1;
+#pragma omp parallel
+    {
+        float acc[TILE_ROWS * PANEL] __attribute__((aligned(64)));
+        act *room = IN_PLACE ? NULL : aligned_alloc(64, (block * (k + 16) * sizeof(act) + 127) / 64 * 64);
+        begin_tiles();
+        for (ptrdiff_t g = 0; g < panels; g += group)
+            for (ptrdiff_t i = 0; i < m; i += block) {
+                ptrdiff_t count = m - i < block ? m - i : block, step = even_block(count, TILE_ROWS), lda = ldx;
+                ptrdiff_t end = panels - g < group ? panels : g + group;
+                const act *a = activations(x + i * ldx, &lda, count, step, k, room);
+#pragma omp for schedule(SCHEDULE) nowait
+                for (ptrdiff_t first = g; first < end; first += streams) {
+                    if (first + STREAMS <= end && m == 1) {
+                        tile_streams(a, packed + first * PANEL * k, k, acc);
+                        store_row(acc, y + first * PANEL, STREAMS * PANEL, n - first * PANEL);
+                        continue;
+                    }
+                    for (ptrdiff_t p = first; p < first + streams && p < end; p++)
+                        for (ptrdiff_t r = 0; r < count; r += step) {
+                            int rows = count - r < step ? (int)(count - r) : (int)step;
+                            linear_tile(a + r * lda, lda, packed + p * PANEL * k, r == 0, k, rows, acc);
+                            store_tile(acc, y + (i + r) * n + p * PANEL, n, rows, n - p * PANEL);
+                        }
+                }
+            }
+        end_tiles();
+        free(room);
+    }
+}
+
+/* y[t][k] = row ids[t] of a packed weight. */
+void nv_gather(const int64_t *ids, const bf16 *packed, bf16 *y, ptrdiff_t tokens, ptrdiff_t k) {
+#pragma omp parallel for schedule(static) if (tokens > 8)
+    for (ptrdiff_t t = 0; t < tokens; t++) {
+        const bf16 *w = packed + ids[t] / PANEL * PANEL * k + ids[t] % PANEL * 2;
+        for (ptrdiff_t i = 0; i < k; i += 2) memcpy(y + t * k + i, w + i * PANEL, 4);
+    }
+}

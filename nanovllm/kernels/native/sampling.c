@@ -1,0 +1,65 @@
+/* The sampler's passes over the vocabulary. */
+#include "vectors.h"
+
+enum { SEGMENT = 8192 };
+
+/* The largest of x's n numbers, NaN never being it. */
+static float largest_in(const bf16 *x, ptrdiff_t n) {
+    vf top = each(-INFINITY);
+    ptrdiff_t whole = n / VL * VL, i = 0;
+    for (; i < whole; i += VL) top = larger(load16(x + i, VL), top);
+    float best = largest_of(top);
+    for (; i < n; i++) {
+        float v = from_bf16((half_vu){x[i]})[0];
+        best = v > best ? v : best;
+    }
+    return best;
+}
+
+/* out[row] = the first of the largest of logits [rows][n]. */
+void nv_greedy(const bf16 *logits, int64_t *out, ptrdiff_t rows, ptrdiff_t n) {
+    ptrdiff_t segments = (n + SEGMENT - 1) / SEGMENT;
+    float *largest = malloc(rows * segments * sizeof *largest);
+#pragma omp parallel for schedule(static)
+    for (ptrdiff_t i = 0; i < rows * segments; i++) {
+        ptrdiff_t first = i % segments * SEGMENT;
+        largest[i] = largest_in(logits + i / segments * n + first, n - first < SEGMENT ? n - first : SEGMENT);
+    }
+    for (ptrdiff_t r = 0; r < rows; r++) {
+        const float *in = largest + r * segments;
+        ptrdiff_t best = 0;
+        for (ptrdiff_t i = 1; i < segments; i++) best = in[i] > in[best] ? i : best;
+        ptrdiff_t i = best * SEGMENT;
+        while (i < n && from_bf16((half_vu){logits[r * n + i]})[0] != in[best]) i++;
+        out[r] = i < n ? i : 0;
+    }
+    free(largest);
+}
+
+/* Below, logits are [rows][chunks][128]. */
+
+enum { CHUNK = 128 };
+
+void nv_chunk_maxima(const bf16 *logits, float *out, ptrdiff_t chunks) {
+#pragma omp parallel for schedule(static)
+    for (ptrdiff_t c = 0; c < chunks; c++) {
+        vf top = load16(logits + c * CHUNK, VL);
+        for (int i = VL; i < CHUNK; i += VL) top = larger(top, load16(logits + c * CHUNK + i, VL));
+        out[c] = largest_of(top);
+    }
+}
+
+/* out[row][chunk] = sum of exp((logit - largest[row]) / temperature[row]), without what is below min_p[row]. */
+void nv_chunk_sums(const bf16 *logits, const float *largest, const float *temperatures, const float *min_ps, float *out,
+                   ptrdiff_t rows, ptrdiff_t chunks) {
+#pragma omp parallel for schedule(static)
+    for (ptrdiff_t c = 0; c < rows * chunks; c++) {
+        vf shift = each(largest[c / chunks]), scale = each(temperatures[c / chunks]), sum = {0};
+        float least = min_ps[c / chunks];
+        for (int i = 0; i < CHUNK; i += VL) {
+            vf w = exp_((load16(logits + c * CHUNK + i, VL) - shift) / scale);
+            sum += choose(w >= least, w, (vf){0});
+        }
+        out[c] = sum_of(sum);
+    }
+}

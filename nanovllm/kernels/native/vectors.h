@@ -1,0 +1,176 @@
+/* Vectors of floats, their conversions and functions. Knows nothing of what they are numbers of. */
+#pragma once
+#include <math.h>
+#include <string.h>
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
+
+#include "kernels.h"
+
+#ifndef VL /* floats in a vector */
+#if defined(__AVX512F__)
+#define VL 16
+#elif defined(__AVX2__)
+#define VL 8
+#else
+#define VL 4
+#endif
+#endif
+
+typedef float vf __attribute__((vector_size(4 * VL), aligned(4), may_alias));
+typedef int32_t vi __attribute__((vector_size(4 * VL), aligned(4), may_alias));
+typedef uint32_t vu __attribute__((vector_size(4 * VL), aligned(4), may_alias));
+typedef uint16_t half_vu __attribute__((vector_size(2 * VL), aligned(2), may_alias));
+typedef int16_t vs __attribute__((vector_size(4 * VL), aligned(2), may_alias)); /* 2 VL numbers */
+typedef int16_t half_vs __attribute__((vector_size(2 * VL), aligned(2), may_alias));
+typedef int8_t vb __attribute__((vector_size(2 * VL), aligned(1), may_alias)); /* 2 VL numbers */
+typedef int8_t quarter_vb __attribute__((vector_size(VL), aligned(1), may_alias));
+
+#define INLINE static inline __attribute__((always_inline))
+#define X4(x) x, x, x, x
+#if VL == 16
+#define EACH(x) {X4(x), X4(x), X4(x), X4(x)}
+#elif VL == 8
+#define EACH(x) {X4(x), X4(x)}
+#else
+#define EACH(x) {X4(x)}
+#endif
+
+INLINE vf each(float x) { return (vf)EACH(x); }
+INLINE vf load(const float *p) { return *(const vf *)p; }
+INLINE void store(float *p, vf v) { *(vf *)p = v; }
+INLINE vf choose(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
+
+#if VL == 16 && defined(__AVX512F__)
+#define EITHER(op, sign, a, b) (vf) _mm512_##op##_ps((__m512)a, (__m512)b)
+#elif VL == 8 && defined(__AVX2__)
+#define EITHER(op, sign, a, b) (vf) _mm256_##op##_ps((__m256)a, (__m256)b)
+#else
+#define EITHER(op, sign, a, b) choose(a sign b, a, b)
+#endif
+/* b where one is not a number. */
+INLINE vf larger(vf a, vf b) { return EITHER(max, >, a, b); }
+INLINE vf smaller(vf a, vf b) { return EITHER(min, <, a, b); }
+
+INLINE vf fma_(vf a, vf b, vf c) {
+#if VL == 16 && defined(__AVX512F__)
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif VL == 8 && defined(__FMA__)
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+
+INLINE vi lanes(void) {
+#if VL == 16
+    return (vi){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#elif VL == 8
+    return (vi){0, 1, 2, 3, 4, 5, 6, 7};
+#else
+    return (vi){0, 1, 2, 3};
+#endif
+}
+
+/* Lanes meet by halves, in the same order on every processor of a width. */
+INLINE vf other_half(vf v, int n) { return __builtin_shuffle(v, lanes() ^ n); }
+INLINE float sum_of(vf v) {
+#pragma GCC unroll 4
+    for (int n = VL / 2; n; n /= 2) v += other_half(v, n);
+    return v[0];
+}
+INLINE float largest_of(vf v) {
+#pragma GCC unroll 4
+    for (int n = VL / 2; n; n /= 2) v = larger(v, other_half(v, n));
+    return v[0];
+}
+
+/* rows[i][j] and rows[j][i] change places: by halves, then each half's halves. */
+INLINE void transpose(vf rows[VL]) {
+#pragma GCC unroll 4
+    for (int n = VL / 2; n; n /= 2) {
+        vi back = (lanes() & n) != 0, first = lanes() + ((VL - n) & back), second = lanes() + n + ((VL - n) & back);
+#pragma GCC unroll 16
+        for (int i = 0; i < VL; i++) {
+            if (i & n) continue;
+            vf a = rows[i], b = rows[i + n];
+            rows[i] = __builtin_shuffle(a, b, first), rows[i + n] = __builtin_shuffle(a, b, second);
+        }
+    }
+}
+
+INLINE vf from_bf16(half_vu h) {
+#if VL == 16 && defined(__AVX512F__)
+    return (vf)((vu)_mm512_cvtepu16_epi32((__m256i)h) << 16);
+#else
+    return (vf)(__builtin_convertvector(h, vu) << 16);
+#endif
+}
+INLINE half_vu to_bf16(vf v) { /* to nearest, ties to even */
+#if VL == 16 && defined(__AVX512BF16__)
+    return (half_vu)_mm512_cvtneps_pbh((__m512)v);
+#else
+    vu u = (vu)v;
+    u = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+    vu nan = (vu)(v != v);
+    return __builtin_convertvector((u & ~nan) | (nan & 0x7fc0), half_vu);
+#endif
+}
+INLINE vf rounded(vf v) { return from_bf16(to_bf16(v)); }
+
+/* Up to VL numbers of a row that ends; what is missing reads as 0. */
+INLINE half_vu bits16(const bf16 *p, ptrdiff_t left) {
+    if (left >= VL) return *(const half_vu *)p;
+    half_vu h = {0};
+    memcpy(&h, p, left * sizeof *p);
+    return h;
+}
+INLINE vf load16(const bf16 *p, ptrdiff_t left) { return from_bf16(bits16(p, left)); }
+INLINE void store16(bf16 *p, ptrdiff_t left, vf v) {
+    half_vu h = to_bf16(v);
+    if (left >= VL) *(half_vu *)p = h;
+    else memcpy(p, &h, left * sizeof *p);
+}
+INLINE vf load32(const float *p, ptrdiff_t left) {
+    if (left >= VL) return load(p);
+    vf v = {0};
+    memcpy(&v, p, left * sizeof *p);
+    return v;
+}
+
+/* 1.5 * 2^23: added to a small number, the sum's last bits count in ones. */
+#define ROUND 12582912.0f
+
+/* v's nearest integers, below 2^22. */
+INLINE vi nearest(vf v) {
+    return (vi)(v + ROUND) - (vi)each(ROUND);
+}
+
+/* 2^r, of r within +-1/2, times 2^n, of n >= -126; n is what ROUND's last bits count in `shifted` = n + ROUND. The polynomial
+ * is a relative minimax fit. */
+INLINE vf power(vf r, vf shifted) {
+    vf p = each(1.326472690e-3f);
+    p = fma_(p, r, each(9.671512661e-3f));
+    p = fma_(p, r, each(5.550733744e-2f));
+    p = fma_(p, r, each(2.402224208e-1f));
+    p = fma_(p, r, each(6.931469776e-1f));
+    p = fma_(p, r, each(1.0f));
+    return (vf)((vi)p + ((vi)shifted << 23));
+}
+/* exp within 2 units in the last place, 0 below -87. NaN stays: a row that has one is lost, and says so. */
+INLINE vf exp_(vf x) {
+    const float log2e = 1.44269502f, rest = 1.92596299e-8f;
+    vi tiny = x < -87.0f;
+    x = smaller(each(88.0f), larger(each(-87.0f), x));
+    vf shifted = fma_(x, each(log2e), each(ROUND)), n = shifted - ROUND;
+    vf r = fma_(x, each(rest), fma_(x, each(log2e), -n));
+    return (vf)((vi)power(r, shifted) & ~tiny);
+}
+/* 2^x of x <= 0, 0 below -126. */
+INLINE vf exp2_(vf x) {
+    vi tiny = x < -126.0f;
+    x = larger(each(-126.0f), x);
+    vf shifted = x + ROUND;
+    return (vf)((vi)power(x - (shifted - ROUND), shifted) & ~tiny);
+}
