@@ -81,58 +81,73 @@ INLINE void fetch_token(const uint8_t *keys, ptrdiff_t token, ptrdiff_t width, p
         for (int line = 0; line < 2 * bytes; line += 2) __builtin_prefetch(v + i * block * bytes + line * PANEL, 0, 2);
 }
 
+/* A token's key[dim] and value[dim] to their place in a block, whose keys begin at `keys`. */
+INLINE void store_token(const bf16 *key, const bf16 *value, uint8_t *keys, ptrdiff_t token, ptrdiff_t dim, ptrdiff_t block,
+                        ptrdiff_t bits) {
+    ptrdiff_t width = width_of(dim), bytes = bits / 8;
+    uint8_t *values = keys + half_bytes(width, block, bits);
+    uint8_t *k = keys + key_at(token, width) * bytes, *v = values + value_at(token) * bytes;
+    if (bits == 8) {
+        int8_t numbers[dim];
+        ((bf16 *)(keys + block * width))[token] = round_token(key, numbers, dim);
+        for (ptrdiff_t i = 0; i < dim; i += 2) memcpy(k + i * PANEL, numbers + i, 2);
+        ((bf16 *)(values + block * width))[token] = round_token(value, numbers, dim);
+        for (ptrdiff_t i = 0; i < dim; i++) v[i / PANEL * PANEL * block + i % PANEL * 2] = numbers[i];
+    } else {
+        for (ptrdiff_t i = 0; i < dim; i += 2) memcpy(k + i * PANEL * 2, key + i, 4);
+        for (ptrdiff_t i = 0; i < dim; i++) ((bf16 *)v)[i / PANEL * PANEL * block + i % PANEL * 2] = value[i];
+    }
+}
+
+/* The same for VL tokens of 16 bits, `token` being a multiple of VL. key[VL][width] ends in zeros, values lie ld apart. */
+INLINE void store_vl_tokens(const bf16 *key, const bf16 *value, ptrdiff_t ld, uint8_t *keys, ptrdiff_t token, ptrdiff_t dim,
+                            ptrdiff_t block) {
+    ptrdiff_t width = width_of(dim);
+    bf16 *k = (bf16 *)keys + key_at(token, width), *v = (bf16 *)(keys + half_bytes(width, block, 16)) + value_at(token);
+    for (ptrdiff_t i = 0; i < width; i += 2 * VL) {
+        vf pairs[VL];
+        for (int j = 0; j < VL; j++) pairs[j] = load((const float *)(key + j * width + i));
+        transpose(pairs);
+        for (int j = 0; j < VL; j++) store((float *)(k + (i + 2 * j) * PANEL), pairs[j]);
+    }
+    for (ptrdiff_t j = 0; j < VL; j += 2, value += 2 * ld)
+        for (ptrdiff_t i = 0; i < dim; i += VL) {
+            vu even = __builtin_convertvector(bits16(value + i, dim - i), vu);
+            vu odd = __builtin_convertvector(bits16(value + ld + i, dim - i), vu);
+            *(vu *)(v + i / PANEL * PANEL * block + j * PANEL + i % PANEL * 2) = even | odd << 16;
+        }
+}
+
 /* Normalise q and k, rotate them, and store k and v. qkv rows: q heads, k heads, v heads. A head's tokens are stored one after the
  * other, and VL of them that follow each other in a block at once, whole vectors instead of pairs. */
 void nv_store(const bf16 *qkv, const bf16 *q_weight, const bf16 *k_weight, const float *cos_sin, const int64_t *positions,
               const int64_t *slots, bf16 *q_out, uint8_t *cache, ptrdiff_t blocks, ptrdiff_t tokens, ptrdiff_t heads,
               ptrdiff_t kv_heads, ptrdiff_t dim, ptrdiff_t block, ptrdiff_t bits, float eps) {
-    ptrdiff_t width = width_of(dim), bytes = bits / 8, size = half_bytes(width, block, bits);
+    ptrdiff_t width = width_of(dim), block_bytes = 2 * half_bytes(width, block, bits);
     ptrdiff_t ld = (heads + 2 * kv_heads) * dim, group = heads / kv_heads;
     ptrdiff_t share = tokens * kv_heads / omp_get_max_threads(), piece = share < 1 ? 1 : share < 64 ? share : 64;
     ptrdiff_t pieces = (tokens + piece - 1) / piece;
 #pragma omp parallel for schedule(dynamic)
     for (ptrdiff_t item = 0; item < pieces * kv_heads; item++) {
         ptrdiff_t head = item % kv_heads, t = item / kv_heads * piece, end = t + piece < tokens ? t + piece : tokens, n;
-        uint8_t *its_cache = cache + head * blocks * 2 * size;
-        bf16 turned[VL][width];
-        memset(turned, 0, sizeof turned);
+        uint8_t *its_cache = cache + head * blocks * block_bytes;
+        bf16 key[VL * width];
+        memset(key, 0, sizeof key);
         for (; t < end; t += n) {
-            ptrdiff_t at = slots[t] % block;
-            uint8_t *keys = its_cache + slots[t] / block * 2 * size, *values = keys + size;
-            uint8_t *k = keys + key_at(at, width) * bytes, *v = values + value_at(at) * bytes;
+            uint8_t *keys = its_cache + slots[t] / block * block_bytes;
             for (n = 1; n < VL && t + n < end && slots[t + n] == slots[t] + n; n++) {}
-            if (n < VL || at % VL || bits == 8) n = 1;
-            if (n == 1 && t + 1 < end) fetch_token(its_cache + slots[t + 1] / block * 2 * size, slots[t + 1] % block, width, block, bytes);
+            if (n < VL || slots[t] % VL || bits == 8) n = 1;
+            if (n == 1 && t + 1 < end)
+                fetch_token(its_cache + slots[t + 1] / block * block_bytes, slots[t + 1] % block, width, block, bits / 8);
             const bf16 *row = qkv + t * ld, *value = row + (heads + kv_heads + head) * dim;
             for (ptrdiff_t j = 0; j < n; j++, row += ld) {
                 const float *angles = cos_sin + positions[t + j] * dim;
                 for (ptrdiff_t h = head * group; h < (head + 1) * group; h++)
                     turn(row + h * dim, q_weight, angles, q_out + ((t + j) * heads + h) * dim, dim, eps);
-                turn(row + (heads + head) * dim, k_weight, angles, turned[j], dim, eps);
+                turn(row + (heads + head) * dim, k_weight, angles, key + j * width, dim, eps);
             }
-            if (bits == 8) {
-                int8_t numbers[dim];
-                ((bf16 *)(keys + block * width))[at] = round_token(turned[0], numbers, dim);
-                for (ptrdiff_t i = 0; i < dim; i += 2) memcpy(k + i * PANEL, numbers + i, 2);
-                ((bf16 *)(values + block * width))[at] = round_token(value, numbers, dim);
-                for (ptrdiff_t i = 0; i < dim; i++) v[i / PANEL * PANEL * block + i % PANEL * 2] = numbers[i];
-            } else if (n == 1) {
-                for (ptrdiff_t i = 0; i < dim; i += 2) memcpy(k + i * PANEL * 2, turned[0] + i, 4);
-                for (ptrdiff_t i = 0; i < dim; i++) ((bf16 *)v)[i / PANEL * PANEL * block + i % PANEL * 2] = value[i];
-            } else {
-                for (ptrdiff_t i = 0; i < width; i += 2 * VL) {
-                    vf pairs[VL];
-                    for (int j = 0; j < VL; j++) pairs[j] = load((const float *)(turned[j] + i));
-                    transpose(pairs);
-                    for (int j = 0; j < VL; j++) store((float *)k + (i / 2 + j) * PANEL, pairs[j]);
-                }
-                for (ptrdiff_t j = 0; j < VL; j += 2, value += 2 * ld)
-                    for (ptrdiff_t i = 0; i < dim; i += VL) {
-                        vu even = __builtin_convertvector(bits16(value + i, dim - i), vu);
-                        vu odd = __builtin_convertvector(bits16(value + ld + i, dim - i), vu);
-                        *(vu *)((bf16 *)v + i / PANEL * PANEL * block + j * PANEL + i % PANEL * 2) = even | odd << 16;
-                    }
-            }
+            if (n == 1) store_token(key, value, keys, slots[t] % block, dim, block, bits);
+            else store_vl_tokens(key, value, ld, keys, slots[t] % block, dim, block);
         }
     }
 }
