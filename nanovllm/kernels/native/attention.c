@@ -13,7 +13,7 @@ typedef struct {
  * cache of 8 bits queries and weights are rounded to 16, as the inputs of a linear are; a value's scale is part of its weight. A
  * pass goes through KEYS keys, at least a block. In long passes a block's values are read long after its keys, which takes 1.2
  * to 1.5 times as long for a single token unless they are fetched meanwhile, as by AVX512-BF16's tiles; these fetch the first
- * keys of `next` too (decoding is 1.1 to 1.2 times as fast). */
+ * keys of `following` too, the next item's (decoding is 1.1 to 1.2 times as fast). */
 static void attend(const bf16 *q, bf16 *out, kv_head kv, kv_head following, int count, int group, ptrdiff_t heads, ptrdiff_t head,
                    ptrdiff_t dim, ptrdiff_t block, ptrdiff_t bits, float scale) {
     int rows = count * group;

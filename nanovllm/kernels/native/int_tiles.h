@@ -27,7 +27,7 @@ INLINE vs widened(const uint8_t *w) {
 #endif
 }
 
-/* a += pairs of v times the pair at x, b likewise of w; in assembly for the reason above. */
+/* a += pairs of v times the pair at x, b likewise of w; in assembly for the reason of tiles.h. */
 INLINE void multiply_add_pairs(vi *a, vi *b, vs v, vs w, const int16_t *x) {
     int32_t pair;
     memcpy(&pair, x, 4);
@@ -48,6 +48,18 @@ INLINE void multiply_add_pairs(vi *a, vi *b, vs v, vs w, const int16_t *x) {
 #endif
 }
 
+INLINE void clear(int rows, int cols, vi a[MAX_ROWS][ALL_COLS]) {
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int c = 0; c < cols; c++) a[r][c] = (vi){0};
+}
+
+/* Group g's scales of a vector of columns. */
+INLINE vf scales_of(const bf16 *ws, ptrdiff_t ws_gap, ptrdiff_t g, int c) {
+    return from_bf16(*(const half_vu *)(ws + c / IN_PANEL * ws_gap + g * PANEL + c % IN_PANEL * VL));
+}
+
 /* out += sum * x_scale * w_scale: a group's integers become part of the result. */
 INLINE void add_scaled(float *out, vi sum, float x_scale, vf w_scale) {
     store(out, fma_(__builtin_convertvector(sum, vf) * x_scale, w_scale, load(out)));
@@ -59,10 +71,7 @@ INLINE void int8_rows(int rows, int cols, const int16_t *x, ptrdiff_t ldx, const
                       ptrdiff_t share, float *acc, ptrdiff_t ldacc) {
     for (ptrdiff_t g = 0; g < k / group; g++) {
         vi a[MAX_ROWS][ALL_COLS];
-#pragma GCC unroll 12
-        for (int r = 0; r < rows; r++)
-#pragma GCC unroll 8
-            for (int c = 0; c < cols; c++) a[r][c] = (vi){0};
+        clear(rows, cols, a);
         for (ptrdiff_t i = 0; i < group; i += 8, x += 8, w += 8 * PANEL, ahead += 4 * share)
 #pragma GCC unroll 4
             for (int j = 0; j < 8; j += 2) {
@@ -78,7 +87,7 @@ INLINE void int8_rows(int rows, int cols, const int16_t *x, ptrdiff_t ldx, const
             }
 #pragma GCC unroll 8
         for (int c = 0; c < cols; c++) {
-            vf scale = from_bf16(*(const half_vu *)(ws + c / IN_PANEL * ws_gap + g * PANEL + c % IN_PANEL * VL));
+            vf scale = scales_of(ws, ws_gap, g, c);
 #pragma GCC unroll 12
             for (int r = 0; r < rows; r++) add_scaled(acc + r * ldacc + c * VL, a[r][c], xs[r * ldxs + g], scale);
         }
@@ -119,10 +128,7 @@ INLINE void int4_rows(int rows, int cols, const int8_t *x, ptrdiff_t ldx, const 
                       ptrdiff_t share, float *acc, ptrdiff_t ldacc) {
     for (ptrdiff_t g = 0; g < k / GROUP4; g++) {
         vi a[MAX_ROWS][ALL_COLS];
-#pragma GCC unroll 12
-        for (int r = 0; r < rows; r++)
-#pragma GCC unroll 8
-            for (int c = 0; c < cols; c++) a[r][c] = (vi){0};
+        clear(rows, cols, a);
         for (int i = 0; i < GROUP4; i += 8, x += 8, w += 4 * PANEL, ahead += 2 * share) {
             if (VL == 16 && rows > 4) __builtin_prefetch(ahead, 0, 2), __builtin_prefetch(ahead + share, 0, 2);
 #pragma GCC unroll 4
@@ -139,7 +145,7 @@ INLINE void int4_rows(int rows, int cols, const int8_t *x, ptrdiff_t ldx, const 
         }
 #pragma GCC unroll 8
         for (int c = 0; c < cols; c++) {
-            vf scale = from_bf16(*(const half_vu *)(ws + c / IN_PANEL * ws_gap + g * PANEL + c % IN_PANEL * VL));
+            vf scale = scales_of(ws, ws_gap, g, c);
 #pragma GCC unroll 12
             for (int r = 0; r < rows; r++)
                 add_scaled(acc + r * ldacc + c * VL, in_int32(a[r][c]) - eights[r * ldxs + g], xs[r * ldxs + g], scale);

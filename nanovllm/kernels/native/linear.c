@@ -32,8 +32,8 @@ void nv_pack(const bf16 *w, bf16 *packed, ptrdiff_t n, ptrdiff_t k) {
  * of which a thread's own, the same for each block, fit the cache, so w is read once and x once a group. */
 void nv_linear(const bf16 *x, ptrdiff_t ldx, const bf16 *packed, bf16 *y, ptrdiff_t m, ptrdiff_t n, ptrdiff_t k) {
     ptrdiff_t panels = (n + PANEL - 1) / PANEL, block = IN_PLACE ? TILE_ROWS : rows_that_fit(m, k * sizeof(act));
-    ptrdiff_t group = IN_PLACE ? omp_get_max_threads() * (3 * CACHE_BYTES / (PANEL * k * 2) + 1) : panels;
-    ptrdiff_t streams = m == 1 ? STREAMS : 1;
+    ptrdiff_t own = 3 * CACHE_BYTES / (PANEL * k * 2), streams = m == 1 ? STREAMS : 1;
+    ptrdiff_t group = IN_PLACE && m > block ? omp_get_max_threads() * (own ? own : 1) : panels;
 #pragma omp parallel
     {
         float acc[TILE_ROWS * PANEL] __attribute__((aligned(64)));

@@ -143,9 +143,7 @@ INLINE vf load32(const float *p, ptrdiff_t left) {
 #define ROUND 12582912.0f
 
 /* v's nearest integers, below 2^22. */
-INLINE vi nearest(vf v) {
-    return (vi)(v + ROUND) - (vi)each(ROUND);
-}
+INLINE vi nearest(vf v) { return (vi)(v + ROUND) - (vi)each(ROUND); }
 
 /* 2^r, of r within +-1/2, times 2^n, of n >= -126; n is what ROUND's last bits count in `shifted` = n + ROUND. The polynomial
  * is a relative minimax fit. */
@@ -158,7 +156,7 @@ INLINE vf power(vf r, vf shifted) {
     p = fma_(p, r, each(1.0f));
     return (vf)((vi)p + ((vi)shifted << 23));
 }
-/* exp within 2 units in the last place, 0 below -87. NaN stays: a row that has one is lost, and says so. */
+/* exp within 2.3 units in the last place, 0 below -87. NaN stays: a row that has one is lost, and says so. */
 INLINE vf exp_(vf x) {
     const float log2e = 1.44269502f, rest = 1.92596299e-8f;
     vi tiny = x < -87.0f;
@@ -167,7 +165,7 @@ INLINE vf exp_(vf x) {
     vf r = fma_(x, each(rest), fma_(x, each(log2e), -n));
     return (vf)((vi)power(r, shifted) & ~tiny);
 }
-/* 2^x of x <= 0, 0 below -126. */
+/* 2^x of x <= 0 within 2.1 units in the last place, 0 below -126. */
 INLINE vf exp2_(vf x) {
     vi tiny = x < -126.0f;
     x = larger(each(-126.0f), x);
