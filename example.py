@@ -2,7 +2,7 @@
 
 import sys
 
-from nanovllm import LLM, SamplingParams, glossary
+from nanovllm import LLM, SamplingParams, demo_model
 
 QUESTIONS = [
     "What is paged attention?",
@@ -14,7 +14,7 @@ QUESTIONS = [
 
 
 def main() -> None:
-    llm = LLM(sys.argv[1] if len(sys.argv) > 1 else glossary.MODEL)
+    llm = LLM(sys.argv[1] if len(sys.argv) > 1 else demo_model.MODEL)
     conversations = [[{"role": "user", "content": question}] for question in QUESTIONS]
     outputs = llm.chat(conversations, SamplingParams(temperature=0, max_tokens=256))
     for question, output in zip(QUESTIONS, outputs, strict=True):

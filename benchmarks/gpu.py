@@ -78,14 +78,14 @@ SWEEP: tuple[dict[str, int], ...] = (
     {"num_stages": 4},
 )
 """Options of the Triton decode kernel, each in place of one that it has now: constants of
-kernels/gpu_attention.py, or what it launches the kernel with."""
-TESTS_ALONE = ("tests/engine/test_cuda_graph.py", "tests/engine/test_kv_cache.py")
+kernels/triton/attention.py, or what it launches the kernel with."""
+TESTS_ALONE = ("tests/worker/test_cuda_graph.py", "tests/worker/test_kv_cache.py")
 """They look at the memory of the whole GPU, which others would change meanwhile."""
 SANITIZED = {
-    "tests/kernels/test_gpu.py": "bfloat16 or slots or length or negative",
-    "tests/kernels/test_gpu_fp8.py": "multiply or bfloat16",
-    "tests/kernels/test_gpu_attention.py": "test_groups or edges or length_0 or float8",
-    "tests/kernels/test_gpu_step.py": "gather or advance",
+    "tests/kernels/triton/test_ops.py": "bfloat16 or slots or length or negative",
+    "tests/kernels/triton/test_fp8.py": "multiply or bfloat16",
+    "tests/kernels/triton/test_attention.py": "test_groups or edges or length_0 or float8",
+    "tests/kernels/triton/test_decode_step.py": "gather or advance",
 }
 """Test files, and which of their tests, that compute-sanitizer watches: it is slow."""
 WARM_STEPS = 16
@@ -283,10 +283,10 @@ def set_decode_options(options: dict[str, int]) -> None:
     """Compile the Triton kernels anew, with other constants or launch options."""
     import triton.language as tl
 
-    from nanovllm.kernels import gpu_attention
+    from nanovllm.kernels.triton import attention as triton_attention
 
     # Reloaded, because a kernel that was compiled refuses other values of its constants.
-    names = vars(importlib.reload(gpu_attention))
+    names = vars(importlib.reload(triton_attention))
     launched: Callable[..., dict[str, int]] = names["_decode_options"]
     chosen: dict[str, int] = {}
     for name, value in options.items():
@@ -323,7 +323,7 @@ def time_attention(backend: "PagedBackend", batch: int, length: int) -> tuple[fl
     """
     import torch
 
-    from nanovllm.attention.backend import Batch
+    from nanovllm.attention.batch import Batch
 
     spec, device = backend.spec, torch.device("cuda")
     per_row = -(-length // backend.block_size)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from nanovllm import LLM, SamplingParams, glossary
+from nanovllm import LLM, SamplingParams, demo_model
 
 _LARGEST = 1000
 
@@ -39,10 +39,10 @@ def logprobs(model: str, texts: list[str], **options: str) -> torch.Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default=str(glossary.MODEL))
+    parser.add_argument("--model", default=str(demo_model.MODEL))
     parser.add_argument("--text", type=Path, help="a text file, a text a line")
     args = parser.parse_args()
-    texts = [" ".join(entry) for entry in glossary.entries()]
+    texts = [" ".join(entry) for entry in demo_model.entries()]
     if args.text is not None:
         texts = [line for line in args.text.read_text().splitlines() if line.strip()]
     expected = logprobs(args.model, texts)

@@ -1,5 +1,5 @@
 """Time the scheduler alone: schedule() and update() with 64 sequences decoding, while more and more
-requests wait for the space (or the slots) that these hold.
+requests wait for the space (or the table_indices) that these hold.
 
 It shows that a step costs what runs and not what waits: the ratios in the last column stay near 1.
 """
@@ -9,11 +9,11 @@ import gc
 import time
 from statistics import median
 
-from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.schedule import StepResult
-from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduler.block_manager import BlockManager
+from nanovllm.scheduler.messages import StepResult
+from nanovllm.scheduler.scheduler import Scheduler
+from nanovllm.scheduler.sequence import Sequence
 
 NUM_RUNNING = 64
 PROMPT_LEN = 512
@@ -29,7 +29,7 @@ def make_scheduler(blocked_by: str, num_waiting: int, num_steps: int) -> Schedul
     head_len = (spare + 1) * BLOCK_SIZE  # a block more than is ever free
     scheduler = Scheduler(
         BlockManager(num_blocks, BLOCK_SIZE),
-        max_num_seqs=NUM_RUNNING * (1 if blocked_by == "slots" else 2),
+        max_num_seqs=NUM_RUNNING * (1 if blocked_by == "table_indices" else 2),
         max_num_batched_tokens=NUM_RUNNING * PROMPT_LEN,
         max_model_len=num_blocks * BLOCK_SIZE,
     )
@@ -73,7 +73,7 @@ def main() -> None:
     args = parser.parse_args()
     print(f"{NUM_RUNNING} sequences decoding, {args.steps} steps each")
     print(f"{'blocked by':>10} {'waiting':>9} {'us/step':>9} {'ratio':>6}")
-    for blocked_by in ("blocks", "slots"):
+    for blocked_by in ("blocks", "table_indices"):
         baseline = 0.0
         for num_waiting in args.waiting:
             us = median_step_us(blocked_by, num_waiting, args.steps)

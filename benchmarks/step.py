@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.sampling import SamplingRows
-from nanovllm.kernels import cpu
+from nanovllm.kernels.cpu import library
+from nanovllm.worker.sampling import SamplingRows
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from bench import QWEN3_06B
@@ -130,7 +130,7 @@ def main() -> None:
     args.model, load_format, config = checkpoint(args.model, directory.name)
     limit = 1e3 * weight_bytes(config, args.quantization) / bandwidth
     clock = Clock()
-    cpu._call = clock.watch(PARTS.get, cpu._call)
+    library.call = clock.watch(PARTS.get, library.call)
     SamplingRows.sample = clock.watch("sampler", SamplingRows.sample)  # type: ignore[method-assign]
     found: list[list[dict[str, float]]] = []
     for enforce_eager in (True, False):  # call by call for the parts, then as it is

@@ -10,7 +10,7 @@ import typing
 from collections.abc import Callable, Collection, Iterable, Sequence as Seq
 from typing import Any
 
-from nanovllm import glossary
+from nanovllm import demo_model
 from nanovllm.config import Config
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
 from nanovllm.sampling_params import SamplingParams
@@ -143,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument(
             "model",
             nargs="?" if command is chat else None,
-            default=glossary.MODEL,
+            default=demo_model.MODEL,
             help="a checkpoint directory or a hub id"
             + ("; default: the glossary model that ships with nanovllm" if command is chat else ""),
         )

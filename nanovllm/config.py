@@ -49,7 +49,7 @@ class Config(StrictKeywords):
     """Most tokens computed in one step; longer prompts are cut into chunks. None is 16384 on CUDA,
     2048 on a CPU."""
     max_num_seqs: int = 512
-    """Most sequences that hold a slot and KV blocks at once."""
+    """Most sequences that hold a table row and KV blocks at once."""
     max_model_len: int = 4096
     """Most tokens of prompt plus output; cut to what the model's positions allow."""
     gpu_memory_utilization: float = 0.9

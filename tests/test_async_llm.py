@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from nanovllm import LLM, AsyncLLM, SamplingParams, glossary
+from nanovllm import LLM, AsyncLLM, SamplingParams, demo_model
 from nanovllm.errors import EngineDeadError, InvalidRequestError
 
-QUESTIONS = [question for question, _ in glossary.entries()]
-ANSWER_TO = dict(glossary.entries())
+QUESTIONS = [question for question, _ in demo_model.entries()]
+ANSWER_TO = dict(demo_model.entries())
 GREEDY = SamplingParams(temperature=0, max_tokens=160)
 ENDLESS = SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True)
 OPTIONS = {
@@ -31,7 +31,7 @@ OPTIONS = {
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[AsyncLLM]:
-    llm = AsyncLLM(glossary.MODEL, **OPTIONS)
+    llm = AsyncLLM(demo_model.MODEL, **OPTIONS)
     yield llm
     llm.shutdown()
 
@@ -47,7 +47,7 @@ def llm(shared: AsyncLLM) -> Iterator[AsyncLLM]:
 @pytest.fixture
 def own_llm() -> Iterator[AsyncLLM]:
     """An engine that the test may end."""
-    llm = AsyncLLM(glossary.MODEL, **OPTIONS)
+    llm = AsyncLLM(demo_model.MODEL, **OPTIONS)
     yield llm
     llm.shutdown()
 
@@ -55,7 +55,7 @@ def own_llm() -> Iterator[AsyncLLM]:
 @pytest.fixture(scope="module")
 def alone() -> Callable[[str, int], str]:
     """The text of a question's first tokens, without asyncio."""
-    llm = LLM(glossary.MODEL, **OPTIONS)
+    llm = LLM(demo_model.MODEL, **OPTIONS)
     outputs = llm.generate(QUESTIONS, GREEDY, use_tqdm=False)
     llm.shutdown()
     tokenizer = llm.get_tokenizer()
@@ -387,7 +387,7 @@ def test_event_loop_that_is_closed_with_a_request_running(llm: AsyncLLM) -> None
 
 
 def test_collected_engine_ends_its_thread() -> None:
-    llm = AsyncLLM(glossary.MODEL, **OPTIONS)
+    llm = AsyncLLM(demo_model.MODEL, **OPTIONS)
     thread = llm._thread
 
     async def begin(llm: AsyncLLM) -> None:
@@ -403,7 +403,7 @@ def test_collected_engine_ends_its_thread() -> None:
 
 
 def test_dead_worker_ends_every_stream() -> None:
-    llm = AsyncLLM(glossary.MODEL, tensor_parallel_size=2, **OPTIONS)
+    llm = AsyncLLM(demo_model.MODEL, tensor_parallel_size=2, **OPTIONS)
 
     async def main() -> None:
         assert await read(llm, QUESTIONS[0]) == " " + ANSWER_TO[QUESTIONS[0]]

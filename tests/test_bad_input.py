@@ -10,7 +10,6 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.executor import InProcessExecutor
 from nanovllm.errors import (
     CheckpointError,
     ConfigError,
@@ -19,6 +18,7 @@ from nanovllm.errors import (
     OutOfMemoryError,
     UnsupportedModelError,
 )
+from nanovllm.worker.executor import InProcessExecutor
 
 PARAMS = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 

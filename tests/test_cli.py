@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from nanovllm import LLM, SamplingParams, cli, glossary
+from nanovllm import LLM, SamplingParams, cli, demo_model
 from nanovllm.config import Config
 
 ROOT = Path(__file__).parent.parent
-ENTRIES = glossary.entries()
+ENTRIES = demo_model.entries()
 QUESTIONS = [question for question, _ in ENTRIES]
 ANSWERS = [answer for _, answer in ENTRIES]
 # Without graphs, whose capture shows its progress.
@@ -40,7 +40,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def generate(run: Run, *arguments: str, stdin: str = "") -> str:
-    status, out, err = run("generate", *FAST, glossary.MODEL, *arguments, stdin=stdin)
+    status, out, err = run("generate", *FAST, demo_model.MODEL, *arguments, stdin=stdin)
     assert (status, err) == (0, "")
     return out
 
@@ -75,7 +75,7 @@ def test_generate_takes_flags_anywhere(run: Run) -> None:
     stop = ["--stop", "glossary of"]
     kept = [f" {ANSWERS[0].partition(stop[1])[0]}", *(f" {answer}" for answer in ANSWERS[1:3])]
     for place in range(5):
-        words = [glossary.MODEL, *QUESTIONS[:3]]
+        words = [demo_model.MODEL, *QUESTIONS[:3]]
         words[place:place] = stop
         status, out, err = run("generate", *FAST, *words)
         assert (status, err) == (0, "")
@@ -160,7 +160,7 @@ def test_generate_is_as_the_checkpoint_recommends_and_long(run: Run) -> None:
     ],
 )
 def test_value_that_is_refused(run: Run, arguments: list[str], message: str) -> None:
-    status, out, err = run("generate", glossary.MODEL, QUESTIONS[0], *FAST, *arguments)
+    status, out, err = run("generate", demo_model.MODEL, QUESTIONS[0], *FAST, *arguments)
     assert (status, out) == (2, "")
     assert err.startswith("nanovllm: ")
     assert message in err
@@ -342,7 +342,7 @@ def turn(index: int) -> list[dict[str, str]]:
 
 def test_chat_keeps_the_conversation(run: Run, rendered: list[Any]) -> None:
     lines = [QUESTIONS[0], "", f"  {QUESTIONS[5]} ", QUESTIONS[9]]
-    assert chat(run, glossary.MODEL, lines=lines) == ([ANSWERS[i] for i in (0, 5, 9)], "")
+    assert chat(run, demo_model.MODEL, lines=lines) == ([ANSWERS[i] for i in (0, 5, 9)], "")
     assert rendered == [
         turn(0)[:1],
         [*turn(0), *turn(5)[:1]],
@@ -450,7 +450,7 @@ def test_chat_at_a_terminal_explains_itself(
 
 def test_nobody_reads_on() -> None:
     """Symptom: `| head` ends in a traceback."""
-    command = [sys.executable, "-m", "nanovllm.cli", "generate", glossary.MODEL, *FAST]
+    command = [sys.executable, "-m", "nanovllm.cli", "generate", demo_model.MODEL, *FAST]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     reading, writing = os.pipe()
     os.close(reading)
@@ -472,13 +472,13 @@ def test_standard_input_that_is_no_text(
 ) -> None:
     lines = io.TextIOWrapper(io.BytesIO(b"a\xff\n"), encoding="utf-8")
     monkeypatch.setattr(sys, "stdin", lines)
-    assert cli.main([command, glossary.MODEL, *FAST]) == 2
+    assert cli.main([command, demo_model.MODEL, *FAST]) == 2
     assert "standard input is not utf-8 text" in capsys.readouterr().err
 
 
 def test_as_a_process() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "nanovllm.cli", "generate", glossary.MODEL, "--chat", *FAST],
+        [sys.executable, "-m", "nanovllm.cli", "generate", demo_model.MODEL, "--chat", *FAST],
         input="\n".join(QUESTIONS[:2]),
         capture_output=True,
         text=True,

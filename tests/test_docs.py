@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm import LLM, AsyncLLM, cli, errors, glossary, outputs
+from nanovllm import LLM, AsyncLLM, cli, demo_model, errors, outputs
 from nanovllm.config import Config
-from nanovllm.engine.schedule import Admission
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduler.messages import Admission
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "nanovllm"
@@ -78,7 +78,7 @@ def test_examples_print_what_the_page_shows(example: str, monkeypatch: pytest.Mo
 
 def run_command(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run a line of a sh block in this process."""
-    words = shlex.split(line.replace("$MODEL", shlex.quote(glossary.MODEL)))
+    words = shlex.split(line.replace("$MODEL", shlex.quote(demo_model.MODEL)))
     given = ""
     if words[0] == "printf":
         _, text, pipe, *words = words

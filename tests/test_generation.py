@@ -17,13 +17,13 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from nanovllm import LLM, SamplingParams, glossary
+from nanovllm import LLM, SamplingParams, demo_model
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.scheduler import Scheduler
 from nanovllm.errors import InvalidRequestError
 from nanovllm.llm import default_sampling_params
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
+from nanovllm.scheduler.scheduler import Scheduler
 
 VOCAB = 1003
 EOS = (7, 11)
@@ -332,7 +332,7 @@ def test_logprobs_are_transformers(
     """In chunks, after preemptions, and (the second time) with a warm cache; the prompt's logits
     in several parts.
     """
-    monkeypatch.setattr("nanovllm.engine.model_runner._LOGPROB_ROWS", 6)
+    monkeypatch.setattr("nanovllm.worker.model_runner._LOGPROB_ROWS", 6)
     chooser = random.Random(2)
     asked = [(0, 0, 1), (3, None, 1), (1, 4, 2), (5, 2, 1), (2, None, 2), (4, 0, 1)]
     requests = [
@@ -577,11 +577,11 @@ def test_a_request_that_forbids_all_that_it_allows_ends_and_harms_no_other(
 
 def test_bad_words_are_not_in_the_text(make_llm: Any) -> None:
     """A word of several tokens that has as many after a space."""
-    llm = make_llm(glossary.MODEL)
+    llm = make_llm(demo_model.MODEL)
     encode = llm.get_tokenizer().encode
     question, answer = next(
         (question, answer)
-        for question, answer in glossary.entries()
+        for question, answer in demo_model.entries()
         if len(encode(f" {answer.split()[1]}")) == len(encode(answer.split()[1])) > 1
     )
     word = answer.split()[1]
@@ -595,8 +595,8 @@ def test_bad_words_are_not_in_the_text(make_llm: Any) -> None:
 
 def test_bad_words_of_white_space(make_llm: Any) -> None:
     """Symptom: such a word is dropped, and nothing is said."""
-    llm = make_llm(glossary.MODEL)
-    question = glossary.entries()[0][0]
+    llm = make_llm(demo_model.MODEL)
+    question = demo_model.entries()[0][0]
     decode = llm.get_tokenizer().decode
     for word in (" ", "\n"):
         tokens, *_ = llm.engine.output_processor.encode_bad_words([word])

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from nanovllm import LLM, SamplingParams, glossary
+from nanovllm import LLM, SamplingParams, demo_model
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.scheduler import Scheduler
+from nanovllm.scheduler.scheduler import Scheduler
 
 Workload = tuple[str, list[Any], list[SamplingParams]]
 Tokens = list[list[int]]
@@ -40,8 +40,8 @@ def random_workload(random_model: str) -> Workload:
 
 @pytest.fixture(scope="module")
 def glossary_workload() -> Workload:
-    prompts = [question for question, _ in glossary.entries()][:32]
-    return glossary.MODEL, prompts, [SamplingParams(temperature=0, max_tokens=96)] * len(prompts)
+    prompts = [question for question, _ in demo_model.entries()][:32]
+    return demo_model.MODEL, prompts, [SamplingParams(temperature=0, max_tokens=96)] * len(prompts)
 
 
 @pytest.fixture(scope="module", params=["random", "glossary"])
@@ -51,7 +51,7 @@ def workload(request: pytest.FixtureRequest) -> Workload:
 
 
 def options_for(model: str) -> dict[str, Any]:
-    return {"dtype": "float32", "max_model_len": 64 if model != glossary.MODEL else 256}
+    return {"dtype": "float32", "max_model_len": 64 if model != demo_model.MODEL else 256}
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,7 @@ def test_pool_so_small_that_it_preempts(
 def test_forced_hash_collision(
     generate: Any, expected: Tokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nanovllm.engine.block_manager.xxh64_intdigest", lambda data: 42)
+    monkeypatch.setattr("nanovllm.scheduler.block_manager.xxh64_intdigest", lambda data: 42)
     assert generate(kvcache_block_size=4) == expected
 
 

@@ -1,43 +1,42 @@
-"""Imports only go down: the tiers of the architecture, read from the source."""
+"""The architecture, read from the source: imports go down, nothing is circular, nothing is long."""
 
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "nanovllm"
 
-T0 = ("errors", "validation", "config", "sampling_params", "outputs")
-T1 = tuple(f"engine.{m}" for m in ("sequence", "schedule", "block_manager", "scheduler"))
-T2 = ("utils", "kernels", "attention", "layers", "models")
-T3 = tuple(
-    f"engine.{m}"
-    for m in (
-        *("batch", "kv_cache", "sampling", "step_output", "cpu_graph", "cuda_graph"),
-        *("model_runner", "worker"),
-    )
-)
-T4 = tuple(f"engine.{m}" for m in ("executor", "detokenizer", "output_processor", "llm_engine"))
-T5 = ("llm", "async_llm", "cli")
 
-# module prefix -> the prefixes it may import from nanovllm, and whether it may import torch
-RULES = {
-    **dict.fromkeys(T0, (T0, False)),
-    **dict.fromkeys(T1, (T0 + T1, False)),
-    "utils": ((*T0, "utils"), True),
-    "kernels": ((*T0, "utils", "kernels"), True),
-    "attention": ((*T0, "utils", "kernels", "attention"), True),
-    "layers": ((*T0, "utils", "kernels", "attention", "layers"), True),
-    "models": (T0 + T2, True),
-    **dict.fromkeys(T3, ((*T0, *T2, "engine.schedule", *T3), True)),
-    "engine.executor": ((*T0, *T1, *T3, "utils.hub"), True),
-    "engine.detokenizer": (T0, False),
-    "engine.output_processor": ((*T0, *T1, "engine.detokenizer", "utils.hub"), False),
-    "engine.llm_engine": ((*T0, *T1, *T4, "utils.hub"), False),
-    **dict.fromkeys(T5, ((*T0, *T4, "llm", "glossary"), False)),
+class Folder(NamedTuple):
+    """What the modules of a folder may import beside the values and each other."""
+
+    may_import: str
+    torch: bool
+
+
+VALUES = ("errors", "validation", "config", "sampling_params", "outputs")
+FRONT = ("llm", "async_llm", "cli")
+FOLDERS = {
+    "values": Folder("", torch=False),
+    "demo_model": Folder("", torch=False),
+    "scheduler": Folder("", torch=False),
+    "utils": Folder("", torch=True),
+    "kernels": Folder("utils", torch=True),
+    "attention": Folder("utils kernels", torch=True),
+    "layers": Folder("utils kernels attention", torch=True),
+    "models": Folder("utils kernels attention layers", torch=True),
+    "worker": Folder("utils kernels attention layers models scheduler.messages", torch=True),
+    "engine": Folder("scheduler worker.executor utils.hub", torch=False),
+    "front": Folder("engine demo_model", torch=False),
 }
+MAX_FILE_LINES = 350
+MAX_PYTHON_LINES = 60
+MAX_C_LINES = 80
 
 
 def module_name(path: Path) -> str:
@@ -45,43 +44,101 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def within(module: str, prefixes: tuple[str, ...]) -> bool:
-    return any(module == p or module.startswith(p + ".") for p in prefixes)
+def folder_of(module: str) -> str:
+    top = module.partition(".")[0]
+    return "values" if top in VALUES else "front" if top in FRONT else top
 
 
-def imports(path: Path) -> set[str]:
-    found = set()
+def imports(path: Path) -> Iterator[str]:
+    """Yield the modules that a file imports; a name that is a module counts as that module."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            found.add(node.module or "")
-    return found
+            for alias in node.names:
+                submodule = f"{node.module}.{alias.name}"
+                is_module = submodule.removeprefix("nanovllm.") in MODULES
+                yield submodule if is_module else node.module or ""
 
 
-MODULES = {module_name(p): p for p in PACKAGE.rglob("*.py")}
-RULED = {name: path for name, path in MODULES.items() if within(name, tuple(RULES))}
+MODULES = {module_name(path): path for path in PACKAGE.rglob("*.py")}
+IMPORTS = {name: set(imports(path)) for name, path in MODULES.items()}
 
 
-def test_every_module_has_a_tier() -> None:
-    packages = {"", "engine"}
-    apart = {name for name in MODULES if within(name, ("glossary",))}
-    assert MODULES.keys() - RULED.keys() - apart == packages
+def test_every_module_is_in_a_folder_with_a_rule() -> None:
+    assert {folder_of(name) for name in MODULES if name} == FOLDERS.keys()
 
 
-@pytest.mark.parametrize("name", RULED)
+@pytest.mark.parametrize("name", [name for name in MODULES if name])
 def test_imports_go_down(name: str) -> None:
-    allowed, torch_allowed = next(rule for prefix, rule in RULES.items() if within(name, (prefix,)))
-    for module in imports(RULED[name]):
-        if module.startswith("nanovllm."):
-            assert within(module.removeprefix("nanovllm."), allowed), f"{name} imports {module}"
-        if module.split(".")[0] in ("torch", "safetensors", "triton"):
-            assert torch_allowed, f"{name} imports {module}"
+    rule = FOLDERS[folder_of(name)]
+    for module in IMPORTS[name]:
+        root, _, inner = module.partition(".")
+        if root == "nanovllm" and inner and folder_of(inner) not in ("values", folder_of(name)):
+            allowed = any(
+                f"{inner}.".startswith(f"{prefix}.") for prefix in rule.may_import.split()
+            )
+            assert allowed, f"{name} imports {module}"
+        assert rule.torch or root not in ("torch", "safetensors", "triton"), (
+            f"{name} imports {module}"
+        )
+
+
+def test_no_import_cycle() -> None:
+    """Imports inside functions count too."""
+    graph = {
+        name: {m.removeprefix("nanovllm.") for m in found if m.startswith("nanovllm.")}
+        for name, found in IMPORTS.items()
+        if name  # `nanovllm` itself imports LLM and AsyncLLM only when they are asked for
+    }
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, f"import cycle: {' -> '.join([*path, name])}"
+        if name not in done:
+            for imported in sorted(graph.get(name, ())):
+                visit(imported, (*path, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+SOURCES = sorted([*MODULES.values(), *PACKAGE.rglob("*.c"), *PACKAGE.rglob("*.h")])
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_files_and_functions_are_short(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    assert len(lines) <= MAX_FILE_LINES
+    limit = MAX_PYTHON_LINES if path.suffix == ".py" else MAX_C_LINES
+    functions = python_functions(path) if path.suffix == ".py" else c_functions(lines)
+    long = {name: count for name, count in functions if count > limit}
+    assert not long, f"functions over {limit} lines: {long}"
+
+
+def python_functions(path: Path) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            yield node.name, node.end_lineno - node.lineno + 1
+
+
+def c_functions(lines: list[str]) -> Iterator[tuple[str, int]]:
+    """Yield functions, from a line with a "(" that starts at the margin to the "}" there."""
+    start = None
+    for number, line in enumerate(lines):
+        if line[:1].isalpha() and "(" in line:
+            start = number
+        elif line.startswith("}") and start is not None:
+            yield lines[start], number - start + 1
+            start = None
 
 
 @pytest.mark.parametrize(
-    "module", ["nanovllm", "nanovllm.glossary", "nanovllm.engine.scheduler", "nanovllm.utils.hub"]
+    "module",
+    ["nanovllm", "nanovllm.demo_model", "nanovllm.scheduler.scheduler", "nanovllm.utils.hub"],
 )
 def test_imports_without_torch(module: str) -> None:
     code = f"import {module}, sys; sys.exit('torch' in sys.modules)"

@@ -13,11 +13,12 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.scheduler import Scheduler
 from nanovllm.errors import ConfigError
-from nanovllm.kernels import cpu
+from nanovllm.kernels.cpu import library as library_module
+from nanovllm.kernels.cpu.library import library
+from nanovllm.scheduler.scheduler import Scheduler
 
-pytestmark = pytest.mark.skipif(cpu.library() is None, reason="no compiler here")
+pytestmark = pytest.mark.skipif(library() is None, reason="no compiler here")
 
 MAX_MODEL_LEN = 256
 
@@ -143,7 +144,11 @@ def test_torchs_default_dtype_is_the_users(model: str, dtype: torch.dtype) -> No
 
 def test_plain_torch_throughout(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Symptom: kernels that were switched off choose the tokens."""
-    monkeypatch.setattr(cpu, "_call", lambda name, *args: pytest.fail(f"{name} was called"))
+
+    def refuse(name: str, *args: Any) -> None:
+        pytest.fail(f"{name} was called")
+
+    monkeypatch.setattr(library_module, "call", refuse)
     llm = LLM(model, max_model_len=MAX_MODEL_LEN, device="cpu", native_kernels=False)
     try:
         for params in (

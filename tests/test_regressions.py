@@ -21,11 +21,11 @@ import pytest
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
-from nanovllm.engine.executor import SpawnedExecutor
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.scheduler import Scheduler
 from nanovllm.errors import InvalidRequestError, UnsupportedModelError
+from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.utils.hub import open_checkpoint
+from nanovllm.worker.executor import SpawnedExecutor
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 

@@ -17,14 +17,14 @@ from typing import Any
 
 import pytest
 
-from nanovllm import LLM, RequestOutput, SamplingParams, glossary
+from nanovllm import LLM, RequestOutput, SamplingParams, demo_model
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.scheduler import Scheduler
 from nanovllm.errors import EngineDeadError, InvalidRequestError
+from nanovllm.scheduler.scheduler import Scheduler
 
 ROOT = Path(__file__).parent.parent
-ENTRIES = glossary.entries()
+ENTRIES = demo_model.entries()
 QUESTIONS = [question for question, _ in ENTRIES]
 ANSWER_TO = dict(ENTRIES)
 QUESTION = "What is paged attention?"
@@ -38,7 +38,7 @@ TINY_POOL = {"num_kvcache_blocks": 32, "kvcache_block_size": 8, "max_model_len":
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     """Without a prefix cache, so that the same request is the same arithmetic each time."""
-    llm = LLM(glossary.MODEL, enable_prefix_caching=False, **OPTIONS)
+    llm = LLM(demo_model.MODEL, enable_prefix_caching=False, **OPTIONS)
     yield llm
     llm.shutdown()
 
@@ -211,7 +211,7 @@ def test_text_comes_as_it_is_generated(llm: LLM) -> None:
 def test_streams_read_in_any_order(
     make_llm: Any, options: dict[str, Any], stop: tuple[str, ...]
 ) -> None:
-    llm = make_llm(glossary.MODEL, **{**OPTIONS, **options})
+    llm = make_llm(demo_model.MODEL, **{**OPTIONS, **options})
     params = dataclasses.replace(GREEDY, stop=stop)
     questions = QUESTIONS[:60]
     streams = [llm.stream(question, params) for question in questions]
@@ -310,7 +310,7 @@ def test_error_in_a_step_ends_the_stream(llm: LLM, monkeypatch: pytest.MonkeyPat
 
 
 def test_shutdown_ends_a_stream(make_llm: Any) -> None:
-    llm = make_llm(glossary.MODEL, **OPTIONS)
+    llm = make_llm(demo_model.MODEL, **OPTIONS)
     stream = llm.stream(QUESTION, GREEDY)
     next(stream)
     llm.shutdown()
@@ -537,7 +537,7 @@ def test_stop_strings_whatever_runs_beside(
     monkeypatch.setattr(
         Scheduler, "_preempt", lambda self, seq: (preempted.append(seq.seq_id), preempt(self, seq))
     )
-    llm = make_llm(glossary.MODEL, **{**OPTIONS, **options})
+    llm = make_llm(demo_model.MODEL, **{**OPTIONS, **options})
     params, expected = with_stops()
     outputs = llm.generate(QUESTIONS[:40], params, use_tqdm=False)
     assert [(o.text, o.outputs[0].stop_reason) for o in outputs] == expected
@@ -550,7 +550,7 @@ def test_stop_strings_whatever_runs_beside(
 @pytest.mark.parametrize("queue_depth", [0, 1, 3])
 def test_stop_strings_with_steps_in_flight(queue_depth: int, include: bool) -> None:
     """With a queue, steps after the stop string have been launched when it is found."""
-    engine = LLMEngine(Config(model=glossary.MODEL, **OPTIONS), queue_depth=queue_depth)
+    engine = LLMEngine(Config(model=demo_model.MODEL, **OPTIONS), queue_depth=queue_depth)
     params, expected = with_stops(include)
     ids = [
         engine.add_request(question, param, stream=index % 2 == 1)
@@ -674,7 +674,7 @@ def test_chat_without_a_tokenizer(make_llm: Any, random_model: str) -> None:
 
 def test_default_sampling_params(llm: LLM, make_llm: Any, tmp_path: Path) -> None:
     assert llm.get_default_sampling_params() == SamplingParams(temperature=0)
-    model = shutil.copytree(glossary.MODEL, tmp_path / "model")
+    model = shutil.copytree(demo_model.MODEL, tmp_path / "model")
     path = model / "generation_config.json"
     given = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1}
     more = {"repetition_penalty": 1.1, "max_new_tokens": 99, "eos_token_id": [1021, 1019]}
@@ -759,7 +759,7 @@ if __name__ == "__main__":
 
 
 def run_script(path: Path, text: str) -> str:
-    path.write_text(text.replace("MODEL", repr(glossary.MODEL)))
+    path.write_text(text.replace("MODEL", repr(demo_model.MODEL)))
     done = subprocess.run(
         [sys.executable, str(path)],
         capture_output=True,
@@ -776,7 +776,7 @@ def test_script_written_for_vllm(make_llm: Any, tmp_path: Path) -> None:
     prompts = ["Hello, my name is", "The president of the United States is"]
     prompts += ["The capital of France is", "The future of AI is"]
     params = SamplingParams(temperature=0.8, top_p=0.95)
-    outputs = make_llm(glossary.MODEL).generate(prompts, params, use_tqdm=False)
+    outputs = make_llm(demo_model.MODEL).generate(prompts, params, use_tqdm=False)
     assert all(output.text for output in outputs)
     rule = "-" * 60 + "\n"
     expected = "\nGenerated Outputs:\n" + rule
@@ -789,7 +789,7 @@ def test_script_written_for_nano_vllm(make_llm: Any, tmp_path: Path) -> None:
     questions = ["introduce yourself", "list all prime numbers within 100"]
     params = SamplingParams(temperature=0.6, max_tokens=256)
     prompts = [f"<|im_start|>user\n{q}<|im_end|>\n<|im_start|>assistant\n" for q in questions]
-    outputs = make_llm(glossary.MODEL).generate(prompts, params, use_tqdm=False)
+    outputs = make_llm(demo_model.MODEL).generate(prompts, params, use_tqdm=False)
     assert all(output.text for output in outputs)
     expected = "".join(
         f"\n\nPrompt: {prompt!r}\nCompletion: {output.text!r}\n"

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 
-from nanovllm import SamplingParams, glossary
+from nanovllm import SamplingParams, demo_model
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import ConfigError, EngineDeadError, OutOfMemoryError
@@ -104,7 +104,7 @@ def test_cuda_ranks(make_llm: Any, enforce_eager: bool) -> None:
     options = {"dtype": "float32", "max_num_seqs": 8, "enforce_eager": enforce_eager}
     tokens = [
         [o.token_ids for o in llm.generate(prompts, SHORT, use_tqdm=False)]
-        for llm in (make_llm(glossary.MODEL, tensor_parallel_size=n, **options) for n in (1, 2))
+        for llm in (make_llm(demo_model.MODEL, tensor_parallel_size=n, **options) for n in (1, 2))
     ]
     assert tokens[0] == tokens[1]
 

@@ -5,43 +5,12 @@ prompts, chunks and single tokens.
 """
 
 import dataclasses
-import logging
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
 import torch
 
-from nanovllm.errors import ConfigError, UnsupportedModelError
-
-logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class Batch:
-    """One step's tokens, those of a row side by side, rows in the schedule's order.
-
-    R rows, T tokens. Everything is on the device but the two tuples, which are the host's copies
-    for planning.
-    """
-
-    input_ids: torch.Tensor
-    """[T] int64."""
-    positions: torch.Tensor
-    """[T] int64, position in its sequence."""
-    slot_mapping: torch.Tensor
-    """[T] int64, block id * block_size + offset: where the token's KV goes."""
-    cu_seqlens_q: torch.Tensor
-    """[R + 1] int32, where each row's tokens begin."""
-    seq_lens: torch.Tensor
-    """[R] int32, tokens in the KV cache once this step has stored its own."""
-    block_tables: torch.Tensor
-    """[R, width] int32, block ids; columns past a row's last block hold anything."""
-    query_lens_host: tuple[int, ...]
-    seq_lens_host: tuple[int, ...]
-    wanted: torch.Tensor | None = None
-    """Tokens whose hidden states are wanted, in their order; None: all."""
-    metadata: Any = None
-    """What the backend planned for this batch."""
+from nanovllm.attention.batch import Batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,13 +28,13 @@ class AttentionSpec:
     """Of the KV cache; None is `dtype`."""
 
     @property
-    def widens_kv(self) -> bool:
+    def quantized_kv(self) -> bool:
         """Whether keys and values are stored in another dtype than queries have."""
         return self.kv_dtype not in (None, self.dtype)
 
 
-WIDENS_NO_KV = "reads no KV cache of 8 bits"
-"""Why most backends refuse a spec that `widens_kv`."""
+NO_QUANTIZED_KV = "does not support an 8-bit KV cache"
+"""Why most backends refuse a spec that `quantized_kv`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +64,7 @@ class Backend(Protocol):
     tuples are empty then, its tensors stay where they are, and a row of length 0 does nothing."""
     spec: AttentionSpec
     store: Callable[..., torch.Tensor]
-    """The kernel of `forward_qkv` that fills the cache and returns the queries: `cpu.store`,
+    """The kernel of `forward_qkv` that fills the cache and returns the queries: `cpu_ops.store`,
     `gpu.store`."""
     block_size: int
     """Tokens in a KV block: the spec's, or the backend's choice."""
@@ -149,42 +118,3 @@ class Backend(Protocol):
     def attend(self, q: torch.Tensor, kv_cache: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Return [T, num_heads, head_dim] for `q` of that shape, whose KV is in the cache."""
         raise NotImplementedError
-
-
-def select_backend(spec: AttentionSpec, *, native: bool = True) -> Backend:
-    """Make the first backend that can serve `spec`; the others' reasons are logged.
-
-    Args:
-        native: whether kernels of our own may be used.
-
-    Raises:
-        UnsupportedModelError: none can; the message has every reason.
-        ConfigError: the same, where a KV cache of 8 bits was asked for.
-    """
-    from nanovllm.attention.cpu import CPUBackend
-    from nanovllm.attention.flash_attn import FlashAttnBackend
-    from nanovllm.attention.paged import PagedBackend
-    from nanovllm.attention.torch_sdpa import TorchBackend
-    from nanovllm.attention.triton import TritonBackend
-    from nanovllm.attention.varlen import VarlenBackend
-
-    backends: list[type[CPUBackend | PagedBackend | TorchBackend]] = [TorchBackend]
-    if native and spec.device.type == "cuda":
-        backends = [FlashAttnBackend, TritonBackend, VarlenBackend, TorchBackend]
-    elif native:
-        backends = [CPUBackend, TorchBackend]
-    reasons: list[str] = []
-    for backend in backends:
-        reason = backend.unsupported(spec)
-        if reason is None:
-            logger.info("attention backend: %s%s", backend.name, "".join(f"; {r}" for r in reasons))
-            return backend(spec)
-        reasons.append(f"{backend.name}: {reason}")
-    if spec.widens_kv:
-        asked, needed = "fp8", "a GPU of compute capability 8.9 and the Triton kernels"
-        if spec.kv_dtype == torch.int8:
-            asked, needed = "int8", "bfloat16 on a CPU and the C kernels"
-        raise ConfigError(
-            f'kv_cache_dtype "{asked}" needs {needed}; use "auto" ({", ".join(reasons)})'
-        )
-    raise UnsupportedModelError(f"no attention backend can serve this model: {'; '.join(reasons)}")

@@ -4,9 +4,11 @@ from typing import ClassVar
 
 import torch
 
-from nanovllm.attention.backend import AttentionSpec, Backend, Batch
-from nanovllm.kernels import cpu
-from nanovllm.kernels.cpu_build import PANEL
+from nanovllm.attention.backend import AttentionSpec, Backend
+from nanovllm.attention.batch import Batch
+from nanovllm.kernels.cpu import ops as cpu_ops
+from nanovllm.kernels.cpu.build import PANEL
+from nanovllm.kernels.cpu.library import library
 
 
 class CPUBackend(Backend):
@@ -22,7 +24,7 @@ class CPUBackend(Backend):
     def __init__(self, spec: AttentionSpec) -> None:
         self.block_size = spec.block_size or 64
         self.spec = spec
-        self.store = cpu.store
+        self.store = cpu_ops.store
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> str | None:
@@ -36,7 +38,7 @@ class CPUBackend(Backend):
             return "more than 32 query heads share a KV head"
         if spec.block_size is not None and (spec.block_size % 32 or spec.block_size > 512):
             return f"kvcache_block_size {spec.block_size} is no multiple of 32 up to 512"
-        return None if cpu.library() is not None else "the C kernels are off"
+        return None if library() is not None else "the C kernels are off"
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         spec = self.spec
@@ -47,4 +49,6 @@ class CPUBackend(Backend):
         return None
 
     def attend(self, q: torch.Tensor, kv_cache: torch.Tensor, batch: Batch) -> torch.Tensor:
-        return cpu.attention(q, kv_cache, batch.block_tables, batch.cu_seqlens_q, batch.seq_lens)
+        return cpu_ops.attention(
+            q, kv_cache, batch.block_tables, batch.cu_seqlens_q, batch.seq_lens
+        )

@@ -6,8 +6,8 @@ from typing import ClassVar
 
 import torch
 
-from nanovllm.attention.backend import WIDENS_NO_KV, AttentionSpec, Backend
-from nanovllm.kernels import on_gpu
+from nanovllm.attention.backend import NO_QUANTIZED_KV, AttentionSpec, Backend
+from nanovllm.kernels.selector import triton_kernels
 
 
 class PagedBackend(Backend):
@@ -18,11 +18,13 @@ class PagedBackend(Backend):
     default_block_size: ClassVar[int]
 
     def __init__(self, spec: AttentionSpec) -> None:
-        from nanovllm.kernels import gpu  # imports triton, which a machine without a GPU may lack
+        from nanovllm.kernels.triton import (
+            ops as triton_ops,  # imports triton, which a machine without a GPU may lack
+        )
 
         self.block_size = spec.block_size or self.default_block_size
         self.spec = spec
-        self.store = gpu.store
+        self.store = triton_ops.store
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         return (2, num_blocks, self.block_size, self.spec.num_kv_heads, self.spec.head_dim)
@@ -34,8 +36,8 @@ def flash_attention_refusal(spec: AttentionSpec) -> str | None:
         return "needs a CUDA GPU"
     if spec.dtype not in (torch.float16, torch.bfloat16):
         return f"needs float16 or bfloat16, not {str(spec.dtype).removeprefix('torch.')}"
-    if spec.widens_kv:
-        return WIDENS_NO_KV
+    if spec.quantized_kv:
+        return NO_QUANTIZED_KV
     if spec.head_dim % 8 or spec.head_dim > 256:
         return f"head_dim {spec.head_dim} is no multiple of 8 up to 256"
     if spec.block_size is not None and spec.block_size % 256:
@@ -43,4 +45,4 @@ def flash_attention_refusal(spec: AttentionSpec) -> str | None:
     capability = torch.cuda.get_device_capability(spec.device)
     if capability < (8, 0):
         return f"compute capability {capability[0]}.{capability[1]} is below 8.0"
-    return None if on_gpu() is not None else "the Triton kernels are off"
+    return None if triton_kernels() is not None else "the Triton kernels are off"

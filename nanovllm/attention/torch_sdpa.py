@@ -11,7 +11,8 @@ from typing import ClassVar
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from nanovllm.attention.backend import WIDENS_NO_KV, AttentionSpec, Backend, Batch
+from nanovllm.attention.backend import NO_QUANTIZED_KV, AttentionSpec, Backend
+from nanovllm.attention.batch import Batch
 
 _PADDING = 1.25
 """Rows share a call while the longest has at most this times the shortest's blocks."""
@@ -57,7 +58,7 @@ class TorchBackend(Backend):
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> str | None:
-        return WIDENS_NO_KV if spec.widens_kv else None
+        return NO_QUANTIZED_KV if spec.quantized_kv else None
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         return (2, num_blocks, self.block_size, self.spec.num_kv_heads, self.spec.head_dim)

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from nanovllm.attention.backend import AttentionSpec, Batch
+from nanovllm.attention.backend import AttentionSpec
+from nanovllm.attention.batch import Batch
 from nanovllm.attention.paged import PagedBackend
-from nanovllm.kernels import on_gpu
+from nanovllm.kernels.selector import triton_kernels
 
 if TYPE_CHECKING:
-    from nanovllm.kernels.gpu_attention import DecodePlan
+    from nanovllm.kernels.triton.attention import DecodePlan
 
 _FP8_CAPABILITY = (8, 9)
 """Below it Triton has no float8_e4m3fn."""
@@ -36,9 +37,9 @@ class TritonBackend(PagedBackend):
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
-        from nanovllm.kernels import gpu_attention
+        from nanovllm.kernels.triton import attention as triton_attention
 
-        self._kernels = gpu_attention
+        self._kernels = triton_attention
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> str | None:
@@ -50,9 +51,9 @@ class TritonBackend(PagedBackend):
             return f"head_dim {spec.head_dim} is no multiple of 16 up to 256"
         if spec.device.type == "cuda":
             capability = torch.cuda.get_device_capability(spec.device)
-            if spec.widens_kv and capability < _FP8_CAPABILITY:
+            if spec.quantized_kv and capability < _FP8_CAPABILITY:
                 return f"compute capability {capability[0]}.{capability[1]} is below 8.9"
-            return None if on_gpu() is not None else "the Triton kernels are off"
+            return None if triton_kernels() is not None else "the Triton kernels are off"
         interpreted = spec.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
         return None if interpreted else "needs a CUDA GPU"
 

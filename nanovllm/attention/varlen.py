@@ -9,7 +9,8 @@ from typing import ClassVar
 import torch
 from torch.nn.attention import varlen
 
-from nanovllm.attention.backend import AttentionSpec, Batch
+from nanovllm.attention.backend import AttentionSpec
+from nanovllm.attention.batch import Batch
 from nanovllm.attention.paged import PagedBackend, flash_attention_refusal
 
 

@@ -1,3 +1,1 @@
-"""The engine: scheduling (no torch), the worker that runs the model, and the loop that joins
-them.
-"""
+"""Owns the requests, from text to text, and drives the scheduler and the executor."""

@@ -13,17 +13,17 @@ from itertools import count
 from typing import Any
 
 from nanovllm.config import Config
-from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.executor import Future, make_executor
 from nanovllm.engine.output_processor import OutputProcessor, Request, load_tokenizer
-from nanovllm.engine.schedule import Schedule
-from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import InvalidRequestError
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduler.block_manager import BlockManager
+from nanovllm.scheduler.messages import Schedule
+from nanovllm.scheduler.scheduler import Scheduler
+from nanovllm.scheduler.sequence import Sequence
 from nanovllm.utils.hub import open_checkpoint
 from nanovllm.validation import check_int
+from nanovllm.worker.executor import Future, make_executor
 
 Prompt = str | Seq[int] | Mapping[str, Any]
 """Text, token ids, or vLLM's {"prompt": text} or {"prompt_token_ids": ids}."""

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.detokenizer import Detokenizer
-from nanovllm.engine.schedule import TokenLogprobs
-from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import CheckpointError, InvalidRequestError
 from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduler.messages import TokenLogprobs
+from nanovllm.scheduler.sequence import Sequence
 from nanovllm.utils.hub import Checkpoint
 
 if TYPE_CHECKING:

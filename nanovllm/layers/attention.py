@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from nanovllm.attention.backend import Backend, Batch, QKNorm
+from nanovllm.attention.backend import Backend, QKNorm
+from nanovllm.attention.batch import Batch
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 

@@ -10,7 +10,9 @@ import torch
 from torch.nn.functional import embedding, linear, pad
 
 from nanovllm.errors import ConfigError
-from nanovllm.kernels import cpu, on_gpu
+from nanovllm.kernels.cpu import ops as cpu_ops
+from nanovllm.kernels.cpu.library import serves
+from nanovllm.kernels.selector import triton_kernels
 
 GROUPS = {"int8": (128, 64, 32), "int4": (32,)}
 """Inputs that share a scale, by quantization: the first that divides a layer's inputs."""
@@ -75,7 +77,7 @@ def make_method(
     if quantization == "fp8":
         values, scales = quantize_fp8(weight)
         return Fp8Weight(values, scales, weight.shape[1], weight.dtype, native=native)
-    usable = native and cpu.usable(weight)
+    usable = native and serves(weight.device, weight.dtype)
     if quantization is not None:
         bits = int(quantization.removeprefix("int"))
         values, scales = quantize(weight, bits, group_size(quantization, weight.shape[1]))
@@ -161,14 +163,14 @@ class PackedWeight:
     """All bits of a bfloat16 weight, laid out for the C kernels."""
 
     def __init__(self, weight: torch.Tensor) -> None:
-        self._packed = cpu.pack(weight)
+        self._packed = cpu_ops.pack(weight)
         self._num_outputs = len(weight)
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        return cpu.linear(x, self._packed, self._num_outputs)
+        return cpu_ops.linear(x, self._packed, self._num_outputs)
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        return cpu.gather(rows, self._packed)
+        return cpu_ops.gather(rows, self._packed)
 
 
 class OneDnnWeight:
@@ -194,14 +196,14 @@ class NativeIntWeight:
         self, values: torch.Tensor, scales: torch.Tensor, bits: int, dtype: torch.dtype
     ) -> None:
         assert dtype == torch.bfloat16
-        self._packed, self._scales = cpu.pack_int(values, scales, bits)
+        self._packed, self._scales = cpu_ops.pack_int(values, scales, bits)
         self._num_outputs, self._bits = len(values), bits
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        return cpu.linear_int(x, self._packed, self._scales, self._num_outputs, self._bits)
+        return cpu_ops.linear_int(x, self._packed, self._scales, self._num_outputs, self._bits)
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        return cpu.gather_int(rows, self._packed, self._scales, self._bits)
+        return cpu_ops.gather_int(rows, self._packed, self._scales, self._bits)
 
 
 class IntWeight:
@@ -253,7 +255,7 @@ class Fp8Weight:
     ) -> None:
         self._values, self._scales, self._block, self._dtype = values, scales, block, dtype
         can = values.is_cuda and torch.cuda.get_device_capability(values.device) >= _FP8_MATMUL
-        self._kernels = on_gpu("gpu_fp8") if can and native else None
+        self._kernels = triton_kernels("fp8") if can and native else None
         self._by_rows = (  # what torch._scaled_mm takes with a scale for each row
             can
             and dtype == torch.bfloat16

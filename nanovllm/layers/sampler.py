@@ -11,7 +11,9 @@ from types import ModuleType
 import torch
 from torch.nn.functional import pad
 
-from nanovllm.kernels import cpu, on_gpu
+from nanovllm.kernels.cpu import ops as cpu_ops
+from nanovllm.kernels.cpu.library import serves
+from nanovllm.kernels.selector import triton_kernels
 from nanovllm.sampling_params import GREEDY_BELOW
 
 CHUNK = 128
@@ -113,12 +115,12 @@ def draw(logits: torch.Tensor, sampling: Sampling, num_candidates: int = 0) -> t
 
 
 def _gpu_kernels(logits: torch.Tensor, native: bool) -> ModuleType | None:
-    return on_gpu("gpu_sampling") if native and logits.is_cuda else None
+    return triton_kernels("sampling") if native and logits.is_cuda else None
 
 
 def _on_cpu(logits: torch.Tensor, native: bool) -> bool:
     """Whether the C kernels take `logits`."""
-    return native and logits.is_contiguous() and cpu.usable(logits)
+    return native and logits.is_contiguous() and serves(logits.device, logits.dtype)
 
 
 def _thresholds(
@@ -172,7 +174,7 @@ def _kept_weights(
 def _chunk_maxima(chunks: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """Return the largest logit of each chunk: [R, chunks]."""
     if _on_cpu(chunks, sampling.native):
-        return cpu.chunk_maxima(chunks.flatten(1))
+        return cpu_ops.chunk_maxima(chunks.flatten(1))
     return chunks.amax(-1)
 
 
@@ -180,7 +182,7 @@ def _chunk_sums(chunks: torch.Tensor, largest: torch.Tensor, sampling: Sampling)
     """Return the sum of the weights of each chunk: [R, chunks]."""
     if _on_cpu(chunks, sampling.native):
         temperatures, min_ps = sampling.temperatures.contiguous(), sampling.min_ps.contiguous()
-        return cpu.chunk_sums(chunks.flatten(1), largest, temperatures, min_ps)
+        return cpu_ops.chunk_sums(chunks.flatten(1), largest, temperatures, min_ps)
     return _weights(chunks, largest, sampling).sum(-1, dtype=torch.float64)
 
 
@@ -220,7 +222,7 @@ def greedy(logits: torch.Tensor, *, native: bool = True) -> torch.Tensor:
     if (gpu := _gpu_kernels(logits, native)) is not None:
         return gpu.greedy(logits)
     if _on_cpu(logits, native):
-        return cpu.greedy(logits)
+        return cpu_ops.greedy(logits)
     return logits.argmax(-1)
 
 

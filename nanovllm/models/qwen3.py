@@ -8,7 +8,7 @@ sees what.
 import torch
 from torch import nn
 
-from nanovllm.attention.backend import Batch
+from nanovllm.attention.batch import Batch
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
@@ -41,11 +41,11 @@ class Qwen3Attention(nn.Module):
         self.attn = Attention()
 
     def forward(
-        self, hidden: torch.Tensor, batch: Batch, wanted: torch.Tensor | None
+        self, hidden: torch.Tensor, batch: Batch, output_indices: torch.Tensor | None
     ) -> torch.Tensor:
         qkv, sizes = self.qkv_proj(hidden), self.qkv_proj.sizes
         heads = self.attn(qkv, sizes, self.q_norm, self.k_norm, self.rotary_emb, batch)
-        return self.o_proj((heads if wanted is None else heads[wanted]).flatten(1))
+        return self.o_proj((heads if output_indices is None else heads[output_indices]).flatten(1))
 
 
 class Qwen3MLP(nn.Module):
@@ -75,12 +75,12 @@ class Qwen3DecoderLayer(nn.Module):
         hidden: torch.Tensor | None,
         residual: torch.Tensor,
         batch: Batch,
-        wanted: torch.Tensor | None,
+        output_indices: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what follows for the tokens `wanted` (None: all), whose KV are all written."""
+        """Write the KV of every token; return the outputs of `output_indices` (None: all)."""
         hidden, residual = self.input_layernorm.add(hidden, residual)
-        hidden = self.self_attn(hidden, batch, wanted)
-        residual = residual if wanted is None else residual[wanted]
+        hidden = self.self_attn(hidden, batch, output_indices)
+        residual = residual if output_indices is None else residual[output_indices]
         hidden, residual = self.post_attention_layernorm.add(hidden, residual)
         return self.mlp(hidden), residual
 
@@ -99,8 +99,8 @@ class Qwen3Model(nn.Module):
         residual = self.embed_tokens(batch.input_ids)
         hidden: torch.Tensor | None = None
         for layer in self.layers:
-            wanted = batch.wanted if layer is self.layers[-1] else None
-            hidden, residual = layer(hidden, residual, batch, wanted)
+            output_indices = batch.output_indices if layer is self.layers[-1] else None
+            hidden, residual = layer(hidden, residual, batch, output_indices)
         return self.norm.add(hidden, residual)[0]
 
 
@@ -121,7 +121,7 @@ class Qwen3ForCausalLM(nn.Module):
             self.ignored_weights = frozenset({"lm_head.weight"})
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Return hidden states [T, hidden_size], of T wanted tokens, and write the batch's KV."""
+        """Write the batch's KV; return hidden states [O, hidden_size] of `batch.output_indices`."""
         return self.model(batch)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:

@@ -5,7 +5,8 @@ import random
 
 import torch
 
-from nanovllm.attention.backend import AttentionSpec, Batch
+from nanovllm.attention.backend import AttentionSpec
+from nanovllm.attention.batch import Batch
 
 OUT_OF_RANGE = (-1, 2**31 - 1)
 

@@ -11,20 +11,22 @@ import pytest
 import torch
 from torch.nn.attention import varlen
 
-from nanovllm import LLM, SamplingParams, glossary
+from nanovllm import LLM, SamplingParams, demo_model
 from nanovllm.attention import paged, triton
-from nanovllm.attention.backend import AttentionSpec, Batch, select_backend
+from nanovllm.attention.backend import AttentionSpec
+from nanovllm.attention.batch import Batch
 from nanovllm.attention.flash_attn import FlashAttnBackend
+from nanovllm.attention.selector import select_backend
 from nanovllm.attention.torch_sdpa import TorchBackend
 from nanovllm.attention.triton import TritonBackend
 from nanovllm.attention.varlen import VarlenBackend
-from nanovllm.engine import model_runner
 from nanovllm.errors import ConfigError
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
+from nanovllm.worker import model_runner
 from tests.attention.cases import make_case, random_rows
-from tests.triton_interpreter import allow_computed_bounds, round_to_fp8
+from tests.kernels.triton.interpreter import allow_computed_bounds, round_to_fp8
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -253,7 +255,7 @@ def a_gpu(monkeypatch):
     """A GPU as far as the refusals ask; returns a spec that nothing refuses for what it is."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for module in (paged, triton):
-        monkeypatch.setattr(module, "on_gpu", lambda: object())
+        monkeypatch.setattr(module, "triton_kernels", lambda: object())
     monkeypatch.setattr(varlen, "varlen_attn", lambda *args, block_table=None: None)  # torch 2.13's
     return AttentionSpec(16, 8, 128, torch.bfloat16, torch.device("cuda"), None)
 
@@ -300,7 +302,7 @@ def test_an_fp8_cache_needs_a_gpu_that_has_it(a_gpu, monkeypatch):
 @pytest.mark.parametrize("backend_class", GPU_BACKENDS)
 def test_without_the_triton_kernels_none_serves(backend_class, a_gpu, monkeypatch):
     for module in (paged, triton):
-        monkeypatch.setattr(module, "on_gpu", lambda: None)
+        monkeypatch.setattr(module, "triton_kernels", lambda: None)
     assert backend_class.unsupported(a_gpu) == "the Triton kernels are off"
 
 
@@ -359,7 +361,7 @@ def test_the_engine_generates_the_same_tokens(monkeypatch):
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (4, 2)]
 
     def tokens():
-        llm = LLM(glossary.MODEL, **options)
+        llm = LLM(demo_model.MODEL, **options)
         try:
             outputs = llm.generate(prompts, params, use_tqdm=False)
             outputs += llm.generate("A block table maps the positions", params[1], use_tqdm=False)
@@ -394,7 +396,7 @@ def test_the_engine_with_an_fp8_cache(monkeypatch):
     def logprobs(backend, **options):
         monkeypatch.setattr(model_runner, "select_backend", lambda spec, native: backend(spec))
         llm = LLM(
-            glossary.MODEL,
+            demo_model.MODEL,
             dtype="float32",
             max_model_len=64,
             max_num_seqs=1000,

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from nanovllm.attention import torch_sdpa
-from nanovllm.attention.backend import AttentionSpec, select_backend
+from nanovllm.attention.backend import AttentionSpec
+from nanovllm.attention.selector import select_backend
 from nanovllm.attention.torch_sdpa import TorchBackend
 from tests.attention.cases import contiguous_sdpa, make_case, random_rows, reference
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from nanovllm import glossary
+from nanovllm import demo_model
 from nanovllm.engine.detokenizer import Detokenizer
 
 UNFINISHED = "\ufffd"
@@ -23,7 +23,7 @@ TEXTS = st.one_of(st.text(max_size=12), st.lists(st.sampled_from(CHARACTERS)).ma
 def byte_level() -> Tokenizer:
     from transformers import AutoTokenizer
 
-    tokenizer: Tokenizer = AutoTokenizer.from_pretrained(glossary.MODEL).backend_tokenizer
+    tokenizer: Tokenizer = AutoTokenizer.from_pretrained(demo_model.MODEL).backend_tokenizer
     return tokenizer
 
 

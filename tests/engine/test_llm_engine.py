@@ -10,11 +10,11 @@ import psutil
 import pytest
 import torch
 
-from nanovllm import LLM, SamplingParams, glossary
+from nanovllm import LLM, SamplingParams, demo_model
 from nanovllm.config import Config
-from nanovllm.engine.executor import InProcessExecutor, num_cores
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import EngineDeadError
+from nanovllm.worker.executor import InProcessExecutor, num_cores
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -60,8 +60,8 @@ def test_threads_are_an_engines_own(make_llm: Any, random_model: str) -> None:
 
 
 def test_output_reads_like_nano_vllm_and_like_vllm(make_llm: Any) -> None:
-    question, answer = glossary.entries()[0]
-    (output,) = make_llm(glossary.MODEL).generate(
+    question, answer = demo_model.entries()[0]
+    (output,) = make_llm(demo_model.MODEL).generate(
         question, SamplingParams(temperature=0, max_tokens=128), use_tqdm=False
     )
     assert output["text"].strip() == output.outputs[0].text.strip() == answer

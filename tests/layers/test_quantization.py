@@ -5,7 +5,7 @@ import torch
 
 from nanovllm import SamplingParams
 from nanovllm.errors import ConfigError
-from nanovllm.kernels import cpu
+from nanovllm.kernels.cpu.library import library
 from nanovllm.layers import quantization
 from nanovllm.layers.linear import Matrix
 from nanovllm.layers.quantization import (
@@ -28,7 +28,7 @@ PACKED_BY_TORCH = {
 }
 """What keeps a weight in each dtype that the C kernels do not take, on this processor."""
 
-native = pytest.mark.skipif(cpu.library() is None, reason="no compiler here")
+native = pytest.mark.skipif(library() is None, reason="no compiler here")
 
 
 def randn(*shape, seed=0):
@@ -193,8 +193,8 @@ def test_fp8_with_a_scale_for_each_block():
 
 def test_fp8_product_of_rounded_inputs():
     """As a GPU is asked for it; newer versions of torch have the same function on a CPU."""
-    on_gpu = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
-    device = "cuda" if on_gpu else "cpu"
+    triton_kernels = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+    device = "cuda" if triton_kernels else "cpu"
     weight, x = randn(48, 64).to(device), randn(5, 64, seed=1).to(device)
     method = make_method(weight, "fp8", native=False)
     rounded = [

@@ -12,14 +12,15 @@ from transformers import (
 )
 
 from nanovllm import SamplingParams
-from nanovllm.attention.backend import AttentionSpec, select_backend
-from nanovllm.engine.batch import SlotTables
-from nanovllm.engine.schedule import Admission, CacheInfo, NewBlocks, Row, Schedule
+from nanovllm.attention.backend import AttentionSpec
+from nanovllm.attention.selector import select_backend
 from nanovllm.layers.attention import Attention
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.registry import model_class
+from nanovllm.scheduler.messages import Admission, CacheInfo, NewBlocks, Row, Schedule
 from nanovllm.utils.hub import open_checkpoint, weight_files
 from nanovllm.utils.loader import load_weights
+from nanovllm.worker.device_tables import DeviceTables
 
 MAX_LENGTH = 128
 GREEDY = SamplingParams(temperature=0)
@@ -124,7 +125,7 @@ class Steps:
         for module in self.model.modules():
             if isinstance(module, Attention):
                 module.bind(self.backend, torch.zeros(self.backend.kv_cache_shape(200)))
-        self.tables = SlotTables(
+        self.tables = DeviceTables(
             CacheInfo(200, block_size, MAX_LENGTH, config.vocab_size, 512), 8, cpu
         )
 
@@ -134,9 +135,9 @@ class Steps:
         batch = self.tables.batch(schedule.rows)
         batch = dataclasses.replace(batch, metadata=self.backend.plan(batch))
         hidden = self.model(batch)
-        wanted = torch.arange(len(hidden)).flip(0)[::3]
-        some = self.model(dataclasses.replace(batch, wanted=wanted))
-        torch.testing.assert_close(some, hidden[wanted], rtol=1e-4, atol=1e-4)
+        output_indices = torch.arange(len(hidden)).flip(0)[::3]
+        some = self.model(dataclasses.replace(batch, output_indices=output_indices))
+        torch.testing.assert_close(some, hidden[output_indices], rtol=1e-4, atol=1e-4)
         return self.model.compute_logits(hidden)
 
 

@@ -18,7 +18,6 @@ from transformers import (
 
 import nanovllm
 from nanovllm.config import Config
-from nanovllm.engine.worker import find_weights
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
@@ -26,6 +25,7 @@ from nanovllm.utils import distributed
 from nanovllm.utils.distributed import TensorParallel
 from nanovllm.utils.hub import open_checkpoint, weight_files
 from nanovllm.utils.loader import init_dummy_weights, load_weights, model_shards
+from nanovllm.worker.worker import find_weights
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],

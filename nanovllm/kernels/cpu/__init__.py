@@ -1,0 +1,1 @@
+"""The C kernels for CPUs: their sources, how they are built, called and recorded."""

@@ -1,0 +1,134 @@
+"""Builds the C kernels on first use, for the processor at hand, and tests them once.
+
+A library is kept under a name that depends on source, compiler, flags and processor.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_SOURCES = sorted(Path(__file__).with_name("csrc").glob("*.[ch]"))
+_COMPILE = ("-c", "-O3", "-fopenmp", "-fPIC")
+_LINK = ("-shared", "-fopenmp", "-lm")
+_WITHOUT_TILES = ("-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
+
+# The arguments of each kernel: pointers, sizes and floats.
+_KINDS: dict[str, Any] = {"p": ctypes.c_void_p, "n": ctypes.c_ssize_t, "f": ctypes.c_float}
+ARGUMENTS = {
+    "nv_pack": "ppnn",
+    "nv_linear": "pnppnnn",
+    "nv_gather": "pppnn",
+    "nv_pack_int": "ppppnnnn",
+    "nv_linear_int": "pnpppnnnnn",
+    "nv_gather_int": "ppppnnnn",
+    "nv_add_rms_norm": "ppppnnf",
+    "nv_silu_and_mul": "pnn",
+    "nv_store": "ppppppppnnnnnnnf",
+    "nv_attention": "pppnpnppnnnnnnf",
+    "nv_run": "pnnn",
+    "nv_batch": "pnnpnnppppppn",
+    "nv_greedy": "ppnn",
+    "nv_chunk_maxima": "ppn",
+    "nv_chunk_sums": "pppppnn",
+}
+
+PANEL = 32
+"""Outputs that lie side by side in a packed weight. A head in the cache fills whole panels."""
+
+
+class Unavailable(Exception):
+    """Why the kernels cannot be used here."""
+
+
+def load(*architecture: str) -> ctypes.CDLL:
+    """Return the kernels built for `architecture` (the compiler's flags), or for this processor.
+
+    Raises:
+        Unavailable: they cannot be built, or compute wrong products.
+    """
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        raise Unavailable("there is no C compiler (gcc or cc)")
+    flags = architecture or ("-march=native",)
+    try:
+        version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
+        sources = [path.read_bytes() for path in _SOURCES]
+        key = repr((sources, version, _COMPILE, _LINK, flags, sorted(processor_flags()))).encode()
+        path = _cache_directory() / f"cpu-{hashlib.sha256(key).hexdigest()[:24]}.so"
+        if not path.is_file():
+            _compile(compiler, flags, path)
+        kernels = ctypes.CDLL(str(path))
+    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
+        detail = getattr(error, "stderr", b"") or b""
+        raise Unavailable(f"{error} {detail.decode(errors='replace')[-500:]}") from error
+    if not kernels.nv_enable():  # the system does not lend this process the AMX tiles
+        if _WITHOUT_TILES[0] in flags:
+            raise Unavailable("they ask for AMX tiles even when built without")
+        return load(*flags, *_WITHOUT_TILES)
+    for name, kinds in ARGUMENTS.items():
+        function = getattr(kernels, name)
+        function.argtypes = [_KINDS[kind] for kind in kinds]
+        function.restype = None
+    _self_test(kernels)
+    return kernels
+
+
+def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=path.parent) as directory:
+        built = Path(directory, path.name)
+        objects = {s: Path(directory, f"{s.stem}.o") for s in _SOURCES if s.suffix == ".c"}
+        run = functools.partial(subprocess.run, capture_output=True, check=True)
+        with ThreadPoolExecutor() as pool:  # one compiler for each source, side by side
+            commands = ([compiler, *_COMPILE, *flags, s, "-o", o] for s, o in objects.items())
+            list(pool.map(run, commands))
+        run([compiler, *objects.values(), "-o", built, *_LINK])
+        os.replace(built, path)  # another process may have been as quick: either is right
+
+
+def _cache_directory() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    directory = Path(root, "nanovllm")
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if hasattr(os, "getuid") and directory.stat().st_uid != os.getuid():
+        raise Unavailable(f"{directory} belongs to another user")
+    return directory
+
+
+def processor_flags() -> frozenset[str]:
+    """Return what the processor can do, as Linux names it."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                if line.startswith(("flags", "Features")):  # x86, ARM
+                    return frozenset(line.split(":", 1)[1].split())
+    except OSError:
+        pass
+    return frozenset()
+
+
+def _self_test(kernels: ctypes.CDLL) -> None:
+    """Compare a small product with torch's, so that a miscompilation is found before it answers."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(70, 608, generator=generator).bfloat16()
+    x = torch.randn(37, 608, generator=generator).bfloat16()
+    packed = torch.empty(3, 304, PANEL, 2, dtype=torch.bfloat16)
+    y = torch.empty(37, 70, dtype=torch.bfloat16)
+    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (weight, packed, x, y)]
+    size = ctypes.c_ssize_t
+    kernels.nv_pack(pointers[0], pointers[1], size(70), size(608))
+    kernels.nv_linear(
+        pointers[2], size(608), pointers[1], pointers[3], size(37), size(70), size(608)
+    )
+    expected = x.double() @ weight.double().T
+    error = (y.double() - expected).abs().max()
+    if not error <= 0.01 * expected.abs().max():  # nor NaN
+        raise Unavailable("the compiled kernels compute wrong products")

@@ -1,0 +1,250 @@
+"""The C kernels for bfloat16 on CPUs as functions of tensors."""
+
+from array import array
+from collections.abc import Sequence
+
+import torch
+
+from nanovllm.kernels.cpu import library
+from nanovllm.kernels.cpu.build import PANEL
+from nanovllm.utils.memory import lazy_zeros
+
+
+def linear(x: torch.Tensor, packed: torch.Tensor, num_outputs: int) -> torch.Tensor:
+    """Return x [m, k] times the transpose of a packed weight of `num_outputs` rows: [m, n].
+
+    A row's result does not depend on the other rows, bit for bit.
+    """
+    m, k = x.shape
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    y = torch.empty(m, num_outputs, dtype=torch.bfloat16)
+    library.call("nv_linear", x, x.stride(0), packed, y, m, num_outputs, k)
+    return y
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """Return weight [n, k] as [ceil(n / 32), k / 2, 32, 2]: the layout that `linear` reads.
+
+    Needs bfloat16 and k a multiple of 32.
+    """
+    n, k = weight.shape
+    packed = lazy_zeros((-(-n // PANEL), k // 2, PANEL, 2), torch.bfloat16)
+    library.call("nv_pack", weight.contiguous(), packed, n, k)
+    return packed
+
+
+def gather(ids: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    """Return rows `ids` [t] int64 of a packed weight: [t, k]."""
+    k = packed.shape[1] * 2
+    y = torch.empty(len(ids), k, dtype=torch.bfloat16)
+    library.call("nv_gather", ids.contiguous(), packed, y, len(ids), k)
+    return y
+
+
+def pack_int(
+    values: torch.Tensor, scales: torch.Tensor, bits: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a weight of 8 or 4 bits and its scales in the layouts that `linear_int` reads.
+
+    Args:
+        values: [n, k] int8, contiguous; within [-8, 7] for 4 bits.
+        scales: [n, k / group] bfloat16, contiguous; group a multiple of 32 up to 256,
+            for 4 bits 32.
+    """
+    n, k = values.shape
+    groups, panels = scales.shape[1], -(-n // PANEL)
+    packed = lazy_zeros((panels, k * PANEL * bits // 8), torch.uint8)
+    packed_scales = torch.empty(panels, groups, PANEL, dtype=torch.bfloat16)
+    library.call("nv_pack_int", values, scales, packed, packed_scales, n, k, k // groups, bits)
+    return packed, packed_scales
+
+
+def linear_int(
+    x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, num_outputs: int, bits: int
+) -> torch.Tensor:
+    """Return x [m, k] times the transpose of a weight from `pack_int`: [m, n].
+
+    A row's result does not depend on the other rows, bit for bit.
+    """
+    m, k = x.shape
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    y = torch.empty(m, num_outputs, dtype=torch.bfloat16)
+    group = k // scales.shape[1]
+    library.call("nv_linear_int", x, x.stride(0), packed, scales, y, m, num_outputs, k, group, bits)
+    return y
+
+
+def gather_int(
+    ids: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, bits: int
+) -> torch.Tensor:
+    """Return rows `ids` [t] int64 of a weight from `pack_int`: [t, k]."""
+    k = packed.shape[1] * 8 // (PANEL * bits)
+    y = torch.empty(len(ids), k, dtype=torch.bfloat16)
+    group = k // scales.shape[1]
+    library.call("nv_gather_int", ids.contiguous(), packed, scales, y, len(ids), k, group, bits)
+    return y
+
+
+def add_rms_norm(
+    x: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Add `x` to `residual` in place (if given) and return its RMSNorm; rows contiguous."""
+    out = torch.empty_like(residual)
+    rows, n = residual.numel() // residual.shape[-1], residual.shape[-1]
+    library.call("nv_add_rms_norm", x, residual, weight, out, rows, n, eps)
+    return out
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """Return silu of the first half of each row times the second, in the first half's place.
+
+    Args:
+        gate_up: [t, 2n] contiguous.
+    """
+    rows, width = gate_up.shape
+    library.call("nv_silu_and_mul", gate_up, rows, width // 2)
+    return gate_up[:, : width // 2]
+
+
+def store(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache: torch.Tensor,
+    num_heads: int,
+) -> torch.Tensor:
+    """Normalise and rotate q and k, store k and v in the cache, and return q [t, heads, dim].
+
+    Args:
+        qkv: [t, (heads + 2 kv_heads) * dim], contiguous.
+        cos_sin: [positions, dim] float32.
+        kv_cache: [kv_heads, blocks, 2, block_size, width] bfloat16, or with two bytes more a token,
+            the scale of its numbers, int8; laid out as cache.h says.
+    """
+    num_kv_heads, num_blocks, _, block_size, _ = kv_cache.shape
+    head_dim = cos_sin.shape[1]
+    q = torch.empty(len(qkv), num_heads, head_dim, dtype=torch.bfloat16)
+    library.call(
+        "nv_store",
+        qkv,
+        q_weight,
+        k_weight,
+        cos_sin,
+        positions,
+        slot_mapping,
+        q,
+        kv_cache,
+        num_blocks,
+        len(qkv),
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        block_size,
+        8 * kv_cache.element_size(),
+        eps,
+    )
+    return q
+
+
+def attention(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+) -> torch.Tensor:
+    """Return causal attention of q [t, heads, dim] over a paged cache; see `Backend.forward`.
+
+    Args:
+        block_tables: [rows, width] int32.
+        cu_seqlens_q: [rows + 1] int32.
+        seq_lens: [rows] int32.
+    """
+    num_kv_heads, num_blocks, _, block_size, _ = kv_cache.shape
+    _, num_heads, head_dim = q.shape
+    out = torch.empty_like(q)
+    library.call(
+        "nv_attention",
+        q,
+        out,
+        kv_cache,
+        num_blocks,
+        block_tables,
+        block_tables.shape[1],
+        cu_seqlens_q,
+        seq_lens,
+        len(seq_lens),
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        block_size,
+        8 * kv_cache.element_size(),
+        head_dim**-0.5,
+    )
+    return out
+
+
+def batch(
+    token_ids: torch.Tensor,
+    block_tables: torch.Tensor,
+    block_size: int,
+    slots: Sequence[int],
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    out: tuple[torch.Tensor, ...],
+) -> None:
+    """Lay out rows' tokens side by side: the last query_lens[r] of the first seq_lens[r] of a slot.
+
+    Args:
+        token_ids, block_tables: by slot, the columns of one int32 table.
+        out: as `attention.backend.Batch` has them, with room enough: input_ids, positions,
+            slot_mapping, cu_seqlens_q, seq_lens, block_tables.
+    """
+    rows = array("q", (*slots, *query_lens, *seq_lens))
+    columns, stride = token_ids.shape[1], token_ids.stride(0)
+    assert block_tables.data_ptr() == token_ids.data_ptr() + columns * token_ids.element_size()
+    address, _ = rows.buffer_info()
+    width = out[-1].shape[1]
+    library.call(
+        "nv_batch", token_ids, stride, columns, address, len(slots), block_size, *out, width
+    )
+
+
+def greedy(logits: torch.Tensor) -> torch.Tensor:
+    """Return the first of the largest logits of each row of [r, n] contiguous: [r] int64."""
+    out = torch.empty(len(logits), dtype=torch.int64)
+    library.call("nv_greedy", logits, out, *logits.shape)
+    return out
+
+
+def chunk_maxima(logits: torch.Tensor, chunk: int = 128) -> torch.Tensor:
+    """Return the largest of each chunk of logits [r, n * 128] contiguous: [r, n] float32."""
+    out = torch.empty(len(logits), logits.shape[1] // chunk, dtype=torch.float32)
+    library.call("nv_chunk_maxima", logits, out, out.numel())
+    return out
+
+
+def chunk_sums(
+    logits: torch.Tensor,
+    largest: torch.Tensor,
+    temperatures: torch.Tensor,
+    min_ps: torch.Tensor,
+    chunk: int = 128,
+) -> torch.Tensor:
+    """Return each chunk's sum of exp((logit - largest) / temperature): [r, n] float32.
+
+    Args:
+        logits: [r, n * 128] contiguous.
+        largest: [r] float32, each row's largest logit.
+        temperatures: [r] float32.
+        min_ps: [r] float32; terms below are left out.
+    """
+    out = torch.empty(len(logits), logits.shape[1] // chunk, dtype=torch.float32)
+    library.call("nv_chunk_sums", logits, largest, temperatures, min_ps, out, *out.shape)
+    return out

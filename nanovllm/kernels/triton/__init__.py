@@ -1,0 +1,1 @@
+"""The Triton kernels for CUDA GPUs. Importing a module here imports triton."""

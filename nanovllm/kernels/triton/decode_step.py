@@ -1,0 +1,152 @@
+"""The Triton kernels at both ends of a decode step in a CUDA graph: one reads the device tables,
+one writes them.
+
+One launch each, where torch takes two dozen. Imports triton: ask `nanovllm.kernels` before this.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+
+def gather(
+    token_ids: torch.Tensor,
+    block_tables: torch.Tensor,
+    block_size: int,
+    table_indices: torch.Tensor,
+    positions: torch.Tensor,
+    columns: tuple[torch.Tensor, ...],
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """Read the rows `table_indices` [R] of the tables at `positions` [R], both int64.
+
+    Args:
+        token_ids, block_tables: [table_indices, n] int32; columns contiguous.
+        columns: five of [table_indices], the first, fourth and fifth float32, the others int64.
+
+    Returns:
+        input_ids [R] int64, slot_mapping [R] int64, seq_lens [R] int32, block_tables [R, n] int32,
+        the positions that follow [R] int64; and the rows of `columns`.
+    """
+    rows, width = len(table_indices), block_tables.shape[1]
+    input_ids, slot_mapping, following = table_indices.new_empty(3, rows).unbind()
+    seq_lens = table_indices.new_empty(rows, dtype=torch.int32)
+    tables = table_indices.new_empty(rows, width, dtype=torch.int32)
+    gathered = tuple(column.new_empty(rows) for column in columns)
+    _gather[(rows,)](
+        token_ids,
+        token_ids.stride(0),
+        block_tables,
+        block_tables.stride(0),
+        table_indices,
+        positions,
+        *columns,
+        input_ids,
+        slot_mapping,
+        following,
+        seq_lens,
+        tables,
+        *gathered,
+        WIDTH=width,
+        BLOCK_SIZE=block_size,
+        BLOCK=min(triton.next_power_of_2(width), 1024),
+    )
+    return (input_ids, slot_mapping, seq_lens, tables, following), gathered
+
+
+def advance(
+    token_ids: torch.Tensor,
+    table_indices: torch.Tensor,
+    positions: torch.Tensor,
+    moves: torch.Tensor,
+    tokens: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Write `tokens` [R] at `positions` + 1 of rows `table_indices`, and into `out`.
+
+    Then add `moves` to `positions`. All tensors but the table are int64.
+    """
+    rows = len(table_indices)
+    block = min(triton.next_power_of_2(rows), 128)
+    _advance[(triton.cdiv(rows, block),)](
+        token_ids,
+        token_ids.stride(0),
+        table_indices,
+        positions,
+        moves,
+        tokens,
+        out,
+        rows,
+        BLOCK=block,
+    )
+
+
+@triton.jit
+def _gather(
+    token_ids,
+    token_stride,
+    block_tables,
+    block_stride,
+    table_indices,
+    positions,
+    column_0,
+    column_1,
+    column_2,
+    column_3,
+    column_4,
+    input_ids,
+    slot_mapping,
+    following,
+    seq_lens,
+    tables,
+    out_0,
+    out_1,
+    out_2,
+    out_3,
+    out_4,
+    WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row."""
+    row = tl.program_id(0)
+    table_idx = tl.load(table_indices + row)
+    position = tl.load(positions + row)
+    tl.store(input_ids + row, tl.load(token_ids + table_idx * token_stride + position).to(tl.int64))
+    tl.store(following + row, position + 1)
+    tl.store(seq_lens + row, (position + 1).to(tl.int32))
+    source = block_tables + table_idx * block_stride
+    block = tl.load(source + position // BLOCK_SIZE).to(tl.int64)
+    tl.store(slot_mapping + row, block * BLOCK_SIZE + position % BLOCK_SIZE)
+    tl.store(out_0 + row, tl.load(column_0 + table_idx))
+    tl.store(out_1 + row, tl.load(column_1 + table_idx))
+    tl.store(out_2 + row, tl.load(column_2 + table_idx))
+    tl.store(out_3 + row, tl.load(column_3 + table_idx))
+    tl.store(out_4 + row, tl.load(column_4 + table_idx))
+    for start in range(0, WIDTH, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < WIDTH
+        blocks = tl.load(source + columns, inside)
+        tl.store(tables + row.to(tl.int64) * WIDTH + columns, blocks, inside)
+
+
+@triton.jit
+def _advance(
+    token_ids,
+    token_stride,
+    table_indices,
+    positions,
+    moves,
+    tokens,
+    out,
+    num_rows,
+    BLOCK: tl.constexpr,
+):
+    """A block of rows. Padding rows all write to the scratch row, which nobody reads."""
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < num_rows
+    table_idx = tl.load(table_indices + rows, inside, 0)
+    position = tl.load(positions + rows, inside, 0)
+    token = tl.load(tokens + rows, inside, 0)
+    tl.store(token_ids + table_idx * token_stride + position + 1, token.to(tl.int32), inside)
+    tl.store(out + rows, token, inside)
+    tl.store(positions + rows, position + tl.load(moves + rows, inside, 0), inside)

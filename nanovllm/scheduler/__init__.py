@@ -1,0 +1,1 @@
+"""Decides what each step computes. Knows no tensors and no text."""

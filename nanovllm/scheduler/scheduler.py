@@ -1,0 +1,303 @@
+"""Decides what each step computes: closes the gap between `num_tokens` and `num_computed_tokens`.
+
+Knows no phases (prefill, decode, resume and draft verification are the same arithmetic), no
+tensors and no text. A step's cost depends on what runs, never on how many wait.
+"""
+
+import dataclasses
+import heapq
+from bisect import insort
+from itertools import count
+
+from nanovllm.scheduler.block_manager import BlockManager
+from nanovllm.scheduler.messages import Admission, NewBlocks, Row, Schedule, StepResult
+from nanovllm.scheduler.sequence import Sequence
+
+
+@dataclasses.dataclass(slots=True)
+class EngineStats:
+    """Counts since the engine started; the difference of two readings over the time between is a
+    rate.
+    """
+
+    num_prefill_tokens: int = 0
+    """Tokens computed that gave no output token."""
+    num_decode_tokens: int = 0
+    """Output tokens."""
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill, prefix hits and preemption by recompute.
+
+    Order is (priority, arrival) everywhere: the head of the queue is admitted first and nobody
+    passes it; when the pool is full the last in order gives its blocks back and waits again.
+    `schedule()` may be called again before `update()` has taken the last step's result.
+    """
+
+    def __init__(
+        self,
+        block_manager: BlockManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        eos_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        self.block_manager = block_manager
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = max_model_len
+        self.eos_token_ids = eos_token_ids
+        self.stats = EngineStats()
+        self.running: list[Sequence] = []  # sorted by order; each owns a table row
+        self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # heap; may hold finished ones
+        self._sequences: dict[int, Sequence] = {}  # every unfinished one
+        self._free_table_indices = list(reversed(range(max_num_seqs)))
+        self._step_ids = count()
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._sequences)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._sequences) - len(self.running)
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a new sequence; its prompt must leave room for one token in max_model_len."""
+        assert 0 < seq.num_prompt_tokens < self.max_model_len
+        eos = frozenset() if seq.params.ignore_eos else self.eos_token_ids
+        seq.stop_token_ids = eos.union(seq.params.stop_token_ids)
+        longest = seq.num_prompt_tokens + seq.params.max_tokens
+        seq.max_num_tokens = min(longest, self.max_model_len)
+        self._sequences[seq.seq_id] = seq
+        self._enqueue(seq)
+
+    def schedule(self) -> Schedule | None:
+        """Choose the next step's rows and give them blocks; None if nothing can be launched now."""
+        budget = self.max_num_batched_tokens
+        admissions: list[Admission] = []
+        new_blocks: list[NewBlocks] = []
+        rows: list[Row] = []
+        preempted = False
+
+        index = 0
+        while index < len(self.running) and budget > 0:
+            seq = self.running[index]
+            num_scheduled = min(self._gap(seq), budget)
+            if num_scheduled > 0:
+                table_idx = seq.table_idx
+                assert table_idx is not None
+                end = seq.num_computed_tokens + num_scheduled
+                start = len(seq.block_table)
+                while (appended := self.block_manager.allocate_blocks(seq, end)) is None:
+                    preempted = True  # victims come later in order, so none has a row in this step
+                    if self._preempt_last() is seq:
+                        break
+                if appended is None:
+                    break
+                if appended:
+                    new_blocks.append(NewBlocks(table_idx, start, appended))
+                rows.append(self._launch(seq, num_scheduled))
+                budget -= num_scheduled
+            index += 1
+
+        while not preempted and budget > 0 and self._free_table_indices:
+            head = self._head()
+            if head is None or head.num_in_flight_steps:  # preempted with a token still unknown
+                break
+            # Prompt tokens from the cache have no hidden states to take log-probabilities from.
+            wants_all = head.params.prompt_logprobs is not None
+            cached = [] if wants_all else self.block_manager.match_prefix(head)
+            blocks = self.block_manager.allocate_blocks(head, head.num_tokens, cached)
+            if blocks is None:
+                break
+            heapq.heappop(self._waiting)
+            head.num_computed_tokens = len(cached) * self.block_manager.block_size
+            if head.num_cached_tokens is None:
+                head.num_cached_tokens = head.num_computed_tokens
+            head.table_idx = self._free_table_indices.pop()
+            insort(self.running, head, key=lambda s: s.order)
+            admissions.append(
+                Admission(
+                    head.seq_id,
+                    head.table_idx,
+                    list(head.token_ids),  # a copy: it grows while the step is in flight
+                    head.num_prompt_tokens,
+                    blocks,
+                    head.params,
+                    head.seed,
+                    head.stop_token_ids,
+                    head.bad_words,
+                )
+            )
+            num_scheduled = min(self._gap(head), budget)
+            rows.append(self._launch(head, num_scheduled))
+            budget -= num_scheduled
+
+        if not rows:
+            return None
+        return Schedule(next(self._step_ids), admissions, new_blocks, rows)
+
+    def update(self, schedule: Schedule, result: StepResult) -> list[Sequence]:
+        """Take a step's tokens; return the sequences that got any, finished ones included."""
+        assert schedule.step_id == result.step_id
+        sampled = iter(result.token_ids)
+        drafts = iter(result.draft_token_ids)
+        advanced: list[Sequence] = []
+        num_prefill_tokens = num_decode_tokens = 0
+        for seq_id, _, start, num_scheduled, samples, draft_token_ids in schedule.rows:
+            num_prefill_tokens += num_scheduled - samples
+            if samples:
+                tokens, next_drafts = next(sampled), next(drafts, None)
+            seq = self._sequences.get(seq_id)
+            if seq is None:  # finished or aborted while the step was in flight
+                continue
+            seq.num_in_flight_steps -= 1
+            if seq_id in result.prompt_logprobs:
+                seq.prompt_logprobs.update(result.prompt_logprobs[seq_id])
+            num_written = start + num_scheduled
+            if samples:
+                num_rejected = len(draft_token_ids) + 1 - len(tokens)
+                assert 0 <= num_rejected <= len(draft_token_ids)
+                num_written -= num_rejected
+                seq.num_pending_tokens -= 1
+                if seq.table_idx is not None:
+                    seq.num_computed_tokens -= num_rejected
+                self._append(seq, tokens)
+                num_decode_tokens += len(tokens)
+                if seq_id in result.logprobs:
+                    num_missing = seq.num_output_tokens - len(seq.logprobs)
+                    seq.logprobs += result.logprobs[seq_id][:num_missing]
+                if next_drafts and seq.table_idx is not None:
+                    room = seq.room - seq.num_pending_tokens
+                    seq.draft_token_ids = next_drafts[: max(0, room - 1)]
+                advanced.append(seq)
+            if seq.table_idx is not None:
+                self.block_manager.publish(seq, min(num_written, seq.num_computed_tokens))
+            if seq.is_finished:
+                self._remove(seq)
+        self.stats.num_prefill_tokens += num_prefill_tokens
+        self.stats.num_decode_tokens += num_decode_tokens
+        return advanced
+
+    def abandon(self, schedule: Schedule) -> None:
+        """Take back a step that failed: its sequences keep their tokens, lose their KV, wait."""
+        for row in schedule.rows:
+            seq = self._sequences.get(row.seq_id)
+            if seq is None:
+                continue
+            seq.num_in_flight_steps -= 1
+            if row.samples:
+                seq.num_pending_tokens -= 1
+            if seq.table_idx is not None:
+                self._preempt(seq)
+
+    def abort(self, seq_id: int) -> Sequence | None:
+        """End a sequence now, wherever it is, and free what it holds; None if there is none."""
+        return self.finish(seq_id, "abort")
+
+    def finish(
+        self, seq_id: int, finish_reason: str, stop_reason: str | None = None
+    ) -> Sequence | None:
+        """Like `abort`, for a reason that the caller found, such as a stop string in the text."""
+        seq = self._sequences.get(seq_id)
+        if seq is not None:
+            seq.finish_reason = finish_reason
+            seq.stop_reason = stop_reason
+            self._remove(seq)
+        return seq
+
+    def check(self) -> None:
+        """Verify every invariant. For tests: O(everything).
+
+        Raises:
+            AssertionError: a table row, a block or a sequence is lost or owned twice, or a count is
+                wrong.
+        """
+        self.block_manager.check(self.running)
+        owned = [seq.table_idx for seq in self.running if seq.table_idx is not None]
+        assert len(owned) == len(self.running), "a running sequence has no table row"
+        table_indices = sorted(owned + self._free_table_indices)
+        assert table_indices == list(range(len(table_indices))), (
+            "a table row is lost or owned twice"
+        )
+        assert self.running == sorted(self.running, key=lambda s: s.order)
+        waiting = [seq for _, seq in self._waiting if not seq.is_finished]
+        ids = [seq.seq_id for seq in self.running + waiting]
+        assert sorted(ids) == sorted(self._sequences), "a sequence is lost or queued twice"
+        assert all(not seq.block_table and seq.table_idx is None for seq in waiting)
+        for seq in self.running:
+            assert 0 <= seq.num_computed_tokens <= seq.num_tokens <= self.max_model_len
+            assert len(seq.block_table) >= self.block_manager.blocks_for(seq.num_computed_tokens)
+            assert 0 <= seq.num_pending_tokens <= seq.num_in_flight_steps
+
+    def _gap(self, seq: Sequence) -> int:
+        """Tokens of `seq` to compute now; 0 once its last token is known or on its way."""
+        # With drafts, how many of them survive is not known yet.
+        if seq.num_pending_tokens and (seq.draft_token_ids or seq.room <= seq.num_pending_tokens):
+            return 0
+        return seq.num_tokens - seq.num_computed_tokens
+
+    def _launch(self, seq: Sequence, num_scheduled: int) -> Row:
+        start = seq.num_computed_tokens
+        num_left = seq.num_tokens - start - num_scheduled
+        if num_left and seq.draft_token_ids:  # drafts are verified in one row or not at all
+            seq.draft_token_ids = seq.draft_token_ids[:-num_left]
+            num_left = seq.num_tokens - start - num_scheduled
+        samples = num_left == 0
+        drafts = tuple(seq.draft_token_ids) if samples else ()
+        assert seq.table_idx is not None
+        row = Row(seq.seq_id, seq.table_idx, start, num_scheduled, samples, drafts)
+        seq.num_computed_tokens += num_scheduled
+        seq.num_in_flight_steps += 1
+        seq.num_pending_tokens += samples
+        return row
+
+    def _append(self, seq: Sequence, tokens: list[int]) -> None:
+        seq.draft_token_ids = []
+        for token in tokens:
+            seq.token_ids.append(token)
+            if token in seq.stop_token_ids and seq.num_output_tokens >= seq.params.min_tokens:
+                seq.finish_reason = "stop"
+                is_eos = token in self.eos_token_ids and not seq.params.ignore_eos
+                seq.stop_reason = None if is_eos else token
+            elif seq.room <= 0:
+                seq.finish_reason = "length"
+            else:
+                continue
+            return
+
+    def _preempt_last(self) -> Sequence:
+        victim = self.running[-1]
+        self._preempt(victim)
+        return victim
+
+    def _preempt(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        self._release(seq)
+        seq.num_computed_tokens = 0
+        seq.draft_token_ids = []
+        self._enqueue(seq)
+
+    def _release(self, seq: Sequence) -> None:
+        self.block_manager.free(seq)
+        assert seq.table_idx is not None
+        self._free_table_indices.append(seq.table_idx)
+        seq.table_idx = None
+
+    def _remove(self, seq: Sequence) -> None:
+        del self._sequences[seq.seq_id]
+        if seq.table_idx is not None:
+            self.running.remove(seq)
+            self._release(seq)
+        elif len(self._waiting) > 2 * self.num_waiting + 16:  # mostly finished ones: drop them
+            self._waiting = [entry for entry in self._waiting if not entry[1].is_finished]
+            heapq.heapify(self._waiting)
+
+    def _enqueue(self, seq: Sequence) -> None:
+        heapq.heappush(self._waiting, (seq.order, seq))
+
+    def _head(self) -> Sequence | None:
+        while self._waiting and self._waiting[0][1].is_finished:
+            heapq.heappop(self._waiting)
+        return self._waiting[0][1] if self._waiting else None

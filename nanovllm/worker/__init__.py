@@ -1,0 +1,1 @@
+"""Runs the steps that the scheduler decides: processes, device tables, the model, sampling."""

@@ -1,0 +1,90 @@
+"""The model's forward pass on the CPU, recorded once and replayed by a single call of C.
+
+In a small step Python would take as long between the kernels as some of them take. Knows no
+scheduling and no sampling.
+"""
+
+import logging
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import nn
+
+from nanovllm.attention.batch import Batch
+from nanovllm.kernels.cpu import ops as cpu_ops
+from nanovllm.kernels.cpu.recording import Recording, Unrecordable
+from nanovllm.scheduler.messages import Row
+from nanovllm.worker.device_tables import DeviceTables
+
+logger = logging.getLogger(__name__)
+
+MAX_TOKENS = 64
+"""Larger steps run call by call: Python's share is small, and every tensor in between is kept."""
+
+
+class RecordedModel:
+    """`model`'s forward pass for batches of up to MAX_TOKENS tokens.
+
+    Args:
+        model: all of whose work is done by the C kernels.
+        tables: where the batches' tokens and blocks are.
+
+    Raises:
+        Unrecordable: torch has a part in it.
+    """
+
+    def __init__(self, model: nn.Module, tables: DeviceTables) -> None:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype)
+
+        self._tables = tables
+        batch = Batch(
+            input_ids=zeros(MAX_TOKENS, dtype=torch.int64),
+            positions=zeros(MAX_TOKENS, dtype=torch.int64),
+            slot_mapping=zeros(MAX_TOKENS, dtype=torch.int64),
+            cu_seqlens_q=zeros(MAX_TOKENS + 1),
+            seq_lens=zeros(MAX_TOKENS),
+            block_tables=zeros(MAX_TOKENS, tables.block_tables.shape[1]),
+            query_lens_host=(),
+            seq_lens_host=(),
+        )
+        with Recording(MAX_TOKENS) as self._recording:
+            self._hidden: torch.Tensor = model(batch)
+        self._inputs = (
+            batch.input_ids,
+            batch.positions,
+            batch.slot_mapping,
+            batch.cu_seqlens_q,
+            batch.seq_lens,
+            batch.block_tables,
+        )
+
+    def fits(self, rows: Seq[Row]) -> bool:
+        """Whether the recording serves `rows`."""
+        return sum(row.num_scheduled_tokens for row in rows) <= MAX_TOKENS
+
+    def run(self, rows: Seq[Row]) -> torch.Tensor:
+        """Return hidden states [T, hidden_size], overwritten by the next call."""
+        _, table_indices, starts, query_lens, _, _ = zip(*rows, strict=True)
+        seq_lens = [start + length for start, length in zip(starts, query_lens, strict=True)]
+        tables, num_tokens = self._tables, sum(query_lens)
+        cpu_ops.batch(
+            tables.token_ids,
+            tables.block_tables,
+            tables.block_size,
+            table_indices,
+            query_lens,
+            seq_lens,
+            self._inputs,
+        )
+        self._recording.run(num_tokens, len(rows))
+        return self._hidden[:num_tokens]
+
+
+def record(model: nn.Module, tables: DeviceTables) -> RecordedModel | None:
+    """Return `model` recorded, or None (and a line in the log) where it cannot be."""
+    try:
+        return RecordedModel(model, tables)
+    except Unrecordable as reason:
+        logger.info("steps run call by call: %s", reason)
+        return None

@@ -1,0 +1,239 @@
+"""The device tables, one row for each running sequence, and the batch that a schedule selects.
+
+A running sequence's tokens, block table and sampling state live here from its admission on;
+sampled tokens are written back on the device, so the next step can be built before the host has
+seen them. Knows no model.
+"""
+
+from array import array
+from collections.abc import Sequence as Seq
+from types import ModuleType
+
+import torch
+
+from nanovllm.attention.batch import Batch
+from nanovllm.kernels.selector import triton_kernels
+from nanovllm.layers.logits_rules import LogitsRules
+from nanovllm.layers.sampler import Sampling
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduler.messages import Admission, CacheInfo, Row, Schedule
+from nanovllm.worker.kv_cache import zeros
+
+_EVERYTHING = 2**31 - 1
+"""The top_k of rows that have none."""
+
+
+class DeviceTables:
+    """Tokens, block tables and sampling state of the running sequences.
+
+    One extra row, `scratch_idx`, belongs to no sequence: padding rows of a batch read and write it.
+    Its block table holds block `num_blocks`, which the scheduler never allocates.
+    """
+
+    def __init__(
+        self, info: CacheInfo, max_num_seqs: int, device: torch.device, *, native: bool = True
+    ) -> None:
+        num_rows, width = max_num_seqs + 1, -(-info.max_model_len // info.block_size)
+        self.block_size = info.block_size
+        self.device = device
+        self.native = native  # whether kernels of our own may be used
+        self.scratch_idx = max_num_seqs
+        # A row's tokens and block table are adjacent, so one upload writes both. There is one extra
+        # token column, for the last sampled token of a sequence of max_model_len tokens.
+        num_columns = info.max_model_len + 1
+        self._table = zeros((num_rows, num_columns + width), torch.int32, device)
+        self.token_ids = self._table[:, :num_columns]
+        self.block_tables = self._table[:, num_columns:]
+        self.block_tables[self.scratch_idx] = info.num_blocks
+        self.temperatures = torch.zeros(num_rows, dtype=torch.float32, device=device)
+        self.seeds = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.top_ks = torch.full((num_rows,), _EVERYTHING, dtype=torch.int64, device=device)
+        self.top_ps = torch.ones(num_rows, dtype=torch.float32, device=device)
+        self.min_ps = torch.zeros(num_rows, dtype=torch.float32, device=device)
+        # Host side, by table row: what decides how a row is sampled.
+        self.params = [SamplingParams()] * max_num_seqs
+        self.num_prompt_tokens = [0] * max_num_seqs
+        self.rules: list[LogitsRules | None] = [None] * max_num_seqs
+        self.plain = [False] * max_num_seqs  # the token that a graph draws is all it asks for
+
+    def apply(self, schedule: Schedule) -> None:
+        """Take in what changed since the last step: one upload, or none if nothing did.
+
+        No place is written twice: a table_idx that is admitted gets no new blocks in the same step.
+        """
+        places, values = array("q"), array("q")
+        num_columns, stride = self.token_ids.shape[1], self._table.shape[1]
+
+        def write(column: int, table_idx: int, items: Seq[int]) -> None:
+            first = table_idx * stride + column
+            places.extend(range(first, first + len(items)))
+            values.extend(items)
+
+        for new in schedule.admissions:
+            write(0, new.table_idx, new.token_ids)
+            write(num_columns, new.table_idx, new.block_ids)
+        for blocks in schedule.new_blocks:
+            write(num_columns + blocks.start, blocks.table_idx, blocks.block_ids)
+        if not places:
+            return
+        count = len(places)
+        packed = self.upload(places + values + _parameters(schedule.admissions))
+        self._table.view(-1)[packed[:count]] = packed[count : 2 * count].int()
+        if schedule.admissions:
+            self._admit(schedule.admissions, packed[2 * count :].view(6, -1))
+
+    def batch(self, rows: list[Row]) -> Batch:
+        """Lay out the tokens of `rows` side by side."""
+        query_lens = tuple(row.num_scheduled_tokens for row in rows)
+        seq_lens = tuple(row.num_computed_tokens + row.num_scheduled_tokens for row in rows)
+        num_tokens = sum(query_lens)
+        numbers = [*(row.table_idx for row in rows), *query_lens, *seq_lens]
+        table_indices, lens, ends = self.upload(numbers).view(3, len(rows)).unbind()
+        cu_seqlens = torch.zeros(len(rows) + 1, dtype=torch.int64, device=self.device)
+        torch.cumsum(lens, 0, out=cu_seqlens[1:])
+        # A token's position is its distance from the end of its row, taken from the end of its
+        # sequence.
+        token_rows = torch.arange(len(rows), device=self.device)
+        token_rows = token_rows.repeat_interleave(lens, output_size=num_tokens)
+        tokens = torch.arange(num_tokens, device=self.device)
+        positions = tokens + (ends - cu_seqlens[1:])[token_rows]
+        token_table_indices = table_indices[token_rows]
+        blocks = self.block_tables[token_table_indices, positions // self.block_size].long()
+        width = -(-max(seq_lens) // self.block_size)
+        return Batch(
+            input_ids=self.token_ids[token_table_indices, positions].long(),
+            positions=positions,
+            slot_mapping=blocks * self.block_size + positions % self.block_size,
+            cu_seqlens_q=cu_seqlens.int(),
+            seq_lens=ends.int(),
+            block_tables=self.block_tables[table_indices, :width],
+            query_lens_host=query_lens,
+            seq_lens_host=seq_lens,
+        )
+
+    def decode_inputs(
+        self, table_indices: torch.Tensor, positions: torch.Tensor, cu_seqlens_q: torch.Tensor
+    ) -> tuple[Batch, Sampling]:
+        """Return one token of each row as a batch, and how to sample the next, for a CUDA graph.
+
+        Uses no values known only to the host.
+
+        Args:
+            table_indices, positions: [R] int64.
+            cu_seqlens_q: [R + 1] int32, 0 to R.
+        """
+        columns = (self.temperatures, self.seeds, self.top_ks, self.top_ps, self.min_ps)
+        kernels = self._step_kernels()
+        gather = gather_rows if kernels is None else kernels.gather
+        inputs, (temperatures, seeds, top_ks, top_ps, min_ps) = gather(
+            self.token_ids, self.block_tables, self.block_size, table_indices, positions, columns
+        )
+        input_ids, slot_mapping, seq_lens, block_tables, following = inputs
+        batch = Batch(
+            input_ids=input_ids,
+            positions=positions,
+            slot_mapping=slot_mapping,
+            cu_seqlens_q=cu_seqlens_q,
+            seq_lens=seq_lens,
+            block_tables=block_tables,
+            query_lens_host=(),
+            seq_lens_host=(),
+        )
+        filters = (top_ks, top_ps, min_ps)
+        sampling = Sampling(
+            temperatures, seeds, following, *filters, any_greedy=True, native=self.native
+        )
+        return batch, sampling
+
+    def advance(
+        self,
+        table_indices: torch.Tensor,
+        positions: torch.Tensor,
+        moves: torch.Tensor,
+        tokens: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Store the tokens that follow `positions`, also in `out`, and add `moves` to `positions`.
+
+        All are [R] int64. Only rows of the scratch table_idx may name the same place.
+        """
+        kernels = self._step_kernels()
+        if kernels is not None:
+            kernels.advance(self.token_ids, table_indices, positions, moves, tokens, out)
+            return
+        out.copy_(tokens)
+        self.token_ids[table_indices, positions + 1] = tokens.int()
+        positions.add_(moves)
+
+    def upload(self, values: Seq[int]) -> torch.Tensor:
+        """Copy host numbers to the device without waiting for it: [len(values)] int64."""
+        if not values:
+            return torch.empty(0, dtype=torch.int64, device=self.device)
+        host = torch.frombuffer(array("q", values), dtype=torch.int64)
+        if self.device.type == "cuda":
+            host = host.pin_memory()  # torch keeps the pinned memory until it is copied
+        return host.to(self.device, non_blocking=True)
+
+    def _step_kernels(self) -> ModuleType | None:
+        return triton_kernels("decode_step") if self.native and self.device.type == "cuda" else None
+
+    def _admit(self, admissions: list[Admission], parameters: torch.Tensor) -> None:
+        table_indices = parameters[0]
+        floats = parameters[3:].view(torch.float64).float()
+        self.seeds[table_indices] = parameters[1]
+        self.top_ks[table_indices] = parameters[2]
+        self.temperatures[table_indices] = floats[0]
+        self.top_ps[table_indices] = floats[1]
+        self.min_ps[table_indices] = floats[2]
+        for new in admissions:
+            self.params[new.table_idx] = new.params
+            self.num_prompt_tokens[new.table_idx] = new.num_prompt_tokens
+            self.rules[new.table_idx] = None
+            self.plain[new.table_idx] = _is_plain(new.params)
+            if LogitsRules.needed(new.params):
+                self.rules[new.table_idx] = LogitsRules(
+                    new.params,
+                    new.num_prompt_tokens,
+                    new.bad_words,
+                    new.stop_token_ids,
+                    self.device,
+                )
+
+
+def gather_rows(
+    token_ids: torch.Tensor,
+    block_tables: torch.Tensor,
+    block_size: int,
+    table_indices: torch.Tensor,
+    positions: torch.Tensor,
+    columns: tuple[torch.Tensor, ...],
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """`kernels.triton.decode_step.gather` in plain torch."""
+    tables, following = block_tables[table_indices], positions + 1
+    blocks = tables.gather(1, (positions // block_size)[:, None])[:, 0].long()
+    slot_mapping = blocks * block_size + positions % block_size
+    inputs = (
+        token_ids[table_indices, positions].long(),
+        slot_mapping,
+        following.int(),
+        tables,
+        following,
+    )
+    return inputs, tuple(column[table_indices] for column in columns)
+
+
+def _is_plain(params: SamplingParams) -> bool:
+    return params.logprobs is None and not LogitsRules.needed(params)
+
+
+def _parameters(admissions: list[Admission]) -> "array[int]":
+    """Pack table indices, seeds, top_ks, then temperatures, top_ps, min_ps as float64 bits."""
+    params = [new.params for new in admissions]
+    packed = array("q", [new.table_idx for new in admissions])
+    packed.extend(new.seed for new in admissions)
+    packed.extend(min(p.top_k or _EVERYTHING, _EVERYTHING) for p in params)
+    floats = array("d", [min(p.temperature, 1e30) for p in params])
+    floats.extend(p.top_p for p in params)
+    floats.extend(p.min_p for p in params)
+    packed.frombytes(floats.tobytes())
+    return packed

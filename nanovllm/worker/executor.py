@@ -1,0 +1,288 @@
+"""Where the ranks live: in this process, or spawned. The only part of the engine tier that knows
+workers.
+
+A dead worker is an error within seconds, never a hang; nothing outlives `shutdown`.
+"""
+
+import contextlib
+import logging
+import math
+import multiprocessing as mp
+import os
+import time
+from collections import deque
+from collections.abc import Iterator
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from nanovllm.config import Config
+from nanovllm.errors import EngineDeadError, NanoVLLMError
+from nanovllm.scheduler.messages import CacheInfo, Schedule, StepResult
+from nanovllm.utils.hub import Checkpoint
+from nanovllm.worker.kv_cache import require_one_sequence
+from nanovllm.worker.model_runner import ModelRunner
+from nanovllm.worker.worker import find_weights, make_runner, on_device, rank_device, run_worker
+
+logger = logging.getLogger(__name__)
+
+_EXIT_SECONDS = 5.0
+
+
+class Future(Protocol):
+    """A launched step."""
+
+    def result(self) -> StepResult:
+        """Wait for the step.
+
+        Raises:
+            EngineDeadError: a worker died.
+        """
+        ...
+
+
+class Executor(Protocol):
+    """Runs steps on all ranks, in the order in which they are given."""
+
+    def start(self) -> CacheInfo:
+        """Load the model and make the KV pool; the block count is the smallest over the ranks."""
+        ...
+
+    def execute(self, schedule: Schedule) -> Future:
+        """Launch a step."""
+        ...
+
+    def check_health(self) -> None:
+        """Raise EngineDeadError if a worker died or the executor was shut down."""
+        ...
+
+    def shutdown(self) -> None:
+        """End the workers and drop the model. May be called again."""
+        ...
+
+
+def make_executor(config: Config, checkpoint: Checkpoint) -> Executor:
+    """Return the executor that `config` asks for, not started."""
+    if config.tensor_parallel_size == 1:
+        return InProcessExecutor(config, checkpoint)
+    return SpawnedExecutor(config, checkpoint)
+
+
+class InProcessExecutor:
+    """One rank, in this process."""
+
+    def __init__(self, config: Config, checkpoint: Checkpoint) -> None:
+        self._config = config
+        self._checkpoint = checkpoint
+        self._runner: ModelRunner | None = None
+        self._num_threads = num_threads(config)
+
+    def start(self) -> CacheInfo:
+        files = find_weights(self._config, self._checkpoint)
+        with on_device(rank_device(self._config), self._num_threads):
+            runner = make_runner(self._config, self._checkpoint, files)
+            info = runner.measure()
+            require_one_sequence(info.num_blocks, info.block_size, info.max_model_len)
+            runner.allocate(info)
+        self._runner = runner
+        return info
+
+    def execute(self, schedule: Schedule) -> Future:
+        self.check_health()
+        assert self._runner is not None
+        with on_device(self._runner.device, self._num_threads):
+            return self._runner.execute(schedule)
+
+    def check_health(self) -> None:
+        if self._runner is None:
+            raise EngineDeadError("the engine was shut down; make a new LLM")
+
+    def shutdown(self) -> None:
+        self._runner = None
+
+
+class SpawnedExecutor:
+    """tensor_parallel_size processes, each with a pipe to this one; rank 0 answers for all.
+
+    Every rank is a child, so this process joins no group and may hold several engines.
+    """
+
+    def __init__(self, config: Config, checkpoint: Checkpoint) -> None:
+        self._config = config
+        self._checkpoint = checkpoint
+        self._processes: list[SpawnProcess] = []
+        self._pipes: list[Connection] = []
+        self._received: list[deque[Any]] = []  # by rank, what arrived while another was waited for
+        self._store: TCPStore | None = None
+        self._dead: str | None = None
+
+    def start(self) -> CacheInfo:
+        size = self._config.tensor_parallel_size
+        rank_device(self._config, size - 1)
+        files = find_weights(self._config, self._checkpoint)
+        context = mp.get_context("spawn")
+        try:
+            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            for rank in range(size):
+                ours, theirs = context.Pipe()
+                self._pipes.append(ours)
+                self._received.append(deque())
+                process = context.Process(
+                    target=run_worker,
+                    args=(
+                        rank,
+                        self._store.port,
+                        num_threads(self._config),
+                        self._config,
+                        self._checkpoint,
+                        files,
+                    ),
+                    kwargs={"pipe": theirs},
+                    name=f"nanovllm-rank{rank}",
+                    daemon=True,
+                )
+                process.start()
+                self._processes.append(process)
+                theirs.close()  # so that a dead child is the end of file on ours
+            infos: list[CacheInfo] = [self._receive(rank) for rank in range(size)]
+            info = min(infos, key=lambda found: found.num_blocks)
+            require_one_sequence(info.num_blocks, info.block_size, info.max_model_len)
+            self._send(info)
+            for rank in range(size):
+                self._receive(rank)
+        except BaseException:
+            self.shutdown()
+            raise
+        return info
+
+    def execute(self, schedule: Schedule) -> Future:
+        self.check_health()
+        self._send(schedule)
+        return _StepFuture(self, schedule.step_id)
+
+    def check_health(self) -> None:
+        if self._dead is None and not all(process.is_alive() for process in self._processes):
+            self._die("a worker process died")
+        if self._dead is not None:
+            raise EngineDeadError(self._dead)
+
+    def shutdown(self) -> None:
+        self._dead = self._dead or "the engine was shut down; make a new LLM"
+        for pipe in self._pipes:
+            pipe.close()  # a worker that waits for work ends by itself
+        deadline = time.monotonic() + _EXIT_SECONDS
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+            process.close()
+        self._pipes, self._processes, self._store = [], [], None
+
+    def wait_for(self, step_id: int) -> StepResult:
+        """Return rank 0's result of a step; those of steps that nobody waited for are dropped."""
+        while True:
+            result: StepResult = self._receive(0)
+            if result.step_id == step_id:
+                return result
+
+    def _send(self, message: CacheInfo | Schedule) -> None:
+        try:
+            for pipe in self._pipes:
+                pipe.send(message)
+        except OSError:
+            self._die("a worker process died")
+        except BaseException:  # Ctrl-C: some ranks have the message and some do not
+            self._kill("interrupted while the ranks were being told what to do; make a new LLM")
+            raise
+
+    def _receive(self, rank: int) -> Any:
+        """Return `rank`'s next message; any rank's error or death ends the wait."""
+        if self._dead is not None:
+            raise EngineDeadError(self._dead)
+        while not self._received[rank]:
+            ready = wait([*self._pipes, *(process.sentinel for process in self._processes)])
+            heard = False
+            for pipe, received in zip(self._pipes, self._received, strict=True):
+                if pipe in ready:
+                    try:
+                        status, value = pipe.recv()
+                    except (EOFError, OSError):
+                        continue
+                    except BaseException:  # Ctrl-C: half of the message may still be in the pipe
+                        self._kill("interrupted while a rank answered; make a new LLM")
+                        raise
+                    if status == "error":
+                        self._die(str(value), value)
+                    received.append(value)
+                    heard = True
+            if not heard:
+                self._die("a worker process died")
+        return self._received[rank].popleft()
+
+    def _die(self, reason: str, error: NanoVLLMError | None = None) -> NoReturn:
+        """End all ranks, for without one of them the others wait for ever, and raise."""
+        # A pipe ends a moment before its process can be waited for: find out whose it was.
+        ended = wait([process.sentinel for process in self._processes], timeout=2.0)
+        for process in self._processes:
+            if process.sentinel in ended:
+                process.join(1.0)
+        exits = [
+            f"{process.name} exited with {process.exitcode}"
+            for process in self._processes
+            if process.exitcode is not None
+        ]
+        self._kill("; ".join([reason, *exits]))
+        logger.error("tensor-parallel workers ended: %s", self._dead)
+        if (
+            error is not None and type(error) is not NanoVLLMError
+        ):  # a user's mistake, found by a rank
+            raise error
+        raise EngineDeadError(self._dead)
+
+    def _kill(self, reason: str) -> None:
+        self._dead = reason
+        for process in self._processes:
+            process.kill()
+        self.shutdown()
+
+
+class _StepFuture:
+    def __init__(self, executor: SpawnedExecutor, step_id: int) -> None:
+        self._executor = executor
+        self._step_id = step_id
+
+    def result(self) -> StepResult:
+        return self._executor.wait_for(self._step_id)
+
+
+def num_threads(config: Config) -> int:
+    """CPU threads that each rank may use: config's, or the cores that this process may run on."""
+    total = config.num_threads or min(torch.get_num_threads(), num_cores())
+    return max(1, total // config.tensor_parallel_size)
+
+
+def num_cores() -> int:
+    """Cores that this process may run on, by its affinity and its cgroup's quota."""
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    for limit in _cpu_limits():
+        cores = min(cores, math.ceil(limit))
+    return max(1, cores)
+
+
+def _cpu_limits() -> Iterator[float]:
+    """CPU quotas of this process's cgroup, of either version, in cores."""
+    root = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = (root / "cpu.max").read_text().split()
+        yield int(quota) / int(period)  # "max" is no number: there is no limit
+    with contextlib.suppress(OSError, ValueError):
+        microseconds = int((root / "cpu/cpu.cfs_quota_us").read_text())
+        if microseconds > 0:  # -1: there is no limit
+            yield microseconds / int((root / "cpu/cpu.cfs_period_us").read_text())

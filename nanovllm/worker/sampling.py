@@ -1,0 +1,168 @@
+"""The rows of a step that sample a token, each by its own rule, and log-probabilities.
+
+Groups the rows on the host by what they need, so that a row pays for nothing that another asks for.
+"""
+
+import dataclasses
+from collections.abc import Sequence as Seq
+
+import torch
+
+from nanovllm.layers.sampler import Sampling, draw, greedy as greedy_tokens
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduler.messages import Row, TokenLogprobs
+from nanovllm.worker.device_tables import DeviceTables
+
+_SPARE = 8
+"""Candidates beyond top_k, so that ties with the last one are seen."""
+_TOP_P_CANDIDATES = 256
+"""Candidates for top_p alone; a row whose mass lies outside them is sorted."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GatheredLogprobs:
+    """Log-probabilities of L positions, on their way to the host."""
+
+    token_ids: torch.Tensor
+    """[L, 1 + k]: the token that is there, then the k most likely."""
+    logprobs: torch.Tensor
+    """[L, 1 + k] float32."""
+    ranks: torch.Tensor
+    """[L]."""
+
+    def to_host(self) -> "GatheredLogprobs":
+        """Start the copy to the host."""
+        return GatheredLogprobs(*map(to_host, (self.token_ids, self.logprobs, self.ranks)))
+
+    def tolist(self, counts: Seq[int]) -> list[TokenLogprobs]:
+        """Return them as numbers; `counts` says how many of the most likely each position wants."""
+        columns = (self.token_ids.tolist(), self.logprobs.tolist(), self.ranks.tolist())
+        return [
+            TokenLogprobs(tokens[: 1 + count], logprobs[: 1 + count], rank)
+            for count, tokens, logprobs, rank in zip(counts, *columns, strict=True)
+        ]
+
+
+def to_host(x: torch.Tensor) -> torch.Tensor:
+    """Return a copy of `x` on the host, without waiting for it; pinned, so that it can overlap."""
+    if not x.is_cuda:
+        return x.clone()
+    copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    return copy.copy_(x, non_blocking=True)
+
+
+def gather_logprobs(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> GatheredLogprobs:
+    """Return what logits [L, V] say of `tokens` [L] and of the `count` most likely tokens."""
+    logprobs = logits.float().log_softmax(-1)
+    own = logprobs.gather(1, tokens[:, None])
+    ranks = (logprobs > own).sum(-1) + 1
+    values, ids = logprobs.topk(min(count, logits.shape[-1]))
+    return GatheredLogprobs(
+        torch.cat([tokens[:, None], ids], 1), torch.cat([own, values], 1), ranks
+    )
+
+
+class SamplingRows:
+    """The rows of a batch that sample, S of them."""
+
+    def __init__(self, tables: DeviceTables, rows: list[Row]) -> None:
+        self.rows = [row for row in rows if row.samples]
+        self._tables = tables
+        self._params: list[SamplingParams] = []
+        self._host_positions: list[int] = []
+        last_tokens, table_indices, num_tokens = [], [], 0
+        for _, table_idx, start, num_scheduled, samples, _ in rows:
+            num_tokens += num_scheduled
+            if samples:
+                self._params.append(tables.params[table_idx])
+                self._host_positions.append(start + num_scheduled)
+                last_tokens.append(num_tokens - 1)
+                table_indices.append(table_idx)
+        numbers = last_tokens + table_indices + self._host_positions
+        on_device = tables.upload(numbers).view(3, len(self.rows))
+        self.last_tokens, self._table_indices, self._positions = on_device.unbind()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def sample(self, logits: torch.Tensor) -> torch.Tensor:
+        """Choose a token for each row of logits [S, vocab_size]; returns [S] int64."""
+        logits = self._apply_rules(logits)
+        vocab_size = logits.shape[-1]
+        greedy: list[int] = []
+        plain: list[int] = []
+        with_top_k: list[int] = []
+        with_top_p: list[int] = []
+        max_top_k = 0
+        for index, params in enumerate(self._params):
+            if params.is_greedy:
+                greedy.append(index)
+            elif 0 < params.top_k < vocab_size:
+                with_top_k.append(index)
+                max_top_k = max(max_top_k, params.top_k)
+            elif params.top_p < 1.0:
+                with_top_p.append(index)
+            else:
+                plain.append(index)
+        if len(greedy) == len(self.rows):
+            return greedy_tokens(logits, native=self._tables.native)
+        tokens = torch.empty_like(self._table_indices)
+        if greedy:
+            rows = self._tables.upload(greedy)
+            tokens[rows] = greedy_tokens(logits[rows], native=self._tables.native)
+        for group, num_candidates in (
+            (plain, 0),
+            (with_top_k, max_top_k + _SPARE),
+            (with_top_p, _TOP_P_CANDIDATES),
+        ):
+            if group:
+                rows = self._tables.upload(group)
+                near = logits if len(group) == len(self.rows) else logits[rows]
+                sampling = self._sampling(group, rows, of_all=group is with_top_p)
+                tokens[rows] = draw(near, sampling, num_candidates)
+        return tokens
+
+    def logprobs(
+        self, logits: torch.Tensor, tokens: torch.Tensor
+    ) -> tuple[list[int], list[int], GatheredLogprobs] | None:
+        """Return sequence ids, counts and values for those of `tokens` [S] whose rows ask."""
+        counts = {
+            index: count
+            for index, params in enumerate(self._params)
+            if (count := params.logprobs) is not None
+        }
+        if not counts:
+            return None
+        rows = self._tables.upload(list(counts))
+        gathered = gather_logprobs(logits[rows], tokens[rows], max(counts.values()))
+        return [self.rows[index].seq_id for index in counts], list(counts.values()), gathered
+
+    def store(self, token_ids: torch.Tensor) -> None:
+        """Write the sampled tokens [S] where the next step reads them."""
+        self._tables.token_ids[self._table_indices, self._positions] = token_ids.int()
+
+    def _apply_rules(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return `logits`, or a float32 copy where some row has rules."""
+        tables, changed = self._tables, None
+        for index, row in enumerate(self.rows):
+            rules = tables.rules[row.table_idx]
+            if rules is not None:
+                if changed is None:
+                    changed = logits.to(torch.float32, copy=True)
+                tokens = tables.token_ids[row.table_idx, : self._host_positions[index]].long()
+                rules.apply(changed[index], tokens)
+        return logits if changed is None else changed
+
+    def _sampling(self, group: list[int], rows: torch.Tensor, of_all: bool) -> Sampling:
+        tables, table_indices = self._tables, self._table_indices[rows]
+        return Sampling(
+            temperatures=tables.temperatures[table_indices],
+            seeds=tables.seeds[table_indices],
+            positions=self._positions[rows],
+            top_ks=tables.top_ks[table_indices],
+            top_ps=tables.top_ps[table_indices],
+            min_ps=tables.min_ps[table_indices],
+            any_min_p=any(self._params[index].min_p > 0 for index in group),
+            any_top_p_of_all=of_all,
+            native=tables.native,
+        )

@@ -1,0 +1,192 @@
+"""One rank: picks its device, builds the model runner, and (where it is a process of its own)
+obeys a pipe.
+
+Knows neither the scheduler nor the other ranks' results.
+"""
+
+import contextlib
+import os
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+
+from nanovllm.config import Config
+from nanovllm.errors import ConfigError, NanoVLLMError
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.registry import model_class
+from nanovllm.scheduler.messages import CacheInfo, Schedule
+from nanovllm.utils.distributed import init_tensor_parallel
+from nanovllm.utils.hub import Checkpoint, weight_files
+from nanovllm.worker.model_runner import ModelRunner
+
+
+def find_weights(config: Config, checkpoint: Checkpoint) -> list[Path]:
+    """Return the weight files to read, after refusing what the code cannot run.
+
+    Raises:
+        CheckpointError: the architecture or a setting is not supported, or there are no weights.
+        ConfigError: `quantization` is given for weights that are quantised.
+    """
+    model_config = ModelConfig.from_hf(checkpoint.config, config.dtype)
+    model_class(model_config)
+    if model_config.fp8 is not None and config.quantization not in (None, "fp8"):
+        raise ConfigError(
+            f"quantization {config.quantization!r}: {config.model} is in FP8 already; leave it out"
+        )
+    if config.load_format == "dummy":
+        return []
+    return weight_files(checkpoint, config.model, config.revision)
+
+
+def make_runner(
+    config: Config, checkpoint: Checkpoint, files: list[Path], rank: int = 0
+) -> ModelRunner:
+    """Build rank `rank`'s model on its device."""
+    model_config = ModelConfig.from_hf(checkpoint.config, config.dtype)
+    return ModelRunner(config, model_config, files, rank_device(config, rank))
+
+
+def rank_device(config: Config, rank: int = 0) -> torch.device:
+    """Return the device of rank `rank`.
+
+    Raises:
+        ConfigError: CUDA is asked for and absent, or there are fewer GPUs than ranks.
+    """
+    name = config.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f'device {config.device!r}: torch finds no CUDA GPU here; use device="cpu"'
+        )
+    device = torch.device(name) if ":" in name else torch.device("cuda", rank)
+    assert device.index is not None
+    needed = max(config.tensor_parallel_size, device.index + 1)
+    if torch.cuda.device_count() < needed:
+        raise ConfigError(
+            f"tensor_parallel_size {config.tensor_parallel_size} on {config.device!r} needs "
+            f"{needed} GPUs, torch finds {torch.cuda.device_count()}"
+        )
+    return device
+
+
+@contextlib.contextmanager
+def on_device(device: torch.device, num_threads: int) -> Iterator[None]:
+    """Inside, this thread has `num_threads` CPU threads, and `device`, if a GPU, is current.
+
+    Both are put back: they are also the caller's. A thread that first uses torch while another is
+    inside begins with that one's number.
+    """
+    before = torch.get_num_threads()  # also gives torch's number to a thread that is new to it
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        if before != num_threads:
+            torch.set_num_threads(num_threads)
+        try:
+            yield
+        finally:
+            if before != num_threads:
+                torch.set_num_threads(before)
+
+
+def run_worker(
+    rank: int,
+    port: int,
+    num_threads: int,
+    config: Config,
+    checkpoint: Checkpoint,
+    files: list[Path],
+    pipe: Connection,
+) -> None:
+    """Main function of a spawned rank: answer with what fits, allocate what is told, then obey
+    schedules.
+
+    Every message out is ("ok", value) or ("error", exception). The process ends when the pipe or
+    its parent does.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    tqdm.set_lock(threading.RLock())  # its own is a named semaphore, which a killed process leaves
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    outbox = _Outbox(pipe, rank)
+    try:
+        device = rank_device(config, rank)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        else:
+            torch.set_num_threads(num_threads)
+            loopback = "lo0" if sys.platform == "darwin" else "lo"
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        init_tensor_parallel(rank, config.tensor_parallel_size, port, device)
+        runner = make_runner(config, checkpoint, files, rank)
+        measured = runner.measure()
+        outbox.put(lambda: measured)
+        info: CacheInfo = pipe.recv()
+        runner.allocate(info)
+        outbox.put(lambda: info)
+        while True:
+            schedule: Schedule = pipe.recv()
+            pending = runner.execute(schedule)
+            if rank == 0:
+                outbox.put(pending.result)
+    except (EOFError, BrokenPipeError, ConnectionResetError):  # the parent is done with us
+        pass
+    except BaseException as error:
+        outbox.close(error)
+        if not isinstance(error, NanoVLLMError):
+            raise
+
+
+class _Outbox:
+    """Sends a rank's messages in order, from a thread of its own: waiting for a step's tokens must
+    not keep the next one from being launched.
+    """
+
+    def __init__(self, pipe: Connection, rank: int) -> None:
+        self._pipe = pipe
+        self._rank = rank
+        self._queue: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def put(self, value: Callable[[], Any]) -> None:
+        """Send what `value` returns, or raises, once it does."""
+        self._queue.put(value)
+
+    def close(self, error: BaseException) -> None:
+        """Send `error`, the last message, and wait until it is sent."""
+
+        def fail() -> None:
+            raise error
+
+        self._queue.put(fail)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._pipe.send(("ok", self._queue.get()()))
+            except OSError:  # the parent is done with us
+                return
+            except BaseException as error:
+                known = isinstance(error, NanoVLLMError)
+                message = error if known else NanoVLLMError(f"rank {self._rank}: {error!r}")
+                with contextlib.suppress(OSError):
+                    self._pipe.send(("error", message))
+                return
+
+
+def _die_with_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

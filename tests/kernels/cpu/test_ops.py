@@ -1,0 +1,474 @@
+"""The C kernels against float64, and the ways in which they step aside."""
+
+import functools
+import os
+import subprocess
+import sys
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanovllm.attention.backend import AttentionSpec, QKNorm
+from nanovllm.attention.batch import Batch
+from nanovllm.attention.cpu import CPUBackend
+from nanovllm.kernels.cpu import build, library as library_module, ops as cpu_ops
+from nanovllm.kernels.cpu.library import library
+from nanovllm.kernels.cpu.recording import Recording
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.quantization import quantize
+from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
+
+ROOT = Path(__file__).parent.parent.parent
+native = pytest.mark.skipif(library() is None, reason="no compiler here")
+
+EMULATED = Path(__file__).with_name("emulated.h")
+# Barely optimised: with -O1 it takes ten times as long to compile. Each text has a key of its own
+# in the kernels' cache.
+EMULATE = (
+    *("-march=haswell", "-Og", "-w", "-include", str(EMULATED)),
+    f"-DEMULATED={zlib.crc32(EMULATED.read_bytes())}",
+)
+VARIANTS = {
+    "native": ((), "-march=native"),
+    "avx512-bf16": (("avx512_bf16",), "-march=cooperlake"),
+    "avx512": (("avx512bw",), "-march=skylake-avx512"),
+    "avx2": (("avx2", "fma"), "-march=haswell"),
+    "emulated-avx512": (("avx2", "fma"), *EMULATE),
+    "emulated-avx512-bf16": (("avx2", "fma"), *EMULATE, "-DEMULATE_BF16"),
+    "emulated-amx": (("avx2", "fma"), *EMULATE, "-DEMULATE_AMX"),
+    "portable": ((), "-O2"),
+}
+load = functools.cache(build.load)
+
+
+@pytest.fixture(params=VARIANTS)
+def kernels(request, monkeypatch):
+    """The kernels as each kind of processor has them, as far as this one can run them."""
+    needed, *flags = VARIANTS[request.param]
+    if missing := set(needed) - build.processor_flags():
+        pytest.skip(f"no {missing} here")
+    built = load(*flags)
+    monkeypatch.setattr(library_module, "library", lambda: built)
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.inference_mode():
+        yield
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+@native
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(("n", "k"), [(32, 32), (100, 64), (1, 96), (333, 1024), (1003, 128)])
+def test_linear(n, k):
+    weight = randn(n, k)
+    packed = cpu_ops.pack(weight)
+    for m in (1, 2, 11, 12, 13, 16, 17, 31, 32, 33, 100, 300):
+        x = randn(m, k, seed=m)
+        expected = x.double() @ weight.double().T
+        torch_error = (torch.nn.functional.linear(x, weight).double() - expected).abs().max()
+        error = (cpu_ops.linear(x, packed, n).double() - expected).abs().max()
+        assert error <= 1.01 * torch_error + 1e-3
+
+
+@native
+@pytest.mark.usefixtures("kernels")
+def test_linear_reads_rows_that_lie_apart():
+    weight, wide = randn(64, 96), randn(20, 400)
+    x = wide[:, 100:196]
+    expected = cpu_ops.linear(x.contiguous(), cpu_ops.pack(weight), 64)
+    assert torch.equal(cpu_ops.linear(x, cpu_ops.pack(weight), 64), expected)
+
+
+@native
+@pytest.mark.usefixtures("kernels")
+def test_a_row_of_a_linear_does_not_depend_on_the_others():
+    weight, x = cpu_ops.pack(randn(200, 512)), randn(600, 512)
+    together = cpu_ops.linear(x, weight, 200)
+    for m in (1, 5, 12, 16, 31, 32, 47, 256, 257):
+        assert torch.equal(cpu_ops.linear(x[:m], weight, 200), together[:m])
+        assert torch.equal(cpu_ops.linear(x[-m:], weight, 200), together[-m:])
+
+
+@native
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(("n", "k"), [(1003, 128), (64, 32)])
+def test_gather_returns_the_rows(n, k):
+    weight = randn(n, k)
+    ids = torch.randint(n, (50,), generator=torch.Generator().manual_seed(1))
+    assert torch.equal(cpu_ops.gather(ids, cpu_ops.pack(weight)), weight[ids])
+
+
+@native
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    ("n", "k", "group", "bits"),
+    [
+        *[(32, 32, 32, 8), (100, 64, 64, 8), (1, 96, 32, 8), (333, 1024, 128, 8)],
+        (64, 512, 256, 8),
+        *[(32, 32, 32, 4), (100, 64, 32, 4), (1, 96, 32, 4), (333, 1024, 32, 4)],
+    ],
+)
+def test_linear_int(n, k, group, bits):
+    values, scales = quantize(randn(n, k), bits, group)
+    weight = values.double() * scales.double().repeat_interleave(group, 1)
+    packed = cpu_ops.pack_int(values, scales, bits)
+    largest = randn(300, k, seed=300)
+    largest[:, ::7] *= 1000  # inputs of very unlike sizes
+    together = cpu_ops.linear_int(largest, *packed, n, bits)
+    for m in (0, 1, 2, 3, 4, 6, 7, 12, 13, 16, 31, 32, 33, 47, 100, 300):
+        x = largest[:m]
+        expected = x.double() @ weight.T
+        out = cpu_ops.linear_int(x, *packed, n, bits)
+        # Inputs are rounded to 16 or 8 bits of their group's largest, the result to bfloat16.
+        steps = x.view(m, k // group, group).abs().amax(-1).double() / (32767 if bits == 8 else 127)
+        bound = 0.501 * steps.repeat_interleave(group, 1) @ weight.abs().T
+        assert ((out.double() - expected).abs() <= bound + 2**-8 * expected.abs() + 1e-5).all()
+        assert torch.equal(out, together[:m])
+    ids = torch.arange(n - 1, -1, -1)
+    assert torch.equal(cpu_ops.gather_int(ids, *packed, bits), weight[ids].bfloat16())
+
+
+@native
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("size", [16, 40, 128, 1000, 1024])
+def test_add_rms_norm_rounds_as_torch_does(size):
+    x, residual = randn(21, size), randn(21, size, seed=1) * 3
+    norm = RMSNorm(size, 1e-6).bfloat16()
+    norm.weight.data = randn(size, seed=2)
+    expected, total = norm.add(x, residual.clone())
+    ours = residual.clone()
+    out = cpu_ops.add_rms_norm(x, ours, norm.weight, norm.eps)
+    assert torch.equal(ours, total)
+    assert ((out != expected).float().mean() < 0.01).item()  # a sum in another order
+    assert torch.allclose(out.float(), expected.float(), rtol=0.01, atol=1e-6)
+
+
+@native
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("size", [16, 24, 77, 3072])
+def test_silu_and_mul(size):
+    gate_up = randn(9, 2 * size) * 8
+    gate_up[0, :4] = torch.tensor([-1000.0, 1000.0, 0.0, -88.0])
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    expected = torch.nn.functional.silu(gate) * up
+    error = (cpu_ops.silu_and_mul(gate_up).double() - expected).abs()
+    assert (error <= 2**-7 * expected.abs() + 1e-30).all()
+
+
+def reference(q, k, v, seq_lens, query_lens):
+    """Causal attention of whole sequences in float64: q rows are the last of each sequence."""
+    outs, start, end = [], 0, 0
+    for seq_len, query_len in zip(seq_lens, query_lens, strict=True):
+        queries, keys, values = (
+            q[start : start + query_len],
+            k[end : end + seq_len],
+            v[end : end + seq_len],
+        )
+        start, end = start + query_len, end + seq_len
+        group = q.shape[1] // k.shape[1]
+        keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+        scores = torch.einsum("qhd,khd->hqk", queries, keys) * q.shape[-1] ** -0.5
+        seen = torch.arange(seq_len) <= torch.arange(seq_len - query_len, seq_len)[:, None]
+        scores.masked_fill_(~seen, -torch.inf)
+        outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), values))
+    return torch.cat(outs)
+
+
+def in_8_bits(cache, slot_mapping, *stored):
+    """Return the keys and values of a cache's slots, once they are seen to be `stored`, rounded."""
+    kv_heads, blocks, _, block_size, row = cache.shape
+    width, head_dim = row - 2, stored[0].shape[-1]
+    halves = cache.permute(2, 1, 0, 3, 4).flatten(3)  # [2, blocks, kv_heads, bytes]
+    numbers, scales = halves.split([block_size * width, block_size * 2], -1)
+    keys = numbers[0].unflatten(-1, (-1, width // 2, 32, 2)).permute(0, 1, 2, 4, 3, 5)
+    values = numbers[1].unflatten(-1, (-1, block_size // 2, 32, 2)).permute(0, 1, 3, 5, 2, 4)
+    found = []
+    for part, scale, expected in zip(
+        (keys, values), scales.contiguous().view(torch.bfloat16), stored, strict=True
+    ):
+        scale = scale.double().transpose(1, 2).flatten(0, 1)[slot_mapping, :, None]
+        tokens = part.reshape(blocks, kv_heads, block_size, width).transpose(1, 2).flatten(0, 1)
+        tokens = tokens[slot_mapping][..., :head_dim] * scale
+        error = (tokens - expected.double()).abs()
+        assert (error <= 0.51 * scale + 2**-6 * expected.double().abs()).all()
+        assert torch.allclose(scale[..., 0] * 127, expected.abs().amax(-1).double(), rtol=2**-6)
+        found.append(tokens)
+    return found
+
+
+def plain_norm_and_rotate(qkv, norm, positions, heads, kv_heads, head_dim):
+    """What the layers do in torch, and float64 copies of it."""
+    q, k, v = (
+        x.reshape(len(qkv), -1, head_dim)
+        for x in qkv.split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], -1)
+    )
+    layers = []
+    for weight in (norm.q_weight, norm.k_weight):
+        layer = RMSNorm(head_dim, norm.eps)
+        layer.weight.data = weight
+        layers.append(layer)
+    rotary = RotaryEmbedding(head_dim, len(norm.cos_sin), RopeConfig(theta=10000.0))
+    q, k = rotary(positions, layers[0](q), layers[1](k))
+    return q, k, v
+
+
+@native
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block_size"),
+    [
+        (16, 8, 128, 64),
+        (8, 1, 64, 32),
+        (4, 4, 96, 32),
+        (4, 2, 32, 64),
+        (16, 2, 256, 128),
+        (3, 1, 32, 96),
+        (10, 2, 80, 64),
+        (6, 1, 128, 32),
+        (7, 1, 96, 64),
+    ],
+)
+def test_attention(heads, kv_heads, head_dim, block_size, kv_dtype):
+    """Whole prompts, then chunks and single tokens behind them, in one mixed batch each.
+
+    A cache of 8 bits is compared with attention over what it holds.
+    """
+    before = [0, 5, 63, 64, 200, 1, 127, 31]
+    after = [100, 1, 1, 1, 37, 33, 2, 1]
+    device = torch.device("cpu")
+    spec = AttentionSpec(
+        heads, kv_heads, head_dim, torch.bfloat16, device, block_size, kv_dtype=kv_dtype
+    )
+    assert CPUBackend.unsupported(spec) is None
+    backend = CPUBackend(spec)
+    rotary = RotaryEmbedding(head_dim, 512, RopeConfig(theta=10000.0))
+    norm = QKNorm(
+        randn(head_dim, seed=3).abs() + 0.5,
+        randn(head_dim, seed=4).abs() + 0.5,
+        1e-6,
+        rotary.cos_sin,
+    )
+    widths = [-(-(b + a) // block_size) for b, a in zip(before, after, strict=True)]
+    order = torch.randperm(sum(widths), generator=torch.Generator().manual_seed(5)).tolist()
+    tables = torch.full((len(widths), max(widths)), 2**30, dtype=torch.int32)
+    for row, width in enumerate(widths):
+        tables[row, :width] = torch.tensor([order.pop() for _ in range(width)])
+    cache = torch.zeros(backend.kv_cache_shape(sum(widths)), dtype=kv_dtype)
+    past = {row: [] for row in range(len(widths))}
+    for starts, lens in (([0] * len(widths), before), (before, after)):
+        rows = [row for row in range(len(widths)) if lens[row]]
+        query_lens = [lens[row] for row in rows]
+        seq_lens = [starts[row] + lens[row] for row in rows]
+        positions = torch.cat([torch.arange(starts[r], starts[r] + lens[r]) for r in rows])
+        token_rows = torch.cat([torch.full((lens[r],), r) for r in rows])
+        blocks = tables[token_rows, positions // block_size].long()
+        batch = Batch(
+            input_ids=positions,
+            positions=positions,
+            slot_mapping=blocks * block_size + positions % block_size,
+            cu_seqlens_q=torch.tensor([0, *query_lens]).cumsum(0).int(),
+            seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+            block_tables=tables[rows].contiguous(),
+            query_lens_host=tuple(query_lens),
+            seq_lens_host=tuple(seq_lens),
+        )
+        qkv = randn(len(positions), (heads + 2 * kv_heads) * head_dim, seed=len(positions))
+        out = backend.forward_qkv(qkv, norm, cache, batch)
+        q, k, v = plain_norm_and_rotate(qkv, norm, positions, heads, kv_heads, head_dim)
+        if kv_dtype == torch.int8:
+            k, v = in_8_bits(cache, batch.slot_mapping, k, v)
+        for row, keys, values in zip(rows, k.split(query_lens), v.split(query_lens), strict=True):
+            past[row].append((keys, values))
+        keys, values = (
+            torch.cat([torch.cat([kv[i] for kv in past[row]]) for row in rows]) for i in (0, 1)
+        )
+        expected = reference(q.double(), keys.double(), values.double(), seq_lens, query_lens)
+        assert (out.double() - expected).abs().max() < 0.02
+        assert (out.double() - expected).abs().mean() < 0.001
+
+
+@native
+def test_unsupported_shapes_are_named():
+    def spec(**changes):
+        base = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "block_size": None}
+        return AttentionSpec(
+            **{**base, "dtype": torch.bfloat16, "device": torch.device("cpu"), **changes}
+        )
+
+    assert CPUBackend.unsupported(spec()) is None
+    assert "head_dim 81" in CPUBackend.unsupported(spec(head_dim=81))
+    assert "kvcache_block_size 16" in CPUBackend.unsupported(spec(block_size=16))
+    assert "bfloat16" in CPUBackend.unsupported(spec(dtype=torch.float32))
+    assert "share a KV head" in CPUBackend.unsupported(spec(num_heads=66))
+
+
+def in_subprocess(tmp_path, code, **env):
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path), **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+SHOW = """
+import logging
+logging.basicConfig(level=logging.INFO)
+from nanovllm import LLM, SamplingParams, demo_model
+from nanovllm.kernels.cpu.library import library
+question, answer = demo_model.entries()[10]
+params = SamplingParams(temperature=0, max_tokens=128)
+text = LLM(demo_model.MODEL).generate(question, params, use_tqdm=False)[0].text
+print(library() is not None, text.strip() == answer)
+"""
+
+
+def test_without_a_compiler_torch_serves_and_the_log_says_why(tmp_path):
+    shown = in_subprocess(tmp_path, SHOW, CC="/no/such/compiler")
+    assert "False True" in shown
+    assert shown.count("native CPU kernels are off, torch serves") == 1
+
+
+@native
+def test_built_once_into_a_private_cache(tmp_path):
+    for _ in range(2):
+        build = "from nanovllm.kernels.cpu.library import library; print(library() is not None)"
+        assert "True" in in_subprocess(tmp_path, build)
+        (built_file,) = (tmp_path / "nanovllm").iterdir()
+        built = built_file.stat().st_mtime_ns
+    assert built_file.stat().st_mtime_ns == built
+    assert (tmp_path / "nanovllm").stat().st_mode & 0o777 == 0o700
+
+
+def compiler_that(edit: str, tmp_path: Path, unless: str = "--version") -> str:
+    """A compiler that has `edit` (sed's) applied to linear.c, but not with the flag `unless`."""
+    compiler = tmp_path / "cc"
+    csrc = Path(build.__file__).with_name("csrc")
+    compiler.write_text(f"""#!/bin/sh
+case "$*" in --version|*{unless}*) exec gcc "$@";; esac
+count=$#
+for argument; do
+    case "$argument" in */linear.c)
+        sed '{edit}' "$argument" > {tmp_path}/linear.c
+        argument={tmp_path}/linear.c;;
+    esac
+    set -- "$@" "$argument"
+done
+shift $count
+exec gcc -I {csrc} "$@"
+""")
+    compiler.chmod(0o755)
+    return str(compiler)
+
+
+@native
+def test_a_wrong_compilation_is_found_by_the_self_test(tmp_path):
+    """A compiler that breaks the code: the kernels are off, and the answers stay right."""
+    compiler = compiler_that(r"s/w\[row \* k + i + 1\]/w[row * k + i]/", tmp_path)
+    shown = in_subprocess(tmp_path, SHOW, CC=compiler)
+    assert "False True" in shown
+    assert "wrong products" in shown
+
+
+@native
+def test_a_system_that_lends_no_tiles_gets_kernels_without(tmp_path):
+    """Symptom: a container that refuses AMX runs on plain torch."""
+    refusal = "s/^int nv_enable(void) {.*/int nv_enable(void) { return 0; }/"
+    compiler = compiler_that(refusal, tmp_path, unless="-mno-amx-tile")
+    shown = in_subprocess(tmp_path, SHOW, CC=compiler)
+    assert "True True" in shown
+    assert len(list((tmp_path / "nanovllm").iterdir())) == 2
+
+
+@native
+@pytest.mark.usefixtures("kernels")
+def test_what_is_no_number_stays_so():
+    """Symptom: one such score takes all of a row's weight."""
+    gate_up = torch.full((1, 64), 2.0, dtype=torch.bfloat16)
+    gate_up[0, 5] = torch.nan
+    found = cpu_ops.silu_and_mul(gate_up)[0]
+    assert found.isnan().nonzero().tolist() == [[5]]
+    logits = torch.zeros(1, 256, dtype=torch.bfloat16)
+    logits[0, 130] = torch.nan
+    one, zero = torch.ones(1), torch.zeros(1)
+    assert cpu_ops.chunk_sums(logits, zero, one, zero).tolist() == [[128.0, 127.0]]
+
+
+@native
+def test_a_recording_is_of_its_thread():
+    logits = randn(2, 10)
+    with ThreadPoolExecutor(1) as pool, Recording(4) as recording:
+        found = pool.submit(cpu_ops.greedy, logits).result()
+    assert torch.equal(found, logits.float().argmax(-1))
+    assert not recording._calls
+
+
+@native
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(("rows", "n"), [(1, 1), (3, 77), (5, 8192), (16, 151936), (2, 8200)])
+def test_greedy_is_the_first_of_the_largest(rows, n):
+    logits = (randn(rows, n) * 3).round()  # so that there are ties
+    logits[0] = -torch.inf
+    logits[-1, : n // 2] = -5.0
+    assert torch.equal(cpu_ops.greedy(logits), logits.float().argmax(-1))
+    logits[:] = -1.0
+    logits[:, n // 2] = -0.0
+    logits[:, n - 1] = 0.0
+    assert torch.equal(cpu_ops.greedy(logits), torch.full((rows,), n // 2))
+    logits[:] = torch.nan
+    assert cpu_ops.greedy(logits).tolist() == [0] * rows
+
+
+@native
+@pytest.mark.usefixtures("kernels")
+def test_batch_is_what_the_tables_hold():
+    table = torch.randint(0, 1000, (4, 100 + 7), dtype=torch.int32)
+    token_ids, block_tables = table[:, :100], table[:, 100:]
+    rows = [(3, 5, 5), (0, 1, 97), (2, 17, 33)]  # slot, tokens, and of how many they are the last
+    places = [(slot, i) for slot, count, end in rows for i in range(end - count, end)]
+    empty = functools.partial(torch.full, fill_value=-1)
+    out = (
+        *(empty((30,), dtype=torch.int64) for _ in range(3)),
+        *(empty((5,), dtype=torch.int32) for _ in range(2)),
+        empty((5, 7), dtype=torch.int32),
+    )
+    cpu_ops.batch(token_ids, block_tables, 16, *zip(*rows, strict=True), out)
+    input_ids, positions, slot_mapping, cu_seqlens_q, seq_lens, blocks = (t.tolist() for t in out)
+    padding = [-1] * (30 - len(places))
+    assert input_ids == [int(token_ids[place]) for place in places] + padding
+    assert positions == [i for _, i in places] + padding
+    expected = [int(block_tables[slot, i // 16]) * 16 + i % 16 for slot, i in places]
+    assert slot_mapping == expected + padding
+    assert cu_seqlens_q == [0, 5, 6, 23, -1]
+    assert seq_lens == [5, 97, 33, -1, -1]
+    for row, (slot, _, end) in enumerate(rows):
+        assert blocks[row][: -(-end // 16)] == block_tables[slot, : -(-end // 16)].tolist()
+
+
+@native
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(("rows", "chunks"), [(1, 1), (3, 7), (16, 1187)])
+def test_chunk_maxima_and_sums(rows, chunks):
+    logits = randn(rows, chunks * 128) * 5
+    logits[0, 5] = -torch.inf
+    maxima = cpu_ops.chunk_maxima(logits)
+    assert torch.equal(maxima, logits.view(rows, chunks, 128).amax(-1).float())
+    largest, temperatures = maxima.amax(-1), torch.rand(rows) + 0.3
+    min_ps = torch.linspace(0, 0.1, rows)
+    weights = (logits.double() - largest[:, None].double()).div(temperatures[:, None]).exp()
+    weights[weights < min_ps[:, None] * (1 - 1e-6)] = 0
+    expected = weights.view(rows, chunks, 128).sum(-1)
+    sums = cpu_ops.chunk_sums(logits, largest, temperatures, min_ps)
+    assert torch.allclose(sums.double(), expected, rtol=1e-5, atol=1e-30)

@@ -1,0 +1,252 @@
+"""Paged attention in Triton against float64: interpreted without a GPU, on it with one. bfloat16
+only there: the interpreter computes it wrongly.
+"""
+
+import dataclasses
+import functools
+import itertools
+import random
+
+import numpy
+import pytest
+import torch
+
+from nanovllm.kernels.triton import attention as triton_attention
+from nanovllm.kernels.triton.attention import MAX_SPLITS, SPLIT_TOKENS
+from nanovllm.worker.kv_cache import zeros
+from tests.attention.cases import contiguous_sdpa, make_case, random_rows, reference
+from tests.kernels.triton.interpreter import allow_computed_bounds
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+DTYPES = [torch.float16, torch.float32, *([torch.bfloat16] if CUDA else [])]
+NAN = float("nan")
+
+allow_computed_bounds()
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+
+
+def case_of(rows, num_kv_heads, group, head_dim, block_size, dtype=torch.float32, seed=0):
+    """Whatever is not the row's own is NaN or out of range."""
+    return make_case(rows, num_kv_heads, group, head_dim, block_size, dtype, seed, NAN, DEVICE)
+
+
+def plan_of(case):
+    spec, batch = case.spec, case.batch
+    width = batch.block_tables.shape[1] * spec.block_size
+    heads = spec.num_heads, spec.num_kv_heads, spec.head_dim
+    return triton_attention.plan_decode(batch.cu_seqlens_q, batch.seq_lens, width, *heads)
+
+
+def attend(case, cache=None):
+    """Decode the rows of one token, prefill the others; NaN where neither has written."""
+    spec, batch = case.spec, case.batch
+    cache = case.stored() if cache is None else cache
+    out = torch.full_like(case.q, NAN)
+    plan = plan_of(case)
+    triton_attention.decode(case.q, cache, batch.block_tables, plan, out)
+    assert not plan.arrived.any(), "the next layer finds no split done"
+    tiles = triton_attention.prefill_tiles(
+        batch.query_lens_host,
+        batch.seq_lens_host,
+        spec.num_heads // spec.num_kv_heads,
+        spec.head_dim,
+        spec.dtype,
+    )
+    if tiles:
+        tiles = torch.tensor(tiles, dtype=torch.int32, device=DEVICE)
+        triton_attention.prefill(
+            case.q, cache, batch.block_tables, batch.cu_seqlens_q, batch.seq_lens, tiles, out
+        )
+    return out
+
+
+def assert_close(case, out):
+    """No further from float64 than twice torch on contiguous keys, and two roundings more.
+
+    float32 is multiplied as three products of 11 bits, which costs it a few bits.
+    """
+    exact = reference(case)
+    roundings = 16 if out.dtype == torch.float32 else 2
+    rounding = roundings * torch.finfo(out.dtype).eps * exact.abs().max()
+    limit = 2 * (contiguous_sdpa(case) - exact).abs().max() + rounding
+    assert out.dtype == case.q.dtype
+    assert (out - exact).abs().max() <= limit
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    ("head_dim", "block_size"), [(16, 1), (64, 16), (80, 24), (96, 64), (128, 128), (256, 256)]
+)
+def test_mixed_batches(head_dim, block_size, dtype):
+    chooser = random.Random(f"{head_dim} {dtype}")
+    rows = [(min(query, 9), length) for query, length in random_rows(chooser.random(), 24)[:4]]
+    group = chooser.randint(1, 8)
+    case = case_of([*rows, (1, 290), (9, 40)], 2, group, head_dim, block_size, dtype)
+    assert_close(case, attend(case))
+
+
+@pytest.mark.parametrize("group", [*range(1, 9), 12, 130])
+def test_groups(group):
+    """Those that are no power of two leave rows of a tile empty; 130 of them need a larger one."""
+    case = case_of([(5, 5), (1, 70), (4, 30)], 2, group, 32, 16, torch.float16, seed=group)
+    assert_close(case, attend(case))
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        (1, 2, 63, 64, 65),
+        [splits * SPLIT_TOKENS + more for splits in (1, 2) for more in (-1, 0, 1)],
+        [MAX_SPLITS * SPLIT_TOKENS + 300],
+    ],
+    ids=["tiles", "splits", "most splits"],
+)
+def test_single_tokens_at_the_edges_of_tiles_and_splits(lengths):
+    case = case_of([(1, length) for length in lengths], 1, 2, 16, 64)
+    assert_close(case, attend(case))
+
+
+@pytest.mark.parametrize("group", [1, 3])
+def test_chunks_at_the_edges_of_tiles(group):
+    """Of queries (16 rows in float32, 128 in float16) and of keys (32)."""
+    case = case_of([(2, 33), (15, 15), (16, 40), (17, 64), (5, 6), (2, 2)], 1, group, 16, 16)
+    assert_close(case, attend(case))
+    case = case_of([(127, 127), (128, 140), (129, 160), (43, 43)], 1, group, 16, 16, torch.float16)
+    assert_close(case, attend(case))
+
+
+@pytest.mark.skipif(
+    CUDA and torch.cuda.get_device_capability() < (8, 9), reason="the GPU has no float8_e4m3fn"
+)
+def test_float8_keys_and_values_are_widened():
+    case = case_of([(1, 300), (20, 50), (1, 3)], 2, 2, 64, 64, torch.float16)
+    narrow = case.stored().nan_to_num(0).to(torch.float8_e4m3fn)
+    case.keys = [key.to(narrow.dtype).to(key.dtype) for key in case.keys]
+    case.values = [value.to(narrow.dtype).to(value.dtype) for value in case.values]
+    assert_close(case, attend(case, narrow))
+
+
+# --- one row and its neighbours
+
+
+def part_of(case, rows):
+    """Rows (index, first token, token after the last) of `case` as a batch of their own.
+
+    It shares the cache, `case.stored()`. Its block tables are no wider than its rows need.
+    """
+    lengths = [
+        (stop - first, case.batch.seq_lens_host[row] - case.batch.query_lens_host[row] + stop)
+        for row, first, stop in rows
+    ]
+    spec = case.spec
+    part = case_of(
+        lengths,
+        spec.num_kv_heads,
+        spec.num_heads // spec.num_kv_heads,
+        spec.head_dim,
+        spec.block_size,
+        spec.dtype,
+    )
+    width = max(-(-length // spec.block_size) for _, length in lengths)
+    indices = [row for row, *_ in rows]
+    tables = case.batch.block_tables[indices, :width]
+    starts = case.batch.cu_seqlens_q.tolist()
+    q = torch.cat([case.q[starts[row] + first : starts[row] + stop] for row, first, stop in rows])
+    return dataclasses.replace(
+        part, q=q, batch=dataclasses.replace(part.batch, block_tables=tables)
+    )
+
+
+def test_a_row_is_the_same_in_every_batch():
+    """Alone, among others, in another order, with a narrower table: the same bits."""
+    rows = [(1, 520), (1, 256), (40, 100), (1, 257), (3, 3), (1, 1), (9, 70)]
+    case = case_of(rows, 1, 2, 32, 16, torch.float16)
+    cache, expected = case.stored(), attend(case).split([query for query, _ in rows])
+    for order in ([3, 0, 6, 2, 5, 1, 4], *([row] for row in range(len(rows)))):
+        part = part_of(case, [(row, 0, rows[row][0]) for row in order])
+        got = attend(part, cache).split(part.batch.query_lens_host)
+        assert all(torch.equal(got[i], expected[row]) for i, row in enumerate(order))
+
+
+def test_programs_that_take_many_pieces_give_the_same_bits(monkeypatch):
+    case = case_of([(1, n) for n in (300, 5, 600, 257, 1)], 2, 2, 16, 64)
+    expected = attend(case)
+    monkeypatch.setattr(triton_attention, "_PROGRAMS", 3)
+    assert torch.equal(attend(case), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES if CUDA else [torch.float16])
+def test_a_prompt_is_the_same_whole_and_in_chunks(dtype, monkeypatch):
+    """Bit for bit where no chunk is a single token; that one is decoded, and rounds otherwise.
+
+    BLAS rounds a row of a product by its place in the matrix; tensor cores and einsum do not.
+    """
+    einsum = functools.partial(numpy.einsum, "mk,kn->mn")
+    monkeypatch.setattr(numpy, "matmul", einsum)
+    whole = case_of([(150, 150)], 1, 3, 32, 16, dtype)
+    cache, expected = whole.stored(), attend(whole)
+    for borders in ([0, 70, 150], [0, 2, 33, 97, 150], [0, 128, 149, 150]):
+        for start, stop in itertools.pairwise(borders):
+            got = attend(part_of(whole, [(0, start, stop)]), cache)
+            if stop - start > 1:
+                assert torch.equal(got, expected[start:stop])
+            else:
+                error = (got.double() - expected[start:stop].double()).abs().max()
+                assert error <= 4 * torch.finfo(dtype).eps
+
+
+def test_a_row_of_length_0_does_nothing():
+    """As in a CUDA graph: a token for each row, lengths of 0 behind those that are taken."""
+    case = case_of([(1, 300), (1, 20), (1, 7), (1, 1)], 2, 2, 16, 16)
+    cache, expected = case.stored(), attend(case)
+    case.batch.seq_lens[2:] = 0
+    case.batch.block_tables[2:] = 2**31 - 1
+    out = attend(case, cache)
+    assert torch.equal(out[:2], expected[:2])
+    assert out[2:].isnan().all()
+    case.batch.seq_lens.zero_()
+    assert attend(case, cache).isnan().all()
+
+
+def test_slots_past_32_bits():
+    """The last blocks of a cache in which a key's offset does not fit 32 bits."""
+    case = case_of([(1, 20), (2, 30)], 8, 1, 256, 64, torch.float16)
+    num_blocks = 2**31 // (64 * 8 * 256) + 16
+    cache = zeros((2, num_blocks, 64, 8, 256), torch.float16, torch.device(DEVICE))
+    moved = num_blocks - case.cache.shape[1]
+    cache[:, moved:] = case.stored()
+    case.batch.block_tables[:, :1] += moved
+    assert_close(case, attend(case, cache))
+
+
+# --- the plan
+
+
+def test_pieces_are_placed_by_length_and_cover_each_row():
+    chooser = random.Random(0)
+    rows = [(chooser.choice([1, 1, 1, 2]), chooser.randint(2, 20000)) for _ in range(150)]
+    starts = torch.tensor([0, *(query for query, _ in rows)]).cumsum(0)
+    lengths = torch.tensor([length for _, length in rows])
+    lengths[40] = 0
+    plan = triton_attention.plan_decode(
+        starts.int().to(DEVICE), lengths.int().to(DEVICE), 20000, 2, 1, 16
+    )
+    pieces = plan.pieces[: plan.num_pieces.item()].tolist()
+    expected = []
+    for row, (query_len, _) in enumerate(rows):
+        length = lengths[row].item()
+        splits = min(-(-length // SPLIT_TOKENS), MAX_SPLITS) if query_len == 1 else 0
+        expected += [[row, split, length, starts[row].item()] for split in range(splits)]
+    assert sorted(pieces) == expected
+    splits_of = {row: split + 1 for row, split, *_ in expected}
+    sizes = [-(-length // splits_of[row]) for row, _, length, _ in pieces]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_tiles_of_queries_cover_the_chunks_and_begin_with_the_most_keys():
+    tiles = triton_attention.prefill_tiles(
+        (1, 100, 200, 1, 2), (900, 100, 5000, 1, 64), 2, 128, torch.float16
+    )
+    assert sorted(tiles) == [(1, 0), (1, 64), *((2, 64 * i) for i in range(4)), (4, 0)]
+    assert tiles == [(2, 192), (2, 128), (2, 64), (2, 0), (1, 64), (1, 0), (4, 0)]

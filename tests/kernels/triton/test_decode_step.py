@@ -1,0 +1,78 @@
+"""The kernels at both ends of a decode step against plain torch: every number is the same. Without
+a GPU they are interpreted, and compiled for GPUs that are not there.
+"""
+
+import pytest
+import torch
+
+from nanovllm.kernels.triton import decode_step
+from nanovllm.worker.device_tables import gather_rows
+from tests.kernels.triton.harness import ARCHS, compile_launches
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def make_tables(width, num_table_rows=9, max_model_len=70, seed=0):
+    """Tokens and block tables side by side, as the device tables keep them, and five columns."""
+    generator = torch.Generator().manual_seed(seed)
+    table = torch.randint(
+        2**31 - 1, (num_table_rows, max_model_len + 1 + width), generator=generator
+    )
+    table = table.int().to(DEVICE)
+    floats = [torch.rand(num_table_rows, generator=generator).to(DEVICE) for _ in range(3)]
+    ints = [
+        torch.randint(2**62, (num_table_rows,), generator=generator).to(DEVICE) for _ in range(2)
+    ]
+    columns = (floats[0], ints[0], ints[1], floats[1], floats[2])
+    return table[:, : max_model_len + 1], table[:, max_model_len + 1 :], columns
+
+
+@pytest.mark.parametrize("block_size", [1, 5, 16, 256])
+@pytest.mark.parametrize("rows", [1, 3, 9])
+def test_gather(rows, block_size):
+    """Block ids of 31 bits: block id times block size needs 64."""
+    token_ids, block_tables, columns = make_tables(width=-(-70 // block_size))
+    table_indices = torch.randperm(9)[:rows].to(DEVICE)
+    positions = torch.randint(70, (rows,)).to(DEVICE)
+    args = (token_ids, block_tables, block_size, table_indices, positions, columns)
+    found, expected = decode_step.gather(*args), gather_rows(*args)
+    for ours, reference in zip(found, expected, strict=True):
+        for x, y in zip(ours, reference, strict=True):
+            assert x.dtype == y.dtype
+            assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 200])
+def test_advance(rows):
+    """Only the named places change; rows that do not move keep their position."""
+    token_ids, _, _ = make_tables(width=4, num_table_rows=201)
+    table_indices = torch.randperm(200)[:rows].to(DEVICE)
+    positions = torch.randint(70, (rows,)).to(DEVICE)
+    moves = torch.randint(2, (rows,)).to(DEVICE)
+    tokens, out = torch.randint(1000, (rows,)).to(DEVICE), torch.zeros_like(table_indices)
+    table = token_ids.clone()
+    table[table_indices, positions + 1] = tokens.int()
+    moved = positions + moves
+    decode_step.advance(token_ids, table_indices, positions, moves, tokens, out)
+    assert torch.equal(token_ids, table)
+    assert torch.equal(out, tokens)
+    assert torch.equal(positions, moved)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("rows", [1, 256])
+def test_compiles_without_spills(rows, arch):
+    def meta(*shape, dtype=torch.int64):
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    table = meta(513, 4097 + 256, dtype=torch.int32)
+    token_ids, block_tables = table[:, :4097], table[:, 4097:]
+    floats, ints = meta(513, dtype=torch.float32), meta(513)
+    columns = (floats, ints, ints, floats, floats)
+    args = (token_ids, block_tables, 16, meta(rows), meta(rows), columns)
+    launched = compile_launches(decode_step.gather, *args, arch=arch)
+    launched += compile_launches(decode_step.advance, token_ids, *[meta(rows)] * 5, arch=arch)
+    assert [kernel.name for kernel in launched] == ["_gather", "_advance"]
+    for kernel in launched:
+        assert kernel.n_spills == 0, kernel
+        assert 0 < kernel.n_regs <= 128, kernel

@@ -1,0 +1,133 @@
+"""FP8 products and rounding in Triton against float64: on a GPU, or interpreted without one."""
+
+import pytest
+import torch
+
+from nanovllm.kernels.triton import fp8 as triton_fp8
+from nanovllm.layers.quantization import Fp8Weight, quantize_fp8
+from tests.kernels.triton.harness import ARCHS, compile_launches
+from tests.kernels.triton.interpreter import round_to_fp8
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+DTYPES = [torch.float16, torch.float32, *([torch.bfloat16] if CUDA else [])]
+
+round_to_fp8()
+
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+has_fp8 = pytest.mark.skipif(
+    CUDA and torch.cuda.get_device_capability() < (8, 9), reason="this GPU has no FP8"
+)
+
+
+def randn(*shape, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+
+@has_fp8
+@each_dtype
+@pytest.mark.parametrize(
+    ("shape", "group"),
+    [
+        *[((1, 1), None), ((5, 77), None), ((3, 4096), None), ((2, 5000), None), ((0, 16), None)],
+        *[((3, 256), 128), ((4, 300), 128), ((3, 96), 32), ((1, 10), 64), ((0, 128), 128)],
+    ],
+)
+def test_quantize(shape, group, dtype):
+    x = randn(*shape, dtype=dtype)
+    if len(x) > 2:
+        x[1], x[2] = 0, x[2] * 1e-3
+    values, scales = triton_fp8.quantize(x, group)
+    torchs, torchs_scales = quantize_fp8(x, group)
+    assert values.dtype == torchs.dtype
+    assert torch.allclose(scales, torchs_scales, rtol=1e-6)
+    # A division that ends on another float32 may tip what lies between two steps.
+    assert (values.float() != torchs.float()).sum() <= x.numel() / 1000
+    wide = torchs_scales.repeat_interleave(group or max(shape[1], 1), 1)[:, : shape[1]].double()
+    ours, theirs = values.double() * wide, torchs.double() * wide
+    assert ((ours - theirs).abs() <= theirs.abs() / 7 + wide * 2.0**-9).all()
+
+
+@has_fp8
+@each_dtype
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs", "group"),
+    [
+        *[(1, 64, 128, 128), (16, 33, 256, 128), (17, 64, 128, 64), (65, 130, 300, 128)],
+        *[(3, 1, 77, 32), (5, 40, 512, 256), (2, 16, 100, 96), (0, 32, 128, 128)],
+    ],
+)
+def test_multiply(rows, outputs, inputs, group, dtype):
+    x, x_scales = triton_fp8.quantize(randn(rows, inputs), group)
+    weight, weight_scales = triton_fp8.quantize(randn(outputs, inputs, seed=1), group)
+    weight_scales *= torch.rand_like(weight_scales) * 5  # neighbours of very unlike sizes
+    y = triton_fp8.multiply(x, x_scales, weight, weight_scales, group, dtype)
+    wide_x, wide_weight = (
+        values.double() * scales.repeat_interleave(group, 1)[:, :inputs].double()
+        for values, scales in ((x, x_scales), (weight, weight_scales))
+    )
+    expected = wide_x @ wide_weight.T
+    assert (y.dtype, y.shape) == (dtype, expected.shape)
+    # Hopper keeps 14 bits of the sums within a group.
+    bound = max(torch.finfo(dtype).eps, 2.0**-13 if CUDA else 1e-6)
+    assert ((y.double() - expected).abs() <= bound * (wide_x.abs() @ wide_weight.abs().T)).all()
+    if not CUDA:  # where each size of a tile may take another instruction
+        alone = triton_fp8.multiply(x[:1], x_scales[:1], weight, weight_scales, group, dtype)
+        assert torch.allclose(alone, y[:1], rtol=1e-5)
+
+
+@has_fp8
+def test_a_weight_in_blocks_is_multiplied_as_it_is():
+    """By a layer's method, inputs rounded by the groups of its weight."""
+    values, scales = triton_fp8.quantize(randn(40, 256), 128)
+    x = randn(5, 256, dtype=torch.float16, seed=1)
+    weight = Fp8Weight(values, scales, 128, torch.float16, native=True)
+    y = weight.multiply_by_groups(x, triton_fp8)
+    widened = weight.gather(torch.arange(40, device=DEVICE))
+    error = (y.double() - x.double() @ widened.double().T).abs()
+    # An input is off by 1/16 at most, its half on average; 256 of them by chance.
+    assert error.max() <= (x.double().abs() @ widened.double().abs().T).max() / 16
+    assert error.mean() <= 0.02 * y.double().std()
+    if CUDA:
+        assert torch.equal(weight.multiply(x), y)
+
+
+def test_groups_that_the_product_takes():
+    steps = {128: 128, 256: 128, 64: 64, 96: 32, 32: 32, 16: 0, 100: 0, 1: 0}
+    assert {group: triton_fp8.inputs_of_a_step(group) for group in steps} == steps
+
+
+def launch(rows, outputs, inputs, dtype):
+    """What a linear of a checkpoint in blocks of 128 launches."""
+
+    def meta(*shape, dtype):
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    x, x_scales = triton_fp8.quantize(meta(rows, inputs, dtype=dtype), 128)
+    weight = meta(outputs, inputs, dtype=triton_fp8.FP8)
+    scales = meta(outputs, inputs // 128, dtype=torch.float32)
+    triton_fp8.multiply(x, x_scales, weight, scales, 128, dtype)
+
+
+@pytest.mark.parametrize("arch", ARCHS[1:])  # Ampere has no FP8
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [1, 64, 4096])
+@pytest.mark.parametrize(("outputs", "inputs"), [(4096, 1024), (24576, 4096)])
+def test_compiles(rows, outputs, inputs, dtype, arch):
+    """For GPUs that are not here, at shapes of Qwen3-0.6B and 8B; no register is spilled."""
+    launched = compile_launches(launch, rows, outputs, inputs, dtype, arch=arch)
+    assert [kernel.name for kernel in launched] == ["_quantize_fp8", "_multiply_fp8"]
+    for kernel in launched:
+        assert kernel.n_spills == 0, kernel
+        assert kernel.shared <= 227 * 1024, kernel
+
+
+@pytest.mark.parametrize("arch", ARCHS[1:])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("inputs", [1024, 5120, 25600])
+def test_quantize_compiles(inputs, dtype, arch):
+    x = torch.empty(3, inputs, dtype=dtype, device="meta")
+    (kernel,) = compile_launches(triton_fp8.quantize, x, arch=arch)
+    assert kernel.n_spills == 0, kernel
+    assert 0 < kernel.n_regs <= 128, kernel

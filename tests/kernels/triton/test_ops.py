@@ -1,0 +1,231 @@
+"""The Triton kernels against float64 and against torch's own path: interpreted without a GPU, on
+it with one. bfloat16 only there: the interpreter computes it wrongly.
+"""
+
+import logging
+
+import pytest
+import torch
+from torch.nn.functional import silu
+
+from nanovllm.kernels.cpu import ops as cpu_ops
+from nanovllm.kernels.cpu.library import library
+from nanovllm.kernels.selector import kernels_for, triton_kernels, triton_serves
+from nanovllm.kernels.triton import ops as triton_ops
+from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
+from nanovllm.worker.kv_cache import zeros
+from tests.kernels.triton.interpreter import round_to_fp8
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+DTYPES = [torch.float16, torch.float32, *([torch.bfloat16] if CUDA else [])]
+EPS = 1e-6
+
+round_to_fp8()
+
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.inference_mode():
+        yield
+
+
+def randn(*shape, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+
+def assert_as_good(ours, torchs, exact):
+    """No further from the float64 result than twice torch's path, or than one rounding."""
+    assert ours.dtype == torchs.dtype
+    assert ours.shape == exact.shape
+    if exact.numel():
+        rounding = torch.finfo(ours.dtype).eps * exact.abs().max()
+        limit = 2 * (torchs.double() - exact).abs().max() + rounding
+        assert (ours.double() - exact).abs().max() <= limit
+
+
+def exact_norm(x, weight):
+    scale = (x.square().mean(-1, keepdim=True) + EPS).rsqrt()
+    return x * scale * weight.double()
+
+
+# --- norm and activation
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (7, 77), (1, 1024), (3, 1000), (2, 3, 24), (2, 5120), (0, 16)]
+)
+def test_add_rms_norm(shape, dtype):
+    x, residual = randn(*shape, dtype=dtype), randn(*shape, dtype=dtype, seed=1) * 5
+    norm = RMSNorm(shape[-1], EPS)
+    norm.weight.data = randn(shape[-1], dtype=dtype, seed=2) + 1
+    torchs, total = norm.add(x, residual)
+    norm.kernels = triton_ops
+    changed = residual.clone()
+    ours, same = norm.add(x, changed)
+    assert same is changed
+    assert torch.equal(changed, total)
+    assert_as_good(ours, torchs, exact_norm(total.double(), norm.weight))
+    kept = residual.clone()
+    assert torch.equal(triton_ops.add_rms_norm(None, total, norm.weight, EPS), ours)
+    alone = triton_ops.add_rms_norm(None, residual, norm.weight, EPS)
+    assert torch.equal(residual, kept)
+    assert_as_good(alone, norm(residual), exact_norm(residual.double(), norm.weight))
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+@each_dtype
+@pytest.mark.parametrize("rows", [0, 1, 5])
+@pytest.mark.parametrize("size", [1, 24, 77, 1024, 1025, 3072])
+def test_silu_and_mul(rows, size, dtype):
+    gate_up = randn(rows, 2 * size, dtype=dtype) * 8
+    gate_up[:, 0] = -1000.0
+    gate_up[1:, 0] = 1000.0
+    layer = SiluAndMul()
+    torchs = layer(gate_up)
+    layer.kernels = triton_ops
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    assert_as_good(layer(gate_up), torchs, silu(gate) * up)
+
+
+# --- KV store
+
+
+def exact_rotation(x, positions, cos_sin):
+    cos, sin = cos_sin[positions, None].double().chunk(2, dim=-1)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+class StoreCase:
+    """Random tokens; what torch makes of them, and what is exact."""
+
+    def __init__(self, tokens, heads, kv_heads, head_dim, dtype):
+        generator = torch.Generator().manual_seed(tokens + head_dim)
+        rotary = RotaryEmbedding(head_dim, 4096, RopeConfig(theta=1e6)).to(DEVICE)
+        self.cos_sin = rotary.cos_sin
+        self.positions = torch.randint(4096, (tokens,), generator=generator).to(DEVICE)
+        self.qkv = randn(tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype, seed=tokens) * 3
+        self.weights, parts, exact = [], [], []
+        sizes = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
+        q, k, self.v = (x.unflatten(-1, (-1, head_dim)) for x in self.qkv.split(sizes, -1))
+        for part in (q, k):
+            norm = RMSNorm(head_dim, EPS)
+            norm.weight.data = randn(head_dim, dtype=dtype, seed=len(parts)) + 1
+            self.weights.append(norm.weight.data)
+            parts.append(norm(part))
+            normed = exact_norm(part.double(), norm.weight)
+            exact.append(exact_rotation(normed, self.positions, self.cos_sin))
+        self.q, self.k = rotary(self.positions, *parts)
+        self.exact_q, self.exact_k = exact
+
+    def store(self, slots, kv_cache):
+        tables = (self.cos_sin, self.positions, slots)
+        return triton_ops.store(self.qkv, *self.weights, EPS, *tables, kv_cache, self.q.shape[1])
+
+
+@each_dtype
+@pytest.mark.parametrize("tokens", [1, 6])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block_size"),
+    [
+        (16, 8, 128, 16),
+        (8, 1, 64, 32),
+        (7, 1, 80, 3),
+        (6, 1, 2, 1),
+        (15, 3, 96, 16),
+        (4, 1, 256, 5),
+        (6, 2, 24, 16),
+        (5, 5, 80, 16),
+    ],
+)
+def test_store(tokens, heads, kv_heads, head_dim, block_size, dtype):
+    case = StoreCase(tokens, heads, kv_heads, head_dim, dtype)
+    num_blocks = -(-(2 * tokens + 1) // block_size)
+    kv_cache = torch.full((2, num_blocks, block_size, kv_heads, head_dim), 7.0)
+    kv_cache = kv_cache.to(DEVICE, dtype)
+    slots = torch.randperm(num_blocks * block_size, generator=torch.Generator().manual_seed(1))
+    slots, unused = slots[:tokens].to(DEVICE), slots[tokens:].to(DEVICE)
+    q = case.store(slots, kv_cache)
+    keys, values = kv_cache.flatten(1, 2)
+    assert_as_good(q, case.q, case.exact_q)
+    assert_as_good(keys[slots], case.k, case.exact_k)
+    assert torch.equal(values[slots], case.v)
+    assert (keys[unused] == 7).all()
+    assert (values[unused] == 7).all()
+
+
+def test_no_tokens():
+    case = StoreCase(0, 4, 2, 64, torch.float32)
+    kv_cache = torch.ones(2, 1, 16, 2, 64, device=DEVICE)
+    q = case.store(torch.zeros(0, dtype=torch.int64, device=DEVICE), kv_cache)
+    assert q.shape == (0, 4, 64)
+    assert (kv_cache == 1).all()
+
+
+def test_a_negative_slot_is_not_stored():
+    case = StoreCase(4, 4, 2, 64, torch.float32)
+    # The slots before the first one's belong to somebody too.
+    buffer = torch.full((3, 2, 4, 2, 64), 7.0, device=DEVICE)
+    slots = torch.tensor([-1, 5, -1, -1], device=DEVICE)
+    q = case.store(slots, buffer[1:])
+    assert_as_good(q, case.q, case.exact_q)
+    keys, values = buffer[1], buffer[2]
+    assert torch.equal(values[1, 1], case.v[1])
+    values[1, 1], keys[1, 1] = 7.0, 7.0
+    assert (buffer == 7).all()
+
+
+def assert_in_eight_bits(stored, exact):
+    """The interpreter forgets to carry where rounding leads to the next power of two."""
+    close = torch.isclose(stored.float(), exact.float(), rtol=2**-4, atol=2**-9)
+    assert close.float().mean() > (0.999 if CUDA else 0.9)
+
+
+def test_slots_past_32_bits():
+    """Keys and values lie more than 2**31 elements into the cache (its pages are not touched)."""
+    case = StoreCase(2, 2, 2, 128, torch.float32)
+    last = 2**31 // 256
+    kv_cache = zeros((2, last // 16 + 1, 16, 2, 128), torch.float8_e4m3fn, DEVICE)
+    case.store(torch.tensor([last, last - 1], device=DEVICE), kv_cache)
+    keys, values = kv_cache.flatten(1, 2)[:, [last, last - 1]]
+    assert_in_eight_bits(keys, case.k)
+    assert_in_eight_bits(values, case.v)
+
+
+@each_dtype
+def test_eight_bits_saturate(dtype):
+    case = StoreCase(3, 4, 2, 64, dtype)
+    eight_bits = torch.float8_e4m3fn
+    case.v.copy_(case.v.to(eight_bits))  # exact numbers: no rounding
+    case.v[0, 0, :4] = torch.tensor([500.0, -500.0, 60000.0, -60000.0])
+    kv_cache = torch.zeros(2, 1, 4, 2, 64, device=DEVICE).to(eight_bits)
+    case.store(torch.tensor([2, 0, 1], device=DEVICE), kv_cache)
+    keys, values = kv_cache[:, 0, [2, 0, 1]].float()
+    assert_in_eight_bits(keys, case.k)
+    assert torch.equal(values, case.v.float().clamp(-448, 448))
+
+
+# --- which kernels serve a device
+
+
+def test_kernels_for_a_cpu():
+    assert kernels_for(torch.device("cpu"), torch.float32) is None
+    expected = None if library() is None else cpu_ops
+    assert kernels_for(torch.device("cpu"), torch.bfloat16) is expected
+
+
+@pytest.mark.skipif(CUDA, reason="needs a machine without a GPU")
+def test_without_a_gpu_the_log_says_why(caplog):
+    triton_serves.cache_clear()
+    with caplog.at_level(logging.INFO, logger="nanovllm.kernels.selector"):
+        assert triton_kernels() is None
+        assert triton_kernels() is None
+    (record,) = caplog.records
+    assert "plain torch serves, slower: there is no CUDA device" in record.getMessage()

@@ -1,0 +1,349 @@
+"""The Triton kernels that sample against float64 and against torch's own path: interpreted without
+a GPU, on it with one.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.triton import sampling as triton_sampling
+from nanovllm.layers.sampler import Sampling, draw, greedy, uniform
+from tests.kernels.triton.interpreter import allow_computed_bounds
+from tests.kernels.triton.test_ops import CUDA, DEVICE, each_dtype, no_grad, randn  # noqa: F401
+
+EVERYTHING = 2**31 - 1
+"""The top_k of rows that have none."""
+
+allow_computed_bounds()
+
+
+def make_sampling(rows, *, temperature=1.0, top_k=EVERYTHING, top_p=1.0, min_p=0.0, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def column(value):
+        return torch.as_tensor(value).float().expand(rows).to(DEVICE).contiguous()
+
+    return Sampling(
+        temperatures=column(temperature),
+        seeds=torch.randint(2**63 - 1, (rows,), generator=generator).to(DEVICE),
+        positions=torch.randint(5000, (rows,), generator=generator).to(DEVICE),
+        top_ks=torch.as_tensor(top_k).long().expand(rows).to(DEVICE).contiguous(),
+        top_ps=column(top_p),
+        min_ps=column(min_p),
+    )
+
+
+def sample(logits, sampling):
+    return triton_sampling.sample(
+        logits,
+        sampling.temperatures,
+        sampling.seeds,
+        sampling.positions,
+        sampling.top_ks,
+        sampling.top_ps,
+        sampling.min_ps,
+    )
+
+
+def assert_inverts(tokens, logits, sampling):
+    """Each token has weight, and its share of the distribution holds the row's uniform number; the
+    CPU's draw agrees wherever the number is not near a boundary.
+    """
+    tokens, logits = tokens.cpu(), logits.cpu()
+    columns = ("temperatures", "seeds", "positions", "min_ps")
+    temperatures, seeds, positions, min_ps = (getattr(sampling, name).cpu() for name in columns)
+    weights = logits.double().sub(logits.double().amax(-1, keepdim=True))
+    weights = weights.div(temperatures[:, None].double()).exp()
+    weights[weights < min_ps[:, None] * (1 - 1e-6)] = 0
+    ends = weights.cumsum(-1) / weights.sum(-1, keepdim=True)
+    starts = ends - weights / weights.sum(-1, keepdim=True)
+    number, place = uniform(seeds, positions), tokens[:, None]
+    assert (weights.gather(1, place) > 0).all()
+    before, after = starts.gather(1, place)[:, 0], ends.gather(1, place)[:, 0]
+    assert (before - 1e-5 <= number).all()
+    assert (number <= after + 1e-5).all()
+    clear = (ends - number[:, None]).abs().amin(-1) > 1e-5
+    everything = torch.full_like(seeds, EVERYTHING)
+    one = torch.ones_like(min_ps)
+    rows = Sampling(temperatures, seeds, positions, everything, one, min_ps)
+    assert torch.equal(tokens[clear], draw(logits.float(), rows)[clear])
+    return clear.float().mean()
+
+
+@each_dtype
+@pytest.mark.parametrize("vocab_size", [1, 127, 2049, 6003])
+def test_sample_inverts_the_distribution(vocab_size, dtype):
+    rows = 8
+    logits = randn(rows, vocab_size, dtype=dtype) * 3
+    temperature = torch.linspace(0.3, 1.5, rows)
+    for min_p in (0.0, torch.tensor([0.0, 1e-4, 0.05, 1.0]).repeat(rows // 4)):
+        sampling = make_sampling(rows, temperature=temperature, min_p=min_p)
+        share_clear = assert_inverts(sample(logits, sampling), logits, sampling)
+        assert share_clear > 0.7 or vocab_size > 127
+
+
+def test_sample_from_qwen3s_vocabulary():
+    logits = randn(3, 151936, dtype=torch.float16) * 4
+    sampling = make_sampling(3, temperature=0.6, min_p=torch.tensor([0.0, 0.0, 0.01]))
+    assert_inverts(sample(logits, sampling), logits, sampling)
+
+
+def test_the_uniform_numbers_are_the_samplers():
+    """Of flat logits the token is the number, rounded down."""
+    seeds = torch.tensor([0, 1, 2**31, 2**53 + 1, 2**62 + 12345, 2**63 - 1])
+    positions = torch.tensor([0, 1, 63, 2**31])
+    pairs = torch.cartesian_prod(seeds, positions).to(DEVICE)
+    rows, size = len(pairs), 2048
+    numbers = uniform(*pairs.T)
+    logits = torch.full((rows, size), -2.5, device=DEVICE)
+    seeds, positions = pairs.T.contiguous()
+    sampling = dataclasses.replace(make_sampling(rows), seeds=seeds, positions=positions)
+    assert torch.equal(sample(logits, sampling), (numbers * size).long())
+
+
+def test_a_row_does_not_depend_on_the_others():
+    top_k = torch.tensor([30, *[EVERYTHING] * 8])
+    top_p = torch.tensor([0.9, 0.5, *[1.0] * 7])
+    sampling = make_sampling(9, temperature=0.9, top_k=top_k, top_p=top_p)
+    logits = randn(9, 5000) * 2
+    together = sample(logits, sampling)
+    for row in range(9):
+        alone = sampling.take(torch.tensor([row], device=DEVICE))
+        assert torch.equal(sample(logits[row : row + 1], alone), together[row : row + 1])
+
+
+def test_rows_that_lie_apart():
+    """Logits of a padded vocabulary, sliced: the padding is never chosen."""
+    padded = randn(4, 3000)
+    padded[:, 2500:] = 50.0
+    logits, sampling = padded[:, :2500], make_sampling(4)
+    assert torch.equal(sample(logits, sampling), sample(logits.contiguous(), sampling))
+    assert torch.equal(triton_sampling.greedy(logits), logits.argmax(-1))
+
+
+@each_dtype
+def test_forbidden_tokens_are_never_drawn(dtype):
+    """Whole blocks at -inf, before and behind those with weight; and a single token left."""
+    logits = randn(16, 9000, dtype=dtype)
+    logits[:, :2500] = -torch.inf
+    logits[:, 6000:] = -torch.inf
+    logits[8:, 2501:] = -torch.inf
+    sampling = make_sampling(16, min_p=torch.tensor([0.0, 0.01]).repeat(8))
+    tokens = sample(logits, sampling)
+    assert ((tokens >= 2500) & (tokens < 6000)).all()
+    assert (tokens[8:] == 2500).all()
+    assert_inverts(tokens, logits, sampling)
+
+
+@triton.jit
+def invert(weights, targets, places, SIZE: tl.constexpr):
+    row = tl.program_id(0)
+    place, _ = triton_sampling._invert(
+        tl.load(weights + tl.arange(0, SIZE)), tl.load(targets + row)
+    )
+    tl.store(places + row, place)
+
+
+def test_rounding_leads_to_no_token_without_weight():
+    """A sum that is aimed a little below 0, or at the end and beyond."""
+    weights = torch.tensor([0, 0, 1, 0, 2, 0, 0, 0], dtype=torch.float64, device=DEVICE)
+    targets = torch.tensor([-1e-17, 0, 0.99, 1, 2.99, 3, 3.01], dtype=torch.float64, device=DEVICE)
+    places = torch.zeros(7, dtype=torch.int32, device=DEVICE)
+    invert[(7,)](weights, targets, places, SIZE=8)
+    assert places.tolist() == [2, 2, 2, 4, 4, 4, 4]
+
+
+@each_dtype
+@pytest.mark.parametrize("vocab_size", [1, 5, 2048, 7001])
+def test_greedy_takes_the_first_of_the_largest(vocab_size, dtype):
+    logits = randn(6, vocab_size, dtype=dtype)
+    for row, places in enumerate([(0, -1), (vocab_size // 2, -1), (-2 % vocab_size, -1)]):
+        logits[row, list(places)] = 9.0
+    logits[5] = -torch.inf
+    logits[5, vocab_size // 3] = -5.0
+    expected = torch.tensor([row.tolist().index(row.max()) for row in logits.cpu()])
+    assert torch.equal(triton_sampling.greedy(logits).cpu(), expected)
+    sampling = make_sampling(6, temperature=torch.tensor([0.0, 9e-6, 0.0, 0.0, 1.0, 0.0]))
+    mixed = sample(logits, sampling)
+    greedy_rows = torch.tensor([0, 1, 2, 3, 5])
+    assert torch.equal(mixed.cpu()[greedy_rows], expected[greedy_rows])
+    alone = sampling.take(torch.tensor([4], device=DEVICE))
+    assert torch.equal(mixed[4:5], sample(logits[4:5], alone))
+
+
+def test_no_rows():
+    assert sample(randn(0, 100), make_sampling(0)).shape == (0,)
+    assert triton_sampling.greedy(randn(0, 100)).dtype == torch.int64
+
+
+# --- top_k and top_p
+
+
+@triton.jit
+def find_threshold(
+    logits, vocab_size, largest, temperatures, chunk_keys, listed, top_ks, top_ps, min_ps, out,
+    SIZES: tl.constexpr,
+):  # fmt: skip
+    index = tl.program_id(0).to(tl.int64)
+    row = (
+        logits + index * vocab_size,
+        vocab_size,
+        tl.load(largest + index),
+        1 / tl.load(temperatures + index),
+        tl.load(min_ps + index),
+    )
+    lists = (chunk_keys + index * SIZES[0], listed + index * SIZES[0], listed)
+    top_k, top_p = tl.load(top_ks + index), tl.load(top_ps + index)
+    threshold = triton_sampling._threshold(row, lists, top_k, top_p, SIZES)
+    tl.store(out + index, threshold.to(tl.int64))
+
+
+def keys_of(logits):
+    """Return int64 in the order of the floats, from the bits of their dtype."""
+    width = 8 * logits.element_size()
+    bits = (logits + 0.0).view(torch.int16 if width == 16 else torch.int32).long()
+    return torch.where(bits < 0, -1 - bits - 2 ** (width - 1), bits) + 2 ** (width - 1)
+
+
+def thresholds(logits, sampling, chunk=128):
+    """Return what the search finds in each row, as keys."""
+    rows, vocab_size = logits.shape
+    num_chunks = -(-vocab_size // chunk)
+    padding = (0, -vocab_size % chunk)
+    chunk_keys = torch.nn.functional.pad(keys_of(logits), padding)
+    chunk_keys = chunk_keys.view(rows, num_chunks, chunk).amax(-1).int()
+    all_chunks = triton.next_power_of_2(num_chunks)
+    out = torch.empty(rows, dtype=torch.int64, device=DEVICE)
+    find_threshold[(rows,)](
+        logits,
+        vocab_size,
+        logits.float().amax(-1),
+        sampling.temperatures,
+        chunk_keys,
+        torch.empty_like(chunk_keys),
+        sampling.top_ks,
+        sampling.top_ps,
+        sampling.min_ps,
+        out,
+        SIZES=(num_chunks, all_chunks, chunk, min(all_chunks, 4)),
+    )
+    return out
+
+
+def kept_by_sorting(logits, temperature, top_k, top_p, min_p):
+    """Return [V], what a row's top_k and top_p keep of what min_p leaves any weight, in float64;
+    and whether rounding cannot tip it.
+    """
+    weights = ((logits.double() - logits.double().max()) / temperature).exp()
+    allowed = weights >= min_p
+    clear = (((weights / min_p - 1).abs() > 1e-5) | (weights == 1)).all() if min_p else True
+    ordered, order = logits.double().sort(descending=True, stable=True)
+    in_top_k = ordered >= ordered[min(top_k, len(ordered)) - 1]
+    mass = torch.where(in_top_k & allowed[order], weights[order], 0.0).cumsum(0)
+    if top_p < 1:
+        clear &= ((mass / mass[-1] - top_p).abs() > 1e-6).all()
+        before = mass - torch.where(in_top_k & allowed[order], weights[order], 0.0)
+        in_top_k &= before < top_p * mass[-1]
+    return (logits >= logits[order[in_top_k][-1]]) & allowed, bool(clear)
+
+
+FILTERS = [
+    {"top_k": 1},
+    {"top_k": 17, "top_p": 0.8},
+    {"top_k": EVERYTHING, "top_p": 0.9},
+    {"top_k": 40, "top_p": 0.95, "min_p": 0.05},
+    {"top_k": EVERYTHING, "top_p": 1e-6},
+    {"top_k": EVERYTHING, "top_p": 0.999, "min_p": 0.01},
+    {"top_k": 10**6, "top_p": 0.5},
+    {"top_k": 700},
+]
+"""A row each."""
+
+
+def make_filtered(vocab_size, dtype, decimals=None):
+    """Return logits of one row for each of FILTERS, and what they ask for; with `decimals` ties."""
+    rows = len(FILTERS)
+    logits = torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * 3
+    if decimals is not None:
+        logits = logits.round(decimals=decimals)
+    columns = {
+        name: torch.tensor([filters.get(name, none) for filters in FILTERS])
+        for name, none in (("top_k", EVERYTHING), ("top_p", 1.0), ("min_p", 0.0))
+    }
+    temperature = torch.linspace(0.5, 1.5, rows)
+    return logits.to(DEVICE, dtype), make_sampling(rows, temperature=temperature, **columns)
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "decimals", "dtype"),
+    [
+        (1, None, torch.float32),
+        (331, 1, torch.float32),
+        (331, 1, torch.bfloat16),
+        (1203, None, torch.float16),
+    ],
+)
+def test_thresholds_are_those_of_a_sort(vocab_size, decimals, dtype):
+    logits, sampling = make_filtered(vocab_size, dtype, decimals)
+    if vocab_size > 1:
+        logits[::2, ::3] = -torch.inf
+        logits[0, 1:3] = 0.0
+        logits[0, 2] *= -1.0
+    keys, num_clear = keys_of(logits), 0
+    for row, threshold in enumerate(thresholds(logits, sampling)):
+        columns = (sampling.temperatures, sampling.top_ks, sampling.top_ps, sampling.min_ps)
+        asked = [column[row].item() for column in columns]
+        expected, clear = kept_by_sorting(logits[row].cpu(), *asked)
+        num_clear += clear
+        kept = (keys[row] >= threshold).cpu()
+        if sampling.top_ps[row] == 1 and sampling.top_ks[row] >= vocab_size:
+            assert kept.all()
+        elif clear:
+            weights = (logits[row].double() - logits[row].double().max()) / asked[0]
+            assert torch.equal(kept & (weights.exp() >= asked[3]).cpu(), expected)
+    assert num_clear >= len(FILTERS) - 2
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"),
+    [(1203, torch.float32), (77, torch.float16), (4500, torch.bfloat16)],
+)
+def test_top_k_and_top_p_draw_what_torch_draws(vocab_size, dtype):
+    logits, sampling = make_filtered(vocab_size, dtype, decimals=1)
+    columns = {name: x.cpu() for name, x in vars(sampling).items() if hasattr(x, "cpu")}
+    expected = draw(logits.cpu(), Sampling(**columns), vocab_size)
+    assert torch.equal(sample(logits, sampling).cpu(), expected)
+
+
+def test_rows_without_a_filter_get_what_they_get_alone():
+    """Whether a neighbour has one, and greedy ones are not drawn for theirs."""
+    logits, rows = randn(6, 3000) * 3, torch.tensor([0, 2, 4], device=DEVICE)
+    temperature = torch.tensor([0.0, 0.7, 1.0, 0.7, 1.3, 0.7])
+    mixed = make_sampling(
+        6,
+        temperature=temperature,
+        top_k=torch.tensor([5, 5, EVERYTHING, EVERYTHING, 3000, 2]),
+        top_p=torch.tensor([0.5, 1.0, 1.0, 0.5, 1.0, 0.5]),
+    )
+    without = make_sampling(6, temperature=temperature)
+    together, alone = sample(logits, mixed), sample(logits[rows], without.take(rows))
+    assert torch.equal(together[rows], alone)
+    assert together[0] == logits[0].argmax()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_rows_that_are_no_distribution_choose_a_token():
+    logits = randn(4, 300)
+    logits[0], logits[1], logits[2, 7], logits[3, 7] = -torch.inf, torch.nan, torch.nan, torch.inf
+    tokens = sample(logits, make_sampling(4, top_k=20, top_p=0.5))
+    assert ((tokens >= 0) & (tokens < 300)).all()
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a GPU")
+def test_the_sampler_uses_the_kernels_on_a_gpu():
+    logits, sampling = randn(8, 5000), make_sampling(8)
+    assert torch.equal(draw(logits, sampling), sample(logits, sampling))
+    assert torch.equal(greedy(logits), triton_sampling.greedy(logits))

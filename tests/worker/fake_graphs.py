@@ -1,0 +1,130 @@
+"""CUDA graphs on the CPU, with their hazards: a capture records the operations that a step runs,
+and a replay runs those again on the same memory. The host's code does not run again.
+"""
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+from triton.runtime.interpreter import GridExecutor
+
+from nanovllm.attention.backend import AttentionSpec
+from nanovllm.attention.batch import Batch
+from nanovllm.attention.torch_sdpa import TorchBackend, _Decode
+from nanovllm.worker import model_runner
+from nanovllm.worker.cuda_graph import Step
+
+HOST = {"aten::_local_scalar_dense", "aten::nonzero", "aten::lift_fresh", "aten::equal"}
+"""What waits for the device, or copies from memory that is not there at the replay."""
+
+
+def tensors(tree: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
+class RecordedGraph(TorchDispatchMode):
+    """The operations of a step, with the tensors that they took and made."""
+
+    def __init__(self, pool: list["RecordedGraph"]) -> None:
+        super().__init__()
+        self.pool = pool
+        self.calls: list[tuple[Any, Any, Any, list[tuple[int, torch.Tensor]]]] = []
+        self.num_replays = 0
+
+    def __enter__(self) -> "RecordedGraph":
+        self._launch = GridExecutor.__call__
+        GridExecutor.__call__ = lambda *args, **kwargs: self._record_launch(args, kwargs)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        GridExecutor.__call__ = self._launch
+        super().__exit__(*error)
+
+    def _record_launch(self, args: Any, kwargs: Any) -> None:
+        """Take an interpreted Triton kernel as one operation; it makes no tensors."""
+        with _disable_current_modes():
+            self._launch(*args, **kwargs)
+        self.calls.append((self._launch, args, kwargs, []))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        assert func._schema.name not in HOST, f"{func} cannot be captured"
+        taken = {
+            x.untyped_storage().data_ptr()
+            for x in tensors((args, kwargs))
+            if x.layout == torch.strided  # a weight in oneDNN's layout has no storage to ask for
+        }
+        result = func(*args, **kwargs)
+        made = [
+            (place, x)
+            for place, x in enumerate(tree_leaves(result))
+            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in taken
+        ]
+        self.calls.append((func, args, kwargs, made))
+        return result
+
+    def replay(self) -> None:
+        self.num_replays += 1
+        for graph in self.pool:  # graphs share memory, and nothing in it outlives the next replay
+            graph.spoil()
+        for func, args, kwargs, made in self.calls:
+            leaves = tree_leaves(func(*args, **kwargs))  # of a kernel: nothing
+            for place, x in made:
+                x.copy_(leaves[place])
+
+    def spoil(self) -> None:
+        for *_, made in self.calls:
+            for _, x in made:
+                x.fill_(float("nan") if x.is_floating_point() else True)
+
+
+class FakeCapture:
+    """Like CUDACapture; keeps its graphs."""
+
+    made: ClassVar[list["FakeCapture"]] = []
+
+    def __init__(self) -> None:
+        self.graphs: list[RecordedGraph] = []
+        self.made.append(self)
+
+    def __call__(self, step: Step) -> tuple[RecordedGraph, torch.Tensor | None]:
+        step()
+        graph = RecordedGraph(self.graphs)
+        with graph:
+            logits = step()
+        self.graphs.append(graph)
+        return graph, logits
+
+
+class StaticBackend(TorchBackend):
+    """The torch backend, with a plan for one-token rows that the host decides nothing of."""
+
+    supports_graph = True
+
+    def plan(self, batch: Batch) -> Any:
+        if batch.query_lens_host:
+            return super().plan(batch)
+        device = batch.input_ids.device
+        num_rows, width = batch.block_tables.shape
+        columns = torch.arange(width, device=device) * self.block_size
+        tables = batch.block_tables.long()
+        blocks = torch.where(columns < batch.seq_lens[:, None], tables, tables[:, :1])
+        keys = torch.arange(width * self.block_size, device=device)
+        mask = (keys < batch.seq_lens[:, None])[:, None, None]
+        return [_Decode(torch.arange(num_rows, device=device), blocks, mask)]
+
+
+def select_static(spec: AttentionSpec, **options: Any) -> StaticBackend:
+    return StaticBackend(spec)
+
+
+def use_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> list[FakeCapture]:
+    """Let model runners capture on the CPU; return the list of what captures."""
+    monkeypatch.setattr(FakeCapture, "made", [])
+    monkeypatch.setattr(model_runner, "can_capture", lambda device: True)
+    monkeypatch.setattr(model_runner, "make_capture", lambda device: FakeCapture())
+    monkeypatch.setattr(model_runner, "select_backend", select_static)
+    return FakeCapture.made

@@ -1,0 +1,313 @@
+"""The device tables and the batches made of them, against plain Python loops."""
+
+import random
+
+import pytest
+import torch
+
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduler.messages import Admission, CacheInfo, NewBlocks, Row, Schedule
+from nanovllm.worker.device_tables import DeviceTables
+from nanovllm.worker.sampling import SamplingRows
+
+VOCAB = 1000
+PLAIN = SamplingParams()
+
+
+def make_tables(block_size=4, max_model_len=40, max_num_seqs=6):
+    info = CacheInfo(10_000, block_size, max_model_len, VOCAB, 16384)
+    return DeviceTables(info, max_num_seqs, torch.device("cpu"))
+
+
+def admit(table_idx, token_ids, block_ids, params=PLAIN, seed=0):
+    stops = frozenset({3})
+    return Admission(
+        table_idx, table_idx, token_ids, len(token_ids), block_ids, params, seed, stops, ()
+    )
+
+
+def apply(tables, admissions=(), new_blocks=()):
+    tables.apply(Schedule(0, list(admissions), list(new_blocks), []))
+
+
+class Shadow:
+    """What the tables should hold, in dictionaries."""
+
+    def __init__(self, seed, block_size, max_model_len, max_num_seqs):
+        self.chooser = random.Random(seed)
+        self.block_size = block_size
+        self.max_model_len = max_model_len
+        self.free_table_indices = list(range(max_num_seqs))
+        self.token_ids, self.blocks, self.computed, self.sampling = {}, {}, {}, {}
+        self.unused_blocks = self.chooser.sample(range(10_000), 10_000)
+
+    def admit(self):
+        """Take a table row, perhaps one that another sequence had before."""
+        table_idx = self.free_table_indices.pop(
+            self.chooser.randrange(len(self.free_table_indices))
+        )
+        length = self.chooser.randint(1, self.max_model_len - 1)
+        self.token_ids[table_idx] = [self.chooser.randrange(VOCAB) for _ in range(length)]
+        self.blocks[table_idx] = []
+        self.computed[table_idx] = self.chooser.choice([0, self.chooser.randrange(length)])
+        self.grow(table_idx, self.computed[table_idx])
+        chooser = self.chooser
+        params = SamplingParams(
+            temperature=chooser.random(),
+            top_k=chooser.choice([0, chooser.randint(1, 2000)]),
+            top_p=chooser.choice([1.0, 1 - chooser.random()]),
+            min_p=chooser.choice([0.0, chooser.random()]),
+            repetition_penalty=chooser.choice([1.0, 2.0]),
+        )
+        self.sampling[table_idx] = (params, chooser.randrange(2**63))
+        return table_idx
+
+    def grow(self, table_idx, num_tokens):
+        """Append the blocks that `num_tokens` tokens need; return index and ids of the new ones."""
+        start = len(self.blocks[table_idx])
+        needed = -(-num_tokens // self.block_size) - start
+        new = [self.unused_blocks.pop() for _ in range(needed)]
+        self.blocks[table_idx] += new
+        return start, new
+
+    def step(self, step_id):
+        """Make a schedule of admissions, chunks and single tokens, and end some sequences."""
+        for table_idx in [s for s in self.token_ids if self.chooser.random() < 0.15]:
+            for table in (self.token_ids, self.blocks, self.computed, self.sampling):
+                del table[table_idx]
+            self.free_table_indices.append(table_idx)
+        admitted = []
+        while self.free_table_indices and (not self.token_ids or self.chooser.random() < 0.5):
+            admitted.append(self.admit())
+        rows, new_blocks = [], []
+        running = list(self.token_ids)
+        self.chooser.shuffle(running)
+        for table_idx in running[: self.chooser.randint(1, len(running))]:
+            left = len(self.token_ids[table_idx]) - self.computed[table_idx]
+            count = self.chooser.choice([left, self.chooser.randint(1, left)])
+            start, new = self.grow(table_idx, self.computed[table_idx] + count)
+            if new and table_idx not in admitted:
+                new_blocks.append(NewBlocks(table_idx, start, new))
+            rows.append(
+                Row(
+                    100 + table_idx,
+                    table_idx,
+                    self.computed[table_idx],
+                    count,
+                    samples=count == left,
+                )
+            )
+        admissions = [
+            admit(
+                table_idx,
+                list(self.token_ids[table_idx]),
+                list(self.blocks[table_idx]),
+                *self.sampling[table_idx],
+            )
+            for table_idx in admitted
+        ]
+        return Schedule(step_id, admissions, new_blocks, rows)
+
+    def take(self, rows, sampled):
+        """Count the rows' tokens as computed, append what was sampled, end what is full."""
+        sampled = iter(sampled)
+        for row in rows:
+            self.computed[row.table_idx] += row.num_scheduled_tokens
+            if row.samples:
+                token = next(sampled)
+                if len(self.token_ids[row.table_idx]) == self.max_model_len:
+                    for table in (self.token_ids, self.blocks, self.computed, self.sampling):
+                        del table[row.table_idx]
+                    self.free_table_indices.append(row.table_idx)
+                else:
+                    self.token_ids[row.table_idx].append(token)
+
+
+def check_batch(batch, rows, shadow):
+    """Compare with loops over the rows and their positions."""
+    input_ids, positions, slot_mapping, ends = [], [], [], [0]
+    for row in rows:
+        stop = row.num_computed_tokens + row.num_scheduled_tokens
+        for position in range(row.num_computed_tokens, stop):
+            input_ids.append(shadow.token_ids[row.table_idx][position])
+            positions.append(position)
+            block = shadow.blocks[row.table_idx][position // shadow.block_size]
+            slot_mapping.append(block * shadow.block_size + position % shadow.block_size)
+        ends.append(ends[-1] + row.num_scheduled_tokens)
+    seq_lens = [row.num_computed_tokens + row.num_scheduled_tokens for row in rows]
+    assert batch.input_ids.tolist() == input_ids
+    assert batch.positions.tolist() == positions
+    assert batch.slot_mapping.tolist() == slot_mapping
+    assert batch.cu_seqlens_q.tolist() == ends
+    assert batch.seq_lens.tolist() == seq_lens
+    assert batch.query_lens_host == tuple(row.num_scheduled_tokens for row in rows)
+    assert batch.seq_lens_host == tuple(seq_lens)
+    for row, table, seq_len in zip(rows, batch.block_tables.tolist(), seq_lens, strict=True):
+        needed = -(-seq_len // shadow.block_size)
+        assert table[:needed] == shadow.blocks[row.table_idx][:needed]
+
+
+def check_sampling(tables, sampling, rows, shadow):
+    """What is drawn from, and by which rule, for each row that samples."""
+    last_tokens, wanted = [], []
+    end = 0
+    for row in rows:
+        end += row.num_scheduled_tokens
+        if row.samples:
+            last_tokens.append(end - 1)
+            params, seed = shadow.sampling[row.table_idx]
+            position = len(shadow.token_ids[row.table_idx])
+            wanted.append((params.temperature, seed, position, params.top_p, params.min_p))
+            assert tables.params[row.table_idx] == params
+            assert (tables.rules[row.table_idx] is not None) == (params.repetition_penalty != 1)
+    assert len(sampling) == len(wanted)
+    assert sampling.rows == [row for row in rows if row.samples]
+    assert sampling.last_tokens.tolist() == last_tokens
+    if not wanted:
+        return
+    everyone = list(range(len(wanted)))
+    drawn = sampling._sampling(everyone, torch.tensor(everyone), of_all=False)
+    temperatures, seeds, positions, top_ps, min_ps = zip(*wanted, strict=True)
+    assert drawn.temperatures.tolist() == pytest.approx(temperatures)
+    assert drawn.seeds.tolist() == list(seeds)
+    assert drawn.positions.tolist() == list(positions)
+    assert drawn.top_ps.tolist() == pytest.approx(top_ps)
+    assert drawn.min_ps.tolist() == pytest.approx(min_ps)
+    for row, top_k in zip(sampling.rows, drawn.top_ks.tolist(), strict=True):
+        params, _ = shadow.sampling[row.table_idx]
+        assert top_k == params.top_k if params.top_k else top_k > VOCAB
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+@pytest.mark.parametrize("seed", range(12))
+def test_random_schedules(seed, block_size):
+    """Sixty steps of admissions, chunks, decodes, ends and table_indices used again."""
+    max_model_len, max_num_seqs = 37, 5
+    tables = make_tables(block_size, max_model_len, max_num_seqs)
+    shadow = Shadow(seed, block_size, max_model_len, max_num_seqs)
+    for step_id in range(60):
+        schedule = shadow.step(step_id)
+        tables.apply(schedule)
+        check_batch(tables.batch(schedule.rows), schedule.rows, shadow)
+        sampling = SamplingRows(tables, schedule.rows)
+        check_sampling(tables, sampling, schedule.rows, shadow)
+        sampled = [shadow.chooser.randrange(VOCAB) for row in schedule.rows if row.samples]
+        sampling.store(torch.tensor(sampled, dtype=torch.int64))
+        shadow.take(schedule.rows, sampled)
+
+
+def test_dtypes():
+    tables = make_tables()
+    apply(tables, [admit(2, [5, 6, 7], [9], seed=2**63 - 1)])
+    rows = [Row(1, 2, 0, 3, samples=True)]
+    batch = tables.batch(rows)
+    sampling = SamplingRows(tables, rows)._sampling([0], torch.tensor([0]), of_all=False)
+    for tensor in (batch.input_ids, batch.positions, batch.slot_mapping):
+        assert tensor.dtype == torch.int64
+    for tensor in (batch.cu_seqlens_q, batch.seq_lens, batch.block_tables):
+        assert tensor.dtype == torch.int32
+    for tensor in (sampling.temperatures, sampling.top_ps, sampling.min_ps):
+        assert tensor.dtype == torch.float32
+    for tensor in (sampling.seeds, sampling.positions, sampling.top_ks):
+        assert tensor.dtype == torch.int64
+    assert sampling.seeds.tolist() == [2**63 - 1]
+
+
+def test_slots_past_32_bits():
+    """Block id times block size outgrows int32, in which the tables keep the block ids."""
+    tables = make_tables(block_size=4096, max_model_len=4096)
+    apply(tables, [admit(0, [1, 2], [2**31 - 1])])
+    batch = tables.batch([Row(1, 0, 0, 2, samples=True)])
+    first = (2**31 - 1) * 4096
+    assert batch.slot_mapping.tolist() == [first, first + 1]
+
+
+def test_a_sampled_token_is_the_next_steps_input():
+    tables = make_tables()
+    apply(tables, [admit(3, [5, 6], [1]), admit(1, [8], [2])])
+    rows = [Row(1, 3, 0, 2, samples=True), Row(2, 1, 0, 1, samples=True)]
+    SamplingRows(tables, rows).store(torch.tensor([70, 80]))
+    following = tables.batch([Row(2, 1, 1, 1, samples=True), Row(1, 3, 2, 1, samples=True)])
+    assert following.input_ids.tolist() == [80, 70]
+    assert following.positions.tolist() == [1, 2]
+
+
+def test_rows_that_do_not_sample_keep_their_tokens():
+    tables = make_tables()
+    apply(tables, [admit(0, [1, 2, 3, 4], [1]), admit(1, [9], [2])])
+    rows = [Row(1, 0, 0, 2, samples=False), Row(2, 1, 0, 1, samples=True)]
+    sampling = SamplingRows(tables, rows)
+    assert sampling.last_tokens.tolist() == [2]
+    sampling.store(torch.tensor([50]))
+    assert tables.batch([Row(1, 0, 2, 2, samples=True)]).input_ids.tolist() == [3, 4]
+
+
+def test_a_step_may_sample_nothing():
+    tables = make_tables()
+    apply(tables, [admit(0, [1, 2, 3], [1])])
+    sampling = SamplingRows(tables, [Row(1, 0, 0, 2, samples=False)])
+    assert sampling.last_tokens.shape == (0,)
+    assert sampling.last_tokens.dtype == torch.int64
+    sampling.store(torch.empty(0, dtype=torch.int64))
+    assert tables.batch([Row(1, 0, 2, 1, samples=True)]).input_ids.tolist() == [3]
+
+
+def test_the_token_past_a_full_sequence_overwrites_nobody():
+    """A row that fills max_model_len samples once more; its neighbour's first token stays."""
+    tables = make_tables(max_model_len=4)
+    apply(tables, [admit(0, [1, 2, 3, 4], [1]), admit(1, [9], [2])])
+    rows = [Row(1, 0, 3, 1, samples=True), Row(2, 1, 0, 1, samples=True)]
+    SamplingRows(tables, rows).store(torch.tensor([50, 60]))
+    batch = tables.batch([Row(1, 0, 0, 4, samples=True), Row(2, 1, 0, 2, samples=True)])
+    assert batch.input_ids.tolist() == [1, 2, 3, 4, 9, 60]
+
+
+def test_a_slot_taken_again_shows_nothing_of_the_sequence_before():
+    tables = make_tables()
+    before = SamplingParams(
+        temperature=0.9, top_k=3, top_p=0.5, min_p=0.4, presence_penalty=1.0, logprobs=4
+    )
+    apply(tables, [admit(0, list(range(100, 120)), [5, 6, 7, 8, 9], before, seed=11)])
+    apply(tables, [admit(0, [1, 2], [3], SamplingParams(temperature=0.25), seed=22)])
+    rows = [Row(2, 0, 0, 2, samples=True)]
+    batch, sampling_rows = tables.batch(rows), SamplingRows(tables, rows)
+    assert batch.input_ids.tolist() == [1, 2]
+    assert batch.slot_mapping.tolist() == [12, 13]
+    sampling = sampling_rows._sampling([0], torch.tensor([0]), of_all=False)
+    assert sampling.temperatures.tolist() == [0.25]
+    assert sampling.seeds.tolist() == [22]
+    assert sampling.top_ks.item() >= VOCAB
+    assert sampling.top_ps.tolist() == [1.0]
+    assert sampling.min_ps.tolist() == [0.0]
+    assert tables.rules == [None] * len(tables.rules)
+    assert sampling_rows.logprobs(torch.zeros(1, VOCAB), torch.tensor([5])) is None
+
+
+def test_readmission_after_preemption_brings_back_the_generated_tokens():
+    tables = make_tables()
+    apply(tables, [admit(0, [1, 2], [3])])
+    SamplingRows(tables, [Row(1, 0, 0, 2, samples=True)]).store(torch.tensor([40]))
+    apply(tables, [admit(4, [1, 2, 40], [7])])
+    batch = tables.batch([Row(1, 4, 0, 3, samples=True)])
+    assert batch.input_ids.tolist() == [1, 2, 40]
+    assert batch.slot_mapping.tolist() == [28, 29, 30]
+
+
+def test_new_blocks_continue_the_table_at_their_index():
+    tables = make_tables()
+    apply(tables, [admit(0, list(range(12)), [3])])
+    apply(tables, new_blocks=[NewBlocks(0, 1, [8, 2])])
+    batch = tables.batch([Row(1, 0, 0, 12, samples=True)])
+    assert batch.block_tables.tolist() == [[3, 8, 2]]
+    assert batch.slot_mapping[[0, 4, 8]].tolist() == [12, 32, 8]
+
+
+def test_a_batch_is_a_snapshot():
+    """A later step's changes to the tables do not reach into a batch already made."""
+    tables = make_tables()
+    apply(tables, [admit(0, [1, 2], [3])])
+    rows = [Row(1, 0, 0, 2, samples=True)]
+    batch = tables.batch(rows)
+    apply(tables, [admit(0, [8, 9], [6])])
+    assert batch.input_ids.tolist() == [1, 2]
+    assert batch.block_tables.tolist() == [[3]]

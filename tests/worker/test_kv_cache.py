@@ -1,0 +1,201 @@
+"""How many KV blocks the CPU takes, and what is said where they are too few."""
+
+import io
+import itertools
+
+import psutil
+import pytest
+import torch
+
+from nanovllm.config import Config
+from nanovllm.errors import OutOfMemoryError
+from nanovllm.worker import kv_cache
+from nanovllm.worker.kv_cache import (
+    available_memory,
+    graph_bytes,
+    num_blocks_that_fit,
+    require_one_sequence,
+)
+
+GIB = 2**30
+
+
+def blocks_on_cpu(block_bytes=1000, max_blocks=10**9, num_reserved=0, **options):
+    def warm_up():
+        raise AssertionError("the CPU needs no warm-up")
+
+    config = Config("model", **options)
+    device = torch.device("cpu")
+    return num_blocks_that_fit(config, device, block_bytes, max_blocks, warm_up, num_reserved)
+
+
+@pytest.fixture
+def free_memory(monkeypatch):
+    """Set what the machine has to give."""
+    return lambda size: monkeypatch.setattr(kv_cache, "available_memory", lambda: size)
+
+
+def fake_files(monkeypatch, **contents):
+    """Let `open` find exactly these files, by the last part of their path."""
+
+    def fake_open(path, *args, **kwargs):
+        name = str(path).rpartition("/")[2].replace(".", "_")
+        if name not in contents:
+            raise FileNotFoundError(path)
+        return io.StringIO(contents[name])
+
+    monkeypatch.setattr(kv_cache, "open", fake_open, raising=False)
+
+
+def test_a_given_number_of_blocks_is_taken_as_it_is():
+    assert blocks_on_cpu(num_kvcache_blocks=7, block_bytes=10**12, max_blocks=3) == 7
+
+
+def test_given_bytes_are_divided_into_whole_blocks():
+    assert blocks_on_cpu(kv_cache_memory_bytes=2999) == 2
+    assert blocks_on_cpu(kv_cache_memory_bytes=3000) == 3
+    assert blocks_on_cpu(kv_cache_memory_bytes=999) == 0
+
+
+def test_no_more_blocks_than_could_ever_be_used():
+    assert blocks_on_cpu(kv_cache_memory_bytes=10**9, max_blocks=12) == 12
+
+
+def test_reserved_blocks_come_out_of_the_memory_but_not_out_of_a_given_number():
+    assert blocks_on_cpu(kv_cache_memory_bytes=5000, num_reserved=1) == 4
+    assert blocks_on_cpu(kv_cache_memory_bytes=5000, num_reserved=1, max_blocks=5) == 4
+    assert blocks_on_cpu(kv_cache_memory_bytes=5000, num_reserved=1, max_blocks=3) == 3
+    assert blocks_on_cpu(kv_cache_memory_bytes=999, num_reserved=1) == 0
+    assert blocks_on_cpu(num_kvcache_blocks=7, num_reserved=1) == 7
+
+
+def test_cuda_pool_leaves_room_for_graphs(monkeypatch):
+    monkeypatch.setattr(kv_cache, "_cuda_budget", lambda utilization, device: 10_000)
+    for num_bytes, blocks in ((0, 10), (2500, 7), (20_000, 0)):
+        found = num_blocks_that_fit(
+            Config("model"), torch.device("cuda"), 1000, 100, lambda n=num_bytes: n
+        )
+        assert found == blocks
+
+
+@pytest.mark.parametrize(
+    ("sizes", "captured", "expected"),
+    [
+        ([1, 2, 4, 8, 16, 20], [20, 16, 8], 700 + 30 + 30 + 3 * 30),
+        ([1, 2, 4], [4, 2, 1], 700 + 30 + 30),
+        ([1, 2], [2, 1], 700 + 30),
+        ([1], [1], 700),
+    ],
+)
+def test_memory_of_all_graphs_is_seen_on_three(monkeypatch, sizes, captured, expected):
+    """The largest brings the shared memory, 670 bytes here; each has 30 of its own."""
+    used = [5000]
+    seen = []
+    monkeypatch.setattr(kv_cache, "_used_memory", lambda device: used[0])
+
+    def capture(size):
+        used[0] += 30 if seen else 700
+        seen.append(size)
+
+    assert graph_bytes(sizes, capture, torch.device("cuda")) == expected
+    assert seen == captured
+
+
+def test_memory_that_a_neighbour_gave_back_is_no_graphs_gain(monkeypatch):
+    used = iter([5000, 5700, 5600, 5630])
+    monkeypatch.setattr(kv_cache, "_used_memory", lambda device: next(used))
+    assert graph_bytes([1, 2, 4, 8], lambda size: None, torch.device("cuda")) == 730
+
+
+@pytest.mark.parametrize("grown", [(700, 9000, 30), (700, 30, 9000)])
+def test_memory_that_a_neighbour_took_is_counted_once(monkeypatch, grown):
+    """Symptom: times the number of graphs it leaves no pool at all."""
+    used = itertools.accumulate((5000, *grown))
+    monkeypatch.setattr(kv_cache, "_used_memory", lambda device: next(used))
+    found = graph_bytes(list(range(60)), lambda size: None, torch.device("cuda"))
+    assert found == sum(grown) + 57 * 30
+
+
+def test_cpu_takes_half_of_what_is_free(free_memory):
+    free_memory(6 * GIB)
+    assert blocks_on_cpu(block_bytes=GIB) == 3
+
+
+def test_cpu_takes_at_most_4_gib(free_memory):
+    free_memory(100 * GIB)
+    assert blocks_on_cpu(block_bytes=GIB) == 4
+
+
+def test_cpu_ranks_share_what_is_free(free_memory):
+    free_memory(6 * GIB)
+    assert blocks_on_cpu(block_bytes=GIB // 4, tensor_parallel_size=2) == 6
+
+
+def test_cpu_with_nothing_free_has_no_blocks(free_memory):
+    free_memory(0)
+    assert blocks_on_cpu() == 0
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "block_size", "max_model_len"), [(4, 16, 64), (4, 16, 50), (1, 256, 1)]
+)
+def test_enough_blocks_for_one_sequence(num_blocks, block_size, max_model_len):
+    require_one_sequence(num_blocks, block_size, max_model_len)
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "max_model_len", "needed"), [(4, 65, 5), (0, 1, 1), (3, 4096, 256)]
+)
+def test_too_few_blocks_name_the_numbers_and_the_ways_out(num_blocks, max_model_len, needed):
+    with pytest.raises(OutOfMemoryError) as raised:
+        require_one_sequence(num_blocks, 16, max_model_len)
+    message = str(raised.value)
+    assert f"holds {num_blocks} blocks of 16 tokens" in message
+    assert f"max_model_len {max_model_len} needs {needed};" in message
+    assert f"lower max_model_len to {num_blocks * 16} or less" in message
+    for option in ("gpu_memory_utilization", "kv_cache_memory_bytes", "num_kvcache_blocks"):
+        assert option in message
+
+
+def test_available_memory_is_positive_and_within_the_machine():
+    assert 0 < available_memory() <= psutil.virtual_memory().total
+
+
+def test_available_memory_of_the_machine(monkeypatch):
+    fake_files(monkeypatch, meminfo="MemTotal: 900 kB\nMemFree: 100 kB\nMemAvailable: 500 kB\n")
+    assert available_memory() == 500 * 1024
+
+
+@pytest.mark.parametrize(
+    ("limit", "usage"),
+    [("memory_max", "memory_current"), ("memory_limit_in_bytes", "memory_usage_in_bytes")],
+)
+def test_a_container_with_less_than_the_machine(monkeypatch, limit, usage):
+    files = {"meminfo": "MemAvailable: 500 kB\n", limit: "300000\n", usage: "200000\n"}
+    fake_files(monkeypatch, **files)
+    assert available_memory() == 100_000
+
+
+def test_a_containers_page_cache_counts_as_available(monkeypatch):
+    """The kernel drops it when asked: the weights just read must not make the pool smaller."""
+    files = {"memory_max": "300000\n", "memory_current": "200000\n"}
+    stat = "anon 50000\nfile 150000\ninactive_file 120000\nactive_file 30000\n"
+    fake_files(monkeypatch, meminfo="MemAvailable: 500 kB\n", memory_stat=stat, **files)
+    assert available_memory() >= 220_000
+
+
+def test_a_container_without_a_limit(monkeypatch):
+    files = {"memory_max": "max\n", "memory_current": "200000\n"}
+    fake_files(monkeypatch, meminfo="MemAvailable: 500 kB\n", **files)
+    assert available_memory() == 500 * 1024
+
+
+def test_a_container_above_its_limit_has_nothing_left(monkeypatch):
+    files = {"memory_max": "1000\n", "memory_current": "2000\n"}
+    fake_files(monkeypatch, meminfo="MemAvailable: 500 kB\n", **files)
+    assert available_memory() == 0
+
+
+def test_without_proc_half_of_the_physical_memory(monkeypatch):
+    fake_files(monkeypatch)
+    assert 0 < available_memory() <= psutil.virtual_memory().total

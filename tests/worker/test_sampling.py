@@ -1,0 +1,276 @@
+"""The rows of a step that sample: each gets the token that it gets alone, whatever its neighbours
+ask for; and log-probabilities.
+"""
+
+import random
+
+import pytest
+import torch
+
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduler.messages import Admission, CacheInfo, Row, Schedule
+from nanovllm.worker.device_tables import DeviceTables
+from nanovllm.worker.sampling import SamplingRows, gather_logprobs
+
+VOCAB = 5003
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+KINDS = {
+    "greedy": SamplingParams(temperature=0),
+    "almost greedy": SamplingParams(temperature=1e-6, top_k=5, top_p=0.5),
+    "plain": SamplingParams(),
+    "hot": SamplingParams(temperature=5.0),
+    "min_p": SamplingParams(min_p=0.1),
+    "top_k": SamplingParams(top_k=20),
+    "large top_k": SamplingParams(top_k=900, temperature=2.0),
+    "top_k beyond the vocabulary": SamplingParams(top_k=VOCAB + 1),
+    "top_p": SamplingParams(top_p=0.8),
+    "top_p of a flat row": SamplingParams(top_p=0.95, temperature=30.0),
+    "top_p and a top_k beyond the vocabulary": SamplingParams(
+        top_k=VOCAB, top_p=0.6, temperature=3.0
+    ),
+    "top_k and top_p": SamplingParams(top_k=20, top_p=0.95, temperature=0.6),
+    "all filters": SamplingParams(top_k=30, top_p=0.9, min_p=0.02, temperature=1.5),
+    "penalties": SamplingParams(
+        repetition_penalty=1.5, frequency_penalty=1.0, presence_penalty=0.5, top_k=40
+    ),
+    "greedy with penalties": SamplingParams(temperature=0, repetition_penalty=2.0),
+    "bias": SamplingParams(logit_bias={5: 4.0, 9: -100.0}, top_p=0.9),
+    "allowed": SamplingParams(allowed_token_ids=[4, 400, 4000]),
+    "min_tokens": SamplingParams(min_tokens=20, logit_bias={3: 60.0}),
+    "logprobs": SamplingParams(logprobs=3, top_k=10),
+    "logprobs of a greedy row with a rule": SamplingParams(
+        temperature=0, logprobs=0, logit_bias={7: 50.0}
+    ),
+}
+
+
+def make_rows(params, histories=None, seeds=None, table_indices=None, vocab_size=VOCAB):
+    """Return the tables and rows of sequences that each have one token left to compute."""
+    count = len(params)
+    histories = histories or [[1]] * count
+    seeds = seeds or [0] * count
+    table_indices = table_indices or list(range(count))
+    tables = DeviceTables(
+        CacheInfo(100, 4, 60, vocab_size, 60), max(table_indices) + 1, torch.device("cpu")
+    )
+    admissions = [
+        Admission(
+            100 + table_idx,
+            table_idx,
+            tokens,
+            1 + len(tokens) // 2,
+            [0],
+            p,
+            seed,
+            frozenset({3}),
+            (),
+        )
+        for table_idx, tokens, p, seed in zip(table_indices, histories, params, seeds, strict=True)
+    ]
+    tables.apply(Schedule(0, admissions, [], []))
+    rows = [
+        Row(100 + table_idx, table_idx, len(tokens) - 1, 1, samples=True)
+        for table_idx, tokens in zip(table_indices, histories, strict=True)
+    ]
+    return tables, rows
+
+
+def random_logits(count, dtype=torch.float32, vocab_size=VOCAB, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(count, vocab_size, generator=generator) * 2).to(dtype)
+
+
+def sample(params, logits, **options):
+    tables, rows = make_rows(params, vocab_size=logits.shape[-1], **options)
+    return SamplingRows(tables, rows).sample(logits)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_each_row_gets_the_token_that_it_gets_alone(dtype):
+    """Two of each kind, in several orders and selections; ties and flat rows among them."""
+    chooser = random.Random(0)
+    params = [*KINDS.values(), *KINDS.values()]
+    count = len(params)
+    logits = random_logits(count, dtype)
+    histories = [
+        [chooser.randrange(VOCAB) for _ in range(chooser.randint(1, 30))] for _ in range(count)
+    ]
+    seeds = [chooser.getrandbits(63) for _ in range(count)]
+    alone = [
+        sample([params[i]], logits[i : i + 1], histories=[histories[i]], seeds=[seeds[i]]).item()
+        for i in range(count)
+    ]
+    for size in (count, count, count // 2, 7, 2, 2, 2, 2):
+        chosen = chooser.sample(range(count), size)
+        together = sample(
+            [params[i] for i in chosen],
+            logits[chosen],
+            histories=[histories[i] for i in chosen],
+            seeds=[seeds[i] for i in chosen],
+            table_indices=chooser.sample(range(count), size),
+        )
+        assert together.dtype == torch.int64
+        assert together.tolist() == [alone[i] for i in chosen]
+
+
+def test_ties_with_the_last_of_top_k_do_not_depend_on_a_neighbour():
+    """A neighbour with a larger top_k brings more candidates, and with them more of the ties."""
+    logits = (random_logits(200) / 10).round(decimals=1).bfloat16()
+    narrow, wide = SamplingParams(top_k=20, top_p=0.3), SamplingParams(top_k=400)
+    seeds = list(range(200))
+    alone = sample([narrow] * 200, logits, seeds=seeds)
+    together = sample([narrow] * 200 + [wide], torch.cat([logits, logits[:1]]), seeds=[*seeds, 0])
+    assert torch.equal(together[:200], alone)
+
+
+def test_candidates_are_enough_for_the_largest_top_k():
+    """Wherever in the batch it is."""
+    logits, seeds = random_logits(101), list(range(101))
+    wide, narrow = SamplingParams(top_k=300, top_p=0.7, temperature=3.0), SamplingParams(top_k=2)
+    alone = sample([wide] * 100, logits[:100], seeds=seeds[:100])
+    assert torch.equal(sample([wide] * 100 + [narrow], logits, seeds=seeds)[:100], alone)
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9, 0.5])
+@pytest.mark.parametrize("top_k", [VOCAB, VOCAB + 1, 2**40, 2**70])
+def test_a_top_k_from_the_vocabularys_size_up_is_none(top_k, top_p):
+    logits, seeds = random_logits(100), list(range(100))
+    without, beyond = (SamplingParams(top_k=k, top_p=top_p, temperature=4.0) for k in (0, top_k))
+    expected = sample([without] * 100, logits, seeds=seeds)
+    assert torch.equal(sample([beyond] * 100, logits, seeds=seeds), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("temperature", [0.0, 1e-6])
+def test_greedy_rows_are_the_argmax(dtype, temperature):
+    logits = random_logits(50, dtype)
+    chosen = sample([SamplingParams(temperature=temperature)] * 50, logits)
+    assert chosen.dtype == torch.int64
+    assert torch.equal(chosen, logits.argmax(-1))
+
+
+@pytest.mark.parametrize("other", [[], [SamplingParams()]])
+def test_greedy_takes_the_first_of_equals(other):
+    logits = torch.tensor([[0.0, 2.0, 1.0, 2.0], [0.0] * 4])[: 1 + len(other)]
+    assert sample([SamplingParams(temperature=0), *other], logits)[0] == 1
+
+
+def test_greedy_rows_choose_no_masked_token():
+    logits = random_logits(500)
+    masked = torch.rand(logits.shape, generator=torch.Generator().manual_seed(1)) < 0.99
+    masked[:, 17] = False
+    logits[masked] = -torch.inf
+    chosen = sample([SamplingParams(temperature=0)] * 500, logits)
+    assert not masked[torch.arange(500), chosen].any()
+
+
+def test_greedy_and_sampled_rows_share_a_batch():
+    logits, seeds = random_logits(64), list(range(64))
+    params = [SamplingParams(temperature=0 if i % 4 == 0 else 1.0) for i in range(64)]
+    chosen = sample(params, logits, seeds=seeds)
+    greedy = torch.arange(64) % 4 == 0
+    best = logits.argmax(-1)
+    assert torch.equal(chosen[greedy], best[greedy])
+    assert (chosen[~greedy] != best[~greedy]).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rules_change_no_other_row_and_not_what_the_model_said(dtype):
+    """The given logits are what log-probabilities are taken from."""
+    params = list(KINDS.values())
+    logits = random_logits(len(params), dtype)
+    before = logits.clone()
+    tables, rows = make_rows(params, histories=[[5, 9, 4]] * len(params))
+    sampling = SamplingRows(tables, rows)
+    changed = sampling._apply_rules(logits)
+    for index, row in enumerate(rows):
+        untouched = torch.equal(changed[index], before[index].float())
+        assert untouched == (tables.rules[row.table_idx] is None)
+    sampling.sample(logits)
+    assert torch.equal(logits, before)
+
+
+def test_without_rules_nothing_is_copied():
+    tables, rows = make_rows([SamplingParams(), SamplingParams(top_k=3)])
+    logits = random_logits(2, torch.bfloat16)
+    assert SamplingRows(tables, rows)._apply_rules(logits) is logits
+
+
+def test_rules_see_the_tokens_that_the_host_has_not_seen():
+    """Sampled tokens are stored on the device; penalties count them in the next step."""
+    params = SamplingParams(temperature=0, frequency_penalty=1.0)
+    tables, rows = make_rows([params], histories=[[1, 2]])
+    logits = torch.zeros(1, VOCAB)
+    logits[0, [50, 60, 70]] = torch.tensor([4.0, 3.5, 2.6])
+    chosen = []
+    for step in range(6):
+        sampling = SamplingRows(tables, [rows[0]._replace(num_computed_tokens=1 + step)])
+        tokens = sampling.sample(logits)
+        sampling.store(tokens)
+        chosen.append(tokens.item())
+    assert chosen == [50, 60, 50, 70, 60, 50]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [0, 1, 5, VOCAB, VOCAB + 3])
+def test_logprobs_are_the_log_softmax(dtype, count):
+    logits = random_logits(20, dtype)
+    tokens = torch.randint(VOCAB, (20,), generator=torch.Generator().manual_seed(1))
+    tokens[:10] = logits[:10].argmax(-1)
+    expected = logits.double().log_softmax(-1)
+    found = gather_logprobs(logits, tokens, count)
+    width = 1 + min(count, VOCAB)
+    assert found.token_ids.shape == found.logprobs.shape == (20, width)
+    assert torch.equal(found.token_ids[:, 0], tokens)
+    assert found.logprobs.dtype == torch.float32
+    torch.testing.assert_close(
+        found.logprobs.double(), expected.gather(1, found.token_ids), rtol=0, atol=1e-5
+    )
+    assert (found.logprobs[:, 1:].diff(dim=-1) <= 0).all()
+    top = expected.topk(width - 1).values
+    torch.testing.assert_close(found.logprobs[:, 1:].double(), top, rtol=0, atol=1e-5)
+    assert all(len(set(row)) == width - 1 for row in found.token_ids[:, 1:].tolist())
+
+
+def test_a_rank_is_one_more_than_the_number_of_likelier_tokens():
+    logits = random_logits(50, torch.bfloat16)  # many ties, which share the better rank
+    tokens = torch.randint(VOCAB, (50,), generator=torch.Generator().manual_seed(1))
+    tokens[:5] = logits[:5].argmax(-1)
+    tokens[5:10] = logits[5:10].argmin(-1)
+    ranks = gather_logprobs(logits, tokens, 0).ranks.tolist()
+    for rank, token, row in zip(ranks, tokens.tolist(), logits.tolist(), strict=True):
+        assert rank == 1 + sum(logit > row[token] for logit in row)
+    assert ranks[:5] == [1] * 5
+
+
+def test_tolist_gives_each_position_as_many_as_it_wants():
+    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]] * 3)
+    found = gather_logprobs(logits, torch.tensor([2, 1, 0]), 3).tolist([0, 1, 3])
+    assert [value.token_ids for value in found] == [[2], [1, 1], [0, 1, 3, 2]]
+    assert [len(value.logprobs) for value in found] == [1, 2, 4]
+    assert [value.rank for value in found] == [3, 1, 4]
+
+
+def test_logprobs_for_the_rows_that_ask():
+    params = list(KINDS.values())
+    logits = random_logits(len(params))
+    tables, rows = make_rows(params)
+    sampling = SamplingRows(tables, rows)
+    tokens = sampling.sample(logits)
+    asking = [index for index, p in enumerate(params) if p.logprobs is not None]
+    seq_ids, counts, gathered = sampling.logprobs(logits, tokens)
+    assert seq_ids == [rows[index].seq_id for index in asking]
+    assert counts == [3, 0]
+    logprobs = logits.double().log_softmax(-1)
+    for index, value in zip(asking, gathered.tolist(counts), strict=True):
+        expected = [logprobs[index, token].item() for token in value.token_ids]
+        assert value.token_ids[0] == tokens[index]
+        assert value.logprobs == pytest.approx(expected, abs=1e-5)
+    assert tokens[asking[1]] == 7
+    assert gathered.ranks[1] > 1  # before the bias that made it the most likely
+
+
+def test_nobody_asks_for_logprobs():
+    tables, rows = make_rows([SamplingParams(), SamplingParams(temperature=0)])
+    assert SamplingRows(tables, rows).logprobs(random_logits(2), torch.tensor([1, 2])) is None
