@@ -14,28 +14,19 @@ from torch.nn.functional import pad
 from nanovllm.kernels.cpu import ops as cpu_ops
 from nanovllm.kernels.cpu.library import serves
 from nanovllm.kernels.selector import triton_kernels
+from nanovllm.layers.sampling_tensors import SamplingTensors
 from nanovllm.sampling_params import GREEDY_BELOW
 
 CHUNK = 128
 """Tokens that are summed, and skipped, together."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Sampling:
-    """What R rows ask for. Tensors of [R]."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling(SamplingTensors):
+    """How one call of `draw` samples R rows: their parameters, their positions, and host flags."""
 
-    temperatures: torch.Tensor
-    """float32; a row below `sampling_params.GREEDY_BELOW` is greedy, whatever else it asks for."""
-    seeds: torch.Tensor
-    """int64."""
     positions: torch.Tensor
-    """int64, position in its sequence of the token to be chosen."""
-    top_ks: torch.Tensor
-    """int64, at least 1; anything from the vocabulary's size up keeps all."""
-    top_ps: torch.Tensor
-    """float32 in (0, 1]."""
-    min_ps: torch.Tensor
-    """float32 in [0, 1]."""
+    """[R] int64, the position in its sequence of the token to be chosen."""
     any_min_p: bool = True
     """Whether some row has a min_p above 0; known on the host."""
     any_top_p_of_all: bool = True
@@ -44,18 +35,6 @@ class Sampling:
     """Whether some row may have a temperature below GREEDY_BELOW; known on the host."""
     native: bool = True
     """Whether kernels of our own may be used."""
-
-    def take(self, rows: torch.Tensor) -> "Sampling":
-        """Return the rows named by `rows`, in their order."""
-        return dataclasses.replace(
-            self,
-            temperatures=self.temperatures[rows],
-            seeds=self.seeds[rows],
-            positions=self.positions[rows],
-            top_ks=self.top_ks[rows],
-            top_ps=self.top_ps[rows],
-            min_ps=self.min_ps[rows],
-        )
 
 
 def draw(logits: torch.Tensor, sampling: Sampling, num_candidates: int = 0) -> torch.Tensor:

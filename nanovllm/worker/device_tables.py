@@ -15,12 +15,10 @@ from nanovllm.attention.batch import Batch
 from nanovllm.kernels.selector import triton_kernels
 from nanovllm.layers.logits_rules import LogitsRules
 from nanovllm.layers.sampler import Sampling
+from nanovllm.layers.sampling_tensors import SamplingTensors, pack
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import Admission, CacheInfo, Row, Schedule
 from nanovllm.worker.kv_cache import zeros
-
-_EVERYTHING = 2**31 - 1
-"""The top_k of rows that have none."""
 
 
 class DeviceTables:
@@ -45,11 +43,7 @@ class DeviceTables:
         self.token_ids = self._table[:, :num_columns]
         self.block_tables = self._table[:, num_columns:]
         self.block_tables[self.scratch_idx] = info.num_blocks
-        self.temperatures = torch.zeros(num_rows, dtype=torch.float32, device=device)
-        self.seeds = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.top_ks = torch.full((num_rows,), _EVERYTHING, dtype=torch.int64, device=device)
-        self.top_ps = torch.ones(num_rows, dtype=torch.float32, device=device)
-        self.min_ps = torch.zeros(num_rows, dtype=torch.float32, device=device)
+        self.sampling_tensors = SamplingTensors.greedy(num_rows, device)
         # Host side, by table row: what decides how a row is sampled.
         self.params = [SamplingParams()] * max_num_seqs
         self.num_prompt_tokens = [0] * max_num_seqs
@@ -76,11 +70,18 @@ class DeviceTables:
             write(num_columns + blocks.start, blocks.table_idx, blocks.block_ids)
         if not places:
             return
-        count = len(places)
-        packed = self.upload(places + values + _parameters(schedule.admissions))
-        self._table.view(-1)[packed[:count]] = packed[count : 2 * count].int()
-        if schedule.admissions:
-            self._admit(schedule.admissions, packed[2 * count :].view(6, -1))
+        admissions = schedule.admissions
+        admitted = array("q", [new.table_idx for new in admissions])
+        parameters = pack([new.params for new in admissions], [new.seed for new in admissions])
+        parts = (places, values, admitted, parameters)
+        on_device = self.upload(places + values + admitted + parameters)
+        cells, contents, table_indices, packed = torch.split(
+            on_device, [len(part) for part in parts]
+        )
+        self._table.view(-1)[cells] = contents.int()
+        if admissions:
+            self.sampling_tensors.write(table_indices, packed)
+            self._admit(admissions)
 
     def batch(self, rows: list[Row]) -> Batch:
         """Lay out the tokens of `rows` side by side."""
@@ -122,11 +123,15 @@ class DeviceTables:
             table_indices, positions: [R] int64.
             cu_seqlens_q: [R + 1] int32, 0 to R.
         """
-        columns = (self.temperatures, self.seeds, self.top_ks, self.top_ps, self.min_ps)
         kernels = self._step_kernels()
         gather = gather_rows if kernels is None else kernels.gather
-        inputs, (temperatures, seeds, top_ks, top_ps, min_ps) = gather(
-            self.token_ids, self.block_tables, self.block_size, table_indices, positions, columns
+        inputs, parameters = gather(
+            self.token_ids,
+            self.block_tables,
+            self.block_size,
+            table_indices,
+            positions,
+            self.sampling_tensors.columns,
         )
         input_ids, slot_mapping, seq_lens, block_tables, following = inputs
         batch = Batch(
@@ -139,10 +144,7 @@ class DeviceTables:
             query_lens_host=(),
             seq_lens_host=(),
         )
-        filters = (top_ks, top_ps, min_ps)
-        sampling = Sampling(
-            temperatures, seeds, following, *filters, any_greedy=True, native=self.native
-        )
+        sampling = Sampling(*parameters, positions=following, any_greedy=True, native=self.native)
         return batch, sampling
 
     def advance(
@@ -177,14 +179,7 @@ class DeviceTables:
     def _step_kernels(self) -> ModuleType | None:
         return triton_kernels("decode_step") if self.native and self.device.type == "cuda" else None
 
-    def _admit(self, admissions: list[Admission], parameters: torch.Tensor) -> None:
-        table_indices = parameters[0]
-        floats = parameters[3:].view(torch.float64).float()
-        self.seeds[table_indices] = parameters[1]
-        self.top_ks[table_indices] = parameters[2]
-        self.temperatures[table_indices] = floats[0]
-        self.top_ps[table_indices] = floats[1]
-        self.min_ps[table_indices] = floats[2]
+    def _admit(self, admissions: list[Admission]) -> None:
         for new in admissions:
             self.params[new.table_idx] = new.params
             self.num_prompt_tokens[new.table_idx] = new.num_prompt_tokens
@@ -224,16 +219,3 @@ def gather_rows(
 
 def _is_plain(params: SamplingParams) -> bool:
     return params.logprobs is None and not LogitsRules.needed(params)
-
-
-def _parameters(admissions: list[Admission]) -> "array[int]":
-    """Pack table indices, seeds, top_ks, then temperatures, top_ps, min_ps as float64 bits."""
-    params = [new.params for new in admissions]
-    packed = array("q", [new.table_idx for new in admissions])
-    packed.extend(new.seed for new in admissions)
-    packed.extend(min(p.top_k or _EVERYTHING, _EVERYTHING) for p in params)
-    floats = array("d", [min(p.temperature, 1e30) for p in params])
-    floats.extend(p.top_p for p in params)
-    floats.extend(p.min_p for p in params)
-    packed.frombytes(floats.tobytes())
-    return packed

@@ -156,12 +156,8 @@ class SamplingRows:
     def _sampling(self, group: list[int], rows: torch.Tensor, of_all: bool) -> Sampling:
         tables, table_indices = self._tables, self._table_indices[rows]
         return Sampling(
-            temperatures=tables.temperatures[table_indices],
-            seeds=tables.seeds[table_indices],
+            *(column[table_indices] for column in tables.sampling_tensors.columns),
             positions=self._positions[rows],
-            top_ks=tables.top_ks[table_indices],
-            top_ps=tables.top_ps[table_indices],
-            min_ps=tables.min_ps[table_indices],
             any_min_p=any(self._params[index].min_p > 0 for index in group),
             any_top_p_of_all=of_all,
             native=tables.native,

@@ -21,7 +21,7 @@ def gather(
 
     Args:
         token_ids, block_tables: [table_indices, n] int32; columns contiguous.
-        columns: five of [table_indices], the first, fourth and fifth float32, the others int64.
+        columns: any number of contiguous [table rows], of any dtype.
 
     Returns:
         input_ids [R] int64, slot_mapping [R] int64, seq_lens [R] int32, block_tables [R, n] int32,
@@ -39,13 +39,13 @@ def gather(
         block_tables.stride(0),
         table_indices,
         positions,
-        *columns,
+        columns,
         input_ids,
         slot_mapping,
         following,
         seq_lens,
         tables,
-        *gathered,
+        gathered,
         WIDTH=width,
         BLOCK_SIZE=block_size,
         BLOCK=min(triton.next_power_of_2(width), 1024),
@@ -88,21 +88,13 @@ def _gather(
     block_stride,
     table_indices,
     positions,
-    column_0,
-    column_1,
-    column_2,
-    column_3,
-    column_4,
+    columns,
     input_ids,
     slot_mapping,
     following,
     seq_lens,
     tables,
-    out_0,
-    out_1,
-    out_2,
-    out_3,
-    out_4,
+    gathered,
     WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -117,16 +109,13 @@ def _gather(
     source = block_tables + table_idx * block_stride
     block = tl.load(source + position // BLOCK_SIZE).to(tl.int64)
     tl.store(slot_mapping + row, block * BLOCK_SIZE + position % BLOCK_SIZE)
-    tl.store(out_0 + row, tl.load(column_0 + table_idx))
-    tl.store(out_1 + row, tl.load(column_1 + table_idx))
-    tl.store(out_2 + row, tl.load(column_2 + table_idx))
-    tl.store(out_3 + row, tl.load(column_3 + table_idx))
-    tl.store(out_4 + row, tl.load(column_4 + table_idx))
+    for i in tl.static_range(len(columns)):
+        tl.store(gathered[i] + row, tl.load(columns[i] + table_idx))
     for start in range(0, WIDTH, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        inside = columns < WIDTH
-        blocks = tl.load(source + columns, inside)
-        tl.store(tables + row.to(tl.int64) * WIDTH + columns, blocks, inside)
+        offsets = start + tl.arange(0, BLOCK)
+        inside = offsets < WIDTH
+        blocks = tl.load(source + offsets, inside)
+        tl.store(tables + row.to(tl.int64) * WIDTH + offsets, blocks, inside)
 
 
 @triton.jit

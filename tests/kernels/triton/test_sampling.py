@@ -68,7 +68,7 @@ def assert_inverts(tokens, logits, sampling):
     clear = (ends - number[:, None]).abs().amin(-1) > 1e-5
     everything = torch.full_like(seeds, EVERYTHING)
     one = torch.ones_like(min_ps)
-    rows = Sampling(temperatures, seeds, positions, everything, one, min_ps)
+    rows = Sampling(temperatures, seeds, everything, one, min_ps, positions=positions)
     assert torch.equal(tokens[clear], draw(logits.float(), rows)[clear])
     return clear.float().mean()
 

@@ -1,0 +1,96 @@
+"""`SamplingTensors`: what rows sample with, one tensor for each parameter.
+
+A new sampling parameter is one field here and the code that uses it. Knows no drawing, no batch and
+no table.
+"""
+
+import dataclasses
+from array import array
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import field
+from typing import NamedTuple, Self
+
+import torch
+
+from nanovllm.sampling_params import SamplingParams
+
+KEEP_ALL = 2**31 - 1
+"""The top_k of a row without top_k."""
+_MAX_TEMPERATURE = 1e30
+"""Finite in float32; SamplingParams accepts every finite float64 number."""
+
+
+class _Parameter(NamedTuple):
+    """How a field of `SamplingTensors` is stored, and how its value is read from a request."""
+
+    dtype: torch.dtype
+    read: Callable[[SamplingParams, int], float]
+    """Return the value for a request with these parameters and this seed."""
+
+
+def _int64(read: Callable[[SamplingParams, int], int]) -> dict[str, _Parameter]:
+    return {"parameter": _Parameter(torch.int64, read)}
+
+
+def _float32(read: Callable[[SamplingParams, int], float]) -> dict[str, _Parameter]:
+    return {"parameter": _Parameter(torch.float32, read)}
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingTensors:
+    """The sampling parameters of R rows, each parameter a tensor [R]."""
+
+    temperatures: torch.Tensor = field(
+        metadata=_float32(lambda p, seed: min(p.temperature, _MAX_TEMPERATURE))
+    )
+    """A row below `sampling_params.GREEDY_BELOW` is greedy, whatever its other parameters are."""
+    seeds: torch.Tensor = field(metadata=_int64(lambda p, seed: seed))
+    top_ks: torch.Tensor = field(
+        metadata=_int64(lambda p, seed: min(p.top_k or KEEP_ALL, KEEP_ALL))
+    )
+    """At least 1; a top_k of vocab_size or more keeps all tokens."""
+    top_ps: torch.Tensor = field(metadata=_float32(lambda p, seed: p.top_p))
+    """In (0, 1]."""
+    min_ps: torch.Tensor = field(metadata=_float32(lambda p, seed: p.min_p))
+    """In [0, 1]."""
+
+    @staticmethod
+    def greedy(num_rows: int, device: torch.device) -> "SamplingTensors":
+        """Return the parameters of `num_rows` greedy rows."""
+        params = SamplingParams(temperature=0.0)
+        return SamplingTensors(
+            *(
+                torch.full((num_rows,), read(params, 0), dtype=dtype, device=device)
+                for dtype, read in _PARAMETERS.values()
+            )
+        )
+
+    @property
+    def columns(self) -> tuple[torch.Tensor, ...]:
+        """The parameters in the order of the fields."""
+        return tuple(getattr(self, name) for name in _PARAMETERS)
+
+    def take(self, rows: torch.Tensor) -> Self:
+        """Return the rows `rows` [n] int64, in their order."""
+        tensors = {name: x[rows] for name, x in vars(self).items() if torch.is_tensor(x)}
+        return dataclasses.replace(self, **tensors)
+
+    def write(self, rows: torch.Tensor, packed: torch.Tensor) -> None:
+        """Write `packed`, made by `pack` and moved to the device, to the rows `rows` [n] int64."""
+        for column, words in zip(self.columns, packed.view(len(_PARAMETERS), -1), strict=True):
+            values = words.view(torch.float64) if column.is_floating_point() else words
+            column[rows] = values.to(column.dtype)
+
+
+def pack(params: Seq[SamplingParams], seeds: Seq[int]) -> "array[int]":
+    """Return the parameters column by column, each value an int64 or the bits of a float64."""
+    packed = array("q")
+    for dtype, read in _PARAMETERS.values():
+        column = array("d" if dtype.is_floating_point else "q", map(read, params, seeds))
+        packed.frombytes(column.tobytes())
+    return packed
+
+
+_PARAMETERS: dict[str, _Parameter] = {
+    item.name: item.metadata["parameter"] for item in dataclasses.fields(SamplingTensors)
+}
