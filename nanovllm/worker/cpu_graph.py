@@ -65,8 +65,9 @@ class RecordedModel:
 
     def run(self, rows: Seq[Row]) -> torch.Tensor:
         """Return hidden states [T, hidden_size], overwritten by the next call."""
-        _, table_indices, starts, query_lens, _, _ = zip(*rows, strict=True)
-        seq_lens = [start + length for start, length in zip(starts, query_lens, strict=True)]
+        table_indices = [row.table_idx for row in rows]
+        query_lens = [row.num_scheduled_tokens for row in rows]
+        seq_lens = [row.num_computed_tokens + row.num_scheduled_tokens for row in rows]
         tables, num_tokens = self._tables, sum(query_lens)
         cpu_ops.batch(
             tables.token_ids,

@@ -4,12 +4,12 @@ Groups the rows on the host by what they need, so that a row pays for nothing th
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence as Seq
 
 import torch
 
 from nanovllm.layers.sampler import Sampling, draw, greedy as greedy_tokens
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import Row, TokenLogprobs
 from nanovllm.worker.device_tables import DeviceTables
 
@@ -68,16 +68,13 @@ class SamplingRows:
     def __init__(self, tables: DeviceTables, rows: list[Row]) -> None:
         self.rows = [row for row in rows if row.samples]
         self._tables = tables
-        self._params: list[SamplingParams] = []
-        self._host_positions: list[int] = []
-        last_tokens, table_indices, num_tokens = [], [], 0
-        for _, table_idx, start, num_scheduled, samples, _ in rows:
-            num_tokens += num_scheduled
-            if samples:
-                self._params.append(tables.params[table_idx])
-                self._host_positions.append(start + num_scheduled)
-                last_tokens.append(num_tokens - 1)
-                table_indices.append(table_idx)
+        self._params = [tables.params[row.table_idx] for row in self.rows]
+        self._host_positions = [
+            row.num_computed_tokens + row.num_scheduled_tokens for row in self.rows
+        ]
+        ends = itertools.accumulate(row.num_scheduled_tokens for row in rows)
+        last_tokens = [end - 1 for row, end in zip(rows, ends, strict=True) if row.samples]
+        table_indices = [row.table_idx for row in self.rows]
         numbers = last_tokens + table_indices + self._host_positions
         on_device = tables.upload(numbers).view(3, len(self.rows))
         self.last_tokens, self._table_indices, self._positions = on_device.unbind()
