@@ -62,6 +62,9 @@ class Backend(Protocol):
     supports_graph: ClassVar[bool]
     """Whether a CUDA graph can hold `plan` and `forward` for rows of one token: the batch's host
     tuples are empty then, its tensors stay where they are, and a row of length 0 does nothing."""
+    supports_recording: ClassVar[bool]
+    """Whether the CPU recorder (`kernels.cpu.recording`) can record the backend's work: every
+    computation is a call of a C kernel, and `plan` returns None."""
     spec: AttentionSpec
     store: Callable[..., torch.Tensor]
     """The kernel of `forward_qkv` that fills the cache and returns the queries: `cpu_ops.store`,

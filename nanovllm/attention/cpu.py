@@ -20,6 +20,7 @@ class CPUBackend(Backend):
     name: ClassVar[str] = "cpu"
     fuses_qk_norm: ClassVar[bool] = True
     supports_graph: ClassVar[bool] = False
+    supports_recording: ClassVar[bool] = True
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.block_size = spec.block_size or 64

@@ -15,6 +15,7 @@ class PagedBackend(Backend):
 
     fuses_qk_norm: ClassVar[bool] = True
     supports_graph: ClassVar[bool] = True
+    supports_recording: ClassVar[bool] = False
     default_block_size: ClassVar[int]
 
     def __init__(self, spec: AttentionSpec) -> None:

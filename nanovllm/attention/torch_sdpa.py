@@ -51,6 +51,7 @@ class TorchBackend(Backend):
     name: ClassVar[str] = "torch"
     fuses_qk_norm: ClassVar[bool] = False
     supports_graph: ClassVar[bool] = False
+    supports_recording: ClassVar[bool] = False
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.block_size = spec.block_size or 16

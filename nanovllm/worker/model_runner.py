@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from nanovllm.attention.backend import AttentionSpec, Backend
-from nanovllm.attention.cpu import CPUBackend
 from nanovllm.attention.selector import select_backend
 from nanovllm.config import Config
 from nanovllm.kernels.selector import kernels_for
@@ -116,7 +115,7 @@ class ModelRunner:
         if self._uses_graphs:
             self._graphs = self._graph_runner(tables)
             self._graphs.capture(graph_sizes(self._max_rows), progress=tensor_parallel().rank == 0)
-        elif isinstance(self._backend, CPUBackend) and not self.config.enforce_eager:
+        elif self._backend.supports_recording and not self.config.enforce_eager:
             self._recorded = record(self.model, tables)
 
     @torch.inference_mode()
