@@ -83,8 +83,9 @@ class InProcessExecutor:
 
     def start(self) -> CacheInfo:
         files = find_weights(self._config, self._checkpoint)
-        with on_device(rank_device(self._config), self._num_threads):
-            runner = make_runner(self._config, self._checkpoint, files)
+        device = rank_device(self._config)
+        with on_device(device, self._num_threads):
+            runner = make_runner(self._config, self._checkpoint, files, device)
             info = runner.measure()
             require_one_sequence(info.num_blocks, info.block_size, info.max_model_len)
             runner.allocate(info)

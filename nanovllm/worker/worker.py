@@ -48,11 +48,11 @@ def find_weights(config: Config, checkpoint: Checkpoint) -> list[Path]:
 
 
 def make_runner(
-    config: Config, checkpoint: Checkpoint, files: list[Path], rank: int = 0
+    config: Config, checkpoint: Checkpoint, files: list[Path], device: torch.device
 ) -> ModelRunner:
-    """Build rank `rank`'s model on its device."""
+    """Return a runner with its part of the model loaded on `device`."""
     model_config = ModelConfig.from_hf(checkpoint.config, config.dtype)
-    return ModelRunner(config, model_config, files, rank_device(config, rank))
+    return ModelRunner(config, model_config, files, device)
 
 
 def rank_device(config: Config, rank: int = 0) -> torch.device:
@@ -127,7 +127,7 @@ def run_worker(
             loopback = "lo0" if sys.platform == "darwin" else "lo"
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         init_tensor_parallel(rank, config.tensor_parallel_size, port, device)
-        runner = make_runner(config, checkpoint, files, rank)
+        runner = make_runner(config, checkpoint, files, device)
         measured = runner.measure()
         outbox.put(lambda: measured)
         info: CacheInfo = pipe.recv()

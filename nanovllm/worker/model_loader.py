@@ -1,0 +1,113 @@
+"""Builds one rank's model and loads its weights. Two functions, because the attention backend is
+selected between them: an unsupported model is refused before its weights are read.
+
+Knows no KV cache, no batch and no step.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from nanovllm.config import Config
+from nanovllm.kernels.selector import kernels_for
+from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.embed_head import VocabParallelEmbedding
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import Linear, Matrix
+from nanovllm.layers.quantization import WeightMethod, make_method
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.registry import model_class
+from nanovllm.utils.distributed import tensor_parallel
+from nanovllm.utils.loader import init_dummy_weights, load_weights
+from nanovllm.utils.memory import return_freed
+
+_DEFAULT_DTYPE_LOCK = threading.Lock()
+"""Held while torch's default dtype, which is global to the process, is changed."""
+
+
+def build_model(
+    config: Config, model_config: ModelConfig, max_model_len: int, device: torch.device
+) -> nn.Module:
+    """Return the model on `device`, with kernels in its layers and uninitialised weights."""
+    # An FP8 checkpoint's model is built on the CPU, so that a GPU never holds the wide weights.
+    first = device if model_config.fp8 is None else torch.device("cpu")
+    with _default_dtype(model_config.dtype), first:
+        model = model_class(model_config)(model_config, max_model_len)
+    if model_config.fp8 is not None:
+        for prefix, module in model.named_modules():
+            if isinstance(module, Linear):
+                module.expect_fp8(prefix, model_config.fp8)
+        model.to(device)
+    if config.native_kernels:
+        kernels = kernels_for(device, model_config.dtype)
+        for module in model.modules():
+            if isinstance(module, RMSNorm | SiluAndMul):
+                module.kernels = kernels
+    return model.eval().requires_grad_(False)
+
+
+def load_model(
+    model: nn.Module, config: Config, model_config: ModelConfig, files: list[Path]
+) -> None:
+    """Load the weights of a model made by `build_model`.
+
+    Each weight gets its final form (packed or quantised) before the next one is read, so memory
+    never holds all weights in both forms.
+    """
+    sharing: dict[nn.Parameter, list[Matrix]] = {}  # by weight: tied matrices have the same
+    for module in model.modules():
+        if isinstance(module, Matrix) and module.weight is not None:
+            sharing.setdefault(module.weight, []).append(module)
+
+    def finish(module: nn.Module) -> None:
+        weight = module.weight if isinstance(module, Matrix) else None
+        if weight is None or weight not in sharing:
+            return
+        matrices = sharing.pop(weight)
+        method = _weight_method(weight, matrices, config, model_config)
+        if method is not None:
+            for matrix in matrices:
+                matrix.keep_as(method)
+
+    if config.load_format == "dummy":
+        init_dummy_weights(model, config.seed)
+        for module in model.modules():
+            finish(module)
+    else:
+        ignored: frozenset[str] = model.ignored_weights  # type: ignore[assignment]
+        progress = tensor_parallel().rank == 0
+        load_weights(model, files, ignored=ignored, progress=progress, loaded=finish)
+    return_freed()
+
+
+def _weight_method(
+    weight: torch.Tensor, matrices: list[Matrix], config: Config, model_config: ModelConfig
+) -> WeightMethod | None:
+    """Return the method that keeps the loaded `weight` of `matrices`; None keeps it as it is."""
+    native, quantization = config.native_kernels, config.quantization
+    if isinstance(matrices[0], Linear):  # then it is the only one: linears share no weights
+        method = matrices[0].loaded_method(model_config.dtype, native=native)
+        if method is not None:
+            return method
+    elif quantization == "fp8":
+        quantization = None  # FP8 is for linears; embedding and head keep the model's dtype
+    if model_config.fp8 is not None:
+        quantization = None  # the checkpoint chose what is quantised
+    gathered = any(type(matrix) is VocabParallelEmbedding for matrix in matrices)
+    return make_method(weight, quantization, native=native, gathered=gathered)
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Create parameters of `dtype` inside; restore torch's default dtype afterwards."""
+    with _DEFAULT_DTYPE_LOCK:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
