@@ -1,1 +1,1 @@
-"""Runs the steps that the scheduler decides: processes, device tables, the model, sampling."""
+"""Runs the scheduler's steps: processes, device tables, the model runner, graphs and sampling."""

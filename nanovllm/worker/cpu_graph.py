@@ -1,6 +1,6 @@
 """The model's forward pass on the CPU, recorded once and replayed by a single call of C.
 
-In a small step Python would take as long between the kernels as some of them take. Knows no
+In a small step, the Python code between two kernels would take as long as a short kernel. Knows no
 scheduling and no sampling.
 """
 
@@ -19,18 +19,19 @@ from nanovllm.worker.device_tables import DeviceTables
 logger = logging.getLogger(__name__)
 
 MAX_TOKENS = 64
-"""Larger steps run call by call: Python's share is small, and every tensor in between is kept."""
+"""Larger steps run call by call: there Python's share of the time is small, and a recording keeps
+the memory of all intermediate tensors."""
 
 
 class RecordedModel:
     """`model`'s forward pass for batches of up to MAX_TOKENS tokens.
 
     Args:
-        model: all of whose work is done by the C kernels.
-        tables: where the batches' tokens and blocks are.
+        model: every computation in its forward pass must be a call of a C kernel.
+        tables: hold the tokens and blocks of the batches.
 
     Raises:
-        Unrecordable: torch has a part in it.
+        Unrecordable: torch computes some of the forward pass.
     """
 
     def __init__(self, model: nn.Module, tables: DeviceTables) -> None:
@@ -60,11 +61,11 @@ class RecordedModel:
         )
 
     def fits(self, rows: Seq[Row]) -> bool:
-        """Whether the recording serves `rows`."""
+        """Return whether the recording is large enough for `rows`."""
         return sum(row.num_scheduled_tokens for row in rows) <= MAX_TOKENS
 
     def run(self, rows: Seq[Row]) -> torch.Tensor:
-        """Return hidden states [T, hidden_size], overwritten by the next call."""
+        """Return the hidden states [T, hidden_size] of `rows`; the next call overwrites them."""
         table_indices = [row.table_idx for row in rows]
         query_lens = [row.num_scheduled_tokens for row in rows]
         seq_lens = [row.num_computed_tokens + row.num_scheduled_tokens for row in rows]
@@ -83,7 +84,7 @@ class RecordedModel:
 
 
 def record(model: nn.Module, tables: DeviceTables) -> RecordedModel | None:
-    """Return `model` recorded, or None (and a line in the log) where it cannot be."""
+    """Return the recorded `model`; if it cannot be recorded, log the reason and return None."""
     try:
         return RecordedModel(model, tables)
     except Unrecordable as reason:

@@ -1,8 +1,8 @@
-"""Decode steps as CUDA graphs, one for each batch size.
+"""Decode steps as CUDA graphs, one graph for each batch size.
 
 A graph reads the last tokens from the device tables and writes the next ones there. This module
 owns the static tensors that the graphs read and the memory that they share. It knows no sequence
-and no scheduling: `ModelRunner` runs the steps that fit no graph.
+and no scheduling. `ModelRunner` runs the steps that fit no graph.
 """
 
 import dataclasses
@@ -23,22 +23,22 @@ from nanovllm.utils.distributed import broadcast_from_first
 from nanovllm.worker.device_tables import DeviceTables
 
 _CAPTURING = threading.Lock()
-"""Held while the stream for captures is in use: engines may be made in several threads."""
+"""Held while the capture stream is in use: several threads may build engines."""
 
 
 class Graph(Protocol):
-    """Work that was captured."""
+    """Captured work."""
 
     def replay(self) -> None:
-        """Do it again, on the same memory."""
+        """Launch the work again, on the same memory."""
         ...
 
 
 Step = Callable[[], torch.Tensor | None]
-"""What a graph holds. It returns logits, or None on a rank that has none."""
+"""The work that a graph captures. Returns logits, or None on a rank without logits."""
 Capture = Callable[[Step], tuple[Graph, torch.Tensor | None]]
-"""Turns a step into a graph, and where its replays leave the logits until another graph's replay.
-It may run the step."""
+"""Captures a step; returns the graph and its logits. Graphs share memory: a replay of any graph may
+overwrite the logits. The capture may also run the step."""
 
 
 def graph_sizes(max_rows: int) -> list[int]:
@@ -48,11 +48,11 @@ def graph_sizes(max_rows: int) -> list[int]:
 
 
 class GraphRunner:
-    """Runs decode steps, each row one token, by replaying graphs.
+    """Runs decode steps, in which each row has one token, by replaying graphs.
 
-    The static state is what a step reads: table indices, positions, and how far each position moves
-    (1; 0 for padding rows, which use the scratch row). A step updates the state for the next step,
-    so a batch of unchanged rows needs no upload.
+    A graph reads its static state: for each row the table index, the position, and the move, by
+    which the step advances the position (1; 0 for padding rows, which use the scratch table row).
+    The step itself advances the state, so a following step with the same rows needs no upload.
     """
 
     def __init__(
@@ -70,16 +70,17 @@ class GraphRunner:
         self._capture = capture
         self._graphs: dict[int, tuple[Graph, torch.Tensor | None]] = {}
         device = tables.device
-        # [3, size], laid out anew for each size, so that it is contiguous and filled by one copy.
+        # A graph of `size` rows reads the first 3 * size numbers as [3, size]: table indices,
+        # positions, moves. So one copy fills them.
         self._state = torch.zeros(3 * max_rows, dtype=torch.int64, device=device)
         self._tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._cu_seqlens_q = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
-        # What the state holds, as far as the host knows.
+        # The host's copy of what the state holds; empty if unknown.
         self._table_indices: list[int] = []
         self._positions: list[int] = []
 
     def capture(self, sizes: Seq[int], *, progress: bool = False) -> None:
-        """Make a graph for each of `sizes`, the largest first: the others then fit its memory."""
+        """Capture a graph of each size, the largest first: the others then reuse its memory."""
         order = sorted(sizes, reverse=True)
         for size in tqdm(order, desc="Capturing CUDA graphs", disable=not progress):
             self._upload([], [], size)
@@ -87,24 +88,24 @@ class GraphRunner:
         self.sizes = sorted(self._graphs)
 
     def fits(self, rows: Seq[Row]) -> bool:
-        """Whether a graph can run `rows`: few enough, each one token, and each samples."""
+        """Return whether a graph can run `rows`: each row has one token and samples."""
         return len(rows) <= self.sizes[-1] and all(
             row.num_scheduled_tokens == 1 and row.samples and not row.draft_token_ids
             for row in rows
         )
 
     def run(self, rows: Seq[Row]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Compute `rows` and store a token for each, drawn without logits rules.
+        """Compute `rows`, and draw and store a token for each row, without its logits rules.
 
-        Returns tokens [R] int64 and logits [R, vocab_size] (None on a rank without); the next run
-        overwrites both.
+        Returns tokens [R] int64 and logits [R, vocab_size] (None on a rank without logits). The
+        next run overwrites both.
         """
         size = self.sizes[bisect_left(self.sizes, len(rows))]
         table_indices = [row.table_idx for row in rows]
         positions = [row.num_computed_tokens for row in rows]
         if table_indices != self._table_indices or positions != self._positions:
             self._upload(table_indices, positions, size)
-        self._table_indices = []  # until the replay is launched nothing is known
+        self._table_indices = []  # unknown, in case the replay fails
         graph, logits = self._graphs[size]
         graph.replay()
         self._table_indices, self._positions = (
@@ -131,7 +132,7 @@ class GraphRunner:
         logits: torch.Tensor | None = model.compute_logits(model(batch))  # type: ignore[operator]
         if logits is None:
             tokens = torch.empty_like(table_indices)
-        else:  # all are candidates: no host is there to look beyond them
+        else:  # all tokens are candidates: a graph cannot return to the host to look for more
             tokens = draw(logits, sampling, num_candidates=logits.shape[-1])
         broadcast_from_first(tokens)
         tables.advance(table_indices, positions, moves, tokens, self._tokens[:size])
@@ -139,8 +140,10 @@ class GraphRunner:
 
 
 class CUDACapture:
-    """Captures into one memory pool, on the stream that all captures of a GPU share: a stream in
-    which cuBLAS was used keeps its workspace for ever.
+    """Captures graphs into one memory pool.
+
+    All captures of a GPU use the same stream, because cuBLAS allocates a workspace for each stream
+    and never frees it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -150,8 +153,9 @@ class CUDACapture:
     def __call__(self, step: Step) -> tuple[Graph, torch.Tensor | None]:
         """Run `step` once, then capture it.
 
-        The first run is for what cannot be captured: compiling kernels, making communicators and
-        workspaces. Other threads (NCCL's watchdog) may use CUDA meanwhile, hence thread_local.
+        The first run does what a capture cannot: compile kernels, create communicators and
+        workspaces. The capture mode is thread_local, because other threads (NCCL's watchdog) may
+        use CUDA during the capture.
         """
         before = torch.cuda.current_stream(self._stream.device)
         graph = torch.cuda.CUDAGraph()
@@ -173,20 +177,21 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def can_capture(device: torch.device) -> bool:
-    """Whether `device` has graphs."""
+    """Return whether `device` supports CUDA graphs."""
     return device.type == "cuda"
 
 
 def make_capture(device: torch.device) -> Capture:
-    """Return what captures on `device`, into a memory pool of its own."""
+    """Return a `Capture` for `device` with its own memory pool."""
     return CUDACapture(device)
 
 
 def unowned(x: torch.Tensor) -> torch.Tensor:
-    """Return a view of the CUDA tensor `x` that does not keep its memory.
+    """Return a view of the CUDA tensor `x` that does not own its memory.
 
-    The memory of a graph's outputs stays with the graph's pool. While a tensor owns it no other
-    graph of the pool may use it, and logits of every size would be kept apart.
+    The memory of a graph's output belongs to the graph's pool, which outlives the view. If a tensor
+    owned the memory, no other graph of the pool could use it, and each size would keep its own
+    logits.
     """
     integers = {1: "|i1", 2: "<i2", 4: "<i4"}
     return torch.as_tensor(
@@ -204,5 +209,7 @@ def unowned(x: torch.Tensor) -> torch.Tensor:
 
 
 class _Memory:
+    """Device memory described by the CUDA array interface (version 3)."""
+
     def __init__(self, interface: dict[str, Any]) -> None:
         self.__cuda_array_interface__ = interface

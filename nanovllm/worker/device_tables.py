@@ -1,8 +1,8 @@
-"""The device tables, one row for each running sequence, and the batch that a schedule selects.
+"""The device tables, one row for each running sequence, and the batches made from them.
 
-A running sequence's tokens, block table and sampling state live here from its admission on;
-sampled tokens are written back on the device, so the next step can be built before the host has
-seen them. Knows no model.
+From its admission on, a sequence has its tokens, block table and sampling parameters here. Sampled
+tokens are written here on the device, so the next step can be built before the host has seen them.
+Knows no model.
 """
 
 from array import array
@@ -22,10 +22,13 @@ from nanovllm.worker.kv_cache import zeros
 
 
 class DeviceTables:
-    """Tokens, block tables and sampling state of the running sequences.
+    """Tokens, block tables and sampling parameters of the running sequences.
 
-    One extra row, `scratch_idx`, belongs to no sequence: padding rows of a batch read and write it.
-    Its block table holds block `num_blocks`, which the scheduler never allocates.
+    The extra table row `scratch_idx` belongs to no sequence. Padding rows of a batch read and write
+    it. Its block table holds block `num_blocks`, which the scheduler never allocates.
+
+    Args:
+        native: whether the package's own kernels may be used.
     """
 
     def __init__(
@@ -34,33 +37,33 @@ class DeviceTables:
         num_rows, width = max_num_seqs + 1, -(-info.max_model_len // info.block_size)
         self.block_size = info.block_size
         self.device = device
-        self.native = native  # whether kernels of our own may be used
+        self.native = native
         self.scratch_idx = max_num_seqs
-        # A row's tokens and block table are adjacent, so one upload writes both. There is one extra
-        # token column, for the last sampled token of a sequence of max_model_len tokens.
+        # A table row's tokens and block table are adjacent, so one upload writes both. The extra
+        # token column takes the last sampled token of a sequence of max_model_len tokens.
         num_columns = info.max_model_len + 1
         self._table = zeros((num_rows, num_columns + width), torch.int32, device)
         self.token_ids = self._table[:, :num_columns]
         self.block_tables = self._table[:, num_columns:]
         self.block_tables[self.scratch_idx] = info.num_blocks
         self.sampling_tensors = SamplingTensors.greedy(num_rows, device)
-        # Host side, by table row: what decides how a row is sampled.
+        # On the host, by table row:
         self.params = [SamplingParams()] * max_num_seqs
         self.num_prompt_tokens = [0] * max_num_seqs
         self.rules: list[LogitsRules | None] = [None] * max_num_seqs
-        self.plain = [False] * max_num_seqs  # the token that a graph draws is all it asks for
+        self.plain = [False] * max_num_seqs  # no logits rules, no logprobs: a token is enough
 
     def apply(self, schedule: Schedule) -> None:
-        """Take in what changed since the last step: one upload, or none if nothing did.
+        """Write what changed since the last step: with one upload, or none if nothing changed.
 
-        No place is written twice: a table_idx that is admitted gets no new blocks in the same step.
+        No cell is written twice, because an admitted table row gets no new blocks in the same step.
         """
-        places, values = array("q"), array("q")
+        cells, values = array("q"), array("q")
         num_columns, stride = self.token_ids.shape[1], self._table.shape[1]
 
         def write(column: int, table_idx: int, items: Seq[int]) -> None:
             first = table_idx * stride + column
-            places.extend(range(first, first + len(items)))
+            cells.extend(range(first, first + len(items)))
             values.extend(items)
 
         for new in schedule.admissions:
@@ -68,23 +71,20 @@ class DeviceTables:
             write(num_columns, new.table_idx, new.block_ids)
         for blocks in schedule.new_blocks:
             write(num_columns + blocks.start, blocks.table_idx, blocks.block_ids)
-        if not places:
+        if not cells:
             return
         admissions = schedule.admissions
         admitted = array("q", [new.table_idx for new in admissions])
         parameters = pack([new.params for new in admissions], [new.seed for new in admissions])
-        parts = (places, values, admitted, parameters)
-        on_device = self.upload(places + values + admitted + parameters)
-        cells, contents, table_indices, packed = torch.split(
-            on_device, [len(part) for part in parts]
-        )
-        self._table.view(-1)[cells] = contents.int()
+        sizes = [len(cells), len(values), len(admitted), len(parameters)]
+        uploaded = torch.split(self.upload(cells + values + admitted + parameters), sizes)
+        self._table.view(-1)[uploaded[0]] = uploaded[1].int()
         if admissions:
-            self.sampling_tensors.write(table_indices, packed)
+            self.sampling_tensors.write(uploaded[2], uploaded[3])
             self._admit(admissions)
 
     def batch(self, rows: list[Row]) -> Batch:
-        """Lay out the tokens of `rows` side by side."""
+        """Return the tokens of `rows` as a batch, in the order of the rows."""
         query_lens = tuple(row.num_scheduled_tokens for row in rows)
         seq_lens = tuple(row.num_computed_tokens + row.num_scheduled_tokens for row in rows)
         num_tokens = sum(query_lens)
@@ -92,8 +92,8 @@ class DeviceTables:
         table_indices, lens, ends = self.upload(numbers).view(3, len(rows)).unbind()
         cu_seqlens = torch.zeros(len(rows) + 1, dtype=torch.int64, device=self.device)
         torch.cumsum(lens, 0, out=cu_seqlens[1:])
-        # A token's position is its distance from the end of its row, taken from the end of its
-        # sequence.
+        # Row r ends at token cu_seqlens[r + 1] of the batch and at position ends[r] of its
+        # sequence, so its token t has the position t + ends[r] - cu_seqlens[r + 1].
         token_rows = torch.arange(len(rows), device=self.device)
         token_rows = token_rows.repeat_interleave(lens, output_size=num_tokens)
         tokens = torch.arange(num_tokens, device=self.device)
@@ -115,9 +115,9 @@ class DeviceTables:
     def decode_inputs(
         self, table_indices: torch.Tensor, positions: torch.Tensor, cu_seqlens_q: torch.Tensor
     ) -> tuple[Batch, Sampling]:
-        """Return one token of each row as a batch, and how to sample the next, for a CUDA graph.
+        """Return the tokens at `positions` as a batch, and how to sample the next ones.
 
-        Uses no values known only to the host.
+        A CUDA graph can capture this, because it uses no values known only to the host.
 
         Args:
             table_indices, positions: [R] int64.
@@ -155,9 +155,9 @@ class DeviceTables:
         tokens: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """Store the tokens that follow `positions`, also in `out`, and add `moves` to `positions`.
+        """Write `tokens` at `positions` + 1 and to `out`, then add `moves` to `positions`.
 
-        All are [R] int64. Only rows of the scratch table_idx may name the same place.
+        All tensors are [R] int64. No two rows write the same cell, except in the scratch table row.
         """
         kernels = self._step_kernels()
         if kernels is not None:
@@ -168,18 +168,20 @@ class DeviceTables:
         positions.add_(moves)
 
     def upload(self, values: Seq[int]) -> torch.Tensor:
-        """Copy host numbers to the device without waiting for it: [len(values)] int64."""
+        """Return host numbers as [len(values)] int64 on the device; on CUDA, do not wait."""
         if not values:
             return torch.empty(0, dtype=torch.int64, device=self.device)
         host = torch.frombuffer(array("q", values), dtype=torch.int64)
         if self.device.type == "cuda":
-            host = host.pin_memory()  # torch keeps the pinned memory until it is copied
+            host = host.pin_memory()  # torch keeps the pinned memory until the copy is done
         return host.to(self.device, non_blocking=True)
 
     def _step_kernels(self) -> ModuleType | None:
+        """Return the Triton kernels `decode_step`, or None to use torch."""
         return triton_kernels("decode_step") if self.native and self.device.type == "cuda" else None
 
     def _admit(self, admissions: list[Admission]) -> None:
+        """Set the host's part of the table rows."""
         for new in admissions:
             self.params[new.table_idx] = new.params
             self.num_prompt_tokens[new.table_idx] = new.num_prompt_tokens
@@ -203,7 +205,7 @@ def gather_rows(
     positions: torch.Tensor,
     columns: tuple[torch.Tensor, ...],
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """`kernels.triton.decode_step.gather` in plain torch."""
+    """Do what `kernels.triton.decode_step.gather` does, in plain torch."""
     tables, following = block_tables[table_indices], positions + 1
     blocks = tables.gather(1, (positions // block_size)[:, None])[:, 0].long()
     slot_mapping = blocks * block_size + positions % block_size

@@ -1,7 +1,8 @@
-"""Where the ranks live: in this process, or spawned. The only part of the engine tier that knows
-workers.
+"""Executors: they run the ranks in this process or in spawned ones. The engine knows workers only
+through this module.
 
-A dead worker is an error within seconds, never a hang; nothing outlives `shutdown`.
+A dead worker becomes an error within seconds, never a hang. `shutdown` leaves no process behind.
+Knows no requests and no text.
 """
 
 import contextlib
@@ -31,13 +32,14 @@ from nanovllm.worker.worker import find_weights, make_runner, on_device, rank_de
 logger = logging.getLogger(__name__)
 
 _EXIT_SECONDS = 5.0
+"""How long `shutdown` waits for the workers to exit before it kills them."""
 
 
 class Future(Protocol):
-    """A launched step."""
+    """The result of a launched step."""
 
     def result(self) -> StepResult:
-        """Wait for the step.
+        """Wait for the step and return its result.
 
         Raises:
             EngineDeadError: a worker died.
@@ -46,10 +48,10 @@ class Future(Protocol):
 
 
 class Executor(Protocol):
-    """Runs steps on all ranks, in the order in which they are given."""
+    """Runs steps on all ranks, in the order of the calls."""
 
     def start(self) -> CacheInfo:
-        """Load the model and make the KV pool; the block count is the smallest over the ranks."""
+        """Load the model and allocate the KV pool. Every rank gets the smallest rank's blocks."""
         ...
 
     def execute(self, schedule: Schedule) -> Future:
@@ -57,23 +59,23 @@ class Executor(Protocol):
         ...
 
     def check_health(self) -> None:
-        """Raise EngineDeadError if a worker died or the executor was shut down."""
+        """Raise EngineDeadError if a worker has died or the executor was shut down."""
         ...
 
     def shutdown(self) -> None:
-        """End the workers and drop the model. May be called again."""
+        """End the workers and release the model. Repeated calls do nothing."""
         ...
 
 
 def make_executor(config: Config, checkpoint: Checkpoint) -> Executor:
-    """Return the executor that `config` asks for, not started."""
+    """Return the executor for `config`, not yet started."""
     if config.tensor_parallel_size == 1:
         return InProcessExecutor(config, checkpoint)
     return SpawnedExecutor(config, checkpoint)
 
 
 class InProcessExecutor:
-    """One rank, in this process."""
+    """Runs the only rank in this process."""
 
     def __init__(self, config: Config, checkpoint: Checkpoint) -> None:
         self._config = config
@@ -107,9 +109,9 @@ class InProcessExecutor:
 
 
 class SpawnedExecutor:
-    """tensor_parallel_size processes, each with a pipe to this one; rank 0 answers for all.
+    """Runs tensor_parallel_size child processes, each with a pipe. Rank 0 returns the results.
 
-    Every rank is a child, so this process joins no group and may hold several engines.
+    All ranks are children. So this process joins no process group and may have several engines.
     """
 
     def __init__(self, config: Config, checkpoint: Checkpoint) -> None:
@@ -117,7 +119,7 @@ class SpawnedExecutor:
         self._checkpoint = checkpoint
         self._processes: list[SpawnProcess] = []
         self._pipes: list[Connection] = []
-        self._received: list[deque[Any]] = []  # by rank, what arrived while another was waited for
+        self._received: list[deque[Any]] = []  # by rank: messages that nobody has taken yet
         self._store: TCPStore | None = None
         self._dead: str | None = None
 
@@ -148,7 +150,7 @@ class SpawnedExecutor:
                 )
                 process.start()
                 self._processes.append(process)
-                theirs.close()  # so that a dead child is the end of file on ours
+                theirs.close()  # so that `ours` reads end-of-file when the child dies
             infos: list[CacheInfo] = [self._receive(rank) for rank in range(size)]
             info = min(infos, key=lambda found: found.num_blocks)
             require_one_sequence(info.num_blocks, info.block_size, info.max_model_len)
@@ -174,7 +176,7 @@ class SpawnedExecutor:
     def shutdown(self) -> None:
         self._dead = self._dead or "the engine was shut down; make a new LLM"
         for pipe in self._pipes:
-            pipe.close()  # a worker that waits for work ends by itself
+            pipe.close()  # a worker that waits for a schedule reads end-of-file and exits
         deadline = time.monotonic() + _EXIT_SECONDS
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -185,7 +187,7 @@ class SpawnedExecutor:
         self._pipes, self._processes, self._store = [], [], None
 
     def wait_for(self, step_id: int) -> StepResult:
-        """Return rank 0's result of a step; those of steps that nobody waited for are dropped."""
+        """Return rank 0's result of step `step_id`; drop the results of earlier steps."""
         while True:
             result: StepResult = self._receive(0)
             if result.step_id == step_id:
@@ -202,7 +204,7 @@ class SpawnedExecutor:
             raise
 
     def _receive(self, rank: int) -> Any:
-        """Return `rank`'s next message; any rank's error or death ends the wait."""
+        """Return `rank`'s next message. Raise as soon as any rank reports an error or dies."""
         if self._dead is not None:
             raise EngineDeadError(self._dead)
         while not self._received[rank]:
@@ -226,8 +228,13 @@ class SpawnedExecutor:
         return self._received[rank].popleft()
 
     def _die(self, reason: str, error: NanoVLLMError | None = None) -> NoReturn:
-        """End all ranks, for without one of them the others wait for ever, and raise."""
-        # A pipe ends a moment before its process can be waited for: find out whose it was.
+        """Kill all ranks and raise. When one rank is dead, the others would wait for it for ever.
+
+        Raises:
+            NanoVLLMError: `error`, if a rank reported a mistake of the user.
+            EngineDeadError: otherwise.
+        """
+        # A pipe closes shortly before its process has an exit code; wait for the code.
         ended = wait([process.sentinel for process in self._processes], timeout=2.0)
         for process in self._processes:
             if process.sentinel in ended:
@@ -239,9 +246,8 @@ class SpawnedExecutor:
         ]
         self._kill("; ".join([reason, *exits]))
         logger.error("tensor-parallel workers ended: %s", self._dead)
-        if (
-            error is not None and type(error) is not NanoVLLMError
-        ):  # a user's mistake, found by a rank
+        # A subclass is a user's mistake that a rank found; NanoVLLMError itself wraps a crash.
+        if error is not None and type(error) is not NanoVLLMError:
             raise error
         raise EngineDeadError(self._dead)
 
@@ -262,13 +268,13 @@ class _StepFuture:
 
 
 def num_threads(config: Config) -> int:
-    """CPU threads that each rank may use: config's, or the cores that this process may run on."""
+    """Return the CPU threads of each rank: a share of config.num_threads or of `num_cores`."""
     total = config.num_threads or min(torch.get_num_threads(), num_cores())
     return max(1, total // config.tensor_parallel_size)
 
 
 def num_cores() -> int:
-    """Cores that this process may run on, by its affinity and its cgroup's quota."""
+    """Return the number of cores that affinity and cgroup quota leave to this process."""
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
@@ -278,12 +284,12 @@ def num_cores() -> int:
 
 
 def _cpu_limits() -> Iterator[float]:
-    """CPU quotas of this process's cgroup, of either version, in cores."""
+    """Yield the CPU quotas of this process's cgroup (version 1 or 2), in cores."""
     root = Path("/sys/fs/cgroup")
     with contextlib.suppress(OSError, ValueError):
         quota, period = (root / "cpu.max").read_text().split()
-        yield int(quota) / int(period)  # "max" is no number: there is no limit
+        yield int(quota) / int(period)  # the quota "max" means no limit; int() refuses it
     with contextlib.suppress(OSError, ValueError):
         microseconds = int((root / "cpu/cpu.cfs_quota_us").read_text())
-        if microseconds > 0:  # -1: there is no limit
+        if microseconds > 0:  # -1 means no limit
             yield microseconds / int((root / "cpu/cpu.cfs_period_us").read_text())

@@ -1,5 +1,6 @@
-"""How many KV blocks fit, and the pool they live in. Counts this process's memory only, never the
-neighbours'.
+"""How many KV blocks fit into memory. Knows no block's content and no attention kernel.
+
+What other processes hold counts only as memory that is not free.
 """
 
 import itertools
@@ -16,6 +17,7 @@ from nanovllm.utils.memory import lazy_zeros
 logger = logging.getLogger(__name__)
 
 _CPU_POOL_BYTES = 4 * 2**30
+"""Maximum size of the KV pool on a CPU, unless config sets another."""
 
 
 def num_blocks_that_fit(
@@ -26,15 +28,14 @@ def num_blocks_that_fit(
     warm_up: Callable[[], int],
     num_reserved: int = 0,
 ) -> int:
-    """Return the blocks that this rank can hold, by config or by what memory is free.
+    """Return the number of blocks for this rank: config's, or as many as fit into free memory.
 
     Args:
-        block_bytes: bytes of one block over all layers of this rank.
-        max_blocks: what max_num_seqs sequences of max_model_len tokens would need; more are never
-            used.
-        warm_up: runs the largest step, so that CUDA's peak is known; returns the bytes that CUDA
-            graphs will take.
-        num_reserved: blocks that this rank keeps for itself.
+        block_bytes: bytes of one block, all layers of this rank together.
+        max_blocks: blocks for max_num_seqs sequences of max_model_len tokens. More are useless.
+        warm_up: runs the largest step, so that torch records its peak memory on CUDA. Returns the
+            bytes that CUDA graphs will take.
+        num_reserved: blocks that the rank allocates in addition, for padding.
     """
     if config.num_kvcache_blocks != -1:
         return config.num_kvcache_blocks
@@ -56,11 +57,12 @@ def num_blocks_that_fit(
 
 
 def graph_bytes(sizes: Seq[int], capture: Callable[[int], None], device: torch.device) -> int:
-    """Return the bytes that CUDA graphs of `sizes` (ascending) will take, seen on three of them.
+    """Return an estimate of the bytes that CUDA graphs of `sizes` (ascending) will take.
 
-    The largest brings the memory that all share; the next two show what each costs beside that,
-    the one that grew less. What the driver takes counts too, so this looks at the whole GPU; a
-    neighbour that takes or gives memory in this second is counted as well, but not for each graph.
+    Captures the three largest graphs. The largest one allocates the memory that all share. The
+    smaller growth of the next two is the cost of each further graph. The driver's memory counts as
+    well, so the growth is measured on the whole GPU. If another process allocates or frees memory
+    at the same time, its change is counted at most once, not once for each graph.
     """
     used = [_used_memory(device)]
     for size in sizes[:-4:-1]:
@@ -71,10 +73,10 @@ def graph_bytes(sizes: Seq[int], capture: Callable[[int], None], device: torch.d
 
 
 def require_one_sequence(num_blocks: int, block_size: int, max_model_len: int) -> None:
-    """Refuse a pool in which a sequence could outgrow all there is.
+    """Check that the pool can hold one sequence of `max_model_len` tokens.
 
     Raises:
-        OutOfMemoryError: fewer blocks than one sequence of `max_model_len` tokens needs.
+        OutOfMemoryError: it cannot.
     """
     needed = -(-max_model_len // block_size)
     if num_blocks < needed:
@@ -87,15 +89,15 @@ def require_one_sequence(num_blocks: int, block_size: int, max_model_len: int) -
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Like torch.zeros, but on a CPU the pages take memory only once they are written."""
+    """Return zeros; on a CPU, a page takes memory only when it is first written."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return lazy_zeros(shape, dtype)
 
 
 def available_memory() -> int:
-    """Bytes that this process could still take: the machine's, or its cgroup's where that is
-    less.
+    """Return the bytes that this process can still allocate: the machine's, or fewer if its cgroup
+    has a limit.
     """
     available = _meminfo_available()
     for limit_file, usage_file in _CGROUP_FILES:
@@ -103,13 +105,13 @@ def available_memory() -> int:
             with open(limit_file) as limit, open(usage_file) as usage:
                 left = int(limit.read()) - int(usage.read())
             available = min(available, left + _page_cache(limit_file))
-        except (OSError, ValueError):  # another cgroup version, no cgroup, or the limit "max"
+        except (OSError, ValueError):  # other cgroup version, no cgroup, or "max" (no limit)
             continue
     return max(available, 0)
 
 
 def _page_cache(limit_file: str) -> int:
-    """Bytes that a cgroup counts as used and gives up when asked: files read, such as weights."""
+    """Return the reclaimable bytes in a cgroup's usage: cached files, such as weights just read."""
     try:
         with open(os.path.join(os.path.dirname(limit_file), "memory.stat")) as file:
             stat = dict(line.split() for line in file)
@@ -119,6 +121,7 @@ def _page_cache(limit_file: str) -> int:
 
 
 def _meminfo_available() -> int:
+    """Return the machine's available bytes; without /proc, half of the physical memory."""
     try:
         with open("/proc/meminfo") as file:
             for line in file:
@@ -133,6 +136,7 @@ def _meminfo_available() -> int:
 
 
 def _used_memory(device: torch.device) -> int:
+    """Return the bytes in use on the whole GPU, without torch's unused cache."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
@@ -140,7 +144,10 @@ def _used_memory(device: torch.device) -> int:
 
 
 def _cuda_budget(utilization: float, device: torch.device) -> int:
-    """Share of the GPU, less this process's peak and what it holds outside torch's allocator."""
+    """Return the bytes left for the pool: `utilization` of the GPU less this process's peak.
+
+    It is at most what is free now, less what the largest step allocates above the present.
+    """
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device)
     current = torch.cuda.memory_allocated(device)

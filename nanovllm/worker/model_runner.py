@@ -25,7 +25,7 @@ from nanovllm.worker.cuda_graph import GraphRunner, can_capture, graph_sizes, ma
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.kv_cache import graph_bytes, num_blocks_that_fit, zeros
 from nanovllm.worker.model_loader import build_model, load_model
-from nanovllm.worker.sampling import GatheredLogprobs, SamplingRows, gather_logprobs
+from nanovllm.worker.sampling import SampledLogprobs, SamplingRows, gather_logprobs
 from nanovllm.worker.step_output import PendingResult, PromptLogprobs, StepOutput
 
 logger = logging.getLogger(__name__)
@@ -149,7 +149,7 @@ class ModelRunner:
 
     def _sample(
         self, sampling: SamplingRows, logits: torch.Tensor | None
-    ) -> tuple[torch.Tensor, tuple[list[int], list[int], GatheredLogprobs] | None]:
+    ) -> tuple[torch.Tensor, SampledLogprobs | None]:
         """Choose and store the rows' tokens; return them and the requested log-probabilities."""
         logprobs = None
         if logits is None:  # no row samples, or this is not rank 0

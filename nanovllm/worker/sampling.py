@@ -1,11 +1,13 @@
-"""The rows of a step that sample a token, each by its own rule, and log-probabilities.
+"""Samples a step's tokens, each row with its own parameters, and gathers log-probabilities.
 
-Groups the rows on the host by what they need, so that a row pays for nothing that another asks for.
+Groups the rows on the host by the work that they need, so that one row's filters cost the other
+rows no time. Knows no model.
 """
 
 import dataclasses
 import itertools
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 import torch
 
@@ -14,28 +16,28 @@ from nanovllm.scheduler.messages import Row, TokenLogprobs
 from nanovllm.worker.device_tables import DeviceTables
 
 _SPARE = 8
-"""Candidates beyond top_k, so that ties with the last one are seen."""
+"""Candidates in addition to top_k, so that logits equal to the k-th are candidates too."""
 _TOP_P_CANDIDATES = 256
-"""Candidates for top_p alone; a row whose mass lies outside them is sorted."""
+"""Candidates for top_p without top_k. A row that keeps more tokens than that is sorted."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GatheredLogprobs:
-    """Log-probabilities of L positions, on their way to the host."""
+    """Log-probabilities of L positions, on the device or on the host."""
 
     token_ids: torch.Tensor
-    """[L, 1 + k]: the token that is there, then the k most likely."""
+    """[L, 1 + k] int64: the position's own token, then the k most likely tokens."""
     logprobs: torch.Tensor
     """[L, 1 + k] float32."""
     ranks: torch.Tensor
-    """[L]."""
+    """[L] int64, of the position's own token; 1 is the most likely."""
 
     def to_host(self) -> "GatheredLogprobs":
-        """Start the copy to the host."""
+        """Return a copy on the host. On CUDA the copy is asynchronous."""
         return GatheredLogprobs(*map(to_host, (self.token_ids, self.logprobs, self.ranks)))
 
     def tolist(self, counts: Seq[int]) -> list[TokenLogprobs]:
-        """Return them as numbers; `counts` says how many of the most likely each position wants."""
+        """Return Python numbers; position i gets its own token and the `counts[i]` most likely."""
         columns = (self.token_ids.tolist(), self.logprobs.tolist(), self.ranks.tolist())
         return [
             TokenLogprobs(tokens[: 1 + count], logprobs[: 1 + count], rank)
@@ -43,8 +45,17 @@ class GatheredLogprobs:
         ]
 
 
+class SampledLogprobs(NamedTuple):
+    """Log-probabilities of the tokens that L rows sampled."""
+
+    seq_ids: list[int]
+    counts: list[int]
+    """How many of the most likely tokens each row's request wants."""
+    values: GatheredLogprobs
+
+
 def to_host(x: torch.Tensor) -> torch.Tensor:
-    """Return a copy of `x` on the host, without waiting for it; pinned, so that it can overlap."""
+    """Return a copy of `x` on the host. On CUDA it is asynchronous, into pinned memory."""
     if not x.is_cuda:
         return x.clone()
     copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
@@ -52,7 +63,11 @@ def to_host(x: torch.Tensor) -> torch.Tensor:
 
 
 def gather_logprobs(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> GatheredLogprobs:
-    """Return what logits [L, V] say of `tokens` [L] and of the `count` most likely tokens."""
+    """Return the log-probabilities of `tokens` [L] and of the `count` most likely tokens.
+
+    Args:
+        logits: [L, vocab_size].
+    """
     logprobs = logits.float().log_softmax(-1)
     own = logprobs.gather(1, tokens[:, None])
     ranks = (logprobs > own).sum(-1) + 1
@@ -63,7 +78,7 @@ def gather_logprobs(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> G
 
 
 class SamplingRows:
-    """The rows of a batch that sample, S of them."""
+    """The S rows of a batch that sample a token."""
 
     def __init__(self, tables: DeviceTables, rows: list[Row]) -> None:
         self.rows = [row for row in rows if row.samples]
@@ -83,7 +98,7 @@ class SamplingRows:
         return len(self.rows)
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
-        """Choose a token for each row of logits [S, vocab_size]; returns [S] int64."""
+        """Return a token [S] int64 for each row of logits [S, vocab_size]."""
         logits = self._apply_rules(logits)
         vocab_size = logits.shape[-1]
         greedy: list[int] = []
@@ -114,15 +129,18 @@ class SamplingRows:
         ):
             if group:
                 rows = self._tables.upload(group)
-                near = logits if len(group) == len(self.rows) else logits[rows]
+                group_logits = logits if len(group) == len(self.rows) else logits[rows]
                 sampling = self._sampling(group, rows, of_all=group is with_top_p)
-                tokens[rows] = draw(near, sampling, num_candidates)
+                tokens[rows] = draw(group_logits, sampling, num_candidates)
         return tokens
 
-    def logprobs(
-        self, logits: torch.Tensor, tokens: torch.Tensor
-    ) -> tuple[list[int], list[int], GatheredLogprobs] | None:
-        """Return sequence ids, counts and values for those of `tokens` [S] whose rows ask."""
+    def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor) -> SampledLogprobs | None:
+        """Return the log-probabilities of the rows whose request wants them; None if none does.
+
+        Args:
+            logits: [S, vocab_size], as the model gave them: no rules, no temperature.
+            tokens: [S], the sampled tokens.
+        """
         counts = {
             index: count
             for index, params in enumerate(self._params)
@@ -132,14 +150,15 @@ class SamplingRows:
             return None
         rows = self._tables.upload(list(counts))
         gathered = gather_logprobs(logits[rows], tokens[rows], max(counts.values()))
-        return [self.rows[index].seq_id for index in counts], list(counts.values()), gathered
+        seq_ids = [self.rows[index].seq_id for index in counts]
+        return SampledLogprobs(seq_ids, list(counts.values()), gathered)
 
     def store(self, token_ids: torch.Tensor) -> None:
-        """Write the sampled tokens [S] where the next step reads them."""
+        """Write the sampled tokens [S] to the device tables, where the next step reads them."""
         self._tables.token_ids[self._table_indices, self._positions] = token_ids.int()
 
     def _apply_rules(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return `logits`, or a float32 copy where some row has rules."""
+        """Return `logits` with the rows' rules applied: a float32 copy if some row has rules."""
         tables, changed = self._tables, None
         for index, row in enumerate(self.rows):
             rules = tables.rules[row.table_idx]
@@ -151,6 +170,11 @@ class SamplingRows:
         return logits if changed is None else changed
 
     def _sampling(self, group: list[int], rows: torch.Tensor, of_all: bool) -> Sampling:
+        """Return how to sample the rows `group`, which are also on the device as `rows` [n] int64.
+
+        Args:
+            of_all: whether some row has a top_p and a top_k that keeps all.
+        """
         tables, table_indices = self._tables, self._table_indices[rows]
         return Sampling(
             *(column[table_indices] for column in tables.sampling_tensors.columns),

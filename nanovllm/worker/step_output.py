@@ -1,4 +1,4 @@
-"""What a step leaves on the device, and its way to the host. Knows no model and no batch."""
+"""A step's outputs on the device, and their copy to the host. Knows no model and no batch."""
 
 import dataclasses
 from typing import NamedTuple
@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from nanovllm.scheduler.messages import StepResult, TokenLogprobs
-from nanovllm.worker.sampling import GatheredLogprobs, to_host
+from nanovllm.worker.sampling import GatheredLogprobs, SampledLogprobs, to_host
 
 
 class PromptLogprobs(NamedTuple):
@@ -20,30 +20,33 @@ class PromptLogprobs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a step leaves on the device."""
+    """The outputs of a step, on the device or on the host."""
 
     token_ids: torch.Tensor
     """[S] int64, a token for each row that samples."""
-    logprobs: tuple[list[int], list[int], GatheredLogprobs] | None
-    """Sequence ids, counts and values, for the rows that ask."""
+    logprobs: SampledLogprobs | None
+    """Of the rows whose request wants them; None if none does."""
     prompt_logprobs: list[PromptLogprobs]
 
     def to_host(self) -> "StepOutput":
-        """Start the copies to the host."""
+        """Return a copy on the host. On CUDA the copy is asynchronous."""
+        logprobs = self.logprobs
+        if logprobs is not None:
+            logprobs = logprobs._replace(values=logprobs.values.to_host())
         return StepOutput(
             to_host(self.token_ids),
-            self.logprobs and (*self.logprobs[:2], self.logprobs[2].to_host()),
+            logprobs,
             [part._replace(values=part.values.to_host()) for part in self.prompt_logprobs],
         )
 
     def result(self, step_id: int) -> StepResult:
-        """Return the numbers; the copies must be done."""
+        """Return the outputs as Python numbers. The copies to the host must be complete."""
         logprobs: dict[int, list[TokenLogprobs]] = {}
         prompt_logprobs: dict[int, list[tuple[int, TokenLogprobs]]] = {}
         if self.logprobs is not None:
-            seq_ids, counts, gathered = self.logprobs
-            values = gathered.tolist(counts)
-            logprobs = {seq_id: [value] for seq_id, value in zip(seq_ids, values, strict=True)}
+            values = self.logprobs.values.tolist(self.logprobs.counts)
+            pairs = zip(self.logprobs.seq_ids, values, strict=True)
+            logprobs = {seq_id: [value] for seq_id, value in pairs}
         for part in self.prompt_logprobs:
             values = part.values.tolist([part.num_top] * len(part.values.ranks))
             prompt_logprobs.setdefault(part.seq_id, []).extend(enumerate(values, part.position))
@@ -52,7 +55,7 @@ class StepOutput:
 
 
 class PendingResult:
-    """A launched step's tokens, perhaps still being computed."""
+    """The outputs of a launched step, which may still be running."""
 
     def __init__(self, step_id: int, output: StepOutput) -> None:
         self._step_id = step_id
@@ -63,7 +66,7 @@ class PendingResult:
             self._copied.record()
 
     def result(self) -> StepResult:
-        """Wait for the step and return its tokens."""
+        """Wait for the step and return its result."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._output.result(self._step_id)

@@ -1,5 +1,5 @@
-"""One rank: picks its device, builds the model runner, and (where it is a process of its own)
-obeys a pipe.
+"""One rank: chooses its device, builds its model runner and, in a spawned process, runs the
+schedules that arrive through a pipe.
 
 Knows neither the scheduler nor the other ranks' results.
 """
@@ -30,11 +30,11 @@ from nanovllm.worker.model_runner import ModelRunner
 
 
 def find_weights(config: Config, checkpoint: Checkpoint) -> list[Path]:
-    """Return the weight files to read, after refusing what the code cannot run.
+    """Return the weight files to read. First check that the model can run with `config`.
 
     Raises:
         CheckpointError: the architecture or a setting is not supported, or there are no weights.
-        ConfigError: `quantization` is given for weights that are quantised.
+        ConfigError: `quantization` is set, but the checkpoint is quantised already.
     """
     model_config = ModelConfig.from_hf(checkpoint.config, config.dtype)
     model_class(model_config)
@@ -59,7 +59,7 @@ def rank_device(config: Config, rank: int = 0) -> torch.device:
     """Return the device of rank `rank`.
 
     Raises:
-        ConfigError: CUDA is asked for and absent, or there are fewer GPUs than ranks.
+        ConfigError: config names CUDA and there is none, or there are fewer GPUs than ranks.
     """
     name = config.device
     if name == "auto":
@@ -83,12 +83,13 @@ def rank_device(config: Config, rank: int = 0) -> torch.device:
 
 @contextlib.contextmanager
 def on_device(device: torch.device, num_threads: int) -> Iterator[None]:
-    """Inside, this thread has `num_threads` CPU threads, and `device`, if a GPU, is current.
+    """Use `num_threads` CPU threads inside and, for a GPU, make `device` current.
 
-    Both are put back: they are also the caller's. A thread that first uses torch while another is
-    inside begins with that one's number.
+    Both settings are restored afterwards, because the caller's own torch code uses them too.
+    Hazard: a thread that first uses torch while another thread is inside starts with
+    `num_threads`.
     """
-    before = torch.get_num_threads()  # also gives torch's number to a thread that is new to it
+    before = torch.get_num_threads()  # in a new thread this call also applies torch's default
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         if before != num_threads:
             torch.set_num_threads(num_threads)
@@ -108,14 +109,14 @@ def run_worker(
     files: list[Path],
     pipe: Connection,
 ) -> None:
-    """Main function of a spawned rank: answer with what fits, allocate what is told, then obey
-    schedules.
+    """Run a spawned rank: send what it can hold, allocate, then execute schedules.
 
-    Every message out is ("ok", value) or ("error", exception). The process ends when the pipe or
-    its parent does.
+    The messages in are a CacheInfo, then Schedules. Every message out is ("ok", value) or
+    ("error", exception). The process exits when the pipe closes or the parent dies.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    tqdm.set_lock(threading.RLock())  # its own is a named semaphore, which a killed process leaves
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    # tqdm's default lock is a named semaphore, which outlives a killed process.
+    tqdm.set_lock(threading.RLock())
     threading.Thread(target=_die_with_parent, daemon=True).start()
     outbox = _Outbox(pipe, rank)
     try:
@@ -138,7 +139,7 @@ def run_worker(
             pending = runner.execute(schedule)
             if rank == 0:
                 outbox.put(pending.result)
-    except (EOFError, BrokenPipeError, ConnectionResetError):  # the parent is done with us
+    except (EOFError, BrokenPipeError, ConnectionResetError):  # the parent closed the pipe
         pass
     except BaseException as error:
         outbox.close(error)
@@ -147,8 +148,10 @@ def run_worker(
 
 
 class _Outbox:
-    """Sends a rank's messages in order, from a thread of its own: waiting for a step's tokens must
-    not keep the next one from being launched.
+    """Sends a rank's messages in order.
+
+    It has its own thread, so that the rank launches the next step while the last step's tokens are
+    still being computed.
     """
 
     def __init__(self, pipe: Connection, rank: int) -> None:
@@ -159,11 +162,11 @@ class _Outbox:
         self._thread.start()
 
     def put(self, value: Callable[[], Any]) -> None:
-        """Send what `value` returns, or raises, once it does."""
+        """Call `value` in the thread; send what it returns or raises."""
         self._queue.put(value)
 
     def close(self, error: BaseException) -> None:
-        """Send `error`, the last message, and wait until it is sent."""
+        """Send `error` as the last message and wait until it is sent."""
 
         def fail() -> None:
             raise error
@@ -175,7 +178,7 @@ class _Outbox:
         while True:
             try:
                 self._pipe.send(("ok", self._queue.get()()))
-            except OSError:  # the parent is done with us
+            except OSError:  # the parent closed the pipe
                 return
             except BaseException as error:
                 known = isinstance(error, NanoVLLMError)
@@ -186,6 +189,7 @@ class _Outbox:
 
 
 def _die_with_parent() -> None:
+    """Exit as soon as the parent process has died."""
     parent = parent_process()
     if parent is not None:
         parent.join()
