@@ -1,1 +1,1 @@
-"""Attention over a paged KV cache: the backend's contract, and one file for each backend."""
+"""Attention over a paged KV cache: the contract of a backend, and one file for each backend."""

@@ -1,7 +1,7 @@
-"""The contract between the model and an attention kernel, and the choice of one at start.
+"""The contract between the model and an attention kernel: `AttentionSpec` and `Backend`.
 
-A backend owns the KV cache's layout. One causal variable-length call covers a batch that mixes
-prompts, chunks and single tokens.
+A backend owns the layout of the KV cache. One causal variable-length call computes a batch that
+mixes prompts, chunks and single tokens. Knows no kernel and no model.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from nanovllm.attention.batch import Batch
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:
-    """What a model asks of attention on one rank."""
+    """What a model needs from attention on one rank."""
 
     num_heads: int
     num_kv_heads: int
@@ -23,23 +23,23 @@ class AttentionSpec:
     dtype: torch.dtype
     device: torch.device
     block_size: int | None
-    """None: the backend chooses."""
+    """Tokens in a KV block; None lets the backend choose."""
     kv_dtype: torch.dtype | None = None
-    """Of the KV cache; None is `dtype`."""
+    """The KV cache's dtype; None means `dtype`."""
 
     @property
     def quantized_kv(self) -> bool:
-        """Whether keys and values are stored in another dtype than queries have."""
+        """Whether keys and values are stored in another dtype than the queries'."""
         return self.kv_dtype not in (None, self.dtype)
 
 
 NO_QUANTIZED_KV = "does not support an 8-bit KV cache"
-"""Why most backends refuse a spec that `quantized_kv`."""
+"""The reason of the backends that refuse every spec with `quantized_kv`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class QKNorm:
-    """What a layer does to queries and keys before they meet: normalise, then rotate."""
+    """How a layer prepares queries and keys for attention: RMSNorm, then rotation."""
 
     q_weight: torch.Tensor
     """[head_dim]."""
@@ -47,44 +47,45 @@ class QKNorm:
     """[head_dim]."""
     eps: float
     cos_sin: torch.Tensor
-    """[positions, head_dim] float32, cosines then sines."""
+    """[positions, head_dim] float32: cosines, then sines."""
 
 
 class Backend(Protocol):
     """An attention kernel with its KV cache layout.
 
-    It has `forward`, or (`fuses_qk_norm`) `store`, which normalises and rotates on the way, and
-    `attend`.
+    A backend with `fuses_qk_norm` implements `store` and `attend`. Any other implements `forward`.
     """
 
     name: ClassVar[str]
     fuses_qk_norm: ClassVar[bool]
+    """Whether `store` also normalises and rotates; the layer then calls `forward_qkv`."""
     supports_graph: ClassVar[bool]
-    """Whether a CUDA graph can hold `plan` and `forward` for rows of one token: the batch's host
-    tuples are empty then, its tensors stay where they are, and a row of length 0 does nothing."""
+    """Whether a CUDA graph can capture `plan` and the attention for rows of one token. In such a
+    batch the host tuples are empty, the tensors keep their addresses, and a row of length 0 does
+    nothing."""
     supports_recording: ClassVar[bool]
-    """Whether the CPU recorder (`kernels.cpu.recording`) can record the backend's work: every
-    computation is a call of a C kernel, and `plan` returns None."""
+    """Whether `kernels.cpu.recording` can record the attention: C kernels compute all of it, and
+    it needs no plan."""
     spec: AttentionSpec
     store: Callable[..., torch.Tensor]
-    """The kernel of `forward_qkv` that fills the cache and returns the queries: `cpu_ops.store`,
-    `gpu.store`."""
+    """The kernel that normalises and rotates queries and keys, stores keys and values in the cache
+    and returns the queries: `store` of `kernels.cpu.ops` or `kernels.triton.ops`."""
     block_size: int
     """Tokens in a KV block: the spec's, or the backend's choice."""
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> str | None:
-        """Return why this backend cannot serve `spec`, or None if it can."""
+        """Return why this backend does not support `spec`, or None if it does."""
         ...
 
     def __init__(self, spec: AttentionSpec) -> None: ...
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
-        """Return the shape of one layer's KV cache, keys and values together."""
+        """Return the shape of one layer's KV cache, which holds keys and values."""
         ...
 
     def plan(self, batch: Batch) -> Any:
-        """Return what `forward` needs to know of `batch`, computed once for all layers."""
+        """Return the batch's `metadata`, computed once for all layers."""
         ...
 
     def forward(
@@ -95,16 +96,21 @@ class Backend(Protocol):
         kv_cache: torch.Tensor,
         batch: Batch,
     ) -> torch.Tensor:
-        """Store `k` and `v` [T, num_kv_heads, head_dim], attend with `q` [T, num_heads, head_dim].
+        """Store `k` and `v` [T, num_kv_heads, head_dim], then attend with `q`.
 
-        Returns [T, num_heads, head_dim]. Token i of a row sees positions up to its own.
+        Returns [T, num_heads, head_dim], the shape of `q`. A token attends to its own position and
+        all earlier ones.
         """
         raise NotImplementedError
 
     def forward_qkv(
         self, qkv: torch.Tensor, norm: QKNorm, kv_cache: torch.Tensor, batch: Batch
     ) -> torch.Tensor:
-        """Like `forward`, from `qkv` [T, (num_heads + 2 num_kv_heads) * head_dim] as projected."""
+        """Do what `forward` does, from the projection `qkv`, not yet normalised and rotated.
+
+        Args:
+            qkv: [T, (num_heads + 2 num_kv_heads) * head_dim].
+        """
         q = self.store(
             qkv,
             norm.q_weight,
@@ -119,5 +125,5 @@ class Backend(Protocol):
         return self.attend(q, kv_cache, batch)
 
     def attend(self, q: torch.Tensor, kv_cache: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Return [T, num_heads, head_dim] for `q` of that shape, whose KV is in the cache."""
+        """Return attention [T, num_heads, head_dim] of `q` over the cache, which holds all KV."""
         raise NotImplementedError

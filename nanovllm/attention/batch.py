@@ -1,4 +1,7 @@
-"""`Batch`: one step's tokens, as a model and its attention backend see them."""
+"""`Batch`: one step's tokens, the input of a model and its attention backend.
+
+Knows no sequence and no scheduling.
+"""
 
 import dataclasses
 from typing import Any
@@ -8,27 +11,26 @@ import torch
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """One step's tokens, those of a row side by side, rows in the schedule's order.
+    """The T tokens of R rows, row after row, in the schedule's order.
 
-    R rows, T tokens. Everything is on the device but the two tuples, which are the host's copies
-    for planning.
+    Everything is on the device, except the two tuples: copies on the host, for planning.
     """
 
     input_ids: torch.Tensor
     """[T] int64."""
     positions: torch.Tensor
-    """[T] int64, position in its sequence."""
+    """[T] int64, the token's position in its sequence."""
     slot_mapping: torch.Tensor
-    """[T] int64, block id * block_size + offset: where the token's KV goes."""
+    """[T] int64, block id * block_size + offset: the slot that takes the token's KV."""
     cu_seqlens_q: torch.Tensor
-    """[R + 1] int32, where each row's tokens begin."""
+    """[R + 1] int32, the index of each row's first token, then T."""
     seq_lens: torch.Tensor
-    """[R] int32, tokens in the KV cache once this step has stored its own."""
+    """[R] int32, the row's tokens in the KV cache, those of this step included."""
     block_tables: torch.Tensor
-    """[R, width] int32, block ids; columns past a row's last block hold anything."""
+    """[R, width] int32, block ids. Columns past a row's last block may hold any number."""
     query_lens_host: tuple[int, ...]
     seq_lens_host: tuple[int, ...]
     output_indices: torch.Tensor | None = None
-    """Tokens whose hidden states are wanted, in their order; None: all."""
+    """Indices of the tokens whose hidden states the model returns; None means all tokens."""
     metadata: Any = None
-    """What the backend planned for this batch."""
+    """What the backend's `plan` returned for this batch."""

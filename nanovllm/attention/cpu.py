@@ -1,4 +1,4 @@
-"""Paged attention by the C kernels, bfloat16; norm, rotation and storing are one pass."""
+"""Paged attention by the C kernels, in bfloat16. One pass normalises, rotates and stores."""
 
 from typing import ClassVar
 
@@ -12,9 +12,10 @@ from nanovllm.kernels.cpu.library import library
 
 
 class CPUBackend(Backend):
-    """A layer's cache: [num_kv_heads, num_blocks, 2, block_size, width], laid out by cache.h.
+    """Backend for CPUs. KV cache of a layer: [num_kv_heads, num_blocks, 2, block_size, width].
 
-    width is head_dim filled up to a multiple of 32; in int8 two bytes more, a token's scale.
+    width is head_dim, padded to a multiple of 32; int8 has two bytes more, for a token's scale.
+    cache.h defines the layout inside a block.
     """
 
     name: ClassVar[str] = "cpu"

@@ -1,5 +1,7 @@
-"""Paged attention by the flash-attn package: its KV-cache kernel for single tokens, its
-variable-length kernel for batches with chunks.
+"""Paged attention by the flash-attn package.
+
+Its KV-cache kernel computes batches of single tokens; its variable-length kernel computes batches
+with chunks.
 """
 
 import dataclasses
@@ -15,7 +17,7 @@ from nanovllm.attention.paged import PagedBackend, flash_attention_refusal
 
 @dataclasses.dataclass(frozen=True)
 class _Chunks:
-    """A batch in which some row has several tokens."""
+    """Plan of a batch in which some row has several tokens."""
 
     cu_seqlens_k: torch.Tensor
     """[R + 1] int32."""
@@ -24,7 +26,10 @@ class _Chunks:
 
 
 class FlashAttnBackend(PagedBackend):
-    """Blocks are a multiple of 256 tokens. How it splits keys depends on the size of the batch."""
+    """Needs blocks of a multiple of 256 tokens.
+
+    A row's result can depend on the size of the batch, because flash-attn splits keys by it.
+    """
 
     name: ClassVar[str] = "flash-attn"
     default_block_size: ClassVar[int] = 256
@@ -43,12 +48,12 @@ class FlashAttnBackend(PagedBackend):
             return "the flash-attn package is not installed"
         try:
             from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache  # noqa: F401
-        except ImportError as error:  # as when it was built for another torch
+        except ImportError as error:  # for example, built for another version of torch
             return f"the flash-attn package cannot be imported: {error}"
         return None
 
     def plan(self, batch: Batch) -> _Chunks | None:
-        """A batch without host tuples, as in a CUDA graph, has rows of one token, or of none."""
+        """Return None if no row has several tokens. In a CUDA graph the host tuples are empty."""
         if all(query_len == 1 for query_len in batch.query_lens_host):
             return None
         cu_seqlens_k = torch.zeros_like(batch.cu_seqlens_q)

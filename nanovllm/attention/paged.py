@@ -1,5 +1,5 @@
-"""What the GPU backends share: the layout of flash-attn's pages, and the kernel that normalises,
-rotates and stores in one pass.
+"""The base of the GPU backends: flash-attn's cache layout, and the Triton kernel that normalises,
+rotates and stores in one pass. Knows no attention kernel.
 """
 
 from typing import ClassVar
@@ -11,7 +11,7 @@ from nanovllm.kernels.selector import triton_kernels
 
 
 class PagedBackend(Backend):
-    """Layout of a layer's cache: [2, num_blocks, block_size, num_kv_heads, head_dim]."""
+    """KV cache of a layer: [2, num_blocks, block_size, num_kv_heads, head_dim]."""
 
     fuses_qk_norm: ClassVar[bool] = True
     supports_graph: ClassVar[bool] = True
@@ -19,9 +19,8 @@ class PagedBackend(Backend):
     default_block_size: ClassVar[int]
 
     def __init__(self, spec: AttentionSpec) -> None:
-        from nanovllm.kernels.triton import (
-            ops as triton_ops,  # imports triton, which a machine without a GPU may lack
-        )
+        # Imported here, because machines without a GPU may not have triton.
+        from nanovllm.kernels.triton import ops as triton_ops
 
         self.block_size = spec.block_size or self.default_block_size
         self.spec = spec
@@ -32,7 +31,7 @@ class PagedBackend(Backend):
 
 
 def flash_attention_refusal(spec: AttentionSpec) -> str | None:
-    """Return why FlashAttention-2 with our own store cannot serve `spec`, or None if it can."""
+    """Return why FlashAttention-2 with the Triton store does not support `spec`, or None."""
     if spec.device.type != "cuda":
         return "needs a CUDA GPU"
     if spec.dtype not in (torch.float16, torch.bfloat16):

@@ -1,4 +1,7 @@
-"""Chooses the attention backend at start: the first that can serve."""
+"""Selects the attention backend at start: the first of the device's list that supports the model.
+
+Knows no kernel: each backend says what it supports.
+"""
 
 import logging
 
@@ -17,14 +20,14 @@ logger = logging.getLogger(__name__)
 
 
 def select_backend(spec: AttentionSpec, *, native: bool = True) -> Backend:
-    """Make the first backend that can serve `spec`; the others' reasons are logged.
+    """Return the first backend that supports `spec`; log the reasons of those before it.
 
     Args:
-        native: whether kernels of our own may be used.
+        native: whether the package's own kernels may be used.
 
     Raises:
-        UnsupportedModelError: none can; the message has every reason.
-        ConfigError: the same, where a KV cache of 8 bits was asked for.
+        UnsupportedModelError: no backend supports `spec`. The message has every reason.
+        ConfigError: the same, and `spec` has an 8-bit KV cache.
     """
     backends: list[type[CPUBackend | PagedBackend | TorchBackend]] = [TorchBackend]
     if native and spec.device.type == "cuda":

@@ -1,8 +1,7 @@
-"""Paged attention in plain torch: gather a row's blocks, then scaled_dot_product_attention. Runs
-anywhere.
+"""Paged attention in plain torch: gather a row's blocks, then call scaled_dot_product_attention.
 
-The reference that faster backends are compared with. Single-token rows of similar length share one
-padded call.
+Runs on every device, and is the reference for the tests of faster backends. Single-token rows of
+similar length share one padded call.
 """
 
 import dataclasses
@@ -15,26 +14,27 @@ from nanovllm.attention.backend import NO_QUANTIZED_KV, AttentionSpec, Backend
 from nanovllm.attention.batch import Batch
 
 _PADDING = 1.25
-"""Rows share a call while the longest has at most this times the shortest's blocks."""
+"""Rows share a call if the longest has at most this factor times the shortest row's blocks, plus
+one block."""
 _MAX_GATHERED_TOKENS = 65536
-"""Bounds the copy of K and V that one call gathers."""
+"""Maximum tokens whose K and V one call of several rows copies."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Decode:
-    """Rows of one token each, padded to the longest."""
+    """One call for rows of one token each, padded to the longest."""
 
     tokens: torch.Tensor
     """[R] int64, index of each row's token."""
     blocks: torch.Tensor
     """[R, width] int64 block ids."""
     mask: torch.Tensor
-    """[R, 1, 1, width * block_size] bool, true where a key may be seen."""
+    """[R, 1, 1, width * block_size] bool, true for the keys of the row's sequence."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Chunk:
-    """One row of several tokens."""
+    """One call for a row of several tokens."""
 
     start: int
     stop: int
@@ -42,11 +42,11 @@ class _Chunk:
     """[width] int64 block ids."""
     seq_len: int
     mask: torch.Tensor | None
-    """[tokens, seq_len] bool; None where the row begins its sequence, so plain causal."""
+    """[tokens, seq_len] bool. None means causal: the row starts at its sequence's first token."""
 
 
 class TorchBackend(Backend):
-    """Layout of a layer's cache: [2, num_blocks, block_size, num_kv_heads, head_dim]."""
+    """KV cache of a layer: [2, num_blocks, block_size, num_kv_heads, head_dim]."""
 
     name: ClassVar[str] = "torch"
     fuses_qk_norm: ClassVar[bool] = False
@@ -113,8 +113,7 @@ class TorchBackend(Backend):
         width = rows[-1][0]
         row_ids, tokens = torch.tensor([[row, token] for _, row, token in rows], device=device).T
         seq_lens = batch.seq_lens[row_ids]
-        # Columns past a row's end may name any block, even one out of range: point them at its
-        # first.
+        # Columns past a row's last block may hold ids out of range: replace them by its first.
         columns = torch.arange(width, device=device)
         tables = batch.block_tables[row_ids, :width].long()
         valid = columns * self.block_size < seq_lens[:, None]
@@ -134,9 +133,9 @@ class TorchBackend(Backend):
 
     def _decode(self, q: torch.Tensor, kv_cache: torch.Tensor, plan: _Decode) -> torch.Tensor:
         num_rows, num_kv_heads = plan.blocks.shape[0], self.spec.num_kv_heads
-        # [2, R, width, block_size, kv_heads, head_dim] -> two of [R, kv_heads, keys, head_dim]
+        # [2, R, width, block_size, kv_heads, head_dim] -> k and v [R, kv_heads, keys, head_dim]
         k, v = kv_cache[:, plan.blocks].flatten(2, 3).transpose(2, 3).unbind()
-        # The heads that share a KV head become the rows of one query matrix.
+        # The query heads that share a KV head become the rows of one query matrix.
         grouped = q.view(num_rows, num_kv_heads, -1, self.spec.head_dim)
         return scaled_dot_product_attention(grouped, k, v, attn_mask=plan.mask).reshape(q.shape)
 

@@ -1,6 +1,6 @@
 """Paged attention by the Triton kernels: split KV for single tokens, tiles of queries for chunks.
 
-A row's result does not depend on the batch that it is in.
+A row's result does not depend on the other rows of its batch.
 """
 
 import dataclasses
@@ -18,19 +18,21 @@ if TYPE_CHECKING:
     from nanovllm.kernels.triton.attention import DecodePlan
 
 _FP8_CAPABILITY = (8, 9)
-"""Below it Triton has no float8_e4m3fn."""
+"""Minimum compute capability for float8_e4m3fn in Triton."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
+    """What the kernels need to know about a batch; None where they have no rows."""
+
     decode: "DecodePlan | None"
     """For the rows of one token."""
     tiles: torch.Tensor | None
-    """[N, 2] int32, for the others."""
+    """[N, 2] int32, for the rows of several tokens: see `prefill_tiles`."""
 
 
 class TritonBackend(PagedBackend):
-    """Any block size. Without a GPU it serves where TRITON_INTERPRET=1, for tests: very slow."""
+    """Takes any block size. With TRITON_INTERPRET=1 it runs on a CPU, very slowly, for tests."""
 
     name: ClassVar[str] = "triton"
     default_block_size: ClassVar[int] = 64
@@ -58,7 +60,7 @@ class TritonBackend(PagedBackend):
         return None if interpreted else "needs a CUDA GPU"
 
     def plan(self, batch: Batch) -> _Plan:
-        """A batch without host tuples, as in a CUDA graph, has rows of one token, or of none."""
+        """In a CUDA graph the host tuples are empty; then each row has one token or none."""
         spec, query_lens = self.spec, batch.query_lens_host
         decode = tiles = None
         if not query_lens or 1 in query_lens:
@@ -71,11 +73,11 @@ class TritonBackend(PagedBackend):
                 spec.head_dim,
             )
         group = spec.num_heads // spec.num_kv_heads
-        cut = self._kernels.prefill_tiles(
+        tile_list = self._kernels.prefill_tiles(
             query_lens, batch.seq_lens_host, group, spec.head_dim, spec.dtype
         )
-        if cut:
-            host = torch.tensor(cut, dtype=torch.int32, pin_memory=spec.device.type == "cuda")
+        if tile_list:
+            host = torch.tensor(tile_list, dtype=torch.int32, pin_memory=spec.device.type == "cuda")
             tiles = host.to(spec.device, non_blocking=True)
         return _Plan(decode, tiles)
 

@@ -1,4 +1,4 @@
-"""Paged attention by torch's own variable-length attention, which is FlashAttention-2 without the
+"""Paged attention by torch's variable-length attention: FlashAttention-2 without the flash-attn
 package.
 """
 
@@ -16,6 +16,8 @@ from nanovllm.attention.paged import PagedBackend, flash_attention_refusal
 
 @dataclasses.dataclass(frozen=True)
 class _Lengths:
+    """Lengths of a batch's rows; the maxima may be larger than the longest row."""
+
     cu_seqlens_k: torch.Tensor
     """[R + 1] int32."""
     max_query_len: int
@@ -23,7 +25,7 @@ class _Lengths:
 
 
 class VarlenBackend(PagedBackend):
-    """Blocks are a multiple of 256 tokens: torch answers wrongly with others."""
+    """Needs blocks of a multiple of 256 tokens: with others torch returns wrong results."""
 
     name: ClassVar[str] = "varlen"
     default_block_size: ClassVar[int] = 256
@@ -37,7 +39,7 @@ class VarlenBackend(PagedBackend):
         return None
 
     def plan(self, batch: Batch) -> _Lengths:
-        """A batch without host tuples, as in a CUDA graph, has rows of one token, or of none."""
+        """In a CUDA graph the host tuples are empty; then each row has one token or none."""
         cu_seqlens_k = torch.zeros_like(batch.cu_seqlens_q)
         torch.cumsum(batch.seq_lens, 0, out=cu_seqlens_k[1:])
         return _Lengths(
@@ -61,7 +63,7 @@ class VarlenBackend(PagedBackend):
             enable_gqa=True,
             seqused_k=batch.seq_lens,
             block_table=batch.block_tables,
-            num_splits=1,  # with more, rows after the first are left unwritten (pytorch #194167)
+            num_splits=1,  # more leave rows after the first one unwritten (pytorch #194167)
         )
         assert isinstance(out, torch.Tensor)
         return out

@@ -275,7 +275,7 @@ def a_gpu(monkeypatch):
                 ({"dtype": torch.float32}, "needs float16 or bfloat16, not float32"),
                 ({"head_dim": 100}, "head_dim 100 is no multiple of 8"),
                 ({"block_size": 64}, "kvcache_block_size 64 is no multiple of 256"),
-                ({"kv_dtype": FP8}, "reads no KV cache of 8 bits"),
+                ({"kv_dtype": FP8}, "does not support an 8-bit KV cache"),
             )
         ),
     ],
