@@ -1,7 +1,7 @@
-"""What a request may forbid or favour, applied to one row of logits before sampling.
+"""Changes one row of logits before sampling, by the rules of its request.
 
-For the few rows that ask; the others pay nothing. Nothing here waits for a GPU. Order as in vLLM:
-allowed tokens, bad words, min_tokens, bias, penalties.
+Rules apply in vLLM's order: allowed tokens, bad words, min_tokens, bias, penalties. No code here
+waits for the GPU. Knows no batch.
 """
 
 import torch
@@ -13,8 +13,8 @@ class LogitsRules:
     """The rules of one request.
 
     Args:
-        bad_words: `params.bad_words` as tokens.
-        stop_token_ids: tokens not to be sampled before `params.min_tokens`.
+        bad_words: `params.bad_words` as token ids.
+        stop_token_ids: tokens that are forbidden before `params.min_tokens`.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class LogitsRules:
 
     @staticmethod
     def needed(params: SamplingParams) -> bool:
-        """Whether `params` ask for any rule."""
+        """Return whether `params` set any rule."""
         return bool(
             params.allowed_token_ids is not None
             or params.bad_words
@@ -58,7 +58,7 @@ class LogitsRules:
         """Change `logits` [vocab_size] float32 in place.
 
         Args:
-            tokens: [n], the request's prompt and output so far.
+            tokens: [n] int64, the request's prompt and its output so far.
         """
         params, output = self._params, tokens[self._num_prompt_tokens :]
         kept = None
@@ -69,14 +69,15 @@ class LogitsRules:
         for word in self._bad_words:
             self._forbid(logits, word, output)
         if self._stops is not None and len(output) < params.min_tokens:
-            logits.index_fill_(0, self._stops, -torch.inf)  # `[...] = number` waits for the GPU
-        if kept is not None:  # where all that is allowed is forbidden, what is allowed wins
+            # Assigning a number, `logits[self._stops] = -inf`, would wait for the GPU.
+            logits.index_fill_(0, self._stops, -torch.inf)
+        if kept is not None:  # if every allowed token is now forbidden, allow them all again
             left = logits[self._allowed]
             logits[self._allowed] = torch.where(left.amax() == -torch.inf, kept, left)
         if self._biased is not None and self._biases is not None:
             logits.index_add_(0, self._biased, self._biases)
-        # A token that occurs twice is written twice, with the same number: without a list of
-        # distinct ones, whose length the host would have to wait for.
+        # A token that occurs twice is written twice, with the same number. Writing each token once
+        # would need the number of distinct tokens, and the host would wait for it.
         if params.repetition_penalty != 1.0:
             scores, penalty = logits[tokens], params.repetition_penalty
             logits[tokens] = torch.where(scores > 0, scores / penalty, scores * penalty)
@@ -87,10 +88,10 @@ class LogitsRules:
             logits[output] = logits[output] - penalties
 
     def _forbid(self, logits: torch.Tensor, word: torch.Tensor, output: torch.Tensor) -> None:
-        """Forbid the last token of `word` where the output ends with those before it."""
+        """Forbid the last token of `word` if the output ends with the tokens before it."""
         before = word[:-1]
         if len(output) < len(before):
             return
-        ends_so = (output[len(output) - len(before) :] == before).all()
+        matches = (output[len(output) - len(before) :] == before).all()
         last = word[-1:]
-        logits[last] = torch.where(ends_so, -torch.inf, logits[last])
+        logits[last] = torch.where(matches, -torch.inf, logits[last])

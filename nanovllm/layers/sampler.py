@@ -1,8 +1,8 @@
-"""From logits to token ids, each row by its own rule. Knows nothing of requests.
+"""Turns logits into token ids, each row with its own parameters. Knows no requests.
 
 A draw takes one uniform number and inverts the cumulative sum of the weights, chunk by chunk. top_k
-and top_p are a threshold on the logits, found without sorting the vocabulary: the n largest of a
-row lie in the n chunks with the largest maxima.
+and top_p become a threshold on the logits. It is found without sorting the vocabulary, because the
+n largest logits of a row lie in the n chunks with the largest maxima.
 """
 
 import dataclasses
@@ -18,23 +18,26 @@ from nanovllm.layers.sampling_tensors import SamplingTensors
 from nanovllm.sampling_params import GREEDY_BELOW
 
 CHUNK = 128
-"""Tokens that are summed, and skipped, together."""
+"""Tokens in a chunk. A search over the vocabulary first chooses a chunk, then a token in it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling(SamplingTensors):
-    """How one call of `draw` samples R rows: their parameters, their positions, and host flags."""
+    """How one call of `draw` samples R rows: their parameters and positions, and flags of the host.
+
+    The first two flags save work. They change no token, so True is always correct.
+    """
 
     positions: torch.Tensor
-    """[R] int64, the position in its sequence of the token to be chosen."""
+    """[R] int64, the position of the new token in its sequence."""
     any_min_p: bool = True
-    """Whether some row has a min_p above 0; known on the host."""
+    """Whether some row has a min_p above 0."""
     any_top_p_of_all: bool = True
-    """Whether some row has a top_p and a top_k that keeps all; known on the host."""
+    """Whether some row has a top_p and a top_k that keeps all tokens."""
     any_greedy: bool = False
-    """Whether some row may have a temperature below GREEDY_BELOW; known on the host."""
+    """Whether some row may have a temperature below GREEDY_BELOW."""
     native: bool = True
-    """Whether kernels of our own may be used."""
+    """Whether the package's own kernels may be used."""
 
 
 def draw(logits: torch.Tensor, sampling: Sampling, num_candidates: int = 0) -> torch.Tensor:
@@ -42,13 +45,13 @@ def draw(logits: torch.Tensor, sampling: Sampling, num_candidates: int = 0) -> t
 
     Args:
         logits: [R, vocab_size], any float dtype.
-        num_candidates: 0 where no row has a top_k or top_p; else how many of the largest logits to
-            look at first, no fewer than any top_k below vocab_size. Rows whose kept tokens may lie
-            beyond them are sorted, so this is a matter of speed only. The kernels of a GPU ignore
-            it: they look at all, sort nothing, and never wait for the host.
+        num_candidates: 0 if no row has a top_k or top_p. Else how many of the largest logits to
+            examine first, at least the largest top_k below vocab_size. A row that may keep more
+            tokens than these is sorted, so the number changes the speed and no token. The GPU
+            kernels ignore it: they examine all logits, sort nothing and never wait for the host.
 
     Returns:
-        [R] int64. A row's token depends on nothing but its own logits and sampling.
+        [R] int64. A row's token depends only on its own logits and sampling parameters.
     """
     if (gpu := _gpu_kernels(logits, sampling.native)) is not None:
         return gpu.sample(
@@ -62,8 +65,8 @@ def draw(logits: torch.Tensor, sampling: Sampling, num_candidates: int = 0) -> t
         )
     if sampling.any_greedy:
         temperatures = sampling.temperatures.clamp(min=GREEDY_BELOW)
-        warm = dataclasses.replace(sampling, temperatures=temperatures, any_greedy=False)
-        drawn = draw(logits, warm, num_candidates)
+        sampled = dataclasses.replace(sampling, temperatures=temperatures, any_greedy=False)
+        drawn = draw(logits, sampled, num_candidates)
         largest = greedy(logits, native=sampling.native)
         return torch.where(sampling.temperatures < GREEDY_BELOW, largest, drawn)
     vocab_size = logits.shape[-1]
@@ -94,19 +97,22 @@ def draw(logits: torch.Tensor, sampling: Sampling, num_candidates: int = 0) -> t
 
 
 def _gpu_kernels(logits: torch.Tensor, native: bool) -> ModuleType | None:
+    """Return the Triton kernels for `logits`, or None."""
     return triton_kernels("sampling") if native and logits.is_cuda else None
 
 
-def _on_cpu(logits: torch.Tensor, native: bool) -> bool:
-    """Whether the C kernels take `logits`."""
+def _c_kernels_support(logits: torch.Tensor, native: bool) -> bool:
+    """Return whether the C kernels support `logits`."""
     return native and logits.is_contiguous() and serves(logits.device, logits.dtype)
 
 
 def _thresholds(
     values: torch.Tensor, largest: torch.Tensor, total: torch.Tensor | None, sampling: Sampling
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return [R], the smallest logit that top_k and top_p keep; ties with it are kept as well.
-    And [R], whether `values` hold all that decides it, and all that is kept.
+    """Return each row's threshold, and whether `values` were enough to find it: both [R].
+
+    A row's threshold is the smallest logit that top_k and top_p keep. All equal logits are kept
+    too. `values` are enough if they contain every kept logit and every logit that counts for top_p.
 
     Args:
         values: [R, n], each row's largest logits in descending order.
@@ -122,20 +128,21 @@ def _thresholds(
         whole = torch.where(sampling.top_ks > values.shape[-1], total, whole)
     before = mass - weights
     kept = in_top_k & (before < sampling.top_ps[:, None].double() * whole[:, None])
-    # None is kept where top_p underflows, and in rows that are no distribution.
+    # `kept` is empty if top_p underflows or the row is no distribution (NaN, all -inf).
     place = (kept.sum(-1, keepdim=True) - 1).clamp_(min=0)
     thresholds = values.gather(1, place)[:, 0]
-    # Ties with the k-th value that are no candidates would be missing in the whole.
+    # If all candidates after the k-th equal it, more equal logits may lie outside `values`, and
+    # `whole` would lack their weight.
     ties_cut = (sampling.top_ks <= values.shape[-1]) & (smallest >= kth[:, 0])
     return thresholds, (smallest < thresholds) & ~ties_cut
 
 
 def _weights(x: torch.Tensor, largest: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Return exp((x - largest) / temperature), float32; 0 for what min_p leaves out."""
+    """Return exp((x - largest) / temperature) in float32; 0 for tokens that min_p excludes."""
     shape = (-1, *[1] * (x.ndim - 1))
     weights = x.float().sub(largest.view(shape))
     weights.div_(sampling.temperatures.view(shape)).exp_()
-    if sampling.any_min_p:  # relative to the most likely token, whose weight is 1
+    if sampling.any_min_p:  # min_p is relative to the most likely token, whose weight is 1
         weights.masked_fill_(weights < sampling.min_ps.view(shape), 0.0)
     return weights
 
@@ -152,14 +159,14 @@ def _kept_weights(
 
 def _chunk_maxima(chunks: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """Return the largest logit of each chunk: [R, chunks]."""
-    if _on_cpu(chunks, sampling.native):
+    if _c_kernels_support(chunks, sampling.native):
         return cpu_ops.chunk_maxima(chunks.flatten(1))
     return chunks.amax(-1)
 
 
 def _chunk_sums(chunks: torch.Tensor, largest: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """Return the sum of the weights of each chunk: [R, chunks]."""
-    if _on_cpu(chunks, sampling.native):
+    if _c_kernels_support(chunks, sampling.native):
         temperatures, min_ps = sampling.temperatures.contiguous(), sampling.min_ps.contiguous()
         return cpu_ops.chunk_sums(chunks.flatten(1), largest, temperatures, min_ps)
     return _weights(chunks, largest, sampling).sum(-1, dtype=torch.float64)
@@ -172,50 +179,51 @@ def _invert(
     thresholds: torch.Tensor | None,
     sampling: Sampling,
 ) -> torch.Tensor:
-    """Return [R], the place in [R, chunks, CHUNK] where the weights' sum passes a uniform number.
+    """Return [R]: the index in [chunks * CHUNK] where the cumulative sum of the weights exceeds
+    the row's uniform number times the sum of all.
 
     Args:
-        sums: [R, chunks], of the kept weights.
+        sums: [R, chunks], the sums of each chunk's kept weights.
     """
     sums = sums.double()
     mass = sums.cumsum(-1)
     target = uniform(sampling.seeds, sampling.positions)[:, None] * mass[:, -1:]
     chunk = torch.searchsorted(mass, target, right=True).clamp_(max=mass.shape[-1] - 1)
     chunk_sum = sums.gather(1, chunk)
-    # Not below 0, where rounding leads: it would point at a first token without any weight.
+    # Rounding can give a share below 0, which would choose a first token of weight 0.
     share = ((target - mass.gather(1, chunk) + chunk_sum) / chunk_sum).clamp_(min=0.0)
     chosen = chunks.gather(1, chunk[..., None].expand(-1, 1, CHUNK))
     inner = _kept_weights(chosen, largest, thresholds, sampling)[:, 0].double().cumsum(-1)
     place = torch.searchsorted(inner, share * inner[:, -1:], right=True)
-    # Rounding may point past the last token that has any weight.
+    # Rounding can choose an index past the last token with a weight above 0.
     place = place.minimum((inner < inner[:, -1:]).sum(-1, keepdim=True))
     return (chunk * CHUNK + place)[:, 0]
 
 
 def greedy(logits: torch.Tensor, *, native: bool = True) -> torch.Tensor:
-    """Return the first of the largest logits of each row of [R, vocab_size]: [R] int64.
+    """Return the index [R] int64 of the first largest logit in each row of [R, vocab_size].
 
     Args:
-        native: whether kernels of our own may be used.
+        native: whether the package's own kernels may be used.
     """
     if (gpu := _gpu_kernels(logits, native)) is not None:
         return gpu.greedy(logits)
-    if _on_cpu(logits, native):
+    if _c_kernels_support(logits, native):
         return cpu_ops.greedy(logits)
     return logits.argmax(-1)
 
 
 def uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Return float64 numbers in [0, 1), one for each (seed, position).
+    """Return a float64 number in [0, 1) for each (seed, position).
 
-    SplitMix64 (Steele, Lea and Flood, 2014) of the seed, then of the position.
+    Hashes the seed, then the position, with SplitMix64 (Steele, Lea and Flood, 2014).
     """
     mixed = _mix(_mix(seeds + _GOLDEN) + (positions + 1) * _GOLDEN)
     return (mixed >> 11 & 2**53 - 1).double() * 2.0**-53
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    # int64 multiplication wraps, as it should; >> is arithmetic, so the sign bits are masked off
+    # int64 multiplication wraps, as the algorithm needs. >> is arithmetic: mask off the sign bits.
     x = (x ^ (x >> 30 & 2**34 - 1)) * (0xBF58476D1CE4E5B9 - 2**64)
     x = (x ^ (x >> 27 & 2**37 - 1)) * (0x94D049BB133111EB - 2**64)
     return x ^ (x >> 31 & 2**33 - 1)

@@ -1,7 +1,7 @@
-"""`SamplingTensors`: what rows sample with, one tensor for each parameter.
+"""`SamplingTensors`: the sampling parameters of rows, one tensor for each parameter.
 
-A new sampling parameter is one field here and the code that uses it. Knows no drawing, no batch and
-no table.
+A new sampling parameter is one field here, plus the code that uses it. Knows no sampling algorithm
+and no batch.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ class _Parameter(NamedTuple):
 
     dtype: torch.dtype
     read: Callable[[SamplingParams, int], float]
-    """Return the value for a request with these parameters and this seed."""
+    """Returns the value for a request, from its SamplingParams and its seed."""
 
 
 def _int64(read: Callable[[SamplingParams, int], int]) -> dict[str, _Parameter]:
@@ -67,23 +67,26 @@ class SamplingTensors:
 
     @property
     def columns(self) -> tuple[torch.Tensor, ...]:
-        """The parameters in the order of the fields."""
+        """The parameters' tensors, in the order of the fields."""
         return tuple(getattr(self, name) for name in _PARAMETERS)
 
     def take(self, rows: torch.Tensor) -> Self:
-        """Return the rows `rows` [n] int64, in their order."""
+        """Return only the rows with the indices `rows` [n] int64, in that order."""
         tensors = {name: x[rows] for name, x in vars(self).items() if torch.is_tensor(x)}
         return dataclasses.replace(self, **tensors)
 
     def write(self, rows: torch.Tensor, packed: torch.Tensor) -> None:
-        """Write `packed`, made by `pack` and moved to the device, to the rows `rows` [n] int64."""
+        """Set the rows with the indices `rows` [n] int64 to `packed`, a result of `pack`."""
         for column, words in zip(self.columns, packed.view(len(_PARAMETERS), -1), strict=True):
             values = words.view(torch.float64) if column.is_floating_point() else words
             column[rows] = values.to(column.dtype)
 
 
 def pack(params: Seq[SamplingParams], seeds: Seq[int]) -> "array[int]":
-    """Return the parameters column by column, each value an int64 or the bits of a float64."""
+    """Return the parameters of n requests for one upload: column by column, 8 bytes a value.
+
+    A value is an int64 or the bits of a float64.
+    """
     packed = array("q")
     for dtype, read in _PARAMETERS.values():
         column = array("d" if dtype.is_floating_point else "q", map(read, params, seeds))

@@ -1,7 +1,8 @@
-"""The Triton kernels at both ends of a decode step in a CUDA graph: one reads the device tables,
-one writes them.
+"""The first and the last Triton kernel of a decode step in a CUDA graph: `gather` reads the device
+tables, `advance` writes them.
 
-One launch each, where torch takes two dozen. Imports triton: ask `nanovllm.kernels` before this.
+Each is one launch; torch would need about two dozen launches for both. Importing this module
+imports triton: get it from `kernels.selector.triton_kernels`. Knows no meaning of the columns.
 """
 
 import torch
@@ -17,15 +18,17 @@ def gather(
     positions: torch.Tensor,
     columns: tuple[torch.Tensor, ...],
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """Read the rows `table_indices` [R] of the tables at `positions` [R], both int64.
+    """Gather the inputs of a decode step from the device tables.
 
     Args:
-        token_ids, block_tables: [table_indices, n] int32; columns contiguous.
+        token_ids, block_tables: [table rows, n] int32; a row is contiguous.
+        table_indices: [R] int64.
+        positions: [R] int64, of the rows' input tokens.
         columns: any number of contiguous [table rows], of any dtype.
 
     Returns:
-        input_ids [R] int64, slot_mapping [R] int64, seq_lens [R] int32, block_tables [R, n] int32,
-        the positions that follow [R] int64; and the rows of `columns`.
+        First input_ids [R] int64, slot_mapping [R] int64, seq_lens [R] int32, block_tables [R, n]
+        int32 and the next positions [R] int64. Second, the R table rows of each of `columns`.
     """
     rows, width = len(table_indices), block_tables.shape[1]
     input_ids, slot_mapping, following = table_indices.new_empty(3, rows).unbind()
@@ -61,9 +64,9 @@ def advance(
     tokens: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Write `tokens` [R] at `positions` + 1 of rows `table_indices`, and into `out`.
+    """Write `tokens` [R] at `positions` + 1 of the table rows `table_indices`, and to `out`.
 
-    Then add `moves` to `positions`. All tensors but the table are int64.
+    Then add `moves` to `positions`. All tensors are int64, except `token_ids` (int32).
     """
     rows = len(table_indices)
     block = min(triton.next_power_of_2(rows), 128)
@@ -99,7 +102,7 @@ def _gather(
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row."""
+    """Gather one row of the batch."""
     row = tl.program_id(0)
     table_idx = tl.load(table_indices + row)
     position = tl.load(positions + row)
@@ -130,7 +133,7 @@ def _advance(
     num_rows,
     BLOCK: tl.constexpr,
 ):
-    """A block of rows. Padding rows all write to the scratch row, which nobody reads."""
+    """Advance a block of rows. All padding rows write to the scratch table row."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < num_rows
     table_idx = tl.load(table_indices + rows, inside, 0)
