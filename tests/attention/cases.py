@@ -1,4 +1,4 @@
-"""Batches over a paged cache whose keys and values are known, and what attention makes of them."""
+"""Test batches over a paged cache with known keys and values, and reference implementations."""
 
 import dataclasses
 import random
@@ -13,12 +13,12 @@ OUT_OF_RANGE = (-1, 2**31 - 1)
 
 @dataclasses.dataclass
 class Case:
-    """A batch with its cache, and the contiguous keys and values that the cache stands for."""
+    """A batch with its paged cache, and the same keys and values as contiguous tensors."""
 
     spec: AttentionSpec
     batch: Batch
     cache: torch.Tensor
-    """[2, num_blocks, block_size, num_kv_heads, head_dim], without the batch's own tokens."""
+    """[2, num_blocks, block_size, num_kv_heads, head_dim], without the KV of the batch's tokens."""
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
@@ -27,7 +27,7 @@ class Case:
     values: list[torch.Tensor]
 
     def stored(self) -> torch.Tensor:
-        """Return the cache with the batch's own tokens in it."""
+        """Return a copy of the cache with the batch's tokens stored."""
         cache = self.cache.clone()
         for part, new in zip(cache.flatten(1, 2), (self.k, self.v), strict=True):
             part[self.batch.slot_mapping] = new
@@ -45,10 +45,11 @@ def make_case(
     fill=1e4,
     device="cpu",
 ):
-    """Make a case of `rows`, (query length, sequence length) each.
+    """Make a case of `rows`, each a pair (query length, sequence length).
 
-    Blocks are drawn in random order from a pool that holds more; all that is not a prefix's is
-    `fill`, so reading it shows. Columns past a row's blocks name blocks out of range.
+    Blocks are drawn in random order from a pool with a few more. Every slot without a prefix token
+    holds `fill`, so a wrong read changes the result. Block table columns past a row's last block
+    hold ids out of range.
     """
     generator = torch.Generator().manual_seed(seed)
     chooser = random.Random(seed)
@@ -107,7 +108,7 @@ def make_case(
 
 
 def reference(case):
-    """Attend in float64, one token at a time, with the heads that share a KV head."""
+    """Return attention in float64, computed one token at a time from the contiguous tensors."""
     out = torch.empty(case.q.shape, dtype=torch.float64, device=case.q.device)
     group, head_dim = case.q.shape[1] // case.k.shape[1], case.q.shape[2]
     token = 0
@@ -123,7 +124,7 @@ def reference(case):
 
 
 def contiguous_sdpa(case):
-    """What torch gives in the case's own dtype on contiguous keys and values."""
+    """Return torch's attention over the contiguous tensors, in the case's dtype."""
     parts = []
     rows = zip(case.q.split(case.batch.query_lens_host), case.keys, case.values, strict=True)
     for q, k, v in rows:
@@ -138,7 +139,7 @@ def contiguous_sdpa(case):
 
 
 def random_rows(seed, block_size):
-    """Mix whole prompts, chunks that continue a prefix, and single tokens, some at block edges."""
+    """Return whole prompts, chunks after a prefix and single tokens, some ending at block edges."""
     chooser = random.Random(seed)
     longest = min(6 * block_size, 300)
     rows = []

@@ -1,5 +1,5 @@
-"""The backends for GPUs: Triton's against plain torch (interpreted without a GPU, on it with one),
-what flash-attn and varlen_attn are asked for, and what each refuses.
+"""The GPU backends: Triton's results against plain torch (interpreted if there is no GPU), the
+arguments of flash-attn and varlen_attn, and the specs that each backend refuses.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ def no_grad():
 
 
 def attend(backend, case, batch=None):
-    """One layer on qkv as projected. Returns its output and the cache afterwards."""
+    """Run one attention layer on a random qkv; return its output and the cache after it."""
     spec, batch = case.spec, case.batch if batch is None else batch
     generator = torch.Generator().manual_seed(1)
     sizes = tuple(n * spec.head_dim for n in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads))
@@ -66,7 +66,7 @@ def attend(backend, case, batch=None):
     [(16, 64, torch.float32), (64, 80, torch.float16), (3, 32, torch.float32)],
 )
 def test_triton_is_torch(block_size, head_dim, dtype):
-    """Prompts, chunks behind a prefix and single tokens, each kind alone and mixed."""
+    """With prompts, chunks after a prefix and single tokens, each kind alone and mixed."""
     mixed = [(min(query, 5), length) for query, length in random_rows(block_size, 10)[:3]]
     for rows in ([(1, 30), (1, 1), (1, 270)], [(9, 9), (5, 40)], [*mixed, (1, 33), (6, 6)]):
         case = make_case(rows, 2, 3, head_dim, block_size, dtype, device=DEVICE)
@@ -74,13 +74,15 @@ def test_triton_is_torch(block_size, head_dim, dtype):
         out, cache = attend(TritonBackend(case.spec), case)
         tolerance = {torch.float32: 1e-5, torch.float16: 5e-3}[dtype]
         assert (out - expected).abs().max() <= tolerance
-        # Its own keys and values, to a rounding; nothing else is written.
+        # The stored keys and values agree up to rounding; no other cell is written.
         assert (cache - expected_cache).abs().max() <= 4 * tolerance
         assert ((cache == 1e4) == (expected_cache == 1e4)).all()
 
 
 def test_a_single_token_is_the_same_beside_chunks():
-    """So that a prompt's arrival changes nothing for those who decode: they are decoded still."""
+    """The decode kernel computes single tokens also in a batch with chunks. So a new prompt does
+    not change the tokens of sequences that decode.
+    """
     case = make_case([(1, 60), (1, 9), (5, 5)], 2, 2, 32, 16, device=DEVICE)
     batch = case.batch
     alone = Batch(
@@ -99,7 +101,7 @@ def test_a_single_token_is_the_same_beside_chunks():
 
 
 def test_an_fp8_cache():
-    """Stored rounded; read as the numbers that it holds."""
+    """Keys and values are rounded to FP8 when stored, and read exactly as stored."""
     for rows in ([(1, 30), (1, 1), (1, 270)], [(9, 9), (5, 40), (1, 33)]):
         case = make_case(rows, 2, 3, 32, 16, fill=300.0, device=DEVICE)
         backend = TritonBackend(dataclasses.replace(case.spec, kv_dtype=FP8))
@@ -122,7 +124,9 @@ GPU_BACKENDS = [TritonBackend, FlashAttnBackend, VarlenBackend]
 
 
 def as_in_a_graph(batch, num_padding):
-    """The batch without host tuples, in a wide table, the last rows of length 0."""
+    """Return the batch as a CUDA graph holds it: no host tuples, a wide block table, and
+    `num_padding` last rows of length 0.
+    """
     width = batch.block_tables.shape[1] + 5
     tables = torch.full((len(batch.seq_lens), width), 2**31 - 1, dtype=torch.int32, device=DEVICE)
     tables[:, : batch.block_tables.shape[1]] = batch.block_tables
@@ -151,11 +155,11 @@ def test_a_batch_as_a_graph_holds_it():
     assert (cache.flatten(1, 2)[:, slots[2:]] == 1e4).all()
 
 
-# --- flash-attn and varlen_attn: without a GPU, the calls answered by plain torch
+# --- flash-attn and varlen_attn: without a GPU, plain torch replaces their functions
 
 
 def attend_pages(q, k, v, query_lens, seq_lens, tables):
-    """What both are asked to compute: q [T, heads, dim], the cache's pages, by row."""
+    """Return what both packages compute: attention of q [T, heads, dim] over the cache's pages."""
     out = []
     for row, queries in enumerate(q.split(query_lens)):
         if seq_lens[row] == 0:
@@ -247,16 +251,16 @@ def test_the_packages_are_torch_on_a_gpu(backend_class):
         assert (out - expected).abs().max() <= 5e-3
 
 
-# --- what is refused, and the choice
+# --- refusals and selection
 
 
 @pytest.fixture
 def a_gpu(monkeypatch):
-    """A GPU as far as the refusals ask; returns a spec that nothing refuses for what it is."""
+    """Pretend that there is a GPU; return a spec that every GPU backend supports."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for module in (paged, triton):
         monkeypatch.setattr(module, "triton_kernels", lambda: object())
-    monkeypatch.setattr(varlen, "varlen_attn", lambda *args, block_table=None: None)  # torch 2.13's
+    monkeypatch.setattr(varlen, "varlen_attn", lambda *args, block_table=None: None)  # torch 2.13
     return AttentionSpec(16, 8, 128, torch.bfloat16, torch.device("cuda"), None)
 
 
@@ -317,7 +321,7 @@ def test_flash_attn_that_is_absent_or_broken_is_refused(a_gpu, monkeypatch, tmp_
 
 
 def test_varlen_attn_without_pages_is_refused(a_gpu, monkeypatch):
-    """As in torch 2.11."""
+    """torch 2.11 has no block_table parameter."""
     assert VarlenBackend.unsupported(a_gpu) is None
     monkeypatch.setattr(varlen, "varlen_attn", lambda query, key, value, cu_seq_q, cu_seq_k: None)
     assert "takes no block table" in VarlenBackend.unsupported(a_gpu)
@@ -349,7 +353,7 @@ def test_triton_serves_a_cpu_only_interpreted(a_gpu, monkeypatch):
 
 
 def test_the_engine_generates_the_same_tokens(monkeypatch):
-    """Of the shipped model: a prompt in chunks beside one that decodes, then a prefix hit."""
+    """With the shipped model: chunks of a prompt beside a row that decodes, then a prefix hit."""
     options = {
         "dtype": "float32",
         "max_model_len": 64,
@@ -383,14 +387,14 @@ def test_the_engine_generates_the_same_tokens(monkeypatch):
 
 
 class RoundingBackend(TorchBackend):
-    """Plain torch, whose keys and values are what FP8 makes of them."""
+    """Plain torch with keys and values rounded to FP8."""
 
     def forward(self, q, k, v, kv_cache, batch):
         return super().forward(q, *(x.to(FP8).to(q.dtype) for x in (k, v)), kv_cache, batch)
 
 
 def test_the_engine_with_an_fp8_cache(monkeypatch):
-    """A quarter of float32's bytes, and the probabilities of rounded keys and values."""
+    """A block takes a quarter of float32's bytes; log-probabilities are those of rounded KV."""
     pools = []
 
     def logprobs(backend, **options):

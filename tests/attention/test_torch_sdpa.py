@@ -1,4 +1,4 @@
-"""The torch backend against attention written out in float64, one token at a time."""
+"""The torch backend against a float64 reference that computes one token at a time."""
 
 import dataclasses
 import random
@@ -60,7 +60,7 @@ def test_block_edges_and_lone_kinds_of_row(rows):
 
 @pytest.mark.parametrize("limit", [1, 40, 200])
 def test_single_tokens_split_over_several_calls(monkeypatch, limit):
-    """The bound on gathered tokens cuts a call, not a row; one row above the bound still runs."""
+    """The limit on gathered tokens splits calls and never a row, also if one row exceeds it."""
     monkeypatch.setattr(torch_sdpa, "_MAX_GATHERED_TOKENS", limit)
     rows = [(1, length) for length in (30, 7, 90, 31, 8, 29, 1, 88)]
     case = make_case(rows, 2, 2, 16, 4)
@@ -88,7 +88,7 @@ def test_bfloat16_is_no_worse_than_twice_torchs_own_error(seed):
 
 
 def test_a_row_does_not_read_its_neighbours():
-    """Changing one row's cached keys and values leaves every other row as it was."""
+    """Changing one row's cached keys and values changes no other row's output."""
     rows = [(1, 20), (6, 22), (1, 21), (9, 9)]
     case = make_case(rows, 2, 2, 16, 4)
     before = run(case)

@@ -1,5 +1,5 @@
-"""CUDA graphs on the CPU, with their hazards: a capture records the operations that a step runs,
-and a replay runs those again on the same memory. The host's code does not run again.
+"""CUDA graphs imitated on the CPU, with their hazards. A capture records the torch operations of a
+step. A replay runs them again on the same memory, and does not run the host's code again.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from nanovllm.worker import model_runner
 from nanovllm.worker.cuda_graph import Step
 
 HOST = {"aten::_local_scalar_dense", "aten::nonzero", "aten::lift_fresh", "aten::equal"}
-"""What waits for the device, or copies from memory that is not there at the replay."""
+"""Operations that wait for the device, or copy from host memory that a replay no longer has."""
 
 
 def tensors(tree: Any) -> Iterator[torch.Tensor]:
@@ -26,7 +26,7 @@ def tensors(tree: Any) -> Iterator[torch.Tensor]:
 
 
 class RecordedGraph(TorchDispatchMode):
-    """The operations of a step, with the tensors that they took and made."""
+    """Records a step's operations with their argument and result tensors."""
 
     def __init__(self, pool: list["RecordedGraph"]) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class RecordedGraph(TorchDispatchMode):
         super().__exit__(*error)
 
     def _record_launch(self, args: Any, kwargs: Any) -> None:
-        """Take an interpreted Triton kernel as one operation; it makes no tensors."""
+        """Record an interpreted Triton kernel as one operation without result tensors."""
         with _disable_current_modes():
             self._launch(*args, **kwargs)
         self.calls.append((self._launch, args, kwargs, []))
@@ -55,7 +55,7 @@ class RecordedGraph(TorchDispatchMode):
         taken = {
             x.untyped_storage().data_ptr()
             for x in tensors((args, kwargs))
-            if x.layout == torch.strided  # a weight in oneDNN's layout has no storage to ask for
+            if x.layout == torch.strided  # a weight in oneDNN's layout has no storage
         }
         result = func(*args, **kwargs)
         made = [
@@ -68,10 +68,10 @@ class RecordedGraph(TorchDispatchMode):
 
     def replay(self) -> None:
         self.num_replays += 1
-        for graph in self.pool:  # graphs share memory, and nothing in it outlives the next replay
+        for graph in self.pool:  # graphs share memory: a replay may overwrite any graph's tensors
             graph.spoil()
         for func, args, kwargs, made in self.calls:
-            leaves = tree_leaves(func(*args, **kwargs))  # of a kernel: nothing
+            leaves = tree_leaves(func(*args, **kwargs))  # empty for a Triton kernel
             for place, x in made:
                 x.copy_(leaves[place])
 
@@ -82,7 +82,7 @@ class RecordedGraph(TorchDispatchMode):
 
 
 class FakeCapture:
-    """Like CUDACapture; keeps its graphs."""
+    """Does what CUDACapture does, and keeps its graphs for the tests."""
 
     made: ClassVar[list["FakeCapture"]] = []
 
@@ -100,7 +100,7 @@ class FakeCapture:
 
 
 class StaticBackend(TorchBackend):
-    """The torch backend, with a plan for one-token rows that the host decides nothing of."""
+    """The torch backend with a plan for rows of one token that uses no values of the host."""
 
     supports_graph = True
 
@@ -122,7 +122,7 @@ def select_static(spec: AttentionSpec, **options: Any) -> StaticBackend:
 
 
 def use_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> list[FakeCapture]:
-    """Let model runners capture on the CPU; return the list of what captures."""
+    """Let model runners capture on the CPU; return the list that collects their captures."""
     monkeypatch.setattr(FakeCapture, "made", [])
     monkeypatch.setattr(model_runner, "can_capture", lambda device: True)
     monkeypatch.setattr(model_runner, "make_capture", lambda device: FakeCapture())

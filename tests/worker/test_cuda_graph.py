@@ -1,5 +1,5 @@
-"""Decode steps replayed as graphs give the tokens of steps launched one by one, and touch nothing
-of anybody else's. The graphs are recordings that run on the CPU; on a GPU real ones are tested too.
+"""Decode steps replayed as graphs give the same tokens as eager steps, and write no memory of other
+sequences. The graphs are recordings that run on the CPU; with a GPU, real graphs are tested too.
 """
 
 import gc
@@ -53,7 +53,9 @@ Outputs = list[tuple[list[int], str | None]]
 
 
 def make_workload(kinds: list[dict[str, Any]], count: int) -> Workload:
-    """Prompts of 1 to 20 tokens, outputs of 1 to 24; many of the stop tokens are hit."""
+    """Return `count` prompts of 1 to 20 tokens and params for 1 to 24 tokens. Many outputs end at a
+    stop token.
+    """
     rng = random.Random(len(kinds))
     prompts = [[rng.randrange(1003) for _ in range(rng.randint(1, 20))] for _ in range(count)]
     params = [
@@ -79,7 +81,11 @@ def generate(
     seed: int | None = None,
     **options: Any,
 ) -> Outputs:
-    """Run all at once, or (`seed`) as they arrive in random order while some are aborted."""
+    """Return the outputs of a workload.
+
+    All requests are added at once. With `seed`, they arrive over time in random order, and some are
+    aborted and added again.
+    """
     prompts, params = workload
     engine = LLMEngine(Config(model=model, **{**OPTIONS, **options}), queue_depth=queue_depth)
     rng = random.Random(seed)
@@ -105,7 +111,7 @@ def generate(
 
 
 def check_logprobs(output: Any, params: SamplingParams) -> None:
-    """Each token's log-probability is its own, and for a greedy one the largest."""
+    """Check that each token has log-probabilities, and that a greedy token has rank 1."""
     logprobs = output.outputs[0].logprobs
     assert (logprobs is None) == (params.logprobs is None)
     for token, entries in zip(output.token_ids, logprobs or [], strict=logprobs is not None):
@@ -120,7 +126,7 @@ def workload(request: pytest.FixtureRequest) -> Workload:
 
 @pytest.fixture(scope="module")
 def eager(random_model: str) -> Callable[[Workload], Outputs]:
-    """Return the outputs of a workload on the plain path, each computed once."""
+    """Return a function that returns the outputs of a workload in eager mode, and caches them."""
     known: dict[int, Outputs] = {}
 
     def outputs(workload: Workload) -> Outputs:
@@ -133,7 +139,7 @@ def eager(random_model: str) -> Callable[[Workload], Outputs]:
 
 @pytest.fixture(scope="module")
 def gpu_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A random checkpoint with heads that the Triton kernels take."""
+    """A random checkpoint whose head size the Triton kernels support."""
     torch.manual_seed(0)
     hf_config = Qwen3Config(
         vocab_size=1003,
@@ -164,7 +170,7 @@ def num_replays(captures: list[FakeCapture]) -> int:
 
 @pytest.mark.parametrize("max_rows", [*range(1, 20), 63, 64, 65, 512, 513, 700, 1024])
 def test_sizes(max_rows: int) -> None:
-    """Symptom: with max_num_seqs no multiple of 8 the largest batch has no graph (nano-vllm)."""
+    """Symptom: if max_num_seqs is no multiple of 8, the largest batch has no graph (nano-vllm)."""
     sizes = graph_sizes(max_rows)
     assert sizes == sorted(set(sizes))
     assert sizes[-1] == max_rows
@@ -223,8 +229,8 @@ def test_same_tokens_at_any_size(
 def test_same_tokens_through_the_kernels_of_a_gpu(
     gpu_model: str, captures: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The step as it would be captured on a GPU: attention, KV store, sampling and both ends in
-    Triton.
+    """The step with all Triton kernels that a GPU would run: gather, KV store, attention, sampling
+    and advance.
     """
     allow_computed_bounds()
     prompts = [[1, 2, 3], [4, 5], [6] * 6]
@@ -262,7 +268,9 @@ def test_the_user_gets_every_block_asked_for(
 
 
 def test_del_llm_frees_graphs_and_pool(random_model: str, captures: Any) -> None:
-    """Symptom: the graphs hold their runner in a cycle, and memory waits for a collection."""
+    """Symptom: graphs and runner form a reference cycle, and memory is freed only by the garbage
+    collector.
+    """
     gc.collect()
     gc.disable()
     try:
@@ -279,7 +287,7 @@ def test_del_llm_frees_graphs_and_pool(random_model: str, captures: Any) -> None
 
 
 class Bench:
-    """A runner with its graphs, and schedules by hand: table_indices that each hold a prompt."""
+    """A runner with graphs that executes hand-made schedules; each table row holds one prompt."""
 
     def __init__(self, model: str) -> None:
         checkpoint = open_checkpoint(model, None)
@@ -296,7 +304,7 @@ class Bench:
     def admit(
         self, table_idx: int, prompt: list[int], params: SamplingParams, blocks: list[int]
     ) -> int:
-        """Compute a prompt and return its first token."""
+        """Compute a prompt in table row `table_idx` and return its first sampled token."""
         admission = Admission(
             table_idx, table_idx, prompt, len(prompt), blocks, params, 5, frozenset(), ()
         )
@@ -339,15 +347,15 @@ def fill(bench: Bench, num_table_rows: int) -> list[list[int]]:
 
 
 def test_padding_touches_nothing_of_others(bench: Bench) -> None:
-    """Symptom: rows that pad a batch write KV, or a token, where a sequence keeps its own."""
+    """Symptom: rows that pad a batch overwrite the KV or a token of a sequence."""
     fill(bench, 6)
     before, tokens = bench.kv(), bench.tables.token_ids.clone()
     for _ in range(3):
-        bench.decode(1, 3, 4, 0, 5)  # five rows in the graph for six
+        bench.decode(1, 3, 4, 0, 5)  # five rows, replayed by the graph of six rows
     changed = (bench.kv() != before).flatten(-2).any(-1).any(0).any(0)  # [blocks, block_size]
     positions = [(table_idx, 5 + table_idx + i) for table_idx in (0, 1, 3, 4, 5) for i in range(3)]
     places = {(table_idx * 10 + position // 4, position % 4) for table_idx, position in positions}
-    scratch = (100, 0)  # padding writes there, perhaps what is there already
+    scratch = (100, 0)  # padding writes there, perhaps the same numbers as before
     assert {(block, place) for block, place in changed.nonzero().tolist()} - {scratch} == places
     written = (bench.tables.token_ids != tokens).nonzero().tolist()
     scratch_idx = 6
@@ -357,11 +365,11 @@ def test_padding_touches_nothing_of_others(bench: Bench) -> None:
 
 
 def test_rows_do_not_depend_on_padding_or_neighbours(bench: Bench) -> None:
-    """Each row alone gives what it gives in any company, in any order, growing and shrinking."""
+    """A row decodes the same tokens alone and in batches of any rows, order and size."""
     tokens = fill(bench, 6)
     alone = [[bench.decode(table_idx)[0] for _ in range(8)] for table_idx in range(6)]
     rng = random.Random(0)
-    for table_idx in range(6):  # admitted again: the same prompts, other blocks left as they were
+    for table_idx in range(6):  # admit the same prompts again
         bench.admit(
             table_idx,
             tokens[table_idx][:-1],
@@ -382,7 +390,7 @@ def test_rows_do_not_depend_on_padding_or_neighbours(bench: Bench) -> None:
 
 @pytest.mark.parametrize("stale", [-1, 2**31 - 1, 3])
 def test_stale_columns_are_harmless(bench: Bench, stale: int) -> None:
-    """Symptom: what a table row held before, or what lies past its blocks, is read."""
+    """Symptom: a step reads old block ids of a table row, or columns past its last block."""
     alone = [bench.admit(0, [1, 2, 3], GREEDY, [7])]
     alone += [bench.decode(0, new_blocks=(NewBlocks(0, 1, [8]),))[0]]
     alone += [bench.decode(0)[0] for _ in range(3)]
@@ -396,7 +404,7 @@ def test_stale_columns_are_harmless(bench: Bench, stale: int) -> None:
 
 
 def test_a_full_sequence_overruns_nothing(bench: Bench) -> None:
-    """Symptom: the block table of a graph is read past its end (nano-vllm)."""
+    """Symptom: a graph reads past the end of its block table (nano-vllm)."""
     blocks = list(range(30, 46))
     prompt = [i % 1003 for i in range(60)]
     bench.admit(5, prompt, GREEDY, blocks)  # the last table row, next to the scratch table row
@@ -429,15 +437,15 @@ def test_a_step_that_goes_on_uploads_nothing(bench: Bench, monkeypatch: pytest.M
     assert during(0, 1, 2) == []
     assert during(0, 1, 2) == []
     assert during(0, 1, 2, new_blocks=(NewBlocks(0, 2, [60]), NewBlocks(1, 2, [61]))) == ["tables"]
-    assert during(0, 1) == ["state"]  # one row less
+    assert during(0, 1) == ["state"]  # one row fewer
     assert during(0, 1) == []
-    assert during(0, 3) == ["state"]  # as many, but others
+    assert during(0, 3) == ["state"]  # the same number of rows, but another row
     assert during(3, 0) == ["state"]
     assert during(3, 0) == []
 
 
 def test_a_failed_replay_is_not_believed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Symptom: after an error the device's positions are not those that the host believes in."""
+    """Symptom: after an error, the positions on the device differ from the host's copy."""
     fill(bench, 2)
     expected = [bench.decode(0, 1), bench.decode(0, 1), bench.decode(0, 1)]
     fill(bench, 2)
@@ -446,7 +454,7 @@ def test_a_failed_replay_is_not_believed(bench: Bench, monkeypatch: pytest.Monke
 
     class Failing:
         def replay(self) -> None:
-            bench.graphs._state.fill_(3)  # positions that no row is at
+            bench.graphs._state.fill_(3)  # a wrong position for every row
             raise MemoryError
 
     bench.graphs._graphs[2] = (Failing(), logits)
@@ -460,7 +468,9 @@ def test_a_failed_replay_is_not_believed(bench: Bench, monkeypatch: pytest.Monke
 def test_only_rules_and_logprobs_leave_the_graph(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What any row draws comes from the graph; a single row that asks for more is sampled again."""
+    """Without rules and logprobs, all rows take the graph's tokens. With one such row in the batch,
+    the batch is sampled again.
+    """
     kinds = [*PLAIN, *OTHERS[:2], {"top_k": 20, "top_p": 0.9, "min_p": 0.01}]
     for table_idx, kind in enumerate(kinds):
         blocks = list(range(table_idx * 10, table_idx * 10 + 10))
@@ -503,7 +513,7 @@ def test_cuda_graphs_are_used_and_freed(gpu_model: str) -> None:
     llm.generate([[1, 2, 3]] * 5, SamplingParams(max_tokens=8), use_tqdm=False)
     del llm, runner
     torch.cuda.empty_cache()
-    # What a stream's products work in stays (cuBLAS, 32 MiB), for the two streams of all engines.
+    # cuBLAS keeps a workspace of 32 MiB for each of the two streams that all engines share.
     assert torch.cuda.memory_allocated() - before < 2**27
     assert free_before - torch.cuda.mem_get_info()[0] < 2**29
 

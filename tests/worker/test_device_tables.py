@@ -1,4 +1,4 @@
-"""The device tables and the batches made of them, against plain Python loops."""
+"""The device tables and their batches against plain Python loops."""
 
 import random
 
@@ -31,7 +31,7 @@ def apply(tables, admissions=(), new_blocks=()):
 
 
 class Shadow:
-    """What the tables should hold, in dictionaries."""
+    """The expected contents of the tables, in dictionaries by table row."""
 
     def __init__(self, seed, block_size, max_model_len, max_num_seqs):
         self.chooser = random.Random(seed)
@@ -42,7 +42,7 @@ class Shadow:
         self.unused_blocks = self.chooser.sample(range(10_000), 10_000)
 
     def admit(self):
-        """Take a table row, perhaps one that another sequence had before."""
+        """Start a sequence in a free table row, which may have had another sequence before."""
         table_idx = self.free_table_indices.pop(
             self.chooser.randrange(len(self.free_table_indices))
         )
@@ -63,7 +63,7 @@ class Shadow:
         return table_idx
 
     def grow(self, table_idx, num_tokens):
-        """Append the blocks that `num_tokens` tokens need; return index and ids of the new ones."""
+        """Append blocks for `num_tokens` tokens; return the index of the first and the new ids."""
         start = len(self.blocks[table_idx])
         needed = -(-num_tokens // self.block_size) - start
         new = [self.unused_blocks.pop() for _ in range(needed)]
@@ -71,7 +71,7 @@ class Shadow:
         return start, new
 
     def step(self, step_id):
-        """Make a schedule of admissions, chunks and single tokens, and end some sequences."""
+        """Return a schedule of admissions, chunks and single tokens; end some sequences first."""
         for table_idx in [s for s in self.token_ids if self.chooser.random() < 0.15]:
             for table in (self.token_ids, self.blocks, self.computed, self.sampling):
                 del table[table_idx]
@@ -109,7 +109,7 @@ class Shadow:
         return Schedule(step_id, admissions, new_blocks, rows)
 
     def take(self, rows, sampled):
-        """Count the rows' tokens as computed, append what was sampled, end what is full."""
+        """Count the rows' tokens as computed, append the sampled tokens, end full sequences."""
         sampled = iter(sampled)
         for row in rows:
             self.computed[row.table_idx] += row.num_scheduled_tokens
@@ -124,7 +124,7 @@ class Shadow:
 
 
 def check_batch(batch, rows, shadow):
-    """Compare with loops over the rows and their positions."""
+    """Compare a batch with loops over its rows and their positions."""
     input_ids, positions, slot_mapping, ends = [], [], [], [0]
     for row in rows:
         stop = row.num_computed_tokens + row.num_scheduled_tokens
@@ -148,7 +148,7 @@ def check_batch(batch, rows, shadow):
 
 
 def check_sampling(tables, sampling, rows, shadow):
-    """What is drawn from, and by which rule, for each row that samples."""
+    """Compare which logits each sampling row reads, and its sampling parameters."""
     last_tokens, wanted = [], []
     end = 0
     for row in rows:
@@ -181,7 +181,7 @@ def check_sampling(tables, sampling, rows, shadow):
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 @pytest.mark.parametrize("seed", range(12))
 def test_random_schedules(seed, block_size):
-    """Sixty steps of admissions, chunks, decodes, ends and table_indices used again."""
+    """Sixty steps with admissions, chunks, decodes and ends; table rows are used again."""
     max_model_len, max_num_seqs = 37, 5
     tables = make_tables(block_size, max_model_len, max_num_seqs)
     shadow = Shadow(seed, block_size, max_model_len, max_num_seqs)
@@ -214,7 +214,7 @@ def test_dtypes():
 
 
 def test_slots_past_32_bits():
-    """Block id times block size outgrows int32, in which the tables keep the block ids."""
+    """Block ids are int32 in the tables, but block id times block size exceeds int32."""
     tables = make_tables(block_size=4096, max_model_len=4096)
     apply(tables, [admit(0, [1, 2], [2**31 - 1])])
     batch = tables.batch([Row(1, 0, 0, 2, samples=True)])
@@ -253,7 +253,7 @@ def test_a_step_may_sample_nothing():
 
 
 def test_the_token_past_a_full_sequence_overwrites_nobody():
-    """A row that fills max_model_len samples once more; its neighbour's first token stays."""
+    """A sequence of max_model_len tokens samples once more. The next table row stays unchanged."""
     tables = make_tables(max_model_len=4)
     apply(tables, [admit(0, [1, 2, 3, 4], [1]), admit(1, [9], [2])])
     rows = [Row(1, 0, 3, 1, samples=True), Row(2, 1, 0, 1, samples=True)]
@@ -262,7 +262,7 @@ def test_the_token_past_a_full_sequence_overwrites_nobody():
     assert batch.input_ids.tolist() == [1, 2, 3, 4, 9, 60]
 
 
-def test_a_slot_taken_again_shows_nothing_of_the_sequence_before():
+def test_a_table_row_taken_again_shows_nothing_of_the_sequence_before():
     tables = make_tables()
     before = SamplingParams(
         temperature=0.9, top_k=3, top_p=0.5, min_p=0.4, presence_penalty=1.0, logprobs=4
@@ -303,7 +303,7 @@ def test_new_blocks_continue_the_table_at_their_index():
 
 
 def test_a_batch_is_a_snapshot():
-    """A later step's changes to the tables do not reach into a batch already made."""
+    """Later changes to the tables do not change a batch that was made before."""
     tables = make_tables()
     apply(tables, [admit(0, [1, 2], [3])])
     rows = [Row(1, 0, 0, 2, samples=True)]

@@ -1,4 +1,4 @@
-"""How many KV blocks the CPU takes, and what is said where they are too few."""
+"""The number of KV blocks by config and free memory, and the error if it is too small."""
 
 import io
 import itertools
@@ -31,12 +31,12 @@ def blocks_on_cpu(block_bytes=1000, max_blocks=10**9, num_reserved=0, **options)
 
 @pytest.fixture
 def free_memory(monkeypatch):
-    """Set what the machine has to give."""
+    """Return a function that sets the machine's available bytes."""
     return lambda size: monkeypatch.setattr(kv_cache, "available_memory", lambda: size)
 
 
 def fake_files(monkeypatch, **contents):
-    """Let `open` find exactly these files, by the last part of their path."""
+    """Let `open` find only these files, named by the last part of their paths."""
 
     def fake_open(path, *args, **kwargs):
         name = str(path).rpartition("/")[2].replace(".", "_")
@@ -88,7 +88,7 @@ def test_cuda_pool_leaves_room_for_graphs(monkeypatch):
     ],
 )
 def test_memory_of_all_graphs_is_seen_on_three(monkeypatch, sizes, captured, expected):
-    """The largest brings the shared memory, 670 bytes here; each has 30 of its own."""
+    """The largest allocates the shared memory, 670 bytes here; each graph has 30 bytes more."""
     used = [5000]
     seen = []
     monkeypatch.setattr(kv_cache, "_used_memory", lambda device: used[0])
@@ -109,7 +109,7 @@ def test_memory_that_a_neighbour_gave_back_is_no_graphs_gain(monkeypatch):
 
 @pytest.mark.parametrize("grown", [(700, 9000, 30), (700, 30, 9000)])
 def test_memory_that_a_neighbour_took_is_counted_once(monkeypatch, grown):
-    """Symptom: times the number of graphs it leaves no pool at all."""
+    """Symptom: multiplied by the number of graphs, it leaves no memory for the pool."""
     used = itertools.accumulate((5000, *grown))
     monkeypatch.setattr(kv_cache, "_used_memory", lambda device: next(used))
     found = graph_bytes(list(range(60)), lambda size: None, torch.device("cuda"))
@@ -177,7 +177,7 @@ def test_a_container_with_less_than_the_machine(monkeypatch, limit, usage):
 
 
 def test_a_containers_page_cache_counts_as_available(monkeypatch):
-    """The kernel drops it when asked: the weights just read must not make the pool smaller."""
+    """The kernel can reclaim it, so reading the weights must not make the pool smaller."""
     files = {"memory_max": "300000\n", "memory_current": "200000\n"}
     stat = "anon 50000\nfile 150000\ninactive_file 120000\nactive_file 30000\n"
     fake_files(monkeypatch, meminfo="MemAvailable: 500 kB\n", memory_stat=stat, **files)

@@ -1,5 +1,5 @@
-"""The rows of a step that sample: each gets the token that it gets alone, whatever its neighbours
-ask for; and log-probabilities.
+"""Sampling of a step's rows, and log-probabilities. Each row gets the token that it gets alone,
+whatever parameters the other rows have.
 """
 
 import random
@@ -46,7 +46,7 @@ KINDS = {
 
 
 def make_rows(params, histories=None, seeds=None, table_indices=None, vocab_size=VOCAB):
-    """Return the tables and rows of sequences that each have one token left to compute."""
+    """Return tables with one sequence for each of `params`, and rows with their last tokens."""
     count = len(params)
     histories = histories or [[1]] * count
     seeds = seeds or [0] * count
@@ -88,7 +88,7 @@ def sample(params, logits, **options):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_each_row_gets_the_token_that_it_gets_alone(dtype):
-    """Two of each kind, in several orders and selections; ties and flat rows among them."""
+    """Two rows of each kind, in several orders and selections, with ties and flat rows."""
     chooser = random.Random(0)
     params = [*KINDS.values(), *KINDS.values()]
     count = len(params)
@@ -115,7 +115,7 @@ def test_each_row_gets_the_token_that_it_gets_alone(dtype):
 
 
 def test_ties_with_the_last_of_top_k_do_not_depend_on_a_neighbour():
-    """A neighbour with a larger top_k brings more candidates, and with them more of the ties."""
+    """A row with a larger top_k increases the candidates of all rows, so more ties are seen."""
     logits = (random_logits(200) / 10).round(decimals=1).bfloat16()
     narrow, wide = SamplingParams(top_k=20, top_p=0.3), SamplingParams(top_k=400)
     seeds = list(range(200))
@@ -125,7 +125,7 @@ def test_ties_with_the_last_of_top_k_do_not_depend_on_a_neighbour():
 
 
 def test_candidates_are_enough_for_the_largest_top_k():
-    """Wherever in the batch it is."""
+    """At any place in the batch."""
     logits, seeds = random_logits(101), list(range(101))
     wide, narrow = SamplingParams(top_k=300, top_p=0.7, temperature=3.0), SamplingParams(top_k=2)
     alone = sample([wide] * 100, logits[:100], seeds=seeds[:100])
@@ -177,7 +177,7 @@ def test_greedy_and_sampled_rows_share_a_batch():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rules_change_no_other_row_and_not_what_the_model_said(dtype):
-    """The given logits are what log-probabilities are taken from."""
+    """Log-probabilities come from the model's logits, without the rules."""
     params = list(KINDS.values())
     logits = random_logits(len(params), dtype)
     before = logits.clone()
@@ -198,7 +198,7 @@ def test_without_rules_nothing_is_copied():
 
 
 def test_rules_see_the_tokens_that_the_host_has_not_seen():
-    """Sampled tokens are stored on the device; penalties count them in the next step."""
+    """Sampled tokens are stored on the device, so penalties count them in the next step."""
     params = SamplingParams(temperature=0, frequency_penalty=1.0)
     tables, rows = make_rows([params], histories=[[1, 2]])
     logits = torch.zeros(1, VOCAB)
@@ -234,7 +234,7 @@ def test_logprobs_are_the_log_softmax(dtype, count):
 
 
 def test_a_rank_is_one_more_than_the_number_of_likelier_tokens():
-    logits = random_logits(50, torch.bfloat16)  # many ties, which share the better rank
+    logits = random_logits(50, torch.bfloat16)  # many ties, which share the same rank
     tokens = torch.randint(VOCAB, (50,), generator=torch.Generator().manual_seed(1))
     tokens[:5] = logits[:5].argmax(-1)
     tokens[5:10] = logits[5:10].argmin(-1)
@@ -268,7 +268,7 @@ def test_logprobs_for_the_rows_that_ask():
         assert value.token_ids[0] == tokens[index]
         assert value.logprobs == pytest.approx(expected, abs=1e-5)
     assert tokens[asking[1]] == 7
-    assert gathered.ranks[1] > 1  # before the bias that made it the most likely
+    assert gathered.ranks[1] > 1  # by the logits without the bias that made it the most likely
 
 
 def test_nobody_asks_for_logprobs():

@@ -1,5 +1,5 @@
-"""The kernels at both ends of a decode step against plain torch: every number is the same. Without
-a GPU they are interpreted, and compiled for GPUs that are not there.
+"""The first and last kernel of a decode step return the same numbers as plain torch. Without a GPU
+they are interpreted. They also compile for GPUs that this machine does not have.
 """
 
 import pytest
@@ -13,7 +13,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def make_tables(width, num_table_rows=9, max_model_len=70, seed=0):
-    """Tokens and block tables side by side, as the device tables keep them, and five columns."""
+    """Return adjacent tokens and block tables, as the device tables have them, and five columns."""
     generator = torch.Generator().manual_seed(seed)
     table = torch.randint(
         2**31 - 1, (num_table_rows, max_model_len + 1 + width), generator=generator
@@ -30,7 +30,7 @@ def make_tables(width, num_table_rows=9, max_model_len=70, seed=0):
 @pytest.mark.parametrize("block_size", [1, 5, 16, 256])
 @pytest.mark.parametrize("rows", [1, 3, 9])
 def test_gather(rows, block_size):
-    """Block ids of 31 bits: block id times block size needs 64."""
+    """Block ids have up to 31 bits, so block id times block size needs int64."""
     token_ids, block_tables, columns = make_tables(width=-(-70 // block_size))
     table_indices = torch.randperm(9)[:rows].to(DEVICE)
     positions = torch.randint(70, (rows,)).to(DEVICE)
@@ -44,7 +44,7 @@ def test_gather(rows, block_size):
 
 @pytest.mark.parametrize("rows", [1, 8, 200])
 def test_advance(rows):
-    """Only the named places change; rows that do not move keep their position."""
+    """Only the given cells change; a row with move 0 keeps its position."""
     token_ids, _, _ = make_tables(width=4, num_table_rows=201)
     table_indices = torch.randperm(200)[:rows].to(DEVICE)
     positions = torch.randint(70, (rows,)).to(DEVICE)
