@@ -12,7 +12,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from typing import Any
 
 from nanovllm.config import Config
-from nanovllm.engine.llm_engine import LLMEngine, Prompt
+from nanovllm.engine.input_processor import Prompt
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import EngineDeadError
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -193,7 +194,7 @@ class AsyncLLM:
 
     def render(self, messages: Any, **options: Any) -> list[int]:
         """Return the token ids of a conversation, as `LLM.render` does."""
-        return self.engine.output_processor.render(messages, **options)
+        return self.engine.input_processor.render(messages, **options)
 
     def shutdown(self) -> None:
         """End the engine; requests still running raise EngineDeadError. May be called again."""

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from tqdm.auto import tqdm
 
 from nanovllm.config import Config
-from nanovllm.engine.llm_engine import LLMEngine, Prompt
+from nanovllm.engine.input_processor import Prompt
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import InvalidRequestError
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -75,7 +76,9 @@ class LLM:
         for index, request in enumerate(zip(prompts, all_params, priorities, strict=True)):
             prompt, params, order = request
             try:
-                requests.append(self.engine.make_request(prompt, params, priority=order))
+                requests.append(
+                    self.engine.input_processor.make_request(prompt, params, priority=order)
+                )
             except InvalidRequestError as error:
                 raise InvalidRequestError(f"prompt {index}: {error}") from None
         outputs: dict[int, RequestOutput | None] = {r.request_id: None for r in requests}
@@ -162,11 +165,11 @@ class LLM:
         Raises:
             InvalidRequestError: there is no chat template, or it refuses the messages.
         """
-        return self.engine.output_processor.render(messages, **options)
+        return self.engine.input_processor.render(messages, **options)
 
     def get_tokenizer(self) -> "PreTrainedTokenizerBase | None":
         """Return the checkpoint's tokenizer (transformers), None if it has none."""
-        return self.engine.output_processor.tokenizer
+        return self.engine.input_processor.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return what the checkpoint's generation_config.json recommends."""
@@ -182,7 +185,7 @@ class LLM:
             yield None  # to stream()
             while not finished:
                 outputs = self.engine.step()
-                self.engine.put_back([o for o in outputs if o.request_id != request_id])
+                self.engine.defer_outputs([o for o in outputs if o.request_id != request_id])
                 ours = [o for o in outputs if o.request_id == request_id]
                 finished = any(o.finished for o in ours) or not (
                     ours or self.engine.is_running(request_id)  # aborted by someone else
@@ -205,7 +208,7 @@ class LLM:
                     bar.update()
                 else:
                     others.append(output)
-            self.engine.put_back(others)
+            self.engine.defer_outputs(others)
             seconds = time.perf_counter() - start
             rates = {
                 "Prefill": (stats.num_prefill_tokens - prefill) / seconds,
