@@ -8,11 +8,11 @@ import contextlib
 import queue
 import threading
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence as Seq
 from typing import Any
 
 from nanovllm.config import Config
-from nanovllm.engine.input_processor import Prompt
+from nanovllm.engine.input_processor import Message, Prompt, chat_template_options
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import EngineDeadError
 from nanovllm.outputs import RequestOutput
@@ -177,22 +177,29 @@ class AsyncLLM:
 
     async def chat(
         self,
-        messages: Any,
+        messages: Seq[Message],
         sampling_params: SamplingParams | None = None,
         *,
         priority: int = 0,
+        add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> RequestOutput:
-        """Answer a conversation, rendered by the checkpoint's chat template.
+        """Answer one conversation, rendered by a chat template; arguments are as for `LLM.chat`.
 
-        Args:
-            chat_template_kwargs: passed to the template, such as {"enable_thinking": False}.
+        Raises:
+            InvalidRequestError: there is no chat template, or it cannot render the messages; or
+                as for `generate`.
+            EngineDeadError: the engine is down.
         """
-        options = {"add_generation_prompt": True, **(chat_template_kwargs or {})}
+        options = chat_template_options(
+            add_generation_prompt, tools, chat_template, chat_template_kwargs
+        )
         prompt = self.render(messages, **options)
         return await self.generate(prompt, sampling_params, priority=priority)
 
-    def render(self, messages: Any, **options: Any) -> list[int]:
+    def render(self, messages: Seq[Message], **options: Any) -> list[int]:
         """Return the token ids of a conversation, as `LLM.render` does."""
         return self.engine.input_processor.render(messages, **options)
 

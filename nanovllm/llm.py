@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm.auto import tqdm
 
 from nanovllm.config import Config
-from nanovllm.engine.input_processor import Prompt
+from nanovllm.engine.input_processor import Message, Prompt, chat_template_options
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import InvalidRequestError
 from nanovllm.outputs import RequestOutput
@@ -18,9 +18,6 @@ from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Message = Mapping[str, Any]
-"""{"role": "user", "content": "..."}, as chat templates take them."""
 
 
 class LLM:
@@ -99,19 +96,26 @@ class LLM:
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
+        priority: int | Seq[int] = 0,
         add_generation_prompt: bool = True,
         tools: list[dict[str, Any]] | None = None,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or many, each rendered by the checkpoint's chat template.
+        """Answer one conversation or many, each rendered by a chat template.
 
         Args:
-            messages: a list of {"role": ..., "content": ...}, or a list of such lists.
-            chat_template_kwargs: passed to the template, such as {"enable_thinking": False}.
+            messages: one conversation (a list of messages), or a list of conversations.
+            sampling_params: as for `generate`, as are `use_tqdm` and `priority`.
+            add_generation_prompt: end the prompt with the start of the assistant's answer.
+            tools: JSON schemas of the functions that the template describes to the model.
+            chat_template: a Jinja template to use instead of the checkpoint's.
+            chat_template_kwargs: further template arguments, such as {"enable_thinking": False}.
 
         Raises:
-            InvalidRequestError: there is no chat template, or it refuses the messages.
+            InvalidRequestError: there is no chat template, or it cannot render the messages; or
+                as for `generate`.
+            EngineDeadError: the engine is down.
         """
         conversations: Any = messages
         if not isinstance(messages, list | tuple):
@@ -120,14 +124,11 @@ class LLM:
             )
         if messages and isinstance(messages[0], Mapping):
             conversations = [messages]
-        options = {
-            "add_generation_prompt": add_generation_prompt,
-            "tools": tools,
-            "chat_template": chat_template,
-            **(chat_template_kwargs or {}),
-        }
+        options = chat_template_options(
+            add_generation_prompt, tools, chat_template, chat_template_kwargs
+        )
         prompts = [self.render(conversation, **options) for conversation in conversations]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm, priority=priority)
 
     def stream(
         self,

@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 Prompt = str | Seq[int] | Mapping[str, Any]
 """Text, token ids, or vLLM's {"prompt": text} or {"prompt_token_ids": ids}."""
 
+Message = Mapping[str, Any]
+"""One message of a conversation, such as {"role": "user", "content": "Hello!"}."""
+
 
 class InputProcessor:
     """Makes requests out of prompts and sampling parameters.
@@ -102,11 +105,10 @@ class InputProcessor:
         token_ids: list[int] = self.tokenizer.encode(prompt)
         return token_ids
 
-    def render(self, messages: Any, **options: Any) -> list[int]:
+    def render(self, messages: Seq[Message], **options: Any) -> list[int]:
         """Return the token ids of a conversation, rendered by the chat template.
 
         Args:
-            messages: a list of {"role": ..., "content": ...}.
             options: arguments of transformers' apply_chat_template.
 
         Raises:
@@ -202,6 +204,24 @@ class InputProcessor:
             else check_int(InvalidRequestError, f"prompt token {index}", token, 0, last)
             for index, token in enumerate(prompt)
         ]
+
+
+def chat_template_options(
+    add_generation_prompt: bool,
+    tools: list[dict[str, Any]] | None,
+    chat_template: str | None,
+    chat_template_kwargs: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Return the options of `InputProcessor.render` for the arguments of `chat`.
+
+    An entry of `chat_template_kwargs` replaces the argument of the same name.
+    """
+    return {
+        "add_generation_prompt": add_generation_prompt,
+        "tools": tools,
+        "chat_template": chat_template,
+        **(chat_template_kwargs or {}),
+    }
 
 
 def _check_unicode(what: str, text: str) -> None:
