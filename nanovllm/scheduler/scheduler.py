@@ -73,67 +73,13 @@ class Scheduler:
         self._enqueue(seq)
 
     def schedule(self) -> Schedule | None:
-        """Choose the next step's rows and give them blocks; None if nothing can be launched now."""
-        budget = self.max_num_batched_tokens
-        admissions: list[Admission] = []
-        new_blocks: list[NewBlocks] = []
+        """Choose the next step's rows and allocate their blocks; None if nothing can be launched.
+
+        May be called again before `update()` has taken the previous step's result.
+        """
         rows: list[Row] = []
-        preempted = False
-
-        index = 0
-        while index < len(self.running) and budget > 0:
-            seq = self.running[index]
-            num_scheduled = min(self._gap(seq), budget)
-            if num_scheduled > 0:
-                table_idx = seq.table_idx
-                assert table_idx is not None
-                end = seq.num_computed_tokens + num_scheduled
-                start = len(seq.block_table)
-                while (appended := self.block_manager.allocate_blocks(seq, end)) is None:
-                    preempted = True  # victims come later in order, so none has a row in this step
-                    if self._preempt_last() is seq:
-                        break
-                if appended is None:
-                    break
-                if appended:
-                    new_blocks.append(NewBlocks(table_idx, start, appended))
-                rows.append(self._launch(seq, num_scheduled))
-                budget -= num_scheduled
-            index += 1
-
-        while not preempted and budget > 0 and self._free_table_indices:
-            head = self._head()
-            if head is None or head.num_in_flight_steps:  # preempted with a token still unknown
-                break
-            # Prompt tokens from the cache have no hidden states to take log-probabilities from.
-            wants_all = head.params.prompt_logprobs is not None
-            cached = [] if wants_all else self.block_manager.match_prefix(head)
-            blocks = self.block_manager.allocate_blocks(head, head.num_tokens, cached)
-            if blocks is None:
-                break
-            heapq.heappop(self._waiting)
-            head.num_computed_tokens = len(cached) * self.block_manager.block_size
-            if head.num_cached_tokens is None:
-                head.num_cached_tokens = head.num_computed_tokens
-            head.table_idx = self._free_table_indices.pop()
-            insort(self.running, head, key=lambda s: s.order)
-            admissions.append(
-                Admission(
-                    head.seq_id,
-                    head.table_idx,
-                    list(head.token_ids),  # a copy: it grows while the step is in flight
-                    head.num_prompt_tokens,
-                    blocks,
-                    head.params,
-                    head.seed,
-                    head.stop_token_ids,
-                    head.bad_words,
-                )
-            )
-            num_scheduled = min(self._gap(head), budget)
-            rows.append(self._launch(head, num_scheduled))
-            budget -= num_scheduled
-
+        new_blocks, budget, preempted = self._schedule_running(rows)
+        admissions = [] if preempted else self._admit_waiting(rows, budget)
         if not rows:
             return None
         return Schedule(next(self._step_ids), admissions, new_blocks, rows)
@@ -145,29 +91,29 @@ class Scheduler:
         drafts = iter(result.draft_token_ids)
         advanced: list[Sequence] = []
         num_prefill_tokens = num_decode_tokens = 0
-        for seq_id, _, start, num_scheduled, samples, draft_token_ids in schedule.rows:
-            num_prefill_tokens += num_scheduled - samples
-            if samples:
+        for row in schedule.rows:
+            num_prefill_tokens += row.num_scheduled_tokens - row.samples
+            if row.samples:
                 tokens, next_drafts = next(sampled), next(drafts, None)
-            seq = self._sequences.get(seq_id)
+            seq = self._sequences.get(row.seq_id)
             if seq is None:  # finished or aborted while the step was in flight
                 continue
             seq.num_in_flight_steps -= 1
-            if seq_id in result.prompt_logprobs:
-                seq.prompt_logprobs.update(result.prompt_logprobs[seq_id])
-            num_written = start + num_scheduled
-            if samples:
-                num_rejected = len(draft_token_ids) + 1 - len(tokens)
-                assert 0 <= num_rejected <= len(draft_token_ids)
+            if row.seq_id in result.prompt_logprobs:
+                seq.prompt_logprobs.update(result.prompt_logprobs[row.seq_id])
+            num_written = row.num_computed_tokens + row.num_scheduled_tokens
+            if row.samples:
+                num_rejected = len(row.draft_token_ids) + 1 - len(tokens)
+                assert 0 <= num_rejected <= len(row.draft_token_ids)
                 num_written -= num_rejected
                 seq.num_pending_tokens -= 1
                 if seq.table_idx is not None:
                     seq.num_computed_tokens -= num_rejected
                 self._append(seq, tokens)
                 num_decode_tokens += len(tokens)
-                if seq_id in result.logprobs:
+                if row.seq_id in result.logprobs:
                     num_missing = seq.num_output_tokens - len(seq.logprobs)
-                    seq.logprobs += result.logprobs[seq_id][:num_missing]
+                    seq.logprobs += result.logprobs[row.seq_id][:num_missing]
                 if next_drafts and seq.table_idx is not None:
                     room = seq.room - seq.num_pending_tokens
                     seq.draft_token_ids = next_drafts[: max(0, room - 1)]
@@ -230,6 +176,79 @@ class Scheduler:
             assert 0 <= seq.num_computed_tokens <= seq.num_tokens <= self.max_model_len
             assert len(seq.block_table) >= self.block_manager.blocks_for(seq.num_computed_tokens)
             assert 0 <= seq.num_pending_tokens <= seq.num_in_flight_steps
+
+    def _schedule_running(self, rows: list[Row]) -> tuple[list[NewBlocks], int, bool]:
+        """Append rows for the running sequences, in order, preempting from the end of the order.
+
+        Returns:
+            The blocks added to block tables, the tokens left of the step's budget, and whether a
+            sequence was preempted.
+        """
+        budget = self.max_num_batched_tokens
+        new_blocks: list[NewBlocks] = []
+        preempted = False
+        index = 0
+        while index < len(self.running) and budget > 0:
+            seq = self.running[index]
+            num_scheduled = min(self._gap(seq), budget)
+            if num_scheduled > 0:
+                table_idx = seq.table_idx
+                assert table_idx is not None
+                end = seq.num_computed_tokens + num_scheduled
+                start = len(seq.block_table)
+                while (appended := self.block_manager.allocate_blocks(seq, end)) is None:
+                    preempted = True  # the victim is last in order, so it has no row in this step
+                    if self._preempt_last() is seq:
+                        return new_blocks, budget, preempted
+                if appended:
+                    new_blocks.append(NewBlocks(table_idx, start, appended))
+                rows.append(self._launch(seq, num_scheduled))
+                budget -= num_scheduled
+            index += 1
+        return new_blocks, budget, preempted
+
+    def _admit_waiting(self, rows: list[Row], budget: int) -> list[Admission]:
+        """Admit waiting sequences in order and append their rows; stop at the first that cannot be
+        admitted.
+        """
+        admissions: list[Admission] = []
+        while budget > 0 and self._free_table_indices:
+            seq = self._head()
+            # A preempted sequence first needs the tokens of its steps in flight.
+            if seq is None or seq.num_in_flight_steps:
+                break
+            # Prompt log-probabilities need the hidden state of every prompt token: no prefix hits.
+            needs_all = seq.params.prompt_logprobs is not None
+            cached = [] if needs_all else self.block_manager.match_prefix(seq)
+            blocks = self.block_manager.allocate_blocks(seq, seq.num_tokens, cached)
+            if blocks is None:
+                break
+            heapq.heappop(self._waiting)
+            num_cached_tokens = len(cached) * self.block_manager.block_size
+            admissions.append(self._admit(seq, blocks, num_cached_tokens))
+            num_scheduled = min(self._gap(seq), budget)
+            rows.append(self._launch(seq, num_scheduled))
+            budget -= num_scheduled
+        return admissions
+
+    def _admit(self, seq: Sequence, block_ids: list[int], num_cached_tokens: int) -> Admission:
+        """Give `seq` a table row and make it run."""
+        seq.num_computed_tokens = num_cached_tokens
+        if seq.num_cached_tokens is None:
+            seq.num_cached_tokens = num_cached_tokens
+        seq.table_idx = self._free_table_indices.pop()
+        insort(self.running, seq, key=lambda s: s.order)
+        return Admission(
+            seq.seq_id,
+            seq.table_idx,
+            list(seq.token_ids),  # a copy: the sequence grows while the step is in flight
+            seq.num_prompt_tokens,
+            block_ids,
+            seq.params,
+            seq.seed,
+            seq.stop_token_ids,
+            seq.bad_words,
+        )
 
     def _gap(self, seq: Sequence) -> int:
         """Tokens of `seq` to compute now; 0 once its last token is known or on its way."""
