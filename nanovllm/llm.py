@@ -56,7 +56,7 @@ class LLM:
             InvalidRequestError: a prompt or its parameters cannot be served; none has been started.
             EngineDeadError: the engine is down.
         """
-        prompts = _as_list(prompts)
+        prompts = _as_prompts(prompts)
         if sampling_params is None:
             sampling_params = SamplingParams()
         all_params: Any = sampling_params
@@ -83,7 +83,7 @@ class LLM:
             for made in requests:
                 self.engine.queue(made)
             with tqdm(total=len(requests), desc="Generating", disable=not use_tqdm) as bar:
-                self._run(outputs, bar)
+                self._run_until_finished(outputs, bar)
         finally:
             for request_id, output in outputs.items():
                 if output is None:  # an error or Ctrl-C: leave nothing behind
@@ -137,7 +137,7 @@ class LLM:
         *,
         priority: int = 0,
     ) -> Iterator[RequestOutput]:
-        """Generate for one prompt and yield the news of each step.
+        """Generate for one prompt and yield the delta of each step.
 
         The texts, token ids and logprobs of what is yielded join to those that `generate` returns.
         Closing the iterator aborts the request.
@@ -196,7 +196,9 @@ class LLM:
             if not finished:
                 self.engine.discard(request_id)
 
-    def _run(self, outputs: dict[int, RequestOutput | None], bar: "tqdm[Any]") -> None:
+    def _run_until_finished(
+        self, outputs: dict[int, RequestOutput | None], bar: "tqdm[Any]"
+    ) -> None:
         num_left = len(outputs)
         while num_left:
             stats, start = self.engine.stats, time.perf_counter()
@@ -233,7 +235,7 @@ def default_sampling_params(generation_config: Mapping[str, Any]) -> SamplingPar
     return SamplingParams(**given)
 
 
-def _as_list(prompts: Any) -> list[Any]:
+def _as_prompts(prompts: Any) -> list[Any]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if not isinstance(prompts, Seq):

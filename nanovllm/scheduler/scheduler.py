@@ -15,7 +15,7 @@ from nanovllm.scheduler.sequence import Sequence
 
 
 @dataclasses.dataclass(slots=True)
-class EngineStats:
+class SchedulerStats:
     """Counts since the engine started; the difference of two readings over the time between is a
     rate.
     """
@@ -47,7 +47,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
-        self.stats = EngineStats()
+        self.stats = SchedulerStats()
         self.running: list[Sequence] = []  # sorted by order; each owns a table row
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # heap; may hold finished ones
         self._sequences: dict[int, Sequence] = {}  # every unfinished one
@@ -109,7 +109,7 @@ class Scheduler:
                 seq.num_pending_tokens -= 1
                 if seq.table_idx is not None:
                     seq.num_computed_tokens -= num_rejected
-                self._append(seq, tokens)
+                self._append_tokens(seq, tokens)
                 num_decode_tokens += len(tokens)
                 if row.seq_id in result.logprobs:
                     num_missing = seq.num_output_tokens - len(seq.logprobs)
@@ -190,7 +190,7 @@ class Scheduler:
         index = 0
         while index < len(self.running) and budget > 0:
             seq = self.running[index]
-            num_scheduled = min(self._gap(seq), budget)
+            num_scheduled = min(self._num_tokens_to_schedule(seq), budget)
             if num_scheduled > 0:
                 table_idx = seq.table_idx
                 assert table_idx is not None
@@ -202,7 +202,7 @@ class Scheduler:
                         return new_blocks, budget, preempted
                 if appended:
                     new_blocks.append(NewBlocks(table_idx, start, appended))
-                rows.append(self._launch(seq, num_scheduled))
+                rows.append(self._schedule_row(seq, num_scheduled))
                 budget -= num_scheduled
             index += 1
         return new_blocks, budget, preempted
@@ -213,7 +213,7 @@ class Scheduler:
         """
         admissions: list[Admission] = []
         while budget > 0 and self._free_table_indices:
-            seq = self._head()
+            seq = self._first_waiting()
             # A preempted sequence first needs the tokens of its steps in flight.
             if seq is None or seq.num_in_flight_steps:
                 break
@@ -226,8 +226,8 @@ class Scheduler:
             heapq.heappop(self._waiting)
             num_cached_tokens = len(cached) * self.block_manager.block_size
             admissions.append(self._admit(seq, blocks, num_cached_tokens))
-            num_scheduled = min(self._gap(seq), budget)
-            rows.append(self._launch(seq, num_scheduled))
+            num_scheduled = min(self._num_tokens_to_schedule(seq), budget)
+            rows.append(self._schedule_row(seq, num_scheduled))
             budget -= num_scheduled
         return admissions
 
@@ -250,14 +250,14 @@ class Scheduler:
             seq.bad_words,
         )
 
-    def _gap(self, seq: Sequence) -> int:
+    def _num_tokens_to_schedule(self, seq: Sequence) -> int:
         """Tokens of `seq` to compute now; 0 once its last token is known or on its way."""
         # With drafts, how many of them survive is not known yet.
         if seq.num_pending_tokens and (seq.draft_token_ids or seq.room <= seq.num_pending_tokens):
             return 0
         return seq.num_tokens - seq.num_computed_tokens
 
-    def _launch(self, seq: Sequence, num_scheduled: int) -> Row:
+    def _schedule_row(self, seq: Sequence, num_scheduled: int) -> Row:
         start = seq.num_computed_tokens
         num_left = seq.num_tokens - start - num_scheduled
         if num_left and seq.draft_token_ids:  # drafts are verified in one row or not at all
@@ -272,7 +272,7 @@ class Scheduler:
         seq.num_pending_tokens += samples
         return row
 
-    def _append(self, seq: Sequence, tokens: list[int]) -> None:
+    def _append_tokens(self, seq: Sequence, tokens: list[int]) -> None:
         seq.draft_token_ids = []
         for token in tokens:
             seq.token_ids.append(token)
@@ -316,7 +316,7 @@ class Scheduler:
     def _enqueue(self, seq: Sequence) -> None:
         heapq.heappush(self._waiting, (seq.order, seq))
 
-    def _head(self) -> Sequence | None:
+    def _first_waiting(self) -> Sequence | None:
         while self._waiting and self._waiting[0][1].is_finished:
             heapq.heappop(self._waiting)
         return self._waiting[0][1] if self._waiting else None
