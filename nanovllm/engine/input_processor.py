@@ -76,7 +76,7 @@ class InputProcessor:
             )
         bad_words = self.encode_bad_words(params.bad_words)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
-        # Only the first sequence computes prompt log-probabilities, which rule out prefix hits.
+        # Prompt log-probabilities rule out prefix hits, so only the first sequence computes them.
         others = dataclasses.replace(params, prompt_logprobs=None)
         sequences = [
             Sequence(

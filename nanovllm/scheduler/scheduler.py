@@ -1,7 +1,8 @@
-"""Decides what each step computes: closes the gap between `num_tokens` and `num_computed_tokens`.
+"""Decides which tokens each step computes.
 
-Knows no phases (prefill, decode, resume and draft verification are the same arithmetic), no
-tensors and no text. A step's cost depends on what runs, never on how many wait.
+A sequence has `num_tokens` and `num_computed_tokens`; a step computes some of the difference. The
+scheduler knows no phases (prefill, decode, resumption and draft verification are the same
+arithmetic), no tensors and no text.
 """
 
 import dataclasses
@@ -16,22 +17,28 @@ from nanovllm.scheduler.sequence import Sequence
 
 @dataclasses.dataclass(slots=True)
 class SchedulerStats:
-    """Counts since the engine started; the difference of two readings over the time between is a
-    rate.
-    """
+    """Counts since the engine started."""
 
     num_prefill_tokens: int = 0
-    """Tokens computed that gave no output token."""
+    """Computed tokens from which no output token was sampled."""
     num_decode_tokens: int = 0
     """Output tokens."""
 
 
 class Scheduler:
-    """Continuous batching with chunked prefill, prefix hits and preemption by recompute.
+    """Continuous batching with chunked prefill, prefix caching and preemption by recomputation.
 
-    Order is (priority, arrival) everywhere: the head of the queue is admitted first and nobody
-    passes it; when the pool is full the last in order gives its blocks back and waits again.
-    `schedule()` may be called again before `update()` has taken the last step's result.
+    Invariants, which `check()` verifies:
+    - Every unfinished sequence is either running or waiting.
+    - A running sequence owns a table row, and KV blocks for its computed tokens at least. A waiting
+      sequence owns neither.
+    - Running sequences are sorted by (priority, arrival).
+    - `0 <= num_computed_tokens <= num_tokens <= max_model_len`.
+
+    Waiting sequences are admitted in the same order, up to the first that does not fit. If the pool
+    is full, the last running sequence is preempted: it loses its KV and waits again. Steps may
+    overlap: tokens that a launched step will sample are counted as pending. The cost of a step
+    depends on the running sequences, not on how many are waiting.
     """
 
     def __init__(
@@ -48,9 +55,9 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
         self.stats = SchedulerStats()
-        self.running: list[Sequence] = []  # sorted by order; each owns a table row
-        self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # heap; may hold finished ones
-        self._sequences: dict[int, Sequence] = {}  # every unfinished one
+        self.running: list[Sequence] = []  # sorted by `Sequence.order`
+        self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # heap, with finished ones too
+        self._sequences: dict[int, Sequence] = {}  # unfinished, by id
         self._free_table_indices = list(reversed(range(max_num_seqs)))
         self._step_ids = count()
 
@@ -63,7 +70,7 @@ class Scheduler:
         return len(self._sequences) - len(self.running)
 
     def add(self, seq: Sequence) -> None:
-        """Queue a new sequence; its prompt must leave room for one token in max_model_len."""
+        """Queue a new sequence, whose prompt must be shorter than max_model_len."""
         assert 0 < seq.num_prompt_tokens < self.max_model_len
         eos = frozenset() if seq.params.ignore_eos else self.eos_token_ids
         seq.stop_token_ids = eos.union(seq.params.stop_token_ids)
@@ -73,9 +80,9 @@ class Scheduler:
         self._enqueue(seq)
 
     def schedule(self) -> Schedule | None:
-        """Choose the next step's rows and allocate their blocks; None if nothing can be launched.
+        """Return the next step, with blocks allocated for its rows; None if nothing can run now.
 
-        May be called again before `update()` has taken the previous step's result.
+        May be called again before `update()` has taken the result of the previous step.
         """
         rows: list[Row] = []
         new_blocks, budget, preempted = self._schedule_running(rows)
@@ -85,7 +92,7 @@ class Scheduler:
         return Schedule(next(self._step_ids), admissions, new_blocks, rows)
 
     def update(self, schedule: Schedule, result: StepResult) -> list[Sequence]:
-        """Take a step's tokens; return the sequences that got any, finished ones included."""
+        """Append a step's tokens; return the sequences that got any, finished ones included."""
         assert schedule.step_id == result.step_id
         sampled = iter(result.token_ids)
         drafts = iter(result.draft_token_ids)
@@ -127,7 +134,7 @@ class Scheduler:
         return advanced
 
     def abandon(self, schedule: Schedule) -> None:
-        """Take back a step that failed: its sequences keep their tokens, lose their KV, wait."""
+        """Undo a failed step: its sequences keep their tokens, lose their KV and wait again."""
         for row in schedule.rows:
             seq = self._sequences.get(row.seq_id)
             if seq is None:
@@ -139,13 +146,13 @@ class Scheduler:
                 self._preempt(seq)
 
     def abort(self, seq_id: int) -> Sequence | None:
-        """End a sequence now, wherever it is, and free what it holds; None if there is none."""
+        """End a running or waiting sequence, free what it owns and return it; None if unknown."""
         return self.finish(seq_id, "abort")
 
     def finish(
         self, seq_id: int, finish_reason: str, stop_reason: str | None = None
     ) -> Sequence | None:
-        """Like `abort`, for a reason that the caller found, such as a stop string in the text."""
+        """Do the same as `abort` with the caller's finish reason, such as a stop string."""
         seq = self._sequences.get(seq_id)
         if seq is not None:
             seq.finish_reason = finish_reason
@@ -154,7 +161,7 @@ class Scheduler:
         return seq
 
     def check(self) -> None:
-        """Verify every invariant. For tests: O(everything).
+        """Verify every invariant. For tests only: it reads all blocks and sequences.
 
         Raises:
             AssertionError: a table row, a block or a sequence is lost or owned twice, or a count is
@@ -178,7 +185,7 @@ class Scheduler:
             assert 0 <= seq.num_pending_tokens <= seq.num_in_flight_steps
 
     def _schedule_running(self, rows: list[Row]) -> tuple[list[NewBlocks], int, bool]:
-        """Append rows for the running sequences, in order, preempting from the end of the order.
+        """Append rows for the running sequences, in order; preempt the last ones if blocks run out.
 
         Returns:
             The blocks added to block tables, the tokens left of the step's budget, and whether a
@@ -197,7 +204,7 @@ class Scheduler:
                 end = seq.num_computed_tokens + num_scheduled
                 start = len(seq.block_table)
                 while (appended := self.block_manager.allocate_blocks(seq, end)) is None:
-                    preempted = True  # the victim is last in order, so it has no row in this step
+                    preempted = True  # the last in order: it has no row in this step yet
                     if self._preempt_last() is seq:
                         return new_blocks, budget, preempted
                 if appended:
@@ -208,16 +215,14 @@ class Scheduler:
         return new_blocks, budget, preempted
 
     def _admit_waiting(self, rows: list[Row], budget: int) -> list[Admission]:
-        """Admit waiting sequences in order and append their rows; stop at the first that cannot be
-        admitted.
-        """
+        """Admit waiting sequences in order until one does not fit; append their rows."""
         admissions: list[Admission] = []
         while budget > 0 and self._free_table_indices:
             seq = self._first_waiting()
-            # A preempted sequence first needs the tokens of its steps in flight.
+            # A preempted sequence resumes only when the tokens of its steps in flight are known.
             if seq is None or seq.num_in_flight_steps:
                 break
-            # Prompt log-probabilities need the hidden state of every prompt token: no prefix hits.
+            # Prompt log-probabilities need every prompt token's hidden state, so no prefix hits.
             needs_all = seq.params.prompt_logprobs is not None
             cached = [] if needs_all else self.block_manager.match_prefix(seq)
             blocks = self.block_manager.allocate_blocks(seq, seq.num_tokens, cached)
@@ -232,7 +237,7 @@ class Scheduler:
         return admissions
 
     def _admit(self, seq: Sequence, block_ids: list[int], num_cached_tokens: int) -> Admission:
-        """Give `seq` a table row and make it run."""
+        """Give a sequence a table row and add it to the running ones."""
         seq.num_computed_tokens = num_cached_tokens
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = num_cached_tokens
@@ -251,16 +256,17 @@ class Scheduler:
         )
 
     def _num_tokens_to_schedule(self, seq: Sequence) -> int:
-        """Tokens of `seq` to compute now; 0 once its last token is known or on its way."""
-        # With drafts, how many of them survive is not known yet.
+        """Return how many tokens can be computed now; 0 once the last token is known or pending."""
+        # While drafts are pending, the position of the next token is not known.
         if seq.num_pending_tokens and (seq.draft_token_ids or seq.room <= seq.num_pending_tokens):
             return 0
         return seq.num_tokens - seq.num_computed_tokens
 
     def _schedule_row(self, seq: Sequence, num_scheduled: int) -> Row:
+        """Return a row of the next `num_scheduled` tokens and count them as computed."""
         start = seq.num_computed_tokens
         num_left = seq.num_tokens - start - num_scheduled
-        if num_left and seq.draft_token_ids:  # drafts are verified in one row or not at all
+        if num_left and seq.draft_token_ids:  # one row verifies all drafts: keep those that fit
             seq.draft_token_ids = seq.draft_token_ids[:-num_left]
             num_left = seq.num_tokens - start - num_scheduled
         samples = num_left == 0
@@ -273,6 +279,7 @@ class Scheduler:
         return row
 
     def _append_tokens(self, seq: Sequence, tokens: list[int]) -> None:
+        """Append tokens up to the first that finishes the sequence."""
         seq.draft_token_ids = []
         for token in tokens:
             seq.token_ids.append(token)
@@ -309,7 +316,7 @@ class Scheduler:
         if seq.table_idx is not None:
             self.running.remove(seq)
             self._release(seq)
-        elif len(self._waiting) > 2 * self.num_waiting + 16:  # mostly finished ones: drop them
+        elif len(self._waiting) > 2 * self.num_waiting + 16:  # most entries are finished
             self._waiting = [entry for entry in self._waiting if not entry[1].is_finished]
             heapq.heapify(self._waiting)
 
