@@ -94,7 +94,7 @@ class SamplingParams(StrictKeywords):
             self._set(name, check_float(error, name, getattr(self, name), -2.0, 2.0))
         repetition = check_float(error, "repetition_penalty", self.repetition_penalty, 0.0)
         if repetition == 0.0:
-            raise error("repetition_penalty must be above 0, got 0; 1 is none")
+            raise error("repetition_penalty must be above 0, got 0; 1 disables it")
         self._set("repetition_penalty", repetition)
         for name in (
             "ignore_eos",

@@ -163,7 +163,7 @@ class InputProcessor:
             )
         if params.stop and self.tokenizer is None:
             raise InvalidRequestError(
-                "this checkpoint has no tokenizer, so stop must be stop_token_ids"
+                "this checkpoint has no tokenizer, so stop cannot be used; use stop_token_ids"
             )
         last = self._last_token_id
         for name, token_ids in (

@@ -46,7 +46,7 @@ class OutputProcessor:
         return None if completion is None else completion.request
 
     def process_tokens(self, seq: Sequence, now: float) -> tuple[Request, str | None]:
-        """Read a sequence's new tokens; return its request and the stop string they complete.
+        """Read a sequence's new tokens; return its request and the stop string completed, if any.
 
         Args:
             now: time.monotonic() when the tokens came.

@@ -37,10 +37,11 @@ class BlockManager:
     Invariants, which `check()` verifies:
     - A block's `ref_count` is the number of block tables that hold it; at 0 the block is free.
     - Only a cached block has a `ref_count` above 1.
-    - A cached block is full, its KV is written, and its key leads to it.
+    - A cached block is full, and its key leads to it.
 
-    Free blocks are reused in LRU order, blocks that are not cached first. Every operation costs
-    O(blocks that it touches), whatever the size of the pool.
+    A block may be cached only once its KV is written: `publish` relies on its caller for this. Free
+    blocks are reused in LRU order, blocks that are not cached first. Every operation costs O(blocks
+    that it touches), whatever the size of the pool.
     """
 
     def __init__(

@@ -146,13 +146,13 @@ class Scheduler:
                 self._preempt(seq)
 
     def abort(self, seq_id: int) -> Sequence | None:
-        """End a running or waiting sequence, free what it owns and return it; None if unknown."""
+        """End an unfinished sequence, free what it owns and return it; None if there is none."""
         return self.finish(seq_id, "abort")
 
     def finish(
         self, seq_id: int, finish_reason: str, stop_reason: str | None = None
     ) -> Sequence | None:
-        """Do the same as `abort` with the caller's finish reason, such as a stop string."""
+        """Do the same as `abort` for a reason that the caller found, such as a stop string."""
         seq = self._sequences.get(seq_id)
         if seq is not None:
             seq.finish_reason = finish_reason
@@ -204,7 +204,7 @@ class Scheduler:
                 end = seq.num_computed_tokens + num_scheduled
                 start = len(seq.block_table)
                 while (appended := self.block_manager.allocate_blocks(seq, end)) is None:
-                    preempted = True  # the last in order: it has no row in this step yet
+                    preempted = True  # the last in order, so it has no row in this step
                     if self._preempt_last() is seq:
                         return new_blocks, budget, preempted
                 if appended:
@@ -237,7 +237,7 @@ class Scheduler:
         return admissions
 
     def _admit(self, seq: Sequence, block_ids: list[int], num_cached_tokens: int) -> Admission:
-        """Give a sequence a table row and add it to the running ones."""
+        """Give a sequence a table row, add it to the running ones and return its admission."""
         seq.num_computed_tokens = num_cached_tokens
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = num_cached_tokens
