@@ -1,7 +1,7 @@
-"""Offline throughput on nano-vllm's workload: 256 requests, 100 to 1024 tokens in and out, seed 0.
+"""Measure offline throughput on nano-vllm's workload: 256 requests, 100 to 1024 tokens in and out.
 
-Every engine gets the same prompts and output lengths. Without --model: random weights in the shape
-of Qwen3-0.6B. The flags scale the workload down for a machine without a GPU.
+Every engine gets the same prompts and output lengths. Without --model, the model has random weights
+in the shape of Qwen3-0.6B. The flags scale the workload down for a machine without a GPU.
 """
 
 import argparse
@@ -36,7 +36,7 @@ QWEN3_06B = {
 
 Prompts = list[list[int]]
 Run = Callable[[Prompts, list[int], dict[str, Any]], None]
-"""Takes prompts, output lengths, and sampling: temperature, and top_k and top_p where given."""
+"""Called with prompts, output lengths and sampling parameters (temperature, top_k, top_p)."""
 
 
 def nanovllm(model: str, args: argparse.Namespace) -> Run:
@@ -92,9 +92,7 @@ def transformers(model: str, args: argparse.Namespace) -> Run:
         how: dict[str, Any] = {"do_sample": sampling["temperature"] > 0}
         if how["do_sample"]:
             how |= {"top_k": 0, "top_p": 1.0, **sampling}
-        for start in range(
-            0, len(prompts), args.hf_batch
-        ):  # left-padded batches, as generate wants
+        for start in range(0, len(prompts), args.hf_batch):  # generate needs left padding
             batch = prompts[start : start + args.hf_batch]
             width, longest = max(map(len, batch)), max(output_lens[start : start + args.hf_batch])
             ids = torch.tensor([[0] * (width - len(p)) + p for p in batch], device=device)
@@ -118,7 +116,7 @@ def transformers(model: str, args: argparse.Namespace) -> Run:
 def workload(
     num_seqs: int, input_len: tuple[int, int], output_len: tuple[int, int], seed: int
 ) -> tuple[Prompts, list[int]]:
-    """Return prompts of random tokens, and output lengths; both of lengths from and to."""
+    """Return prompts of random tokens, and output lengths; both lengths are (minimum, maximum)."""
     rng = random.Random(seed)
     prompts = [
         [rng.randint(0, 10000) for _ in range(rng.randint(*input_len))] for _ in range(num_seqs)
@@ -127,6 +125,7 @@ def workload(
 
 
 def option(text: str) -> tuple[str, Any]:
+    """Parse NAME=VALUE; the value is JSON, or else a string."""
     name, _, value = text.partition("=")
     try:
         return name, json.loads(value)
@@ -144,7 +143,7 @@ ENGINES: dict[str, Callable[[str, argparse.Namespace], Run]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engine", choices=ENGINES, default="nanovllm")
-    parser.add_argument("--model", help="a checkpoint; without it Qwen3-0.6B's shape")
+    parser.add_argument("--model", help="a checkpoint; default: the shape of Qwen3-0.6B")
     parser.add_argument("--load-format", choices=["auto", "dummy"], help="default: dummy")
     parser.add_argument("--num-seqs", type=int, default=256)
     parser.add_argument("--min-input-len", type=int, default=100)
@@ -156,7 +155,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hf-batch", type=int, default=32, help="transformers' batch size")
     parser.add_argument(
-        "--option", type=option, action="append", default=[], help="NAME=VALUE for the engine"
+        "--option", type=option, action="append", default=[], help="an engine option NAME=VALUE"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object, no progress")
     args = parser.parse_args()

@@ -1,4 +1,7 @@
-"""Ask a model a few questions: `python example.py [MODEL]`; without MODEL, the shipped one."""
+"""Ask a model a few questions: `python example.py [MODEL]`.
+
+Without MODEL, the small model that ships with nanovllm answers.
+"""
 
 import sys
 

@@ -1,6 +1,4 @@
-"""nanovllm: an LLM inference engine to read and to use. `from nanovllm import LLM,
-SamplingParams`.
-"""
+"""nanovllm: a small LLM inference engine. Start with `from nanovllm import LLM, SamplingParams`."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +24,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "LLM":  # lazy: importing either imports torch
+    if name == "LLM":  # imported on first use, because both classes import torch
         from nanovllm.llm import LLM
 
         return LLM

@@ -1,6 +1,6 @@
-"""`AsyncLLM`: the words of `LLM` for asyncio. One thread runs the engine; requests come and go.
+"""`AsyncLLM`: the methods of `LLM` for asyncio. One thread runs the engine for all tasks.
 
-Knows no tensors and no text: what is streamed are the engine's outputs.
+Knows no tensors and no scheduling: it passes on the engine's outputs.
 """
 
 import asyncio
@@ -8,37 +8,45 @@ import contextlib
 import queue
 import threading
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence as Seq
 from typing import Any
 
 from nanovllm.config import Config
-from nanovllm.engine.llm_engine import LLMEngine, Prompt
+from nanovllm.engine.input_processor import Message, Prompt, chat_template_options
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import EngineDeadError
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
+Item = RequestOutput | BaseException
+"""What a request's reader receives: an output, or the error that ended the request."""
+
 
 class _Reader:
-    """Where one request's outputs go: a queue in its caller's event loop."""
+    """Receives one request's items: a queue in the event loop of the task that made the request."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self.queue: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
-        self.request_id: int | None = None  # the engine thread's alone
+        self.queue: asyncio.Queue[Item] = asyncio.Queue()
+        self.request_id: int | None = None  # read and set by the engine thread only
 
 
 class _EngineThread(threading.Thread):
-    """Owns the engine: everything that touches it runs here, in order, between steps."""
+    """Owns the engine and runs its steps.
+
+    Other threads submit commands; only this thread calls the engine, and runs commands in order
+    between steps.
+    """
 
     def __init__(self, engine: LLMEngine) -> None:
         super().__init__(name="nanovllm-engine", daemon=True)
         self.engine = engine
         self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self.readers: dict[int, _Reader] = {}
+        self.readers: dict[int, _Reader] = {}  # by request id
         self.has_ended = False
 
     def run(self) -> None:
-        while self._obey():
+        while self._run_commands():
             try:
                 outputs = self.engine.step()
             except Exception as error:
@@ -48,38 +56,38 @@ class _EngineThread(threading.Thread):
         self._fail_all(EngineDeadError("the engine was shut down; make a new AsyncLLM"))
         self.engine.shutdown()
         self.has_ended = True
-        self._refuse()
+        self._drain_inbox()
 
-    def tell(self, command: Callable[[], None]) -> None:
-        """Have `command` done between two steps; the engine refuses what comes after its end."""
+    def submit(self, command: Callable[[], None]) -> None:
+        """Make the thread run `command` between two steps.
+
+        After the thread has ended, the command runs here, and the engine raises EngineDeadError.
+        """
         self.inbox.put(command)
-        if self.has_ended:  # the thread may have looked into its inbox for the last time
-            self._refuse()
+        if self.has_ended:  # the thread may not look into its inbox again
+            self._drain_inbox()
 
-    def start_request(self, reader: _Reader, make: Callable[[], int]) -> None:
-        """Queue a request, or tell its reader why not."""
+    def start_request(self, reader: _Reader, add_request: Callable[[], int]) -> None:
+        """Add a request to the engine; its reader gets the outputs, or the error if it fails."""
         try:
-            reader.request_id = make()
+            reader.request_id = add_request()
         except Exception as error:
-            self._put({reader.loop: [(reader, error)]})
+            _send([(reader, error)])
         else:
             self.readers[reader.request_id] = reader
 
     def abort(self, reader: _Reader) -> None:
-        """End a reader's request if it runs."""
+        """End a reader's request if it is running."""
         request_id = reader.request_id
         if request_id is not None and self.readers.pop(request_id, None) is not None:
             self.engine.abort(request_id)
 
-    def _refuse(self) -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                command = self.inbox.get_nowait()
-                if command is not None:
-                    command()
+    def _run_commands(self) -> bool:
+        """Run the submitted commands; wait for one while no request runs.
 
-    def _obey(self) -> bool:
-        """Do what came in; wait for something while there is nothing to run. False: stop."""
+        Returns:
+            False if the thread must stop.
+        """
         while True:
             try:
                 command = self.inbox.get(block=self.engine.is_finished())
@@ -89,39 +97,52 @@ class _EngineThread(threading.Thread):
                 return False
             command()
 
+    def _drain_inbox(self) -> None:
+        """Run the commands that came too late; a new request fails, as the engine is down."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                command = self.inbox.get_nowait()
+                if command is not None:
+                    command()
+
     def _deliver(self, outputs: list[RequestOutput]) -> None:
-        news: dict[asyncio.AbstractEventLoop, list[tuple[_Reader, Any]]] = {}
+        """Send each output to its reader; an output without a reader is of an aborted request."""
+        deliveries: list[tuple[_Reader, Item]] = []
         for output in outputs:
             reader = self.readers.get(output.request_id)
             if reader is not None:
-                news.setdefault(reader.loop, []).append((reader, output))
+                deliveries.append((reader, output))
                 if output.finished:
                     del self.readers[output.request_id]
-        self._put(news)
+        _send(deliveries)
 
     def _fail_all(self, error: BaseException) -> None:
-        news: dict[asyncio.AbstractEventLoop, list[tuple[_Reader, Any]]] = {}
+        """Abort every request and send `error` to its reader."""
+        deliveries: list[tuple[_Reader, Item]] = []
         for request_id, reader in self.readers.items():
             self.engine.abort(request_id)
-            news.setdefault(reader.loop, []).append((reader, error))
+            deliveries.append((reader, error))
         self.readers.clear()
-        self._put(news)
+        _send(deliveries)
 
-    @staticmethod
-    def _put(news: dict[asyncio.AbstractEventLoop, list[tuple[_Reader, Any]]]) -> None:
-        def put(items: list[tuple[_Reader, Any]]) -> None:
-            for reader, item in items:
-                reader.queue.put_nowait(item)
 
-        for loop, items in news.items():
-            try:
-                loop.call_soon_threadsafe(put, items)
-            except RuntimeError:  # that loop is closed: nobody reads
-                continue
+def _send(deliveries: list[tuple[_Reader, Item]]) -> None:
+    """Put items into their readers' queues; wake each event loop once."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Reader, Item]]] = {}
+    for reader, item in deliveries:
+        by_loop.setdefault(reader.loop, []).append((reader, item))
+
+    def put(items: list[tuple[_Reader, Item]]) -> None:
+        for reader, item in items:
+            reader.queue.put_nowait(item)
+
+    for loop, items in by_loop.items():
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so its readers are gone
+            loop.call_soon_threadsafe(put, items)
 
 
 class AsyncLLM:
-    """A model that serves many asyncio tasks at once; they share its batches.
+    """A model that many asyncio tasks use at once; their requests share the engine's batches.
 
     Args:
         model: a local checkpoint directory or a Hugging Face hub id.
@@ -144,18 +165,18 @@ class AsyncLLM:
         *,
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
-        """Generate for one prompt and yield the news of each step, as `LLM.stream` does.
+        """Generate for one prompt and yield the delta of each step, as `LLM.stream` does.
 
         Cancelling the task, or closing the iterator, aborts the request and frees its blocks.
 
         Raises:
-            InvalidRequestError: the prompt or a parameter cannot be served.
+            InvalidRequestError: the prompt or a parameter is invalid or unsupported.
             EngineDeadError: the engine is down.
         """
-        news = self._read(prompt, sampling_params, priority, stream=True)
-        async with contextlib.aclosing(news):
-            async for output in news:
-                yield output
+        deltas = self._run_request(prompt, sampling_params, priority, stream=True)
+        async with contextlib.aclosing(deltas):
+            async for delta in deltas:
+                yield delta
 
     async def generate(
         self,
@@ -164,52 +185,61 @@ class AsyncLLM:
         *,
         priority: int = 0,
     ) -> RequestOutput:
-        """Generate for one prompt and return all of it. Cancelling the task aborts the request.
+        """Generate for one prompt and return the whole output.
+
+        Cancelling the task aborts the request and frees its blocks.
 
         Raises:
-            InvalidRequestError: the prompt or a parameter cannot be served.
+            InvalidRequestError: the prompt or a parameter is invalid or unsupported.
             EngineDeadError: the engine is down.
         """
-        whole = self._read(prompt, sampling_params, priority, stream=False)
-        async with contextlib.aclosing(whole):
-            return await anext(whole)
+        outputs = self._run_request(prompt, sampling_params, priority, stream=False)
+        async with contextlib.aclosing(outputs):
+            return await anext(outputs)
 
     async def chat(
         self,
-        messages: Any,
+        messages: Seq[Message],
         sampling_params: SamplingParams | None = None,
         *,
         priority: int = 0,
+        add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> RequestOutput:
-        """Answer a conversation, rendered by the checkpoint's chat template.
+        """Answer one conversation, rendered by a chat template; arguments are as for `LLM.chat`.
 
-        Args:
-            chat_template_kwargs: passed to the template, such as {"enable_thinking": False}.
+        Raises:
+            InvalidRequestError: there is no chat template, or it cannot render the messages; or
+                as for `generate`.
+            EngineDeadError: the engine is down.
         """
-        options = {"add_generation_prompt": True, **(chat_template_kwargs or {})}
+        options = chat_template_options(
+            add_generation_prompt, tools, chat_template, chat_template_kwargs
+        )
         prompt = self.render(messages, **options)
         return await self.generate(prompt, sampling_params, priority=priority)
 
-    def render(self, messages: Any, **options: Any) -> list[int]:
+    def render(self, messages: Seq[Message], **options: Any) -> list[int]:
         """Return the token ids of a conversation, as `LLM.render` does."""
-        return self.engine.output_processor.render(messages, **options)
+        return self.engine.input_processor.render(messages, **options)
 
     def shutdown(self) -> None:
-        """End the engine; requests still running raise EngineDeadError. May be called again."""
+        """End the engine; running requests raise EngineDeadError. May be called again."""
         self._finalizer()
 
-    async def _read(
+    async def _run_request(
         self, prompt: Prompt, params: SamplingParams | None, priority: int, *, stream: bool
     ) -> AsyncGenerator[RequestOutput, None]:
         thread, reader = self._thread, _Reader()
         if not self._finalizer.alive:
             raise EngineDeadError("the engine was shut down; make a new AsyncLLM")
 
-        def make() -> int:
+        def add_request() -> int:
             return thread.engine.add_request(prompt, params, priority=priority, stream=stream)
 
-        thread.tell(lambda: thread.start_request(reader, make))
+        thread.submit(lambda: thread.start_request(reader, add_request))
         finished = False
         try:
             while not finished:
@@ -221,7 +251,7 @@ class AsyncLLM:
                 yield item
         finally:
             if not finished:
-                thread.tell(lambda: thread.abort(reader))
+                thread.submit(lambda: thread.abort(reader))
 
 
 def _stop(thread: _EngineThread) -> None:

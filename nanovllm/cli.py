@@ -1,4 +1,7 @@
-"""`nanovllm generate` and `nanovllm chat`; the flags are Config's and SamplingParams' fields."""
+"""The command line: `nanovllm generate` and `nanovllm chat`.
+
+Each field of Config and SamplingParams is a flag.
+"""
 
 import argparse
 import dataclasses
@@ -18,16 +21,16 @@ from nanovllm.sampling_params import SamplingParams
 if typing.TYPE_CHECKING:
     from nanovllm.llm import LLM
 
-HELP = """/reset forgets the conversation, /exit (or Ctrl-D) ends, Ctrl-C stops an answer."""
+HELP = "/reset starts a new conversation, /exit (or Ctrl-D) quits, Ctrl-C stops an answer."
 
 
 def main(argv: Seq[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command line and return the exit status."""
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
     if rest and (args.command is not generate or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:  # argparse itself takes no prompts after a flag that follows the model
+    if rest:  # prompts after a flag: argparse itself does not accept them there
         args.prompt += rest
     try:
         command: Callable[[argparse.Namespace], int] = args.command
@@ -39,9 +42,9 @@ def main(argv: Seq[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # nobody reads on, as with `| head`
+    except BrokenPipeError:  # the reader of a pipe has ended, such as `| head`
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())  # for what Python flushes at exit
+        os.dup2(nowhere, sys.stdout.fileno())  # Python flushes it once more at exit
         return 141
     except UnicodeDecodeError as error:
         sys.stderr.write(f"nanovllm: standard input is not {error.encoding} text: {error}\n")
@@ -49,7 +52,7 @@ def main(argv: Seq[str] | None = None) -> int:
 
 
 def generate(args: argparse.Namespace) -> int:
-    """Write the continuation of each prompt: of the arguments, or of standard input's lines."""
+    """Print the continuation of each prompt, from the arguments or the lines of standard input."""
     llm, params = _load(args)
     texts = args.prompt or [line.rstrip("\n") for line in sys.stdin if line.strip()]
     prompts: list[Any] = texts
@@ -73,7 +76,7 @@ def generate(args: argparse.Namespace) -> int:
 
 
 def chat(args: argparse.Namespace) -> int:
-    """Talk: lines from standard input, answers streamed, the conversation kept."""
+    """Chat with a model: read messages from standard input and stream the answers."""
     llm, params = _load(args)
     template = args.chat_template_kwargs
     if params.n > 1:
@@ -100,7 +103,7 @@ def chat(args: argparse.Namespace) -> int:
             prompt = llm.render([*history, question], add_generation_prompt=True, **template)
             answer = _write(output.text for output in llm.stream(prompt, params))
         except InvalidRequestError as error:
-            sys.stderr.write(f"{error}\n(/reset begins anew)\n")
+            sys.stderr.write(f"{error}\n(/reset starts a new conversation)\n")
             continue
         except KeyboardInterrupt:
             sys.stdout.write("\n")
@@ -109,7 +112,7 @@ def chat(args: argparse.Namespace) -> int:
 
 
 def _write(pieces: Iterable[str]) -> str:
-    """Show pieces of text as they come; return the whole."""
+    """Print pieces of text as they come and return the whole text."""
     text = ""
     for piece in pieces:
         sys.stdout.write(piece)
@@ -120,7 +123,7 @@ def _write(pieces: Iterable[str]) -> str:
 
 
 def _load(args: argparse.Namespace) -> "tuple[LLM, SamplingParams]":
-    """Make the engine and the sampling parameters: flags over what the checkpoint recommends."""
+    """Return the model and its recommended sampling parameters, overridden by the flags."""
     from nanovllm.llm import LLM
 
     given = vars(args)
@@ -149,8 +152,8 @@ def _parser() -> argparse.ArgumentParser:
         )
         if command is generate:
             sub.add_argument("prompt", nargs="*", help="default: the lines of standard input")
-            sub.add_argument("--chat", action="store_true", help="use the chat template")
-            sub.add_argument("--json", action="store_true", help="a JSON object for each output")
+            sub.add_argument("--chat", action="store_true", help="apply the chat template")
+            sub.add_argument("--json", action="store_true", help="print one JSON object per output")
         else:
             sub.add_argument("--system", help="a system message")
             sub.add_argument(
@@ -158,7 +161,7 @@ def _parser() -> argparse.ArgumentParser:
                 default={},
                 type=_json_object,
                 metavar="JSON",
-                help='for the template, such as {"enable_thinking": false}',
+                help='arguments of the chat template, such as {"enable_thinking": false}',
             )
         _add_flags(sub.add_argument_group("engine"), Config, but={"model"})
         _add_flags(sub.add_argument_group("sampling"), SamplingParams, but=_fields(Config))
@@ -166,9 +169,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_flags(group: "argparse._ArgumentGroup", owner: type[Any], but: Collection[str]) -> None:
-    """Add a flag for each field of a dataclass but some; one that is not given is not set.
+    """Add a flag for each field of `owner` except those in `but`.
 
-    A field of both dataclasses, such as seed, has one flag, which sets both.
+    A flag that is not given sets no attribute. A field of both dataclasses, such as seed, has one
+    flag, which sets both.
     """
     for name, (kind, default) in _fields(owner).items():
         if name in but:
@@ -197,7 +201,7 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def _fields(owner: type[Any]) -> dict[str, tuple[type[Any], Any]]:
-    """Each field's name with its type (without None) and default."""
+    """Return (type without None, default) of each field, by name."""
     hints = typing.get_type_hints(owner)
     found = {}
     for field in dataclasses.fields(owner):

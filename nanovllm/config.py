@@ -1,7 +1,7 @@
-"""Engine options: frozen, validated, input only.
+"""Engine options: validated when made, never changed afterwards.
 
-What is found out at start (block counts, EOS ids, free memory) is returned by what found it and
-never written here.
+Values found at start-up (block counts, EOS ids, free memory) are not stored here; the functions
+that find them return them.
 """
 
 import dataclasses
@@ -20,61 +20,65 @@ KV_CACHE_DTYPES = ("auto", "fp8", "int8")
 
 @dataclasses.dataclass(frozen=True)
 class Config(StrictKeywords):
-    """Everything that `LLM(model, **options)` accepts; nano-vllm's names and defaults where it has
-    them.
+    """The options of `LLM(model, **options)`; names and defaults are nano-vllm's where it has them.
 
     Raises:
-        ConfigError: a field is unknown, of the wrong type, out of range, or at odds with another.
+        ConfigError: a field is unknown, of the wrong type, out of range, or contradicts another.
     """
 
     error: ClassVar[type[NanoVLLMError]] = ConfigError
 
     model: str
-    """A local checkpoint directory, or a Hugging Face hub id such as "Qwen/Qwen3-0.6B"."""
+    """Path of a local checkpoint directory, or a Hugging Face hub id such as "Qwen/Qwen3-0.6B"."""
     revision: str | None = None
-    """Branch, tag or commit of a hub id; None is its default branch."""
+    """Branch, tag or commit of the hub repository; None is its default branch."""
     dtype: str = "auto"
-    """Weights and activations: float32, bfloat16, float16; "auto" keeps the checkpoint's."""
+    """Data type of weights and activations: "float32", "bfloat16" or "float16"; "auto" keeps the
+    checkpoint's."""
     device: str = "auto"
-    """"cpu", "cuda" or "cuda:N"; "auto" takes CUDA where there is a GPU."""
+    """Device to run on: "cpu", "cuda" or "cuda:N"; "auto" uses CUDA if there is a GPU."""
     load_format: str = "auto"
-    """"auto" reads safetensors; "dummy" makes random weights from config.json alone."""
+    """"auto" loads the weights from safetensors files; "dummy" makes random weights and needs only
+    config.json."""
     quantization: str | None = None
-    """"int8" or "int4": keep the weights of linear layers, embedding and head in so many bits;
-    "fp8": those of linear layers in FP8 (E4M3)."""
+    """Weight quantization: "int8" and "int4" store linear layers, embedding and language-model head
+    in 8 or 4 bits; "fp8" stores linear layers in FP8 (E4M3). None keeps the weights as loaded."""
     kv_cache_dtype: str = "auto"
-    """"fp8" keeps keys and values in FP8 (E4M3, scale 1) on a GPU, "int8" in integers with a scale
-    for each token and head on a CPU; "auto" in the model's dtype."""
+    """Data type of the KV cache: "fp8" (E4M3, scale 1; GPU only), "int8" (one scale per token and
+    head; CPU only), or "auto" for the model's dtype."""
     max_num_batched_tokens: int | None = None
-    """Most tokens computed in one step; longer prompts are cut into chunks. None is 16384 on CUDA,
-    2048 on a CPU."""
+    """Maximum number of tokens computed in one step; longer prompts are computed in chunks. None is
+    16384 on CUDA and 2048 on a CPU."""
     max_num_seqs: int = 512
-    """Most sequences that hold a table row and KV blocks at once."""
+    """Maximum number of sequences that run at once; each owns a table row and KV blocks."""
     max_model_len: int = 4096
-    """Most tokens of prompt plus output; cut to what the model's positions allow."""
+    """Maximum length of a sequence, prompt and output together. A value above the model's number of
+    positions is reduced to it."""
     gpu_memory_utilization: float = 0.9
-    """Share of each GPU's memory that this engine may use, weights included."""
+    """Fraction of each GPU's memory that this engine may use, weights included."""
     tensor_parallel_size: int = 1
-    """Processes that share each layer; above 1 they are spawned."""
+    """Number of processes that share each layer; above 1, each is a spawned process."""
     enforce_eager: bool = False
-    """Launch every step kernel by kernel: no CUDA graphs of decode steps, no recorded steps on the
-    CPU; less memory, a quicker start, slower decoding."""
+    """Run every step kernel by kernel, without CUDA graphs or recorded steps on the CPU. This takes
+    less memory and starts faster, but decodes slower."""
     num_threads: int | None = None
-    """CPU threads of a step, over all ranks; None takes the cores that this process may use."""
+    """Number of CPU threads of all ranks together; None uses the cores available to this
+    process."""
     native_kernels: bool = True
-    """Use kernels of our own where there are any, else weights packed by oneDNN on a CPU; False is
-    plain torch everywhere."""
+    """Use nanovllm's own kernels where available; on a CPU without them, use weights packed by
+    oneDNN. False uses plain torch everywhere."""
     kvcache_block_size: int | None = None
-    """Tokens in a KV block; None takes the attention backend's choice."""
+    """Number of tokens in a KV block; None is the attention backend's default."""
     num_kvcache_blocks: int = -1
-    """KV blocks in the pool; -1 sizes the pool from memory."""
+    """Number of KV blocks in the pool; -1 derives it from the available memory."""
     kv_cache_memory_bytes: int | None = None
-    """Bytes for the KV pool of one rank; None: on CUDA by gpu_memory_utilization, on a CPU the
-    smaller of 4 GiB and the rank's share of half the memory free once the weights are loaded."""
+    """Size of each rank's KV pool in bytes. None: on CUDA, what gpu_memory_utilization leaves; on a
+    CPU, 4 GiB or the rank's share of half the memory that is free after loading the weights,
+    whichever is smaller."""
     enable_prefix_caching: bool = True
-    """Reuse the KV blocks of prompts that begin alike."""
+    """Reuse the KV blocks of a prefix that prompts have in common."""
     seed: int = 0
-    """Seeds the requests that bring no seed of their own."""
+    """Seed for requests that have no seed of their own, and for dummy weights."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str | os.PathLike) or not os.fspath(self.model):

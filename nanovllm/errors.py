@@ -1,32 +1,28 @@
-"""The exceptions a user of nanovllm can meet, all below `NanoVLLMError`.
+"""The exceptions that nanovllm raises for its users, all subclasses of `NanoVLLMError`.
 
-Each message names the value, the rule it broke and what to do about it. Broken invariants of our
-own are assertions, not members of this hierarchy.
+Each message gives the value, the rule that it broke and the remedy. A broken invariant inside
+nanovllm is an AssertionError instead.
 """
 
 
 class NanoVLLMError(Exception):
-    """Base of every exception that nanovllm raises on purpose."""
+    """Base class of every exception that nanovllm raises on purpose."""
 
 
 class ConfigError(NanoVLLMError, ValueError):
-    """An engine option is unknown, of the wrong type, out of range or impossible together with
-    another.
-    """
+    """An engine option is unknown, of the wrong type, out of range, or contradicts another."""
 
 
 class InvalidRequestError(NanoVLLMError, ValueError):
-    """A prompt or a sampling parameter cannot be served; the engine is unchanged and goes on
-    working.
-    """
+    """A prompt or a sampling parameter is invalid or unsupported; the engine continues to work."""
 
 
 class CheckpointError(NanoVLLMError, ValueError):
-    """A model cannot be found, read or matched with its architecture."""
+    """A model cannot be found or read, or its weights do not match its architecture."""
 
 
 class UnsupportedModelError(CheckpointError):
-    """The checkpoint is sound but asks for something that is not implemented."""
+    """The checkpoint is valid, but needs a feature that is not implemented."""
 
 
 class OutOfMemoryError(NanoVLLMError, RuntimeError):
@@ -34,4 +30,4 @@ class OutOfMemoryError(NanoVLLMError, RuntimeError):
 
 
 class EngineDeadError(NanoVLLMError, RuntimeError):
-    """A worker process died or the engine was shut down; make a new `LLM` to go on."""
+    """A worker process died or the engine was shut down; make a new `LLM` to continue."""

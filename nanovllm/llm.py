@@ -1,6 +1,6 @@
-"""The facade: `LLM(model).generate(prompts, sampling_params)`, `chat` and `stream`.
+"""`LLM`: the methods `generate`, `chat` and `stream` for one caller at a time.
 
-Everything it does, `LLMEngine` does step by step.
+Knows no scheduling and no text: it runs the steps of `LLMEngine` until its requests are finished.
 """
 
 import time
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from tqdm.auto import tqdm
 
 from nanovllm.config import Config
-from nanovllm.engine.llm_engine import LLMEngine, Prompt
+from nanovllm.engine.input_processor import Message, Prompt, chat_template_options
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import InvalidRequestError
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -18,19 +19,16 @@ from nanovllm.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Message = Mapping[str, Any]
-"""{"role": "user", "content": "..."}, as chat templates take them."""
-
 
 class LLM:
-    """A model, ready to generate.
+    """A model that is loaded and ready to generate.
 
     Args:
         model: a local checkpoint directory or a Hugging Face hub id.
         options: the fields of `Config`.
 
     Raises:
-        ConfigError: an option is unknown or impossible.
+        ConfigError: an option is unknown or invalid.
         CheckpointError: the model cannot be found, read or run.
         OutOfMemoryError: the KV pool cannot hold one sequence of max_model_len tokens.
     """
@@ -46,19 +44,21 @@ class LLM:
         *,
         priority: int | Seq[int] = 0,
     ) -> list[RequestOutput]:
-        """Generate for one prompt or many; outputs come in the order of the prompts.
+        """Generate for one prompt or many; return the outputs in the order of the prompts.
 
         Args:
-            prompts: a string, a list of token ids, or a list of such.
-            sampling_params: for all prompts, or one for each; None is `SamplingParams()`.
-            use_tqdm: show progress with tokens per second.
-            priority: for all prompts, or one for each; lower ones go first.
+            prompts: a string, a list of token ids, or a list of these.
+            sampling_params: one for all prompts, or a list with one for each prompt; None is
+                `SamplingParams()`.
+            use_tqdm: show a progress bar with tokens per second.
+            priority: one for all prompts, or a list with one for each; lower values go first.
 
         Raises:
-            InvalidRequestError: a prompt or its parameters cannot be served; none has been started.
+            InvalidRequestError: a prompt or a parameter is invalid or unsupported; no request was
+                queued.
             EngineDeadError: the engine is down.
         """
-        prompts = _as_list(prompts)
+        prompts = _as_prompts(prompts)
         if sampling_params is None:
             sampling_params = SamplingParams()
         all_params: Any = sampling_params
@@ -75,7 +75,9 @@ class LLM:
         for index, request in enumerate(zip(prompts, all_params, priorities, strict=True)):
             prompt, params, order = request
             try:
-                requests.append(self.engine.make_request(prompt, params, priority=order))
+                requests.append(
+                    self.engine.input_processor.make_request(prompt, params, priority=order)
+                )
             except InvalidRequestError as error:
                 raise InvalidRequestError(f"prompt {index}: {error}") from None
         outputs: dict[int, RequestOutput | None] = {r.request_id: None for r in requests}
@@ -83,10 +85,10 @@ class LLM:
             for made in requests:
                 self.engine.queue(made)
             with tqdm(total=len(requests), desc="Generating", disable=not use_tqdm) as bar:
-                self._run(outputs, bar)
+                self._run_until_finished(outputs, bar)
         finally:
             for request_id, output in outputs.items():
-                if output is None:  # an error or Ctrl-C: leave nothing behind
+                if output is None:  # after an error or Ctrl-C
                     self.engine.discard(request_id)
         return [output for output in outputs.values() if output is not None]
 
@@ -96,19 +98,26 @@ class LLM:
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
+        priority: int | Seq[int] = 0,
         add_generation_prompt: bool = True,
         tools: list[dict[str, Any]] | None = None,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or many, each rendered by the checkpoint's chat template.
+        """Answer one conversation or many, each rendered by a chat template.
 
         Args:
-            messages: a list of {"role": ..., "content": ...}, or a list of such lists.
-            chat_template_kwargs: passed to the template, such as {"enable_thinking": False}.
+            messages: one conversation (a list of messages), or a list of conversations.
+            sampling_params, use_tqdm, priority: as for `generate`.
+            add_generation_prompt: end the prompt with the start of the assistant's answer.
+            tools: JSON schemas of the functions that the template describes to the model.
+            chat_template: a Jinja template to use instead of the checkpoint's.
+            chat_template_kwargs: further template arguments, such as {"enable_thinking": False}.
 
         Raises:
-            InvalidRequestError: there is no chat template, or it refuses the messages.
+            InvalidRequestError: there is no chat template, or it cannot render the messages; or
+                as for `generate`.
+            EngineDeadError: the engine is down.
         """
         conversations: Any = messages
         if not isinstance(messages, list | tuple):
@@ -117,14 +126,11 @@ class LLM:
             )
         if messages and isinstance(messages[0], Mapping):
             conversations = [messages]
-        options = {
-            "add_generation_prompt": add_generation_prompt,
-            "tools": tools,
-            "chat_template": chat_template,
-            **(chat_template_kwargs or {}),
-        }
+        options = chat_template_options(
+            add_generation_prompt, tools, chat_template, chat_template_kwargs
+        )
         prompts = [self.render(conversation, **options) for conversation in conversations]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm, priority=priority)
 
     def stream(
         self,
@@ -133,66 +139,71 @@ class LLM:
         *,
         priority: int = 0,
     ) -> Iterator[RequestOutput]:
-        """Generate for one prompt and yield the news of each step.
+        """Generate for one prompt and yield the delta of each step.
 
-        The texts, token ids and logprobs of what is yielded join to those that `generate` returns.
+        Joined, the texts, token ids and logprobs of the deltas are those that `generate` returns.
         Closing the iterator aborts the request.
 
         Raises:
-            InvalidRequestError: the prompt or a parameter cannot be served; raised by this call.
+            InvalidRequestError: the prompt or a parameter is invalid or unsupported. This call
+                raises it, not the iterator.
             EngineDeadError: the engine is down.
         """
         request_id = self.engine.add_request(
             prompt, sampling_params, priority=priority, stream=True
         )
         outputs = self._stream(request_id)
-        next(outputs)  # into its try: from now on closing it aborts the request
+        next(outputs)  # enter its try block, so that closing the iterator aborts the request
         return outputs
 
     def abort(self, request_id: int) -> RequestOutput | None:
-        """End a request and return what was not sent of its output; None if it is not running."""
+        """End a request and return its output that was not sent yet; None if it is not running."""
         return self.engine.abort(request_id)
 
     def render(self, messages: Seq[Message], **options: Any) -> list[int]:
-        """Return the token ids of a conversation, by the checkpoint's chat template.
+        """Return the token ids of a conversation, rendered by the checkpoint's chat template.
 
         Args:
-            options: of transformers' apply_chat_template.
+            options: arguments of transformers' apply_chat_template.
 
         Raises:
-            InvalidRequestError: there is no chat template, or it refuses the messages.
+            InvalidRequestError: there is no chat template, or it cannot render the messages.
         """
-        return self.engine.output_processor.render(messages, **options)
+        return self.engine.input_processor.render(messages, **options)
 
     def get_tokenizer(self) -> "PreTrainedTokenizerBase | None":
-        """Return the checkpoint's tokenizer (transformers), None if it has none."""
-        return self.engine.output_processor.tokenizer
+        """Return the checkpoint's transformers tokenizer, None if it has none."""
+        return self.engine.input_processor.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return what the checkpoint's generation_config.json recommends."""
+        """Return the sampling parameters recommended in the checkpoint's generation_config.json."""
         return default_sampling_params(self.engine.generation_config)
 
     def shutdown(self) -> None:
-        """End the workers and free the model now; `del llm` and leaving Python do the same."""
+        """End the workers and free the model. `del llm` and the exit of Python do the same."""
         self.engine.shutdown()
 
     def _stream(self, request_id: int) -> Iterator[Any]:
+        """Yield None once, then the outputs of a request; abort it when closed before its end."""
         finished = False
         try:
-            yield None  # to stream()
+            yield None  # stream() takes this one
             while not finished:
                 outputs = self.engine.step()
-                self.engine.put_back([o for o in outputs if o.request_id != request_id])
+                self.engine.defer_outputs([o for o in outputs if o.request_id != request_id])
                 ours = [o for o in outputs if o.request_id == request_id]
                 finished = any(o.finished for o in ours) or not (
-                    ours or self.engine.is_running(request_id)  # aborted by someone else
+                    ours or self.engine.is_running(request_id)  # neither: it was aborted
                 )
                 yield from ours
         finally:
             if not finished:
                 self.engine.discard(request_id)
 
-    def _run(self, outputs: dict[int, RequestOutput | None], bar: "tqdm[Any]") -> None:
+    def _run_until_finished(
+        self, outputs: dict[int, RequestOutput | None], bar: "tqdm[Any]"
+    ) -> None:
+        """Step until every request of `outputs` has its output in it, and show rates in `bar`."""
         num_left = len(outputs)
         while num_left:
             stats, start = self.engine.stats, time.perf_counter()
@@ -205,7 +216,7 @@ class LLM:
                     bar.update()
                 else:
                     others.append(output)
-            self.engine.put_back(others)
+            self.engine.defer_outputs(others)
             seconds = time.perf_counter() - start
             rates = {
                 "Prefill": (stats.num_prefill_tokens - prefill) / seconds,
@@ -217,7 +228,7 @@ class LLM:
 
 
 def default_sampling_params(generation_config: Mapping[str, Any]) -> SamplingParams:
-    """Return a generation_config.json's sampling parameters."""
+    """Return the sampling parameters recommended in a generation_config.json."""
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     given = {
         name: generation_config[name] for name in names if generation_config.get(name) is not None
@@ -229,7 +240,8 @@ def default_sampling_params(generation_config: Mapping[str, Any]) -> SamplingPar
     return SamplingParams(**given)
 
 
-def _as_list(prompts: Any) -> list[Any]:
+def _as_prompts(prompts: Any) -> list[Any]:
+    """Return the list of prompts that `generate` was given, a list of one for a single prompt."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if not isinstance(prompts, Seq):

@@ -1,4 +1,7 @@
-"""What a request gives back. Reads like nano-vllm's dictionaries and like vLLM's objects."""
+"""The outputs of a request, readable as nano-vllm's dictionaries and as vLLM's objects.
+
+Knows nothing of how they are made.
+"""
 
 import dataclasses
 from collections.abc import Iterator
@@ -11,24 +14,24 @@ class Logprob:
 
     logprob: float
     rank: int
-    """Among the whole vocabulary; 1 is the most likely."""
+    """Rank of the token in the whole vocabulary; 1 is the most likely."""
     decoded_token: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """When things happened, in seconds of time.monotonic(); None for what has not."""
+    """Times of a request's events, in seconds of time.monotonic(); None before the event."""
 
     arrival_time: float
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     last_token_time: float | None = None
     num_output_tokens: int = 0
-    """Over all continuations."""
+    """Sum over all continuations."""
 
     @property
     def queue_time(self) -> float | None:
-        """Seconds from arrival until it was first scheduled."""
+        """Seconds from arrival until the request was first scheduled."""
         return _difference(self.arrival_time, self.first_scheduled_time)
 
     @property
@@ -49,49 +52,53 @@ class RequestMetrics:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One generated continuation."""
+    """One continuation of a request; in a stream, its delta since the previous output."""
 
     index: int
-    """Which of the request's n continuations this is."""
+    """Index of the continuation, from 0 to n - 1."""
     text: str
-    """The decoded output, or in a stream the new piece of it; without stop strings and tokens
-    unless include_stop_str_in_output.
+    """The decoded output, in a stream the new text. Without the stop string or stop token unless
+    include_stop_str_in_output is set.
     """
     token_ids: list[int]
-    """The output tokens, or in a stream the new ones; a stop token is included."""
+    """The output tokens, in a stream the new ones; a stop token is included."""
     finish_reason: str | None
-    """"stop" (end of sequence, stop token or string), "length" (max_tokens or max_model_len),
-    "abort"; None while running.
+    """"stop" (end-of-sequence token, stop token or stop string), "length" (max_tokens or
+    max_model_len) or "abort"; None while the continuation is running.
     """
     stop_reason: int | str | None = None
-    """The stop token id or string; None if it was an end-of-sequence id, or nothing."""
+    """The stop token id or stop string that ended the output; None for an end-of-sequence token and
+    for other finish reasons.
+    """
     cumulative_logprob: float | None = None
-    """Sum of the log-probabilities of the whole output, if logprobs were asked for."""
+    """Sum of the log-probabilities of the whole output; None unless logprobs was set."""
     logprobs: list[dict[int, Logprob]] | None = None
-    """For each of token_ids: its own log-probability first, then the most likely tokens'."""
+    """For each of token_ids, log-probabilities by token id: the token's own first, then those of
+    the most likely tokens. None unless logprobs was set.
+    """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A request with its prompt and what was generated.
+    """The output of a request, with its prompt.
 
-    `output["text"]` and `output["token_ids"]` (nano-vllm) read the first continuation, as do
-    `output.outputs[0].text` and `output.outputs[0].token_ids` (vLLM).
+    `output["text"]` and `output["token_ids"]` (nano-vllm) are `output.outputs[0].text` and
+    `output.outputs[0].token_ids` (vLLM).
     """
 
     request_id: int
     prompt: str | None
-    """The prompt's text; None where it was given as token ids."""
+    """The prompt's text; None if it was given as token ids."""
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
-    """All n continuations, by index; in a stream those that went on."""
+    """All n continuations by index; in a stream, those with a delta."""
     finished: bool
     num_cached_tokens: int
-    """Prompt tokens whose KV came from the prefix cache."""
+    """Number of prompt tokens whose KV came from the prefix cache."""
     metrics: RequestMetrics
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    """For each prompt token, if asked for; None for the first, which nothing predicts. In a stream
-    they come once, with the first output.
+    """For each prompt token, log-probabilities by token id; None for the first token, which has no
+    prediction. None unless prompt_logprobs was set. A stream has them in its first output only.
     """
 
     @property

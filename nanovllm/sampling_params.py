@@ -1,4 +1,7 @@
-"""What a request asks of generation: frozen, validated. Knows nothing of how it is done."""
+"""Sampling parameters of a request: validated when made, never changed afterwards.
+
+Knows nothing of models and sampling code.
+"""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -10,15 +13,15 @@ from nanovllm.validation import StrictKeywords, check_bool, check_float, check_i
 MAX_TOKEN_ID = 2**31 - 1
 
 GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy: dividing by them would overflow."""
+"""Lower temperatures sample greedily: dividing the logits by them would overflow."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams(StrictKeywords):
     """How to choose the tokens of one request, and when to stop.
 
-    vLLM's names and meanings, nano-vllm's defaults. Filters apply in vLLM's order:
-    allowed_token_ids, bad_words, min_tokens, logit_bias, penalties, temperature, min_p, top_k and
+    Names and meanings are vLLM's, defaults are nano-vllm's. Logits are processed in vLLM's order:
+    allowed_token_ids, bad_words, min_tokens, logit_bias, penalties, temperature, min_p, top_k,
     top_p.
 
     Raises:
@@ -28,48 +31,51 @@ class SamplingParams(StrictKeywords):
     error: ClassVar[type[NanoVLLMError]] = InvalidRequestError
 
     temperature: float = 1.0
-    """Divides the logits before sampling; 0 is greedy (the most likely token, always)."""
+    """Randomness of the sampling: the logits are divided by it. 0 is greedy sampling, which always
+    takes the most likely token."""
     max_tokens: int = 64
-    """Most tokens to generate."""
+    """Maximum number of tokens to generate."""
     ignore_eos: bool = False
-    """Go on past end-of-sequence tokens until max_tokens."""
+    """Ignore end-of-sequence tokens and continue until max_tokens."""
     seed: int | None = None
-    """Makes a sampled request repeatable, whatever runs beside it; None takes the engine's next."""
+    """Random seed of the request. A seeded request gives the same tokens whatever other requests
+    run; None takes the next seed of the engine."""
     n: int = 1
-    """Continuations to generate; the prompt is computed once."""
+    """Number of continuations to generate; the prompt is computed once."""
     top_k: int = 0
-    """Sample from the k most likely tokens; 0 or -1 is all."""
+    """Number of most likely tokens to sample from; 0 or -1 is all tokens."""
     top_p: float = 1.0
-    """Sample from the most likely tokens that together reach this probability."""
+    """Cumulative probability of the most likely tokens to sample from; 1 is all tokens."""
     min_p: float = 0.0
-    """Leave out tokens less likely than this times the most likely."""
+    """Minimum probability of a token, relative to the most likely token's; 0 disables it."""
     min_tokens: int = 0
-    """Do not stop before this many tokens."""
+    """Minimum number of tokens to generate before the output may stop."""
     stop: tuple[str, ...] = ()
-    """Strings that end the output; a string, or a list of them."""
+    """String or list of strings that end the output."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end the output, besides the model's own."""
+    """Tokens that end the output, besides the model's end-of-sequence tokens."""
     include_stop_str_in_output: bool = False
     """Keep the stop string, or the text of the stop token, at the end of the text."""
     presence_penalty: float = 0.0
-    """Taken from the logit of each token generated before; -2 to 2."""
+    """Subtracted once from the logit of each token in the output so far; -2 to 2."""
     frequency_penalty: float = 0.0
-    """Taken from the logit of a token for each time it was generated; -2 to 2."""
+    """Subtracted from a token's logit for each of its occurrences in the output; -2 to 2."""
     repetition_penalty: float = 1.0
-    """Divides the positive logits, multiplies the negative ones, of tokens in prompt or output."""
+    """For tokens in prompt or output: divides positive logits and multiplies negative ones."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Added to the logits of tokens; a dictionary of token id to bias, cut to [-100, 100]."""
+    """Dictionary of token id to bias, which is added to the logit; clamped to [-100, 100]."""
     allowed_token_ids: tuple[int, ...] | None = None
-    """If given, no other token is generated."""
+    """If given, only these tokens are generated."""
     bad_words: tuple[str, ...] = ()
-    """Words not to generate; a string, or a list of them. As in vLLM a word is also forbidden after
-    a space where it has as many tokens with it."""
+    """String or list of strings that are not generated. As in vLLM, the word with a space before it
+    is forbidden too, if that takes as many tokens as the word alone."""
     logprobs: int | None = None
-    """Log-probabilities to return for each output token: its own and this many most likely."""
+    """Number of most likely tokens whose log-probabilities to return for each output token, besides
+    the output token's own; None returns none."""
     prompt_logprobs: int | None = None
-    """The same for each token of the prompt but the first."""
+    """The same for each prompt token except the first."""
     detokenize: bool = True
-    """Return text; without it no stop strings."""
+    """Return text. Stop strings need it."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
 
@@ -88,7 +94,7 @@ class SamplingParams(StrictKeywords):
             self._set(name, check_float(error, name, getattr(self, name), -2.0, 2.0))
         repetition = check_float(error, "repetition_penalty", self.repetition_penalty, 0.0)
         if repetition == 0.0:
-            raise error("repetition_penalty must be above 0, got 0; 1 is none")
+            raise error("repetition_penalty must be above 0, got 0; 1 disables it")
         self._set("repetition_penalty", repetition)
         for name in (
             "ignore_eos",
@@ -159,7 +165,7 @@ def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
         ) from None
     checked = []
     for token, bias in pairs:
-        # JSON's keys are strings: vLLM takes them too
+        # The keys of a JSON object are strings; vLLM accepts them too.
         token = int(token) if isinstance(token, str) and token.isdecimal() else token
         token = check_int(InvalidRequestError, "logit_bias token", token, 0, MAX_TOKEN_ID)
         number = check_float(InvalidRequestError, f"logit_bias[{token}]", bias, -float("inf"))

@@ -1,6 +1,6 @@
-"""Checks shared by the value types: keyword names, integers and floats with ranges.
+"""Checks shared by the value types: keyword names, types and ranges.
 
-Knows nothing of what the values mean; the error class to raise is given by the caller.
+Knows nothing of what the values mean; the caller gives the error class to raise.
 """
 
 import difflib
@@ -15,14 +15,14 @@ from nanovllm.errors import NanoVLLMError
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
-    """Return ", did you mean 'x'?" for the nearest of `known`, else their list."""
+    """Return "; did you mean 'x'?" for the nearest of `known`, or else a list of them all."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     near = near or [k for k in known if name in k][:1]
     return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}"
 
 
 class StrictKeywords:
-    """Mixin for dataclasses: an unknown keyword raises `error` and names the nearest field."""
+    """Mixin for dataclasses: an unknown keyword raises `error`, which names the nearest field."""
 
     error: ClassVar[type[NanoVLLMError]]
 
@@ -41,7 +41,7 @@ def check_int(
     rule = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
     try:
         number = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:  # also arrays and tensors, which have __index__ and refuse
+    except TypeError:  # arrays of several elements have __index__ too, but it raises
         number = None
     if number is None:
         raise error(f"{name} must be {rule}, got {value!r} ({type(value).__name__})")
@@ -59,7 +59,7 @@ def check_float(
         raise error(f"{name} must be {rule}, got {value!r} ({type(value).__name__})")
     try:
         number = float(value)
-    except OverflowError:  # an integer beyond the floats
+    except OverflowError:  # an integer larger than any float
         number = math.inf
     if not math.isfinite(number) or not low <= number <= high:
         raise error(f"{name} must be {rule}, got {value!r}")
@@ -76,7 +76,7 @@ def check_bool(error: type[NanoVLLMError], name: str, value: Any) -> bool:
 def check_choice(
     error: type[NanoVLLMError], name: str, value: Any, choices: Collection[str]
 ) -> str:
-    """Return `value` if it is one of `choices`, else raise `error` naming the nearest."""
+    """Return `value` if it is one of `choices`, else raise `error`, which names the nearest."""
     if not isinstance(value, str) or value not in choices:
         hint = did_you_mean(str(value), choices)
         raise error(f"{name} must be one of {', '.join(choices)}, got {value!r}{hint}")

@@ -5,6 +5,7 @@ they belong, and nothing is left of what was cancelled.
 import asyncio
 import contextlib
 import gc
+import inspect
 import random
 import threading
 import time
@@ -53,12 +54,17 @@ def own_llm() -> Iterator[AsyncLLM]:
 
 
 @pytest.fixture(scope="module")
-def alone() -> Callable[[str, int], str]:
-    """The text of a question's first tokens, without asyncio."""
+def sync_llm() -> Iterator[LLM]:
     llm = LLM(demo_model.MODEL, **OPTIONS)
-    outputs = llm.generate(QUESTIONS, GREEDY, use_tqdm=False)
+    yield llm
     llm.shutdown()
-    tokenizer = llm.get_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def alone(sync_llm: LLM) -> Callable[[str, int], str]:
+    """The text of a question's first tokens, without asyncio."""
+    outputs = sync_llm.generate(QUESTIONS, GREEDY, use_tqdm=False)
+    tokenizer = sync_llm.get_tokenizer()
     assert tokenizer is not None
     token_ids = {output.prompt: output.token_ids for output in outputs}
 
@@ -167,6 +173,48 @@ def test_generate_and_chat(llm: AsyncLLM) -> None:
     assert [o.text for o in outputs] == [" " + answer for answer in answers] + 2 * answers
     assert all(output.finished for output in outputs)
     assert all(output.finish_reason == "stop" for output in outputs)
+
+
+PLAIN_TEMPLATE = (
+    "{{ tools | tojson }}{% for message in messages %}{{ message.content }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"add_generation_prompt": False},
+        {"enable_thinking": False},
+        {"chat_template": PLAIN_TEMPLATE},
+        {"chat_template": PLAIN_TEMPLATE, "tools": [{"type": "function"}]},
+    ],
+    ids=" ".join,
+)
+def test_chat_takes_the_template_options_of_llm_chat(
+    llm: AsyncLLM, sync_llm: LLM, options: dict[str, Any]
+) -> None:
+    messages = [{"role": "user", "content": QUESTIONS[0]}]
+    known = {name: options[name] for name in options if name != "enable_thinking"}
+    others = {name: options[name] for name in options if name == "enable_thinking"}
+    output = run(llm.chat(messages, GREEDY, chat_template_kwargs=others, **known))
+    expected = sync_llm.render(messages, **{"add_generation_prompt": True, **options})
+    assert output.prompt_token_ids == expected
+    (same,) = sync_llm.chat(messages, GREEDY, False, chat_template_kwargs=others, **known)
+    assert (same.prompt_token_ids, same.token_ids) == (expected, output.token_ids)
+
+
+def test_chat_takes_priorities(llm: AsyncLLM, sync_llm: LLM) -> None:
+    messages = [{"role": "user", "content": QUESTIONS[0]}]
+    with pytest.raises(InvalidRequestError, match="1 prompts but 2 priority"):
+        sync_llm.chat(messages, GREEDY, priority=[0, 1])
+    with pytest.raises(InvalidRequestError, match="priority must be an integer"):
+        run(llm.chat(messages, GREEDY, priority="high"))  # type: ignore[arg-type]
+
+
+def test_chat_has_the_arguments_of_llm_chat() -> None:
+    theirs, ours = (inspect.signature(owner.chat).parameters for owner in (LLM, AsyncLLM))
+    assert [name for name in theirs if name != "use_tqdm"] == list(ours)
+    assert all(ours[name].default == theirs[name].default for name in ours)
 
 
 def test_default_parameters_and_token_ids(llm: AsyncLLM) -> None:

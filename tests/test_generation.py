@@ -599,7 +599,7 @@ def test_bad_words_of_white_space(make_llm: Any) -> None:
     question = demo_model.entries()[0][0]
     decode = llm.get_tokenizer().decode
     for word in (" ", "\n"):
-        tokens, *_ = llm.engine.output_processor.encode_bad_words([word])
+        tokens, *_ = llm.engine.input_processor.encode_bad_words([word])
         assert decode(tokens) == word
     (forbidden,) = llm.get_tokenizer().encode("\n")
     only = SamplingParams(allowed_token_ids=[forbidden, forbidden + 1], max_tokens=9, seed=1)
@@ -608,7 +608,7 @@ def test_bad_words_of_white_space(make_llm: Any) -> None:
     assert forbidden in free
     assert forbidden not in without
     with pytest.raises(InvalidRequestError, match="bad_words is not valid Unicode"):
-        llm.engine.make_request(question, SamplingParams(bad_words=["\ud800"]))
+        llm.engine.input_processor.make_request(question, SamplingParams(bad_words=["\ud800"]))
 
 
 def test_times_are_in_order(make_llm: Any, random_model: str) -> None:

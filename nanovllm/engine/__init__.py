@@ -1,1 +1,1 @@
-"""Owns the requests, from text to text, and drives the scheduler and the executor."""
+"""Follows requests from prompt to output; drives the scheduler and the executor."""

@@ -1,9 +1,6 @@
-"""Token ids to text, piece by piece: never half a character, stop strings cut exactly.
+"""Token ids to text, token by token: whole characters only, cut exactly at stop strings.
 
-The text is that of decoding all tokens at once, but what was shown stays: with byte fallback, a
-byte that spoils the characters before it becomes U+FFFD alone.
-
-Knows nothing of requests or of the scheduler.
+Knows no requests and no scheduling.
 """
 
 from collections.abc import Sequence as Seq
@@ -14,6 +11,10 @@ from tokenizers.decoders import DecodeStream
 
 class Detokenizer:
     """The text of one growing output.
+
+    The text is the same as that of all tokens decoded at once, with one exception: text is never
+    taken back. With byte fallback, a byte can make the characters before it invalid; here only that
+    byte becomes U+FFFD.
 
     Args:
         stop: strings that end the text.
@@ -34,17 +35,17 @@ class Detokenizer:
         self._stop = tuple(stop)
         self._include_stop = include_stop
         self._token_ids: list[int] = []
-        self._num_read = 0  # tokens whose text is in self.text; the others wait for more bytes
-        # The end of the text might still grow into a stop string.
+        self._num_read = 0  # tokens whose text is in self.text; the rest is part of a character
+        # A stop string may begin in these last characters of the text.
         self._num_held_back = 0 if include_stop else max(map(len, self._stop), default=1) - 1
         self.text = ""
         self.stop_string: str | None = None
 
     def add(self, token_id: int, *, search: bool = True) -> bool:
-        """Append a token; return whether a stop string is complete, which ends the text.
+        """Append a token; return whether a stop string is now complete, which ends the text.
 
         Args:
-            search: False where stop strings do not count yet; they are not looked for later.
+            search: False to ignore stop strings that this token completes, now and later.
         """
         self._token_ids.append(token_id)
         num_searched = len(self.text)
@@ -52,16 +53,16 @@ class Detokenizer:
         return search and self._find_stop(num_searched)
 
     def add_all(self, token_ids: list[int]) -> None:
-        """Append the tokens of a whole output at once, without a search. The same text, sooner."""
+        """Append all tokens of an output at once, without searching; faster than one by one."""
         whole = self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
-        if "\ufffd" in whole:  # perhaps a byte that spoils characters, which go before it then
+        if "\ufffd" in whole:  # a byte may have made characters before it invalid: see the class
             for token_id in token_ids:
                 self.add(token_id, search=False)
         else:
             self._token_ids, self._num_read, self.text = list(token_ids), len(token_ids), whole
 
     def finish(self, *, search: bool = True) -> bool:
-        """Make the text whole: an unfinished character at its end becomes U+FFFD.
+        """Add the rest of the text: an incomplete character at the end becomes U+FFFD.
 
         Returns:
             Whether a stop string is complete.
@@ -77,19 +78,20 @@ class Detokenizer:
         return self.stop_string is not None
 
     def safe_length(self, *, finished: bool) -> int:
-        """Characters of the text that nothing will take back."""
+        """Return how many characters of the text are final, so that they can be sent."""
         if finished:
             return len(self.text)
         return max(0, len(self.text) - self._num_held_back)
 
     def _step(self, token_id: int) -> str:
+        """Return the text that the next token adds; "" while its last character is incomplete."""
         try:
             piece = self._stream.step(self._tokenizer, token_id) or ""
-        except Exception:  # the new bytes change the text of those before: go on without these
+        except Exception:  # the new bytes change the text of the old ones: decode them apart
             unread = self._token_ids[self._num_read :]
             self._stream = DecodeStream(unread, skip_special_tokens=self._skip_special_tokens)
             piece = self._decode(self._num_read)
-            if piece.endswith("\ufffd"):  # a later step returns it
+            if piece.endswith("\ufffd"):  # incomplete: a later step returns it
                 return ""
         if piece:
             self._num_read = len(self._token_ids)
@@ -100,7 +102,11 @@ class Detokenizer:
         return self._tokenizer.decode(self._token_ids[start:], skip_special_tokens=skip)
 
     def _find_stop(self, num_searched: int) -> bool:
-        """Cut the text at the stop string complete first after `num_searched` characters."""
+        """Cut the text at the stop string that is complete first; return whether there is one.
+
+        Args:
+            num_searched: length of the text that was searched before.
+        """
         found = [
             (place, stop)
             for stop in self._stop

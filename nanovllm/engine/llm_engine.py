@@ -1,32 +1,23 @@
-"""The loop: schedule, execute, update. Owns the requests from their arrival to their output.
+"""The engine loop: schedule, execute, update. Follows each request from arrival to output.
 
-Knows no tensors: what runs the model is behind the executor.
+Knows no tensors: the executor hides what runs the model.
 """
 
-import dataclasses
-import random
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence as Seq
-from itertools import count
-from typing import Any
 
 from nanovllm.config import Config
-from nanovllm.engine.output_processor import OutputProcessor, Request, load_tokenizer
-from nanovllm.errors import InvalidRequestError
+from nanovllm.engine.input_processor import InputProcessor, Prompt, load_tokenizer
+from nanovllm.engine.output_processor import OutputProcessor
+from nanovllm.engine.request import Request
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler.block_manager import BlockManager
 from nanovllm.scheduler.messages import Schedule
 from nanovllm.scheduler.scheduler import Scheduler
-from nanovllm.scheduler.sequence import Sequence
 from nanovllm.utils.hub import open_checkpoint
-from nanovllm.validation import check_int
 from nanovllm.worker.executor import Future, make_executor
-
-Prompt = str | Seq[int] | Mapping[str, Any]
-"""Text, token ids, or vLLM's {"prompt": text} or {"prompt_token_ids": ids}."""
 
 
 class LLMEngine:
@@ -34,22 +25,28 @@ class LLMEngine:
 
     Args:
         config: the engine's options.
-        queue_depth: steps launched before the oldest one's tokens are known; 0 waits for each.
-            None is 1 on CUDA, where a step runs beside the host, and 0 on a CPU.
+        queue_depth: how many more steps to launch before the oldest step's tokens are known; 0
+            waits for each step. None is 1 on CUDA, where a step runs beside the host, and 0 on a
+            CPU.
 
     Raises:
-        CheckpointError, ConfigError, OutOfMemoryError: the model cannot be served with these
-        options.
+        CheckpointError, ConfigError, OutOfMemoryError: the model cannot run with these options.
     """
 
     def __init__(self, config: Config, *, queue_depth: int | None = None) -> None:
         self.config = config
         checkpoint = open_checkpoint(config.model, config.revision)
-        self.output_processor = OutputProcessor(load_tokenizer(checkpoint))
+        tokenizer = load_tokenizer(checkpoint)
         self.executor = make_executor(config, checkpoint)
         self._finalizer = weakref.finalize(self, self.executor.shutdown)
         self.cache_info = self.executor.start()
         self.generation_config = checkpoint.generation_config
+        self.input_processor = InputProcessor(
+            tokenizer,
+            vocab_size=self.cache_info.vocab_size,
+            max_model_len=self.cache_info.max_model_len,
+            seed=config.seed,
+        )
         self.scheduler = Scheduler(
             BlockManager(
                 self.cache_info.num_blocks,
@@ -61,69 +58,11 @@ class LLMEngine:
             max_model_len=self.cache_info.max_model_len,
             eos_token_ids=checkpoint.eos_token_ids,
         )
+        self.output_processor = OutputProcessor(tokenizer)
         self.stats = self.scheduler.stats
         self._queue_depth = int(self.cache_info.runs_ahead) if queue_depth is None else queue_depth
-        self._in_flight: deque[tuple[Schedule, Future]] = deque()
-        self._outputs: list[RequestOutput] = []  # not yet returned by step()
-        self._ids = count()  # of sequences; a request has its first sequence's
-        self._seeds = random.Random(config.seed)
-
-    def make_request(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        stream: bool = False,
-    ) -> Request:
-        """Check a request; nothing is queued yet.
-
-        Raises:
-            InvalidRequestError: the prompt or a parameter cannot be served.
-        """
-        params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise InvalidRequestError(
-                f"sampling_params must be SamplingParams, got {type(params).__name__} {params!r}"
-            )
-        priority = check_int(InvalidRequestError, "priority", priority, -(2**31), 2**31)
-        text, token_ids = self._read_prompt(prompt)
-        limit = self.cache_info.max_model_len
-        if len(token_ids) >= limit:
-            raise InvalidRequestError(
-                f"the prompt has {len(token_ids)} tokens; max_model_len {limit} leaves "
-                f"room for {limit - 1} at most, and one of output: shorten it, or raise the limit"
-            )
-        self._check_token_ids(params)
-        bad_words = self.output_processor.encode_bad_words(params.bad_words)
-        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
-        # One of the siblings has the prompt's log-probabilities; the others may use the cache.
-        others = dataclasses.replace(params, prompt_logprobs=None)
-        sequences = [
-            Sequence(
-                next(self._ids),
-                token_ids,
-                others if index else params,
-                seed=(seed + index) % 2**63,
-                priority=priority,
-                bad_words=bad_words,
-            )
-            for index in range(params.n)
-        ]
-        return self.output_processor.make_request(
-            sequences[0].seq_id, text, params, sequences, stream=stream
-        )
-
-    def queue(self, request: Request) -> None:
-        """Queue what `make_request` made.
-
-        Raises:
-            EngineDeadError: the engine is down.
-        """
-        self.executor.check_health()
-        self.output_processor.add(request)
-        # The others follow when the first has computed the prompt: they find its blocks cached.
-        self.scheduler.add(request.unqueued.pop(0))
+        self._in_flight: deque[tuple[Schedule, Future]] = deque()  # oldest first
+        self._outputs: list[RequestOutput] = []  # for the next step() to return
 
     def add_request(
         self,
@@ -133,142 +72,120 @@ class LLMEngine:
         priority: int = 0,
         stream: bool = False,
     ) -> int:
-        """Queue a request and return its id. Lower priorities go first, equal ones by arrival.
+        """Queue a request and return its id. Lower priority values go first, then earlier arrivals.
 
         Args:
-            stream: let `step` return the news of each step rather than everything at the end.
+            stream: make `step` return the request's delta of each step, not one output at the end.
 
         Raises:
-            InvalidRequestError: the prompt or a parameter cannot be served.
+            InvalidRequestError: the prompt or a parameter is invalid or unsupported.
             EngineDeadError: the engine is down.
         """
-        request = self.make_request(prompt, sampling_params, priority=priority, stream=stream)
+        request = self.input_processor.make_request(
+            prompt, sampling_params, priority=priority, stream=stream
+        )
         self.queue(request)
         return request.request_id
 
-    def step(self) -> list[RequestOutput]:
-        """Launch a step, take the oldest one's tokens, and return what there is to send.
+    def queue(self, request: Request) -> None:
+        """Queue a request that `input_processor.make_request` made.
 
         Raises:
-            EngineDeadError: a worker died. (After any error the step's requests are queued again.)
+            EngineDeadError: the engine is down.
+        """
+        self.executor.check_health()
+        self.output_processor.add_request(request)
+        # The others follow once the first has computed the prompt: they find its blocks cached.
+        self.scheduler.add(request.unqueued.pop(0))
+
+    def step(self) -> list[RequestOutput]:
+        """Launch a step, process the oldest step's tokens, and return the outputs to send.
+
+        Raises:
+            EngineDeadError: a worker died. After any error the requests of the step are queued
+                again.
         """
         schedule = self.scheduler.schedule()
         if schedule is not None:
-            self._launch(schedule)
+            self._launch_step(schedule)
         if self._in_flight and (schedule is None or len(self._in_flight) > self._queue_depth):
-            self._retire()
+            self._process_oldest_step()
         outputs, self._outputs = self._outputs, []
         return outputs
 
     def abort(self, request_id: int) -> RequestOutput | None:
-        """End a request and return what was not sent of its output; None if it is not running."""
-        request = self.output_processor.get(request_id)
+        """End a request and return its output that was not sent yet; None if it is not running."""
+        request = self.output_processor.get_request(request_id)
         if request is None:
             return None
-        self._queue_rest(request)
-        for completion in request.completions:
-            self.scheduler.abort(completion.seq.seq_id)
-        return self.output_processor.output(request)
+        self._queue_remaining(request)
+        for seq in request.sequences:
+            self.scheduler.abort(seq.seq_id)
+        return self.output_processor.make_output(request)
 
     def is_running(self, request_id: int) -> bool:
         """Whether a request is queued or running."""
-        return self.output_processor.get(request_id) is not None
+        return self.output_processor.get_request(request_id) is not None
 
     def is_finished(self) -> bool:
-        """Whether nothing is left to run or to return; what is still in flight is superfluous."""
+        """Whether no request is unfinished and no output waits; steps in flight do not count."""
         return not (self.scheduler.num_unfinished or self._outputs)
 
-    def put_back(self, outputs: list[RequestOutput]) -> None:
-        """Return `outputs` from the next `step()`: they belong to another caller."""
+    def defer_outputs(self, outputs: list[RequestOutput]) -> None:
+        """Make the next `step()` return these outputs; their requests belong to other callers."""
         self._outputs += outputs
 
     def discard(self, request_id: int) -> None:
-        """End a request whose output nobody will read, and drop what was not yet returned of it."""
+        """End a request and drop its outputs, also those that `step()` has not returned yet."""
         self.abort(request_id)
         self._outputs = [output for output in self._outputs if output.request_id != request_id]
 
     def shutdown(self) -> None:
-        """End the workers and free the model. May be called again; also called when the engine is
-        collected.
+        """End the workers and free the model. May be called again.
+
+        Garbage collection of the engine and the exit of Python do the same.
         """
         self._finalizer()
 
-    def _launch(self, schedule: Schedule) -> None:
+    def _launch_step(self, schedule: Schedule) -> None:
         try:
-            self._note_scheduled(schedule)  # before it runs: in process, execute() computes
+            # Before execute(), which computes the whole step if it runs in this process.
+            self._set_first_scheduled_times(schedule)
             self._in_flight.append((schedule, self.executor.execute(schedule)))
         except BaseException:
             self.scheduler.abandon(schedule)
             raise
 
-    def _note_scheduled(self, schedule: Schedule) -> None:
+    def _set_first_scheduled_times(self, schedule: Schedule) -> None:
         for admission in schedule.admissions:
             request = self.output_processor.request_of(admission.seq_id)
             if request is not None and request.first_scheduled_time is None:
                 request.first_scheduled_time = time.monotonic()
 
-    def _retire(self) -> None:
+    def _process_oldest_step(self) -> None:
+        """Wait for the oldest step in flight, process its tokens and collect the outputs."""
         schedule, future = self._in_flight[0]
         try:
             result = future.result()
         except BaseException:
-            while self._in_flight:  # what was launched after it has read what it did not write
+            # The steps launched after a failed one may have read KV that it did not write.
+            while self._in_flight:
                 self.scheduler.abandon(self._in_flight.popleft()[0])
             raise
         self._in_flight.popleft()
-        with_news: dict[int, Request] = {}
+        updated: dict[int, Request] = {}
         now = time.monotonic()
         for seq in self.scheduler.update(schedule, result):
-            request, stop_string = self.output_processor.read(seq, now)
+            request, stop_string = self.output_processor.process_tokens(seq, now)
             if stop_string is not None:
                 self.scheduler.finish(seq.seq_id, "stop", stop_string)
-            self._queue_rest(request)
+            self._queue_remaining(request)
             if request.stream or seq.is_finished:
-                with_news[request.request_id] = request
-        outputs = map(self.output_processor.output, with_news.values())
+                updated[request.request_id] = request
+        outputs = map(self.output_processor.make_output, updated.values())
         self._outputs += [output for output in outputs if output is not None]
 
-    def _queue_rest(self, request: Request) -> None:
+    def _queue_remaining(self, request: Request) -> None:
+        """Queue the request's sequences that the scheduler does not have yet."""
         while request.unqueued:
             self.scheduler.add(request.unqueued.pop(0))
-
-    def _check_token_ids(self, params: SamplingParams) -> None:
-        """Refuse parameters that name tokens which the model does not have."""
-        last = self.cache_info.vocab_size - 1
-        for name, token_ids in (
-            ("stop_token_ids", params.stop_token_ids),
-            ("allowed_token_ids", params.allowed_token_ids or ()),
-            ("logit_bias", [token for token, _ in params.logit_bias]),
-        ):
-            if max(token_ids, default=0) > last:
-                raise InvalidRequestError(
-                    f"{name} holds token {max(token_ids)}; this model's last is {last}"
-                )
-
-    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, Mapping):
-            if len(prompt) != 1 or not prompt.keys() <= {"prompt", "prompt_token_ids"}:
-                raise InvalidRequestError(
-                    f'a prompt dictionary has one key, "prompt" or "prompt_token_ids", '
-                    f"got {list(prompt)}"
-                )
-            (prompt,) = prompt.values()
-        if isinstance(prompt, str):
-            token_ids = self.output_processor.encode(prompt)
-            if not token_ids:
-                raise InvalidRequestError("the prompt is empty: give at least one token")
-            return prompt, token_ids
-        if not isinstance(prompt, Seq) or isinstance(prompt, bytes):
-            raise InvalidRequestError(
-                "a prompt must be a string or a list of token ids, "
-                f"got {type(prompt).__name__} {prompt!r:.80}"
-            )
-        if not prompt:
-            raise InvalidRequestError("the prompt is empty: give at least one token")
-        last = self.cache_info.vocab_size - 1
-        return None, [
-            token
-            if type(token) is int and 0 <= token <= last
-            else check_int(InvalidRequestError, f"prompt token {index}", token, 0, last)
-            for index, token in enumerate(prompt)
-        ]

@@ -1,197 +1,69 @@
-"""From token ids to what a user reads, and from text to prompts: the part that knows text.
+"""Tokens to outputs: follows requests, decodes their tokens and makes what the user gets.
 
-A request is one prompt and n sequences; the scheduler knows the sequences alone.
+Knows no prompts and no scheduling.
 """
 
-import logging
-import time
-from collections.abc import Iterable, Mapping, Sequence as Seq
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nanovllm.engine.detokenizer import Detokenizer
-from nanovllm.errors import CheckpointError, InvalidRequestError
+from nanovllm.engine.request import Completion, Request
 from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import TokenLogprobs
 from nanovllm.scheduler.sequence import Sequence
-from nanovllm.utils.hub import Checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-logger = logging.getLogger(__name__)
-
-
-class Completion:
-    """One sequence's way to the user: what was read of it, and what was sent."""
-
-    def __init__(self, index: int, seq: Sequence, detokenizer: Detokenizer | None) -> None:
-        self.index = index
-        self.seq = seq
-        self.detokenizer = detokenizer
-        self.num_tokens = 0  # output tokens read; those after a stop string never are
-        self.num_sent_tokens = 0
-        self.num_sent_chars = 0
-        self.sent_end = False
-
-
-class Request:
-    """A prompt, its n completions, and when things happened to it."""
-
-    def __init__(
-        self,
-        request_id: int,
-        prompt: str | None,
-        params: SamplingParams,
-        completions: list[Completion],
-        *,
-        stream: bool,
-    ) -> None:
-        self.request_id = request_id
-        self.prompt = prompt
-        self.prompt_token_ids = list(completions[0].seq.token_ids)  # all its outputs share it
-        self.params = params
-        self.completions = completions
-        self.stream = stream
-        self.arrival_time = time.monotonic()
-        self.first_scheduled_time: float | None = None
-        self.first_token_time: float | None = None
-        self.last_token_time: float | None = None
-        self.sent_prompt_logprobs = False
-        self.unqueued = [completion.seq for completion in completions]
-
-    @property
-    def is_finished(self) -> bool:
-        return all(completion.seq.is_finished for completion in self.completions)
-
 
 class OutputProcessor:
-    """Encodes prompts, follows requests and makes outputs.
+    """Follows requests from `add_request` until their last output.
 
-    Without a tokenizer it serves token ids and empty texts.
+    Args:
+        tokenizer: None if the checkpoint has none; all texts are then empty.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase | None") -> None:
-        self.tokenizer = tokenizer
+        self._tokenizer = tokenizer
         self._requests: dict[int, Request] = {}
-        self._completions: dict[int, tuple[Request, Completion]] = {}  # by sequence
-        self._decoded: dict[int, str] = {}  # single tokens, for log-probabilities
+        self._completions: dict[int, Completion] = {}  # by sequence id
+        self._decoded_tokens: dict[int, str] = {}  # decoded alone, for log-probabilities
 
-    def encode(self, prompt: str) -> list[int]:
-        """Return the prompt's token ids.
-
-        Raises:
-            InvalidRequestError: the checkpoint has no tokenizer, or the text is not valid Unicode.
-        """
-        if self.tokenizer is None:
-            raise InvalidRequestError(
-                "this checkpoint has no tokenizer, so prompts must be lists of token ids, not text"
-            )
-        _check_unicode("the prompt", prompt)
-        token_ids: list[int] = self.tokenizer.encode(prompt)
-        return token_ids
-
-    def render(self, messages: Any, **options: Any) -> list[int]:
-        """Return the token ids of a conversation, by the chat template.
-
-        Raises:
-            InvalidRequestError: there is no chat template, or it refuses the messages.
-        """
-        if self.tokenizer is None:
-            raise InvalidRequestError(
-                "this checkpoint has no tokenizer, so there is no chat template"
-            )
-        is_list = isinstance(messages, Seq) and bool(messages)
-        if not is_list or not all(isinstance(message, Mapping) for message in messages):
-            raise InvalidRequestError(
-                f'a conversation is a list of {{"role": ..., "content": ...}}, got {messages!r:.80}'
-            )
-        try:
-            token_ids: list[int] = self.tokenizer.apply_chat_template(
-                list(messages), tokenize=True, return_dict=False, **options
-            )
-        except Exception as error:  # templates raise what they like
-            raise InvalidRequestError(f"the chat template cannot render this: {error}") from error
-        return token_ids
-
-    def encode_bad_words(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        """Return each word as tokens, as it stands and after a space where that is as long (vLLM).
-
-        Raises:
-            InvalidRequestError: the checkpoint has no tokenizer, or a word is not valid Unicode.
-        """
-        found: list[tuple[int, ...]] = []
-        for word in words:
-            if self.tokenizer is None:
-                raise InvalidRequestError(
-                    "this checkpoint has no tokenizer, so bad_words cannot be used"
-                )
-            _check_unicode("a word of bad_words", word)
-            bare = word.lstrip() or word  # of white space alone: as it stands
-            plain = tuple(self.tokenizer.encode(bare, add_special_tokens=False))
-            spaced = tuple(self.tokenizer.encode(" " + bare, add_special_tokens=False))
-            found += [plain] if plain else []
-            if plain and spaced and spaced[0] != plain[0] and len(spaced) == len(plain):
-                found.append(spaced)
-        return tuple(found)
-
-    def make_request(
-        self,
-        request_id: int,
-        prompt: str | None,
-        params: SamplingParams,
-        sequences: list[Sequence],
-        *,
-        stream: bool,
-    ) -> Request:
-        """Return a request that is not followed yet.
-
-        Raises:
-            InvalidRequestError: stop strings without a tokenizer.
-        """
-        if params.stop and self.tokenizer is None:
-            raise InvalidRequestError(
-                "this checkpoint has no tokenizer, so stop must be stop_token_ids"
-            )
-        completions = [
-            Completion(index, seq, self._detokenizer(params)) for index, seq in enumerate(sequences)
-        ]
-        return Request(request_id, prompt, params, completions, stream=stream)
-
-    def add(self, request: Request) -> None:
+    def add_request(self, request: Request) -> None:
         """Begin to follow a request."""
         self._requests[request.request_id] = request
-        for completion in request.completions:
-            self._completions[completion.seq.seq_id] = (request, completion)
+        for index, seq in enumerate(request.sequences):
+            detokenizer = self._make_detokenizer(request.params)
+            self._completions[seq.seq_id] = Completion(request, index, seq, detokenizer)
 
-    def get(self, request_id: int) -> Request | None:
-        """Return a followed request."""
+    def get_request(self, request_id: int) -> Request | None:
+        """Return a request that is being followed, None if there is none with this id."""
         return self._requests.get(request_id)
 
     def request_of(self, seq_id: int) -> Request | None:
-        """Return the request that a sequence belongs to."""
-        found = self._completions.get(seq_id)
-        return None if found is None else found[0]
+        """Return the request that a sequence belongs to, None if it is not followed."""
+        completion = self._completions.get(seq_id)
+        return None if completion is None else completion.request
 
-    def read(self, seq: Sequence, now: float) -> tuple[Request, str | None]:
-        """Take in a sequence's new tokens; return its request and the stop string that they
-        complete, if any.
+    def process_tokens(self, seq: Sequence, now: float) -> tuple[Request, str | None]:
+        """Read a sequence's new tokens; return its request and the stop string completed, if any.
 
         Args:
             now: time.monotonic() when the tokens came.
         """
-        request, completion = self._completions[seq.seq_id]
+        completion = self._completions[seq.seq_id]
+        request, detokenizer = completion.request, completion.detokenizer
         request.first_token_time = request.first_token_time or now
         request.last_token_time = now
-        params, detokenizer = request.params, completion.detokenizer
+        params = request.params
         if detokenizer is None or not (request.stream or params.stop):
-            completion.num_tokens = seq.num_output_tokens
+            completion.num_tokens = seq.num_output_tokens  # decoded all at once at the end
             return request, None
         while completion.num_tokens < seq.num_output_tokens:
             token = seq.token_ids[seq.num_prompt_tokens + completion.num_tokens]
             completion.num_tokens += 1
             search = completion.num_tokens >= params.min_tokens
-            if self._is_hidden_stop(seq, completion.num_tokens, params):
+            if completion.ends_with_hidden_stop:
                 continue
             if detokenizer.add(token, search=search):
                 return request, detokenizer.stop_string
@@ -201,55 +73,49 @@ class OutputProcessor:
             return request, detokenizer.stop_string
         return request, None
 
-    def output(self, request: Request) -> RequestOutput | None:
-        """Return what there is to send of a request, if anything; forget it when it is finished.
+    def make_output(self, request: Request) -> RequestOutput | None:
+        """Return the output to send now, if any; stop following a request that is finished.
 
-        For a stream the news, else everything once it is finished.
+        A stream sends the delta since its last output. Other requests send one output at the end.
         """
+        completions = [self._completions[seq.seq_id] for seq in request.sequences]
         finished = request.is_finished
         if finished:
             del self._requests[request.request_id]
-            for completion in request.completions:
-                del self._completions[completion.seq.seq_id]
-        if not request.stream:
-            return self._make_output(request, request.completions) if finished else None
-        news = [c for c in request.completions if self._has_news(c)]
-        return self._make_output(request, news) if news or finished else None
-
-    def _make_output(self, request: Request, completions: list[Completion]) -> RequestOutput:
-        first = request.completions[0].seq
-        prompt_logprobs = None
-        if request.params.prompt_logprobs is not None and not request.sent_prompt_logprobs:
-            request.sent_prompt_logprobs = True
-            prompt_logprobs = [
-                self._logprobs(found) if (found := first.prompt_logprobs.get(position)) else None
-                for position in range(first.num_prompt_tokens)
-            ]
+            for seq in request.sequences:
+                del self._completions[seq.seq_id]
+        if request.stream:
+            to_send = [completion for completion in completions if completion.has_delta]
+        else:
+            to_send = completions if finished else []
+        if not (to_send or finished):
+            return None
         return RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
             prompt_token_ids=request.prompt_token_ids,
-            outputs=[self._make_completion(request, completion) for completion in completions],
-            finished=request.is_finished,
-            num_cached_tokens=first.num_cached_tokens or 0,
+            outputs=[self._make_completion_output(completion) for completion in to_send],
+            finished=finished,
+            num_cached_tokens=request.sequences[0].num_cached_tokens or 0,
             metrics=RequestMetrics(
                 request.arrival_time,
                 request.first_scheduled_time,
                 request.first_token_time,
                 request.last_token_time,
-                sum(completion.num_tokens for completion in request.completions),
+                sum(completion.num_tokens for completion in completions),
             ),
-            prompt_logprobs=prompt_logprobs,
+            prompt_logprobs=self._take_prompt_logprobs(request),
         )
 
-    def _make_completion(self, request: Request, completion: Completion) -> CompletionOutput:
-        seq, detokenizer, params = completion.seq, completion.detokenizer, request.params
+    def _make_completion_output(self, completion: Completion) -> CompletionOutput:
+        """Return what was read of a completion and not sent yet, and mark it as sent."""
+        seq, detokenizer, request = completion.seq, completion.detokenizer, completion.request
+        params = request.params
         tokens = seq.output_token_ids[: completion.num_tokens]
         text, stop_string = "", None
         if detokenizer is not None:
             if not (request.stream or params.stop):
-                hidden = self._is_hidden_stop(seq, len(tokens), params)
-                detokenizer.add_all(tokens[: len(tokens) - hidden])
+                detokenizer.add_all(tokens[:-1] if completion.ends_with_hidden_stop else tokens)
             if seq.is_finished:
                 detokenizer.finish(search=False)
             end = detokenizer.safe_length(finished=seq.is_finished)
@@ -273,29 +139,26 @@ class OutputProcessor:
             logprobs=logprobs,
         )
 
-    def _has_news(self, completion: Completion) -> bool:
-        """Whether it has tokens or an end not sent. Tokens without text yet are sent as well."""
-        ended = completion.seq.is_finished and not completion.sent_end
-        return ended or completion.num_tokens > completion.num_sent_tokens
-
-    def _is_hidden_stop(self, seq: Sequence, num_tokens: int, params: SamplingParams) -> bool:
-        """Whether the last of the first `num_tokens` output tokens is a stop token to leave out."""
-        return (
-            seq.finish_reason == "stop"
-            and not isinstance(seq.stop_reason, str)
-            and num_tokens == seq.num_output_tokens
-            and not params.include_stop_str_in_output
-        )
-
-    def _detokenizer(self, params: SamplingParams) -> Detokenizer | None:
-        if self.tokenizer is None or not params.detokenize:
+    def _make_detokenizer(self, params: SamplingParams) -> Detokenizer | None:
+        if self._tokenizer is None or not params.detokenize:
             return None
         return Detokenizer(
-            self.tokenizer.backend_tokenizer,
+            self._tokenizer.backend_tokenizer,
             skip_special_tokens=params.skip_special_tokens,
             stop=params.stop,
             include_stop=params.include_stop_str_in_output,
         )
+
+    def _take_prompt_logprobs(self, request: Request) -> list[dict[int, Logprob] | None] | None:
+        """Return the prompt's log-probabilities once, with the request's first output."""
+        if request.params.prompt_logprobs is None or request.sent_prompt_logprobs:
+            return None
+        request.sent_prompt_logprobs = True
+        first = request.sequences[0]
+        return [
+            self._logprobs(found) if (found := first.prompt_logprobs.get(position)) else None
+            for position in range(first.num_prompt_tokens)
+        ]
 
     def _logprobs(self, found: TokenLogprobs) -> dict[int, Logprob]:
         ranks = [found.rank, *range(1, len(found.token_ids))]
@@ -305,39 +168,9 @@ class OutputProcessor:
         return entries
 
     def _decode_token(self, token_id: int) -> str:
-        if self.tokenizer is None:
+        if self._tokenizer is None:
             return ""
-        if token_id not in self._decoded:
-            decode = self.tokenizer.backend_tokenizer.decode
-            self._decoded[token_id] = decode([token_id], skip_special_tokens=False)
-        return self._decoded[token_id]
-
-
-def _check_unicode(what: str, text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidRequestError(f"{what} is not valid Unicode text: {error}") from error
-
-
-def load_tokenizer(checkpoint: Checkpoint) -> "PreTrainedTokenizerBase | None":
-    """Return the checkpoint's tokenizer, None if it has none; no code of the checkpoint is run.
-
-    Raises:
-        CheckpointError: its files cannot be read, or it is not one of the tokenizers library's.
-    """
-    if not checkpoint.has_tokenizer:
-        logger.warning("%s has no tokenizer: prompts must be token ids", checkpoint.path)
-        return None
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint.path, trust_remote_code=False)
-    except Exception as error:  # transformers and tokenizers raise many kinds for a broken file
-        raise CheckpointError(f"cannot load the tokenizer in {checkpoint.path}: {error}") from error
-    if not tokenizer.is_fast:
-        raise CheckpointError(
-            f"the tokenizer in {checkpoint.path} has no tokenizer.json; save it as a fast tokenizer"
-        )
-    found: PreTrainedTokenizerBase = tokenizer
-    return found
+        if token_id not in self._decoded_tokens:
+            decode = self._tokenizer.backend_tokenizer.decode
+            self._decoded_tokens[token_id] = decode([token_id], skip_special_tokens=False)
+        return self._decoded_tokens[token_id]

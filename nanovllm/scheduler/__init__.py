@@ -1,1 +1,1 @@
-"""Decides what each step computes. Knows no tensors and no text."""
+"""Decides which tokens each step computes and which KV blocks hold them. Knows no tensors."""

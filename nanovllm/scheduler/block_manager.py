@@ -1,8 +1,8 @@
-"""KV blocks: who owns which, and which hold a prefix that another sequence can use.
+"""KV blocks: which sequences own them, and which blocks the prefix cache holds.
 
-The prefix cache is a trie. A cached block's key is (unique id of its parent, xxh64 of its own
-tokens), and its tokens are compared on a hit, so a hash collision costs a miss and never a wrong
-answer. Knows nothing of tensors.
+The prefix cache is a trie. The key of a cached block is (unique id of its parent block, xxh64 of
+its own tokens). A hit also compares the tokens, so a hash collision costs a miss and never gives a
+wrong prefix. Knows no tensors.
 """
 
 from array import array
@@ -16,8 +16,10 @@ from nanovllm.scheduler.sequence import ROOT_UID, Sequence
 
 
 class Block:
-    """A KV block. `uid` is None unless its contents are published; it names contents and is never
-    used again.
+    """A KV block.
+
+    A block is cached if and only if it has a `uid`, a unique id of its contents that is never
+    reused. A block with `ref_count` 0 is free; if it is also cached, a prefix hit can revive it.
     """
 
     __slots__ = ("key", "ref_count", "tokens", "uid")
@@ -30,7 +32,17 @@ class Block:
 
 
 class BlockManager:
-    """Gives blocks to sequences and takes them back; every operation is O(blocks it touches)."""
+    """Allocates KV blocks to sequences and caches full blocks for other sequences.
+
+    Invariants, which `check()` verifies:
+    - A block's `ref_count` is the number of block tables that hold it; at 0 the block is free.
+    - Only a cached block has a `ref_count` above 1.
+    - A cached block is full, and its key leads to it.
+
+    A block may be cached only once its KV is written: `publish` relies on its caller for this. Free
+    blocks are reused in LRU order, blocks that are not cached first. Every operation costs O(blocks
+    that it touches), whatever the size of the pool.
+    """
 
     def __init__(
         self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True
@@ -38,8 +50,8 @@ class BlockManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.blocks = [Block() for _ in range(num_blocks)]
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # LRU first
-        self._cached: dict[tuple[int, int], int] = {}
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # LRU order
+        self._cached: dict[tuple[int, int], int] = {}  # key -> block id
         self._uids = count(ROOT_UID + 1)
 
     @property
@@ -47,33 +59,36 @@ class BlockManager:
         return len(self._free)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens."""
+        """Return the number of blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def match_prefix(self, seq: Sequence) -> list[int]:
-        """Return the longest cached chain of blocks that `seq` begins with, and change nothing.
+        """Return the ids of the longest chain of cached blocks that `seq` begins with.
 
-        At least one token is left to compute: without it there is no hidden state to sample from.
+        The chain never covers the last token: its hidden state is needed to sample the next one.
         """
         if not self.enable_prefix_caching:
             return []
         matched: list[int] = []
         parent_uid = ROOT_UID
-        for key_hash, tokens in self._keys(seq, (len(seq.token_ids) - 1) // self.block_size):
+        for key_hash, tokens in self._block_keys(seq, (len(seq.token_ids) - 1) // self.block_size):
             block_id = self._cached.get((parent_uid, key_hash))
             if block_id is None or self.blocks[block_id].tokens != tokens:
                 break
             matched.append(block_id)
-            parent_uid = self.blocks[block_id].uid  # type: ignore[assignment]  # cached: has a uid
+            parent_uid = self.blocks[block_id].uid  # type: ignore[assignment]  # never None
         return matched
 
     def allocate_blocks(
         self, seq: Sequence, num_tokens: int, cached_blocks: Seq[int] = ()
     ) -> list[int] | None:
-        """Extend `seq`'s block table to hold its first `num_tokens` tokens, all or nothing.
+        """Extend a sequence's block table to hold its first `num_tokens` tokens, all or nothing.
 
-        `cached_blocks`, from `match_prefix`, come first in a table that is still empty.
-        Returns the blocks appended, or None (and changes nothing) where there is no space.
+        Args:
+            cached_blocks: the result of `match_prefix`, to begin an empty block table with.
+
+        Returns:
+            The ids of the blocks appended; None, with nothing changed, if too few blocks are free.
         """
         num_new = self.blocks_for(num_tokens) - len(seq.block_table) - len(cached_blocks)
         if num_new <= 0 and not cached_blocks:
@@ -88,23 +103,22 @@ class BlockManager:
             block.ref_count += 1
             seq.parent_uid = block.uid
         seq.num_published_blocks += len(cached_blocks)
-        appended = [*cached_blocks, *(self._take_free() for _ in range(num_new))]
+        appended = [*cached_blocks, *(self._take_free_block() for _ in range(num_new))]
         seq.block_table += appended
         return appended
 
     def publish(self, seq: Sequence, num_written: int) -> None:
-        """Offer to others the full blocks among `seq`'s first `num_written` tokens, whose KV is
-        written.
+        """Cache the full blocks of a sequence's first `num_written` tokens, whose KV is written.
 
-        Of two blocks with the same contents the first stays cached; the other sequence goes on
-        below it.
+        If a block with the same contents is cached already, it stays cached, and the sequence's
+        next blocks are cached as its children.
         """
         if not self.enable_prefix_caching:
             return
         num_full = min(num_written, len(seq.token_ids)) // self.block_size
         if num_full <= seq.num_published_blocks:
             return
-        keys = self._keys(seq, num_full)
+        keys = self._block_keys(seq, num_full)
         while seq.parent_uid is not None and seq.num_published_blocks < num_full:
             key_hash, tokens = keys[seq.num_published_blocks]
             key = (seq.parent_uid, key_hash)
@@ -112,15 +126,15 @@ class BlockManager:
             block = self.blocks[block_id]
             if block.uid is None:
                 block.uid, block.key, block.tokens = next(self._uids), key, tokens
-            elif block.tokens != tokens:  # a collision: what follows has no parent to hang from
+            elif block.tokens != tokens:  # a hash collision: later blocks have no cached parent
                 seq.parent_uid = None
                 return
             seq.parent_uid = block.uid
             seq.num_published_blocks += 1
 
     def free(self, seq: Sequence) -> None:
-        """Take back all of `seq`'s blocks. Cached ones stay readable until they are needed."""
-        for block_id in reversed(seq.block_table):  # the tail is evicted before the prefix
+        """Free all blocks of a sequence. Cached blocks stay in the prefix cache until reused."""
+        for block_id in reversed(seq.block_table):  # so that the tail is evicted before the prefix
             block = self.blocks[block_id]
             block.ref_count -= 1
             if block.ref_count == 0:
@@ -132,10 +146,13 @@ class BlockManager:
         seq.parent_uid = ROOT_UID
 
     def check(self, sequences: Iterable[Sequence]) -> None:
-        """Verify every invariant, given all sequences that may own blocks. For tests: O(pool).
+        """Verify every invariant. For tests only: it reads the whole pool.
+
+        Args:
+            sequences: all sequences that own blocks.
 
         Raises:
-            AssertionError: a block is leaked, owned without a reference, or wrongly cached.
+            AssertionError: a block is leaked, has a wrong `ref_count`, or is wrongly cached.
         """
         owners: Counter[int] = Counter()
         for seq in sequences:
@@ -143,16 +160,17 @@ class BlockManager:
             assert seq.num_published_blocks <= len(seq.block_table)
             owners.update(seq.block_table)
         for block_id, block in enumerate(self.blocks):
-            assert block.ref_count == owners[block_id], f"block {block_id}: owners and references"
+            assert block.ref_count == owners[block_id], f"block {block_id}: wrong ref_count"
             assert (block.ref_count == 0) == (block_id in self._free), f"block {block_id}: leaked"
-            assert block.ref_count <= 1 or block.uid is not None, f"block {block_id}: shared unread"
+            assert block.ref_count <= 1 or block.uid is not None, f"block {block_id}: not cached"
             assert (block.uid is None) == (block.key is None)
             if block.key is not None:
                 assert self._cached[block.key] == block_id
                 assert len(block.tokens) == self.block_size * _TOKEN_BYTES
         assert all(self.blocks[b].key == key for key, b in self._cached.items())
 
-    def _take_free(self) -> int:
+    def _take_free_block(self) -> int:
+        """Return the least recently used free block, removed from the prefix cache."""
         block_id, _ = self._free.popitem(last=False)
         block = self.blocks[block_id]
         if block.key is not None:
@@ -161,10 +179,8 @@ class BlockManager:
         block.ref_count = 1
         return block_id
 
-    def _keys(self, seq: Sequence, num_blocks: int) -> list[tuple[int, bytes]]:
-        """(hash, tokens) of at least the first `num_blocks` blocks; each is hashed once in a
-        lifetime.
-        """
+    def _block_keys(self, seq: Sequence, num_blocks: int) -> list[tuple[int, bytes]]:
+        """Return (hash, tokens) of each of the first `num_blocks` blocks; hash each only once."""
         for i in range(len(seq.block_keys), num_blocks):
             tokens = seq.token_ids[i * self.block_size : (i + 1) * self.block_size]
             data = array("I", tokens).tobytes()

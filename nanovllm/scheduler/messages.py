@@ -1,8 +1,7 @@
-"""The values that cross between the engine and its workers: plain Python, picklable, never changed
-once made.
+"""The messages between the engine and its workers: plain Python values, picklable, never changed.
 
-Each worker keeps tables with one row for each running sequence. A step names rows by `table_idx`
-and carries only what changed.
+Each worker keeps tables with one row for each running sequence. A `Schedule` names a table row by
+its `table_idx` and carries only what changed since the previous step.
 """
 
 import dataclasses
@@ -12,27 +11,27 @@ from nanovllm.sampling_params import SamplingParams
 
 
 class Admission(NamedTuple):
-    """A sequence takes a table row: at its first admission, or again after a preemption.
+    """A sequence takes a table row, whose old contents are overwritten.
 
-    The row is overwritten.
+    This happens at its first admission and at each resumption after a preemption.
     """
 
     seq_id: int
     table_idx: int
     token_ids: list[int]
-    """Every token known so far: the prompt and what was generated."""
+    """All tokens known so far: the prompt and the generated tokens."""
     num_prompt_tokens: int
     block_ids: list[int]
     params: SamplingParams
     seed: int
     stop_token_ids: frozenset[int]
-    """Tokens that end the sequence; not to be sampled before params.min_tokens."""
+    """Tokens that end the sequence; they must not be sampled before params.min_tokens."""
     bad_words: tuple[tuple[int, ...], ...]
-    """params.bad_words as tokens."""
+    """params.bad_words as token ids."""
 
 
 class NewBlocks(NamedTuple):
-    """Blocks appended to a table row's block table, from index `start` on."""
+    """Blocks appended to the block table of a table row, at index `start`."""
 
     table_idx: int
     start: int
@@ -40,8 +39,9 @@ class NewBlocks(NamedTuple):
 
 
 class Row(NamedTuple):
-    """The tokens of one sequence in this step: positions [num_computed_tokens, +
-    num_scheduled_tokens).
+    """One sequence's part of a step.
+
+    It computes positions num_computed_tokens to num_computed_tokens + num_scheduled_tokens - 1.
     """
 
     seq_id: int
@@ -49,14 +49,14 @@ class Row(NamedTuple):
     num_computed_tokens: int
     num_scheduled_tokens: int
     samples: bool
-    """The row reaches the end of its sequence, so its last hidden state gives the next token."""
+    """Whether the row reaches the sequence's end, so that its last hidden state gives a token."""
     draft_token_ids: tuple[int, ...] = ()
-    """Guesses at the last tokens of the row, which the step verifies."""
+    """Proposed values of the row's last tokens, which the step verifies."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Schedule:
-    """One step of work."""
+    """One step: which sequences enter the tables, and which tokens to compute."""
 
     step_id: int
     admissions: list[Admission]
@@ -69,42 +69,44 @@ class Schedule:
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities at one position: the token that is there, then the most likely ones."""
+    """Log-probabilities at one position: the actual token first, then the most likely tokens."""
 
     token_ids: list[int]
     logprobs: list[float]
     rank: int
-    """Of the token that is there, among the whole vocabulary; 1 is the most likely."""
+    """Rank of the actual token in the whole vocabulary; 1 is the most likely."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step produced."""
+    """The tokens and log-probabilities that a step produced."""
 
     step_id: int
     token_ids: list[list[int]]
-    """For each row that samples, in order: the drafts that held, then one token more."""
+    """For each row that samples, in order: the accepted draft tokens, then one sampled token."""
     draft_token_ids: list[list[int]] = dataclasses.field(default_factory=list)
-    """For each row that samples, in order: guesses at what comes next; empty without a proposer."""
+    """For each row that samples, in order: proposed next tokens; empty without a proposer."""
     logprobs: dict[int, list[TokenLogprobs]] = dataclasses.field(default_factory=dict)
-    """By sequence id, for those that ask: log-probabilities of the tokens in `token_ids`."""
+    """By id of the sequences with params.logprobs: log-probabilities of their `token_ids`."""
     prompt_logprobs: dict[int, list[tuple[int, TokenLogprobs]]] = dataclasses.field(
         default_factory=dict
     )
-    """By sequence id, for those that ask: log-probabilities of prompt tokens, by position."""
+    """By id of the sequences with params.prompt_logprobs: (position, log-probabilities) of prompt
+    tokens."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CacheInfo:
-    """What starting the workers found out."""
+    """Sizes that the workers found at start-up."""
 
     num_blocks: int
-    """The smallest number of KV blocks that any rank can hold."""
+    """Number of KV blocks that every rank can hold: the minimum over the ranks."""
     block_size: int
     max_model_len: int
-    """Config's, cut to the positions that the model has."""
+    """Config.max_model_len, reduced to the model's number of positions if that is smaller."""
     vocab_size: int
     max_num_batched_tokens: int
-    """Config's, or what suits the device."""
+    """Config.max_num_batched_tokens, or the device's default."""
     runs_ahead: bool = False
-    """Steps run beside the host, so launching one before the last one's tokens are known pays."""
+    """Whether steps run asynchronously to the host. If so, the engine launches a step before it
+    knows the tokens of the previous one."""

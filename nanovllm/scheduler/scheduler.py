@@ -1,7 +1,8 @@
-"""Decides what each step computes: closes the gap between `num_tokens` and `num_computed_tokens`.
+"""Decides which tokens each step computes.
 
-Knows no phases (prefill, decode, resume and draft verification are the same arithmetic), no
-tensors and no text. A step's cost depends on what runs, never on how many wait.
+A sequence has `num_tokens` and `num_computed_tokens`; a step computes some of the difference. The
+scheduler knows no phases (prefill, decode, resumption and draft verification are the same
+arithmetic), no tensors and no text.
 """
 
 import dataclasses
@@ -15,23 +16,29 @@ from nanovllm.scheduler.sequence import Sequence
 
 
 @dataclasses.dataclass(slots=True)
-class EngineStats:
-    """Counts since the engine started; the difference of two readings over the time between is a
-    rate.
-    """
+class SchedulerStats:
+    """Counts since the engine started."""
 
     num_prefill_tokens: int = 0
-    """Tokens computed that gave no output token."""
+    """Computed tokens from which no output token was sampled."""
     num_decode_tokens: int = 0
     """Output tokens."""
 
 
 class Scheduler:
-    """Continuous batching with chunked prefill, prefix hits and preemption by recompute.
+    """Continuous batching with chunked prefill, prefix caching and preemption by recomputation.
 
-    Order is (priority, arrival) everywhere: the head of the queue is admitted first and nobody
-    passes it; when the pool is full the last in order gives its blocks back and waits again.
-    `schedule()` may be called again before `update()` has taken the last step's result.
+    Invariants, which `check()` verifies:
+    - Every unfinished sequence is either running or waiting.
+    - A running sequence owns a table row, and KV blocks for its computed tokens at least. A waiting
+      sequence owns neither.
+    - Running sequences are sorted by (priority, arrival).
+    - `0 <= num_computed_tokens <= num_tokens <= max_model_len`.
+
+    Waiting sequences are admitted in the same order, up to the first that does not fit. If the pool
+    is full, the last running sequence is preempted: it loses its KV and waits again. Steps may
+    overlap: tokens that a launched step will sample are counted as pending. The cost of a step
+    depends on the running sequences, not on how many are waiting.
     """
 
     def __init__(
@@ -47,10 +54,10 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
-        self.stats = EngineStats()
-        self.running: list[Sequence] = []  # sorted by order; each owns a table row
-        self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # heap; may hold finished ones
-        self._sequences: dict[int, Sequence] = {}  # every unfinished one
+        self.stats = SchedulerStats()
+        self.running: list[Sequence] = []  # sorted by `Sequence.order`
+        self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # heap, with finished ones too
+        self._sequences: dict[int, Sequence] = {}  # unfinished, by id
         self._free_table_indices = list(reversed(range(max_num_seqs)))
         self._step_ids = count()
 
@@ -63,7 +70,7 @@ class Scheduler:
         return len(self._sequences) - len(self.running)
 
     def add(self, seq: Sequence) -> None:
-        """Queue a new sequence; its prompt must leave room for one token in max_model_len."""
+        """Queue a new sequence, whose prompt must be shorter than max_model_len."""
         assert 0 < seq.num_prompt_tokens < self.max_model_len
         eos = frozenset() if seq.params.ignore_eos else self.eos_token_ids
         seq.stop_token_ids = eos.union(seq.params.stop_token_ids)
@@ -73,101 +80,47 @@ class Scheduler:
         self._enqueue(seq)
 
     def schedule(self) -> Schedule | None:
-        """Choose the next step's rows and give them blocks; None if nothing can be launched now."""
-        budget = self.max_num_batched_tokens
-        admissions: list[Admission] = []
-        new_blocks: list[NewBlocks] = []
+        """Return the next step, with blocks allocated for its rows; None if nothing can run now.
+
+        May be called again before `update()` has taken the result of the previous step.
+        """
         rows: list[Row] = []
-        preempted = False
-
-        index = 0
-        while index < len(self.running) and budget > 0:
-            seq = self.running[index]
-            num_scheduled = min(self._gap(seq), budget)
-            if num_scheduled > 0:
-                table_idx = seq.table_idx
-                assert table_idx is not None
-                end = seq.num_computed_tokens + num_scheduled
-                start = len(seq.block_table)
-                while (appended := self.block_manager.allocate_blocks(seq, end)) is None:
-                    preempted = True  # victims come later in order, so none has a row in this step
-                    if self._preempt_last() is seq:
-                        break
-                if appended is None:
-                    break
-                if appended:
-                    new_blocks.append(NewBlocks(table_idx, start, appended))
-                rows.append(self._launch(seq, num_scheduled))
-                budget -= num_scheduled
-            index += 1
-
-        while not preempted and budget > 0 and self._free_table_indices:
-            head = self._head()
-            if head is None or head.num_in_flight_steps:  # preempted with a token still unknown
-                break
-            # Prompt tokens from the cache have no hidden states to take log-probabilities from.
-            wants_all = head.params.prompt_logprobs is not None
-            cached = [] if wants_all else self.block_manager.match_prefix(head)
-            blocks = self.block_manager.allocate_blocks(head, head.num_tokens, cached)
-            if blocks is None:
-                break
-            heapq.heappop(self._waiting)
-            head.num_computed_tokens = len(cached) * self.block_manager.block_size
-            if head.num_cached_tokens is None:
-                head.num_cached_tokens = head.num_computed_tokens
-            head.table_idx = self._free_table_indices.pop()
-            insort(self.running, head, key=lambda s: s.order)
-            admissions.append(
-                Admission(
-                    head.seq_id,
-                    head.table_idx,
-                    list(head.token_ids),  # a copy: it grows while the step is in flight
-                    head.num_prompt_tokens,
-                    blocks,
-                    head.params,
-                    head.seed,
-                    head.stop_token_ids,
-                    head.bad_words,
-                )
-            )
-            num_scheduled = min(self._gap(head), budget)
-            rows.append(self._launch(head, num_scheduled))
-            budget -= num_scheduled
-
+        new_blocks, budget, preempted = self._schedule_running(rows)
+        admissions = [] if preempted else self._admit_waiting(rows, budget)
         if not rows:
             return None
         return Schedule(next(self._step_ids), admissions, new_blocks, rows)
 
     def update(self, schedule: Schedule, result: StepResult) -> list[Sequence]:
-        """Take a step's tokens; return the sequences that got any, finished ones included."""
+        """Append a step's tokens; return the sequences that got any, finished ones included."""
         assert schedule.step_id == result.step_id
         sampled = iter(result.token_ids)
         drafts = iter(result.draft_token_ids)
         advanced: list[Sequence] = []
         num_prefill_tokens = num_decode_tokens = 0
-        for seq_id, _, start, num_scheduled, samples, draft_token_ids in schedule.rows:
-            num_prefill_tokens += num_scheduled - samples
-            if samples:
+        for row in schedule.rows:
+            num_prefill_tokens += row.num_scheduled_tokens - row.samples
+            if row.samples:
                 tokens, next_drafts = next(sampled), next(drafts, None)
-            seq = self._sequences.get(seq_id)
+            seq = self._sequences.get(row.seq_id)
             if seq is None:  # finished or aborted while the step was in flight
                 continue
             seq.num_in_flight_steps -= 1
-            if seq_id in result.prompt_logprobs:
-                seq.prompt_logprobs.update(result.prompt_logprobs[seq_id])
-            num_written = start + num_scheduled
-            if samples:
-                num_rejected = len(draft_token_ids) + 1 - len(tokens)
-                assert 0 <= num_rejected <= len(draft_token_ids)
+            if row.seq_id in result.prompt_logprobs:
+                seq.prompt_logprobs.update(result.prompt_logprobs[row.seq_id])
+            num_written = row.num_computed_tokens + row.num_scheduled_tokens
+            if row.samples:
+                num_rejected = len(row.draft_token_ids) + 1 - len(tokens)
+                assert 0 <= num_rejected <= len(row.draft_token_ids)
                 num_written -= num_rejected
                 seq.num_pending_tokens -= 1
                 if seq.table_idx is not None:
                     seq.num_computed_tokens -= num_rejected
-                self._append(seq, tokens)
+                self._append_tokens(seq, tokens)
                 num_decode_tokens += len(tokens)
-                if seq_id in result.logprobs:
+                if row.seq_id in result.logprobs:
                     num_missing = seq.num_output_tokens - len(seq.logprobs)
-                    seq.logprobs += result.logprobs[seq_id][:num_missing]
+                    seq.logprobs += result.logprobs[row.seq_id][:num_missing]
                 if next_drafts and seq.table_idx is not None:
                     room = seq.room - seq.num_pending_tokens
                     seq.draft_token_ids = next_drafts[: max(0, room - 1)]
@@ -181,7 +134,7 @@ class Scheduler:
         return advanced
 
     def abandon(self, schedule: Schedule) -> None:
-        """Take back a step that failed: its sequences keep their tokens, lose their KV, wait."""
+        """Undo a failed step: its sequences keep their tokens, lose their KV and wait again."""
         for row in schedule.rows:
             seq = self._sequences.get(row.seq_id)
             if seq is None:
@@ -193,13 +146,13 @@ class Scheduler:
                 self._preempt(seq)
 
     def abort(self, seq_id: int) -> Sequence | None:
-        """End a sequence now, wherever it is, and free what it holds; None if there is none."""
+        """End an unfinished sequence, free what it owns and return it; None if there is none."""
         return self.finish(seq_id, "abort")
 
     def finish(
         self, seq_id: int, finish_reason: str, stop_reason: str | None = None
     ) -> Sequence | None:
-        """Like `abort`, for a reason that the caller found, such as a stop string in the text."""
+        """Do the same as `abort` for a reason that the caller found, such as a stop string."""
         seq = self._sequences.get(seq_id)
         if seq is not None:
             seq.finish_reason = finish_reason
@@ -208,7 +161,7 @@ class Scheduler:
         return seq
 
     def check(self) -> None:
-        """Verify every invariant. For tests: O(everything).
+        """Verify every invariant. For tests only: it reads all blocks and sequences.
 
         Raises:
             AssertionError: a table row, a block or a sequence is lost or owned twice, or a count is
@@ -231,17 +184,89 @@ class Scheduler:
             assert len(seq.block_table) >= self.block_manager.blocks_for(seq.num_computed_tokens)
             assert 0 <= seq.num_pending_tokens <= seq.num_in_flight_steps
 
-    def _gap(self, seq: Sequence) -> int:
-        """Tokens of `seq` to compute now; 0 once its last token is known or on its way."""
-        # With drafts, how many of them survive is not known yet.
+    def _schedule_running(self, rows: list[Row]) -> tuple[list[NewBlocks], int, bool]:
+        """Append rows for the running sequences, in order; preempt the last ones if blocks run out.
+
+        Returns:
+            The blocks added to block tables, the tokens left of the step's budget, and whether a
+            sequence was preempted.
+        """
+        budget = self.max_num_batched_tokens
+        new_blocks: list[NewBlocks] = []
+        preempted = False
+        index = 0
+        while index < len(self.running) and budget > 0:
+            seq = self.running[index]
+            num_scheduled = min(self._num_tokens_to_schedule(seq), budget)
+            if num_scheduled > 0:
+                table_idx = seq.table_idx
+                assert table_idx is not None
+                end = seq.num_computed_tokens + num_scheduled
+                start = len(seq.block_table)
+                while (appended := self.block_manager.allocate_blocks(seq, end)) is None:
+                    preempted = True  # the last in order, so it has no row in this step
+                    if self._preempt_last() is seq:
+                        return new_blocks, budget, preempted
+                if appended:
+                    new_blocks.append(NewBlocks(table_idx, start, appended))
+                rows.append(self._schedule_row(seq, num_scheduled))
+                budget -= num_scheduled
+            index += 1
+        return new_blocks, budget, preempted
+
+    def _admit_waiting(self, rows: list[Row], budget: int) -> list[Admission]:
+        """Admit waiting sequences in order until one does not fit; append their rows."""
+        admissions: list[Admission] = []
+        while budget > 0 and self._free_table_indices:
+            seq = self._first_waiting()
+            # A preempted sequence resumes only when the tokens of its steps in flight are known.
+            if seq is None or seq.num_in_flight_steps:
+                break
+            # Prompt log-probabilities need every prompt token's hidden state, so no prefix hits.
+            needs_all = seq.params.prompt_logprobs is not None
+            cached = [] if needs_all else self.block_manager.match_prefix(seq)
+            blocks = self.block_manager.allocate_blocks(seq, seq.num_tokens, cached)
+            if blocks is None:
+                break
+            heapq.heappop(self._waiting)
+            num_cached_tokens = len(cached) * self.block_manager.block_size
+            admissions.append(self._admit(seq, blocks, num_cached_tokens))
+            num_scheduled = min(self._num_tokens_to_schedule(seq), budget)
+            rows.append(self._schedule_row(seq, num_scheduled))
+            budget -= num_scheduled
+        return admissions
+
+    def _admit(self, seq: Sequence, block_ids: list[int], num_cached_tokens: int) -> Admission:
+        """Give a sequence a table row, add it to the running ones and return its admission."""
+        seq.num_computed_tokens = num_cached_tokens
+        if seq.num_cached_tokens is None:
+            seq.num_cached_tokens = num_cached_tokens
+        seq.table_idx = self._free_table_indices.pop()
+        insort(self.running, seq, key=lambda s: s.order)
+        return Admission(
+            seq.seq_id,
+            seq.table_idx,
+            list(seq.token_ids),  # a copy: the sequence grows while the step is in flight
+            seq.num_prompt_tokens,
+            block_ids,
+            seq.params,
+            seq.seed,
+            seq.stop_token_ids,
+            seq.bad_words,
+        )
+
+    def _num_tokens_to_schedule(self, seq: Sequence) -> int:
+        """Return how many tokens can be computed now; 0 once the last token is known or pending."""
+        # While drafts are pending, the position of the next token is not known.
         if seq.num_pending_tokens and (seq.draft_token_ids or seq.room <= seq.num_pending_tokens):
             return 0
         return seq.num_tokens - seq.num_computed_tokens
 
-    def _launch(self, seq: Sequence, num_scheduled: int) -> Row:
+    def _schedule_row(self, seq: Sequence, num_scheduled: int) -> Row:
+        """Return a row of the next `num_scheduled` tokens and count them as computed."""
         start = seq.num_computed_tokens
         num_left = seq.num_tokens - start - num_scheduled
-        if num_left and seq.draft_token_ids:  # drafts are verified in one row or not at all
+        if num_left and seq.draft_token_ids:  # one row verifies all drafts: keep those that fit
             seq.draft_token_ids = seq.draft_token_ids[:-num_left]
             num_left = seq.num_tokens - start - num_scheduled
         samples = num_left == 0
@@ -253,7 +278,8 @@ class Scheduler:
         seq.num_pending_tokens += samples
         return row
 
-    def _append(self, seq: Sequence, tokens: list[int]) -> None:
+    def _append_tokens(self, seq: Sequence, tokens: list[int]) -> None:
+        """Append tokens up to the first that finishes the sequence."""
         seq.draft_token_ids = []
         for token in tokens:
             seq.token_ids.append(token)
@@ -290,14 +316,14 @@ class Scheduler:
         if seq.table_idx is not None:
             self.running.remove(seq)
             self._release(seq)
-        elif len(self._waiting) > 2 * self.num_waiting + 16:  # mostly finished ones: drop them
+        elif len(self._waiting) > 2 * self.num_waiting + 16:  # most entries are finished
             self._waiting = [entry for entry in self._waiting if not entry[1].is_finished]
             heapq.heapify(self._waiting)
 
     def _enqueue(self, seq: Sequence) -> None:
         heapq.heappush(self._waiting, (seq.order, seq))
 
-    def _head(self) -> Sequence | None:
+    def _first_waiting(self) -> Sequence | None:
         while self._waiting and self._waiting[0][1].is_finished:
             heapq.heappop(self._waiting)
         return self._waiting[0][1] if self._waiting else None

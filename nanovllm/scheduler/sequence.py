@@ -1,20 +1,22 @@
-"""One request's tokens and counts. Changed by the scheduler and its block manager only.
+"""A sequence: its tokens and how many of them are computed.
 
-Knows no phases: what is left to do is `num_tokens - num_computed_tokens`.
+Only the scheduler and its block manager change it. Knows no phases such as prefill and decode.
 """
 
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import TokenLogprobs
 
 ROOT_UID = 0
-"""The parent of every first block in the prefix cache."""
+"""Unique id of the prefix cache's root, the parent of each sequence's first block."""
 
 
 class Sequence:
-    """A prompt and what has been generated for it.
+    """A prompt and the tokens generated for it.
 
-    Invariants: `num_computed_tokens <= num_tokens`; a sequence owns KV blocks only while it owns a
-    table row.
+    Invariants:
+    - `num_tokens` is the number of known, pending and draft tokens, in this order of positions.
+    - `num_computed_tokens <= num_tokens`; the difference is what is left to compute.
+    - A sequence owns KV blocks only while it owns a table row, that is, while it is running.
     """
 
     __slots__ = (
@@ -53,46 +55,46 @@ class Sequence:
         priority: int = 0,
         bad_words: tuple[tuple[int, ...], ...] = (),
     ) -> None:
-        self.seq_id = seq_id  # grows with arrival, so it also orders arrivals
-        self.token_ids = list(prompt_token_ids)  # the tokens whose values are known
+        self.seq_id = seq_id  # increases with arrival, so it orders arrivals
+        self.token_ids = list(prompt_token_ids)  # known tokens: prompt, then output
         self.num_prompt_tokens = len(prompt_token_ids)
         self.params = params
         self.seed = seed
         self.priority = priority
-        self.bad_words = bad_words  # params.bad_words as tokens
-        self.stop_token_ids: frozenset[int] = frozenset()  # set when it is queued
-        self.max_num_tokens = 0  # set when it is queued
+        self.bad_words = bad_words  # params.bad_words as token ids
+        self.stop_token_ids: frozenset[int] = frozenset()  # set by Scheduler.add
+        self.max_num_tokens = 0  # set by Scheduler.add
 
-        self.num_computed_tokens = 0  # tokens whose KV is written, or will be by a launched step
-        self.num_pending_tokens = 0  # tokens that a launched step will sample
-        self.num_in_flight_steps = 0  # launched steps that hold a row of this sequence
-        self.draft_token_ids: list[int] = []  # guesses at the next tokens, to be verified
-        self.num_cached_tokens: int | None = None  # prefix hit at first admission; None before it
-        self.table_idx: int | None = None  # row in the worker's tables; None while waiting
+        self.num_computed_tokens = 0  # tokens with KV written, or being written by a launched step
+        self.num_pending_tokens = 0  # tokens that launched steps will sample
+        self.num_in_flight_steps = 0  # launched steps with a row of this sequence
+        self.draft_token_ids: list[int] = []  # proposed next tokens, not verified yet
+        self.num_cached_tokens: int | None = None  # prefix hit at the first admission; None before
+        self.table_idx: int | None = None  # row in the workers' tables; None while waiting
         self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None  # the stop token or string, if not an EOS id
-        self.logprobs: list[TokenLogprobs] = []  # of the output, if asked for
-        self.prompt_logprobs: dict[int, TokenLogprobs] = {}  # by position, if asked for
+        self.stop_reason: int | str | None = None  # stop token or string; None for an EOS id
+        self.logprobs: list[TokenLogprobs] = []  # of output tokens, if requested
+        self.prompt_logprobs: dict[int, TokenLogprobs] = {}  # by position, if requested
 
-        # Kept by the block manager.
+        # Changed by the block manager only.
         self.block_table: list[int] = []
         self.block_keys: list[tuple[int, bytes]] = []  # (hash, tokens) of each full block
         self.num_published_blocks = 0
-        self.parent_uid: int | None = ROOT_UID  # cached block to publish under; None: chain broken
+        self.parent_uid: int | None = ROOT_UID  # of the next block; None after a hash collision
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known, on their way and guessed; those that may be computed."""
+        """Number of known, pending and draft tokens: all those that may be computed."""
         return len(self.token_ids) + self.num_pending_tokens + len(self.draft_token_ids)
 
     @property
     def room(self) -> int:
-        """Tokens that may still be appended to the known ones."""
+        """Number of tokens that may still be appended to the known ones."""
         return self.max_num_tokens - len(self.token_ids)
 
     @property
     def num_output_tokens(self) -> int:
-        """Generated tokens whose values are known."""
+        """Number of generated tokens whose values are known."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
@@ -105,5 +107,5 @@ class Sequence:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Sort key: lower priority values first, then arrival."""
+        """Sort key: lower priority values first, then earlier arrivals."""
         return (self.priority, self.seq_id)

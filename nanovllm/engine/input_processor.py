@@ -1,0 +1,254 @@
+"""Prompts to requests: text and conversations become token ids, and everything is checked.
+
+Owns the tokenizer. Knows no scheduling and no output.
+"""
+
+import dataclasses
+import logging
+import random
+from collections.abc import Iterable, Mapping, Sequence as Seq
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.engine.request import Request
+from nanovllm.errors import CheckpointError, InvalidRequestError
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduler.sequence import Sequence
+from nanovllm.utils.hub import Checkpoint
+from nanovllm.validation import check_int
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+Prompt = str | Seq[int] | Mapping[str, Any]
+"""Text, token ids, or vLLM's {"prompt": text} or {"prompt_token_ids": ids}."""
+
+Message = Mapping[str, Any]
+"""One message of a conversation, such as {"role": "user", "content": "Hello!"}."""
+
+
+class InputProcessor:
+    """Makes requests out of prompts and sampling parameters.
+
+    Args:
+        tokenizer: None if the checkpoint has none; prompts are then lists of token ids.
+        seed: seeds the requests that have no seed of their own.
+    """
+
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase | None",
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        seed: int,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._last_token_id = vocab_size - 1
+        self._max_model_len = max_model_len
+        self._seeds = random.Random(seed)
+        self._seq_ids = count()
+
+    def make_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        stream: bool = False,
+    ) -> Request:
+        """Return a checked request with its sequences; nothing is queued yet.
+
+        Raises:
+            InvalidRequestError: the prompt or a parameter is invalid or unsupported.
+        """
+        params = SamplingParams() if params is None else params
+        self._check_params(params)
+        priority = check_int(InvalidRequestError, "priority", priority, -(2**31), 2**31)
+        text, token_ids = self._tokenize(prompt)
+        limit = self._max_model_len
+        if len(token_ids) >= limit:
+            raise InvalidRequestError(
+                f"the prompt has {len(token_ids)} tokens; max_model_len {limit} leaves "
+                f"room for {limit - 1} at most, and one of output: shorten it, or raise the limit"
+            )
+        bad_words = self.encode_bad_words(params.bad_words)
+        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        # Prompt log-probabilities rule out prefix hits, so only the first sequence computes them.
+        others = dataclasses.replace(params, prompt_logprobs=None)
+        sequences = [
+            Sequence(
+                next(self._seq_ids),
+                token_ids,
+                others if index else params,
+                seed=(seed + index) % 2**63,
+                priority=priority,
+                bad_words=bad_words,
+            )
+            for index in range(params.n)
+        ]
+        return Request(text, params, sequences, stream=stream)
+
+    def encode(self, prompt: str) -> list[int]:
+        """Return the prompt's token ids.
+
+        Raises:
+            InvalidRequestError: the checkpoint has no tokenizer, or the text is not valid Unicode.
+        """
+        if self.tokenizer is None:
+            raise InvalidRequestError(
+                "this checkpoint has no tokenizer, so prompts must be lists of token ids, not text"
+            )
+        _check_unicode("the prompt", prompt)
+        token_ids: list[int] = self.tokenizer.encode(prompt)
+        return token_ids
+
+    def render(self, messages: Seq[Message], **options: Any) -> list[int]:
+        """Return the token ids of a conversation, rendered by the chat template.
+
+        Args:
+            options: arguments of transformers' apply_chat_template.
+
+        Raises:
+            InvalidRequestError: there is no chat template, or it cannot render the messages.
+        """
+        if self.tokenizer is None:
+            raise InvalidRequestError(
+                "this checkpoint has no tokenizer, so there is no chat template"
+            )
+        is_list = isinstance(messages, Seq) and bool(messages)
+        if not is_list or not all(isinstance(message, Mapping) for message in messages):
+            raise InvalidRequestError(
+                f'a conversation is a list of {{"role": ..., "content": ...}}, got {messages!r:.80}'
+            )
+        try:
+            token_ids: list[int] = self.tokenizer.apply_chat_template(
+                list(messages), tokenize=True, return_dict=False, **options
+            )
+        except Exception as error:  # a template may raise any exception
+            raise InvalidRequestError(f"the chat template cannot render this: {error}") from error
+        return token_ids
+
+    def encode_bad_words(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        """Return the token sequences to forbid for `words`.
+
+        As in vLLM, each word is encoded as it stands and after a space; the second form counts if
+        it has as many tokens as the first.
+
+        Raises:
+            InvalidRequestError: the checkpoint has no tokenizer, or a word is not valid Unicode.
+        """
+        found: list[tuple[int, ...]] = []
+        for word in words:
+            if self.tokenizer is None:
+                raise InvalidRequestError(
+                    "this checkpoint has no tokenizer, so bad_words cannot be used"
+                )
+            _check_unicode("a word of bad_words", word)
+            bare = word.lstrip() or word  # a word of white space only stays as it is
+            plain = tuple(self.tokenizer.encode(bare, add_special_tokens=False))
+            spaced = tuple(self.tokenizer.encode(" " + bare, add_special_tokens=False))
+            found += [plain] if plain else []
+            if plain and spaced and spaced[0] != plain[0] and len(spaced) == len(plain):
+                found.append(spaced)
+        return tuple(found)
+
+    def _check_params(self, params: SamplingParams) -> None:
+        """Raise InvalidRequestError for parameters that this checkpoint does not support."""
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError(
+                f"sampling_params must be SamplingParams, got {type(params).__name__} {params!r}"
+            )
+        if params.stop and self.tokenizer is None:
+            raise InvalidRequestError(
+                "this checkpoint has no tokenizer, so stop cannot be used; use stop_token_ids"
+            )
+        last = self._last_token_id
+        for name, token_ids in (
+            ("stop_token_ids", params.stop_token_ids),
+            ("allowed_token_ids", params.allowed_token_ids or ()),
+            ("logit_bias", [token for token, _ in params.logit_bias]),
+        ):
+            if max(token_ids, default=0) > last:
+                raise InvalidRequestError(
+                    f"{name} holds token {max(token_ids)}; this model's last is {last}"
+                )
+
+    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """Return (text, token ids) of a prompt; the text is None if token ids were given."""
+        if isinstance(prompt, Mapping):
+            if len(prompt) != 1 or not prompt.keys() <= {"prompt", "prompt_token_ids"}:
+                raise InvalidRequestError(
+                    f'a prompt dictionary has one key, "prompt" or "prompt_token_ids", '
+                    f"got {list(prompt)}"
+                )
+            (prompt,) = prompt.values()
+        if isinstance(prompt, str):
+            token_ids = self.encode(prompt)
+            if not token_ids:
+                raise InvalidRequestError("the prompt is empty: give at least one token")
+            return prompt, token_ids
+        if not isinstance(prompt, Seq) or isinstance(prompt, bytes):
+            raise InvalidRequestError(
+                "a prompt must be a string or a list of token ids, "
+                f"got {type(prompt).__name__} {prompt!r:.80}"
+            )
+        if not prompt:
+            raise InvalidRequestError("the prompt is empty: give at least one token")
+        last = self._last_token_id
+        return None, [
+            token
+            if type(token) is int and 0 <= token <= last
+            else check_int(InvalidRequestError, f"prompt token {index}", token, 0, last)
+            for index, token in enumerate(prompt)
+        ]
+
+
+def chat_template_options(
+    add_generation_prompt: bool,
+    tools: list[dict[str, Any]] | None,
+    chat_template: str | None,
+    chat_template_kwargs: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Return the options of `InputProcessor.render` for the arguments of `chat`.
+
+    An entry of `chat_template_kwargs` replaces the argument of the same name.
+    """
+    return {
+        "add_generation_prompt": add_generation_prompt,
+        "tools": tools,
+        "chat_template": chat_template,
+        **(chat_template_kwargs or {}),
+    }
+
+
+def _check_unicode(what: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(f"{what} is not valid Unicode text: {error}") from error
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> "PreTrainedTokenizerBase | None":
+    """Return the checkpoint's tokenizer, None if it has none; run no code of the checkpoint.
+
+    Raises:
+        CheckpointError: the files cannot be read, or they hold no fast tokenizer.
+    """
+    if not checkpoint.has_tokenizer:
+        logger.warning("%s has no tokenizer: prompts must be token ids", checkpoint.path)
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint.path, trust_remote_code=False)
+    except Exception as error:  # transformers and tokenizers raise many kinds for a broken file
+        raise CheckpointError(f"cannot load the tokenizer in {checkpoint.path}: {error}") from error
+    if not tokenizer.is_fast:
+        raise CheckpointError(
+            f"the tokenizer in {checkpoint.path} has no tokenizer.json; save it as a fast tokenizer"
+        )
+    found: PreTrainedTokenizerBase = tokenizer
+    return found
