@@ -1,10 +1,10 @@
-"""Alternate engines case by case and print medians, and each one's time over the first one's, the
-median over rounds.
+"""Compare engines: run each case on one engine after the other, and print the median times and the
+time of each engine relative to the first one's, the median over rounds.
 
-An engine is NAME or NAME=PYTHON: one of bench.py's, and an interpreter that has it installed. Each
-is a process of its own, stopped while another runs, for an idle engine may spin. None caches a
-prefix: `nano` and `sampled` have the same prompts. Without --model: random weights in the shape of
-Qwen3-0.6B.
+An engine is NAME or NAME=PYTHON: one of bench.py's engines, and an interpreter that has it
+installed. Each is a process of its own, which is stopped while another runs, because an idle engine
+may spin. Prefix caching is off in all, because `nano` and `sampled` have the same prompts. Without
+--model: random weights in the shape of Qwen3-0.6B.
 """
 
 import argparse
@@ -16,21 +16,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
 import bench
+from benchmarks.shapes import checkpoint
 
 GREEDY = {"temperature": 0.0}
 DRAWN = {"temperature": 0.6}
 READY = "ready to be measured "
-"""Begins a line of an engine's output; the seconds of what it was asked for follow."""
+"""Starts the line by which an engine answers a request; the seconds that it took follow."""
 
 
 class Case(NamedTuple):
-    """Requests of random tokens: how many, from and to which lengths, and how they are sampled."""
+    """Requests with random tokens; the two lengths are ranges, both ends included."""
 
     num_seqs: int
     input_len: tuple[int, int]
@@ -56,14 +55,14 @@ WARM_UP = Case(2, (16, 16), (4, 4), GREEDY)
 
 
 class Engine:
-    """A process that holds one of bench.py's engines."""
+    """A process that runs one of bench.py's engines."""
 
     def __init__(self, given: str, model: str, load_format: str) -> None:
         self.name, _, python = given.partition("=")
         start = time.perf_counter()
-        command = [python or sys.executable, __file__, self.name, "--serve", "--model", model]
+        command = [python or sys.executable, "-m", "benchmarks.versus", self.name, "--serve"]
         self._process = subprocess.Popen(
-            [*command, "--load-format", load_format],
+            [*command, "--model", model, "--load-format", load_format],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -90,13 +89,13 @@ class Engine:
 
     def stop(self) -> None:
         """End the process and its children."""
-        with contextlib.suppress(ProcessLookupError):  # it ended, and was waited for
+        with contextlib.suppress(ProcessLookupError):  # it has ended already
             self._signal(signal.SIGKILL)
         self._process.wait()
 
     def _read(self) -> float:
         assert self._process.stdout is not None
-        for line in self._process.stdout:  # an engine may print what it likes
+        for line in self._process.stdout:  # an engine may print other lines
             if line.startswith(READY):
                 return float(line.removeprefix(READY))
         sys.exit(f"versus.py: {self.name} ended with {self._process.wait()}")
@@ -106,7 +105,7 @@ class Engine:
 
 
 def serve(name: str, model: str, load_format: str) -> None:
-    """Hold an engine: run the requests of each line of standard input and answer with seconds."""
+    """Start an engine, run the requests of each line of standard input, and print the seconds."""
     option = {"enable_prefix_caching": False} if name == "nanovllm" else {}
     args = {"load_format": load_format, "max_model_len": 4096, "option": option, "hf_batch": 64}
     run = bench.ENGINES[name](model, argparse.Namespace(**args, json=True))
@@ -120,8 +119,7 @@ def serve(name: str, model: str, load_format: str) -> None:
 
 def compare(engines: list[Engine], cases: list[str], rounds: int) -> None:
     """Print a row for each case and engine."""
-    first = engines[0].name
-    print(f"| case | engine | seconds | least | most | its time over {first}'s |")
+    print(f"| case | engine | seconds | least | most | time / {engines[0].name}'s time |")
     print("| --- | --- | --- | --- | --- | --- |")
     for engine in engines:
         print(f"| start until ready | {engine.name} | {engine.startup:.1f} | | | |", flush=True)
@@ -132,14 +130,16 @@ def compare(engines: list[Engine], cases: list[str], rounds: int) -> None:
         for seed in range(rounds):
             for engine in engines:
                 times[engine.name].append(engine.run(CASES[name], seed))
+        base = times[engines[0].name]
         for other, seconds in times.items():
-            ratio = median(b / a for a, b in zip(times[first], seconds, strict=True))
+            ratio = median(b / a for a, b in zip(base, seconds, strict=True))
             cells = f"{median(seconds):.2f} | {min(seconds):.2f} | {max(seconds):.2f} | {ratio:.2f}"
             print(f"| {name} | {other} | {cells} |", flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def parse_args() -> argparse.Namespace:
+    """Return the command line's arguments."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.versus", description=__doc__)
     parser.add_argument("engines", nargs="+", metavar="NAME[=PYTHON]")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--rounds", type=int, default=3)
@@ -150,17 +150,23 @@ def main() -> None:
     names = [given.partition("=")[0] for given in args.engines]
     if len(set(names) & set(bench.ENGINES)) < len(names):
         parser.error(f"name each of {', '.join(bench.ENGINES)} once at most, not {names}")
+    return args
+
+
+def main() -> None:
+    """Start the engines, compare them and stop them."""
+    args = parse_args()
     if args.serve:
-        serve(names[0], args.model, args.load_format)
+        serve(args.engines[0], args.model, args.load_format)
         return
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: sys.exit(1))  # so that the engines are stopped below
+        signal.signal(number, lambda *_: sys.exit(1))  # so that `finally` stops the engines
     with tempfile.TemporaryDirectory() as directory:
-        Path(directory, "config.json").write_text(json.dumps(bench.QWEN3_06B))
+        model, _ = checkpoint(args.model, directory)
         engines: list[Engine] = []
         try:
             for given in args.engines:
-                engines.append(Engine(given, args.model or directory, args.load_format))
+                engines.append(Engine(given, model, args.load_format))
             compare(engines, args.cases, args.rounds)
         finally:
             for engine in engines:

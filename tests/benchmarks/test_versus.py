@@ -1,29 +1,17 @@
-"""The comparison runs engines in turn, on the same requests, and says so in a table."""
+"""benchmarks.versus runs engines in turn on the same requests and prints a table of their times."""
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from bench import QWEN3_06B
+from benchmarks import versus
 
 ROOT = Path(__file__).parent.parent.parent
-SCRIPT = ROOT / "benchmarks" / "versus.py"
-
-
-@pytest.fixture(scope="module")
-def versus() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("versus", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
@@ -42,11 +30,16 @@ def model(tmp_path: Path) -> str:
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
-        [sys.executable, SCRIPT, *arguments], capture_output=True, text=True, env=env, timeout=120
+        [sys.executable, "-m", "benchmarks.versus", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=env,
+        timeout=120,
     )
 
 
-def test_requests_are_the_cases_own(versus: ModuleType) -> None:
+def test_requests_are_the_cases_own() -> None:
     case = versus.CASES["nano"]
     prompts, lens = case.requests(3)
     assert (prompts, lens) == case.requests(3) != case.requests(4)
@@ -56,7 +49,7 @@ def test_requests_are_the_cases_own(versus: ModuleType) -> None:
 
 
 def fake(path: Path, answer: str) -> str:
-    """Return the path of an executable that is ready at once and does `answer` for each line."""
+    """Return an executable that is ready at once and runs `answer` for each line of its input."""
     ready = "echo 'ready to be measured 0'"
     path.write_text(f"#!/bin/sh\n{ready}\nwhile read line; do {answer}; done\n")
     path.chmod(0o755)
@@ -93,7 +86,7 @@ def test_an_engine_that_does_not_start() -> None:
 
 
 def test_an_engine_that_ends_while_it_is_measured(tmp_path: Path) -> None:
-    """Symptom: those after it are left, stopped; here they would keep stderr open."""
+    """The engines after it must be ended too. Here a stopped one would keep stderr open."""
     ends = fake(tmp_path / "ends", "exit 3")
     stays = fake(tmp_path / "stays", "echo 'ready to be measured 1'")
     done = run(f"vllm={ends}", f"transformers={stays}")
