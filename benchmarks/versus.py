@@ -16,11 +16,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from statistics import median
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import bench
-from benchmarks.shapes import checkpoint
+from benchmarks.comparison import Comparison, Row
+from benchmarks.shapes import SMALL, checkpoint
 
 GREEDY = {"temperature": 0.0}
 DRAWN = {"temperature": 0.6}
@@ -39,6 +40,17 @@ class Case(NamedTuple):
     def requests(self, seed: int) -> tuple[bench.Prompts, list[int]]:
         """Return prompts and output lengths."""
         return bench.workload(self.num_seqs, self.input_len, self.output_len, seed)
+
+    def describe(self) -> str:
+        """Return the case in words: lengths, then after "; " how tokens are drawn."""
+        tokens_in, tokens_out = (
+            f"{low}" if low == high else f"{low} to {high}"
+            for low, high in (self.input_len, self.output_len)
+        )
+        sequences = "1 sequence" if self.num_seqs == 1 else f"{self.num_seqs} sequences"
+        drawn = ", ".join(f"{name} {value:g}" for name, value in self.sampling.items() if value)
+        lengths = f"{sequences}, {tokens_in} tokens in, {tokens_out} out"
+        return f"{lengths}; {drawn}" if drawn else lengths
 
 
 CASES = {
@@ -117,11 +129,14 @@ def serve(name: str, model: str, load_format: str) -> None:
         print(f"\n{READY}{time.perf_counter() - start}", flush=True)
 
 
-def compare(engines: list[Engine], cases: list[str], rounds: int) -> None:
-    """Print a row for each case and engine."""
+def compare(
+    engines: list[Engine], cases: list[str], rounds: int, comparison: Comparison, path: Path | None
+) -> None:
+    """Print a row for each case and engine, and save `comparison` after each case."""
     print(f"| case | engine | seconds | least | most | time / {engines[0].name}'s time |")
     print("| --- | --- | --- | --- | --- | --- |")
     for engine in engines:
+        comparison.startup[engine.name] = engine.startup
         print(f"| start until ready | {engine.name} | {engine.startup:.1f} | | | |", flush=True)
     for name in cases:
         times: dict[str, list[float]] = {engine.name: [] for engine in engines}
@@ -132,9 +147,13 @@ def compare(engines: list[Engine], cases: list[str], rounds: int) -> None:
                 times[engine.name].append(engine.run(CASES[name], seed))
         base = times[engines[0].name]
         for other, seconds in times.items():
-            ratio = median(b / a for a, b in zip(base, seconds, strict=True))
-            cells = f"{median(seconds):.2f} | {min(seconds):.2f} | {max(seconds):.2f} | {ratio:.2f}"
+            row = Row.of_rounds(name, other, seconds, base)
+            cells = f"{row.median:.2f} | {min(seconds):.2f} | {max(seconds):.2f} | {row.ratio:.2f}"
             print(f"| {name} | {other} | {cells} |", flush=True)
+            comparison.rows.append(row)
+        comparison.cases[name] = CASES[name].describe()
+        if path is not None:
+            comparison.save(path)
 
 
 def parse_args() -> argparse.Namespace:
@@ -145,6 +164,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model", help="a checkpoint; without it Qwen3-0.6B's shape")
     parser.add_argument("--load-format", choices=["auto", "dummy"], default="dummy")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     names = [given.partition("=")[0] for given in args.engines]
@@ -161,13 +181,14 @@ def main() -> None:
         return
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(1))  # so that `finally` stops the engines
+    comparison = Comparison.begin(args.model or f"random weights, {SMALL}'s shape")
     with tempfile.TemporaryDirectory() as directory:
         model, _ = checkpoint(args.model, directory)
         engines: list[Engine] = []
         try:
             for given in args.engines:
                 engines.append(Engine(given, model, args.load_format))
-            compare(engines, args.cases, args.rounds)
+            compare(engines, args.cases, args.rounds, comparison, args.json)
         finally:
             for engine in engines:
                 engine.stop()

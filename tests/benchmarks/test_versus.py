@@ -10,6 +10,7 @@ import pytest
 
 from bench import QWEN3_06B
 from benchmarks import versus
+from benchmarks.comparison import Comparison, Row
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -77,6 +78,24 @@ def test_ratio(tmp_path: Path) -> None:
     three = fake(tmp_path / "three", "echo 'ready to be measured 3'")
     done = run(f"vllm={two}", f"transformers={three}", "--cases", "decode1")
     assert "| decode1 | transformers | 3.00 | 3.00 | 3.00 | 1.50 |" in done.stdout
+
+
+def test_json_has_the_tables_rows(tmp_path: Path) -> None:
+    two = fake(tmp_path / "two", "echo 'ready to be measured 2'")
+    three = fake(tmp_path / "three", "echo 'ready to be measured 3'")
+    path = tmp_path / "comparison.json"
+    done = run(f"vllm={two}", f"transformers={three}", "--cases", "decode1", "--rounds", "2",
+               "--json", str(path))  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = Comparison.load(path)
+    assert found.rows == [
+        Row("decode1", "vllm", 2.0, 1.0, [2.0, 2.0]),
+        Row("decode1", "transformers", 3.0, 1.5, [3.0, 3.0]),
+    ]
+    assert list(found.startup) == ["vllm", "transformers"]
+    assert found.cases == {"decode1": "1 sequence, 32 tokens in, 64 out"}
+    assert found.command.startswith(f"python -m benchmarks.versus vllm={two} ")
+    assert "random weights" in found.model
 
 
 def test_an_engine_that_does_not_start() -> None:
