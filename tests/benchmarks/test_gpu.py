@@ -54,7 +54,7 @@ def test_weights_that_a_step_reads(name: str) -> None:
         if parameter.ndim == 2
     }
     numbers = sum(matrices.values())
-    if not config["tie_word_embeddings"]:  # of the embedding a step reads a row for each token
+    if not config["tie_word_embeddings"]:  # a step reads one row per token of the embedding
         numbers -= config["vocab_size"] * config["hidden_size"]
     assert shapes.weight_bytes(config) == 2 * numbers
 
@@ -71,12 +71,12 @@ def test_floor() -> None:
 
 
 def kernels(*intervals: tuple[float, float]) -> list[Any]:
-    """Kernels by their microseconds."""
+    """Return kernels that start and end at these microseconds."""
     return [trace.Kernel("k", start * 1e-6, end * 1e-6) for start, end in intervals]
 
 
 def test_idle() -> None:
-    # 0-40, 42-50 and, overlapping, 45-48; then a pause of 30 to 80-100.
+    # Idle: 40 to 42, and a pause from 50 to 80. The third kernel overlaps the second.
     found = trace.idle(kernels((0, 40), (42, 50), (45, 48), (80, 100)))
     assert found.all == pytest.approx(0.32)
     assert found.paused == pytest.approx(0.30)
