@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 
 class Row(NamedTuple):
-    """An engine's time in a case."""
+    """The time of one engine in one case."""
 
     case: str
     engine: str
@@ -26,7 +26,7 @@ class Row(NamedTuple):
     ratio: float
     """This engine's time divided by the first engine's: the median over rounds."""
     seconds: list[float]
-    """Of each round."""
+    """Seconds of each round."""
 
     @classmethod
     def of_rounds(
@@ -53,7 +53,7 @@ class Comparison:
 
     @classmethod
     def begin(cls, model: str) -> "Comparison":
-        """Return a comparison without rows, made now, by this process, on this machine."""
+        """Return a comparison without rows, with this process's command and machine."""
         command = f"python -m benchmarks.versus {shlex.join(sys.argv[1:])}"
         date = datetime.datetime.now(datetime.UTC).date().isoformat()
         processor = f"{processor_name()}, {os.cpu_count()} cores"

@@ -13,15 +13,15 @@ from benchmarks.comparison import Comparison, Row
 from tools.pictures.svg import Drawing
 
 COLOURS = ("blue", "orange", "green", "muted")
-"""Of the engines, in their order."""
+"""Colours of the engines, in order."""
 WIDTH, LEFT, RIGHT = 800, 300, 660
-"""Of the picture, and of the longest bar: start and end."""
+"""Pixels: the width of the picture, and the left and right end of the longest bar."""
 TOP, BAR, GAP = 80, 15, 16
-"""Pixels above the first case, of a bar, and between two cases."""
+"""Pixels: the top of the first case, the height of a bar, and the space between two cases."""
 
 
 class Group(NamedTuple):
-    """The bars of a case, and what is written beside them."""
+    """A case: its name, the lines that explain it, and its bars."""
 
     name: str
     words: list[str]
@@ -90,7 +90,7 @@ def _draw_label(drawing: Drawing, middle: float, group: Group) -> None:
 
 
 def _draw_bar(drawing: Drawing, y: float, row: Row, colour: str, longest: float) -> None:
-    """Draw a bar; one that is longer than `longest` is cut, with a gap near its end."""
+    """Draw a bar. A bar with a ratio above `longest` is cut and gets a gap near its end."""
     length = (RIGHT - LEFT) * min(row.ratio / longest, 1)
     drawing.rect(LEFT, y + 1, length, BAR - 2, fill=colour, radius=2)
     if row.ratio > longest:

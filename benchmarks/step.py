@@ -47,9 +47,8 @@ class Clock:
         self.inside = False
 
     def watch(self, part_of: Callable[[Any], str | None], function: Any) -> Any:
-        """Return `function`, timed as the part that `part_of` its first argument returns.
-
-        None leaves a call untimed.
+        """Return a timed `function`. `part_of` maps its first argument to the part that a call
+        counts for, or to None if the call is not timed.
         """
 
         @functools.wraps(function)

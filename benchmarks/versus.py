@@ -1,10 +1,10 @@
-"""Compare engines: run each case on one engine after the other, and print the median times and the
-time of each engine relative to the first one's, the median over rounds.
+"""Compare engines: run each case on one engine after the other. Print each engine's median time and
+its ratio to the first engine's time (the median over rounds).
 
 An engine is NAME or NAME=PYTHON: one of bench.py's engines, and an interpreter that has it
-installed. Each is a process of its own, which is stopped while another runs, because an idle engine
-may spin. Prefix caching is off in all, because `nano` and `sampled` have the same prompts. Without
---model: random weights in the shape of Qwen3-0.6B.
+installed. Each engine is a process of its own. It is stopped while another engine runs, because an
+idle engine may spin. Prefix caching is off, because `nano` and `sampled` have the same prompts.
+Without --model: random weights in the shape of Qwen3-0.6B.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from benchmarks.shapes import SMALL, checkpoint
 GREEDY = {"temperature": 0.0}
 DRAWN = {"temperature": 0.6}
 READY = "ready to be measured "
-"""Starts the line by which an engine answers a request; the seconds that it took follow."""
+"""Prefix of the line that an engine prints when it is done. The seconds that it took follow."""
 
 
 class Case(NamedTuple):

@@ -22,7 +22,7 @@ from benchmarks.shapes import CONFIGS, SMALL
 
 
 def models(record: Record) -> None:
-    """Measure each model; one that does not fit the GPU is recorded as an error."""
+    """Measure each model. Record an error for a model that does not fit the GPU."""
     for name, eager in ((SMALL, False), (SMALL, True), ("Qwen3-8B", False), ("Qwen3-32B", False)):
         try:
             measure_model(record, name, eager)

@@ -42,7 +42,7 @@ class Idle(NamedTuple):
 
 
 def profile(work: Callable[[], Result], trace: Path) -> tuple[Result, list[Kernel]]:
-    """Return what `work` returns and the GPU's kernels meanwhile. `trace` is a temporary file.
+    """Run `work` and return its result and the GPU's kernels. `trace` is a temporary file.
 
     The profiler watches every kernel of a CUDA graph, which slows the graph down.
     """

@@ -24,7 +24,7 @@ PICTURES: dict[str, Callable[[], str]] = {
 
 
 def outdated() -> dict[str, str]:
-    """Return the pictures that differ from their files, as they should be."""
+    """Return the new content of each picture that differs from its file."""
     drawn = {name: draw() for name, draw in PICTURES.items()}
     return {name: svg for name, svg in drawn.items() if svg != read(name)}
 

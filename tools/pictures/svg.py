@@ -28,7 +28,7 @@ MONO = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace"
 
 
 class Drawing:
-    """An SVG file in the making. Lengths are in pixels, from the top left corner."""
+    """A picture under construction. Coordinates are pixels from the top left corner."""
 
     def __init__(self, width: int, height: int, title: str, description: str) -> None:
         self.width = width
