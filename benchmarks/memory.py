@@ -1,5 +1,5 @@
-"""Peak resident memory of a process that runs versus.py's cases on a CPU, against what it has to
-keep: the weights at their bits, and the KV pool. Linux only.
+"""Peak resident memory of a process that runs versus.py's cases on a CPU, beside the memory that it
+must keep: the weights at their number of bits, and the KV pool. Linux only.
 
 Without --model: random weights in the shape of Qwen3-0.6B. Loading is not part of any case.
 """
@@ -9,34 +9,34 @@ import re
 import tempfile
 from pathlib import Path
 
-from step import checkpoint, weight_bytes
-from versus import CASES
-
+from benchmarks.shapes import checkpoint, read_config, weight_bytes
+from benchmarks.versus import CASES
 from nanovllm import LLM, SamplingParams
 
 
-def forget_peak() -> None:
-    """Let the process's peak begin at what it holds now (proc_pid_clear_refs(5))."""
+def reset_peak() -> None:
+    """Set the process's peak to what it holds now (proc_pid_clear_refs(5))."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_megabytes() -> float:
-    """Return the most that was resident since `forget_peak`, in MB of a million bytes."""
+    """Return the peak resident memory since `reset_peak`, in MB of a million bytes."""
     found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) * 1024 / 1e6
 
 
 def main() -> None:
+    """Run each case and print its peak."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model")
+    parser.add_argument("--model", help="a checkpoint's directory")
     parser.add_argument("--quantization")
     parser.add_argument("--pool", type=float, default=1200, help="MB for the KV pool")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     args = parser.parse_args()
     directory = tempfile.TemporaryDirectory()
-    model, load_format, config = checkpoint(args.model, directory.name)
-    kept = weight_bytes(config, args.quantization) / 1e6 + args.pool
+    model, load_format = checkpoint(args.model, directory.name)
+    kept = weight_bytes(read_config(model), args.quantization) / 1e6 + args.pool
     llm = LLM(
         model,
         load_format=load_format,
@@ -54,7 +54,7 @@ def main() -> None:
             SamplingParams(max_tokens=length, ignore_eos=True, **case.sampling)  # type: ignore[arg-type]
             for length in output_lens
         ]
-        forget_peak()
+        reset_peak()
         llm.generate(prompts, params, use_tqdm=False)
         peak = peak_megabytes()
         print(f"| {name} | {peak:.0f} | {peak - kept:.0f} |", flush=True)

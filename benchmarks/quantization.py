@@ -1,7 +1,8 @@
-"""What rounding weights or KV costs: KL divergence and top-1 agreement with both as they are.
+"""What a quantised model or KV cache costs in accuracy: KL divergence and top-1 agreement with the
+same model in its own dtype.
 
-Every position of every text is compared, over the 1000 likeliest tokens; the rest count as equally
-likely. Without --model: the shipped model on the entries that it was trained on.
+Compares the next-token distribution at every position of every text, over the 1000 likeliest
+tokens; the others share the rest equally. Without --model: the shipped model, on its training text.
 """
 
 import argparse
@@ -15,7 +16,7 @@ _LARGEST = 1000
 
 
 def logprobs(model: str, texts: list[str], **options: str) -> torch.Tensor:
-    """Return log-probabilities [positions, vocab_size] of what follows each token of `texts`."""
+    """Return the log-probabilities [positions, vocab_size] of the token after each prefix."""
     llm = LLM(model, **options)
     vocab_size = llm.engine.cache_info.vocab_size
     rows = torch.empty(0, vocab_size)
@@ -38,9 +39,10 @@ def logprobs(model: str, texts: list[str], **options: str) -> torch.Tensor:
 
 
 def main() -> None:
+    """Compare each quantization and print its divergence and agreement."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default=str(demo_model.MODEL))
-    parser.add_argument("--text", type=Path, help="a text file, a text a line")
+    parser.add_argument("--model", default=str(demo_model.MODEL), help="a directory or a hub id")
+    parser.add_argument("--text", type=Path, help="a text file with one text per line")
     args = parser.parse_args()
     texts = [" ".join(entry) for entry in demo_model.entries()]
     if args.text is not None:

@@ -1,25 +1,20 @@
-"""What sampling costs over greedy: whole decode steps of one batch, the modes in turn.
+"""What a sampling method costs: the time of a decode step of one batch, relative to greedy.
 
-Random weights in the shape of Qwen3-0.6B unless --model names a checkpoint. The ratio in the last
-column is the median over rounds of a mode's time over greedy's in the same round.
+The methods run in turn. The ratio in the last column is the median over rounds of a method's time
+divided by greedy's in the same round. Without --model: random weights in the shape of Qwen3-0.6B.
 """
 
 import argparse
-import json
 import random
-import sys
 import tempfile
 import time
-from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.shapes import checkpoint
 from nanovllm import LLM, SamplingParams
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-from bench import QWEN3_06B
-
-MODES: dict[str, dict[str, Any]] = {
+METHODS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "temperature=0.6": {"temperature": 0.6},
     "top_k=20, top_p=0.95": {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
@@ -29,9 +24,21 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+def step_seconds(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> float:
+    """Return the mean seconds of a decode step of all prompts in one batch."""
+    for prompt in prompts:
+        llm.engine.add_request(prompt, params)
+    llm.engine.step()  # the prompts
+    start = time.perf_counter()
+    while not llm.engine.is_finished():
+        llm.engine.step()
+    return (time.perf_counter() - start) / (params.max_tokens - 1)
+
+
 def main() -> None:
+    """Run the rounds and print a line for each method."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model")
+    parser.add_argument("--model", help="a directory or a hub id")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--input-len", type=int, default=32)
     parser.add_argument("--output-len", type=int, default=24)
@@ -40,24 +47,18 @@ def main() -> None:
 
     rng = random.Random(0)
     prompts = [[rng.randint(0, 10000) for _ in range(args.input_len)] for _ in range(args.batch)]
-    seconds: dict[str, list[float]] = {name: [] for name in MODES}
+    seconds: dict[str, list[float]] = {name: [] for name in METHODS}
     with tempfile.TemporaryDirectory() as directory:
-        Path(directory, "config.json").write_text(json.dumps(QWEN3_06B))
-        load_format = "auto" if args.model else "dummy"
-        llm = LLM(args.model or directory, load_format=load_format, enable_prefix_caching=False)
+        model, load_format = checkpoint(args.model, directory)
+        llm = LLM(model, load_format=load_format, enable_prefix_caching=False)
     for round_ in range(args.rounds + 1):  # the first warms up
-        for name, options in MODES.items():
+        for name, options in METHODS.items():
             params = SamplingParams(
                 max_tokens=args.output_len, ignore_eos=True, seed=round_, **options
             )
-            for prompt in prompts:
-                llm.engine.add_request(prompt, params)
-            llm.engine.step()  # the prompts
-            start = time.perf_counter()
-            while not llm.engine.is_finished():
-                llm.engine.step()
+            found = step_seconds(llm, prompts, params)
             if round_:
-                seconds[name].append((time.perf_counter() - start) / (args.output_len - 1))
+                seconds[name].append(found)
     print(f"{args.batch} sequences, {args.rounds} rounds: milliseconds a decode step")
     for name, times in seconds.items():
         ratio = median(t / g for t, g in zip(times, seconds["greedy"], strict=True))

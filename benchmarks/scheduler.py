@@ -1,7 +1,8 @@
 """Time the scheduler alone: schedule() and update() with 64 sequences decoding, while more and more
-requests wait for the space (or the table_indices) that these hold.
+requests wait for the KV blocks or the table rows that these hold.
 
-It shows that a step costs what runs and not what waits: the ratios in the last column stay near 1.
+The cost of a step depends on the running sequences, not on the waiting ones: the ratios in the last
+column stay near 1.
 """
 
 import argparse
@@ -22,14 +23,14 @@ WAITING_PROMPT = list(range(8))
 
 
 def make_scheduler(blocked_by: str, num_waiting: int, num_steps: int) -> Scheduler:
-    """Return a scheduler with NUM_RUNNING sequences decoding and others that cannot start."""
+    """Return a scheduler with NUM_RUNNING decoding sequences, and others that cannot start."""
     blocks_per_seq = -(-(PROMPT_LEN + num_steps + 2) // BLOCK_SIZE)
     num_blocks = NUM_RUNNING * blocks_per_seq
     spare = num_blocks - NUM_RUNNING * (PROMPT_LEN // BLOCK_SIZE)
-    head_len = (spare + 1) * BLOCK_SIZE  # a block more than is ever free
+    head_len = (spare + 1) * BLOCK_SIZE  # one block more than is ever free
     scheduler = Scheduler(
         BlockManager(num_blocks, BLOCK_SIZE),
-        max_num_seqs=NUM_RUNNING * (1 if blocked_by == "table_indices" else 2),
+        max_num_seqs=NUM_RUNNING * (1 if blocked_by == "table rows" else 2),
         max_num_batched_tokens=NUM_RUNNING * PROMPT_LEN,
         max_model_len=num_blocks * BLOCK_SIZE,
     )
@@ -45,7 +46,7 @@ def make_scheduler(blocked_by: str, num_waiting: int, num_steps: int) -> Schedul
 
 
 def step(scheduler: Scheduler) -> None:
-    """Schedule a step and hand its tokens back, as a worker that takes no time would."""
+    """Schedule a step and return its tokens to the scheduler, like a worker that takes no time."""
     schedule = scheduler.schedule()
     assert schedule is not None
     assert len(schedule.rows) == NUM_RUNNING
@@ -61,7 +62,7 @@ def median_step_us(blocked_by: str, num_waiting: int, num_steps: int) -> float:
         start = time.perf_counter()
         step(scheduler)
         times.append(time.perf_counter() - start)
-    assert scheduler.num_waiting == num_waiting, "somebody was admitted: nothing was blocked"
+    assert scheduler.num_waiting == num_waiting, "a waiting request was admitted"
     return median(times) * 1e6
 
 
@@ -69,11 +70,11 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--waiting", type=int, nargs="+", default=[100, 10_000, 100_000])
-    parser.add_argument("--steps", type=int, default=400, help="steps timed for each row")
+    parser.add_argument("--steps", type=int, default=400, help="steps to time for each row")
     args = parser.parse_args()
     print(f"{NUM_RUNNING} sequences decoding, {args.steps} steps each")
     print(f"{'blocked by':>10} {'waiting':>9} {'us/step':>9} {'ratio':>6}")
-    for blocked_by in ("blocks", "table_indices"):
+    for blocked_by in ("blocks", "table rows"):
         baseline = 0.0
         for num_waiting in args.waiting:
             us = median_step_us(blocked_by, num_waiting, args.steps)

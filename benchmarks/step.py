@@ -1,29 +1,25 @@
 """Where a decode step's time goes on a CPU: products, attention, glue, sampler and Python.
 
-Without --model: random weights in the shape of Qwen3-0.6B. Times are medians over the steps; the
-reading limit is the bytes of the weights over the speed at which memory is read in the same run.
-The parts are timed with enforce_eager, the whole step and Python's share of it without.
+Times are medians over the steps. The reading limit is the weights' bytes divided by the memory
+bandwidth measured in the same run. The parts are timed with enforce_eager, the whole step and
+Python's share of it without. Without --model: random weights in the shape of Qwen3-0.6B.
 """
 
 import argparse
 import functools
-import json
 import statistics
-import sys
 import tempfile
 import time
 from collections import defaultdict
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from benchmarks.shapes import checkpoint, read_config, weight_bytes
 from nanovllm import LLM, SamplingParams
 from nanovllm.kernels.cpu import library
 from nanovllm.worker.sampling import SamplingRows
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-from bench import QWEN3_06B
 
 PARTS = {
     "nv_linear": "products",
@@ -36,36 +32,42 @@ PARTS = {
     "nv_gather_int": "glue",
     "nv_run": "recorded",
 }
-TABLE = ("products", "attention", "glue", "sampler")
+"""The part of each C kernel."""
+COLUMNS = ("products", "attention", "glue", "sampler")
 
 
 class Clock:
-    """Adds up the time spent inside some functions, by part; what they call is theirs."""
+    """Adds up the time spent in watched functions, by part.
+
+    A watched function that another one calls counts for the caller.
+    """
 
     def __init__(self) -> None:
         self.spent: dict[str, float] = defaultdict(float)
         self.inside = False
 
-    def watch(self, part: Any, function: Any) -> Any:
-        """Return `function`, timed as `part` (a name, or a function of the first argument)."""
+    def watch(self, part_of: Callable[[Any], str | None], function: Any) -> Any:
+        """Return a timed `function`. `part_of` maps its first argument to the part that a call
+        counts for, or to None if the call is not timed.
+        """
 
         @functools.wraps(function)
         def timed(*args: Any, **kwargs: Any) -> Any:
-            name = part if isinstance(part, str) else part(args[0])
-            if self.inside or name is None:
+            part = part_of(args[0])
+            if self.inside or part is None:
                 return function(*args, **kwargs)
             self.inside, start = True, time.perf_counter()
             try:
                 return function(*args, **kwargs)
             finally:
-                self.spent[name] += time.perf_counter() - start
+                self.spent[part] += time.perf_counter() - start
                 self.inside = False
 
         return timed
 
 
 def read_bandwidth() -> float:
-    """Bytes a second at which all threads together read memory."""
+    """Return the bytes per second at which all threads together read memory."""
     memory = torch.ones(2**27)  # 512 MiB
     best = 0.0
     for _ in range(5):
@@ -75,29 +77,11 @@ def read_bandwidth() -> float:
     return best
 
 
-def checkpoint(model: str | None, directory: str) -> tuple[str, str, dict[str, Any]]:
-    """Return where the model is, its load_format and its config; without a model Qwen3-0.6B's
-    shape, written to `directory`.
-    """
-    if model is None:
-        Path(directory, "config.json").write_text(json.dumps(QWEN3_06B))
-        return directory, "dummy", QWEN3_06B
-    return model, "auto", json.loads(Path(model, "config.json").read_text())
-
-
-def weight_bytes(config: dict[str, Any], quantization: str | None) -> float:
-    """Bytes of the weights that a decode step reads; scales included."""
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    head_dim = config.get("head_dim", hidden // heads)
-    attention = (2 * heads + 2 * config["num_key_value_heads"]) * head_dim * hidden
-    layer = attention + 3 * hidden * config["intermediate_size"]
-    bits = {None: 16, "int8": 8 + 16 / 128, "int4": 4 + 16 / 32}[quantization]
-    weights: int = config["num_hidden_layers"] * layer + config["vocab_size"] * hidden
-    return weights * bits / 8
-
-
 def medians(llm: LLM, clock: Clock, batch: int, context: int, num_steps: int) -> dict[str, float]:
-    """Return the milliseconds of a step of `batch` sequences, by part; "step" is the whole."""
+    """Return the median milliseconds of a step of `batch` sequences, by part.
+
+    "step" is the whole step, and "rest" the time in no watched function.
+    """
     params = SamplingParams(temperature=0, max_tokens=num_steps + 8, ignore_eos=True)
     for index in range(batch):
         llm.engine.add_request([1 + index] * context, params)
@@ -117,8 +101,9 @@ def medians(llm: LLM, clock: Clock, batch: int, context: int, num_steps: int) ->
 
 
 def main() -> None:
+    """Measure each batch size and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model")
+    parser.add_argument("--model", help="a checkpoint's directory")
     parser.add_argument("--quantization")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64])
@@ -127,15 +112,16 @@ def main() -> None:
     args = parser.parse_args()
     bandwidth = read_bandwidth()
     directory = tempfile.TemporaryDirectory()
-    args.model, load_format, config = checkpoint(args.model, directory.name)
-    limit = 1e3 * weight_bytes(config, args.quantization) / bandwidth
+    model, load_format = checkpoint(args.model, directory.name)
+    limit = 1e3 * weight_bytes(read_config(model), args.quantization) / bandwidth
     clock = Clock()
     library.call = clock.watch(PARTS.get, library.call)
-    SamplingRows.sample = clock.watch("sampler", SamplingRows.sample)  # type: ignore[method-assign]
+    sample = clock.watch(lambda _: "sampler", SamplingRows.sample)
+    SamplingRows.sample = sample  # type: ignore[method-assign]
     found: list[list[dict[str, float]]] = []
-    for enforce_eager in (True, False):  # call by call for the parts, then as it is
+    for enforce_eager in (True, False):  # each kernel a call of its own, then the recorded step
         llm = LLM(
-            args.model,
+            model,
             load_format=load_format,
             quantization=args.quantization,
             kv_cache_dtype=args.kv_cache_dtype,
@@ -147,7 +133,7 @@ def main() -> None:
     print("| batch | step, ms | reading limit | products | attention | glue | sampler | Python |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for batch, parts, whole in zip(args.batch, *found, strict=True):
-        row = [whole["step"], limit, *(parts[name] for name in TABLE), whole["rest"]]
+        row = [whole["step"], limit, *(parts[name] for name in COLUMNS), whole["rest"]]
         print(f"| {batch} | {' | '.join(f'{cell:.2f}' for cell in row)} |")
 
 

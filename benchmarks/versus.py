@@ -1,10 +1,10 @@
-"""Alternate engines case by case and print medians, and each one's time over the first one's, the
-median over rounds.
+"""Compare engines: run each case on one engine after the other. Print each engine's median time and
+its ratio to the first engine's time (the median over rounds).
 
-An engine is NAME or NAME=PYTHON: one of bench.py's, and an interpreter that has it installed. Each
-is a process of its own, stopped while another runs, for an idle engine may spin. None caches a
-prefix: `nano` and `sampled` have the same prompts. Without --model: random weights in the shape of
-Qwen3-0.6B.
+An engine is NAME or NAME=PYTHON: one of bench.py's engines, and an interpreter that has it
+installed. Each engine is a process of its own. It is stopped while another engine runs, because an
+idle engine may spin. Prefix caching is off, because `nano` and `sampled` have the same prompts.
+Without --model: random weights in the shape of Qwen3-0.6B.
 """
 
 import argparse
@@ -17,20 +17,20 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
 import bench
+from benchmarks.comparison import Comparison, Row
+from benchmarks.shapes import SMALL, checkpoint
 
 GREEDY = {"temperature": 0.0}
 DRAWN = {"temperature": 0.6}
 READY = "ready to be measured "
-"""Begins a line of an engine's output; the seconds of what it was asked for follow."""
+"""Prefix of the line that an engine prints when it is done. The seconds that it took follow."""
 
 
 class Case(NamedTuple):
-    """Requests of random tokens: how many, from and to which lengths, and how they are sampled."""
+    """Requests with random tokens; the two lengths are ranges, both ends included."""
 
     num_seqs: int
     input_len: tuple[int, int]
@@ -40,6 +40,17 @@ class Case(NamedTuple):
     def requests(self, seed: int) -> tuple[bench.Prompts, list[int]]:
         """Return prompts and output lengths."""
         return bench.workload(self.num_seqs, self.input_len, self.output_len, seed)
+
+    def describe(self) -> str:
+        """Return the case in words: lengths, then after "; " how tokens are drawn."""
+        tokens_in, tokens_out = (
+            f"{low}" if low == high else f"{low} to {high}"
+            for low, high in (self.input_len, self.output_len)
+        )
+        sequences = "1 sequence" if self.num_seqs == 1 else f"{self.num_seqs} sequences"
+        drawn = ", ".join(f"{name} {value:g}" for name, value in self.sampling.items() if value)
+        lengths = f"{sequences}, {tokens_in} tokens in, {tokens_out} out"
+        return f"{lengths}; {drawn}" if drawn else lengths
 
 
 CASES = {
@@ -56,14 +67,14 @@ WARM_UP = Case(2, (16, 16), (4, 4), GREEDY)
 
 
 class Engine:
-    """A process that holds one of bench.py's engines."""
+    """A process that runs one of bench.py's engines."""
 
     def __init__(self, given: str, model: str, load_format: str) -> None:
         self.name, _, python = given.partition("=")
         start = time.perf_counter()
-        command = [python or sys.executable, __file__, self.name, "--serve", "--model", model]
+        command = [python or sys.executable, "-m", "benchmarks.versus", self.name, "--serve"]
         self._process = subprocess.Popen(
-            [*command, "--load-format", load_format],
+            [*command, "--model", model, "--load-format", load_format],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -90,13 +101,13 @@ class Engine:
 
     def stop(self) -> None:
         """End the process and its children."""
-        with contextlib.suppress(ProcessLookupError):  # it ended, and was waited for
+        with contextlib.suppress(ProcessLookupError):  # it has ended already
             self._signal(signal.SIGKILL)
         self._process.wait()
 
     def _read(self) -> float:
         assert self._process.stdout is not None
-        for line in self._process.stdout:  # an engine may print what it likes
+        for line in self._process.stdout:  # an engine may print other lines
             if line.startswith(READY):
                 return float(line.removeprefix(READY))
         sys.exit(f"versus.py: {self.name} ended with {self._process.wait()}")
@@ -106,7 +117,7 @@ class Engine:
 
 
 def serve(name: str, model: str, load_format: str) -> None:
-    """Hold an engine: run the requests of each line of standard input and answer with seconds."""
+    """Start an engine, run the requests of each line of standard input, and print the seconds."""
     option = {"enable_prefix_caching": False} if name == "nanovllm" else {}
     args = {"load_format": load_format, "max_model_len": 4096, "option": option, "hf_batch": 64}
     run = bench.ENGINES[name](model, argparse.Namespace(**args, json=True))
@@ -118,12 +129,14 @@ def serve(name: str, model: str, load_format: str) -> None:
         print(f"\n{READY}{time.perf_counter() - start}", flush=True)
 
 
-def compare(engines: list[Engine], cases: list[str], rounds: int) -> None:
-    """Print a row for each case and engine."""
-    first = engines[0].name
-    print(f"| case | engine | seconds | least | most | its time over {first}'s |")
+def compare(
+    engines: list[Engine], cases: list[str], rounds: int, comparison: Comparison, path: Path | None
+) -> None:
+    """Print a row for each case and engine, and save `comparison` after each case."""
+    print(f"| case | engine | seconds | least | most | time / {engines[0].name}'s time |")
     print("| --- | --- | --- | --- | --- | --- |")
     for engine in engines:
+        comparison.startup[engine.name] = engine.startup
         print(f"| start until ready | {engine.name} | {engine.startup:.1f} | | | |", flush=True)
     for name in cases:
         times: dict[str, list[float]] = {engine.name: [] for engine in engines}
@@ -132,36 +145,50 @@ def compare(engines: list[Engine], cases: list[str], rounds: int) -> None:
         for seed in range(rounds):
             for engine in engines:
                 times[engine.name].append(engine.run(CASES[name], seed))
+        base = times[engines[0].name]
         for other, seconds in times.items():
-            ratio = median(b / a for a, b in zip(times[first], seconds, strict=True))
-            cells = f"{median(seconds):.2f} | {min(seconds):.2f} | {max(seconds):.2f} | {ratio:.2f}"
+            row = Row.of_rounds(name, other, seconds, base)
+            cells = f"{row.median:.2f} | {min(seconds):.2f} | {max(seconds):.2f} | {row.ratio:.2f}"
             print(f"| {name} | {other} | {cells} |", flush=True)
+            comparison.rows.append(row)
+        comparison.cases[name] = CASES[name].describe()
+        if path is not None:
+            comparison.save(path)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def parse_args() -> argparse.Namespace:
+    """Return the command line's arguments."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.versus", description=__doc__)
     parser.add_argument("engines", nargs="+", metavar="NAME[=PYTHON]")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model", help="a checkpoint; without it Qwen3-0.6B's shape")
     parser.add_argument("--load-format", choices=["auto", "dummy"], default="dummy")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     names = [given.partition("=")[0] for given in args.engines]
     if len(set(names) & set(bench.ENGINES)) < len(names):
         parser.error(f"name each of {', '.join(bench.ENGINES)} once at most, not {names}")
+    return args
+
+
+def main() -> None:
+    """Start the engines, compare them and stop them."""
+    args = parse_args()
     if args.serve:
-        serve(names[0], args.model, args.load_format)
+        serve(args.engines[0], args.model, args.load_format)
         return
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: sys.exit(1))  # so that the engines are stopped below
+        signal.signal(number, lambda *_: sys.exit(1))  # so that `finally` stops the engines
+    comparison = Comparison.begin(args.model or f"random weights, {SMALL}'s shape")
     with tempfile.TemporaryDirectory() as directory:
-        Path(directory, "config.json").write_text(json.dumps(bench.QWEN3_06B))
+        model, _ = checkpoint(args.model, directory)
         engines: list[Engine] = []
         try:
             for given in args.engines:
-                engines.append(Engine(given, args.model or directory, args.load_format))
-            compare(engines, args.cases, args.rounds)
+                engines.append(Engine(given, model, args.load_format))
+            compare(engines, args.cases, args.rounds, comparison, args.json)
         finally:
             for engine in engines:
                 engine.stop()

@@ -1,67 +1,50 @@
-"""What benchmarks/gpu.py does without a GPU: floors, idle time, the page, and the refusal."""
+"""What benchmarks.gpu does without a GPU: floors, idle time, the page, and its error."""
 
 import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks import shapes
+from benchmarks.gpu import attention, floors, report, tests, trace
+
 ROOT = Path(__file__).parent.parent.parent
-SCRIPT = ROOT / "benchmarks" / "gpu.py"
 
 
-@pytest.fixture(scope="module")
-def gpu() -> Any:
-    """The script as a module, its report module beside it."""
-    before = list(sys.path)
-    sys.path.insert(0, str(SCRIPT.parent))
-    try:
-        import gpu as script
-
-        yield script
-    finally:
-        sys.path[:] = before
-
-
-@pytest.fixture
-def report(gpu: ModuleType) -> Any:
-    return gpu.gpu_report
-
-
-def test_the_workload_is_nano_vllms(report: ModuleType) -> None:
-    prompts, output_lens = report.workload()
+def test_the_workload_is_nano_vllms() -> None:
+    prompts, output_lens = floors.workload()
     assert sum(map(len, prompts)) == 142_827
     assert sum(output_lens) == 133_966
 
 
-def test_what_the_workload_reads(gpu: ModuleType, report: ModuleType) -> None:
-    config = gpu.CONFIGS["Qwen3-0.6B"]
-    prompts, output_lens = report.workload()
-    assert report.kv_bytes(config) == 114_688
-    moved = report.tokens_read(map(len, prompts), output_lens) * 114_688
+def test_what_the_workload_reads() -> None:
+    config = shapes.CONFIGS["Qwen3-0.6B"]
+    prompts, output_lens = floors.workload()
+    assert shapes.kv_bytes(config) == 114_688
+    moved = floors.tokens_read(map(len, prompts), output_lens) * 114_688
     assert moved == pytest.approx(13.85e12, rel=1e-3)
 
 
-def test_tokens_read_step_by_step(report: ModuleType) -> None:
+def test_tokens_read_step_by_step() -> None:
     prompt_lens, output_lens = [5, 1, 9], [4, 1, 7]
     expected = sum(
         prompt + made
         for prompt, out in zip(prompt_lens, output_lens, strict=True)
         for made in range(1, out)
     )
-    assert report.tokens_read(prompt_lens, output_lens) == expected
+    assert floors.tokens_read(prompt_lens, output_lens) == expected
 
 
 @pytest.mark.parametrize("name", ["Qwen3-0.6B", "Qwen3-8B", "Qwen3-32B"])
-def test_weights_that_a_step_reads(gpu: ModuleType, report: ModuleType, name: str) -> None:
+def test_weights_that_a_step_reads(name: str) -> None:
     from nanovllm.models.config import ModelConfig
     from nanovllm.models.registry import model_class
 
-    config = gpu.CONFIGS[name]
+    config = shapes.CONFIGS[name]
     model_config = ModelConfig.from_hf(config)
     with torch.device("meta"):
         model = model_class(model_config)(model_config, 64)
@@ -71,45 +54,45 @@ def test_weights_that_a_step_reads(gpu: ModuleType, report: ModuleType, name: st
         if parameter.ndim == 2
     }
     numbers = sum(matrices.values())
-    if not config["tie_word_embeddings"]:  # of the embedding a step reads a row for each token
+    if not config["tie_word_embeddings"]:  # a step reads one row per token of the embedding
         numbers -= config["vocab_size"] * config["hidden_size"]
-    assert report.weight_bytes(config) == 2 * numbers
+    assert shapes.weight_bytes(config) == 2 * numbers
 
 
-def test_floor(gpu: ModuleType, report: ModuleType) -> None:
-    config = gpu.CONFIGS["Qwen3-0.6B"]
-    floor = report.workload_floor(config, [10, 20], [5, 3], 1e12, 1e15)
+def test_floor() -> None:
+    config = shapes.CONFIGS["Qwen3-0.6B"]
+    floor = floors.workload_floor(config, [10, 20], [5, 3], 1e12, 1e15)
     head = 151936 * 1024
-    layers = report.weight_bytes(config) // 2 - head
+    layers = shapes.weight_bytes(config) // 2 - head
     assert floor["weights"] == pytest.approx(4 * 2 * (layers + head) / 1e12)
     assert floor["KV"] == pytest.approx((11 + 12 + 13 + 14 + 21 + 22) * 114_688 / 1e12)
     assert floor["prompts"] == pytest.approx(2 * layers * 30 / 1e15)
     assert floor["all"] == pytest.approx(floor["weights"] + floor["KV"] + floor["prompts"])
 
 
-def kernels(report: ModuleType, *intervals: tuple[float, float]) -> list[Any]:
-    """Kernels by their microseconds."""
-    return [report.Kernel("k", start * 1e-6, end * 1e-6) for start, end in intervals]
+def kernels(*intervals: tuple[float, float]) -> list[Any]:
+    """Return kernels that start and end at these microseconds."""
+    return [trace.Kernel("k", start * 1e-6, end * 1e-6) for start, end in intervals]
 
 
-def test_idle(report: ModuleType) -> None:
-    # 0-40, 42-50 and, overlapping, 45-48; then a pause of 30 to 80-100.
-    found = report.idle(kernels(report, (0, 40), (42, 50), (45, 48), (80, 100)))
+def test_idle() -> None:
+    # Idle: 40 to 42, and a pause from 50 to 80. The third kernel overlaps the second.
+    found = trace.idle(kernels((0, 40), (42, 50), (45, 48), (80, 100)))
     assert found.all == pytest.approx(0.32)
     assert found.paused == pytest.approx(0.30)
 
 
-def test_nothing_idle(report: ModuleType) -> None:
-    assert report.idle(kernels(report, (5, 10), (6, 7), (10, 12))) == (0, 0)
+def test_nothing_idle() -> None:
+    assert trace.idle(kernels((5, 10), (6, 7), (10, 12))) == (0, 0)
 
 
-def test_settled(report: ModuleType) -> None:
-    rest = report.settled(kernels(report, (0, 10), (19, 30), (20, 40), (90, 100)))
+def test_settled() -> None:
+    rest = trace.settled(kernels((0, 10), (19, 30), (20, 40), (90, 100)))
     assert [round(kernel.start * 1e6) for kernel in rest] == [20, 90]
-    assert report.settled([]) == []
+    assert trace.settled([]) == []
 
 
-def test_trace(report: ModuleType) -> None:
+def test_trace() -> None:
     events = [
         {"ph": "X", "cat": "kernel", "name": "_decode", "ts": 20.0, "dur": 60.0},
         {"ph": "X", "cat": "kernel", "name": "nvjet_tst_64x8", "ts": 0.0, "dur": 20.0},
@@ -117,9 +100,9 @@ def test_trace(report: ModuleType) -> None:
         {"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy DtoH", "ts": 90.0, "dur": 10.0},
         {"ph": "i", "cat": "kernel", "name": "mark", "ts": 0.0},
     ]
-    found = report.kernels_of_trace({"traceEvents": events})
+    found = trace.kernels_of_trace({"traceEvents": events})
     assert [kernel.name for kernel in found] == ["nvjet_tst_64x8", "_decode", "Memcpy DtoH"]
-    shares = report.shares(found)
+    shares = trace.shares(found)
     assert {kind: round(share, 6) for kind, share in shares.items() if share} == {
         "attention": 0.6,
         "GEMM": 0.2,
@@ -140,18 +123,18 @@ def test_trace(report: ModuleType) -> None:
         ("void at::native::elementwise_kernel", "other"),
     ],
 )
-def test_kinds(report: ModuleType, name: str, kind: str) -> None:
-    assert report.kind_of(name) == kind
+def test_kinds(name: str, kind: str) -> None:
+    assert trace.kind_of(name) == kind
 
 
-def test_our_kernels_have_a_kind(report: ModuleType) -> None:
+def test_our_kernels_have_a_kind() -> None:
     import re
 
-    for path in (ROOT / "nanovllm" / "kernels").glob("gpu*.py"):
+    for path in (ROOT / "nanovllm" / "kernels" / "triton").glob("*.py"):
         source = path.read_text(encoding="utf-8")
         for name in re.findall(r"\b(_\w+)\[\s*[\w(]", source):
             if re.search(rf"^def {name}\(", source, re.MULTILINE):
-                assert report.kind_of(name) != "other", name
+                assert trace.kind_of(name) != "other", name
 
 
 RESULTS: dict[str, Any] = {
@@ -234,15 +217,15 @@ RESULTS: dict[str, Any] = {
 }
 
 
-def page_of(gpu: ModuleType, results: dict[str, Any]) -> str:
+def page_of(results: dict[str, Any]) -> str:
     machine = {"GPU": "NVIDIA H200", "date": "2026-01-02", "torch": "2.11"}
     ended = {name: {**part, "ended": "done", "seconds": 9.0} for name, part in results.items()}
-    return str(gpu.gpu_report.page(machine, "python benchmarks/gpu.py", ended, gpu.CONFIGS))
+    return report.page(machine, "python -m benchmarks.gpu", ended)
 
 
-def test_page(gpu: ModuleType) -> None:
-    assert set(RESULTS) == set(gpu.PARTS)
-    page = page_of(gpu, json.loads(json.dumps(RESULTS)))
+def test_page() -> None:
+    assert set(RESULTS) == set(report.PARTS)
+    page = page_of(json.loads(json.dumps(RESULTS)))
     for line in (
         "# NVIDIA H200, 2026-01-02",
         "| torch | 2.11 |",
@@ -267,38 +250,38 @@ def test_page(gpu: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("part", [name for name in RESULTS if name != "bandwidth"])
-def test_page_of_one_part_without_bandwidth(gpu: ModuleType, part: str) -> None:
-    page = page_of(gpu, {part: RESULTS[part]})
-    assert gpu.gpu_report.SECTIONS[part][0] in page
+def test_page_of_one_part_without_bandwidth(part: str) -> None:
+    page = page_of({part: RESULTS[part]})
+    assert report.PARTS[part].title in page
 
 
-def test_page_of_parts_that_recorded_little(gpu: ModuleType) -> None:
+def test_page_of_parts_that_recorded_little() -> None:
     nano = {key: RESULTS["nano"][key] for key in ("model", "prompt_lens", "output_lens")}
     peers = {**RESULTS["peers"], "rounds": {}}
     single = {"model": "Qwen3-8B"}
-    page = page_of(gpu, {"bandwidth": {}, "nano": nano, "single": single, "peers": peers})
+    page = page_of({"bandwidth": {}, "nano": nano, "single": single, "peers": peers})
     assert "No run ended." in page
 
 
-def test_a_test_files_counts(gpu: ModuleType, tmp_path: Path) -> None:
+def test_a_test_files_counts(tmp_path: Path) -> None:
     test = tmp_path / "test_it.py"
     test.write_text(
         "import pytest\ndef test_a(): pass\ndef test_b(): assert 0, 'why'\n"
         "@pytest.mark.skip\ndef test_c(): pass\n"
     )
-    found = gpu.run_test_file(str(test), tmp_path, 60)
+    found = tests.run_test_file(str(test), tmp_path, 60)
     assert (found["passed"], found["failed"], found["skipped"]) == (1, 1, 1)
     assert found["ended"] == "exit status 1"
     assert found["failures"][0].startswith("test_b: AssertionError: why")
-    assert gpu.run_test_file(str(test), tmp_path, 0)["ended"] == "out of time"
+    assert tests.run_test_file(str(test), tmp_path, 0)["ended"] == "out of time"
 
 
-def test_swept_options_exist(gpu: ModuleType) -> None:
+def test_swept_options_exist() -> None:
     pytest.importorskip("triton")
     from nanovllm.kernels.triton import attention as triton_attention
 
     launched = triton_attention._decode_options(torch.bfloat16, 128)
-    for options in gpu.SWEEP:
+    for options in attention.SWEEP:
         for name, value in options.items():
             now = launched[name] if name in launched else getattr(triton_attention, name)
             assert isinstance(now, int)
@@ -308,8 +291,11 @@ def test_swept_options_exist(gpu: ModuleType) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_refused_without_a_gpu(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, SCRIPT, "--out", tmp_path / "out"], capture_output=True, text=True
+        [sys.executable, "-m", "benchmarks.gpu", "--out", tmp_path / "out"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 2
-    assert done.stderr == "gpu.py: there is no CUDA device here\n"
+    assert done.stderr == "benchmarks.gpu: there is no CUDA device here\n"
     assert not (tmp_path / "out").exists()

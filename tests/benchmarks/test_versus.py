@@ -1,29 +1,18 @@
-"""The comparison runs engines in turn, on the same requests, and says so in a table."""
+"""benchmarks.versus runs engines in turn on the same requests and prints a table of their times."""
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from bench import QWEN3_06B
+from benchmarks import versus
+from benchmarks.comparison import Comparison, Row
 
 ROOT = Path(__file__).parent.parent.parent
-SCRIPT = ROOT / "benchmarks" / "versus.py"
-
-
-@pytest.fixture(scope="module")
-def versus() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("versus", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
@@ -42,11 +31,16 @@ def model(tmp_path: Path) -> str:
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
-        [sys.executable, SCRIPT, *arguments], capture_output=True, text=True, env=env, timeout=120
+        [sys.executable, "-m", "benchmarks.versus", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=env,
+        timeout=120,
     )
 
 
-def test_requests_are_the_cases_own(versus: ModuleType) -> None:
+def test_requests_are_the_cases_own() -> None:
     case = versus.CASES["nano"]
     prompts, lens = case.requests(3)
     assert (prompts, lens) == case.requests(3) != case.requests(4)
@@ -56,7 +50,7 @@ def test_requests_are_the_cases_own(versus: ModuleType) -> None:
 
 
 def fake(path: Path, answer: str) -> str:
-    """Return the path of an executable that is ready at once and does `answer` for each line."""
+    """Return an executable that is ready at once and runs `answer` for each line of its input."""
     ready = "echo 'ready to be measured 0'"
     path.write_text(f"#!/bin/sh\n{ready}\nwhile read line; do {answer}; done\n")
     path.chmod(0o755)
@@ -86,6 +80,24 @@ def test_ratio(tmp_path: Path) -> None:
     assert "| decode1 | transformers | 3.00 | 3.00 | 3.00 | 1.50 |" in done.stdout
 
 
+def test_json_has_the_tables_rows(tmp_path: Path) -> None:
+    two = fake(tmp_path / "two", "echo 'ready to be measured 2'")
+    three = fake(tmp_path / "three", "echo 'ready to be measured 3'")
+    path = tmp_path / "comparison.json"
+    done = run(f"vllm={two}", f"transformers={three}", "--cases", "decode1", "--rounds", "2",
+               "--json", str(path))  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = Comparison.load(path)
+    assert found.rows == [
+        Row("decode1", "vllm", 2.0, 1.0, [2.0, 2.0]),
+        Row("decode1", "transformers", 3.0, 1.5, [3.0, 3.0]),
+    ]
+    assert list(found.startup) == ["vllm", "transformers"]
+    assert found.cases == {"decode1": "1 sequence, 32 tokens in, 64 out"}
+    assert found.command.startswith(f"python -m benchmarks.versus vllm={two} ")
+    assert "random weights" in found.model
+
+
 def test_an_engine_that_does_not_start() -> None:
     done = run("vllm=/bin/false")
     assert "versus.py: vllm ended with 1" in done.stderr
@@ -93,7 +105,7 @@ def test_an_engine_that_does_not_start() -> None:
 
 
 def test_an_engine_that_ends_while_it_is_measured(tmp_path: Path) -> None:
-    """Symptom: those after it are left, stopped; here they would keep stderr open."""
+    """The engines after it must be ended too. Here a stopped one would keep stderr open."""
     ends = fake(tmp_path / "ends", "exit 3")
     stays = fake(tmp_path / "stays", "echo 'ready to be measured 1'")
     done = run(f"vllm={ends}", f"transformers={stays}")

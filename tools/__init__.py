@@ -1,0 +1,1 @@
+"""Programs for those who work on nanovllm; the package does not need them."""

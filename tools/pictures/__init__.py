@@ -1,0 +1,1 @@
+"""The pictures in docs/pictures. `python -m tools.pictures` draws them again."""
