@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn.functional import embedding, linear
 
 from nanovllm.errors import ConfigError, UnsupportedModelError
-from nanovllm.layers.quantization import FP8, Fp8Format, Fp8Weight, WeightMethod
+from nanovllm.layers.fp8_config import Fp8Config
+from nanovllm.layers.quantization import FP8, Fp8Weight, WeightMethod
 from nanovllm.utils.distributed import all_reduce, tensor_parallel
 from nanovllm.utils.loader import Shard
 
@@ -72,14 +73,14 @@ class Linear(Matrix):
 
     def __init__(self, num_outputs: int, num_inputs: int) -> None:
         super().__init__(num_outputs, num_inputs)
-        self._fp8: Fp8Format | None = None
+        self._fp8: Fp8Config | None = None
         self._scales: dict[str, tuple[torch.Tensor, int]] = {}  # and rows, by checkpoint linear
 
     def shards(self, prefix: str) -> Iterator[Shard]:
         """Yield what this linear, at dotted path `prefix`, is made of."""
         raise NotImplementedError
 
-    def expect_fp8(self, prefix: str, fp8: Fp8Format) -> None:
+    def expect_fp8(self, prefix: str, fp8: Fp8Config) -> None:
         """Be made of FP8 weights and the scales of their blocks, unless `fp8` excludes it.
 
         Raises:
@@ -141,7 +142,7 @@ class Linear(Matrix):
             yield Shard(f"{name}.{self._fp8.scale_name}", whole, scales, dim, start // block)
 
 
-def _blocks(shape: tuple[int, ...], fp8: Fp8Format) -> tuple[int, int]:
+def _blocks(shape: tuple[int, ...], fp8: Fp8Config) -> tuple[int, int]:
     """Return the shape of the scales of a weight of `shape`."""
     outputs, inputs = shape
     return -(-outputs // fp8.block_outputs), -(-inputs // (fp8.block_inputs or inputs))

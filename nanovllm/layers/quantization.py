@@ -3,8 +3,7 @@
 A method is made from a loaded weight and replaces it. Knows no checkpoint, no layer and no rank.
 """
 
-import re
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.nn.functional import embedding, linear, pad
@@ -28,26 +27,6 @@ _ONEDNN_LEAST = 2**20
 _FP8_MAX = torch.finfo(FP8).max
 _FP8_MATMUL = (8, 9)
 """Compute capability of the GPUs that multiply FP8."""
-
-
-class Fp8Format(NamedTuple):
-    """A checkpoint's FP8 linears: a weight is its `weight` times the scale of its block."""
-
-    scale_name: str
-    """Beside `weight`; [ceil(outputs / block_outputs), ceil(inputs / block_inputs)]."""
-    block_outputs: int
-    block_inputs: int | None
-    """None: all."""
-    excluded: tuple[str, ...]
-    """Linears that are not in FP8: components of their names in a row, or "re:" and a regex."""
-
-    def excludes(self, name: str) -> bool:
-        return any(
-            re.match(entry[3:], name) is not None
-            if entry.startswith("re:")
-            else f".{entry}." in f".{name}."
-            for entry in self.excluded
-        )
 
 
 class WeightMethod(Protocol):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.layers.quantization import Fp8Format
+from nanovllm.layers.fp8_config import Fp8Config
 from nanovllm.layers.rotary_embedding import RopeConfig
 
 _DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
@@ -34,7 +34,7 @@ class ModelConfig:
     attention_bias: bool
     tie_word_embeddings: bool
     dtype: torch.dtype
-    fp8: Fp8Format | None = None
+    fp8: Fp8Config | None = None
     """How the linears are kept, if in FP8."""
 
     @classmethod
@@ -48,51 +48,18 @@ class ModelConfig:
             UnsupportedModelError: it asks for something that is not implemented.
             CheckpointError: a field is missing or senseless.
         """
-        architectures = config.get("architectures")
-        if not (
-            isinstance(architectures, list)
-            and len(architectures) == 1
-            and isinstance(architectures[0], str)
-        ):
-            raise CheckpointError(f"config.json must name one architecture, has {architectures}")
-        if config.get("hidden_act", "silu") != "silu":
-            raise UnsupportedModelError(
-                f"hidden_act {config['hidden_act']!r} is not supported (only silu)"
-            )
-        layer_types = config.get("layer_types") or ["full_attention"]
-        if not isinstance(layer_types, list) or not all(isinstance(t, str) for t in layer_types):
-            raise CheckpointError(f"config.json: layer_types must be names, is {layer_types!r}")
-        if config.get("use_sliding_window") or set(layer_types) != {"full_attention"}:
-            raise UnsupportedModelError(
-                "sliding-window attention is not supported (use_sliding_window "
-                f"{config.get('use_sliding_window')}, layer_types {sorted(set(layer_types))})"
-            )
-        checkpoint_dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
-        name = checkpoint_dtype if dtype == "auto" else dtype
-        if not isinstance(name, str) or name not in _DTYPES:
-            raise UnsupportedModelError(f"dtype {name!r} is not supported ({', '.join(_DTYPES)})")
-
-        num_heads = _positive(config, "num_attention_heads")
-        num_kv_heads = _positive(config, "num_key_value_heads", num_heads)
-        hidden_size = _positive(config, "hidden_size")
-        head_dim = _positive(config, "head_dim", hidden_size // num_heads)
-        if num_heads % num_kv_heads:
-            raise CheckpointError(
-                f"num_attention_heads {num_heads} is no multiple of "
-                f"num_key_value_heads {num_kv_heads}"
-            )
-        if head_dim % 2:
-            raise UnsupportedModelError(
-                f"head_dim {head_dim} is odd; rotary embedding needs halves"
-            )
+        architecture = _architecture(config)
+        _check_supported(config)
+        torch_dtype = _dtype(config, dtype)
+        num_heads, num_kv_heads, head_dim = _heads(config)
         max_position = _positive(config, "max_position_embeddings")
         rope = _rope(config, max_position)
         if rope.rope_type == "yarn":  # Qwen3's instructions add yarn and leave max_position as is
             max_position = max(max_position, int(rope.original_max_position * rope.factor))
         return cls(
-            architecture=architectures[0],
+            architecture=architecture,
             vocab_size=_positive(config, "vocab_size"),
-            hidden_size=hidden_size,
+            hidden_size=_positive(config, "hidden_size"),
             intermediate_size=_positive(config, "intermediate_size"),
             num_layers=_positive(config, "num_hidden_layers"),
             num_heads=num_heads,
@@ -103,9 +70,55 @@ class ModelConfig:
             max_position=max_position,
             attention_bias=_switch(config, "attention_bias", False),
             tie_word_embeddings=_switch(config, "tie_word_embeddings", False),
-            dtype=_DTYPES[name],
-            fp8=_fp8(config.get("quantization_config")),
+            dtype=torch_dtype,
+            fp8=Fp8Config.from_hf(config.get("quantization_config")),
         )
+
+
+def _architecture(config: dict[str, Any]) -> str:
+    names = config.get("architectures")
+    if not (isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)):
+        raise CheckpointError(f"config.json must name one architecture, has {names}")
+    return names[0]
+
+
+def _check_supported(config: dict[str, Any]) -> None:
+    """Refuse activations and attention patterns that are not implemented."""
+    if config.get("hidden_act", "silu") != "silu":
+        raise UnsupportedModelError(
+            f"hidden_act {config['hidden_act']!r} is not supported (only silu)"
+        )
+    layer_types = config.get("layer_types") or ["full_attention"]
+    if not isinstance(layer_types, list) or not all(isinstance(t, str) for t in layer_types):
+        raise CheckpointError(f"config.json: layer_types must be names, is {layer_types!r}")
+    if config.get("use_sliding_window") or set(layer_types) != {"full_attention"}:
+        raise UnsupportedModelError(
+            "sliding-window attention is not supported (use_sliding_window "
+            f"{config.get('use_sliding_window')}, layer_types {sorted(set(layer_types))})"
+        )
+
+
+def _dtype(config: dict[str, Any], override: str) -> torch.dtype:
+    checkpoint_dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
+    name = checkpoint_dtype if override == "auto" else override
+    if not isinstance(name, str) or name not in _DTYPES:
+        raise UnsupportedModelError(f"dtype {name!r} is not supported ({', '.join(_DTYPES)})")
+    return _DTYPES[name]
+
+
+def _heads(config: dict[str, Any]) -> tuple[int, int, int]:
+    """Return (query heads, KV heads, head_dim)."""
+    num_heads = _positive(config, "num_attention_heads")
+    num_kv_heads = _positive(config, "num_key_value_heads", num_heads)
+    hidden_size = _positive(config, "hidden_size")
+    head_dim = _positive(config, "head_dim", hidden_size // num_heads)
+    if num_heads % num_kv_heads:
+        raise CheckpointError(
+            f"num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}"
+        )
+    if head_dim % 2:
+        raise UnsupportedModelError(f"head_dim {head_dim} is odd; rotary embedding needs halves")
+    return num_heads, num_kv_heads, head_dim
 
 
 def _positive(config: dict[str, Any], key: str, default: int | None = None) -> int:
@@ -172,95 +185,3 @@ def _rope(config: dict[str, Any], max_position: int) -> RopeConfig:
     if unknown := settings.keys() - known:
         raise UnsupportedModelError(f"rope settings not supported: {', '.join(sorted(unknown))}")
     return RopeConfig(theta, rope_type, factor, original, **extra)
-
-
-_BLOCK_FP8: dict[str, Any] = {
-    "fmt": (None, "e4m3"),
-    "activation_scheme": ("dynamic",),
-    "scale_fmt": (None, "float"),
-    "weight_per_tensor": (None, False),
-    "act_per_tensor": (None, False),
-    "dequantize": (None, False),
-}
-"""What is honoured of quant_method "fp8", beside its blocks and the modules it leaves out."""
-_CHANNEL_FP8: dict[str, Any] = {
-    "format": ("float-quantized",),
-    "kv_cache_scheme": (None,),
-    "sparsity_config": (None, {}),
-    "transform_config": (None, {}),
-    "config_groups.*.targets": (["Linear"],),
-    "config_groups.*.weights.num_bits": (8,),
-    "config_groups.*.weights.type": ("float",),
-    "config_groups.*.weights.strategy": ("channel",),
-    "config_groups.*.weights.symmetric": (None, True),
-    "config_groups.*.weights.dynamic": (None, False),
-    "config_groups.*.input_activations.num_bits": (8,),
-    "config_groups.*.input_activations.type": ("float",),
-    "config_groups.*.input_activations.strategy": ("token",),
-    "config_groups.*.input_activations.dynamic": (True,),
-    "config_groups.*.output_activations": (None,),
-}
-"""What is honoured of quant_method "compressed-tensors", with a scale for each output."""
-
-
-def _fp8(given: Any) -> Fp8Format | None:
-    """Read quantization_config, as Qwen's FP8 checkpoints or compressed-tensors write it.
-
-    Inputs of FP8 layers are rounded by rows where the GPU multiplies FP8, and elsewhere not at all.
-    """
-    if given is None:
-        return None
-    if not isinstance(given, dict):
-        raise CheckpointError(f"config.json: quantization_config must be an object, is {given!r}")
-    method = given.get("quant_method")
-    if method == "fp8":
-        _check_settings(given, _BLOCK_FP8)
-        block = given.get("weight_block_size")
-        if not (
-            isinstance(block, list)
-            and len(block) == 2
-            and all(type(size) is int and size > 0 for size in block)
-        ):
-            raise UnsupportedModelError(
-                f"quantization_config: weight_block_size {block!r} is not supported (only two "
-                "positive integers, such as [128, 128])"
-            )
-        excluded = [
-            *_names(given, "modules_to_not_convert"),
-            *_names(given, "ignored_layers"),
-        ]
-        return Fp8Format("weight_scale_inv", block[0], block[1], tuple(excluded))
-    if method == "compressed-tensors":
-        groups = given.get("config_groups")
-        if not isinstance(groups, dict) or len(groups) != 1:
-            raise UnsupportedModelError(
-                f"quantization_config: config_groups {groups!r} is not supported (only one group)"
-            )
-        _check_settings(
-            {**given, "config_groups": {"*": next(iter(groups.values()))}}, _CHANNEL_FP8
-        )
-        return Fp8Format("weight_scale", 1, None, tuple(_names(given, "ignore")))
-    raise UnsupportedModelError(
-        f"quantization_config quant_method {method!r} is not supported (only fp8 and "
-        "compressed-tensors)"
-    )
-
-
-def _check_settings(given: dict[str, Any], known: dict[str, Any]) -> None:
-    """Refuse settings, by dotted path, whose values are not among those known."""
-    for path, supported in known.items():
-        value: Any = given
-        for key in path.split("."):
-            value = value.get(key) if isinstance(value, dict) else None
-        if value not in supported:
-            raise UnsupportedModelError(
-                f"quantization_config: {path.rpartition('*.')[2]} {value!r} is not supported "
-                f"(only {', '.join(map(repr, supported))})"
-            )
-
-
-def _names(given: dict[str, Any], key: str) -> list[str]:
-    names = given.get(key) or []
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise CheckpointError(f"config.json: {key} must be names, is {names!r}")
-    return names

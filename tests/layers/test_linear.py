@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 
 from nanovllm import SamplingParams
 from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
+from nanovllm.layers.fp8_config import Fp8Config
 from nanovllm.layers.linear import (
     MergedColumnParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
 )
-from nanovllm.layers.quantization import Fp8Format
 from nanovllm.utils import distributed
 from nanovllm.utils.distributed import TensorParallel
 from nanovllm.utils.loader import load_weights
@@ -87,7 +87,7 @@ def test_every_part_has_its_own_blocks(rows, columns, size, as_rank, tmp_path):
         loaded = load(
             layer,
             tmp_path / "model.safetensors",
-            Fp8Format("weight_scale_inv", rows, columns, ()),
+            Fp8Config("weight_scale_inv", rows, columns, ()),
         )
         ours = torch.cat([weight.chunk(size)[rank] for weight in expected.values()])
         assert torch.allclose(loaded, ours, rtol=1e-6)
@@ -103,14 +103,14 @@ def test_inputs_are_split_with_their_blocks(rows, columns, size, as_rank, tmp_pa
     for rank in range(size):
         as_rank(rank, size)
         layer = RowParallelLinear(96, 20, bias=False)
-        fp8 = Fp8Format("weight_scale", rows, columns, ())
+        fp8 = Fp8Config("weight_scale", rows, columns, ())
         loaded = load(layer, tmp_path / "model.safetensors", fp8)
         assert torch.allclose(loaded, expected["attn.proj"].chunk(size, 1)[rank], rtol=1e-6)
 
 
 def test_ranks_do_not_cut_blocks(as_rank):
     as_rank(1, 2)
-    fp8 = Fp8Format("weight_scale_inv", 32, 32, ())
+    fp8 = Fp8Config("weight_scale_inv", 32, 32, ())
     with pytest.raises(
         ConfigError, match=r"tensor_parallel_size 2 cuts mlp.gate.weight \(96, 64\) .*32"
     ):
@@ -124,8 +124,8 @@ def test_ranks_do_not_cut_blocks(as_rank):
 def test_linears_computed_as_one_are_excluded_as_one():
     layer = MergedColumnParallelLinear(64, {"gate": 96, "up": 96}, bias=False)
     with pytest.raises(UnsupportedModelError, match=r"mlp.gate, mlp.up are computed as one"):
-        layer.expect_fp8("mlp.gate_up", Fp8Format("weight_scale_inv", 8, 8, ("mlp.up",)))
-    layer.expect_fp8("mlp.gate_up", Fp8Format("weight_scale_inv", 8, 8, ("mlp",)))
+        layer.expect_fp8("mlp.gate_up", Fp8Config("weight_scale_inv", 8, 8, ("mlp.up",)))
+    layer.expect_fp8("mlp.gate_up", Fp8Config("weight_scale_inv", 8, 8, ("mlp",)))
     assert layer.weight.dtype == torch.float32
     assert layer.loaded_method(torch.float32, native=True) is None
 

@@ -9,7 +9,6 @@ from nanovllm.kernels.cpu.library import library
 from nanovllm.layers import quantization
 from nanovllm.layers.linear import Matrix
 from nanovllm.layers.quantization import (
-    Fp8Format,
     Fp8Weight,
     IntWeight,
     NativeIntWeight,
@@ -209,10 +208,3 @@ def test_fp8_product_of_rounded_inputs():
     assert out.dtype == torch.bfloat16
     assert torch.allclose(out.double(), rounded[0] @ rounded[1].T, rtol=2.0**-8, atol=1e-3)
     assert torch.equal(alone, out[2:3])
-
-
-def test_what_a_format_excludes():
-    fp8 = Fp8Format("weight_scale", 1, None, ("lm_head", "layers.1", "re:.*down_proj$"))
-    excluded = ["lm_head", "model.layers.1.mlp.up_proj", "model.layers.0.mlp.down_proj"]
-    assert [fp8.excludes(name) for name in excluded] == [True] * 3
-    assert not fp8.excludes("model.layers.11.mlp.up_proj")

@@ -1,13 +1,12 @@
 """A checkpoint's config.json: read in the styles of transformers 4 and 5, or refused by name."""
 
-import copy
 import dataclasses
 
 import pytest
 import torch
 
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.layers.quantization import Fp8Format
+from nanovllm.layers.fp8_config import Fp8Config
 from nanovllm.layers.rotary_embedding import RopeConfig
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
@@ -253,95 +252,16 @@ def test_unsupported(changes, named):
         read(**changes)
 
 
-BLOCKS = {
-    "quant_method": "fp8",
-    "fmt": "e4m3",
-    "activation_scheme": "dynamic",
-    "weight_block_size": [128, 64],
-    "modules_to_not_convert": ["lm_head"],
-}
-"""As in Qwen3's FP8 checkpoints."""
-CHANNELS = {
-    "quant_method": "compressed-tensors",
-    "format": "float-quantized",
-    "ignore": ["lm_head"],
-    "kv_cache_scheme": None,
-    "quantization_status": "compressed",
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {
-                "num_bits": 8,
-                "type": "float",
-                "strategy": "channel",
-                "symmetric": True,
-                "dynamic": False,
-                "observer": "minmax",
-            },
-            "input_activations": {
-                "num_bits": 8,
-                "type": "float",
-                "strategy": "token",
-                "dynamic": True,
-            },
-            "output_activations": None,
-        }
-    },
-}
-
-
 def test_fp8():
     assert read(quantization_config=None) == read()
-    blocks = Fp8Format("weight_scale_inv", 128, 64, ("lm_head",))
-    assert read(quantization_config=BLOCKS).fp8 == blocks
-    assert read(quantization_config=CHANNELS).fp8 == Fp8Format(
-        "weight_scale", 1, None, ("lm_head",)
-    )
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"activation_scheme": "static"}, "activation_scheme 'static' .* 'dynamic'"),
-        ({"fmt": "e5m2"}, "fmt 'e5m2'"),
-        ({"weight_block_size": None}, "weight_block_size None"),
-        ({"weight_block_size": [128, 0]}, "weight_block_size"),
-        ({"scale_fmt": "ue8m0"}, "scale_fmt 'ue8m0'"),
-    ],
-)
-def test_unsupported_fp8_blocks(changes, named):
-    with pytest.raises(UnsupportedModelError, match=named):
-        read(quantization_config={**BLOCKS, **changes})
-
-
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        (["format"], "int-quantized"),
-        (["kv_cache_scheme"], {"num_bits": 8}),
-        (["config_groups"], {}),
-        (["config_groups", "group_0", "targets"], ["re:.*mlp.*"]),
-        (["config_groups", "group_0", "weights", "strategy"], "tensor"),
-        (["config_groups", "group_0", "weights", "type"], "int"),
-        (["config_groups", "group_0", "weights", "num_bits"], 4),
-        (["config_groups", "group_0", "input_activations", "dynamic"], False),
-        (["config_groups", "group_0", "input_activations"], None),
-    ],
-)
-def test_unsupported_compressed_tensors(path, value):
-    config = copy.deepcopy(CHANNELS)
-    place = config
-    for key in path[:-1]:
-        place = place[key]
-    place[path[-1]] = value
-    with pytest.raises(UnsupportedModelError, match=f"{path[-1]}.* is not supported"):
-        read(quantization_config=config)
-
-
-@pytest.mark.parametrize("wrong", ["fp8", {**BLOCKS, "ignored_layers": "lm_head"}])
-def test_senseless_fp8(wrong):
-    with pytest.raises(CheckpointError, match="must be"):
-        read(quantization_config=wrong)
+    fp8 = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 64],
+        "modules_to_not_convert": ["lm_head"],
+    }
+    expected = Fp8Config("weight_scale_inv", 128, 64, ("lm_head",))
+    assert read(quantization_config=fp8).fp8 == expected
 
 
 def test_a_window_that_is_switched_off_is_no_window():
