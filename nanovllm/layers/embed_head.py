@@ -22,10 +22,10 @@ class VocabParallelEmbedding(Matrix):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         if tensor_parallel().size == 1:
-            return self.gather(input_ids)
+            return self.embedding(input_ids)
         local = input_ids - self.start
-        ours = (local >= 0) & (local < self.num_outputs)
-        hidden = self.gather(local * ours) * ours[:, None]
+        ours = (local >= 0) & (local < self.output_size)
+        hidden = self.embedding(local * ours) * ours[:, None]
         return all_reduce(hidden)
 
     def shards(self, prefix: str) -> Iterator[Shard]:
@@ -38,5 +38,5 @@ class ParallelLMHead(VocabParallelEmbedding):
     """Logits over the whole vocabulary on rank 0, None on the others."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor | None:  # type: ignore[override]
-        logits = gather_to_first(self.multiply(hidden))
+        logits = gather_to_first(self.linear(hidden))
         return None if logits is None else logits[:, : self.vocab_size]

@@ -21,7 +21,7 @@ class RMSNorm(nn.Module):
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return (wide * scale).to(x.dtype) * self.weight
 
-    def add(
+    def add_norm(
         self, x: torch.Tensor | None, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (normalised sum, sum) of `x`, if any, and `residual`, which may be overwritten."""

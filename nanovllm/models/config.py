@@ -52,24 +52,24 @@ class ModelConfig:
         _check_supported(config)
         torch_dtype = _dtype(config, dtype)
         num_heads, num_kv_heads, head_dim = _heads(config)
-        max_position = _positive(config, "max_position_embeddings")
+        max_position = _positive_int(config, "max_position_embeddings")
         rope = _rope(config, max_position)
         if rope.rope_type == "yarn":  # Qwen3's instructions add yarn and leave max_position as is
             max_position = max(max_position, int(rope.original_max_position * rope.factor))
         return cls(
             architecture=architecture,
-            vocab_size=_positive(config, "vocab_size"),
-            hidden_size=_positive(config, "hidden_size"),
-            intermediate_size=_positive(config, "intermediate_size"),
-            num_layers=_positive(config, "num_hidden_layers"),
+            vocab_size=_positive_int(config, "vocab_size"),
+            hidden_size=_positive_int(config, "hidden_size"),
+            intermediate_size=_positive_int(config, "intermediate_size"),
+            num_layers=_positive_int(config, "num_hidden_layers"),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=_number(config, "rms_norm_eps", 1e-6),
+            rms_norm_eps=_positive_float(config, "rms_norm_eps", 1e-6),
             rope=rope,
             max_position=max_position,
-            attention_bias=_switch(config, "attention_bias", False),
-            tie_word_embeddings=_switch(config, "tie_word_embeddings", False),
+            attention_bias=_bool(config, "attention_bias", False),
+            tie_word_embeddings=_bool(config, "tie_word_embeddings", False),
             dtype=torch_dtype,
             fp8=Fp8Config.from_hf(config.get("quantization_config")),
         )
@@ -108,10 +108,10 @@ def _dtype(config: dict[str, Any], override: str) -> torch.dtype:
 
 def _heads(config: dict[str, Any]) -> tuple[int, int, int]:
     """Return (query heads, KV heads, head_dim)."""
-    num_heads = _positive(config, "num_attention_heads")
-    num_kv_heads = _positive(config, "num_key_value_heads", num_heads)
-    hidden_size = _positive(config, "hidden_size")
-    head_dim = _positive(config, "head_dim", hidden_size // num_heads)
+    num_heads = _positive_int(config, "num_attention_heads")
+    num_kv_heads = _positive_int(config, "num_key_value_heads", num_heads)
+    hidden_size = _positive_int(config, "hidden_size")
+    head_dim = _positive_int(config, "head_dim", hidden_size // num_heads)
     if num_heads % num_kv_heads:
         raise CheckpointError(
             f"num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}"
@@ -121,7 +121,7 @@ def _heads(config: dict[str, Any]) -> tuple[int, int, int]:
     return num_heads, num_kv_heads, head_dim
 
 
-def _positive(config: dict[str, Any], key: str, default: int | None = None) -> int:
+def _positive_int(config: dict[str, Any], key: str, default: int | None = None) -> int:
     value = config.get(key)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -129,14 +129,14 @@ def _positive(config: dict[str, Any], key: str, default: int | None = None) -> i
     return value
 
 
-def _number(config: dict[str, Any], key: str, default: float | None = None) -> float:
+def _positive_float(config: dict[str, Any], key: str, default: float | None = None) -> float:
     value = config.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise CheckpointError(f"config.json: {key} must be a positive number, is {value!r}")
     return float(value)
 
 
-def _switch(config: dict[str, Any], key: str, default: bool) -> bool:
+def _bool(config: dict[str, Any], key: str, default: bool) -> bool:
     value = config.get(key, default)
     if not isinstance(value, bool):
         raise CheckpointError(f"config.json: {key} must be true or false, is {value!r}")
@@ -174,13 +174,15 @@ def _rope(config: dict[str, Any], max_position: int) -> RopeConfig:
         )
     if rope_type != "default" and "factor" not in settings:
         raise CheckpointError(f"rope scaling {rope_type!r} has no factor")
-    theta = _number(settings, "rope_theta", 10000.0)
-    factor = _number(settings, "factor", 1.0)
-    original = _positive(settings, "original_max_position_embeddings", max_position)
+    theta = _positive_float(settings, "rope_theta", 10000.0)
+    factor = _positive_float(settings, "factor", 1.0)
+    original = _positive_int(settings, "original_max_position_embeddings", max_position)
     numbers = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
-    extra: dict[str, Any] = {key: _number(settings, key) for key in numbers if key in settings}
+    extra: dict[str, Any] = {
+        key: _positive_float(settings, key) for key in numbers if key in settings
+    }
     if "truncate" in settings:
-        extra["truncate"] = _switch(settings, "truncate", True)
+        extra["truncate"] = _bool(settings, "truncate", True)
     known = {"rope_theta", "factor", "original_max_position_embeddings", "truncate", *numbers}
     if unknown := settings.keys() - known:
         raise UnsupportedModelError(f"rope settings not supported: {', '.join(sorted(unknown))}")

@@ -43,7 +43,7 @@ class Qwen3Attention(nn.Module):
     def forward(
         self, hidden: torch.Tensor, batch: Batch, output_indices: torch.Tensor | None
     ) -> torch.Tensor:
-        qkv, sizes = self.qkv_proj(hidden), self.qkv_proj.sizes
+        qkv, sizes = self.qkv_proj(hidden), self.qkv_proj.split_sizes
         heads = self.attn(qkv, sizes, self.q_norm, self.k_norm, self.rotary_emb, batch)
         return self.o_proj((heads if output_indices is None else heads[output_indices]).flatten(1))
 
@@ -78,10 +78,10 @@ class Qwen3DecoderLayer(nn.Module):
         output_indices: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the KV of every token; return the outputs of `output_indices` (None: all)."""
-        hidden, residual = self.input_layernorm.add(hidden, residual)
+        hidden, residual = self.input_layernorm.add_norm(hidden, residual)
         hidden = self.self_attn(hidden, batch, output_indices)
         residual = residual if output_indices is None else residual[output_indices]
-        hidden, residual = self.post_attention_layernorm.add(hidden, residual)
+        hidden, residual = self.post_attention_layernorm.add_norm(hidden, residual)
         return self.mlp(hidden), residual
 
 
@@ -101,7 +101,7 @@ class Qwen3Model(nn.Module):
         for layer in self.layers:
             output_indices = batch.output_indices if layer is self.layers[-1] else None
             hidden, residual = layer(hidden, residual, batch, output_indices)
-        return self.norm.add(hidden, residual)[0]
+        return self.norm.add_norm(hidden, residual)[0]
 
 
 class Qwen3ForCausalLM(nn.Module):

@@ -40,13 +40,13 @@ def init_tensor_parallel(rank: int, size: int, port: int, device: torch.device) 
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
     _tensor_parallel = TensorParallel(rank, size)
     if device.type == "cuda" and size > 1:
-        _symmetric = make_symmetric(device)
+        _symmetric = make_symmetric_all_reduce(device)
 
 
 def all_reduce(x: torch.Tensor) -> torch.Tensor:
     """Sum `x` over the ranks, in place."""
     if _tensor_parallel.size > 1:
-        if _symmetric is not None and _symmetric.takes(x):
+        if _symmetric is not None and _symmetric.supports(x):
             _symmetric.all_reduce(x)
         else:
             dist.all_reduce(x)
@@ -75,7 +75,7 @@ class SymmetricAllReduce:
         if not self._multimem and handle.world_size > 2:
             raise RuntimeError(f"{handle.world_size} GPUs without multicast")
 
-    def takes(self, x: torch.Tensor) -> bool:
+    def supports(self, x: torch.Tensor) -> bool:
         """Whether `x` is small enough, and of a kind that the kernels know."""
         return (
             x.is_cuda
@@ -96,7 +96,7 @@ class SymmetricAllReduce:
             torch.ops.symm_mem.one_shot_all_reduce_out(buffer, "sum", self._group, x.view(-1))
 
 
-def make_symmetric(device: torch.device) -> SymmetricAllReduce | None:
+def make_symmetric_all_reduce(device: torch.device) -> SymmetricAllReduce | None:
     """Return what all ranks can use, or None on all; the log says why.
 
     The ranks agree on it: one that used NCCL while the others do not would wait for ever.

@@ -46,7 +46,7 @@ def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
         CheckpointError: there is no such directory or hub id, it cannot be reached, or it is not a
             model.
     """
-    local = _local(model)
+    local = _local_path(model)
     if local.is_dir():
         path = local.resolve()
     elif local.exists():
@@ -74,7 +74,7 @@ def weight_files(checkpoint: Checkpoint, model: str, revision: str | None = None
         CheckpointError: there are none, or the index names files that are not there.
     """
     path = checkpoint.path
-    from_hub = not _local(model).is_dir()
+    from_hub = not _local_path(model).is_dir()
     if from_hub:
         path = _download(model, revision, ["*.safetensors", "*.safetensors.index.json"])
     index = path / "model.safetensors.index.json"
@@ -111,7 +111,7 @@ def weight_files(checkpoint: Checkpoint, model: str, revision: str | None = None
     return files
 
 
-def _local(model: str) -> Path:
+def _local_path(model: str) -> Path:
     """Return `model` as a path, whether or not it is one."""
     try:
         local = Path(model).expanduser()

@@ -23,8 +23,8 @@ from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import Linear, Matrix, QKVParallelLinear
-from nanovllm.layers.quantization import FP8, make_method
+from nanovllm.layers.linear import LinearBase, Matrix, QKVParallelLinear
+from nanovllm.layers.quantization import FP8, make_quant_method
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.registry import model_class
 from nanovllm.sampling_params import SamplingParams
@@ -72,7 +72,7 @@ class ModelRunner:
             self.model = model_class(model_config)(model_config, self.max_model_len)
         if model_config.fp8 is not None:
             for prefix, module in self.model.named_modules():
-                if isinstance(module, Linear):
+                if isinstance(module, LinearBase):
                     module.expect_fp8(prefix, model_config.fp8)
             self.model.to(device)
         self.model.eval().requires_grad_(False)
@@ -248,19 +248,19 @@ class ModelRunner:
             if weight is None or weight not in matrices:
                 return
             sharing, method = matrices.pop(weight), None
-            if isinstance(module, Linear):
-                method = module.loaded_method(dtype, native=native)
+            if isinstance(module, LinearBase):
+                method = module.make_fp8_method(dtype, native=native)
             if method is None:
-                fp8 = quantization == "fp8" and not isinstance(module, Linear)
-                method = make_method(
+                fp8 = quantization == "fp8" and not isinstance(module, LinearBase)
+                method = make_quant_method(
                     weight,
                     None if fp8 else quantization,
                     native=native,
-                    gathered=any(type(matrix) is VocabParallelEmbedding for matrix in sharing),
+                    is_embedding=any(type(matrix) is VocabParallelEmbedding for matrix in sharing),
                 )
             if method is not None:
                 for matrix in sharing:
-                    matrix.keep_as(method)
+                    matrix.replace_weight(method)
 
         if self.config.load_format == "dummy":
             init_dummy_weights(self.model, self.config.seed)
@@ -269,7 +269,7 @@ class ModelRunner:
         else:
             ignored: frozenset[str] = self.model.ignored_weights  # type: ignore[assignment]
             progress = tensor_parallel().rank == 0
-            load_weights(self.model, files, ignored=ignored, progress=progress, loaded=finish)
+            load_weights(self.model, files, ignored=ignored, progress=progress, on_loaded=finish)
         return_freed()
         if self.device.type == "cpu":
             keep_freed()

@@ -36,7 +36,7 @@ def test_add_returns_the_normalised_sum_and_the_sum(dtype):
     ours, theirs = pair(96, 1e-6, dtype)
     x, residual = normal(9, 96, dtype=dtype), normal(9, 96, dtype=dtype, seed=1)
     kept = residual.clone()
-    normalised, total = ours.add(x, residual)
+    normalised, total = ours.add_norm(x, residual)
     assert torch.equal(total, kept + x)
     assert torch.equal(normalised, theirs(kept + x))
 

@@ -65,8 +65,8 @@ def load(module, path, fp8):
     model = torch.nn.ModuleDict({"attn": torch.nn.ModuleDict({"proj": module})})
     module.expect_fp8("attn.proj", fp8)
     load_weights(model, [path], progress=False)
-    method = module.loaded_method(torch.float32, native=True)
-    return method.gather(torch.arange(module.num_outputs)).double()
+    method = module.make_fp8_method(torch.float32, native=True)
+    return method.embedding(torch.arange(module.output_size)).double()
 
 
 # Blocks of 8 x 16 divide all, blocks of 5 x 7 nothing, and None is a scale for each row.
@@ -127,7 +127,7 @@ def test_linears_computed_as_one_are_excluded_as_one():
         layer.expect_fp8("mlp.gate_up", Fp8Config("weight_scale_inv", 8, 8, ("mlp.up",)))
     layer.expect_fp8("mlp.gate_up", Fp8Config("weight_scale_inv", 8, 8, ("mlp",)))
     assert layer.weight.dtype == torch.float32
-    assert layer.loaded_method(torch.float32, native=True) is None
+    assert layer.make_fp8_method(torch.float32, native=True) is None
 
 
 # The engine.

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from nanovllm.utils import distributed
-from nanovllm.utils.distributed import SymmetricAllReduce, all_reduce, make_symmetric
+from nanovllm.utils.distributed import SymmetricAllReduce, all_reduce, make_symmetric_all_reduce
 
 
 @pytest.fixture
@@ -26,14 +26,14 @@ def test_without_symmetric_memory_one_line_says_why(
 ) -> None:
     """A machine without it is served by the group's own all-reduce, and starts."""
     with caplog.at_level(logging.INFO):
-        assert make_symmetric(torch.device("cpu")) is None
+        assert make_symmetric_all_reduce(torch.device("cpu")) is None
     (record,) = [r for r in caplog.records if r.name == distributed.logger.name]
     assert "symmetric memory: " in record.getMessage()
     assert "all-reduce by NCCL alone" in record.getMessage()
 
 
 class OnlyTensorsOf(SymmetricAllReduce):
-    """Stands where two GPUs would: counts what it is given and takes what `takes` says."""
+    """Stands where two GPUs would: counts what it is given and takes what `supports` says."""
 
     def __init__(self) -> None:
         self.given: list[torch.Tensor] = []
@@ -53,18 +53,20 @@ def test_what_symmetric_memory_does_not_take_goes_to_the_group(
     assert all_reduce(x) is x  # a CPU's tensor; the group's sum over one rank
     assert x.tolist() == [1.0] * 4
     assert not symmetric.given
-    monkeypatch.setattr(symmetric, "takes", lambda x: True)
+    monkeypatch.setattr(symmetric, "supports", lambda x: True)
     assert all_reduce(x).tolist() == [2.0] * 4
     assert len(symmetric.given) == 1
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_takes_small_aligned_sums() -> None:
-    takes = OnlyTensorsOf().takes
+    supports = OnlyTensorsOf().supports
     small = torch.zeros(8, 1024, dtype=torch.bfloat16, device="cuda")
-    assert takes(small)
-    assert takes(small.float())
-    assert not takes(small.half())
-    assert not takes(small.t())
-    assert not takes(small[0, :3])
-    assert not takes(torch.zeros(4 * 2**20, dtype=torch.uint8, device="cuda").view(torch.bfloat16))
+    assert supports(small)
+    assert supports(small.float())
+    assert not supports(small.half())
+    assert not supports(small.t())
+    assert not supports(small[0, :3])
+    assert not supports(
+        torch.zeros(4 * 2**20, dtype=torch.uint8, device="cuda").view(torch.bfloat16)
+    )

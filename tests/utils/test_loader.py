@@ -50,12 +50,16 @@ def build(**changes):
     return model
 
 
+def shards_by_name(model):
+    return {shard.name: shard for _, shards in model_shards(model) for shard in shards}
+
+
 def random_tensors(model, dtype=torch.float32, seed=0):
     """Return random checkpoint tensors of the names and shapes that `model` wants."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.randn(shard.shape, generator=generator).to(dtype)
-        for name, shard in model_shards(model).items()
+        for name, shard in shards_by_name(model).items()
         if name not in model.ignored_weights
     }
 
@@ -100,7 +104,7 @@ def test_every_parameter_is_loaded(checkpoint, changes):
     tensors = random_tensors(model)
     load(model, checkpoint(tensors))
     assert not any(parameter.isnan().any() for parameter in model.parameters())
-    for name, shard in model_shards(model).items():
+    for name, shard in shards_by_name(model).items():
         if name in tensors:
             assert torch.equal(shard.target, tensors[name]), name
 
@@ -129,7 +133,7 @@ def test_conversion_of_dtypes(checkpoint, saved, wanted):
         torch.set_default_dtype(before)
     tensors = random_tensors(model, saved)
     load(model, checkpoint(tensors))
-    for name, shard in model_shards(model).items():
+    for name, shard in shards_by_name(model).items():
         assert shard.target.dtype == getattr(torch, wanted)
         assert torch.equal(shard.target, tensors[name].to(shard.target.dtype)), name
 
@@ -142,7 +146,7 @@ def test_sharded_checkpoint_with_an_index(tmp_path):
     model = build()
     load(model, *files)
     expected = theirs.state_dict()
-    shards = model_shards(model)
+    shards = shards_by_name(model)
     assert shards.keys() == expected.keys()
     assert all(torch.equal(shards[name].target, expected[name]) for name in shards)
 
@@ -378,7 +382,7 @@ def test_the_ranks_shards_rebuild_the_checkpoint(checkpoint, as_rank, size, chan
         model = build(**changes)
         load(model, file)
         assert not any(parameter.isnan().any() for parameter in model.parameters())
-        for name, shard in model_shards(model).items():
+        for name, shard in shards_by_name(model).items():
             if name in model.ignored_weights:
                 continue
             length = min(shard.target.shape[shard.dim], shard.shape[shard.dim] - shard.start)
