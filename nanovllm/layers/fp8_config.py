@@ -41,8 +41,8 @@ class Fp8Config(NamedTuple):
     """The format of a checkpoint's FP8 linears: each block of a weight has one scale."""
 
     scale_name: str
-    """Name of the scales beside `weight`: [ceil(outputs / block_outputs), ceil(inputs /
-    block_inputs)]."""
+    """Of the tensor beside `weight` that holds a scale for each block. Its shape is
+    [ceil(outputs / block_outputs), ceil(inputs / block_inputs)]."""
     block_outputs: int
     block_inputs: int | None
     """None: one block spans all inputs."""
@@ -129,5 +129,5 @@ def _check_settings(config: dict[str, Any], supported: dict[str, Any]) -> None:
 def _names(config: dict[str, Any], key: str) -> list[str]:
     names = config.get(key) or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise CheckpointError(f"config.json: {key} must be names, is {names!r}")
+        raise CheckpointError(f"config.json: {key} must be a list of names, is {names!r}")
     return names

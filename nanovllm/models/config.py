@@ -1,5 +1,6 @@
-"""A checkpoint's config.json, normalised once. What cannot be honoured is refused by name, never
-ignored.
+"""`ModelConfig`: a checkpoint's config.json, validated and normalised once.
+
+A setting that would change the results but is not implemented is refused by name, never ignored.
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ _ROPE_TYPES = ("default", "linear", "yarn")
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer's dimensions and switches."""
+    """The sizes and settings of a decoder-only transformer."""
 
     architecture: str
     vocab_size: int
@@ -30,23 +31,23 @@ class ModelConfig:
     rms_norm_eps: float
     rope: RopeConfig
     max_position: int
-    """Positions the model was made for, its rope scaling included."""
+    """Positions that the model supports, rope scaling included."""
     attention_bias: bool
     tie_word_embeddings: bool
     dtype: torch.dtype
     fp8: Fp8Config | None = None
-    """How the linears are kept, if in FP8."""
+    """None: the linears are not in FP8."""
 
     @classmethod
     def from_hf(cls, config: dict[str, Any], dtype: str = "auto") -> "ModelConfig":
         """Read `config`, the parsed config.json of transformers 4 or 5.
 
         Args:
-            dtype: a torch dtype's name that overrides the checkpoint's, or "auto".
+            dtype: name of a torch dtype that overrides the checkpoint's, or "auto".
 
         Raises:
-            UnsupportedModelError: it asks for something that is not implemented.
-            CheckpointError: a field is missing or senseless.
+            UnsupportedModelError: a setting is not implemented.
+            CheckpointError: a field is missing or has an invalid value.
         """
         architecture = _architecture(config)
         _check_supported(config)
@@ -54,7 +55,8 @@ class ModelConfig:
         num_heads, num_kv_heads, head_dim = _heads(config)
         max_position = _positive_int(config, "max_position_embeddings")
         rope = _rope(config, max_position)
-        if rope.rope_type == "yarn":  # Qwen3's instructions add yarn and leave max_position as is
+        if rope.rope_type == "yarn":
+            # Users who add YaRN as Qwen3's model card says leave max_position_embeddings unscaled.
             max_position = max(max_position, int(rope.original_max_position * rope.factor))
         return cls(
             architecture=architecture,
@@ -83,14 +85,16 @@ def _architecture(config: dict[str, Any]) -> str:
 
 
 def _check_supported(config: dict[str, Any]) -> None:
-    """Refuse activations and attention patterns that are not implemented."""
+    """Raise if the activation or the attention pattern is not implemented."""
     if config.get("hidden_act", "silu") != "silu":
         raise UnsupportedModelError(
             f"hidden_act {config['hidden_act']!r} is not supported (only silu)"
         )
     layer_types = config.get("layer_types") or ["full_attention"]
     if not isinstance(layer_types, list) or not all(isinstance(t, str) for t in layer_types):
-        raise CheckpointError(f"config.json: layer_types must be names, is {layer_types!r}")
+        raise CheckpointError(
+            f"config.json: layer_types must be a list of names, is {layer_types!r}"
+        )
     if config.get("use_sliding_window") or set(layer_types) != {"full_attention"}:
         raise UnsupportedModelError(
             "sliding-window attention is not supported (use_sliding_window "
@@ -143,9 +147,12 @@ def _bool(config: dict[str, Any], key: str, default: bool) -> bool:
     return value
 
 
-def _rope(config: dict[str, Any], max_position: int) -> RopeConfig:
-    """transformers 5 keeps all of it in rope_parameters; 4 in rope_theta and rope_scaling. Where
-    both are there rope_scaling counts, as in transformers 5: model cards tell people to add it.
+def _rope_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """Merge the rotary settings of transformers 5 (rope_parameters) and 4 (rope_scaling).
+
+    rope_scaling overrides rope_parameters, as in transformers 5: model cards tell users to add it
+    to config.json. original_max_position_embeddings of config.json itself overrides both. null
+    means absent.
     """
     parameters = config.get("rope_parameters") or {}
     given = config.get("rope_scaling") or parameters
@@ -154,14 +161,19 @@ def _rope(config: dict[str, Any], max_position: int) -> RopeConfig:
             raise CheckpointError(
                 f"config.json: the rope settings must be an object, are {found!r}"
             )
-    # null is as good as absent; what stands beside the settings counts where they lack it
     settings = {key: value for key, value in given.items() if value is not None}
-    for beside in (parameters, config):
+    for fallback in (parameters, config):
         for key in ("rope_theta", "partial_rotary_factor"):
-            if beside.get(key) is not None:
-                settings.setdefault(key, beside[key])
-    if config.get("original_max_position_embeddings") is not None:
-        settings["original_max_position_embeddings"] = config["original_max_position_embeddings"]
+            if fallback.get(key) is not None:
+                settings.setdefault(key, fallback[key])
+    original = "original_max_position_embeddings"
+    if config.get(original) is not None:
+        settings[original] = config[original]
+    return settings
+
+
+def _rope(config: dict[str, Any], max_position: int) -> RopeConfig:
+    settings = _rope_settings(config)
     other_name = settings.pop("type", "default")
     rope_type = settings.pop("rope_type", other_name)
     if rope_type not in _ROPE_TYPES:
@@ -177,13 +189,13 @@ def _rope(config: dict[str, Any], max_position: int) -> RopeConfig:
     theta = _positive_float(settings, "rope_theta", 10000.0)
     factor = _positive_float(settings, "factor", 1.0)
     original = _positive_int(settings, "original_max_position_embeddings", max_position)
-    numbers = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+    floats = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
     extra: dict[str, Any] = {
-        key: _positive_float(settings, key) for key in numbers if key in settings
+        key: _positive_float(settings, key) for key in floats if key in settings
     }
     if "truncate" in settings:
         extra["truncate"] = _bool(settings, "truncate", True)
-    known = {"rope_theta", "factor", "original_max_position_embeddings", "truncate", *numbers}
+    known = {"rope_theta", "factor", "original_max_position_embeddings", "truncate", *floats}
     if unknown := settings.keys() - known:
         raise UnsupportedModelError(f"rope settings not supported: {', '.join(sorted(unknown))}")
     return RopeConfig(theta, rope_type, factor, original, **extra)

@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from nanovllm.errors import CheckpointError
 
 _MAPPED_BYTES = 128 * 2**20
-"""Bytes read before the file is mapped again, so that the pages read do not stay resident."""
+"""Bytes read before a file is mapped again, which releases the pages that were read."""
 _MAX_LISTED = 20
 """Mismatches that one error lists."""
 

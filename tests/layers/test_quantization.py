@@ -81,7 +81,7 @@ def test_native_and_plain_agree(bits):
 def test_groups_divide_the_inputs():
     assert [choose_group_size("int8", k) for k in (1024, 192, 96)] == [128, 64, 32]
     assert choose_group_size("int4", 1024) == 32
-    with pytest.raises(ConfigError, match='"int4" needs .* multiple of 32, .* has one of 48'):
+    with pytest.raises(ConfigError, match='"int4" needs .* multiple of 32, .* has a layer of 48'):
         choose_group_size("int4", 48)
 
 
