@@ -1,4 +1,4 @@
-"""quantization_config of FP8 checkpoints: what is read, and what is refused by name."""
+"""Reading quantization_config of FP8 checkpoints. Unsupported settings are refused by name."""
 
 import copy
 
@@ -14,7 +14,7 @@ BLOCKS = {
     "weight_block_size": [128, 64],
     "modules_to_not_convert": ["lm_head"],
 }
-"""As in Qwen3's FP8 checkpoints."""
+"""The format of Qwen3's FP8 checkpoints."""
 CHANNELS = {
     "quant_method": "compressed-tensors",
     "format": "float-quantized",

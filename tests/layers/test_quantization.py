@@ -1,4 +1,4 @@
-"""Weights in FP8, 8 and 4 bits: against float64, packed and plain alike, and what is refused."""
+"""Weights in FP8, 8 and 4 bits against float64, with the C kernels, oneDNN and plain torch."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ PACKED_BY_TORCH = {
     dtype: OneDnnWeight if use_onednn(torch.empty(1024, 1024, dtype=dtype)) else type(None)
     for dtype in (torch.float32, torch.bfloat16, torch.float16)
 }
-"""What keeps a weight in each dtype that the C kernels do not take, on this processor."""
+"""The method for a weight that the C kernels do not support, by dtype, on this processor."""
 
 native = pytest.mark.skipif(library() is None, reason="no compiler here")
 
@@ -34,7 +34,7 @@ def randn(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def widened(values, scales):
+def dequantised(values, scales):
     group = values.shape[1] // scales.shape[1]
     return values.double() * scales.double().repeat_interleave(group, 1)
 
@@ -45,9 +45,9 @@ def test_rounding_is_within_half_a_step(bits, group):
     weight[3, :group] = 0
     values, scales = quantize(weight, bits, group)
     assert values.int().abs().max() <= 2 ** (bits - 1)
-    error = (widened(values, scales) - weight.double()).abs()
+    error = (dequantised(values, scales) - weight.double()).abs()
     step = scales.double().abs().repeat_interleave(group, 1)
-    # The scale is rounded to bfloat16, which moves the ends of the range by 2^-9 of it.
+    # The scale is rounded to bfloat16, which moves the ends of the range by up to 2^-9 of it.
     assert (error <= step * (0.5 + 2.0**-9 * 2 ** (bits - 1) + 0.5 * (bits == 4)) + 1e-12).all()
     assert (error <= 0.5001 * step + 1e-12).double().mean() > (0.9 if bits == 4 else 0.99)
     assert (values[3, :group] == 0).all()
@@ -55,11 +55,11 @@ def test_rounding_is_within_half_a_step(bits, group):
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_plain_weight_is_the_rounded_one(bits, dtype):
+def test_int_weight_in_plain_torch_equals_the_rounded_one(bits, dtype):
     weight = randn(70, 96).to(dtype)
     values, scales = quantize(weight, bits, 32)
     method = IntWeight(values, scales, bits, dtype)
-    expected = widened(values, scales).to(dtype)
+    expected = dequantised(values, scales).to(dtype)
     assert torch.equal(method.embedding(torch.tensor([5, 69, 0])), expected[[5, 69, 0]])
     x = randn(4, 96).to(dtype)
     assert torch.equal(method.apply(x), x @ expected.T)
@@ -126,7 +126,7 @@ def test_an_engine_packs_all_but_the_embedding(make_llm, random_model, monkeypat
 
 def test_onednn_keeps_what_the_c_kernels_cannot_take():
     for dtype, kind in PACKED_BY_TORCH.items():
-        weight = randn(1024, 1040).to(dtype)  # C kernels take multiples of 32
+        weight = randn(1024, 1040).to(dtype)  # the C kernels need a multiple of 32
         assert isinstance(make_quant_method(weight, None, native=True), kind)
         assert make_quant_method(weight, None, native=True, is_embedding=True) is None
         assert make_quant_method(weight, None, native=False) is None
@@ -141,7 +141,7 @@ def test_onednn_weight_is_as_good_as_torchs(dtype, n, k):
     method = OneDnnWeight(weight)
     assert torch.equal(method.embedding(torch.tensor([n - 1, 0])), weight[[n - 1, 0]])
     for num_rows in (0, 1, 2, 7, 16, 65):
-        x = randn(num_rows, 2 * k, seed=1).to(dtype)[:, ::2]  # no contiguous rows
+        x = randn(num_rows, 2 * k, seed=1).to(dtype)[:, ::2]  # rows are not contiguous
         y = method.apply(x)
         assert (y.shape, y.dtype) == ((num_rows, n), dtype)
         expected = x.double() @ weight.double().T
@@ -159,7 +159,7 @@ def test_fp8_rounds_each_row_by_itself():
     assert (values.dtype, scales.dtype) == (torch.float8_e4m3fn, torch.float32)
     assert values.float().abs().amax(1).tolist() == [0 if row == 3 else 448 for row in range(50)]
     wide = weight.double()
-    # 3 bits behind the point; below 2^-6, which the scale stretches, steps of 2^-9.
+    # E4M3 has 3 bits of mantissa; below 2^-6 (times the scale) its steps are 2^-9.
     allowed = torch.maximum(wide.abs() / 16, scales.double() * 2.0**-10) * 1.0001
     assert ((values.double() * scales.double() - wide).abs() <= allowed).all()
     alone = quantize_fp8(weight[7:8])
@@ -191,7 +191,7 @@ def test_fp8_with_a_scale_for_each_block():
 
 
 def test_fp8_product_of_rounded_inputs():
-    """As a GPU is asked for it; newer versions of torch have the same function on a CPU."""
+    """The function that GPUs use. Newer versions of torch have it for CPUs too."""
     triton_kernels = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
     device = "cuda" if triton_kernels else "cpu"
     weight, x = randn(48, 64).to(device), randn(5, 64, seed=1).to(device)

@@ -1,4 +1,4 @@
-"""A checkpoint's config.json: read in the styles of transformers 4 and 5, or refused by name."""
+"""Reading config.json of transformers 4 and 5. Unsupported settings are refused by name."""
 
 import dataclasses
 
@@ -34,13 +34,13 @@ BASE = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
-"""Qwen3-0.6B's, as transformers 4 wrote it."""
+"""config.json of Qwen3-0.6B, as transformers 4 wrote it."""
 
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32768}
 
 
 def read(*without, **changes):
-    """Read BASE without some fields, and then with others."""
+    """Return the ModelConfig of BASE without the fields `without` and with `changes`."""
     kept = {key: value for key, value in BASE.items() if key not in without}
     return ModelConfig.from_hf({**kept, **changes})
 
@@ -120,7 +120,7 @@ def test_yarn(key):
 
 
 def test_scaling_added_beside_the_settings_of_version_5():
-    """Symptom: YaRN added to config.json as the model's card says is never read."""
+    """Symptom: YaRN is ignored if users add it to config.json as the model card says."""
     added = read(
         rope_theta=None,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
@@ -160,7 +160,7 @@ def test_yarn_without_original_positions_takes_the_models():
 
 
 def test_original_positions_beside_the_rope_settings():
-    """transformers reads them there too, and before those within."""
+    """As in transformers, the value beside the rope settings overrides the one in them."""
     rope = read(
         original_max_position_embeddings=8192, rope_scaling={"type": "yarn", "factor": 4.0}
     ).rope
@@ -168,7 +168,7 @@ def test_original_positions_beside_the_rope_settings():
 
 
 def test_yarn_reaches_its_factor_times_the_original_positions():
-    """Qwen3's model card adds rope_scaling and leaves max_position_embeddings at 40960."""
+    """Qwen3's model card adds rope_scaling but leaves max_position_embeddings at 40960."""
     assert read(rope_scaling={"rope_type": "yarn", **YARN}).max_position == 131072
 
 
@@ -231,7 +231,7 @@ def test_rotation_of_the_whole_head_may_be_spelt_out(value):
     assert read(partial_rotary_factor=value).rope == read().rope
 
 
-# What is refused by name.
+# Unsupported settings.
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_fp8():
     assert read(quantization_config=fp8).fp8 == expected
 
 
-def test_a_window_that_is_switched_off_is_no_window():
+def test_a_disabled_sliding_window_is_ignored():
     assert read(sliding_window=4096, use_sliding_window=False) == read()
 
 
@@ -290,7 +290,7 @@ def test_registry():
         model_class(read(architectures=["LlamaForCausalLM"]))
 
 
-# What makes no sense.
+# Invalid values.
 
 SIZES = [
     "vocab_size",
@@ -350,8 +350,8 @@ def test_more_heads_than_hidden_size_and_no_head_dim():
         ("attention_bias", 3),
     ],
 )
-def test_senseless_values_are_an_error_of_the_checkpoint_that_names_the_field(key, value):
-    """Never a bare TypeError, and never a model that runs on the value's accidental meaning."""
+def test_invalid_values_are_a_checkpoint_error_that_names_the_field(key, value):
+    """The value must cause neither a bare TypeError nor a model that runs with a wrong setting."""
     with pytest.raises(CheckpointError) as raised:
         read(**{key: value})
     nested = set(value) if isinstance(value, dict) else set()
@@ -374,10 +374,10 @@ def test_no_dtype_is_float32():
 
 
 @pytest.mark.parametrize("name", ["float32", "float16"])
-def test_a_dtype_asked_for_goes_before_the_checkpoints(name):
+def test_the_dtype_option_overrides_the_checkpoint(name):
     assert ModelConfig.from_hf(BASE, dtype=name).dtype == getattr(torch, name)
 
 
-def test_a_dtype_asked_for_goes_before_one_that_is_not_supported():
+def test_the_dtype_option_overrides_an_unsupported_dtype():
     config = ModelConfig.from_hf({**BASE, "torch_dtype": "float64"}, dtype="float32")
     assert config.dtype == torch.float32

@@ -1,6 +1,4 @@
-"""Weights from safetensors: every tensor accounted for, each rank its part, little memory beside
-them.
-"""
+"""Loading safetensors: every tensor must match, each rank reads its part, memory stays small."""
 
 import json
 import re
@@ -43,7 +41,7 @@ CONFIG = {
 
 
 def build(**changes):
-    """Make a model whose parameters are all NaN, so that what is not loaded shows."""
+    """Return a model whose parameters are NaN, so that a parameter that is not loaded is found."""
     model = Qwen3ForCausalLM(ModelConfig.from_hf({**CONFIG, **changes}), 64)
     for parameter in model.parameters():
         parameter.data.fill_(torch.nan)
@@ -55,7 +53,7 @@ def shards_by_name(model):
 
 
 def random_tensors(model, dtype=torch.float32, seed=0):
-    """Return random checkpoint tensors of the names and shapes that `model` wants."""
+    """Return random checkpoint tensors with the names and shapes that `model` loads."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.randn(shard.shape, generator=generator).to(dtype)
@@ -87,7 +85,7 @@ def checkpoint(tmp_path):
 
 @pytest.fixture
 def as_rank(monkeypatch):
-    """Build modules of this process as those of one rank among several."""
+    """Return a function that makes this process one rank among several."""
 
     def become(rank, size):
         monkeypatch.setattr(distributed, "_tensor_parallel", TensorParallel(rank, size))
@@ -123,10 +121,10 @@ def test_merged_linears_hold_their_parts_in_order(checkpoint):
 
 
 @pytest.mark.parametrize("saved", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("wanted", ["float32", "bfloat16", "float16"])
-def test_conversion_of_dtypes(checkpoint, saved, wanted):
+@pytest.mark.parametrize("expected_dtype", ["float32", "bfloat16", "float16"])
+def test_conversion_of_dtypes(checkpoint, saved, expected_dtype):
     before = torch.get_default_dtype()
-    torch.set_default_dtype(getattr(torch, wanted))
+    torch.set_default_dtype(getattr(torch, expected_dtype))
     try:
         model = build()
     finally:
@@ -134,7 +132,7 @@ def test_conversion_of_dtypes(checkpoint, saved, wanted):
     tensors = random_tensors(model, saved)
     load(model, checkpoint(tensors))
     for name, shard in shards_by_name(model).items():
-        assert shard.target.dtype == getattr(torch, wanted)
+        assert shard.target.dtype == getattr(torch, expected_dtype)
         assert torch.equal(shard.target, tensors[name].to(shard.target.dtype)), name
 
 
@@ -152,7 +150,7 @@ def test_sharded_checkpoint_with_an_index(tmp_path):
 
 
 def test_tied_checkpoint_that_also_holds_the_head(checkpoint):
-    """The head's own tensor is neither wanted nor an error; the embedding serves as the head."""
+    """The head's own tensor is ignored: the embedding is used as the head."""
     model = build(tie_word_embeddings=True)
     tensors = random_tensors(model)
     assert "lm_head.weight" not in tensors
@@ -240,11 +238,11 @@ def test_a_file_that_vanished_is_named(tmp_path):
     assert "gone.safetensors" in refusal(build(), tmp_path / "gone.safetensors")
 
 
-# Directories, through what an engine calls before it builds a model.
+# Directories, through the function that an engine calls before it builds a model.
 
 
 def test_pickled_weights_alone_are_refused(tmp_path):
-    """nano-vllm ran such a directory on uninitialised weights."""
+    """nano-vllm ran such a model with uninitialised weights."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     torch.save({"model.norm.weight": torch.ones(32)}, tmp_path / "pytorch_model.bin")
     config = Config(str(tmp_path))
@@ -258,7 +256,7 @@ def test_dummy_weights_need_no_files(tmp_path):
     assert find_weights(config, open_checkpoint(config.model)) == []
 
 
-def test_an_unsupported_model_is_refused_before_its_weights_are_looked_for(tmp_path):
+def test_an_unsupported_model_is_refused_before_its_weights_are_searched(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "architectures": ["Other"]}))
     config = Config(str(tmp_path))
     with pytest.raises(CheckpointError, match="architecture 'Other' is not supported"):
@@ -304,7 +302,7 @@ def rank_slice(tensor, rank, size, dim=0):
 
 
 def expected_parameters(tensors, rank, size):
-    """Return layer 0's parameters on a rank, cut by hand: 8 query and 2 KV heads of 6."""
+    """Return the parameters of layer 0 on a rank, cut by hand: 8 query and 2 KV heads of 6."""
     prefix = "model.layers.0"
 
     def qkv(kind):
@@ -337,7 +335,7 @@ def expected_parameters(tensors, rank, size):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_each_rank_takes_its_part(checkpoint, as_rank, size):
-    """At size 4 two ranks share each KV head."""
+    """With 4 ranks, two ranks hold copies of each KV head."""
     tensors = random_tensors(build())
     file = checkpoint(tensors)
     for rank in range(size):
@@ -354,7 +352,7 @@ def test_each_rank_takes_its_part(checkpoint, as_rank, size):
 @pytest.mark.parametrize("vocab_size", [1003, 5, 3])
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_ranks_vocabularies_are_the_whole_then_zeros(checkpoint, as_rank, size, vocab_size):
-    """With 4 ranks and 5 tokens the last rank's slice is padding alone."""
+    """With 4 ranks and 5 tokens the last rank's slice is only padding."""
     tensors = random_tensors(build(vocab_size=vocab_size))
     file = checkpoint(tensors)
     embeddings, heads = [], []
