@@ -60,9 +60,9 @@ def all_reduce(x: torch.Tensor) -> torch.Tensor:
 class SymmetricAllReduce:
     """All-reduce for the small tensors of a decode step: one kernel over shared GPU memory.
 
-    If the NVLink switch can sum (multimem), it does; otherwise each of two ranks reads the other's
-    memory. All ranks get the same bits. Without multimem more than two ranks are refused: each
-    would sum in a different order.
+    The NVLink switch computes the sum if it can (multimem). Otherwise each rank reads the other's
+    memory, for two ranks only: more ranks would each sum in a different order. All ranks get the
+    same bits.
 
     Raises:
         RuntimeError: the GPUs cannot access each other's memory, or there are more than two and no

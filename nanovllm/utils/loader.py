@@ -105,7 +105,7 @@ def load_weights(
                 if not num_unread[module]:
                     del num_unread[module]
                     on_loaded(module)
-    for module in num_unread:  # all their tensors are ignored
+    for module in num_unread:  # nothing to read: ignored tensors, or padding only
         on_loaded(module)
 
 
@@ -168,8 +168,8 @@ def init_dummy_weights(model: nn.Module, seed: int = 0) -> None:
         elif parameter.itemsize > 1:
             parameter.data.uniform_(-0.035, 0.035, generator=generator)
         else:  # FP8: torch cannot draw such numbers
-            wide = torch.empty_like(parameter, dtype=torch.float32)
-            parameter.data.copy_(wide.uniform_(-0.035, 0.035, generator=generator))
+            values = torch.empty_like(parameter, dtype=torch.float32)
+            parameter.data.copy_(values.uniform_(-0.035, 0.035, generator=generator))
 
 
 def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
