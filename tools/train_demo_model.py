@@ -1,11 +1,17 @@
-"""Trains the glossary model from scratch: `python -m nanovllm.demo_model.train`.
+"""Trains the demo model from scratch and overwrites the one in nanovllm/demo_model/model.
 
-A byte-level BPE tokenizer is trained on glossary.md, then a Qwen3 model of about one million
-parameters learns its entries by heart, in float32 on a CPU, from random examples: plain
-`question answer` text and chats, mostly of one to four turns, with and without a system message
-and an empty think block. The weights are rounded to bfloat16, saved, loaded again and checked:
-greedy decoding must answer every entry exactly, with a comfortable margin. The seed fixes the
-result for a given machine, thread count and library versions.
+    python tools/train_demo_model.py
+    python tools/train_demo_model.py --out /tmp/model --seed 1
+    python tools/train_demo_model.py --help
+
+1. Train a byte-level BPE tokenizer on nanovllm/demo_model/glossary.md.
+2. Train a Qwen3 model of about one million parameters to reproduce the glossary's answers, in
+   float32 on a CPU. The examples are random: plain "question answer" texts, and chats of mostly one
+   to four turns, with and without a system message and an empty think block.
+3. Round the weights to bfloat16, save the model and load it again.
+4. Verify it: greedy decoding must give every answer exactly, and each token must lead by a margin.
+
+The seed fixes the result for the same machine, thread count and library versions.
 """
 
 import argparse
@@ -53,7 +59,7 @@ END_OF_TEXT = "<|endoftext|>"
 TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
 CONTROL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
-# As in Qwen3, the think tags are single tokens that skip_special_tokens leaves in the text.
+# As in Qwen3, the think tags are single tokens, and skip_special_tokens does not remove them.
 THINK_TOKENS = ("<think>", "</think>")
 
 QWEN_SPLIT = (
@@ -73,8 +79,8 @@ CHAT_TEMPLATE = """\
 {%- endif %}
 """
 
-# Relative frequency of texts by their number of turns. The few long ones make every position that
-# a longer conversation uses familiar.
+# Relative frequency of texts by number of turns. The few long texts train the positions that long
+# conversations use.
 TURNS = {1: 5, 2: 2, 3: 2, 4: 2, 8: 1, 12: 1}
 
 SYSTEM_PROMPTS = (
@@ -119,8 +125,8 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def write_tokenizer(out: Path, glossary: list[Entry]) -> None:
-    """Train the tokenizer on the glossary and write its files."""
+def train_tokenizer(glossary: list[Entry]) -> Tokenizer:
+    """Return a byte-level BPE tokenizer, trained on the glossary, with Qwen's special tokens."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=False))
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -146,7 +152,15 @@ def write_tokenizer(out: Path, glossary: list[Entry]) -> None:
     added += [AddedToken(token, normalized=False, special=False) for token in THINK_TOKENS]
     tokenizer.add_tokens(added)
     if tokenizer.get_vocab_size() != VOCAB_SIZE:
-        raise ValueError(f"the tokenizer has {tokenizer.get_vocab_size()} tokens")
+        raise ValueError(
+            f"the tokenizer has {tokenizer.get_vocab_size()} tokens, not {VOCAB_SIZE}: "
+            "the glossary is too short"
+        )
+    return tokenizer
+
+
+def write_tokenizer(out: Path, tokenizer: Tokenizer) -> None:
+    """Write the tokenizer, its configuration and the chat template."""
     tokenizer.save(str(out / "tokenizer.json"))
     (out / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
     write_json(
@@ -164,7 +178,7 @@ def write_tokenizer(out: Path, glossary: list[Entry]) -> None:
 
 
 def write_configs(out: Path, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    """Write config.json and generation_config.json; return the former."""
+    """Write config.json and generation_config.json; return the content of config.json."""
     end_of_text, turn_end = tokenizer.encode(END_OF_TEXT + TURN_END)
     config = MODEL_CONFIG | {
         "bos_token_id": end_of_text,
@@ -192,7 +206,7 @@ def chat(
     system: str | None = None,
     thinking: bool = True,
 ) -> str:
-    """Render the prompt that asks `question` after the turns of `history`."""
+    """Return the chat prompt that asks `question` after the turns of `history`."""
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     for earlier_question, answer in history:
         messages.append({"role": "user", "content": earlier_question})
@@ -205,7 +219,7 @@ def chat(
 
 
 class Examples:
-    """An endless source of random training texts."""
+    """Random training texts, drawn from the glossary."""
 
     def __init__(
         self, glossary: list[Entry], tokenizer: PreTrainedTokenizerFast, seed: int
@@ -217,13 +231,13 @@ class Examples:
         self.words = " ".join(answer for _, answer in glossary).split()
 
     def batch(self, size: int, turns: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return inputs and labels of `size` texts, or of fewer if they have several turns."""
+        """Return the input ids and labels of texts with `turns` turns each, `size` turns in all."""
         texts = [self._text(turns) for _ in range(max(1, size // turns))]
         rows = [torch.tensor(self.tokenizer.encode(text)) for text in texts]
         labels = pad_sequence(rows, batch_first=True, padding_value=IGNORED_LABEL)
         inputs = labels.clamp(min=0)
-        # The think block belongs to the prompt: a model that learned to open it would be torn
-        # between that and the answer wherever the block is absent.
+        # The think block is part of the prompt. A model trained to generate <think> would generate
+        # it in place of the answer when the prompt has no think block.
         return inputs, labels.masked_fill(labels == self.think, IGNORED_LABEL)
 
     def _text(self, turns: int) -> str:
@@ -260,7 +274,7 @@ class Examples:
 
 
 def learning_rate_factor(warmup: int, steps: int) -> Callable[[int], float]:
-    """Linear warmup, then a cosine decay to zero."""
+    """Return the schedule: linear warmup, then cosine decay to zero."""
 
     def factor(step: int) -> float:
         if step < warmup:
@@ -271,6 +285,7 @@ def learning_rate_factor(warmup: int, steps: int) -> Callable[[int], float]:
 
 
 def train(model: Qwen3ForCausalLM, examples: Examples, args: argparse.Namespace) -> None:
+    """Train `model` in place with AdamW."""
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=args.learning_rate,
@@ -296,6 +311,7 @@ def train(model: Qwen3ForCausalLM, examples: Examples, args: argparse.Namespace)
 
 
 def save_weights(model: Qwen3ForCausalLM, out: Path) -> None:
+    """Write the weights in bfloat16, without the head, which is tied to the embedding."""
     tensors = {
         name: tensor.to(torch.bfloat16).contiguous()
         for name, tensor in model.state_dict().items()
@@ -307,7 +323,7 @@ def save_weights(model: Qwen3ForCausalLM, out: Path) -> None:
 def prompts_to_verify(
     glossary: list[Entry], tokenizer: PreTrainedTokenizerFast, seed: int
 ) -> dict[str, list[str]]:
-    """Map the name of each prompt format to one prompt per entry, in order."""
+    """Return a prompt for each entry, in the glossary's order, by the name of the format."""
     draw = random.Random(seed)
     questions = [question for question, _ in glossary]
     return {
@@ -337,7 +353,7 @@ def count_wrong(
     prompts: list[str],
     expected: list[list[int]],
 ) -> int:
-    """Count the prompts that greedy decoding does not continue with exactly these tokens."""
+    """Return the number of prompts whose greedy continuation is not exactly the expected tokens."""
     batch = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
     length = max(map(len, expected))
     output = generate(**batch, do_sample=False, max_new_tokens=length)
@@ -352,7 +368,7 @@ def smallest_margin(
     prompts: list[str],
     expected: list[list[int]],
 ) -> float:
-    """Return the least lead of an expected token's logit over the best other one."""
+    """Return the smallest lead of an expected token's logit over the largest other logit."""
     smallest = math.inf
     for prompt, want in zip(prompts, expected, strict=True):
         context = tokenizer.encode(prompt)
@@ -365,10 +381,14 @@ def smallest_margin(
 
 
 def verify(out: Path, glossary: list[Entry], seed: int, margin: float) -> None:
-    """Raise unless the saved model gives every answer exactly and clearly."""
+    """Check the saved model in float32 and bfloat16.
+
+    Raises:
+        RuntimeError: an answer is wrong, or the lead of one of its tokens is below `margin`.
+    """
     tokenizer = AutoTokenizer.from_pretrained(out)
     if not isinstance(tokenizer, PreTrainedTokenizerFast) or tokenizer.eos_token != TURN_END:
-        raise RuntimeError(f"the tokenizer was not loaded as it was saved: {tokenizer}")
+        raise RuntimeError(f"the loaded tokenizer differs from the saved one: {tokenizer}")
     faults: list[str] = []
     for dtype in (torch.float32, torch.bfloat16):
         model = AutoModelForCausalLM.from_pretrained(out, dtype=dtype).eval()
@@ -379,24 +399,25 @@ def verify(out: Path, glossary: list[Entry], seed: int, margin: float) -> None:
             )
             expected = [tokenizer.encode(ending) for ending in endings]
             wrong = count_wrong(model.generate, tokenizer, prompts, expected)
-            least = smallest_margin(model, tokenizer, prompts, expected)
-            report = f"{dtype}, {name}: {wrong} of {len(prompts)} wrong, least margin {least:.2f}"
+            smallest = smallest_margin(model, tokenizer, prompts, expected)
+            counts = f"{wrong} of {len(prompts)} wrong"
+            report = f"{dtype}, {name}: {counts}, smallest margin {smallest:.2f}"
             logger.info(report)
-            if wrong or least < margin:
+            if wrong or smallest < margin:
                 faults.append(report)
     if faults:
         raise RuntimeError("the model is not exact enough: " + "; ".join(faults))
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train the model that answers the glossary.")
+    parser = argparse.ArgumentParser(description="Train the demo model on the glossary.")
     parser.add_argument("--out", type=Path, default=Path(MODEL), help="model directory to write")
     parser.add_argument("--steps", type=int, default=3500)
     parser.add_argument("--batch-size", type=int, default=32, help="question turns per step")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--weight-decay", type=float, default=0.05)
     parser.add_argument("--warmup", type=int, default=100)
-    parser.add_argument("--margin", type=float, default=3.0, help="least logit lead to accept")
+    parser.add_argument("--margin", type=float, default=3.0, help="smallest accepted logit lead")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
@@ -407,7 +428,7 @@ def main() -> None:
     torch.manual_seed(args.seed)
     glossary = entries()
     args.out.mkdir(parents=True, exist_ok=True)
-    write_tokenizer(args.out, glossary)
+    write_tokenizer(args.out, train_tokenizer(glossary))
     tokenizer = PreTrainedTokenizerFast.from_pretrained(args.out)
     config = write_configs(args.out, tokenizer)
     model = Qwen3ForCausalLM(Qwen3Config(**config)).float()

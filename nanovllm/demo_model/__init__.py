@@ -1,6 +1,6 @@
-"""Owns the glossary of LLM inference and the small Qwen3 model that answers it.
+"""A glossary of LLM inference, and a small Qwen3 model that was trained on it.
 
-`entries` is the text the model was trained on; nothing here imports torch.
+Imports no torch. tools/train_demo_model.py trains the model.
 """
 
 from pathlib import Path
@@ -8,10 +8,11 @@ from pathlib import Path
 _HERE = Path(__file__).resolve().parent
 
 MODEL: str = str(_HERE / "model")
+"""The model's directory."""
 
 
 def entries() -> list[tuple[str, str]]:
-    """Return every (question, answer) of glossary.md, in the order of the file."""
+    """Return the (question, answer) pairs of glossary.md, in the order of the file."""
     pairs: list[tuple[str, str]] = []
     question = ""
     for line in (_HERE / "glossary.md").read_text(encoding="utf-8").splitlines():

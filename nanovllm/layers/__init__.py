@@ -1,3 +1,1 @@
-"""The parts that models are built of. Each shards itself over the tensor-parallel ranks while
-loading.
-"""
+"""Building blocks of models. Each layer loads only its tensor-parallel part of the weights."""

@@ -1,4 +1,4 @@
-"""The gated activation between an MLP's two linears."""
+"""The gated activation between the two linears of an MLP."""
 
 from types import ModuleType
 
@@ -10,12 +10,12 @@ from torch.nn.functional import silu
 class SiluAndMul(nn.Module):
     """SwiGLU (arXiv 2002.05202): silu of the first half of the last dimension, times the second.
 
-    The result may lie where the first half did.
+    The kernels may write the result over the first half of the input.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.kernels: ModuleType | None = None
+        self.kernels: ModuleType | None = None  # None: plain torch
 
     def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
         if self.kernels is not None:

@@ -1,4 +1,4 @@
-"""The attention layer: holds its layer's KV cache and hands the work to the backend."""
+"""The attention layer. It holds the KV cache of one model layer and calls the attention backend."""
 
 import torch
 from torch import nn
@@ -10,31 +10,39 @@ from nanovllm.layers.rotary_embedding import RotaryEmbedding
 
 
 class Attention(nn.Module):
-    """Causal attention over the paged KV cache. `bind` gives it its cache once, at start."""
+    """Causal attention over the paged KV cache. Call `bind` once before the first forward pass."""
 
     backend: Backend
     kv_cache: torch.Tensor
 
     def bind(self, backend: Backend, kv_cache: torch.Tensor) -> None:
-        """Use `kv_cache`, a layer's view of the pool, laid out by `backend`."""
+        """Use `kv_cache`, this layer's view of the KV pool in the layout of `backend`."""
         self.backend = backend
         self.kv_cache = kv_cache
 
     def forward(
         self,
         qkv: torch.Tensor,
-        sizes: tuple[int, int, int],
+        split_sizes: tuple[int, int, int],
         q_norm: RMSNorm,
         k_norm: RMSNorm,
         rotary_emb: RotaryEmbedding,
         batch: Batch,
     ) -> torch.Tensor:
-        """Return [T, num_heads, head_dim] for qkv [T, sum(sizes)], normalised and rotated first."""
+        """Normalise and rotate queries and keys, store keys and values, and attend.
+
+        Args:
+            qkv: [T, sum(split_sizes)], the projections side by side.
+            split_sizes: widths of q, k and v.
+
+        Returns:
+            [T, num_heads, head_dim].
+        """
         if self.backend.fuses_qk_norm:
             norm = QKNorm(q_norm.weight, k_norm.weight, q_norm.eps, rotary_emb.cos_sin)
             return self.backend.forward_qkv(qkv, norm, self.kv_cache, batch)
         head_dim = rotary_emb.cos_sin.shape[-1]
-        parts = torch.split(qkv, list(sizes), dim=-1)
+        parts = torch.split(qkv, list(split_sizes), dim=-1)
         q, k, v = (part.reshape(len(qkv), -1, head_dim) for part in parts)
         q, k = rotary_emb(batch.positions, q_norm(q), k_norm(k))
         return self.backend.forward(q, k, v, self.kv_cache, batch)

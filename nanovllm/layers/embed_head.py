@@ -1,5 +1,6 @@
-"""The embedding and the language-model head, each rank a slice of the vocabulary (padded to equal
-slices).
+"""The token embedding and the language-model head, split over the ranks by vocabulary.
+
+The vocabulary is padded so that all ranks have slices of equal size.
 """
 
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from nanovllm.utils.loader import Shard
 
 
 class VocabParallelEmbedding(Matrix):
-    """Token embedding; tokens of other ranks' slices come from the sum over ranks."""
+    """Token embedding. Each rank looks up the tokens of its slice; all_reduce adds the results."""
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         slice_size = -(-vocab_size // tensor_parallel().size)
@@ -22,21 +23,23 @@ class VocabParallelEmbedding(Matrix):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         if tensor_parallel().size == 1:
-            return self.gather(input_ids)
-        local = input_ids - self.start
-        ours = (local >= 0) & (local < self.num_outputs)
-        hidden = self.gather(local * ours) * ours[:, None]
+            return self.embedding(input_ids)
+        local_ids = input_ids - self.start
+        is_local = (local_ids >= 0) & (local_ids < self.output_size)
+        hidden = self.embedding(local_ids * is_local) * is_local[:, None]
         return all_reduce(hidden)
 
     def shards(self, prefix: str) -> Iterator[Shard]:
+        """Yield this rank's rows of the weight."""
         assert self.weight is not None
         shape = (self.vocab_size, self.weight.shape[1])
         yield Shard(f"{prefix}.weight", shape, self.weight.data, start=self.start)
 
 
 class ParallelLMHead(VocabParallelEmbedding):
-    """Logits over the whole vocabulary on rank 0, None on the others."""
+    """The language-model head."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor | None:  # type: ignore[override]
-        logits = gather_to_first(self.multiply(hidden))
+        """Return logits over the whole vocabulary on rank 0, None on the other ranks."""
+        logits = gather_to_first(self.linear(hidden))
         return None if logits is None else logits[:, : self.vocab_size]

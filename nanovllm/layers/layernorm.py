@@ -1,4 +1,7 @@
-"""RMSNorm, alone or after adding the residual. Reduces in float32 whatever the dtype."""
+"""RMSNorm, alone or fused with the addition of the residual.
+
+Plain torch computes the mean square in float32, whatever the dtype.
+"""
 
 from types import ModuleType
 
@@ -7,24 +10,27 @@ from torch import nn
 
 
 class RMSNorm(nn.Module):
-    """Root mean square normalisation (arXiv 1910.07467), as transformers rounds it."""
+    """Root mean square normalisation (arXiv 1910.07467), rounded as in transformers."""
 
     def __init__(self, hidden_size: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(hidden_size))
-        self.kernels: ModuleType | None = None
+        self.kernels: ModuleType | None = None  # None: plain torch
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension of `x`."""
-        wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (wide * scale).to(x.dtype) * self.weight
+        x_float = x.float()
+        scale = torch.rsqrt(x_float.square().mean(-1, keepdim=True) + self.eps)
+        return (x_float * scale).to(x.dtype) * self.weight
 
-    def add(
+    def add_norm(
         self, x: torch.Tensor | None, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (normalised sum, sum) of `x`, if any, and `residual`, which may be overwritten."""
+        """Add `x` to `residual` (None: add nothing); return (normalised sum, sum).
+
+        The kernels overwrite `residual` with the sum.
+        """
         if self.kernels is not None:
             return self.kernels.add_rms_norm(x, residual, self.weight, self.eps), residual
         if x is not None:

@@ -1,75 +1,55 @@
-"""How a linear layer keeps its weight: packed for the C kernels, in FP8, or in 8 or 4 bits.
+"""Quantisation methods: weights packed for the C kernels or oneDNN, in FP8, or in 8 or 4 bits.
 
 A method is made from a loaded weight and replaces it. Knows no checkpoint, no layer and no rank.
 """
 
-import re
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
-from torch.nn.functional import embedding, linear, pad
+import torch.nn.functional as F
 
 from nanovllm.errors import ConfigError
 from nanovllm.kernels.cpu import ops as cpu_ops
 from nanovllm.kernels.cpu.library import serves
 from nanovllm.kernels.selector import triton_kernels
 
-GROUPS = {"int8": (128, 64, 32), "int4": (32,)}
-"""Inputs that share a scale, by quantization: the first that divides a layer's inputs."""
+GROUP_SIZES = {"int8": (128, 64, 32), "int4": (32,)}
+"""Allowed numbers of inputs that share a scale, preferred first."""
 
 FP8 = torch.float8_e4m3fn
 
-_ROWS = 1024
-"""Rows quantised at once, which bounds the float32 copies."""
-_ONEDNN_ROWS = 16
-"""Rows of a product that oneDNN lays a weight out for; it multiplies any number."""
-_ONEDNN_LEAST = 2**20
-"""Numbers in a weight from which on a call of oneDNN, 50 us of its own, pays."""
+_ROWS_AT_ONCE = 1024
+"""Rows quantised at once. Bounds the size of the float32 copies."""
+_ONEDNN_HINT_ROWS = 16
+"""Number of input rows that oneDNN optimises its layout for. Inputs may have any number of rows."""
+_ONEDNN_MIN_ELEMENTS = 2**20
+"""Minimum elements of a weight to amortise oneDNN's 50 us call overhead."""
 _FP8_MAX = torch.finfo(FP8).max
 _FP8_MATMUL = (8, 9)
-"""Compute capability of the GPUs that multiply FP8."""
+"""Minimum compute capability of GPUs with FP8 tensor cores."""
 
 
-class Fp8Format(NamedTuple):
-    """A checkpoint's FP8 linears: a weight is its `weight` times the scale of its block."""
+class QuantizeMethod(Protocol):
+    """A weight [n, k] in its own format, with the operations that read it."""
 
-    scale_name: str
-    """Beside `weight`; [ceil(outputs / block_outputs), ceil(inputs / block_inputs)]."""
-    block_outputs: int
-    block_inputs: int | None
-    """None: all."""
-    excluded: tuple[str, ...]
-    """Linears that are not in FP8: components of their names in a row, or "re:" and a regex."""
-
-    def excludes(self, name: str) -> bool:
-        return any(
-            re.match(entry[3:], name) is not None
-            if entry.startswith("re:")
-            else f".{entry}." in f".{name}."
-            for entry in self.excluded
-        )
-
-
-class WeightMethod(Protocol):
-    """A weight [n, k] in a form of its own."""
-
-    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
         """Return x [T, k] times the transpose of the weight: [T, n]."""
         ...
 
-    def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the weight's `rows` [T] int64: [T, k]."""
+    def embedding(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return rows `ids` [T] int64 of the weight: [T, k]."""
         ...
 
 
-def make_method(
-    weight: torch.Tensor, quantization: str | None, *, native: bool, gathered: bool = False
-) -> WeightMethod | None:
-    """Return the method that keeps `weight` [n, k], or None where it had better stay as it is.
+def make_quant_method(
+    weight: torch.Tensor, quantization: str | None, *, native: bool, is_embedding: bool = False
+) -> QuantizeMethod | None:
+    """Return the method for `weight` [n, k], or None if plain torch is best with the weight as is.
 
     Args:
-        native: whether kernels of our own, or oneDNN's in their place, may be used.
-        gathered: whether rows of it will be asked for.
+        quantization: "int8", "int4", "fp8", or None to keep all bits of the weight.
+        native: whether nanovllm's own kernels or oneDNN's packed layout may be used.
+        is_embedding: whether the weight is also used as an embedding.
 
     Raises:
         ConfigError: no group size of `quantization` divides k.
@@ -77,21 +57,21 @@ def make_method(
     if quantization == "fp8":
         values, scales = quantize_fp8(weight)
         return Fp8Weight(values, scales, weight.shape[1], weight.dtype, native=native)
-    usable = native and serves(weight.device, weight.dtype)
+    has_kernels = native and serves(weight.device, weight.dtype)
     if quantization is not None:
         bits = int(quantization.removeprefix("int"))
-        values, scales = quantize(weight, bits, group_size(quantization, weight.shape[1]))
-        make = NativeIntWeight if usable else IntWeight
+        values, scales = quantize(weight, bits, choose_group_size(quantization, weight.shape[1]))
+        make = NativeIntWeight if has_kernels else IntWeight
         return make(values, scales, bits, weight.dtype)
-    if usable and weight.shape[1] % 32 == 0:
+    if has_kernels and weight.shape[1] % 32 == 0:
         return PackedWeight(weight)
-    return OneDnnWeight(weight) if native and not gathered and onednn_packs(weight) else None
+    return OneDnnWeight(weight) if native and not is_embedding and use_onednn(weight) else None
 
 
-def onednn_packs(weight: torch.Tensor) -> bool:
-    """Return whether it pays that oneDNN keeps this weight, and multiplies its dtype here."""
+def use_onednn(weight: torch.Tensor) -> bool:
+    """Return whether oneDNN supports `weight` here and `weight` is large enough to gain from it."""
     available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    if weight.device.type != "cpu" or not available or weight.numel() < _ONEDNN_LEAST:
+    if weight.device.type != "cpu" or not available or weight.numel() < _ONEDNN_MIN_ELEMENTS:
         return False
     if weight.dtype == torch.float32:
         return True
@@ -100,32 +80,33 @@ def onednn_packs(weight: torch.Tensor) -> bool:
     return onednn._is_mkldnn_bf16_supported() if is_bfloat16 else onednn._is_mkldnn_fp16_supported()
 
 
-def group_size(quantization: str, num_inputs: int) -> int:
+def choose_group_size(quantization: str, input_size: int) -> int:
     """Return how many inputs share a scale.
 
     Raises:
-        ConfigError: none of the sizes divides `num_inputs`.
+        ConfigError: no allowed group size divides `input_size`.
     """
-    for size in GROUPS[quantization]:
-        if num_inputs % size == 0:
+    for size in GROUP_SIZES[quantization]:
+        if input_size % size == 0:
             return size
     raise ConfigError(
         f'quantization "{quantization}" needs layers whose inputs are a multiple of '
-        f"{GROUPS[quantization][-1]}, this model (or one rank's part of it) has one of {num_inputs}"
+        f"{GROUP_SIZES[quantization][-1]}, this model (or one rank's part of it) has a layer of "
+        f"{input_size}; use another tensor_parallel_size or no quantization"
     )
 
 
-def quantize(weight: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round weight [n, k] to int8 [n, k] times bfloat16 scales [n, k / group].
+def quantize(weight: torch.Tensor, bits: int, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round weight [n, k] to int8 values [n, k] with bfloat16 scales [n, k / group_size].
 
-    The scale takes a group's largest value to the end of the range, to -8 in 4 bits, which has no
-    8 (llama.cpp's Q4_0 and Q8_0 choose likewise).
+    The scale maps the largest magnitude of a group to 127 in 8 bits, and to -8 in 4 bits, whose
+    range is -8 to 7 (llama.cpp's Q8_0 and Q4_0 do the same). Values of 4 bits are not packed.
     """
     n, k = weight.shape
     values = torch.empty(n, k, dtype=torch.int8, device=weight.device)
-    scales = torch.empty(n, k // group, dtype=torch.bfloat16, device=weight.device)
-    for start in range(0, n, _ROWS):
-        part = weight[start : start + _ROWS].float().view(-1, k // group, group)
+    scales = torch.empty(n, k // group_size, dtype=torch.bfloat16, device=weight.device)
+    for start in range(0, n, _ROWS_AT_ONCE):
+        part = weight[start : start + _ROWS_AT_ONCE].float().view(-1, k // group_size, group_size)
         if bits == 8:
             scale = part.abs().amax(-1) / 127
         else:
@@ -134,96 +115,102 @@ def quantize(weight: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor,
         scale = scale.bfloat16()
         rounded = (part / scale.float().masked_fill(scale == 0, 1.0)[..., None]).round_()
         limit = 2 ** (bits - 1)
-        values[start : start + _ROWS] = rounded.clamp_(-limit, limit - 1).flatten(1)
-        scales[start : start + _ROWS] = scale
+        values[start : start + _ROWS_AT_ONCE] = rounded.clamp_(-limit, limit - 1).flatten(1)
+        scales[start : start + _ROWS_AT_ONCE] = scale
     return values, scales
 
 
-def quantize_fp8(x: torch.Tensor, group: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round x [n, k] to float8_e4m3fn [n, k] times float32 scales [n, ceil(k / group)].
+def quantize_fp8(
+    x: torch.Tensor, group_size: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round x [n, k] to float8_e4m3fn values [n, k] with float32 scales [n, ceil(k / group_size)].
 
-    A scale takes the largest number of `group` neighbours in a row (None: of all) to 448.
+    The scale maps the largest magnitude of a group to 448, the largest float8_e4m3fn. A group is
+    `group_size` neighbours in a row (None: the whole row).
     """
     n, k = x.shape
-    group = group or max(k, 1)
+    group_size = group_size or max(k, 1)
     values = torch.empty_like(x, dtype=FP8)
-    scales = x.new_empty(n, -(-k // group), dtype=torch.float32)
-    for start in range(0, n, _ROWS):
-        part = pad(x[start : start + _ROWS].float(), (0, -k % group))
-        part = part.view(len(part), -1, group) if k else part[..., None]
+    scales = x.new_empty(n, -(-k // group_size), dtype=torch.float32)
+    for start in range(0, n, _ROWS_AT_ONCE):
+        part = F.pad(x[start : start + _ROWS_AT_ONCE].float(), (0, -k % group_size))
+        part = part.view(len(part), -1, group_size) if k else part[..., None]
         scale = part.abs().amax(2) / _FP8_MAX
         scale = torch.where(scale > 0, scale, 1.0)
         part = (part / scale[..., None]).clamp_(-_FP8_MAX, _FP8_MAX)
-        values[start : start + _ROWS] = part.flatten(1)[:, :k]
-        scales[start : start + _ROWS] = scale
+        values[start : start + _ROWS_AT_ONCE] = part.flatten(1)[:, :k]
+        scales[start : start + _ROWS_AT_ONCE] = scale
     return values, scales
 
 
 class PackedWeight:
-    """All bits of a bfloat16 weight, laid out for the C kernels."""
+    """An unquantised bfloat16 weight in the layout of the C kernels."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self._packed = cpu_ops.pack(weight)
-        self._num_outputs = len(weight)
+        self._output_size = len(weight)
 
-    def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        return cpu_ops.linear(x, self._packed, self._num_outputs)
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        return cpu_ops.linear(x, self._packed, self._output_size)
 
-    def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        return cpu_ops.gather(rows, self._packed)
+    def embedding(self, ids: torch.Tensor) -> torch.Tensor:
+        return cpu_ops.gather(ids, self._packed)
 
 
 class OneDnnWeight:
-    """All bits of a weight in oneDNN's layout, where the C kernels cannot serve.
+    """An unquantised weight in oneDNN's layout, for dtypes and shapes without C kernels.
 
-    Asking for rows of it unpacks the whole.
+    `embedding` is slow: it unpacks the whole weight.
     """
 
     def __init__(self, weight: torch.Tensor) -> None:
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ONEDNN_ROWS)
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ONEDNN_HINT_ROWS)
 
-    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, None, "none", [], "")
 
-    def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        return embedding(rows, self._packed.to_dense())
+    def embedding(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, self._packed.to_dense())
 
 
 class NativeIntWeight:
-    """8 or 4 bits a weight, laid out for the C kernels; inputs are rounded to 16 bits."""
+    """A weight of 8 or 4 bits in the layout of the C kernels, which round the inputs to 16 bits."""
 
     def __init__(
         self, values: torch.Tensor, scales: torch.Tensor, bits: int, dtype: torch.dtype
     ) -> None:
         assert dtype == torch.bfloat16
         self._packed, self._scales = cpu_ops.pack_int(values, scales, bits)
-        self._num_outputs, self._bits = len(values), bits
+        self._output_size, self._bits = len(values), bits
 
-    def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        return cpu_ops.linear_int(x, self._packed, self._scales, self._num_outputs, self._bits)
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        return cpu_ops.linear_int(x, self._packed, self._scales, self._output_size, self._bits)
 
-    def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        return cpu_ops.gather_int(rows, self._packed, self._scales, self._bits)
+    def embedding(self, ids: torch.Tensor) -> torch.Tensor:
+        return cpu_ops.gather_int(ids, self._packed, self._scales, self._bits)
 
 
 class IntWeight:
-    """8 or 4 bits a weight, in plain torch on any device: saves memory and no time."""
+    """A weight of 8 or 4 bits in plain torch, for any device.
+
+    Each product dequantises the weight first, so this saves memory but no time.
+    """
 
     def __init__(
         self, values: torch.Tensor, scales: torch.Tensor, bits: int, dtype: torch.dtype
     ) -> None:
         self._bits, self._dtype, self._scales = bits, dtype, scales
         self._values = values
-        if bits == 4:
+        if bits == 4:  # two values a byte, the even input in the low half
             self._values = values[:, ::2].bitwise_and(15) | values[:, 1::2] << 4
 
-    def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self._widen(self._values, self._scales))
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self._dequantize(self._values, self._scales))
 
-    def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        return self._widen(embedding(rows, self._values), embedding(rows, self._scales))
+    def embedding(self, ids: torch.Tensor) -> torch.Tensor:
+        return self._dequantize(F.embedding(ids, self._values), F.embedding(ids, self._scales))
 
-    def _widen(self, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    def _dequantize(self, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         if self._bits == 4:
             values = torch.stack([values << 4 >> 4, values >> 4], -1).flatten(1)
         grouped = values.view(len(values), scales.shape[1], -1)
@@ -231,68 +218,70 @@ class IntWeight:
 
 
 class Fp8Weight:
-    """8 bits a weight, as a floating-point number.
+    """A weight in FP8, with a float32 scale for each group of inputs of each output.
 
-    GPUs that multiply FP8 do so, the inputs rounded to FP8 with scales for as many of them as share
-    one of the weight's: by torch where that is a row, else by a kernel of ours. Elsewhere the
-    weight is widened for each product, which saves memory and no time.
+    On a GPU with FP8 tensor cores, inputs are rounded to FP8 in groups of the same size. torch
+    multiplies if a group is a whole row, else a Triton kernel does. On other devices, and for
+    shapes and dtypes that these do not support, each product dequantises the weight first, which
+    saves memory but no time.
 
     Args:
         values: [n, k] float8_e4m3fn.
-        scales: [n, ceil(k / block)] float32.
-        dtype: of what is multiplied and returned.
-        native: whether kernels of our own may be used.
+        scales: [n, ceil(k / group_size)] float32.
+        dtype: of inputs and results.
+        native: whether nanovllm's own kernels may be used.
     """
 
     def __init__(
         self,
         values: torch.Tensor,
         scales: torch.Tensor,
-        block: int,
+        group_size: int,
         dtype: torch.dtype,
         *,
         native: bool,
     ) -> None:
-        self._values, self._scales, self._block, self._dtype = values, scales, block, dtype
-        can = values.is_cuda and torch.cuda.get_device_capability(values.device) >= _FP8_MATMUL
-        self._kernels = triton_kernels("fp8") if can and native else None
-        self._by_rows = (  # what torch._scaled_mm takes with a scale for each row
-            can
+        self._values, self._scales = values, scales
+        self._group_size, self._dtype = group_size, dtype
+        has_fp8 = values.is_cuda and torch.cuda.get_device_capability(values.device) >= _FP8_MATMUL
+        self._kernels = triton_kernels("fp8") if has_fp8 and native else None
+        self._rowwise = (  # the requirements of torch._scaled_mm with a scale for each row
+            has_fp8
             and dtype == torch.bfloat16
             and scales.shape[1] == 1
             and all(size % 16 == 0 for size in values.shape)
         )
-        self._by_groups = (
+        self._groupwise = (
             self._kernels is not None
             and dtype != torch.float32
             and scales.shape[1] > 1
-            and self._kernels.inputs_of_a_step(block) > 0
+            and self._kernels.inputs_of_a_step(group_size) > 0
         )
 
-    def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        if self._by_rows:
-            return self.multiply_by_rows(x)
-        if self._by_groups:
-            return self.multiply_by_groups(x, self._kernels)
-        return linear(x, self._widen(self._values, self._scales))
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        if self._rowwise:
+            return self.apply_rowwise(x)
+        if self._groupwise:
+            return self.apply_groupwise(x, self._kernels)
+        return F.linear(x, self._dequantize(self._values, self._scales))
 
-    def multiply_by_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """Round `x` with a scale for each row; let torch multiply."""
+    def apply_rowwise(self, x: torch.Tensor) -> torch.Tensor:
+        """Round each row of `x` with one scale and multiply with torch."""
         values, scales = (quantize_fp8 if self._kernels is None else self._kernels.quantize)(x)
         return torch._scaled_mm(
             values, self._values.t(), scales, self._scales.t(), out_dtype=self._dtype
         )
 
-    def multiply_by_groups(self, x: torch.Tensor, kernels: Any) -> torch.Tensor:
-        """Round `x` with a scale for each group of inputs; let `kernels` (gpu_fp8) multiply."""
-        return kernels.multiply(
-            *kernels.quantize(x, self._block), self._values, self._scales, self._block, self._dtype
-        )
+    def apply_groupwise(self, x: torch.Tensor, kernels: Any) -> torch.Tensor:
+        """Round each group of `x` with one scale and multiply with `kernels` (triton.fp8)."""
+        group_size = self._group_size
+        values, scales = kernels.quantize(x, group_size)
+        return kernels.multiply(values, scales, self._values, self._scales, group_size, self._dtype)
 
-    def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        return self._widen(self._values[rows], self._scales[rows])
+    def embedding(self, ids: torch.Tensor) -> torch.Tensor:
+        return self._dequantize(self._values[ids], self._scales[ids])
 
-    def _widen(self, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    def _dequantize(self, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         if scales.shape[1] > 1:
-            scales = scales.repeat_interleave(self._block, 1)[:, : values.shape[1]]
+            scales = scales.repeat_interleave(self._group_size, 1)[:, : values.shape[1]]
         return (values.float() * scales).to(self._dtype)

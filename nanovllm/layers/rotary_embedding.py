@@ -1,4 +1,4 @@
-"""Rotary position embedding (arXiv 2104.09864), with the scalings that Qwen3 checkpoints use."""
+"""Rotary position embedding (arXiv 2104.09864), with linear and YaRN scaling."""
 
 import dataclasses
 import math
@@ -9,28 +9,29 @@ from torch import nn
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """A checkpoint's rotary settings, normalised."""
+    """The rotary settings of a checkpoint, normalised."""
 
     theta: float
     rope_type: str = "default"
     """"default", "linear" or "yarn"."""
     factor: float = 1.0
     original_max_position: int = 0
-    """Positions before scaling (yarn)."""
+    """Positions of the model before scaling. Only yarn uses it."""
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
-    """Multiplies cos and sin (yarn); None derives it from `factor`."""
+    """Factor on cos and sin. Only yarn uses it; None: derive it from `factor` and the mscales."""
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
-    """Round the bounds of yarn's ramp to whole dimensions."""
+    """Whether the bounds of yarn's ramp are rounded to whole dimensions."""
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotates the two halves of each head by angles that grow with the position."""
+    """Rotate each pair (i, i + head_dim / 2) of a head by an angle proportional to the position."""
 
     cos_sin: torch.Tensor
+    """[max_position, head_dim] float32: cosines, then sines."""
 
     def __init__(self, head_dim: int, max_position: int, rope: RopeConfig) -> None:
         super().__init__()
@@ -49,7 +50,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def inverse_frequencies(head_dim: int, rope: RopeConfig) -> tuple[torch.Tensor, float]:
-    """Return the angles per position ([head_dim / 2] float32) and the factor on cos and sin."""
+    """Return (radians per position [head_dim / 2] float32, factor on cos and sin)."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     inv_freq = 1.0 / rope.theta**exponents
     if rope.rope_type == "linear":
@@ -60,9 +61,14 @@ def inverse_frequencies(head_dim: int, rope: RopeConfig) -> tuple[torch.Tensor, 
 
 
 def _yarn(inv_freq: torch.Tensor, head_dim: int, rope: RopeConfig) -> tuple[torch.Tensor, float]:
-    """YaRN (arXiv 2309.00071): slow dimensions are interpolated, fast ones kept, a ramp between."""
+    """Return what `inverse_frequencies` does, with YaRN scaling (arXiv 2309.00071).
+
+    Fast dimensions keep their angle, slow ones are divided by `factor`. Between the two a linear
+    ramp mixes both.
+    """
 
     def dimension(rotations: float) -> float:
+        """Return the dimension that makes so many rotations over the original positions."""
         positions = rope.original_max_position / (rotations * 2 * math.pi)
         return head_dim * math.log(positions) / (2 * math.log(rope.theta))
 

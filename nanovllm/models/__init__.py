@@ -1,1 +1,1 @@
-"""Model families, one file each, found by the architecture that config.json names."""
+"""Model families, one file each. config.json names the architecture, registry.py finds the file."""

@@ -1,8 +1,7 @@
-"""Qwen3: a dense decoder with grouped-query attention, normalised queries and keys, and a SwiGLU
-MLP.
+"""Qwen3: a dense decoder with grouped-query attention, QK-norm and a SwiGLU MLP.
 
-Names follow the checkpoint's. T is the tokens of a batch. Knows no sequences: the batch says what
-sees what.
+Modules have the names of the checkpoint. Shapes: T tokens in the batch, O tokens in
+`batch.output_indices` (None: all T). Knows no sequences: only attention reads the batch's rows.
 """
 
 import torch
@@ -23,6 +22,8 @@ from nanovllm.models.config import ModelConfig
 
 
 class Qwen3Attention(nn.Module):
+    """Grouped-query attention with QK-norm: RMSNorm over each query head and each key head."""
+
     def __init__(self, config: ModelConfig, rotary_emb: RotaryEmbedding) -> None:
         super().__init__()
         self.rotary_emb = rotary_emb
@@ -43,19 +44,26 @@ class Qwen3Attention(nn.Module):
     def forward(
         self, hidden: torch.Tensor, batch: Batch, output_indices: torch.Tensor | None
     ) -> torch.Tensor:
-        qkv, sizes = self.qkv_proj(hidden), self.qkv_proj.sizes
-        heads = self.attn(qkv, sizes, self.q_norm, self.k_norm, self.rotary_emb, batch)
-        return self.o_proj((heads if output_indices is None else heads[output_indices]).flatten(1))
+        """Write the KV of all T tokens; return [O, hidden_size] for `hidden` [T, hidden_size]."""
+        qkv = self.qkv_proj(hidden)
+        heads = self.attn(
+            qkv, self.qkv_proj.split_sizes, self.q_norm, self.k_norm, self.rotary_emb, batch
+        )
+        if output_indices is not None:
+            heads = heads[output_indices]
+        return self.o_proj(heads.flatten(1))
 
 
 class Qwen3MLP(nn.Module):
+    """SwiGLU: down_proj(silu(gate_proj(x)) * up_proj(x))."""
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        size = config.intermediate_size
+        hidden_size, intermediate_size = config.hidden_size, config.intermediate_size
         self.gate_up_proj = MergedColumnParallelLinear(
-            config.hidden_size, {"gate_proj": size, "up_proj": size}, bias=False
+            hidden_size, {"gate_proj": intermediate_size, "up_proj": intermediate_size}, bias=False
         )
-        self.down_proj = RowParallelLinear(size, config.hidden_size, bias=False)
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias=False)
         self.act = SiluAndMul()
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -63,6 +71,11 @@ class Qwen3MLP(nn.Module):
 
 
 class Qwen3DecoderLayer(nn.Module):
+    """Attention and MLP, each after an RMSNorm.
+
+    `hidden` is not yet added to `residual`: the next RMSNorm does both in one call.
+    """
+
     def __init__(self, config: ModelConfig, rotary_emb: RotaryEmbedding) -> None:
         super().__init__()
         self.self_attn = Qwen3Attention(config, rotary_emb)
@@ -77,15 +90,23 @@ class Qwen3DecoderLayer(nn.Module):
         batch: Batch,
         output_indices: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the KV of every token; return the outputs of `output_indices` (None: all)."""
-        hidden, residual = self.input_layernorm.add(hidden, residual)
+        """Write the KV of all T tokens; return (MLP output, residual), [O, hidden_size] each.
+
+        Args:
+            hidden: [T, hidden_size], the previous layer's MLP output; None in the first layer.
+            residual: [T, hidden_size].
+        """
+        hidden, residual = self.input_layernorm.add_norm(hidden, residual)
         hidden = self.self_attn(hidden, batch, output_indices)
-        residual = residual if output_indices is None else residual[output_indices]
-        hidden, residual = self.post_attention_layernorm.add(hidden, residual)
+        if output_indices is not None:
+            residual = residual[output_indices]
+        hidden, residual = self.post_attention_layernorm.add_norm(hidden, residual)
         return self.mlp(hidden), residual
 
 
 class Qwen3Model(nn.Module):
+    """Qwen3 without its language-model head."""
+
     def __init__(self, config: ModelConfig, max_model_len: int) -> None:
         super().__init__()
         rotary_emb = RotaryEmbedding(config.head_dim, max_model_len, config.rope)
@@ -99,31 +120,33 @@ class Qwen3Model(nn.Module):
         residual = self.embed_tokens(batch.input_ids)
         hidden: torch.Tensor | None = None
         for layer in self.layers:
+            # The attention of a next layer needs all tokens, so only the last layer drops some.
             output_indices = batch.output_indices if layer is self.layers[-1] else None
             hidden, residual = layer(hidden, residual, batch, output_indices)
-        return self.norm.add(hidden, residual)[0]
+        hidden, _ = self.norm.add_norm(hidden, residual)
+        return hidden
 
 
 class Qwen3ForCausalLM(nn.Module):
     """Qwen3 with its language-model head.
 
     Args:
-        max_model_len: positions that rotary angles are kept for.
+        max_model_len: number of positions in the table of rotary angles.
     """
 
     def __init__(self, config: ModelConfig, max_model_len: int) -> None:
         super().__init__()
         self.model = Qwen3Model(config, max_model_len)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
-        self.ignored_weights: frozenset[str] = frozenset()
+        self.ignored_weights: frozenset[str] = frozenset()  # checkpoint names not to load
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
             self.ignored_weights = frozenset({"lm_head.weight"})
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Write the batch's KV; return hidden states [O, hidden_size] of `batch.output_indices`."""
+        """Write the batch's KV; return the hidden states [O, hidden_size] after the last norm."""
         return self.model(batch)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """Return logits [rows, vocab_size] on rank 0, None on the other ranks."""
+        """Return logits [N, vocab_size] of `hidden` [N, hidden_size]; None except on rank 0."""
         return self.lm_head(hidden)

@@ -1,4 +1,4 @@
-"""Which file implements which architecture. A new family is a file here and a line below."""
+"""Maps architectures to model files. A new model family is one file here and one line below."""
 
 import importlib
 
@@ -14,14 +14,11 @@ def model_class(config: ModelConfig) -> type[nn.Module]:
     """Return the class that implements `config.architecture`.
 
     Raises:
-        UnsupportedModelError: none does.
+        UnsupportedModelError: no model file implements it.
     """
     module = _MODULES.get(config.architecture)
     if module is None:
         raise UnsupportedModelError(
             f"architecture {config.architecture!r} is not supported ({', '.join(_MODULES)})"
         )
-    found: type[nn.Module] = getattr(
-        importlib.import_module(f"nanovllm.models.{module}"), config.architecture
-    )
-    return found
+    return getattr(importlib.import_module(f"nanovllm.models.{module}"), config.architecture)

@@ -1,1 +1,1 @@
-"""What every tensor tier may use: checkpoint files, weight loading, the tensor-parallel group."""
+"""Shared by all tensor tiers: checkpoint files, weight loading, the tensor-parallel group."""

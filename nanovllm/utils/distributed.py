@@ -1,7 +1,6 @@
-"""The tensor-parallel group of this process: the one process-wide value, set once by a spawned
-worker.
+"""The tensor-parallel group of this process: the only process-wide value, set once by a worker.
 
-Where it was never set, the size is 1 and every operation is the identity.
+Without a group the size is 1 and every operation returns its input. Knows no model.
 """
 
 import dataclasses
@@ -17,36 +16,41 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class TensorParallel:
-    """This process's place among the ranks that share each layer."""
+    """The rank of this process, and the number of ranks that share each layer."""
 
     rank: int = 0
     size: int = 1
 
+
+_TIMEOUT = datetime.timedelta(minutes=10)
+_MAX_BYTES = 2 * 2**20
+"""Largest tensor for symmetric memory."""
+_ALIGNMENT = 16
 
 _tensor_parallel = TensorParallel()
 _symmetric: "SymmetricAllReduce | None" = None
 
 
 def tensor_parallel() -> TensorParallel:
-    """Return this process's rank and the group's size."""
+    """Return the rank of this process and the size of the group."""
     return _tensor_parallel
 
 
 def init_tensor_parallel(rank: int, size: int, port: int, device: torch.device) -> None:
-    """Join the group of `size` ranks whose store listens on local `port`."""
+    """Join a group of `size` ranks. Its store listens on local `port`."""
     global _tensor_parallel, _symmetric
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=_TIMEOUT)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
     _tensor_parallel = TensorParallel(rank, size)
     if device.type == "cuda" and size > 1:
-        _symmetric = make_symmetric(device)
+        _symmetric = make_symmetric_all_reduce(device)
 
 
 def all_reduce(x: torch.Tensor) -> torch.Tensor:
-    """Sum `x` over the ranks, in place."""
+    """Sum `x` over the ranks in place, and return it."""
     if _tensor_parallel.size > 1:
-        if _symmetric is not None and _symmetric.takes(x):
+        if _symmetric is not None and _symmetric.supports(x):
             _symmetric.all_reduce(x)
         else:
             dist.all_reduce(x)
@@ -54,14 +58,15 @@ def all_reduce(x: torch.Tensor) -> torch.Tensor:
 
 
 class SymmetricAllReduce:
-    """All-reduce of a decode step's small tensors through memory that every rank can reach, in one
-    kernel: by the switch's own sums (multimem) where it has them, else by reading the peer's.
+    """All-reduce for the small tensors of a decode step: one kernel over shared GPU memory.
 
-    Every rank ends with the same bits. Reading several peers would sum in another order on each
-    rank, so without multimem it serves two ranks only.
+    The NVLink switch computes the sum if it can (multimem). Otherwise each rank reads the other's
+    memory, for two ranks only: more ranks would each sum in a different order. All ranks get the
+    same bits.
 
     Raises:
-        RuntimeError: the GPUs cannot reach each other's memory.
+        RuntimeError: the GPUs cannot access each other's memory, or there are more than two and no
+            multimem.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -75,8 +80,8 @@ class SymmetricAllReduce:
         if not self._multimem and handle.world_size > 2:
             raise RuntimeError(f"{handle.world_size} GPUs without multicast")
 
-    def takes(self, x: torch.Tensor) -> bool:
-        """Whether `x` is small enough, and of a kind that the kernels know."""
+    def supports(self, x: torch.Tensor) -> bool:
+        """Return whether `x` is small enough and the kernels support its dtype and layout."""
         return (
             x.is_cuda
             and x.nbytes <= _MAX_BYTES
@@ -86,7 +91,7 @@ class SymmetricAllReduce:
         )
 
     def all_reduce(self, x: torch.Tensor) -> None:
-        """Sum `x` over the ranks, in place."""
+        """Sum `x`, for which `supports` is true, over the ranks in place."""
         buffer = self._buffer[: x.nbytes].view(x.dtype)
         buffer.copy_(x.view(-1))
         if self._multimem:
@@ -96,15 +101,15 @@ class SymmetricAllReduce:
             torch.ops.symm_mem.one_shot_all_reduce_out(buffer, "sum", self._group, x.view(-1))
 
 
-def make_symmetric(device: torch.device) -> SymmetricAllReduce | None:
-    """Return what all ranks can use, or None on all; the log says why.
+def make_symmetric_all_reduce(device: torch.device) -> SymmetricAllReduce | None:
+    """Return a SymmetricAllReduce on every rank, or None on every rank; the log gives the reason.
 
-    The ranks agree on it: one that used NCCL while the others do not would wait for ever.
+    The ranks vote: a rank that used NCCL while the others do not would deadlock.
     """
     made, reason = None, "another rank cannot"
     try:
         made = SymmetricAllReduce(device)
-    except Exception as error:  # whatever torch and the driver raise; NCCL does all of it too
+    except Exception as error:  # torch and the driver raise many types; NCCL is the fallback
         reason = f"{type(error).__name__}: {error}"
     votes = torch.tensor([made is not None], dtype=torch.int32, device=device)
     dist.all_reduce(votes, dist.ReduceOp.MIN)
@@ -117,7 +122,7 @@ def make_symmetric(device: torch.device) -> SymmetricAllReduce | None:
 
 
 def gather_to_first(x: torch.Tensor) -> torch.Tensor | None:
-    """Concatenate the ranks' `x` along the last dimension on rank 0; None elsewhere."""
+    """Return the ranks' `x` concatenated along the last dimension on rank 0, None on the others."""
     if _tensor_parallel.size == 1:
         return x
     first = _tensor_parallel.rank == 0
@@ -127,12 +132,7 @@ def gather_to_first(x: torch.Tensor) -> torch.Tensor | None:
 
 
 def broadcast_from_first(x: torch.Tensor) -> torch.Tensor:
-    """Overwrite `x` with rank 0's."""
+    """Overwrite `x` with the `x` of rank 0, and return it."""
     if _tensor_parallel.size > 1:
         dist.broadcast(x, src=0)
     return x
-
-
-_TIMEOUT = datetime.timedelta(minutes=10)
-_MAX_BYTES = 2 * 2**20
-_ALIGNMENT = 16

@@ -1,5 +1,6 @@
-"""Finds a checkpoint's files: a local directory, or a hub id through huggingface_hub. Reads its
-JSON, not its weights.
+"""Finds the files of a checkpoint: a local directory, or a hub id through huggingface_hub.
+
+Reads the JSON files and no weights. Imports no torch.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ _CONFIG_PATTERNS = ["*.json", "*.jinja", "merges.txt", "tokenizer.model"]
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on this machine: its directory and its parsed JSON files ({} where absent)."""
+    """A checkpoint on this machine: its directory and its parsed JSON files ({} if absent)."""
 
     path: Path
     config: dict[str, Any]
@@ -23,9 +24,7 @@ class Checkpoint:
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Every end-of-sequence id; generation_config.json's where it has them, else
-        config.json's.
-        """
+        """All end-of-sequence ids: of generation_config.json if it has any, else of config.json."""
         ids = self.generation_config.get("eos_token_id")
         if ids is None:
             ids = self.config.get("eos_token_id")
@@ -35,18 +34,22 @@ class Checkpoint:
 
     @property
     def has_tokenizer(self) -> bool:
+        """Whether the directory has tokenizer files."""
         names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
         return any((self.path / name).is_file() for name in names)
 
 
 def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
-    """Find `model`'s configuration and tokenizer, downloading them for a hub id that is not cached.
+    """Return the checkpoint of `model`; download its JSON and tokenizer files if needed.
+
+    Args:
+        model: a local directory or a hub id. A directory goes first.
 
     Raises:
-        CheckpointError: there is no such directory or hub id, it cannot be reached, or it is not a
-            model.
+        CheckpointError: there is no such directory or hub id, the hub cannot be reached, or there
+            is no config.json.
     """
-    local = _local(model)
+    local = _local_path(model)
     if local.is_dir():
         path = local.resolve()
     elif local.exists():
@@ -68,13 +71,13 @@ def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
 
 
 def weight_files(checkpoint: Checkpoint, model: str, revision: str | None = None) -> list[Path]:
-    """Return the safetensors files of `checkpoint`, downloading them where `model` is a hub id.
+    """Return the safetensors files of `checkpoint`; download them if `model` is a hub id.
 
     Raises:
-        CheckpointError: there are none, or the index names files that are not there.
+        CheckpointError: there are none, or the index names missing files.
     """
     path = checkpoint.path
-    from_hub = not _local(model).is_dir()
+    from_hub = not _local_path(model).is_dir()
     if from_hub:
         path = _download(model, revision, ["*.safetensors", "*.safetensors.index.json"])
     index = path / "model.safetensors.index.json"
@@ -111,12 +114,12 @@ def weight_files(checkpoint: Checkpoint, model: str, revision: str | None = None
     return files
 
 
-def _local(model: str) -> Path:
-    """Return `model` as a path, whether or not it is one."""
+def _local_path(model: str) -> Path:
+    """Return `model` as a path, which may not exist."""
     try:
         local = Path(model).expanduser()
         local.exists()
-    except (OSError, RuntimeError) as error:  # too long a name, no such user
+    except (OSError, RuntimeError) as error:  # a name that is too long, an unknown user
         raise CheckpointError(f"model {model!r} cannot be a path or a hub id: {error}") from error
     return local
 
@@ -136,7 +139,7 @@ def _download(model: str, revision: str | None, patterns: list[str]) -> Path:
     try:
         try:
             return Path(fetch())
-        except OfflineModeIsEnabled:  # huggingface_hub 1.33 asks the hub what a commit holds
+        except OfflineModeIsEnabled:  # huggingface_hub 1.33 lists a commit's files online
             return Path(fetch(local_files_only=True))
     except HFValidationError as error:
         raise CheckpointError(
@@ -149,9 +152,7 @@ def _download(model: str, revision: str | None, patterns: list[str]) -> Path:
             f"model {model!r} is no directory here and no model on the hub "
             "(or a private one: log in)"
         ) from error
-    except (
-        Exception
-    ) as error:  # offline, no network, a full disk: huggingface_hub raises many kinds
+    except Exception as error:  # offline, a full disk, ...: huggingface_hub raises many types
         raise CheckpointError(
             f"cannot get {model!r} from the hub: {error} - it is not (wholly) in the local cache; "
             "connect once, unset HF_HUB_OFFLINE, or give a local directory"

@@ -1,12 +1,12 @@
-"""Reads safetensors into a model's parameters, each rank its part, and accounts for every tensor
-by name.
+"""Loads safetensors files into a model's parameters. Each rank reads its own part only.
 
-Knows no architecture: modules say through `shards()` which checkpoint tensors they are made of.
+Every tensor must match by name and shape. Knows no architecture: each module lists its checkpoint
+tensors in `shards()`.
 """
 
 import dataclasses
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -19,27 +19,30 @@ from tqdm.auto import tqdm
 from nanovllm.errors import CheckpointError
 
 _MAPPED_BYTES = 128 * 2**20
-"""A file is mapped anew after this many bytes, so that the pages read do not stay resident."""
+"""Bytes read before a file is mapped again, which releases the pages that were read."""
+_MAX_LISTED = 20
+"""Mismatches that one error lists."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """Where one checkpoint tensor goes on this rank.
+    """This rank's part of one checkpoint tensor.
 
-    `target` (a view of a parameter) is filled from `[start, start + target.shape[dim])` of
-    dimension `dim`; where the checkpoint's tensor ends before that (a padded vocabulary), the rest
-    of `target` becomes zero.
+    `target` (a view of a parameter) receives `[start, start + target.shape[dim])` of dimension
+    `dim`. If the checkpoint's tensor ends before that (a padded vocabulary), the rest of `target`
+    becomes zero.
     """
 
     name: str
     shape: tuple[int, ...]
+    """Of the whole checkpoint tensor."""
     target: torch.Tensor
     dim: int = 0
     start: int = 0
 
     @property
-    def filled(self) -> int:
-        """How much of `target` along `dim` the checkpoint's tensor reaches."""
+    def unpadded_size(self) -> int:
+        """Return the length of `target` along `dim` without the padding."""
         left = self.shape[self.dim] - self.start
         return max(0, min(self.target.shape[self.dim], left))
 
@@ -53,13 +56,8 @@ class Sharded(Protocol):
         ...
 
 
-def model_shards(model: nn.Module) -> dict[str, Shard]:
-    """Return, by checkpoint name, every tensor that `model` is made of on this rank."""
-    return {shard.name: shard for _, shards in _shards_of(model) for shard in shards}
-
-
-def _shards_of(model: nn.Module) -> Iterator[tuple[nn.Module, list[Shard]]]:
-    """Yield each module that has parameters of its own, and what they are made of."""
+def model_shards(model: nn.Module) -> Iterator[tuple[nn.Module, list[Shard]]]:
+    """Yield each module that has parameters of its own, with the shards that fill them."""
     for prefix, module in model.named_modules():
         if isinstance(module, Sharded):
             assert isinstance(module, nn.Module)
@@ -74,25 +72,23 @@ def load_weights(
     *,
     ignored: frozenset[str] = frozenset(),
     progress: bool = True,
-    loaded: Callable[[nn.Module], None] = lambda module: None,
+    on_loaded: Callable[[nn.Module], None] = lambda module: None,
 ) -> None:
     """Fill `model` from safetensors `files`.
 
     Args:
-        ignored: checkpoint names that may be present and are neither needed nor read.
-        loaded: called with each module as soon as its parameters are complete; it may replace them.
+        ignored: checkpoint names that are not read, and may be present or absent.
+        on_loaded: called with each module once its parameters are complete; may replace them.
 
     Raises:
-        CheckpointError: a file is corrupt, or tensors are missing, unexpected or misshapen; all
-            are listed.
+        CheckpointError: a file is corrupt, or tensors are missing, unexpected or misshapen. The
+            error lists them, and no parameter has changed.
     """
-    pieces, owners = _plan(model, files, ignored)
-    # Only the pieces hold the targets, and only until they are read.
-    waiting = {module: 0 for module, _ in _shards_of(model)}  # for so many pieces
-    for queue in pieces.values():
-        for name in [piece.name for piece in queue]:
-            waiting[owners[name]] += 1
-    total = sum(piece.target.nbytes for queue in pieces.values() for piece in queue)
+    chunks, owners = _plan(model, files, ignored)
+    # Only the chunks refer to the targets: a parameter that on_loaded replaces is freed at once.
+    num_unread = Counter({module: 0 for module, _ in model_shards(model)})
+    num_unread.update(owners[chunk.name] for queue in chunks.values() for chunk in queue)
+    total = sum(chunk.target.nbytes for queue in chunks.values() for chunk in queue)
     with tqdm(
         total=total,
         unit="B",
@@ -102,69 +98,78 @@ def load_weights(
         delay=1,
     ) as bar:
         for file in files:
-            for name, size in _fill(file, pieces.pop(file)):
+            for name, size in _read_chunks(file, chunks.pop(file)):
                 bar.update(size)
-                waiting[owners[name]] -= 1
-                if not waiting[owners[name]]:
-                    del waiting[owners[name]]
-                    loaded(owners[name])
-    for module in waiting:
-        loaded(module)
+                module = owners[name]
+                num_unread[module] -= 1
+                if not num_unread[module]:
+                    del num_unread[module]
+                    on_loaded(module)
+    for module in num_unread:  # nothing to read: ignored tensors, or padding only
+        on_loaded(module)
 
 
 def _plan(
     model: nn.Module, files: list[Path], ignored: frozenset[str]
-) -> tuple[dict[Path, deque["_Piece"]], dict[str, nn.Module]]:
-    """Return what to read from each file, and the module that each tensor belongs to."""
+) -> tuple[dict[Path, deque["_Chunk"]], dict[str, nn.Module]]:
+    """Return the chunks to read from each file, and the module that owns each tensor."""
     shards: dict[str, Shard] = {}
     owners: dict[str, nn.Module] = {}
-    for module, own in _shards_of(model):
-        names = {shard.name: shard for shard in own if shard.name not in ignored}
-        shards.update(names)
-        owners.update(dict.fromkeys(names, module))
-    found: dict[str, Path] = {}
+    for module, own in model_shards(model):
+        by_name = {shard.name: shard for shard in own if shard.name not in ignored}
+        shards.update(by_name)
+        owners.update(dict.fromkeys(by_name, module))
+    file_of = _match(shards, files, ignored)
+    chunks: dict[Path, deque[_Chunk]] = {file: deque() for file in files}
+    for name, shard in shards.items():
+        padding = shard.target.shape[shard.dim] - shard.unpadded_size
+        shard.target.narrow(shard.dim, shard.unpadded_size, padding).zero_()
+        chunks[file_of[name]].extend(_chunks(shard))
+    return chunks, owners
+
+
+def _match(shards: dict[str, Shard], files: list[Path], ignored: frozenset[str]) -> dict[str, Path]:
+    """Return the file that holds each tensor of `shards`.
+
+    Raises:
+        CheckpointError: the files' tensors are not exactly those of `shards`.
+    """
+    file_of: dict[str, Path] = {}
     wrong: list[str] = []
     for file in files:
         for name, shape in _shapes(file).items():
             if name in ignored:
                 continue
-            if name in found:
-                wrong.append(f"{name} is in both {found[name].name} and {file.name}")
+            if name in file_of:
+                wrong.append(f"{name} is in both {file_of[name].name} and {file.name}")
             elif name not in shards:
                 wrong.append(f"unexpected {name} {shape}")
             elif shape != shards[name].shape:
                 wrong.append(f"misshapen {name}: {shape}, the config says {shards[name].shape}")
-            found[name] = file
+            file_of[name] = file
     wrong += [
-        f"missing {name} {shard.shape}" for name, shard in shards.items() if name not in found
+        f"missing {name} {shard.shape}" for name, shard in shards.items() if name not in file_of
     ]
     if wrong:
-        shown = "\n  ".join(wrong[:20]) + (
-            f"\n  and {len(wrong) - 20} more" if len(wrong) > 20 else ""
-        )
-        raise CheckpointError(f"{files[0].parent}: weights do not match config.json:\n  {shown}")
-
-    pieces: dict[Path, deque[_Piece]] = {file: deque() for file in files}
-    for name, shard in shards.items():
-        rest = shard.target.shape[shard.dim] - shard.filled
-        shard.target.narrow(shard.dim, shard.filled, rest).zero_()
-        pieces[found[name]].extend(_pieces(shard))
-    return pieces, owners
+        listed = wrong[:_MAX_LISTED]
+        if len(wrong) > len(listed):
+            listed.append(f"and {len(wrong) - len(listed)} more")
+        lines = "\n  ".join(listed)
+        raise CheckpointError(f"{files[0].parent}: weights do not match config.json:\n  {lines}")
+    return file_of
 
 
 def init_dummy_weights(model: nn.Module, seed: int = 0) -> None:
-    """Fill `model` with small random weights (vectors, which are norms and biases, with ones and
-    zeros).
-    """
+    """Fill `model` with small random weights, norm weights with ones and biases with zeros."""
     generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
             parameter.data.fill_(0.0 if name.endswith("bias") else 1.0)
         elif parameter.itemsize > 1:
             parameter.data.uniform_(-0.035, 0.035, generator=generator)
-        else:  # FP8, of which torch draws no numbers
-            wide = torch.empty_like(parameter, dtype=torch.float32)
-            parameter.data.copy_(wide.uniform_(-0.035, 0.035, generator=generator))
+        else:  # FP8: torch cannot draw such numbers
+            values = torch.empty_like(parameter, dtype=torch.float32)
+            parameter.data.copy_(values.uniform_(-0.035, 0.035, generator=generator))
 
 
 def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
@@ -178,43 +183,45 @@ def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
         ) from error
 
 
-class _Piece(NamedTuple):
-    """Rows of a bounded size."""
+class _Chunk(NamedTuple):
+    """Some rows of a shard, few enough to read at once."""
 
     name: str
-    rows: tuple[slice, ...]
-    """Of the checkpoint's tensor."""
+    slices: tuple[slice, ...]
+    """Into the checkpoint's tensor."""
     target: torch.Tensor
 
 
-def _pieces(shard: Shard) -> Iterator[_Piece]:
-    filled = shard.target.narrow(shard.dim, 0, shard.filled)
+def _chunks(shard: Shard) -> Iterator[_Chunk]:
+    unpadded = shard.target.narrow(shard.dim, 0, shard.unpadded_size)
     row_bytes = math.prod(shard.shape[1:]) * 4
-    step = max(1, _MAPPED_BYTES // 2 // row_bytes)
-    for row in range(0, filled.shape[0], step):
-        part = filled[row : row + step]
-        index = [slice(0, size) for size in part.shape]
-        index[0] = slice(row, row + len(part))
-        index[shard.dim] = slice(
-            index[shard.dim].start + shard.start, index[shard.dim].stop + shard.start
-        )
-        yield _Piece(shard.name, tuple(index), part)
+    num_rows = max(1, _MAPPED_BYTES // 2 // row_bytes)
+    for row in range(0, unpadded.shape[0], num_rows):
+        target = unpadded[row : row + num_rows]
+        slices = [slice(0, size) for size in target.shape]
+        slices[0] = slice(row, row + len(target))
+        along = slices[shard.dim]
+        slices[shard.dim] = slice(along.start + shard.start, along.stop + shard.start)
+        yield _Chunk(shard.name, tuple(slices), target)
 
 
-def _fill(file: Path, pieces: deque[_Piece]) -> Iterator[tuple[str, int]]:
-    """Fill the targets of `pieces` in the order of the file's bytes; yield names and bytes."""
+def _read_chunks(file: Path, chunks: deque[_Chunk]) -> Iterator[tuple[str, int]]:
+    """Read `chunks` in the order of the file's bytes; yield each one's name and bytes.
+
+    Empties `chunks`, and keeps no reference to a target that is already filled.
+    """
     with safe_open(file, framework="pt") as tensors:
         order = {name: index for index, name in enumerate(tensors.offset_keys())}
-    queue = deque(sorted(pieces, key=lambda piece: order[piece.name]))
-    pieces.clear()
+    queue = deque(sorted(chunks, key=lambda chunk: order[chunk.name]))
+    chunks.clear()
     while queue:
         mapped = 0
         with safe_open(file, framework="pt") as tensors:
             while queue and mapped < _MAPPED_BYTES:
-                name, rows, target = queue.popleft()
-                piece = tensors.get_slice(name)[rows]
-                mapped += piece.nbytes
-                target.copy_(piece)
+                name, slices, target = queue.popleft()
+                values = tensors.get_slice(name)[slices]
+                mapped += values.nbytes
+                target.copy_(values)
                 size = target.nbytes
-                del target, piece
+                del target, values
                 yield name, size

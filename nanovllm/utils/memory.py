@@ -1,4 +1,7 @@
-"""Host memory for large tensors. Knows nothing of what is kept in it."""
+"""Host memory for large tensors: lazy allocation, huge pages and malloc settings.
+
+Knows nothing of the contents.
+"""
 
 import contextlib
 import ctypes
@@ -8,14 +11,14 @@ import mmap
 import torch
 
 _LARGE = 2 * 2**20
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Like torch.zeros on the CPU, but pages are taken only when they are written.
+    """Return zeros on the CPU. The system allocates a page when it is first written.
 
-    Large tensors lie in huge pages where the system lends them: a step reads all weights once, and
-    translating their addresses in 4 KiB pages costs it up to a third of its time.
+    Large tensors use huge pages if the system grants them: a step reads all weights once, and the
+    address translation of 4 KiB pages costs up to a third of its time.
     """
     size = math.prod(shape) * dtype.itemsize
     if size < _LARGE or not hasattr(mmap, "MAP_ANONYMOUS"):
@@ -27,16 +30,17 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def return_freed() -> None:
-    """Give freed memory back to the system; glibc otherwise keeps what lies below memory in use."""
+    """Return freed memory to the system. glibc otherwise keeps free memory below a block in use."""
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def keep_freed() -> None:
-    """Let the process keep what it frees from now on, up to a GiB, for what it allocates next.
+    """Let malloc keep up to a GiB of freed memory from now on, to reuse it.
 
-    glibc otherwise gives a step's large tensors back, now and then each layer's, and the system
-    zeroes their pages anew: 175,000 faults and 5% of the time for 4096 tokens of Qwen3-0.6B.
+    glibc otherwise returns a step's large tensors to the system, sometimes after every layer. The
+    system then zeroes new pages: 175,000 page faults and 5% of the time for 4096 tokens of
+    Qwen3-0.6B.
     """
     with contextlib.suppress(OSError, AttributeError):  # another C library
         mallopt = ctypes.CDLL(None).mallopt

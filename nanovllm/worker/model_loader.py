@@ -17,8 +17,8 @@ from nanovllm.kernels.selector import kernels_for
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import Linear, Matrix
-from nanovllm.layers.quantization import WeightMethod, make_method
+from nanovllm.layers.linear import LinearBase, Matrix
+from nanovllm.layers.quantization import WeightMethod, make_quant_method
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.registry import model_class
 from nanovllm.utils.distributed import tensor_parallel
@@ -39,7 +39,7 @@ def build_model(
         model = model_class(model_config)(model_config, max_model_len)
     if model_config.fp8 is not None:
         for prefix, module in model.named_modules():
-            if isinstance(module, Linear):
+            if isinstance(module, LinearBase):
                 module.expect_fp8(prefix, model_config.fp8)
         model.to(device)
     if config.native_kernels:
@@ -71,7 +71,7 @@ def load_model(
         method = _weight_method(weight, matrices, config, model_config)
         if method is not None:
             for matrix in matrices:
-                matrix.keep_as(method)
+                matrix.replace_weight(method)
 
     if config.load_format == "dummy":
         init_dummy_weights(model, config.seed)
@@ -80,7 +80,7 @@ def load_model(
     else:
         ignored: frozenset[str] = model.ignored_weights  # type: ignore[assignment]
         progress = tensor_parallel().rank == 0
-        load_weights(model, files, ignored=ignored, progress=progress, loaded=finish)
+        load_weights(model, files, ignored=ignored, progress=progress, on_loaded=finish)
     return_freed()
 
 
@@ -89,8 +89,8 @@ def _weight_method(
 ) -> WeightMethod | None:
     """Return the method that keeps the loaded `weight` of `matrices`; None keeps it as it is."""
     native, quantization = config.native_kernels, config.quantization
-    if isinstance(matrices[0], Linear):  # then it is the only one: linears share no weights
-        method = matrices[0].loaded_method(model_config.dtype, native=native)
+    if isinstance(matrices[0], LinearBase):  # then it is the only one: linears share no weights
+        method = matrices[0].make_fp8_method(model_config.dtype, native=native)
         if method is not None:
             return method
     elif quantization == "fp8":
@@ -98,7 +98,7 @@ def _weight_method(
     if model_config.fp8 is not None:
         quantization = None  # the checkpoint chose what is quantised
     gathered = any(type(matrix) is VocabParallelEmbedding for matrix in matrices)
-    return make_method(weight, quantization, native=native, gathered=gathered)
+    return make_quant_method(weight, quantization, native=native, is_embedding=gathered)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""RMSNorm gives transformers' numbers, bit for bit."""
+"""RMSNorm gives the same bits as transformers."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from nanovllm.layers.layernorm import RMSNorm
 
 
 def pair(size, eps, dtype):
-    """Return our norm and transformers' with the same random weights."""
+    """Return our norm and that of transformers, with the same random weights."""
     ours, theirs = RMSNorm(size, eps).to(dtype), Qwen3RMSNorm(size, eps).to(dtype)
     weight = torch.randn(size, generator=torch.Generator().manual_seed(size)) + 1
     ours.weight.data.copy_(weight)
@@ -32,11 +32,11 @@ def test_equals_transformers_exactly(shape, eps, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_add_returns_the_normalised_sum_and_the_sum(dtype):
+def test_add_norm_returns_the_normalised_sum_and_the_sum(dtype):
     ours, theirs = pair(96, 1e-6, dtype)
     x, residual = normal(9, 96, dtype=dtype), normal(9, 96, dtype=dtype, seed=1)
     kept = residual.clone()
-    normalised, total = ours.add(x, residual)
+    normalised, total = ours.add_norm(x, residual)
     assert torch.equal(total, kept + x)
     assert torch.equal(normalised, theirs(kept + x))
 

@@ -1,5 +1,6 @@
-"""Linears in FP8: their weights and scales from a checkpoint, by parts and ranks, and the engine's
-tokens from them.
+"""Linears in FP8: loading weights and scales by parts and ranks, and the engine's tokens.
+
+"Dequantised" means the float64 or float32 values of an FP8 weight times its scales.
 """
 
 import json
@@ -12,12 +13,12 @@ from safetensors.torch import load_file, save_file
 
 from nanovllm import SamplingParams
 from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
+from nanovllm.layers.fp8_config import Fp8Config
 from nanovllm.layers.linear import (
     MergedColumnParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
 )
-from nanovllm.layers.quantization import Fp8Format
 from nanovllm.utils import distributed
 from nanovllm.utils.distributed import TensorParallel
 from nanovllm.utils.loader import load_weights
@@ -27,20 +28,20 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
 def to_fp8(weight, rows, columns):
-    """Return the weight in FP8, the scale of each block, and what both stand for in float64."""
-    blocks = torch.zeros(-(-weight.shape[0] // rows), -(-weight.shape[1] // columns))
-    for i in range(blocks.shape[0]):
-        for j in range(blocks.shape[1]):
+    """Return the weight in FP8, the scale of each block, and the dequantised weight in float64."""
+    scales = torch.zeros(-(-weight.shape[0] // rows), -(-weight.shape[1] // columns))
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
             block = weight[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
-            blocks[i, j] = block.abs().max() / 448
-    wide = blocks.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
-    wide = wide[: weight.shape[0], : weight.shape[1]]
-    values = (weight / wide).to(torch.float8_e4m3fn)
-    return values, blocks, values.double() * wide.double()
+            scales[i, j] = block.abs().max() / 448
+    by_element = scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+    by_element = by_element[: weight.shape[0], : weight.shape[1]]
+    values = (weight / by_element).to(torch.float8_e4m3fn)
+    return values, scales, values.double() * by_element.double()
 
 
 def model_of(names, rows, columns, scale_name="weight_scale_inv"):
-    """Return random tensors as a checkpoint has them, and by name what they stand for."""
+    """Return random tensors of a checkpoint, and the dequantised weights by name."""
     generator = torch.Generator().manual_seed(0)
     tensors, expected = {}, {}
     for name, shape in names.items():
@@ -61,15 +62,15 @@ def as_rank(monkeypatch):
 
 
 def load(module, path, fp8):
-    """Return the weight, in float64, that `module` has once it is loaded."""
+    """Load `module` from the file at `path`; return its dequantised weight in float64."""
     model = torch.nn.ModuleDict({"attn": torch.nn.ModuleDict({"proj": module})})
     module.expect_fp8("attn.proj", fp8)
     load_weights(model, [path], progress=False)
-    method = module.loaded_method(torch.float32, native=True)
-    return method.gather(torch.arange(module.num_outputs)).double()
+    method = module.make_fp8_method(torch.float32, native=True)
+    return method.embedding(torch.arange(module.output_size)).double()
 
 
-# Blocks of 8 x 16 divide all, blocks of 5 x 7 nothing, and None is a scale for each row.
+# Blocks of 8 x 16 divide all shapes below, blocks of 5 x 7 none. None: a scale for each row.
 FORMATS = pytest.mark.parametrize(("rows", "columns"), [(8, 16), (5, 7), (1, None)])
 
 
@@ -77,7 +78,7 @@ FORMATS = pytest.mark.parametrize(("rows", "columns"), [(8, 16), (5, 7), (1, Non
 @pytest.mark.parametrize("size", [1, 2])
 def test_every_part_has_its_own_blocks(rows, columns, size, as_rank, tmp_path):
     if size == 2 and rows == 5:
-        rows = 2  # 5 is refused, see below
+        rows = 2  # 5 does not divide a rank's rows: test_ranks_do_not_cut_blocks
     shapes = {"attn.q_proj": (64, 48), "attn.k_proj": (16, 48), "attn.v_proj": (16, 48)}
     tensors, expected = model_of(shapes, rows, columns)
     save_file(tensors, tmp_path / "model.safetensors")
@@ -87,7 +88,7 @@ def test_every_part_has_its_own_blocks(rows, columns, size, as_rank, tmp_path):
         loaded = load(
             layer,
             tmp_path / "model.safetensors",
-            Fp8Format("weight_scale_inv", rows, columns, ()),
+            Fp8Config("weight_scale_inv", rows, columns, ()),
         )
         ours = torch.cat([weight.chunk(size)[rank] for weight in expected.values()])
         assert torch.allclose(loaded, ours, rtol=1e-6)
@@ -97,20 +98,20 @@ def test_every_part_has_its_own_blocks(rows, columns, size, as_rank, tmp_path):
 @pytest.mark.parametrize("size", [1, 2])
 def test_inputs_are_split_with_their_blocks(rows, columns, size, as_rank, tmp_path):
     if size == 2 and columns == 7:
-        columns = 8
+        columns = 8  # 7 does not divide a rank's columns
     tensors, expected = model_of({"attn.proj": (20, 96)}, rows, columns, "weight_scale")
     save_file(tensors, tmp_path / "model.safetensors")
     for rank in range(size):
         as_rank(rank, size)
         layer = RowParallelLinear(96, 20, bias=False)
-        fp8 = Fp8Format("weight_scale", rows, columns, ())
+        fp8 = Fp8Config("weight_scale", rows, columns, ())
         loaded = load(layer, tmp_path / "model.safetensors", fp8)
         assert torch.allclose(loaded, expected["attn.proj"].chunk(size, 1)[rank], rtol=1e-6)
 
 
 def test_ranks_do_not_cut_blocks(as_rank):
     as_rank(1, 2)
-    fp8 = Fp8Format("weight_scale_inv", 32, 32, ())
+    fp8 = Fp8Config("weight_scale_inv", 32, 32, ())
     with pytest.raises(
         ConfigError, match=r"tensor_parallel_size 2 cuts mlp.gate.weight \(96, 64\) .*32"
     ):
@@ -124,10 +125,10 @@ def test_ranks_do_not_cut_blocks(as_rank):
 def test_linears_computed_as_one_are_excluded_as_one():
     layer = MergedColumnParallelLinear(64, {"gate": 96, "up": 96}, bias=False)
     with pytest.raises(UnsupportedModelError, match=r"mlp.gate, mlp.up are computed as one"):
-        layer.expect_fp8("mlp.gate_up", Fp8Format("weight_scale_inv", 8, 8, ("mlp.up",)))
-    layer.expect_fp8("mlp.gate_up", Fp8Format("weight_scale_inv", 8, 8, ("mlp",)))
+        layer.expect_fp8("mlp.gate_up", Fp8Config("weight_scale_inv", 8, 8, ("mlp.up",)))
+    layer.expect_fp8("mlp.gate_up", Fp8Config("weight_scale_inv", 8, 8, ("mlp",)))
     assert layer.weight.dtype == torch.float32
-    assert layer.loaded_method(torch.float32, native=True) is None
+    assert layer.make_fp8_method(torch.float32, native=True) is None
 
 
 # The engine.
@@ -135,20 +136,23 @@ def test_linears_computed_as_one_are_excluded_as_one():
 
 @pytest.fixture(scope="module")
 def checkpoints(random_model, tmp_path_factory):
-    """The random model in FP8 by blocks and by rows, each beside what it stands for in float32."""
+    """Paths of the random model in FP8 and dequantised to float32, by kind of scales.
+
+    "blocks" has a scale for each block, "channels" for each row.
+    """
     made = {}
     for kind, (rows, columns, scale_name) in {
         "blocks": (8, 16, "weight_scale_inv"),
         "channels": (1, 10**6, "weight_scale"),
     }.items():
-        paths = [tmp_path_factory.mktemp(name) for name in (kind, f"{kind}_widened")]
+        paths = [tmp_path_factory.mktemp(name) for name in (kind, f"{kind}_dequantised")]
         tensors = load_file(Path(random_model) / "model.safetensors")
-        widened = dict(tensors)
+        dequantised = dict(tensors)
         for name in [
             name for name in tensors if "_proj.weight" in name and "layers.2.mlp" not in name
         ]:
-            tensors[name], scales, wide = to_fp8(tensors[name], rows, columns)
-            widened[name] = wide.float()
+            tensors[name], scales, values = to_fp8(tensors[name], rows, columns)
+            dequantised[name] = values.float()
             tensors[name.removesuffix("weight") + scale_name] = scales
         config = json.loads((Path(random_model) / "config.json").read_text())
         quantization = {
@@ -167,7 +171,7 @@ def checkpoints(random_model, tmp_path_factory):
                 "config_groups": {"group_0": group},
                 "ignore": ["lm_head", "re:.*layers.2.mlp.*"],
             }
-        for path, content in zip(paths, (tensors, widened), strict=True):
+        for path, content in zip(paths, (tensors, dequantised), strict=True):
             save_file(content, path / "model.safetensors")
             (path / "config.json").write_text(json.dumps(config))
         (paths[0] / "config.json").write_text(
@@ -183,9 +187,9 @@ def tokens(llm):
 
 
 @pytest.mark.parametrize("kind", ["blocks", "channels"])
-def test_a_checkpoint_gives_the_tokens_of_what_it_stands_for(kind, checkpoints, make_llm):
-    fp8, widened = checkpoints[kind]
-    expected = tokens(make_llm(widened))
+def test_an_fp8_checkpoint_gives_the_tokens_of_the_dequantised_one(kind, checkpoints, make_llm):
+    fp8, dequantised = checkpoints[kind]
+    expected = tokens(make_llm(dequantised))
     assert tokens(make_llm(fp8)) == expected
     if kind == "blocks":
         assert tokens(make_llm(fp8, tensor_parallel_size=2)) == expected
@@ -215,7 +219,7 @@ def test_dummy_weights_in_fp8(checkpoints, make_llm):
 
 
 def test_online_leaves_embedding_and_head_alone(random_model, make_llm, tmp_path):
-    """The same tokens as of a checkpoint whose linears, and no more, were rounded beforehand."""
+    """The tokens are those of a checkpoint in which only the linears were rounded to FP8."""
     shutil.copytree(random_model, tmp_path, dirs_exist_ok=True)
     tensors = load_file(tmp_path / "model.safetensors")
     for name in tensors:

@@ -1,4 +1,4 @@
-"""The rules of a request against transformers' processors and formulas written out here."""
+"""A request's logits rules against transformers' processors, or formulas written out here."""
 
 import dataclasses
 import random
@@ -19,7 +19,7 @@ def make_rules(params, num_prompt_tokens=0, bad_words=(), stop_token_ids=()):
 
 
 def apply(rules, logits, tokens):
-    """Return the changed logits; what was given is left alone."""
+    """Return a copy of `logits` with the rules applied."""
     changed = logits.clone()
     rules.apply(changed, torch.tensor(tokens, dtype=torch.int64))
     return changed
@@ -38,7 +38,7 @@ def random_history(chooser, vocab_size=30, longest=40):
 @pytest.mark.parametrize("penalty", [0.3, 0.9, 1.2, 5.0])
 @pytest.mark.parametrize("seed", range(25))
 def test_repetition_penalty_is_transformers(seed, penalty):
-    """Of prompt and output; logits of both signs, and masked ones."""
+    """Prompt and output count. Logits have both signs, and some are masked."""
     prompt, output = random_history(random.Random(seed))
     logits = random_logits(seed)
     logits[prompt[0]] = -torch.inf
@@ -83,7 +83,7 @@ def test_logit_bias_is_added():
     )
 
 
-def test_logit_bias_does_not_bring_back_what_is_forbidden():
+def test_logit_bias_does_not_allow_forbidden_tokens():
     logits = random_logits(0)
     params = SamplingParams(logit_bias={5: 100.0, 6: 100.0}, allowed_token_ids=[6, 7])
     changed = apply(make_rules(params), logits, [1])
@@ -99,8 +99,8 @@ def test_only_allowed_tokens_are_left(allowed):
         assert changed[token] == (logits[token] if token in allowed else -torch.inf)
 
 
-def test_where_all_that_is_allowed_is_forbidden_what_is_allowed_wins():
-    """Stop tokens before min_tokens and bad words; one token that is free keeps them away."""
+def test_allowed_tokens_win_if_all_of_them_are_forbidden():
+    """Stop tokens (min_tokens) and bad words are forbidden only if an allowed token remains."""
     logits = random_logits(1)
     for allowed, left in (([7, 11], [7, 11]), ([5], [5]), ([5, 7, 11], [5, 7, 11]), ([7, 8], [8])):
         params = SamplingParams(
@@ -114,7 +114,7 @@ def test_where_all_that_is_allowed_is_forbidden_what_is_allowed_wins():
 
 @pytest.mark.parametrize("num_output_tokens", range(6))
 def test_stop_tokens_wait_for_min_tokens(num_output_tokens):
-    """The prompt does not count."""
+    """Tokens of the prompt do not count."""
     logits = random_logits(2)
     rules = make_rules(SamplingParams(min_tokens=3), 4, stop_token_ids={7, 11, 200})
     changed = apply(rules, logits, [1] * 4 + [2] * num_output_tokens)
@@ -131,7 +131,7 @@ def test_min_tokens_without_stop_tokens():
 
 @pytest.mark.parametrize("seed", range(40))
 def test_bad_words_are_transformers(seed):
-    """On outputs of few distinct tokens, so that words of one to four tokens do occur."""
+    """Outputs have few distinct tokens, so that words of one to four tokens occur."""
     chooser = random.Random(seed)
     prompt, output = random_history(chooser, vocab_size=3, longest=12)
     words = {
@@ -139,7 +139,7 @@ def test_bad_words_are_transformers(seed):
         for length in [1] * (seed % 2) + [2, 2, 3, 4]
     }
     logits = random_logits(seed)
-    # A token of no word goes before: transformers reads no empty histories.
+    # transformers fails on an empty history, so put a token before it that is in no word.
     history = torch.tensor([[VOCAB - 1, *output]])
     processor = NoBadWordsLogitsProcessor([list(word) for word in words])
     expected = processor(history, logits[None])[0]
@@ -152,7 +152,7 @@ def test_bad_words_are_transformers(seed):
     [([], {1}), ([8], {1, 9}), ([7, 8], {1, 9, 5}), ([8, 7], {1}), ([8, 7, 8], {1, 9, 5})],
 )
 def test_bad_words_by_hand(output, forbidden):
-    """The prompt ends with the beginning of a word, which does not count."""
+    """The prompt ends with the first tokens of a bad word. They do not count."""
     words = ((1,), (8, 9), (7, 8, 5))
     logits = random_logits(3)
     rules = make_rules(SamplingParams(bad_words="given as tokens"), 3, words)
@@ -193,7 +193,7 @@ def test_all_rules_apply_in_vllms_order(seed):
 
 
 def test_rules_are_needed_where_a_parameter_says_so():
-    """Every parameter that the rules read, and no other."""
+    """`needed` is true for every parameter that the rules read, and for no other."""
     of_rules = {
         "allowed_token_ids": (1,),
         "bad_words": ("a",),

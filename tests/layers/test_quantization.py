@@ -1,4 +1,4 @@
-"""Weights in FP8, 8 and 4 bits: against float64, packed and plain alike, and what is refused."""
+"""Weights in FP8, 8 and 4 bits against float64, with the C kernels, oneDNN and plain torch."""
 
 import pytest
 import torch
@@ -9,24 +9,23 @@ from nanovllm.kernels.cpu.library import library
 from nanovllm.layers import quantization
 from nanovllm.layers.linear import Matrix
 from nanovllm.layers.quantization import (
-    Fp8Format,
     Fp8Weight,
     IntWeight,
     NativeIntWeight,
     OneDnnWeight,
     PackedWeight,
-    group_size,
-    make_method,
-    onednn_packs,
+    choose_group_size,
+    make_quant_method,
     quantize,
     quantize_fp8,
+    use_onednn,
 )
 
 PACKED_BY_TORCH = {
-    dtype: OneDnnWeight if onednn_packs(torch.empty(1024, 1024, dtype=dtype)) else type(None)
+    dtype: OneDnnWeight if use_onednn(torch.empty(1024, 1024, dtype=dtype)) else type(None)
     for dtype in (torch.float32, torch.bfloat16, torch.float16)
 }
-"""What keeps a weight in each dtype that the C kernels do not take, on this processor."""
+"""The method for a weight that the C kernels do not support, by dtype, on this processor."""
 
 native = pytest.mark.skipif(library() is None, reason="no compiler here")
 
@@ -35,7 +34,7 @@ def randn(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def widened(values, scales):
+def dequantised(values, scales):
     group = values.shape[1] // scales.shape[1]
     return values.double() * scales.double().repeat_interleave(group, 1)
 
@@ -46,9 +45,9 @@ def test_rounding_is_within_half_a_step(bits, group):
     weight[3, :group] = 0
     values, scales = quantize(weight, bits, group)
     assert values.int().abs().max() <= 2 ** (bits - 1)
-    error = (widened(values, scales) - weight.double()).abs()
+    error = (dequantised(values, scales) - weight.double()).abs()
     step = scales.double().abs().repeat_interleave(group, 1)
-    # The scale is rounded to bfloat16, which moves the ends of the range by 2^-9 of it.
+    # The scale is rounded to bfloat16, which moves the ends of the range by up to 2^-9 of it.
     assert (error <= step * (0.5 + 2.0**-9 * 2 ** (bits - 1) + 0.5 * (bits == 4)) + 1e-12).all()
     assert (error <= 0.5001 * step + 1e-12).double().mean() > (0.9 if bits == 4 else 0.99)
     assert (values[3, :group] == 0).all()
@@ -56,14 +55,14 @@ def test_rounding_is_within_half_a_step(bits, group):
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_plain_weight_is_the_rounded_one(bits, dtype):
+def test_int_weight_in_plain_torch_equals_the_rounded_one(bits, dtype):
     weight = randn(70, 96).to(dtype)
     values, scales = quantize(weight, bits, 32)
     method = IntWeight(values, scales, bits, dtype)
-    expected = widened(values, scales).to(dtype)
-    assert torch.equal(method.gather(torch.tensor([5, 69, 0])), expected[[5, 69, 0]])
+    expected = dequantised(values, scales).to(dtype)
+    assert torch.equal(method.embedding(torch.tensor([5, 69, 0])), expected[[5, 69, 0]])
     x = randn(4, 96).to(dtype)
-    assert torch.equal(method.multiply(x), x @ expected.T)
+    assert torch.equal(method.apply(x), x @ expected.T)
 
 
 @native
@@ -73,47 +72,47 @@ def test_native_and_plain_agree(bits):
     packed = NativeIntWeight(values, scales, bits, torch.bfloat16)
     plain = IntWeight(values, scales, bits, torch.bfloat16)
     rows = torch.tensor([5, 69, 0])
-    assert torch.equal(packed.gather(rows), plain.gather(rows))
+    assert torch.equal(packed.embedding(rows), plain.embedding(rows))
     x = randn(9, 256)
-    ours, torchs = packed.multiply(x), plain.multiply(x)
+    ours, torchs = packed.apply(x), plain.apply(x)
     assert torch.allclose(ours.float(), torchs.float(), atol=0.6, rtol=0.02)
 
 
 def test_groups_divide_the_inputs():
-    assert [group_size("int8", k) for k in (1024, 192, 96)] == [128, 64, 32]
-    assert group_size("int4", 1024) == 32
-    with pytest.raises(ConfigError, match='"int4" needs .* multiple of 32, .* has one of 48'):
-        group_size("int4", 48)
+    assert [choose_group_size("int8", k) for k in (1024, 192, 96)] == [128, 64, 32]
+    assert choose_group_size("int4", 1024) == 32
+    with pytest.raises(ConfigError, match='"int4" needs .* multiple of 32, .* has a layer of 48'):
+        choose_group_size("int4", 48)
 
 
 @native
 def test_the_method_follows_dtype_and_quantization():
     weight = randn(64, 64)
-    assert isinstance(make_method(weight, None, native=True), PackedWeight)
-    assert isinstance(make_method(weight, "int8", native=True), NativeIntWeight)
-    assert isinstance(make_method(weight, "int8", native=False), IntWeight)
-    assert isinstance(make_method(weight.float(), "int4", native=True), IntWeight)
-    assert make_method(weight, None, native=False) is None
-    assert make_method(randn(64, 48), None, native=True) is None
+    assert isinstance(make_quant_method(weight, None, native=True), PackedWeight)
+    assert isinstance(make_quant_method(weight, "int8", native=True), NativeIntWeight)
+    assert isinstance(make_quant_method(weight, "int8", native=False), IntWeight)
+    assert isinstance(make_quant_method(weight.float(), "int4", native=True), IntWeight)
+    assert make_quant_method(weight, None, native=False) is None
+    assert make_quant_method(randn(64, 48), None, native=True) is None
 
 
 # Without the C kernels.
 
 
 def test_onednn_packs_float32():
-    assert onednn_packs(torch.empty(1024, 1024)) == torch.backends.mkldnn.is_available()
-    assert not onednn_packs(torch.empty(1024, 1023))
-    assert not onednn_packs(torch.empty(1024, 1024, device="meta"))
+    assert use_onednn(torch.empty(1024, 1024)) == torch.backends.mkldnn.is_available()
+    assert not use_onednn(torch.empty(1024, 1023))
+    assert not use_onednn(torch.empty(1024, 1024, device="meta"))
 
 
-@pytest.mark.skipif(not onednn_packs(torch.empty(1024, 1024)), reason="torch has no oneDNN here")
+@pytest.mark.skipif(not use_onednn(torch.empty(1024, 1024)), reason="torch has no oneDNN here")
 def test_an_engine_packs_all_but_the_embedding(make_llm, random_model, monkeypatch):
-    monkeypatch.setattr(quantization, "_ONEDNN_LEAST", 0)
+    monkeypatch.setattr(quantization, "_ONEDNN_MIN_ELEMENTS", 0)
     packed, plain = (
         make_llm(random_model, device="cpu", native_kernels=native) for native in (True, False)
     )
     modules = packed.engine.executor._runner.model.named_modules()
-    matrices = {name: m._method for name, m in modules if isinstance(m, Matrix)}
+    matrices = {name: m.quant_method for name, m in modules if isinstance(m, Matrix)}
     assert matrices.pop("model.embed_tokens") is None
     assert {type(method) for method in matrices.values()} == {OneDnnWeight}
     prompts = [[1, 2, 3], [4] * 40, [5]]
@@ -127,10 +126,10 @@ def test_an_engine_packs_all_but_the_embedding(make_llm, random_model, monkeypat
 
 def test_onednn_keeps_what_the_c_kernels_cannot_take():
     for dtype, kind in PACKED_BY_TORCH.items():
-        weight = randn(1024, 1040).to(dtype)  # C kernels take multiples of 32
-        assert isinstance(make_method(weight, None, native=True), kind)
-        assert make_method(weight, None, native=True, gathered=True) is None
-        assert make_method(weight, None, native=False) is None
+        weight = randn(1024, 1040).to(dtype)  # the C kernels need a multiple of 32
+        assert isinstance(make_quant_method(weight, None, native=True), kind)
+        assert make_quant_method(weight, None, native=True, is_embedding=True) is None
+        assert make_quant_method(weight, None, native=False) is None
 
 
 @pytest.mark.parametrize(
@@ -140,10 +139,10 @@ def test_onednn_keeps_what_the_c_kernels_cannot_take():
 def test_onednn_weight_is_as_good_as_torchs(dtype, n, k):
     weight = randn(n, k).to(dtype)
     method = OneDnnWeight(weight)
-    assert torch.equal(method.gather(torch.tensor([n - 1, 0])), weight[[n - 1, 0]])
+    assert torch.equal(method.embedding(torch.tensor([n - 1, 0])), weight[[n - 1, 0]])
     for num_rows in (0, 1, 2, 7, 16, 65):
-        x = randn(num_rows, 2 * k, seed=1).to(dtype)[:, ::2]  # no contiguous rows
-        y = method.multiply(x)
+        x = randn(num_rows, 2 * k, seed=1).to(dtype)[:, ::2]  # rows are not contiguous
+        y = method.apply(x)
         assert (y.shape, y.dtype) == ((num_rows, n), dtype)
         expected = x.double() @ weight.double().T
         size = x.double().abs() @ weight.double().abs().T
@@ -160,7 +159,7 @@ def test_fp8_rounds_each_row_by_itself():
     assert (values.dtype, scales.dtype) == (torch.float8_e4m3fn, torch.float32)
     assert values.float().abs().amax(1).tolist() == [0 if row == 3 else 448 for row in range(50)]
     wide = weight.double()
-    # 3 bits behind the point; below 2^-6, which the scale stretches, steps of 2^-9.
+    # E4M3 has 3 bits of mantissa; below 2^-6 (times the scale) its steps are 2^-9.
     allowed = torch.maximum(wide.abs() / 16, scales.double() * 2.0**-10) * 1.0001
     assert ((values.double() * scales.double() - wide).abs() <= allowed).all()
     alone = quantize_fp8(weight[7:8])
@@ -172,13 +171,13 @@ def test_fp8_rounds_each_row_by_itself():
 def test_fp8_online_is_the_rounded_weight(dtype):
     weight = randn(70, 96).to(dtype)
     values, scales = quantize_fp8(weight)
-    method = make_method(weight, "fp8", native=True)
+    method = make_quant_method(weight, "fp8", native=True)
     assert isinstance(method, Fp8Weight)
     expected = (values.double() * scales.double()).to(dtype)
-    assert torch.equal(method.gather(torch.tensor([5, 69, 0])), expected[[5, 69, 0]])
+    assert torch.equal(method.embedding(torch.tensor([5, 69, 0])), expected[[5, 69, 0]])
     x = randn(4, 96).to(dtype)
     assert torch.allclose(
-        method.multiply(x).double(), x.double() @ expected.double().T, rtol=1e-2, atol=1e-4
+        method.apply(x).double(), x.double() @ expected.double().T, rtol=1e-2, atol=1e-4
     )
 
 
@@ -188,20 +187,20 @@ def test_fp8_with_a_scale_for_each_block():
     method = Fp8Weight(values, scales, 16, torch.float32, native=True)
     expected = values.double() * scales.double().repeat_interleave(16, 1)[:, :40]
     x = randn(4, 40).float()
-    assert torch.allclose(method.multiply(x).double(), x.double() @ expected.T, atol=1e-4)
+    assert torch.allclose(method.apply(x).double(), x.double() @ expected.T, atol=1e-4)
 
 
 def test_fp8_product_of_rounded_inputs():
-    """As a GPU is asked for it; newer versions of torch have the same function on a CPU."""
+    """The function that GPUs use. Newer versions of torch have it for CPUs too."""
     triton_kernels = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
     device = "cuda" if triton_kernels else "cpu"
     weight, x = randn(48, 64).to(device), randn(5, 64, seed=1).to(device)
-    method = make_method(weight, "fp8", native=False)
+    method = make_quant_method(weight, "fp8", native=False)
     rounded = [
         values.double() * scales.double() for values, scales in map(quantize_fp8, (x, weight))
     ]
     try:
-        out, alone = method.multiply_by_rows(x), method.multiply_by_rows(x[2:3])
+        out, alone = method.apply_rowwise(x), method.apply_rowwise(x[2:3])
     except RuntimeError as error:
         if "only supports per-tensor scaling for CPU" in str(error):
             pytest.skip(f"torch {torch.__version__} has it for GPUs only")
@@ -209,10 +208,3 @@ def test_fp8_product_of_rounded_inputs():
     assert out.dtype == torch.bfloat16
     assert torch.allclose(out.double(), rounded[0] @ rounded[1].T, rtol=2.0**-8, atol=1e-3)
     assert torch.equal(alone, out[2:3])
-
-
-def test_what_a_format_excludes():
-    fp8 = Fp8Format("weight_scale", 1, None, ("lm_head", "layers.1", "re:.*down_proj$"))
-    excluded = ["lm_head", "model.layers.1.mlp.up_proj", "model.layers.0.mlp.down_proj"]
-    assert [fp8.excludes(name) for name in excluded] == [True] * 3
-    assert not fp8.excludes("model.layers.11.mlp.up_proj")

@@ -1,4 +1,4 @@
-"""Rotary angles and their application, against transformers."""
+"""Rotary angles and rotated queries and keys, against transformers."""
 
 import pytest
 import torch
@@ -99,7 +99,7 @@ def test_position_zero_does_not_rotate():
     assert torch.equal(rotated, x)
 
 
-def test_angles_are_no_part_of_the_checkpoint():
+def test_angles_are_not_in_the_checkpoint():
     embedding = RotaryEmbedding(16, 8, RopeConfig(10_000.0))
     assert not embedding.state_dict()
     assert not list(embedding.parameters())

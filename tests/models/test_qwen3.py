@@ -1,4 +1,4 @@
-"""Qwen3's logits and greedy tokens against transformers, over random small configurations."""
+"""Logits and greedy tokens of random small Qwen3 models against transformers."""
 
 import dataclasses
 import json
@@ -55,7 +55,7 @@ CASES = {
 
 
 def make_config(case):
-    """Draw what the case leaves open."""
+    """Return the configuration of a case. Sizes that the case does not set are random."""
     chooser = random.Random(case)
     settings = {
         "group": chooser.choice([1, 2, 4]),
@@ -83,7 +83,7 @@ def make_config(case):
 
 
 def make_model(case):
-    """Return transformers' model; all weights random, also those that it starts as 0 or 1."""
+    """Return a model of transformers. All weights are random, norms and biases included."""
     model = TransformersQwen3(make_config(case)).eval()
     generator = torch.Generator().manual_seed(len(case))
     for name, parameter in model.named_parameters():
@@ -99,7 +99,7 @@ def make_model(case):
 
 
 class Steps:
-    """Our model from a directory, with a cache and tables to run hand-made schedules on."""
+    """Our model from a directory, with a KV cache and device tables, to run hand-made schedules."""
 
     def __init__(self, path, block_size):
         checkpoint = open_checkpoint(str(path))
@@ -130,7 +130,7 @@ class Steps:
         )
 
     def logits(self, schedule):
-        """Return the logits of every token of the schedule's rows."""
+        """Return the logits of every token of the schedule's rows; check `output_indices` too."""
         self.tables.apply(schedule)
         batch = self.tables.batch(schedule.rows)
         batch = dataclasses.replace(batch, metadata=self.backend.plan(batch))
@@ -142,22 +142,22 @@ class Steps:
 
 
 def run_in_chunks(path, prompts, cuts, block_size):
-    """Run each prompt up to its cut in one mixed step and from there in another; return logits."""
+    """Run the prompts in two mixed steps, before and after each one's cut; return all logits."""
     steps = Steps(path, block_size)
     chooser = random.Random(block_size)
     blocks = chooser.sample(range(200), 200)
-    slots = chooser.sample(range(8), len(prompts))
+    table_indices = chooser.sample(range(8), len(prompts))
     admissions, new_blocks, first, second = [], [], [], []
-    for index, (prompt, cut, slot) in enumerate(zip(prompts, cuts, slots, strict=True)):
+    rows = zip(prompts, cuts, table_indices, strict=True)
+    for index, (prompt, cut, table_idx) in enumerate(rows):
         before, whole = -(-cut // block_size), -(-len(prompt) // block_size)
         ids = [blocks.pop() for _ in range(whole)]
-        admissions.append(
-            Admission(index, slot, prompt, len(prompt), ids[:before], GREEDY, 0, frozenset(), ())
-        )
-        first.append(Row(index, slot, 0, cut, samples=cut == len(prompt)))
+        start = (index, table_idx, prompt, len(prompt), ids[:before])
+        admissions.append(Admission(*start, GREEDY, 0, frozenset(), ()))
+        first.append(Row(index, table_idx, 0, cut, samples=cut == len(prompt)))
         if cut < len(prompt):
-            second.append(Row(index, slot, cut, len(prompt) - cut, samples=True))
-            new_blocks.append(NewBlocks(slot, before, ids[before:]))
+            second.append(Row(index, table_idx, cut, len(prompt) - cut, samples=True))
+            new_blocks.append(NewBlocks(table_idx, before, ids[before:]))
     second.reverse()
     logits = [[] for _ in prompts]
     for schedule in (Schedule(0, admissions, [], first), Schedule(1, [], new_blocks, second)):
@@ -174,7 +174,7 @@ def random_prompts(case, vocab_size, lengths):
 
 
 def assert_logits_agree(theirs, path, case):
-    """Compare every position of prompts that are whole, or cut within and at the ends of blocks."""
+    """Compare the logits of all positions. Prompts are whole, or cut inside or between blocks."""
     chooser = random.Random(case)
     block_size = chooser.choice([4, 7, 16])
     lengths = [1, 23, 64, 2 * block_size, 120, 50]
@@ -191,7 +191,7 @@ def assert_logits_agree(theirs, path, case):
 
 @pytest.fixture(params=CASES)
 def saved(request, tmp_path):
-    """Each case's name, transformers' model and the directory where it is saved."""
+    """The name of each case, the model of transformers and the directory where it is saved."""
     model = make_model(request.param)
     model.save_pretrained(tmp_path)
     return request.param, model, tmp_path
@@ -203,7 +203,7 @@ def test_logits_of_all_positions(saved):
 
 
 def test_64_greedy_tokens(saved, make_llm):
-    """Three prompts at once, the longest computed in chunks beside the others' decoding."""
+    """Three prompts at once. The longest is prefilled in chunks while the others decode."""
     case, theirs, path = saved
     prompts = random_prompts(case, theirs.config.vocab_size, [3, 17, 60])
     llm = make_llm(
@@ -248,8 +248,8 @@ def test_config_in_the_style_of_transformers_4(case, tmp_path):
     [{"factor": 2.0}, {"beta_fast": 4}, {"beta_slow": 3}, {"truncate": False}, {"mscale": 0.5}],
     ids=str,
 )
-def test_a_setting_of_yarn_that_was_ignored_would_show(change):
-    """Each moves transformers' logits by ten times what the comparisons above allow."""
+def test_ignoring_a_setting_of_yarn_would_fail_the_comparison(change):
+    """Each setting changes transformers' logits by ten times the tolerance used above."""
     plain, config = make_model("yarn mscale"), make_config("yarn mscale")
     config.rope_parameters.update(change)
     changed = TransformersQwen3(config).eval()

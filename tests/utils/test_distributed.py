@@ -1,5 +1,6 @@
-"""The collectives' choice between symmetric memory and the group's own; numbers with two GPUs are
-in test_tensor_parallel.py.
+"""The choice between symmetric memory and the group's own all-reduce, without GPUs.
+
+test_tensor_parallel.py checks the sums on two GPUs.
 """
 
 import logging
@@ -10,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from nanovllm.utils import distributed
-from nanovllm.utils.distributed import SymmetricAllReduce, all_reduce, make_symmetric
+from nanovllm.utils.distributed import SymmetricAllReduce, all_reduce, make_symmetric_all_reduce
 
 
 @pytest.fixture
 def group() -> Iterator[None]:
-    """A group of this process alone."""
+    """A group with this process as its only rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -24,16 +25,16 @@ def group() -> Iterator[None]:
 def test_without_symmetric_memory_one_line_says_why(
     group: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A machine without it is served by the group's own all-reduce, and starts."""
+    """A machine without symmetric memory starts, and uses the group's own all-reduce."""
     with caplog.at_level(logging.INFO):
-        assert make_symmetric(torch.device("cpu")) is None
+        assert make_symmetric_all_reduce(torch.device("cpu")) is None
     (record,) = [r for r in caplog.records if r.name == distributed.logger.name]
     assert "symmetric memory: " in record.getMessage()
     assert "all-reduce by NCCL alone" in record.getMessage()
 
 
-class OnlyTensorsOf(SymmetricAllReduce):
-    """Stands where two GPUs would: counts what it is given and takes what `takes` says."""
+class FakeAllReduce(SymmetricAllReduce):
+    """Records the tensors that it is given and doubles them, as a sum over two equal ranks."""
 
     def __init__(self) -> None:
         self.given: list[torch.Tensor] = []
@@ -43,28 +44,30 @@ class OnlyTensorsOf(SymmetricAllReduce):
         x.mul_(2)
 
 
-def test_what_symmetric_memory_does_not_take_goes_to_the_group(
+def test_the_group_sums_what_symmetric_memory_does_not_support(
     group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    symmetric = OnlyTensorsOf()
+    symmetric = FakeAllReduce()
     monkeypatch.setattr(distributed, "_symmetric", symmetric)
     monkeypatch.setattr(distributed, "_tensor_parallel", distributed.TensorParallel(0, 2))
     x = torch.ones(4)
-    assert all_reduce(x) is x  # a CPU's tensor; the group's sum over one rank
+    assert all_reduce(x) is x  # a CPU tensor: summed by the group, which has one rank
     assert x.tolist() == [1.0] * 4
     assert not symmetric.given
-    monkeypatch.setattr(symmetric, "takes", lambda x: True)
+    monkeypatch.setattr(symmetric, "supports", lambda x: True)
     assert all_reduce(x).tolist() == [2.0] * 4
     assert len(symmetric.given) == 1
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_takes_small_aligned_sums() -> None:
-    takes = OnlyTensorsOf().takes
+def test_supports_small_aligned_tensors() -> None:
+    supports = FakeAllReduce().supports
     small = torch.zeros(8, 1024, dtype=torch.bfloat16, device="cuda")
-    assert takes(small)
-    assert takes(small.float())
-    assert not takes(small.half())
-    assert not takes(small.t())
-    assert not takes(small[0, :3])
-    assert not takes(torch.zeros(4 * 2**20, dtype=torch.uint8, device="cuda").view(torch.bfloat16))
+    assert supports(small)
+    assert supports(small.float())
+    assert not supports(small.half())
+    assert not supports(small.t())
+    assert not supports(small[0, :3])
+    assert not supports(
+        torch.zeros(4 * 2**20, dtype=torch.uint8, device="cuda").view(torch.bfloat16)
+    )

@@ -1,4 +1,4 @@
-"""Finding a checkpoint's files: directories, the hub's cache, and a hub of our own on localhost."""
+"""Finding a checkpoint's files in directories, the hub's cache, and a fake hub on localhost."""
 
 import hashlib
 import http.server
@@ -54,7 +54,7 @@ def directory(tmp_path):
 
 @pytest.fixture
 def offline(monkeypatch, tmp_path):
-    """No network, and an empty cache, whose path is returned."""
+    """Disable the network and use an empty cache; return its path."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     return tmp_path / "hub"
@@ -279,7 +279,7 @@ def test_offline_with_two_revisions_cached(offline):
 
 
 def test_offline_with_only_the_tokenizer_cached_does_not_ask_for_a_conversion(offline):
-    """The weights exist on the hub; they are not here, which another program left so."""
+    """The weights exist on the hub, but another program downloaded only the tokenizer."""
     add_to_cache(offline, {"config.json": json.dumps(CONFIG), "tokenizer.json": "{}"})
     checkpoint = open_checkpoint("org/tiny")
     with pytest.raises(CheckpointError, match="in the local cache") as raised:
@@ -291,7 +291,7 @@ def test_offline_with_only_the_tokenizer_cached_does_not_ask_for_a_conversion(of
 
 
 class Hub(http.server.ThreadingHTTPServer):
-    """As much of the hub as a download needs: model info, the list of files, and the files."""
+    """The parts of the hub that a download needs: model info, the list of files, and the files."""
 
     daemon_threads = True
 
@@ -368,7 +368,7 @@ class Answer(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub():
-    """Two models: one of a single file at two revisions, one in two shards."""
+    """A fake hub with a single-file model in two revisions, a sharded one and a pickled one."""
     single = {
         "config.json": json.dumps({"vocab_size": 1}),
         "generation_config.json": json.dumps({"eos_token_id": [3, 4]}),
@@ -416,7 +416,7 @@ def hub():
 
 @pytest.fixture
 def client(hub, tmp_path):
-    """Open a model in a process that knows no hub but ours; its environment is read at import."""
+    """Open a model in a new process with the fake hub: huggingface_hub reads its URL at import."""
 
     def run(model, revision="", **environment):
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}

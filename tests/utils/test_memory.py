@@ -1,4 +1,4 @@
-"""Large tensors that take no memory before they are written, and memory that is given back."""
+"""Lazy allocation of large tensors, and returning or keeping freed memory."""
 
 import platform
 import subprocess
@@ -16,7 +16,7 @@ glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="not glibc"
 
 
 def resident() -> int:
-    """Bytes of this process that are in memory."""
+    """Return the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
@@ -42,7 +42,7 @@ def test_pages_are_taken_when_they_are_written() -> None:
 @glibc
 def test_freed_memory_goes_back() -> None:
     pieces = [bytes([i % 255 + 1]) * 100_000 for i in range(2000)]
-    last = pieces.pop()  # lies above the others, so that the heap cannot shrink
+    last = pieces.pop()  # above the others, so that the heap cannot shrink by itself
     pieces.clear()
     before = resident()
     return_freed()
@@ -52,7 +52,7 @@ def test_freed_memory_goes_back() -> None:
 
 @glibc
 def test_freed_memory_is_kept_for_the_next_tensor() -> None:
-    """In a process of its own: what malloc is told holds for good."""
+    """Uses a new process, because malloc's settings cannot be undone."""
     script = """
 import resource, torch
 from nanovllm.utils.memory import keep_freed
@@ -65,7 +65,7 @@ def faults_of_a_tensor():
 faults_of_a_tensor()
 given_back = faults_of_a_tensor()
 keep_freed()
-for _ in range(8):  # an aligned piece may not fit the one just freed, until neighbours join
+for _ in range(8):  # the block just freed may not fit an aligned one, until neighbours merge
     kept = faults_of_a_tensor()
 print(given_back, kept)
 """

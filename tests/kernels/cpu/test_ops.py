@@ -143,7 +143,7 @@ def test_add_rms_norm_rounds_as_torch_does(size):
     x, residual = randn(21, size), randn(21, size, seed=1) * 3
     norm = RMSNorm(size, 1e-6).bfloat16()
     norm.weight.data = randn(size, seed=2)
-    expected, total = norm.add(x, residual.clone())
+    expected, total = norm.add_norm(x, residual.clone())
     ours = residual.clone()
     out = cpu_ops.add_rms_norm(x, ours, norm.weight, norm.eps)
     assert torch.equal(ours, total)

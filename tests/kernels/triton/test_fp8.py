@@ -83,14 +83,14 @@ def test_a_weight_in_blocks_is_multiplied_as_it_is():
     values, scales = triton_fp8.quantize(randn(40, 256), 128)
     x = randn(5, 256, dtype=torch.float16, seed=1)
     weight = Fp8Weight(values, scales, 128, torch.float16, native=True)
-    y = weight.multiply_by_groups(x, triton_fp8)
-    widened = weight.gather(torch.arange(40, device=DEVICE))
+    y = weight.apply_groupwise(x, triton_fp8)
+    widened = weight.embedding(torch.arange(40, device=DEVICE))
     error = (y.double() - x.double() @ widened.double().T).abs()
     # An input is off by 1/16 at most, its half on average; 256 of them by chance.
     assert error.max() <= (x.double().abs() @ widened.double().abs().T).max() / 16
     assert error.mean() <= 0.02 * y.double().std()
     if CUDA:
-        assert torch.equal(weight.multiply(x), y)
+        assert torch.equal(weight.apply(x), y)
 
 
 def test_groups_that_the_product_takes():

@@ -1,0 +1,133 @@
+"""How a checkpoint stores linears in FP8: `quantization_config` of config.json, normalised.
+
+Settings that are not implemented are refused by name. Knows no tensors.
+"""
+
+import re
+from typing import Any, NamedTuple
+
+from nanovllm.errors import CheckpointError, UnsupportedModelError
+
+_BLOCK_FP8: dict[str, Any] = {
+    "fmt": (None, "e4m3"),
+    "activation_scheme": ("dynamic",),
+    "scale_fmt": (None, "float"),
+    "weight_per_tensor": (None, False),
+    "act_per_tensor": (None, False),
+    "dequantize": (None, False),
+}
+"""Supported values of quant_method "fp8", without the block size and the excluded modules."""
+_CHANNEL_FP8: dict[str, Any] = {
+    "format": ("float-quantized",),
+    "kv_cache_scheme": (None,),
+    "sparsity_config": (None, {}),
+    "transform_config": (None, {}),
+    "config_groups.*.targets": (["Linear"],),
+    "config_groups.*.weights.num_bits": (8,),
+    "config_groups.*.weights.type": ("float",),
+    "config_groups.*.weights.strategy": ("channel",),
+    "config_groups.*.weights.symmetric": (None, True),
+    "config_groups.*.weights.dynamic": (None, False),
+    "config_groups.*.input_activations.num_bits": (8,),
+    "config_groups.*.input_activations.type": ("float",),
+    "config_groups.*.input_activations.strategy": ("token",),
+    "config_groups.*.input_activations.dynamic": (True,),
+    "config_groups.*.output_activations": (None,),
+}
+"""Supported values of quant_method "compressed-tensors" with one scale for each output."""
+
+
+class Fp8Config(NamedTuple):
+    """The format of a checkpoint's FP8 linears: each block of a weight has one scale."""
+
+    scale_name: str
+    """Of the tensor beside `weight` that holds a scale for each block. Its shape is
+    [ceil(outputs / block_outputs), ceil(inputs / block_inputs)]."""
+    block_outputs: int
+    block_inputs: int | None
+    """None: one block spans all inputs."""
+    excluded: tuple[str, ...]
+    """Linears that are not in FP8: consecutive parts of a dotted name, or "re:" and a regex."""
+
+    @classmethod
+    def from_hf(cls, config: Any) -> "Fp8Config | None":
+        """Read `quantization_config`, as Qwen's FP8 checkpoints or compressed-tensors write it.
+
+        The activation settings are checked and not kept: GPUs that multiply FP8 always round the
+        inputs dynamically, other devices never round them.
+
+        Raises:
+            UnsupportedModelError: a setting is not implemented.
+            CheckpointError: a field has the wrong type.
+        """
+        if config is None:
+            return None
+        if not isinstance(config, dict):
+            raise CheckpointError(
+                f"config.json: quantization_config must be an object, is {config!r}"
+            )
+        method = config.get("quant_method")
+        if method == "fp8":
+            return cls._from_blocks(config)
+        if method == "compressed-tensors":
+            return cls._from_channels(config)
+        raise UnsupportedModelError(
+            f"quantization_config quant_method {method!r} is not supported (only fp8 and "
+            "compressed-tensors)"
+        )
+
+    @classmethod
+    def _from_blocks(cls, config: dict[str, Any]) -> "Fp8Config":
+        _check_settings(config, _BLOCK_FP8)
+        block = config.get("weight_block_size")
+        if not (
+            isinstance(block, list)
+            and len(block) == 2
+            and all(type(size) is int and size > 0 for size in block)
+        ):
+            raise UnsupportedModelError(
+                f"quantization_config: weight_block_size {block!r} is not supported (only two "
+                "positive integers, such as [128, 128])"
+            )
+        excluded = [*_names(config, "modules_to_not_convert"), *_names(config, "ignored_layers")]
+        return cls("weight_scale_inv", block[0], block[1], tuple(excluded))
+
+    @classmethod
+    def _from_channels(cls, config: dict[str, Any]) -> "Fp8Config":
+        groups = config.get("config_groups")
+        if not isinstance(groups, dict) or len(groups) != 1:
+            raise UnsupportedModelError(
+                f"quantization_config: config_groups {groups!r} is not supported (only one group)"
+            )
+        (group,) = groups.values()
+        _check_settings({**config, "config_groups": {"*": group}}, _CHANNEL_FP8)
+        return cls("weight_scale", 1, None, tuple(_names(config, "ignore")))
+
+    def excludes(self, name: str) -> bool:
+        """Return whether the linear at dotted path `name` is not in FP8."""
+        return any(
+            re.match(entry[3:], name) is not None
+            if entry.startswith("re:")
+            else f".{entry}." in f".{name}."
+            for entry in self.excluded
+        )
+
+
+def _check_settings(config: dict[str, Any], supported: dict[str, Any]) -> None:
+    """Raise unless the value at each dotted path of `supported` is one of the values there."""
+    for path, values in supported.items():
+        value: Any = config
+        for key in path.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
+        if value not in values:
+            raise UnsupportedModelError(
+                f"quantization_config: {path.rpartition('*.')[2]} {value!r} is not supported "
+                f"(only {', '.join(map(repr, values))})"
+            )
+
+
+def _names(config: dict[str, Any], key: str) -> list[str]:
+    names = config.get(key) or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(f"config.json: {key} must be a list of names, is {names!r}")
+    return names
