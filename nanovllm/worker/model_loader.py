@@ -18,7 +18,7 @@ from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import LinearBase, Matrix
-from nanovllm.layers.quantization import WeightMethod, make_quant_method
+from nanovllm.layers.quantization import QuantizeMethod, make_quant_method
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.registry import model_class
 from nanovllm.utils.distributed import tensor_parallel
@@ -68,7 +68,7 @@ def load_model(
         if weight is None or weight not in sharing:
             return
         matrices = sharing.pop(weight)
-        method = _weight_method(weight, matrices, config, model_config)
+        method = _quant_method(weight, matrices, config, model_config)
         if method is not None:
             for matrix in matrices:
                 matrix.replace_weight(method)
@@ -84,9 +84,9 @@ def load_model(
     return_freed()
 
 
-def _weight_method(
+def _quant_method(
     weight: torch.Tensor, matrices: list[Matrix], config: Config, model_config: ModelConfig
-) -> WeightMethod | None:
+) -> QuantizeMethod | None:
     """Return the method that keeps the loaded `weight` of `matrices`; None keeps it as it is."""
     native, quantization = config.native_kernels, config.quantization
     if isinstance(matrices[0], LinearBase):  # then it is the only one: linears share no weights
