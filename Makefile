@@ -1,26 +1,36 @@
-# make demo: set up and answer a few questions.  make test: set up and pass the tests.
+# make demo: set up and answer a few questions.  make test: set up and pass the tests.  make help: all targets.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint bench clean
+.PHONY: help demo test lint format docs-check bench clean
 
-demo: $(VENV)/.core
+demo: $(VENV)/.core  ## set up, and let the shipped model answer five questions
 	$(BIN)/python example.py
 
-test: $(VENV)/.dev lint
+test: $(VENV)/.dev lint  ## set up with the test tools, lint, run all tests
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile
 
-lint: $(VENV)/.dev
+lint: $(VENV)/.dev  ## check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(VENV)/.core
+format: $(VENV)/.dev  ## repair style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs-check: $(VENV)/.dev  ## check that the pages agree with the code, and run their examples
+	$(BIN)/python -m pytest tests/test_docs.py
+
+bench: $(VENV)/.core  ## measure throughput on a small workload
 	$(BIN)/python bench.py --num-seqs 32 --min-input-len 32 --max-input-len 256 --min-output-len 32 --max-output-len 128
 
-clean:
+clean:  ## remove the environment
 	rm -rf $(VENV)
+
+help:  ## list these targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1	\2/p' $(MAKEFILE_LIST)
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("nanovllm needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; name another one: make demo PYTHON=python3.12")'

@@ -1,7 +1,7 @@
 """The pages in docs/ keep up with the code: links, fields, errors, files and examples.
 
-A python block after `<!-- runs -->` is run, and the text block after it is what it must print. So
-is a sh block: each line is a `nanovllm` command, perhaps with a printf as its standard input.
+A python block after `<!-- runs -->` is run, and the text block after it is what it must print. An
+sh block after it holds one `nanovllm` command a line, perhaps with a printf as standard input.
 """
 
 import contextlib
@@ -17,12 +17,17 @@ from nanovllm import LLM, AsyncLLM, cli, demo_model, errors, outputs
 from nanovllm.config import Config
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import Admission
+from tests.test_layering import FOLDERS
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "nanovllm"
 DOCS = ROOT / "docs"
-README = ROOT / "README.md"
 PAGES = {page.name: page.read_text(encoding="utf-8") for page in sorted(DOCS.glob("*.md"))}
+LINKED = {
+    path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+    for path in sorted([*ROOT.glob("*.md"), *ROOT.glob("benchmarks/*.md"), *DOCS.rglob("*.md")])
+}
+"""Every page of the repository, by its path."""
 
 ERRORS = [value for value in vars(errors).values() if isinstance(value, type)]
 OUTPUTS = [value for value in vars(outputs).values() if dataclasses.is_dataclass(value)]
@@ -31,7 +36,7 @@ EXAMPLE = re.compile(r"<!-- runs -->\n```(python|sh)\n(.*?)```\n\n```text\n(.*?)
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 EXAMPLES: dict[str, tuple[str, str, str]] = {
     f"{name}-{number}": found.groups()  # language, code, output
-    for name, text in PAGES.items()
+    for name, text in LINKED.items()
     for number, found in enumerate(EXAMPLE.finditer(text))
 }
 
@@ -40,26 +45,40 @@ def outside_code(text: str) -> str:
     return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
 
 
+def anchors(text: str) -> set[str]:
+    """Return what `page.md#...` can name: GitHub's form of each heading."""
+    headings = re.findall(r"^#+ (.+)$", outside_code(text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_there_are_pages() -> None:
-    assert len(PAGES) >= 9
+    assert len(PAGES) >= 12
     assert EXAMPLES
-    marked = sum(text.count("<!-- runs -->") for text in PAGES.values())
+    marked = sum(text.count("<!-- runs -->") for text in LINKED.values())
     assert len(EXAMPLES) == marked, "a marked block lacks its output"
 
 
-@pytest.mark.parametrize("page", [*PAGES, *([README.name] if README.is_file() else [])])
+@pytest.mark.parametrize("page", LINKED)
 def test_relative_links_lead_somewhere(page: str) -> None:
-    path = README if page == README.name else DOCS / page
-    text = outside_code(path.read_text(encoding="utf-8"))
-    for link in re.findall(r"\]\(([^)\s]+)\)", text):
-        target = link.partition("#")[0]
-        if target and not re.match(r"[a-z]+:", link):
-            assert (path.parent / target).exists(), f"{page} links to {link}"
+    for link in re.findall(r"\]\(([^)\s]+)\)", outside_code(LINKED[page])):
+        if re.match(r"[a-z]+:", link):
+            continue
+        target, _, anchor = link.partition("#")
+        path = (ROOT / page).parent / target if target else ROOT / page
+        assert path.exists(), f"{page} links to {link}"
+        if anchor:
+            text = LINKED[path.resolve().relative_to(ROOT).as_posix()]
+            assert anchor in anchors(text), f"{page} links to {link}"
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", LINKED)
+def test_links_name_files_and_not_lines(page: str) -> None:
+    assert not re.search(r"\.py(#L|:)\d", LINKED[page])
+
+
+@pytest.mark.parametrize("page", LINKED)
 def test_python_blocks_compile(page: str) -> None:
-    for number, block in enumerate(BLOCK.findall(PAGES[page])):
+    for number, block in enumerate(BLOCK.findall(LINKED[page])):
         compile(block, f"{page}, block {number}", "exec")
 
 
@@ -104,14 +123,26 @@ def test_every_field_is_listed_with_its_default(owner: type) -> None:
 
 
 def rows(page: str, heading: str) -> dict[str, str]:
-    """Return, by its first cell, the second of each row of the table with this heading."""
+    """Return, by its first cell, the rest of each row of the table with this heading."""
     table = PAGES[page].split(f"\n{heading}\n")[1].split("\n\n")[0]
-    return dict(re.findall(r"^\| (.+?) \| (.+?) \|", table, re.MULTILINE))
+    return dict(re.findall(r"^\| (.+?) \| (.+) \|$", table, re.MULTILINE))
 
 
 def test_every_field_of_an_admission_is_explained() -> None:
     listed = re.findall(r"`(\w+)`", " ".join(rows("architecture.md", "| Field | What it is |")))
     assert listed == list(Admission._fields)
+
+
+def test_folders_may_import_what_the_page_says() -> None:
+    listed = {}
+    table = rows("architecture.md", "| Folder | May import | torch |")
+    for folder, rule in list(table.items())[1:]:  # the first is the line below the heading
+        name = re.search(r"\w+", folder)
+        assert name is not None
+        may_import, _, torch = rule.partition(" | ")
+        listed[name[0]] = (set(re.findall(r"`(.+?)`", may_import)), torch == "yes")
+    rules = {name: (set(rule.may_import.split()), rule.torch) for name, rule in FOLDERS.items()}
+    assert listed == rules
 
 
 @pytest.mark.parametrize("owner", OUTPUTS)
@@ -139,8 +170,3 @@ def test_every_error_is_explained(error: str) -> None:
 def test_every_module_is_named() -> None:
     named = re.findall(r"^\| `([\w/]+\.py)` \|", PAGES["architecture.md"], re.MULTILINE)
     assert sorted(named) == MODULES
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_links_name_files_and_not_lines(page: str) -> None:
-    assert not re.search(r"\.py(#L|:)\d", PAGES[page])
