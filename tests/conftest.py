@@ -1,9 +1,10 @@
 """Shared fixtures. Imports no torch at module level: the scheduler's tests run without it."""
 
 import ctypes
+import functools
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,28 +40,22 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def random_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A random float32 Qwen3 checkpoint without a tokenizer: odd vocabulary, 2 KV heads."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def shared_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Return a random checkpoint with the given config; made once, so tests only read it."""
 
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=1003,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=24,
-        max_position_embeddings=256,
-        initializer_range=0.2,
-        eos_token_id=[7, 11],
-        dtype="float32",
-    )
-    path = tmp_path_factory.mktemp("random_model")
-    Qwen3ForCausalLM(config).save_pretrained(path)
-    return str(path)
+    @functools.cache
+    def make(**config: Any) -> str:
+        from tests.checkpoints import make_checkpoint
+
+        return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), **config)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def random_model(shared_checkpoint: Callable[..., str]) -> str:
+    """A random float32 Qwen3 checkpoint without a tokenizer: odd vocabulary, 2 KV heads."""
+    return shared_checkpoint()
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Bad input gets an exception of ours with the value and the rule; the engine goes on working."""
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from nanovllm.errors import (
     UnsupportedModelError,
 )
 from nanovllm.worker.executor import InProcessExecutor
+from tests.checkpoints import copy_checkpoint
 
 PARAMS = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 
@@ -120,9 +119,8 @@ def test_engine_options(
         LLM(random_model, **options)
 
 
-def copy_of(model: str, to: Path) -> Path:
-    shutil.copytree(model, to)
-    return to
+def copy_of(model: str, path: Path) -> Path:
+    return Path(copy_checkpoint(model, path))
 
 
 def test_truncated_weights(random_model: str, tmp_path: Path) -> None:
@@ -168,11 +166,9 @@ def test_hub_id_while_offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_unknown_architecture(random_model: str, tmp_path: Path) -> None:
-    path = copy_of(random_model, tmp_path / "m") / "config.json"
-    config = json.loads(path.read_text())
-    path.write_text(json.dumps({**config, "architectures": ["GPT5ForCausalLM"]}))
+    path = copy_checkpoint(random_model, tmp_path / "m", architectures=["GPT5ForCausalLM"])
     with pytest.raises(UnsupportedModelError, match="GPT5ForCausalLM.*Qwen3ForCausalLM"):
-        LLM(str(path.parent))
+        LLM(path)
 
 
 def test_no_safetensors(random_model: str, tmp_path: Path) -> None:

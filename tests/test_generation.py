@@ -5,9 +5,7 @@ float32, so that the sums of different batch shapes cannot tip a choice.
 """
 
 import dataclasses
-import json
 import random
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +22,7 @@ from nanovllm.errors import InvalidRequestError
 from nanovllm.llm import default_sampling_params
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 from nanovllm.scheduler.scheduler import Scheduler
+from tests.checkpoints import copy_checkpoint
 
 VOCAB = 1003
 EOS = (7, 11)
@@ -664,8 +663,6 @@ def test_default_sampling_params_of_a_checkpoint(
 ) -> None:
     """A checkpoint that recommends nothing gives the defaults."""
     assert make_llm(random_model).get_default_sampling_params() == SamplingParams()
-    model = tmp_path / "model"
-    shutil.copytree(random_model, model)
     recommended = {
         "do_sample": True,
         "eos_token_id": [7, 11],
@@ -674,8 +671,7 @@ def test_default_sampling_params_of_a_checkpoint(
         "top_p": 0.95,
         "transformers_version": "4.51.0",
     }
-    (model / "generation_config.json").write_text(json.dumps(recommended))
-    llm = make_llm(model)
+    llm = make_llm(copy_checkpoint(random_model, tmp_path, generation_config=recommended))
     found = llm.get_default_sampling_params()
     assert found == SamplingParams(temperature=0.6, top_k=20, top_p=0.95)
     (output,) = llm.generate([1, 2], found, use_tqdm=False)

@@ -4,13 +4,12 @@ import functools
 import logging
 import random
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import ConfigError
@@ -23,33 +22,20 @@ pytestmark = pytest.mark.skipif(library() is None, reason="no compiler here")
 MAX_MODEL_LEN = 256
 
 
-def make_model(path: Path, *, attention_bias: bool) -> str:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=1003,
-        hidden_size=96,
-        intermediate_size=160,
-        num_hidden_layers=3,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=MAX_MODEL_LEN,
-        initializer_range=0.2,
-        tie_word_embeddings=True,
-        attention_bias=attention_bias,
-        dtype="bfloat16",
-    )
-    made = Qwen3ForCausalLM(config).bfloat16()
-    for name, parameter in made.named_parameters():
-        if name.endswith("bias"):
-            torch.nn.init.normal_(parameter, std=0.2)
-    made.save_pretrained(path)
-    return str(path)
+MODEL: dict[str, Any] = {
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_attention_heads": 6,
+    "head_dim": 32,
+    "max_position_embeddings": MAX_MODEL_LEN,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+}
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_model(tmp_path_factory.mktemp("native_model"), attention_bias=False)
+def model(shared_checkpoint: Callable[..., str]) -> str:
+    return shared_checkpoint(**MODEL)
 
 
 @functools.cache
@@ -233,10 +219,10 @@ def test_close_to_plain_torch(
 
 
 def test_what_torch_computes_is_not_recorded(
-    tmp_path: Path, workload: Any, caplog: pytest.LogCaptureFixture
+    shared_checkpoint: Callable[..., str], workload: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Biases are added by torch, so such a model runs call by call."""
-    biased = make_model(tmp_path, attention_bias=True)
+    biased = shared_checkpoint(**MODEL, attention_bias=True)
     prompts, params = workload
     with caplog.at_level(logging.INFO, "nanovllm"):
         found = generate(biased, (prompts[:8], params[:8]))

@@ -7,10 +7,8 @@ engine/test_scheduler.py.
 """
 
 import dataclasses
-import json
 import os
 import pickle
-import shutil
 import socket
 import subprocess
 import sys
@@ -26,20 +24,13 @@ from nanovllm.errors import InvalidRequestError, UnsupportedModelError
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.utils.hub import open_checkpoint
 from nanovllm.worker.executor import SpawnedExecutor
+from tests.checkpoints import copy_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
 def tokens(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
     return [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
-
-
-def with_config(model: str, to: Path, **changes: Any) -> str:
-    """A copy of a checkpoint with another config.json."""
-    shutil.copytree(model, to)
-    config = json.loads((to / "config.json").read_text())
-    (to / "config.json").write_text(json.dumps(config | changes))
-    return str(to)
 
 
 def count_preemptions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -113,7 +104,7 @@ def test_port_2333_is_taken(make_llm: Any, random_model: str) -> None:
 def test_schedule_of_more_than_a_mebibyte_overflows_shared_memory(
     random_model: str, tmp_path: Path
 ) -> None:
-    model = with_config(random_model, tmp_path / "long", max_position_embeddings=500_000)
+    model = copy_checkpoint(random_model, tmp_path / "long", max_position_embeddings=500_000)
     options: dict[str, Any] = {
         "max_num_seqs": 2,
         "max_num_batched_tokens": 64,
@@ -220,9 +211,9 @@ def test_rope_scaling_is_ignored(make_llm: Any, random_model: str, tmp_path: Pat
     }
     prompt = list(range(100, 200))
     plain = tokens(make_llm(random_model), [prompt])
-    model = with_config(random_model, tmp_path / "yarn", rope_parameters=yarn)
+    model = copy_checkpoint(random_model, tmp_path / "yarn", rope_parameters=yarn)
     assert tokens(make_llm(model), [prompt]) != plain
-    model = with_config(
+    model = copy_checkpoint(
         random_model, tmp_path / "other", rope_parameters={**yarn, "rope_type": "longrope"}
     )
     with pytest.raises(UnsupportedModelError, match="longrope"):

@@ -5,10 +5,8 @@ beside them, conversations, and scripts written for vLLM and nano-vllm.
 import dataclasses
 import gc
 import itertools
-import json
 import os
 import random
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence as Seq
@@ -22,6 +20,7 @@ from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import EngineDeadError, InvalidRequestError
 from nanovllm.scheduler.scheduler import Scheduler
+from tests.checkpoints import copy_checkpoint
 
 ROOT = Path(__file__).parent.parent
 ENTRIES = demo_model.entries()
@@ -674,15 +673,14 @@ def test_chat_without_a_tokenizer(make_llm: Any, random_model: str) -> None:
 
 def test_default_sampling_params(llm: LLM, make_llm: Any, tmp_path: Path) -> None:
     assert llm.get_default_sampling_params() == SamplingParams(temperature=0)
-    model = shutil.copytree(demo_model.MODEL, tmp_path / "model")
-    path = model / "generation_config.json"
     given = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1}
     more = {"repetition_penalty": 1.1, "max_new_tokens": 99, "eos_token_id": [1021, 1019]}
-    path.write_text(json.dumps({**given, **more, "transformers_version": "5.0"}))
+    recommended = {**given, **more, "transformers_version": "5.0"}
+    model = copy_checkpoint(demo_model.MODEL, tmp_path, generation_config=recommended)
     assert make_llm(model, **OPTIONS).get_default_sampling_params() == SamplingParams(
         temperature=0.6, top_k=20, top_p=0.95, min_p=0.1, repetition_penalty=1.1, max_tokens=99
     )
-    path.unlink()
+    (tmp_path / "generation_config.json").unlink()
     assert make_llm(model, **OPTIONS).get_default_sampling_params() == SamplingParams()
 
 
