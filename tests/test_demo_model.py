@@ -51,10 +51,10 @@ def test_answers_a_plain_prompt(make_llm: Any) -> None:
         {"tensor_parallel_size": 2},
     ],
 )
-def test_answers_stay_exact(make_llm: Any, options: dict[str, Any]) -> None:
+def test_answers_stay_exact_with_any_options(make_llm: Any, options: dict[str, Any]) -> None:
     assert ask(make_llm(demo_model.MODEL, **options)) == demo_model.entries()
 
 
-def test_ships_small() -> None:
+def test_model_ships_within_4_mib() -> None:
     assert len(demo_model.entries()) >= 60
     assert sum(f.stat().st_size for f in Path(demo_model.MODEL).rglob("*")) <= 4 * 2**20

@@ -320,7 +320,7 @@ def check_logprobs(output: RequestOutput, params: SamplingParams, logits_of: Log
     ],
     ids=str,
 )
-def test_logprobs_are_transformers(
+def test_logprobs_equal_transformers(
     make_llm: Any,
     random_model: str,
     logits_of: LogitsOf,
@@ -362,7 +362,9 @@ def test_logprobs_are_transformers(
         assert outputs[1].num_cached_tokens == len(requests[1][0]) - 1
 
 
-def test_logprobs_after_a_prefix_hit(make_llm: Any, random_model: str, logits_of: LogitsOf) -> None:
+def test_logprobs_after_a_prefix_hit_equal_transformers(
+    make_llm: Any, random_model: str, logits_of: LogitsOf
+) -> None:
     """Prompt tokens from the cache have log-probabilities like the others."""
     llm = make_llm(random_model, **OPTIONS, kvcache_block_size=4)
     prompt = random_prompt(random.Random(3), 22)
@@ -379,7 +381,7 @@ def test_logprobs_after_a_prefix_hit(make_llm: Any, random_model: str, logits_of
         assert output.token_ids == cold.token_ids
 
 
-def test_logprobs_of_a_stream_join_to_the_whole(llm: LLM) -> None:
+def test_logprobs_of_a_stream_join_to_those_of_generate(llm: LLM) -> None:
     prompt = random_prompt(random.Random(8), 6)
     params = SamplingParams(seed=3, max_tokens=7, ignore_eos=True, logprobs=2, prompt_logprobs=1)
     (whole,) = generate(llm, [(prompt, params)])
@@ -409,7 +411,7 @@ def penalised_greedy(prompt: list[int], params: SamplingParams, logits_of: Logit
     return output
 
 
-def test_penalties_count_what_was_generated_before_a_preemption(
+def test_penalties_count_tokens_generated_before_a_preemption(
     make_llm: Any, random_model: str, logits_of: LogitsOf, preempted: Preempted
 ) -> None:
     """Tokens of few kinds, so that they repeat; penalties that reward repetition among them."""
@@ -467,7 +469,7 @@ def test_continuations_share_the_blocks_of_the_prompt(
 
 
 @pytest.mark.parametrize("seed", [100, 2**63 - 2])
-def test_each_continuation_has_the_seed_after_the_one_before(llm: LLM, seed: int) -> None:
+def test_each_continuation_has_the_next_seed(llm: LLM, seed: int) -> None:
     prompt = random_prompt(random.Random(6), 9)
     options: dict[str, Any] = {"max_tokens": 8, "top_p": 0.95, "presence_penalty": 0.5}
     (output,) = generate(llm, [(prompt, SamplingParams(n=4, seed=seed, **options))])
@@ -494,17 +496,17 @@ def end(completion: CompletionOutput) -> tuple[int, str | None, int | str | None
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 13])
-def test_max_tokens(llm: LLM, max_tokens: int) -> None:
+def test_max_tokens_ends_the_output(llm: LLM, max_tokens: int) -> None:
     assert end(forced(llm, 50, max_tokens=max_tokens)) == (max_tokens, "length", None)
 
 
-def test_max_model_len_ends_what_max_tokens_does_not(llm: LLM) -> None:
+def test_max_model_len_ends_the_output_before_max_tokens(llm: LLM) -> None:
     assert end(forced(llm, 50, prompt_length=40, max_tokens=1000)) == (8, "length", None)
     assert end(forced(llm, 50, prompt_length=47, max_tokens=1000)) == (1, "length", None)
 
 
 @pytest.mark.parametrize("eos", EOS)
-def test_end_of_sequence_is_in_the_tokens_and_is_no_stop_reason(llm: LLM, eos: int) -> None:
+def test_eos_is_in_the_tokens_and_is_no_stop_reason(llm: LLM, eos: int) -> None:
     completion = forced(llm, eos)
     assert completion.token_ids == [eos]
     assert end(completion) == (1, "stop", None)
@@ -512,27 +514,27 @@ def test_end_of_sequence_is_in_the_tokens_and_is_no_stop_reason(llm: LLM, eos: i
 
 
 @pytest.mark.parametrize("eos", EOS)
-def test_ignore_eos_goes_on(llm: LLM, eos: int) -> None:
+def test_ignore_eos_continues_past_eos(llm: LLM, eos: int) -> None:
     completion = forced(llm, eos, max_tokens=9, ignore_eos=True)
     assert completion.token_ids == [eos] * 9
     assert end(completion) == (9, "length", None)
 
 
 @pytest.mark.parametrize("eos", EOS)
-def test_end_of_sequence_that_is_ignored_may_still_be_a_stop_token(llm: LLM, eos: int) -> None:
+def test_ignored_eos_may_still_be_a_stop_token(llm: LLM, eos: int) -> None:
     completion = forced(llm, eos, stop_token_ids=[eos], ignore_eos=True)
     assert completion.token_ids == [eos]
     assert end(completion) == (1, "stop", eos)
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
-def test_a_stop_token_is_in_the_tokens_and_is_the_stop_reason(llm: LLM, ignore_eos: bool) -> None:
+def test_stop_token_is_in_the_tokens_and_is_the_stop_reason(llm: LLM, ignore_eos: bool) -> None:
     completion = forced(llm, 50, stop_token_ids=[49, 50], ignore_eos=ignore_eos)
     assert completion.token_ids == [50]
     assert end(completion) == (1, "stop", 50)
 
 
-def test_a_stop_token_at_the_last_place_is_a_stop(llm: LLM) -> None:
+def test_stop_token_as_the_last_allowed_token_is_a_stop(llm: LLM) -> None:
     assert end(forced(llm, 50, max_tokens=1, stop_token_ids=[50])) == (1, "stop", 50)
     assert end(forced(llm, 7, max_tokens=1)) == (1, "stop", None)
     assert end(forced(llm, 7, prompt_length=47)) == (1, "stop", None)
@@ -540,7 +542,7 @@ def test_a_stop_token_at_the_last_place_is_a_stop(llm: LLM) -> None:
 
 @pytest.mark.parametrize("min_tokens", [1, 2, 6])
 @pytest.mark.parametrize(("token", "stop_reason"), [(7, None), (50, 50)])
-def test_min_tokens_keeps_stop_tokens_away(
+def test_min_tokens_forbids_early_stop_tokens(
     llm: LLM, token: int, stop_reason: int | None, min_tokens: int
 ) -> None:
     completion = forced(llm, token, min_tokens=min_tokens, stop_token_ids=[50])
@@ -549,19 +551,19 @@ def test_min_tokens_keeps_stop_tokens_away(
     assert end(completion) == (min_tokens + 1, "stop", stop_reason)
 
 
-def test_min_tokens_as_many_as_max_tokens(llm: LLM) -> None:
+def test_min_tokens_may_equal_max_tokens(llm: LLM) -> None:
     completion = forced(llm, 7, min_tokens=5, max_tokens=5)
     assert end(completion) == (5, "length", None)
     assert not {*EOS} & {*completion.token_ids}
 
 
-def test_min_tokens_with_ignore_eos_forbids_no_end_of_sequence(llm: LLM) -> None:
+def test_min_tokens_with_ignore_eos_allows_eos(llm: LLM) -> None:
     completion = forced(llm, 7, min_tokens=5, max_tokens=6, ignore_eos=True)
     assert completion.token_ids == [7] * 6
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.5}, {"top_k": 5}, {"temperature": 0}], ids=str)
-def test_a_request_that_forbids_all_that_it_allows_ends_and_harms_no_other(
+def test_contradictory_request_ends_and_affects_no_other(
     make_llm: Any, random_model: str, filters: dict[str, Any]
 ) -> None:
     llm = make_llm(random_model, **OPTIONS)
@@ -574,7 +576,7 @@ def test_a_request_that_forbids_all_that_it_allows_ends_and_harms_no_other(
     assert end(output.outputs[0]) == (2, "stop", None)
 
 
-def test_bad_words_are_not_in_the_text(make_llm: Any) -> None:
+def test_bad_words_are_left_out(make_llm: Any) -> None:
     """A word of several tokens that has as many after a space."""
     llm = make_llm(demo_model.MODEL)
     encode = llm.get_tokenizer().encode
@@ -592,7 +594,7 @@ def test_bad_words_are_not_in_the_text(make_llm: Any) -> None:
     assert f" {word}" not in texts[1]
 
 
-def test_bad_words_of_white_space(make_llm: Any) -> None:
+def test_bad_words_may_be_white_space(make_llm: Any) -> None:
     """Symptom: such a word is dropped, and nothing is said."""
     llm = make_llm(demo_model.MODEL)
     question = demo_model.entries()[0][0]
@@ -643,7 +645,7 @@ def test_one_token_has_no_time_per_output_token(llm: LLM) -> None:
     assert output.metrics.first_token_time == output.metrics.last_token_time
 
 
-def test_the_first_step_is_no_queue_time(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queue_time_excludes_the_first_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request is scheduled when its step is launched, not when that is done."""
     executor = llm.engine.executor
     execute = executor.execute
@@ -694,5 +696,7 @@ def test_default_sampling_params_of_a_checkpoint(
     ],
     ids=str,
 )
-def test_default_sampling_params(recommended: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_default_sampling_params_by_generation_config(
+    recommended: dict[str, Any], expected: dict[str, Any]
+) -> None:
     assert default_sampling_params(recommended) == SamplingParams(**expected)

@@ -1,4 +1,4 @@
-"""What broke in nano-vllm and its relatives, each a test named for the symptom.
+"""What broke in nano-vllm and its relatives: each is a test, named for what holds here.
 
 Those with a home of their own are elsewhere: a directory without safetensors and lists of unequal
 length in test_bad_input.py, a slow worker in test_tensor_parallel.py, `del llm` and a failed
@@ -42,12 +42,12 @@ def count_preemptions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return preempted
 
 
-def test_greedy_is_refused(make_llm: Any, random_model: str) -> None:
+def test_greedy_is_accepted_and_repeats_itself(make_llm: Any, random_model: str) -> None:
     llm = make_llm(random_model)
     assert tokens(llm, [[1, 2]]) == tokens(llm, [[1, 2]])
 
 
-def test_one_sequence_outgrowing_the_pool_crashes_the_engine(
+def test_sequences_that_outgrow_the_pool_reach_max_model_len(
     make_llm: Any, random_model: str
 ) -> None:
     """The pool holds exactly one sequence of max_model_len; several grow to that length in it."""
@@ -58,7 +58,7 @@ def test_one_sequence_outgrowing_the_pool_crashes_the_engine(
     assert [output.finish_reason for output in outputs] == ["length"] * 3
 
 
-def test_max_model_len_is_not_enforced(make_llm: Any, random_model: str) -> None:
+def test_max_model_len_is_enforced(make_llm: Any, random_model: str) -> None:
     llm = make_llm(random_model, max_model_len=20)
     params = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
     (output,) = llm.generate([[1] * 19], params, use_tqdm=False)
@@ -70,19 +70,19 @@ def test_max_model_len_is_not_enforced(make_llm: Any, random_model: str) -> None
 
 
 @pytest.mark.parametrize("max_tokens", [0, -1])
-def test_max_tokens_of_zero_or_less_never_ends(max_tokens: int) -> None:
+def test_max_tokens_below_one_is_refused(max_tokens: int) -> None:
     with pytest.raises(InvalidRequestError, match="max_tokens"):
         SamplingParams(max_tokens=max_tokens)
 
 
-def test_empty_prompt_crashes(make_llm: Any, random_model: str) -> None:
+def test_empty_prompt_is_refused(make_llm: Any, random_model: str) -> None:
     llm = make_llm(random_model)
     with pytest.raises(InvalidRequestError, match="prompt 1: the prompt is empty"):
         llm.generate([[1], []], GREEDY, use_tqdm=False)
     assert llm.engine.is_finished()
 
 
-def test_max_num_seqs_does_not_count_half_prefilled_residents(random_model: str) -> None:
+def test_max_num_seqs_counts_half_prefilled_sequences(random_model: str) -> None:
     config = Config(model=random_model, max_num_seqs=2, max_num_batched_tokens=3)
     engine = LLMEngine(config)
     for i in range(5):
@@ -93,7 +93,7 @@ def test_max_num_seqs_does_not_count_half_prefilled_residents(random_model: str)
         assert len(holders) <= 2
 
 
-def test_port_2333_is_taken(make_llm: Any, random_model: str) -> None:
+def test_starts_while_port_2333_is_taken(make_llm: Any, random_model: str) -> None:
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         taken.bind(("127.0.0.1", 2333))
@@ -101,9 +101,7 @@ def test_port_2333_is_taken(make_llm: Any, random_model: str) -> None:
         assert len(tokens(make_llm(random_model, tensor_parallel_size=2), [[1]])[0]) == 8
 
 
-def test_schedule_of_more_than_a_mebibyte_overflows_shared_memory(
-    random_model: str, tmp_path: Path
-) -> None:
+def test_schedule_may_exceed_a_mebibyte(random_model: str, tmp_path: Path) -> None:
     model = copy_checkpoint(random_model, tmp_path / "long", max_position_embeddings=500_000)
     options: dict[str, Any] = {
         "max_num_seqs": 2,
@@ -133,7 +131,9 @@ def test_schedule_of_more_than_a_mebibyte_overflows_shared_memory(
     assert [o.token_ids for o in outputs] == expected
 
 
-def test_block_count_differs_by_rank(random_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_agree_on_the_smallest_block_count(
+    random_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = Config(model=random_model, tensor_parallel_size=2, num_kvcache_blocks=90)
     executor = SpawnedExecutor(config, open_checkpoint(random_model))
     receive = executor._receive
@@ -154,7 +154,7 @@ def test_block_count_differs_by_rank(random_model: str, monkeypatch: pytest.Monk
     assert measured[0].num_blocks == 90
 
 
-def test_block_size_is_set_in_the_parent_process_only(make_llm: Any, random_model: str) -> None:
+def test_spawned_ranks_use_the_configured_block_size(make_llm: Any, random_model: str) -> None:
     """Blocks of another size than the default, on ranks that are processes of their own."""
     prompts = [[i + 1] * (10 + i) for i in range(4)]
     expected = tokens(make_llm(random_model), prompts)
@@ -163,7 +163,7 @@ def test_block_size_is_set_in_the_parent_process_only(make_llm: Any, random_mode
     assert tokens(llm, prompts) == expected
 
 
-def test_fully_cached_prompt_of_whole_blocks_has_nothing_to_compute(
+def test_fully_cached_prompt_of_whole_blocks_gives_the_same_tokens(
     make_llm: Any, random_model: str
 ) -> None:
     llm = make_llm(random_model, kvcache_block_size=4)
@@ -171,7 +171,9 @@ def test_fully_cached_prompt_of_whole_blocks_has_nothing_to_compute(
     assert tokens(llm, [prompt]) == tokens(llm, [prompt])
 
 
-def test_two_identical_prompts_in_one_step(make_llm: Any, random_model: str) -> None:
+def test_identical_prompts_in_one_step_give_the_same_tokens(
+    make_llm: Any, random_model: str
+) -> None:
     llm = make_llm(random_model, kvcache_block_size=4)
     prompt = list(range(1, 20))
     (alone,) = tokens(make_llm(random_model, enable_prefix_caching=False), [prompt])
@@ -180,7 +182,7 @@ def test_two_identical_prompts_in_one_step(make_llm: Any, random_model: str) -> 
     llm.engine.scheduler.check()
 
 
-def test_preempted_under_tensor_parallel_then_resumed(
+def test_preemption_under_tensor_parallelism_keeps_the_tokens(
     make_llm: Any, random_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = [[i + 1] * 9 for i in range(6)]
@@ -193,7 +195,7 @@ def test_preempted_under_tensor_parallel_then_resumed(
     assert preempted
 
 
-def test_only_the_first_of_several_eos_ids_stops(make_llm: Any, random_model: str) -> None:
+def test_every_eos_id_stops(make_llm: Any, random_model: str) -> None:
     """generation_config.json names 7 and 11."""
     llm = make_llm(random_model)
     params = SamplingParams(temperature=1.0, max_tokens=100, seed=0)
@@ -202,7 +204,9 @@ def test_only_the_first_of_several_eos_ids_stops(make_llm: Any, random_model: st
     assert last == {7, 11}
 
 
-def test_rope_scaling_is_ignored(make_llm: Any, random_model: str, tmp_path: Path) -> None:
+def test_rope_scaling_is_applied_or_refused(
+    make_llm: Any, random_model: str, tmp_path: Path
+) -> None:
     yarn = {
         "rope_type": "yarn",
         "factor": 4.0,
@@ -220,7 +224,7 @@ def test_rope_scaling_is_ignored(make_llm: Any, random_model: str, tmp_path: Pat
         make_llm(model)
 
 
-def test_kv_heads_fewer_than_ranks(make_llm: Any, random_model: str) -> None:
+def test_ranks_may_outnumber_kv_heads(make_llm: Any, random_model: str) -> None:
     prompts = [[1, 2, 3], [4] * 30]
     llm = make_llm(random_model, tensor_parallel_size=4)  # 2 KV heads
     assert tokens(llm, prompts) == tokens(make_llm(random_model), prompts)
@@ -228,7 +232,9 @@ def test_kv_heads_fewer_than_ranks(make_llm: Any, random_model: str) -> None:
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("ending", ["llm.shutdown(); llm.shutdown()", "pass"])
-def test_exit_is_called_twice(random_model: str, tmp_path: Path, size: int, ending: str) -> None:
+def test_process_exits_cleanly_with_or_without_shutdown(
+    random_model: str, tmp_path: Path, size: int, ending: str
+) -> None:
     """By the user and when Python leaves, or by Python alone: no error, no noise, no process."""
     path = tmp_path / "run.py"
     path.write_text(

@@ -207,7 +207,7 @@ def test_text_comes_as_it_is_generated(llm: LLM) -> None:
 
 @pytest.mark.parametrize("options", [{}, TINY_POOL, {"max_num_batched_tokens": 16}])
 @pytest.mark.parametrize("stop", [(), ("token", "block", "request", ". ")])
-def test_streams_read_in_any_order(
+def test_streams_may_be_read_in_any_order(
     make_llm: Any, options: dict[str, Any], stop: tuple[str, ...]
 ) -> None:
     llm = make_llm(demo_model.MODEL, **{**OPTIONS, **options})
@@ -222,7 +222,7 @@ def test_streams_read_in_any_order(
     assert_idle(llm)
 
 
-def test_two_streams_by_hand(llm: LLM) -> None:
+def test_two_streams_may_be_read_in_turns(llm: LLM) -> None:
     first, second = (llm.stream(question, GREEDY) for question in QUESTIONS[:2])
     texts = ["", ""]
     for pieces in itertools.zip_longest(first, second):
@@ -231,7 +231,7 @@ def test_two_streams_by_hand(llm: LLM) -> None:
     assert texts == [" " + ANSWER_TO[question] for question in QUESTIONS[:2]]
 
 
-def test_stream_among_requests_of_other_callers(llm: LLM) -> None:
+def test_stream_runs_beside_other_callers_requests(llm: LLM) -> None:
     """`generate` and requests queued by hand run beside a stream; each gets its own."""
     by_hand = [llm.engine.add_request(question, GREEDY) for question in QUESTIONS[:3]]
     stream = llm.stream(QUESTION, GREEDY)
@@ -251,9 +251,7 @@ def test_stream_among_requests_of_other_callers(llm: LLM) -> None:
 @pytest.mark.parametrize("num_pieces", [0, 1, 5])
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("ends_by", ["close", "del", "exception"])
-def test_stream_that_is_not_read_to_its_end_is_aborted(
-    llm: LLM, num_pieces: int, n: int, ends_by: str
-) -> None:
+def test_unfinished_stream_is_aborted(llm: LLM, num_pieces: int, n: int, ends_by: str) -> None:
     params = dataclasses.replace(SAMPLED, n=n)
     stream: Any = llm.stream(QUESTION, params)
     for _ in range(num_pieces):
@@ -269,7 +267,7 @@ def test_stream_that_is_not_read_to_its_end_is_aborted(
     assert_idle(llm)
 
 
-def test_closing_a_stream_loses_nothing_of_the_others(llm: LLM) -> None:
+def test_closing_a_stream_keeps_the_others_whole(llm: LLM) -> None:
     """Closed right after its first piece, while the others' news of that step are not read."""
     streams: list[Any] = [llm.stream(question, GREEDY) for question in QUESTIONS[:4]]
     pieces: list[list[RequestOutput]] = [[] for _ in streams]
@@ -281,7 +279,7 @@ def test_closing_a_stream_loses_nothing_of_the_others(llm: LLM) -> None:
         assert join(streams[index])[0].text == " " + ANSWER_TO[QUESTIONS[index]]
 
 
-def test_closing_a_stream_leaves_nothing_of_it(llm: LLM) -> None:
+def test_closed_stream_leaves_nothing_in_the_engine(llm: LLM) -> None:
     """Symptom: what another caller's steps put back for it is kept for ever."""
     stream: Any = llm.stream(QUESTION, GREEDY)
     next(stream)
@@ -336,7 +334,7 @@ def test_bad_input_is_refused_before_the_first_piece(
         llm.stream(prompt, params)
 
 
-def test_abort_returns_what_was_not_sent(llm: LLM) -> None:
+def test_abort_returns_the_unsent_rest(llm: LLM) -> None:
     """Of a stream that holds back what may become a stop string, and of one that does not."""
     for stop in ((), ("never in any answer",)):
         params = dataclasses.replace(GREEDY, stop=stop)
@@ -361,7 +359,7 @@ def test_abort_ends_the_stream(llm: LLM) -> None:
     assert join(other)[0].text == " " + ANSWER_TO[QUESTIONS[0]]
 
 
-def test_abort_of_what_is_not_running(llm: LLM) -> None:
+def test_abort_accepts_finished_unknown_and_waiting_requests(llm: LLM) -> None:
     output = generate(llm, QUESTION)
     assert llm.abort(output.request_id) is None
     assert llm.abort(10**9) is None
@@ -394,7 +392,7 @@ def test_stop_string_that_never_comes_changes_nothing(llm: LLM) -> None:
     assert end_of(stopped.outputs[0]) == ("stop", None)
 
 
-def test_stop_string_complete_with_the_last_token_allowed(llm: LLM) -> None:
+def test_stop_string_counts_with_the_last_allowed_token(llm: LLM) -> None:
     for max_tokens in range(1, 12):
         params = dataclasses.replace(GREEDY, stop=["attention keep"], max_tokens=max_tokens)
         (completion,) = generate(llm, QUESTION, params).outputs
@@ -408,7 +406,7 @@ def test_stop_string_complete_with_the_last_token_allowed(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_stop_token(llm: LLM, include: bool) -> None:
+def test_stop_token_ends_the_text(llm: LLM, include: bool) -> None:
     free = generate(llm, QUESTION).token_ids
     decode = llm.get_tokenizer().decode
     for token in sorted(set(free[3:30:4])):
@@ -441,7 +439,7 @@ def test_end_of_sequence_is_text_only_if_asked_for(
     assert output.token_ids[-1] == llm.get_tokenizer().eos_token_id
 
 
-def test_special_tokens_are_left_out_of_the_text(llm: LLM) -> None:
+def test_special_tokens_are_skipped_in_the_text(llm: LLM) -> None:
     params = dataclasses.replace(GREEDY, ignore_eos=True, max_tokens=90)
     plain = generate(llm, QUESTION, params)
     full = generate(llm, QUESTION, dataclasses.replace(params, skip_special_tokens=False))
@@ -483,7 +481,7 @@ def test_min_tokens_puts_off_the_end_of_sequence(llm: LLM) -> None:
     assert llm.get_tokenizer().eos_token_id not in later[:60]
 
 
-def test_max_tokens_inside_a_character(llm: LLM) -> None:
+def test_cut_character_ends_as_one_replacement(llm: LLM) -> None:
     """The broken character comes once, at the end, as U+FFFD."""
     decode = llm.get_tokenizer().decode
     num_broken = 0
@@ -528,7 +526,7 @@ def with_stops(include: bool = False) -> tuple[list[SamplingParams], list[tuple[
         {"tensor_parallel_size": 2},
     ],
 )
-def test_stop_strings_whatever_runs_beside(
+def test_stop_strings_do_not_depend_on_the_batch(
     make_llm: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     preempted = []
@@ -547,7 +545,7 @@ def test_stop_strings_whatever_runs_beside(
 
 @pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize("queue_depth", [0, 1, 3])
-def test_stop_strings_with_steps_in_flight(queue_depth: int, include: bool) -> None:
+def test_stop_strings_do_not_depend_on_steps_in_flight(queue_depth: int, include: bool) -> None:
     """With a queue, steps after the stop string have been launched when it is found."""
     engine = LLMEngine(Config(model=demo_model.MODEL, **OPTIONS), queue_depth=queue_depth)
     params, expected = with_stops(include)
@@ -585,14 +583,14 @@ def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-def test_chat(llm: LLM) -> None:
+def test_chat_answers_one_conversation_or_many(llm: LLM) -> None:
     (one,) = llm.chat([user(QUESTION)], GREEDY, use_tqdm=False)
     assert one.text == ANSWER_TO[QUESTION]
     many = llm.chat([[user(question)] for question in QUESTIONS], GREEDY, use_tqdm=False)
     assert [output.text for output in many] == [ANSWER_TO[question] for question in QUESTIONS]
 
 
-def test_chat_with_a_system_message_and_turns_before(llm: LLM) -> None:
+def test_chat_renders_system_message_and_earlier_turns(llm: LLM) -> None:
     conversation = [
         {"role": "system", "content": "Be brief."},
         user("Hello!"),
@@ -647,17 +645,17 @@ def test_chat_passes_options_to_the_template(llm: LLM) -> None:
     ],
     ids=lambda messages: repr(messages)[:40],
 )
-def test_bad_messages(llm: LLM, messages: Any) -> None:
+def test_bad_messages_are_refused(llm: LLM, messages: Any) -> None:
     with pytest.raises(InvalidRequestError):
         llm.chat(messages, GREEDY, use_tqdm=False)
 
 
-def test_chat_with_a_template_that_does_not_parse(llm: LLM) -> None:
+def test_template_that_does_not_parse_is_refused(llm: LLM) -> None:
     with pytest.raises(InvalidRequestError, match="chat template"):
         llm.chat([user("Hello!")], GREEDY, use_tqdm=False, chat_template="{% for %}")
 
 
-def test_chat_without_a_tokenizer(make_llm: Any, random_model: str) -> None:
+def test_chat_needs_a_tokenizer(make_llm: Any, random_model: str) -> None:
     llm = make_llm(random_model)
     with pytest.raises(InvalidRequestError, match="no tokenizer"):
         llm.chat([user("Hello!")], use_tqdm=False)
@@ -671,7 +669,9 @@ def test_chat_without_a_tokenizer(make_llm: Any, random_model: str) -> None:
     )
 
 
-def test_default_sampling_params(llm: LLM, make_llm: Any, tmp_path: Path) -> None:
+def test_default_sampling_params_come_from_generation_config(
+    llm: LLM, make_llm: Any, tmp_path: Path
+) -> None:
     assert llm.get_default_sampling_params() == SamplingParams(temperature=0)
     given = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1}
     more = {"repetition_penalty": 1.1, "max_new_tokens": 99, "eos_token_id": [1021, 1019]}
@@ -769,7 +769,7 @@ def run_script(path: Path, text: str) -> str:
     return done.stdout
 
 
-def test_script_written_for_vllm(make_llm: Any, tmp_path: Path) -> None:
+def test_script_written_for_vllm_runs(make_llm: Any, tmp_path: Path) -> None:
     """The seed of an engine is fixed, so another engine generates the same."""
     prompts = ["Hello, my name is", "The president of the United States is"]
     prompts += ["The capital of France is", "The future of AI is"]
@@ -783,7 +783,7 @@ def test_script_written_for_vllm(make_llm: Any, tmp_path: Path) -> None:
     assert run_script(tmp_path / "basic.py", VLLM_EXAMPLE) == expected
 
 
-def test_script_written_for_nano_vllm(make_llm: Any, tmp_path: Path) -> None:
+def test_script_written_for_nano_vllm_runs(make_llm: Any, tmp_path: Path) -> None:
     questions = ["introduce yourself", "list all prime numbers within 100"]
     params = SamplingParams(temperature=0.6, max_tokens=256)
     prompts = [f"<|im_start|>user\n{q}<|im_end|>\n<|im_start|>assistant\n" for q in questions]

@@ -73,7 +73,7 @@ def generate_for_ever(llm: Any) -> None:
         llm.generate([[1, 2, 3]] * 8, LONG, use_tqdm=False)
 
 
-def test_two_engines_at_once_in_one_process(make_llm: Any, random_model: str) -> None:
+def test_two_engines_share_one_process(make_llm: Any, random_model: str) -> None:
     alone = make_llm(random_model).generate([[1, 2, 3], [4] * 20], SHORT, use_tqdm=False)
     first = make_llm(random_model, tensor_parallel_size=2)
     second = make_llm(random_model, tensor_parallel_size=2)
@@ -83,7 +83,7 @@ def test_two_engines_at_once_in_one_process(make_llm: Any, random_model: str) ->
             assert [o.token_ids for o in outputs] == [o.token_ids for o in alone]
 
 
-def test_steps_launched_ahead(make_llm: Any, random_model: str) -> None:
+def test_tokens_do_not_depend_on_steps_in_flight(make_llm: Any, random_model: str) -> None:
     """Ranks take a schedule while the results of those before it are still on their way."""
     prompts = [[i + 1] * (3 + i) for i in range(6)]
     alone = make_llm(random_model).generate(prompts, SHORT, use_tqdm=False)
@@ -99,7 +99,7 @@ def test_steps_launched_ahead(make_llm: Any, random_model: str) -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 @pytest.mark.parametrize("enforce_eager", [True, False])
-def test_cuda_ranks(make_llm: Any, enforce_eager: bool) -> None:
+def test_cuda_ranks_agree_with_one(make_llm: Any, enforce_eager: bool) -> None:
     prompts = [[i + 1] * (3 + i) for i in range(6)]
     options = {"dtype": "float32", "max_num_seqs": 8, "enforce_eager": enforce_eager}
     tokens = [
@@ -128,7 +128,7 @@ def test_killed_worker_raises_and_leaves_nothing(
         llm.generate([[1]], LONG, use_tqdm=False)
 
 
-def test_slow_worker_loses_nothing(make_llm: Any, random_model: str) -> None:
+def test_slow_worker_catches_up(make_llm: Any, random_model: str) -> None:
     """A stopped rank catches up: schedules wait in its pipe, none is overwritten."""
     prompts = [[i + 1] * 60 for i in range(16)]
     expected = make_llm(random_model).generate(prompts, SHORT, use_tqdm=False)
@@ -159,14 +159,14 @@ def test_del_llm_ends_the_workers(random_model: str) -> None:
     assert wait_until(lambda: not workers(), 10)
 
 
-def test_shutdown_twice(make_llm: Any, random_model: str) -> None:
+def test_shutdown_may_be_called_twice(make_llm: Any, random_model: str) -> None:
     llm = make_llm(random_model, tensor_parallel_size=2)
     llm.shutdown()
     llm.shutdown()
     assert not workers()
 
 
-def test_error_of_a_rank_at_start_is_ours_and_leaves_nothing(random_model: str) -> None:
+def test_error_of_a_rank_at_start_is_raised_and_leaves_nothing(random_model: str) -> None:
     from nanovllm import LLM
 
     with pytest.raises(ConfigError, match=r"tensor_parallel_size 3 does not divide"):

@@ -522,7 +522,7 @@ def test_import_needs_no_torch(module: str) -> None:
 
 
 @DEPTHS
-def test_two_identical_prompts_in_one_step(queue_depth: int) -> None:
+def test_identical_prompts_in_one_step_share_no_block(queue_depth: int) -> None:
     """Symptom: the second reads blocks that the first is still writing."""
     engine = Engine(queue_depth=queue_depth)
     prompt = [1, 2, 3, 4, 0, 1]
@@ -593,7 +593,7 @@ def test_outgrowing_the_pool_preempts_the_last(queue_depth: int) -> None:
     assert first.num_output_tokens == last.num_output_tokens == 5
 
 
-def test_pool_for_one_sequence_preempts_itself_never() -> None:
+def test_first_sequence_is_never_preempted() -> None:
     """Symptom: the only sequence left gives its own blocks back, for ever."""
     engine = Engine(num_blocks=4, block_size=2, max_model_len=8)
     for first in range(3):
@@ -602,7 +602,7 @@ def test_pool_for_one_sequence_preempts_itself_never() -> None:
     assert 0 not in engine.preempted
 
 
-def test_preempted_and_resumed_keeps_its_tokens() -> None:
+def test_preempted_sequence_keeps_its_tokens() -> None:
     """Symptom: after a preemption the output starts again, or is admitted with the prompt only."""
     engine = Engine(num_blocks=4, block_size=2, max_model_len=8)
     engine.add([1, 2, 3], max_tokens=5)
@@ -616,7 +616,7 @@ def test_preempted_and_resumed_keeps_its_tokens() -> None:
     engine.run()
 
 
-def test_preempted_with_a_token_in_flight_waits_for_it() -> None:
+def test_preempted_sequence_waits_for_its_token_in_flight() -> None:
     """Symptom: a sequence is resumed before its last token is known, and the token is lost."""
     engine = Engine(num_blocks=4, block_size=2, max_model_len=8, queue_depth=1)
     first = engine.add([1, 2, 3], max_tokens=5)
@@ -697,7 +697,7 @@ def test_max_num_seqs_counts_residents_in_chunked_prefill() -> None:
     engine.run()
 
 
-def test_chunk_is_found_before_its_prompt_is_done() -> None:
+def test_finished_chunk_is_cached_before_its_prompt_is_done() -> None:
     """Symptom: a long prompt's prefix cannot be shared until its last chunk is computed."""
     engine = Engine(max_num_batched_tokens=4)
     engine.add([1, 2, 3, 4, 0, 1])
@@ -708,7 +708,7 @@ def test_chunk_is_found_before_its_prompt_is_done() -> None:
     engine.run()
 
 
-def test_chunked_prefill_beside_decodes() -> None:
+def test_chunked_prefill_runs_beside_decodes() -> None:
     """Symptom: a long prompt stops those that decode, or takes more than the budget."""
     engine = Engine(max_num_batched_tokens=4)
     engine.add([1], max_tokens=8)
@@ -761,7 +761,7 @@ def test_preemption_takes_the_lowest_priority_not_the_latest() -> None:
     assert urgent.num_output_tokens == patient.num_output_tokens == 5
 
 
-def test_abort_while_waiting() -> None:
+def test_aborted_waiting_request_is_never_admitted() -> None:
     """Symptom: an aborted request is admitted all the same, or blocks those behind it."""
     engine = Engine(max_num_seqs=1)
     engine.add([1, 2])
@@ -775,7 +775,7 @@ def test_abort_while_waiting() -> None:
     assert waiting.output_token_ids == []
 
 
-def test_abort_while_running() -> None:
+def test_aborted_running_request_frees_its_blocks() -> None:
     """Symptom: an aborted request keeps its blocks, or its table row."""
     engine = Engine(max_num_seqs=2)
     running = engine.add([1, 2, 3])
@@ -789,7 +789,7 @@ def test_abort_while_running() -> None:
     assert running.num_output_tokens == 1
 
 
-def test_abort_in_flight() -> None:
+def test_result_of_an_aborted_request_is_dropped() -> None:
     """Symptom: a token arrives for a request that is gone, or its neighbour gets it."""
     engine = Engine(queue_depth=1, block_size=1)
     aborted = engine.add([1, 2, 3])
@@ -807,7 +807,7 @@ def test_abort_in_flight() -> None:
     engine.run()
 
 
-def test_abort_of_what_is_gone_does_nothing() -> None:
+def test_abort_of_a_finished_or_unknown_request_does_nothing() -> None:
     """Symptom: a client that hangs up after the last token crashes the engine."""
     engine = Engine()
     seq = engine.add([1, 2])
@@ -817,7 +817,7 @@ def test_abort_of_what_is_gone_does_nothing() -> None:
     assert engine.scheduler.abort(12345) is None
 
 
-def test_aborted_while_waiting_are_forgotten() -> None:
+def test_aborted_waiting_requests_free_their_memory() -> None:
     """Symptom: clients that give up behind a blocked head fill the memory."""
 
     def num_sequences() -> int:
@@ -857,7 +857,7 @@ def test_order_survives_many_aborts() -> None:
 
 
 @DEPTHS
-def test_nothing_to_do_gives_none(queue_depth: int) -> None:
+def test_schedule_is_none_with_nothing_to_do(queue_depth: int) -> None:
     """Symptom: an empty step is launched, or the engine spins."""
     engine = Engine(queue_depth=queue_depth)
     assert engine.launch() is None
