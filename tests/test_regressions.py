@@ -1,13 +1,11 @@
 """What broke in nano-vllm and its relatives: each is a test, named for what holds here.
 
-Those with a home of their own are elsewhere: a directory without safetensors and lists of unequal
-length in test_bad_input.py, a slow worker in test_tensor_parallel.py, `del llm` and a failed
-generate in engine/test_llm_engine.py, prefix hits before the KV is written in
-engine/test_scheduler.py.
+Some are tested elsewhere: a directory without safetensors and lists of unequal length in
+test_bad_input.py, a slow worker in test_tensor_parallel.py, `del llm` and a failed generate in
+engine/test_llm_engine.py, prefix hits before the KV is written in scheduler/test_scheduler.py.
 """
 
 import dataclasses
-import os
 import pickle
 import socket
 import subprocess
@@ -21,25 +19,16 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import InvalidRequestError, UnsupportedModelError
-from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.utils.hub import open_checkpoint
 from nanovllm.worker.executor import SpawnedExecutor
 from tests.checkpoints import copy_checkpoint
+from tests.helpers import environment, token_ids
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
 def tokens(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
-    return [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
-
-
-def count_preemptions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    preempted: list[int] = []
-    preempt = Scheduler._preempt
-    monkeypatch.setattr(
-        Scheduler, "_preempt", lambda self, seq: (preempted.append(seq.seq_id), preempt(self, seq))
-    )
-    return preempted
+    return token_ids(llm.generate(prompts, params, use_tqdm=False))
 
 
 def test_greedy_is_accepted_and_repeats_itself(make_llm: Any, random_model: str) -> None:
@@ -50,7 +39,7 @@ def test_greedy_is_accepted_and_repeats_itself(make_llm: Any, random_model: str)
 def test_sequences_that_outgrow_the_pool_reach_max_model_len(
     make_llm: Any, random_model: str
 ) -> None:
-    """The pool holds exactly one sequence of max_model_len; several grow to that length in it."""
+    """The pool holds exactly one sequence of max_model_len; three grow to that length in it."""
     llm = make_llm(random_model, kvcache_block_size=4, num_kvcache_blocks=16, max_model_len=64)
     params = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
     outputs = llm.generate([[1], [2], [3]], params, use_tqdm=False)
@@ -93,79 +82,10 @@ def test_max_num_seqs_counts_half_prefilled_sequences(random_model: str) -> None
         assert len(holders) <= 2
 
 
-def test_starts_while_port_2333_is_taken(make_llm: Any, random_model: str) -> None:
-    with socket.socket() as taken:
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        taken.bind(("127.0.0.1", 2333))
-        taken.listen()
-        assert len(tokens(make_llm(random_model, tensor_parallel_size=2), [[1]])[0]) == 8
-
-
-def test_schedule_may_exceed_a_mebibyte(random_model: str, tmp_path: Path) -> None:
-    model = copy_checkpoint(random_model, tmp_path / "long", max_position_embeddings=500_000)
-    options: dict[str, Any] = {
-        "max_num_seqs": 2,
-        "max_num_batched_tokens": 64,
-        "enable_prefix_caching": False,
-    }
-    expected = tokens(LLM(random_model), [[1, 2, 3]])
-    config = Config(model=model, tensor_parallel_size=2, max_model_len=450_000, **options)
-    engine = LLMEngine(config)
-    request = engine.add_request([700] * 400_000, GREEDY)
-    sizes = []
-    execute = engine.executor.execute
-
-    def measured(schedule: Any) -> Any:
-        sizes.append(len(pickle.dumps(schedule)))
-        return execute(schedule)
-
-    engine.executor.execute = measured  # type: ignore[method-assign]
-    engine.step()
-    assert sizes[0] > 2**20
-    engine.abort(request)
-    engine.add_request([1, 2, 3], GREEDY)
-    outputs = []
-    while not engine.is_finished():
-        outputs += engine.step()
-    engine.shutdown()
-    assert [o.token_ids for o in outputs] == expected
-
-
-def test_ranks_agree_on_the_smallest_block_count(
-    random_model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = Config(model=random_model, tensor_parallel_size=2, num_kvcache_blocks=90)
-    executor = SpawnedExecutor(config, open_checkpoint(random_model))
-    receive = executor._receive
-    measured = {}
-
-    def rank_1_has_less(rank: int) -> Any:
-        info = receive(rank)
-        if rank in measured:  # what it allocated
-            assert info.num_blocks == 40
-            return info
-        measured[rank] = info
-        return dataclasses.replace(info, num_blocks=40) if rank == 1 else info
-
-    monkeypatch.setattr(executor, "_receive", rank_1_has_less)
-    info = executor.start()
-    executor.shutdown()
-    assert info.num_blocks == 40
-    assert measured[0].num_blocks == 90
-
-
-def test_spawned_ranks_use_the_configured_block_size(make_llm: Any, random_model: str) -> None:
-    """Blocks of another size than the default, on ranks that are processes of their own."""
-    prompts = [[i + 1] * (10 + i) for i in range(4)]
-    expected = tokens(make_llm(random_model), prompts)
-    llm = make_llm(random_model, tensor_parallel_size=2, kvcache_block_size=5)
-    assert llm.engine.cache_info.block_size == 5
-    assert tokens(llm, prompts) == expected
-
-
 def test_fully_cached_prompt_of_whole_blocks_gives_the_same_tokens(
     make_llm: Any, random_model: str
 ) -> None:
+    """One token of the prompt is computed again: its hidden state gives the first output token."""
     llm = make_llm(random_model, kvcache_block_size=4)
     prompt = list(range(1, 13))
     assert tokens(llm, [prompt]) == tokens(llm, [prompt])
@@ -180,19 +100,6 @@ def test_identical_prompts_in_one_step_give_the_same_tokens(
     assert tokens(llm, [prompt, prompt, prompt]) == [alone] * 3
     assert tokens(llm, [prompt, prompt]) == [alone] * 2
     llm.engine.scheduler.check()
-
-
-def test_preemption_under_tensor_parallelism_keeps_the_tokens(
-    make_llm: Any, random_model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompts = [[i + 1] * 9 for i in range(6)]
-    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
-    expected = tokens(make_llm(random_model), prompts, params)
-    preempted = count_preemptions(monkeypatch)
-    pool = {"kvcache_block_size": 4, "num_kvcache_blocks": 16, "max_model_len": 64}
-    llm = make_llm(random_model, tensor_parallel_size=2, enable_prefix_caching=False, **pool)
-    assert tokens(llm, prompts, params) == expected
-    assert preempted
 
 
 def test_every_eos_id_stops(make_llm: Any, random_model: str) -> None:
@@ -224,10 +131,104 @@ def test_rope_scaling_is_applied_or_refused(
         make_llm(model)
 
 
-def test_ranks_may_outnumber_kv_heads(make_llm: Any, random_model: str) -> None:
+# Several ranks.
+
+
+def test_starts_while_port_2333_is_taken(make_llm: Any, random_model: str) -> None:
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(("127.0.0.1", 2333))
+        taken.listen()
+        assert len(tokens(make_llm(random_model, tensor_parallel_size=2), [[1]])[0]) == 8
+
+
+def test_schedule_may_exceed_a_mebibyte(random_model: str, tmp_path: Path) -> None:
+    """nano-vllm sends schedules through a mebibyte of shared memory."""
+    model = copy_checkpoint(random_model, tmp_path, max_position_embeddings=500_000)
+    options: dict[str, Any] = {
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 64,
+        "enable_prefix_caching": False,
+    }
+    expected = tokens(LLM(random_model), [[1, 2, 3]])
+    config = Config(model=model, tensor_parallel_size=2, max_model_len=450_000, **options)
+    engine = LLMEngine(config)
+    request = engine.add_request([700] * 400_000, GREEDY)
+    sizes = []
+    execute = engine.executor.execute
+
+    def measured(schedule: Any) -> Any:
+        sizes.append(len(pickle.dumps(schedule)))
+        return execute(schedule)
+
+    engine.executor.execute = measured  # type: ignore[method-assign]
+    engine.step()
+    assert sizes[0] > 2**20
+    engine.abort(request)
+    engine.add_request([1, 2, 3], GREEDY)
+    outputs = []
+    while not engine.is_finished():
+        outputs += engine.step()
+    engine.shutdown()
+    assert token_ids(outputs) == expected
+
+
+def test_ranks_agree_on_the_smallest_block_count(
+    random_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Config(model=random_model, tensor_parallel_size=2, num_kvcache_blocks=90)
+    executor = SpawnedExecutor(config, open_checkpoint(random_model))
+    receive = executor._receive
+    measured = {}
+
+    def rank_1_has_less(rank: int) -> Any:
+        info = receive(rank)
+        if rank in measured:  # the second message of a rank: what it allocated
+            assert info.num_blocks == 40
+            return info
+        measured[rank] = info
+        return dataclasses.replace(info, num_blocks=40) if rank == 1 else info
+
+    monkeypatch.setattr(executor, "_receive", rank_1_has_less)
+    info = executor.start()
+    executor.shutdown()
+    assert info.num_blocks == 40
+    assert measured[0].num_blocks == 90
+
+
+def test_spawned_ranks_use_the_configured_block_size(
+    make_llm: Any, tensor_parallel_llm: Any, random_model: str
+) -> None:
+    """nano-vllm sets the block size on a class, and a spawned process has the default again."""
+    prompts = [[i + 1] * (10 + i) for i in range(4)]
+    alone = make_llm(random_model)
+    llm = tensor_parallel_llm(random_model, 2)
+    assert llm.engine.cache_info.block_size == 4 != alone.engine.cache_info.block_size
+    assert tokens(llm, prompts) == tokens(alone, prompts)
+
+
+def test_preemption_under_tensor_parallelism_keeps_the_tokens(
+    make_llm: Any,
+    tensor_parallel_llm: Any,
+    random_model: str,
+    preempted: list[tuple[int, int]],
+) -> None:
+    prompts = [[i + 1] * 9 for i in range(16)]
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    expected = tokens(make_llm(random_model), prompts, params)
+    assert not preempted
+    assert tokens(tensor_parallel_llm(random_model, 2), prompts, params) == expected
+    assert preempted
+
+
+def test_ranks_may_outnumber_kv_heads(
+    make_llm: Any, tensor_parallel_llm: Any, random_model: str
+) -> None:
+    """The random model has 2 KV heads."""
     prompts = [[1, 2, 3], [4] * 30]
-    llm = make_llm(random_model, tensor_parallel_size=4)  # 2 KV heads
-    assert tokens(llm, prompts) == tokens(make_llm(random_model), prompts)
+    assert tokens(tensor_parallel_llm(random_model, 4), prompts) == tokens(
+        make_llm(random_model), prompts
+    )
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -235,7 +236,7 @@ def test_ranks_may_outnumber_kv_heads(make_llm: Any, random_model: str) -> None:
 def test_process_exits_cleanly_with_or_without_shutdown(
     random_model: str, tmp_path: Path, size: int, ending: str
 ) -> None:
-    """By the user and when Python leaves, or by Python alone: no error, no noise, no process."""
+    """Python's exit shuts the engine down once more: no error, no message, no process left."""
     path = tmp_path / "run.py"
     path.write_text(
         f"""
@@ -246,9 +247,8 @@ if __name__ == "__main__":
     {ending}
 """
     )
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
-    if size > 1:
-        env["CUDA_VISIBLE_DEVICES"] = ""  # which may be fewer than ranks
+    # Two ranks run on the CPU: there may be fewer GPUs than ranks.
+    env = environment(CUDA_VISIBLE_DEVICES="") if size > 1 else environment()
     done = subprocess.run([sys.executable, path], env=env, capture_output=True, timeout=60)
     assert done.returncode == 0
     assert b"Error" not in done.stderr
