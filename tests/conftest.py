@@ -1,20 +1,26 @@
-"""Shared fixtures. Imports no torch at module level: the scheduler's tests run without it."""
+"""Fixtures that several folders share. Imports no torch at module level: the scheduler's tests run
+without it.
+"""
 
 import ctypes
+import functools
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny: threads would only wait
+if TYPE_CHECKING:
+    from nanovllm import LLM
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are too small for more threads
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 def has_cuda() -> bool:
-    """Whether this process can use a GPU; without torch, which would take seconds to import."""
+    """Return whether this process can use a GPU, without importing torch."""
     try:
         return ctypes.CDLL("libcuda.so.1").cuInit(0) == 0
     except OSError:
@@ -22,14 +28,14 @@ def has_cuda() -> bool:
 
 
 if not has_cuda():
-    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: it decides there and then
+    os.environ["TRITON_INTERPRET"] = "1"  # triton reads it when it is imported
 if importlib.util.find_spec("triton") is None:  # there are no wheels for this system
     collect_ignore_glob = ["kernels/triton/*"]
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Skip a test of more ranks than this machine has GPUs; without any, ranks run on the CPU."""
+    """Skip a test that needs more GPUs than there are. Without a GPU, ranks run on the CPU."""
     try:
         return (yield)
     except Exception as error:
@@ -39,32 +45,29 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def random_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A random float32 Qwen3 checkpoint without a tokenizer: odd vocabulary, 2 KV heads."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def shared_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Return a random checkpoint with the given config.
 
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=1003,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=24,
-        max_position_embeddings=256,
-        initializer_range=0.2,
-        eos_token_id=[7, 11],
-        dtype="float32",
-    )
-    path = tmp_path_factory.mktemp("random_model")
-    Qwen3ForCausalLM(config).save_pretrained(path)
-    return str(path)
+    Checkpoints are made once a session; tests must not write to them.
+    """
+
+    @functools.cache
+    def make(**config: Any) -> str:
+        from tests.checkpoints import make_checkpoint
+
+        return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), **config)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def random_model(shared_checkpoint: Callable[..., str]) -> str:
+    """A random float32 Qwen3 checkpoint without a tokenizer: odd vocabulary, 2 KV heads."""
+    return shared_checkpoint()
 
 
 @pytest.fixture
-def make_llm() -> Iterator[Any]:
+def make_llm() -> Iterator[Callable[..., "LLM"]]:
     """`LLM`, shut down when the test ends."""
     from nanovllm import LLM
 
@@ -77,3 +80,104 @@ def make_llm() -> Iterator[Any]:
     yield make
     for llm in made:
         llm.shutdown()
+
+
+@pytest.fixture(scope="session")
+def random_llm(random_model: str) -> Iterator["LLM"]:
+    """The random model with blocks of 4 tokens and a short max_model_len, for the whole session."""
+    from nanovllm import LLM
+
+    llm = LLM(random_model, dtype="float32", max_model_len=48, kvcache_block_size=4)
+    yield llm
+    llm.shutdown()
+
+
+@pytest.fixture(scope="session")
+def demo_llm() -> Iterator["LLM"]:
+    """The demo model for the whole session.
+
+    It has no prefix cache, so the same request is the same arithmetic each time.
+    """
+    from nanovllm import LLM, demo_model
+    from tests.glossary import OPTIONS
+
+    llm = LLM(demo_model.MODEL, enable_prefix_caching=False, **OPTIONS)
+    yield llm
+    llm.shutdown()
+
+
+@pytest.fixture(scope="session")
+def tensor_parallel_llm() -> Iterator[Callable[[str, int], "LLM"]]:
+    """Return an LLM of a model on a number of ranks, in float32.
+
+    Spawned ranks take seconds to start, so each LLM is started once and kept for the session:
+    tests must not kill it.
+    """
+    from nanovllm import LLM, demo_model
+
+    made = []
+
+    @functools.cache
+    def make(model: str, tensor_parallel_size: int) -> LLM:
+        llm = LLM(
+            model,
+            tensor_parallel_size=tensor_parallel_size,
+            dtype="float32",
+            max_model_len=256,
+            max_num_batched_tokens=64,
+            kvcache_block_size=4,
+            # The random model's pool is so small that large batches preempt.
+            num_kvcache_blocks=2048 if model == demo_model.MODEL else 100,
+        )
+        made.append(llm)
+        return llm
+
+    yield make
+    for llm in made:
+        llm.shutdown()
+
+
+@pytest.fixture
+def preempted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """(sequence id, number of output tokens) of each preemption during the test."""
+    from nanovllm.scheduler.scheduler import Scheduler
+
+    found: list[tuple[int, int]] = []
+    preempt = Scheduler._preempt
+
+    def record(self: Scheduler, seq: Any) -> None:
+        found.append((seq.seq_id, seq.num_output_tokens))
+        preempt(self, seq)
+
+    monkeypatch.setattr(Scheduler, "_preempt", record)
+    return found
+
+
+@pytest.fixture
+def idle_afterwards(demo_llm: "LLM") -> Iterator[None]:
+    """Check after the test that it left nothing in `demo_llm`."""
+    from tests.helpers import assert_idle
+
+    yield
+    was_idle = demo_llm.engine.is_finished()
+    while not demo_llm.engine.is_finished():  # for the tests that follow
+        demo_llm.engine.step()
+    assert was_idle
+    assert_idle(demo_llm)
+
+
+@pytest.fixture
+def no_endless_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail, instead of hanging, when a stream waits for a request that the engine lost."""
+    from nanovllm import RequestOutput
+    from nanovllm.engine.llm_engine import LLMEngine
+
+    step, num_idle_steps = LLMEngine.step, 0
+
+    def guarded(self: LLMEngine) -> list[RequestOutput]:
+        nonlocal num_idle_steps
+        num_idle_steps = 0 if self.scheduler.num_unfinished else num_idle_steps + 1
+        assert num_idle_steps < 200, "a stream waits for a request that is gone"
+        return step(self)
+
+    monkeypatch.setattr(LLMEngine, "step", guarded)

@@ -122,7 +122,7 @@ async def read_some(llm: AsyncLLM, question: str, num_pieces: int) -> str:
         return "".join([(await anext(stream)).text for _ in range(num_pieces)])
 
 
-def test_a_thousand_streams_and_a_third_of_them_cancelled(
+def test_each_of_a_thousand_streams_is_right_while_a_third_is_cancelled(
     llm: AsyncLLM, alone: Callable[[str, int], str]
 ) -> None:
     rng = random.Random(0)
@@ -158,7 +158,7 @@ def test_a_thousand_streams_and_a_third_of_them_cancelled(
     assert num_cancelled > 50
 
 
-def test_generate_and_chat(llm: AsyncLLM) -> None:
+def test_generate_and_chat_answer_exactly(llm: AsyncLLM) -> None:
     async def main() -> list[Any]:
         messages = [[{"role": "user", "content": question}] for question in QUESTIONS[:20]]
         no_thinking = {"enable_thinking": False}
@@ -217,7 +217,7 @@ def test_chat_has_the_arguments_of_llm_chat() -> None:
     assert all(ours[name].default == theirs[name].default for name in ours)
 
 
-def test_default_parameters_and_token_ids(llm: AsyncLLM) -> None:
+def test_generate_takes_token_ids_and_default_parameters(llm: AsyncLLM) -> None:
     prompt = llm.render([{"role": "user", "content": QUESTIONS[3]}], add_generation_prompt=True)
     output = run(llm.generate(prompt))
     assert output.prompt is None
@@ -249,7 +249,7 @@ def test_stream_joins_to_what_generate_returns(llm: AsyncLLM) -> None:
     run(main())
 
 
-def test_slow_reader_misses_nothing(llm: AsyncLLM) -> None:
+def test_slow_reader_gets_every_piece(llm: AsyncLLM) -> None:
     async def main() -> str:
         text = ""
         async for piece in llm.stream(QUESTIONS[0], GREEDY):
@@ -276,7 +276,7 @@ def test_cancelled_request_is_aborted(llm: AsyncLLM, delay: float | None, stream
     run(main())
 
 
-def test_iterator_that_is_dropped_is_aborted(llm: AsyncLLM) -> None:
+def test_request_of_a_dropped_iterator_is_aborted(llm: AsyncLLM) -> None:
     async def main() -> None:
         async for piece in llm.stream(QUESTIONS[0], ENDLESS):
             assert not piece.finished
@@ -298,7 +298,7 @@ def test_iterator_that_is_dropped_is_aborted(llm: AsyncLLM) -> None:
         ("x", {"temperature": 0}, "sampling_params must be SamplingParams"),
     ],
 )
-def test_bad_input_raises_in_its_caller_alone(
+def test_bad_input_raises_only_in_its_caller(
     llm: AsyncLLM, prompt: Any, params: Any, message: str
 ) -> None:
     async def main() -> list[Any]:
@@ -318,12 +318,12 @@ def test_bad_input_raises_in_its_caller_alone(
 
 
 @pytest.mark.parametrize("messages", [None, 5, [], "Hello!", [{"role": "user"}]])
-def test_bad_messages(llm: AsyncLLM, messages: Any) -> None:
+def test_bad_messages_are_refused(llm: AsyncLLM, messages: Any) -> None:
     with pytest.raises(InvalidRequestError):
         run(llm.chat(messages, GREEDY))
 
 
-def test_step_that_raises_fails_what_runs_and_no_more(
+def test_failed_step_fails_only_the_requests_that_run(
     llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     execute = llm.engine.executor.execute
@@ -386,7 +386,7 @@ def test_shutdown_ends_running_requests(own_llm: AsyncLLM) -> None:
     assert not own_llm._thread.is_alive()
 
 
-def test_shutdown_between_a_requests_check_and_its_start(
+def test_request_queued_during_shutdown_raises(
     own_llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inbox = own_llm._thread.inbox
@@ -406,7 +406,7 @@ def test_shutdown_between_a_requests_check_and_its_start(
         run(own_llm.generate("Hi", GREEDY), seconds=5)
 
 
-def test_event_loops_in_two_threads(llm: AsyncLLM) -> None:
+def test_event_loops_in_two_threads_share_an_engine(llm: AsyncLLM) -> None:
     found: dict[int, list[str]] = {}
 
     async def main(questions: list[str]) -> list[str]:
@@ -424,7 +424,7 @@ def test_event_loops_in_two_threads(llm: AsyncLLM) -> None:
         assert found[half] == [" " + ANSWER_TO[question] for question in QUESTIONS[half:60:2]]
 
 
-def test_event_loop_that_is_closed_with_a_request_running(llm: AsyncLLM) -> None:
+def test_closed_event_loop_leaves_the_engine_working(llm: AsyncLLM) -> None:
     """Nobody reads its request to the end; the engine and the other loops go on."""
     loop = asyncio.new_event_loop()
     stream = llm.stream(QUESTIONS[0], GREEDY)

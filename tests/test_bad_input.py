@@ -1,7 +1,5 @@
 """Bad input gets an exception of ours with the value and the rule; the engine goes on working."""
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from nanovllm.errors import (
     UnsupportedModelError,
 )
 from nanovllm.worker.executor import InProcessExecutor
+from tests.checkpoints import copy_checkpoint
 
 PARAMS = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 
@@ -61,21 +60,21 @@ def works_after(llm: LLM) -> Any:
         ([{"text": "x"}], r'one key, "prompt" or "prompt_token_ids"'),
     ],
 )
-def test_prompt(llm: LLM, prompts: Any, message: str) -> None:
+def test_bad_prompt_is_refused(llm: LLM, prompts: Any, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         llm.generate(prompts, PARAMS, use_tqdm=False)
 
 
 @pytest.mark.usefixtures("works_after")
 @pytest.mark.parametrize("params", [[PARAMS], [PARAMS] * 3, []])
-def test_lists_of_unequal_length(llm: LLM, params: list[SamplingParams]) -> None:
+def test_lists_of_unequal_length_are_refused(llm: LLM, params: list[SamplingParams]) -> None:
     with pytest.raises(InvalidRequestError, match=f"2 prompts but {len(params)} sampling_params"):
         llm.generate([[1], [2]], params, use_tqdm=False)
 
 
 @pytest.mark.usefixtures("works_after")
 @pytest.mark.parametrize("params", [{"temperature": 0}, 0.5, [PARAMS, 3], ["greedy", PARAMS]])
-def test_sampling_params_of_the_wrong_type(llm: LLM, params: Any) -> None:
+def test_sampling_params_of_the_wrong_type_are_refused(llm: LLM, params: Any) -> None:
     with pytest.raises(InvalidRequestError, match="sampling_params"):
         llm.generate([[1], [2]], params, use_tqdm=False)
 
@@ -88,7 +87,7 @@ def test_sampling_params_of_the_wrong_type(llm: LLM, params: Any) -> None:
         ({"temprature": 1}, r"no field 'temprature'; did you mean 'temperature'"),
     ],
 )
-def test_sampling_params(options: dict[str, Any], message: str) -> None:
+def test_bad_sampling_params_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         SamplingParams(**options)
 
@@ -113,33 +112,32 @@ def test_sampling_params(options: dict[str, Any], message: str) -> None:
         ({"tensor_parallel_size": 2.0}, ConfigError, r"got 2.0 \(float\)"),
     ],
 )
-def test_engine_options(
+def test_bad_engine_options_are_refused(
     random_model: str, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         LLM(random_model, **options)
 
 
-def copy_of(model: str, to: Path) -> Path:
-    shutil.copytree(model, to)
-    return to
+def copy_of(model: str, path: Path) -> Path:
+    return Path(copy_checkpoint(model, path))
 
 
-def test_truncated_weights(random_model: str, tmp_path: Path) -> None:
+def test_truncated_weights_are_refused(random_model: str, tmp_path: Path) -> None:
     path = copy_of(random_model, tmp_path / "m") / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
     with pytest.raises(CheckpointError, match="not a sound safetensors file"):
         LLM(str(path.parent))
 
 
-def test_corrupt_header(random_model: str, tmp_path: Path) -> None:
+def test_corrupt_header_is_refused(random_model: str, tmp_path: Path) -> None:
     path = copy_of(random_model, tmp_path / "m") / "model.safetensors"
     path.write_bytes(path.read_bytes()[:8] + b"\xff" * 100 + path.read_bytes()[108:])
     with pytest.raises(CheckpointError, match="not a sound safetensors file"):
         LLM(str(path.parent))
 
 
-def test_weights_that_do_not_match(random_model: str, tmp_path: Path) -> None:
+def test_every_mismatched_weight_is_named(random_model: str, tmp_path: Path) -> None:
     path = copy_of(random_model, tmp_path / "m") / "model.safetensors"
     tensors = load_file(path)
     tensors["extra"] = tensors.pop("model.norm.weight")
@@ -151,31 +149,29 @@ def test_weights_that_do_not_match(random_model: str, tmp_path: Path) -> None:
         assert part in str(caught.value)
 
 
-def test_directory_that_is_not_a_model(tmp_path: Path) -> None:
+def test_directory_without_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="has no config.json"):
         LLM(str(tmp_path))
 
 
-def test_directory_that_does_not_exist() -> None:
+def test_missing_directory_is_refused() -> None:
     with pytest.raises(CheckpointError, match="'/no/such/model' does not exist"):
         LLM("/no/such/model")
 
 
-def test_hub_id_while_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_id_while_offline_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(CheckpointError, match="cannot get 'nobody/nothing' from the hub"):
         LLM("nobody/nothing")
 
 
-def test_unknown_architecture(random_model: str, tmp_path: Path) -> None:
-    path = copy_of(random_model, tmp_path / "m") / "config.json"
-    config = json.loads(path.read_text())
-    path.write_text(json.dumps({**config, "architectures": ["GPT5ForCausalLM"]}))
+def test_unknown_architecture_is_refused(random_model: str, tmp_path: Path) -> None:
+    path = copy_checkpoint(random_model, tmp_path / "m", architectures=["GPT5ForCausalLM"])
     with pytest.raises(UnsupportedModelError, match="GPT5ForCausalLM.*Qwen3ForCausalLM"):
-        LLM(str(path.parent))
+        LLM(path)
 
 
-def test_no_safetensors(random_model: str, tmp_path: Path) -> None:
+def test_directory_without_safetensors_is_refused(random_model: str, tmp_path: Path) -> None:
     """Uninitialised weights answered, in a relative of this project."""
     path = copy_of(random_model, tmp_path / "m")
     (path / "model.safetensors").rename(path / "pytorch_model.bin")
@@ -183,7 +179,7 @@ def test_no_safetensors(random_model: str, tmp_path: Path) -> None:
         LLM(str(path))
 
 
-def test_broken_tokenizer(
+def test_broken_tokenizer_is_refused_before_weights_load(
     random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the weights are read: what an exception's traceback holds is not freed."""
@@ -194,13 +190,13 @@ def test_broken_tokenizer(
         LLM(str(path))
 
 
-def test_everything_ours_is_one_class() -> None:
+def test_all_errors_share_one_base_class() -> None:
     for error in (CheckpointError, ConfigError, InvalidRequestError, OutOfMemoryError):
         assert issubclass(error, NanoVLLMError)
 
 
 @pytest.mark.usefixtures("works_after")
-def test_numpy_tokens_are_welcome(llm: LLM) -> None:
+def test_numpy_tokens_are_accepted(llm: LLM) -> None:
     tokens = numpy.arange(1, 4)
     outputs = llm.generate([list(tokens)], PARAMS, use_tqdm=False)
     assert outputs[0].prompt_token_ids == [1, 2, 3]

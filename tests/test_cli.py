@@ -45,7 +45,7 @@ def generate(run: Run, *arguments: str, stdin: str = "") -> str:
     return out
 
 
-def test_generate_one_prompt(run: Run) -> None:
+def test_generate_answers_one_prompt(run: Run) -> None:
     assert generate(run, QUESTIONS[0]) == f" {ANSWERS[0]}\n"
 
 
@@ -65,7 +65,7 @@ def test_generate_writes_one_prompt_as_it_comes(run: Run, monkeypatch: pytest.Mo
     assert all(whole.startswith(shown) for shown in flushed)
 
 
-def test_generate_many_prompts(run: Run) -> None:
+def test_generate_answers_many_prompts(run: Run) -> None:
     lines = generate(run, *QUESTIONS[:5]).splitlines()
     assert lines == [f" {answer}" for answer in ANSWERS[:5]]
 
@@ -89,12 +89,12 @@ def test_generate_reads_lines(run: Run) -> None:
     assert generate(run, stdin="") == ""
 
 
-def test_generate_chat(run: Run) -> None:
+def test_generate_renders_prompts_as_chats(run: Run) -> None:
     assert generate(run, "--chat", QUESTIONS[3]) == f"{ANSWERS[3]}\n"
     assert generate(run, "--chat", *QUESTIONS[:3]).splitlines() == ANSWERS[:3]
 
 
-def test_generate_json(run: Run) -> None:
+def test_generate_writes_json(run: Run) -> None:
     lines = generate(run, "--json", "--logprobs", "1", *QUESTIONS[:2]).splitlines()
     for line, (question, answer) in zip(lines, ENTRIES, strict=False):
         assert (line.isascii()) == (answer.isascii())
@@ -115,7 +115,7 @@ def test_generate_json_names_the_prompt_of_a_chat(run: Run) -> None:
     assert (record["prompt"], record["text"]) == (QUESTIONS[4], ANSWERS[4])
 
 
-def test_generate_several_continuations(run: Run) -> None:
+def test_generate_writes_several_continuations(run: Run) -> None:
     options = ["--n", "2", "--temperature", "1.5", "--seed", "4", "--max-tokens", "30"]
     records = [
         json.loads(line) for line in generate(run, "--json", QUESTIONS[7], *options).splitlines()
@@ -126,7 +126,7 @@ def test_generate_several_continuations(run: Run) -> None:
     assert lines[0] != lines[1]
 
 
-def test_generate_stops(run: Run) -> None:
+def test_generate_stops_at_stop_strings(run: Run) -> None:
     answer = f" {ANSWERS[0]}"
     for flags, end in (
         (["--stop", "tiny"], answer.index("tiny")),
@@ -137,7 +137,7 @@ def test_generate_stops(run: Run) -> None:
         assert generate(run, QUESTIONS[0], *flags) == answer[:end] + "\n"
 
 
-def test_generate_is_as_the_checkpoint_recommends_and_long(run: Run) -> None:
+def test_generate_uses_the_checkpoints_parameters_and_512_tokens(run: Run) -> None:
     """The glossary's generation_config.json is greedy; 512 tokens where it does not say."""
     first = generate(run, QUESTIONS[0], "--ignore-eos", "--json", "--max-model-len", "1024")
     assert len(json.loads(first)["token_ids"]) == 512
@@ -159,7 +159,7 @@ def test_generate_is_as_the_checkpoint_recommends_and_long(run: Run) -> None:
         (["--num-kvcache-blocks", "1"], "1 blocks"),
     ],
 )
-def test_value_that_is_refused(run: Run, arguments: list[str], message: str) -> None:
+def test_bad_value_is_one_line_and_status_2(run: Run, arguments: list[str], message: str) -> None:
     status, out, err = run("generate", demo_model.MODEL, QUESTIONS[0], *FAST, *arguments)
     assert (status, out) == (2, "")
     assert err.startswith("nanovllm: ")
@@ -167,7 +167,7 @@ def test_value_that_is_refused(run: Run, arguments: list[str], message: str) -> 
     assert err.count("\n") == 1
 
 
-def test_model_that_does_not_exist(run: Run) -> None:
+def test_missing_model_is_one_line_and_status_2(run: Run) -> None:
     status, out, err = run("generate", "/no/such/model", "Hi")
     assert (status, out) == (2, "")
     assert err == "nanovllm: model directory '/no/such/model' does not exist\n"
@@ -191,7 +191,7 @@ def test_model_that_does_not_exist(run: Run) -> None:
         (["chat", "m", "Hi"], "unrecognized arguments: Hi"),
     ],
 )
-def test_arguments_that_argparse_refuses(
+def test_bad_arguments_are_refused_by_argparse(
     capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -289,13 +289,13 @@ def test_every_field_has_a_flag(run: Run, recorder: Any, owner: type[Any], name:
         assert options == {"model": "some model"}
 
 
-def test_seed_is_the_engines_and_the_requests(run: Run, recorder: Any) -> None:
+def test_seed_sets_the_engines_and_the_requests(run: Run, recorder: Any) -> None:
     assert run("generate", "some model", "Hi", "--seed", "5")[0] == 0
     assert recorder.made == [{"model": "some model", "seed": 5}]
     assert recorder.asked[0].seed == 5
 
 
-def test_new_field_is_a_new_flag(run: Run, recorder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_field_gets_a_flag(run: Run, recorder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclasses.dataclass(frozen=True)
     class NewConfig(Config):
         num_spoons: int = 1
@@ -354,7 +354,7 @@ def test_chat_takes_the_glossary_by_default(run: Run) -> None:
     assert chat(run, lines=[QUESTIONS[2]]) == ([ANSWERS[2]], "")
 
 
-def test_chat_commands(run: Run, rendered: list[Any]) -> None:
+def test_chat_commands_reset_and_exit(run: Run, rendered: list[Any]) -> None:
     lines = [QUESTIONS[0], "/reset", QUESTIONS[1], " /exit ", QUESTIONS[2]]
     assert chat(run, lines=lines) == (ANSWERS[:2], "")
     assert rendered == [turn(0)[:1], turn(1)[:1]]
@@ -385,7 +385,7 @@ def test_chat_passes_options_to_the_template(run: Run, monkeypatch: pytest.Monke
     assert prompts[0].endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
-def test_chat_goes_on_after_a_prompt_that_is_too_long(run: Run, rendered: list[Any]) -> None:
+def test_chat_continues_after_a_prompt_that_is_too_long(run: Run, rendered: list[Any]) -> None:
     lines = [QUESTIONS[0], "very " * 600 + "long", QUESTIONS[1]]
     answers, err = chat(run, lines=lines)
     assert answers == ANSWERS[:2]
@@ -400,7 +400,7 @@ def test_chat_refuses_several_continuations(run: Run) -> None:
     assert "n must be 1, got 2" in err
 
 
-def test_chat_goes_on_after_an_interrupted_answer(
+def test_chat_continues_after_an_interrupted_answer(
     run: Run, rendered: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was shown stays on the screen; neither question nor answer is in the conversation."""
@@ -428,7 +428,7 @@ def test_chat_goes_on_after_an_interrupted_answer(
     assert engines[0].is_finished()
 
 
-def test_interrupt_between_answers_ends(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_between_answers_ends_the_chat(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(prompt: str) -> str:
         raise KeyboardInterrupt
 
@@ -448,7 +448,7 @@ def test_chat_at_a_terminal_explains_itself(
     assert capsys.readouterr().out == f"{cli.HELP}\n> {ANSWERS[0]}\n> "
 
 
-def test_nobody_reads_on() -> None:
+def test_closed_output_pipe_ends_without_a_traceback() -> None:
     """Symptom: `| head` ends in a traceback."""
     command = [sys.executable, "-m", "nanovllm.cli", "generate", demo_model.MODEL, *FAST]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -467,7 +467,7 @@ def test_nobody_reads_on() -> None:
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
-def test_standard_input_that_is_no_text(
+def test_binary_standard_input_is_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     lines = io.TextIOWrapper(io.BytesIO(b"a\xff\n"), encoding="utf-8")
@@ -476,7 +476,7 @@ def test_standard_input_that_is_no_text(
     assert "standard input is not utf-8 text" in capsys.readouterr().err
 
 
-def test_as_a_process() -> None:
+def test_command_runs_as_a_process() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "nanovllm.cli", "generate", demo_model.MODEL, "--chat", *FAST],
         input="\n".join(QUESTIONS[:2]),

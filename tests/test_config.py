@@ -87,12 +87,12 @@ def test_unknown_keyword_is_refused_and_the_nearest_named(typo, nearest):
         Config("model", **{typo: 1})
 
 
-def test_unknown_keyword_like_no_field_gets_the_list():
+def test_unknown_keyword_without_a_near_field_gets_the_list():
     with pytest.raises(ConfigError, match=r"'zzz'; known: .*max_model_len.*seed"):
         Config("model", zzz=1)
 
 
-def test_errors_are_value_errors_and_of_our_hierarchy():
+def test_errors_are_value_errors_and_nanovllm_errors():
     with pytest.raises(ValueError, match="max_num_seqs") as raised:
         Config("model", max_num_seqs=0)
     assert isinstance(raised.value, NanoVLLMError)
@@ -117,7 +117,7 @@ def test_counts_must_be_positive_integers(name, value):
 
 
 @pytest.mark.parametrize("name", ["max_num_seqs", "max_model_len"])
-def test_counts_without_a_default_of_none_refuse_none(name):
+def test_required_counts_refuse_none(name):
     with pytest.raises(ConfigError, match=name):
         Config("model", **{name: None})
 
@@ -130,20 +130,20 @@ def test_numpy_integers_are_accepted_and_become_int(name, kind):
     assert type(value) is int
 
 
-def test_an_array_is_refused_by_the_name_of_its_field():
+def test_array_is_refused_and_its_field_named():
     with pytest.raises(ConfigError, match="max_num_seqs"):
         Config("model", max_num_seqs=np.array([1, 2]))
 
 
 @pytest.mark.parametrize("value", [-1, 2**63, 0.5, True, None, "1"])
-def test_seed_out_of_range_or_no_integer(value):
+def test_seed_must_be_an_integer_in_range(value):
     with pytest.raises(
         ConfigError, match=r"^seed must be an integer from 0 to 9223372036854775807"
     ):
         Config("model", seed=value)
 
 
-def test_the_largest_seed():
+def test_largest_seed_is_accepted():
     assert Config("model", seed=2**63 - 1).seed == 2**63 - 1
 
 
@@ -170,34 +170,34 @@ def test_switches_must_be_true_or_false(name, value):
 
 
 @pytest.mark.parametrize("value", ["auto", "float32", "bfloat16", "float16"])
-def test_dtypes_known(value):
+def test_known_dtypes_are_accepted(value):
     assert Config("model", dtype=value).dtype == value
 
 
 @pytest.mark.parametrize("value", ["float8", "bf16", "", None, 16, np.float32, ["float32"]])
-def test_dtypes_unknown(value):
+def test_unknown_dtypes_are_refused(value):
     with pytest.raises(ConfigError, match="dtype must be one of auto, float32, bfloat16, float16"):
         Config("model", dtype=value)
 
 
-def test_unknown_dtype_names_the_nearest():
+def test_nearest_dtype_is_named():
     with pytest.raises(ConfigError, match=r"did you mean 'float16'\?"):
         Config("model", dtype="flaot16")
 
 
 @pytest.mark.parametrize("value", ["safetensors", "", None, True])
-def test_unknown_load_format(value):
+def test_unknown_load_format_is_refused(value):
     with pytest.raises(ConfigError, match="load_format must be one of auto, dummy"):
         Config("model", load_format=value)
 
 
 @pytest.mark.parametrize("value", ["auto", "cpu", "cuda", "cuda:0", "cuda:12"])
-def test_devices_known(value):
+def test_known_devices_are_accepted(value):
     assert Config("model", device=value).device == value
 
 
 @pytest.mark.parametrize("value", ["gpu", "cuda:", "cuda:x", "cuda:-1", "cpu:0", "CUDA", 0, None])
-def test_devices_unknown(value):
+def test_unknown_devices_are_refused(value):
     with pytest.raises(ConfigError, match="device must be"):
         Config("model", device=value)
 
@@ -208,29 +208,29 @@ def test_revision_must_be_a_string(value):
         Config("model", revision=value)
 
 
-def test_two_sizes_for_one_pool():
+def test_two_sizes_for_one_pool_are_refused():
     with pytest.raises(ConfigError, match="both size the KV pool; give one"):
         Config("model", num_kvcache_blocks=8, kv_cache_memory_bytes=2**20)
 
 
-def test_several_ranks_on_one_named_gpu():
+def test_several_ranks_on_one_named_gpu_are_refused():
     with pytest.raises(ConfigError, match=r"'cuda:1' names one GPU but tensor_parallel_size is 2"):
         Config("model", device="cuda:1", tensor_parallel_size=2)
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu", "cuda"])
-def test_several_ranks_on_devices_that_are_not_numbered(device):
+def test_several_ranks_on_unnumbered_devices_are_accepted(device):
     assert Config("model", device=device, tensor_parallel_size=2).tensor_parallel_size == 2
 
 
-def test_frozen():
+def test_config_is_frozen():
     config = Config("model")
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.max_num_seqs = 1
     assert config.max_num_seqs == 512
 
 
-def test_survives_pickle_and_copy():
+def test_config_survives_pickle_and_copy():
     config = Config("model", max_num_seqs=3, dtype="float16", seed=9)
     assert pickle.loads(pickle.dumps(config)) == config
     assert copy.deepcopy(config) == config

@@ -1,17 +1,16 @@
-"""The model that ships with the package: whatever the engine does, its answers stay exact."""
+"""The model that ships with the package answers its questions exactly, with any options."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nanovllm import SamplingParams, demo_model
-
-GREEDY = SamplingParams(temperature=0, max_tokens=160)
+from nanovllm import demo_model
+from tests.glossary import GREEDY
 
 
 def ask(llm: Any, **template: Any) -> list[tuple[str, str]]:
-    """Each question with the model's answer to it as a chat."""
+    """Return each question and the model's answer in a chat."""
     tokenizer = llm.get_tokenizer()
     questions = [question for question, _ in demo_model.entries()]
     prompts = [
@@ -48,13 +47,16 @@ def test_answers_a_plain_prompt(make_llm: Any) -> None:
     [
         {"max_num_batched_tokens": 16, "max_num_seqs": 3},
         {"num_kvcache_blocks": 32, "max_model_len": 256, "kvcache_block_size": 8},
-        {"tensor_parallel_size": 2},
     ],
 )
-def test_answers_stay_exact(make_llm: Any, options: dict[str, Any]) -> None:
+def test_answers_stay_exact_with_any_options(make_llm: Any, options: dict[str, Any]) -> None:
     assert ask(make_llm(demo_model.MODEL, **options)) == demo_model.entries()
 
 
-def test_ships_small() -> None:
+def test_answers_stay_exact_on_two_ranks(tensor_parallel_llm: Any) -> None:
+    assert ask(tensor_parallel_llm(demo_model.MODEL, 2)) == demo_model.entries()
+
+
+def test_model_ships_within_4_mib() -> None:
     assert len(demo_model.entries()) >= 60
     assert sum(f.stat().st_size for f in Path(demo_model.MODEL).rglob("*")) <= 4 * 2**20

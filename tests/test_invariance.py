@@ -1,47 +1,91 @@
-"""The tokens of a request depend on the request alone: not on what runs beside it, nor on how.
+"""The promise: the tokens of a request depend on nothing but the request.
 
-float32, so that the sums of different batch shapes cannot tip a greedy choice.
+Each test generates one workload in another way, and compares with `expected`: one request at a
+time, whole prompts, no cache. float32, so that rounding in batches of other shapes cannot change a
+choice.
 """
 
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from nanovllm import LLM, SamplingParams, demo_model
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.scheduler.scheduler import Scheduler
+from tests.glossary import QUESTIONS
+from tests.helpers import (
+    Request,
+    assert_idle,
+    generate_all,
+    generate_in_random_order,
+    random_prompt,
+    token_ids,
+)
 
-Workload = tuple[str, list[Any], list[SamplingParams]]
+COLD: dict[str, dict[str, Any]] = {
+    "batches of 1": {"max_num_seqs": 1},
+    "batches of 2": {"max_num_seqs": 2},
+    "batches of 5": {"max_num_seqs": 5},
+    "batches of 64": {"max_num_seqs": 64},
+    "blocks of 1": {"kvcache_block_size": 1},
+    "blocks of 3": {"kvcache_block_size": 3},
+    "blocks of 16": {"kvcache_block_size": 16},
+    "blocks of 256": {"kvcache_block_size": 256},
+    "blocks of 1, no prefix cache": {"kvcache_block_size": 1, "enable_prefix_caching": False},
+    "blocks of 3, no prefix cache": {"kvcache_block_size": 3, "enable_prefix_caching": False},
+    "blocks of 16, no prefix cache": {"kvcache_block_size": 16, "enable_prefix_caching": False},
+    "blocks of 256, no prefix cache": {"kvcache_block_size": 256, "enable_prefix_caching": False},
+}
+"""Options under which the workload is generated once."""
+
+WARM: dict[str, dict[str, Any]] = {
+    "whole prompts": {},
+    "chunks of 1": {"max_num_batched_tokens": 1},
+    "chunks of 2": {"max_num_batched_tokens": 2},
+    "chunks of 7": {"max_num_batched_tokens": 7},
+    "chunks of 33": {"max_num_batched_tokens": 33},
+}
+"""Options under which it is generated twice: the second time, prompts hit the prefix cache."""
+
+PREEMPTING: dict[str, Any] = {"kvcache_block_size": 4, "num_kvcache_blocks": 64}
+"""A pool for one sequence of 256 tokens, or for a few of the usual length."""
+
 Tokens = list[list[int]]
+
+
+class Workload(NamedTuple):
+    model: str
+    options: dict[str, Any]
+    requests: list[Request]
 
 
 @pytest.fixture(scope="module")
 def random_workload(random_model: str) -> Workload:
-    """64 prompts of 1 to 30 tokens, many begin alike; greedy and seeded sampling in turn."""
+    """64 prompts of 1 to 30 tokens, many with a shared prefix; greedy and seeded in turn."""
     rng = random.Random(0)
-    shared = [rng.randrange(1003) for _ in range(24)]
-    prompts = []
+    shared = random_prompt(rng, 24)
+    prompts: list[list[int]] = []
     for index in range(64):
         start = shared[: rng.choice([0, 0, 4, 16, 24])]
-        prompts.append(
-            start + [rng.randrange(1003) for _ in range(rng.randint(1, 30 - len(start)))]
-        )
+        prompts.append(start + random_prompt(rng, rng.randint(1, 30 - len(start))))
         if index % 9 == 8:
             prompts[-1] = list(prompts[-2])
     params = [
-        SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=rng.randint(1, 14))
-        for i in range(64)
+        SamplingParams(temperature=0.8 * (index % 2), seed=index, max_tokens=rng.randint(1, 14))
+        for index in range(64)
     ]
-    return random_model, prompts, params
+    options = {"dtype": "float32", "max_model_len": 64}
+    return Workload(random_model, options, list(zip(prompts, params, strict=True)))
 
 
 @pytest.fixture(scope="module")
 def glossary_workload() -> Workload:
-    prompts = [question for question, _ in demo_model.entries()][:32]
-    return demo_model.MODEL, prompts, [SamplingParams(temperature=0, max_tokens=96)] * len(prompts)
+    """24 questions to the demo model, a trained one."""
+    params = SamplingParams(temperature=0, max_tokens=96)
+    options = {"dtype": "float32", "max_model_len": 256}
+    return Workload(demo_model.MODEL, options, [(question, params) for question in QUESTIONS[:24]])
 
 
 @pytest.fixture(scope="module", params=["random", "glossary"])
@@ -50,86 +94,55 @@ def workload(request: pytest.FixtureRequest) -> Workload:
     return found
 
 
-def options_for(model: str) -> dict[str, Any]:
-    return {"dtype": "float32", "max_model_len": 64 if model != demo_model.MODEL else 256}
-
-
 @pytest.fixture(scope="module")
 def expected(workload: Workload) -> Tokens:
-    """One request at a time, whole prompts, no cache."""
-    model, prompts, params = workload
-    llm = LLM(model, max_num_seqs=1, enable_prefix_caching=False, **options_for(model))
-    return [
-        llm.generate([prompt], param, use_tqdm=False)[0].token_ids
-        for prompt, param in zip(prompts, params, strict=True)
-    ]
+    """The tokens of each request: one at a time, whole prompts, no cache."""
+    llm = LLM(workload.model, max_num_seqs=1, enable_prefix_caching=False, **workload.options)
+    outputs = [generate_all(llm, [request])[0] for request in workload.requests]
+    llm.shutdown()
+    return token_ids(outputs)
 
 
 @pytest.fixture
-def generate(workload: Workload) -> Callable[..., Tokens]:
-    """Generate the workload with the given options, twice if `warm`; nothing is left behind."""
+def generate(workload: Workload, make_llm: Any) -> Callable[..., Tokens]:
+    """Generate the workload under the given options, twice if `warm`."""
 
     def run(warm: bool = False, **options: Any) -> Tokens:
-        model, prompts, params = workload
-        llm = LLM(model, **{**options_for(model), **options})
-        try:
-            for _ in range(1 + warm):
-                outputs = llm.generate(prompts, params, use_tqdm=False)
-            scheduler = llm.engine.scheduler
-            scheduler.check()
-            assert scheduler.block_manager.num_free_blocks == llm.engine.cache_info.num_blocks
-            if warm:
-                assert sum(output.num_cached_tokens for output in outputs) > 100
-            return [output.token_ids for output in outputs]
-        finally:
-            llm.shutdown()
+        llm = make_llm(workload.model, **{**workload.options, **options})
+        outputs = generate_all(llm, workload.requests)
+        if warm:
+            outputs = generate_all(llm, workload.requests)
+            assert sum(output.num_cached_tokens for output in outputs) > 100
+        assert_idle(llm)
+        return token_ids(outputs)
 
     return run
 
 
-@pytest.mark.parametrize("max_num_seqs", [1, 2, 5, 64])
-def test_batch_size(generate: Any, expected: Tokens, max_num_seqs: int) -> None:
-    assert generate(max_num_seqs=max_num_seqs) == expected
-
-
-@pytest.mark.parametrize("max_num_batched_tokens", [1, 2, 7, 33])
-def test_chunk_size(generate: Any, expected: Tokens, max_num_batched_tokens: int) -> None:
-    options = {"max_num_batched_tokens": max_num_batched_tokens, "kvcache_block_size": 4}
-    assert generate(warm=True, **options) == expected
-
-
-@pytest.mark.parametrize("kvcache_block_size", [1, 3, 16, 256])
-@pytest.mark.parametrize("enable_prefix_caching", [True, False])
-def test_block_size_and_prefix_cache(
-    generate: Any, expected: Tokens, kvcache_block_size: int, enable_prefix_caching: bool
+@pytest.mark.parametrize("options", COLD.values(), ids=COLD)
+def test_tokens_do_not_depend_on_the_options(
+    generate: Any, expected: Tokens, options: dict[str, Any]
 ) -> None:
-    options = {
-        "kvcache_block_size": kvcache_block_size,
-        "enable_prefix_caching": enable_prefix_caching,
-    }
     assert generate(**options) == expected
 
 
-def test_warm_prefix_cache(generate: Any, expected: Tokens) -> None:
-    assert generate(warm=True, kvcache_block_size=4) == expected
+@pytest.mark.parametrize("options", WARM.values(), ids=WARM)
+def test_tokens_do_not_depend_on_a_warm_prefix_cache(
+    generate: Any, expected: Tokens, options: dict[str, Any]
+) -> None:
+    assert generate(warm=True, kvcache_block_size=4, **options) == expected
 
 
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])
-def test_pool_so_small_that_it_preempts(
-    generate: Any, expected: Tokens, enable_prefix_caching: bool, monkeypatch: pytest.MonkeyPatch
+def test_tokens_do_not_depend_on_preemption(
+    generate: Any, expected: Tokens, preempted: list[Any], enable_prefix_caching: bool
 ) -> None:
-    preempted = []
-    preempt = Scheduler._preempt
-    monkeypatch.setattr(
-        Scheduler, "_preempt", lambda self, seq: (preempted.append(seq.seq_id), preempt(self, seq))
-    )
-    blocks = 64  # of 4 tokens: one sequence of the longest, or a few of the usual
-    options = {"kvcache_block_size": 4, "num_kvcache_blocks": blocks, "max_model_len": 4 * blocks}
+    options = {**PREEMPTING, "max_model_len": 256}
     assert generate(enable_prefix_caching=enable_prefix_caching, **options) == expected
     assert preempted
 
 
-def test_forced_hash_collision(
+def test_tokens_do_not_depend_on_hash_collisions(
     generate: Any, expected: Tokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nanovllm.scheduler.block_manager.xxh64_intdigest", lambda data: 42)
@@ -137,40 +150,22 @@ def test_forced_hash_collision(
 
 
 @pytest.mark.parametrize(("seed", "queue_depth"), [(0, 0), (1, 1), (2, 4)])
-def test_priorities_and_arrival_order(
+def test_tokens_do_not_depend_on_arrival_and_priority(
     workload: Workload, expected: Tokens, seed: int, queue_depth: int
 ) -> None:
-    """Requests arrive in any order while others run, with random priorities; some are aborted."""
-    model, prompts, params = workload
-    rng = random.Random(seed)
-    config = Config(
-        model=model,
-        max_num_seqs=8,
-        max_num_batched_tokens=24,
-        kvcache_block_size=4,
-        num_kvcache_blocks=64,
-        **{**options_for(model), "max_model_len": 256},
-    )
+    """Requests arrive in random order, with random priorities; some are aborted and come again."""
+    options = {**workload.options, **PREEMPTING, "max_model_len": 256}
+    config = Config(model=workload.model, max_num_seqs=8, max_num_batched_tokens=24, **options)
     engine = LLMEngine(config, queue_depth=queue_depth)
-    waiting = rng.sample(range(len(prompts)), len(prompts))
-    index_of: dict[int, int] = {}
-    found: dict[int, list[int]] = {}
-    while waiting or not engine.is_finished():
-        for _ in range(min(len(waiting), rng.choice([0, 0, 1, 8]))):
-            index = waiting.pop()
-            request = engine.add_request(prompts[index], params[index], priority=rng.randint(-1, 1))
-            index_of[request] = index
-        if rng.random() < 0.05:
-            aborted = rng.choice([*index_of, 0])
-            if aborted in index_of and engine.abort(aborted) is not None:
-                waiting.append(index_of.pop(aborted))
-        for output in engine.step():
-            found[index_of[output.request_id]] = output.token_ids
-        engine.scheduler.check()
-    assert [found[index] for index in range(len(prompts))] == expected
+    outputs = generate_in_random_order(engine, workload.requests, seed)
+    engine.shutdown()
+    assert token_ids(outputs) == expected
 
 
 @pytest.mark.parametrize("tensor_parallel_size", [2, 4])
-def test_tensor_parallel(generate: Any, expected: Tokens, tensor_parallel_size: int) -> None:
-    options = {"kvcache_block_size": 4, "num_kvcache_blocks": 100, "max_num_batched_tokens": 64}
-    assert generate(tensor_parallel_size=tensor_parallel_size, **options) == expected
+def test_tokens_do_not_depend_on_tensor_parallelism(
+    workload: Workload, expected: Tokens, tensor_parallel_llm: Any, tensor_parallel_size: int
+) -> None:
+    llm = tensor_parallel_llm(workload.model, tensor_parallel_size)
+    assert token_ids(generate_all(llm, workload.requests)) == expected
+    assert_idle(llm)

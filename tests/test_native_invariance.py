@@ -4,13 +4,12 @@ import functools
 import logging
 import random
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import ConfigError
@@ -23,33 +22,20 @@ pytestmark = pytest.mark.skipif(library() is None, reason="no compiler here")
 MAX_MODEL_LEN = 256
 
 
-def make_model(path: Path, *, attention_bias: bool) -> str:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=1003,
-        hidden_size=96,
-        intermediate_size=160,
-        num_hidden_layers=3,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=MAX_MODEL_LEN,
-        initializer_range=0.2,
-        tie_word_embeddings=True,
-        attention_bias=attention_bias,
-        dtype="bfloat16",
-    )
-    made = Qwen3ForCausalLM(config).bfloat16()
-    for name, parameter in made.named_parameters():
-        if name.endswith("bias"):
-            torch.nn.init.normal_(parameter, std=0.2)
-    made.save_pretrained(path)
-    return str(path)
+MODEL: dict[str, Any] = {
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_attention_heads": 6,
+    "head_dim": 32,
+    "max_position_embeddings": MAX_MODEL_LEN,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+}
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_model(tmp_path_factory.mktemp("native_model"), attention_bias=False)
+def model(shared_checkpoint: Callable[..., str]) -> str:
+    return shared_checkpoint(**MODEL)
 
 
 @functools.cache
@@ -126,7 +112,7 @@ def test_tokens_do_not_depend_on_the_batch(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_torchs_default_dtype_is_the_users(model: str, dtype: torch.dtype) -> None:
+def test_tokens_do_not_depend_on_torchs_default_dtype(model: str, dtype: torch.dtype) -> None:
     """Symptom: scratch memory of the user's default dtype, too small for what C writes."""
     prompts = [[1, 2, 3], [4, 5], [6]]
     params = [
@@ -142,7 +128,7 @@ def test_torchs_default_dtype_is_the_users(model: str, dtype: torch.dtype) -> No
         torch.set_default_dtype(torch.float32)
 
 
-def test_plain_torch_throughout(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_native_kernels_false_calls_no_kernel(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Symptom: kernels that were switched off choose the tokens."""
 
     def refuse(name: str, *args: Any) -> None:
@@ -161,7 +147,7 @@ def test_plain_torch_throughout(model: str, monkeypatch: pytest.MonkeyPatch) -> 
         llm.shutdown()
 
 
-def test_an_engine_is_built_while_another_runs(model: str, workload: Any) -> None:
+def test_tokens_stay_right_while_another_engine_is_built(model: str, workload: Any) -> None:
     """Symptom: the running engine's calls are taken for the new one's recording."""
     running = LLM(model, max_model_len=MAX_MODEL_LEN, device="cpu")
     prompts, params = workload[0][:8], workload[1][:8]
@@ -186,7 +172,9 @@ def test_an_engine_is_built_while_another_runs(model: str, workload: Any) -> Non
     assert all(tokens == expected for tokens in found)
 
 
-def test_preemption(model: str, workload: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_do_not_depend_on_preemption(
+    model: str, workload: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     preempted = []
     preempt = Scheduler._preempt
     monkeypatch.setattr(
@@ -205,7 +193,7 @@ def test_preemption(model: str, workload: Any, monkeypatch: pytest.MonkeyPatch) 
         pytest.param({"kv_cache_dtype": "int8"}, id="kv int8"),
     ],
 )
-def test_close_to_plain_torch(
+def test_logprobs_are_close_to_plain_torchs(
     model: str, workload: Any, quantization: str | None, options: dict[str, Any]
 ) -> None:
     """Log-probabilities with the kernels on and off differ by rounding only."""
@@ -232,11 +220,11 @@ def test_close_to_plain_torch(
     assert (found[0] - found[1]).abs().mean() < 0.05 * found[1].std()
 
 
-def test_what_torch_computes_is_not_recorded(
-    tmp_path: Path, workload: Any, caplog: pytest.LogCaptureFixture
+def test_steps_with_torch_operations_run_call_by_call(
+    shared_checkpoint: Callable[..., str], workload: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Biases are added by torch, so such a model runs call by call."""
-    biased = make_model(tmp_path, attention_bias=True)
+    biased = shared_checkpoint(**MODEL, attention_bias=True)
     prompts, params = workload
     with caplog.at_level(logging.INFO, "nanovllm"):
         found = generate(biased, (prompts[:8], params[:8]))
@@ -244,7 +232,7 @@ def test_what_torch_computes_is_not_recorded(
     assert found == generate(biased, (prompts[:8], params[:8]), max_num_seqs=1)
 
 
-def test_keys_and_values_in_8_bits_take_half_the_blocks_bytes(model: str) -> None:
+def test_int8_kv_cache_halves_the_bytes_of_a_block(model: str) -> None:
     blocks = []
     for kv_cache_dtype in ("auto", "int8"):
         llm = LLM(
@@ -260,7 +248,7 @@ def test_keys_and_values_in_8_bits_take_half_the_blocks_bytes(model: str) -> Non
     assert blocks == [10**6 // (64 * 64 * 12), 10**6 // (64 * 34 * 12)]
 
 
-def test_keys_and_values_in_8_bits_need_the_kernels(model: str) -> None:
+def test_int8_kv_cache_needs_the_kernels(model: str) -> None:
     with pytest.raises(ConfigError, match=r'kv_cache_dtype "int8" needs .* C kernels; use "auto"'):
         LLM(model, kv_cache_dtype="int8", native_kernels=False, device="cpu")
     with pytest.raises(ConfigError, match=r'kv_cache_dtype "int8" .*cpu: needs bfloat16'):

@@ -22,12 +22,12 @@ def output():
     )
 
 
-def test_as_nano_vllms_dictionary(output):
+def test_output_reads_as_nano_vllms_dictionary(output):
     assert output["text"] == " world"
     assert output["token_ids"] == [7, 8]
 
 
-def test_as_vllms_object(output):
+def test_output_reads_as_vllms_object(output):
     assert output.outputs[0].text == " world"
     assert output.outputs[0].token_ids == [7, 8]
     assert output.outputs[0].index == 0
@@ -39,11 +39,11 @@ def test_as_vllms_object(output):
     assert output.num_cached_tokens == 16
 
 
-def test_first_continuation_by_attribute(output):
+def test_attributes_are_the_first_continuations(output):
     assert (output.text, output.token_ids, output.finish_reason) == (" world", [7, 8], "stop")
 
 
-def test_dict_and_unpacking(output):
+def test_output_converts_to_a_dictionary(output):
     expected = {
         "text": " world",
         "token_ids": [7, 8],
@@ -72,7 +72,7 @@ def test_unknown_key_is_named_with_the_known_ones(output, key):
     assert "a RequestOutput has text, token_ids, finish_reason" in message
 
 
-def test_frozen_and_picklable(output):
+def test_output_is_frozen_and_picklable(output):
     with pytest.raises(dataclasses.FrozenInstanceError):
         output.prompt = "other"
     assert pickle.loads(pickle.dumps(output)) == output

@@ -1,16 +1,12 @@
-"""What broke in nano-vllm and its relatives, each a test named for the symptom.
+"""What broke in nano-vllm and its relatives: each is a test, named for what holds here.
 
-Those with a home of their own are elsewhere: a directory without safetensors and lists of unequal
-length in test_bad_input.py, a slow worker in test_tensor_parallel.py, `del llm` and a failed
-generate in engine/test_llm_engine.py, prefix hits before the KV is written in
-engine/test_scheduler.py.
+Some are tested elsewhere: a directory without safetensors and lists of unequal length in
+test_bad_input.py, a slow worker in test_tensor_parallel.py, `del llm` and a failed generate in
+engine/test_llm_engine.py, prefix hits before the KV is written in scheduler/test_scheduler.py.
 """
 
 import dataclasses
-import json
-import os
 import pickle
-import shutil
 import socket
 import subprocess
 import sys
@@ -23,43 +19,27 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import InvalidRequestError, UnsupportedModelError
-from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.utils.hub import open_checkpoint
 from nanovllm.worker.executor import SpawnedExecutor
+from tests.checkpoints import copy_checkpoint
+from tests.helpers import environment, token_ids
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
 def tokens(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
-    return [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+    return token_ids(llm.generate(prompts, params, use_tqdm=False))
 
 
-def with_config(model: str, to: Path, **changes: Any) -> str:
-    """A copy of a checkpoint with another config.json."""
-    shutil.copytree(model, to)
-    config = json.loads((to / "config.json").read_text())
-    (to / "config.json").write_text(json.dumps(config | changes))
-    return str(to)
-
-
-def count_preemptions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    preempted: list[int] = []
-    preempt = Scheduler._preempt
-    monkeypatch.setattr(
-        Scheduler, "_preempt", lambda self, seq: (preempted.append(seq.seq_id), preempt(self, seq))
-    )
-    return preempted
-
-
-def test_greedy_is_refused(make_llm: Any, random_model: str) -> None:
+def test_greedy_is_accepted_and_repeats_itself(make_llm: Any, random_model: str) -> None:
     llm = make_llm(random_model)
     assert tokens(llm, [[1, 2]]) == tokens(llm, [[1, 2]])
 
 
-def test_one_sequence_outgrowing_the_pool_crashes_the_engine(
+def test_sequences_that_outgrow_the_pool_reach_max_model_len(
     make_llm: Any, random_model: str
 ) -> None:
-    """The pool holds exactly one sequence of max_model_len; several grow to that length in it."""
+    """The pool holds exactly one sequence of max_model_len; three grow to that length in it."""
     llm = make_llm(random_model, kvcache_block_size=4, num_kvcache_blocks=16, max_model_len=64)
     params = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
     outputs = llm.generate([[1], [2], [3]], params, use_tqdm=False)
@@ -67,7 +47,7 @@ def test_one_sequence_outgrowing_the_pool_crashes_the_engine(
     assert [output.finish_reason for output in outputs] == ["length"] * 3
 
 
-def test_max_model_len_is_not_enforced(make_llm: Any, random_model: str) -> None:
+def test_max_model_len_is_enforced(make_llm: Any, random_model: str) -> None:
     llm = make_llm(random_model, max_model_len=20)
     params = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
     (output,) = llm.generate([[1] * 19], params, use_tqdm=False)
@@ -79,19 +59,19 @@ def test_max_model_len_is_not_enforced(make_llm: Any, random_model: str) -> None
 
 
 @pytest.mark.parametrize("max_tokens", [0, -1])
-def test_max_tokens_of_zero_or_less_never_ends(max_tokens: int) -> None:
+def test_max_tokens_below_one_is_refused(max_tokens: int) -> None:
     with pytest.raises(InvalidRequestError, match="max_tokens"):
         SamplingParams(max_tokens=max_tokens)
 
 
-def test_empty_prompt_crashes(make_llm: Any, random_model: str) -> None:
+def test_empty_prompt_is_refused(make_llm: Any, random_model: str) -> None:
     llm = make_llm(random_model)
     with pytest.raises(InvalidRequestError, match="prompt 1: the prompt is empty"):
         llm.generate([[1], []], GREEDY, use_tqdm=False)
     assert llm.engine.is_finished()
 
 
-def test_max_num_seqs_does_not_count_half_prefilled_residents(random_model: str) -> None:
+def test_max_num_seqs_counts_half_prefilled_sequences(random_model: str) -> None:
     config = Config(model=random_model, max_num_seqs=2, max_num_batched_tokens=3)
     engine = LLMEngine(config)
     for i in range(5):
@@ -102,7 +82,59 @@ def test_max_num_seqs_does_not_count_half_prefilled_residents(random_model: str)
         assert len(holders) <= 2
 
 
-def test_port_2333_is_taken(make_llm: Any, random_model: str) -> None:
+def test_fully_cached_prompt_of_whole_blocks_gives_the_same_tokens(
+    make_llm: Any, random_model: str
+) -> None:
+    """One token of the prompt is computed again: its hidden state gives the first output token."""
+    llm = make_llm(random_model, kvcache_block_size=4)
+    prompt = list(range(1, 13))
+    assert tokens(llm, [prompt]) == tokens(llm, [prompt])
+
+
+def test_identical_prompts_in_one_step_give_the_same_tokens(
+    make_llm: Any, random_model: str
+) -> None:
+    llm = make_llm(random_model, kvcache_block_size=4)
+    prompt = list(range(1, 20))
+    (alone,) = tokens(make_llm(random_model, enable_prefix_caching=False), [prompt])
+    assert tokens(llm, [prompt, prompt, prompt]) == [alone] * 3
+    assert tokens(llm, [prompt, prompt]) == [alone] * 2
+    llm.engine.scheduler.check()
+
+
+def test_every_eos_id_stops(make_llm: Any, random_model: str) -> None:
+    """generation_config.json names 7 and 11."""
+    llm = make_llm(random_model)
+    params = SamplingParams(temperature=1.0, max_tokens=100, seed=0)
+    outputs = llm.generate([[i] for i in range(20, 320)], params, use_tqdm=False)
+    last = {output.token_ids[-1] for output in outputs if output.finish_reason == "stop"}
+    assert last == {7, 11}
+
+
+def test_rope_scaling_is_applied_or_refused(
+    make_llm: Any, random_model: str, tmp_path: Path
+) -> None:
+    yarn = {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "rope_theta": 10000.0,
+    }
+    prompt = list(range(100, 200))
+    plain = tokens(make_llm(random_model), [prompt])
+    model = copy_checkpoint(random_model, tmp_path / "yarn", rope_parameters=yarn)
+    assert tokens(make_llm(model), [prompt]) != plain
+    model = copy_checkpoint(
+        random_model, tmp_path / "other", rope_parameters={**yarn, "rope_type": "longrope"}
+    )
+    with pytest.raises(UnsupportedModelError, match="longrope"):
+        make_llm(model)
+
+
+# Several ranks.
+
+
+def test_starts_while_port_2333_is_taken(make_llm: Any, random_model: str) -> None:
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         taken.bind(("127.0.0.1", 2333))
@@ -110,10 +142,9 @@ def test_port_2333_is_taken(make_llm: Any, random_model: str) -> None:
         assert len(tokens(make_llm(random_model, tensor_parallel_size=2), [[1]])[0]) == 8
 
 
-def test_schedule_of_more_than_a_mebibyte_overflows_shared_memory(
-    random_model: str, tmp_path: Path
-) -> None:
-    model = with_config(random_model, tmp_path / "long", max_position_embeddings=500_000)
+def test_schedule_may_exceed_a_mebibyte(random_model: str, tmp_path: Path) -> None:
+    """nano-vllm sends schedules through a mebibyte of shared memory."""
+    model = copy_checkpoint(random_model, tmp_path, max_position_embeddings=500_000)
     options: dict[str, Any] = {
         "max_num_seqs": 2,
         "max_num_batched_tokens": 64,
@@ -139,10 +170,12 @@ def test_schedule_of_more_than_a_mebibyte_overflows_shared_memory(
     while not engine.is_finished():
         outputs += engine.step()
     engine.shutdown()
-    assert [o.token_ids for o in outputs] == expected
+    assert token_ids(outputs) == expected
 
 
-def test_block_count_differs_by_rank(random_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_agree_on_the_smallest_block_count(
+    random_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = Config(model=random_model, tensor_parallel_size=2, num_kvcache_blocks=90)
     executor = SpawnedExecutor(config, open_checkpoint(random_model))
     receive = executor._receive
@@ -150,7 +183,7 @@ def test_block_count_differs_by_rank(random_model: str, monkeypatch: pytest.Monk
 
     def rank_1_has_less(rank: int) -> Any:
         info = receive(rank)
-        if rank in measured:  # what it allocated
+        if rank in measured:  # the second message of a rank: what it allocated
             assert info.num_blocks == 40
             return info
         measured[rank] = info
@@ -163,82 +196,47 @@ def test_block_count_differs_by_rank(random_model: str, monkeypatch: pytest.Monk
     assert measured[0].num_blocks == 90
 
 
-def test_block_size_is_set_in_the_parent_process_only(make_llm: Any, random_model: str) -> None:
-    """Blocks of another size than the default, on ranks that are processes of their own."""
+def test_spawned_ranks_use_the_configured_block_size(
+    make_llm: Any, tensor_parallel_llm: Any, random_model: str
+) -> None:
+    """nano-vllm sets the block size on a class, and a spawned process has the default again."""
     prompts = [[i + 1] * (10 + i) for i in range(4)]
-    expected = tokens(make_llm(random_model), prompts)
-    llm = make_llm(random_model, tensor_parallel_size=2, kvcache_block_size=5)
-    assert llm.engine.cache_info.block_size == 5
-    assert tokens(llm, prompts) == expected
+    alone = make_llm(random_model)
+    llm = tensor_parallel_llm(random_model, 2)
+    assert llm.engine.cache_info.block_size == 4 != alone.engine.cache_info.block_size
+    assert tokens(llm, prompts) == tokens(alone, prompts)
 
 
-def test_fully_cached_prompt_of_whole_blocks_has_nothing_to_compute(
-    make_llm: Any, random_model: str
+def test_preemption_under_tensor_parallelism_keeps_the_tokens(
+    make_llm: Any,
+    tensor_parallel_llm: Any,
+    random_model: str,
+    preempted: list[tuple[int, int]],
 ) -> None:
-    llm = make_llm(random_model, kvcache_block_size=4)
-    prompt = list(range(1, 13))
-    assert tokens(llm, [prompt]) == tokens(llm, [prompt])
-
-
-def test_two_identical_prompts_in_one_step(make_llm: Any, random_model: str) -> None:
-    llm = make_llm(random_model, kvcache_block_size=4)
-    prompt = list(range(1, 20))
-    (alone,) = tokens(make_llm(random_model, enable_prefix_caching=False), [prompt])
-    assert tokens(llm, [prompt, prompt, prompt]) == [alone] * 3
-    assert tokens(llm, [prompt, prompt]) == [alone] * 2
-    llm.engine.scheduler.check()
-
-
-def test_preempted_under_tensor_parallel_then_resumed(
-    make_llm: Any, random_model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompts = [[i + 1] * 9 for i in range(6)]
+    prompts = [[i + 1] * 9 for i in range(16)]
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     expected = tokens(make_llm(random_model), prompts, params)
-    preempted = count_preemptions(monkeypatch)
-    pool = {"kvcache_block_size": 4, "num_kvcache_blocks": 16, "max_model_len": 64}
-    llm = make_llm(random_model, tensor_parallel_size=2, enable_prefix_caching=False, **pool)
-    assert tokens(llm, prompts, params) == expected
+    assert not preempted
+    assert tokens(tensor_parallel_llm(random_model, 2), prompts, params) == expected
     assert preempted
 
 
-def test_only_the_first_of_several_eos_ids_stops(make_llm: Any, random_model: str) -> None:
-    """generation_config.json names 7 and 11."""
-    llm = make_llm(random_model)
-    params = SamplingParams(temperature=1.0, max_tokens=100, seed=0)
-    outputs = llm.generate([[i] for i in range(20, 320)], params, use_tqdm=False)
-    last = {output.token_ids[-1] for output in outputs if output.finish_reason == "stop"}
-    assert last == {7, 11}
-
-
-def test_rope_scaling_is_ignored(make_llm: Any, random_model: str, tmp_path: Path) -> None:
-    yarn = {
-        "rope_type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 64,
-        "rope_theta": 10000.0,
-    }
-    prompt = list(range(100, 200))
-    plain = tokens(make_llm(random_model), [prompt])
-    model = with_config(random_model, tmp_path / "yarn", rope_parameters=yarn)
-    assert tokens(make_llm(model), [prompt]) != plain
-    model = with_config(
-        random_model, tmp_path / "other", rope_parameters={**yarn, "rope_type": "longrope"}
-    )
-    with pytest.raises(UnsupportedModelError, match="longrope"):
-        make_llm(model)
-
-
-def test_kv_heads_fewer_than_ranks(make_llm: Any, random_model: str) -> None:
+def test_ranks_may_outnumber_kv_heads(
+    make_llm: Any, tensor_parallel_llm: Any, random_model: str
+) -> None:
+    """The random model has 2 KV heads."""
     prompts = [[1, 2, 3], [4] * 30]
-    llm = make_llm(random_model, tensor_parallel_size=4)  # 2 KV heads
-    assert tokens(llm, prompts) == tokens(make_llm(random_model), prompts)
+    assert tokens(tensor_parallel_llm(random_model, 4), prompts) == tokens(
+        make_llm(random_model), prompts
+    )
 
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("ending", ["llm.shutdown(); llm.shutdown()", "pass"])
-def test_exit_is_called_twice(random_model: str, tmp_path: Path, size: int, ending: str) -> None:
-    """By the user and when Python leaves, or by Python alone: no error, no noise, no process."""
+def test_process_exits_cleanly_with_or_without_shutdown(
+    random_model: str, tmp_path: Path, size: int, ending: str
+) -> None:
+    """Python's exit shuts the engine down once more: no error, no message, no process left."""
     path = tmp_path / "run.py"
     path.write_text(
         f"""
@@ -249,9 +247,8 @@ if __name__ == "__main__":
     {ending}
 """
     )
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
-    if size > 1:
-        env["CUDA_VISIBLE_DEVICES"] = ""  # which may be fewer than ranks
+    # Two ranks run on the CPU: there may be fewer GPUs than ranks.
+    env = environment(CUDA_VISIBLE_DEVICES="") if size > 1 else environment()
     done = subprocess.run([sys.executable, path], env=env, capture_output=True, timeout=60)
     assert done.returncode == 0
     assert b"Error" not in done.stderr

@@ -20,7 +20,7 @@ def test_defaults_equal_nano_vllms():
     assert params.seed is None
 
 
-def test_first_three_fields_in_nano_vllms_order():
+def test_first_three_fields_have_nano_vllms_order():
     assert SamplingParams(0.5, 7, True) == SamplingParams(
         temperature=0.5, max_tokens=7, ignore_eos=True
     )
@@ -33,13 +33,13 @@ def test_max_tokens_must_be_a_positive_integer(value):
 
 
 @pytest.mark.parametrize("value", [np.array([1, 2]), torch.tensor(2.5)])
-def test_max_tokens_that_looks_like_an_integer_and_is_none(value):
+def test_max_tokens_refuses_arrays_and_fractions(value):
     with pytest.raises(InvalidRequestError, match="max_tokens"):
         SamplingParams(max_tokens=value)
 
 
 @pytest.mark.parametrize("value", [np.int64(3), np.uint8(3), torch.tensor(3)])
-def test_other_libraries_integers_become_int(value):
+def test_integers_of_other_libraries_become_int(value):
     params = SamplingParams(max_tokens=value, seed=value)
     assert params.max_tokens == params.seed == 3
     assert type(params.max_tokens) is type(params.seed) is int
@@ -78,13 +78,13 @@ def test_temperature_becomes_float(value):
 
 
 @pytest.mark.parametrize("value", [-1, 2**63, 0.5, True, "1"])
-def test_seed_out_of_range_or_no_integer(value):
+def test_seed_must_be_an_integer_in_range(value):
     with pytest.raises(InvalidRequestError, match="^seed must be an integer from 0 to 92233"):
         SamplingParams(seed=value)
 
 
 @pytest.mark.parametrize("value", [0, 2**63 - 1])
-def test_seeds_at_the_ends_of_the_range(value):
+def test_smallest_and_largest_seed_are_accepted(value):
     assert SamplingParams(seed=value).seed == value
 
 
@@ -103,7 +103,7 @@ def test_unknown_keyword_is_refused_and_the_nearest_named(typo, nearest):
         SamplingParams(**{typo: 1})
 
 
-def test_errors_are_value_errors_and_of_our_hierarchy():
+def test_errors_are_value_errors_and_nanovllm_errors():
     with pytest.raises(ValueError, match="max_tokens") as raised:
         SamplingParams(max_tokens=0)
     assert isinstance(raised.value, NanoVLLMError)
@@ -136,7 +136,7 @@ EVERY_FIELD = {
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0.3, "seed": 4}, EVERY_FIELD], ids=len)
-def test_frozen_hashable_and_picklable(options):
+def test_params_are_frozen_hashable_and_picklable(options):
     params = SamplingParams(**options)
     with pytest.raises(dataclasses.FrozenInstanceError):
         params.temperature = 1.0
@@ -155,7 +155,7 @@ def test_every_field_is_kept():
     assert dataclasses.replace(params, top_k=7) == SamplingParams(**{**EVERY_FIELD, "top_k": 7})
 
 
-def test_what_was_given_may_change_afterwards():
+def test_params_copy_the_collections_given():
     stop, allowed, bias = ["a"], [1], {1: 2.0}
     params = SamplingParams(stop=stop, allowed_token_ids=allowed, logit_bias=bias)
     stop.append("b")
@@ -186,7 +186,7 @@ def test_what_was_given_may_change_afterwards():
         ("skip_special_tokens", "True or False", [0, 1, None, "no"]),
     ],
 )
-def test_a_refusal_names_the_field_its_range_and_the_value(name, rule, values):
+def test_refusal_names_the_field_its_range_and_the_value(name, rule, values):
     for value in values:
         with pytest.raises(InvalidRequestError) as raised:
             SamplingParams(**{name: value})
@@ -208,19 +208,19 @@ def test_a_refusal_names_the_field_its_range_and_the_value(name, rule, values):
         ("prompt_logprobs", [None, 0, 1000]),
     ],
 )
-def test_values_at_the_ends_of_each_range(name, values):
+def test_values_at_the_ends_of_each_range_are_accepted(name, values):
     for value in values:
         assert getattr(SamplingParams(**{name: value}), name) == value
 
 
-def test_zero_is_no_top_p_and_no_repetition_penalty():
+def test_top_p_and_repetition_penalty_refuse_zero():
     with pytest.raises(InvalidRequestError, match="^top_p must be above 0 and at most 1, got 0"):
         SamplingParams(top_p=0)
     with pytest.raises(InvalidRequestError, match="^repetition_penalty must be above 0, got 0"):
         SamplingParams(repetition_penalty=0.0)
 
 
-def test_both_ways_to_say_all_of_top_k():
+def test_top_k_of_0_and_minus_1_both_mean_all():
     assert SamplingParams(top_k=-1) == SamplingParams(top_k=0) == SamplingParams()
 
 
@@ -238,13 +238,13 @@ def test_both_ways_to_say_all_of_top_k():
         ("min_tokens", np.int64(2), 2),
     ],
 )
-def test_numbers_of_other_libraries_become_pythons(name, value, expected):
+def test_numbers_of_other_libraries_become_python_numbers(name, value, expected):
     found = getattr(SamplingParams(**{name: value}), name)
     assert found == expected
     assert type(found) is type(expected)
 
 
-def test_min_tokens_goes_up_to_max_tokens():
+def test_min_tokens_must_not_exceed_max_tokens():
     assert SamplingParams(min_tokens=5, max_tokens=5).min_tokens == 5
     with pytest.raises(
         InvalidRequestError, match="^min_tokens must be an integer from 0 to 5, got"
@@ -253,7 +253,7 @@ def test_min_tokens_goes_up_to_max_tokens():
 
 
 @pytest.mark.parametrize("name", ["stop", "bad_words"])
-def test_strings_are_given_alone_or_in_a_list(name):
+def test_strings_may_be_given_alone_or_in_a_list(name):
     for value, expected in (
         ("one", ("one",)),
         (["one"], ("one",)),
@@ -276,7 +276,7 @@ def test_strings_are_given_alone_or_in_a_list(name):
 
 
 @pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids"])
-def test_token_ids(name):
+def test_token_ids_must_be_a_list_of_ids(name):
     for value in ([0], (5, 6, 5), [2**31 - 1], [np.int64(7)]):
         found = getattr(SamplingParams(**{name: value}), name)
         assert found == tuple(value)
@@ -291,7 +291,7 @@ def test_token_ids(name):
         assert str(raised.value).startswith(rule)
 
 
-def test_no_token_ids():
+def test_empty_token_ids_mean_none_or_are_refused():
     assert SamplingParams(stop_token_ids=[]) == SamplingParams(stop_token_ids=None)
     assert SamplingParams(allowed_token_ids=None) == SamplingParams()
     with pytest.raises(InvalidRequestError, match="^allowed_token_ids is empty"):
@@ -308,37 +308,37 @@ def test_logit_bias_takes_token_ids_as_integers_or_digits(value):
     assert [(type(token), type(bias)) for token, bias in params.logit_bias] == [(int, float)] * 2
 
 
-def test_logit_bias_is_cut():
+def test_logit_bias_is_clamped_to_100():
     bias = SamplingParams(logit_bias={1: 1e9, 2: -1e9, 3: 100, 4: -100, 5: 99.5}).logit_bias
     assert bias == ((1, 100.0), (2, -100.0), (3, 100.0), (4, -100.0), (5, 99.5))
 
 
 @pytest.mark.parametrize("value", [None, {}, [], ()])
-def test_no_logit_bias(value):
+def test_empty_logit_bias_means_none(value):
     assert SamplingParams(logit_bias=value) == SamplingParams()
 
 
 @pytest.mark.parametrize("token", [-1, "-1", "1.0", "one", "", "²", 1.0, True, None, 2**31])
-def test_a_logit_bias_on_no_token_is_refused(token):
+def test_logit_bias_on_a_bad_token_is_refused(token):
     with pytest.raises(InvalidRequestError, match="^logit_bias token must be an integer from 0 to"):
         SamplingParams(logit_bias={token: 1.0})
 
 
 @pytest.mark.parametrize("bias", [float("nan"), float("inf"), -float("inf"), "1", None, True])
-def test_a_logit_bias_that_is_no_number_is_refused(bias):
+def test_logit_bias_must_be_a_finite_number(bias):
     with pytest.raises(InvalidRequestError, match=r"^logit_bias\[5\] must be a finite number"):
         SamplingParams(logit_bias={5: bias})
 
 
 @pytest.mark.parametrize("value", [5, 0.5, "ab c", [5], [(1, 2, 3)], {1, 2}])
-def test_a_logit_bias_that_is_no_dictionary_is_refused(value):
+def test_logit_bias_must_be_a_dictionary(value):
     with pytest.raises(
         InvalidRequestError, match="^logit_bias must be a dictionary of token id to"
     ):
         SamplingParams(logit_bias=value)
 
 
-def test_stop_strings_need_text():
+def test_stop_strings_need_detokenize():
     with pytest.raises(InvalidRequestError, match="stop strings need detokenize=True"):
         SamplingParams(stop="a", detokenize=False)
     assert SamplingParams(stop_token_ids=[1], detokenize=False).stop_token_ids == (1,)
@@ -347,5 +347,5 @@ def test_stop_strings_need_text():
 @pytest.mark.parametrize(
     ("temperature", "greedy"), [(0, True), (1e-6, True), (1e-5, False), (1, False)]
 )
-def test_which_temperatures_are_greedy(temperature, greedy):
+def test_temperatures_below_1e_5_are_greedy(temperature, greedy):
     assert SamplingParams(temperature=temperature).is_greedy == greedy

@@ -1,4 +1,4 @@
-"""Spawned ranks: they die together, leave nothing behind, and several engines live side by side."""
+"""Spawned ranks give the tokens of one process, die together, and leave nothing behind."""
 
 import functools
 import gc
@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +17,24 @@ import psutil
 import pytest
 import torch
 
-from nanovllm import SamplingParams, demo_model
-from nanovllm.config import Config
-from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm import LLM, SamplingParams, demo_model
 from nanovllm.errors import ConfigError, EngineDeadError, OutOfMemoryError
+from tests.helpers import environment, token_ids
 
-ROOT = Path(__file__).parent.parent
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
-
 _OTHERS: set[int] = set()
-"""Processes that other tests have spawned and keep."""
+"""Ranks that lived before the test: those of engines that tests share."""
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def others() -> None:
     _OTHERS.update(child.pid for child in workers())
 
 
 def workers(parent: int | None = None) -> list[psutil.Process]:
-    """Spawned ranks below `parent`; the resource tracker of multiprocessing is not one."""
+    """Return the ranks that the test spawned; not the resource tracker of multiprocessing."""
     found = []
     for child in psutil.Process(parent).children(recursive=True):
         try:
@@ -48,8 +46,10 @@ def workers(parent: int | None = None) -> list[psutil.Process]:
 
 
 def shared_memory(processes: list[Any]) -> set[int]:
-    """Inodes of the files in shared memory that `processes` use; tests beside this one have theirs.
-    Semaphores are mapped under another name than they have.
+    """Return the inodes of the files in /dev/shm that `processes` map.
+
+    Other processes have files there too. Names would not do: a semaphore is mapped under a name
+    that is not its file's.
     """
     found = set()
     for process in processes:
@@ -68,42 +68,42 @@ def wait_until(condition: Any, seconds: float) -> bool:
     return False
 
 
-def generate_for_ever(llm: Any) -> None:
+def generate_forever(llm: Any) -> None:
     while True:
         llm.generate([[1, 2, 3]] * 8, LONG, use_tqdm=False)
 
 
-def test_two_engines_at_once_in_one_process(make_llm: Any, random_model: str) -> None:
+def test_two_engines_share_one_process(
+    make_llm: Any, tensor_parallel_llm: Any, random_model: str
+) -> None:
     alone = make_llm(random_model).generate([[1, 2, 3], [4] * 20], SHORT, use_tqdm=False)
-    first = make_llm(random_model, tensor_parallel_size=2)
+    first = tensor_parallel_llm(random_model, 2)
     second = make_llm(random_model, tensor_parallel_size=2)
     for _ in range(2):
         for llm in (first, second):
             outputs = llm.generate([[1, 2, 3], [4] * 20], SHORT, use_tqdm=False)
-            assert [o.token_ids for o in outputs] == [o.token_ids for o in alone]
+            assert token_ids(outputs) == token_ids(alone)
 
 
-def test_steps_launched_ahead(make_llm: Any, random_model: str) -> None:
-    """Ranks take a schedule while the results of those before it are still on their way."""
+def test_tokens_do_not_depend_on_steps_in_flight(
+    make_llm: Any, tensor_parallel_llm: Any, random_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks receive a schedule before the results of the last three are back."""
     prompts = [[i + 1] * (3 + i) for i in range(6)]
     alone = make_llm(random_model).generate(prompts, SHORT, use_tqdm=False)
-    config = Config(model=random_model, tensor_parallel_size=2)
-    engine = LLMEngine(config, queue_depth=3)
-    index_of = {engine.add_request(prompt, SHORT): i for i, prompt in enumerate(prompts)}
-    found = {}
-    while not engine.is_finished():
-        found |= {index_of[o.request_id]: o.token_ids for o in engine.step()}
-    engine.shutdown()
-    assert [found[i] for i in range(6)] == [o.token_ids for o in alone]
+    llm = tensor_parallel_llm(random_model, 2)
+    monkeypatch.setattr(llm.engine, "_queue_depth", 3)
+    outputs = llm.generate(prompts, SHORT, use_tqdm=False)
+    assert token_ids(outputs) == token_ids(alone)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 @pytest.mark.parametrize("enforce_eager", [True, False])
-def test_cuda_ranks(make_llm: Any, enforce_eager: bool) -> None:
+def test_cuda_ranks_agree_with_one(make_llm: Any, enforce_eager: bool) -> None:
     prompts = [[i + 1] * (3 + i) for i in range(6)]
     options = {"dtype": "float32", "max_num_seqs": 8, "enforce_eager": enforce_eager}
     tokens = [
-        [o.token_ids for o in llm.generate(prompts, SHORT, use_tqdm=False)]
+        token_ids(llm.generate(prompts, SHORT, use_tqdm=False))
         for llm in (make_llm(demo_model.MODEL, tensor_parallel_size=n, **options) for n in (1, 2))
     ]
     assert tokens[0] == tokens[1]
@@ -119,7 +119,7 @@ def test_killed_worker_raises_and_leaves_nothing(
     threading.Timer(0.5, victim.kill).start()
     start = time.monotonic()
     with pytest.raises(EngineDeadError, match=f"rank{rank} exited with -9"):
-        generate_for_ever(llm)
+        generate_forever(llm)
     assert time.monotonic() - start < 10.5
     assert not workers()
     if used:
@@ -128,11 +128,11 @@ def test_killed_worker_raises_and_leaves_nothing(
         llm.generate([[1]], LONG, use_tqdm=False)
 
 
-def test_slow_worker_loses_nothing(make_llm: Any, random_model: str) -> None:
-    """A stopped rank catches up: schedules wait in its pipe, none is overwritten."""
+def test_slow_worker_catches_up(make_llm: Any, tensor_parallel_llm: Any, random_model: str) -> None:
+    """While a rank is stopped, schedules wait in its pipe; none is overwritten."""
     prompts = [[i + 1] * 60 for i in range(16)]
     expected = make_llm(random_model).generate(prompts, SHORT, use_tqdm=False)
-    llm = make_llm(random_model, tensor_parallel_size=2)
+    llm = tensor_parallel_llm(random_model, 2)
     slow = llm.engine.executor._processes[1].pid
 
     def stutter() -> None:
@@ -146,12 +146,10 @@ def test_slow_worker_loses_nothing(make_llm: Any, random_model: str) -> None:
     thread.start()
     outputs = llm.generate(prompts, SHORT, use_tqdm=False)
     thread.join()
-    assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
+    assert token_ids(outputs) == token_ids(expected)
 
 
 def test_del_llm_ends_the_workers(random_model: str) -> None:
-    from nanovllm import LLM
-
     llm = LLM(random_model, tensor_parallel_size=2)
     assert len(workers()) == 2
     del llm
@@ -159,18 +157,19 @@ def test_del_llm_ends_the_workers(random_model: str) -> None:
     assert wait_until(lambda: not workers(), 10)
 
 
-def test_shutdown_twice(make_llm: Any, random_model: str) -> None:
+def test_shutdown_may_be_called_twice(make_llm: Any, random_model: str) -> None:
     llm = make_llm(random_model, tensor_parallel_size=2)
     llm.shutdown()
     llm.shutdown()
     assert not workers()
 
 
-def test_error_of_a_rank_at_start_is_ours_and_leaves_nothing(random_model: str) -> None:
-    from nanovllm import LLM
-
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size 3 does not divide"):
-        LLM(random_model, tensor_parallel_size=3)
+def test_error_of_a_rank_at_start_is_raised_and_leaves_nothing(
+    shared_checkpoint: Callable[..., str], random_model: str
+) -> None:
+    three_heads = shared_checkpoint(num_attention_heads=3, num_key_value_heads=3)
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size 2 does not divide"):
+        LLM(three_heads, tensor_parallel_size=2)
     with pytest.raises(OutOfMemoryError, match="max_model_len"):
         LLM(random_model, tensor_parallel_size=2, num_kvcache_blocks=2)
     assert wait_until(lambda: not workers(), 10)
@@ -200,7 +199,7 @@ def script(random_model: str) -> str:
 def test_ctrl_c_and_death_of_the_parent_end_everything(
     random_model: str, tmp_path: Path, number: signal.Signals, to_group: bool
 ) -> None:
-    """SIGINT goes to the whole group, as from a terminal; the others to the parent alone."""
+    """SIGINT goes to the whole process group, as Ctrl-C in a terminal; the others to the parent."""
     path = tmp_path / "run.py"
     path.write_text(script(random_model))
     process = subprocess.Popen(
@@ -209,8 +208,8 @@ def test_ctrl_c_and_death_of_the_parent_end_everything(
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
-        # Tests that run in the background of a shell begin with it ignored.
+        env=environment(CUDA_VISIBLE_DEVICES=""),
+        # A shell starts background jobs with SIGINT ignored.
         preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None

@@ -172,7 +172,7 @@ def test_text_grows_to_what_decoding_at_once_gives(
 @every_tokenizer
 @settings(max_examples=80, deadline=None)
 @given(data=st.data(), skip_special_tokens=st.booleans())
-def test_all_at_once_is_one_by_one(
+def test_tokens_at_once_equal_tokens_one_by_one(
     kind: str, data: st.DataObject, skip_special_tokens: bool
 ) -> None:
     token_ids = data.draw(outputs(kind))
@@ -225,7 +225,7 @@ def first_stop(
     include_stop=st.booleans(),
     others=st.lists(st.sampled_from(["a", "zzzz", "日本", "👋", UNFINISHED, ". "]), max_size=2),
 )
-def test_stop_strings(
+def test_stop_strings_end_where_a_naive_search_does(
     kind: str,
     data: st.DataObject,
     skip_special_tokens: bool,
@@ -302,7 +302,7 @@ def read(detokenizer: Detokenizer, token_ids: Seq[int], num_unsearched: int = 0)
     ],
 )
 @pytest.mark.parametrize("backwards", [False, True])
-def test_stop_that_is_complete_first_wins(
+def test_stop_string_complete_first_wins(
     text: str, stop: list[str], stop_string: str | None, kept: str, backwards: bool
 ) -> None:
     """Whatever the order in which they are given; of those that end together, the longest."""
@@ -316,7 +316,7 @@ def test_stop_that_is_complete_first_wins(
         assert detokenizer.text == kept + (stop_string or "") * include_stop
 
 
-def test_no_more_is_held_back_than_a_stop_string_could_take() -> None:
+def test_only_a_possible_stop_string_is_held_back() -> None:
     tokenizer = byte_level()
     token_ids = [tokenizer.token_to_id(letter) for letter in "abcdefgh"]
     assert read(Detokenizer(tokenizer, stop=["xyz"]), token_ids[:4]) == ["", "", "a", "ab"]
@@ -324,7 +324,7 @@ def test_no_more_is_held_back_than_a_stop_string_could_take() -> None:
     assert read(detokenizer, token_ids[:4]) == ["a", "ab", "abc", "abcd"]
 
 
-def test_stop_that_begins_before_the_search_and_ends_in_it_counts() -> None:
+def test_stop_string_may_begin_before_the_search() -> None:
     tokenizer = byte_level()
     token_ids = [tokenizer.token_to_id(letter) for letter in "abcabc"]
     for num_unsearched, kept in ((0, "a"), (2, "a"), (3, "abca"), (6, "abcabc")):
@@ -346,7 +346,7 @@ def test_unfinished_character_waits_and_ends_as_replacement(kind: str) -> None:
     assert set(rest) == {UNFINISHED}
 
 
-def test_stream_goes_on_after_a_byte_that_spoils_the_characters_before_it() -> None:
+def test_stream_continues_after_an_invalid_byte() -> None:
     tokenizer = byte_fallback()
     tokens = ["<0x41>", "<0x82>", "▁the", "▁cat"]
     detokenizer = Detokenizer(tokenizer)

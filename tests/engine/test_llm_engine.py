@@ -24,7 +24,7 @@ def llm(random_model: str) -> LLM:
     return LLM(random_model)
 
 
-def test_one_prompt_or_many(llm: LLM) -> None:
+def test_generate_takes_one_prompt_or_many(llm: LLM) -> None:
     one = llm.generate([5, 6, 7], GREEDY, use_tqdm=False)
     many = llm.generate([[5, 6, 7], {"prompt_token_ids": [5, 6, 7]}], GREEDY, use_tqdm=False)
     assert len(one) == 1
@@ -32,7 +32,7 @@ def test_one_prompt_or_many(llm: LLM) -> None:
     assert llm.generate([], GREEDY, use_tqdm=False) == []
 
 
-def test_priority_for_all_or_for_each(make_llm: Any, random_model: str) -> None:
+def test_priority_is_given_for_all_or_for_each(make_llm: Any, random_model: str) -> None:
     llm = make_llm(random_model, max_num_seqs=1)
     for priority, first in ((1, 0), ([1, 0], 1), (range(1, -1, -1), 1)):
         outputs = llm.generate([[5], [8]], GREEDY, use_tqdm=False, priority=priority)
@@ -40,7 +40,7 @@ def test_priority_for_all_or_for_each(make_llm: Any, random_model: str) -> None:
         assert starts.index(min(starts)) == first
 
 
-def test_threads_are_an_engines_own(make_llm: Any, random_model: str) -> None:
+def test_each_engine_has_its_own_num_threads(make_llm: Any, random_model: str) -> None:
     """Symptom: num_threads of one engine is the default of the next, and a new thread's is not."""
     before = torch.get_num_threads()
     torch.set_num_threads(3)
@@ -71,7 +71,7 @@ def test_output_reads_like_nano_vllm_and_like_vllm(make_llm: Any) -> None:
     assert output.finished
 
 
-def test_finish_reasons(llm: LLM) -> None:
+def test_finish_reason_is_length_or_stop(llm: LLM) -> None:
     (free,) = llm.generate(
         [[9]], SamplingParams(temperature=0, max_tokens=200, ignore_eos=True), use_tqdm=False
     )
@@ -142,7 +142,7 @@ def test_failed_step_loses_no_token(
     assert calls > 6
 
 
-def test_generate_returns_nothing_of_others_and_loses_nothing(llm: LLM) -> None:
+def test_generate_leaves_other_requests_alone(llm: LLM) -> None:
     mine = llm.engine.add_request([1, 2, 3], GREEDY)
     others = llm.generate([[4], [5]], SamplingParams(max_tokens=40, seed=1), use_tqdm=False)
     assert mine not in [o.request_id for o in others]
@@ -152,7 +152,7 @@ def test_generate_returns_nothing_of_others_and_loses_nothing(llm: LLM) -> None:
     assert [o.request_id for o in outputs] == [mine]
 
 
-def test_abort_returns_what_there_is(llm: LLM) -> None:
+def test_abort_returns_the_tokens_so_far(llm: LLM) -> None:
     request = llm.engine.add_request([1, 2, 3], GREEDY)
     for _ in range(4 + llm.engine._queue_depth):
         llm.engine.step()
@@ -164,7 +164,7 @@ def test_abort_returns_what_there_is(llm: LLM) -> None:
     assert llm.engine.is_finished()
 
 
-def test_seed(llm: LLM) -> None:
+def test_seed_repeats_a_request_and_its_absence_does_not(llm: LLM) -> None:
     params = SamplingParams(seed=3, max_tokens=20, ignore_eos=True)
     first, second = (llm.generate([[1]], params, use_tqdm=False)[0].token_ids for _ in range(2))
     assert first == second
@@ -188,7 +188,7 @@ def test_stats_count_every_token(make_llm: Any, random_model: str) -> None:
 
 
 @pytest.mark.parametrize("queue_depth", [0, 1, 4])
-def test_stats_leave_out_what_came_after_a_stop(random_model: str, queue_depth: int) -> None:
+def test_stats_exclude_tokens_after_a_stop(random_model: str, queue_depth: int) -> None:
     """Symptom: steps launched before a stop was known count as output, and the rate is too high."""
     engine = LLMEngine(Config(model=random_model), queue_depth=queue_depth)
     params = SamplingParams(temperature=1.0, max_tokens=60, stop_token_ids=list(range(200)))
@@ -202,7 +202,9 @@ def test_stats_leave_out_what_came_after_a_stop(random_model: str, queue_depth: 
 
 
 @pytest.mark.parametrize("queue_depth", [1, 3])
-def test_superfluous_steps_keep_nobody_waiting(random_model: str, queue_depth: int) -> None:
+def test_engine_finishes_while_superfluous_steps_are_in_flight(
+    random_model: str, queue_depth: int
+) -> None:
     """Symptom: after the last stop the engine is busy with steps that nobody reads."""
     engine = LLMEngine(Config(model=random_model), queue_depth=queue_depth)
     expected: list[list[int]] = []
@@ -224,7 +226,7 @@ def test_superfluous_steps_keep_nobody_waiting(random_model: str, queue_depth: i
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
-def test_a_step_is_launched_ahead_where_the_device_runs_beside_the_host(
+def test_a_step_is_launched_ahead_if_the_device_runs_ahead(
     random_model: str, runs_ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = InProcessExecutor.start
@@ -242,7 +244,7 @@ def test_a_step_is_launched_ahead_where_the_device_runs_beside_the_host(
     assert in_flight == ({0, 1} if runs_ahead else {0})
 
 
-def test_only_cuda_runs_beside_the_host(llm: LLM) -> None:
+def test_only_cuda_runs_ahead(llm: LLM) -> None:
     assert llm.engine.cache_info.runs_ahead == torch.cuda.is_available()
 
 
@@ -261,7 +263,7 @@ def test_del_llm_frees_memory(random_model: str) -> None:
     assert held - process.memory_info().rss > size / 8
 
 
-def test_shutdown_twice(random_model: str) -> None:
+def test_shutdown_may_be_called_twice(random_model: str) -> None:
     llm = LLM(random_model)
     llm.shutdown()
     llm.shutdown()

@@ -3,10 +3,6 @@
 "Dequantised" means the float64 or float32 values of an FP8 weight times its scales.
 """
 
-import json
-import shutil
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -22,22 +18,10 @@ from nanovllm.layers.linear import (
 from nanovllm.utils import distributed
 from nanovllm.utils.distributed import TensorParallel
 from nanovllm.utils.loader import load_weights
+from tests.checkpoints import copy_checkpoint, make_fp8_checkpoint, to_fp8
 
 PROMPTS = [[1, 2, 3], list(range(20, 60))]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-
-
-def to_fp8(weight, rows, columns):
-    """Return the weight in FP8, the scale of each block, and the dequantised weight in float64."""
-    scales = torch.zeros(-(-weight.shape[0] // rows), -(-weight.shape[1] // columns))
-    for i in range(scales.shape[0]):
-        for j in range(scales.shape[1]):
-            block = weight[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
-            scales[i, j] = block.abs().max() / 448
-    by_element = scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
-    by_element = by_element[: weight.shape[0], : weight.shape[1]]
-    values = (weight / by_element).to(torch.float8_e4m3fn)
-    return values, scales, values.double() * by_element.double()
 
 
 def model_of(names, rows, columns, scale_name="weight_scale_inv"):
@@ -136,49 +120,11 @@ def test_linears_computed_as_one_are_excluded_as_one():
 
 @pytest.fixture(scope="module")
 def checkpoints(random_model, tmp_path_factory):
-    """Paths of the random model in FP8 and dequantised to float32, by kind of scales.
-
-    "blocks" has a scale for each block, "channels" for each row.
-    """
-    made = {}
-    for kind, (rows, columns, scale_name) in {
-        "blocks": (8, 16, "weight_scale_inv"),
-        "channels": (1, 10**6, "weight_scale"),
-    }.items():
-        paths = [tmp_path_factory.mktemp(name) for name in (kind, f"{kind}_dequantised")]
-        tensors = load_file(Path(random_model) / "model.safetensors")
-        dequantised = dict(tensors)
-        for name in [
-            name for name in tensors if "_proj.weight" in name and "layers.2.mlp" not in name
-        ]:
-            tensors[name], scales, values = to_fp8(tensors[name], rows, columns)
-            dequantised[name] = values.float()
-            tensors[name.removesuffix("weight") + scale_name] = scales
-        config = json.loads((Path(random_model) / "config.json").read_text())
-        quantization = {
-            "quant_method": "fp8",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [rows, columns],
-            "modules_to_not_convert": ["model.layers.2.mlp"],
-        }
-        if kind == "channels":
-            weights = {"num_bits": 8, "type": "float", "strategy": "channel"}
-            inputs = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
-            group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
-            quantization = {
-                "quant_method": "compressed-tensors",
-                "format": "float-quantized",
-                "config_groups": {"group_0": group},
-                "ignore": ["lm_head", "re:.*layers.2.mlp.*"],
-            }
-        for path, content in zip(paths, (tensors, dequantised), strict=True):
-            save_file(content, path / "model.safetensors")
-            (path / "config.json").write_text(json.dumps(config))
-        (paths[0] / "config.json").write_text(
-            json.dumps({**config, "quantization_config": quantization})
-        )
-        made[kind] = paths
-    return made
+    """Paths of the random model in FP8 and dequantised to float32, by kind of scales."""
+    return {
+        kind: make_fp8_checkpoint(random_model, tmp_path_factory.mktemp(kind), kind)
+        for kind in ("blocks", "channels")
+    }
 
 
 def tokens(llm):
@@ -203,7 +149,7 @@ def test_an_fp8_checkpoint_is_not_quantised_again(checkpoints, make_llm):
 
 
 def test_a_missing_scale_is_named(checkpoints, make_llm, tmp_path):
-    shutil.copytree(checkpoints["blocks"][0], tmp_path, dirs_exist_ok=True)
+    copy_checkpoint(checkpoints["blocks"][0], tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.layers.0.mlp.up_proj.weight_scale_inv"]
     save_file(tensors, tmp_path / "model.safetensors")
@@ -220,7 +166,7 @@ def test_dummy_weights_in_fp8(checkpoints, make_llm):
 
 def test_online_leaves_embedding_and_head_alone(random_model, make_llm, tmp_path):
     """The tokens are those of a checkpoint in which only the linears were rounded to FP8."""
-    shutil.copytree(random_model, tmp_path, dirs_exist_ok=True)
+    copy_checkpoint(random_model, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     for name in tensors:
         if "_proj.weight" in name:

@@ -21,6 +21,7 @@ from nanovllm.scheduler.messages import Admission, CacheInfo, NewBlocks, Row, Sc
 from nanovllm.utils.hub import open_checkpoint, weight_files
 from nanovllm.utils.loader import load_weights
 from nanovllm.worker.device_tables import DeviceTables
+from tests.checkpoints import random_qwen3
 
 MAX_LENGTH = 128
 GREEDY = SamplingParams(temperature=0)
@@ -84,16 +85,7 @@ def make_config(case):
 
 def make_model(case):
     """Return a model of transformers. All weights are random, norms and biases included."""
-    model = TransformersQwen3(make_config(case)).eval()
-    generator = torch.Generator().manual_seed(len(case))
-    for name, parameter in model.named_parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        if name.endswith("norm.weight"):
-            parameter.data = 1.5 + 0.5 * noise
-        elif name.endswith("bias"):
-            parameter.data = 0.7 * noise
-        else:
-            parameter.data = noise * 1.5 / parameter.shape[-1] ** 0.5
+    model = random_qwen3(make_config(case), seed=len(case))
     model.generation_config.pad_token_id = 0
     return model
 

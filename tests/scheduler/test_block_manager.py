@@ -314,7 +314,7 @@ def test_two_writers_of_one_prefix_share_what_comes_after() -> None:
     manager.check(twins)
 
 
-def test_least_recently_freed_is_evicted_first_and_a_tail_before_its_prefix() -> None:
+def test_oldest_block_is_evicted_first_and_a_tail_before_its_prefix() -> None:
     """Symptom: a hot prefix is evicted while cold ones stay, or its head before its tail."""
     manager = BlockManager(4, 1)
     old, new = [1, 2], [3, 4]
@@ -336,7 +336,7 @@ def test_least_recently_freed_is_evicted_first_and_a_tail_before_its_prefix() ->
     assert hits_after_taking(4) == (0, 0)
 
 
-def test_what_follows_an_evicted_block_is_not_found_under_its_successor() -> None:
+def test_reused_block_does_not_inherit_the_old_blocks_children() -> None:
     """Symptom: a block is reused, and with it the name under which its old continuation hangs."""
     manager = BlockManager(4, 1)
     twins = [make_seq([1, 2]), make_seq([1, 2])]
@@ -412,7 +412,7 @@ def test_allocation_is_all_or_nothing() -> None:
     manager.check([resident])
 
 
-def test_freed_hits_count_against_the_free_blocks() -> None:
+def test_hits_on_free_blocks_count_against_the_free_blocks() -> None:
     """Symptom: a hit on a free block is counted as costing nothing, and the pool runs dry."""
     manager = BlockManager(3, 1)
     manager.free(publish_all(manager, [1, 2]))
@@ -457,7 +457,7 @@ def test_resumed_sequence_does_not_rehash(hashed: list[bytes]) -> None:
     assert len(hashed) == 3
 
 
-def test_prefix_caching_off(hashed: list[bytes]) -> None:
+def test_without_prefix_caching_nothing_is_hashed_or_hit(hashed: list[bytes]) -> None:
     """Symptom: the option is read in one place and not in the other, or still costs the hashes."""
     manager = BlockManager(4, 1, enable_prefix_caching=False)
     seq = publish_all(manager, [1, 2, 3])

@@ -9,10 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import (
-    Qwen3Config,
-    Qwen3ForCausalLM as TransformersQwen3,
-)
+from transformers import Qwen3Config
 
 import nanovllm
 from nanovllm.config import Config
@@ -24,6 +21,7 @@ from nanovllm.utils.distributed import TensorParallel
 from nanovllm.utils.hub import open_checkpoint, weight_files
 from nanovllm.utils.loader import init_dummy_weights, load_weights, model_shards
 from nanovllm.worker.worker import find_weights
+from tests.checkpoints import random_qwen3
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -137,7 +135,7 @@ def test_conversion_of_dtypes(checkpoint, saved, expected_dtype):
 
 
 def test_sharded_checkpoint_with_an_index(tmp_path):
-    theirs = TransformersQwen3(Qwen3Config(**CONFIG))
+    theirs = random_qwen3(Qwen3Config(**CONFIG))
     theirs.save_pretrained(tmp_path, max_shard_size="80KB")
     files = weight_files(open_checkpoint(str(tmp_path)), str(tmp_path))
     assert len(files) > 3

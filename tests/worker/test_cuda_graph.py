@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.triton import TritonBackend
@@ -138,25 +137,16 @@ def eager(random_model: str) -> Callable[[Workload], Outputs]:
 
 
 @pytest.fixture(scope="module")
-def gpu_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+def gpu_model(shared_checkpoint: Callable[..., str]) -> str:
     """A random checkpoint whose head size the Triton kernels support."""
-    torch.manual_seed(0)
-    hf_config = Qwen3Config(
-        vocab_size=1003,
+    return shared_checkpoint(
         hidden_size=32,
         intermediate_size=32,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=16,
         max_position_embeddings=64,
-        initializer_range=0.3,
         eos_token_id=7,
-        dtype="float32",
     )
-    path = tmp_path_factory.mktemp("gpu_model")
-    Qwen3ForCausalLM(hf_config).save_pretrained(path)
-    return str(path)
 
 
 @pytest.fixture

@@ -16,27 +16,13 @@ from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
 from nanovllm.worker.kv_cache import zeros
+from tests.kernels.triton.inputs import CUDA, DEVICE, each_dtype, randn
 from tests.kernels.triton.interpreter import round_to_fp8
 
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
-DTYPES = [torch.float16, torch.float32, *([torch.bfloat16] if CUDA else [])]
 EPS = 1e-6
 
+pytestmark = pytest.mark.usefixtures("inference_mode")
 round_to_fp8()
-
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
-
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.inference_mode():
-        yield
-
-
-def randn(*shape, dtype=torch.float32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
 
 
 def assert_as_good(ours, torchs, exact):

@@ -11,12 +11,13 @@ import triton.language as tl
 
 from nanovllm.kernels.triton import sampling as triton_sampling
 from nanovllm.layers.sampler import Sampling, draw, greedy, uniform
+from tests.kernels.triton.inputs import CUDA, DEVICE, each_dtype, randn
 from tests.kernels.triton.interpreter import allow_computed_bounds
-from tests.kernels.triton.test_ops import CUDA, DEVICE, each_dtype, no_grad, randn  # noqa: F401
 
 EVERYTHING = 2**31 - 1
 """The top_k of rows that have none."""
 
+pytestmark = pytest.mark.usefixtures("inference_mode")
 allow_computed_bounds()
 
 

@@ -1,0 +1,133 @@
+"""What tests of the whole engine share: random prompts, arrival in random order, streams joined.
+
+Makes no model: tests/checkpoints.py does. Holds no fixture: conftest.py does.
+"""
+
+import dataclasses
+import os
+import random
+from collections.abc import Iterable, Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+from nanovllm import LLM, RequestOutput, SamplingParams
+from nanovllm.engine.llm_engine import LLMEngine
+from tests.glossary import GREEDY
+
+ROOT = Path(__file__).parent.parent
+VOCAB = 1003
+"""Tokens of the random model."""
+
+Request = tuple[Any, SamplingParams]
+"""A prompt and its parameters."""
+
+
+def random_prompt(rng: random.Random, length: int) -> list[int]:
+    return [rng.randrange(VOCAB) for _ in range(length)]
+
+
+def generate_all(llm: LLM, requests: Seq[Request]) -> list[RequestOutput]:
+    """Generate many requests in one call."""
+    prompts, params = zip(*requests, strict=True)
+    return llm.generate(list(prompts), list(params), use_tqdm=False)
+
+
+def generate(llm: LLM, prompt: Any, params: SamplingParams = GREEDY) -> RequestOutput:
+    """Generate one request."""
+    (output,) = llm.generate(prompt, params, use_tqdm=False)
+    return output
+
+
+def token_ids(outputs: Iterable[RequestOutput]) -> list[list[int]]:
+    return [output.token_ids for output in outputs]
+
+
+def generate_in_random_order(
+    engine: LLMEngine, requests: Seq[Request], seed: int
+) -> list[RequestOutput]:
+    """Generate requests that arrive in random order while others run, with random priorities.
+
+    Some are aborted on the way, and arrive again.
+    """
+    rng = random.Random(seed)
+    waiting = rng.sample(range(len(requests)), len(requests))
+    index_of: dict[int, int] = {}
+    found: dict[int, RequestOutput] = {}
+    while waiting or not engine.is_finished():
+        for _ in range(min(len(waiting), rng.choice([0, 0, 1, 8]))):
+            index = waiting.pop()
+            prompt, params = requests[index]
+            request = engine.add_request(prompt, params, priority=rng.randint(-1, 1))
+            index_of[request] = index
+        if index_of and rng.random() < 0.05:
+            aborted = rng.choice(list(index_of))
+            if engine.abort(aborted) is not None:
+                waiting.append(index_of.pop(aborted))
+        for output in engine.step():
+            found[index_of[output.request_id]] = output
+        engine.scheduler.check()
+    return [found[index] for index in range(len(requests))]
+
+
+def assert_idle(llm: Any) -> None:
+    """Check that no request is left and that every block of the KV pool is free."""
+    engine = llm.engine
+    assert engine.is_finished()
+    engine.scheduler.check()
+    assert engine.scheduler.block_manager.num_free_blocks == engine.cache_info.num_blocks
+
+
+@dataclasses.dataclass
+class Joined:
+    """A continuation put together from a stream."""
+
+    text: str = ""
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[Any] = dataclasses.field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    cumulative_logprob: float | None = None
+
+
+def join(pieces: Iterable[RequestOutput]) -> list[Joined]:
+    """Put a stream's pieces together, by continuation."""
+    joined: dict[int, Joined] = {}
+    for piece in pieces:
+        for completion in piece.outputs:
+            whole = joined.setdefault(completion.index, Joined())
+            assert whole.finish_reason is None, "a piece of a continuation that had ended"
+            whole.text += completion.text
+            whole.token_ids += completion.token_ids
+            whole.logprobs += completion.logprobs or []
+            whole.finish_reason = completion.finish_reason
+            whole.stop_reason = completion.stop_reason
+            whole.cumulative_logprob = completion.cumulative_logprob
+    return [joined[index] for index in sorted(joined)]
+
+
+def whole(output: RequestOutput) -> list[Joined]:
+    """Return what the pieces of a stream of this output must join to."""
+    return [
+        Joined(c.text, c.token_ids, c.logprobs or [], *end_of(c), c.cumulative_logprob)
+        for c in output.outputs
+    ]
+
+
+def end_of(completion: Any) -> tuple[str | None, int | str | None]:
+    return completion.finish_reason, completion.stop_reason
+
+
+def cut(text: str, stop: Seq[str], include: bool = False) -> tuple[str, str | None]:
+    """Return the text up to the stop string that is complete first, and that stop string."""
+    found = [
+        (start + len(string), start, string) for string in stop if (start := text.find(string)) >= 0
+    ]
+    if not found:
+        return text, None
+    end, start, string = min(found)
+    return text[: end if include else start], string
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """Return the environment of a child Python that imports this tree's package."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), **changes}

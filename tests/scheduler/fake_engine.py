@@ -1,0 +1,368 @@
+"""A scheduler under test with a fake worker, and an oracle that knows each request's tokens.
+
+Each new token of the fake model depends on all tokens before it. So a request's tokens are right
+only if the scheduler kept every block, position and table row right. Imports no torch.
+"""
+
+import pickle
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import chain, count, islice, takewhile
+
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduler.block_manager import BlockManager
+from nanovllm.scheduler.messages import Row, Schedule, StepResult
+from nanovllm.scheduler.scheduler import Scheduler
+from nanovllm.scheduler.sequence import Sequence
+
+VOCAB_SIZE = 5
+
+UNWRITTEN = -1
+
+
+def fold(prefix_hash: int, token: int) -> int:
+    """Hash of a prefix with one token more; it stands for the KV of that token."""
+    return hash((prefix_hash, token))
+
+
+def prefix_hashes(token_ids: list[int]) -> list[int]:
+    """The hash of each non-empty prefix."""
+    hashes, last = [], 0
+    for token in token_ids:
+        last = fold(last, token)
+        hashes.append(last)
+    return hashes
+
+
+def next_token(prefix_hash: int) -> int:
+    """The fake model: what it samples depends on every token before, and on nothing else."""
+    return (prefix_hash >> 8) % VOCAB_SIZE
+
+
+def continuation(token_ids: list[int]) -> Iterator[int]:
+    """What the fake model says after `token_ids`, without end."""
+    prefix_hash = prefix_hashes(token_ids)[-1]
+    while True:
+        token = next_token(prefix_hash)
+        yield token
+        prefix_hash = fold(prefix_hash, token)
+
+
+def oracle(
+    prompt: list[int], params: SamplingParams, max_model_len: int, eos_token_ids: frozenset[int]
+) -> tuple[list[int], str]:
+    """Return (output tokens, finish reason) of a request that runs alone."""
+    output: list[int] = []
+    for token in continuation(prompt):
+        output.append(token)
+        if token in eos_token_ids and not params.ignore_eos:
+            return output, "stop"
+        if len(output) == params.max_tokens or len(prompt) + len(output) == max_model_len:
+            return output, "length"
+    raise AssertionError("unreachable")
+
+
+Proposer = Callable[[list[int]], list[int]]
+"""All tokens of a sequence -> guesses at the next ones."""
+
+
+def random_guesses(seed: int) -> Proposer:
+    """Return a proposer of 0 to 4 guesses, most of them right."""
+    rng = random.Random(seed)
+
+    def propose(token_ids: list[int]) -> list[int]:
+        right = islice(continuation(token_ids), rng.randrange(5))
+        return [t if rng.random() < 0.8 else rng.randrange(VOCAB_SIZE) for t in right]
+
+    return propose
+
+
+class FakeWorker:
+    """Device tables and a KV memory, like the real worker's. Stale contents stay in place.
+
+    A failed step leaves garbage, and so does every step after it until the failure is noticed.
+    """
+
+    def __init__(
+        self, num_table_rows: int, max_model_len: int, block_size: int, propose: Proposer | None
+    ) -> None:
+        self.block_size = block_size
+        self.propose = propose
+        width = -(-max_model_len // block_size)
+        self.token_ids = [[UNWRITTEN] * max_model_len for _ in range(num_table_rows)]
+        self.block_tables = [[UNWRITTEN] * width for _ in range(num_table_rows)]
+        self.kv: dict[tuple[int, int], int] = {}  # (block, offset) -> hash of the prefix written
+        self.is_broken = False
+
+    def execute(self, schedule: Schedule) -> StepResult | None:
+        """Run a step; None if it failed."""
+        for new in schedule.admissions:
+            self._store(self.token_ids[new.table_idx], 0, new.token_ids)
+            self._store(self.block_tables[new.table_idx], 0, new.block_ids)
+        for blocks in schedule.new_blocks:
+            self._store(self.block_tables[blocks.table_idx], blocks.start, blocks.block_ids)
+        result = StepResult(schedule.step_id, [], [])
+        for row in schedule.rows:
+            if self.is_broken:
+                self._write_garbage(row)
+            else:
+                self._compute(row, result)
+        return None if self.is_broken else result
+
+    def location(self, row: Row, position: int) -> tuple[int, int]:
+        """Return the (block, offset) of a position."""
+        block_id = self.block_tables[row.table_idx][position // self.block_size]
+        return block_id, position % self.block_size
+
+    def _compute(self, row: Row, result: StepResult) -> None:
+        end = row.num_computed_tokens + row.num_scheduled_tokens
+        num_known = end - len(row.draft_token_ids)
+        assert row.num_computed_tokens < num_known
+        tokens = self.token_ids[row.table_idx]
+        self._store(tokens, num_known, list(row.draft_token_ids))
+        hashes = prefix_hashes(tokens[:end])
+        for position in range(row.num_computed_tokens):
+            written = self.kv.get(self.location(row, position))
+            assert written == hashes[position], f"{row} reads what is not its own at {position}"
+        for position in range(row.num_computed_tokens, end):
+            self.kv[self.location(row, position)] = hashes[position]
+        if not row.samples:
+            assert not row.draft_token_ids
+            return
+        sampled = [next_token(hashes[num_known - 1])]
+        for position, draft in enumerate(row.draft_token_ids, start=num_known):
+            if sampled[-1] != draft:
+                break
+            sampled.append(next_token(hashes[position]))
+        room = len(tokens) - num_known  # a full row samples one token that nothing ever reads
+        self._store(tokens, num_known, sampled[:room])
+        result.token_ids.append(sampled)
+        if self.propose is not None:
+            result.draft_token_ids.append(self.propose(tokens[:num_known] + sampled))
+
+    def _write_garbage(self, row: Row) -> None:
+        end = row.num_computed_tokens + row.num_scheduled_tokens
+        for position in range(row.num_computed_tokens, end):
+            self.kv[self.location(row, position)] = UNWRITTEN
+        tokens = self.token_ids[row.table_idx]
+        self._store(tokens, end, [UNWRITTEN][: len(tokens) - end])
+
+    def _store(self, table: list[int], start: int, values: list[int]) -> None:
+        assert start + len(values) <= len(table), "a table is overrun"
+        table[start : start + len(values)] = values
+
+
+class Engine:
+    """The loop around a scheduler and a fake worker; it checks each schedule and each output."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 32,
+        block_size: int = 2,
+        max_num_seqs: int = 4,
+        max_num_batched_tokens: int = 64,
+        max_model_len: int = 16,
+        eos_token_ids: frozenset[int] = frozenset(),
+        prefix_caching: bool = True,
+        queue_depth: int = 0,
+        propose: Proposer | None = None,
+    ) -> None:
+        self.manager = BlockManager(num_blocks, block_size, enable_prefix_caching=prefix_caching)
+        self.scheduler = Scheduler(
+            self.manager,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            eos_token_ids=eos_token_ids,
+        )
+        self.worker = FakeWorker(max_num_seqs, max_model_len, block_size, propose)
+        self.max_num_seqs = max_num_seqs
+        self.queue_depth = queue_depth
+        self.in_flight: deque[tuple[Schedule, StepResult | None]] = deque()
+        self.launched: list[tuple[Schedule, Schedule]] = []  # each with a copy as it was then
+        self.sequences: list[Sequence] = []  # by id, which is also the order of arrival
+        self.contexts: list[list[int]] = []  # by id: the right tokens up to max_model_len
+        self.admitted: list[int] = []  # ids, in order of first admission
+        self.preempted: list[int] = []  # ids, in order of preemption
+        self.num_drafts_held = 0
+
+    def add(
+        self,
+        prompt: list[int],
+        max_tokens: int = 4,
+        *,
+        ignore_eos: bool = False,
+        priority: int = 0,
+    ) -> Sequence:
+        max_model_len = self.scheduler.max_model_len
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos)
+        seq_id = len(self.sequences)
+        seq = Sequence(seq_id, prompt, params, seed=100 + seq_id, priority=priority)
+        self.sequences.append(seq)
+        self.contexts.append(list(islice(chain(prompt, continuation(prompt)), max_model_len)))
+        self.scheduler.add(seq)
+        return seq
+
+    def launch(self, *, fails_to_launch: bool = False) -> Schedule | None:
+        """Schedule a step and execute it."""
+        running = list(self.scheduler.running)
+        held = {id(seq) for seq in running}
+        waiting = [s.seq_id for s in self.sequences if not s.is_finished and id(s) not in held]
+        waiting.sort(key=lambda seq_id: self.sequences[seq_id].order)
+        schedule = self.scheduler.schedule()
+        self._check_order(running, waiting, schedule)
+        if schedule is None:
+            assert self.in_flight or not self.scheduler.num_unfinished, "nothing will ever run"
+            return None
+        self._check_budgets(schedule)
+        self.launched.append((schedule, pickle.loads(pickle.dumps(schedule))))
+        if fails_to_launch:
+            self.scheduler.abandon(schedule)
+            return schedule
+        result = self.worker.execute(schedule)
+        if result is not None:
+            for row in schedule.rows:
+                self._check_row(row)
+        self.in_flight.append((schedule, result))
+        return schedule
+
+    def retire(self) -> None:
+        """Take the oldest step's result; after a failed one, take back all that are in flight."""
+        schedule, result = self.in_flight.popleft()
+        if result is None:
+            self.scheduler.abandon(schedule)
+            while self.in_flight:
+                self.scheduler.abandon(self.in_flight.popleft()[0])
+            self.worker.is_broken = False
+            return
+        unfinished = {seq.seq_id for seq in self.sequences if not seq.is_finished}
+        rows = [row for row in schedule.rows if row.samples]
+        self.num_drafts_held += sum(len(tokens) - 1 for tokens in result.token_ids)
+        advanced = self.scheduler.update(schedule, result)
+        ids = [seq.seq_id for seq in advanced]
+        assert ids == [row.seq_id for row in rows if row.seq_id in unfinished]
+        for seq in advanced:
+            self._check_output(seq)
+
+    def step(self, *, fails_to_launch: bool = False) -> bool:
+        """Go once round the engine's loop; return whether anything was launched or retired."""
+        while len(self.in_flight) > self.queue_depth:
+            self.retire()
+        schedule = self.launch(fails_to_launch=fails_to_launch)
+        if self.in_flight and (schedule is None or len(self.in_flight) > self.queue_depth):
+            self.retire()
+            return True
+        return schedule is not None
+
+    def step_until(self, condition: Callable[[], object]) -> None:
+        for _ in range(100):
+            if condition():
+                return
+            self.step()
+        raise AssertionError("it never happened")
+
+    def abort(self, seq: Sequence) -> None:
+        was_finished = seq.is_finished
+        assert self.scheduler.abort(seq.seq_id) is (None if was_finished else seq)
+        assert was_finished or seq.finish_reason == "abort"
+
+    def run(self) -> None:
+        """Step until nothing is left, and check that everything was right and given back."""
+        unfinished = [seq for seq in self.sequences if not seq.is_finished]
+        # A step computes a token of the first in order at least; a preemption undoes some of them.
+        limit = 8 + len(self.in_flight) + 2 * sum(len(self.contexts[s.seq_id]) for s in unfinished)
+        num_steps = sum(1 for _ in takewhile(lambda _: self.step(), range(limit + 1)))
+        assert num_steps <= limit, "somebody starves"
+        assert self.scheduler.num_unfinished == 0
+        assert self.scheduler.num_waiting == 0
+        assert self.scheduler.running == []
+        self.scheduler.check()
+        self.manager.check([])
+        assert self.manager.num_free_blocks == len(self.manager.blocks)
+        for schedule, as_launched in self.launched:
+            assert schedule == as_launched, "a schedule changed after it was handed on"
+        for seq in self.sequences:
+            assert seq.is_finished
+            self._check_output(seq)
+        if len({seq.priority for seq in self.sequences}) == 1:
+            assert self.admitted == sorted(self.admitted), "somebody was passed"
+
+    def _check_output(self, seq: Sequence) -> None:
+        context = self.contexts[seq.seq_id]
+        scheduler = self.scheduler
+        expected = oracle(
+            context[: seq.num_prompt_tokens],
+            seq.params,
+            scheduler.max_model_len,
+            scheduler.eos_token_ids,
+        )
+        got = seq.output_token_ids
+        if seq.finish_reason in ("stop", "length"):
+            assert (got, seq.finish_reason) == expected
+            assert self._is_right_cache_count(seq.num_cached_tokens, seq.num_prompt_tokens)
+        else:
+            assert seq.finish_reason in (None, "abort")
+            assert len(got) < len(expected[0])
+            assert got == expected[0][: len(got)]
+
+    def _is_right_cache_count(self, num_cached: int | None, num_prompt_tokens: int) -> bool:
+        if not self.manager.enable_prefix_caching:
+            return num_cached == 0
+        return num_cached in range(0, num_prompt_tokens, self.manager.block_size)
+
+    def _check_order(
+        self, running: list[Sequence], waiting: list[int], schedule: Schedule | None
+    ) -> None:
+        victims = [seq for seq in running if seq.table_idx is None]
+        kept = [seq for seq in running if seq.table_idx is not None]
+        assert all(seq.order < victim.order for seq in kept for victim in victims)
+        assert all(victim.num_computed_tokens == 0 for victim in victims)
+        self.preempted += [seq.seq_id for seq in victims]
+        if schedule is None:
+            return
+        kept_ids = [seq.seq_id for seq in kept]
+        admitted = [r.seq_id for r in schedule.rows if r.seq_id not in kept_ids]
+        assert not (victims and admitted), "what was taken from one is given to another"
+        assert admitted == waiting[: len(admitted)], "somebody was passed"
+        self.admitted += [seq_id for seq_id in admitted if seq_id not in self.admitted]
+        rows = [row.seq_id for row in schedule.rows]
+        assert rows == [seq_id for seq_id in kept_ids if seq_id in rows] + admitted
+        table_indices = {row.seq_id: row.table_idx for row in schedule.rows}
+        assert [(new.table_idx, new.seed) for new in schedule.admissions] == [
+            (table_indices[seq_id], 100 + seq_id) for seq_id in admitted
+        ]
+
+    def _check_budgets(self, schedule: Schedule) -> None:
+        budget = self.scheduler.max_num_batched_tokens
+        assert 0 < schedule.num_tokens <= budget
+        assert all(row.num_scheduled_tokens > 0 for row in schedule.rows)
+        assert len({row.table_idx for row in schedule.rows}) == len(schedule.rows)
+        assert len(self.scheduler.running) <= self.max_num_seqs
+        if not all(row.samples for row in schedule.rows):  # only the last is cut, by the budget
+            assert schedule.num_tokens == budget
+            assert all(row.samples for row in schedule.rows[:-1])
+
+    def _check_row(self, row: Row) -> None:
+        seq = self.sequences[row.seq_id]
+        end = row.num_computed_tokens + row.num_scheduled_tokens
+        num_known = end - len(row.draft_token_ids)
+        known = self.worker.token_ids[row.table_idx][:num_known]
+        assert known == self.contexts[row.seq_id][:num_known], "the tables hold other tokens"
+        for position in range(row.num_computed_tokens, end):
+            block_id, _ = self.worker.location(row, position)
+            assert block_id == seq.block_table[position // self.manager.block_size]
+            block = self.manager.blocks[block_id]
+            assert block.ref_count == 1, "a block is written that others read"
+            assert block.uid is None, "a block is written that others may find"
+
+
+def prompt_that_ends_with(eos: int, eos_token_ids: frozenset[int]) -> list[int]:
+    """A prompt whose oracle stops at `eos` after some other tokens."""
+    params = SamplingParams(max_tokens=8)
+    for first in count():
+        output, reason = oracle([first], params, 16, eos_token_ids)
+        if reason == "stop" and output[-1] == eos and len(output) > 2:
+            return [first]
+    raise AssertionError("unreachable")

@@ -1,0 +1,146 @@
+"""Random arrivals, aborts, failures and steps: each request gets the tokens that it gets alone.
+
+Imports no torch.
+"""
+
+from typing import Any
+
+from hypothesis import (
+    settings,
+    strategies as st,
+)
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from tests.scheduler.fake_engine import VOCAB_SIZE, Engine, random_guesses
+
+PROMPT = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=20)
+
+INDEX = st.integers(0, 15)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Random arrivals, aborts, failures and steps on a pool that is often too small for them."""
+
+    proposes = False
+
+    @initialize(
+        max_model_len=st.integers(2, 24),
+        block_size=st.integers(1, 5),
+        num_spare_blocks=st.integers(0, 6),
+        max_num_seqs=st.integers(1, 6),
+        max_num_batched_tokens=st.integers(1, 30),
+        eos_token_ids=st.sampled_from([(), (3,), (3, 4)]),
+        prefix_caching=st.sampled_from([True, True, False]),
+        queue_depth=st.sampled_from([0, 1, 1, 2, 4]),
+        seed=st.integers(0, 2**32),
+    )
+    def start(
+        self,
+        max_model_len: int,
+        block_size: int,
+        num_spare_blocks: int,
+        eos_token_ids: tuple[int, ...],
+        queue_depth: int,
+        seed: int,
+        **options: Any,
+    ) -> None:
+        self.engine = Engine(
+            num_blocks=-(-max_model_len // block_size) + num_spare_blocks,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            eos_token_ids=frozenset(eos_token_ids),
+            queue_depth=queue_depth,
+            propose=random_guesses(seed) if self.proposes else None,
+            **options,
+        )
+
+    def teardown(self) -> None:
+        self.engine.run()
+
+    @rule(
+        prompt=PROMPT,
+        max_tokens=st.integers(1, 24),
+        ignore_eos=st.booleans(),
+        priority=st.sampled_from([0, 0, 0, -1, 1]),
+    )
+    def add(self, prompt: list[int], max_tokens: int, ignore_eos: bool, priority: int) -> None:
+        prompt = prompt[: self.engine.scheduler.max_model_len - 1]
+        self.engine.add(prompt, max_tokens, ignore_eos=ignore_eos, priority=priority)
+
+    @precondition(lambda self: self.engine.sequences)
+    @rule(
+        index=INDEX, num_kept=st.integers(1, 24), more=PROMPT, num_alike=st.sampled_from([1, 1, 2])
+    )
+    def add_with_a_known_prefix(
+        self, index: int, num_kept: int, more: list[int], num_alike: int
+    ) -> None:
+        known = self.engine.sequences[index % len(self.engine.sequences)].token_ids
+        for _ in range(num_alike):
+            self.add(known[:num_kept] + more[:3], max_tokens=8, ignore_eos=False, priority=0)
+
+    @precondition(lambda self: self.engine.scheduler.num_unfinished < 4)
+    @rule(firsts=st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=2, max_size=3))
+    def add_some_that_grow(self, firsts: list[int]) -> None:
+        for first in firsts:
+            self.engine.add([first], max_tokens=24, ignore_eos=True)
+
+    @precondition(lambda self: self.engine.sequences)
+    @rule(index=INDEX)
+    def abort(self, index: int) -> None:
+        self.engine.abort(self.engine.sequences[-1 - index % len(self.engine.sequences)])
+
+    @precondition(lambda self: len(self.engine.in_flight) <= self.engine.queue_depth)
+    @rule()
+    def launch(self) -> None:
+        self.engine.launch()
+
+    @precondition(lambda self: self.engine.in_flight)
+    @rule()
+    def retire(self) -> None:
+        self.engine.retire()
+
+    @rule(num_steps=st.integers(1, 6))
+    def run_steps(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.engine.step()
+            self.engine.scheduler.check()
+
+    @rule()
+    def fail_to_launch(self) -> None:
+        self.engine.step(fails_to_launch=True)
+
+    @precondition(lambda self: not self.engine.worker.is_broken)
+    @rule()
+    def fail(self) -> None:
+        self.engine.worker.is_broken = True
+        if not self.engine.step():  # there was nothing to fail
+            self.engine.worker.is_broken = False
+
+    @invariant()
+    def check(self) -> None:
+        self.engine.scheduler.check()
+
+
+class SpeculationMachine(SchedulerMachine):
+    """The same with a worker that guesses ahead, rightly and wrongly."""
+
+    proposes = True
+
+
+SchedulerMachine.TestCase.settings = settings(
+    max_examples=400, stateful_step_count=40, deadline=None, derandomize=True
+)
+
+SpeculationMachine.TestCase.settings = settings(
+    max_examples=200, stateful_step_count=40, deadline=None, derandomize=True
+)
+
+TestScheduler = SchedulerMachine.TestCase
+
+TestSpeculation = SpeculationMachine.TestCase

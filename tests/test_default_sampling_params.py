@@ -1,0 +1,68 @@
+"""Sampling parameters that a checkpoint recommends in its generation_config.json."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm import LLM, SamplingParams, demo_model
+from nanovllm.llm import default_sampling_params
+from tests.checkpoints import copy_checkpoint
+from tests.glossary import OPTIONS
+
+
+def test_default_sampling_params_of_a_checkpoint(
+    make_llm: Any, random_model: str, tmp_path: Path
+) -> None:
+    """A checkpoint that recommends nothing gives the defaults."""
+    assert make_llm(random_model).get_default_sampling_params() == SamplingParams()
+    recommended = {
+        "do_sample": True,
+        "eos_token_id": [7, 11],
+        "temperature": 0.6,
+        "top_k": 20,
+        "top_p": 0.95,
+        "transformers_version": "4.51.0",
+    }
+    llm = make_llm(copy_checkpoint(random_model, tmp_path, generation_config=recommended))
+    found = llm.get_default_sampling_params()
+    assert found == SamplingParams(temperature=0.6, top_k=20, top_p=0.95)
+    (output,) = llm.generate([1, 2], found, use_tqdm=False)
+    assert output.finished
+
+
+@pytest.mark.parametrize(
+    ("recommended", "expected"),
+    [
+        ({}, {}),
+        ({"temperature": None, "top_k": None, "max_new_tokens": None}, {}),
+        ({"do_sample": False, "temperature": 0.7, "top_p": 0.9}, {"temperature": 0, "top_p": 0.9}),
+        ({"temperature": 0.0}, {"temperature": 0}),
+        ({"top_k": 0, "min_p": 0.0}, {}),
+        (
+            {"min_p": 0.1, "repetition_penalty": 1.2, "max_new_tokens": 300},
+            {"min_p": 0.1, "repetition_penalty": 1.2, "max_tokens": 300},
+        ),
+        ({"num_beams": 4, "bos_token_id": 1, "max_length": 20}, {}),
+    ],
+    ids=str,
+)
+def test_default_sampling_params_by_generation_config(
+    recommended: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    assert default_sampling_params(recommended) == SamplingParams(**expected)
+
+
+def test_default_sampling_params_come_from_generation_config(
+    demo_llm: LLM, make_llm: Any, tmp_path: Path
+) -> None:
+    assert demo_llm.get_default_sampling_params() == SamplingParams(temperature=0)
+    given = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1}
+    more = {"repetition_penalty": 1.1, "max_new_tokens": 99, "eos_token_id": [1021, 1019]}
+    recommended = {**given, **more, "transformers_version": "5.0"}
+    model = copy_checkpoint(demo_model.MODEL, tmp_path, generation_config=recommended)
+    assert make_llm(model, **OPTIONS).get_default_sampling_params() == SamplingParams(
+        temperature=0.6, top_k=20, top_p=0.95, min_p=0.1, repetition_penalty=1.1, max_tokens=99
+    )
+    (tmp_path / "generation_config.json").unlink()
+    assert make_llm(model, **OPTIONS).get_default_sampling_params() == SamplingParams()

@@ -1,0 +1,62 @@
+"""The times in a request's metrics."""
+
+import time
+from typing import Any
+
+import pytest
+
+from nanovllm import LLM, SamplingParams
+from tests.helpers import generate_all
+
+
+@pytest.fixture
+def llm(random_llm: LLM) -> LLM:
+    return random_llm
+
+
+def test_times_are_in_order(make_llm: Any, random_model: str) -> None:
+    """The second request waits for the first."""
+    llm = make_llm(random_model, max_num_seqs=1)
+    before = time.monotonic()
+    outputs = generate_all(llm, [([1, 2, 3], SamplingParams(0, 5, ignore_eos=True, n=2))] * 2)
+    after = time.monotonic()
+    for output in outputs:
+        metrics = output.metrics
+        times = [
+            before,
+            metrics.arrival_time,
+            metrics.first_scheduled_time,
+            metrics.first_token_time,
+            metrics.last_token_time,
+            after,
+        ]
+        assert times == sorted(times, key=float)
+        assert metrics.num_output_tokens == 10
+        assert metrics.queue_time == metrics.first_scheduled_time - metrics.arrival_time >= 0
+        assert metrics.time_to_first_token == metrics.first_token_time - metrics.arrival_time > 0
+        spent = metrics.last_token_time - metrics.first_token_time
+        assert metrics.time_per_output_token == spent / 9 > 0
+    first, second = (output.metrics for output in outputs)
+    assert second.first_scheduled_time >= first.first_token_time
+    assert second.queue_time > first.queue_time
+
+
+def test_one_token_has_no_time_per_output_token(llm: LLM) -> None:
+    (output,) = generate_all(llm, [([1], SamplingParams(max_tokens=1))])
+    assert output.metrics.time_per_output_token is None
+    assert output.metrics.first_token_time == output.metrics.last_token_time
+
+
+def test_queue_time_excludes_the_first_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request is scheduled when its first step is launched, not when that step is done."""
+    executor = llm.engine.executor
+    execute = executor.execute
+
+    def slow(schedule: Any) -> Any:
+        time.sleep(0.2)
+        return execute(schedule)
+
+    monkeypatch.setattr(executor, "execute", slow)
+    (output,) = generate_all(llm, [([1], SamplingParams(max_tokens=1))])
+    assert output.metrics.time_to_first_token >= 0.2
+    assert output.metrics.queue_time < 0.2
