@@ -4,10 +4,10 @@ package.
 
 import dataclasses
 import inspect
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
-from torch.nn.attention import varlen
 
 from nanovllm.attention.backend import AttentionSpec
 from nanovllm.attention.batch import Batch
@@ -34,7 +34,7 @@ class VarlenBackend(PagedBackend):
     def unsupported(cls, spec: AttentionSpec) -> str | None:
         if (reason := flash_attention_refusal(spec)) is not None:
             return reason
-        if "block_table" not in inspect.signature(varlen.varlen_attn).parameters:
+        if "block_table" not in inspect.signature(_varlen_attn()).parameters:
             return f"varlen_attn of torch {torch.__version__} takes no block table"
         return None
 
@@ -51,7 +51,7 @@ class VarlenBackend(PagedBackend):
     def attend(self, q: torch.Tensor, kv_cache: torch.Tensor, batch: Batch) -> torch.Tensor:
         keys, values = kv_cache.unbind()
         lengths: _Lengths = batch.metadata
-        out = varlen.varlen_attn(
+        out = _varlen_attn()(
             q,
             keys,
             values,
@@ -67,3 +67,10 @@ class VarlenBackend(PagedBackend):
         )
         assert isinstance(out, torch.Tensor)
         return out
+
+
+def _varlen_attn() -> Callable[..., Any]:
+    """Import torch's function late: it imports torch._dynamo, which takes seconds."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn
