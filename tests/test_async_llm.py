@@ -1,5 +1,6 @@
-"""Many tasks share one engine: each gets its own text, none waits for ever, failures stay where
-they belong, and nothing is left of what was cancelled.
+"""Many asyncio tasks share one engine: each gets its own text, and none waits forever.
+
+A failure reaches only the requests concerned, and a cancelled request leaves nothing behind.
 """
 
 import asyncio
@@ -17,10 +18,8 @@ import pytest
 
 from nanovllm import LLM, AsyncLLM, SamplingParams, demo_model
 from nanovllm.errors import EngineDeadError, InvalidRequestError
+from tests.glossary import ANSWER_TO, GREEDY, QUESTIONS
 
-QUESTIONS = [question for question, _ in demo_model.entries()]
-ANSWER_TO = dict(demo_model.entries())
-GREEDY = SamplingParams(temperature=0, max_tokens=160)
 ENDLESS = SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True)
 OPTIONS = {
     "dtype": "float32",
@@ -39,7 +38,7 @@ def shared() -> Iterator[AsyncLLM]:
 
 @pytest.fixture
 def llm(shared: AsyncLLM) -> Iterator[AsyncLLM]:
-    """An engine that holds nothing before the test and nothing after it."""
+    """The shared engine; check that it is idle before the test and after it."""
     wait_until_idle(shared)
     yield shared
     wait_until_idle(shared)
@@ -47,7 +46,7 @@ def llm(shared: AsyncLLM) -> Iterator[AsyncLLM]:
 
 @pytest.fixture
 def own_llm() -> Iterator[AsyncLLM]:
-    """An engine that the test may end."""
+    """An engine of the test's own, which it may shut down."""
     llm = AsyncLLM(demo_model.MODEL, **OPTIONS)
     yield llm
     llm.shutdown()
@@ -62,7 +61,7 @@ def sync_llm() -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def alone(sync_llm: LLM) -> Callable[[str, int], str]:
-    """The text of a question's first tokens, without asyncio."""
+    """Return the text of the first tokens of an answer, generated without asyncio."""
     outputs = sync_llm.generate(QUESTIONS, GREEDY, use_tqdm=False)
     tokenizer = sync_llm.get_tokenizer()
     assert tokenizer is not None
@@ -76,12 +75,12 @@ def alone(sync_llm: LLM) -> Callable[[str, int], str]:
 
 
 def run(coroutine: Coroutine[Any, Any, Any], seconds: float = 60) -> Any:
-    """Run to the end; a hang is an error."""
+    """Run a coroutine to its end; fail if that takes longer than `seconds`."""
     return asyncio.run(asyncio.wait_for(coroutine, seconds))
 
 
 def on_engine_thread(llm: AsyncLLM, call: Callable[[], Any]) -> Any:
-    """Return what `call` returns between two steps."""
+    """Call `call` on the engine's thread, between two steps, and return its result."""
     answer: Future[Any] = Future()
 
     def command() -> None:
@@ -97,7 +96,7 @@ def on_engine_thread(llm: AsyncLLM, call: Callable[[], Any]) -> Any:
 def wait_until_idle(llm: AsyncLLM) -> None:
     deadline = time.monotonic() + 5
     while not on_engine_thread(llm, llm.engine.is_finished):
-        assert time.monotonic() < deadline, "requests that nobody reads are still running"
+        assert time.monotonic() < deadline, "requests without a reader are still running"
         time.sleep(0.02)
     on_engine_thread(llm, llm.engine.scheduler.check)
     free_blocks = llm.engine.scheduler.block_manager.num_free_blocks
@@ -116,7 +115,7 @@ async def read(llm: AsyncLLM, prompt: Any, params: SamplingParams = GREEDY) -> s
 
 
 async def read_some(llm: AsyncLLM, question: str, num_pieces: int) -> str:
-    """Read a few pieces and close the iterator."""
+    """Read a few pieces, close the iterator, and return the text read."""
     stream = llm.stream(question, GREEDY)
     async with contextlib.aclosing(stream):
         return "".join([(await anext(stream)).text for _ in range(num_pieces)])
@@ -354,7 +353,7 @@ def test_failed_step_fails_only_the_requests_that_run(
 
 
 async def start(llm: AsyncLLM, num: int) -> list[AsyncIterator[Any]]:
-    """Return streams that never end by themselves, each past its first piece."""
+    """Start streams that do not end by themselves; read the first piece of each."""
     streams = [llm.stream(question, ENDLESS) for question in QUESTIONS[:num]]
     await asyncio.gather(*(anext(stream) for stream in streams))
     return streams
@@ -392,7 +391,7 @@ def test_request_queued_during_shutdown_raises(
     inbox = own_llm._thread.inbox
 
     class SlowInbox:
-        """Delivers a request when the thread has ended."""
+        """Delivers a request only after the engine's thread has ended."""
 
         def __getattr__(self, name: str) -> Any:
             return getattr(inbox, name)
@@ -425,7 +424,7 @@ def test_event_loops_in_two_threads_share_an_engine(llm: AsyncLLM) -> None:
 
 
 def test_closed_event_loop_leaves_the_engine_working(llm: AsyncLLM) -> None:
-    """Nobody reads its request to the end; the engine and the other loops go on."""
+    """The request of the closed loop is never read to its end; other loops still get answers."""
     loop = asyncio.new_event_loop()
     stream = llm.stream(QUESTIONS[0], GREEDY)
     piece = loop.run_until_complete(stream.__anext__())

@@ -1,4 +1,4 @@
-"""Bad input gets an exception of ours with the value and the rule; the engine goes on working."""
+"""Bad input raises a NanoVLLMError that names the value and the rule; the engine still works."""
 
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from nanovllm.errors import (
 )
 from nanovllm.worker.executor import InProcessExecutor
 from tests.checkpoints import copy_checkpoint
+from tests.helpers import assert_idle
 
 PARAMS = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 
@@ -29,12 +30,10 @@ def llm(random_model: str) -> LLM:
 
 @pytest.fixture
 def works_after(llm: LLM) -> Any:
-    """The engine holds nothing after the test and generates as before it."""
+    """Check that the engine is idle after the test, and generates the same tokens as before."""
     before = llm.generate([[1, 2, 3]], PARAMS, use_tqdm=False)[0].token_ids
     yield
-    scheduler = llm.engine.scheduler
-    assert llm.engine.is_finished()
-    assert scheduler.block_manager.num_free_blocks == llm.engine.cache_info.num_blocks
+    assert_idle(llm)
     assert llm.generate([[1, 2, 3]], PARAMS, use_tqdm=False)[0].token_ids == before
 
 
@@ -172,7 +171,7 @@ def test_unknown_architecture_is_refused(random_model: str, tmp_path: Path) -> N
 
 
 def test_directory_without_safetensors_is_refused(random_model: str, tmp_path: Path) -> None:
-    """Uninitialised weights answered, in a relative of this project."""
+    """Symptom: the model runs on uninitialised weights, as in a relative of this project."""
     path = copy_of(random_model, tmp_path / "m")
     (path / "model.safetensors").rename(path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"no .safetensors weights \(found pytorch_model.bin"):
@@ -182,7 +181,7 @@ def test_directory_without_safetensors_is_refused(random_model: str, tmp_path: P
 def test_broken_tokenizer_is_refused_before_weights_load(
     random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the weights are read: what an exception's traceback holds is not freed."""
+    """The tokenizer is read first: an exception's traceback would keep loaded weights alive."""
     path = copy_of(random_model, tmp_path / "m")
     monkeypatch.setattr(InProcessExecutor, "start", lambda self: pytest.fail("started"))
     (path / "tokenizer.json").write_text("{")

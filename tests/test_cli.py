@@ -1,4 +1,4 @@
-"""The command line: what it prints, what it refuses and with which status, and a flag per field."""
+"""The command line: its output, its errors and exit statuses, and a flag for each field."""
 
 import dataclasses
 import io
@@ -9,19 +9,16 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nanovllm import LLM, SamplingParams, cli, demo_model
 from nanovllm.config import Config
+from tests.glossary import ANSWERS, ENTRIES, QUESTIONS
+from tests.helpers import environment
 
-ROOT = Path(__file__).parent.parent
-ENTRIES = demo_model.entries()
-QUESTIONS = [question for question, _ in ENTRIES]
-ANSWERS = [answer for _, answer in ENTRIES]
-# Without graphs, whose capture shows its progress.
+# Eager: capturing graphs would write a progress bar.
 FAST = ["--num-kvcache-blocks", "64", "--max-model-len", "512", "--enforce-eager"]
 
 Run = Callable[..., tuple[int, str, str]]
@@ -29,7 +26,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Run the command line on lines of standard input; return status, output and errors."""
+    """Run the command line with `stdin`; return its status, standard output and standard error."""
 
     def run(*argv: str, stdin: str = "") -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
@@ -71,7 +68,7 @@ def test_generate_answers_many_prompts(run: Run) -> None:
 
 
 def test_generate_takes_flags_anywhere(run: Run) -> None:
-    """Before the model, between it and the prompts, among them, after them."""
+    """Flags may stand before the model, after it, between the prompts, and after them."""
     stop = ["--stop", "glossary of"]
     kept = [f" {ANSWERS[0].partition(stop[1])[0]}", *(f" {answer}" for answer in ANSWERS[1:3])]
     for place in range(5):
@@ -138,7 +135,7 @@ def test_generate_stops_at_stop_strings(run: Run) -> None:
 
 
 def test_generate_uses_the_checkpoints_parameters_and_512_tokens(run: Run) -> None:
-    """The glossary's generation_config.json is greedy; 512 tokens where it does not say."""
+    """The demo model's generation_config.json is greedy and sets no length: the default is 512."""
     first = generate(run, QUESTIONS[0], "--ignore-eos", "--json", "--max-model-len", "1024")
     assert len(json.loads(first)["token_ids"]) == 512
     assert json.loads(first)["text"].startswith(f" {ANSWERS[0]}")
@@ -213,7 +210,7 @@ def test_help_names_every_flag(capsys: pytest.CaptureFixture[str], command: str)
 
 
 class Recorder:
-    """In the place of an LLM: takes note of what it is given."""
+    """Stands for an LLM and records the options and parameters it is given."""
 
     made: typing.ClassVar[list[dict[str, Any]]] = []
     asked: typing.ClassVar[list[SamplingParams]] = []
@@ -243,7 +240,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
 
 
 def example_of(hint: Any) -> tuple[str, Any]:
-    """Return an argument for a field of this type, and its value."""
+    """Return an argument for a field of this type, and the value it stands for."""
     if isinstance(hint, types.UnionType):
         (hint,) = (arg for arg in typing.get_args(hint) if arg is not type(None))
     return {
@@ -315,7 +312,7 @@ def test_new_field_gets_a_flag(run: Run, recorder: Any, monkeypatch: pytest.Monk
 
 @pytest.fixture
 def rendered(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
-    """The conversations that were rendered, in order."""
+    """The conversations rendered during the test, in order."""
     found: list[list[Any]] = []
     render = LLM.render
 
@@ -403,7 +400,7 @@ def test_chat_refuses_several_continuations(run: Run) -> None:
 def test_chat_continues_after_an_interrupted_answer(
     run: Run, rendered: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was shown stays on the screen; neither question nor answer is in the conversation."""
+    """The interrupted question and its partial answer are dropped from the conversation."""
     stream = LLM.stream
     engines = []
 
@@ -449,9 +446,8 @@ def test_chat_at_a_terminal_explains_itself(
 
 
 def test_closed_output_pipe_ends_without_a_traceback() -> None:
-    """Symptom: `| head` ends in a traceback."""
+    """Symptom: `nanovllm generate ... | head` ends with a traceback."""
     command = [sys.executable, "-m", "nanovllm.cli", "generate", demo_model.MODEL, *FAST]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "wb") as out:
@@ -459,7 +455,7 @@ def test_closed_output_pipe_ends_without_a_traceback() -> None:
             [*command, *QUESTIONS[:2]],
             stdout=out,
             stderr=subprocess.PIPE,
-            env=environment,
+            env=environment(),
             timeout=60,
         )
     assert done.returncode == 141
@@ -482,7 +478,7 @@ def test_command_runs_as_a_process() -> None:
         input="\n".join(QUESTIONS[:2]),
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"},
+        env=environment(PYTHONIOENCODING="utf-8"),
         timeout=60,
     )
     assert done.returncode == 0

@@ -94,7 +94,7 @@ def run_script(path: Path, text: str) -> str:
 
 
 def test_script_written_for_vllm_runs(make_llm: Any, tmp_path: Path) -> None:
-    """The seed of an engine is fixed, so another engine generates the same."""
+    """The default seed is fixed, so an engine here generates the same text as the script's."""
     prompts = ["Hello, my name is", "The president of the United States is"]
     prompts += ["The capital of France is", "The future of AI is"]
     params = SamplingParams(temperature=0.8, top_p=0.95)

@@ -1,4 +1,4 @@
-"""Engine options: what is accepted, what is refused and what the refusal says."""
+"""Engine options: the values accepted, the values refused, and the error messages."""
 
 import copy
 import dataclasses

@@ -10,7 +10,7 @@ from nanovllm.outputs import CompletionOutput
 from tests.helpers import generate_all, random_prompt
 
 EOS = (7, 11)
-"""The random model's."""
+"""End-of-sequence ids of the random model."""
 
 
 @pytest.fixture

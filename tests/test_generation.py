@@ -1,6 +1,6 @@
-"""Requests with filters, rules, stop tokens, n and log-probabilities: outputs do not depend on how
-the engine cuts up the work.
+"""Outputs do not depend on how the engine cuts up the work, with every kind of request.
 
+The requests combine filters, rules, stop tokens, several continuations and log-probabilities.
 float32, so that rounding in batches of other shapes cannot change a choice.
 """
 
@@ -97,7 +97,7 @@ def assert_same(found: list[RequestOutput], expected: list[RequestOutput]) -> No
 
 @pytest.fixture(scope="module")
 def expected(random_model: str) -> list[RequestOutput]:
-    """One request at a time, whole prompts, no cache."""
+    """The outputs of one request at a time, whole prompts, no cache."""
     alone = LLM(random_model, max_num_seqs=1, enable_prefix_caching=False, **OPTIONS)
     outputs = [output for request in REQUESTS for output in generate_all(alone, [request])]
     alone.shutdown()

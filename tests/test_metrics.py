@@ -15,7 +15,7 @@ def llm(random_llm: LLM) -> LLM:
 
 
 def test_times_are_in_order(make_llm: Any, random_model: str) -> None:
-    """The second request waits for the first."""
+    """max_num_seqs is 1, so the second request waits for the first."""
     llm = make_llm(random_model, max_num_seqs=1)
     before = time.monotonic()
     outputs = generate_all(llm, [([1, 2, 3], SamplingParams(0, 5, ignore_eos=True, n=2))] * 2)

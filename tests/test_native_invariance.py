@@ -1,4 +1,4 @@
-"""With the C kernels a request's tokens do not depend on its batch, in bfloat16, bit for bit."""
+"""With the C kernels, a request's tokens do not depend on its batch, even in bfloat16."""
 
 import functools
 import logging
@@ -15,7 +15,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.errors import ConfigError
 from nanovllm.kernels.cpu import library as library_module
 from nanovllm.kernels.cpu.library import library
-from nanovllm.scheduler.scheduler import Scheduler
+from tests.helpers import random_prompt, token_ids
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiler here")
 
@@ -41,11 +41,11 @@ def model(shared_checkpoint: Callable[..., str]) -> str:
 @functools.cache
 def make_workload() -> tuple[list[list[int]], list[SamplingParams]]:
     rng = random.Random(0)
-    shared = [rng.randrange(1003) for _ in range(100)]
+    shared = random_prompt(rng, 100)
     prompts = []
     for _ in range(48):
         start = shared[: rng.choice([0, 0, 32, 64, 100])]
-        prompts.append(start + [rng.randrange(1003) for _ in range(rng.randint(1, 60))])
+        prompts.append(start + random_prompt(rng, rng.randint(1, 60)))
     params = [
         SamplingParams(
             temperature=0.8 * (i % 2),
@@ -70,8 +70,7 @@ def generate(model: str, workload: Any, **options: Any) -> list[list[int]]:
     llm = LLM(model, max_model_len=MAX_MODEL_LEN, device="cpu", **options)
     assert llm.engine.executor._runner._backend.name == "cpu"  # type: ignore[attr-defined]
     try:
-        outputs = llm.generate(*workload, use_tqdm=False)
-        return [output.token_ids for output in outputs]
+        return token_ids(llm.generate(*workload, use_tqdm=False))
     finally:
         llm.shutdown()
 
@@ -104,7 +103,7 @@ def one_by_one(model: str, **options: Any) -> list[list[int]]:
 def test_tokens_do_not_depend_on_the_batch(
     model: str, workload: Any, options: dict[str, Any], quantization: str | None
 ) -> None:
-    # Sums over keys go block by block, so another size may round otherwise.
+    # Attention sums block by block, so another block size may round differently.
     kept = {"kvcache_block_size": 64, "quantization": quantization, "kv_cache_dtype": "auto"}
     options = {**kept, **options}
     kept = {name: options[name] for name in kept}
@@ -113,7 +112,7 @@ def test_tokens_do_not_depend_on_the_batch(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_tokens_do_not_depend_on_torchs_default_dtype(model: str, dtype: torch.dtype) -> None:
-    """Symptom: scratch memory of the user's default dtype, too small for what C writes."""
+    """Symptom: scratch memory has torch's default dtype, and the C kernels write past its end."""
     prompts = [[1, 2, 3], [4, 5], [6]]
     params = [
         SamplingParams(max_tokens=20, seed=1, repetition_penalty=1.1, frequency_penalty=0.1),
@@ -129,7 +128,7 @@ def test_tokens_do_not_depend_on_torchs_default_dtype(model: str, dtype: torch.d
 
 
 def test_native_kernels_false_calls_no_kernel(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Symptom: kernels that were switched off choose the tokens."""
+    """Symptom: some steps call kernels although native_kernels is False."""
 
     def refuse(name: str, *args: Any) -> None:
         pytest.fail(f"{name} was called")
@@ -148,17 +147,16 @@ def test_native_kernels_false_calls_no_kernel(model: str, monkeypatch: pytest.Mo
 
 
 def test_tokens_stay_right_while_another_engine_is_built(model: str, workload: Any) -> None:
-    """Symptom: the running engine's calls are taken for the new one's recording."""
+    """Symptom: the new engine records kernel calls of the running engine as its own."""
     running = LLM(model, max_model_len=MAX_MODEL_LEN, device="cpu")
     prompts, params = workload[0][:8], workload[1][:8]
-    expected = [o.token_ids for o in running.generate(prompts, params, use_tqdm=False)]
+    expected = token_ids(running.generate(prompts, params, use_tqdm=False))
     built = threading.Event()
     found: list[list[list[int]]] = []
 
     def run() -> None:
         while not built.is_set() or not found:
-            outputs = running.generate(prompts, params, use_tqdm=False)
-            found.append([output.token_ids for output in outputs])
+            found.append(token_ids(running.generate(prompts, params, use_tqdm=False)))
 
     with ThreadPoolExecutor(1) as pool:
         work = pool.submit(run)
@@ -173,13 +171,8 @@ def test_tokens_stay_right_while_another_engine_is_built(model: str, workload: A
 
 
 def test_tokens_do_not_depend_on_preemption(
-    model: str, workload: Any, monkeypatch: pytest.MonkeyPatch
+    model: str, workload: Any, preempted: list[tuple[int, int]]
 ) -> None:
-    preempted = []
-    preempt = Scheduler._preempt
-    monkeypatch.setattr(
-        Scheduler, "_preempt", lambda self, seq: (preempted.append(seq.seq_id), preempt(self, seq))
-    )
     expected = one_by_one(model, kvcache_block_size=64, quantization=None, kv_cache_dtype="auto")
     assert generate(model, workload, num_kvcache_blocks=5) == expected
     assert preempted
@@ -196,7 +189,7 @@ def test_tokens_do_not_depend_on_preemption(
 def test_logprobs_are_close_to_plain_torchs(
     model: str, workload: Any, quantization: str | None, options: dict[str, Any]
 ) -> None:
-    """Log-probabilities with the kernels on and off differ by rounding only."""
+    """With and without the kernels, log-probabilities differ by rounding only."""
     prompts, _ = workload
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     found = []
@@ -223,7 +216,7 @@ def test_logprobs_are_close_to_plain_torchs(
 def test_steps_with_torch_operations_run_call_by_call(
     shared_checkpoint: Callable[..., str], workload: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Biases are added by torch, so such a model runs call by call."""
+    """torch adds the biases, so the steps of a model with biases cannot be recorded."""
     biased = shared_checkpoint(**MODEL, attention_bias=True)
     prompts, params = workload
     with caplog.at_level(logging.INFO, "nanovllm"):
@@ -244,7 +237,7 @@ def test_int8_kv_cache_halves_the_bytes_of_a_block(model: str) -> None:
         )
         blocks.append(llm.engine.cache_info.num_blocks)
         llm.shutdown()
-    # 32 numbers a head: 64 bytes, or 32 and two for the scale.
+    # A head has 32 numbers: 64 bytes in bfloat16; in int8, 32 bytes and 2 for the scale.
     assert blocks == [10**6 // (64 * 64 * 12), 10**6 // (64 * 34 * 12)]
 
 

@@ -105,7 +105,7 @@ def test_identical_prompts_in_one_step_give_the_same_tokens(
 def test_every_eos_id_stops(make_llm: Any, random_model: str) -> None:
     """generation_config.json names 7 and 11."""
     llm = make_llm(random_model)
-    params = SamplingParams(temperature=1.0, max_tokens=100, seed=0)
+    params = [SamplingParams(max_tokens=100, seed=seed) for seed in range(300)]
     outputs = llm.generate([[i] for i in range(20, 320)], params, use_tqdm=False)
     last = {output.token_ids[-1] for output in outputs if output.finish_reason == "stop"}
     assert last == {7, 11}

@@ -1,4 +1,4 @@
-"""Sampling parameters: what is accepted, what is refused and what the refusal says."""
+"""Sampling parameters: the values accepted, the values refused, and the error messages."""
 
 import dataclasses
 import pickle

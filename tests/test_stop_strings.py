@@ -75,12 +75,12 @@ def test_stop_strings_count_from_min_tokens_on(llm: LLM, min_tokens: int) -> Non
 
 
 def stops_of(index: int) -> list[str]:
-    """A few stop strings: across words, inside words, one that never comes."""
+    """Return stop strings that span words, lie inside words, or never occur."""
     return [["ache", "never"], ["s to", "es th"], ["tion", " in "], [". "], ["zzz"]][index % 5]
 
 
 def with_stops(include: bool = False) -> tuple[list[SamplingParams], list[tuple[str, str | None]]]:
-    """Return parameters for the first questions, and (text, stop string) of their answers."""
+    """Return the parameters of 40 questions, and the (text, stop string) expected for each."""
     params, expected = [], []
     for index, question in enumerate(QUESTIONS[:40]):
         stop = stops_of(index)

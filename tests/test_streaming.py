@@ -1,5 +1,6 @@
-"""Streams: their pieces join to what `generate` returns, in whatever order they are read, and an
-unfinished stream leaves nothing behind.
+"""Streams: their pieces join to what `generate` returns, whatever the order of reading.
+
+An unfinished stream leaves nothing in the engine.
 """
 
 import dataclasses
@@ -34,7 +35,7 @@ def llm(demo_llm: LLM) -> LLM:
 
 
 def read_in_turns(streams: Seq[Iterator[RequestOutput]], seed: int) -> list[list[RequestOutput]]:
-    """Take the streams' pieces one at a time from a random stream."""
+    """Read all streams to the end, each piece from a randomly chosen stream."""
     rng = random.Random(seed)
     pieces: list[list[RequestOutput]] = [[] for _ in streams]
     left = list(range(len(streams)))
@@ -95,7 +96,7 @@ def test_stream_joins_to_what_generate_returns(llm: LLM, case: str) -> None:
 
 
 def test_text_comes_as_it_is_generated(llm: LLM) -> None:
-    """Nothing is held back but half a character, or what a stop string could still take."""
+    """The only text held back is an incomplete character or a possible start of a stop string."""
     longest = len("never in any answer")
     for stop, num_held_back in (([], 0), (["never in any answer", "zz"], longest - 1)):
         text, expected = "", " " + ANSWER_TO[QUESTION]
@@ -135,7 +136,7 @@ def test_two_streams_may_be_read_in_turns(llm: LLM) -> None:
 
 
 def test_stream_runs_beside_other_callers_requests(llm: LLM) -> None:
-    """`generate` and requests queued by hand run beside a stream; each gets its own."""
+    """A stream runs beside `generate` and beside requests added to the engine directly."""
     by_hand = [llm.engine.add_request(question, GREEDY) for question in QUESTIONS[:3]]
     stream = llm.stream(QUESTION, GREEDY)
     pieces = [next(stream) for _ in range(3)]
@@ -171,7 +172,7 @@ def test_unfinished_stream_is_aborted(llm: LLM, num_pieces: int, n: int, ends_by
 
 
 def test_closing_a_stream_keeps_the_others_whole(llm: LLM) -> None:
-    """Closed right after its first piece, while the others' news of that step are not read."""
+    """A stream is closed while pieces of other streams, from the same step, are still unread."""
     streams: list[Any] = [llm.stream(question, GREEDY) for question in QUESTIONS[:4]]
     pieces: list[list[RequestOutput]] = [[] for _ in streams]
     next(streams[0])
@@ -183,7 +184,7 @@ def test_closing_a_stream_keeps_the_others_whole(llm: LLM) -> None:
 
 
 def test_closed_stream_leaves_nothing_in_the_engine(llm: LLM) -> None:
-    """Symptom: what another caller's steps put back for it is kept for ever."""
+    """Symptom: pieces that another caller's steps produced for the stream are never dropped."""
     stream: Any = llm.stream(QUESTION, GREEDY)
     next(stream)
     llm.generate(QUESTIONS[1], GREEDY, use_tqdm=False)
@@ -238,7 +239,7 @@ def test_bad_input_is_refused_before_the_first_piece(
 
 
 def test_abort_returns_the_unsent_rest(llm: LLM) -> None:
-    """Of a stream that holds back what may become a stop string, and of one that does not."""
+    """With a stop string, the stream holds text back; without one, it does not."""
     for stop in ((), ("never in any answer",)):
         params = dataclasses.replace(GREEDY, stop=stop)
         for num_pieces in (1, 4, 20):

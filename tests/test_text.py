@@ -76,7 +76,7 @@ def test_min_tokens_puts_off_the_end_of_sequence(llm: LLM) -> None:
 
 
 def test_cut_character_ends_as_one_replacement(llm: LLM) -> None:
-    """The broken character comes once, at the end, as U+FFFD."""
+    """A character cut by max_tokens becomes one U+FFFD, in the last piece only."""
     decode = llm.get_tokenizer().decode
     num_broken = 0
     for question in MULTI_BYTE:
@@ -95,7 +95,7 @@ def test_cut_character_ends_as_one_replacement(llm: LLM) -> None:
 
 
 def test_bad_words_are_left_out(make_llm: Any) -> None:
-    """A word of several tokens that has as many after a space."""
+    """The word has several tokens, and as many with a space before it."""
     llm = make_llm(demo_model.MODEL)
     encode = llm.get_tokenizer().encode
     question, answer = next(
@@ -113,7 +113,7 @@ def test_bad_words_are_left_out(make_llm: Any) -> None:
 
 
 def test_bad_words_may_be_white_space(make_llm: Any) -> None:
-    """Symptom: such a word is dropped, and nothing is said."""
+    """Symptom: a bad word of white space is ignored without an error."""
     llm = make_llm(demo_model.MODEL)
     question = demo_model.entries()[0][0]
     decode = llm.get_tokenizer().decode

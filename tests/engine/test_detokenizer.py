@@ -1,5 +1,6 @@
-"""Any tokens, one at a time: the text only grows, misses nothing, and stops where a naive search
-of the decoded prefixes does.
+"""Tokens become text one at a time: the text only grows, and equals that of decoding all at once.
+
+A stop string ends it where a naive search of the decoded prefixes does.
 """
 
 import functools
@@ -29,7 +30,7 @@ def byte_level() -> Tokenizer:
 
 @functools.cache
 def byte_fallback() -> Tokenizer:
-    """Llama's way: words with ▁ for a space, and a token for each byte of what has no other."""
+    """Return a tokenizer like Llama's: ▁ is a space; characters without a token become bytes."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     tokens += [*"▁abcdefghijklmnopqrstuvwxyz.,'", "é", "日", "本", UNFINISHED]
     merges = []
@@ -70,7 +71,7 @@ every_tokenizer = pytest.mark.parametrize("kind", MAKERS)
 
 @functools.cache
 def odd_token_ids(kind: str) -> list[int]:
-    """Tokens that are no text by themselves: special ones, single bytes; and a letter."""
+    """Return special tokens, single bytes, and a letter."""
     tokenizer = MAKERS[kind]()
     special = [token for token, added in tokenizer.get_added_tokens_decoder().items()]
     letters = [token for letter in ("a", "▁", "Ġ") if (token := tokenizer.token_to_id(letter))]
@@ -83,9 +84,10 @@ def odd_token_ids(kind: str) -> list[int]:
 
 @st.composite
 def outputs(draw: st.DrawFn, kind: str) -> list[int]:
-    """Token ids: an encoded text, maybe cut inside a character, or anything, or both in turn."""
+    """Draw token ids: parts of encoded texts, perhaps cut inside a character, and random ids."""
     tokenizer = MAKERS[kind]()
-    # A space is ▁ and never a byte's token: as a byte it would depend on what was stripped.
+    # Without the byte of a space: whether the decoder strips it depends on its place. Real
+    # tokenizers encode a space as ▁.
     space = tokenizer.token_to_id("<0x20>")
     token = st.integers(0, tokenizer.get_vocab_size() - 1) | st.sampled_from(odd_token_ids(kind))
     token = token.filter(lambda token_id: token_id != space)
@@ -100,10 +102,10 @@ def outputs(draw: st.DrawFn, kind: str) -> list[int]:
 
 
 def decode(kind: str, token_ids: Seq[int], skip_special_tokens: bool) -> str:
-    """Return the text of all tokens at once.
+    """Return the text of all tokens, decoded at once.
 
-    A byte that cannot go on with the bytes before it makes tokenizers' ByteFallback take back the
-    characters that they gave; what was streamed cannot be taken back, so here they stay.
+    An invalid byte makes tokenizers' ByteFallback also replace the valid characters of the bytes
+    right before it. A stream has sent these characters already, so here they stay.
     """
     tokenizer = MAKERS[kind]()
     whole: str = tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
@@ -136,7 +138,7 @@ def is_utf8(data: bytes) -> bool:
 
 
 def decoded_prefixes(kind: str, token_ids: Seq[int], skip_special_tokens: bool) -> list[str]:
-    """Return what may be read before the first token, after each, and once it is finished."""
+    """Return the text expected before the first token, after each token, and after the end."""
     texts = [""]
     for count in range(1, len(token_ids) + 1):
         text = decode(kind, token_ids[:count], skip_special_tokens)
@@ -207,7 +209,10 @@ def test_whole_characters_are_never_shown_as_broken(
 def first_stop(
     texts: Seq[str], stops: Seq[str], num_unsearched: int
 ) -> tuple[int, int, int] | None:
-    """Return (index into texts, start, end) of the stop complete first, the longest if several."""
+    """Return (index into texts, start, end) of the first complete stop string.
+
+    Of several that end together, the longest counts.
+    """
     for index in range(num_unsearched + 1, len(texts)):
         text = texts[index]
         for end in range(len(texts[index - 1]) + 1, len(text) + 1):
@@ -276,7 +281,7 @@ def test_stop_strings_end_where_a_naive_search_does(
 
 
 def read(detokenizer: Detokenizer, token_ids: Seq[int], num_unsearched: int = 0) -> list[str]:
-    """Add tokens until a stop string is complete; return the texts that were safe on the way."""
+    """Add tokens until a stop string is complete; return the safe text after each token."""
     safe = []
     for count, token_id in enumerate(token_ids, start=1):
         if detokenizer.add(token_id, search=count > num_unsearched):
@@ -305,7 +310,7 @@ def read(detokenizer: Detokenizer, token_ids: Seq[int], num_unsearched: int = 0)
 def test_stop_string_complete_first_wins(
     text: str, stop: list[str], stop_string: str | None, kept: str, backwards: bool
 ) -> None:
-    """Whatever the order in which they are given; of those that end together, the longest."""
+    """The order of `stop` does not matter. Of strings that end together, the longest counts."""
     tokenizer = byte_level()
     stop = stop[::-1] if backwards else stop
     for include_stop in (False, True):

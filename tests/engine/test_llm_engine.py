@@ -1,4 +1,4 @@
-"""The loop and the facade: requests come in, outputs go out, failures leave nothing behind."""
+"""LLM and LLMEngine: requests, outputs, statistics; failures leave nothing behind."""
 
 import dataclasses
 import gc
@@ -41,7 +41,7 @@ def test_priority_is_given_for_all_or_for_each(make_llm: Any, random_model: str)
 
 
 def test_each_engine_has_its_own_num_threads(make_llm: Any, random_model: str) -> None:
-    """Symptom: num_threads of one engine is the default of the next, and a new thread's is not."""
+    """Symptom: num_threads becomes the next engine's default, or a new thread ignores it."""
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -76,13 +76,12 @@ def test_finish_reason_is_length_or_stop(llm: LLM) -> None:
         [[9]], SamplingParams(temperature=0, max_tokens=200, ignore_eos=True), use_tqdm=False
     )
     assert (free.finish_reason, len(free.token_ids)) == ("length", 200)
-    for eos in (7, 11):  # both of generation_config's
-        prompts = [[i] for i in range(1003) if i not in (7, 11)]
-        params = SamplingParams(temperature=1.0, max_tokens=30, seed=eos)
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        stopped = [o for o in outputs if o.finish_reason == "stop"]
-        assert {o.token_ids[-1] for o in stopped} == {7, 11}
-        assert not any({7, 11} & set(o.token_ids[:-1]) for o in outputs)
+    prompts = [[i] for i in range(1003) if i not in (7, 11)]
+    params = [SamplingParams(max_tokens=30, seed=seed) for seed in range(len(prompts))]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    stopped = [o for o in outputs if o.finish_reason == "stop"]
+    assert {o.token_ids[-1] for o in stopped} == {7, 11}  # both EOS ids of the model
+    assert not any({7, 11} & set(o.token_ids[:-1]) for o in outputs)
 
 
 def test_failed_generate_leaves_nothing_for_the_next_call(
@@ -112,7 +111,7 @@ def test_failed_generate_leaves_nothing_for_the_next_call(
 def test_failed_step_loses_no_token(
     random_model: str, queue_depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests whose step failed are computed again; what they had generated stays."""
+    """Requests of a failed step are computed again and keep the tokens they had."""
     engine = LLMEngine(Config(model=random_model), queue_depth=queue_depth)
     prompts = [[i + 1] * 20 for i in range(6)]
     expected: dict[int, list[int]] = {}
@@ -175,7 +174,7 @@ def test_seed_repeats_a_request_and_its_absence_does_not(llm: LLM) -> None:
 
 def test_cached_tokens_are_reported(make_llm: Any, random_model: str) -> None:
     llm = make_llm(random_model, kvcache_block_size=16)
-    prompt = list(range(1, 49))  # exactly three blocks: the last token is computed all the same
+    prompt = list(range(1, 49))  # exactly three blocks; the last one is computed again
     cached = [llm.generate(prompt, GREEDY, use_tqdm=False)[0].num_cached_tokens for _ in range(2)]
     assert cached == [0, 32]
 
@@ -189,7 +188,7 @@ def test_stats_count_every_token(make_llm: Any, random_model: str) -> None:
 
 @pytest.mark.parametrize("queue_depth", [0, 1, 4])
 def test_stats_exclude_tokens_after_a_stop(random_model: str, queue_depth: int) -> None:
-    """Symptom: steps launched before a stop was known count as output, and the rate is too high."""
+    """Symptom: tokens of steps launched before a stop was known count, so the rate is too high."""
     engine = LLMEngine(Config(model=random_model), queue_depth=queue_depth)
     params = SamplingParams(temperature=1.0, max_tokens=60, stop_token_ids=list(range(200)))
     ids = [engine.add_request([i + 1], params) for i in range(12)]
@@ -205,7 +204,7 @@ def test_stats_exclude_tokens_after_a_stop(random_model: str, queue_depth: int) 
 def test_engine_finishes_while_superfluous_steps_are_in_flight(
     random_model: str, queue_depth: int
 ) -> None:
-    """Symptom: after the last stop the engine is busy with steps that nobody reads."""
+    """Symptom: after the last stop, the engine waits for steps whose tokens nobody needs."""
     engine = LLMEngine(Config(model=random_model), queue_depth=queue_depth)
     expected: list[list[int]] = []
     for _ in range(2):

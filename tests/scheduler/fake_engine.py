@@ -22,12 +22,12 @@ UNWRITTEN = -1
 
 
 def fold(prefix_hash: int, token: int) -> int:
-    """Hash of a prefix with one token more; it stands for the KV of that token."""
+    """Return the hash of a prefix and one more token. It stands for the KV of that token."""
     return hash((prefix_hash, token))
 
 
 def prefix_hashes(token_ids: list[int]) -> list[int]:
-    """The hash of each non-empty prefix."""
+    """Return the hash of each non-empty prefix."""
     hashes, last = [], 0
     for token in token_ids:
         last = fold(last, token)
@@ -36,12 +36,12 @@ def prefix_hashes(token_ids: list[int]) -> list[int]:
 
 
 def next_token(prefix_hash: int) -> int:
-    """The fake model: what it samples depends on every token before, and on nothing else."""
+    """Return the fake model's next token, a function of all tokens before it."""
     return (prefix_hash >> 8) % VOCAB_SIZE
 
 
 def continuation(token_ids: list[int]) -> Iterator[int]:
-    """What the fake model says after `token_ids`, without end."""
+    """Yield the tokens that the fake model generates after `token_ids`, without end."""
     prefix_hash = prefix_hashes(token_ids)[-1]
     while True:
         token = next_token(prefix_hash)
@@ -52,7 +52,7 @@ def continuation(token_ids: list[int]) -> Iterator[int]:
 def oracle(
     prompt: list[int], params: SamplingParams, max_model_len: int, eos_token_ids: frozenset[int]
 ) -> tuple[list[int], str]:
-    """Return (output tokens, finish reason) of a request that runs alone."""
+    """Return (output tokens, finish reason) of a request: what a scheduler must produce."""
     output: list[int] = []
     for token in continuation(prompt):
         output.append(token)
@@ -64,11 +64,11 @@ def oracle(
 
 
 Proposer = Callable[[list[int]], list[int]]
-"""All tokens of a sequence -> guesses at the next ones."""
+"""Takes all tokens of a sequence; returns draft tokens."""
 
 
 def random_guesses(seed: int) -> Proposer:
-    """Return a proposer of 0 to 4 guesses, most of them right."""
+    """Return a proposer of 0 to 4 draft tokens, most of them right."""
     rng = random.Random(seed)
 
     def propose(token_ids: list[int]) -> list[int]:
@@ -79,9 +79,10 @@ def random_guesses(seed: int) -> Proposer:
 
 
 class FakeWorker:
-    """Device tables and a KV memory, like the real worker's. Stale contents stay in place.
+    """Device tables and a KV cache, as the real worker has them. It knows only the schedules.
 
-    A failed step leaves garbage, and so does every step after it until the failure is noticed.
+    Old contents stay in place until something overwrites them. While `is_broken`, every step
+    writes garbage and fails.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class FakeWorker:
         self.is_broken = False
 
     def execute(self, schedule: Schedule) -> StepResult | None:
-        """Run a step; None if it failed."""
+        """Run a step. Return its result, or None if it failed."""
         for new in schedule.admissions:
             self._store(self.token_ids[new.table_idx], 0, new.token_ids)
             self._store(self.block_tables[new.table_idx], 0, new.block_ids)
@@ -124,7 +125,7 @@ class FakeWorker:
         hashes = prefix_hashes(tokens[:end])
         for position in range(row.num_computed_tokens):
             written = self.kv.get(self.location(row, position))
-            assert written == hashes[position], f"{row} reads what is not its own at {position}"
+            assert written == hashes[position], f"{row} reads another prefix at {position}"
         for position in range(row.num_computed_tokens, end):
             self.kv[self.location(row, position)] = hashes[position]
         if not row.samples:
@@ -135,7 +136,7 @@ class FakeWorker:
             if sampled[-1] != draft:
                 break
             sampled.append(next_token(hashes[position]))
-        room = len(tokens) - num_known  # a full row samples one token that nothing ever reads
+        room = len(tokens) - num_known  # a full table row has no room for its last token
         self._store(tokens, num_known, sampled[:room])
         result.token_ids.append(sampled)
         if self.propose is not None:
@@ -149,12 +150,12 @@ class FakeWorker:
         self._store(tokens, end, [UNWRITTEN][: len(tokens) - end])
 
     def _store(self, table: list[int], start: int, values: list[int]) -> None:
-        assert start + len(values) <= len(table), "a table is overrun"
+        assert start + len(values) <= len(table), "written past the end of a table"
         table[start : start + len(values)] = values
 
 
 class Engine:
-    """The loop around a scheduler and a fake worker; it checks each schedule and each output."""
+    """The engine's loop with a fake worker. It checks each schedule and each output."""
 
     def __init__(
         self,
@@ -181,9 +182,9 @@ class Engine:
         self.max_num_seqs = max_num_seqs
         self.queue_depth = queue_depth
         self.in_flight: deque[tuple[Schedule, StepResult | None]] = deque()
-        self.launched: list[tuple[Schedule, Schedule]] = []  # each with a copy as it was then
-        self.sequences: list[Sequence] = []  # by id, which is also the order of arrival
-        self.contexts: list[list[int]] = []  # by id: the right tokens up to max_model_len
+        self.launched: list[tuple[Schedule, Schedule]] = []  # each with a copy made at launch
+        self.sequences: list[Sequence] = []  # by id, so in order of arrival
+        self.contexts: list[list[int]] = []  # by id: the expected tokens up to max_model_len
         self.admitted: list[int] = []  # ids, in order of first admission
         self.preempted: list[int] = []  # ids, in order of preemption
         self.num_drafts_held = 0
@@ -214,7 +215,7 @@ class Engine:
         schedule = self.scheduler.schedule()
         self._check_order(running, waiting, schedule)
         if schedule is None:
-            assert self.in_flight or not self.scheduler.num_unfinished, "nothing will ever run"
+            assert self.in_flight or not self.scheduler.num_unfinished, "requests wait for ever"
             return None
         self._check_budgets(schedule)
         self.launched.append((schedule, pickle.loads(pickle.dumps(schedule))))
@@ -229,7 +230,7 @@ class Engine:
         return schedule
 
     def retire(self) -> None:
-        """Take the oldest step's result; after a failed one, take back all that are in flight."""
+        """Update with the oldest step's result. If it failed, abandon all steps in flight."""
         schedule, result = self.in_flight.popleft()
         if result is None:
             self.scheduler.abandon(schedule)
@@ -247,7 +248,7 @@ class Engine:
             self._check_output(seq)
 
     def step(self, *, fails_to_launch: bool = False) -> bool:
-        """Go once round the engine's loop; return whether anything was launched or retired."""
+        """Run the engine's loop once. Return whether a step was launched or retired."""
         while len(self.in_flight) > self.queue_depth:
             self.retire()
         schedule = self.launch(fails_to_launch=fails_to_launch)
@@ -261,7 +262,7 @@ class Engine:
             if condition():
                 return
             self.step()
-        raise AssertionError("it never happened")
+        raise AssertionError("the condition was not met in 100 steps")
 
     def abort(self, seq: Sequence) -> None:
         was_finished = seq.is_finished
@@ -269,12 +270,12 @@ class Engine:
         assert was_finished or seq.finish_reason == "abort"
 
     def run(self) -> None:
-        """Step until nothing is left, and check that everything was right and given back."""
+        """Step until nothing is left; check all outputs, and that all blocks are free."""
         unfinished = [seq for seq in self.sequences if not seq.is_finished]
-        # A step computes a token of the first in order at least; a preemption undoes some of them.
+        # Each step computes at least one token of the first sequence; preemption repeats some.
         limit = 8 + len(self.in_flight) + 2 * sum(len(self.contexts[s.seq_id]) for s in unfinished)
         num_steps = sum(1 for _ in takewhile(lambda _: self.step(), range(limit + 1)))
-        assert num_steps <= limit, "somebody starves"
+        assert num_steps <= limit, "a sequence starves"
         assert self.scheduler.num_unfinished == 0
         assert self.scheduler.num_waiting == 0
         assert self.scheduler.running == []
@@ -282,12 +283,12 @@ class Engine:
         self.manager.check([])
         assert self.manager.num_free_blocks == len(self.manager.blocks)
         for schedule, as_launched in self.launched:
-            assert schedule == as_launched, "a schedule changed after it was handed on"
+            assert schedule == as_launched, "a schedule changed after its launch"
         for seq in self.sequences:
             assert seq.is_finished
             self._check_output(seq)
         if len({seq.priority for seq in self.sequences}) == 1:
-            assert self.admitted == sorted(self.admitted), "somebody was passed"
+            assert self.admitted == sorted(self.admitted), "a waiting sequence was passed over"
 
     def _check_output(self, seq: Sequence) -> None:
         context = self.contexts[seq.seq_id]
@@ -324,8 +325,8 @@ class Engine:
             return
         kept_ids = [seq.seq_id for seq in kept]
         admitted = [r.seq_id for r in schedule.rows if r.seq_id not in kept_ids]
-        assert not (victims and admitted), "what was taken from one is given to another"
-        assert admitted == waiting[: len(admitted)], "somebody was passed"
+        assert not (victims and admitted), "admission in a step that preempts"
+        assert admitted == waiting[: len(admitted)], "a waiting sequence was passed over"
         self.admitted += [seq_id for seq_id in admitted if seq_id not in self.admitted]
         rows = [row.seq_id for row in schedule.rows]
         assert rows == [seq_id for seq_id in kept_ids if seq_id in rows] + admitted
@@ -340,7 +341,7 @@ class Engine:
         assert all(row.num_scheduled_tokens > 0 for row in schedule.rows)
         assert len({row.table_idx for row in schedule.rows}) == len(schedule.rows)
         assert len(self.scheduler.running) <= self.max_num_seqs
-        if not all(row.samples for row in schedule.rows):  # only the last is cut, by the budget
+        if not all(row.samples for row in schedule.rows):  # the budget may cut only the last row
             assert schedule.num_tokens == budget
             assert all(row.samples for row in schedule.rows[:-1])
 
@@ -349,17 +350,17 @@ class Engine:
         end = row.num_computed_tokens + row.num_scheduled_tokens
         num_known = end - len(row.draft_token_ids)
         known = self.worker.token_ids[row.table_idx][:num_known]
-        assert known == self.contexts[row.seq_id][:num_known], "the tables hold other tokens"
+        assert known == self.contexts[row.seq_id][:num_known], "the table row holds other tokens"
         for position in range(row.num_computed_tokens, end):
             block_id, _ = self.worker.location(row, position)
             assert block_id == seq.block_table[position // self.manager.block_size]
             block = self.manager.blocks[block_id]
-            assert block.ref_count == 1, "a block is written that others read"
-            assert block.uid is None, "a block is written that others may find"
+            assert block.ref_count == 1, "a shared block is written"
+            assert block.uid is None, "a published block is written"
 
 
 def prompt_that_ends_with(eos: int, eos_token_ids: frozenset[int]) -> list[int]:
-    """A prompt whose oracle stops at `eos` after some other tokens."""
+    """Return a prompt whose output ends with `eos`, after at least two other tokens."""
     params = SamplingParams(max_tokens=8)
     for first in count():
         output, reason = oracle([first], params, 16, eos_token_ids)

@@ -1,5 +1,6 @@
-"""The block manager: nobody reads a block that holds anything but its own prefix, no block is lost,
-and the oldest is evicted first.
+"""The block manager: a sequence reads only blocks that hold its own prefix, and no block is lost.
+
+The least recently used block is evicted first.
 """
 
 from itertools import count
@@ -40,12 +41,12 @@ def make_seq(token_ids: list[int]) -> Sequence:
 
 
 def admit(manager: BlockManager, seq: Sequence) -> list[int] | None:
-    """Give `seq` blocks for all its tokens, cached ones first."""
+    """Allocate blocks for all tokens of `seq`, after matching its prefix."""
     return manager.allocate_blocks(seq, len(seq.token_ids), manager.match_prefix(seq))
 
 
 def publish_all(manager: BlockManager, token_ids: list[int]) -> Sequence:
-    """Admit a sequence and publish it, as a step that computed all of it would."""
+    """Admit a sequence and publish all its full blocks, as after a step that computed it."""
     seq = make_seq(token_ids)
     assert admit(manager, seq) is not None
     manager.publish(seq, len(token_ids))
@@ -57,20 +58,20 @@ def num_hits(manager: BlockManager, token_ids: list[int]) -> int:
 
 
 def snapshot(manager: BlockManager, seq: Sequence) -> list[object]:
-    """Everything that an allocation may change."""
+    """Return everything that an allocation may change."""
     blocks = [(block.ref_count, block.uid, block.key, block.tokens) for block in manager.blocks]
     table = list(seq.block_table)
     return [manager.num_free_blocks, blocks, table, seq.num_published_blocks, seq.parent_uid]
 
 
 class Owner:
-    """A sequence that owns blocks, and what the test knows of it."""
+    """A sequence that owns blocks, and what the model of the test records about it."""
 
     def __init__(self, seq: Sequence, num_written: int, parent: int) -> None:
         self.seq = seq
         self.num_written = num_written  # tokens whose KV the test has written
         self.num_published = num_written  # in tokens
-        self.parent = parent  # number of the model's entry that the next block hangs from
+        self.parent = parent  # number of the model's entry that is the next block's parent
 
 
 class BlockManagerMachine(RuleBasedStateMachine):
@@ -157,7 +158,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         end = min(owner.num_written + num_tokens, capacity)
         for position in range(owner.num_written, end):
             block_id = seq.block_table[position // block_size]
-            assert self.manager.blocks[block_id].ref_count == 1, "written while others read it"
+            assert self.manager.blocks[block_id].ref_count == 1, "a shared block is written"
             self.kv[block_id] = tuple(seq.token_ids[: position + 1])
         owner.num_written = end
 
@@ -206,13 +207,13 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 assert self.kv[block_id] == tuple(owner.seq.token_ids[:end])
 
     def check_hits(self, seq: Sequence, hits: list[int]) -> int:
-        """Compare a match with both models; return the number of the last entry it took."""
+        """Compare a match with both models; return the number of the last matched entry."""
         block_size = self.manager.block_size
-        assert len(hits) * block_size < len(seq.token_ids), "no token is left to compute"
+        assert len(hits) * block_size < len(seq.token_ids), "the match leaves no token to compute"
         parent = 0
         for index, block_id in enumerate(hits):
             prefix = tuple(seq.token_ids[: (index + 1) * block_size])
-            assert self.kv[block_id] == prefix, "the block holds something else"
+            assert self.kv[block_id] == prefix, "the block holds another prefix"
             if not self.collides:
                 parent, expected = self.entries[parent, prefix]
                 assert block_id == expected
@@ -222,7 +223,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         return parent
 
     def evict(self, block_ids: list[int]) -> None:
-        """Forget what the model knows of blocks that were given out anew."""
+        """Remove the model's entries of blocks that were allocated anew."""
         self.entries = {
             key: entry for key, entry in self.entries.items() if entry[1] not in block_ids
         }
@@ -254,7 +255,7 @@ def test_hash_collision_is_never_a_hit(monkeypatch: pytest.MonkeyPatch, num_hash
             kv[block_id] = prompt[: 2 * i + 2]
         manager.free(seq)
         manager.check([])
-    assert num_hits(manager, prompts[0]) == 2  # the first one published its keys: they do hit
+    assert num_hits(manager, prompts[0]) == 2  # published first, so its keys do hit
 
 
 def test_collision_breaks_the_chain_below_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +269,7 @@ def test_collision_breaks_the_chain_below_it(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_same_tokens_under_another_prefix_do_not_match() -> None:
-    """Symptom: a block is found by its own tokens alone, wherever in a text they stand."""
+    """Symptom: a block matches by its own tokens, whatever comes before them."""
     manager = BlockManager(16, 2)
     publish_all(manager, [1, 2, 3, 4, 5])
     assert num_hits(manager, [3, 4, 5]) == 0
@@ -287,7 +288,7 @@ def test_fully_cached_exact_multiple_leaves_a_token_to_compute(block_size: int) 
 
 
 def test_block_is_not_matched_before_it_is_published() -> None:
-    """Symptom: a prefix hit on a block whose KV the step in flight has yet to write."""
+    """Symptom: a prefix hits a block whose KV is not written yet."""
     manager = BlockManager(16, 2)
     first = make_seq([1, 2, 3, 4, 5])
     assert admit(manager, first) is not None
@@ -299,14 +300,14 @@ def test_block_is_not_matched_before_it_is_published() -> None:
 
 
 def test_two_writers_of_one_prefix_share_what_comes_after() -> None:
-    """Symptom: of two identical prompts in one step, one or both leave nothing to be found."""
+    """Symptom: after two identical prompts in one step, their prefix does not hit."""
     manager = BlockManager(16, 2)
     twins = [make_seq([1, 2, 3, 4, 5]) for _ in range(2)]
     for twin in twins:
         assert admit(manager, twin) is not None
     assert not set(twins[0].block_table) & set(twins[1].block_table)
     manager.publish(twins[0], 2)
-    manager.publish(twins[1], 4)  # hangs its second block from the first one's
+    manager.publish(twins[1], 4)  # its second block becomes a child of the first twin's block
     assert manager.match_prefix(make_seq([1, 2, 3, 4, 5])) == [
         twins[0].block_table[0],
         twins[1].block_table[1],
@@ -315,7 +316,7 @@ def test_two_writers_of_one_prefix_share_what_comes_after() -> None:
 
 
 def test_oldest_block_is_evicted_first_and_a_tail_before_its_prefix() -> None:
-    """Symptom: a hot prefix is evicted while cold ones stay, or its head before its tail."""
+    """Symptom: a recently used prefix is evicted before old ones, or its head before its tail."""
     manager = BlockManager(4, 1)
     old, new = [1, 2], [3, 4]
     sequences = [publish_all(manager, tokens) for tokens in (old, new)]
@@ -326,7 +327,7 @@ def test_oldest_block_is_evicted_first_and_a_tail_before_its_prefix() -> None:
         taker = make_seq([100])
         assert manager.allocate_blocks(taker, num_blocks) is not None
         hits = num_hits(manager, [*old, 0]), num_hits(manager, [*new, 0])
-        manager.free(taker)  # unpublished blocks are taken again before any cached one
+        manager.free(taker)  # its unpublished blocks are allocated again before cached ones
         return hits
 
     assert hits_after_taking(0) == (2, 2)
@@ -337,13 +338,13 @@ def test_oldest_block_is_evicted_first_and_a_tail_before_its_prefix() -> None:
 
 
 def test_reused_block_does_not_inherit_the_old_blocks_children() -> None:
-    """Symptom: a block is reused, and with it the name under which its old continuation hangs."""
+    """Symptom: a reused block keeps its old id, so children of its old prefix still match."""
     manager = BlockManager(4, 1)
     twins = [make_seq([1, 2]), make_seq([1, 2])]
     for twin in twins:
         assert admit(manager, twin) is not None
     manager.publish(twins[0], 1)
-    manager.publish(twins[1], 2)  # its second block hangs from the first twin's first
+    manager.publish(twins[1], 2)  # its second block is a child of the first twin's first block
     (first, _) = twins[0].block_table
     manager.free(twins[0])
     taker = make_seq([8, 9])
@@ -356,7 +357,7 @@ def test_reused_block_does_not_inherit_the_old_blocks_children() -> None:
 
 
 def test_evicted_sequence_is_published_again_from_the_root() -> None:
-    """Symptom: resumed without its old blocks, a sequence hangs its start from its former end."""
+    """Symptom: a resumed sequence publishes its first block as a child of its old last block."""
     manager = BlockManager(2, 1)
     seq = publish_all(manager, [1, 2])
     manager.free(seq)
@@ -367,7 +368,7 @@ def test_evicted_sequence_is_published_again_from_the_root() -> None:
 
 
 def test_use_makes_a_prefix_recent_again() -> None:
-    """Symptom: eviction goes by when a prefix was first published, not by when it was last used."""
+    """Symptom: eviction follows the time of publication instead of the last use."""
     manager = BlockManager(4, 1)
     sequences = [publish_all(manager, tokens) for tokens in ([1, 2], [3, 4])]
     for seq in sequences:
@@ -380,7 +381,7 @@ def test_use_makes_a_prefix_recent_again() -> None:
 
 
 def test_block_in_use_is_never_evicted() -> None:
-    """Symptom: under pressure a running sequence loses a block that it shares."""
+    """Symptom: with few free blocks, a running sequence loses a block that it shares."""
     manager = BlockManager(4, 1)
     first = publish_all(manager, [1, 2, 3])
     second = make_seq([1, 2, 9])
@@ -396,7 +397,7 @@ def test_block_in_use_is_never_evicted() -> None:
 
 
 def test_allocation_is_all_or_nothing() -> None:
-    """Symptom: a request that does not fit keeps some blocks, or takes its hits out of the pool."""
+    """Symptom: a request that does not fit keeps some blocks, or its hits leave the free list."""
     manager = BlockManager(4, 1)
     manager.free(publish_all(manager, [1, 2]))
     resident = publish_all(manager, [8])
@@ -413,18 +414,18 @@ def test_allocation_is_all_or_nothing() -> None:
 
 
 def test_hits_on_free_blocks_count_against_the_free_blocks() -> None:
-    """Symptom: a hit on a free block is counted as costing nothing, and the pool runs dry."""
+    """Symptom: a hit on a free block is not counted, and the free list becomes empty too early."""
     manager = BlockManager(3, 1)
     manager.free(publish_all(manager, [1, 2]))
     seq = make_seq([1, 2, 3, 4])
-    assert admit(manager, seq) is None  # 2 hits and 2 new ones of 3 free
+    assert admit(manager, seq) is None  # 2 hits and 2 new blocks, of 3 free
     del seq.token_ids[3:]
     assert admit(manager, seq) is not None
 
 
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """What has been hashed."""
+    """The inputs of all hashes during the test."""
     inputs: list[bytes] = []
 
     def counting(data: bytes) -> int:
@@ -436,18 +437,18 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 
 
 def test_blocked_request_does_not_rehash(hashed: list[bytes]) -> None:
-    """Symptom: a long prompt at the head of the queue costs its hash again in every step."""
+    """Symptom: a long prompt at the head of the queue is hashed again in every step."""
     manager = BlockManager(2, 2)
     manager.free(publish_all(manager, [0, 1, 2]))
     hashed.clear()
     blocked = make_seq(list(range(20)))
     for _ in range(50):
         assert admit(manager, blocked) is None
-    assert len(hashed) == 9  # ten full blocks, of which the last is never matched
+    assert len(hashed) == 9  # ten full blocks; the last is never matched
 
 
 def test_resumed_sequence_does_not_rehash(hashed: list[bytes]) -> None:
-    """Symptom: each preemption hashes the whole sequence once more."""
+    """Symptom: each preemption hashes the whole sequence again."""
     manager = BlockManager(8, 2)
     seq = publish_all(manager, [1, 2, 3, 4, 5, 6])
     manager.free(seq)
@@ -458,7 +459,7 @@ def test_resumed_sequence_does_not_rehash(hashed: list[bytes]) -> None:
 
 
 def test_without_prefix_caching_nothing_is_hashed_or_hit(hashed: list[bytes]) -> None:
-    """Symptom: the option is read in one place and not in the other, or still costs the hashes."""
+    """Symptom: matching or publishing ignores the option, or blocks are still hashed."""
     manager = BlockManager(4, 1, enable_prefix_caching=False)
     seq = publish_all(manager, [1, 2, 3])
     assert num_hits(manager, [1, 2, 3]) == 0

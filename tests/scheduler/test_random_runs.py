@@ -1,4 +1,4 @@
-"""Random arrivals, aborts, failures and steps: each request gets the tokens that it gets alone.
+"""Random arrivals, aborts, failures and steps: each request gets the tokens it gets alone.
 
 Imports no torch.
 """
@@ -25,7 +25,7 @@ INDEX = st.integers(0, 15)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Random arrivals, aborts, failures and steps on a pool that is often too small for them."""
+    """Random arrivals, aborts, failures and steps; the KV pool is often too small."""
 
     proposes = False
 
@@ -119,7 +119,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def fail(self) -> None:
         self.engine.worker.is_broken = True
-        if not self.engine.step():  # there was nothing to fail
+        if not self.engine.step():  # no step was launched, so none failed
             self.engine.worker.is_broken = False
 
     @invariant()
@@ -128,7 +128,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 class SpeculationMachine(SchedulerMachine):
-    """The same with a worker that guesses ahead, rightly and wrongly."""
+    """The same with a worker that proposes draft tokens, right and wrong ones."""
 
     proposes = True
 

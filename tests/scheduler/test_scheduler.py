@@ -34,7 +34,7 @@ DEPTHS = pytest.mark.parametrize("queue_depth", [0, 1, 4])
 
 @pytest.mark.parametrize("module", ["nanovllm", "nanovllm.scheduler.scheduler"])
 def test_import_needs_no_torch(module: str) -> None:
-    """Symptom: `import nanovllm` takes seconds, and scheduling cannot be used without a model."""
+    """Symptom: `import nanovllm` takes seconds, and the scheduler's tests need torch."""
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     root = Path(nanovllm.__file__).parent.parent
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
@@ -42,7 +42,7 @@ def test_import_needs_no_torch(module: str) -> None:
 
 @DEPTHS
 def test_identical_prompts_in_one_step_share_no_block(queue_depth: int) -> None:
-    """Symptom: the second reads blocks that the first is still writing."""
+    """Symptom: the second prompt reads blocks that the first is still writing."""
     engine = Engine(queue_depth=queue_depth)
     prompt = [1, 2, 3, 4, 0, 1]
     twins = [engine.add(prompt), engine.add(prompt)]
@@ -57,7 +57,7 @@ def test_identical_prompts_in_one_step_share_no_block(queue_depth: int) -> None:
 
 
 def test_no_hit_on_a_prefix_in_flight() -> None:
-    """Symptom: a prompt that arrives one step after its twin hits KV that may yet fail."""
+    """Symptom: a prompt hits blocks of a step in flight, which may still fail."""
     engine = Engine(queue_depth=1)
     prompt = [1, 2, 3, 4, 0]
     engine.add(prompt)
@@ -71,7 +71,7 @@ def test_no_hit_on_a_prefix_in_flight() -> None:
 
 
 def test_result_publishes_its_own_step_only() -> None:
-    """Symptom: the result of one chunk publishes the blocks of the next, which may yet fail."""
+    """Symptom: the result of one chunk publishes blocks of the next, which may still fail."""
     engine = Engine(queue_depth=1, max_num_batched_tokens=4)
     prompt = [1, 2, 3, 4, 0, 1, 2, 3]
     engine.add(prompt)
@@ -85,7 +85,7 @@ def test_result_publishes_its_own_step_only() -> None:
 
 
 def test_fully_cached_prompt_of_whole_blocks_computes_its_last_one() -> None:
-    """Symptom: a row without tokens, and no hidden state to sample from."""
+    """Symptom: the row has no tokens to compute, so no hidden state to sample from."""
     engine = Engine(block_size=4)
     prompt = [1, 2, 3, 4, 0, 1, 2, 3]
     engine.add(prompt)
@@ -103,7 +103,7 @@ def test_fully_cached_prompt_of_whole_blocks_computes_its_last_one() -> None:
 
 @DEPTHS
 def test_outgrowing_the_pool_preempts_the_last(queue_depth: int) -> None:
-    """Symptom: one sequence that needs a block more than is free crashes the engine."""
+    """Symptom: the engine crashes when a running sequence needs a block and none is free."""
     engine = Engine(num_blocks=4, block_size=2, max_model_len=8, queue_depth=queue_depth)
     first = engine.add([1, 2, 3], max_tokens=5)
     last = engine.add([2, 3, 4], max_tokens=5)
@@ -113,7 +113,7 @@ def test_outgrowing_the_pool_preempts_the_last(queue_depth: int) -> None:
 
 
 def test_first_sequence_is_never_preempted() -> None:
-    """Symptom: the only sequence left gives its own blocks back, for ever."""
+    """Symptom: the only running sequence preempts itself again and again."""
     engine = Engine(num_blocks=4, block_size=2, max_model_len=8)
     for first in range(3):
         engine.add([first], max_tokens=100)
@@ -122,7 +122,7 @@ def test_first_sequence_is_never_preempted() -> None:
 
 
 def test_preempted_sequence_keeps_its_tokens() -> None:
-    """Symptom: after a preemption the output starts again, or is admitted with the prompt only."""
+    """Symptom: after a preemption, the output starts again from the prompt."""
     engine = Engine(num_blocks=4, block_size=2, max_model_len=8)
     engine.add([1, 2, 3], max_tokens=5)
     last = engine.add([2, 3, 4], max_tokens=5)
@@ -136,7 +136,7 @@ def test_preempted_sequence_keeps_its_tokens() -> None:
 
 
 def test_preempted_sequence_waits_for_its_token_in_flight() -> None:
-    """Symptom: a sequence is resumed before its last token is known, and the token is lost."""
+    """Symptom: a sequence resumes before its last token is known, and loses that token."""
     engine = Engine(num_blocks=4, block_size=2, max_model_len=8, queue_depth=1)
     first = engine.add([1, 2, 3], max_tokens=5)
     last = engine.add([2, 3, 4], max_tokens=5)
@@ -146,7 +146,7 @@ def test_preempted_sequence_waits_for_its_token_in_flight() -> None:
     engine.launch()
     assert engine.preempted == [last.seq_id]
     assert last.num_pending_tokens == 1
-    engine.abort(first)  # there is space again
+    engine.abort(first)  # so blocks are free again
     assert engine.launch() is None
     engine.retire()
     assert last.num_pending_tokens == 0
@@ -180,7 +180,7 @@ def test_each_of_several_eos_ids_stops(eos: int, queue_depth: int) -> None:
 
 
 def test_ignore_eos_goes_on_to_max_tokens() -> None:
-    """Symptom: a benchmark's outputs end early."""
+    """Symptom: outputs of a benchmark end early."""
     eos_token_ids = frozenset({3})
     engine = Engine(eos_token_ids=eos_token_ids)
     seq = engine.add(prompt_that_ends_with(3, eos_token_ids), max_tokens=8, ignore_eos=True)
@@ -190,7 +190,7 @@ def test_ignore_eos_goes_on_to_max_tokens() -> None:
 
 
 def test_eos_as_the_last_allowed_token_is_a_stop() -> None:
-    """Symptom: "length" is reported for a sequence that ended by itself."""
+    """Symptom: the finish reason is "length" although the sequence ended with EOS."""
     eos_token_ids = frozenset({3})
     prompt = prompt_that_ends_with(3, eos_token_ids)
     output, _ = oracle(prompt, SamplingParams(max_tokens=8), 16, eos_token_ids)
@@ -201,9 +201,7 @@ def test_eos_as_the_last_allowed_token_is_a_stop() -> None:
 
 
 def test_max_num_seqs_counts_residents_in_chunked_prefill() -> None:
-    """Symptom: sequences that hold blocks but had no row in a step let others in beyond the
-    limit.
-    """
+    """Symptom: sequences without a row in the step are not counted, and too many hold blocks."""
     engine = Engine(max_num_seqs=2, max_num_batched_tokens=3)
     for first in range(4):
         engine.add([first, 1, 2, 3, 4], max_tokens=3)
@@ -211,7 +209,8 @@ def test_max_num_seqs_counts_residents_in_chunked_prefill() -> None:
     for _ in range(6):
         engine.step()
         holders.append([seq.seq_id for seq in engine.sequences if seq.block_table])
-    # 3 tokens of the first; its last 2 and 1 of the next; and the third waits for one to end.
+    # Step 1: 3 tokens of sequence 0. Step 2: its last 2, and 1 of sequence 1. Sequence 2 waits
+    # until one of them ends.
     assert holders == [[0], [0, 1], [0, 1], [1], [1, 2], [2]]
     engine.run()
 
@@ -228,7 +227,7 @@ def test_finished_chunk_is_cached_before_its_prompt_is_done() -> None:
 
 
 def test_chunked_prefill_runs_beside_decodes() -> None:
-    """Symptom: a long prompt stops those that decode, or takes more than the budget."""
+    """Symptom: a long prompt stops the decoding sequences, or exceeds the budget."""
     engine = Engine(max_num_batched_tokens=4)
     engine.add([1], max_tokens=8)
     engine.step()
@@ -261,7 +260,7 @@ def test_nobody_passes_the_head_of_the_queue() -> None:
 
 
 def test_lower_priority_value_is_admitted_first() -> None:
-    """Symptom: the priority of a request is carried along and never looked at."""
+    """Symptom: the scheduler ignores priorities."""
     engine = Engine(max_num_seqs=1)
     for priority in (1, 0, 0, -1):
         engine.add([1, 2], priority=priority)
@@ -270,7 +269,7 @@ def test_lower_priority_value_is_admitted_first() -> None:
 
 
 def test_preemption_takes_the_lowest_priority_not_the_latest() -> None:
-    """Symptom: an urgent latecomer is thrown out for one that can wait."""
+    """Symptom: the latest request is preempted, although an earlier one has a lower priority."""
     engine = Engine(num_blocks=4, block_size=2, max_model_len=8)
     patient = engine.add([1, 2, 3], max_tokens=5, priority=1)
     engine.step()
@@ -281,7 +280,7 @@ def test_preemption_takes_the_lowest_priority_not_the_latest() -> None:
 
 
 def test_aborted_waiting_request_is_never_admitted() -> None:
-    """Symptom: an aborted request is admitted all the same, or blocks those behind it."""
+    """Symptom: an aborted request is still admitted, or blocks the requests behind it."""
     engine = Engine(max_num_seqs=1)
     engine.add([1, 2])
     waiting = engine.add([2, 3])
@@ -309,7 +308,7 @@ def test_aborted_running_request_frees_its_blocks() -> None:
 
 
 def test_result_of_an_aborted_request_is_dropped() -> None:
-    """Symptom: a token arrives for a request that is gone, or its neighbour gets it."""
+    """Symptom: the token of an aborted request raises an error, or goes to another request."""
     engine = Engine(queue_depth=1, block_size=1)
     aborted = engine.add([1, 2, 3])
     other = engine.add([2, 3])
@@ -317,7 +316,7 @@ def test_result_of_an_aborted_request_is_dropped() -> None:
     engine.launch()
     engine.abort(aborted)
     engine.add([4, 4, 4])
-    engine.launch()  # writes to the blocks of the aborted one, after the steps in flight
+    engine.launch()  # reuses the aborted one's blocks, after the steps in flight
     for _ in range(3):
         engine.retire()
         engine.scheduler.check()
@@ -337,7 +336,7 @@ def test_abort_of_a_finished_or_unknown_request_does_nothing() -> None:
 
 
 def test_aborted_waiting_requests_free_their_memory() -> None:
-    """Symptom: clients that give up behind a blocked head fill the memory."""
+    """Symptom: aborted requests behind a blocked one keep their memory."""
 
     def num_sequences() -> int:
         gc.collect()
@@ -359,7 +358,7 @@ def test_aborted_waiting_requests_free_their_memory() -> None:
 
 
 def test_order_survives_many_aborts() -> None:
-    """Symptom: after the finished ones are dropped from the queue it is no longer in order."""
+    """Symptom: dropping aborted requests from the queue changes its order."""
     engine = Engine(max_num_seqs=1, num_blocks=8)
     engine.add([0], max_tokens=2)
     engine.step()
@@ -377,19 +376,19 @@ def test_order_survives_many_aborts() -> None:
 
 @DEPTHS
 def test_schedule_is_none_with_nothing_to_do(queue_depth: int) -> None:
-    """Symptom: an empty step is launched, or the engine spins."""
+    """Symptom: an empty step is launched, or the engine loops without work."""
     engine = Engine(queue_depth=queue_depth)
     assert engine.launch() is None
     engine.add([1, 2], max_tokens=1)
     assert engine.launch() is not None
-    assert engine.launch() is None  # its only token is on its way
+    assert engine.launch() is None  # its only token is in flight
     engine.retire()
     assert engine.launch() is None
     engine.run()
 
 
 def test_depth_one_runs_ahead_of_the_tokens() -> None:
-    """Symptom: the next step waits for the last one's tokens, and the device idles between."""
+    """Symptom: a step waits for the tokens of the one before, and the device idles."""
     engine = Engine(queue_depth=1)
     seq = engine.add([1, 2], max_tokens=3)
     schedules = [engine.launch(), engine.launch(), engine.launch(), engine.launch()]
@@ -418,7 +417,7 @@ def test_decode_step_carries_no_tables() -> None:
 
 
 def test_failed_step_costs_no_tokens() -> None:
-    """Symptom: after an error the step's requests are lost, or go on from KV never written."""
+    """Symptom: requests of a failed step are lost, or continue from KV that was never written."""
     engine = Engine(queue_depth=1)
     seq = engine.add([1, 2, 3], max_tokens=6)
     other = engine.add([1, 2, 3], max_tokens=6)
@@ -428,7 +427,7 @@ def test_failed_step_costs_no_tokens() -> None:
     assert known
     engine.worker.is_broken = True
     engine.launch()
-    engine.retire()  # launched before the failure: right
+    engine.retire()  # launched before the failure, so its tokens count
     engine.retire()
     assert seq.output_token_ids[: len(known)] == known
     assert (seq.table_idx, other.table_idx) == (None, None)
@@ -437,13 +436,13 @@ def test_failed_step_costs_no_tokens() -> None:
 
 
 def test_failed_launch_leaves_the_step_before_it_alone() -> None:
-    """Symptom: the tokens of the step in flight are dropped, or counted twice."""
+    """Symptom: tokens of the step in flight are dropped or counted twice."""
     engine = Engine(queue_depth=1)
     seq = engine.add([1, 2, 3], max_tokens=6)
     engine.launch()
     engine.launch(fails_to_launch=True)
     assert seq.table_idx is None
-    assert engine.launch() is None  # its token is still on its way
+    assert engine.launch() is None  # its token is still in flight
     engine.retire()
     assert seq.num_output_tokens == 1
     engine.run()
@@ -458,7 +457,7 @@ def three_wrong_guesses(token_ids: list[int]) -> list[int]:
 
 
 def test_right_drafts_save_steps() -> None:
-    """Symptom: drafts are verified one step at a time, or accepted ones are computed again."""
+    """Symptom: drafts are verified one per step, or accepted drafts are computed again."""
     engine = Engine(propose=three_right_guesses)
     engine.add([1, 2, 3], max_tokens=9)
     engine.run()
@@ -472,7 +471,7 @@ def test_wrong_drafts_cost_only_their_rows() -> None:
     seq = engine.add([1, 2, 3], max_tokens=4)
     engine.run()
     num_tokens = [schedule.num_tokens for schedule, _ in engine.launched]
-    assert num_tokens == [3, 3, 2, 1]  # no more drafts than could still be kept
+    assert num_tokens == [3, 3, 2, 1]  # as many drafts as max_tokens still allows
     assert seq.num_output_tokens == 4
 
 
@@ -490,7 +489,7 @@ def test_drafts_are_cut_to_the_budget() -> None:
 
 
 def test_stop_token_among_held_drafts_ends_the_output() -> None:
-    """Symptom: tokens after the EOS are returned because they came in the same step."""
+    """Symptom: tokens after EOS are returned because they came in the same step."""
     eos_token_ids = frozenset({3})
     engine = Engine(propose=three_right_guesses, eos_token_ids=eos_token_ids)
     seq = engine.add(prompt_that_ends_with(3, eos_token_ids), max_tokens=8)
@@ -500,7 +499,7 @@ def test_stop_token_among_held_drafts_ends_the_output() -> None:
 
 
 def num_lines_run(function: Callable[[], object]) -> int:
-    """Count the lines of Python that `function` runs; each turn of a loop counts."""
+    """Count the lines of Python that `function` executes; repeated lines count each time."""
     num_lines = 0
 
     def trace(_frame: FrameType, event: str, _argument: object) -> Any:
@@ -519,7 +518,7 @@ def num_lines_run(function: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize(("num_blocks", "max_num_seqs"), [(10, 8), (40, 4)])
 def test_cost_does_not_depend_on_how_many_wait(num_blocks: int, max_num_seqs: int) -> None:
-    """Symptom: with 100,000 requests in the queue each step, or each abort, walks over them."""
+    """Symptom: each step or abort iterates over all waiting requests, perhaps 100,000."""
 
     def costs(num_waiting: int) -> tuple[int, int]:
         scheduler = Scheduler(
