@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test lint format docs-check bench clean
+.PHONY: help demo test lint format docs-check pictures bench clean
 
 demo: $(VENV)/.core  ## set up, and let the shipped model answer five questions
 	$(BIN)/python example.py
@@ -22,6 +22,9 @@ format: $(VENV)/.dev  ## repair style
 
 docs-check: $(VENV)/.dev  ## check that the pages agree with the code, and run their examples
 	$(BIN)/python -m pytest tests/test_docs.py
+
+pictures: $(VENV)/.core  ## draw the pictures in docs/pictures again
+	$(BIN)/python -m tools.pictures
 
 bench: $(VENV)/.core  ## measure throughput on a small workload
 	$(BIN)/python bench.py --num-seqs 32 --min-input-len 32 --max-input-len 256 --min-output-len 32 --max-output-len 128

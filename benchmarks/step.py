@@ -6,19 +6,28 @@ Python's share of it without. Without --model: random weights in the shape of Qw
 """
 
 import argparse
+import contextlib
+import datetime
 import functools
+import platform
+import shlex
 import statistics
+import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Set
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.shapes import checkpoint, read_config, weight_bytes
+from benchmarks.comparison import processor_name
+from benchmarks.shapes import CONFIGS, SMALL, checkpoint, read_config, weight_bytes
+from benchmarks.step_times import StepTimes
 from nanovllm import LLM, SamplingParams
-from nanovllm.kernels.cpu import library
+from nanovllm.kernels.cpu import library, ops
+from nanovllm.kernels.cpu.build import processor_flags
 from nanovllm.worker.sampling import SamplingRows
 
 PARTS = {
@@ -34,6 +43,13 @@ PARTS = {
 }
 """The part of each C kernel."""
 COLUMNS = ("products", "attention", "glue", "sampler")
+MATRIX_SETS = {
+    "amx_bf16": "AMX-BF16",
+    "avx512_bf16": "AVX512-BF16",
+    "avx512_vnni": "AVX512-VNNI",
+}
+VECTOR_SETS = {"avx512f": "AVX-512", "avx2": "AVX2"}
+"""Names of the instruction sets that the C kernels have code for, by Linux's names."""
 
 
 class Clock:
@@ -65,6 +81,28 @@ class Clock:
 
         return timed
 
+    @contextlib.contextmanager
+    def watch_engine(self) -> Iterator[None]:
+        """Watch the C kernels and the sampler inside `with`."""
+        call, sample = library.call, SamplingRows.sample
+        library.call = self.watch(PARTS.get, call)
+        SamplingRows.sample = self.watch(lambda _: "sampler", sample)  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            library.call = call
+            SamplingRows.sample = sample  # type: ignore[method-assign]
+
+
+def instruction_sets(flags: Set[str]) -> list[str]:
+    """Return the instruction sets that the C kernels use on a processor, the products' set first.
+
+    `flags` are the processor's, as Linux names them. The system may still refuse AMX to a process.
+    """
+    vectors = [name for flag, name in VECTOR_SETS.items() if flag in flags][:1]
+    matrices = [name for flag, name in MATRIX_SETS.items() if flag in flags]
+    return [*matrices, *vectors] or [platform.machine()]
+
 
 def read_bandwidth() -> float:
     """Return the bytes per second at which all threads together read memory."""
@@ -74,6 +112,22 @@ def read_bandwidth() -> float:
         start = time.perf_counter()
         memory.sum()
         best = max(best, memory.nbytes / (time.perf_counter() - start))
+    return best
+
+
+def product_rate() -> float:
+    """Return the operations per second of a large bfloat16 product.
+
+    1024 tokens pass through the largest linear layer of Qwen3-0.6B: gate_proj and up_proj.
+    """
+    num_tokens, config = 1024, CONFIGS[SMALL]
+    k, n = config["hidden_size"], 2 * config["intermediate_size"]
+    x = torch.randn(num_tokens, k).bfloat16()
+    packed = ops.pack(torch.randn(n, k).bfloat16())
+    best, end = 0.0, time.perf_counter() + 0.5
+    while (start := time.perf_counter()) < end:
+        ops.linear(x, packed, n)
+        best = max(best, 2 * num_tokens * n * k / (time.perf_counter() - start))
     return best
 
 
@@ -100,41 +154,87 @@ def medians(llm: LLM, clock: Clock, batch: int, context: int, num_steps: int) ->
     return {name: 1e3 * statistics.median(step[name] for step in steps) for name in steps[0]}
 
 
+def measure(args: argparse.Namespace) -> StepTimes:
+    """Measure each batch size.
+
+    The limits are the best of three measurements, before, between and after the steps, because a
+    machine's speed changes within minutes.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        model, load_format = checkpoint(args.model, directory)
+        config = read_config(model)
+        limits = [(read_bandwidth(), product_rate())]
+        found: list[list[dict[str, float]]] = []
+        for enforce_eager in (True, False):  # each kernel a call of its own, then the recorded step
+            clock = Clock()
+            with clock.watch_engine():
+                llm = LLM(
+                    model,
+                    load_format=load_format,
+                    quantization=args.quantization,
+                    kv_cache_dtype=args.kv_cache_dtype,
+                    enforce_eager=enforce_eager,
+                )
+                found.append([medians(llm, clock, n, args.context, args.steps) for n in args.batch])
+                llm.shutdown()
+            limits.append((read_bandwidth(), product_rate()))
+    bandwidths, product_rates = zip(*limits, strict=True)
+    return StepTimes(
+        command=f"python -m benchmarks.step {shlex.join(sys.argv[1:])}",
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        model=args.model or f"random weights, {SMALL}'s shape",
+        dtype="bfloat16",  # the C kernels support no other
+        quantization=args.quantization,
+        context=args.context,
+        processor=processor_name(),
+        instruction_sets=instruction_sets(processor_flags()),
+        num_threads=torch.get_num_threads(),
+        torch=torch.__version__,
+        bytes_per_second=max(bandwidths),
+        flop_per_second=max(product_rates),
+        weight_bytes=weight_bytes(config, args.quantization),
+        token_flop=weight_bytes(config),  # two operations a weight; bfloat16 has two bytes a weight
+        milliseconds={
+            batch: {
+                "step": whole["step"],
+                **{name: parts[name] for name in COLUMNS},
+                "Python": whole["rest"],
+            }
+            for batch, parts, whole in zip(args.batch, *found, strict=True)
+        },
+    )
+
+
+def table(times: StepTimes) -> str:
+    """Return a row for each batch size."""
+    rate = f"{times.bytes_per_second / 1e9:.1f} GB/s by {times.num_threads} threads"
+    lines = [
+        f"memory is read at {rate}",
+        "| batch | step, ms | reading limit | products | attention | glue | sampler | Python |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for batch, parts in times.milliseconds.items():
+        names = (*COLUMNS, "Python")
+        row = [parts["step"], times.reading_limit, *(parts[name] for name in names)]
+        lines.append(f"| {batch} | {' | '.join(f'{cell:.2f}' for cell in row)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Measure each batch size and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=__doc__)
     parser.add_argument("--model", help="a checkpoint's directory")
     parser.add_argument("--quantization")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--json", type=Path, help="also write what was measured to this file")
     args = parser.parse_args()
-    bandwidth = read_bandwidth()
-    directory = tempfile.TemporaryDirectory()
-    model, load_format = checkpoint(args.model, directory.name)
-    limit = 1e3 * weight_bytes(read_config(model), args.quantization) / bandwidth
-    clock = Clock()
-    library.call = clock.watch(PARTS.get, library.call)
-    sample = clock.watch(lambda _: "sampler", SamplingRows.sample)
-    SamplingRows.sample = sample  # type: ignore[method-assign]
-    found: list[list[dict[str, float]]] = []
-    for enforce_eager in (True, False):  # each kernel a call of its own, then the recorded step
-        llm = LLM(
-            model,
-            load_format=load_format,
-            quantization=args.quantization,
-            kv_cache_dtype=args.kv_cache_dtype,
-            enforce_eager=enforce_eager,
-        )
-        found.append([medians(llm, clock, n, args.context, args.steps) for n in args.batch])
-        llm.shutdown()
-    print(f"memory is read at {bandwidth / 1e9:.1f} GB/s by {torch.get_num_threads()} threads")
-    print("| batch | step, ms | reading limit | products | attention | glue | sampler | Python |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    for batch, parts, whole in zip(args.batch, *found, strict=True):
-        row = [whole["step"], limit, *(parts[name] for name in COLUMNS), whole["rest"]]
-        print(f"| {batch} | {' | '.join(f'{cell:.2f}' for cell in row)} |")
+    times = measure(args)
+    print(table(times))
+    if args.json is not None:
+        times.save(args.json)
 
 
 if __name__ == "__main__":

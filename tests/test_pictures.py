@@ -4,10 +4,12 @@ import subprocess
 import sys
 import xml.etree.ElementTree
 from pathlib import Path
+from xml.sax.saxutils import escape
 
 import pytest
 
-from tools.pictures import block_table, schedule
+from benchmarks.step_times import StepTimes
+from tools.pictures import block_table, roofline, schedule
 from tools.pictures.gallery import DIRECTORY, PICTURES, read
 from tools.pictures.svg import PALETTE, Drawing
 
@@ -61,6 +63,20 @@ def test_schedule_shows_chunks_a_hit_a_preemption_and_its_end() -> None:
     assert [step.preempted for step in steps[:4]] == [set(), set(), set(), {"C"}]
     assert (steps[4].waiting, steps[5].resumed) == ({"C"}, {"C"})
     assert [steps[number].finished for number in (4, 6, 7)] == [{"A"}, {"B"}, {"C"}]
+
+
+def test_roofline_shows_what_was_measured_and_how() -> None:
+    times = StepTimes.load(roofline.DATA)
+    axes = roofline.Axes(times)
+    picture = roofline.draw()
+    for text in (times.command, times.date, times.processor, times.model, times.dtype):
+        assert escape(text) in picture
+    for batch, parts in times.milliseconds.items():
+        for part, _, _ in roofline.SERIES:
+            x, y = axes.x(batch), axes.y(parts[part] / batch)
+            assert roofline.LEFT <= x <= roofline.RIGHT
+            assert roofline.TOP <= y <= roofline.BOTTOM
+            assert f'cx="{round(x, 1):g}" cy="{round(y, 1):g}"' in picture
 
 
 def test_check_command() -> None:
