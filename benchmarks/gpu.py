@@ -78,7 +78,7 @@ SWEEP: tuple[dict[str, int], ...] = (
     {"num_stages": 4},
 )
 """Options of the Triton decode kernel, each in place of one that it has now: constants of
-kernels/triton/attention.py, or what it launches the kernel with."""
+kernels/triton/decode_attention.py, or what it launches the kernel with."""
 TESTS_ALONE = ("tests/worker/test_cuda_graph.py", "tests/worker/test_kv_cache.py")
 """They look at the memory of the whole GPU, which others would change meanwhile."""
 SANITIZED = {
@@ -283,10 +283,10 @@ def set_decode_options(options: dict[str, int]) -> None:
     """Compile the Triton kernels anew, with other constants or launch options."""
     import triton.language as tl
 
-    from nanovllm.kernels.triton import attention as triton_attention
+    from nanovllm.kernels.triton import decode_attention
 
     # Reloaded, because a kernel that was compiled refuses other values of its constants.
-    names = vars(importlib.reload(triton_attention))
+    names = vars(importlib.reload(decode_attention))
     launched: Callable[..., dict[str, int]] = names["_decode_options"]
     chosen: dict[str, int] = {}
     for name, value in options.items():

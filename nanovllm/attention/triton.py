@@ -15,7 +15,7 @@ from nanovllm.attention.paged import PagedBackend
 from nanovllm.kernels.selector import triton_kernels
 
 if TYPE_CHECKING:
-    from nanovllm.kernels.triton.attention import DecodePlan
+    from nanovllm.kernels.triton.decode_attention import DecodePlan
 
 _FP8_CAPABILITY = (8, 9)
 """Below it Triton has no float8_e4m3fn."""
@@ -37,9 +37,9 @@ class TritonBackend(PagedBackend):
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
-        from nanovllm.kernels.triton import attention as triton_attention
+        from nanovllm.kernels.triton import decode_attention, prefill_attention
 
-        self._kernels = triton_attention
+        self._decode, self._prefill = decode_attention, prefill_attention
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> str | None:
@@ -62,7 +62,7 @@ class TritonBackend(PagedBackend):
         spec, query_lens = self.spec, batch.query_lens_host
         decode = tiles = None
         if not query_lens or 1 in query_lens:
-            decode = self._kernels.plan_decode(
+            decode = self._decode.plan_decode(
                 batch.cu_seqlens_q,
                 batch.seq_lens,
                 batch.block_tables.shape[1] * self.block_size,
@@ -71,7 +71,7 @@ class TritonBackend(PagedBackend):
                 spec.head_dim,
             )
         group = spec.num_heads // spec.num_kv_heads
-        cut = self._kernels.prefill_tiles(
+        cut = self._prefill.prefill_tiles(
             query_lens, batch.seq_lens_host, group, spec.head_dim, spec.dtype
         )
         if cut:
@@ -83,9 +83,9 @@ class TritonBackend(PagedBackend):
         plan: _Plan = batch.metadata
         out = torch.empty_like(q)
         if plan.decode is not None:
-            self._kernels.decode(q, kv_cache, batch.block_tables, plan.decode, out)
+            self._decode.decode(q, kv_cache, batch.block_tables, plan.decode, out)
         if plan.tiles is not None:
-            self._kernels.prefill(
+            self._prefill.prefill(
                 q,
                 kv_cache,
                 batch.block_tables,

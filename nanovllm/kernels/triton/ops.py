@@ -153,25 +153,11 @@ def _store(
     source = qkv + (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * (2 * HALF) + column
     first, second = tl.load(source, inside, 0.0), tl.load(source + HALF, inside, 0.0)
 
-    wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
-    squares = tl.sum(wide_first * wide_first + wide_second * wide_second, 1, keep_dims=True)
-    scale = tl.rsqrt(squares / (2 * HALF) + eps)
-    query_first = tl.load(q_weight + column, inside, 0.0)
-    query_second = tl.load(q_weight + HALF + column, inside, 0.0)
-    key_first = tl.load(k_weight + column, inside, 0.0)
-    key_second = tl.load(k_weight + HALF + column, inside, 0.0)
-    factor_first = tl.where(is_query, query_first, key_first).to(tl.float32)
-    factor_second = tl.where(is_query, query_second, key_second).to(tl.float32)
-    # Rounded as the layers round: after the norm, after the weight, after the rotation.
-    normed_first = (wide_first * scale).to(dtype).to(tl.float32)
-    normed_second = (wide_second * scale).to(dtype).to(tl.float32)
-    normed_first = (normed_first * factor_first).to(dtype).to(tl.float32)
-    normed_second = (normed_second * factor_second).to(dtype).to(tl.float32)
-
+    normed_first, normed_second = _normalize(
+        first, second, q_weight, k_weight, is_query, column, inside, eps, HALF
+    )
     angle = cos_sin + tl.load(positions + token) * (2 * HALF) + column
-    cos, sin = tl.load(angle, inside, 0.0), tl.load(angle + HALF, inside, 0.0)
-    rotated_first = (normed_first * cos - normed_second * sin).to(dtype)
-    rotated_second = (normed_second * cos + normed_first * sin).to(dtype)
+    rotated_first, rotated_second = _rotate(normed_first, normed_second, angle, inside, dtype, HALF)
 
     target = q + (token * NUM_HEADS + head) * (2 * HALF) + column
     tl.store(target, rotated_first, inside & is_query)
@@ -188,3 +174,35 @@ def _store(
     kept = inside & (head >= NUM_HEADS) & (slot >= 0)
     tl.store(target, first.to(kv_cache.dtype.element_ty), kept)
     tl.store(target + HALF, second.to(kv_cache.dtype.element_ty), kept)
+
+
+@triton.jit
+def _normalize(
+    first, second, q_weight, k_weight, is_query, column, inside, eps, HALF: tl.constexpr
+):
+    """Return the two halves of each head's RMSNorm as float32, times the weight of q or k."""
+    dtype = first.dtype
+    wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
+    squares = tl.sum(wide_first * wide_first + wide_second * wide_second, 1, keep_dims=True)
+    scale = tl.rsqrt(squares / (2 * HALF) + eps)
+    query_first = tl.load(q_weight + column, inside, 0.0)
+    query_second = tl.load(q_weight + HALF + column, inside, 0.0)
+    key_first = tl.load(k_weight + column, inside, 0.0)
+    key_second = tl.load(k_weight + HALF + column, inside, 0.0)
+    factor_first = tl.where(is_query, query_first, key_first).to(tl.float32)
+    factor_second = tl.where(is_query, query_second, key_second).to(tl.float32)
+    # Rounded as the layers round: after the norm, after the weight, after the rotation.
+    normed_first = (wide_first * scale).to(dtype).to(tl.float32)
+    normed_second = (wide_second * scale).to(dtype).to(tl.float32)
+    normed_first = (normed_first * factor_first).to(dtype).to(tl.float32)
+    normed_second = (normed_second * factor_second).to(dtype).to(tl.float32)
+    return normed_first, normed_second
+
+
+@triton.jit
+def _rotate(first, second, angle, inside, dtype: tl.constexpr, HALF: tl.constexpr):
+    """Return the halves of each head, rotated by the angles whose cosines are at `angle`."""
+    cos, sin = tl.load(angle, inside, 0.0), tl.load(angle + HALF, inside, 0.0)
+    rotated_first = (first * cos - second * sin).to(dtype)
+    rotated_second = (second * cos + first * sin).to(dtype)
+    return rotated_first, rotated_second

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.triton import sampling as triton_sampling
+from nanovllm.kernels.triton import inverse_cdf, sampling as triton_sampling, top_k_top_p
 from nanovllm.layers.sampler import Sampling, draw, greedy, uniform
 from tests.kernels.triton.interpreter import allow_computed_bounds
 from tests.kernels.triton.test_ops import CUDA, DEVICE, each_dtype, no_grad, randn  # noqa: F401
@@ -141,9 +141,7 @@ def test_forbidden_tokens_are_never_drawn(dtype):
 @triton.jit
 def invert(weights, targets, places, SIZE: tl.constexpr):
     row = tl.program_id(0)
-    place, _ = triton_sampling._invert(
-        tl.load(weights + tl.arange(0, SIZE)), tl.load(targets + row)
-    )
+    place, _ = inverse_cdf.invert(tl.load(weights + tl.arange(0, SIZE)), tl.load(targets + row))
     tl.store(places + row, place)
 
 
@@ -197,7 +195,7 @@ def find_threshold(
     )
     lists = (chunk_keys + index * SIZES[0], listed + index * SIZES[0], listed)
     top_k, top_p = tl.load(top_ks + index), tl.load(top_ps + index)
-    threshold = triton_sampling._threshold(row, lists, top_k, top_p, SIZES)
+    threshold = top_k_top_p._threshold(row, lists, top_k, top_p, SIZES)
     tl.store(out + index, threshold.to(tl.int64))
 
 

@@ -1,4 +1,4 @@
-"""Paged attention in Triton: split-KV decoding, and causal prefill of chunks over the pages.
+"""Paged attention of rows with one query token in Triton: split KV, after FlashDecoding.
 
 A layer's cache is [2, num_blocks, block_size, num_kv_heads, head_dim]. Knows tensors only: no
 batches, no models. How the work is cut is in docs/cuda.md.
@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.triton.online_softmax import LOG2_E, attend, register_limit
+
 MAX_SPLITS = 32
 """A row's keys are read in at most this many pieces, which bounds the scratch memory."""
 SPLIT_TOKENS = 256
@@ -19,7 +21,6 @@ _PROGRAMS = 2048
 """Most programs of a decode launch; each takes pieces until none is left."""
 _PLAN_ROWS = tl.constexpr(16)
 _PLAN_COLUMNS = tl.constexpr(128)
-_LOG2_E = 1.4426950408889634
 _MAX_SPLITS = tl.constexpr(MAX_SPLITS)
 _SPLIT_TOKENS = tl.constexpr(SPLIT_TOKENS)
 
@@ -29,8 +30,7 @@ _SPLIT_TOKENS = tl.constexpr(SPLIT_TOKENS)
 _jit = triton.jit(
     do_not_specialize=["num_rows", "max_splits", "table_stride"],
     do_not_specialize_on_alignment=[
-        *("cu_seqlens_q", "seq_lens", "block_tables"),
-        *("pieces", "num_pieces", "arrived", "tiles"),
+        *("cu_seqlens_q", "seq_lens", "block_tables", "pieces", "num_pieces", "arrived"),
     ],
 )
 
@@ -115,71 +115,10 @@ def decode(
     _decode[grid](
         q, k_cache, v_cache, out, block_tables, block_tables.stride(0),
         plan.pieces, plan.num_pieces, plan.arrived, plan.partial, plan.stats, plan.max_splits,
-        head_dim**-0.5 * _LOG2_E,
+        head_dim**-0.5 * LOG2_E,
         KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         M=max(16, triton.next_power_of_2(group)), D=triton.next_power_of_2(head_dim),
-        **_decode_options(q.dtype, head_dim), **_registers(q.dtype, kv_cache.dtype),
-    )  # fmt: skip
-
-
-def prefill_tiles(
-    query_lens: tuple[int, ...],
-    seq_lens: tuple[int, ...],
-    group: int,
-    head_dim: int,
-    dtype: torch.dtype,
-) -> list[tuple[int, int]]:
-    """Cut the rows of more than one query token into tiles: (row, its first token in the row).
-
-    Those that read the most keys come first. `group` query heads share a KV head.
-    """
-    tokens = _tile_rows(group, dtype, head_dim) // group
-    tiles = [
-        (seq_len - query_len + min(first + tokens, query_len), row, first)
-        for row, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True))
-        if query_len > 1
-        for first in range(0, query_len, tokens)
-    ]
-    tiles.sort(key=lambda tile: -tile[0])
-    return [(row, first) for _, row, first in tiles]
-
-
-def prefill(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    seq_lens: torch.Tensor,
-    tiles: torch.Tensor,
-    out: torch.Tensor,
-) -> None:
-    """Attend for the rows that `tiles` covers, after FlashAttention-2 (arXiv 2307.08691).
-
-    A query meets its keys in tiles counted from the sequence's beginning, so its result does not
-    depend on where a chunk begins.
-
-    Args:
-        q: [T, num_heads, head_dim].
-        kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim], `q`'s dtype or float8_e4m3fn.
-        block_tables: [R, width] int32; a row's columns past its last block are not read.
-        cu_seqlens_q: [R + 1] int32.
-        seq_lens: [R] int32.
-        tiles: [N, 2] int32, from `prefill_tiles`.
-        out: like `q`; the tokens of the tiles are written.
-    """
-    assert q.is_contiguous()
-    assert kv_cache.is_contiguous()
-    num_heads, head_dim = q.shape[1:]
-    block_size, num_kv_heads = kv_cache.shape[2:4]
-    group = num_heads // num_kv_heads
-    rows = _tile_rows(group, q.dtype, head_dim)
-    k_cache, v_cache = kv_cache.unbind()
-    _prefill[(len(tiles) * num_kv_heads,)](
-        q, k_cache, v_cache, out, block_tables, block_tables.stride(0),
-        cu_seqlens_q, seq_lens, tiles, head_dim**-0.5 * _LOG2_E,
-        KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        TOKENS=rows // group, M=rows, D=triton.next_power_of_2(head_dim),
-        **_prefill_options(q.dtype, head_dim), **_registers(q.dtype, kv_cache.dtype),
+        **_decode_options(q.dtype, head_dim), **register_limit(q.dtype, kv_cache.dtype),
     )  # fmt: skip
 
 
@@ -187,26 +126,6 @@ def _decode_options(dtype: torch.dtype, head_dim: int) -> dict[str, int]:
     """N keys in a tile: at most 32 KiB of keys and values, two such tiles on their way."""
     row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
     return {"N": min(64, 16384 // row_bytes), "num_warps": 4, "num_stages": 3}
-
-
-def _prefill_options(dtype: torch.dtype, head_dim: int) -> dict[str, int]:
-    """N keys in a tile; float32 keeps three 16-bit parts of each operand in registers."""
-    if dtype == torch.float32:
-        return {"N": 16 if head_dim > 128 else 32, "num_warps": 4, "num_stages": 2}
-    return {"N": 32, "num_warps": 8, "num_stages": 2}
-
-
-def _registers(dtype: torch.dtype, kv_dtype: torch.dtype) -> dict[str, int]:
-    """Left alone, ptxas takes what lets one program more run beside the others, and spills a few of
-    what widening a narrow cache needs.
-    """
-    return {"maxnreg": 192} if dtype.itemsize == 2 and kv_dtype != dtype else {}
-
-
-def _tile_rows(group: int, dtype: torch.dtype, head_dim: int) -> int:
-    """Return the rows of a prefill tile: query tokens times the heads of a group."""
-    rows = 16 if dtype == torch.float32 else 64 if head_dim > 128 else 128
-    return max(rows, int(triton.next_power_of_2(group)))
 
 
 @triton.jit
@@ -253,67 +172,6 @@ def _plan_decode(
     tl.store(num_pieces, total, mask=tl.program_id(0) == 0)
 
 
-@triton.jit
-def _page(table, tile, last, seq_len, BLOCK_SIZE: tl.constexpr, N: tl.constexpr):
-    """Return the block id of a tile of keys, or of each of its keys where it spans blocks."""
-    if BLOCK_SIZE % N == 0:
-        page = tl.load(table + tile * N // BLOCK_SIZE, mask=tile < last, other=0)
-    else:
-        keys = tile * N + tl.arange(0, N)
-        page = tl.load(table + keys // BLOCK_SIZE, mask=(keys < seq_len) & (tile < last), other=0)
-    return page.to(tl.int64)
-
-
-@triton.jit
-def _attend(
-    acc, largest, total, q, k_cache, v_cache, table, head, position, seq_len, first, last, scale,
-    MASKED: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
-    """Take in the key tiles [first, last): online softmax (arXiv 1805.02867) in base 2.
-
-    acc [M, D], largest and total [M] are the sums so far; position [M] is the last key that a
-    query sees. Not MASKED: every query sees every key of the tiles.
-    """
-    dims = tl.arange(0, D)
-    inside = (dims < HEAD_DIM)[None, :]
-    offsets = tl.arange(0, N)
-    page = _page(table, first, last, seq_len, BLOCK_SIZE, N)
-    for tile in range(first, last):
-        keys = tile * N + offsets
-        if BLOCK_SIZE % N == 0:
-            base = (page * BLOCK_SIZE + tile * N % BLOCK_SIZE) * KV_HEADS * HEAD_DIM
-            places = ((offsets * KV_HEADS + head) * HEAD_DIM)[:, None] + dims[None, :]
-            k_places, v_places = k_cache + base + places, v_cache + base + places
-        else:
-            slots = page * BLOCK_SIZE + keys % BLOCK_SIZE
-            places = ((slots * KV_HEADS + head) * HEAD_DIM)[:, None] + dims[None, :]
-            k_places, v_places = k_cache + places, v_cache + places
-        page = _page(table, tile + 1, last, seq_len, BLOCK_SIZE, N)
-        if MASKED:
-            mask = (keys < seq_len)[:, None] & inside
-            k = tl.load(k_places, mask=mask, other=0.0)
-            v = tl.load(v_places, mask=mask, other=0.0)
-        elif D == HEAD_DIM:
-            k = tl.load(k_places)
-            v = tl.load(v_places)
-        else:
-            k = tl.load(k_places, mask=inside, other=0.0)
-            v = tl.load(v_places, mask=inside, other=0.0)
-        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="tf32x3")
-        if MASKED:
-            scores = tl.where(keys[None, :] <= position[:, None], scores, float("-inf"))
-        # One rounding, spelt out: masked and unmasked tiles must not differ in a bit.
-        new_largest = tl.maximum(largest, tl.max(scores, 1) * scale)
-        weights = tl.exp2(tl.fma(scores, scale, -new_largest[:, None]))
-        shrink = tl.exp2(largest - new_largest)
-        total = tl.fma(total, shrink, tl.sum(weights, 1))
-        v = v.to(q.dtype)
-        acc = tl.dot(weights.to(q.dtype), v, acc * shrink[:, None], input_precision="tf32x3")
-        largest = new_largest
-    return acc, largest, total
-
-
 @_jit
 def _decode(
     q, k_cache, v_cache, out, block_tables, table_stride,
@@ -334,7 +192,7 @@ def _decode(
         heads = (token * KV_HEADS + head) * GROUP
         place = (heads + member)[:, None] * HEAD_DIM + dims[None, :]
         queries = tl.load(q + place, mask=mask, other=0.0)
-        acc, largest, total = _attend(
+        acc, largest, total = attend(
             tl.zeros([M, D], tl.float32), tl.full([M], float("-inf"), tl.float32),
             tl.zeros([M], tl.float32), queries, k_cache, v_cache,
             block_tables + row * table_stride, head, tl.full([M], 0, tl.int32) + seq_len - 1,
@@ -382,44 +240,3 @@ def _merge(
         weights = tl.exp2(largest - tl.max(largest, 0))
         value = tl.sum(weights[:, None] * values, 0) / tl.sum(weights * total, 0)
         tl.store(out + member * HEAD_DIM + dims, value, mask=dims < HEAD_DIM)
-
-
-@_jit
-def _prefill(
-    q, k_cache, v_cache, out, block_tables, table_stride, cu_seqlens_q, seq_lens, tiles, scale,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    TOKENS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
-    """A program takes a tile of query tokens for one KV head, all heads of the group together."""
-    tile = tiles + tl.program_id(0) // KV_HEADS * 2
-    head = tl.program_id(0) % KV_HEADS
-    row, first = tl.load(tile).to(tl.int64), tl.load(tile + 1)
-    start = tl.load(cu_seqlens_q + row)
-    query_len = tl.load(cu_seqlens_q + row + 1) - start
-    seq_len = tl.load(seq_lens + row)
-    dims = tl.arange(0, D)
-    member = tl.arange(0, M)
-    token = first + member // GROUP
-    valid = (member < TOKENS * GROUP) & (token < query_len)
-    mask = valid[:, None] & (dims < HEAD_DIM)[None, :]
-    heads = ((start + token).to(tl.int64) * KV_HEADS + head) * GROUP + member % GROUP
-    place = heads[:, None] * HEAD_DIM + dims[None, :]
-    queries = tl.load(q + place, mask=mask, other=0.0)
-    before = seq_len - query_len
-    seen = tl.minimum(before + first + TOKENS, seq_len)
-    seen_by_all = (before + first + 1) // N  # tiles of keys
-    acc = tl.zeros([M, D], tl.float32)
-    largest = tl.full([M], float("-inf"), tl.float32)
-    total = tl.zeros([M], tl.float32)
-    table = block_tables + row * table_stride
-    acc, largest, total = _attend(
-        acc, largest, total, queries, k_cache, v_cache, table, head, before + token, seq_len,
-        0, seen_by_all, scale,
-        MASKED=False, KV_HEADS=KV_HEADS, HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE, N=N, D=D,
-    )  # fmt: skip
-    acc, largest, total = _attend(
-        acc, largest, total, queries, k_cache, v_cache, table, head, before + token, seq_len,
-        seen_by_all, tl.cdiv(seen, N), scale,
-        MASKED=True, KV_HEADS=KV_HEADS, HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE, N=N, D=D,
-    )  # fmt: skip
-    tl.store(out + place, acc / total[:, None], mask=mask)
