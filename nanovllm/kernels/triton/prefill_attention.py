@@ -1,7 +1,7 @@
-"""Paged attention of chunks of query tokens in Triton, after FlashAttention-2.
+"""Paged attention for rows with several query tokens, in Triton, as in FlashAttention-2.
 
-A layer's cache is [2, num_blocks, block_size, num_kv_heads, head_dim]. Knows tensors only: no
-batches, no models. How the work is cut is in docs/cuda.md.
+The KV cache of a layer is [2, num_blocks, block_size, num_kv_heads, head_dim]. Knows tensors only:
+no batches, no models. docs/cuda.md says how the sizes below were chosen.
 """
 
 import torch
@@ -18,9 +18,10 @@ def prefill_tiles(
     head_dim: int,
     dtype: torch.dtype,
 ) -> list[tuple[int, int]]:
-    """Cut the rows of more than one query token into tiles: (row, its first token in the row).
+    """Return the query tiles of the rows with several query tokens, those with most keys first.
 
-    Those that read the most keys come first. `group` query heads share a KV head.
+    A tile is (row, offset of its first token in the row's query tokens). `group` query heads share
+    a KV head.
     """
     tokens = _tile_rows(group, dtype, head_dim) // group
     tiles = [
@@ -42,19 +43,19 @@ def prefill(
     tiles: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Attend for the rows that `tiles` covers, after FlashAttention-2 (arXiv 2307.08691).
+    """Compute attention for the rows in `tiles`, as in FlashAttention-2 (arXiv 2307.08691).
 
-    A query meets its keys in tiles counted from the sequence's beginning, so its result does not
-    depend on where a chunk begins.
+    Tiles of keys are counted from the start of the sequence, so the result for a query token does
+    not depend on where its chunk starts.
 
     Args:
         q: [T, num_heads, head_dim].
         kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim], `q`'s dtype or float8_e4m3fn.
-        block_tables: [R, width] int32; a row's columns past its last block are not read.
+        block_tables: [R, width] int32. Columns past a row's last block are not read.
         cu_seqlens_q: [R + 1] int32.
         seq_lens: [R] int32.
         tiles: [N, 2] int32, from `prefill_tiles`.
-        out: like `q`; the tokens of the tiles are written.
+        out: like `q`. Only the tokens of the tiles are written.
     """
     assert q.is_contiguous()
     assert kv_cache.is_contiguous()
@@ -73,20 +74,24 @@ def prefill(
 
 
 def _prefill_options(dtype: torch.dtype, head_dim: int) -> dict[str, int]:
-    """N keys in a tile; float32 keeps three 16-bit parts of each operand in registers."""
+    """Return the launch options. N is the number of keys in a tile.
+
+    float32 takes smaller tiles: `tf32x3` keeps each operand in registers in several parts.
+    """
     if dtype == torch.float32:
         return {"N": 16 if head_dim > 128 else 32, "num_warps": 4, "num_stages": 2}
     return {"N": 32, "num_warps": 8, "num_stages": 2}
 
 
 def _tile_rows(group: int, dtype: torch.dtype, head_dim: int) -> int:
-    """Return the rows of a prefill tile: query tokens times the heads of a group."""
+    """Return the rows of a query tile: query tokens times the query heads of a group."""
     rows = 16 if dtype == torch.float32 else 64 if head_dim > 128 else 128
     return max(rows, int(triton.next_power_of_2(group)))
 
 
-# What changes from batch to batch must not make Triton compile anew, as a number that is 1 or a
-# multiple of 16, or a pointer that is off 16 bytes, otherwise would.
+# Values that change from batch to batch must not cause a recompilation. By default Triton compiles
+# another kernel for an integer that is 1 or a multiple of 16, and for a pointer that is not aligned
+# to 16 bytes.
 @triton.jit(
     do_not_specialize=["table_stride"],
     do_not_specialize_on_alignment=["cu_seqlens_q", "seq_lens", "block_tables", "tiles"],
@@ -96,7 +101,10 @@ def _prefill(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """A program takes a tile of query tokens for one KV head, all heads of the group together."""
+    """Process one query tile for one KV head: TOKENS query tokens times GROUP query heads.
+
+    The M - TOKENS * GROUP rows at the end of the tile are padding.
+    """
     tile = tiles + tl.program_id(0) // KV_HEADS * 2
     head = tl.program_id(0) % KV_HEADS
     row, first = tl.load(tile).to(tl.int64), tl.load(tile + 1)
@@ -111,21 +119,22 @@ def _prefill(
     heads = ((start + token).to(tl.int64) * KV_HEADS + head) * GROUP + member % GROUP
     place = heads[:, None] * HEAD_DIM + dims[None, :]
     queries = tl.load(q + place, mask=mask, other=0.0)
-    before = seq_len - query_len
-    seen = tl.minimum(before + first + TOKENS, seq_len)
-    seen_by_all = (before + first + 1) // N  # tiles of keys
+    num_computed = seq_len - query_len
+    num_keys = tl.minimum(num_computed + first + TOKENS, seq_len)
+    # Every query of the tile sees every key of these key tiles.
+    unmasked_tiles = (num_computed + first + 1) // N
     acc = tl.zeros([M, D], tl.float32)
-    largest = tl.full([M], float("-inf"), tl.float32)
-    total = tl.zeros([M], tl.float32)
+    score_max = tl.full([M], float("-inf"), tl.float32)
+    weight_sum = tl.zeros([M], tl.float32)
     table = block_tables + row * table_stride
-    acc, largest, total = attend(
-        acc, largest, total, queries, k_cache, v_cache, table, head, before + token, seq_len,
-        0, seen_by_all, scale,
+    acc, score_max, weight_sum = attend(
+        acc, score_max, weight_sum, queries, k_cache, v_cache, table, head, num_computed + token,
+        seq_len, 0, unmasked_tiles, scale,
         MASKED=False, KV_HEADS=KV_HEADS, HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE, N=N, D=D,
     )  # fmt: skip
-    acc, largest, total = attend(
-        acc, largest, total, queries, k_cache, v_cache, table, head, before + token, seq_len,
-        seen_by_all, tl.cdiv(seen, N), scale,
+    acc, score_max, weight_sum = attend(
+        acc, score_max, weight_sum, queries, k_cache, v_cache, table, head, num_computed + token,
+        seq_len, unmasked_tiles, tl.cdiv(num_keys, N), scale,
         MASKED=True, KV_HEADS=KV_HEADS, HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE, N=N, D=D,
     )  # fmt: skip
-    tl.store(out + place, acc / total[:, None], mask=mask)
+    tl.store(out + place, acc / weight_sum[:, None], mask=mask)

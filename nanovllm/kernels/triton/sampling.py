@@ -1,8 +1,8 @@
-"""The Triton kernels that turn logits into token ids, each row by its own rule.
+"""The Triton kernels that turn logits into token ids, each row with its own parameters.
 
-A row's token depends on nothing but the row, no sum depends on the order in which programs run, and
-nothing waits for the host, so a CUDA graph can hold every call. Imports triton: ask
-`nanovllm.kernels` before this.
+A row's token depends on that row only, and no sum depends on the order in which programs run. The
+host never waits for the device, so a CUDA graph can hold every call. Imports triton: check
+`kernels.selector.triton_available` first.
 """
 
 import torch
@@ -10,17 +10,17 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.triton.inverse_cdf import invert, uniform, weigh
-from nanovllm.kernels.triton.top_k_top_p import choose_filtered, is_cut, key
+from nanovllm.kernels.triton.top_k_top_p import choose_filtered, is_filtered, sort_key
 from nanovllm.sampling_params import GREEDY_BELOW
 
 _BLOCK = 2048
 """Logits that one program reduces."""
 _CHUNK = 128
-"""Logits that a search reads, or skips, together."""
+"""Logits that the search for top_k and top_p reads, or skips, together."""
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """Return the first of the largest logits of each row of [R, vocab_size]: [R] int64."""
+    """Return the index of the first largest logit of each row of [R, vocab_size]: [R] int64."""
     return _choose_tokens(logits, None)
 
 
@@ -33,22 +33,20 @@ def sample(
     top_ps: torch.Tensor,
     min_ps: torch.Tensor,
 ) -> torch.Tensor:
-    """Draw a token for each row as `layers.sampler.draw` does in torch.
+    """Draw a token for each row, as `layers.sampler.draw` does in torch.
 
-    As many programs as there are blocks in the logits reduce them; then one program for each row
-    finds the block and the token. A row with top_k or top_p first finds the smallest logit that
-    they keep, by counting or weighing what reaches pivots between two bounds, which it narrows to
-    one number: a search with several pivots, as in FlashInfer's sampling (Ye et al., 2025), but
-    over the floats in their order as integers, so that it ends, and is exact.
+    The first kernel reduces each block of logits. The second kernel runs one program per row: it
+    chooses a block with the row's uniform number, then a token in the block. The third kernel
+    chooses the tokens of rows with top_k or top_p.
 
     Args:
         logits: [R, vocab_size], any float dtype; rows contiguous.
-        temperatures: [R] float32; a row below GREEDY_BELOW takes the first of its largest logits.
+        temperatures: [R] float32; a row below GREEDY_BELOW is greedy.
         seeds: [R] int64.
         positions: [R] int64.
-        top_ks: [R] int64, at least 1; from vocab_size up it keeps all.
+        top_ks: [R] int64, at least 1; vocab_size and above keep all tokens.
         top_ps: [R] float32 in [0, 1].
-        min_ps: [R] float32; this and the five above contiguous.
+        min_ps: [R] float32. These six tensors must be contiguous.
 
     Returns:
         [R] int64.
@@ -59,6 +57,7 @@ def sample(
 def _choose_tokens(
     logits: torch.Tensor, parameters: tuple[torch.Tensor, ...] | None
 ) -> torch.Tensor:
+    """Launch the kernels: two if `parameters` is None and every row is greedy, else three."""
     rows, vocab_size = logits.shape
     temperatures, seeds, positions, top_ks, top_ps, min_ps = parameters or (None,) * 6
     assert logits.stride(1) == 1
@@ -66,47 +65,39 @@ def _choose_tokens(
     num_blocks = triton.cdiv(vocab_size, block)
     chunk = min(block, _CHUNK)
     num_chunks = num_blocks * (block // chunk)
-    maxima = logits.new_empty(rows, num_blocks, dtype=torch.float32)
-    sums = torch.empty_like(maxima)
-    firsts = torch.empty_like(maxima, dtype=torch.int32)
+    block_maxima = logits.new_empty(rows, num_blocks, dtype=torch.float32)
+    block_sums = torch.empty_like(block_maxima)
+    block_argmaxes = torch.empty_like(block_maxima, dtype=torch.int32)
     chunk_keys = logits.new_empty(rows, num_chunks, dtype=torch.int32)
     tokens = logits.new_empty(rows, dtype=torch.int64)
     if rows == 0:
         return tokens
     _reduce_blocks[(rows, num_blocks)](
         logits, logits.stride(0), vocab_size, temperatures, top_ks, top_ps,
-        maxima, sums, firsts, chunk_keys,
+        block_maxima, block_sums, block_argmaxes, chunk_keys,
         GREEDY_BELOW=GREEDY_BELOW, BLOCK=block, CHUNK=chunk,
     )  # fmt: skip
     _choose[(rows,)](
         logits, logits.stride(0), vocab_size, temperatures, seeds, positions, top_ks, top_ps,
-        min_ps, maxima, sums, firsts, tokens,
+        min_ps, block_maxima, block_sums, block_argmaxes, tokens,
         GREEDY_BELOW=GREEDY_BELOW, BLOCK=block, NUM_BLOCKS=num_blocks,
         ALL_BLOCKS=triton.next_power_of_2(num_blocks),
     )  # fmt: skip
     if parameters is not None:
-        choose_filtered(logits, parameters, maxima, chunk_keys, chunk, tokens)
+        choose_filtered(logits, parameters, block_maxima, chunk_keys, chunk, tokens)
     return tokens
 
 
 @triton.jit
 def _reduce_blocks(
-    logits,
-    stride,
-    vocab_size,
-    temperatures,
-    top_ks,
-    top_ps,
-    maxima,
-    sums,
-    firsts,
-    chunk_keys,
-    GREEDY_BELOW: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """One block of one row: its largest logit, where it first is, and the sum of the weights,
-    relative to that largest one; in a row with top_k or top_p also the largest key of each chunk.
+    logits, stride, vocab_size, temperatures, top_ks, top_ps,
+    block_maxima, block_sums, block_argmaxes, chunk_keys,
+    GREEDY_BELOW: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Reduce one block of a row to its largest logit, the index of the first one, and a sum.
+
+    The sum is that of the weights relative to the largest logit, without min_p. In a row with top_k
+    or top_p, also store the largest key of each chunk.
     """
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = block * BLOCK + tl.arange(0, BLOCK)
@@ -114,67 +105,55 @@ def _reduce_blocks(
     x = logit.to(tl.float32)
     largest, first = tl.max(x, 0, return_indices=True)
     place = row * tl.num_programs(1) + block
-    tl.store(maxima + place, largest)
-    tl.store(firsts + place, block * BLOCK + first)
+    tl.store(block_maxima + place, largest)
+    tl.store(block_argmaxes + place, block * BLOCK + first)
     if temperatures is not None:
         scale = 1 / tl.maximum(tl.load(temperatures + row), GREEDY_BELOW)
-        # Where all of a block is forbidden, its weights are exp(-inf), not exp(-inf + inf).
+        # In a block of -inf only, x - largest would be NaN.
         base = tl.where(largest > -float("inf"), largest, 0.0)
-        tl.store(sums + place, tl.sum(tl.exp((x - base) * scale)))
-        if is_cut(row, vocab_size, temperatures, top_ks, top_ps, GREEDY_BELOW):
-            keys = tl.max(tl.reshape(key(logit), (BLOCK // CHUNK, CHUNK)), 1)
+        tl.store(block_sums + place, tl.sum(tl.exp((x - base) * scale)))
+        if is_filtered(row, vocab_size, temperatures, top_ks, top_ps, GREEDY_BELOW):
+            keys = tl.max(tl.reshape(sort_key(logit), (BLOCK // CHUNK, CHUNK)), 1)
             chunks = place * (BLOCK // CHUNK) + tl.arange(0, BLOCK // CHUNK)
             tl.store(chunk_keys + chunks, keys.to(tl.int32, bitcast=True))
 
 
 @triton.jit
 def _choose(
-    logits,
-    stride,
-    vocab_size,
-    temperatures,
-    seeds,
-    positions,
-    top_ks,
-    top_ps,
-    min_ps,
-    maxima,
-    sums,
-    firsts,
-    tokens,
-    GREEDY_BELOW: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
+    logits, stride, vocab_size, temperatures, seeds, positions, top_ks, top_ps, min_ps,
+    block_maxima, block_sums, block_argmaxes, tokens,
+    GREEDY_BELOW: tl.constexpr, BLOCK: tl.constexpr, NUM_BLOCKS: tl.constexpr,
     ALL_BLOCKS: tl.constexpr,
-):
-    """One row: find the block, then the token, where the weights' sum passes a uniform number.
-    A row with top_k or top_p is left to `_choose_kept`.
+):  # fmt: skip
+    """Choose the token of one row: the block, then the token, where the sum passes a random share.
+
+    A row with top_k or top_p gets its first largest token here; `choose_filtered` replaces it.
     """
     row = tl.program_id(0).to(tl.int64)
     blocks = tl.arange(0, ALL_BLOCKS)
     place = row * NUM_BLOCKS + blocks
-    block_maxima = tl.load(maxima + place, blocks < NUM_BLOCKS, -float("inf"))
-    largest, block = tl.max(block_maxima, 0, return_indices=True)
-    token = tl.load(firsts + row * NUM_BLOCKS + block)
+    maxima = tl.load(block_maxima + place, blocks < NUM_BLOCKS, -float("inf"))
+    largest, block = tl.max(maxima, 0, return_indices=True)
+    token = tl.load(block_argmaxes + row * NUM_BLOCKS + block)
     if temperatures is not None:
         temperature = tl.load(temperatures + row)
-        cut = is_cut(row, vocab_size, temperatures, top_ks, top_ps, GREEDY_BELOW)
-        if (temperature >= GREEDY_BELOW) & ~cut:
+        filtered = is_filtered(row, vocab_size, temperatures, top_ks, top_ps, GREEDY_BELOW)
+        if (temperature >= GREEDY_BELOW) & ~filtered:
             logits += row * stride
             scale = 1 / temperature
             min_p = tl.load(min_ps + row)
-            mass = tl.load(sums + place, blocks < NUM_BLOCKS, 0.0)
-            mass *= tl.exp((block_maxima - largest) * scale)
-            if min_p > 0:  # relative to the row's largest, which the sums were made without
+            mass = tl.load(block_sums + place, blocks < NUM_BLOCKS, 0.0)
+            mass *= tl.exp((maxima - largest) * scale)
+            if min_p > 0:  # relative to the row's largest weight, so sum the blocks again
                 for i in range(NUM_BLOCKS):
-                    weights = _weights(logits, vocab_size, i, largest, scale, min_p, BLOCK)
+                    weights = _block_weights(logits, vocab_size, i, largest, scale, min_p, BLOCK)
                     mass = tl.where(blocks == i, tl.sum(weights), mass)
             mass = mass.to(tl.float64)
             number = uniform(tl.load(seeds + row), tl.load(positions + row))
             block, before = invert(mass, number * tl.sum(mass))
             share = number * tl.sum(mass) - before
             share /= tl.sum(tl.where(blocks == block, mass, 0.0))
-            weights = _weights(logits, vocab_size, block, largest, scale, min_p, BLOCK)
+            weights = _block_weights(logits, vocab_size, block, largest, scale, min_p, BLOCK)
             weights = weights.to(tl.float64)
             column, _ = invert(weights, share * tl.sum(weights))
             token = tl.minimum(block * BLOCK + column, vocab_size - 1)
@@ -182,8 +161,8 @@ def _choose(
 
 
 @triton.jit
-def _weights(logits, vocab_size, block, largest, scale, min_p, BLOCK: tl.constexpr):
-    """Return the weights of one block of a row, 0 for what min_p leaves out."""
+def _block_weights(logits, vocab_size, block, largest, scale, min_p, BLOCK: tl.constexpr):
+    """Return [BLOCK] float32, the weights of one block of a row; see `weigh`."""
     columns = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + columns, columns < vocab_size, -float("inf"))
     return weigh(x, largest, scale, min_p)

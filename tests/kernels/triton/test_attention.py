@@ -45,7 +45,7 @@ def attend(case, cache=None):
     out = torch.full_like(case.q, NAN)
     plan = plan_of(case)
     decode_attention.decode(case.q, cache, batch.block_tables, plan, out)
-    assert not plan.arrived.any(), "the next layer finds no split done"
+    assert not plan.splits_done.any(), "the next layer must find no split done"
     tiles = prefill_attention.prefill_tiles(
         batch.query_lens_host,
         batch.seq_lens_host,
@@ -232,7 +232,7 @@ def test_pieces_are_placed_by_length_and_cover_each_row():
     plan = decode_attention.plan_decode(
         starts.int().to(DEVICE), lengths.int().to(DEVICE), 20000, 2, 1, 16
     )
-    pieces = plan.pieces[: plan.num_pieces.item()].tolist()
+    pieces = plan.splits[: plan.num_splits.item()].tolist()
     expected = []
     for row, (query_len, _) in enumerate(rows):
         length = lengths[row].item()

@@ -181,9 +181,9 @@ def test_no_rows():
 
 
 @triton.jit
-def find_threshold(
-    logits, vocab_size, largest, temperatures, chunk_keys, listed, top_ks, top_ps, min_ps, out,
-    SIZES: tl.constexpr,
+def store_threshold(
+    logits, vocab_size, largest, temperatures, chunk_keys, candidates, top_ks, top_ps, min_ps, out,
+    NUM_CHUNKS: tl.constexpr, ALL_CHUNKS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     row = (
@@ -193,9 +193,12 @@ def find_threshold(
         1 / tl.load(temperatures + index),
         tl.load(min_ps + index),
     )
-    lists = (chunk_keys + index * SIZES[0], listed + index * SIZES[0], listed)
+    first = index * NUM_CHUNKS
+    chunks = (chunk_keys + first, candidates + first, candidates)
     top_k, top_p = tl.load(top_ks + index), tl.load(top_ps + index)
-    threshold = top_k_top_p._threshold(row, lists, top_k, top_p, SIZES)
+    threshold = top_k_top_p.find_threshold(
+        row, chunks, top_k, top_p, NUM_CHUNKS, ALL_CHUNKS, CHUNK, TILE
+    )
     tl.store(out + index, threshold.to(tl.int64))
 
 
@@ -215,7 +218,7 @@ def thresholds(logits, sampling, chunk=128):
     chunk_keys = chunk_keys.view(rows, num_chunks, chunk).amax(-1).int()
     all_chunks = triton.next_power_of_2(num_chunks)
     out = torch.empty(rows, dtype=torch.int64, device=DEVICE)
-    find_threshold[(rows,)](
+    store_threshold[(rows,)](
         logits,
         vocab_size,
         logits.float().amax(-1),
@@ -226,7 +229,10 @@ def thresholds(logits, sampling, chunk=128):
         sampling.top_ps,
         sampling.min_ps,
         out,
-        SIZES=(num_chunks, all_chunks, chunk, min(all_chunks, 4)),
+        NUM_CHUNKS=num_chunks,
+        ALL_CHUNKS=all_chunks,
+        CHUNK=chunk,
+        TILE=min(all_chunks, 4),
     )
     return out
 
