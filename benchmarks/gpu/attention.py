@@ -29,7 +29,7 @@ SWEEP: tuple[dict[str, int], ...] = (
     {"num_stages": 4},
 )
 """Options of the Triton decode kernel to try, each in place of its present value. An option is a
-constant of kernels/triton/attention.py or a launch argument of the kernel.
+constant of kernels/triton/decode_attention.py or a launch argument of the kernel.
 """
 
 
@@ -62,10 +62,10 @@ def set_decode_options(options: dict[str, int]) -> None:
     """Reload the Triton kernels with other constants or launch arguments."""
     import triton.language as tl
 
-    from nanovllm.kernels.triton import attention as triton_attention
+    from nanovllm.kernels.triton import decode_attention
 
     # A compiled kernel rejects a changed constant, so the module is loaded again.
-    names = vars(importlib.reload(triton_attention))
+    names = vars(importlib.reload(decode_attention))
     launched: Callable[..., dict[str, int]] = names["_decode_options"]
     chosen: dict[str, int] = {}
     for name, value in options.items():

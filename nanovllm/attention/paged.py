@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 
 from nanovllm.attention.backend import NO_QUANTIZED_KV, AttentionSpec, Backend
-from nanovllm.kernels.selector import triton_kernels
+from nanovllm.kernels.selector import triton_available
 
 
 class PagedBackend(Backend):
@@ -45,4 +45,4 @@ def flash_attention_refusal(spec: AttentionSpec) -> str | None:
     capability = torch.cuda.get_device_capability(spec.device)
     if capability < (8, 0):
         return f"compute capability {capability[0]}.{capability[1]} is below 8.0"
-    return None if triton_kernels() is not None else "the Triton kernels are off"
+    return None if triton_available() else "the Triton kernels are off"

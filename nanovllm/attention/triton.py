@@ -12,10 +12,10 @@ import torch
 from nanovllm.attention.backend import AttentionSpec
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.paged import PagedBackend
-from nanovllm.kernels.selector import triton_kernels
+from nanovllm.kernels.selector import triton_available
 
 if TYPE_CHECKING:
-    from nanovllm.kernels.triton.attention import DecodePlan
+    from nanovllm.kernels.triton.decode_attention import DecodePlan
 
 _FP8_CAPABILITY = (8, 9)
 """Minimum compute capability for float8_e4m3fn in Triton."""
@@ -39,9 +39,9 @@ class TritonBackend(PagedBackend):
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
-        from nanovllm.kernels.triton import attention as triton_attention
+        from nanovllm.kernels.triton import decode_attention, prefill_attention
 
-        self._kernels = triton_attention
+        self._decode, self._prefill = decode_attention, prefill_attention
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> str | None:
@@ -55,7 +55,7 @@ class TritonBackend(PagedBackend):
             capability = torch.cuda.get_device_capability(spec.device)
             if spec.quantized_kv and capability < _FP8_CAPABILITY:
                 return f"compute capability {capability[0]}.{capability[1]} is below 8.9"
-            return None if triton_kernels() is not None else "the Triton kernels are off"
+            return None if triton_available() else "the Triton kernels are off"
         interpreted = spec.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
         return None if interpreted else "needs a CUDA GPU"
 
@@ -64,7 +64,7 @@ class TritonBackend(PagedBackend):
         spec, query_lens = self.spec, batch.query_lens_host
         decode = tiles = None
         if not query_lens or 1 in query_lens:
-            decode = self._kernels.plan_decode(
+            decode = self._decode.plan_decode(
                 batch.cu_seqlens_q,
                 batch.seq_lens,
                 batch.block_tables.shape[1] * self.block_size,
@@ -73,7 +73,7 @@ class TritonBackend(PagedBackend):
                 spec.head_dim,
             )
         group = spec.num_heads // spec.num_kv_heads
-        tile_list = self._kernels.prefill_tiles(
+        tile_list = self._prefill.prefill_tiles(
             query_lens, batch.seq_lens_host, group, spec.head_dim, spec.dtype
         )
         if tile_list:
@@ -85,9 +85,9 @@ class TritonBackend(PagedBackend):
         plan: _Plan = batch.metadata
         out = torch.empty_like(q)
         if plan.decode is not None:
-            self._kernels.decode(q, kv_cache, batch.block_tables, plan.decode, out)
+            self._decode.decode(q, kv_cache, batch.block_tables, plan.decode, out)
         if plan.tiles is not None:
-            self._kernels.prefill(
+            self._prefill.prefill(
                 q,
                 kv_cache,
                 batch.block_tables,

@@ -1,1 +1,1 @@
-"""Kernels of our own: C for CPUs, Triton for CUDA GPUs. Below everything that calls them."""
+"""Kernels written for nanovllm: C for CPUs, Triton for CUDA GPUs. They know tensors only."""

@@ -1,6 +1,6 @@
-"""Chooses the kernels for a device: C on CPUs, Triton on CUDA GPUs, else plain torch.
+"""Choose the kernels for a device: C on CPUs, Triton on CUDA GPUs, else plain torch.
 
-A warning says why where there are none.
+Log a warning with the reason where the Triton kernels cannot run. Knows no layer and no model.
 """
 
 import functools
@@ -15,44 +15,47 @@ from nanovllm.kernels.cpu.library import serves
 
 logger = logging.getLogger(__name__)
 
-_CAPABILITY = (8, 0)
+_MIN_CAPABILITY = (8, 0)
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
-    """Return the module whose `add_rms_norm` and `silu_and_mul` take such tensors, or None."""
+    """Return the module whose `add_rms_norm` and `silu_and_mul` support such tensors, or None."""
     if device.type == "cuda":
-        return triton_kernels()
+        return triton_kernels("ops")
     return cpu_ops if serves(device, dtype) else None
 
 
-def triton_kernels(module: str = "ops") -> ModuleType | None:
-    """Return a module of Triton kernels, or None where they cannot be used on the current GPU."""
-    return importlib.import_module(f"nanovllm.kernels.triton.{module}") if triton_serves() else None
+def triton_kernels(module: str) -> ModuleType | None:
+    """Return `nanovllm.kernels.triton.<module>`, or None where the current GPU cannot run it."""
+    if not triton_available():
+        return None
+    return importlib.import_module(f"nanovllm.kernels.triton.{module}")
 
 
 @functools.cache
-def triton_serves() -> bool:
-    """Whether the Triton kernels can be used on the current GPU; the log says why not."""
-    reason = _no_triton()
+def triton_available() -> bool:
+    """Return whether the Triton kernels run on the current GPU; log why if they do not."""
+    reason = _why_no_triton()
     if reason is not None:
-        logger.warning("Triton kernels are off, plain torch serves, slower: %s", reason)
+        logger.warning("Triton kernels are off, using plain torch, which is slower: %s", reason)
         return False
     logger.info("Triton kernels are on")
     return True
 
 
-def _no_triton() -> str | None:
-    """Return why the Triton kernels cannot be used, after trying one of them."""
+def _why_no_triton() -> str | None:
+    """Return why the Triton kernels cannot run, or None. Run one of them to find out."""
     if not torch.cuda.is_available():
         return "there is no CUDA device"
     capability = torch.cuda.get_device_capability()
-    if capability < _CAPABILITY:
-        return f"compute capability {capability} is below {_CAPABILITY}"
+    if capability < _MIN_CAPABILITY:
+        return f"compute capability {capability} is below {_MIN_CAPABILITY}"
     try:
         from nanovllm.kernels.triton import ops as triton_ops
 
         ones = torch.ones(1, 64, dtype=torch.float32, device="cuda")
-        wrong = (triton_ops.silu_and_mul(ones) - torch.nn.functional.silu(ones[:, :32])).abs().max()
-        return None if wrong < 1e-5 else "the compiled kernels compute wrong numbers"
-    except Exception as error:  # whatever the compilers and the driver raise
+        expected = torch.nn.functional.silu(ones[:, :32])
+        difference = (triton_ops.silu_and_mul(ones) - expected).abs().max()
+        return None if difference < 1e-5 else "the compiled kernels compute wrong numbers"
+    except Exception as error:  # the compilers and the driver raise many types
         return f"{type(error).__name__}: {error}"

@@ -259,7 +259,7 @@ def a_gpu(monkeypatch):
     """Pretend that there is a GPU; return a spec that every GPU backend supports."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for module in (paged, triton):
-        monkeypatch.setattr(module, "triton_kernels", lambda: object())
+        monkeypatch.setattr(module, "triton_available", lambda: True)
     monkeypatch.setattr(varlen, "varlen_attn", lambda *args, block_table=None: None)  # torch 2.13
     return AttentionSpec(16, 8, 128, torch.bfloat16, torch.device("cuda"), None)
 
@@ -306,7 +306,7 @@ def test_an_fp8_cache_needs_a_gpu_that_has_it(a_gpu, monkeypatch):
 @pytest.mark.parametrize("backend_class", GPU_BACKENDS)
 def test_without_the_triton_kernels_none_serves(backend_class, a_gpu, monkeypatch):
     for module in (paged, triton):
-        monkeypatch.setattr(module, "triton_kernels", lambda: None)
+        monkeypatch.setattr(module, "triton_available", lambda: False)
     assert backend_class.unsupported(a_gpu) == "the Triton kernels are off"
 
 

@@ -278,12 +278,12 @@ def test_a_test_files_counts(tmp_path: Path) -> None:
 
 def test_swept_options_exist() -> None:
     pytest.importorskip("triton")
-    from nanovllm.kernels.triton import attention as triton_attention
+    from nanovllm.kernels.triton import decode_attention
 
-    launched = triton_attention._decode_options(torch.bfloat16, 128)
+    launched = decode_attention._decode_options(torch.bfloat16, 128)
     for options in attention.SWEEP:
         for name, value in options.items():
-            now = launched[name] if name in launched else getattr(triton_attention, name)
+            now = launched[name] if name in launched else getattr(decode_attention, name)
             assert isinstance(now, int)
             assert now != value, f"{name}={value} is what there is already"
 

@@ -1,1 +1,1 @@
-"""The Triton kernels for CUDA GPUs. Importing a module here imports triton."""
+"""The Triton kernels for CUDA GPUs. Every module here imports triton."""

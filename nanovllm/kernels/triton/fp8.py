@@ -1,7 +1,8 @@
-"""FP8 (E4M3) in Triton: rows rounded in groups, and products of what has a scale for each group.
+"""FP8 (E4M3) in Triton: groupwise quantisation, and the product of groupwise quantised matrices.
 
-Each row is computed in the same way whatever else is in the batch. Nothing waits for the host, so
-a CUDA graph can hold every call. Imports triton: ask `nanovllm.kernels` before this.
+The result for a row does not depend on the other rows of the batch. The host never waits for the
+device, so a CUDA graph can hold every call. Imports triton: check
+`kernels.selector.triton_available` first.
 """
 
 import torch
@@ -12,14 +13,16 @@ FP8 = torch.float8_e4m3fn
 
 _LIMIT = torch.finfo(FP8).max
 _MAX_INPUTS = 128
-"""Inputs whose products the tensor cores add up, before their sum joins those in float32."""
+"""Maximum inputs of one `tl.dot`, whose products the tensor cores sum with few bits."""
 _MIN_INPUTS = 32
+"""Minimum inputs of one `tl.dot` with FP8 operands."""
 
 
 def quantize(x: torch.Tensor, group: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round x [t, n] to float8_e4m3fn [t, n] times float32 scales [t, ceil(n / group)].
+    """Round x [t, n] to float8_e4m3fn values [t, n] with float32 scales [t, ceil(n / group)].
 
-    A scale takes the largest number of `group` neighbours in a row (None: of all) to 448.
+    The scale maps the largest magnitude of a group to 448, the largest float8_e4m3fn. A group is
+    `group` neighbours in a row (None: the whole row).
     """
     assert x.is_contiguous()
     rows, size = x.shape
@@ -36,7 +39,7 @@ def quantize(x: torch.Tensor, group: int | None = None) -> tuple[torch.Tensor, t
 
 
 def inputs_of_a_step(group: int) -> int:
-    """Return how many inputs `multiply` takes at a time; 0: it does not take such groups."""
+    """Return how many inputs `multiply` processes at once, or 0 if it does not support `group`."""
     step = min(group & -group, _MAX_INPUTS)
     return step if step >= _MIN_INPUTS else 0
 
@@ -49,17 +52,18 @@ def multiply(
     group: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return x times the transpose of the weight: [t, n] of `dtype`.
+    """Return x times the transpose of `weight`: [t, n] of `dtype`.
 
-    A group's products are summed by the tensor cores, then scaled and added in float32, which
-    bounds what their narrow sums lose (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
+    The tensor cores sum the products of at most one group. The kernel scales these sums and adds
+    them in float32. This bounds the error of the tensor cores, whose sums have fewer bits
+    (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
 
     Args:
         x: [t, k] float8_e4m3fn, contiguous.
         x_scales: [t, ceil(k / group)] float32, contiguous.
         weight: [n, k] float8_e4m3fn, contiguous.
         weight_scales: [n, ceil(k / group)] float32, contiguous.
-        group: inputs that share a scale; `inputs_of_a_step(group)` is not 0.
+        group: number of inputs that share a scale; `inputs_of_a_step(group)` must not be 0.
     """
     (rows, size), outputs = x.shape, len(weight)
     assert all(t.is_contiguous() for t in (x, x_scales, weight, weight_scales))
@@ -75,7 +79,10 @@ def multiply(
 
 
 def _options(rows: int) -> dict[str, int]:
-    """M rows times N outputs in a tile. Few rows: narrow tiles, so that more programs read."""
+    """Return the launch options. A tile is M rows times N outputs.
+
+    With few rows the tiles are narrow, so that more programs read the weight.
+    """
     if rows <= 16:
         return {"M": 16, "N": 32, "num_warps": 4, "num_stages": 4}
     if rows <= 64:
@@ -88,7 +95,7 @@ def _quantize_fp8(
     x, values, scales,
     LIMIT: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One group of a row, read twice: for its largest number, then to be divided by the scale."""
+    """Quantise one group of a row. Read it twice, first for its scale, then for its values."""
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = tl.arange(0, BLOCK)
     end = tl.minimum((group + 1) * GROUP, SIZE)
@@ -113,7 +120,10 @@ def _multiply_fp8(
     OUTPUTS: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """A tile of y. Programs of the same outputs run side by side and share the weight's reading."""
+    """Compute one tile of y.
+
+    Programs with neighbouring ids read the same rows of the weight, which the L2 then holds.
+    """
     GROUPS: tl.constexpr = (SIZE + GROUP - 1) // GROUP
     row_tiles = tl.cdiv(rows, M)
     row = (tl.program_id(0) % row_tiles * M + tl.arange(0, M)).to(tl.int64)

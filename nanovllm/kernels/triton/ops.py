@@ -1,7 +1,8 @@
-"""The Triton kernels for CUDA that layers call: norm, activation and KV store.
+"""The Triton kernels that layers call: norm, activation, and the store into the KV cache.
 
-Each row or token is computed in the same way whatever else is in the batch. Nothing waits for the
-host, so a CUDA graph can hold every call. Imports triton: ask `nanovllm.kernels` before this.
+The result for a row or token does not depend on the rest of the batch. The host never waits for the
+device, so a CUDA graph can hold every call. Imports triton: check
+`kernels.selector.triton_available` first.
 """
 
 import torch
@@ -9,14 +10,17 @@ import triton
 import triton.language as tl
 
 _HEADS = 8
-"""Heads that one program of the KV store takes."""
+"""Heads that one program of `store` processes."""
 _FP8 = torch.float8_e4m3fn
 
 
 def add_rms_norm(
     x: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """Add `x` to `residual` in place (if given) and return its RMSNorm; rows contiguous."""
+    """Add `x`, if given, to `residual` in place, and return the RMSNorm of `residual`.
+
+    Rows must be contiguous.
+    """
     out = torch.empty_like(residual)
     size = residual.shape[-1]
     block = triton.next_power_of_2(size)
@@ -28,7 +32,7 @@ def add_rms_norm(
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """Return silu of the first half of each row times the second; gate_up [t, 2n] contiguous."""
+    """Return silu(first half) * second half of each row of gate_up [t, 2n], which is contiguous."""
     rows, width = gate_up.shape
     size = width // 2
     out = gate_up.new_empty(rows, size)
@@ -55,9 +59,9 @@ def store(
         qkv: [t, (heads + 2 kv_heads) * dim], contiguous.
         cos_sin: [positions, dim] float32.
         positions: [t] int64.
-        slot_mapping: [t] int64; a token whose slot is negative is not stored.
-        kv_cache: [2, blocks, block_size, kv_heads, dim], contiguous; qkv's dtype, or
-            float8_e4m3fn at scale 1, where what is too large becomes the largest number.
+        slot_mapping: [t] int64. A token with a negative slot is not stored.
+        kv_cache: [2, blocks, block_size, kv_heads, dim], contiguous, in qkv's dtype or
+            float8_e4m3fn. The latter has scale 1 and clamps to its largest magnitude, 448.
     """
     num_kv_heads, head_dim = kv_cache.shape[-2:]
     assert qkv.is_contiguous()
@@ -90,7 +94,7 @@ def store(
 
 @triton.jit
 def _add_rms_norm(x, residual, weight, out, size, eps, BLOCK: tl.constexpr):
-    """One row. Rounds as layers.layernorm does: the sum, the normalised row, the product."""
+    """Process one row. Like layers.layernorm, round the sum, the normalised row and the product."""
     row = tl.program_id(0).to(tl.int64) * size
     columns = tl.arange(0, BLOCK)
     inside = columns < size
@@ -109,7 +113,7 @@ def _add_rms_norm(x, residual, weight, out, size, eps, BLOCK: tl.constexpr):
 
 @triton.jit
 def _silu_and_mul(gate_up, out, size, BLOCK: tl.constexpr):
-    """A block of one row."""
+    """Process one block of a row."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
@@ -139,10 +143,15 @@ def _store(
     HEADS: tl.constexpr,
     LIMIT: tl.constexpr,
 ):
-    """HEADS heads of one token: queries, then keys, then values; two halves of each, to rotate."""
+    """Process HEADS heads of one token. The heads of q come first, then those of k, then of v.
+
+    A head is loaded as two halves, because rotation combines them. `value_offset` is the distance
+    from keys to values in the cache, LIMIT the largest magnitude of an 8-bit cache, else None.
+    """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token).to(tl.int64)
-    # Whole tiles, for the rows that all heads share as well: so all have one layout in registers.
+    # Broadcast to whole tiles, also for values that all heads share, so that every tensor has the
+    # same register layout.
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     head, column = tl.broadcast(heads[:, None], tl.arange(0, HALF_BLOCK)[None, :])
     inside = (head < NUM_HEADS + 2 * NUM_KV_HEADS) & (column < HALF)
@@ -153,25 +162,11 @@ def _store(
     source = qkv + (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * (2 * HALF) + column
     first, second = tl.load(source, inside, 0.0), tl.load(source + HALF, inside, 0.0)
 
-    wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
-    squares = tl.sum(wide_first * wide_first + wide_second * wide_second, 1, keep_dims=True)
-    scale = tl.rsqrt(squares / (2 * HALF) + eps)
-    query_first = tl.load(q_weight + column, inside, 0.0)
-    query_second = tl.load(q_weight + HALF + column, inside, 0.0)
-    key_first = tl.load(k_weight + column, inside, 0.0)
-    key_second = tl.load(k_weight + HALF + column, inside, 0.0)
-    factor_first = tl.where(is_query, query_first, key_first).to(tl.float32)
-    factor_second = tl.where(is_query, query_second, key_second).to(tl.float32)
-    # Rounded as the layers round: after the norm, after the weight, after the rotation.
-    normed_first = (wide_first * scale).to(dtype).to(tl.float32)
-    normed_second = (wide_second * scale).to(dtype).to(tl.float32)
-    normed_first = (normed_first * factor_first).to(dtype).to(tl.float32)
-    normed_second = (normed_second * factor_second).to(dtype).to(tl.float32)
-
+    normed_first, normed_second = _rms_norm(
+        first, second, q_weight, k_weight, is_query, column, inside, eps, HALF
+    )
     angle = cos_sin + tl.load(positions + token) * (2 * HALF) + column
-    cos, sin = tl.load(angle, inside, 0.0), tl.load(angle + HALF, inside, 0.0)
-    rotated_first = (normed_first * cos - normed_second * sin).to(dtype)
-    rotated_second = (normed_second * cos + normed_first * sin).to(dtype)
+    rotated_first, rotated_second = _rotate(normed_first, normed_second, angle, inside, dtype, HALF)
 
     target = q + (token * NUM_HEADS + head) * (2 * HALF) + column
     tl.store(target, rotated_first, inside & is_query)
@@ -188,3 +183,36 @@ def _store(
     kept = inside & (head >= NUM_HEADS) & (slot >= 0)
     tl.store(target, first.to(kv_cache.dtype.element_ty), kept)
     tl.store(target + HALF, second.to(kv_cache.dtype.element_ty), kept)
+
+
+@triton.jit
+def _rms_norm(first, second, q_weight, k_weight, is_query, column, inside, eps, HALF: tl.constexpr):
+    """Return the halves of the RMSNorm of each head, in float32.
+
+    The values are rounded to the dtype of `first` after the norm and after the weight, as the
+    layers do.
+    """
+    dtype = first.dtype
+    wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
+    squares = tl.sum(wide_first * wide_first + wide_second * wide_second, 1, keep_dims=True)
+    scale = tl.rsqrt(squares / (2 * HALF) + eps)
+    query_first = tl.load(q_weight + column, inside, 0.0)
+    query_second = tl.load(q_weight + HALF + column, inside, 0.0)
+    key_first = tl.load(k_weight + column, inside, 0.0)
+    key_second = tl.load(k_weight + HALF + column, inside, 0.0)
+    factor_first = tl.where(is_query, query_first, key_first).to(tl.float32)
+    factor_second = tl.where(is_query, query_second, key_second).to(tl.float32)
+    normed_first = (wide_first * scale).to(dtype).to(tl.float32)
+    normed_second = (wide_second * scale).to(dtype).to(tl.float32)
+    normed_first = (normed_first * factor_first).to(dtype).to(tl.float32)
+    normed_second = (normed_second * factor_second).to(dtype).to(tl.float32)
+    return normed_first, normed_second
+
+
+@triton.jit
+def _rotate(first, second, angle, inside, dtype: tl.constexpr, HALF: tl.constexpr):
+    """Return the halves of each head, rotated; `angle` points to cosines, then HALF sines."""
+    cos, sin = tl.load(angle, inside, 0.0), tl.load(angle + HALF, inside, 0.0)
+    rotated_first = (first * cos - second * sin).to(dtype)
+    rotated_second = (second * cos + first * sin).to(dtype)
+    return rotated_first, rotated_second

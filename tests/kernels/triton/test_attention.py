@@ -11,8 +11,8 @@ import numpy
 import pytest
 import torch
 
-from nanovllm.kernels.triton import attention as triton_attention
-from nanovllm.kernels.triton.attention import MAX_SPLITS, SPLIT_TOKENS
+from nanovllm.kernels.triton import decode_attention, prefill_attention
+from nanovllm.kernels.triton.decode_attention import MAX_SPLITS, SPLIT_TOKENS
 from nanovllm.worker.kv_cache import zeros
 from tests.attention.cases import contiguous_sdpa, make_case, random_rows, reference
 from tests.kernels.triton.interpreter import allow_computed_bounds
@@ -35,7 +35,7 @@ def plan_of(case):
     spec, batch = case.spec, case.batch
     width = batch.block_tables.shape[1] * spec.block_size
     heads = spec.num_heads, spec.num_kv_heads, spec.head_dim
-    return triton_attention.plan_decode(batch.cu_seqlens_q, batch.seq_lens, width, *heads)
+    return decode_attention.plan_decode(batch.cu_seqlens_q, batch.seq_lens, width, *heads)
 
 
 def attend(case, cache=None):
@@ -44,9 +44,9 @@ def attend(case, cache=None):
     cache = case.stored() if cache is None else cache
     out = torch.full_like(case.q, NAN)
     plan = plan_of(case)
-    triton_attention.decode(case.q, cache, batch.block_tables, plan, out)
-    assert not plan.arrived.any(), "the next layer finds no split done"
-    tiles = triton_attention.prefill_tiles(
+    decode_attention.decode(case.q, cache, batch.block_tables, plan, out)
+    assert not plan.splits_done.any(), "the next layer must find no split done"
+    tiles = prefill_attention.prefill_tiles(
         batch.query_lens_host,
         batch.seq_lens_host,
         spec.num_heads // spec.num_kv_heads,
@@ -55,7 +55,7 @@ def attend(case, cache=None):
     )
     if tiles:
         tiles = torch.tensor(tiles, dtype=torch.int32, device=DEVICE)
-        triton_attention.prefill(
+        prefill_attention.prefill(
             case.q, cache, batch.block_tables, batch.cu_seqlens_q, batch.seq_lens, tiles, out
         )
     return out
@@ -172,7 +172,7 @@ def test_a_row_is_the_same_in_every_batch():
 def test_programs_that_take_many_pieces_give_the_same_bits(monkeypatch):
     case = case_of([(1, n) for n in (300, 5, 600, 257, 1)], 2, 2, 16, 64)
     expected = attend(case)
-    monkeypatch.setattr(triton_attention, "_PROGRAMS", 3)
+    monkeypatch.setattr(decode_attention, "_PROGRAMS", 3)
     assert torch.equal(attend(case), expected)
 
 
@@ -229,10 +229,10 @@ def test_pieces_are_placed_by_length_and_cover_each_row():
     starts = torch.tensor([0, *(query for query, _ in rows)]).cumsum(0)
     lengths = torch.tensor([length for _, length in rows])
     lengths[40] = 0
-    plan = triton_attention.plan_decode(
+    plan = decode_attention.plan_decode(
         starts.int().to(DEVICE), lengths.int().to(DEVICE), 20000, 2, 1, 16
     )
-    pieces = plan.pieces[: plan.num_pieces.item()].tolist()
+    pieces = plan.splits[: plan.num_splits.item()].tolist()
     expected = []
     for row, (query_len, _) in enumerate(rows):
         length = lengths[row].item()
@@ -245,7 +245,7 @@ def test_pieces_are_placed_by_length_and_cover_each_row():
 
 
 def test_tiles_of_queries_cover_the_chunks_and_begin_with_the_most_keys():
-    tiles = triton_attention.prefill_tiles(
+    tiles = prefill_attention.prefill_tiles(
         (1, 100, 200, 1, 2), (900, 100, 5000, 1, 64), 2, 128, torch.float16
     )
     assert sorted(tiles) == [(1, 0), (1, 64), *((2, 64 * i) for i in range(4)), (4, 0)]

@@ -5,7 +5,7 @@ spilled.
 import pytest
 import torch
 
-from nanovllm.kernels.triton import attention as triton_attention
+from nanovllm.kernels.triton import decode_attention, prefill_attention
 from tests.kernels.triton.harness import ARCHS, compile_launches
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -23,9 +23,9 @@ def attend(num_heads, dtype, cache_dtype, block_size):
     q = meta(64, num_heads, 128, dtype=dtype)
     cache = meta(2, 1000, block_size, 8, 128, dtype=cache_dtype)
     tables, cu_seqlens_q, seq_lens = meta(8, 64), meta(9), meta(8)
-    plan = triton_attention.plan_decode(cu_seqlens_q, seq_lens, 4096, num_heads, 8, 128)
-    triton_attention.decode(q, cache, tables, plan, q)
-    triton_attention.prefill(q, cache, tables, cu_seqlens_q, seq_lens, meta(4, 2), q)
+    plan = decode_attention.plan_decode(cu_seqlens_q, seq_lens, 4096, num_heads, 8, 128)
+    decode_attention.decode(q, cache, tables, plan, q)
+    prefill_attention.prefill(q, cache, tables, cu_seqlens_q, seq_lens, meta(4, 2), q)
 
 
 @pytest.mark.parametrize(

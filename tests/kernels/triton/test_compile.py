@@ -67,7 +67,7 @@ def test_sampling(dtype, arch):
     index, number = meta(3, dtype=torch.int64), meta(3, dtype=torch.float32)
     args = (logits, number, index, index, index, number, number)
     launched = compile_launches(triton_sampling.sample, *args, arch=arch)
-    assert_fits(launched, "_reduce_blocks", "_choose", "_choose_kept")
+    assert_fits(launched, "_reduce_blocks", "_choose", "_choose_filtered")
     launched = compile_launches(triton_sampling.greedy, logits, arch=arch)
     assert_fits(launched, "_reduce_blocks", "_choose")
 

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.triton import sampling as triton_sampling
+from nanovllm.kernels.triton import inverse_cdf, sampling as triton_sampling, top_k_top_p
 from nanovllm.layers.sampler import Sampling, draw, greedy, uniform
 from tests.kernels.triton.inputs import CUDA, DEVICE, each_dtype, randn
 from tests.kernels.triton.interpreter import allow_computed_bounds
@@ -142,9 +142,7 @@ def test_forbidden_tokens_are_never_drawn(dtype):
 @triton.jit
 def invert(weights, targets, places, SIZE: tl.constexpr):
     row = tl.program_id(0)
-    place, _ = triton_sampling._invert(
-        tl.load(weights + tl.arange(0, SIZE)), tl.load(targets + row)
-    )
+    place, _ = inverse_cdf.invert(tl.load(weights + tl.arange(0, SIZE)), tl.load(targets + row))
     tl.store(places + row, place)
 
 
@@ -184,9 +182,9 @@ def test_no_rows():
 
 
 @triton.jit
-def find_threshold(
-    logits, vocab_size, largest, temperatures, chunk_keys, listed, top_ks, top_ps, min_ps, out,
-    SIZES: tl.constexpr,
+def store_threshold(
+    logits, vocab_size, largest, temperatures, chunk_keys, candidates, top_ks, top_ps, min_ps, out,
+    NUM_CHUNKS: tl.constexpr, ALL_CHUNKS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     row = (
@@ -196,9 +194,12 @@ def find_threshold(
         1 / tl.load(temperatures + index),
         tl.load(min_ps + index),
     )
-    lists = (chunk_keys + index * SIZES[0], listed + index * SIZES[0], listed)
+    first = index * NUM_CHUNKS
+    chunks = (chunk_keys + first, candidates + first, candidates)
     top_k, top_p = tl.load(top_ks + index), tl.load(top_ps + index)
-    threshold = triton_sampling._threshold(row, lists, top_k, top_p, SIZES)
+    threshold = top_k_top_p.find_threshold(
+        row, chunks, top_k, top_p, NUM_CHUNKS, ALL_CHUNKS, CHUNK, TILE
+    )
     tl.store(out + index, threshold.to(tl.int64))
 
 
@@ -218,7 +219,7 @@ def thresholds(logits, sampling, chunk=128):
     chunk_keys = chunk_keys.view(rows, num_chunks, chunk).amax(-1).int()
     all_chunks = triton.next_power_of_2(num_chunks)
     out = torch.empty(rows, dtype=torch.int64, device=DEVICE)
-    find_threshold[(rows,)](
+    store_threshold[(rows,)](
         logits,
         vocab_size,
         logits.float().amax(-1),
@@ -229,7 +230,10 @@ def thresholds(logits, sampling, chunk=128):
         sampling.top_ps,
         sampling.min_ps,
         out,
-        SIZES=(num_chunks, all_chunks, chunk, min(all_chunks, 4)),
+        NUM_CHUNKS=num_chunks,
+        ALL_CHUNKS=all_chunks,
+        CHUNK=chunk,
+        TILE=min(all_chunks, 4),
     )
     return out
 

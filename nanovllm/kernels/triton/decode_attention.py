@@ -1,0 +1,263 @@
+"""Paged attention for rows with one query token, in Triton: split KV, as in FlashDecoding.
+
+The KV cache of a layer is [2, num_blocks, block_size, num_kv_heads, head_dim]. Knows tensors only:
+no batches, no models. docs/cuda.md says how the sizes below were chosen.
+"""
+
+import dataclasses
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.triton.online_softmax import LOG2_E, attend, register_limit
+
+MAX_SPLITS = 32
+"""Maximum number of splits of a row's keys. Bounds the scratch memory."""
+SPLIT_TOKENS = 256
+"""Maximum keys in a split, unless the row would then need more than MAX_SPLITS."""
+
+_PROGRAMS = 2048
+"""Maximum programs in a decode launch. A program processes splits until none is left."""
+_PLAN_ROWS = tl.constexpr(16)
+"""Rows that one program of `_plan_decode` plans."""
+_PLAN_COLUMNS = tl.constexpr(128)
+"""Rows that it compares them with at once."""
+_MAX_SPLITS = tl.constexpr(MAX_SPLITS)
+_SPLIT_TOKENS = tl.constexpr(SPLIT_TOKENS)
+
+
+# Values that change from batch to batch must not cause a recompilation. By default Triton compiles
+# another kernel for an integer that is 1 or a multiple of 16, and for a pointer that is not aligned
+# to 16 bytes.
+_jit = triton.jit(
+    do_not_specialize=["num_rows", "max_splits", "table_stride"],
+    do_not_specialize_on_alignment=[
+        *("cu_seqlens_q", "seq_lens", "block_tables", "splits", "num_splits", "splits_done"),
+    ],
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodePlan:
+    """The splits of a batch's rows with one query token, and scratch memory for their results.
+
+    The layers of a step share one plan, so they must run one after another.
+    """
+
+    splits: torch.Tensor
+    """[R * max_splits, 4] int32: row, split of the row, seq_len, query token; longest first."""
+    num_splits: torch.Tensor
+    """[1] int32, the number of entries in `splits`."""
+    splits_done: torch.Tensor
+    """[R, num_kv_heads] int32, the finished splits of a row; 0 between two launches."""
+    partial_out: torch.Tensor
+    """[R, max_splits, num_heads, head_dim] float32, the weighted sum of values of each split."""
+    partial_stats: torch.Tensor
+    """[R, max_splits, num_heads, 2] float32: maximum score (log2), and sum of weights."""
+    max_splits: int
+
+
+def plan_decode(
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seq_len: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+) -> DecodePlan:
+    """Return the splits of the rows that have one query token, computed on the device.
+
+    Rows with more query tokens, or of length 0, have no splits. The splits of a row depend on its
+    own length only.
+
+    Args:
+        cu_seqlens_q: [R + 1] int32.
+        seq_lens: [R] int32, at most `max_seq_len`.
+        max_seq_len: together with R, it determines the shapes of the plan and of every launch.
+    """
+    rows, device = len(seq_lens), seq_lens.device
+    max_splits = min(MAX_SPLITS, triton.cdiv(max_seq_len, SPLIT_TOKENS))
+    per_head = (rows, max_splits, num_heads)
+    plan = DecodePlan(
+        splits=torch.empty(rows * max_splits, 4, dtype=torch.int32, device=device),
+        num_splits=torch.empty(1, dtype=torch.int32, device=device),
+        splits_done=torch.empty(rows, num_kv_heads, dtype=torch.int32, device=device),
+        partial_out=torch.empty(*per_head, head_dim, dtype=torch.float32, device=device),
+        partial_stats=torch.empty(*per_head, 2, dtype=torch.float32, device=device),
+        max_splits=max_splits,
+    )
+    _plan_decode[(triton.cdiv(rows, _PLAN_ROWS.value),)](
+        cu_seqlens_q, seq_lens, plan.splits, plan.num_splits, plan.splits_done, rows,
+        KV_HEADS=num_kv_heads,
+    )  # fmt: skip
+    return plan
+
+
+def decode(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    plan: DecodePlan,
+    out: torch.Tensor,
+) -> None:
+    """Compute attention for the rows of `plan`, as in FlashDecoding (Dao et al., 2023).
+
+    The program that finishes a row's last split merges all splits of the row, in their order. So
+    merging needs no second launch, and the result does not depend on which program is last.
+
+    Args:
+        q: [T, num_heads, head_dim].
+        kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim], `q`'s dtype or float8_e4m3fn.
+        block_tables: [R, width] int32. Columns past a row's last block are not read.
+        out: like `q`. Only the tokens of the plan's rows are written.
+    """
+    assert q.is_contiguous()
+    assert kv_cache.is_contiguous()
+    num_heads, head_dim = q.shape[1:]
+    block_size, num_kv_heads = kv_cache.shape[2:4]
+    group = num_heads // num_kv_heads
+    k_cache, v_cache = kv_cache.unbind()
+    grid = (min(len(plan.splits) * num_kv_heads, _PROGRAMS),)
+    _decode[grid](
+        q, k_cache, v_cache, out, block_tables, block_tables.stride(0),
+        plan.splits, plan.num_splits, plan.splits_done, plan.partial_out, plan.partial_stats,
+        plan.max_splits, head_dim**-0.5 * LOG2_E,
+        KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
+        M=max(16, triton.next_power_of_2(group)), D=triton.next_power_of_2(head_dim),
+        **_decode_options(q.dtype, head_dim), **register_limit(q.dtype, kv_cache.dtype),
+    )  # fmt: skip
+
+
+def _decode_options(dtype: torch.dtype, head_dim: int) -> dict[str, int]:
+    """Return the launch options. N is the number of keys in a tile.
+
+    A tile of keys and values takes at most 32 KiB of shared memory, and loads of two are in flight.
+    """
+    row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
+    return {"N": min(64, 16384 // row_bytes), "num_warps": 4, "num_stages": 3}
+
+
+@triton.jit
+def _splits_of_row(seq_len):
+    return tl.minimum(tl.cdiv(seq_len, _SPLIT_TOKENS), _MAX_SPLITS)
+
+
+@triton.jit
+def _load_rows(cu_seqlens_q, seq_lens, row, num_rows):
+    """Return the first query token, length, number of splits and keys per split of each row.
+
+    Rows past `num_rows` and rows without exactly one query token have 0 splits.
+    """
+    inside = row < num_rows
+    token = tl.load(cu_seqlens_q + row, mask=inside, other=0)
+    stop = tl.load(cu_seqlens_q + row + 1, mask=inside, other=0)
+    seq_len = tl.load(seq_lens + row, mask=inside, other=0)
+    splits = tl.where(stop - token == 1, _splits_of_row(seq_len), 0)
+    return token, seq_len, splits, tl.cdiv(seq_len, tl.maximum(splits, 1))
+
+
+@_jit
+def _plan_decode(
+    cu_seqlens_q, seq_lens, splits, num_splits, splits_done, num_rows, KV_HEADS: tl.constexpr
+):
+    """List the splits of _PLAN_ROWS rows. The splits of all rows with longer ones come before.
+
+    This is a counting sort without communication: each program reads the lengths of all rows.
+    """
+    row = tl.program_id(0) * _PLAN_ROWS + tl.arange(0, _PLAN_ROWS)
+    token, seq_len, count, split_len = _load_rows(cu_seqlens_q, seq_lens, row, num_rows)
+    first = tl.zeros([_PLAN_ROWS], tl.int32)
+    total = 0
+    for start in range(0, num_rows, _PLAN_COLUMNS):
+        other = start + tl.arange(0, _PLAN_COLUMNS)
+        _, _, other_count, other_len = _load_rows(cu_seqlens_q, seq_lens, other, num_rows)
+        longer = other_len[None, :] > split_len[:, None]
+        same_but_earlier = (other_len[None, :] == split_len[:, None]) & (
+            other[None, :] < row[:, None]
+        )
+        first += tl.sum(tl.where(longer | same_but_earlier, other_count[None, :], 0), axis=1)
+        total += tl.sum(other_count)
+    split = tl.arange(0, _MAX_SPLITS)[None, :]
+    entry = splits + (first[:, None] + split) * 4
+    mask = split < count[:, None]
+    tl.store(entry, row[:, None], mask=mask)
+    tl.store(entry + 1, split, mask=mask)
+    tl.store(entry + 2, seq_len[:, None], mask=mask)
+    tl.store(entry + 3, token[:, None], mask=mask)
+    for head in range(KV_HEADS):
+        tl.store(splits_done + row * KV_HEADS + head, 0, mask=row < num_rows)
+    tl.store(num_splits, total, mask=tl.program_id(0) == 0)
+
+
+@_jit
+def _decode(
+    q, k_cache, v_cache, out, block_tables, table_stride,
+    splits, num_splits, splits_done, partial_out, partial_stats, max_splits, scale,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Process splits, each for one KV head. The M rows of a tile are the head's query heads."""
+    dims = tl.arange(0, D)
+    member = tl.arange(0, M)
+    mask = (member < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    for index in range(tl.program_id(0), tl.load(num_splits) * KV_HEADS, tl.num_programs(0)):
+        entry = splits + index // KV_HEADS * 4
+        head = index % KV_HEADS
+        row, split = tl.load(entry).to(tl.int64), tl.load(entry + 1)
+        seq_len, token = tl.load(entry + 2), tl.load(entry + 3).to(tl.int64)
+        tiles, count = tl.cdiv(seq_len, N), _splits_of_row(seq_len)
+        first_head = (token * KV_HEADS + head) * GROUP
+        place = (first_head + member)[:, None] * HEAD_DIM + dims[None, :]
+        queries = tl.load(q + place, mask=mask, other=0.0)
+        acc, score_max, weight_sum = attend(
+            tl.zeros([M, D], tl.float32), tl.full([M], float("-inf"), tl.float32),
+            tl.zeros([M], tl.float32), queries, k_cache, v_cache,
+            block_tables + row * table_stride, head, tl.full([M], 0, tl.int32) + seq_len - 1,
+            seq_len, tiles * split // count, tiles * (split + 1) // count, scale,
+            MASKED=True, KV_HEADS=KV_HEADS, HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE, N=N, D=D,
+        )  # fmt: skip
+        if count == 1:
+            tl.store(out + place, acc / weight_sum[:, None], mask=mask)
+        else:
+            scratch = ((row * max_splits + split) * KV_HEADS + head) * GROUP + member
+            tl.store(partial_out + scratch[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
+            tl.store(partial_stats + scratch * 2, score_max, mask=member < GROUP)
+            tl.store(partial_stats + scratch * 2 + 1, weight_sum, mask=member < GROUP)
+            tl.debug_barrier()  # all threads must have stored before the split counts as done
+            done = tl.atomic_add(splits_done + row * KV_HEADS + head, 1, sem="acq_rel")
+            if done == count - 1:
+                _merge(
+                    out + first_head * HEAD_DIM, partial_out, partial_stats,
+                    (row * max_splits * KV_HEADS + head) * GROUP, count,
+                    KV_HEADS=KV_HEADS, GROUP=GROUP, HEAD_DIM=HEAD_DIM, D=D,
+                )  # fmt: skip
+                tl.store(splits_done + row * KV_HEADS + head, 0)
+
+
+@triton.jit
+def _merge(
+    out, partial_out, partial_stats, first, count,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Merge the `count` splits of a row for one KV head.
+
+    Always sum over MAX_SPLITS, whatever `count` is, so that the order of the sum is fixed.
+    """
+    dims = tl.arange(0, D)
+    split = tl.arange(0, _MAX_SPLITS)
+    valid = split < count
+    for member in range(GROUP):
+        # ".cg" reads from the L2. The other programs' stores are there, and the L1 may be stale.
+        scratch = first + member + split * KV_HEADS * GROUP
+        score_max = tl.load(partial_stats + scratch * 2, valid, float("-inf"), cache_modifier=".cg")
+        weight_sum = tl.load(partial_stats + scratch * 2 + 1, valid, 0.0, cache_modifier=".cg")
+        values = tl.load(
+            partial_out + scratch[:, None] * HEAD_DIM + dims[None, :],
+            mask=valid[:, None] & (dims < HEAD_DIM)[None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        weights = tl.exp2(score_max - tl.max(score_max, 0))
+        value = tl.sum(weights[:, None] * values, 0) / tl.sum(weights * weight_sum, 0)
+        tl.store(out + member * HEAD_DIM + dims, value, mask=dims < HEAD_DIM)

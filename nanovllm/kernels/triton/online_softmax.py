@@ -1,0 +1,93 @@
+"""The loop of both attention kernels: a tile of queries against tiles of keys in paged memory.
+
+k_cache and v_cache are [num_blocks, block_size, num_kv_heads, head_dim]. Knows no batches, and not
+how the kernels divide the work.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+LOG2_E = 1.4426950408889634
+"""Factor of the scores, because weights are computed with exp2."""
+
+
+def register_limit(dtype: torch.dtype, kv_dtype: torch.dtype) -> dict[str, int]:
+    """Return launch options that limit the registers of a thread where an 8-bit cache is read.
+
+    Without the limit, ptxas aims for one more program per SM and spills a few registers of the
+    conversion from 8 bits.
+    """
+    return {"maxnreg": 192} if dtype.itemsize == 2 and kv_dtype != dtype else {}
+
+
+@triton.jit
+def attend(
+    acc, score_max, weight_sum, q, k_cache, v_cache, table, head, position, seq_len,
+    first, last, scale,
+    MASKED: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Process the key tiles [first, last) with online softmax (arXiv 1805.02867) in base 2.
+
+    Args:
+        acc, score_max, weight_sum: [M, D], [M] and [M] float32, the state so far: the weighted sum
+            of values, the maximum score and the sum of weights. Return their new values.
+        q: [M, D].
+        table: the row's block table.
+        head: the KV head.
+        position: [M], the last key that each query sees.
+        scale: factor of the scores, including LOG2_E.
+        MASKED: False if every query sees every key of the tiles.
+    """
+    dims = tl.arange(0, D)
+    inside = (dims < HEAD_DIM)[None, :]
+    offsets = tl.arange(0, N)
+    block = _block_ids(table, first, last, seq_len, BLOCK_SIZE, N)
+    for tile in range(first, last):
+        keys = tile * N + offsets
+        if BLOCK_SIZE % N == 0:
+            base = (block * BLOCK_SIZE + tile * N % BLOCK_SIZE) * KV_HEADS * HEAD_DIM
+            places = ((offsets * KV_HEADS + head) * HEAD_DIM)[:, None] + dims[None, :]
+            k_places, v_places = k_cache + base + places, v_cache + base + places
+        else:
+            slots = block * BLOCK_SIZE + keys % BLOCK_SIZE
+            places = ((slots * KV_HEADS + head) * HEAD_DIM)[:, None] + dims[None, :]
+            k_places, v_places = k_cache + places, v_cache + places
+        block = _block_ids(table, tile + 1, last, seq_len, BLOCK_SIZE, N)
+        if MASKED:
+            mask = (keys < seq_len)[:, None] & inside
+            k = tl.load(k_places, mask=mask, other=0.0)
+            v = tl.load(v_places, mask=mask, other=0.0)
+        elif D == HEAD_DIM:
+            k = tl.load(k_places)
+            v = tl.load(v_places)
+        else:
+            k = tl.load(k_places, mask=inside, other=0.0)
+            v = tl.load(v_places, mask=inside, other=0.0)
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="tf32x3")
+        if MASKED:
+            scores = tl.where(keys[None, :] <= position[:, None], scores, float("-inf"))
+        # tl.fma rounds once. Left to the compiler, masked and unmasked tiles could round unequally.
+        new_max = tl.maximum(score_max, tl.max(scores, 1) * scale)
+        weights = tl.exp2(tl.fma(scores, scale, -new_max[:, None]))
+        shrink = tl.exp2(score_max - new_max)
+        weight_sum = tl.fma(weight_sum, shrink, tl.sum(weights, 1))
+        v = v.to(q.dtype)
+        acc = tl.dot(weights.to(q.dtype), v, acc * shrink[:, None], input_precision="tf32x3")
+        score_max = new_max
+    return acc, score_max, weight_sum
+
+
+@triton.jit
+def _block_ids(table, tile, last, seq_len, BLOCK_SIZE: tl.constexpr, N: tl.constexpr):
+    """Return the block id of a key tile as int64, or of each key if the tile may span blocks.
+
+    Load 0 for tiles from `last` on: the loop fetches block ids one tile ahead.
+    """
+    if BLOCK_SIZE % N == 0:
+        block = tl.load(table + tile * N // BLOCK_SIZE, mask=tile < last, other=0)
+    else:
+        keys = tile * N + tl.arange(0, N)
+        block = tl.load(table + keys // BLOCK_SIZE, mask=(keys < seq_len) & (tile < last), other=0)
+    return block.to(tl.int64)
