@@ -6,10 +6,17 @@
 #pragma once
 #include "vectors.h"
 
-INLINE ptrdiff_t width_of(ptrdiff_t dim) { return (dim + PANEL - 1) / PANEL * PANEL; }
-/* Bytes of a block's keys, or values, of one head. */
-INLINE ptrdiff_t half_bytes(ptrdiff_t width, ptrdiff_t block, ptrdiff_t bits) { return block * (bits == 8 ? width + 2 : width * 2); }
+typedef struct {
+    ptrdiff_t dim, width, block, bits;
+    ptrdiff_t half_bytes;   /* of a block's keys, or of its values; the block takes twice as much */
+    ptrdiff_t scale_offset; /* in bytes, of the scales from the keys, or from the values; 8 bits */
+} cache_layout;
+
+INLINE cache_layout layout_of(ptrdiff_t dim, ptrdiff_t block, ptrdiff_t bits) {
+    ptrdiff_t width = (dim + PANEL - 1) / PANEL * PANEL;
+    return (cache_layout){dim, width, block, bits, block * (bits == 8 ? width + 2 : width * 2), block * width};
+}
 
 /* Numbers of a block's keys, and values, before a token's first. */
-INLINE ptrdiff_t key_at(ptrdiff_t token, ptrdiff_t width) { return token / PANEL * PANEL * width + token % PANEL * 2; }
-INLINE ptrdiff_t value_at(ptrdiff_t token) { return token / 2 * 2 * PANEL + token % 2; }
+INLINE ptrdiff_t key_offset(const cache_layout *c, ptrdiff_t token) { return token / PANEL * PANEL * c->width + token % PANEL * 2; }
+INLINE ptrdiff_t value_offset(ptrdiff_t token) { return token / 2 * 2 * PANEL + token % 2; }

@@ -16,7 +16,6 @@ static void norm_row(const bf16 *x, const bf16 *weight, bf16 *out, ptrdiff_t n, 
     }
 }
 
-
 /* residual += x (unless x is null), out = rmsnorm(residual); rows of n. */
 void nv_add_rms_norm(const bf16 *x, bf16 *residual, const bf16 *weight, bf16 *out, ptrdiff_t rows, ptrdiff_t n, float eps) {
 #pragma omp parallel for schedule(static) if (rows > 8)
@@ -73,25 +72,24 @@ INLINE void turn(const bf16 *x, const bf16 *weight, const float *angles, bf16 *o
 }
 
 /* Have a token's lines of a block in the second-level cache; in the first they would be too many to wait for at once. */
-INLINE void fetch_token(const uint8_t *keys, ptrdiff_t token, ptrdiff_t width, ptrdiff_t block, ptrdiff_t bytes) {
-    const uint8_t *k = keys + key_at(token, width) * bytes;
-    const uint8_t *v = keys + half_bytes(width, block, 8 * bytes) + value_at(token) * bytes;
-    for (ptrdiff_t i = 0; i < width; i += 2) __builtin_prefetch(k + i * PANEL * bytes, 0, 2);
-    for (ptrdiff_t i = 0; i < width; i += PANEL)
-        for (int line = 0; line < 2 * bytes; line += 2) __builtin_prefetch(v + i * block * bytes + line * PANEL, 0, 2);
+INLINE void fetch_token(const cache_layout *c, const uint8_t *keys, ptrdiff_t token) {
+    ptrdiff_t bytes = c->bits / 8;
+    const uint8_t *k = keys + key_offset(c, token) * bytes, *v = keys + c->half_bytes + value_offset(token) * bytes;
+    for (ptrdiff_t i = 0; i < c->width; i += 2) __builtin_prefetch(k + i * PANEL * bytes, 0, 2);
+    for (ptrdiff_t i = 0; i < c->width; i += PANEL)
+        for (int line = 0; line < 2 * bytes; line += 2) __builtin_prefetch(v + i * c->block * bytes + line * PANEL, 0, 2);
 }
 
 /* A token's key[dim] and value[dim] to their place in a block, whose keys begin at `keys`. */
-INLINE void store_token(const bf16 *key, const bf16 *value, uint8_t *keys, ptrdiff_t token, ptrdiff_t dim, ptrdiff_t block,
-                        ptrdiff_t bits) {
-    ptrdiff_t width = width_of(dim), bytes = bits / 8;
-    uint8_t *values = keys + half_bytes(width, block, bits);
-    uint8_t *k = keys + key_at(token, width) * bytes, *v = values + value_at(token) * bytes;
-    if (bits == 8) {
+INLINE void store_token(const cache_layout *c, const bf16 *key, const bf16 *value, uint8_t *keys, ptrdiff_t token) {
+    ptrdiff_t dim = c->dim, block = c->block, bytes = c->bits / 8;
+    uint8_t *values = keys + c->half_bytes;
+    uint8_t *k = keys + key_offset(c, token) * bytes, *v = values + value_offset(token) * bytes;
+    if (c->bits == 8) {
         int8_t numbers[dim];
-        ((bf16 *)(keys + block * width))[token] = round_token(key, numbers, dim);
+        ((bf16 *)(keys + c->scale_offset))[token] = round_token(key, numbers, dim);
         for (ptrdiff_t i = 0; i < dim; i += 2) memcpy(k + i * PANEL, numbers + i, 2);
-        ((bf16 *)(values + block * width))[token] = round_token(value, numbers, dim);
+        ((bf16 *)(values + c->scale_offset))[token] = round_token(value, numbers, dim);
         for (ptrdiff_t i = 0; i < dim; i++) v[i / PANEL * PANEL * block + i % PANEL * 2] = numbers[i];
     } else {
         for (ptrdiff_t i = 0; i < dim; i += 2) memcpy(k + i * PANEL * 2, key + i, 4);
@@ -100,21 +98,20 @@ INLINE void store_token(const bf16 *key, const bf16 *value, uint8_t *keys, ptrdi
 }
 
 /* The same for VL tokens of 16 bits, `token` being a multiple of VL. key[VL][width] ends in zeros, values lie ld apart. */
-INLINE void store_vl_tokens(const bf16 *key, const bf16 *value, ptrdiff_t ld, uint8_t *keys, ptrdiff_t token, ptrdiff_t dim,
-                            ptrdiff_t block) {
-    ptrdiff_t width = width_of(dim);
-    bf16 *k = (bf16 *)keys + key_at(token, width), *v = (bf16 *)(keys + half_bytes(width, block, 16)) + value_at(token);
-    for (ptrdiff_t i = 0; i < width; i += 2 * VL) {
+INLINE void store_vl_tokens(const cache_layout *c, const bf16 *key, const bf16 *value, ptrdiff_t ld, uint8_t *keys,
+                            ptrdiff_t token) {
+    bf16 *k = (bf16 *)keys + key_offset(c, token), *v = (bf16 *)(keys + c->half_bytes) + value_offset(token);
+    for (ptrdiff_t i = 0; i < c->width; i += 2 * VL) {
         vf pairs[VL];
-        for (int j = 0; j < VL; j++) pairs[j] = load((const float *)(key + j * width + i));
+        for (int j = 0; j < VL; j++) pairs[j] = load((const float *)(key + j * c->width + i));
         transpose(pairs);
         for (int j = 0; j < VL; j++) store((float *)(k + (i + 2 * j) * PANEL), pairs[j]);
     }
     for (ptrdiff_t j = 0; j < VL; j += 2, value += 2 * ld)
-        for (ptrdiff_t i = 0; i < dim; i += VL) {
-            vu even = __builtin_convertvector(bits16(value + i, dim - i), vu);
-            vu odd = __builtin_convertvector(bits16(value + ld + i, dim - i), vu);
-            *(vu *)(v + i / PANEL * PANEL * block + j * PANEL + i % PANEL * 2) = even | odd << 16;
+        for (ptrdiff_t i = 0; i < c->dim; i += VL) {
+            vu even = __builtin_convertvector(bits16(value + i, c->dim - i), vu);
+            vu odd = __builtin_convertvector(bits16(value + ld + i, c->dim - i), vu);
+            *(vu *)(v + i / PANEL * PANEL * c->block + j * PANEL + i % PANEL * 2) = even | odd << 16;
         }
 }
 
@@ -123,31 +120,31 @@ INLINE void store_vl_tokens(const bf16 *key, const bf16 *value, ptrdiff_t ld, ui
 void nv_store(const bf16 *qkv, const bf16 *q_weight, const bf16 *k_weight, const float *cos_sin, const int64_t *positions,
               const int64_t *slots, bf16 *q_out, uint8_t *cache, ptrdiff_t blocks, ptrdiff_t tokens, ptrdiff_t heads,
               ptrdiff_t kv_heads, ptrdiff_t dim, ptrdiff_t block, ptrdiff_t bits, float eps) {
-    ptrdiff_t width = width_of(dim), block_bytes = 2 * half_bytes(width, block, bits);
-    ptrdiff_t ld = (heads + 2 * kv_heads) * dim, group = heads / kv_heads;
+    cache_layout layout = layout_of(dim, block, bits);
+    ptrdiff_t ld = (heads + 2 * kv_heads) * dim, group = heads / kv_heads, block_bytes = 2 * layout.half_bytes;
     ptrdiff_t share = tokens * kv_heads / omp_get_max_threads(), piece = share < 1 ? 1 : share < 64 ? share : 64;
     ptrdiff_t pieces = (tokens + piece - 1) / piece;
 #pragma omp parallel for schedule(dynamic)
     for (ptrdiff_t item = 0; item < pieces * kv_heads; item++) {
+        const cache_layout c = layout;
         ptrdiff_t head = item % kv_heads, t = item / kv_heads * piece, end = t + piece < tokens ? t + piece : tokens, n;
         uint8_t *its_cache = cache + head * blocks * block_bytes;
-        bf16 key[VL * width];
+        bf16 key[VL * c.width];
         memset(key, 0, sizeof key);
         for (; t < end; t += n) {
             uint8_t *keys = its_cache + slots[t] / block * block_bytes;
             for (n = 1; n < VL && t + n < end && slots[t + n] == slots[t] + n; n++) {}
             if (n < VL || slots[t] % VL || bits == 8) n = 1;
-            if (n == 1 && t + 1 < end)
-                fetch_token(its_cache + slots[t + 1] / block * block_bytes, slots[t + 1] % block, width, block, bits / 8);
+            if (n == 1 && t + 1 < end) fetch_token(&c, its_cache + slots[t + 1] / block * block_bytes, slots[t + 1] % block);
             const bf16 *row = qkv + t * ld, *value = row + (heads + kv_heads + head) * dim;
             for (ptrdiff_t j = 0; j < n; j++, row += ld) {
                 const float *angles = cos_sin + positions[t + j] * dim;
                 for (ptrdiff_t h = head * group; h < (head + 1) * group; h++)
                     turn(row + h * dim, q_weight, angles, q_out + ((t + j) * heads + h) * dim, dim, eps);
-                turn(row + (heads + head) * dim, k_weight, angles, key + j * width, dim, eps);
+                turn(row + (heads + head) * dim, k_weight, angles, key + j * c.width, dim, eps);
             }
-            if (n == 1) store_token(key, value, keys, slots[t] % block, dim, block, bits);
-            else store_vl_tokens(key, value, ld, keys, slots[t] % block, dim, block);
+            if (n == 1) store_token(&c, key, value, keys, slots[t] % block);
+            else store_vl_tokens(&c, key, value, ld, keys, slots[t] % block);
         }
     }
 }

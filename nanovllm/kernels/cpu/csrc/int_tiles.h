@@ -12,6 +12,9 @@
 
 enum { GROUP4 = 32 };
 
+/* Bytes of a rounded input, for weights of `bits`. */
+INLINE ptrdiff_t input_bytes(int bits) { return bits == 8 ? 2 : 1; }
+
 INLINE ptrdiff_t byte8(ptrdiff_t i, ptrdiff_t c) { return (i / 2 * PANEL + c) * 2 + i % 2; }
 INLINE ptrdiff_t byte4(ptrdiff_t i, ptrdiff_t c) { return (i / 8 * PANEL + c) * 4 + i % 4; }
 INLINE int shift4(ptrdiff_t i) { return i % 8 < 4 ? 0 : 4; }
@@ -55,9 +58,9 @@ INLINE void clear(int rows, int cols, vi a[MAX_ROWS][ALL_COLS]) {
         for (int c = 0; c < cols; c++) a[r][c] = (vi){0};
 }
 
-/* Group g's scales of a vector of columns. */
-INLINE vf scales_of(const bf16 *ws, ptrdiff_t ws_gap, ptrdiff_t g, int c) {
-    return from_bf16(*(const half_vu *)(ws + c / IN_PANEL * ws_gap + g * PANEL + c % IN_PANEL * VL));
+/* Group g's scales of a vector of columns, of panels of `groups`. */
+INLINE vf scales_of(const bf16 *scales, ptrdiff_t groups, ptrdiff_t g, int c) {
+    return from_bf16(*(const half_vu *)(scales + (c / IN_PANEL * groups + g) * PANEL + c % IN_PANEL * VL));
 }
 
 /* out += sum * x_scale * w_scale: a group's integers become part of the result. */
@@ -65,31 +68,60 @@ INLINE void add_scaled(float *out, vi sum, float x_scale, vf w_scale) {
     store(out, fma_(__builtin_convertvector(sum, vf) * x_scale, w_scale, load(out)));
 }
 
-/* From 5 rows on with AVX-512 a line's share is fetched from `ahead` for each line of w. */
-INLINE void int8_rows(int rows, int cols, const int16_t *x, ptrdiff_t ldx, const float *xs, ptrdiff_t ldxs, const uint8_t *w,
-                      const bf16 *ws, ptrdiff_t gap, ptrdiff_t ws_gap, ptrdiff_t k, ptrdiff_t group, const uint8_t *ahead,
-                      ptrdiff_t share, float *acc, ptrdiff_t ldacc) {
-    for (ptrdiff_t g = 0; g < k / group; g++) {
+/* Rows of inputs rounded to 16 or 8 bits, ld apart, and for each row and group a scale and `eights`: eight times the sum of its
+ * numbers, which is what the 8 added to each weight of 4 bits adds to the products. */
+typedef struct {
+    void *numbers;
+    float *scales;
+    int32_t *eights;
+    ptrdiff_t ld, groups;
+} rounded_rows;
+
+/* The part of x from `row` on, and the part from input i on, where group g begins. `bits` are the weights'. */
+INLINE rounded_rows rows_from(rounded_rows x, int bits, ptrdiff_t row) {
+    ptrdiff_t g = row * x.groups;
+    return (rounded_rows){(char *)x.numbers + row * x.ld * input_bytes(bits), x.scales + g, x.eights + g, x.ld, x.groups};
+}
+INLINE rounded_rows columns_from(rounded_rows x, int bits, ptrdiff_t i, ptrdiff_t g) {
+    return (rounded_rows){(char *)x.numbers + i * input_bytes(bits), x.scales + g, x.eights + g, x.ld, x.groups};
+}
+
+/* A panel's bytes and scales, from a column on. */
+typedef struct {
+    const uint8_t *w;
+    const bf16 *scales;
+} int_panel;
+
+/* What a tile fetches meanwhile, with AVX-512 from 5 rows on: `share` bytes from `ahead` on for each 64 bytes of w. */
+typedef struct {
+    const uint8_t *ahead;
+    ptrdiff_t share;
+} fetched;
+
+INLINE void int8_rows(int rows, int cols, ptrdiff_t k, ptrdiff_t group, rounded_rows q, int_panel p, fetched f, output_rows acc) {
+    const int16_t *x = q.numbers;
+    const uint8_t *w = p.w, *ahead = f.ahead;
+    for (ptrdiff_t g = 0, i = 0; g < k / group; g++) {
         vi a[MAX_ROWS][ALL_COLS];
         clear(rows, cols, a);
-        for (ptrdiff_t i = 0; i < group; i += 8, x += 8, w += 8 * PANEL, ahead += 4 * share)
+        for (ptrdiff_t end = i + group; i < end; i += 8, w += 8 * PANEL, ahead += 4 * f.share)
 #pragma GCC unroll 4
             for (int j = 0; j < 8; j += 2) {
-                if (VL == 16 && rows > 4) __builtin_prefetch(ahead + j / 2 * share, 0, 2);
+                if (VL == 16 && rows > 4) __builtin_prefetch(ahead + j / 2 * f.share, 0, 2);
 #pragma GCC unroll 4
                 for (int c = 0; c < cols; c += 2) {
-                    const uint8_t *at = w + c / IN_PANEL * gap + j * PANEL + c % IN_PANEL * 2 * VL;
+                    const uint8_t *at = w + c / IN_PANEL * (k * PANEL) + j * PANEL + c % IN_PANEL * 2 * VL;
                     if (c % 4 == 0) fetch_ahead(cols, at);
                     vs w0 = widened(at), w1 = widened(at + 2 * VL);
 #pragma GCC unroll 12
-                    for (int r = 0; r < rows; r++) multiply_add_pairs(&a[r][c], &a[r][c + 1], w0, w1, x + r * ldx + j);
+                    for (int r = 0; r < rows; r++) multiply_add_pairs(&a[r][c], &a[r][c + 1], w0, w1, x + r * q.ld + i + j);
                 }
             }
 #pragma GCC unroll 8
         for (int c = 0; c < cols; c++) {
-            vf scale = scales_of(ws, ws_gap, g, c);
+            vf scale = scales_of(p.scales, k / group, g, c);
 #pragma GCC unroll 12
-            for (int r = 0; r < rows; r++) add_scaled(acc + r * ldacc + c * VL, a[r][c], xs[r * ldxs + g], scale);
+            for (int r = 0; r < rows; r++) add_scaled(acc.p + r * acc.ld + c * VL, a[r][c], q.scales[r * q.groups + g], scale);
         }
     }
 }
@@ -122,77 +154,66 @@ INLINE vi in_int32(vi a) {
 #endif
 }
 
-/* eights[g] is eight times the sum of x's group g: what was added to the weights, times x. */
-INLINE void int4_rows(int rows, int cols, const int8_t *x, ptrdiff_t ldx, const float *xs, const int32_t *eights, ptrdiff_t ldxs,
-                      const uint8_t *w, const bf16 *ws, ptrdiff_t gap, ptrdiff_t ws_gap, ptrdiff_t k, const uint8_t *ahead,
-                      ptrdiff_t share, float *acc, ptrdiff_t ldacc) {
+INLINE void int4_rows(int rows, int cols, ptrdiff_t k, rounded_rows q, int_panel p, fetched f, output_rows acc) {
+    const int8_t *x = q.numbers;
+    const uint8_t *w = p.w, *ahead = f.ahead;
     for (ptrdiff_t g = 0; g < k / GROUP4; g++) {
         vi a[MAX_ROWS][ALL_COLS];
         clear(rows, cols, a);
-        for (int i = 0; i < GROUP4; i += 8, x += 8, w += 4 * PANEL, ahead += 2 * share) {
-            if (VL == 16 && rows > 4) __builtin_prefetch(ahead, 0, 2), __builtin_prefetch(ahead + share, 0, 2);
+        for (int i = 0; i < GROUP4; i += 8, x += 8, w += 4 * PANEL, ahead += 2 * f.share) {
+            if (VL == 16 && rows > 4) __builtin_prefetch(ahead, 0, 2), __builtin_prefetch(ahead + f.share, 0, 2);
 #pragma GCC unroll 4
             for (int c = 0; c < cols; c += 2) {
-                const vu *both = (const vu *)(w + c / IN_PANEL * gap) + c % IN_PANEL;
+                const vu *both = (const vu *)(w + c / IN_PANEL * (k * PANEL / 2)) + c % IN_PANEL;
                 fetch_ahead(cols, both);
                 vi w0 = (vi)(both[0] & 0x0f0f0f0f), w1 = (vi)(both[1] & 0x0f0f0f0f);
 #pragma GCC unroll 12
-                for (int r = 0; r < rows; r++) multiply_add_fours(&a[r][c], &a[r][c + 1], w0, w1, x + r * ldx);
+                for (int r = 0; r < rows; r++) multiply_add_fours(&a[r][c], &a[r][c + 1], w0, w1, x + r * q.ld);
                 w0 = (vi)(both[0] >> 4 & 0x0f0f0f0f), w1 = (vi)(both[1] >> 4 & 0x0f0f0f0f);
 #pragma GCC unroll 12
-                for (int r = 0; r < rows; r++) multiply_add_fours(&a[r][c], &a[r][c + 1], w0, w1, x + r * ldx + 4);
+                for (int r = 0; r < rows; r++) multiply_add_fours(&a[r][c], &a[r][c + 1], w0, w1, x + r * q.ld + 4);
             }
         }
 #pragma GCC unroll 8
         for (int c = 0; c < cols; c++) {
-            vf scale = scales_of(ws, ws_gap, g, c);
+            vf scale = scales_of(p.scales, k / GROUP4, g, c);
 #pragma GCC unroll 12
-            for (int r = 0; r < rows; r++)
-                add_scaled(acc + r * ldacc + c * VL, in_int32(a[r][c]) - eights[r * ldxs + g], xs[r * ldxs + g], scale);
+            for (int r = 0; r < rows; r++) {
+                ptrdiff_t at = r * q.groups + g;
+                add_scaled(acc.p + r * acc.ld + c * VL, in_int32(a[r][c]) - q.eights[at], q.scales[at], scale);
+            }
         }
     }
 }
 
-/* Rounded rows of x: numbers of 16 or 8 bits, and by group their scales and eights. */
-typedef struct {
-    void *numbers;
-    float *scales;
-    int32_t *eights;
-    ptrdiff_t ld, groups;
-} rounded_rows;
-
-/* Not inlined: inside a parallel region GCC 12 keeps the accumulators in memory. */
-static __attribute__((noinline)) void int_tile(int bits, const rounded_rows *q, ptrdiff_t row, const uint8_t *w, const bf16 *ws,
-                                               ptrdiff_t k, ptrdiff_t group, int rows, float *acc, ptrdiff_t ldacc, int add) {
-    const int16_t *x16 = (int16_t *)q->numbers + row * q->ld;
-    const int8_t *x8 = (int8_t *)q->numbers + row * q->ld;
-    ptrdiff_t ldx = q->ld, ldxs = q->groups;
-    for (int r = 0; r < rows && !add; r++) memset(acc + r * ldacc, 0, PANEL * sizeof *acc);
+/* acc[rows][32] (+)= x[rows][k] . w, as `tile` computes it; k is a multiple of group.
+ * Not inlined: inside a parallel region GCC 12 keeps the accumulators in memory. */
+static __attribute__((noinline)) void int_tile(int bits, int rows, ptrdiff_t k, ptrdiff_t group, rounded_rows x, int_panel panel,
+                                               output_rows acc, int add) {
+    for (int r = 0; r < rows && !add; r++) memset(acc.p + r * acc.ld, 0, PANEL * sizeof *acc.p);
     for (ptrdiff_t i = 0; i < k; i += STEP) {
-        ptrdiff_t step = k - i < STEP ? k - i : STEP;
-        const float *xs = q->scales + row * ldxs + i / group;
-        const int32_t *eights = q->eights + row * ldxs + i / group;
-        const uint8_t *wi = w + i * PANEL * bits / 8;
-        const bf16 *wsi = ws + i / group * PANEL;
-/* `ahead` and `share`: each part of the tile fetches its share of the panel behind this one. */
-#define FETCHED_INT wi + k * PANEL * bits / 8 + at * step * PANEL * bits / 8 / rows, 2 * PANEL / PARTS(rows)
-#define PART8(R, cols, c)                                                                                                   \
-    int8_rows(R, cols, x16 + at * ldx + i, ldx, xs + at * ldxs, ldxs, wi + 2 * (c), wsi + (c), 0, 0, step, group, FETCHED_INT, \
-              acc + at * ldacc + (c), ldacc)
-#define PART4(R, cols, c)                                                                                                   \
-    int4_rows(R, cols, x8 + at * ldx + i, ldx, xs + at * ldxs, eights + at * ldxs, ldxs, wi + 4 * (c), wsi + (c), 0, 0, step, \
-              FETCHED_INT, acc + at * ldacc + (c), ldacc)
+        ptrdiff_t step = k - i < STEP ? k - i : STEP, g = i / group;
+        rounded_rows xi = columns_from(x, bits, i, g);
+        const uint8_t *w = panel.w + i * PANEL * bits / 8, *next = w + k * PANEL * bits / 8;
+        const bf16 *scales = panel.scales + g * PANEL;
+/* Each part of the tile fetches its share of the panel behind this one. */
+#define FETCHED_INT (fetched){next + at * step * PANEL * bits / 8 / rows, 2 * PANEL / PARTS(rows)}
+#define PART8(R, cols, c)                                                                                \
+    int8_rows(R, cols, step, group, rows_from(xi, 8, at), (int_panel){w + 2 * (c), scales + (c)}, FETCHED_INT, \
+              outputs_from(acc, at, c))
+#define PART4(R, cols, c)                                                                         \
+    int4_rows(R, cols, step, rows_from(xi, 4, at), (int_panel){w + 4 * (c), scales + (c)}, FETCHED_INT, \
+              outputs_from(acc, at, c))
         if (bits == 8) FOR_ROWS(rows, PART8) else FOR_ROWS(rows, PART4)
     }
 }
 
 /* acc[STREAMS][32]; see `tile_streams`. */
-static __attribute__((noinline)) void int_streams(int bits, const rounded_rows *q, const uint8_t *w, const bf16 *ws, ptrdiff_t k,
-                                                  ptrdiff_t group, float *acc) {
-    ptrdiff_t gap = k * PANEL * bits / 8, ws_gap = q->groups * PANEL;
+static __attribute__((noinline)) void int_streams(int bits, ptrdiff_t k, ptrdiff_t group, rounded_rows x, int_panel panel,
+                                                  float *acc) {
     memset(acc, 0, STREAMS * PANEL * sizeof *acc);
-    if (bits == 8) int8_rows(1, ALL_COLS, q->numbers, 0, q->scales, 0, w, ws, gap, ws_gap, k, group, NULL, 0, acc, 0);
-    else int4_rows(1, ALL_COLS, q->numbers, 0, q->scales, q->eights, 0, w, ws, gap, ws_gap, k, NULL, 0, acc, 0);
+    if (bits == 8) int8_rows(1, ALL_COLS, k, group, x, panel, (fetched){NULL, 0}, (output_rows){acc, 0});
+    else int4_rows(1, ALL_COLS, k, x, panel, (fetched){NULL, 0}, (output_rows){acc, 0});
 }
 
 /* VL numbers of x from i on: bfloat16, or float32 if they take 4 bytes. */

@@ -54,7 +54,7 @@ void nv_linear(const bf16 *x, ptrdiff_t ldx, const bf16 *packed, bf16 *y, ptrdif
                     for (ptrdiff_t p = first; p < first + streams && p < end; p++)
                         for (ptrdiff_t r = 0; r < count; r += step) {
                             int rows = count - r < step ? (int)(count - r) : (int)step;
-                            linear_tile(a + r * lda, lda, packed + p * PANEL * k, r == 0, k, rows, acc);
+                            linear_tile(rows, k, (input_rows){a + r * lda, lda}, packed + p * PANEL * k, r == 0, acc);
                             store_tile(acc, y + (i + r) * n + p * PANEL, n, rows, n - p * PANEL);
                         }
                 }

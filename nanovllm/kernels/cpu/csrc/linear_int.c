@@ -13,7 +13,8 @@ void nv_pack_int(const int8_t *q, const bf16 *scales, uint8_t *packed, bf16 *pac
         memset(out, 0, PANEL * k * bits / 8);
         for (ptrdiff_t c = 0; c < PANEL; c++) {
             ptrdiff_t row = p * PANEL + c;
-            for (ptrdiff_t g = 0; g < groups; g++) packed_scales[(p * groups + g) * PANEL + c] = row < n ? scales[row * groups + g] : 0;
+            for (ptrdiff_t g = 0; g < groups; g++)
+                packed_scales[(p * groups + g) * PANEL + c] = row < n ? scales[row * groups + g] : 0;
             if (row >= n) continue;
             for (ptrdiff_t i = 0; i < k; i++) {
                 if (bits == 8) out[byte8(i, c)] = (uint8_t)q[row * k + i];
@@ -38,15 +39,17 @@ void nv_linear_int(const bf16 *x, ptrdiff_t ldx, const uint8_t *packed, const bf
             for (ptrdiff_t r = 0; r < count; r++) round_row(x + (i + r) * ldx, 2, &q, r, group, bits);
             ptrdiff_t p = first;
             for (; m == 1 && p + STREAMS <= last; p += STREAMS) {
-                int_streams(bits, &q, packed + p * PANEL * k * bits / 8, scales + p * PANEL * groups, k, group, acc);
+                int_streams(bits, k, group, q, (int_panel){packed + p * PANEL * k * bits / 8, scales + p * PANEL * groups}, acc);
                 store_row(acc, y + p * PANEL, STREAMS * PANEL, n - p * PANEL);
             }
-            for (; p < last; p++)
+            for (; p < last; p++) {
+                int_panel panel = {packed + p * PANEL * k * bits / 8, scales + p * PANEL * groups};
                 for (ptrdiff_t r = 0; r < count; r += step) {
                     int rows = count - r < step ? (int)(count - r) : (int)step;
-                    int_tile(bits, &q, r, packed + p * PANEL * k * bits / 8, scales + p * PANEL * groups, k, group, rows, acc, PANEL, 0);
+                    int_tile(bits, rows, k, group, rows_from(q, bits, r), panel, (output_rows){acc, PANEL}, 0);
                     store_tile(acc, y + (i + r) * n + p * PANEL, n, rows, n - p * PANEL);
                 }
+            }
         }
         free(q.numbers), free(q.scales), free(q.eights);
     }

@@ -1,9 +1,7 @@
-/* A tile of products: acc[rows][32] (+)= x[rows][k] . w
+/* A tile of products: tile(rows, k, x, w, acc, add) computes acc[rows][32] (+)= x[rows][k] . w
  *
- * w is a panel [k/2][32][2], or pieces of one, of `each` inputs but for the last. rows <= 32; each is a multiple of 32, k of TERMS.
- * x's rows lie ldx apart, acc's, float32, ldacc. With `add` the products are added to what acc holds. Each output is summed
- * in the order of k, whatever `rows` is. x is `act`: bfloat16 where an instruction multiplies it, else widened to float32
- * once. `next` are pieces that will be wanted next.
+ * With `add` the products are added to what acc holds. rows <= 32; k is a multiple of TERMS. Each output is summed in the order
+ * of k, whatever `rows` is. x is of type `act`: bfloat16 where an instruction multiplies it, else float32.
  */
 #pragma once
 #include <stdlib.h>
@@ -24,13 +22,35 @@ typedef float act;
 INLINE void store_act(act *p, vf v) { store(p, v); }
 #endif
 
+/* A tile's inputs; rows lie ld apart. */
+typedef struct {
+    const act *p;
+    ptrdiff_t ld;
+} input_rows;
+/* A tile's outputs; rows of 32 lie ld apart. */
+typedef struct {
+    float *p;
+    ptrdiff_t ld;
+} output_rows;
+/* A tile's weights: a panel [k/2][32][2], in pieces of piece_k inputs, a multiple of 32; the last may have fewer. While a piece
+ * is multiplied, the one in `prefetch`, of the same size, is prefetched. */
+typedef struct {
+    const bf16 *const *pieces, *const *prefetch;
+    ptrdiff_t piece_k;
+} panel_pieces;
+
+INLINE input_rows inputs_from(input_rows x, ptrdiff_t row) { return (input_rows){x.p + row * x.ld, x.ld}; }
+INLINE output_rows outputs_from(output_rows acc, ptrdiff_t row, ptrdiff_t c) {
+    return (output_rows){acc.p + row * acc.ld + c, acc.ld};
+}
+
 /* How many rows of accumulators fit the registers: with two vectors of columns, and with all that WIDE takes. */
 enum { STEP = 256 }; /* inputs whose weights of a panel fit the first-level cache beside those of x */
 enum { MAX_ROWS = VL == 16 ? 12 : 6, WIDE = VL == 16 ? 2 : 4, WIDE_ROWS = VL == 16 ? 12 : 3 };
 
 /* A product with one row takes as long as its weights take to read. STREAMS panels that are read side by side come from
  * memory faster than one after the other (by 1.2 for two on a Zen 3); their accumulators fit the registers. A vector of
- * columns is then one of ALL_COLS, and its panel `gap` elements behind the one before. */
+ * columns is then one of ALL_COLS. */
 enum { STREAMS = VL / 4, IN_PANEL = PANEL / VL, ALL_COLS = STREAMS * IN_PANEL };
 
 /* Fetch what lies a KB behind the weights at hand, where they are read once: 1.05 to 1.2 times as fast as without. With
@@ -75,8 +95,7 @@ static void begin_tiles(void) { configured_rows = -1; }
 static void end_tiles(void) { _tile_release(); }
 
 /* Tiles 0 1 / 2 3: outputs of rows 0-15 / 16-31; 4 / 5: their inputs; 6 7: weights. */
-static void tile(const act *x, ptrdiff_t ldx, const bf16 *const *pieces, const bf16 *const *next, ptrdiff_t each, ptrdiff_t k,
-                 int rows, float *acc, ptrdiff_t ldacc, int add) {
+static void tile(int rows, ptrdiff_t k, input_rows x, panel_pieces w, output_rows acc, int add) {
     int rows1 = rows > 16 ? rows - 16 : 0;
     if (configured_rows != rows) {
         tile_config c;
@@ -89,14 +108,14 @@ static void tile(const act *x, ptrdiff_t ldx, const bf16 *const *pieces, const b
         _tile_loadconfig(&c);
         configured_rows = rows;
     }
-    float *acc1 = acc + 16 * ldacc;
-    const act *x1 = x + 16 * ldx;
+    float *acc1 = acc.p + 16 * acc.ld;
+    const act *x1 = x.p + 16 * x.ld;
     if (add) {
-        _tile_loadd(0, acc, ldacc * 4);
-        _tile_loadd(1, acc + 16, ldacc * 4);
+        _tile_loadd(0, acc.p, acc.ld * 4);
+        _tile_loadd(1, acc.p + 16, acc.ld * 4);
         if (rows1) {
-            _tile_loadd(2, acc1, ldacc * 4);
-            _tile_loadd(3, acc1 + 16, ldacc * 4);
+            _tile_loadd(2, acc1, acc.ld * 4);
+            _tile_loadd(3, acc1 + 16, acc.ld * 4);
         }
     } else {
         _tile_zero(0);
@@ -107,36 +126,37 @@ static void tile(const act *x, ptrdiff_t ldx, const bf16 *const *pieces, const b
         }
     }
     for (ptrdiff_t i = 0; i < k;) {
-        const bf16 *w = *pieces++;
-        for (ptrdiff_t end = k - i < each ? k : i + each; i < end; i += 32, w += 32 * PANEL) {
-            _tile_loadd(6, w, PANEL * 4);
-            _tile_loadd(7, w + 32, PANEL * 4);
-            _tile_loadd(4, x + i, ldx * 2);
+        const bf16 *piece = *w.pieces++;
+        for (ptrdiff_t end = k - i < w.piece_k ? k : i + w.piece_k; i < end; i += 32, piece += 32 * PANEL) {
+            _tile_loadd(6, piece, PANEL * 4);
+            _tile_loadd(7, piece + 32, PANEL * 4);
+            _tile_loadd(4, x.p + i, x.ld * 2);
             _tile_dpbf16ps(0, 4, 6);
             _tile_dpbf16ps(1, 4, 7);
             if (rows1) {
-                _tile_loadd(5, x1 + i, ldx * 2);
+                _tile_loadd(5, x1 + i, x.ld * 2);
                 _tile_dpbf16ps(2, 5, 6);
                 _tile_dpbf16ps(3, 5, 7);
             }
         }
     }
-    _tile_stored(0, acc, ldacc * 4);
-    _tile_stored(1, acc + 16, ldacc * 4);
+    _tile_stored(0, acc.p, acc.ld * 4);
+    _tile_stored(1, acc.p + 16, acc.ld * 4);
     if (rows1) {
-        _tile_stored(2, acc1, ldacc * 4);
-        _tile_stored(3, acc1 + 16, ldacc * 4);
+        _tile_stored(2, acc1, acc.ld * 4);
+        _tile_stored(3, acc1 + 16, acc.ld * 4);
     }
 }
 static void tile_streams(const act *x, const bf16 *w, ptrdiff_t k, float *acc) {
-    for (int p = 0; p < STREAMS; p++, w += k * PANEL) tile(x, 0, &w, &w, k, k, 1, acc + p * PANEL, PANEL, 0);
+    for (int p = 0; p < STREAMS; p++, w += k * PANEL)
+        tile(1, k, (input_rows){x, 0}, (panel_pieces){&w, &w, k}, (output_rows){acc + p * PANEL, PANEL}, 0);
 }
 
 #define SCHEDULE static
 enum { IN_PLACE = 1, KEYS = PANEL, TERMS = 32 };
 INLINE const act *activations(const bf16 *x, ptrdiff_t *ldx, ptrdiff_t rows, ptrdiff_t step, ptrdiff_t k, act *room) { return x; }
-INLINE void linear_tile(const act *x, ptrdiff_t ldx, const bf16 *w, int first, ptrdiff_t k, int rows, float *acc) {
-    tile(x, ldx, &w, &w, k, k, rows, acc, PANEL, 0);
+INLINE void linear_tile(int rows, ptrdiff_t k, input_rows x, const bf16 *w, int first, float *acc) {
+    tile(rows, k, x, (panel_pieces){&w, &w, k}, (output_rows){acc, PANEL}, 0);
 }
 
 #else
@@ -157,46 +177,44 @@ INLINE void multiply_add2(__m512 *a, __m512 *b, __m512i v, __m512i w, const bf16
 #endif
 }
 
-/* x's rows lie ldx apart, or are packed: [k/2][rows][2]. While a piece is multiplied, `next`, of the same size, comes into the
- * second-level cache: from `skip` on, `share` bytes a step. A linear of up to 4 rows is read fastest without (1.2 times on a
- * Zen 4), attention if what lies 4 KB behind is fetched too. */
-INLINE void tile_rows(int rows, int cols, int packed, const bf16 *x, ptrdiff_t ldx, const bf16 *const *pieces,
-                      const bf16 *const *next, ptrdiff_t each, ptrdiff_t gap, ptrdiff_t k, ptrdiff_t skip, ptrdiff_t share,
-                      float *acc, ptrdiff_t ldacc, int add) {
+/* x is either rows ld apart, or packed: [k/2][rows][2]. A piece of w.prefetch comes into the second-level cache from byte `skip`
+ * on, `share` bytes a step. A linear of up to 4 rows is read fastest without (1.2 times on a Zen 4), attention if what lies 4 KB
+ * behind is fetched too. */
+INLINE void tile_rows(int rows, int cols, int packed, ptrdiff_t k, input_rows x, panel_pieces w, ptrdiff_t skip,
+                      ptrdiff_t share, output_rows acc, int add) {
     __m512 a[MAX_ROWS][ALL_COLS];
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
-        for (int c = 0; c < cols; c++) a[r][c] = add ? _mm512_loadu_ps(acc + r * ldacc + c * VL) : (__m512)(vf){0};
+        for (int c = 0; c < cols; c++) a[r][c] = add ? _mm512_loadu_ps(acc.p + r * acc.ld + c * VL) : (__m512)(vf){0};
     for (ptrdiff_t i = 0; i < k;) {
-        const bf16 *w = *pieces++;
-        const char *ahead = (const char *)*next++ + skip;
-        for (ptrdiff_t end = k - i < each ? k : i + each; i < end; i += 2, w += 2 * PANEL, ahead += share) {
+        const bf16 *piece = *w.pieces++;
+        const char *ahead = (const char *)*w.prefetch++ + skip;
+        for (ptrdiff_t end = k - i < w.piece_k ? k : i + w.piece_k; i < end; i += 2, piece += 2 * PANEL, ahead += share) {
             if (!packed || rows > 4) __builtin_prefetch(ahead, 0, 2), __builtin_prefetch(ahead + share / 2, 0, 2);
-            if (!packed && rows <= 4) __builtin_prefetch(w + 2048, 0, 2), __builtin_prefetch(w + 2048 + PANEL, 0, 2);
+            if (!packed && rows <= 4) __builtin_prefetch(piece + 2048, 0, 2), __builtin_prefetch(piece + 2048 + PANEL, 0, 2);
 #pragma GCC unroll 4
             for (int c = 0; c < cols; c += 2) {
-                const bf16 *at = w + c / IN_PANEL * gap;
+                const bf16 *at = piece + c / IN_PANEL * (k * PANEL);
                 __m512i v0 = _mm512_loadu_si512(at), v1 = _mm512_loadu_si512(at + 2 * VL);
                 fetch_ahead(cols, at), fetch_ahead(cols, at + 2 * VL);
 #pragma GCC unroll 12
                 for (int r = 0; r < rows; r++)
-                    multiply_add2(&a[r][c], &a[r][c + 1], v0, v1, packed ? &x[i * rows + 2 * r] : &x[r * ldx + i]);
+                    multiply_add2(&a[r][c], &a[r][c + 1], v0, v1, packed ? &x.p[i * rows + 2 * r] : &x.p[r * x.ld + i]);
             }
         }
     }
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
-        for (int c = 0; c < cols; c++) _mm512_storeu_ps(acc + r * ldacc + c * VL, a[r][c]);
+        for (int c = 0; c < cols; c++) _mm512_storeu_ps(acc.p + r * acc.ld + c * VL, a[r][c]);
 }
 
 /* `skip` and `share` of each part of a tile of `rows`: they fetch k inputs' panel between them. */
 #define FETCHED(k, rows) at * (k) * 2 * PANEL / (rows), 4 * PANEL / PARTS(rows)
-static void tile(const act *x, ptrdiff_t ldx, const bf16 *const *pieces, const bf16 *const *next, ptrdiff_t each, ptrdiff_t k,
-                 int rows, float *acc, ptrdiff_t ldacc, int add) {
-#define PLAIN_PART(R, cols, c)                                                                               \
-    tile_rows(R, cols, 0, x + at * ldx, ldx, pieces, next, each, 0, k, FETCHED(each, rows), acc + at * ldacc, ldacc, add)
+static void tile(int rows, ptrdiff_t k, input_rows x, panel_pieces w, output_rows acc, int add) {
+#define PLAIN_PART(R, cols, c) \
+    tile_rows(R, cols, 0, k, inputs_from(x, at), w, FETCHED(w.piece_k, rows), outputs_from(acc, at, 0), add)
     FOR_ROWS(rows, PLAIN_PART)
 }
 
@@ -221,17 +239,17 @@ INLINE const act *activations(const bf16 *x, ptrdiff_t *ldx, ptrdiff_t rows, ptr
     *ldx = k;
     return room;
 }
-static __attribute__((noinline)) void linear_tile(const act *x, ptrdiff_t ldx, const bf16 *w, int first, ptrdiff_t k, int rows,
-                                                  float *acc) {
+static __attribute__((noinline)) void linear_tile(int rows, ptrdiff_t k, input_rows x, const bf16 *w, int first, float *acc) {
     const bf16 *next = !first ? w : rows <= MAX_ROWS ? w + NEAR / sizeof *w : w + k * PANEL;
-#define PACKED_PART(R, cols, c)                                                                                     \
-    tile_rows(R, cols, 1, x + at * k, 0, &w, &next, k, 0, k, FETCHED(k, rows), acc + at * PANEL, PANEL, 0)
+#define PACKED_PART(R, cols, c)                                                                             \
+    tile_rows(R, cols, 1, k, (input_rows){x.p + at * k, 0}, (panel_pieces){&w, &next, k}, FETCHED(k, rows), \
+              (output_rows){acc + at * PANEL, PANEL}, 0)
     FOR_ROWS(rows, PACKED_PART)
 }
 
 /* acc[STREAMS][32] = x[k] . w, of panels that lie one behind the other. */
 static void tile_streams(const act *x, const bf16 *w, ptrdiff_t k, float *acc) {
-    tile_rows(1, ALL_COLS, 1, x, 0, &w, &w, k, k * PANEL, k, 0, 0, acc, 0, 0);
+    tile_rows(1, ALL_COLS, 1, k, (input_rows){x, 0}, (panel_pieces){&w, &w, k}, 0, 0, (output_rows){acc, 0}, 0);
 }
 #else
 /* a += x v, b += x w. In assembly because GCC otherwise keeps one accumulator of the largest tile in memory,
@@ -239,18 +257,18 @@ static void tile_streams(const act *x, const bf16 *w, ptrdiff_t k, float *acc) {
 INLINE void multiply_add2(vf *a, vf *b, vf v, vf w, const float *x) {
 #if VL == 8 && defined(__FMA__)
     vf t;
-    __asm__("vbroadcastss %5, %2\n\tvfmadd231ps %3, %2, %0\n\tvfmadd231ps %4, %2, %1" : "+x"(*a), "+x"(*b), "=&x"(t) : "x"(v), "x"(w), "m"(*x));
+    __asm__("vbroadcastss %5, %2\n\tvfmadd231ps %3, %2, %0\n\tvfmadd231ps %4, %2, %1"
+            : "+x"(*a), "+x"(*b), "=&x"(t) : "x"(v), "x"(w), "m"(*x));
 #else
     *a = fma_(v, each(*x), *a), *b = fma_(w, each(*x), *b);
 #endif
 }
 
 /* The even inputs' weights are the low halves of the pairs, the odd ones' the high halves. */
-INLINE void tile_rows(int rows, int cols, const float *x, ptrdiff_t ldx, const bf16 *w, ptrdiff_t gap, ptrdiff_t k, int first,
-                      float *acc, ptrdiff_t ldacc, int add) {
+INLINE void tile_rows(int rows, int cols, ptrdiff_t k, input_rows x, const bf16 *w, int first, output_rows acc, int add) {
     vf a[MAX_ROWS][ALL_COLS];
     for (int r = 0; r < rows; r++)
-        for (int c = 0; c < cols; c++) a[r][c] = add ? load(acc + r * ldacc + c * VL) : (vf){0};
+        for (int c = 0; c < cols; c++) a[r][c] = add ? load(acc.p + r * acc.ld + c * VL) : (vf){0};
     for (ptrdiff_t i = 0; i < k; i += 2, w += 2 * PANEL) {
         if (first && cols < IN_PANEL) { /* the other columns and the next step's weights, while these are multiplied */
             __builtin_prefetch(w + STEP * PANEL);
@@ -258,31 +276,30 @@ INLINE void tile_rows(int rows, int cols, const float *x, ptrdiff_t ldx, const b
         }
 #pragma GCC unroll 4
         for (int c = 0; c < cols; c += 2) {
-            const vu *v = (const vu *)(w + c / IN_PANEL * gap) + c % IN_PANEL;
+            const vu *v = (const vu *)(w + c / IN_PANEL * (k * PANEL)) + c % IN_PANEL;
             fetch_ahead(cols, v);
             vf even0 = (vf)(v[0] << 16), even1 = (vf)(v[1] << 16);
 #pragma GCC unroll 12
-            for (int r = 0; r < rows; r++) multiply_add2(&a[r][c], &a[r][c + 1], even0, even1, &x[r * ldx + i]);
+            for (int r = 0; r < rows; r++) multiply_add2(&a[r][c], &a[r][c + 1], even0, even1, &x.p[r * x.ld + i]);
             vf odd0 = (vf)(v[0] & 0xffff0000), odd1 = (vf)(v[1] & 0xffff0000);
 #pragma GCC unroll 12
-            for (int r = 0; r < rows; r++) multiply_add2(&a[r][c], &a[r][c + 1], odd0, odd1, &x[r * ldx + i + 1]);
+            for (int r = 0; r < rows; r++) multiply_add2(&a[r][c], &a[r][c + 1], odd0, odd1, &x.p[r * x.ld + i + 1]);
         }
     }
     for (int r = 0; r < rows; r++)
-        for (int c = 0; c < cols; c++) store(acc + r * ldacc + c * VL, a[r][c]);
+        for (int c = 0; c < cols; c++) store(acc.p + r * acc.ld + c * VL, a[r][c]);
 }
 
-static void tile_step(const act *x, ptrdiff_t ldx, const bf16 *w, ptrdiff_t k, int rows, float *acc, ptrdiff_t ldacc, int add) {
+static void tile_step(int rows, ptrdiff_t k, input_rows x, const bf16 *w, output_rows acc, int add) {
 #define TILE_PART(R, cols, c) \
-    tile_rows(R, cols, x + at * ldx, ldx, w + 2 * (c), 0, k, at + (c) == 0, acc + at * ldacc + (c), ldacc, add)
+    tile_rows(R, cols, k, inputs_from(x, at), w + 2 * (c), at + (c) == 0, outputs_from(acc, at, c), add)
     FOR_ROWS(rows, TILE_PART)
 }
-static void tile(const act *x, ptrdiff_t ldx, const bf16 *const *pieces, const bf16 *const *next, ptrdiff_t each, ptrdiff_t k,
-                 int rows, float *acc, ptrdiff_t ldacc, int add) {
-    for (ptrdiff_t i = 0, piece = 0, step; i < k; i += step, piece = piece + step < each ? piece + step : (pieces++, 0)) {
+static void tile(int rows, ptrdiff_t k, input_rows x, panel_pieces w, output_rows acc, int add) {
+    for (ptrdiff_t i = 0, at = 0, step; i < k; i += step, at = at + step < w.piece_k ? at + step : (w.pieces++, 0)) {
         step = k - i < STEP ? k - i : STEP;
-        if (each - piece < step) step = each - piece;
-        tile_step(x + i, ldx, *pieces + piece * PANEL, step, rows, acc, ldacc, add || i);
+        if (w.piece_k - at < step) step = w.piece_k - at;
+        tile_step(rows, step, (input_rows){x.p + i, x.ld}, *w.pieces + at * PANEL, acc, add || i);
     }
 }
 
@@ -295,13 +312,13 @@ INLINE const act *activations(const bf16 *x, ptrdiff_t *ldx, ptrdiff_t rows, ptr
     *ldx = k + 16;
     return room;
 }
-INLINE void linear_tile(const act *x, ptrdiff_t ldx, const bf16 *w, int first, ptrdiff_t k, int rows, float *acc) {
-    tile(x, ldx, &w, &w, k, k, rows, acc, PANEL, 0);
+INLINE void linear_tile(int rows, ptrdiff_t k, input_rows x, const bf16 *w, int first, float *acc) {
+    tile(rows, k, x, (panel_pieces){&w, &w, k}, (output_rows){acc, PANEL}, 0);
 }
 
 /* acc[STREAMS][32] = x[k] . w, of panels that lie one behind the other. */
 static void tile_streams(const act *x, const bf16 *w, ptrdiff_t k, float *acc) {
-    tile_rows(1, ALL_COLS, x, 0, w, k * PANEL, k, 0, acc, 0, 0);
+    tile_rows(1, ALL_COLS, k, (input_rows){x, 0}, w, 0, (output_rows){acc, 0}, 0);
 }
 #endif
 #endif
