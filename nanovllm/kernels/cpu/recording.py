@@ -52,6 +52,10 @@ class Recording(TorchDispatchMode):
         self._memory: list[np.ndarray] = []
         self._free: dict[int, list[np.ndarray]] = defaultdict(list)  # by size
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch wraps __torch_dispatch__ and imports torch._dynamo, 1 to 2 s
+
     def __enter__(self) -> "Recording":
         library.record_calls(self)
         super().__enter__()  # type: ignore[no-untyped-call]
