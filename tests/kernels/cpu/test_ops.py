@@ -1,11 +1,7 @@
-"""The C kernels against float64, and the ways in which they step aside."""
+"""The C kernels against float64 and torch, built for each kind of processor."""
 
 import functools
-import os
-import subprocess
-import sys
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,14 +11,10 @@ from nanovllm.attention.backend import AttentionSpec, QKNorm
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.cpu import CPUBackend
 from nanovllm.kernels.cpu import build, library as library_module, ops as cpu_ops
-from nanovllm.kernels.cpu.library import library
-from nanovllm.kernels.cpu.recording import Recording
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.quantization import quantize
 from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
-
-ROOT = Path(__file__).parent.parent.parent
-native = pytest.mark.skipif(library() is None, reason="no compiler here")
+from tests.kernels.cpu.helpers import native, randn
 
 EMULATED = Path(__file__).with_name("emulated.h")
 # Barely optimised: with -O1 it takes ten times as long to compile. Each text has a key of its own
@@ -58,10 +50,6 @@ def kernels(request, monkeypatch):
 def no_grad():
     with torch.inference_mode():
         yield
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
 @native
@@ -311,87 +299,6 @@ def test_unsupported_shapes_are_named():
     assert "share a KV head" in CPUBackend.unsupported(spec(num_heads=66))
 
 
-def in_subprocess(tmp_path, code, **env):
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path), **env},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout + done.stderr
-
-
-SHOW = """
-import logging
-logging.basicConfig(level=logging.INFO)
-from nanovllm import LLM, SamplingParams, demo_model
-from nanovllm.kernels.cpu.library import library
-question, answer = demo_model.entries()[10]
-params = SamplingParams(temperature=0, max_tokens=128)
-text = LLM(demo_model.MODEL).generate(question, params, use_tqdm=False)[0].text
-print(library() is not None, text.strip() == answer)
-"""
-
-
-def test_without_a_compiler_torch_serves_and_the_log_says_why(tmp_path):
-    shown = in_subprocess(tmp_path, SHOW, CC="/no/such/compiler")
-    assert "False True" in shown
-    assert shown.count("native CPU kernels are off, torch serves") == 1
-
-
-@native
-def test_built_once_into_a_private_cache(tmp_path):
-    for _ in range(2):
-        build = "from nanovllm.kernels.cpu.library import library; print(library() is not None)"
-        assert "True" in in_subprocess(tmp_path, build)
-        (built_file,) = (tmp_path / "nanovllm").iterdir()
-        built = built_file.stat().st_mtime_ns
-    assert built_file.stat().st_mtime_ns == built
-    assert (tmp_path / "nanovllm").stat().st_mode & 0o777 == 0o700
-
-
-def compiler_that(edit: str, tmp_path: Path, unless: str = "--version") -> str:
-    """A compiler that has `edit` (sed's) applied to linear.c, but not with the flag `unless`."""
-    compiler = tmp_path / "cc"
-    csrc = Path(build.__file__).with_name("csrc")
-    compiler.write_text(f"""#!/bin/sh
-case "$*" in --version|*{unless}*) exec gcc "$@";; esac
-count=$#
-for argument; do
-    case "$argument" in */linear.c)
-        sed '{edit}' "$argument" > {tmp_path}/linear.c
-        argument={tmp_path}/linear.c;;
-    esac
-    set -- "$@" "$argument"
-done
-shift $count
-exec gcc -I {csrc} "$@"
-""")
-    compiler.chmod(0o755)
-    return str(compiler)
-
-
-@native
-def test_a_wrong_compilation_is_found_by_the_self_test(tmp_path):
-    """A compiler that breaks the code: the kernels are off, and the answers stay right."""
-    compiler = compiler_that(r"s/w\[row \* k + i + 1\]/w[row * k + i]/", tmp_path)
-    shown = in_subprocess(tmp_path, SHOW, CC=compiler)
-    assert "False True" in shown
-    assert "wrong products" in shown
-
-
-@native
-def test_a_system_that_lends_no_tiles_gets_kernels_without(tmp_path):
-    """Symptom: a container that refuses AMX runs on plain torch."""
-    refusal = "s/^int nv_enable(void) {.*/int nv_enable(void) { return 0; }/"
-    compiler = compiler_that(refusal, tmp_path, unless="-mno-amx-tile")
-    shown = in_subprocess(tmp_path, SHOW, CC=compiler)
-    assert "True True" in shown
-    assert len(list((tmp_path / "nanovllm").iterdir())) == 2
-
-
 @native
 @pytest.mark.usefixtures("kernels")
 def test_what_is_no_number_stays_so():
@@ -404,15 +311,6 @@ def test_what_is_no_number_stays_so():
     logits[0, 130] = torch.nan
     one, zero = torch.ones(1), torch.zeros(1)
     assert cpu_ops.chunk_sums(logits, zero, one, zero).tolist() == [[128.0, 127.0]]
-
-
-@native
-def test_a_recording_is_of_its_thread():
-    logits = randn(2, 10)
-    with ThreadPoolExecutor(1) as pool, Recording(4) as recording:
-        found = pool.submit(cpu_ops.greedy, logits).result()
-    assert torch.equal(found, logits.float().argmax(-1))
-    assert not recording._calls
 
 
 @native

@@ -2,8 +2,14 @@
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
+import torch
+
+from nanovllm.kernels.cpu import ops as cpu_ops
+from nanovllm.kernels.cpu.recording import Recording
 from tests.helpers import ROOT
+from tests.kernels.cpu.helpers import native, randn
 
 MAKE = """
 import sys
@@ -17,3 +23,12 @@ def test_an_llm_on_a_cpu_does_not_import_dynamo():
     """Symptom: start-up takes 1 to 2 s longer."""
     done = subprocess.run([sys.executable, "-c", MAKE], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@native
+def test_a_recording_is_of_its_thread():
+    logits = randn(2, 10)
+    with ThreadPoolExecutor(1) as pool, Recording(4) as recording:
+        found = pool.submit(cpu_ops.greedy, logits).result()
+    assert torch.equal(found, logits.float().argmax(-1))
+    assert not recording._calls
