@@ -1,62 +1,55 @@
-"""Building the C kernels, and what happens where they cannot be used."""
+"""Building the C kernels, and what happens where they cannot be used.
 
-import os
+The tests of an LLM build into this process, because importing torch anew takes seconds. The
+compilers do not optimise: the variants in test_ops.py are optimised.
+"""
+
+import logging
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pytest
+
+from nanovllm import SamplingParams, demo_model
 from nanovllm.kernels.cpu import build
+from nanovllm.kernels.cpu.library import library
 from tests.helpers import ROOT
 from tests.kernels.cpu.helpers import native
 
 
-def in_subprocess(tmp_path, code, **env):
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path), **env},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout + done.stderr
+@pytest.fixture
+def answers(tmp_path, monkeypatch, make_llm, caplog) -> Iterator[Callable[[str], str]]:
+    """Return a function that builds with a compiler into an empty cache and asks a new LLM.
 
+    The function returns "<there are kernels> <the answer is right>" and the log.
+    """
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    caplog.set_level(logging.INFO)
+    library.cache_clear()
 
-SHOW = """
-import logging
-logging.basicConfig(level=logging.INFO)
-from nanovllm import LLM, SamplingParams, demo_model
-from nanovllm.kernels.cpu.library import library
-question, answer = demo_model.entries()[10]
-params = SamplingParams(temperature=0, max_tokens=128)
-text = LLM(demo_model.MODEL).generate(question, params, use_tqdm=False)[0].text
-print(library() is not None, text.strip() == answer)
-"""
+    def ask(compiler: str) -> str:
+        monkeypatch.setenv("CC", compiler)
+        question, answer = demo_model.entries()[10]
+        params = SamplingParams(temperature=0, max_tokens=128)
+        llm = make_llm(demo_model.MODEL, device="cpu")
+        text = llm.generate(question, params, use_tqdm=False)[0].text
+        return f"{library() is not None} {text.strip() == answer}\n{caplog.text}"
 
-
-def test_without_a_compiler_torch_serves_and_the_log_says_why(tmp_path):
-    shown = in_subprocess(tmp_path, SHOW, CC="/no/such/compiler")
-    assert "False True" in shown
-    assert shown.count("native CPU kernels are off, torch serves") == 1
-
-
-@native
-def test_built_once_into_a_private_cache(tmp_path):
-    for _ in range(2):
-        build = "from nanovllm.kernels.cpu.library import library; print(library() is not None)"
-        assert "True" in in_subprocess(tmp_path, build)
-        (built_file,) = (tmp_path / "nanovllm").iterdir()
-        built = built_file.stat().st_mtime_ns
-    assert built_file.stat().st_mtime_ns == built
-    assert (tmp_path / "nanovllm").stat().st_mode & 0o777 == 0o700
+    yield ask
+    library.cache_clear()
 
 
 def compiler_that(edit: str, tmp_path: Path, unless: str = "--version") -> str:
-    """A compiler that has `edit` (sed's) applied to linear.c, but not with the flag `unless`."""
+    """Return a compiler that does not optimise and applies `edit` (of sed) to linear.c.
+
+    It does not apply `edit` when its arguments contain `unless`.
+    """
     compiler = tmp_path / "cc"
     csrc = Path(build.__file__).with_name("csrc")
     compiler.write_text(f"""#!/bin/sh
-case "$*" in --version|*{unless}*) exec gcc "$@";; esac
+case "$*" in --version|*{unless}*) exec gcc "$@" -O0;; esac
 count=$#
 for argument; do
     case "$argument" in */linear.c)
@@ -66,26 +59,47 @@ for argument; do
     set -- "$@" "$argument"
 done
 shift $count
-exec gcc -I {csrc} "$@"
+exec gcc -I {csrc} "$@" -O0
 """)
     compiler.chmod(0o755)
     return str(compiler)
 
 
+def test_without_a_compiler_torch_serves_and_the_log_says_why(answers):
+    shown = answers("/no/such/compiler")
+    assert "False True" in shown
+    assert shown.count("native CPU kernels are off, torch serves") == 1
+
+
 @native
-def test_a_wrong_compilation_is_found_by_the_self_test(tmp_path):
+def test_built_once_into_a_private_cache(tmp_path, monkeypatch):
+    """The second process has the same key for the same kernels."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CC", compiler_that("", tmp_path))
+    build.load()
+    (built_file,) = (tmp_path / "nanovllm").iterdir()
+    built = built_file.stat().st_mtime_ns
+    code = "from nanovllm.kernels.cpu.library import library; print(library() is not None)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert "True" in done.stdout, done.stderr
+    assert [*(tmp_path / "nanovllm").iterdir()] == [built_file]
+    assert built_file.stat().st_mtime_ns == built
+    assert (tmp_path / "nanovllm").stat().st_mode & 0o777 == 0o700
+
+
+@native
+def test_a_wrong_compilation_is_found_by_the_self_test(tmp_path, answers):
     """A compiler that breaks the code: the kernels are off, and the answers stay right."""
-    compiler = compiler_that(r"s/w\[row \* k + i + 1\]/w[row * k + i]/", tmp_path)
-    shown = in_subprocess(tmp_path, SHOW, CC=compiler)
+    shown = answers(compiler_that(r"s/w\[row \* k + i + 1\]/w[row * k + i]/", tmp_path))
     assert "False True" in shown
     assert "wrong products" in shown
 
 
 @native
-def test_a_system_that_lends_no_tiles_gets_kernels_without(tmp_path):
+def test_a_system_that_lends_no_tiles_gets_kernels_without(tmp_path, answers):
     """Symptom: a container that refuses AMX runs on plain torch."""
     refusal = "s/^int nv_enable(void) {.*/int nv_enable(void) { return 0; }/"
-    compiler = compiler_that(refusal, tmp_path, unless="-mno-amx-tile")
-    shown = in_subprocess(tmp_path, SHOW, CC=compiler)
+    shown = answers(compiler_that(refusal, tmp_path, unless="-mno-amx-tile"))
     assert "True True" in shown
     assert len(list((tmp_path / "nanovllm").iterdir())) == 2
