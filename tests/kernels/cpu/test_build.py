@@ -73,7 +73,7 @@ def test_without_a_compiler_torch_serves_and_the_log_says_why(answers):
 
 @native
 def test_built_once_into_a_private_cache(tmp_path, monkeypatch):
-    """The second process has the same key for the same kernels."""
+    """A second process finds the library that the first one built."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CC", compiler_that("", tmp_path))
     build.load()
@@ -90,7 +90,7 @@ def test_built_once_into_a_private_cache(tmp_path, monkeypatch):
 
 @native
 def test_a_wrong_compilation_is_found_by_the_self_test(tmp_path, answers):
-    """A compiler that breaks the code: the kernels are off, and the answers stay right."""
+    """With a compiler that breaks the code, the kernels are off and the answers are right."""
     shown = answers(compiler_that(r"s/w\[row \* k + i + 1\]/w[row * k + i]/", tmp_path))
     assert "False True" in shown
     assert "wrong products" in shown

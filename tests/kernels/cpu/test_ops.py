@@ -17,8 +17,8 @@ from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
 from tests.kernels.cpu.helpers import native, randn
 
 EMULATED = Path(__file__).with_name("emulated.h")
-# Barely optimised: with -O1 it takes ten times as long to compile. Each text has a key of its own
-# in the kernels' cache.
+# -Og, because -O1 takes ten times as long to compile. The checksum gives each version of the header
+# its own key in the kernels' cache.
 EMULATE = (
     *("-march=haswell", "-Og", "-w", "-include", str(EMULATED)),
     f"-DEMULATED={zlib.crc32(EMULATED.read_bytes())}",
@@ -38,7 +38,7 @@ load = functools.cache(build.load)
 
 @pytest.fixture(params=VARIANTS)
 def kernels(request, monkeypatch):
-    """The kernels as each kind of processor has them, as far as this one can run them."""
+    """Use the kernels built for each kind of processor. Skip what this processor cannot run."""
     needed, *flags = VARIANTS[request.param]
     if missing := set(needed) - build.processor_flags():
         pytest.skip(f"no {missing} here")
@@ -109,13 +109,13 @@ def test_linear_int(n, k, group, bits):
     weight = values.double() * scales.double().repeat_interleave(group, 1)
     packed = cpu_ops.pack_int(values, scales, bits)
     largest = randn(300, k, seed=300)
-    largest[:, ::7] *= 1000  # inputs of very unlike sizes
+    largest[:, ::7] *= 1000  # inputs of very different magnitudes
     together = cpu_ops.linear_int(largest, *packed, n, bits)
     for m in (0, 1, 2, 3, 4, 6, 7, 12, 13, 16, 31, 32, 33, 47, 100, 300):
         x = largest[:m]
         expected = x.double() @ weight.T
         out = cpu_ops.linear_int(x, *packed, n, bits)
-        # Inputs are rounded to 16 or 8 bits of their group's largest, the result to bfloat16.
+        # Inputs are rounded to 16 or 8 bits of the largest in the group, the result to bfloat16.
         steps = x.view(m, k // group, group).abs().amax(-1).double() / (32767 if bits == 8 else 127)
         bound = 0.501 * steps.repeat_interleave(group, 1) @ weight.abs().T
         assert ((out.double() - expected).abs() <= bound + 2**-8 * expected.abs() + 1e-5).all()
@@ -135,7 +135,7 @@ def test_add_rms_norm_rounds_as_torch_does(size):
     ours = residual.clone()
     out = cpu_ops.add_rms_norm(x, ours, norm.weight, norm.eps)
     assert torch.equal(ours, total)
-    assert ((out != expected).float().mean() < 0.01).item()  # a sum in another order
+    assert ((out != expected).float().mean() < 0.01).item()  # torch adds in another order
     assert torch.allclose(out.float(), expected.float(), rtol=0.01, atol=1e-6)
 
 
@@ -152,7 +152,7 @@ def test_silu_and_mul(size):
 
 
 def reference(q, k, v, seq_lens, query_lens):
-    """Causal attention of whole sequences in float64: q rows are the last of each sequence."""
+    """Return causal attention in float64. A sequence's q rows are its last tokens."""
     outs, start, end = [], 0, 0
     for seq_len, query_len in zip(seq_lens, query_lens, strict=True):
         queries, keys, values = (
@@ -171,7 +171,7 @@ def reference(q, k, v, seq_lens, query_lens):
 
 
 def in_8_bits(cache, slot_mapping, *stored):
-    """Return the keys and values of a cache's slots, once they are seen to be `stored`, rounded."""
+    """Return the keys and values in an 8-bit KV cache; check that they are `stored`, rounded."""
     kv_heads, blocks, _, block_size, row = cache.shape
     width, head_dim = row - 2, stored[0].shape[-1]
     halves = cache.permute(2, 1, 0, 3, 4).flatten(3)  # [2, blocks, kv_heads, bytes]
@@ -193,7 +193,7 @@ def in_8_bits(cache, slot_mapping, *stored):
 
 
 def plain_norm_and_rotate(qkv, norm, positions, heads, kv_heads, head_dim):
-    """What the layers do in torch, and float64 copies of it."""
+    """Return q, k and v after the norms and the rotation that the layers compute in torch."""
     q, k, v = (
         x.reshape(len(qkv), -1, head_dim)
         for x in qkv.split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], -1)
@@ -226,9 +226,9 @@ def plain_norm_and_rotate(qkv, norm, positions, heads, kv_heads, head_dim):
     ],
 )
 def test_attention(heads, kv_heads, head_dim, block_size, kv_dtype):
-    """Whole prompts, then chunks and single tokens behind them, in one mixed batch each.
+    """One batch of whole prompts, then one batch of chunks and single tokens that follow them.
 
-    A cache of 8 bits is compared with attention over what it holds.
+    With an 8-bit KV cache, the reference attends over the rounded keys and values.
     """
     before = [0, 5, 63, 64, 200, 1, 127, 31]
     after = [100, 1, 1, 1, 37, 33, 2, 1]
@@ -302,7 +302,7 @@ def test_unsupported_shapes_are_named():
 @native
 @pytest.mark.usefixtures("kernels")
 def test_what_is_no_number_stays_so():
-    """Symptom: one such score takes all of a row's weight."""
+    """Symptom: one NaN score takes all of a row's weight."""
     gate_up = torch.full((1, 64), 2.0, dtype=torch.bfloat16)
     gate_up[0, 5] = torch.nan
     found = cpu_ops.silu_and_mul(gate_up)[0]
@@ -334,8 +334,8 @@ def test_greedy_is_the_first_of_the_largest(rows, n):
 def test_batch_is_what_the_tables_hold():
     table = torch.randint(0, 1000, (4, 100 + 7), dtype=torch.int32)
     token_ids, block_tables = table[:, :100], table[:, 100:]
-    rows = [(3, 5, 5), (0, 1, 97), (2, 17, 33)]  # slot, tokens, and of how many they are the last
-    places = [(slot, i) for slot, count, end in rows for i in range(end - count, end)]
+    rows = [(3, 5, 5), (0, 1, 97), (2, 17, 33)]  # table_idx, query_len, seq_len
+    places = [(table_idx, i) for table_idx, count, end in rows for i in range(end - count, end)]
     empty = functools.partial(torch.full, fill_value=-1)
     out = (
         *(empty((30,), dtype=torch.int64) for _ in range(3)),
@@ -347,12 +347,12 @@ def test_batch_is_what_the_tables_hold():
     padding = [-1] * (30 - len(places))
     assert input_ids == [int(token_ids[place]) for place in places] + padding
     assert positions == [i for _, i in places] + padding
-    expected = [int(block_tables[slot, i // 16]) * 16 + i % 16 for slot, i in places]
+    expected = [int(block_tables[idx, i // 16]) * 16 + i % 16 for idx, i in places]
     assert slot_mapping == expected + padding
     assert cu_seqlens_q == [0, 5, 6, 23, -1]
     assert seq_lens == [5, 97, 33, -1, -1]
-    for row, (slot, _, end) in enumerate(rows):
-        assert blocks[row][: -(-end // 16)] == block_tables[slot, : -(-end // 16)].tolist()
+    for row, (table_idx, _, end) in enumerate(rows):
+        assert blocks[row][: -(-end // 16)] == block_tables[table_idx, : -(-end // 16)].tolist()
 
 
 @native
