@@ -11,7 +11,7 @@ from types import ModuleType
 import torch
 
 from nanovllm.kernels.cpu import ops as cpu_ops
-from nanovllm.kernels.cpu.library import serves
+from nanovllm.kernels.cpu.library import supports
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
     """Return the module whose `add_rms_norm` and `silu_and_mul` support such tensors, or None."""
     if device.type == "cuda":
         return triton_kernels("ops")
-    return cpu_ops if serves(device, dtype) else None
+    return cpu_ops if supports(device, dtype) else None
 
 
 def triton_kernels(module: str) -> ModuleType | None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from nanovllm.errors import ConfigError
 from nanovllm.kernels.cpu import ops as cpu_ops
-from nanovllm.kernels.cpu.library import serves
+from nanovllm.kernels.cpu.library import supports
 from nanovllm.kernels.selector import triton_kernels
 
 GROUP_SIZES = {"int8": (128, 64, 32), "int4": (32,)}
@@ -57,7 +57,7 @@ def make_quant_method(
     if quantization == "fp8":
         values, scales = quantize_fp8(weight)
         return Fp8Weight(values, scales, weight.shape[1], weight.dtype, native=native)
-    has_kernels = native and serves(weight.device, weight.dtype)
+    has_kernels = native and supports(weight.device, weight.dtype)
     if quantization is not None:
         bits = int(quantization.removeprefix("int"))
         values, scales = quantize(weight, bits, choose_group_size(quantization, weight.shape[1]))

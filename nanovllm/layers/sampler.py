@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import pad
 
 from nanovllm.kernels.cpu import ops as cpu_ops
-from nanovllm.kernels.cpu.library import serves
+from nanovllm.kernels.cpu.library import supports
 from nanovllm.kernels.selector import triton_kernels
 from nanovllm.layers.sampling_tensors import SamplingTensors
 from nanovllm.sampling_params import GREEDY_BELOW
@@ -103,7 +103,7 @@ def _gpu_kernels(logits: torch.Tensor, native: bool) -> ModuleType | None:
 
 def _c_kernels_support(logits: torch.Tensor, native: bool) -> bool:
     """Return whether the C kernels support `logits`."""
-    return native and logits.is_contiguous() and serves(logits.device, logits.dtype)
+    return native and logits.is_contiguous() and supports(logits.device, logits.dtype)
 
 
 def _thresholds(

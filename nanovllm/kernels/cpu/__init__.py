@@ -1,1 +1,1 @@
-"""The C kernels for CPUs: their sources, how they are built, called and recorded."""
+"""The C kernels for CPUs: sources, build, calls from Python, and recording of calls."""

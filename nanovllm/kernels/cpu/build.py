@@ -1,6 +1,6 @@
-"""Builds the C kernels on first use, for the processor at hand, and tests them once.
+"""Compiles the C kernels for this processor, caches the library, and tests one product.
 
-A library is kept under a name that depends on source, compiler, flags and processor.
+A cached library is named by a hash of the sources, compiler, flags and processor. Knows no model.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ _COMPILE = ("-c", "-O3", "-fopenmp", "-fPIC")
 _LINK = ("-shared", "-fopenmp", "-lm")
 _WITHOUT_TILES = ("-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
 
-# The arguments of each kernel: pointers, sizes and floats.
+# Types of the arguments of each kernel: p pointer, n size, f float.
 _KINDS: dict[str, Any] = {"p": ctypes.c_void_p, "n": ctypes.c_ssize_t, "f": ctypes.c_float}
 ARGUMENTS = {
     "nv_pack": "ppnn",
@@ -42,18 +42,21 @@ ARGUMENTS = {
 }
 
 PANEL = 32
-"""Outputs that lie side by side in a packed weight. A head in the cache fills whole panels."""
+"""Outputs per panel of a packed weight. In the KV cache, head_dim is padded to whole panels."""
 
 
 class Unavailable(Exception):
-    """Why the kernels cannot be used here."""
+    """The kernels cannot be used here; the message says why."""
 
 
 def load(*architecture: str) -> ctypes.CDLL:
-    """Return the kernels built for `architecture` (the compiler's flags), or for this processor.
+    """Return the library of kernels for this processor, after testing it.
+
+    Args:
+        architecture: compiler flags that replace -march=native.
 
     Raises:
-        Unavailable: they cannot be built, or compute wrong products.
+        Unavailable: the kernels cannot be built, or they compute wrong products.
     """
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
@@ -70,9 +73,9 @@ def load(*architecture: str) -> ctypes.CDLL:
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
         detail = getattr(error, "stderr", b"") or b""
         raise Unavailable(f"{error} {detail.decode(errors='replace')[-500:]}") from error
-    if not kernels.nv_enable():  # the system does not lend this process the AMX tiles
+    if not kernels.nv_enable():  # the system refuses AMX tiles
         if _WITHOUT_TILES[0] in flags:
-            raise Unavailable("they ask for AMX tiles even when built without")
+            raise Unavailable("the system refuses AMX tiles to kernels built without them")
         return load(*flags, *_WITHOUT_TILES)
     for name, kinds in ARGUMENTS.items():
         function = getattr(kernels, name)
@@ -87,11 +90,11 @@ def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
         built = Path(directory, path.name)
         objects = {s: Path(directory, f"{s.stem}.o") for s in _SOURCES if s.suffix == ".c"}
         run = functools.partial(subprocess.run, capture_output=True, check=True)
-        with ThreadPoolExecutor() as pool:  # one compiler for each source, side by side
+        with ThreadPoolExecutor() as pool:  # one compiler process per source
             commands = ([compiler, *_COMPILE, *flags, s, "-o", o] for s, o in objects.items())
             list(pool.map(run, commands))
         run([compiler, *objects.values(), "-o", built, *_LINK])
-        os.replace(built, path)  # another process may have been as quick: either is right
+        os.replace(built, path)  # atomic: another process may do the same
 
 
 def _cache_directory() -> Path:
@@ -104,7 +107,7 @@ def _cache_directory() -> Path:
 
 
 def processor_flags() -> frozenset[str]:
-    """Return what the processor can do, as Linux names it."""
+    """Return the processor's feature flags in /proc/cpuinfo, or none on other systems."""
     try:
         with open("/proc/cpuinfo") as file:
             for line in file:
@@ -116,7 +119,11 @@ def processor_flags() -> frozenset[str]:
 
 
 def _self_test(kernels: ctypes.CDLL) -> None:
-    """Compare a small product with torch's, so that a miscompilation is found before it answers."""
+    """Compare a small product with torch's, to find a miscompilation before the kernels are used.
+
+    Raises:
+        Unavailable: the product is wrong.
+    """
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(70, 608, generator=generator).bfloat16()
     x = torch.randn(37, 608, generator=generator).bfloat16()
@@ -130,5 +137,5 @@ def _self_test(kernels: ctypes.CDLL) -> None:
     )
     expected = x.double() @ weight.double().T
     error = (y.double() - expected).abs().max()
-    if not error <= 0.01 * expected.abs().max():  # nor NaN
+    if not error <= 0.01 * expected.abs().max():  # also true for NaN
         raise Unavailable("the compiled kernels compute wrong products")

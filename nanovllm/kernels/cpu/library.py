@@ -1,6 +1,7 @@
-"""The compiled C kernels of this process, and how one of them is called.
+"""Holds the compiled C kernels of this process and calls them.
 
-Without a compiler `library()` is None, a warning says why, and torch serves.
+Without usable kernels, `library()` returns None and the layers use torch. Knows no kernel in
+particular.
 """
 
 import ctypes
@@ -16,20 +17,23 @@ from nanovllm.kernels.cpu.build import Unavailable, load
 logger = logging.getLogger(__name__)
 
 Argument = torch.Tensor | int | float | None
-"""What a kernel takes: a tensor's address, a number, or a null pointer."""
+"""An argument of a kernel. C gets a tensor as its address and None as a null pointer."""
 
 
 class Recorder(Protocol):
-    """Takes note of kernel calls in place of running them."""
+    """Stores kernel calls, which then do not run."""
 
     def add(self, name: str, args: tuple[Argument, ...]) -> None:
-        """Note a call."""
+        """Store a call of kernel `name`."""
         ...
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Return the kernels, built if need be, or None where they cannot be used."""
+    """Return the C kernels, or None if they cannot be used; a warning in the log says why.
+
+    The first call loads them, and compiles them if no earlier process has.
+    """
     try:
         kernels = load()
     except Unavailable as reason:
@@ -39,13 +43,13 @@ def library() -> ctypes.CDLL | None:
     return kernels
 
 
-def serves(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether there are kernels for such tensors."""
+def supports(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether there are C kernels for tensors of this device and dtype."""
     return dtype == torch.bfloat16 and device.type == "cpu" and library() is not None
 
 
 def call(name: str, *args: Argument) -> None:
-    """Run kernel `name`, or hand the call to this thread's recorder."""
+    """Run kernel `name`. If this thread has a recorder, store the call there instead."""
     if _thread.recorder is not None:
         _thread.recorder.add(name, args)
         return
@@ -56,7 +60,7 @@ def call(name: str, *args: Argument) -> None:
 
 
 def record_calls(recorder: Recorder | None) -> None:
-    """Hand this thread's calls to `recorder` from now on; None runs them again."""
+    """Store this thread's next calls in `recorder`; with None, run them again."""
     _thread.recorder = recorder
 
 

@@ -1,4 +1,7 @@
-"""The C kernels for bfloat16 on CPUs as functions of tensors."""
+"""The C kernels for bfloat16 on CPUs as functions of tensors.
+
+Knows no layer and no model. Shapes and layouts are not checked: a wrong one corrupts memory.
+"""
 
 from array import array
 from collections.abc import Sequence
@@ -11,9 +14,9 @@ from nanovllm.utils.memory import lazy_zeros
 
 
 def linear(x: torch.Tensor, packed: torch.Tensor, num_outputs: int) -> torch.Tensor:
-    """Return x [m, k] times the transpose of a packed weight of `num_outputs` rows: [m, n].
+    """Return x [m, k] times the transpose of a weight from `pack`: [m, num_outputs].
 
-    A row's result does not depend on the other rows, bit for bit.
+    A row's result is the same, bit for bit, whatever the other rows are.
     """
     m, k = x.shape
     if x.stride(1) != 1:
@@ -24,9 +27,10 @@ def linear(x: torch.Tensor, packed: torch.Tensor, num_outputs: int) -> torch.Ten
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """Return weight [n, k] as [ceil(n / 32), k / 2, 32, 2]: the layout that `linear` reads.
+    """Return weight [n, k] in the layout that `linear` reads: [ceil(n / 32), k / 2, 32, 2].
 
-    Needs bfloat16 and k a multiple of 32.
+    Args:
+        weight: bfloat16; k a multiple of 32.
     """
     n, k = weight.shape
     packed = lazy_zeros((-(-n // PANEL), k // 2, PANEL, 2), torch.bfloat16)
@@ -35,7 +39,7 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 
 
 def gather(ids: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-    """Return rows `ids` [t] int64 of a packed weight: [t, k]."""
+    """Return rows `ids` [t] int64 of a weight from `pack`: [t, k]."""
     k = packed.shape[1] * 2
     y = torch.empty(len(ids), k, dtype=torch.bfloat16)
     library.call("nv_gather", ids.contiguous(), packed, y, len(ids), k)
@@ -45,12 +49,12 @@ def gather(ids: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
 def pack_int(
     values: torch.Tensor, scales: torch.Tensor, bits: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a weight of 8 or 4 bits and its scales in the layouts that `linear_int` reads.
+    """Return an 8-bit or 4-bit weight and its scales in the layouts that `linear_int` reads.
 
     Args:
         values: [n, k] int8, contiguous; within [-8, 7] for 4 bits.
-        scales: [n, k / group] bfloat16, contiguous; group a multiple of 32 up to 256,
-            for 4 bits 32.
+        scales: [n, k / group] bfloat16, contiguous. With 8 bits, group is a multiple of 32 up to
+            256; with 4 bits it is 32.
     """
     n, k = values.shape
     groups, panels = scales.shape[1], -(-n // PANEL)
@@ -63,9 +67,9 @@ def pack_int(
 def linear_int(
     x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, num_outputs: int, bits: int
 ) -> torch.Tensor:
-    """Return x [m, k] times the transpose of a weight from `pack_int`: [m, n].
+    """Return x [m, k] times the transpose of a weight from `pack_int`: [m, num_outputs].
 
-    A row's result does not depend on the other rows, bit for bit.
+    A row's result is the same, bit for bit, whatever the other rows are.
     """
     m, k = x.shape
     if x.stride(1) != 1:
@@ -90,7 +94,11 @@ def gather_int(
 def add_rms_norm(
     x: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """Add `x` to `residual` in place (if given) and return its RMSNorm; rows contiguous."""
+    """Add `x`, if given, to `residual` in place, and return the RMSNorm of `residual`.
+
+    Args:
+        x, residual: [..., n] contiguous.
+    """
     out = torch.empty_like(residual)
     rows, n = residual.numel() // residual.shape[-1], residual.shape[-1]
     library.call("nv_add_rms_norm", x, residual, weight, out, rows, n, eps)
@@ -98,10 +106,10 @@ def add_rms_norm(
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """Return silu of the first half of each row times the second, in the first half's place.
+    """Return silu(gate) * up: [t, n], a view of `gate_up`, whose first half is overwritten.
 
     Args:
-        gate_up: [t, 2n] contiguous.
+        gate_up: [t, 2n] contiguous, gate in the first half of each row and up in the second.
     """
     rows, width = gate_up.shape
     library.call("nv_silu_and_mul", gate_up, rows, width // 2)
@@ -124,8 +132,8 @@ def store(
     Args:
         qkv: [t, (heads + 2 kv_heads) * dim], contiguous.
         cos_sin: [positions, dim] float32.
-        kv_cache: [kv_heads, blocks, 2, block_size, width] bfloat16, or with two bytes more a token,
-            the scale of its numbers, int8; laid out as cache.h says.
+        kv_cache: [kv_heads, blocks, 2, block_size, width] bfloat16, in the layout of cache.h. An
+            8-bit KV cache is int8 and has two more bytes per token: the token's scale.
     """
     num_kv_heads, num_blocks, _, block_size, _ = kv_cache.shape
     head_dim = cos_sin.shape[1]
@@ -159,7 +167,7 @@ def attention(
     cu_seqlens_q: torch.Tensor,
     seq_lens: torch.Tensor,
 ) -> torch.Tensor:
-    """Return causal attention of q [t, heads, dim] over a paged cache; see `Backend.forward`.
+    """Return causal attention of q [t, heads, dim] over a paged KV cache; see `Backend.forward`.
 
     Args:
         block_tables: [rows, width] int32.
@@ -194,37 +202,51 @@ def batch(
     token_ids: torch.Tensor,
     block_tables: torch.Tensor,
     block_size: int,
-    slots: Sequence[int],
+    table_indices: Sequence[int],
     query_lens: Sequence[int],
     seq_lens: Sequence[int],
     out: tuple[torch.Tensor, ...],
 ) -> None:
-    """Lay out rows' tokens side by side: the last query_lens[r] of the first seq_lens[r] of a slot.
+    """Fill `out` with the batch of a step.
+
+    Row r of the batch has the last query_lens[r] of the first seq_lens[r] tokens of table row
+    table_indices[r].
 
     Args:
-        token_ids, block_tables: by slot, the columns of one int32 table.
-        out: as `attention.backend.Batch` has them, with room enough: input_ids, positions,
-            slot_mapping, cu_seqlens_q, seq_lens, block_tables.
+        token_ids, block_tables: adjacent columns of one int32 table, a line per table row.
+        out: input_ids, positions, slot_mapping, cu_seqlens_q, seq_lens and block_tables of
+            `attention.batch.Batch`; they may be longer than the batch.
     """
-    rows = array("q", (*slots, *query_lens, *seq_lens))
+    rows = array("q", (*table_indices, *query_lens, *seq_lens))
     columns, stride = token_ids.shape[1], token_ids.stride(0)
     assert block_tables.data_ptr() == token_ids.data_ptr() + columns * token_ids.element_size()
     address, _ = rows.buffer_info()
     width = out[-1].shape[1]
     library.call(
-        "nv_batch", token_ids, stride, columns, address, len(slots), block_size, *out, width
+        "nv_batch", token_ids, stride, columns, address, len(table_indices), block_size, *out, width
     )
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """Return the first of the largest logits of each row of [r, n] contiguous: [r] int64."""
+    """Return the index of the largest logit of each row, the first one if several are equal.
+
+    Args:
+        logits: [r, n] contiguous.
+
+    Returns:
+        [r] int64.
+    """
     out = torch.empty(len(logits), dtype=torch.int64)
     library.call("nv_greedy", logits, out, *logits.shape)
     return out
 
 
 def chunk_maxima(logits: torch.Tensor, chunk: int = 128) -> torch.Tensor:
-    """Return the largest of each chunk of logits [r, n * 128] contiguous: [r, n] float32."""
+    """Return the largest logit of each chunk: [r, n] float32.
+
+    Args:
+        logits: [r, n * 128] contiguous.
+    """
     out = torch.empty(len(logits), logits.shape[1] // chunk, dtype=torch.float32)
     library.call("nv_chunk_maxima", logits, out, out.numel())
     return out
@@ -243,7 +265,7 @@ def chunk_sums(
         logits: [r, n * 128] contiguous.
         largest: [r] float32, each row's largest logit.
         temperatures: [r] float32.
-        min_ps: [r] float32; terms below are left out.
+        min_ps: [r] float32; the sum leaves out terms below the row's min_p.
     """
     out = torch.empty(len(logits), logits.shape[1] // chunk, dtype=torch.float32)
     library.call("nv_chunk_sums", logits, largest, temperatures, min_ps, out, *out.shape)

@@ -1,4 +1,7 @@
-"""Records the kernel calls of a forward pass, to be run again by one call of C."""
+"""Records the kernel calls of a forward pass and replays them with one call of C.
+
+Knows no model: any function whose work is all kernel calls can be recorded.
+"""
 
 import ctypes
 import struct
@@ -14,9 +17,10 @@ from nanovllm.kernels.cpu import library
 from nanovllm.kernels.cpu.build import ARGUMENTS
 
 _CALL = 17
-"""Words of a recorded call."""
+"""64-bit words per recorded call: the kernel's index, its arguments, padding. See batch.c."""
 
-# What `nv_run` runs, by number, and which argument is the number of tokens (attention: rows).
+# Kernels in the order of the indices in `nv_run`, and the position of the argument that holds the
+# number of tokens (nv_attention: the number of rows).
 _RECORDABLE = {
     "nv_linear": 4,
     "nv_linear_int": 5,
@@ -31,18 +35,19 @@ _ALLOCATES = (torch.ops.aten.empty, torch.ops.aten.empty_like)
 
 
 class Unrecordable(Exception):
-    """Why a function's work is not all calls of these kernels."""
+    """The recorded function does work other than kernel calls; the message says which."""
 
 
 class Recording(TorchDispatchMode):
-    """The kernel calls made inside `with`, which do not run then, to be run by one call of C.
+    """Stores the kernel calls made inside `with` without running them; `run` runs them.
 
-    Everything in them must have `size` tokens, and a row each; `run` may be for fewer. The caller
-    keeps what the calls read. Memory of tensors made inside is the recording's: a run overwrites
-    it, and two tensors share it where the first was dropped before the second was made.
+    Record with batches of `size` tokens in `size` rows; `run` accepts fewer of both. The caller
+    must keep the calls' inputs alive. The recording owns the memory of tensors that are made
+    inside `with`: each run overwrites it, and a later tensor may reuse the memory of an earlier
+    one that has been freed.
 
     Raises:
-        Unrecordable: torch was asked to compute something inside.
+        Unrecordable: inside `with`, torch computes something or a call has another size.
     """
 
     def __init__(self, size: int) -> None:
@@ -51,6 +56,10 @@ class Recording(TorchDispatchMode):
         self._calls = bytearray()
         self._memory: list[np.ndarray] = []
         self._free: dict[int, list[np.ndarray]] = defaultdict(list)  # by size
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch wraps __torch_dispatch__ and imports torch._dynamo, 1 to 2 s
 
     def __enter__(self) -> "Recording":
         library.record_calls(self)
@@ -71,7 +80,11 @@ class Recording(TorchDispatchMode):
         return self._empty(func(*args, **{**(kwargs or {}), "device": "meta"}))
 
     def add(self, name: str, args: tuple[library.Argument, ...]) -> None:
-        """Note a call."""
+        """Store a call of kernel `name`.
+
+        Raises:
+            Unrecordable: `nv_run` does not know the kernel, or the call has another size.
+        """
         if name not in _RECORDABLE or args[_RECORDABLE[name]] != self.size:
             raise Unrecordable(f"{name} is not a call for {self.size} tokens")
         words = [list(_RECORDABLE).index(name), *map(_address, args)]
@@ -85,12 +98,12 @@ class Recording(TorchDispatchMode):
             free.append(torch.zeros(like.nbytes, dtype=torch.uint8).numpy())
             self._memory += free
         memory = free.pop()
-        owned = memory[:]  # lives as long as the tensor and its views
+        owned = memory[:]  # alive as long as the tensor or a view of it is
         weakref.finalize(owned, free.append, memory)
         return torch.from_numpy(owned).view(like.dtype).view(like.shape)
 
     def run(self, num_tokens: int, num_rows: int) -> None:
-        """Run the calls for the first `num_tokens` tokens, in `num_rows` rows."""
+        """Run the recorded calls for the first `num_tokens` tokens in the first `num_rows` rows."""
         calls = (ctypes.c_char * len(self._calls)).from_buffer(self._calls)
         num_calls = len(calls) // (8 * _CALL)
         library.call("nv_run", ctypes.addressof(calls), num_calls, num_tokens, num_rows)

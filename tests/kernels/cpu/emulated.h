@@ -1,7 +1,7 @@
-/* Instructions of AVX-512 and AMX in plain C, so that what the kernels do with them is tested on processors without.
+/* The AVX-512 and AMX instructions in plain C. So processors without them can test the kernels that use them.
  *
- * Included before each source (gcc -include). EMULATE_BF16 adds AVX512_BF16 and VNNI, EMULATE_AMX the tiles as well. What an
- * instruction refuses (tiles of shapes that do not fit together) ends the process.
+ * Included before each source (gcc -include). EMULATE_BF16 adds AVX512_BF16 and VNNI, EMULATE_AMX adds these and the tiles.
+ * Where a real instruction would fault (tiles whose shapes do not match), the process aborts.
  */
 #include <immintrin.h>
 #include <stdint.h>
@@ -79,7 +79,7 @@ EMULATED(__m256i, _cvtneps_pbh, (__m512 a), uint32_t x[16]; uint16_t h[16]; memc
 
 #ifdef EMULATE_AMX
 #define __AMX_BF16__ 1
-#define syscall(...) 0 /* the system lends the tiles */
+#define syscall(...) 0 /* the system allows the tiles */
 static _Thread_local struct { uint8_t palette, start_row, reserved[14]; uint16_t colsb[16]; uint8_t rows[16]; } emulated_config;
 static _Thread_local uint8_t emulated_tiles[8][16][64];
 

@@ -1,11 +1,7 @@
-"""The C kernels against float64, and the ways in which they step aside."""
+"""The C kernels against float64 and torch, built for each kind of processor."""
 
 import functools
-import os
-import subprocess
-import sys
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,18 +11,14 @@ from nanovllm.attention.backend import AttentionSpec, QKNorm
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.cpu import CPUBackend
 from nanovllm.kernels.cpu import build, library as library_module, ops as cpu_ops
-from nanovllm.kernels.cpu.library import library
-from nanovllm.kernels.cpu.recording import Recording
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.quantization import quantize
 from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
-
-ROOT = Path(__file__).parent.parent.parent
-native = pytest.mark.skipif(library() is None, reason="no compiler here")
+from tests.kernels.cpu.helpers import native, randn
 
 EMULATED = Path(__file__).with_name("emulated.h")
-# Barely optimised: with -O1 it takes ten times as long to compile. Each text has a key of its own
-# in the kernels' cache.
+# -Og, because -O1 takes ten times as long to compile. The checksum gives each version of the header
+# its own key in the kernels' cache.
 EMULATE = (
     *("-march=haswell", "-Og", "-w", "-include", str(EMULATED)),
     f"-DEMULATED={zlib.crc32(EMULATED.read_bytes())}",
@@ -46,7 +38,7 @@ load = functools.cache(build.load)
 
 @pytest.fixture(params=VARIANTS)
 def kernels(request, monkeypatch):
-    """The kernels as each kind of processor has them, as far as this one can run them."""
+    """Use the kernels built for each kind of processor. Skip what this processor cannot run."""
     needed, *flags = VARIANTS[request.param]
     if missing := set(needed) - build.processor_flags():
         pytest.skip(f"no {missing} here")
@@ -58,10 +50,6 @@ def kernels(request, monkeypatch):
 def no_grad():
     with torch.inference_mode():
         yield
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
 @native
@@ -121,13 +109,13 @@ def test_linear_int(n, k, group, bits):
     weight = values.double() * scales.double().repeat_interleave(group, 1)
     packed = cpu_ops.pack_int(values, scales, bits)
     largest = randn(300, k, seed=300)
-    largest[:, ::7] *= 1000  # inputs of very unlike sizes
+    largest[:, ::7] *= 1000  # inputs of very different magnitudes
     together = cpu_ops.linear_int(largest, *packed, n, bits)
     for m in (0, 1, 2, 3, 4, 6, 7, 12, 13, 16, 31, 32, 33, 47, 100, 300):
         x = largest[:m]
         expected = x.double() @ weight.T
         out = cpu_ops.linear_int(x, *packed, n, bits)
-        # Inputs are rounded to 16 or 8 bits of their group's largest, the result to bfloat16.
+        # Inputs are rounded to 16 or 8 bits of the largest in the group, the result to bfloat16.
         steps = x.view(m, k // group, group).abs().amax(-1).double() / (32767 if bits == 8 else 127)
         bound = 0.501 * steps.repeat_interleave(group, 1) @ weight.abs().T
         assert ((out.double() - expected).abs() <= bound + 2**-8 * expected.abs() + 1e-5).all()
@@ -147,7 +135,7 @@ def test_add_rms_norm_rounds_as_torch_does(size):
     ours = residual.clone()
     out = cpu_ops.add_rms_norm(x, ours, norm.weight, norm.eps)
     assert torch.equal(ours, total)
-    assert ((out != expected).float().mean() < 0.01).item()  # a sum in another order
+    assert ((out != expected).float().mean() < 0.01).item()  # torch adds in another order
     assert torch.allclose(out.float(), expected.float(), rtol=0.01, atol=1e-6)
 
 
@@ -164,7 +152,7 @@ def test_silu_and_mul(size):
 
 
 def reference(q, k, v, seq_lens, query_lens):
-    """Causal attention of whole sequences in float64: q rows are the last of each sequence."""
+    """Return causal attention in float64. A sequence's q rows are its last tokens."""
     outs, start, end = [], 0, 0
     for seq_len, query_len in zip(seq_lens, query_lens, strict=True):
         queries, keys, values = (
@@ -183,7 +171,7 @@ def reference(q, k, v, seq_lens, query_lens):
 
 
 def in_8_bits(cache, slot_mapping, *stored):
-    """Return the keys and values of a cache's slots, once they are seen to be `stored`, rounded."""
+    """Return the keys and values in an 8-bit KV cache; check that they are `stored`, rounded."""
     kv_heads, blocks, _, block_size, row = cache.shape
     width, head_dim = row - 2, stored[0].shape[-1]
     halves = cache.permute(2, 1, 0, 3, 4).flatten(3)  # [2, blocks, kv_heads, bytes]
@@ -205,7 +193,7 @@ def in_8_bits(cache, slot_mapping, *stored):
 
 
 def plain_norm_and_rotate(qkv, norm, positions, heads, kv_heads, head_dim):
-    """What the layers do in torch, and float64 copies of it."""
+    """Return q, k and v after the norms and the rotation that the layers compute in torch."""
     q, k, v = (
         x.reshape(len(qkv), -1, head_dim)
         for x in qkv.split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], -1)
@@ -238,9 +226,9 @@ def plain_norm_and_rotate(qkv, norm, positions, heads, kv_heads, head_dim):
     ],
 )
 def test_attention(heads, kv_heads, head_dim, block_size, kv_dtype):
-    """Whole prompts, then chunks and single tokens behind them, in one mixed batch each.
+    """One batch of whole prompts, then one batch of chunks and single tokens that follow them.
 
-    A cache of 8 bits is compared with attention over what it holds.
+    With an 8-bit KV cache, the reference attends over the rounded keys and values.
     """
     before = [0, 5, 63, 64, 200, 1, 127, 31]
     after = [100, 1, 1, 1, 37, 33, 2, 1]
@@ -311,91 +299,10 @@ def test_unsupported_shapes_are_named():
     assert "share a KV head" in CPUBackend.unsupported(spec(num_heads=66))
 
 
-def in_subprocess(tmp_path, code, **env):
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path), **env},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout + done.stderr
-
-
-SHOW = """
-import logging
-logging.basicConfig(level=logging.INFO)
-from nanovllm import LLM, SamplingParams, demo_model
-from nanovllm.kernels.cpu.library import library
-question, answer = demo_model.entries()[10]
-params = SamplingParams(temperature=0, max_tokens=128)
-text = LLM(demo_model.MODEL).generate(question, params, use_tqdm=False)[0].text
-print(library() is not None, text.strip() == answer)
-"""
-
-
-def test_without_a_compiler_torch_serves_and_the_log_says_why(tmp_path):
-    shown = in_subprocess(tmp_path, SHOW, CC="/no/such/compiler")
-    assert "False True" in shown
-    assert shown.count("native CPU kernels are off, torch serves") == 1
-
-
-@native
-def test_built_once_into_a_private_cache(tmp_path):
-    for _ in range(2):
-        build = "from nanovllm.kernels.cpu.library import library; print(library() is not None)"
-        assert "True" in in_subprocess(tmp_path, build)
-        (built_file,) = (tmp_path / "nanovllm").iterdir()
-        built = built_file.stat().st_mtime_ns
-    assert built_file.stat().st_mtime_ns == built
-    assert (tmp_path / "nanovllm").stat().st_mode & 0o777 == 0o700
-
-
-def compiler_that(edit: str, tmp_path: Path, unless: str = "--version") -> str:
-    """A compiler that has `edit` (sed's) applied to linear.c, but not with the flag `unless`."""
-    compiler = tmp_path / "cc"
-    csrc = Path(build.__file__).with_name("csrc")
-    compiler.write_text(f"""#!/bin/sh
-case "$*" in --version|*{unless}*) exec gcc "$@";; esac
-count=$#
-for argument; do
-    case "$argument" in */linear.c)
-        sed '{edit}' "$argument" > {tmp_path}/linear.c
-        argument={tmp_path}/linear.c;;
-    esac
-    set -- "$@" "$argument"
-done
-shift $count
-exec gcc -I {csrc} "$@"
-""")
-    compiler.chmod(0o755)
-    return str(compiler)
-
-
-@native
-def test_a_wrong_compilation_is_found_by_the_self_test(tmp_path):
-    """A compiler that breaks the code: the kernels are off, and the answers stay right."""
-    compiler = compiler_that(r"s/w\[row \* k + i + 1\]/w[row * k + i]/", tmp_path)
-    shown = in_subprocess(tmp_path, SHOW, CC=compiler)
-    assert "False True" in shown
-    assert "wrong products" in shown
-
-
-@native
-def test_a_system_that_lends_no_tiles_gets_kernels_without(tmp_path):
-    """Symptom: a container that refuses AMX runs on plain torch."""
-    refusal = "s/^int nv_enable(void) {.*/int nv_enable(void) { return 0; }/"
-    compiler = compiler_that(refusal, tmp_path, unless="-mno-amx-tile")
-    shown = in_subprocess(tmp_path, SHOW, CC=compiler)
-    assert "True True" in shown
-    assert len(list((tmp_path / "nanovllm").iterdir())) == 2
-
-
 @native
 @pytest.mark.usefixtures("kernels")
 def test_what_is_no_number_stays_so():
-    """Symptom: one such score takes all of a row's weight."""
+    """Symptom: one NaN score takes all of a row's weight."""
     gate_up = torch.full((1, 64), 2.0, dtype=torch.bfloat16)
     gate_up[0, 5] = torch.nan
     found = cpu_ops.silu_and_mul(gate_up)[0]
@@ -404,15 +311,6 @@ def test_what_is_no_number_stays_so():
     logits[0, 130] = torch.nan
     one, zero = torch.ones(1), torch.zeros(1)
     assert cpu_ops.chunk_sums(logits, zero, one, zero).tolist() == [[128.0, 127.0]]
-
-
-@native
-def test_a_recording_is_of_its_thread():
-    logits = randn(2, 10)
-    with ThreadPoolExecutor(1) as pool, Recording(4) as recording:
-        found = pool.submit(cpu_ops.greedy, logits).result()
-    assert torch.equal(found, logits.float().argmax(-1))
-    assert not recording._calls
 
 
 @native
@@ -436,8 +334,8 @@ def test_greedy_is_the_first_of_the_largest(rows, n):
 def test_batch_is_what_the_tables_hold():
     table = torch.randint(0, 1000, (4, 100 + 7), dtype=torch.int32)
     token_ids, block_tables = table[:, :100], table[:, 100:]
-    rows = [(3, 5, 5), (0, 1, 97), (2, 17, 33)]  # slot, tokens, and of how many they are the last
-    places = [(slot, i) for slot, count, end in rows for i in range(end - count, end)]
+    rows = [(3, 5, 5), (0, 1, 97), (2, 17, 33)]  # table_idx, query_len, seq_len
+    places = [(table_idx, i) for table_idx, count, end in rows for i in range(end - count, end)]
     empty = functools.partial(torch.full, fill_value=-1)
     out = (
         *(empty((30,), dtype=torch.int64) for _ in range(3)),
@@ -449,12 +347,12 @@ def test_batch_is_what_the_tables_hold():
     padding = [-1] * (30 - len(places))
     assert input_ids == [int(token_ids[place]) for place in places] + padding
     assert positions == [i for _, i in places] + padding
-    expected = [int(block_tables[slot, i // 16]) * 16 + i % 16 for slot, i in places]
+    expected = [int(block_tables[idx, i // 16]) * 16 + i % 16 for idx, i in places]
     assert slot_mapping == expected + padding
     assert cu_seqlens_q == [0, 5, 6, 23, -1]
     assert seq_lens == [5, 97, 33, -1, -1]
-    for row, (slot, _, end) in enumerate(rows):
-        assert blocks[row][: -(-end // 16)] == block_tables[slot, : -(-end // 16)].tolist()
+    for row, (table_idx, _, end) in enumerate(rows):
+        assert blocks[row][: -(-end // 16)] == block_tables[table_idx, : -(-end // 16)].tolist()
 
 
 @native

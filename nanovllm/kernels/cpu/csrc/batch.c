@@ -1,18 +1,20 @@
-/* Small steps: their batch, and the forward pass as recorded. */
+/* The batch of a small step, and the replay of a recorded forward pass. Knows no model. */
 #include <string.h>
 
 #include "kernels.h"
 
-/* A batch of what the tables hold. table: [slots][stride], of a slot its tokens, then, from `columns` on, its blocks. A row is
- * slots[r]'s last lens[r] tokens of the first ends[r]; rows holds slots, lens and ends [3][num_rows]. */
+/* Fills the tensors of a batch from the device tables. table is [table rows][stride]: `columns` token ids, then block numbers.
+ * rows is [3][num_rows]: table_indices, query_lens and seq_lens. Row r of the batch has the last query_lens[r] of the first
+ * seq_lens[r] tokens of table row table_indices[r]. */
 void nv_batch(const int32_t *table, ptrdiff_t stride, ptrdiff_t columns, const int64_t *rows, ptrdiff_t num_rows, ptrdiff_t block,
               int64_t *input_ids, int64_t *positions, int64_t *slot_mapping, int32_t *cu_seqlens, int32_t *seq_lens,
               int32_t *tables, ptrdiff_t width) {
+    const int64_t *table_indices = rows, *query_lens = rows + num_rows, *ends = rows + 2 * num_rows;
     ptrdiff_t t = cu_seqlens[0] = 0;
     for (ptrdiff_t r = 0; r < num_rows; r++) {
-        const int32_t *tokens = table + rows[r] * stride, *blocks = tokens + columns;
-        int64_t end = rows[2 * num_rows + r];
-        for (int64_t i = end - rows[num_rows + r]; i < end; i++, t++) {
+        const int32_t *tokens = table + table_indices[r] * stride, *blocks = tokens + columns;
+        int64_t end = ends[r];
+        for (int64_t i = end - query_lens[r]; i < end; i++, t++) {
             input_ids[t] = tokens[i];
             positions[t] = i;
             slot_mapping[t] = blocks[i / block] * (int64_t)block + i % block;
@@ -23,16 +25,16 @@ void nv_batch(const int32_t *table, ptrdiff_t stride, ptrdiff_t columns, const i
     }
 }
 
-/* A recorded call is a kernel's number and its arguments, a word each. `tokens` and `rows` take the place of the numbers of
- * tokens and of rows of a batch with which they were recorded. */
+/* A recorded call is CALL words: the kernel's index in recording.py, its arguments, padding. */
 typedef union {
     void *p;
     ptrdiff_t n;
     double f;
 } word;
 
-enum { CALL = 17 }; /* words of the longest */
+enum { CALL = 17 };
 
+/* Runs recorded calls in order. `tokens` and `rows` replace the numbers of tokens and rows that were recorded. */
 void nv_run(const word (*calls)[CALL], ptrdiff_t count, ptrdiff_t tokens, ptrdiff_t rows) {
     for (ptrdiff_t i = 0; i < count; i++) {
         const word *a = calls[i] + 1;

@@ -1,10 +1,10 @@
-/* Native CPU kernels of nanovllm, bfloat16 in and out, float32 inside. Called through ctypes.
+/* The CPU kernels of nanovllm: bfloat16 inputs and outputs, float32 arithmetic. Python calls them through ctypes.
  *
- * Vectors are GCC's: one source for AVX-512, AVX2 and any other processor, with intrinsics only where an
- * instruction has no operator (bfloat16 and int16 dot products, AMX tiles, fused multiply-add).
+ * The code uses GCC's vector types, so one source covers AVX-512, AVX2 and other processors. It uses intrinsics only for
+ * instructions that C has no operator for (bfloat16 and int16 dot products, AMX tiles, fused multiply-add, maximum).
  *
- * A packed weight [N, K] is [ceil(N/32)][K/2][32][2]: panels of 32 outputs, pairs of inputs side by
- * side. Rows of the input never meet, so that a row's result does not depend on the batch it is in.
+ * A packed weight [N, K] is [ceil(N/32)][K/2][32][2]: panels of 32 outputs, each with adjacent pairs of inputs. A
+ * product never combines rows of its input, so a row's result is the same in every batch.
  */
 #pragma once
 #include <stddef.h>
@@ -13,7 +13,7 @@
 typedef uint16_t bf16;
 enum { PANEL = 32 };
 
-/* linear.c */
+/* linear.c. nv_enable returns whether the system lets this process use what the kernels were compiled for (AMX tiles). */
 int nv_enable(void);
 void nv_pack(const bf16 *w, bf16 *packed, ptrdiff_t n, ptrdiff_t k);
 void nv_linear(const bf16 *x, ptrdiff_t ldx, const bf16 *packed, bf16 *y, ptrdiff_t m, ptrdiff_t n, ptrdiff_t k);

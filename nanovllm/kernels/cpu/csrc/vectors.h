@@ -1,4 +1,4 @@
-/* Vectors of floats, their conversions and functions. Knows nothing of what they are numbers of. */
+/* Vectors of numbers: arithmetic, conversions, exp. Knows no tensor and no kernel. */
 #pragma once
 #include <math.h>
 #include <string.h>
@@ -8,7 +8,7 @@
 
 #include "kernels.h"
 
-#ifndef VL /* floats in a vector */
+#ifndef VL /* floats per vector; the emulation in the tests sets it */
 #if defined(__AVX512F__)
 #define VL 16
 #elif defined(__AVX2__)
@@ -22,9 +22,9 @@ typedef float vf __attribute__((vector_size(4 * VL), aligned(4), may_alias));
 typedef int32_t vi __attribute__((vector_size(4 * VL), aligned(4), may_alias));
 typedef uint32_t vu __attribute__((vector_size(4 * VL), aligned(4), may_alias));
 typedef uint16_t half_vu __attribute__((vector_size(2 * VL), aligned(2), may_alias));
-typedef int16_t vs __attribute__((vector_size(4 * VL), aligned(2), may_alias)); /* 2 VL numbers */
+typedef int16_t vs __attribute__((vector_size(4 * VL), aligned(2), may_alias)); /* 2 * VL numbers */
 typedef int16_t half_vs __attribute__((vector_size(2 * VL), aligned(2), may_alias));
-typedef int8_t vb __attribute__((vector_size(2 * VL), aligned(1), may_alias)); /* 2 VL numbers */
+typedef int8_t vb __attribute__((vector_size(2 * VL), aligned(1), may_alias)); /* 2 * VL numbers */
 typedef int8_t quarter_vb __attribute__((vector_size(VL), aligned(1), may_alias));
 
 #define INLINE static inline __attribute__((always_inline))
@@ -49,7 +49,7 @@ INLINE vf choose(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)n
 #else
 #define EITHER(op, sign, a, b) choose(a sign b, a, b)
 #endif
-/* b where one is not a number. */
+/* Lane by lane; b where a or b is NaN. */
 INLINE vf larger(vf a, vf b) { return EITHER(max, >, a, b); }
 INLINE vf smaller(vf a, vf b) { return EITHER(min, <, a, b); }
 
@@ -73,7 +73,7 @@ INLINE vi lanes(void) {
 #endif
 }
 
-/* Lanes meet by halves, in the same order on every processor of a width. */
+/* Reductions combine lane i with lane i ^ n for n = VL / 2, ..., 1. So processors with the same VL add in the same order. */
 INLINE vf other_half(vf v, int n) { return __builtin_shuffle(v, lanes() ^ n); }
 INLINE float sum_of(vf v) {
 #pragma GCC unroll 4
@@ -86,7 +86,7 @@ INLINE float largest_of(vf v) {
     return v[0];
 }
 
-/* rows[i][j] and rows[j][i] change places: by halves, then each half's halves. */
+/* Transposes the VL x VL matrix in place: swaps blocks of VL / 2, then of VL / 4, down to single lanes. */
 INLINE void transpose(vf rows[VL]) {
 #pragma GCC unroll 4
     for (int n = VL / 2; n; n /= 2) {
@@ -107,7 +107,7 @@ INLINE vf from_bf16(half_vu h) {
     return (vf)(__builtin_convertvector(h, vu) << 16);
 #endif
 }
-INLINE half_vu to_bf16(vf v) { /* to nearest, ties to even */
+INLINE half_vu to_bf16(vf v) { /* rounds to nearest, ties to even */
 #if VL == 16 && defined(__AVX512BF16__)
     return (half_vu)_mm512_cvtneps_pbh((__m512)v);
 #else
@@ -119,7 +119,7 @@ INLINE half_vu to_bf16(vf v) { /* to nearest, ties to even */
 }
 INLINE vf rounded(vf v) { return from_bf16(to_bf16(v)); }
 
-/* Up to VL numbers of a row that ends; what is missing reads as 0. */
+/* Loads and stores of the next min(VL, left) numbers of a row. Loads fill the other lanes with 0. */
 INLINE half_vu bits16(const bf16 *p, ptrdiff_t left) {
     if (left >= VL) return *(const half_vu *)p;
     half_vu h = {0};
@@ -139,14 +139,14 @@ INLINE vf load32(const float *p, ptrdiff_t left) {
     return v;
 }
 
-/* 1.5 * 2^23: added to a small number, the sum's last bits count in ones. */
+/* 1.5 * 2^23. A sum v + ROUND with |v| < 2^22 is rounded to an integer, which stands in the sum's low mantissa bits. */
 #define ROUND 12582912.0f
 
-/* v's nearest integers, below 2^22. */
+/* The nearest integers; |v| < 2^22. */
 INLINE vi nearest(vf v) { return (vi)(v + ROUND) - (vi)each(ROUND); }
 
-/* 2^r, of r within +-1/2, times 2^n, of n >= -126; n is what ROUND's last bits count in `shifted` = n + ROUND. The polynomial
- * is a relative minimax fit. */
+/* Returns 2^r * 2^n, where shifted = n + ROUND, |r| <= 1/2 and n >= -126. The polynomial is a minimax fit of 2^r for the
+ * relative error. */
 INLINE vf power(vf r, vf shifted) {
     vf p = each(1.535336182e-4f);
     p = fma_(p, r, each(1.339887445e-3f));
@@ -157,16 +157,16 @@ INLINE vf power(vf r, vf shifted) {
     p = fma_(p, r, each(1.0f));
     return (vf)((vi)p + ((vi)shifted << 23));
 }
-/* exp within 1.5 units in the last place, 0 below -87. NaN stays: a row that has one is lost, and says so. */
+/* exp with an error below 1.5 units in the last place; 0 for x < -87, exp(88) for x > 88, NaN for NaN. */
 INLINE vf exp_(vf x) {
     const float log2e = 1.44269504f;
     vi tiny = x < -87.0f;
     x = smaller(each(88.0f), larger(each(-87.0f), x));
     vf shifted = fma_(x, each(log2e), each(ROUND)), n = shifted - ROUND;
-    vf r = fma_(n, each(2.12194440e-4f), fma_(n, each(-0.693359375f), x)); /* x - n log 2, exact without fused operations too */
+    vf r = fma_(n, each(2.12194440e-4f), fma_(n, each(-0.693359375f), x)); /* x - n * log 2, exact even if fma_ is not fused */
     return (vf)((vi)power(r * log2e, shifted) & ~tiny);
 }
-/* 2^x of x <= 0 within 1.2 units in the last place, 0 below -126. */
+/* 2^x for x <= 0 with an error below 1.2 units in the last place; 0 for x < -126. */
 INLINE vf exp2_(vf x) {
     vi tiny = x < -126.0f;
     x = larger(each(-126.0f), x);
