@@ -11,7 +11,7 @@ typedef struct {
     ptrdiff_t heads; /* query heads of a token */
     int group;       /* query heads of a KV head */
     float scale;     /* of scores, times log2(e): a weight is exp2(scale * (score - row_max)) */
-} query_heads;
+} query_shape;
 
 /* The keys and values of a sequence in one KV head. attend() advances block_table by the blocks of each pass. */
 typedef struct {
@@ -22,16 +22,16 @@ typedef struct {
 
 /* A tile of query rows and its state between the passes. Row r is head r % group of the group, token r / group of `tokens`. */
 typedef struct {
-    query_heads heads;
+    query_shape shape;
     int rows, tokens;
     ptrdiff_t pass_keys, pass_blocks;
-    act *query;                      /* [rows][width] */
+    operand *query;                      /* [rows][width] */
     float *scores;                   /* [rows][pass_keys]; a row's weights overwrite its scores, from the row's start on */
     float *acc;                      /* [rows][width]: the sum of weighted values */
     float *row_max, *row_sum;        /* [rows]: the largest score, and the sum of weights */
     float *rescale, *pass_sum;       /* [rows]: the factor for earlier sums, and the pass's sum of weights */
-    const rounded_rows *queries;     /* 8 bits: `query` and its scales */
-    rounded_rows *weights;           /* 8 bits: the weights at `scores` and their scales */
+    const quantized_rows *queries;     /* 8 bits: `query` and its scales */
+    quantized_rows *weights;           /* 8 bits: the weights at `scores` and their scales */
     const bf16 **values, **prefetch; /* [pass_blocks]: a block's values, and what to prefetch while they are read */
 } query_tile;
 
@@ -47,20 +47,20 @@ INLINE const uint8_t *block_at(const cache_layout *c, kv_sequence kv, ptrdiff_t 
 
 /* Where row r begins in q and in the output, from the tile's first row on. */
 INLINE ptrdiff_t row_offset(const cache_layout *c, const query_tile *t, int r) {
-    return (r / t->heads.group * t->heads.heads + r % t->heads.group) * c->dim;
+    return (r / t->shape.group * t->shape.heads + r % t->shape.group) * c->dim;
 }
 
 INLINE void load_queries(const cache_layout *c, const query_tile *t, const bf16 *q) {
     for (int r = 0; r < t->rows; r++) {
         const bf16 *from = q + row_offset(c, t, r);
         if (c->bits == 16) {
-            act *row = t->query + r * c->width;
-            for (ptrdiff_t d = 0; d < c->width; d += VL) store_act(row + d, d < c->dim ? load16(from + d, c->dim - d) : (vf){0});
+            operand *row = t->query + r * c->width;
+            for (ptrdiff_t d = 0; d < c->width; d += VL) store_operand(row + d, d < c->dim ? load_bf16(from + d, c->dim - d) : (vf){0});
         } else {
             bf16 padded[c->width];
             memset(padded, 0, sizeof padded);
             memcpy(padded, from, c->dim * sizeof *from);
-            round_row(padded, 2, t->queries, r, c->width, 8);
+            quantize_row(padded, 2, t->queries, r, c->width, 8);
         }
     }
 }
@@ -88,36 +88,36 @@ INLINE void score_keys(const cache_layout *c, const query_tile *t, kv_sequence k
 /* Set the scores of a row to -inf from the first `visible` on. */
 INLINE void mask_row(float *scores, ptrdiff_t visible, ptrdiff_t keys) {
     for (ptrdiff_t j = visible < 0 ? 0 : visible / VL * VL; j < keys; j += VL)
-        store(scores + j, choose(lanes() < (int)(visible - j), load(scores + j), each(-INFINITY)));
+        store(scores + j, blend(lanes() < (int)(visible - j), load(scores + j), broadcast(-INFINITY)));
 }
 
 /* Replace row r's scores of a pass by weights. With 8 bits a weight is multiplied by its value's scale, and then rounded to 16
  * bits with a scale for each panel. */
 INLINE void softmax_row(const cache_layout *c, const query_tile *t, key_pass pass, int r) {
     float *scores = t->scores + r * t->pass_keys;
-    mask_row(scores, pass.left - t->tokens + r / t->heads.group + 1, pass.keys);
-    vf top = each(t->row_max[r]), sum = {0};
+    mask_row(scores, pass.left - t->tokens + r / t->shape.group + 1, pass.keys);
+    vf top = broadcast(t->row_max[r]), sum = {0};
     for (ptrdiff_t j = 0; j < pass.keys; j += VL) top = larger(top, load(scores + j));
     float row_max = largest_of(top);
-    vf shift = each(-row_max * t->heads.scale);
+    vf shift = broadcast(-row_max * t->shape.scale);
     for (ptrdiff_t j = 0; j < pass.keys; j += VL) {
-        vf weight = exp2_(fma_(load(scores + j), each(t->heads.scale), shift));
+        vf weight = exp2_(fma_(load(scores + j), broadcast(t->shape.scale), shift));
         sum += weight;
-        if (c->bits == 16) store_act((act *)scores + j, weight);
+        if (c->bits == 16) store_operand((operand *)scores + j, weight);
         else {
             const bf16 *value_scales = (const bf16 *)((const uint8_t *)t->values[j / c->block] + c->scale_offset);
-            store(scores + j, weight * load16(value_scales + j % c->block, VL));
+            store(scores + j, weight * load_bf16(value_scales + j % c->block, VL));
         }
     }
     t->rescale[r] = t->row_max[r] - row_max, t->row_max[r] = row_max, t->pass_sum[r] = sum_of(sum);
     t->weights->groups = pass.keys / PANEL;
-    if (c->bits == 8) round_row(scores, 4, t->weights, r, PANEL, 8);
+    if (c->bits == 8) quantize_row(scores, 4, t->weights, r, PANEL, 8);
 }
 
 /* Rescale the sums of earlier passes to the new row_max, and add the pass's weights to row_sum. */
 INLINE void rescale_sums(const cache_layout *c, const query_tile *t) {
     for (int r = 0; r < t->rows; r += VL) {
-        store(t->rescale + r, exp2_(load(t->rescale + r) * t->heads.scale));
+        store(t->rescale + r, exp2_(load(t->rescale + r) * t->shape.scale));
         store(t->row_sum + r, fma_(load(t->row_sum + r), load(t->rescale + r), load(t->pass_sum + r)));
     }
     for (int r = 0; r < t->rows; r++) {
@@ -127,8 +127,8 @@ INLINE void rescale_sums(const cache_layout *c, const query_tile *t) {
 }
 
 /* acc += weights . values of a pass. With 8 bits the values' scales are already in the weights, so the tile's scales are `ones`. */
-INLINE void add_values(const cache_layout *c, const query_tile *t, key_pass pass, const bf16 *ones) {
-    input_rows weights = {(const act *)t->scores, t->pass_keys * (ptrdiff_t)(sizeof *t->scores / sizeof(act))};
+INLINE void add_values(const cache_layout *c, const query_tile *t, key_pass pass, const bf16 *unit_scales) {
+    input_rows weights = {(const operand *)t->scores, t->pass_keys * (ptrdiff_t)(sizeof *t->scores / sizeof(operand))};
     for (ptrdiff_t d = 0; d < c->width; d += PANEL) {
         output_rows acc = {t->acc + d, c->width};
         if (c->bits == 16) {
@@ -139,7 +139,7 @@ INLINE void add_values(const cache_layout *c, const query_tile *t, key_pass pass
             }
         } else {
             for (ptrdiff_t j = 0, b = 0; j < pass.keys; j += c->block, b++) {
-                int_panel panel = {(const uint8_t *)t->values[b] + d * c->block, ones};
+                int_panel panel = {(const uint8_t *)t->values[b] + d * c->block, unit_scales};
                 ptrdiff_t keys = pass.keys - j < c->block ? pass.keys - j : c->block;
                 int_tile(8, t->rows, keys, PANEL, columns_from(*t->weights, 8, j, j / PANEL), panel, acc, 1);
             }
@@ -151,7 +151,7 @@ INLINE void store_output(const cache_layout *c, const query_tile *t, bf16 *out) 
     for (int r = 0; r < t->rows; r++) {
         bf16 *row = out + row_offset(c, t, r);
         float inverse = 1.0f / t->row_sum[r];
-        for (ptrdiff_t d = 0; d < c->dim; d += VL) store16(row + d, c->dim - d, load(t->acc + r * c->width + d) * inverse);
+        for (ptrdiff_t d = 0; d < c->dim; d += VL) store_bf16(row + d, c->dim - d, load(t->acc + r * c->width + d) * inverse);
     }
 }
 
@@ -161,23 +161,23 @@ INLINE void store_output(const cache_layout *c, const query_tile *t, bf16 *out) 
  * tiles, this would take 1.2 to 1.5 times as long for a single token. They also prefetch the first keys of next_kv, the next
  * tile's: decoding is 1.1 to 1.2 times as fast. Not inlined: inside a parallel region GCC 12 keeps the loops' constants in
  * memory. */
-static __attribute__((noinline)) void attend(cache_layout c, query_heads heads, const bf16 *q, bf16 *out, kv_sequence kv,
+static __attribute__((noinline)) void attend(cache_layout c, query_shape shape, const bf16 *q, bf16 *out, kv_sequence kv,
                                              kv_sequence next_kv, int tokens) {
-    int rows = tokens * heads.group;
-    ptrdiff_t pass_blocks = c.block < KEYS ? KEYS / c.block : 1, pass_keys = pass_blocks * c.block, panels = pass_keys / PANEL;
-    act query[TILE_ROWS * c.width] __attribute__((aligned(64)));
+    int rows = tokens * shape.group;
+    ptrdiff_t pass_blocks = c.block < PASS_KEYS ? PASS_KEYS / c.block : 1, pass_keys = pass_blocks * c.block, panels = pass_keys / PANEL;
+    operand query[TILE_ROWS * c.width] __attribute__((aligned(64)));
     float scores[TILE_ROWS * pass_keys] __attribute__((aligned(64))), acc[TILE_ROWS * c.width] __attribute__((aligned(64)));
     float query_scales[TILE_ROWS], weight_scales[TILE_ROWS * panels];
     float row_max[TILE_ROWS], row_sum[TILE_ROWS] = {0}, rescale[TILE_ROWS] = {0}, pass_sum[TILE_ROWS] = {0};
-    int32_t eights[TILE_ROWS * panels];
-    rounded_rows queries = {query, query_scales, eights, c.width, 1};
-    rounded_rows weights = {scores, weight_scales, eights, pass_keys * 2, panels};
+    int32_t corrections[TILE_ROWS * panels];
+    quantized_rows queries = {query, query_scales, corrections, c.width, 1};
+    quantized_rows weights = {scores, weight_scales, corrections, pass_keys * 2, panels};
     const bf16 *values[pass_blocks], *prefetch[pass_blocks];
-    bf16 ones[c.block];
-    query_tile t = {heads, rows, tokens, pass_keys, pass_blocks, query, scores, acc, row_max, row_sum, rescale, pass_sum,
+    bf16 unit_scales[c.block];
+    query_tile t = {shape, rows, tokens, pass_keys, pass_blocks, query, scores, acc, row_max, row_sum, rescale, pass_sum,
                     &queries, &weights, values, prefetch};
 
-    for (ptrdiff_t j = 0; c.bits == 8 && j < c.block; j++) ones[j] = 0x3f80;
+    for (ptrdiff_t j = 0; c.bits == 8 && j < c.block; j++) unit_scales[j] = 0x3f80;
     for (int r = 0; r < rows; r++) row_max[r] = -INFINITY;
     memset(acc, 0, rows * c.width * sizeof *acc);
     load_queries(&c, &t, q);
@@ -186,12 +186,12 @@ static __attribute__((noinline)) void attend(cache_layout c, query_heads heads, 
         key_pass pass = {left, pass_keys, pass_keys};
         if (left < pass_keys) {
             pass.keys = (left + PANEL - 1) / PANEL * PANEL;
-            pass.k = (left + TERMS - 1) / TERMS * TERMS;
+            pass.k = (left + K_MULTIPLE - 1) / K_MULTIPLE * K_MULTIPLE;
         }
         score_keys(&c, &t, kv, next_kv, pass);
         for (int r = 0; r < rows; r++) softmax_row(&c, &t, pass, r);
         rescale_sums(&c, &t);
-        add_values(&c, &t, pass, ones);
+        add_values(&c, &t, pass, unit_scales);
     }
     store_output(&c, &t, out);
 }
@@ -217,7 +217,7 @@ void nv_attention(const bf16 *q, bf16 *out, const uint8_t *cache, ptrdiff_t bloc
                   ptrdiff_t kv_heads, ptrdiff_t dim, ptrdiff_t block, ptrdiff_t bits, float scale) {
     int group = heads / kv_heads, max_tokens = TILE_ROWS / group;
     cache_layout layout = layout_of(dim, block, bits);
-    query_heads shape = {heads, group, scale * 1.44269504f};
+    query_shape shape = {heads, group, scale * 1.44269504f};
     ptrdiff_t head_bytes = blocks * 2 * layout.half_bytes, num_tiles = 0, n = 0;
     for (ptrdiff_t r = 0; r < num_rows; r++) num_tiles += (cu_seqlens[r + 1] - cu_seqlens[r] + max_tokens - 1) / max_tokens;
     token_tile *tiles = malloc(num_tiles * sizeof *tiles);

@@ -32,10 +32,10 @@ typedef union {
     double f;
 } word;
 
-enum { CALL = 17 };
+enum { CALL_WORDS = 17 }; /* words of the longest call */
 
 /* Runs recorded calls in order. `tokens` and `rows` replace the numbers of tokens and rows that were recorded. */
-void nv_run(const word (*calls)[CALL], ptrdiff_t count, ptrdiff_t tokens, ptrdiff_t rows) {
+void nv_run(const word (*calls)[CALL_WORDS], ptrdiff_t count, ptrdiff_t tokens, ptrdiff_t rows) {
     for (ptrdiff_t i = 0; i < count; i++) {
         const word *a = calls[i] + 1;
         switch (calls[i]->n) {

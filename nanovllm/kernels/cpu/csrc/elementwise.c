@@ -6,13 +6,13 @@
 static void norm_row(const bf16 *x, const bf16 *weight, bf16 *out, ptrdiff_t n, float eps) {
     vf sum = {0};
     for (ptrdiff_t i = 0; i < n; i += VL) {
-        vf v = load16(x + i, n - i);
+        vf v = load_bf16(x + i, n - i);
         sum = fma_(v, v, sum);
     }
     float scale = 1.0f / sqrtf(sum_of(sum) / n + eps);
     for (ptrdiff_t i = 0; i < n; i += VL) {
-        vf v = rounded(load16(x + i, n - i) * scale);
-        store16(out + i, n - i, v * load16(weight + i, n - i));
+        vf v = round_to_bf16(load_bf16(x + i, n - i) * scale);
+        store_bf16(out + i, n - i, v * load_bf16(weight + i, n - i));
     }
 }
 
@@ -22,57 +22,57 @@ void nv_add_rms_norm(const bf16 *x, bf16 *residual, const bf16 *weight, bf16 *ou
     for (ptrdiff_t r = 0; r < rows; r++) {
         bf16 *sum = residual + r * n;
         if (x)
-            for (ptrdiff_t i = 0; i < n; i += VL) store16(sum + i, n - i, load16(sum + i, n - i) + load16(x + r * n + i, n - i));
+            for (ptrdiff_t i = 0; i < n; i += VL) store_bf16(sum + i, n - i, load_bf16(sum + i, n - i) + load_bf16(x + r * n + i, n - i));
         norm_row(sum, weight, out + r * n, n, eps);
     }
 }
 
-enum { PIECE = 512 };
+enum { SILU_CHUNK = 512 };
 
 /* x[:, :n] = silu(x[:, :n]) * x[:, n:], of x[rows][2 n]; the silu is rounded to bfloat16 as torch rounds it. */
 void nv_silu_and_mul(bf16 *x, ptrdiff_t rows, ptrdiff_t n) {
-    ptrdiff_t pieces = (n + PIECE - 1) / PIECE;
+    ptrdiff_t chunks = (n + SILU_CHUNK - 1) / SILU_CHUNK;
 #pragma omp parallel for schedule(static)
-    for (ptrdiff_t item = 0; item < rows * pieces; item++) {
-        ptrdiff_t r = item / pieces, first = item % pieces * PIECE;
-        for (ptrdiff_t i = first; i < n && i < first + PIECE; i += VL) {
-            vf gate = load16(x + r * 2 * n + i, n - i), up = load16(x + r * 2 * n + n + i, n - i);
-            store16(x + r * 2 * n + i, n - i, rounded(gate / (exp_(-gate) + 1.0f)) * up);
+    for (ptrdiff_t item = 0; item < rows * chunks; item++) {
+        ptrdiff_t r = item / chunks, first = item % chunks * SILU_CHUNK;
+        for (ptrdiff_t i = first; i < n && i < first + SILU_CHUNK; i += VL) {
+            vf gate = load_bf16(x + r * 2 * n + i, n - i), up = load_bf16(x + r * 2 * n + n + i, n - i);
+            store_bf16(x + r * 2 * n + i, n - i, round_to_bf16(gate / (exp_(-gate) + 1.0f)) * up);
         }
     }
 }
 
 /* x[n] = scale * numbers; returns the scale, which takes the largest to 127. */
-static bf16 round_token(const bf16 *x, int8_t *numbers, ptrdiff_t n) {
+static bf16 quantize_token(const bf16 *x, int8_t *ints, ptrdiff_t n) {
     vf top = {0};
     for (ptrdiff_t i = 0; i < n; i += VL) {
-        vf v = load16(x + i, n - i);
+        vf v = load_bf16(x + i, n - i);
         top = larger(top, larger(v, -v));
     }
-    half_vu scale = to_bf16(each(largest_of(top) / 127));
+    half_vu scale = to_bf16(broadcast(largest_of(top) / 127));
     float inverse = from_bf16(scale)[0] > 1e-30f ? 1 / from_bf16(scale)[0] : 0; /* a tiny scale is too coarse itself */
     for (ptrdiff_t i = 0; i < n; i += VL) {
-        quarter_vb v = __builtin_convertvector(nearest(load16(x + i, n - i) * inverse), quarter_vb);
-        memcpy(numbers + i, &v, n - i < VL ? n - i : VL);
+        quarter_vb v = __builtin_convertvector(nearest(load_bf16(x + i, n - i) * inverse), quarter_vb);
+        memcpy(ints + i, &v, n - i < VL ? n - i : VL);
     }
     return scale[0];
 }
 
 /* out = x[dim] normalised and rotated. */
-INLINE void turn(const bf16 *x, const bf16 *weight, const float *angles, bf16 *out, ptrdiff_t dim, float eps) {
+INLINE void norm_and_rotate(const bf16 *x, const bf16 *weight, const float *angles, bf16 *out, ptrdiff_t dim, float eps) {
     ptrdiff_t half = dim / 2;
     bf16 normed[dim];
     norm_row(x, weight, normed, dim, eps);
     for (ptrdiff_t i = 0; i < half; i += VL) {
-        vf c = load32(angles + i, half - i), s = load32(angles + half + i, half - i);
-        vf x = load16(normed + i, half - i), y = load16(normed + half + i, half - i);
-        store16(out + i, half - i, fma_(x, c, -(y * s)));
-        store16(out + half + i, half - i, fma_(y, c, x * s));
+        vf c = load_f32(angles + i, half - i), s = load_f32(angles + half + i, half - i);
+        vf x = load_bf16(normed + i, half - i), y = load_bf16(normed + half + i, half - i);
+        store_bf16(out + i, half - i, fma_(x, c, -(y * s)));
+        store_bf16(out + half + i, half - i, fma_(y, c, x * s));
     }
 }
 
 /* Have a token's lines of a block in the second-level cache; in the first they would be too many to wait for at once. */
-INLINE void fetch_token(const cache_layout *c, const uint8_t *keys, ptrdiff_t token) {
+INLINE void prefetch_token(const cache_layout *c, const uint8_t *keys, ptrdiff_t token) {
     ptrdiff_t bytes = c->bits / 8;
     const uint8_t *k = keys + key_offset(c, token) * bytes, *v = keys + c->half_bytes + value_offset(token) * bytes;
     for (ptrdiff_t i = 0; i < c->width; i += 2) __builtin_prefetch(k + i * PANEL * bytes, 0, 2);
@@ -86,11 +86,11 @@ INLINE void store_token(const cache_layout *c, const bf16 *key, const bf16 *valu
     uint8_t *values = keys + c->half_bytes;
     uint8_t *k = keys + key_offset(c, token) * bytes, *v = values + value_offset(token) * bytes;
     if (c->bits == 8) {
-        int8_t numbers[dim];
-        ((bf16 *)(keys + c->scale_offset))[token] = round_token(key, numbers, dim);
-        for (ptrdiff_t i = 0; i < dim; i += 2) memcpy(k + i * PANEL, numbers + i, 2);
-        ((bf16 *)(values + c->scale_offset))[token] = round_token(value, numbers, dim);
-        for (ptrdiff_t i = 0; i < dim; i++) v[i / PANEL * PANEL * block + i % PANEL * 2] = numbers[i];
+        int8_t ints[dim];
+        ((bf16 *)(keys + c->scale_offset))[token] = quantize_token(key, ints, dim);
+        for (ptrdiff_t i = 0; i < dim; i += 2) memcpy(k + i * PANEL, ints + i, 2);
+        ((bf16 *)(values + c->scale_offset))[token] = quantize_token(value, ints, dim);
+        for (ptrdiff_t i = 0; i < dim; i++) v[i / PANEL * PANEL * block + i % PANEL * 2] = ints[i];
     } else {
         for (ptrdiff_t i = 0; i < dim; i += 2) memcpy(k + i * PANEL * 2, key + i, 4);
         for (ptrdiff_t i = 0; i < dim; i++) ((bf16 *)v)[i / PANEL * PANEL * block + i % PANEL * 2] = value[i];
@@ -109,8 +109,8 @@ INLINE void store_vl_tokens(const cache_layout *c, const bf16 *key, const bf16 *
     }
     for (ptrdiff_t j = 0; j < VL; j += 2, value += 2 * ld)
         for (ptrdiff_t i = 0; i < c->dim; i += VL) {
-            vu even = __builtin_convertvector(bits16(value + i, c->dim - i), vu);
-            vu odd = __builtin_convertvector(bits16(value + ld + i, c->dim - i), vu);
+            vu even = __builtin_convertvector(load_bits16(value + i, c->dim - i), vu);
+            vu odd = __builtin_convertvector(load_bits16(value + ld + i, c->dim - i), vu);
             *(vu *)(v + i / PANEL * PANEL * c->block + j * PANEL + i % PANEL * 2) = even | odd << 16;
         }
 }
@@ -118,33 +118,33 @@ INLINE void store_vl_tokens(const cache_layout *c, const bf16 *key, const bf16 *
 /* Normalise q and k, rotate them, and store k and v. qkv rows: q heads, k heads, v heads. A head's tokens are stored one after the
  * other, and VL of them that follow each other in a block at once, whole vectors instead of pairs. */
 void nv_store(const bf16 *qkv, const bf16 *q_weight, const bf16 *k_weight, const float *cos_sin, const int64_t *positions,
-              const int64_t *slots, bf16 *q_out, uint8_t *cache, ptrdiff_t blocks, ptrdiff_t tokens, ptrdiff_t heads,
+              const int64_t *slot_mapping, bf16 *q_out, uint8_t *cache, ptrdiff_t blocks, ptrdiff_t tokens, ptrdiff_t heads,
               ptrdiff_t kv_heads, ptrdiff_t dim, ptrdiff_t block, ptrdiff_t bits, float eps) {
     cache_layout layout = layout_of(dim, block, bits);
     ptrdiff_t ld = (heads + 2 * kv_heads) * dim, group = heads / kv_heads, block_bytes = 2 * layout.half_bytes;
-    ptrdiff_t share = tokens * kv_heads / omp_get_max_threads(), piece = share < 1 ? 1 : share < 64 ? share : 64;
-    ptrdiff_t pieces = (tokens + piece - 1) / piece;
+    ptrdiff_t share = tokens * kv_heads / omp_get_max_threads(), chunk = share < 1 ? 1 : share < 64 ? share : 64;
+    ptrdiff_t chunks = (tokens + chunk - 1) / chunk;
 #pragma omp parallel for schedule(dynamic)
-    for (ptrdiff_t item = 0; item < pieces * kv_heads; item++) {
+    for (ptrdiff_t item = 0; item < chunks * kv_heads; item++) {
         const cache_layout c = layout;
-        ptrdiff_t head = item % kv_heads, t = item / kv_heads * piece, end = t + piece < tokens ? t + piece : tokens, n;
-        uint8_t *its_cache = cache + head * blocks * block_bytes;
+        ptrdiff_t head = item % kv_heads, t = item / kv_heads * chunk, end = t + chunk < tokens ? t + chunk : tokens, n;
+        uint8_t *head_cache = cache + head * blocks * block_bytes;
         bf16 key[VL * c.width];
         memset(key, 0, sizeof key);
         for (; t < end; t += n) {
-            uint8_t *keys = its_cache + slots[t] / block * block_bytes;
-            for (n = 1; n < VL && t + n < end && slots[t + n] == slots[t] + n; n++) {}
-            if (n < VL || slots[t] % VL || bits == 8) n = 1;
-            if (n == 1 && t + 1 < end) fetch_token(&c, its_cache + slots[t + 1] / block * block_bytes, slots[t + 1] % block);
+            uint8_t *keys = head_cache + slot_mapping[t] / block * block_bytes;
+            for (n = 1; n < VL && t + n < end && slot_mapping[t + n] == slot_mapping[t] + n; n++) {}
+            if (n < VL || slot_mapping[t] % VL || bits == 8) n = 1;
+            if (n == 1 && t + 1 < end) prefetch_token(&c, head_cache + slot_mapping[t + 1] / block * block_bytes, slot_mapping[t + 1] % block);
             const bf16 *row = qkv + t * ld, *value = row + (heads + kv_heads + head) * dim;
             for (ptrdiff_t j = 0; j < n; j++, row += ld) {
                 const float *angles = cos_sin + positions[t + j] * dim;
                 for (ptrdiff_t h = head * group; h < (head + 1) * group; h++)
-                    turn(row + h * dim, q_weight, angles, q_out + ((t + j) * heads + h) * dim, dim, eps);
-                turn(row + (heads + head) * dim, k_weight, angles, key + j * c.width, dim, eps);
+                    norm_and_rotate(row + h * dim, q_weight, angles, q_out + ((t + j) * heads + h) * dim, dim, eps);
+                norm_and_rotate(row + (heads + head) * dim, k_weight, angles, key + j * c.width, dim, eps);
             }
-            if (n == 1) store_token(&c, key, value, keys, slots[t] % block);
-            else store_vl_tokens(&c, key, value, ld, keys, slots[t] % block);
+            if (n == 1) store_token(&c, key, value, keys, slot_mapping[t] % block);
+            else store_vl_tokens(&c, key, value, ld, keys, slot_mapping[t] % block);
         }
     }
 }

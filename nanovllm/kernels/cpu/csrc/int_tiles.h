@@ -10,17 +10,17 @@
 #pragma once
 #include "tiles.h"
 
-enum { GROUP4 = 32 };
+enum { INT4_GROUP = 32 };
 
 /* Bytes of a rounded input, for weights of `bits`. */
 INLINE ptrdiff_t input_bytes(int bits) { return bits == 8 ? 2 : 1; }
 
-INLINE ptrdiff_t byte8(ptrdiff_t i, ptrdiff_t c) { return (i / 2 * PANEL + c) * 2 + i % 2; }
-INLINE ptrdiff_t byte4(ptrdiff_t i, ptrdiff_t c) { return (i / 8 * PANEL + c) * 4 + i % 4; }
+INLINE ptrdiff_t offset8(ptrdiff_t i, ptrdiff_t c) { return (i / 2 * PANEL + c) * 2 + i % 2; }
+INLINE ptrdiff_t offset4(ptrdiff_t i, ptrdiff_t c) { return (i / 8 * PANEL + c) * 4 + i % 4; }
 INLINE int shift4(ptrdiff_t i) { return i % 8 < 4 ? 0 : 4; }
 
 /* 2 VL numbers of 8 bits as int16. */
-INLINE vs widened(const uint8_t *w) {
+INLINE vs widen_int8(const uint8_t *w) {
 #if VL == 8 && defined(__AVX2__)
     return (vs)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)w));
 #elif VL == 16 && defined(__AVX512BW__)
@@ -51,7 +51,7 @@ INLINE void multiply_add_pairs(vi *a, vi *b, vs v, vs w, const int16_t *x) {
 #endif
 }
 
-INLINE void clear(int rows, int cols, vi a[MAX_ROWS][ALL_COLS]) {
+INLINE void zero_sums(int rows, int cols, vi a[MAX_ROWS][STREAM_COLS]) {
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
@@ -59,8 +59,8 @@ INLINE void clear(int rows, int cols, vi a[MAX_ROWS][ALL_COLS]) {
 }
 
 /* Group g's scales of a vector of columns, of panels of `groups`. */
-INLINE vf scales_of(const bf16 *scales, ptrdiff_t groups, ptrdiff_t g, int c) {
-    return from_bf16(*(const half_vu *)(scales + (c / IN_PANEL * groups + g) * PANEL + c % IN_PANEL * VL));
+INLINE vf load_scales(const bf16 *scales, ptrdiff_t groups, ptrdiff_t g, int c) {
+    return from_bf16(*(const half_vu *)(scales + (c / PANEL_VECTORS * groups + g) * PANEL + c % PANEL_VECTORS * VL));
 }
 
 /* out += sum * x_scale * w_scale: a group's integers become part of the result. */
@@ -71,19 +71,19 @@ INLINE void add_scaled(float *out, vi sum, float x_scale, vf w_scale) {
 /* Rows of inputs rounded to 16 or 8 bits, ld apart, and for each row and group a scale and `eights`: eight times the sum of its
  * numbers, which is what the 8 added to each weight of 4 bits adds to the products. */
 typedef struct {
-    void *numbers;
+    void *ints;
     float *scales;
-    int32_t *eights;
+    int32_t *corrections;
     ptrdiff_t ld, groups;
-} rounded_rows;
+} quantized_rows;
 
 /* The part of x from `row` on, and the part from input i on, where group g begins. `bits` are the weights'. */
-INLINE rounded_rows rows_from(rounded_rows x, int bits, ptrdiff_t row) {
+INLINE quantized_rows rows_from(quantized_rows x, int bits, ptrdiff_t row) {
     ptrdiff_t g = row * x.groups;
-    return (rounded_rows){(char *)x.numbers + row * x.ld * input_bytes(bits), x.scales + g, x.eights + g, x.ld, x.groups};
+    return (quantized_rows){(char *)x.ints + row * x.ld * input_bytes(bits), x.scales + g, x.corrections + g, x.ld, x.groups};
 }
-INLINE rounded_rows columns_from(rounded_rows x, int bits, ptrdiff_t i, ptrdiff_t g) {
-    return (rounded_rows){(char *)x.numbers + i * input_bytes(bits), x.scales + g, x.eights + g, x.ld, x.groups};
+INLINE quantized_rows columns_from(quantized_rows x, int bits, ptrdiff_t i, ptrdiff_t g) {
+    return (quantized_rows){(char *)x.ints + i * input_bytes(bits), x.scales + g, x.corrections + g, x.ld, x.groups};
 }
 
 /* A panel's bytes and scales, from a column on. */
@@ -96,30 +96,30 @@ typedef struct {
 typedef struct {
     const uint8_t *ahead;
     ptrdiff_t share;
-} fetched;
+} prefetch_plan;
 
-INLINE void int8_rows(int rows, int cols, ptrdiff_t k, ptrdiff_t group, rounded_rows q, int_panel p, fetched f, output_rows acc) {
-    const int16_t *x = q.numbers;
+INLINE void int8_rows(int rows, int cols, ptrdiff_t k, ptrdiff_t group, quantized_rows q, int_panel p, prefetch_plan f, output_rows acc) {
+    const int16_t *x = q.ints;
     const uint8_t *w = p.w, *ahead = f.ahead;
     for (ptrdiff_t g = 0, i = 0; g < k / group; g++) {
-        vi a[MAX_ROWS][ALL_COLS];
-        clear(rows, cols, a);
+        vi a[MAX_ROWS][STREAM_COLS];
+        zero_sums(rows, cols, a);
         for (ptrdiff_t end = i + group; i < end; i += 8, w += 8 * PANEL, ahead += 4 * f.share)
 #pragma GCC unroll 4
             for (int j = 0; j < 8; j += 2) {
                 if (VL == 16 && rows > 4) __builtin_prefetch(ahead + j / 2 * f.share, 0, 2);
 #pragma GCC unroll 4
                 for (int c = 0; c < cols; c += 2) {
-                    const uint8_t *at = w + c / IN_PANEL * (k * PANEL) + j * PANEL + c % IN_PANEL * 2 * VL;
-                    if (c % 4 == 0) fetch_ahead(cols, at);
-                    vs w0 = widened(at), w1 = widened(at + 2 * VL);
+                    const uint8_t *at = w + c / PANEL_VECTORS * (k * PANEL) + j * PANEL + c % PANEL_VECTORS * 2 * VL;
+                    if (c % 4 == 0) prefetch_stream(cols, at);
+                    vs w0 = widen_int8(at), w1 = widen_int8(at + 2 * VL);
 #pragma GCC unroll 12
                     for (int r = 0; r < rows; r++) multiply_add_pairs(&a[r][c], &a[r][c + 1], w0, w1, x + r * q.ld + i + j);
                 }
             }
 #pragma GCC unroll 8
         for (int c = 0; c < cols; c++) {
-            vf scale = scales_of(p.scales, k / group, g, c);
+            vf scale = load_scales(p.scales, k / group, g, c);
 #pragma GCC unroll 12
             for (int r = 0; r < rows; r++) add_scaled(acc.p + r * acc.ld + c * VL, a[r][c], q.scales[r * q.groups + g], scale);
         }
@@ -144,7 +144,7 @@ INLINE void multiply_add_fours(vi *a, vi *b, vi v, vi w, const int8_t *x) {
     for (int i = 0; i < 4; i++) *a += (v >> (8 * i) & 15) * x[i], *b += (w >> (8 * i) & 15) * x[i];
 #endif
 }
-INLINE vi in_int32(vi a) {
+INLINE vi pairs_to_int32(vi a) {
 #if VL == 16 && defined(__AVX512BW__) && !defined(__AVX512VNNI__)
     return (vi)_mm512_madd_epi16((__m512i)a, _mm512_set1_epi16(1));
 #elif VL == 8 && defined(__AVX2__)
@@ -154,18 +154,18 @@ INLINE vi in_int32(vi a) {
 #endif
 }
 
-INLINE void int4_rows(int rows, int cols, ptrdiff_t k, rounded_rows q, int_panel p, fetched f, output_rows acc) {
-    const int8_t *x = q.numbers;
+INLINE void int4_rows(int rows, int cols, ptrdiff_t k, quantized_rows q, int_panel p, prefetch_plan f, output_rows acc) {
+    const int8_t *x = q.ints;
     const uint8_t *w = p.w, *ahead = f.ahead;
-    for (ptrdiff_t g = 0; g < k / GROUP4; g++) {
-        vi a[MAX_ROWS][ALL_COLS];
-        clear(rows, cols, a);
-        for (int i = 0; i < GROUP4; i += 8, x += 8, w += 4 * PANEL, ahead += 2 * f.share) {
+    for (ptrdiff_t g = 0; g < k / INT4_GROUP; g++) {
+        vi a[MAX_ROWS][STREAM_COLS];
+        zero_sums(rows, cols, a);
+        for (int i = 0; i < INT4_GROUP; i += 8, x += 8, w += 4 * PANEL, ahead += 2 * f.share) {
             if (VL == 16 && rows > 4) __builtin_prefetch(ahead, 0, 2), __builtin_prefetch(ahead + f.share, 0, 2);
 #pragma GCC unroll 4
             for (int c = 0; c < cols; c += 2) {
-                const vu *both = (const vu *)(w + c / IN_PANEL * (k * PANEL / 2)) + c % IN_PANEL;
-                fetch_ahead(cols, both);
+                const vu *both = (const vu *)(w + c / PANEL_VECTORS * (k * PANEL / 2)) + c % PANEL_VECTORS;
+                prefetch_stream(cols, both);
                 vi w0 = (vi)(both[0] & 0x0f0f0f0f), w1 = (vi)(both[1] & 0x0f0f0f0f);
 #pragma GCC unroll 12
                 for (int r = 0; r < rows; r++) multiply_add_fours(&a[r][c], &a[r][c + 1], w0, w1, x + r * q.ld);
@@ -176,11 +176,11 @@ INLINE void int4_rows(int rows, int cols, ptrdiff_t k, rounded_rows q, int_panel
         }
 #pragma GCC unroll 8
         for (int c = 0; c < cols; c++) {
-            vf scale = scales_of(p.scales, k / GROUP4, g, c);
+            vf scale = load_scales(p.scales, k / INT4_GROUP, g, c);
 #pragma GCC unroll 12
             for (int r = 0; r < rows; r++) {
                 ptrdiff_t at = r * q.groups + g;
-                add_scaled(acc.p + r * acc.ld + c * VL, in_int32(a[r][c]) - q.eights[at], q.scales[at], scale);
+                add_scaled(acc.p + r * acc.ld + c * VL, pairs_to_int32(a[r][c]) - q.corrections[at], q.scales[at], scale);
             }
         }
     }
@@ -188,59 +188,59 @@ INLINE void int4_rows(int rows, int cols, ptrdiff_t k, rounded_rows q, int_panel
 
 /* acc[rows][32] (+)= x[rows][k] . w, as `tile` computes it; k is a multiple of group.
  * Not inlined: inside a parallel region GCC 12 keeps the accumulators in memory. */
-static __attribute__((noinline)) void int_tile(int bits, int rows, ptrdiff_t k, ptrdiff_t group, rounded_rows x, int_panel panel,
+static __attribute__((noinline)) void int_tile(int bits, int rows, ptrdiff_t k, ptrdiff_t group, quantized_rows x, int_panel panel,
                                                output_rows acc, int add) {
     for (int r = 0; r < rows && !add; r++) memset(acc.p + r * acc.ld, 0, PANEL * sizeof *acc.p);
-    for (ptrdiff_t i = 0; i < k; i += STEP) {
-        ptrdiff_t step = k - i < STEP ? k - i : STEP, g = i / group;
-        rounded_rows xi = columns_from(x, bits, i, g);
+    for (ptrdiff_t i = 0; i < k; i += K_STEP) {
+        ptrdiff_t step = k - i < K_STEP ? k - i : K_STEP, g = i / group;
+        quantized_rows xi = columns_from(x, bits, i, g);
         const uint8_t *w = panel.w + i * PANEL * bits / 8, *next = w + k * PANEL * bits / 8;
         const bf16 *scales = panel.scales + g * PANEL;
 /* Each part of the tile fetches its share of the panel behind this one. */
-#define FETCHED_INT (fetched){next + at * step * PANEL * bits / 8 / rows, 2 * PANEL / PARTS(rows)}
+#define PREFETCH_INT (prefetch_plan){next + at * step * PANEL * bits / 8 / rows, 2 * PANEL / PARTS(rows)}
 #define PART8(R, cols, c)                                                                                \
-    int8_rows(R, cols, step, group, rows_from(xi, 8, at), (int_panel){w + 2 * (c), scales + (c)}, FETCHED_INT, \
+    int8_rows(R, cols, step, group, rows_from(xi, 8, at), (int_panel){w + 2 * (c), scales + (c)}, PREFETCH_INT, \
               outputs_from(acc, at, c))
 #define PART4(R, cols, c)                                                                         \
-    int4_rows(R, cols, step, rows_from(xi, 4, at), (int_panel){w + 4 * (c), scales + (c)}, FETCHED_INT, \
+    int4_rows(R, cols, step, rows_from(xi, 4, at), (int_panel){w + 4 * (c), scales + (c)}, PREFETCH_INT, \
               outputs_from(acc, at, c))
         if (bits == 8) FOR_ROWS(rows, PART8) else FOR_ROWS(rows, PART4)
     }
 }
 
 /* acc[STREAMS][32]; see `tile_streams`. */
-static __attribute__((noinline)) void int_streams(int bits, ptrdiff_t k, ptrdiff_t group, rounded_rows x, int_panel panel,
+static __attribute__((noinline)) void int_streams(int bits, ptrdiff_t k, ptrdiff_t group, quantized_rows x, int_panel panel,
                                                   float *acc) {
     memset(acc, 0, STREAMS * PANEL * sizeof *acc);
-    if (bits == 8) int8_rows(1, ALL_COLS, k, group, x, panel, (fetched){NULL, 0}, (output_rows){acc, 0});
-    else int4_rows(1, ALL_COLS, k, x, panel, (fetched){NULL, 0}, (output_rows){acc, 0});
+    if (bits == 8) int8_rows(1, STREAM_COLS, k, group, x, panel, (prefetch_plan){NULL, 0}, (output_rows){acc, 0});
+    else int4_rows(1, STREAM_COLS, k, x, panel, (prefetch_plan){NULL, 0}, (output_rows){acc, 0});
 }
 
 /* VL numbers of x from i on: bfloat16, or float32 if they take 4 bytes. */
-INLINE vf load_wide(const void *x, int bytes, ptrdiff_t i) {
-    return bytes == 4 ? load((const float *)x + i) : load16((const bf16 *)x + i, VL);
+INLINE vf load_any(const void *x, int bytes, ptrdiff_t i) {
+    return bytes == 4 ? load((const float *)x + i) : load_bf16((const bf16 *)x + i, VL);
 }
 
 /* Round a row of x, numbers of `bytes`, to `row` of q: x = scale * number. */
-INLINE void round_row(const void *x, int bytes, const rounded_rows *q, ptrdiff_t row, ptrdiff_t group, int bits) {
+INLINE void quantize_row(const void *x, int bytes, const quantized_rows *q, ptrdiff_t row, ptrdiff_t group, int bits) {
     const float limit = bits == 8 ? 32767.0f : 127.0f;
     for (ptrdiff_t g = 0; g < q->groups; g++) {
         vf top = {0};
         for (ptrdiff_t i = 0; i < group; i += VL) {
-            vf v = load_wide(x, bytes, g * group + i);
+            vf v = load_any(x, bytes, g * group + i);
             top = larger(top, larger(v, -v));
         }
         float largest = largest_of(top), inverse = largest > 0 ? limit / largest : 0;
         q->scales[row * q->groups + g] = largest / limit;
         vi sum = {0};
         for (ptrdiff_t i = 0; i < group; i += VL) {
-            vi v = nearest(load_wide(x, bytes, g * group + i) * inverse);
+            vi v = nearest(load_any(x, bytes, g * group + i) * inverse);
             sum += v;
-            if (bits == 8) *(half_vs *)((int16_t *)q->numbers + row * q->ld + g * group + i) = __builtin_convertvector(v, half_vs);
-            else *(quarter_vb *)((int8_t *)q->numbers + row * q->ld + g * group + i) = __builtin_convertvector(v, quarter_vb);
+            if (bits == 8) *(half_vs *)((int16_t *)q->ints + row * q->ld + g * group + i) = __builtin_convertvector(v, half_vs);
+            else *(quarter_vb *)((int8_t *)q->ints + row * q->ld + g * group + i) = __builtin_convertvector(v, quarter_vb);
         }
         int32_t total = 0;
         for (int i = 0; i < VL; i++) total += sum[i];
-        q->eights[row * q->groups + g] = 8 * total;
+        q->corrections[row * q->groups + g] = 8 * total;
     }
 }

@@ -31,7 +31,7 @@ void nv_gather_int(const int64_t *ids, const uint8_t *packed, const bf16 *scales
 void nv_add_rms_norm(const bf16 *x, bf16 *residual, const bf16 *weight, bf16 *out, ptrdiff_t rows, ptrdiff_t n, float eps);
 void nv_silu_and_mul(bf16 *x, ptrdiff_t rows, ptrdiff_t n);
 void nv_store(const bf16 *qkv, const bf16 *q_weight, const bf16 *k_weight, const float *cos_sin, const int64_t *positions,
-              const int64_t *slots, bf16 *q_out, uint8_t *cache, ptrdiff_t blocks, ptrdiff_t tokens, ptrdiff_t heads,
+              const int64_t *slot_mapping, bf16 *q_out, uint8_t *cache, ptrdiff_t blocks, ptrdiff_t tokens, ptrdiff_t heads,
               ptrdiff_t kv_heads, ptrdiff_t dim, ptrdiff_t block, ptrdiff_t bits, float eps);
 
 /* attention.c */

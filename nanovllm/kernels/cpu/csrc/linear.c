@@ -31,19 +31,19 @@ void nv_pack(const bf16 *w, bf16 *packed, ptrdiff_t n, ptrdiff_t k) {
  * cache, and through all panels for each, whoever is ready taking the next. Where x is read in place: through panels in groups
  * of which a thread's own, the same for each block, fit the cache, so w is read once and x once a group. */
 void nv_linear(const bf16 *x, ptrdiff_t ldx, const bf16 *packed, bf16 *y, ptrdiff_t m, ptrdiff_t n, ptrdiff_t k) {
-    ptrdiff_t panels = (n + PANEL - 1) / PANEL, block = IN_PLACE ? TILE_ROWS : rows_that_fit(m, k * sizeof(act));
-    ptrdiff_t own = 3 * CACHE_BYTES / (PANEL * k * 2), streams = m == 1 ? STREAMS : 1;
-    ptrdiff_t group = IN_PLACE && m > block ? omp_get_max_threads() * (own ? own : 1) : panels;
+    ptrdiff_t panels = (n + PANEL - 1) / PANEL, block = X_IN_PLACE ? TILE_ROWS : rows_that_fit(m, k * sizeof(operand));
+    ptrdiff_t thread_panels = 3 * CACHE_BYTES / (PANEL * k * 2), streams = m == 1 ? STREAMS : 1;
+    ptrdiff_t group = X_IN_PLACE && m > block ? omp_get_max_threads() * (thread_panels ? thread_panels : 1) : panels;
 #pragma omp parallel
     {
         float acc[TILE_ROWS * PANEL] __attribute__((aligned(64)));
-        act *room = IN_PLACE ? NULL : aligned_alloc(64, (block * (k + 16) * sizeof(act) + 127) / 64 * 64);
+        operand *buffer = X_IN_PLACE ? NULL : aligned_alloc(64, (block * (k + 16) * sizeof(operand) + 127) / 64 * 64);
         begin_tiles();
         for (ptrdiff_t g = 0; g < panels; g += group)
             for (ptrdiff_t i = 0; i < m; i += block) {
                 ptrdiff_t count = m - i < block ? m - i : block, step = even_block(count, TILE_ROWS), lda = ldx;
                 ptrdiff_t end = panels - g < group ? panels : g + group;
-                const act *a = activations(x + i * ldx, &lda, count, step, k, room);
+                const operand *a = prepare_inputs(x + i * ldx, &lda, count, step, k, buffer);
 #pragma omp for schedule(SCHEDULE) nowait
                 for (ptrdiff_t first = g; first < end; first += streams) {
                     if (first + STREAMS <= end && m == 1) {
@@ -60,7 +60,7 @@ void nv_linear(const bf16 *x, ptrdiff_t ldx, const bf16 *packed, bf16 *y, ptrdif
                 }
             }
         end_tiles();
-        free(room);
+        free(buffer);
     }
 }
 

@@ -17,8 +17,8 @@ void nv_pack_int(const int8_t *q, const bf16 *scales, uint8_t *packed, bf16 *pac
                 packed_scales[(p * groups + g) * PANEL + c] = row < n ? scales[row * groups + g] : 0;
             if (row >= n) continue;
             for (ptrdiff_t i = 0; i < k; i++) {
-                if (bits == 8) out[byte8(i, c)] = (uint8_t)q[row * k + i];
-                else out[byte4(i, c)] |= (q[row * k + i] + 8) << shift4(i);
+                if (bits == 8) out[offset8(i, c)] = (uint8_t)q[row * k + i];
+                else out[offset4(i, c)] |= (q[row * k + i] + 8) << shift4(i);
             }
         }
     }
@@ -33,10 +33,10 @@ void nv_linear_int(const bf16 *x, ptrdiff_t ldx, const uint8_t *packed, const bf
         ptrdiff_t threads = omp_get_num_threads(), t = omp_get_thread_num();
         ptrdiff_t first = panels * t / threads, last = panels * (t + 1) / threads;
         float acc[TILE_ROWS * PANEL] __attribute__((aligned(64)));
-        rounded_rows q = {malloc(block * ld * 2), malloc(block * groups * 4), malloc(block * groups * 4), ld, groups};
+        quantized_rows q = {malloc(block * ld * 2), malloc(block * groups * 4), malloc(block * groups * 4), ld, groups};
         for (ptrdiff_t i = 0; i < m; i += block) {
             ptrdiff_t count = m - i < block ? m - i : block, step = even_block(count, TILE_ROWS);
-            for (ptrdiff_t r = 0; r < count; r++) round_row(x + (i + r) * ldx, 2, &q, r, group, bits);
+            for (ptrdiff_t r = 0; r < count; r++) quantize_row(x + (i + r) * ldx, 2, &q, r, group, bits);
             ptrdiff_t p = first;
             for (; m == 1 && p + STREAMS <= last; p += STREAMS) {
                 int_streams(bits, k, group, q, (int_panel){packed + p * PANEL * k * bits / 8, scales + p * PANEL * groups}, acc);
@@ -51,7 +51,7 @@ void nv_linear_int(const bf16 *x, ptrdiff_t ldx, const uint8_t *packed, const bf
                 }
             }
         }
-        free(q.numbers), free(q.scales), free(q.eights);
+        free(q.ints), free(q.scales), free(q.corrections);
     }
 }
 
@@ -63,9 +63,9 @@ void nv_gather_int(const int64_t *ids, const uint8_t *packed, const bf16 *scales
         ptrdiff_t p = ids[t] / PANEL, c = ids[t] % PANEL;
         const uint8_t *w = packed + p * PANEL * k * bits / 8;
         for (ptrdiff_t i = 0; i < k; i++) {
-            int value = bits == 8 ? (int8_t)w[byte8(i, c)] : (w[byte4(i, c)] >> shift4(i) & 15) - 8;
+            int value = bits == 8 ? (int8_t)w[offset8(i, c)] : (w[offset4(i, c)] >> shift4(i) & 15) - 8;
             vf scale = from_bf16((half_vu){scales[(p * (k / group) + i / group) * PANEL + c]});
-            store16(y + t * k + i, 1, scale * (float)value);
+            store_bf16(y + t * k + i, 1, scale * (float)value);
         }
     }
 }

@@ -5,9 +5,9 @@ enum { SEGMENT = 8192 }; /* logits of one row that one thread reads */
 
 /* Returns the largest of x's n numbers, ignoring NaN; -INFINITY if there is none. */
 static float largest_in(const bf16 *x, ptrdiff_t n) {
-    vf top = each(-INFINITY);
+    vf top = broadcast(-INFINITY);
     ptrdiff_t whole = n / VL * VL, i = 0;
-    for (; i < whole; i += VL) top = larger(load16(x + i, VL), top);
+    for (; i < whole; i += VL) top = larger(load_bf16(x + i, VL), top);
     float best = largest_of(top);
     for (; i < n; i++) {
         float v = from_bf16((half_vu){x[i]})[0];
@@ -44,8 +44,8 @@ enum { CHUNK = 128 };
 void nv_chunk_maxima(const bf16 *logits, float *out, ptrdiff_t chunks) {
 #pragma omp parallel for schedule(static)
     for (ptrdiff_t c = 0; c < chunks; c++) {
-        vf top = load16(logits + c * CHUNK, VL);
-        for (int i = VL; i < CHUNK; i += VL) top = larger(top, load16(logits + c * CHUNK + i, VL));
+        vf top = load_bf16(logits + c * CHUNK, VL);
+        for (int i = VL; i < CHUNK; i += VL) top = larger(top, load_bf16(logits + c * CHUNK + i, VL));
         out[c] = largest_of(top);
     }
 }
@@ -56,11 +56,11 @@ void nv_chunk_sums(const bf16 *logits, const float *largest, const float *temper
                    ptrdiff_t rows, ptrdiff_t chunks) {
 #pragma omp parallel for schedule(static)
     for (ptrdiff_t c = 0; c < rows * chunks; c++) {
-        vf shift = each(largest[c / chunks]), scale = each(temperatures[c / chunks]), sum = {0};
-        float least = min_ps[c / chunks];
+        vf shift = broadcast(largest[c / chunks]), scale = broadcast(temperatures[c / chunks]), sum = {0};
+        float min_p = min_ps[c / chunks];
         for (int i = 0; i < CHUNK; i += VL) {
-            vf w = exp_((load16(logits + c * CHUNK + i, VL) - shift) / scale);
-            sum += choose(w >= least, w, (vf){0});
+            vf w = exp_((load_bf16(logits + c * CHUNK + i, VL) - shift) / scale);
+            sum += blend(w >= min_p, w, (vf){0});
         }
         out[c] = sum_of(sum);
     }

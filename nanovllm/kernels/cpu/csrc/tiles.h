@@ -15,16 +15,16 @@
 enum { TILE_ROWS = 32 };
 
 #if defined(HAVE_AMX) || (defined(__AVX512BF16__) && VL == 16)
-typedef bf16 act;
-INLINE void store_act(act *p, vf v) { *(half_vu *)p = to_bf16(v); }
+typedef bf16 operand;
+INLINE void store_operand(operand *p, vf v) { *(half_vu *)p = to_bf16(v); }
 #else
-typedef float act;
-INLINE void store_act(act *p, vf v) { store(p, v); }
+typedef float operand;
+INLINE void store_operand(operand *p, vf v) { store(p, v); }
 #endif
 
 /* A tile's inputs; rows lie ld apart. */
 typedef struct {
-    const act *p;
+    const operand *p;
     ptrdiff_t ld;
 } input_rows;
 /* A tile's outputs; rows of 32 lie ld apart. */
@@ -45,22 +45,22 @@ INLINE output_rows outputs_from(output_rows acc, ptrdiff_t row, ptrdiff_t c) {
 }
 
 /* How many rows of accumulators fit the registers: with two vectors of columns, and with all that WIDE takes. */
-enum { STEP = 256 }; /* inputs whose weights of a panel fit the first-level cache beside those of x */
-enum { MAX_ROWS = VL == 16 ? 12 : 6, WIDE = VL == 16 ? 2 : 4, WIDE_ROWS = VL == 16 ? 12 : 3 };
+enum { K_STEP = 256 }; /* inputs whose weights of a panel fit the first-level cache beside those of x */
+enum { MAX_ROWS = VL == 16 ? 12 : 6, WIDE_COLS = VL == 16 ? 2 : 4, WIDE_ROWS = VL == 16 ? 12 : 3 };
 
 /* A product with one row takes as long as its weights take to read. STREAMS panels that are read side by side come from
  * memory faster than one after the other (by 1.2 for two on a Zen 3); their accumulators fit the registers. A vector of
  * columns is then one of ALL_COLS. */
-enum { STREAMS = VL / 4, IN_PANEL = PANEL / VL, ALL_COLS = STREAMS * IN_PANEL };
+enum { STREAMS = VL / 4, PANEL_VECTORS = PANEL / VL, STREAM_COLS = STREAMS * PANEL_VECTORS };
 
 /* Fetch what lies a KB behind the weights at hand, where they are read once: 1.05 to 1.2 times as fast as without. With
  * vectors of 64 bytes into the second level, else the first level's few pending misses are all taken. */
-INLINE void fetch_ahead(int cols, const void *w) {
-    if (cols == ALL_COLS || (VL == 8 && cols == IN_PANEL)) __builtin_prefetch((const char *)w + 1024, 0, VL == 16 ? 2 : 3);
+INLINE void prefetch_stream(int cols, const void *w) {
+    if (cols == STREAM_COLS || (VL == 8 && cols == PANEL_VECTORS)) __builtin_prefetch((const char *)w + 1024, 0, VL == 16 ? 2 : 3);
 }
 
 /* What a tile of one part fetches, bytes ahead: at 5 to 12 rows 1.08 times as fast as the next panel. */
-enum { NEAR = 8192 };
+enum { NEAR_BYTES = 8192 };
 
 /* Cut `rows` into as many parts as MAX_ROWS asks for, of equal size, and call part(R, cols, c) with constants for
  * the R rows from `at` on and the columns from c on. */
@@ -74,7 +74,7 @@ enum { NEAR = 8192 };
     }
 #define CASE(R, part)                                                  \
     case R:                                                            \
-        for (int c = 0; c < PANEL; c += (R <= WIDE_ROWS ? WIDE : 2) * VL) part(R, (R <= WIDE_ROWS ? WIDE : 2), c); \
+        for (int c = 0; c < PANEL; c += (R <= WIDE_ROWS ? WIDE_COLS : 2) * VL) part(R, (R <= WIDE_ROWS ? WIDE_COLS : 2), c); \
         break;
 #if VL == 16
 #define WIDE_CASES(part) CASE(7, part) CASE(8, part) CASE(9, part) CASE(10, part) CASE(11, part) CASE(12, part)
@@ -109,7 +109,7 @@ static void tile(int rows, ptrdiff_t k, input_rows x, panel_pieces w, output_row
         configured_rows = rows;
     }
     float *acc1 = acc.p + 16 * acc.ld;
-    const act *x1 = x.p + 16 * x.ld;
+    const operand *x1 = x.p + 16 * x.ld;
     if (add) {
         _tile_loadd(0, acc.p, acc.ld * 4);
         _tile_loadd(1, acc.p + 16, acc.ld * 4);
@@ -147,15 +147,15 @@ static void tile(int rows, ptrdiff_t k, input_rows x, panel_pieces w, output_row
         _tile_stored(3, acc1 + 16, acc.ld * 4);
     }
 }
-static void tile_streams(const act *x, const bf16 *w, ptrdiff_t k, float *acc) {
+static void tile_streams(const operand *x, const bf16 *w, ptrdiff_t k, float *acc) {
     for (int p = 0; p < STREAMS; p++, w += k * PANEL)
         tile(1, k, (input_rows){x, 0}, (panel_pieces){&w, &w, k}, (output_rows){acc + p * PANEL, PANEL}, 0);
 }
 
 #define SCHEDULE static
-enum { IN_PLACE = 1, KEYS = PANEL, TERMS = 32 };
-INLINE const act *activations(const bf16 *x, ptrdiff_t *ldx, ptrdiff_t rows, ptrdiff_t step, ptrdiff_t k, act *room) { return x; }
-INLINE void linear_tile(int rows, ptrdiff_t k, input_rows x, const bf16 *w, int first, float *acc) {
+enum { X_IN_PLACE = 1, PASS_KEYS = PANEL, K_MULTIPLE = 32 };
+INLINE const operand *prepare_inputs(const bf16 *x, ptrdiff_t *ldx, ptrdiff_t rows, ptrdiff_t step, ptrdiff_t k, operand *buffer) { return x; }
+INLINE void linear_tile(int rows, ptrdiff_t k, input_rows x, const bf16 *w, int prefetch, float *acc) {
     tile(rows, k, x, (panel_pieces){&w, &w, k}, (output_rows){acc, PANEL}, 0);
 }
 
@@ -182,7 +182,7 @@ INLINE void multiply_add2(__m512 *a, __m512 *b, __m512i v, __m512i w, const bf16
  * behind is fetched too. */
 INLINE void tile_rows(int rows, int cols, int packed, ptrdiff_t k, input_rows x, panel_pieces w, ptrdiff_t skip,
                       ptrdiff_t share, output_rows acc, int add) {
-    __m512 a[MAX_ROWS][ALL_COLS];
+    __m512 a[MAX_ROWS][STREAM_COLS];
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
@@ -195,9 +195,9 @@ INLINE void tile_rows(int rows, int cols, int packed, ptrdiff_t k, input_rows x,
             if (!packed && rows <= 4) __builtin_prefetch(piece + 2048, 0, 2), __builtin_prefetch(piece + 2048 + PANEL, 0, 2);
 #pragma GCC unroll 4
             for (int c = 0; c < cols; c += 2) {
-                const bf16 *at = piece + c / IN_PANEL * (k * PANEL);
+                const bf16 *at = piece + c / PANEL_VECTORS * (k * PANEL);
                 __m512i v0 = _mm512_loadu_si512(at), v1 = _mm512_loadu_si512(at + 2 * VL);
-                fetch_ahead(cols, at), fetch_ahead(cols, at + 2 * VL);
+                prefetch_stream(cols, at), prefetch_stream(cols, at + 2 * VL);
 #pragma GCC unroll 12
                 for (int r = 0; r < rows; r++)
                     multiply_add2(&a[r][c], &a[r][c + 1], v0, v1, packed ? &x.p[i * rows + 2 * r] : &x.p[r * x.ld + i]);
@@ -211,15 +211,15 @@ INLINE void tile_rows(int rows, int cols, int packed, ptrdiff_t k, input_rows x,
 }
 
 /* `skip` and `share` of each part of a tile of `rows`: they fetch k inputs' panel between them. */
-#define FETCHED(k, rows) at * (k) * 2 * PANEL / (rows), 4 * PANEL / PARTS(rows)
+#define PREFETCH(k, rows) at * (k) * 2 * PANEL / (rows), 4 * PANEL / PARTS(rows)
 static void tile(int rows, ptrdiff_t k, input_rows x, panel_pieces w, output_rows acc, int add) {
 #define PLAIN_PART(R, cols, c) \
-    tile_rows(R, cols, 0, k, inputs_from(x, at), w, FETCHED(w.piece_k, rows), outputs_from(acc, at, 0), add)
+    tile_rows(R, cols, 0, k, inputs_from(x, at), w, PREFETCH(w.piece_k, rows), outputs_from(acc, at, 0), add)
     FOR_ROWS(rows, PLAIN_PART)
 }
 
 #define SCHEDULE guided
-enum { IN_PLACE = 0, KEYS = 256, TERMS = 2 };
+enum { X_IN_PLACE = 0, PASS_KEYS = 256, K_MULTIPLE = 2 };
 /* out[k/2][rows][2] = x[rows][k]; what a vector of pairs has beyond `rows` the next one overwrites. */
 INLINE void pack_rows(int rows, const bf16 *x, ptrdiff_t ldx, ptrdiff_t k, bf16 *out) {
     for (ptrdiff_t i = 0; i < k; i += 2 * VL) {
@@ -233,23 +233,23 @@ INLINE void pack_rows(int rows, const bf16 *x, ptrdiff_t ldx, ptrdiff_t k, bf16 
 }
 /* x in `room`, cut into tiles of `step` rows and these into their parts, each part [k/2][rows][2]: what a step of the
  * products reads lies in one line or two, however far rows are apart. room has 64 bytes more. */
-INLINE const act *activations(const bf16 *x, ptrdiff_t *ldx, ptrdiff_t rows, ptrdiff_t step, ptrdiff_t k, act *room) {
-#define PACK_PART(R, cols, c) pack_rows(R, x + (r + at) * *ldx, *ldx, k, room + (r + at) * k)
+INLINE const operand *prepare_inputs(const bf16 *x, ptrdiff_t *ldx, ptrdiff_t rows, ptrdiff_t step, ptrdiff_t k, operand *buffer) {
+#define PACK_PART(R, cols, c) pack_rows(R, x + (r + at) * *ldx, *ldx, k, buffer + (r + at) * k)
     for (ptrdiff_t r = 0; r < rows; r += step) FOR_ROWS((int)(rows - r < step ? rows - r : step), PACK_PART)
     *ldx = k;
-    return room;
+    return buffer;
 }
-static __attribute__((noinline)) void linear_tile(int rows, ptrdiff_t k, input_rows x, const bf16 *w, int first, float *acc) {
-    const bf16 *next = !first ? w : rows <= MAX_ROWS ? w + NEAR / sizeof *w : w + k * PANEL;
+static __attribute__((noinline)) void linear_tile(int rows, ptrdiff_t k, input_rows x, const bf16 *w, int prefetch, float *acc) {
+    const bf16 *next = !prefetch ? w : rows <= MAX_ROWS ? w + NEAR_BYTES / sizeof *w : w + k * PANEL;
 #define PACKED_PART(R, cols, c)                                                                             \
-    tile_rows(R, cols, 1, k, (input_rows){x.p + at * k, 0}, (panel_pieces){&w, &next, k}, FETCHED(k, rows), \
+    tile_rows(R, cols, 1, k, (input_rows){x.p + at * k, 0}, (panel_pieces){&w, &next, k}, PREFETCH(k, rows), \
               (output_rows){acc + at * PANEL, PANEL}, 0)
     FOR_ROWS(rows, PACKED_PART)
 }
 
 /* acc[STREAMS][32] = x[k] . w, of panels that lie one behind the other. */
-static void tile_streams(const act *x, const bf16 *w, ptrdiff_t k, float *acc) {
-    tile_rows(1, ALL_COLS, 1, k, (input_rows){x, 0}, (panel_pieces){&w, &w, k}, 0, 0, (output_rows){acc, 0}, 0);
+static void tile_streams(const operand *x, const bf16 *w, ptrdiff_t k, float *acc) {
+    tile_rows(1, STREAM_COLS, 1, k, (input_rows){x, 0}, (panel_pieces){&w, &w, k}, 0, 0, (output_rows){acc, 0}, 0);
 }
 #else
 /* a += x v, b += x w. In assembly because GCC otherwise keeps one accumulator of the largest tile in memory,
@@ -260,24 +260,24 @@ INLINE void multiply_add2(vf *a, vf *b, vf v, vf w, const float *x) {
     __asm__("vbroadcastss %5, %2\n\tvfmadd231ps %3, %2, %0\n\tvfmadd231ps %4, %2, %1"
             : "+x"(*a), "+x"(*b), "=&x"(t) : "x"(v), "x"(w), "m"(*x));
 #else
-    *a = fma_(v, each(*x), *a), *b = fma_(w, each(*x), *b);
+    *a = fma_(v, broadcast(*x), *a), *b = fma_(w, broadcast(*x), *b);
 #endif
 }
 
 /* The even inputs' weights are the low halves of the pairs, the odd ones' the high halves. */
-INLINE void tile_rows(int rows, int cols, ptrdiff_t k, input_rows x, const bf16 *w, int first, output_rows acc, int add) {
-    vf a[MAX_ROWS][ALL_COLS];
+INLINE void tile_rows(int rows, int cols, ptrdiff_t k, input_rows x, const bf16 *w, int prefetch, output_rows acc, int add) {
+    vf a[MAX_ROWS][STREAM_COLS];
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < cols; c++) a[r][c] = add ? load(acc.p + r * acc.ld + c * VL) : (vf){0};
     for (ptrdiff_t i = 0; i < k; i += 2, w += 2 * PANEL) {
-        if (first && cols < IN_PANEL) { /* the other columns and the next step's weights, while these are multiplied */
-            __builtin_prefetch(w + STEP * PANEL);
-            __builtin_prefetch(w + STEP * PANEL + PANEL);
+        if (prefetch && cols < PANEL_VECTORS) { /* the other columns and the next step's weights, while these are multiplied */
+            __builtin_prefetch(w + K_STEP * PANEL);
+            __builtin_prefetch(w + K_STEP * PANEL + PANEL);
         }
 #pragma GCC unroll 4
         for (int c = 0; c < cols; c += 2) {
-            const vu *v = (const vu *)(w + c / IN_PANEL * (k * PANEL)) + c % IN_PANEL;
-            fetch_ahead(cols, v);
+            const vu *v = (const vu *)(w + c / PANEL_VECTORS * (k * PANEL)) + c % PANEL_VECTORS;
+            prefetch_stream(cols, v);
             vf even0 = (vf)(v[0] << 16), even1 = (vf)(v[1] << 16);
 #pragma GCC unroll 12
             for (int r = 0; r < rows; r++) multiply_add2(&a[r][c], &a[r][c + 1], even0, even1, &x.p[r * x.ld + i]);
@@ -297,28 +297,28 @@ static void tile_step(int rows, ptrdiff_t k, input_rows x, const bf16 *w, output
 }
 static void tile(int rows, ptrdiff_t k, input_rows x, panel_pieces w, output_rows acc, int add) {
     for (ptrdiff_t i = 0, at = 0, step; i < k; i += step, at = at + step < w.piece_k ? at + step : (w.pieces++, 0)) {
-        step = k - i < STEP ? k - i : STEP;
+        step = k - i < K_STEP ? k - i : K_STEP;
         if (w.piece_k - at < step) step = w.piece_k - at;
         tile_step(rows, step, (input_rows){x.p + i, x.ld}, *w.pieces + at * PANEL, acc, add || i);
     }
 }
 
 #define SCHEDULE guided
-enum { IN_PLACE = 0, KEYS = PANEL, TERMS = 2 };
+enum { X_IN_PLACE = 0, PASS_KEYS = PANEL, K_MULTIPLE = 2 };
 /* x as float32 in `room`, rows 64 bytes further apart than k so that they do not share a cache set. */
-INLINE const act *activations(const bf16 *x, ptrdiff_t *ldx, ptrdiff_t rows, ptrdiff_t step, ptrdiff_t k, act *room) {
+INLINE const operand *prepare_inputs(const bf16 *x, ptrdiff_t *ldx, ptrdiff_t rows, ptrdiff_t step, ptrdiff_t k, operand *buffer) {
     for (ptrdiff_t r = 0; r < rows; r++)
-        for (ptrdiff_t i = 0; i < k; i += VL) store(room + r * (k + 16) + i, from_bf16(*(const half_vu *)(x + r * *ldx + i)));
+        for (ptrdiff_t i = 0; i < k; i += VL) store(buffer + r * (k + 16) + i, from_bf16(*(const half_vu *)(x + r * *ldx + i)));
     *ldx = k + 16;
-    return room;
+    return buffer;
 }
-INLINE void linear_tile(int rows, ptrdiff_t k, input_rows x, const bf16 *w, int first, float *acc) {
+INLINE void linear_tile(int rows, ptrdiff_t k, input_rows x, const bf16 *w, int prefetch, float *acc) {
     tile(rows, k, x, (panel_pieces){&w, &w, k}, (output_rows){acc, PANEL}, 0);
 }
 
 /* acc[STREAMS][32] = x[k] . w, of panels that lie one behind the other. */
-static void tile_streams(const act *x, const bf16 *w, ptrdiff_t k, float *acc) {
-    tile_rows(1, ALL_COLS, k, (input_rows){x, 0}, w, 0, (output_rows){acc, 0}, 0);
+static void tile_streams(const operand *x, const bf16 *w, ptrdiff_t k, float *acc) {
+    tile_rows(1, STREAM_COLS, k, (input_rows){x, 0}, w, 0, (output_rows){acc, 0}, 0);
 }
 #endif
 #endif
@@ -326,19 +326,19 @@ static void tile_streams(const act *x, const bf16 *w, ptrdiff_t k, float *acc) {
 enum { CACHE_BYTES = 1 << 18 }; /* of a thread's second-level cache, for a loop to count on */
 
 /* Cut m rows evenly into blocks of at most `most`; returns a block's rows, at least 1. */
-INLINE ptrdiff_t even_block(ptrdiff_t m, ptrdiff_t most) {
-    ptrdiff_t blocks = (m + most - 1) / most;
+INLINE ptrdiff_t even_block(ptrdiff_t m, ptrdiff_t max_rows) {
+    ptrdiff_t blocks = (m + max_rows - 1) / max_rows;
     return m > 0 ? (m + blocks - 1) / blocks : 1;
 }
 
 /* Rows of a block of x whose `row_bytes` fit the cache, several tiles of them. */
 static ptrdiff_t rows_that_fit(ptrdiff_t m, ptrdiff_t row_bytes) {
-    ptrdiff_t most = CACHE_BYTES / row_bytes;
-    return even_block(m, most < 4 * MAX_ROWS ? 4 * MAX_ROWS : most);
+    ptrdiff_t max_rows = CACHE_BYTES / row_bytes;
+    return even_block(m, max_rows < 4 * MAX_ROWS ? 4 * MAX_ROWS : max_rows);
 }
 
 INLINE void store_row(const float *acc, bf16 *y, ptrdiff_t count, ptrdiff_t columns) {
-    for (ptrdiff_t c = 0; c < count && c < columns; c += VL) store16(y + c, columns - c, load(acc + c));
+    for (ptrdiff_t c = 0; c < count && c < columns; c += VL) store_bf16(y + c, columns - c, load(acc + c));
 }
 INLINE void store_tile(const float *acc, bf16 *y, ptrdiff_t ldy, int rows, ptrdiff_t columns) {
     for (int r = 0; r < rows; r++) store_row(acc + r * PANEL, y + r * ldy, PANEL, columns);

@@ -30,28 +30,28 @@ typedef int8_t quarter_vb __attribute__((vector_size(VL), aligned(1), may_alias)
 #define INLINE static inline __attribute__((always_inline))
 #define X4(x) x, x, x, x
 #if VL == 16
-#define EACH(x) {X4(x), X4(x), X4(x), X4(x)}
+#define BROADCAST(x) {X4(x), X4(x), X4(x), X4(x)}
 #elif VL == 8
-#define EACH(x) {X4(x), X4(x)}
+#define BROADCAST(x) {X4(x), X4(x)}
 #else
-#define EACH(x) {X4(x)}
+#define BROADCAST(x) {X4(x)}
 #endif
 
-INLINE vf each(float x) { return (vf)EACH(x); }
+INLINE vf broadcast(float x) { return (vf)BROADCAST(x); }
 INLINE vf load(const float *p) { return *(const vf *)p; }
 INLINE void store(float *p, vf v) { *(vf *)p = v; }
-INLINE vf choose(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
+INLINE vf blend(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
 
 #if VL == 16 && defined(__AVX512F__)
-#define EITHER(op, sign, a, b) (vf) _mm512_##op##_ps((__m512)a, (__m512)b)
+#define MAX_MIN(op, sign, a, b) (vf) _mm512_##op##_ps((__m512)a, (__m512)b)
 #elif VL == 8 && defined(__AVX2__)
-#define EITHER(op, sign, a, b) (vf) _mm256_##op##_ps((__m256)a, (__m256)b)
+#define MAX_MIN(op, sign, a, b) (vf) _mm256_##op##_ps((__m256)a, (__m256)b)
 #else
-#define EITHER(op, sign, a, b) choose(a sign b, a, b)
+#define MAX_MIN(op, sign, a, b) blend(a sign b, a, b)
 #endif
 /* Lane by lane; b where a or b is NaN. */
-INLINE vf larger(vf a, vf b) { return EITHER(max, >, a, b); }
-INLINE vf smaller(vf a, vf b) { return EITHER(min, <, a, b); }
+INLINE vf larger(vf a, vf b) { return MAX_MIN(max, >, a, b); }
+INLINE vf smaller(vf a, vf b) { return MAX_MIN(min, <, a, b); }
 
 INLINE vf fma_(vf a, vf b, vf c) {
 #if VL == 16 && defined(__AVX512F__)
@@ -74,15 +74,15 @@ INLINE vi lanes(void) {
 }
 
 /* Reductions combine lane i with lane i ^ n for n = VL / 2, ..., 1. So processors with the same VL add in the same order. */
-INLINE vf other_half(vf v, int n) { return __builtin_shuffle(v, lanes() ^ n); }
+INLINE vf shuffle_xor(vf v, int n) { return __builtin_shuffle(v, lanes() ^ n); }
 INLINE float sum_of(vf v) {
 #pragma GCC unroll 4
-    for (int n = VL / 2; n; n /= 2) v += other_half(v, n);
+    for (int n = VL / 2; n; n /= 2) v += shuffle_xor(v, n);
     return v[0];
 }
 INLINE float largest_of(vf v) {
 #pragma GCC unroll 4
-    for (int n = VL / 2; n; n /= 2) v = larger(v, other_half(v, n));
+    for (int n = VL / 2; n; n /= 2) v = larger(v, shuffle_xor(v, n));
     return v[0];
 }
 
@@ -117,59 +117,59 @@ INLINE half_vu to_bf16(vf v) { /* rounds to nearest, ties to even */
     return __builtin_convertvector((u & ~nan) | (nan & 0x7fc0), half_vu);
 #endif
 }
-INLINE vf rounded(vf v) { return from_bf16(to_bf16(v)); }
+INLINE vf round_to_bf16(vf v) { return from_bf16(to_bf16(v)); }
 
 /* Loads and stores of the next min(VL, left) numbers of a row. Loads fill the other lanes with 0. */
-INLINE half_vu bits16(const bf16 *p, ptrdiff_t left) {
+INLINE half_vu load_bits16(const bf16 *p, ptrdiff_t left) {
     if (left >= VL) return *(const half_vu *)p;
     half_vu h = {0};
     memcpy(&h, p, left * sizeof *p);
     return h;
 }
-INLINE vf load16(const bf16 *p, ptrdiff_t left) { return from_bf16(bits16(p, left)); }
-INLINE void store16(bf16 *p, ptrdiff_t left, vf v) {
+INLINE vf load_bf16(const bf16 *p, ptrdiff_t left) { return from_bf16(load_bits16(p, left)); }
+INLINE void store_bf16(bf16 *p, ptrdiff_t left, vf v) {
     half_vu h = to_bf16(v);
     if (left >= VL) *(half_vu *)p = h;
     else memcpy(p, &h, left * sizeof *p);
 }
-INLINE vf load32(const float *p, ptrdiff_t left) {
+INLINE vf load_f32(const float *p, ptrdiff_t left) {
     if (left >= VL) return load(p);
     vf v = {0};
     memcpy(&v, p, left * sizeof *p);
     return v;
 }
 
-/* 1.5 * 2^23. A sum v + ROUND with |v| < 2^22 is rounded to an integer, which stands in the sum's low mantissa bits. */
-#define ROUND 12582912.0f
+/* 1.5 * 2^23. A sum v + ROUND_TO_INT with |v| < 2^22 is rounded to an integer, which stands in the sum's low mantissa bits. */
+#define ROUND_TO_INT 12582912.0f
 
 /* The nearest integers; |v| < 2^22. */
-INLINE vi nearest(vf v) { return (vi)(v + ROUND) - (vi)each(ROUND); }
+INLINE vi nearest(vf v) { return (vi)(v + ROUND_TO_INT) - (vi)broadcast(ROUND_TO_INT); }
 
-/* Returns 2^r * 2^n, where shifted = n + ROUND, |r| <= 1/2 and n >= -126. The polynomial is a minimax fit of 2^r for the
+/* Returns 2^r * 2^n, where shifted = n + ROUND_TO_INT, |r| <= 1/2 and n >= -126. The polynomial is a minimax fit of 2^r for the
  * relative error. */
-INLINE vf power(vf r, vf shifted) {
-    vf p = each(1.535336182e-4f);
-    p = fma_(p, r, each(1.339887445e-3f));
-    p = fma_(p, r, each(9.618437358e-3f));
-    p = fma_(p, r, each(5.550332471e-2f));
-    p = fma_(p, r, each(2.402264791e-1f));
-    p = fma_(p, r, each(6.931472029e-1f));
-    p = fma_(p, r, each(1.0f));
+INLINE vf exp2_split(vf r, vf shifted) {
+    vf p = broadcast(1.535336182e-4f);
+    p = fma_(p, r, broadcast(1.339887445e-3f));
+    p = fma_(p, r, broadcast(9.618437358e-3f));
+    p = fma_(p, r, broadcast(5.550332471e-2f));
+    p = fma_(p, r, broadcast(2.402264791e-1f));
+    p = fma_(p, r, broadcast(6.931472029e-1f));
+    p = fma_(p, r, broadcast(1.0f));
     return (vf)((vi)p + ((vi)shifted << 23));
 }
 /* exp with an error below 1.5 units in the last place; 0 for x < -87, exp(88) for x > 88, NaN for NaN. */
 INLINE vf exp_(vf x) {
     const float log2e = 1.44269504f;
-    vi tiny = x < -87.0f;
-    x = smaller(each(88.0f), larger(each(-87.0f), x));
-    vf shifted = fma_(x, each(log2e), each(ROUND)), n = shifted - ROUND;
-    vf r = fma_(n, each(2.12194440e-4f), fma_(n, each(-0.693359375f), x)); /* x - n * log 2, exact even if fma_ is not fused */
-    return (vf)((vi)power(r * log2e, shifted) & ~tiny);
+    vi underflow = x < -87.0f;
+    x = smaller(broadcast(88.0f), larger(broadcast(-87.0f), x));
+    vf shifted = fma_(x, broadcast(log2e), broadcast(ROUND_TO_INT)), n = shifted - ROUND_TO_INT;
+    vf r = fma_(n, broadcast(2.12194440e-4f), fma_(n, broadcast(-0.693359375f), x)); /* x - n * log 2, exact even if fma_ is not fused */
+    return (vf)((vi)exp2_split(r * log2e, shifted) & ~underflow);
 }
 /* 2^x for x <= 0 with an error below 1.2 units in the last place; 0 for x < -126. */
 INLINE vf exp2_(vf x) {
-    vi tiny = x < -126.0f;
-    x = larger(each(-126.0f), x);
-    vf shifted = x + ROUND;
-    return (vf)((vi)power(x - (shifted - ROUND), shifted) & ~tiny);
+    vi underflow = x < -126.0f;
+    x = larger(broadcast(-126.0f), x);
+    vf shifted = x + ROUND_TO_INT;
+    return (vf)((vi)exp2_split(x - (shifted - ROUND_TO_INT), shifted) & ~underflow);
 }
