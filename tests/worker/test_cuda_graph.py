@@ -26,7 +26,7 @@ from nanovllm.worker import model_runner
 from nanovllm.worker.cuda_graph import GraphRunner, graph_sizes
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.model_runner import ModelRunner
-from tests.kernels.triton.interpreter import allow_computed_bounds
+from tests.kernels.triton.interpreter import patch_interpreter
 from tests.worker.fake_graphs import FakeCapture, use_fake_graphs
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -226,7 +226,7 @@ def test_same_tokens_through_the_kernels_of_a_gpu(
     """The step as it would be captured on a GPU: attention, KV store, sampling and both ends in
     Triton.
     """
-    allow_computed_bounds()
+    patch_interpreter()
     prompts = [[1, 2, 3], [4, 5], [6] * 6]
     kinds = [{"temperature": 0.0}, {"temperature": 0.8}, {"top_k": 20, "top_p": 0.9}]
     params = [SamplingParams(seed=i, max_tokens=6, **kind) for i, kind in enumerate(kinds)]

@@ -15,14 +15,14 @@ from nanovllm.kernels.triton import decode_attention, prefill_attention
 from nanovllm.kernels.triton.decode_attention import MAX_SPLITS, SPLIT_TOKENS
 from nanovllm.worker.kv_cache import zeros
 from tests.attention.cases import contiguous_sdpa, make_case, random_rows, reference
-from tests.kernels.triton.interpreter import allow_computed_bounds
+from tests.kernels.triton.interpreter import patch_interpreter
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 DTYPES = [torch.float16, torch.float32, *([torch.bfloat16] if CUDA else [])]
 NAN = float("nan")
 
-allow_computed_bounds()
+patch_interpreter()
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 
 

@@ -6,13 +6,13 @@ import torch
 from nanovllm.kernels.triton import fp8 as triton_fp8
 from nanovllm.layers.quantization import Fp8Weight, quantize_fp8
 from tests.kernels.triton.harness import ARCHS, compile_launches
-from tests.kernels.triton.interpreter import round_to_fp8
+from tests.kernels.triton.interpreter import patch_interpreter
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 DTYPES = [torch.float16, torch.float32, *([torch.bfloat16] if CUDA else [])]
 
-round_to_fp8()
+patch_interpreter()
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 has_fp8 = pytest.mark.skipif(
@@ -98,36 +98,44 @@ def test_groups_that_the_product_takes():
     assert {group: triton_fp8.inputs_of_a_step(group) for group in steps} == steps
 
 
-def launch(rows, outputs, inputs, dtype):
-    """What a linear of a checkpoint in blocks of 128 launches."""
-
-    def meta(*shape, dtype):
-        return torch.empty(*shape, dtype=dtype, device="meta")
-
-    x, x_scales = triton_fp8.quantize(meta(rows, inputs, dtype=dtype), 128)
-    weight = meta(outputs, inputs, dtype=triton_fp8.FP8)
-    scales = meta(outputs, inputs // 128, dtype=torch.float32)
-    triton_fp8.multiply(x, x_scales, weight, scales, 128, dtype)
+def meta(*shape, dtype):
+    return torch.empty(*shape, dtype=dtype, device="meta")
 
 
-@pytest.mark.parametrize("arch", ARCHS[1:])  # Ampere has no FP8
+def multiply(rows, outputs, inputs, dtype):
+    """Launch the product of a linear layer whose checkpoint has blocks of 128."""
+    x, weight = (meta(n, inputs, dtype=triton_fp8.FP8) for n in (rows, outputs))
+    scales = [meta(n, inputs // 128, dtype=torch.float32) for n in (rows, outputs)]
+    triton_fp8.multiply(x, scales[0], weight, scales[1], 128, dtype)
+
+
+FP8_ARCHS = ARCHS[1:]
+"""Ampere has no FP8."""
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rows", [1, 64, 4096])
 @pytest.mark.parametrize(("outputs", "inputs"), [(4096, 1024), (24576, 4096)])
-def test_compiles(rows, outputs, inputs, dtype, arch):
-    """For GPUs that are not here, at shapes of Qwen3-0.6B and 8B; no register is spilled."""
-    launched = compile_launches(launch, rows, outputs, inputs, dtype, arch=arch)
-    assert [kernel.name for kernel in launched] == ["_quantize_fp8", "_multiply_fp8"]
-    for kernel in launched:
-        assert kernel.n_spills == 0, kernel
-        assert kernel.shared <= 227 * 1024, kernel
+def test_compiles(rows, outputs, inputs, dtype):
+    """For GPUs that are not present, at shapes of Qwen3-0.6B and 8B; no register is spilled."""
+    x = meta(rows, inputs, dtype=dtype)
+    compiled = compile_launches(
+        (triton_fp8.quantize, x, 128), (multiply, rows, outputs, inputs, dtype), archs=FP8_ARCHS
+    )
+    assert list(compiled) == list(FP8_ARCHS)
+    for kernels in compiled.values():
+        assert [kernel.name for kernel in kernels] == ["_quantize_fp8", "_multiply_fp8"]
+        for kernel in kernels:
+            assert kernel.n_spills == 0, kernel
+            assert kernel.shared <= 227 * 1024, kernel
 
 
-@pytest.mark.parametrize("arch", ARCHS[1:])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("inputs", [1024, 5120, 25600])
-def test_quantize_compiles(inputs, dtype, arch):
-    x = torch.empty(3, inputs, dtype=dtype, device="meta")
-    (kernel,) = compile_launches(triton_fp8.quantize, x, arch=arch)
-    assert kernel.n_spills == 0, kernel
-    assert 0 < kernel.n_regs <= 128, kernel
+def test_quantize_compiles(inputs, dtype):
+    x = meta(3, inputs, dtype=dtype)
+    compiled = compile_launches((triton_fp8.quantize, x), archs=FP8_ARCHS)
+    assert list(compiled) == list(FP8_ARCHS)
+    for (kernel,) in compiled.values():
+        assert kernel.n_spills == 0, kernel
+        assert 0 < kernel.n_regs <= 128, kernel

@@ -16,14 +16,14 @@ from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
 from nanovllm.worker.kv_cache import zeros
-from tests.kernels.triton.interpreter import round_to_fp8
+from tests.kernels.triton.interpreter import patch_interpreter
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 DTYPES = [torch.float16, torch.float32, *([torch.bfloat16] if CUDA else [])]
 EPS = 1e-6
 
-round_to_fp8()
+patch_interpreter()
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 

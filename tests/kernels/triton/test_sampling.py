@@ -11,13 +11,13 @@ import triton.language as tl
 
 from nanovllm.kernels.triton import inverse_cdf, sampling as triton_sampling, top_k_top_p
 from nanovllm.layers.sampler import Sampling, draw, greedy, uniform
-from tests.kernels.triton.interpreter import allow_computed_bounds
+from tests.kernels.triton.interpreter import patch_interpreter
 from tests.kernels.triton.test_ops import CUDA, DEVICE, each_dtype, no_grad, randn  # noqa: F401
 
 EVERYTHING = 2**31 - 1
 """The top_k of rows that have none."""
 
-allow_computed_bounds()
+patch_interpreter()
 
 
 def make_sampling(rows, *, temperature=1.0, top_k=EVERYTHING, top_p=1.0, min_p=0.0, seed=0):
