@@ -1,4 +1,4 @@
-"""FP8 products and rounding in Triton against float64: on a GPU, or interpreted without one."""
+"""FP8 products and rounding in Triton agree with float64. Without a GPU they are interpreted."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def test_quantize(shape, group, dtype):
     torchs, torchs_scales = quantize_fp8(x, group)
     assert values.dtype == torchs.dtype
     assert torch.allclose(scales, torchs_scales, rtol=1e-6)
-    # A division that ends on another float32 may tip what lies between two steps.
+    # A scale that differs in its last bit may round a value that is halfway to the other side.
     assert (values.float() != torchs.float()).sum() <= x.numel() / 1000
     wide = torchs_scales.repeat_interleave(group or max(shape[1], 1), 1)[:, : shape[1]].double()
     ours, theirs = values.double() * wide, torchs.double() * wide
@@ -61,7 +61,7 @@ def test_quantize(shape, group, dtype):
 def test_multiply(rows, outputs, inputs, group, dtype):
     x, x_scales = triton_fp8.quantize(randn(rows, inputs), group)
     weight, weight_scales = triton_fp8.quantize(randn(outputs, inputs, seed=1), group)
-    weight_scales *= torch.rand_like(weight_scales) * 5  # neighbours of very unlike sizes
+    weight_scales *= torch.rand_like(weight_scales) * 5  # neighbours of very different magnitudes
     y = triton_fp8.multiply(x, x_scales, weight, weight_scales, group, dtype)
     wide_x, wide_weight = (
         values.double() * scales.repeat_interleave(group, 1)[:, :inputs].double()
@@ -69,31 +69,31 @@ def test_multiply(rows, outputs, inputs, group, dtype):
     )
     expected = wide_x @ wide_weight.T
     assert (y.dtype, y.shape) == (dtype, expected.shape)
-    # Hopper keeps 14 bits of the sums within a group.
+    # The tensor cores of Hopper keep 14 bits of the sum of a group.
     bound = max(torch.finfo(dtype).eps, 2.0**-13 if CUDA else 1e-6)
     assert ((y.double() - expected).abs() <= bound * (wide_x.abs() @ wide_weight.abs().T)).all()
-    if not CUDA:  # where each size of a tile may take another instruction
+    if not CUDA:  # on a GPU each tile size may use another instruction, with other rounding
         alone = triton_fp8.multiply(x[:1], x_scales[:1], weight, weight_scales, group, dtype)
         assert torch.allclose(alone, y[:1], rtol=1e-5)
 
 
 @has_fp8
-def test_a_weight_in_blocks_is_multiplied_as_it_is():
-    """By a layer's method, inputs rounded by the groups of its weight."""
+def test_a_weight_in_blocks_is_multiplied_without_widening():
+    """The layer's method rounds its inputs with a scale for each group of the weight."""
     values, scales = triton_fp8.quantize(randn(40, 256), 128)
     x = randn(5, 256, dtype=torch.float16, seed=1)
     weight = Fp8Weight(values, scales, 128, torch.float16, native=True)
     y = weight.multiply_by_groups(x, triton_fp8)
     widened = weight.gather(torch.arange(40, device=DEVICE))
     error = (y.double() - x.double() @ widened.double().T).abs()
-    # An input is off by 1/16 at most, its half on average; 256 of them by chance.
+    # The error of an input is at most 1/16, and half of that on average. 256 errors partly cancel.
     assert error.max() <= (x.double().abs() @ widened.double().abs().T).max() / 16
     assert error.mean() <= 0.02 * y.double().std()
     if CUDA:
         assert torch.equal(weight.multiply(x), y)
 
 
-def test_groups_that_the_product_takes():
+def test_group_sizes_that_the_product_supports():
     steps = {128: 128, 256: 128, 64: 64, 96: 32, 32: 32, 16: 0, 100: 0, 1: 0}
     assert {group: triton_fp8.inputs_of_a_step(group) for group in steps} == steps
 
