@@ -26,14 +26,13 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
 from nanovllm.worker import model_runner
 from tests.attention.cases import make_case, random_rows
-from tests.kernels.triton.interpreter import allow_computed_bounds, round_to_fp8
+from tests.kernels.triton.interpreter import patch_interpreter
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 FP8 = torch.float8_e4m3fn
 
-allow_computed_bounds()
-round_to_fp8()
+patch_interpreter()
 
 
 @pytest.fixture(autouse=True)

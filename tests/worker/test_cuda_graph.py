@@ -25,7 +25,7 @@ from nanovllm.worker import model_runner
 from nanovllm.worker.cuda_graph import GraphRunner, graph_sizes
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.model_runner import ModelRunner
-from tests.kernels.triton.interpreter import allow_computed_bounds
+from tests.kernels.triton.interpreter import patch_interpreter
 from tests.worker.fake_graphs import FakeCapture, use_fake_graphs
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -222,7 +222,7 @@ def test_same_tokens_through_the_kernels_of_a_gpu(
     """The step with all Triton kernels that a GPU would run: gather, KV store, attention, sampling
     and advance.
     """
-    allow_computed_bounds()
+    patch_interpreter()
     prompts = [[1, 2, 3], [4, 5], [6] * 6]
     kinds = [{"temperature": 0.0}, {"temperature": 0.8}, {"top_k": 20, "top_p": 0.9}]
     params = [SamplingParams(seed=i, max_tokens=6, **kind) for i, kind in enumerate(kinds)]

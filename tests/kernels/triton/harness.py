@@ -1,7 +1,8 @@
-"""Compiles Triton kernels for GPUs that are not here, and reads what they take of one.
+"""Compiles Triton kernels for GPUs that are not present, and reads the resources they need.
 
-The work is done in a child process without TRITON_INTERPRET, because a kernel is either
-interpreted or compiled for the whole life of a process.
+The work is done in child processes without TRITON_INTERPRET, because a process either interprets
+all kernels or compiles them. Nearly all of the time goes to Triton's passes, LLVM and ptxas. Triton
+keeps each compiled kernel in memory and on disk.
 """
 
 import functools
@@ -9,22 +10,25 @@ import multiprocessing
 import os
 import re
 import subprocess
-from collections.abc import Callable, Mapping
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Any, NamedTuple
 
 ARCHS = (80, 90, 100)
 """Ampere, Hopper and Blackwell, by compute capability."""
+_MAX_CHILDREN = 2
+"""Each imports torch and triton: 2 s of CPU time, half a gigabyte."""
 
 
 class Resources(NamedTuple):
-    """What one compiled kernel takes."""
+    """What one compiled kernel needs."""
 
     name: str
+    arch: int
     n_regs: int
     """Registers of a thread."""
     n_spills: int
-    """Bytes of a thread's stack, where registers that do not fit go."""
+    """Bytes of a thread's stack, which hold the registers that did not fit."""
     shared: int
     """Bytes of shared memory of a program."""
 
@@ -39,31 +43,44 @@ def compile_for(
     """Compile one kernel.
 
     Args:
-        kernel: a function under @triton.jit, of a module that the child can import.
-        signature: by argument, Triton's name of its type: "*bf16", "i64". Where ":16" follows, the
-            pointer or number is a multiple of 16.
-        constexprs: by argument, the values known at compile time.
-        options: num_warps, num_stages.
+        kernel: a function with @triton.jit, in a module that a child can import.
+        signature: Triton's type name for each argument, such as "*bf16" or "i64". The suffix ":16"
+            means that the pointer or number is a multiple of 16.
+        constexprs: the values of the arguments that are known at compile time.
+        options: num_warps, num_stages, maxnreg.
     """
     place = kernel.fn.__module__, kernel.fn.__name__
-    job = _child().submit(_compile, place, dict(signature), dict(constexprs), arch, options)
+    job = _children().submit(_compile, place, dict(signature), dict(constexprs), arch, options)
     return job.result()
 
 
-def compile_launches(function: Callable[..., object], *args: object, arch: int) -> list[Resources]:
-    """Call `function(*args)` and return the kernels that it would launch, none of which runs.
+def compile_launches(
+    *calls: tuple[Any, ...], archs: Sequence[int] = ARCHS
+) -> dict[int, list[Resources]]:
+    """Return the kernels that `calls` would launch on each architecture. No kernel runs.
 
     Args:
-        function: at the top of a module that the child can import.
-        args: may hold tensors on the meta device, which have a shape and no memory.
+        calls: (function, *arguments). The function must be at the top level of a module that a
+            child can import. Tensors may be on the meta device: they have a shape and no memory.
+        archs: compute capabilities.
     """
-    return _child().submit(_compile_launches, function, args, arch).result()
+    jobs: dict[int, list[Future[list[Resources]]]] = {
+        arch: [_children().submit(_compile_launches, *call, arch=arch) for call in calls]
+        for arch in archs
+    }
+    return {
+        arch: [kernel for job in of_arch for kernel in job.result()]
+        for arch, of_arch in jobs.items()
+    }
 
 
 @functools.cache
-def _child() -> ProcessPoolExecutor:
-    spawn = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(1, mp_context=spawn, initializer=_compile_kernels)
+def _children() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(
+        min(_MAX_CHILDREN, os.cpu_count() or 1),
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_compile_kernels,
+    )
 
 
 def _compile_kernels() -> None:
@@ -90,19 +107,17 @@ def _compile(
         if divisor:
             attrs[(index,)] = [["tt.divisibility", int(divisor)]]
     source = ASTSource(kernel, types, constexprs, attrs)
-    return _resources(triton.compile(source, GPUTarget("cuda", arch, 32), options))
+    return _resources(triton.compile(source, GPUTarget("cuda", arch, 32), options), arch)
 
 
-def _compile_launches(
-    function: Callable[..., object], args: tuple[object, ...], arch: int
-) -> list[Resources]:
+def _compile_launches(function: Callable[..., object], *args: object, arch: int) -> list[Resources]:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
     class AbsentGPU:
         def get_current_device(self) -> str:
-            return f"absent-{arch}"  # kernels are kept by device
+            return f"absent-{arch}"  # the key of Triton's cache of compiled kernels
 
         def get_current_stream(self, device: str) -> int:
             return 0
@@ -122,10 +137,10 @@ def _compile_launches(
         function(*args)
     finally:
         JITFunction.run = run
-    return [_resources(kernel) for kernel in compiled]
+    return [_resources(kernel, arch) for kernel in compiled]
 
 
-def _resources(compiled: Any) -> Resources:
+def _resources(compiled: Any, arch: int) -> Resources:
     from triton import knobs
 
     tool = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage"]
@@ -133,4 +148,4 @@ def _resources(compiled: Any) -> Resources:
     done = subprocess.run([*tool, path], capture_output=True, text=True, check=True)
     used = {name: int(value) for name, value in re.findall(r" (\w+):(\d+)", done.stdout)}
     spilled = used["STACK"] + used["LOCAL"]
-    return Resources(compiled.name, used["REG"], spilled, compiled.metadata.shared)
+    return Resources(compiled.name, arch, used["REG"], spilled, compiled.metadata.shared)

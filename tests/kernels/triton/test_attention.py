@@ -1,5 +1,5 @@
-"""Paged attention in Triton against float64: interpreted without a GPU, on it with one. bfloat16
-only there: the interpreter computes it wrongly.
+"""Paged attention in Triton agrees with float64. Without a GPU the kernels are interpreted, and
+bfloat16 is left out: the interpreter computes it wrongly.
 """
 
 import dataclasses
@@ -15,19 +15,19 @@ from nanovllm.kernels.triton import decode_attention, prefill_attention
 from nanovllm.kernels.triton.decode_attention import MAX_SPLITS, SPLIT_TOKENS
 from nanovllm.worker.kv_cache import zeros
 from tests.attention.cases import contiguous_sdpa, make_case, random_rows, reference
-from tests.kernels.triton.interpreter import allow_computed_bounds
+from tests.kernels.triton.interpreter import patch_interpreter
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 DTYPES = [torch.float16, torch.float32, *([torch.bfloat16] if CUDA else [])]
 NAN = float("nan")
 
-allow_computed_bounds()
+patch_interpreter()
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 
 
 def case_of(rows, num_kv_heads, group, head_dim, block_size, dtype=torch.float32, seed=0):
-    """Whatever is not the row's own is NaN or out of range."""
+    """Make a case in which reading anything but a row's own keys gives NaN or fails."""
     return make_case(rows, num_kv_heads, group, head_dim, block_size, dtype, seed, NAN, DEVICE)
 
 
@@ -39,7 +39,7 @@ def plan_of(case):
 
 
 def attend(case, cache=None):
-    """Decode the rows of one token, prefill the others; NaN where neither has written."""
+    """Decode the rows of one token and prefill the others. Return NaN where neither writes."""
     spec, batch = case.spec, case.batch
     cache = case.stored() if cache is None else cache
     out = torch.full_like(case.q, NAN)
@@ -62,9 +62,9 @@ def attend(case, cache=None):
 
 
 def assert_close(case, out):
-    """No further from float64 than twice torch on contiguous keys, and two roundings more.
+    """Check that the error is at most twice that of torch on contiguous keys, plus 2 roundings.
 
-    float32 is multiplied as three products of 11 bits, which costs it a few bits.
+    float32 may have 16 roundings: it is multiplied as three products of 11 bits.
     """
     exact = reference(case)
     roundings = 16 if out.dtype == torch.float32 else 2
@@ -88,7 +88,7 @@ def test_mixed_batches(head_dim, block_size, dtype):
 
 @pytest.mark.parametrize("group", [*range(1, 9), 12, 130])
 def test_groups(group):
-    """Those that are no power of two leave rows of a tile empty; 130 of them need a larger one."""
+    """A tile has empty rows if the group is not a power of two. 130 heads need a larger tile."""
     case = case_of([(5, 5), (1, 70), (4, 30)], 2, group, 32, 16, torch.float16, seed=group)
     assert_close(case, attend(case))
 
@@ -109,7 +109,7 @@ def test_single_tokens_at_the_edges_of_tiles_and_splits(lengths):
 
 @pytest.mark.parametrize("group", [1, 3])
 def test_chunks_at_the_edges_of_tiles(group):
-    """Of queries (16 rows in float32, 128 in float16) and of keys (32)."""
+    """Tiles have 16 query rows in float32 and 128 in float16, and 32 keys."""
     case = case_of([(2, 33), (15, 15), (16, 40), (17, 64), (5, 6), (2, 2)], 1, group, 16, 16)
     assert_close(case, attend(case))
     case = case_of([(127, 127), (128, 140), (129, 160), (43, 43)], 1, group, 16, 16, torch.float16)
@@ -127,13 +127,13 @@ def test_float8_keys_and_values_are_widened():
     assert_close(case, attend(case, narrow))
 
 
-# --- one row and its neighbours
+# --- a row does not depend on the rest of the batch
 
 
 def part_of(case, rows):
-    """Rows (index, first token, token after the last) of `case` as a batch of their own.
+    """Return a case with the given rows of `case`: (index, first token, end token) each.
 
-    It shares the cache, `case.stored()`. Its block tables are no wider than its rows need.
+    It uses the cache of `case`, `case.stored()`. Its block tables are as wide as its rows need.
     """
     lengths = [
         (stop - first, case.batch.seq_lens_host[row] - case.batch.query_lens_host[row] + stop)
@@ -159,7 +159,7 @@ def part_of(case, rows):
 
 
 def test_a_row_is_the_same_in_every_batch():
-    """Alone, among others, in another order, with a narrower table: the same bits."""
+    """A row has the same bits alone, in another order, and with a narrower block table."""
     rows = [(1, 520), (1, 256), (40, 100), (1, 257), (3, 3), (1, 1), (9, 70)]
     case = case_of(rows, 1, 2, 32, 16, torch.float16)
     cache, expected = case.stored(), attend(case).split([query for query, _ in rows])
@@ -169,7 +169,7 @@ def test_a_row_is_the_same_in_every_batch():
         assert all(torch.equal(got[i], expected[row]) for i, row in enumerate(order))
 
 
-def test_programs_that_take_many_pieces_give_the_same_bits(monkeypatch):
+def test_programs_that_process_many_splits_give_the_same_bits(monkeypatch):
     case = case_of([(1, n) for n in (300, 5, 600, 257, 1)], 2, 2, 16, 64)
     expected = attend(case)
     monkeypatch.setattr(decode_attention, "_PROGRAMS", 3)
@@ -178,9 +178,10 @@ def test_programs_that_take_many_pieces_give_the_same_bits(monkeypatch):
 
 @pytest.mark.parametrize("dtype", DTYPES if CUDA else [torch.float16])
 def test_a_prompt_is_the_same_whole_and_in_chunks(dtype, monkeypatch):
-    """Bit for bit where no chunk is a single token; that one is decoded, and rounds otherwise.
+    """Results are equal bit for bit. Only a chunk of one token, which is decoded, may differ.
 
-    BLAS rounds a row of a product by its place in the matrix; tensor cores and einsum do not.
+    In BLAS the rounding of a row depends on its place in the matrix. In tensor cores and einsum it
+    does not, so the interpreter uses einsum here.
     """
     einsum = functools.partial(numpy.einsum, "mk,kn->mn")
     monkeypatch.setattr(numpy, "matmul", einsum)
@@ -197,7 +198,7 @@ def test_a_prompt_is_the_same_whole_and_in_chunks(dtype, monkeypatch):
 
 
 def test_a_row_of_length_0_does_nothing():
-    """As in a CUDA graph: a token for each row, lengths of 0 behind those that are taken."""
+    """A CUDA graph has one token for each row, and rows past the batch have length 0."""
     case = case_of([(1, 300), (1, 20), (1, 7), (1, 1)], 2, 2, 16, 16)
     cache, expected = case.stored(), attend(case)
     case.batch.seq_lens[2:] = 0
@@ -210,7 +211,7 @@ def test_a_row_of_length_0_does_nothing():
 
 
 def test_slots_past_32_bits():
-    """The last blocks of a cache in which a key's offset does not fit 32 bits."""
+    """The blocks are the last of a cache, where the offset of a key does not fit into 32 bits."""
     case = case_of([(1, 20), (2, 30)], 8, 1, 256, 64, torch.float16)
     num_blocks = 2**31 // (64 * 8 * 256) + 16
     cache = zeros((2, num_blocks, 64, 8, 256), torch.float16, torch.device(DEVICE))
@@ -223,7 +224,7 @@ def test_slots_past_32_bits():
 # --- the plan
 
 
-def test_pieces_are_placed_by_length_and_cover_each_row():
+def test_splits_are_sorted_by_length_and_cover_each_row():
     chooser = random.Random(0)
     rows = [(chooser.choice([1, 1, 1, 2]), chooser.randint(2, 20000)) for _ in range(150)]
     starts = torch.tensor([0, *(query for query, _ in rows)]).cumsum(0)
@@ -232,19 +233,19 @@ def test_pieces_are_placed_by_length_and_cover_each_row():
     plan = decode_attention.plan_decode(
         starts.int().to(DEVICE), lengths.int().to(DEVICE), 20000, 2, 1, 16
     )
-    pieces = plan.splits[: plan.num_splits.item()].tolist()
+    splits = plan.splits[: plan.num_splits.item()].tolist()
     expected = []
     for row, (query_len, _) in enumerate(rows):
         length = lengths[row].item()
-        splits = min(-(-length // SPLIT_TOKENS), MAX_SPLITS) if query_len == 1 else 0
-        expected += [[row, split, length, starts[row].item()] for split in range(splits)]
-    assert sorted(pieces) == expected
-    splits_of = {row: split + 1 for row, split, *_ in expected}
-    sizes = [-(-length // splits_of[row]) for row, _, length, _ in pieces]
+        count = min(-(-length // SPLIT_TOKENS), MAX_SPLITS) if query_len == 1 else 0
+        expected += [[row, split, length, starts[row].item()] for split in range(count)]
+    assert sorted(splits) == expected
+    count_of = {row: split + 1 for row, split, *_ in expected}
+    sizes = [-(-length // count_of[row]) for row, _, length, _ in splits]
     assert sizes == sorted(sizes, reverse=True)
 
 
-def test_tiles_of_queries_cover_the_chunks_and_begin_with_the_most_keys():
+def test_query_tiles_cover_the_chunks_and_start_with_the_most_keys():
     tiles = prefill_attention.prefill_tiles(
         (1, 100, 200, 1, 2), (900, 100, 5000, 1, 64), 2, 128, torch.float16
     )

@@ -1,4 +1,4 @@
-"""FP8 products and rounding in Triton against float64: on a GPU, or interpreted without one."""
+"""FP8 products and rounding in Triton agree with float64. Without a GPU they are interpreted."""
 
 import pytest
 import torch
@@ -6,13 +6,13 @@ import torch
 from nanovllm.kernels.triton import fp8 as triton_fp8
 from nanovllm.layers.quantization import Fp8Weight, quantize_fp8
 from tests.kernels.triton.harness import ARCHS, compile_launches
-from tests.kernels.triton.interpreter import round_to_fp8
+from tests.kernels.triton.interpreter import patch_interpreter
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 DTYPES = [torch.float16, torch.float32, *([torch.bfloat16] if CUDA else [])]
 
-round_to_fp8()
+patch_interpreter()
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 has_fp8 = pytest.mark.skipif(
@@ -42,7 +42,7 @@ def test_quantize(shape, group, dtype):
     torchs, torchs_scales = quantize_fp8(x, group)
     assert values.dtype == torchs.dtype
     assert torch.allclose(scales, torchs_scales, rtol=1e-6)
-    # A division that ends on another float32 may tip what lies between two steps.
+    # A scale that differs in its last bit may round a value that is halfway to the other side.
     assert (values.float() != torchs.float()).sum() <= x.numel() / 1000
     wide = torchs_scales.repeat_interleave(group or max(shape[1], 1), 1)[:, : shape[1]].double()
     ours, theirs = values.double() * wide, torchs.double() * wide
@@ -61,7 +61,7 @@ def test_quantize(shape, group, dtype):
 def test_multiply(rows, outputs, inputs, group, dtype):
     x, x_scales = triton_fp8.quantize(randn(rows, inputs), group)
     weight, weight_scales = triton_fp8.quantize(randn(outputs, inputs, seed=1), group)
-    weight_scales *= torch.rand_like(weight_scales) * 5  # neighbours of very unlike sizes
+    weight_scales *= torch.rand_like(weight_scales) * 5  # neighbours of very different magnitudes
     y = triton_fp8.multiply(x, x_scales, weight, weight_scales, group, dtype)
     wide_x, wide_weight = (
         values.double() * scales.repeat_interleave(group, 1)[:, :inputs].double()
@@ -69,65 +69,73 @@ def test_multiply(rows, outputs, inputs, group, dtype):
     )
     expected = wide_x @ wide_weight.T
     assert (y.dtype, y.shape) == (dtype, expected.shape)
-    # Hopper keeps 14 bits of the sums within a group.
+    # The tensor cores of Hopper keep 14 bits of the sum of a group.
     bound = max(torch.finfo(dtype).eps, 2.0**-13 if CUDA else 1e-6)
     assert ((y.double() - expected).abs() <= bound * (wide_x.abs() @ wide_weight.abs().T)).all()
-    if not CUDA:  # where each size of a tile may take another instruction
+    if not CUDA:  # on a GPU each tile size may use another instruction, with other rounding
         alone = triton_fp8.multiply(x[:1], x_scales[:1], weight, weight_scales, group, dtype)
         assert torch.allclose(alone, y[:1], rtol=1e-5)
 
 
 @has_fp8
-def test_a_weight_in_blocks_is_multiplied_as_it_is():
-    """By a layer's method, inputs rounded by the groups of its weight."""
+def test_a_weight_in_blocks_is_multiplied_without_widening():
+    """The layer's method rounds its inputs with a scale for each group of the weight."""
     values, scales = triton_fp8.quantize(randn(40, 256), 128)
     x = randn(5, 256, dtype=torch.float16, seed=1)
     weight = Fp8Weight(values, scales, 128, torch.float16, native=True)
     y = weight.apply_groupwise(x, triton_fp8)
     widened = weight.embedding(torch.arange(40, device=DEVICE))
     error = (y.double() - x.double() @ widened.double().T).abs()
-    # An input is off by 1/16 at most, its half on average; 256 of them by chance.
+    # The error of an input is at most 1/16, and half of that on average. 256 errors partly cancel.
     assert error.max() <= (x.double().abs() @ widened.double().abs().T).max() / 16
     assert error.mean() <= 0.02 * y.double().std()
     if CUDA:
         assert torch.equal(weight.apply(x), y)
 
 
-def test_groups_that_the_product_takes():
+def test_group_sizes_that_the_product_supports():
     steps = {128: 128, 256: 128, 64: 64, 96: 32, 32: 32, 16: 0, 100: 0, 1: 0}
     assert {group: triton_fp8.inputs_of_a_step(group) for group in steps} == steps
 
 
-def launch(rows, outputs, inputs, dtype):
-    """What a linear of a checkpoint in blocks of 128 launches."""
-
-    def meta(*shape, dtype):
-        return torch.empty(*shape, dtype=dtype, device="meta")
-
-    x, x_scales = triton_fp8.quantize(meta(rows, inputs, dtype=dtype), 128)
-    weight = meta(outputs, inputs, dtype=triton_fp8.FP8)
-    scales = meta(outputs, inputs // 128, dtype=torch.float32)
-    triton_fp8.multiply(x, x_scales, weight, scales, 128, dtype)
+def meta(*shape, dtype):
+    return torch.empty(*shape, dtype=dtype, device="meta")
 
 
-@pytest.mark.parametrize("arch", ARCHS[1:])  # Ampere has no FP8
+def multiply(rows, outputs, inputs, dtype):
+    """Launch the product of a linear layer whose checkpoint has blocks of 128."""
+    x, weight = (meta(n, inputs, dtype=triton_fp8.FP8) for n in (rows, outputs))
+    scales = [meta(n, inputs // 128, dtype=torch.float32) for n in (rows, outputs)]
+    triton_fp8.multiply(x, scales[0], weight, scales[1], 128, dtype)
+
+
+FP8_ARCHS = ARCHS[1:]
+"""Ampere has no FP8."""
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rows", [1, 64, 4096])
 @pytest.mark.parametrize(("outputs", "inputs"), [(4096, 1024), (24576, 4096)])
-def test_compiles(rows, outputs, inputs, dtype, arch):
-    """For GPUs that are not here, at shapes of Qwen3-0.6B and 8B; no register is spilled."""
-    launched = compile_launches(launch, rows, outputs, inputs, dtype, arch=arch)
-    assert [kernel.name for kernel in launched] == ["_quantize_fp8", "_multiply_fp8"]
-    for kernel in launched:
-        assert kernel.n_spills == 0, kernel
-        assert kernel.shared <= 227 * 1024, kernel
+def test_compiles(rows, outputs, inputs, dtype):
+    """For GPUs that are not present, at shapes of Qwen3-0.6B and 8B; no register is spilled."""
+    x = meta(rows, inputs, dtype=dtype)
+    compiled = compile_launches(
+        (triton_fp8.quantize, x, 128), (multiply, rows, outputs, inputs, dtype), archs=FP8_ARCHS
+    )
+    assert list(compiled) == list(FP8_ARCHS)
+    for kernels in compiled.values():
+        assert [kernel.name for kernel in kernels] == ["_quantize_fp8", "_multiply_fp8"]
+        for kernel in kernels:
+            assert kernel.n_spills == 0, kernel
+            assert kernel.shared <= 227 * 1024, kernel
 
 
-@pytest.mark.parametrize("arch", ARCHS[1:])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("inputs", [1024, 5120, 25600])
-def test_quantize_compiles(inputs, dtype, arch):
-    x = torch.empty(3, inputs, dtype=dtype, device="meta")
-    (kernel,) = compile_launches(triton_fp8.quantize, x, arch=arch)
-    assert kernel.n_spills == 0, kernel
-    assert 0 < kernel.n_regs <= 128, kernel
+def test_quantize_compiles(inputs, dtype):
+    x = meta(3, inputs, dtype=dtype)
+    compiled = compile_launches((triton_fp8.quantize, x), archs=FP8_ARCHS)
+    assert list(compiled) == list(FP8_ARCHS)
+    for (kernel,) in compiled.values():
+        assert kernel.n_spills == 0, kernel
+        assert 0 < kernel.n_regs <= 128, kernel

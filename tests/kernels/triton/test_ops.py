@@ -1,5 +1,5 @@
-"""The Triton kernels against float64 and against torch's own path: interpreted without a GPU, on
-it with one. bfloat16 only there: the interpreter computes it wrongly.
+"""The Triton kernels of layers agree with float64 and with torch. Without a GPU they are
+interpreted, and bfloat16 is left out: the interpreter computes it wrongly.
 """
 
 import logging
@@ -17,16 +17,16 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
 from nanovllm.worker.kv_cache import zeros
 from tests.kernels.triton.inputs import CUDA, DEVICE, each_dtype, randn
-from tests.kernels.triton.interpreter import round_to_fp8
+from tests.kernels.triton.interpreter import patch_interpreter
 
 EPS = 1e-6
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
-round_to_fp8()
+patch_interpreter()
 
 
 def assert_as_good(ours, torchs, exact):
-    """No further from the float64 result than twice torch's path, or than one rounding."""
+    """Check that the error is at most twice that of torch, plus one rounding."""
     assert ours.dtype == torchs.dtype
     assert ours.shape == exact.shape
     if exact.numel():
@@ -90,7 +90,7 @@ def exact_rotation(x, positions, cos_sin):
 
 
 class StoreCase:
-    """Random tokens; what torch makes of them, and what is exact."""
+    """Random tokens with the results of torch (q, k, v) and of float64 (exact_q, exact_k)."""
 
     def __init__(self, tokens, heads, kv_heads, head_dim, dtype):
         generator = torch.Generator().manual_seed(tokens + head_dim)
@@ -157,7 +157,7 @@ def test_no_tokens():
 
 def test_a_negative_slot_is_not_stored():
     case = StoreCase(4, 4, 2, 64, torch.float32)
-    # The slots before the first one's belong to somebody too.
+    # The memory before the cache must not change either.
     buffer = torch.full((3, 2, 4, 2, 64), 7.0, device=DEVICE)
     slots = torch.tensor([-1, 5, -1, -1], device=DEVICE)
     q = case.store(slots, buffer[1:])
@@ -169,13 +169,16 @@ def test_a_negative_slot_is_not_stored():
 
 
 def assert_in_eight_bits(stored, exact):
-    """The interpreter forgets to carry where rounding leads to the next power of two."""
+    """Check that numbers were rounded to float8_e4m3fn, which has 3 bits of mantissa."""
     close = torch.isclose(stored.float(), exact.float(), rtol=2**-4, atol=2**-9)
-    assert close.float().mean() > (0.999 if CUDA else 0.9)
+    assert close.float().mean() > 0.999
 
 
 def test_slots_past_32_bits():
-    """Keys and values lie more than 2**31 elements into the cache (its pages are not touched)."""
+    """Keys and values are stored more than 2**31 elements from the start of the cache.
+
+    The operating system provides only the memory pages that are written.
+    """
     case = StoreCase(2, 2, 2, 128, torch.float32)
     last = 2**31 // 256
     kv_cache = zeros((2, last // 16 + 1, 16, 2, 128), torch.float8_e4m3fn, DEVICE)
@@ -189,7 +192,7 @@ def test_slots_past_32_bits():
 def test_eight_bits_saturate(dtype):
     case = StoreCase(3, 4, 2, 64, dtype)
     eight_bits = torch.float8_e4m3fn
-    case.v.copy_(case.v.to(eight_bits))  # exact numbers: no rounding
+    case.v.copy_(case.v.to(eight_bits))  # exactly representable, so storing does not round
     case.v[0, 0, :4] = torch.tensor([500.0, -500.0, 60000.0, -60000.0])
     kv_cache = torch.zeros(2, 1, 4, 2, 64, device=DEVICE).to(eight_bits)
     case.store(torch.tensor([2, 0, 1], device=DEVICE), kv_cache)
@@ -198,7 +201,7 @@ def test_eight_bits_saturate(dtype):
     assert torch.equal(values, case.v.float().clamp(-448, 448))
 
 
-# --- which kernels serve a device
+# --- choosing the kernels
 
 
 def test_kernels_for_a_cpu():

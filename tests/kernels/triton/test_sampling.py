@@ -1,5 +1,5 @@
-"""The Triton kernels that sample against float64 and against torch's own path: interpreted without
-a GPU, on it with one.
+"""The Triton kernels that sample agree with float64 and with torch. Without a GPU they are
+interpreted.
 """
 
 import dataclasses
@@ -12,13 +12,13 @@ import triton.language as tl
 from nanovllm.kernels.triton import inverse_cdf, sampling as triton_sampling, top_k_top_p
 from nanovllm.layers.sampler import Sampling, draw, greedy, uniform
 from tests.kernels.triton.inputs import CUDA, DEVICE, each_dtype, randn
-from tests.kernels.triton.interpreter import allow_computed_bounds
+from tests.kernels.triton.interpreter import patch_interpreter
 
 EVERYTHING = 2**31 - 1
-"""The top_k of rows that have none."""
+"""The top_k of rows without one."""
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
-allow_computed_bounds()
+patch_interpreter()
 
 
 def make_sampling(rows, *, temperature=1.0, top_k=EVERYTHING, top_p=1.0, min_p=0.0, seed=0):
@@ -50,8 +50,10 @@ def sample(logits, sampling):
 
 
 def assert_inverts(tokens, logits, sampling):
-    """Each token has weight, and its share of the distribution holds the row's uniform number; the
-    CPU's draw agrees wherever the number is not near a boundary.
+    """Check that the uniform number of each row lies in the share of its token in the distribution.
+
+    Check too that `draw` on the CPU returns the same tokens, except where the number is within 1e-5
+    of a boundary. Return the share of rows for which it is not.
     """
     tokens, logits = tokens.cpu(), logits.cpu()
     columns = ("temperatures", "seeds", "positions", "min_ps")
@@ -92,8 +94,8 @@ def test_sample_from_qwen3s_vocabulary():
     assert_inverts(sample(logits, sampling), logits, sampling)
 
 
-def test_the_uniform_numbers_are_the_samplers():
-    """Of flat logits the token is the number, rounded down."""
+def test_the_uniform_numbers_are_those_of_the_sampler():
+    """With equal logits the token is the uniform number times their count, rounded down."""
     seeds = torch.tensor([0, 1, 2**31, 2**53 + 1, 2**62 + 12345, 2**63 - 1])
     positions = torch.tensor([0, 1, 63, 2**31])
     pairs = torch.cartesian_prod(seeds, positions).to(DEVICE)
@@ -116,8 +118,8 @@ def test_a_row_does_not_depend_on_the_others():
         assert torch.equal(sample(logits[row : row + 1], alone), together[row : row + 1])
 
 
-def test_rows_that_lie_apart():
-    """Logits of a padded vocabulary, sliced: the padding is never chosen."""
+def test_rows_with_a_stride():
+    """Rows of a slice are not adjacent. The padding of the vocabulary is never chosen."""
     padded = randn(4, 3000)
     padded[:, 2500:] = 50.0
     logits, sampling = padded[:, :2500], make_sampling(4)
@@ -127,7 +129,7 @@ def test_rows_that_lie_apart():
 
 @each_dtype
 def test_forbidden_tokens_are_never_drawn(dtype):
-    """Whole blocks at -inf, before and behind those with weight; and a single token left."""
+    """Blocks before and after the allowed tokens are -inf. Some rows allow one token only."""
     logits = randn(16, 9000, dtype=dtype)
     logits[:, :2500] = -torch.inf
     logits[:, 6000:] = -torch.inf
@@ -146,8 +148,8 @@ def invert(weights, targets, places, SIZE: tl.constexpr):
     tl.store(places + row, place)
 
 
-def test_rounding_leads_to_no_token_without_weight():
-    """A sum that is aimed a little below 0, or at the end and beyond."""
+def test_rounding_never_selects_a_token_without_weight():
+    """Targets may be slightly below 0, or at or beyond the sum of the weights."""
     weights = torch.tensor([0, 0, 1, 0, 2, 0, 0, 0], dtype=torch.float64, device=DEVICE)
     targets = torch.tensor([-1e-17, 0, 0.99, 1, 2.99, 3, 3.01], dtype=torch.float64, device=DEVICE)
     places = torch.zeros(7, dtype=torch.int32, device=DEVICE)
@@ -204,14 +206,14 @@ def store_threshold(
 
 
 def keys_of(logits):
-    """Return int64 in the order of the floats, from the bits of their dtype."""
+    """Return int64 `sort_key` of the logits, computed in torch."""
     width = 8 * logits.element_size()
     bits = (logits + 0.0).view(torch.int16 if width == 16 else torch.int32).long()
     return torch.where(bits < 0, -1 - bits - 2 ** (width - 1), bits) + 2 ** (width - 1)
 
 
 def thresholds(logits, sampling, chunk=128):
-    """Return what the search finds in each row, as keys."""
+    """Return the key of the smallest kept logit of each row, as the kernel finds it."""
     rows, vocab_size = logits.shape
     num_chunks = -(-vocab_size // chunk)
     padding = (0, -vocab_size % chunk)
@@ -239,8 +241,9 @@ def thresholds(logits, sampling, chunk=128):
 
 
 def kept_by_sorting(logits, temperature, top_k, top_p, min_p):
-    """Return [V], what a row's top_k and top_p keep of what min_p leaves any weight, in float64;
-    and whether rounding cannot tip it.
+    """Return [V], whether top_k, top_p and min_p keep each token of a row, computed in float64.
+
+    Return too whether the result is clear, that is, rounding in float32 cannot change it.
     """
     weights = ((logits.double() - logits.double().max()) / temperature).exp()
     allowed = weights >= min_p
@@ -265,11 +268,11 @@ FILTERS = [
     {"top_k": 10**6, "top_p": 0.5},
     {"top_k": 700},
 ]
-"""A row each."""
+"""The parameters of each row."""
 
 
 def make_filtered(vocab_size, dtype, decimals=None):
-    """Return logits of one row for each of FILTERS, and what they ask for; with `decimals` ties."""
+    """Return logits with one row for each of FILTERS, and the parameters. `decimals` makes ties."""
     rows = len(FILTERS)
     logits = torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * 3
     if decimals is not None:
@@ -291,7 +294,7 @@ def make_filtered(vocab_size, dtype, decimals=None):
         (1203, None, torch.float16),
     ],
 )
-def test_thresholds_are_those_of_a_sort(vocab_size, decimals, dtype):
+def test_thresholds_equal_those_of_a_sort(vocab_size, decimals, dtype):
     logits, sampling = make_filtered(vocab_size, dtype, decimals)
     if vocab_size > 1:
         logits[::2, ::3] = -torch.inf
@@ -300,15 +303,15 @@ def test_thresholds_are_those_of_a_sort(vocab_size, decimals, dtype):
     keys, num_clear = keys_of(logits), 0
     for row, threshold in enumerate(thresholds(logits, sampling)):
         columns = (sampling.temperatures, sampling.top_ks, sampling.top_ps, sampling.min_ps)
-        asked = [column[row].item() for column in columns]
-        expected, clear = kept_by_sorting(logits[row].cpu(), *asked)
+        values = [column[row].item() for column in columns]
+        expected, clear = kept_by_sorting(logits[row].cpu(), *values)
         num_clear += clear
         kept = (keys[row] >= threshold).cpu()
         if sampling.top_ps[row] == 1 and sampling.top_ks[row] >= vocab_size:
             assert kept.all()
         elif clear:
-            weights = (logits[row].double() - logits[row].double().max()) / asked[0]
-            assert torch.equal(kept & (weights.exp() >= asked[3]).cpu(), expected)
+            weights = (logits[row].double() - logits[row].double().max()) / values[0]
+            assert torch.equal(kept & (weights.exp() >= values[3]).cpu(), expected)
     assert num_clear >= len(FILTERS) - 2
 
 
@@ -323,8 +326,8 @@ def test_top_k_and_top_p_draw_what_torch_draws(vocab_size, dtype):
     assert torch.equal(sample(logits, sampling).cpu(), expected)
 
 
-def test_rows_without_a_filter_get_what_they_get_alone():
-    """Whether a neighbour has one, and greedy ones are not drawn for theirs."""
+def test_rows_without_a_filter_do_not_depend_on_filtered_rows():
+    """A greedy row ignores its own top_k and top_p."""
     logits, rows = randn(6, 3000) * 3, torch.tensor([0, 2, 4], device=DEVICE)
     temperature = torch.tensor([0.0, 0.7, 1.0, 0.7, 1.3, 0.7])
     mixed = make_sampling(
