@@ -1,10 +1,8 @@
-/* Native CPU kernels of nanovllm, bfloat16 in and out, float32 inside. Called through ctypes.
+/* The CPU kernels, called through ctypes: bfloat16 in and out, float32 inside. One source serves AVX-512, AVX2 and any other
+ * processor.
  *
- * Vectors are GCC's: one source for AVX-512, AVX2 and any other processor, with intrinsics only where an
- * instruction has no operator (bfloat16 and int16 dot products, AMX tiles, fused multiply-add).
- *
- * A packed weight [N, K] is [ceil(N/32)][K/2][32][2]: panels of 32 outputs, pairs of inputs side by
- * side. Rows of the input never meet, so that a row's result does not depend on the batch it is in.
+ * A packed weight [N, K] is [ceil(N/32)][K/2][32][2]: panels of 32 outputs, in which pairs of inputs lie side by side. No kernel
+ * combines rows of its input, so that the result for a row does not depend on the batch, bit for bit.
  */
 #pragma once
 #include <stddef.h>
@@ -35,7 +33,7 @@ void nv_store(const bf16 *qkv, const bf16 *q_weight, const bf16 *k_weight, const
               ptrdiff_t kv_heads, ptrdiff_t dim, ptrdiff_t block, ptrdiff_t bits, float eps);
 
 /* attention.c */
-void nv_attention(const bf16 *q, bf16 *out, const uint8_t *cache, ptrdiff_t blocks, const int32_t *tables,
+void nv_attention(const bf16 *q, bf16 *out, const uint8_t *cache, ptrdiff_t blocks, const int32_t *block_tables,
                   ptrdiff_t table_width, const int32_t *cu_seqlens, const int32_t *seq_lens, ptrdiff_t num_rows, ptrdiff_t heads,
                   ptrdiff_t kv_heads, ptrdiff_t dim, ptrdiff_t block, ptrdiff_t bits, float scale);
 
@@ -48,4 +46,4 @@ void nv_chunk_sums(const bf16 *logits, const float *largest, const float *temper
 /* batch.c */
 void nv_batch(const int32_t *table, ptrdiff_t stride, ptrdiff_t columns, const int64_t *rows, ptrdiff_t num_rows, ptrdiff_t block,
               int64_t *input_ids, int64_t *positions, int64_t *slot_mapping, int32_t *cu_seqlens, int32_t *seq_lens,
-              int32_t *tables, ptrdiff_t width);
+              int32_t *block_tables, ptrdiff_t width);
