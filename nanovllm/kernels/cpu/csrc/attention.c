@@ -25,27 +25,27 @@ typedef struct {
     query_shape shape;
     int rows, tokens;
     ptrdiff_t pass_keys, pass_blocks;
-    operand *query;                      /* [rows][width] */
+    operand *query;                  /* [rows][width] */
     float *scores;                   /* [rows][pass_keys]; a row's weights overwrite its scores, from the row's start on */
     float *acc;                      /* [rows][width]: the sum of weighted values */
     float *row_max, *row_sum;        /* [rows]: the largest score, and the sum of weights */
     float *rescale, *pass_sum;       /* [rows]: the factor for earlier sums, and the pass's sum of weights */
-    const quantized_rows *queries;     /* 8 bits: `query` and its scales */
-    quantized_rows *weights;           /* 8 bits: the weights at `scores` and their scales */
+    const quantized_rows *queries;   /* 8 bits: `query` and its scales */
+    quantized_rows *weights;         /* 8 bits: the weights at `scores` and their scales */
     const bf16 **values, **prefetch; /* [pass_blocks]: a block's values, and what to prefetch while they are read */
 } query_tile;
 
 typedef struct {
     ptrdiff_t left; /* keys from the pass's first to the sequence's last */
     ptrdiff_t keys; /* keys of the pass, rounded up to whole panels */
-    ptrdiff_t k;    /* keys of the pass, rounded up to TERMS: the k of the product with the values */
+    ptrdiff_t k;    /* keys of the pass, rounded up to K_MULTIPLE: the k of the product with the values */
 } key_pass;
 
 INLINE const uint8_t *block_at(const cache_layout *c, kv_sequence kv, ptrdiff_t b) {
     return kv.cache + kv.block_table[b] * 2 * c->half_bytes;
 }
 
-/* Where row r begins in q and in the output, from the tile's first row on. */
+/* Return where row r begins in q and in the output, counted from the tile's first row. */
 INLINE ptrdiff_t row_offset(const cache_layout *c, const query_tile *t, int r) {
     return (r / t->shape.group * t->shape.heads + r % t->shape.group) * c->dim;
 }
@@ -55,7 +55,8 @@ INLINE void load_queries(const cache_layout *c, const query_tile *t, const bf16 
         const bf16 *from = q + row_offset(c, t, r);
         if (c->bits == 16) {
             operand *row = t->query + r * c->width;
-            for (ptrdiff_t d = 0; d < c->width; d += VL) store_operand(row + d, d < c->dim ? load_bf16(from + d, c->dim - d) : (vf){0});
+            for (ptrdiff_t d = 0; d < c->width; d += VL)
+                store_operand(row + d, d < c->dim ? load_bf16(from + d, c->dim - d) : (vf){0});
         } else {
             bf16 padded[c->width];
             memset(padded, 0, sizeof padded);
@@ -126,7 +127,7 @@ INLINE void rescale_sums(const cache_layout *c, const query_tile *t) {
     }
 }
 
-/* acc += weights . values of a pass. With 8 bits the values' scales are already in the weights, so the tile's scales are `ones`. */
+/* acc += weights . values of a pass. With 8 bits the values' scales are already in the weights, so the tile gets unit_scales. */
 INLINE void add_values(const cache_layout *c, const query_tile *t, key_pass pass, const bf16 *unit_scales) {
     input_rows weights = {(const operand *)t->scores, t->pass_keys * (ptrdiff_t)(sizeof *t->scores / sizeof(operand))};
     for (ptrdiff_t d = 0; d < c->width; d += PANEL) {
@@ -155,16 +156,18 @@ INLINE void store_output(const cache_layout *c, const query_tile *t, bf16 *out) 
     }
 }
 
-/* The last `tokens` of the tokens that kv has, in the query heads of its KV head: up to 32 rows. q and out begin with the first
- * row. With an 8-bit cache queries and weights are rounded to 16 bits, as the inputs of a linear are. A pass goes through KEYS
- * keys, at least a block. In long passes a block's values are read long after its keys. Without prefetching, as by AVX512-BF16's
- * tiles, this would take 1.2 to 1.5 times as long for a single token. They also prefetch the first keys of next_kv, the next
- * tile's: decoding is 1.1 to 1.2 times as fast. Not inlined: inside a parallel region GCC 12 keeps the loops' constants in
- * memory. */
+/* Compute the attention of a tile of queries: the last `tokens` of the tokens in kv, in the query heads of its KV head, at most 32
+ * rows. q and out point at the first row. With an 8-bit cache, queries and weights are rounded to 16 bits, like the inputs of a
+ * linear. A pass has PASS_KEYS keys, but at least a block.
+ * In long passes, which only AVX512-BF16 has, a block's values are read long after its keys. The tiles prefetch them; without this,
+ * a single token takes 1.2 to 1.5 times as long. They also prefetch the first keys of next_kv, which belong to the next tile:
+ * decoding is 1.1 to 1.2 times as fast.
+ * Not inlined: inside a parallel region GCC 12 keeps the constants of its loops in memory. */
 static __attribute__((noinline)) void attend(cache_layout c, query_shape shape, const bf16 *q, bf16 *out, kv_sequence kv,
                                              kv_sequence next_kv, int tokens) {
     int rows = tokens * shape.group;
-    ptrdiff_t pass_blocks = c.block < PASS_KEYS ? PASS_KEYS / c.block : 1, pass_keys = pass_blocks * c.block, panels = pass_keys / PANEL;
+    ptrdiff_t pass_blocks = c.block < PASS_KEYS ? PASS_KEYS / c.block : 1;
+    ptrdiff_t pass_keys = pass_blocks * c.block, panels = pass_keys / PANEL;
     operand query[TILE_ROWS * c.width] __attribute__((aligned(64)));
     float scores[TILE_ROWS * pass_keys] __attribute__((aligned(64))), acc[TILE_ROWS * c.width] __attribute__((aligned(64)));
     float query_scales[TILE_ROWS], weight_scales[TILE_ROWS * panels];
@@ -211,8 +214,8 @@ static ptrdiff_t cut_row(const int32_t *cu_seqlens, const int32_t *seq_lens, int
     return n;
 }
 
-/* Causal attention of a batch: row r has tokens [cu_seqlens[r], cu_seqlens[r + 1]), the last ones of seq_lens[r]. */
-void nv_attention(const bf16 *q, bf16 *out, const uint8_t *cache, ptrdiff_t blocks, const int32_t *tables,
+/* Compute causal attention of a batch. Row r has the tokens [cu_seqlens[r], cu_seqlens[r + 1]), the last of its seq_lens[r]. */
+void nv_attention(const bf16 *q, bf16 *out, const uint8_t *cache, ptrdiff_t blocks, const int32_t *block_tables,
                   ptrdiff_t table_width, const int32_t *cu_seqlens, const int32_t *seq_lens, ptrdiff_t num_rows, ptrdiff_t heads,
                   ptrdiff_t kv_heads, ptrdiff_t dim, ptrdiff_t block, ptrdiff_t bits, float scale) {
     int group = heads / kv_heads, max_tokens = TILE_ROWS / group;
@@ -225,12 +228,12 @@ void nv_attention(const bf16 *q, bf16 *out, const uint8_t *cache, ptrdiff_t bloc
 #pragma omp parallel
     {
         begin_tiles();
-#pragma omp for schedule(guided) /* a head's tiles read the same keys; a thread's follow each other */
+#pragma omp for schedule(guided) /* gives a thread adjacent items, so that tiles of a KV head, which share keys, meet in a cache */
         for (ptrdiff_t item = 0; item < num_tiles * kv_heads; item++) {
             ptrdiff_t head = item / num_tiles, next_head = (item + 1) / num_tiles % kv_heads;
             token_tile t = tiles[item % num_tiles], next = tiles[(item + 1) % num_tiles];
-            kv_sequence kv = {cache + head * head_bytes, tables + t.row * table_width, t.num_keys};
-            kv_sequence next_kv = {cache + next_head * head_bytes, tables + next.row * table_width, next.num_keys};
+            kv_sequence kv = {cache + head * head_bytes, block_tables + t.row * table_width, t.num_keys};
+            kv_sequence next_kv = {cache + next_head * head_bytes, block_tables + next.row * table_width, next.num_keys};
             ptrdiff_t offset = (t.first * heads + head * group) * dim;
             attend(layout, shape, q + offset, out + offset, kv, next_kv, t.count);
         }

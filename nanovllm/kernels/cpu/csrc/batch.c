@@ -1,14 +1,16 @@
-/* The batch of a small step, and the replay of a recorded forward pass. Knows no model. */
+/* Small steps: nv_batch() lays out the batch from the worker's tables, nv_run() runs the recorded calls of a forward pass.
+ * recording.py writes the calls.
+ */
 #include <string.h>
 
 #include "kernels.h"
 
-/* Fills the tensors of a batch from the device tables. table is [table rows][stride]: `columns` token ids, then block numbers.
+/* Lay out a batch. table is [table rows][stride]: a table row has a sequence's tokens, then, from `columns` on, its block table.
  * rows is [3][num_rows]: table_indices, query_lens and seq_lens. Row r of the batch has the last query_lens[r] of the first
  * seq_lens[r] tokens of table row table_indices[r]. */
 void nv_batch(const int32_t *table, ptrdiff_t stride, ptrdiff_t columns, const int64_t *rows, ptrdiff_t num_rows, ptrdiff_t block,
               int64_t *input_ids, int64_t *positions, int64_t *slot_mapping, int32_t *cu_seqlens, int32_t *seq_lens,
-              int32_t *tables, ptrdiff_t width) {
+              int32_t *block_tables, ptrdiff_t width) {
     const int64_t *table_indices = rows, *query_lens = rows + num_rows, *ends = rows + 2 * num_rows;
     ptrdiff_t t = cu_seqlens[0] = 0;
     for (ptrdiff_t r = 0; r < num_rows; r++) {
@@ -19,22 +21,22 @@ void nv_batch(const int32_t *table, ptrdiff_t stride, ptrdiff_t columns, const i
             positions[t] = i;
             slot_mapping[t] = blocks[i / block] * (int64_t)block + i % block;
         }
-        memcpy(tables + r * width, blocks, (end + block - 1) / block * sizeof *blocks);
+        memcpy(block_tables + r * width, blocks, (end + block - 1) / block * sizeof *blocks);
         seq_lens[r] = (int32_t)end;
         cu_seqlens[r + 1] = (int32_t)t;
     }
 }
 
-/* A recorded call is CALL words: the kernel's index in recording.py, its arguments, padding. */
+/* A recorded call is the number of a kernel and its arguments, each in a word. */
 typedef union {
     void *p;
     ptrdiff_t n;
     double f;
 } word;
 
-enum { CALL_WORDS = 17 }; /* words of the longest call */
+enum { CALL_WORDS = 17 }; /* of the longest call, and so of every call; recording.py has the same constant */
 
-/* Runs recorded calls in order. `tokens` and `rows` replace the numbers of tokens and rows that were recorded. */
+/* Run recorded calls for `tokens` tokens in `rows` rows, whatever numbers they were recorded with. */
 void nv_run(const word (*calls)[CALL_WORDS], ptrdiff_t count, ptrdiff_t tokens, ptrdiff_t rows) {
     for (ptrdiff_t i = 0; i < count; i++) {
         const word *a = calls[i] + 1;

@@ -1,4 +1,6 @@
-/* What stands between the products of a layer: norms, the MLP's activation, keys and values on their way into the cache. */
+/* The operations of a layer between its linears and attention: RMSNorm, the MLP's activation, and storing keys and values,
+ * with QK-Norm and rotation. Layout of the cache: see cache.h.
+ */
 #include <omp.h>
 
 #include "cache.h"
@@ -16,20 +18,21 @@ static void norm_row(const bf16 *x, const bf16 *weight, bf16 *out, ptrdiff_t n, 
     }
 }
 
-/* residual += x (unless x is null), out = rmsnorm(residual); rows of n. */
+/* residual += x, unless x is NULL; out = rmsnorm(residual). Rows have n numbers. */
 void nv_add_rms_norm(const bf16 *x, bf16 *residual, const bf16 *weight, bf16 *out, ptrdiff_t rows, ptrdiff_t n, float eps) {
 #pragma omp parallel for schedule(static) if (rows > 8)
     for (ptrdiff_t r = 0; r < rows; r++) {
         bf16 *sum = residual + r * n;
         if (x)
-            for (ptrdiff_t i = 0; i < n; i += VL) store_bf16(sum + i, n - i, load_bf16(sum + i, n - i) + load_bf16(x + r * n + i, n - i));
+            for (ptrdiff_t i = 0; i < n; i += VL)
+                store_bf16(sum + i, n - i, load_bf16(sum + i, n - i) + load_bf16(x + r * n + i, n - i));
         norm_row(sum, weight, out + r * n, n, eps);
     }
 }
 
 enum { SILU_CHUNK = 512 };
 
-/* x[:, :n] = silu(x[:, :n]) * x[:, n:], of x[rows][2 n]; the silu is rounded to bfloat16 as torch rounds it. */
+/* x[:, :n] = silu(x[:, :n]) * x[:, n:] in x[rows][2 n]. The silu is rounded to bfloat16 before the product, as torch does. */
 void nv_silu_and_mul(bf16 *x, ptrdiff_t rows, ptrdiff_t n) {
     ptrdiff_t chunks = (n + SILU_CHUNK - 1) / SILU_CHUNK;
 #pragma omp parallel for schedule(static)
@@ -42,7 +45,7 @@ void nv_silu_and_mul(bf16 *x, ptrdiff_t rows, ptrdiff_t n) {
     }
 }
 
-/* x[n] = scale * numbers; returns the scale, which takes the largest to 127. */
+/* Round x[n] to scale * ints[n], where the largest number becomes 127. Return the scale. */
 static bf16 quantize_token(const bf16 *x, int8_t *ints, ptrdiff_t n) {
     vf top = {0};
     for (ptrdiff_t i = 0; i < n; i += VL) {
@@ -50,7 +53,8 @@ static bf16 quantize_token(const bf16 *x, int8_t *ints, ptrdiff_t n) {
         top = larger(top, larger(v, -v));
     }
     half_vu scale = to_bf16(broadcast(largest_of(top) / 127));
-    float inverse = from_bf16(scale)[0] > 1e-30f ? 1 / from_bf16(scale)[0] : 0; /* a tiny scale is too coarse itself */
+    /* A scale below 1e-30, such as 0, has no usable inverse: the integers become 0. */
+    float inverse = from_bf16(scale)[0] > 1e-30f ? 1 / from_bf16(scale)[0] : 0;
     for (ptrdiff_t i = 0; i < n; i += VL) {
         quarter_vb v = __builtin_convertvector(nearest(load_bf16(x + i, n - i) * inverse), quarter_vb);
         memcpy(ints + i, &v, n - i < VL ? n - i : VL);
@@ -58,7 +62,7 @@ static bf16 quantize_token(const bf16 *x, int8_t *ints, ptrdiff_t n) {
     return scale[0];
 }
 
-/* out = x[dim] normalised and rotated. */
+/* out = x[dim] after RMSNorm and rotation; angles are [2][dim/2]: cos, then sin. */
 INLINE void norm_and_rotate(const bf16 *x, const bf16 *weight, const float *angles, bf16 *out, ptrdiff_t dim, float eps) {
     ptrdiff_t half = dim / 2;
     bf16 normed[dim];
@@ -71,7 +75,7 @@ INLINE void norm_and_rotate(const bf16 *x, const bf16 *weight, const float *angl
     }
 }
 
-/* Have a token's lines of a block in the second-level cache; in the first they would be too many to wait for at once. */
+/* Prefetch the cache lines of a token into the second-level cache. The first level cannot wait for so many at once. */
 INLINE void prefetch_token(const cache_layout *c, const uint8_t *keys, ptrdiff_t token) {
     ptrdiff_t bytes = c->bits / 8;
     const uint8_t *k = keys + key_offset(c, token) * bytes, *v = keys + c->half_bytes + value_offset(token) * bytes;
@@ -80,7 +84,7 @@ INLINE void prefetch_token(const cache_layout *c, const uint8_t *keys, ptrdiff_t
         for (int line = 0; line < 2 * bytes; line += 2) __builtin_prefetch(v + i * c->block * bytes + line * PANEL, 0, 2);
 }
 
-/* A token's key[dim] and value[dim] to their place in a block, whose keys begin at `keys`. */
+/* Store key[dim] and value[dim] as `token` of the block whose keys begin at `keys`. */
 INLINE void store_token(const cache_layout *c, const bf16 *key, const bf16 *value, uint8_t *keys, ptrdiff_t token) {
     ptrdiff_t dim = c->dim, block = c->block, bytes = c->bits / 8;
     uint8_t *values = keys + c->half_bytes;
@@ -97,7 +101,8 @@ INLINE void store_token(const cache_layout *c, const bf16 *key, const bf16 *valu
     }
 }
 
-/* The same for VL tokens of 16 bits, `token` being a multiple of VL. key[VL][width] ends in zeros, values lie ld apart. */
+/* Store VL tokens from `token` on, a multiple of VL, in a 16-bit cache: whole vectors instead of pairs. Rows of key[VL][width] end
+ * in zeros, and rows of value are ld apart. */
 INLINE void store_vl_tokens(const cache_layout *c, const bf16 *key, const bf16 *value, ptrdiff_t ld, uint8_t *keys,
                             ptrdiff_t token) {
     bf16 *k = (bf16 *)keys + key_offset(c, token), *v = (bf16 *)(keys + c->half_bytes) + value_offset(token);
@@ -115,8 +120,8 @@ INLINE void store_vl_tokens(const cache_layout *c, const bf16 *key, const bf16 *
         }
 }
 
-/* Normalise q and k, rotate them, and store k and v. qkv rows: q heads, k heads, v heads. A head's tokens are stored one after the
- * other, and VL of them that follow each other in a block at once, whole vectors instead of pairs. */
+/* Normalise and rotate q and k, and store k and v. A row of qkv has the q heads, the k heads, then the v heads. Work is divided
+ * into chunks of a KV head's tokens; VL tokens in adjacent cells of a block are stored together. */
 void nv_store(const bf16 *qkv, const bf16 *q_weight, const bf16 *k_weight, const float *cos_sin, const int64_t *positions,
               const int64_t *slot_mapping, bf16 *q_out, uint8_t *cache, ptrdiff_t blocks, ptrdiff_t tokens, ptrdiff_t heads,
               ptrdiff_t kv_heads, ptrdiff_t dim, ptrdiff_t block, ptrdiff_t bits, float eps) {
@@ -135,7 +140,8 @@ void nv_store(const bf16 *qkv, const bf16 *q_weight, const bf16 *k_weight, const
             uint8_t *keys = head_cache + slot_mapping[t] / block * block_bytes;
             for (n = 1; n < VL && t + n < end && slot_mapping[t + n] == slot_mapping[t] + n; n++) {}
             if (n < VL || slot_mapping[t] % VL || bits == 8) n = 1;
-            if (n == 1 && t + 1 < end) prefetch_token(&c, head_cache + slot_mapping[t + 1] / block * block_bytes, slot_mapping[t + 1] % block);
+            if (n == 1 && t + 1 < end)
+                prefetch_token(&c, head_cache + slot_mapping[t + 1] / block * block_bytes, slot_mapping[t + 1] % block);
             const bf16 *row = qkv + t * ld, *value = row + (heads + kv_heads + head) * dim;
             for (ptrdiff_t j = 0; j < n; j++, row += ld) {
                 const float *angles = cos_sin + positions[t + j] * dim;

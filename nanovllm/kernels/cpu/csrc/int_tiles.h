@@ -1,25 +1,26 @@
-/* Tiles of products with weights of 8 or 4 bits.
+/* Tiles with weights of 8 or 4 bits. A weight is scale * integer, where `group` inputs of an output share a bfloat16 scale. Inputs
+ * are quantised too, with a float32 scale for each row and group. So a group's products are integers, and their sum is exact.
  *
- * A weight is scale * integer, one bfloat16 scale for `group` inputs of an output; k % group == 0. Inputs are rounded, with a
- * scale for each row and group, so that products are integer dot products, exact in int32.
- * 8 bits: inputs in 16, group a multiple of 32 up to 256; packed [ceil(n/32)][k/2][32][2] int8.
- * 4 bits: inputs in 8, group 32; packed [ceil(n/32)][k/8][32][4] bytes: of eight inputs, byte b has number b in its
- * low half and number b + 4 in its high half, 8 added to each. (llama.cpp's Q4_0 rounds both sides alike.)
- * Scales: [ceil(n/32)][k/group][32].
+ * k is a multiple of group, and group divides K_STEP, except that a single step (k <= K_STEP) may have any multiple of 32.
+ * 8 bits: inputs have 16 bits; packed weights are [ceil(n/32)][k/2][32][2] int8.
+ * 4 bits: inputs have 8 bits, group is 32; packed weights are [ceil(n/32)][k/8][32][4] bytes. Of eight inputs, byte b holds weight
+ *         b in its low half and weight b + 4 in its high half, and 8 is added to each. (llama.cpp's Q4_0 rounds in the same way.)
+ * Scales of weights: [ceil(n/32)][k/group][32].
  */
 #pragma once
 #include "tiles.h"
 
 enum { INT4_GROUP = 32 };
 
-/* Bytes of a rounded input, for weights of `bits`. */
+/* Bytes of a quantised input, for weights of `bits`. */
 INLINE ptrdiff_t input_bytes(int bits) { return bits == 8 ? 2 : 1; }
 
+/* Where in its panel the weight of input i and column c is: the byte, and with 4 bits the shift in it. */
 INLINE ptrdiff_t offset8(ptrdiff_t i, ptrdiff_t c) { return (i / 2 * PANEL + c) * 2 + i % 2; }
 INLINE ptrdiff_t offset4(ptrdiff_t i, ptrdiff_t c) { return (i / 8 * PANEL + c) * 4 + i % 4; }
 INLINE int shift4(ptrdiff_t i) { return i % 8 < 4 ? 0 : 4; }
 
-/* 2 VL numbers of 8 bits as int16. */
+/* Load 2 VL int8 as int16. */
 INLINE vs widen_int8(const uint8_t *w) {
 #if VL == 8 && defined(__AVX2__)
     return (vs)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)w));
@@ -30,7 +31,8 @@ INLINE vs widen_int8(const uint8_t *w) {
 #endif
 }
 
-/* a += pairs of v times the pair at x, b likewise of w; in assembly for the reason of tiles.h. */
+/* a += v . x and b += w . x, where each lane holds a pair of int16, and all lanes multiply the pair at x. In assembly for AVX2,
+ * because GCC keeps accumulators in memory, as in tiles_float.h. */
 INLINE void multiply_add_pairs(vi *a, vi *b, vs v, vs w, const int16_t *x) {
     int32_t pair;
     memcpy(&pair, x, 4);
@@ -58,18 +60,18 @@ INLINE void zero_sums(int rows, int cols, vi a[MAX_ROWS][STREAM_COLS]) {
         for (int c = 0; c < cols; c++) a[r][c] = (vi){0};
 }
 
-/* Group g's scales of a vector of columns, of panels of `groups`. */
+/* Load the scales of group g for vector c of columns; a panel has `groups`. */
 INLINE vf load_scales(const bf16 *scales, ptrdiff_t groups, ptrdiff_t g, int c) {
     return from_bf16(*(const half_vu *)(scales + (c / PANEL_VECTORS * groups + g) * PANEL + c % PANEL_VECTORS * VL));
 }
 
-/* out += sum * x_scale * w_scale: a group's integers become part of the result. */
+/* out += sum * x_scale * w_scale, for the integer sum of a group. */
 INLINE void add_scaled(float *out, vi sum, float x_scale, vf w_scale) {
     store(out, fma_(__builtin_convertvector(sum, vf) * x_scale, w_scale, load(out)));
 }
 
-/* Rows of inputs rounded to 16 or 8 bits, ld apart, and for each row and group a scale and `eights`: eight times the sum of its
- * numbers, which is what the 8 added to each weight of 4 bits adds to the products. */
+/* Quantised inputs: rows of int16 or int8, ld apart, and a scale for each row and group. `corrections` are for weights of 4 bits:
+ * eight times the sum of a row's group, because 8 is added to each of those weights. */
 typedef struct {
     void *ints;
     float *scales;
@@ -77,7 +79,7 @@ typedef struct {
     ptrdiff_t ld, groups;
 } quantized_rows;
 
-/* The part of x from `row` on, and the part from input i on, where group g begins. `bits` are the weights'. */
+/* Return the part of x from `row` on, or from input i on, where group g begins. `bits` are those of the weights. */
 INLINE quantized_rows rows_from(quantized_rows x, int bits, ptrdiff_t row) {
     ptrdiff_t g = row * x.groups;
     return (quantized_rows){(char *)x.ints + row * x.ld * input_bytes(bits), x.scales + g, x.corrections + g, x.ld, x.groups};
@@ -86,19 +88,21 @@ INLINE quantized_rows columns_from(quantized_rows x, int bits, ptrdiff_t i, ptrd
     return (quantized_rows){(char *)x.ints + i * input_bytes(bits), x.scales + g, x.corrections + g, x.ld, x.groups};
 }
 
-/* A panel's bytes and scales, from a column on. */
+/* The bytes and the scales of a panel, from some column on. */
 typedef struct {
     const uint8_t *w;
     const bf16 *scales;
 } int_panel;
 
-/* What a tile fetches meanwhile, with AVX-512 from 5 rows on: `share` bytes from `ahead` on for each 64 bytes of w. */
+/* With AVX-512 and 5 rows or more, prefetch `share` bytes from `ahead` on for each 64 bytes of w. */
 typedef struct {
     const uint8_t *ahead;
     ptrdiff_t share;
 } prefetch_plan;
 
-INLINE void int8_rows(int rows, int cols, ptrdiff_t k, ptrdiff_t group, quantized_rows q, int_panel p, prefetch_plan f, output_rows acc) {
+/* One part of a tile with weights of 8 bits: acc += x . w. */
+INLINE void int8_rows(int rows, int cols, ptrdiff_t k, ptrdiff_t group, quantized_rows q, int_panel p, prefetch_plan f,
+                      output_rows acc) {
     const int16_t *x = q.ints;
     const uint8_t *w = p.w, *ahead = f.ahead;
     for (ptrdiff_t g = 0, i = 0; g < k / group; g++) {
@@ -126,8 +130,8 @@ INLINE void int8_rows(int rows, int cols, ptrdiff_t k, ptrdiff_t group, quantize
     }
 }
 
-/* a += fours of v (unsigned bytes up to 15) times the four signed bytes at x, b likewise of w. Without
- * VNNI they count in pairs of int16, which hold a group: 8 times 2 * 15 * 127. */
+/* a += v . x and b += w . x, where each lane holds four bytes from 0 to 15, and all lanes multiply the four signed bytes at x.
+ * Without VNNI a lane of a and b is a pair of int16, which can hold the sum of a group: 8 * 2 * 15 * 127 < 2^15. */
 INLINE void multiply_add_fours(vi *a, vi *b, vi v, vi w, const int8_t *x) {
 #if VL == 16 && defined(__AVX512VNNI__)
     __m512i four = _mm512_set1_epi32(*(const int32_t *)x);
@@ -144,6 +148,8 @@ INLINE void multiply_add_fours(vi *a, vi *b, vi v, vi w, const int8_t *x) {
     for (int i = 0; i < 4; i++) *a += (v >> (8 * i) & 15) * x[i], *b += (w >> (8 * i) & 15) * x[i];
 #endif
 }
+
+/* Without VNNI, add the int16 pair in each lane of a. */
 INLINE vi pairs_to_int32(vi a) {
 #if VL == 16 && defined(__AVX512BW__) && !defined(__AVX512VNNI__)
     return (vi)_mm512_madd_epi16((__m512i)a, _mm512_set1_epi16(1));
@@ -154,6 +160,7 @@ INLINE vi pairs_to_int32(vi a) {
 #endif
 }
 
+/* One part of a tile with weights of 4 bits: acc += x . w. */
 INLINE void int4_rows(int rows, int cols, ptrdiff_t k, quantized_rows q, int_panel p, prefetch_plan f, output_rows acc) {
     const int8_t *x = q.ints;
     const uint8_t *w = p.w, *ahead = f.ahead;
@@ -186,8 +193,8 @@ INLINE void int4_rows(int rows, int cols, ptrdiff_t k, quantized_rows q, int_pan
     }
 }
 
-/* acc[rows][32] (+)= x[rows][k] . w, as `tile` computes it; k is a multiple of group.
- * Not inlined: inside a parallel region GCC 12 keeps the accumulators in memory. */
+/* acc[rows][32] = x[rows][k] . w, or with `add` acc += x . w. Not inlined: inside a parallel region GCC 12 keeps the accumulators
+ * in memory. */
 static __attribute__((noinline)) void int_tile(int bits, int rows, ptrdiff_t k, ptrdiff_t group, quantized_rows x, int_panel panel,
                                                output_rows acc, int add) {
     for (int r = 0; r < rows && !add; r++) memset(acc.p + r * acc.ld, 0, PANEL * sizeof *acc.p);
@@ -196,19 +203,19 @@ static __attribute__((noinline)) void int_tile(int bits, int rows, ptrdiff_t k, 
         quantized_rows xi = columns_from(x, bits, i, g);
         const uint8_t *w = panel.w + i * PANEL * bits / 8, *next = w + k * PANEL * bits / 8;
         const bf16 *scales = panel.scales + g * PANEL;
-/* Each part of the tile fetches its share of the panel behind this one. */
+/* Together the parts of the tile prefetch the panel behind this one. */
 #define PREFETCH_INT (prefetch_plan){next + at * step * PANEL * bits / 8 / rows, 2 * PANEL / PARTS(rows)}
-#define PART8(R, cols, c)                                                                                \
+#define PART8(R, cols, c)                                                                                       \
     int8_rows(R, cols, step, group, rows_from(xi, 8, at), (int_panel){w + 2 * (c), scales + (c)}, PREFETCH_INT, \
               outputs_from(acc, at, c))
-#define PART4(R, cols, c)                                                                         \
+#define PART4(R, cols, c)                                                                                \
     int4_rows(R, cols, step, rows_from(xi, 4, at), (int_panel){w + 4 * (c), scales + (c)}, PREFETCH_INT, \
               outputs_from(acc, at, c))
         if (bits == 8) FOR_ROWS(rows, PART8) else FOR_ROWS(rows, PART4)
     }
 }
 
-/* acc[STREAMS][32]; see `tile_streams`. */
+/* acc[STREAMS][32] = x[k] . w for STREAMS panels, one behind the other in memory; see tile_streams(). */
 static __attribute__((noinline)) void int_streams(int bits, ptrdiff_t k, ptrdiff_t group, quantized_rows x, int_panel panel,
                                                   float *acc) {
     memset(acc, 0, STREAMS * PANEL * sizeof *acc);
@@ -216,12 +223,12 @@ static __attribute__((noinline)) void int_streams(int bits, ptrdiff_t k, ptrdiff
     else int4_rows(1, STREAM_COLS, k, x, panel, (prefetch_plan){NULL, 0}, (output_rows){acc, 0});
 }
 
-/* VL numbers of x from i on: bfloat16, or float32 if they take 4 bytes. */
+/* Load VL numbers of x from i on: bfloat16 if `bytes` is 2, float32 if it is 4. */
 INLINE vf load_any(const void *x, int bytes, ptrdiff_t i) {
     return bytes == 4 ? load((const float *)x + i) : load_bf16((const bf16 *)x + i, VL);
 }
 
-/* Round a row of x, numbers of `bytes`, to `row` of q: x = scale * number. */
+/* Quantise a row of x, whose numbers have `bytes`, into `row` of q, for weights of `bits`: x = scale * integer. */
 INLINE void quantize_row(const void *x, int bytes, const quantized_rows *q, ptrdiff_t row, ptrdiff_t group, int bits) {
     const float limit = bits == 8 ? 32767.0f : 127.0f;
     for (ptrdiff_t g = 0; g < q->groups; g++) {

@@ -1,10 +1,8 @@
-/* The CPU kernels of nanovllm: bfloat16 inputs and outputs, float32 arithmetic. Python calls them through ctypes.
+/* The CPU kernels, called through ctypes: bfloat16 in and out, float32 inside. One source serves AVX-512, AVX2 and any other
+ * processor.
  *
- * The code uses GCC's vector types, so one source covers AVX-512, AVX2 and other processors. It uses intrinsics only for
- * instructions that C has no operator for (bfloat16 and int16 dot products, AMX tiles, fused multiply-add, maximum).
- *
- * A packed weight [N, K] is [ceil(N/32)][K/2][32][2]: panels of 32 outputs, each with adjacent pairs of inputs. A
- * product never combines rows of its input, so a row's result is the same in every batch.
+ * A packed weight [N, K] is [ceil(N/32)][K/2][32][2]: panels of 32 outputs, in which pairs of inputs lie side by side. No kernel
+ * combines rows of its input, so that the result for a row does not depend on the batch, bit for bit.
  */
 #pragma once
 #include <stddef.h>
@@ -13,7 +11,7 @@
 typedef uint16_t bf16;
 enum { PANEL = 32 };
 
-/* linear.c. nv_enable returns whether the system lets this process use what the kernels were compiled for (AMX tiles). */
+/* linear.c */
 int nv_enable(void);
 void nv_pack(const bf16 *w, bf16 *packed, ptrdiff_t n, ptrdiff_t k);
 void nv_linear(const bf16 *x, ptrdiff_t ldx, const bf16 *packed, bf16 *y, ptrdiff_t m, ptrdiff_t n, ptrdiff_t k);
@@ -35,7 +33,7 @@ void nv_store(const bf16 *qkv, const bf16 *q_weight, const bf16 *k_weight, const
               ptrdiff_t kv_heads, ptrdiff_t dim, ptrdiff_t block, ptrdiff_t bits, float eps);
 
 /* attention.c */
-void nv_attention(const bf16 *q, bf16 *out, const uint8_t *cache, ptrdiff_t blocks, const int32_t *tables,
+void nv_attention(const bf16 *q, bf16 *out, const uint8_t *cache, ptrdiff_t blocks, const int32_t *block_tables,
                   ptrdiff_t table_width, const int32_t *cu_seqlens, const int32_t *seq_lens, ptrdiff_t num_rows, ptrdiff_t heads,
                   ptrdiff_t kv_heads, ptrdiff_t dim, ptrdiff_t block, ptrdiff_t bits, float scale);
 
@@ -48,4 +46,4 @@ void nv_chunk_sums(const bf16 *logits, const float *largest, const float *temper
 /* batch.c */
 void nv_batch(const int32_t *table, ptrdiff_t stride, ptrdiff_t columns, const int64_t *rows, ptrdiff_t num_rows, ptrdiff_t block,
               int64_t *input_ids, int64_t *positions, int64_t *slot_mapping, int32_t *cu_seqlens, int32_t *seq_lens,
-              int32_t *tables, ptrdiff_t width);
+              int32_t *block_tables, ptrdiff_t width);

@@ -1,4 +1,6 @@
-/* Products with weights of bfloat16. */
+/* Linear layers with bfloat16 weights: packing them, multiplying by them, and reading rows of them.
+ * Layout of a packed weight: see kernels.h.
+ */
 #include <omp.h>
 
 #include "tiles.h"
@@ -6,13 +8,13 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* Linux lends the tiles to a process that asks for them, once. */
+/* Linux lets a process use AMX only after this request (ARCH_REQ_XCOMP_PERM for XFEATURE_XTILE_DATA). Return whether it agreed. */
 int nv_enable(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
 #else
 int nv_enable(void) { return 1; }
 #endif
 
-/* packed[ceil(n/32)][k/2][32][2] = w[n][k], the last panel filled up with zeros. */
+/* packed[ceil(n/32)][k/2][32][2] = w[n][k]. Zeros fill the last panel. */
 void nv_pack(const bf16 *w, bf16 *packed, ptrdiff_t n, ptrdiff_t k) {
     ptrdiff_t panels = (n + PANEL - 1) / PANEL;
 #pragma omp parallel for schedule(static)
@@ -27,9 +29,9 @@ void nv_pack(const bf16 *w, bf16 *packed, ptrdiff_t n, ptrdiff_t k) {
         }
 }
 
-/* y[m][n] = x[m][k] . w, rounded to nearest even; x's rows lie ldx apart. The threads go through x in blocks that fit the
- * cache, and through all panels for each, whoever is ready taking the next. Where x is read in place: through panels in groups
- * of which a thread's own, the same for each block, fit the cache, so w is read once and x once a group. */
+/* y[m][n] = x[m][k] . w, rounded to nearest even; rows of x are ldx apart. Each thread prepares x block by block, so that a block
+ * fits its cache. For each block, the threads take panels as they get ready. Where x is read in place, panels come in groups, and
+ * a thread gets the same panels of a group for every block; they fit its cache. So w is read once, and x once per group. */
 void nv_linear(const bf16 *x, ptrdiff_t ldx, const bf16 *packed, bf16 *y, ptrdiff_t m, ptrdiff_t n, ptrdiff_t k) {
     ptrdiff_t panels = (n + PANEL - 1) / PANEL, block = X_IN_PLACE ? TILE_ROWS : rows_that_fit(m, k * sizeof(operand));
     ptrdiff_t thread_panels = 3 * CACHE_BYTES / (PANEL * k * 2), streams = m == 1 ? STREAMS : 1;
@@ -41,20 +43,20 @@ void nv_linear(const bf16 *x, ptrdiff_t ldx, const bf16 *packed, bf16 *y, ptrdif
         begin_tiles();
         for (ptrdiff_t g = 0; g < panels; g += group)
             for (ptrdiff_t i = 0; i < m; i += block) {
-                ptrdiff_t count = m - i < block ? m - i : block, step = even_block(count, TILE_ROWS), lda = ldx;
+                ptrdiff_t count = m - i < block ? m - i : block, step = even_block(count, TILE_ROWS);
                 ptrdiff_t end = panels - g < group ? panels : g + group;
-                const operand *a = prepare_inputs(x + i * ldx, &lda, count, step, k, buffer);
+                input_rows inputs = prepare_inputs(x + i * ldx, ldx, count, step, k, buffer);
 #pragma omp for schedule(SCHEDULE) nowait
                 for (ptrdiff_t first = g; first < end; first += streams) {
                     if (first + STREAMS <= end && m == 1) {
-                        tile_streams(a, packed + first * PANEL * k, k, acc);
+                        tile_streams(inputs.p, packed + first * PANEL * k, k, acc);
                         store_row(acc, y + first * PANEL, STREAMS * PANEL, n - first * PANEL);
                         continue;
                     }
                     for (ptrdiff_t p = first; p < first + streams && p < end; p++)
                         for (ptrdiff_t r = 0; r < count; r += step) {
                             int rows = count - r < step ? (int)(count - r) : (int)step;
-                            linear_tile(rows, k, (input_rows){a + r * lda, lda}, packed + p * PANEL * k, r == 0, acc);
+                            linear_tile(rows, k, inputs_from(inputs, r), packed + p * PANEL * k, r == 0, acc);
                             store_tile(acc, y + (i + r) * n + p * PANEL, n, rows, n - p * PANEL);
                         }
                 }
@@ -64,7 +66,7 @@ void nv_linear(const bf16 *x, ptrdiff_t ldx, const bf16 *packed, bf16 *y, ptrdif
     }
 }
 
-/* y[t][k] = row ids[t] of a packed weight. */
+/* y[t] = row ids[t] of the unpacked weight, [k]. */
 void nv_gather(const int64_t *ids, const bf16 *packed, bf16 *y, ptrdiff_t tokens, ptrdiff_t k) {
 #pragma omp parallel for schedule(static) if (tokens > 8)
     for (ptrdiff_t t = 0; t < tokens; t++) {

@@ -1,9 +1,11 @@
-/* Products with weights of 8 or 4 bits. */
+/* Linear layers with weights of 8 or 4 bits: packing them, multiplying by them, and reading rows of them.
+ * Layouts: see int_tiles.h.
+ */
 #include <omp.h>
 
 #include "int_tiles.h"
 
-/* q[n][k] int8, scales[n][k/group] to their packed forms, what fills up the last panel being 0. */
+/* Pack q[n][k] int8 and scales[n][k/group]. Zeros fill the last panel. */
 void nv_pack_int(const int8_t *q, const bf16 *scales, uint8_t *packed, bf16 *packed_scales, ptrdiff_t n, ptrdiff_t k,
                  ptrdiff_t group, ptrdiff_t bits) {
     ptrdiff_t panels = (n + PANEL - 1) / PANEL, groups = k / group;
@@ -24,7 +26,8 @@ void nv_pack_int(const int8_t *q, const bf16 *scales, uint8_t *packed, bf16 *pac
     }
 }
 
-/* y[m][n] = x[m][k] . (scales * packed), as nv_linear goes about widened inputs. */
+/* y[m][n] = x[m][k] . (scales * packed), rounded to nearest even; rows of x are ldx apart. Each thread multiplies its own panels,
+ * always the same, and quantises each block of x for itself. */
 void nv_linear_int(const bf16 *x, ptrdiff_t ldx, const uint8_t *packed, const bf16 *scales, bf16 *y, ptrdiff_t m, ptrdiff_t n,
                    ptrdiff_t k, ptrdiff_t group, ptrdiff_t bits) {
     ptrdiff_t panels = (n + PANEL - 1) / PANEL, groups = k / group, block = rows_that_fit(m, k * 2), ld = k + 64;
@@ -55,7 +58,7 @@ void nv_linear_int(const bf16 *x, ptrdiff_t ldx, const uint8_t *packed, const bf
     }
 }
 
-/* y[t][k] = row ids[t] of a packed weight. */
+/* y[t] = row ids[t] of the unpacked weight, [k]. */
 void nv_gather_int(const int64_t *ids, const uint8_t *packed, const bf16 *scales, bf16 *y, ptrdiff_t tokens, ptrdiff_t k,
                    ptrdiff_t group, ptrdiff_t bits) {
 #pragma omp parallel for schedule(static) if (tokens > 8)

@@ -1,9 +1,11 @@
-/* Passes of the sampler over the logits: largest logit, and sums of exp by chunk. Knows no random numbers. */
+/* The sampler's passes over the vocabulary: the largest logit, and maxima and sums of chunks of 128 logits.
+ * Logits are bfloat16, sums float32.
+ */
 #include "vectors.h"
 
-enum { SEGMENT = 8192 }; /* logits of one row that one thread reads */
+enum { SEGMENT = 8192 };
 
-/* Returns the largest of x's n numbers, ignoring NaN; -INFINITY if there is none. */
+/* Return the largest of x[n], ignoring NaN; -inf if all are NaN. */
 static float largest_in(const bf16 *x, ptrdiff_t n) {
     vf top = broadcast(-INFINITY);
     ptrdiff_t whole = n / VL * VL, i = 0;
@@ -16,7 +18,7 @@ static float largest_in(const bf16 *x, ptrdiff_t n) {
     return best;
 }
 
-/* out[row] = index of the first largest logit of the row; 0 if all are NaN. logits: [rows][n]. */
+/* out[row] = the index of the first of the largest logits; logits are [rows][n]. */
 void nv_greedy(const bf16 *logits, int64_t *out, ptrdiff_t rows, ptrdiff_t n) {
     ptrdiff_t segments = (n + SEGMENT - 1) / SEGMENT;
     float *largest = malloc(rows * segments * sizeof *largest);
@@ -36,11 +38,10 @@ void nv_greedy(const bf16 *logits, int64_t *out, ptrdiff_t rows, ptrdiff_t n) {
     free(largest);
 }
 
-/* Below, logits are [rows][chunks][CHUNK]. */
-
+/* Below, logits are [rows][chunks][128]. */
 enum { CHUNK = 128 };
 
-/* out[chunk] = the largest logit of the chunk, for `chunks` chunks of all rows. */
+/* out[chunk] = its largest logit, for the chunks of all rows. */
 void nv_chunk_maxima(const bf16 *logits, float *out, ptrdiff_t chunks) {
 #pragma omp parallel for schedule(static)
     for (ptrdiff_t c = 0; c < chunks; c++) {
@@ -50,8 +51,7 @@ void nv_chunk_maxima(const bf16 *logits, float *out, ptrdiff_t chunks) {
     }
 }
 
-/* out[row][chunk] = sum of exp((logit - largest[row]) / temperatures[row]), without terms below min_ps[row]. NaN terms count as
- * 0. */
+/* out[row][chunk] = sum of exp((logit - largest[row]) / temperature[row]), without terms below min_p[row]. */
 void nv_chunk_sums(const bf16 *logits, const float *largest, const float *temperatures, const float *min_ps, float *out,
                    ptrdiff_t rows, ptrdiff_t chunks) {
 #pragma omp parallel for schedule(static)

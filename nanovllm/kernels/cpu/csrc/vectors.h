@@ -1,4 +1,6 @@
-/* Vectors of numbers: arithmetic, conversions, exp. Knows no tensor and no kernel. */
+/* Vectors of VL floats: loads and stores, conversions to and from bfloat16, reductions, transposition, exp.
+ * GCC's vector types, with intrinsics where an instruction has no operator. Knows nothing about what the numbers mean.
+ */
 #pragma once
 #include <math.h>
 #include <string.h>
@@ -8,7 +10,7 @@
 
 #include "kernels.h"
 
-#ifndef VL /* floats per vector; the emulation in the tests sets it */
+#ifndef VL /* floats of a vector */
 #if defined(__AVX512F__)
 #define VL 16
 #elif defined(__AVX2__)
@@ -18,13 +20,14 @@
 #endif
 #endif
 
+/* Aligned like their elements: loads and stores may be unaligned. */
 typedef float vf __attribute__((vector_size(4 * VL), aligned(4), may_alias));
 typedef int32_t vi __attribute__((vector_size(4 * VL), aligned(4), may_alias));
 typedef uint32_t vu __attribute__((vector_size(4 * VL), aligned(4), may_alias));
 typedef uint16_t half_vu __attribute__((vector_size(2 * VL), aligned(2), may_alias));
-typedef int16_t vs __attribute__((vector_size(4 * VL), aligned(2), may_alias)); /* 2 * VL numbers */
+typedef int16_t vs __attribute__((vector_size(4 * VL), aligned(2), may_alias)); /* of 2 VL int16 */
 typedef int16_t half_vs __attribute__((vector_size(2 * VL), aligned(2), may_alias));
-typedef int8_t vb __attribute__((vector_size(2 * VL), aligned(1), may_alias)); /* 2 * VL numbers */
+typedef int8_t vb __attribute__((vector_size(2 * VL), aligned(1), may_alias));      /* of 2 VL int8 */
 typedef int8_t quarter_vb __attribute__((vector_size(VL), aligned(1), may_alias));
 
 #define INLINE static inline __attribute__((always_inline))
@@ -49,7 +52,7 @@ INLINE vf blend(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no
 #else
 #define MAX_MIN(op, sign, a, b) blend(a sign b, a, b)
 #endif
-/* Lane by lane; b where a or b is NaN. */
+/* The larger and the smaller of each lane; b if a or b is NaN. */
 INLINE vf larger(vf a, vf b) { return MAX_MIN(max, >, a, b); }
 INLINE vf smaller(vf a, vf b) { return MAX_MIN(min, <, a, b); }
 
@@ -73,7 +76,7 @@ INLINE vi lanes(void) {
 #endif
 }
 
-/* Reductions combine lane i with lane i ^ n for n = VL / 2, ..., 1. So processors with the same VL add in the same order. */
+/* Reductions add or compare halves, then halves of these: the same order on every processor with the same VL. */
 INLINE vf shuffle_xor(vf v, int n) { return __builtin_shuffle(v, lanes() ^ n); }
 INLINE float sum_of(vf v) {
 #pragma GCC unroll 4
@@ -86,7 +89,7 @@ INLINE float largest_of(vf v) {
     return v[0];
 }
 
-/* Transposes the VL x VL matrix in place: swaps blocks of VL / 2, then of VL / 4, down to single lanes. */
+/* Swap rows[i][j] and rows[j][i]: first in blocks of half the size, then inside each block. */
 INLINE void transpose(vf rows[VL]) {
 #pragma GCC unroll 4
     for (int n = VL / 2; n; n /= 2) {
@@ -107,7 +110,8 @@ INLINE vf from_bf16(half_vu h) {
     return (vf)(__builtin_convertvector(h, vu) << 16);
 #endif
 }
-INLINE half_vu to_bf16(vf v) { /* rounds to nearest, ties to even */
+/* Round to nearest, ties to even. */
+INLINE half_vu to_bf16(vf v) {
 #if VL == 16 && defined(__AVX512BF16__)
     return (half_vu)_mm512_cvtneps_pbh((__m512)v);
 #else
@@ -119,7 +123,7 @@ INLINE half_vu to_bf16(vf v) { /* rounds to nearest, ties to even */
 }
 INLINE vf round_to_bf16(vf v) { return from_bf16(to_bf16(v)); }
 
-/* Loads and stores of the next min(VL, left) numbers of a row. Loads fill the other lanes with 0. */
+/* Load or store the next VL numbers of a row that has `left` more. If these are fewer than VL, missing numbers are read as 0. */
 INLINE half_vu load_bits16(const bf16 *p, ptrdiff_t left) {
     if (left >= VL) return *(const half_vu *)p;
     half_vu h = {0};
@@ -139,14 +143,14 @@ INLINE vf load_f32(const float *p, ptrdiff_t left) {
     return v;
 }
 
-/* 1.5 * 2^23. A sum v + ROUND_TO_INT with |v| < 2^22 is rounded to an integer, which stands in the sum's low mantissa bits. */
+/* 1.5 * 2^23: the sum of this and a small number is rounded to an integer, which stands in the sum's last bits. */
 #define ROUND_TO_INT 12582912.0f
 
-/* The nearest integers; |v| < 2^22. */
+/* The nearest integers of v; |v| < 2^22. */
 INLINE vi nearest(vf v) { return (vi)(v + ROUND_TO_INT) - (vi)broadcast(ROUND_TO_INT); }
 
-/* Returns 2^r * 2^n, where shifted = n + ROUND_TO_INT, |r| <= 1/2 and n >= -126. The polynomial is a minimax fit of 2^r for the
- * relative error. */
+/* 2^r * 2^n for |r| <= 1/2 and an integer n >= -126, given as `shifted` = n + ROUND_TO_INT. The polynomial is the minimax fit of
+ * 2^r by relative error. */
 INLINE vf exp2_split(vf r, vf shifted) {
     vf p = broadcast(1.535336182e-4f);
     p = fma_(p, r, broadcast(1.339887445e-3f));
@@ -157,16 +161,17 @@ INLINE vf exp2_split(vf r, vf shifted) {
     p = fma_(p, r, broadcast(1.0f));
     return (vf)((vi)p + ((vi)shifted << 23));
 }
-/* exp with an error below 1.5 units in the last place; 0 for x < -87, exp(88) for x > 88, NaN for NaN. */
+/* exp within 1.5 ulp, 0 below -87. The result for NaN is NaN, so that an error in a row shows. */
 INLINE vf exp_(vf x) {
     const float log2e = 1.44269504f;
     vi underflow = x < -87.0f;
     x = smaller(broadcast(88.0f), larger(broadcast(-87.0f), x));
     vf shifted = fma_(x, broadcast(log2e), broadcast(ROUND_TO_INT)), n = shifted - ROUND_TO_INT;
-    vf r = fma_(n, broadcast(2.12194440e-4f), fma_(n, broadcast(-0.693359375f), x)); /* x - n * log 2, exact even if fma_ is not fused */
+    /* r = x - n log 2, where log 2 has two parts so that the first product is exact even without fused operations. */
+    vf r = fma_(n, broadcast(2.12194440e-4f), fma_(n, broadcast(-0.693359375f), x));
     return (vf)((vi)exp2_split(r * log2e, shifted) & ~underflow);
 }
-/* 2^x for x <= 0 with an error below 1.2 units in the last place; 0 for x < -126. */
+/* 2^x within 1.2 ulp for x <= 0, 0 below -126. */
 INLINE vf exp2_(vf x) {
     vi underflow = x < -126.0f;
     x = larger(broadcast(-126.0f), x);

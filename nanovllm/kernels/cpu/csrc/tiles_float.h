@@ -1,0 +1,77 @@
+/* Tiles in float32: weights are widened as they are multiplied, and a linear's inputs once beforehand.
+ * For AVX2, AVX-512 without bfloat16 products, and any other processor. Included by tiles.h, which describes the functions.
+ */
+#define SCHEDULE guided
+enum { X_IN_PLACE = 0, PASS_KEYS = PANEL, K_MULTIPLE = 2 };
+
+static void begin_tiles(void) {}
+static void end_tiles(void) {}
+
+/* a += x * v and b += x * w. In assembly, because GCC keeps one accumulator of the largest tile in memory, and then each step waits
+ * for a store. */
+INLINE void multiply_add2(vf *a, vf *b, vf v, vf w, const float *x) {
+#if VL == 8 && defined(__FMA__)
+    vf t;
+    __asm__("vbroadcastss %5, %2\n\tvfmadd231ps %3, %2, %0\n\tvfmadd231ps %4, %2, %1"
+            : "+x"(*a), "+x"(*b), "=&x"(t) : "x"(v), "x"(w), "m"(*x));
+#else
+    *a = fma_(v, broadcast(*x), *a), *b = fma_(w, broadcast(*x), *b);
+#endif
+}
+
+/* One part of a tile. A lane of w holds a pair: the weight of an even input in its low half, of the odd one in its high half. With
+ * `prefetch` each step prefetches the weights of all columns K_STEP inputs ahead. */
+INLINE void tile_rows(int rows, int cols, ptrdiff_t k, input_rows x, const bf16 *w, int prefetch, output_rows acc, int add) {
+    vf a[MAX_ROWS][STREAM_COLS];
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < cols; c++) a[r][c] = add ? load(acc.p + r * acc.ld + c * VL) : (vf){0};
+    for (ptrdiff_t i = 0; i < k; i += 2, w += 2 * PANEL) {
+        if (prefetch && cols < PANEL_VECTORS) {
+            __builtin_prefetch(w + K_STEP * PANEL);
+            __builtin_prefetch(w + K_STEP * PANEL + PANEL);
+        }
+#pragma GCC unroll 4
+        for (int c = 0; c < cols; c += 2) {
+            const vu *v = (const vu *)(w + c / PANEL_VECTORS * (k * PANEL)) + c % PANEL_VECTORS;
+            prefetch_stream(cols, v);
+            vf even0 = (vf)(v[0] << 16), even1 = (vf)(v[1] << 16);
+#pragma GCC unroll 12
+            for (int r = 0; r < rows; r++) multiply_add2(&a[r][c], &a[r][c + 1], even0, even1, &x.p[r * x.ld + i]);
+            vf odd0 = (vf)(v[0] & 0xffff0000), odd1 = (vf)(v[1] & 0xffff0000);
+#pragma GCC unroll 12
+            for (int r = 0; r < rows; r++) multiply_add2(&a[r][c], &a[r][c + 1], odd0, odd1, &x.p[r * x.ld + i + 1]);
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < cols; c++) store(acc.p + r * acc.ld + c * VL, a[r][c]);
+}
+
+static void tile_step(int rows, ptrdiff_t k, input_rows x, const bf16 *w, output_rows acc, int add) {
+#define TILE_PART(R, cols, c) \
+    tile_rows(R, cols, k, inputs_from(x, at), w + 2 * (c), at + (c) == 0, outputs_from(acc, at, c), add)
+    FOR_ROWS(rows, TILE_PART)
+}
+
+static void tile(int rows, ptrdiff_t k, input_rows x, panel_pieces w, output_rows acc, int add) {
+    for (ptrdiff_t i = 0, at = 0, step; i < k; i += step, at = at + step < w.piece_k ? at + step : (w.pieces++, 0)) {
+        step = k - i < K_STEP ? k - i : K_STEP;
+        if (w.piece_k - at < step) step = w.piece_k - at;
+        tile_step(rows, step, (input_rows){x.p + i, x.ld}, *w.pieces + at * PANEL, acc, add || i);
+    }
+}
+
+/* Convert x to float32 in `buffer`. Rows lie 64 bytes further apart than k, so that they do not share a cache set. */
+INLINE input_rows prepare_inputs(const bf16 *x, ptrdiff_t ldx, ptrdiff_t rows, ptrdiff_t step, ptrdiff_t k, operand *buffer) {
+    ptrdiff_t ld = k + 16;
+    for (ptrdiff_t r = 0; r < rows; r++)
+        for (ptrdiff_t i = 0; i < k; i += VL) store(buffer + r * ld + i, from_bf16(*(const half_vu *)(x + r * ldx + i)));
+    return (input_rows){buffer, ld};
+}
+
+INLINE void linear_tile(int rows, ptrdiff_t k, input_rows x, const bf16 *w, int prefetch, float *acc) {
+    tile(rows, k, x, (panel_pieces){&w, &w, k}, (output_rows){acc, PANEL}, 0);
+}
+
+static void tile_streams(const operand *x, const bf16 *w, ptrdiff_t k, float *acc) {
+    tile_rows(1, STREAM_COLS, k, (input_rows){x, 0}, w, 0, (output_rows){acc, 0}, 0);
+}
