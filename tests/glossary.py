@@ -16,7 +16,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=160)
 """Enough for every answer."""
 SAMPLED = SamplingParams(temperature=1.3, seed=3, max_tokens=60)
 
-OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "num_kvcache_blocks": 2048}
+OPTIONS: dict[str, Any] = {"max_model_len": 512, "num_kvcache_blocks": 2048}
 TINY_POOL: dict[str, Any] = {
     "num_kvcache_blocks": 32,
     "kvcache_block_size": 8,
