@@ -204,7 +204,7 @@ def test_stats_exclude_tokens_after_a_stop(random_model: str, queue_depth: int) 
 def test_engine_finishes_while_superfluous_steps_are_in_flight(
     random_model: str, queue_depth: int
 ) -> None:
-    """Symptom: after the last stop, the engine waits for steps whose tokens nobody needs."""
+    """Symptom: after the last stop, the engine waits for steps whose tokens are not needed."""
     engine = LLMEngine(Config(model=random_model), queue_depth=queue_depth)
     expected: list[list[int]] = []
     for _ in range(2):

@@ -215,7 +215,7 @@ class Engine:
         schedule = self.scheduler.schedule()
         self._check_order(running, waiting, schedule)
         if schedule is None:
-            assert self.in_flight or not self.scheduler.num_unfinished, "requests wait for ever"
+            assert self.in_flight or not self.scheduler.num_unfinished, "waiting requests never run"
             return None
         self._check_budgets(schedule)
         self.launched.append((schedule, pickle.loads(pickle.dumps(schedule))))

@@ -246,7 +246,7 @@ def test_chunked_prefill_runs_beside_decodes() -> None:
     engine.run()
 
 
-def test_nobody_passes_the_head_of_the_queue() -> None:
+def test_small_requests_do_not_pass_the_head_of_the_queue() -> None:
     """Symptom: small requests starve a large one."""
     engine = Engine(num_blocks=8, block_size=2)
     engine.add([1] * 8, max_tokens=4)
