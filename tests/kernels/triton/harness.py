@@ -76,8 +76,11 @@ def compile_launches(
 
 @functools.cache
 def _children() -> ProcessPoolExecutor:
+    # One per core and process of pytest-xdist. More would only cost their imports.
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    cores = (os.cpu_count() or 1) // processes
     return ProcessPoolExecutor(
-        min(_MAX_CHILDREN, os.cpu_count() or 1),
+        min(max(cores, 1), _MAX_CHILDREN),
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_compile_kernels,
     )

@@ -23,7 +23,7 @@ def _patch_lang_once(fn):
     """Replace Triton's functions by interpreted ones, unless this launch has done so already.
 
     The interpreter does this at each launch, and again at each call from one jitted function to
-    another. Those calls took a third of the time of test_sampling.py.
+    another. That took 40% of the time of test_sampling.py.
     """
     if any(tl.core.is_builtin(module.load) for module in _language_modules(fn)):
         return _patch_lang(fn)
