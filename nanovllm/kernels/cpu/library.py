@@ -4,10 +4,12 @@ Without usable kernels, `library()` returns None and the layers use torch. Knows
 particular.
 """
 
+import contextlib
 import ctypes
 import functools
 import logging
 import threading
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -67,7 +69,8 @@ def run(calls: bytes, num_tokens: int = -1, num_rows: int = -1) -> None:
     kernels = library()
     assert kernels is not None
     num_calls = len(calls) // CALL_BYTES
-    kernels.nv_run(calls, num_calls, num_tokens, num_rows, torch.get_num_threads())
+    threads = _thread.num_threads or torch.get_num_threads()
+    kernels.nv_run(calls, num_calls, num_tokens, num_rows, threads)
 
 
 def record_calls(recorder: Recorder | None) -> None:
@@ -75,8 +78,27 @@ def record_calls(recorder: Recorder | None) -> None:
     _thread.recorder = recorder
 
 
+@contextlib.contextmanager
+def torch_on_one_thread() -> Iterator[None]:
+    """Run torch's operations of this thread on one CPU thread inside, and kernels on all of them.
+
+    For operations that take microseconds: the threads of OpenMP spin while they wait for each
+    other, for a time slice of the system if one of them has lost its core.
+    """
+    before = torch.get_num_threads()
+    _thread.num_threads = _thread.num_threads or before
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+        _thread.num_threads = None
+
+
 class _Thread(threading.local):
     recorder: Recorder | None = None
+    num_threads: int | None = None
+    """CPU threads of a kernel; None: as many as torch uses."""
 
 
 _thread = _Thread()
