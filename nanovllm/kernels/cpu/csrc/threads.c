@@ -146,14 +146,16 @@ void run_threads(ptrdiff_t threads, void (*body)(team *, const void *), const vo
     pthread_mutex_unlock(&pool.callers);
 }
 
+static void reset_queue(queue *q) {
+    pthread_cond_init(&q->event, NULL);
+    atomic_store(&q->sleepers, 0);
+}
+
 /* The child of a fork has none of the workers, and its copies of the locks may be held by threads that it does not have. */
 static void reset_pool(void) {
     pthread_mutex_init(&pool.callers, NULL);
     pthread_mutex_init(&pool.sleep, NULL);
-    for (queue *q = &pool.for_task; q <= &pool.for_leave; q++) {
-        pthread_cond_init(&q->event, NULL);
-        atomic_store(&q->sleepers, 0);
-    }
+    reset_queue(&pool.for_task), reset_queue(&pool.for_items), reset_queue(&pool.for_leave);
     atomic_store(&pool.entry, CLOSED);
     pool.workers = 0;
 }
