@@ -8,13 +8,18 @@
 #include <stdatomic.h>
 #include <time.h>
 
-enum { SPIN_NANOSECONDS = 50000, PAUSES = 32 };
+enum { MAX_THREADS = 1024, SPIN_NANOSECONDS = 50000, PAUSES = 32 };
 
 /* Threads that wait for the same kind of event. */
 typedef struct {
     _Alignas(128) _Atomic uint32_t sleepers;
     pthread_cond_t event;
 } queue;
+
+/* How many items of a thread's share have been taken, in the lower half, and in which phase, in the upper half. */
+typedef struct {
+    _Alignas(128) _Atomic uint64_t taken;
+} ticket;
 
 /* `entry` is the number of the last task in the upper half, and below it the workers inside and whether it is CLOSED to others. */
 #define TASK ((uint64_t)1 << 32)
@@ -28,7 +33,7 @@ static struct {
     void (*body)(team *, const void *);
     const void *argument;
     _Alignas(128) _Atomic uint64_t entry;
-    _Alignas(128) _Atomic uint64_t ticket;   /* a phase, in the upper half, and the first of its items that nobody has taken */
+    ticket tickets[MAX_THREADS];             /* of each thread's share */
     _Alignas(128) _Atomic uint32_t computed; /* items of the current task */
     pthread_mutex_t sleep;
     queue for_task, for_items, for_leave;
@@ -76,28 +81,28 @@ static void wake(queue *q) {
 
 items share(team *t, ptrdiff_t count) {
     t->phase++;
-    return (items){t, count, 0, 0};
+    return (items){t, count, 0, 0, 0};
 }
 
-/* Each time, a thread takes a part of the items that are left: large parts first, because adjacent items share memory, and small
- * ones last, so that the threads finish together. */
+/* Each thread has a share of adjacent items. It takes half of what is left of its share, again and again, and then does the same
+ * with the shares of the others. So the threads finish together, and one that loses its core does not hold its whole share. */
 int take(items *i) {
     team *t = i->team;
-    uint32_t end = t->items_before + (uint32_t)i->count, taken = (uint32_t)(i->last - i->first);
-    if (taken && atomic_fetch_add(&pool.computed, taken) + taken == end) wake(&pool.for_items);
-    uint64_t ticket = atomic_load(&pool.ticket);
-    while ((uint32_t)(ticket / TASK) <= t->phase) {
-        ptrdiff_t first = ticket / TASK == t->phase ? (ptrdiff_t)(ticket % TASK) : 0;
-        ptrdiff_t left = i->count - first, part = (left + 2 * t->threads - 1) / (2 * t->threads);
-        if (left == 0) {
-            wait_until(items_computed, end, &pool.for_items);
-            break;
-        }
-        if (atomic_compare_exchange_weak(&pool.ticket, &ticket, t->phase * TASK + (uint64_t)(first + part))) {
-            i->first = first, i->last = first + part;
-            return 1;
+    uint32_t end = t->items_before + (uint32_t)i->count, computed = (uint32_t)(i->last - i->first);
+    if (computed && atomic_fetch_add(&pool.computed, computed) + computed == end) wake(&pool.for_items);
+    for (; i->shares < t->threads; i->shares++) {
+        ptrdiff_t owner = (t->number + i->shares) % t->threads;
+        ptrdiff_t first = i->count * owner / t->threads, last = i->count * (owner + 1) / t->threads;
+        _Atomic uint64_t *taken = &pool.tickets[owner].taken;
+        uint64_t before = atomic_load(taken);
+        while (before / TASK <= t->phase) { /* else the phase is over */
+            ptrdiff_t next = before / TASK == t->phase ? first + (ptrdiff_t)(before % TASK) : first;
+            i->first = next, i->last = next + (last - next + 1) / 2;
+            if (next == last) break;
+            if (atomic_compare_exchange_weak(taken, &before, t->phase * TASK + (uint64_t)(i->last - first))) return 1;
         }
     }
+    wait_until(items_computed, end, &pool.for_items);
     t->items_before = end;
     return 0;
 }
@@ -109,7 +114,7 @@ static void *work(void *number) {
         while (!(entry & CLOSED) && !atomic_compare_exchange_weak(&pool.entry, &entry, entry + 1)) {}
         if (entry & CLOSED) continue; /* the task ended first */
         last = entry / TASK;
-        if ((ptrdiff_t)number < pool.threads) pool.body(&(team){pool.threads, 0, 0}, pool.argument);
+        if ((ptrdiff_t)number < pool.threads) pool.body(&(team){pool.threads, (ptrdiff_t)number, 0, 0}, pool.argument);
         if (atomic_fetch_sub(&pool.entry, 1) == (last * TASK | CLOSED) + 1) wake(&pool.for_leave);
     }
     return NULL;
@@ -128,17 +133,18 @@ static void start_workers(ptrdiff_t count) {
 }
 
 void run_threads(ptrdiff_t threads, void (*body)(team *, const void *), const void *argument) {
+    if (threads > MAX_THREADS) threads = MAX_THREADS;
     pthread_mutex_lock(&pool.callers);
     start_workers(threads - 1);
     pool.threads = threads, pool.body = body, pool.argument = argument;
-    atomic_store(&pool.ticket, 0);
+    for (ptrdiff_t i = 0; i < threads; i++) atomic_store(&pool.tickets[i].taken, 0);
     atomic_store(&pool.computed, 0);
     uint64_t task = (uint32_t)(atomic_load(&pool.entry) / TASK + 1);
     if (threads > 1) {
         atomic_store(&pool.entry, task * TASK);
         wake(&pool.for_task);
     }
-    body(&(team){threads, 0, 0}, argument);
+    body(&(team){threads, 0, 0, 0}, argument);
     if (threads > 1) {
         atomic_fetch_or(&pool.entry, CLOSED);
         wait_until(all_left, task, &pool.for_leave);

@@ -4,23 +4,23 @@
  *     FOR_ITEMS(item, team, count) ...
  *
  * A thread takes items while there are any, then waits for those that other threads have taken. So a phase is over when its items
- * are computed; a thread that has lost its core keeps the others waiting only for the items that it holds, and skips the phases
- * that ended without it. All threads must compute the same `count`.
+ * are computed. A thread that has lost its core delays the others only by the items that it holds, and skips the phases that end
+ * without it. All threads must compute the same `count`.
  */
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
 
-/* One thread's place in a task: the phase that it is in, and the number of items in the phases before. */
+/* A thread's place in a team: its number from 0 on, the phase that it is in, and the number of items in the phases before. */
 typedef struct {
-    ptrdiff_t threads;
+    ptrdiff_t threads, number;
     uint32_t phase, items_before;
 } team;
 
-/* Items [first, last) of a phase with `count` items belong to this thread. */
+/* A phase of `count` items. This thread has taken [first, last), and seen that nothing is left of `shares` threads' shares. */
 typedef struct {
     team *team;
-    ptrdiff_t count, first, last;
+    ptrdiff_t count, first, last, shares;
 } items;
 
 /* Begin the next phase. count < 2**31; a task has fewer than 2**31 items and phases. */
