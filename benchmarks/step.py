@@ -39,7 +39,6 @@ PARTS = {
     "nv_silu_and_mul": "glue",
     "nv_gather": "glue",
     "nv_gather_int": "glue",
-    "nv_run": "recorded",
 }
 """The part of each C kernel."""
 COLUMNS = ("products", "attention", "glue", "sampler")
@@ -84,13 +83,14 @@ class Clock:
     @contextlib.contextmanager
     def watch_engine(self) -> Iterator[None]:
         """Watch the C kernels and the sampler inside `with`."""
-        call, sample = library.call, SamplingRows.sample
+        call, run, sample = library.call, library.run, SamplingRows.sample
         library.call = self.watch(PARTS.get, call)
+        library.run = self.watch(lambda _: "recorded", run)
         SamplingRows.sample = self.watch(lambda _: "sampler", sample)  # type: ignore[method-assign]
         try:
             yield
         finally:
-            library.call = call
+            library.call, library.run = call, run
             SamplingRows.sample = sample  # type: ignore[method-assign]
 
 

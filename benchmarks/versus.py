@@ -99,6 +99,16 @@ class Engine:
         self._signal(signal.SIGSTOP)
         return seconds
 
+    def processes(self) -> list[int]:
+        """Return the ids of the engine's process and of its children."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):  # it has ended
+                fields = path.read_text().rpartition(")")[2].split()
+                if int(fields[2]) == self._process.pid:  # of the engine's process group
+                    found.append(int(path.parent.name))
+        return found
+
     def stop(self) -> None:
         """End the process and its children."""
         with contextlib.suppress(ProcessLookupError):  # it has ended already

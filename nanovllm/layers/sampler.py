@@ -12,13 +12,16 @@ import torch
 from torch.nn.functional import pad
 
 from nanovllm.kernels.cpu import ops as cpu_ops
-from nanovllm.kernels.cpu.library import supports
+from nanovllm.kernels.cpu.library import supports, torch_on_one_thread
 from nanovllm.kernels.selector import triton_kernels
 from nanovllm.layers.sampling_tensors import SamplingTensors
 from nanovllm.sampling_params import GREEDY_BELOW
 
 CHUNK = 128
 """Tokens in a chunk. A search over the vocabulary first chooses a chunk, then a token in it."""
+
+_FEW_LOGITS = 2**18
+"""Torch computes so many candidates' weights on one thread as fast as on several."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,6 +66,10 @@ def draw(logits: torch.Tensor, sampling: Sampling, num_candidates: int = 0) -> t
             sampling.top_ps,
             sampling.min_ps,
         )
+    few = len(logits) * num_candidates * CHUNK <= _FEW_LOGITS
+    if few and torch.get_num_threads() > 1 and _c_kernels_support(logits, sampling.native):
+        with torch_on_one_thread():  # the C kernels compute all that is large
+            return draw(logits, sampling, num_candidates)
     if sampling.any_greedy:
         temperatures = sampling.temperatures.clamp(min=GREEDY_BELOW)
         sampled = dataclasses.replace(sampling, temperatures=temperatures, any_greedy=False)

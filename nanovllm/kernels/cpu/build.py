@@ -12,34 +12,15 @@ import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
 
-_SOURCES = sorted(Path(__file__).with_name("csrc").glob("*.[ch]"))
-_COMPILE = ("-c", "-O3", "-fopenmp", "-fPIC")
-_LINK = ("-shared", "-fopenmp", "-lm")
-_WITHOUT_TILES = ("-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
+from nanovllm.kernels.cpu.calls import pack_call
 
-# Types of the arguments of each kernel: p pointer, n size, f float.
-_KINDS: dict[str, Any] = {"p": ctypes.c_void_p, "n": ctypes.c_ssize_t, "f": ctypes.c_float}
-ARGUMENTS = {
-    "nv_pack": "ppnn",
-    "nv_linear": "pnppnnn",
-    "nv_gather": "pppnn",
-    "nv_pack_int": "ppppnnnn",
-    "nv_linear_int": "pnpppnnnnn",
-    "nv_gather_int": "ppppnnnn",
-    "nv_add_rms_norm": "ppppnnf",
-    "nv_silu_and_mul": "pnn",
-    "nv_store": "ppppppppnnnnnnnf",
-    "nv_attention": "pppnpnppnnnnnnf",
-    "nv_run": "pnnn",
-    "nv_batch": "pnnpnnppppppn",
-    "nv_greedy": "ppnn",
-    "nv_chunk_maxima": "ppn",
-    "nv_chunk_sums": "pppppnn",
-}
+_SOURCES = sorted(Path(__file__).with_name("csrc").glob("*.[ch]"))
+_COMPILE = ("-c", "-O3", "-pthread", "-fPIC")
+_LINK = ("-shared", "-pthread", "-lm")
+_WITHOUT_TILES = ("-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
 
 PANEL = 32
 """Outputs per panel of a packed weight. In the KV cache, head_dim is padded to whole panels."""
@@ -77,10 +58,8 @@ def load(*architecture: str) -> ctypes.CDLL:
         if _WITHOUT_TILES[0] in flags:
             raise Unavailable("the system refuses AMX tiles to kernels built without them")
         return load(*flags, *_WITHOUT_TILES)
-    for name, kinds in ARGUMENTS.items():
-        function = getattr(kernels, name)
-        function.argtypes = [_KINDS[kind] for kind in kinds]
-        function.restype = None
+    kernels.nv_run.argtypes = [ctypes.c_char_p, *[ctypes.c_ssize_t] * 4]
+    kernels.nv_run.restype = None
     _self_test(kernels)
     return kernels
 
@@ -129,12 +108,10 @@ def _self_test(kernels: ctypes.CDLL) -> None:
     x = torch.randn(37, 608, generator=generator).bfloat16()
     packed = torch.empty(3, 304, PANEL, 2, dtype=torch.bfloat16)
     y = torch.empty(37, 70, dtype=torch.bfloat16)
-    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (weight, packed, x, y)]
-    size = ctypes.c_ssize_t
-    kernels.nv_pack(pointers[0], pointers[1], size(70), size(608))
-    kernels.nv_linear(
-        pointers[2], size(608), pointers[1], pointers[3], size(37), size(70), size(608)
-    )
+    w, p, inputs, outputs = (tensor.data_ptr() for tensor in (weight, packed, x, y))
+    calls = pack_call("nv_pack", [w, p, 70, 608])
+    calls += pack_call("nv_linear", [inputs, 608, p, outputs, 37, 70, 608])
+    kernels.nv_run(calls, 2, -1, -1, torch.get_num_threads())
     expected = x.double() @ weight.double().T
     error = (y.double() - expected).abs().max()
     if not error <= 0.01 * expected.abs().max():  # also true for NaN

@@ -4,15 +4,18 @@ Without usable kernels, `library()` returns None and the layers use torch. Knows
 particular.
 """
 
+import contextlib
 import ctypes
 import functools
 import logging
 import threading
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
 
 from nanovllm.kernels.cpu.build import Unavailable, load
+from nanovllm.kernels.cpu.calls import CALL_BYTES, pack_call
 
 logger = logging.getLogger(__name__)
 
@@ -23,8 +26,8 @@ Argument = torch.Tensor | int | float | None
 class Recorder(Protocol):
     """Stores kernel calls, which then do not run."""
 
-    def add(self, name: str, args: tuple[Argument, ...]) -> None:
-        """Store a call of kernel `name`."""
+    def add(self, name: str, args: list[int | float]) -> None:
+        """Store a call of kernel `name`; tensors in `args` are addresses."""
         ...
 
 
@@ -50,13 +53,24 @@ def supports(device: torch.device, dtype: torch.dtype) -> bool:
 
 def call(name: str, *args: Argument) -> None:
     """Run kernel `name`. If this thread has a recorder, store the call there instead."""
+    addresses = [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg or 0 for arg in args]
     if _thread.recorder is not None:
-        _thread.recorder.add(name, args)
-        return
+        _thread.recorder.add(name, addresses)
+    else:
+        run(pack_call(name, addresses))
+
+
+def run(calls: bytes, num_tokens: int = -1, num_rows: int = -1) -> None:
+    """Run calls written by `pack_call`, on as many threads as torch uses.
+
+    Args:
+        num_tokens, num_rows: replace the numbers of tokens and of rows in the calls, if given.
+    """
     kernels = library()
     assert kernels is not None
-    function = getattr(kernels, name)
-    function(*[arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args])
+    num_calls = len(calls) // CALL_BYTES
+    threads = _thread.num_threads or torch.get_num_threads()
+    kernels.nv_run(calls, num_calls, num_tokens, num_rows, threads)
 
 
 def record_calls(recorder: Recorder | None) -> None:
@@ -64,8 +78,27 @@ def record_calls(recorder: Recorder | None) -> None:
     _thread.recorder = recorder
 
 
+@contextlib.contextmanager
+def torch_on_one_thread() -> Iterator[None]:
+    """Run torch's operations of this thread on one CPU thread inside, and kernels on all of them.
+
+    For operations that take microseconds: the threads of OpenMP spin while they wait for each
+    other, for a time slice of the system if one of them has lost its core.
+    """
+    before = torch.get_num_threads()
+    _thread.num_threads = _thread.num_threads or before
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+        _thread.num_threads = None
+
+
 class _Thread(threading.local):
     recorder: Recorder | None = None
+    num_threads: int | None = None
+    """CPU threads of a kernel; None: as many as torch uses."""
 
 
 _thread = _Thread()

@@ -12,6 +12,9 @@ from nanovllm.kernels.cpu import library
 from nanovllm.kernels.cpu.build import PANEL
 from nanovllm.utils.memory import lazy_zeros
 
+_SEGMENT = 8192
+"""Logits whose maximum `nv_greedy` finds in one go; see csrc/sampling.c."""
+
 
 def linear(x: torch.Tensor, packed: torch.Tensor, num_outputs: int) -> torch.Tensor:
     """Return x [m, k] times the transpose of a weight from `pack`: [m, num_outputs].
@@ -237,7 +240,8 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
         [r] int64.
     """
     out = torch.empty(len(logits), dtype=torch.int64)
-    library.call("nv_greedy", logits, out, *logits.shape)
+    largest = torch.empty(len(logits), -(-logits.shape[1] // _SEGMENT), dtype=torch.float32)
+    library.call("nv_greedy", logits, largest, out, *logits.shape)
     return out
 
 

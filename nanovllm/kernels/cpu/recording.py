@@ -3,8 +3,6 @@
 Knows no model: any function whose work is all kernel calls can be recorded.
 """
 
-import ctypes
-import struct
 import weakref
 from collections import defaultdict
 from typing import Any
@@ -14,23 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm.kernels.cpu import library
-from nanovllm.kernels.cpu.build import ARGUMENTS
+from nanovllm.kernels.cpu.calls import pack_call, size_of
 
-_CALL = 17
-"""64-bit words per recorded call: the kernel's index, its arguments, padding. See batch.c."""
-
-# Kernels in the order of the indices in `nv_run`, and the position of the argument that holds the
-# number of tokens (nv_attention: the number of rows).
-_RECORDABLE = {
-    "nv_linear": 4,
-    "nv_linear_int": 5,
-    "nv_gather": 3,
-    "nv_gather_int": 4,
-    "nv_add_rms_norm": 4,
-    "nv_silu_and_mul": 1,
-    "nv_store": 9,
-    "nv_attention": 8,
-}
 _ALLOCATES = (torch.ops.aten.empty, torch.ops.aten.empty_like)
 
 
@@ -53,7 +36,7 @@ class Recording(TorchDispatchMode):
     def __init__(self, size: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.size = size
-        self._calls = bytearray()
+        self._calls = b""
         self._memory: list[np.ndarray] = []
         self._free: dict[int, list[np.ndarray]] = defaultdict(list)  # by size
 
@@ -79,18 +62,15 @@ class Recording(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         return self._empty(func(*args, **{**(kwargs or {}), "device": "meta"}))
 
-    def add(self, name: str, args: tuple[library.Argument, ...]) -> None:
+    def add(self, name: str, args: list[int | float]) -> None:
         """Store a call of kernel `name`.
 
         Raises:
-            Unrecordable: `nv_run` does not know the kernel, or the call has another size.
+            Unrecordable: the call cannot be run with another size, or is not for `size` tokens.
         """
-        if name not in _RECORDABLE or args[_RECORDABLE[name]] != self.size:
+        if size_of(name, args) != self.size:
             raise Unrecordable(f"{name} is not a call for {self.size} tokens")
-        words = [list(_RECORDABLE).index(name), *map(_address, args)]
-        kinds = "q" + "".join("d" if kind == "f" else "q" for kind in ARGUMENTS[name])
-        padding = [0] * (_CALL - len(words))
-        self._calls += struct.pack("@" + kinds.ljust(_CALL, "q"), *words, *padding)
+        self._calls += pack_call(name, args)
 
     def _empty(self, like: torch.Tensor) -> torch.Tensor:
         free = self._free[like.nbytes]
@@ -104,10 +84,4 @@ class Recording(TorchDispatchMode):
 
     def run(self, num_tokens: int, num_rows: int) -> None:
         """Run the recorded calls for the first `num_tokens` tokens in the first `num_rows` rows."""
-        calls = (ctypes.c_char * len(self._calls)).from_buffer(self._calls)
-        num_calls = len(calls) // (8 * _CALL)
-        library.call("nv_run", ctypes.addressof(calls), num_calls, num_tokens, num_rows)
-
-
-def _address(arg: library.Argument) -> int | float:
-    return arg.data_ptr() if isinstance(arg, torch.Tensor) else arg or 0
+        library.run(self._calls, num_tokens, num_rows)

@@ -215,7 +215,7 @@ static ptrdiff_t cut_row(const int32_t *cu_seqlens, const int32_t *seq_lens, int
 }
 
 /* Compute causal attention of a batch. Row r has the tokens [cu_seqlens[r], cu_seqlens[r + 1]), the last of its seq_lens[r]. */
-void nv_attention(const bf16 *q, bf16 *out, const uint8_t *cache, ptrdiff_t blocks, const int32_t *block_tables,
+void nv_attention(team *team, const bf16 *q, bf16 *out, const uint8_t *cache, ptrdiff_t blocks, const int32_t *block_tables,
                   ptrdiff_t table_width, const int32_t *cu_seqlens, const int32_t *seq_lens, ptrdiff_t num_rows, ptrdiff_t heads,
                   ptrdiff_t kv_heads, ptrdiff_t dim, ptrdiff_t block, ptrdiff_t bits, float scale) {
     int group = heads / kv_heads, max_tokens = TILE_ROWS / group;
@@ -225,19 +225,15 @@ void nv_attention(const bf16 *q, bf16 *out, const uint8_t *cache, ptrdiff_t bloc
     for (ptrdiff_t r = 0; r < num_rows; r++) num_tiles += (cu_seqlens[r + 1] - cu_seqlens[r] + max_tokens - 1) / max_tokens;
     token_tile *tiles = malloc(num_tiles * sizeof *tiles);
     for (ptrdiff_t r = 0; r < num_rows; r++) n += cut_row(cu_seqlens, seq_lens, r, max_tokens, tiles + n);
-#pragma omp parallel
-    {
-        begin_tiles();
-#pragma omp for schedule(guided) /* gives a thread adjacent items, so that tiles of a KV head, which share keys, meet in a cache */
-        for (ptrdiff_t item = 0; item < num_tiles * kv_heads; item++) {
-            ptrdiff_t head = item / num_tiles, next_head = (item + 1) / num_tiles % kv_heads;
-            token_tile t = tiles[item % num_tiles], next = tiles[(item + 1) % num_tiles];
-            kv_sequence kv = {cache + head * head_bytes, block_tables + t.row * table_width, t.num_keys};
-            kv_sequence next_kv = {cache + next_head * head_bytes, block_tables + next.row * table_width, next.num_keys};
-            ptrdiff_t offset = (t.first * heads + head * group) * dim;
-            attend(layout, shape, q + offset, out + offset, kv, next_kv, t.count);
-        }
-        end_tiles();
+    begin_tiles();
+    FOR_ITEMS(item, team, num_tiles * kv_heads) { /* tiles of a KV head share keys: adjacent ones meet in a thread's cache */
+        ptrdiff_t head = item / num_tiles, next_head = (item + 1) / num_tiles % kv_heads;
+        token_tile t = tiles[item % num_tiles], next = tiles[(item + 1) % num_tiles];
+        kv_sequence kv = {cache + head * head_bytes, block_tables + t.row * table_width, t.num_keys};
+        kv_sequence next_kv = {cache + next_head * head_bytes, block_tables + next.row * table_width, next.num_keys};
+        ptrdiff_t offset = (t.first * heads + head * group) * dim;
+        attend(layout, shape, q + offset, out + offset, kv, next_kv, t.count);
     }
+    end_tiles();
     free(tiles);
 }

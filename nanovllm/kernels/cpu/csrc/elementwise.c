@@ -1,8 +1,6 @@
 /* The operations of a layer between its linears and attention: RMSNorm, the MLP's activation, and storing keys and values,
  * with QK-Norm and rotation. Layout of the cache: see cache.h.
  */
-#include <omp.h>
-
 #include "cache.h"
 
 static void norm_row(const bf16 *x, const bf16 *weight, bf16 *out, ptrdiff_t n, float eps) {
@@ -19,9 +17,9 @@ static void norm_row(const bf16 *x, const bf16 *weight, bf16 *out, ptrdiff_t n, 
 }
 
 /* residual += x, unless x is NULL; out = rmsnorm(residual). Rows have n numbers. */
-void nv_add_rms_norm(const bf16 *x, bf16 *residual, const bf16 *weight, bf16 *out, ptrdiff_t rows, ptrdiff_t n, float eps) {
-#pragma omp parallel for schedule(static) if (rows > 8)
-    for (ptrdiff_t r = 0; r < rows; r++) {
+void nv_add_rms_norm(team *t, const bf16 *x, bf16 *residual, const bf16 *weight, bf16 *out, ptrdiff_t rows, ptrdiff_t n,
+                     float eps) {
+    FOR_ITEMS(r, t, rows) {
         bf16 *sum = residual + r * n;
         if (x)
             for (ptrdiff_t i = 0; i < n; i += VL)
@@ -33,10 +31,9 @@ void nv_add_rms_norm(const bf16 *x, bf16 *residual, const bf16 *weight, bf16 *ou
 enum { SILU_CHUNK = 512 };
 
 /* x[:, :n] = silu(x[:, :n]) * x[:, n:] in x[rows][2 n]. The silu is rounded to bfloat16 before the product, as torch does. */
-void nv_silu_and_mul(bf16 *x, ptrdiff_t rows, ptrdiff_t n) {
+void nv_silu_and_mul(team *t, bf16 *x, ptrdiff_t rows, ptrdiff_t n) {
     ptrdiff_t chunks = (n + SILU_CHUNK - 1) / SILU_CHUNK;
-#pragma omp parallel for schedule(static)
-    for (ptrdiff_t item = 0; item < rows * chunks; item++) {
+    FOR_ITEMS(item, t, rows * chunks) {
         ptrdiff_t r = item / chunks, first = item % chunks * SILU_CHUNK;
         for (ptrdiff_t i = first; i < n && i < first + SILU_CHUNK; i += VL) {
             vf gate = load_bf16(x + r * 2 * n + i, n - i), up = load_bf16(x + r * 2 * n + n + i, n - i);
@@ -122,16 +119,14 @@ INLINE void store_vl_tokens(const cache_layout *c, const bf16 *key, const bf16 *
 
 /* Normalise and rotate q and k, and store k and v. A row of qkv has the q heads, the k heads, then the v heads. Work is divided
  * into chunks of a KV head's tokens; VL tokens in adjacent cells of a block are stored together. */
-void nv_store(const bf16 *qkv, const bf16 *q_weight, const bf16 *k_weight, const float *cos_sin, const int64_t *positions,
-              const int64_t *slot_mapping, bf16 *q_out, uint8_t *cache, ptrdiff_t blocks, ptrdiff_t tokens, ptrdiff_t heads,
-              ptrdiff_t kv_heads, ptrdiff_t dim, ptrdiff_t block, ptrdiff_t bits, float eps) {
-    cache_layout layout = layout_of(dim, block, bits);
-    ptrdiff_t ld = (heads + 2 * kv_heads) * dim, group = heads / kv_heads, block_bytes = 2 * layout.half_bytes;
-    ptrdiff_t share = tokens * kv_heads / omp_get_max_threads(), chunk = share < 1 ? 1 : share < 64 ? share : 64;
+void nv_store(team *team, const bf16 *qkv, const bf16 *q_weight, const bf16 *k_weight, const float *cos_sin,
+              const int64_t *positions, const int64_t *slot_mapping, bf16 *q_out, uint8_t *cache, ptrdiff_t blocks,
+              ptrdiff_t tokens, ptrdiff_t heads, ptrdiff_t kv_heads, ptrdiff_t dim, ptrdiff_t block, ptrdiff_t bits, float eps) {
+    const cache_layout c = layout_of(dim, block, bits);
+    ptrdiff_t ld = (heads + 2 * kv_heads) * dim, group = heads / kv_heads, block_bytes = 2 * c.half_bytes;
+    ptrdiff_t even = tokens * kv_heads / team->threads, chunk = even < 1 ? 1 : even < 64 ? even : 64;
     ptrdiff_t chunks = (tokens + chunk - 1) / chunk;
-#pragma omp parallel for schedule(dynamic)
-    for (ptrdiff_t item = 0; item < chunks * kv_heads; item++) {
-        const cache_layout c = layout;
+    FOR_ITEMS(item, team, chunks * kv_heads) {
         ptrdiff_t head = item % kv_heads, t = item / kv_heads * chunk, end = t + chunk < tokens ? t + chunk : tokens, n;
         uint8_t *head_cache = cache + head * blocks * block_bytes;
         bf16 key[VL * c.width];

@@ -1,4 +1,4 @@
-/* The CPU kernels, called through ctypes: bfloat16 in and out, float32 inside. One source serves AVX-512, AVX2 and any other
+/* The CPU kernels, called through nv_run(): bfloat16 in and out, float32 inside. One source serves AVX-512, AVX2 and any other
  * processor.
  *
  * A packed weight [N, K] is [ceil(N/32)][K/2][32][2]: panels of 32 outputs, in which pairs of inputs lie side by side. No kernel
@@ -8,42 +8,50 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "threads.h"
+
 typedef uint16_t bf16;
 enum { PANEL = 32 };
 
 /* linear.c */
 int nv_enable(void);
-void nv_pack(const bf16 *w, bf16 *packed, ptrdiff_t n, ptrdiff_t k);
-void nv_linear(const bf16 *x, ptrdiff_t ldx, const bf16 *packed, bf16 *y, ptrdiff_t m, ptrdiff_t n, ptrdiff_t k);
-void nv_gather(const int64_t *ids, const bf16 *packed, bf16 *y, ptrdiff_t tokens, ptrdiff_t k);
+void nv_pack(team *t, const bf16 *w, bf16 *packed, ptrdiff_t n, ptrdiff_t k);
+void nv_linear(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *packed, bf16 *y, ptrdiff_t m, ptrdiff_t n, ptrdiff_t k);
+void nv_gather(team *t, const int64_t *ids, const bf16 *packed, bf16 *y, ptrdiff_t tokens, ptrdiff_t k);
 
 /* linear_int.c */
-void nv_pack_int(const int8_t *q, const bf16 *scales, uint8_t *packed, bf16 *packed_scales, ptrdiff_t n, ptrdiff_t k,
+void nv_pack_int(team *t, const int8_t *q, const bf16 *scales, uint8_t *packed, bf16 *packed_scales, ptrdiff_t n, ptrdiff_t k,
                  ptrdiff_t group, ptrdiff_t bits);
-void nv_linear_int(const bf16 *x, ptrdiff_t ldx, const uint8_t *packed, const bf16 *scales, bf16 *y, ptrdiff_t m, ptrdiff_t n,
-                   ptrdiff_t k, ptrdiff_t group, ptrdiff_t bits);
-void nv_gather_int(const int64_t *ids, const uint8_t *packed, const bf16 *scales, bf16 *y, ptrdiff_t tokens, ptrdiff_t k,
+void nv_linear_int(team *t, const bf16 *x, ptrdiff_t ldx, const uint8_t *packed, const bf16 *scales, bf16 *y, ptrdiff_t m,
+                   ptrdiff_t n, ptrdiff_t k, ptrdiff_t group, ptrdiff_t bits);
+void nv_gather_int(team *t, const int64_t *ids, const uint8_t *packed, const bf16 *scales, bf16 *y, ptrdiff_t tokens, ptrdiff_t k,
                    ptrdiff_t group, ptrdiff_t bits);
 
 /* elementwise.c */
-void nv_add_rms_norm(const bf16 *x, bf16 *residual, const bf16 *weight, bf16 *out, ptrdiff_t rows, ptrdiff_t n, float eps);
-void nv_silu_and_mul(bf16 *x, ptrdiff_t rows, ptrdiff_t n);
-void nv_store(const bf16 *qkv, const bf16 *q_weight, const bf16 *k_weight, const float *cos_sin, const int64_t *positions,
-              const int64_t *slot_mapping, bf16 *q_out, uint8_t *cache, ptrdiff_t blocks, ptrdiff_t tokens, ptrdiff_t heads,
-              ptrdiff_t kv_heads, ptrdiff_t dim, ptrdiff_t block, ptrdiff_t bits, float eps);
+void nv_add_rms_norm(team *t, const bf16 *x, bf16 *residual, const bf16 *weight, bf16 *out, ptrdiff_t rows, ptrdiff_t n,
+                     float eps);
+void nv_silu_and_mul(team *t, bf16 *x, ptrdiff_t rows, ptrdiff_t n);
+void nv_store(team *t, const bf16 *qkv, const bf16 *q_weight, const bf16 *k_weight, const float *cos_sin,
+              const int64_t *positions, const int64_t *slot_mapping, bf16 *q_out, uint8_t *cache, ptrdiff_t blocks,
+              ptrdiff_t tokens, ptrdiff_t heads, ptrdiff_t kv_heads, ptrdiff_t dim, ptrdiff_t block, ptrdiff_t bits, float eps);
 
 /* attention.c */
-void nv_attention(const bf16 *q, bf16 *out, const uint8_t *cache, ptrdiff_t blocks, const int32_t *block_tables,
+void nv_attention(team *t, const bf16 *q, bf16 *out, const uint8_t *cache, ptrdiff_t blocks, const int32_t *block_tables,
                   ptrdiff_t table_width, const int32_t *cu_seqlens, const int32_t *seq_lens, ptrdiff_t num_rows, ptrdiff_t heads,
                   ptrdiff_t kv_heads, ptrdiff_t dim, ptrdiff_t block, ptrdiff_t bits, float scale);
 
 /* sampling.c */
-void nv_greedy(const bf16 *logits, int64_t *out, ptrdiff_t rows, ptrdiff_t n);
-void nv_chunk_maxima(const bf16 *logits, float *out, ptrdiff_t chunks);
-void nv_chunk_sums(const bf16 *logits, const float *largest, const float *temperatures, const float *min_ps, float *out,
+void nv_greedy(team *t, const bf16 *logits, float *largest, int64_t *out, ptrdiff_t rows, ptrdiff_t n);
+void nv_chunk_maxima(team *t, const bf16 *logits, float *out, ptrdiff_t chunks);
+void nv_chunk_sums(team *t, const bf16 *logits, const float *largest, const float *temperatures, const float *min_ps, float *out,
                    ptrdiff_t rows, ptrdiff_t chunks);
 
 /* batch.c */
-void nv_batch(const int32_t *table, ptrdiff_t stride, ptrdiff_t columns, const int64_t *rows, ptrdiff_t num_rows, ptrdiff_t block,
-              int64_t *input_ids, int64_t *positions, int64_t *slot_mapping, int32_t *cu_seqlens, int32_t *seq_lens,
-              int32_t *block_tables, ptrdiff_t width);
+void nv_batch(team *t, const int32_t *table, ptrdiff_t stride, ptrdiff_t columns, const int64_t *rows, ptrdiff_t num_rows,
+              ptrdiff_t block, int64_t *input_ids, int64_t *positions, int64_t *slot_mapping, int32_t *cu_seqlens,
+              int32_t *seq_lens, int32_t *block_tables, ptrdiff_t width);
+
+/* run.c */
+
+/* Run `count` calls on `threads` threads: for `tokens` tokens in `rows` rows, or, where these are -1, as the calls say. */
+void nv_run(const void *calls, ptrdiff_t count, ptrdiff_t tokens, ptrdiff_t rows, ptrdiff_t threads);

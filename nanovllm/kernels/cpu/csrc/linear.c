@@ -1,8 +1,6 @@
 /* Linear layers with bfloat16 weights: packing them, multiplying by them, and reading rows of them.
  * Layout of a packed weight: see kernels.h.
  */
-#include <omp.h>
-
 #include "tiles.h"
 #ifdef HAVE_AMX
 #include <sys/syscall.h>
@@ -15,10 +13,8 @@ int nv_enable(void) { return 1; }
 #endif
 
 /* packed[ceil(n/32)][k/2][32][2] = w[n][k]. Zeros fill the last panel. */
-void nv_pack(const bf16 *w, bf16 *packed, ptrdiff_t n, ptrdiff_t k) {
-    ptrdiff_t panels = (n + PANEL - 1) / PANEL;
-#pragma omp parallel for schedule(static)
-    for (ptrdiff_t p = 0; p < panels; p++)
+void nv_pack(team *t, const bf16 *w, bf16 *packed, ptrdiff_t n, ptrdiff_t k) {
+    FOR_ITEMS(p, t, (n + PANEL - 1) / PANEL)
         for (ptrdiff_t c = 0; c < PANEL; c++) {
             ptrdiff_t row = p * PANEL + c;
             bf16 *out = packed + p * PANEL * k + c * 2;
@@ -29,48 +25,51 @@ void nv_pack(const bf16 *w, bf16 *packed, ptrdiff_t n, ptrdiff_t k) {
         }
 }
 
-/* y[m][n] = x[m][k] . w, rounded to nearest even; rows of x are ldx apart. Each thread prepares x block by block, so that a block
- * fits its cache. For each block, the threads take panels as they get ready. Where x is read in place, panels come in groups, and
- * a thread gets the same panels of a group for every block; they fit its cache. So w is read once, and x once per group. */
-void nv_linear(const bf16 *x, ptrdiff_t ldx, const bf16 *packed, bf16 *y, ptrdiff_t m, ptrdiff_t n, ptrdiff_t k) {
+/* Return the panels of a weight that fit a thread's cache, fewer if `threads` threads would not share the weight evenly. */
+static ptrdiff_t panels_that_fit(ptrdiff_t panels, ptrdiff_t k, ptrdiff_t threads) {
+    ptrdiff_t most = 3 * CACHE_BYTES / (PANEL * k * 2), even = panels / (4 * threads);
+    return most < 1 || even < 1 ? 1 : most < even ? most : even;
+}
+
+/* y[m][n] = x[m][k] . w, rounded to nearest even; rows of x are ldx apart. An item is the product of a block of x with a panel.
+ * Each thread prepares the blocks that it multiplies, so that a block fits its cache. Where x is read in place, an item is the
+ * product of x with as many panels as fit a thread's cache. So w is read once, and x once for each item. */
+void nv_linear(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *packed, bf16 *y, ptrdiff_t m, ptrdiff_t n, ptrdiff_t k) {
     ptrdiff_t panels = (n + PANEL - 1) / PANEL, block = X_IN_PLACE ? TILE_ROWS : rows_that_fit(m, k * sizeof(operand));
-    ptrdiff_t thread_panels = 3 * CACHE_BYTES / (PANEL * k * 2), streams = m == 1 ? STREAMS : 1;
-    ptrdiff_t group = X_IN_PLACE && m > block ? omp_get_max_threads() * (thread_panels ? thread_panels : 1) : panels;
-#pragma omp parallel
-    {
-        float acc[TILE_ROWS * PANEL] __attribute__((aligned(64)));
-        operand *buffer = X_IN_PLACE ? NULL : aligned_alloc(64, (block * (k + 16) * sizeof(operand) + 127) / 64 * 64);
-        begin_tiles();
-        for (ptrdiff_t g = 0; g < panels; g += group)
-            for (ptrdiff_t i = 0; i < m; i += block) {
-                ptrdiff_t count = m - i < block ? m - i : block, step = even_block(count, TILE_ROWS);
-                ptrdiff_t end = panels - g < group ? panels : g + group;
-                input_rows inputs = prepare_inputs(x + i * ldx, ldx, count, step, k, buffer);
-#pragma omp for schedule(SCHEDULE) nowait
-                for (ptrdiff_t first = g; first < end; first += streams) {
-                    if (first + STREAMS <= end && m == 1) {
-                        tile_streams(inputs.p, packed + first * PANEL * k, k, acc);
-                        store_row(acc, y + first * PANEL, STREAMS * PANEL, n - first * PANEL);
-                        continue;
-                    }
-                    for (ptrdiff_t p = first; p < first + streams && p < end; p++)
-                        for (ptrdiff_t r = 0; r < count; r += step) {
-                            int rows = count - r < step ? (int)(count - r) : (int)step;
-                            linear_tile(rows, k, inputs_from(inputs, r), packed + p * PANEL * k, r == 0, acc);
-                            store_tile(acc, y + (i + r) * n + p * PANEL, n, rows, n - p * PANEL);
-                        }
-                }
+    ptrdiff_t group = m == 1 ? STREAMS : X_IN_PLACE ? panels_that_fit(panels, k, t->threads) : 1;
+    ptrdiff_t groups = (panels + group - 1) / group, item_rows = X_IN_PLACE ? m : block, prepared = -1;
+    float acc[TILE_ROWS * PANEL] __attribute__((aligned(64)));
+    operand *buffer = X_IN_PLACE ? NULL : aligned_alloc(64, (block * (k + 16) * sizeof(operand) + 127) / 64 * 64);
+    input_rows inputs = {0};
+    begin_tiles();
+    FOR_ITEMS(item, t, (m + item_rows - 1) / item_rows * groups) {
+        ptrdiff_t first = item % groups * group, last = first + group < panels ? first + group : panels;
+        ptrdiff_t end = item / groups * item_rows + item_rows;
+        for (ptrdiff_t i = end - item_rows; i < end && i < m; i += block) {
+            ptrdiff_t count = m - i < block ? m - i : block, step = even_block(count, TILE_ROWS);
+            if (i != prepared) inputs = prepare_inputs(x + i * ldx, ldx, count, step, k, buffer);
+            prepared = i;
+            if (m == 1 && last - first == STREAMS) {
+                tile_streams(inputs.p, packed + first * PANEL * k, k, acc);
+                store_row(acc, y + first * PANEL, STREAMS * PANEL, n - first * PANEL);
+                continue;
             }
-        end_tiles();
-        free(buffer);
+            for (ptrdiff_t p = first; p < last; p++)
+                for (ptrdiff_t r = 0; r < count; r += step) {
+                    int rows = count - r < step ? (int)(count - r) : (int)step;
+                    linear_tile(rows, k, inputs_from(inputs, r), packed + p * PANEL * k, r == 0, acc);
+                    store_tile(acc, y + (i + r) * n + p * PANEL, n, rows, n - p * PANEL);
+                }
+        }
     }
+    end_tiles();
+    free(buffer);
 }
 
 /* y[t] = row ids[t] of the unpacked weight, [k]. */
-void nv_gather(const int64_t *ids, const bf16 *packed, bf16 *y, ptrdiff_t tokens, ptrdiff_t k) {
-#pragma omp parallel for schedule(static) if (tokens > 8)
-    for (ptrdiff_t t = 0; t < tokens; t++) {
-        const bf16 *w = packed + ids[t] / PANEL * PANEL * k + ids[t] % PANEL * 2;
-        for (ptrdiff_t i = 0; i < k; i += 2) memcpy(y + t * k + i, w + i * PANEL, 4);
+void nv_gather(team *t, const int64_t *ids, const bf16 *packed, bf16 *y, ptrdiff_t tokens, ptrdiff_t k) {
+    FOR_ITEMS(token, t, tokens) {
+        const bf16 *w = packed + ids[token] / PANEL * PANEL * k + ids[token] % PANEL * 2;
+        for (ptrdiff_t i = 0; i < k; i += 2) memcpy(y + token * k + i, w + i * PANEL, 4);
     }
 }

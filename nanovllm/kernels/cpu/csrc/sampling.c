@@ -18,16 +18,15 @@ static float largest_in(const bf16 *x, ptrdiff_t n) {
     return best;
 }
 
-/* out[row] = the index of the first of the largest logits; logits are [rows][n]. */
-void nv_greedy(const bf16 *logits, int64_t *out, ptrdiff_t rows, ptrdiff_t n) {
+/* out[row] = the index of the first of the largest logits; logits are [rows][n]. largest is [rows][ceil(n / SEGMENT)]: each
+ * segment's largest logit. */
+void nv_greedy(team *t, const bf16 *logits, float *largest, int64_t *out, ptrdiff_t rows, ptrdiff_t n) {
     ptrdiff_t segments = (n + SEGMENT - 1) / SEGMENT;
-    float *largest = malloc(rows * segments * sizeof *largest);
-#pragma omp parallel for schedule(static)
-    for (ptrdiff_t i = 0; i < rows * segments; i++) {
+    FOR_ITEMS(i, t, rows * segments) {
         ptrdiff_t first = i % segments * SEGMENT;
         largest[i] = largest_in(logits + i / segments * n + first, n - first < SEGMENT ? n - first : SEGMENT);
     }
-    for (ptrdiff_t r = 0; r < rows; r++) {
+    FOR_ITEMS(r, t, rows) {
         const float *in = largest + r * segments;
         ptrdiff_t best = 0;
         for (ptrdiff_t i = 1; i < segments; i++) best = in[i] > in[best] ? i : best;
@@ -35,16 +34,14 @@ void nv_greedy(const bf16 *logits, int64_t *out, ptrdiff_t rows, ptrdiff_t n) {
         while (i < n && from_bf16((half_vu){logits[r * n + i]})[0] != in[best]) i++;
         out[r] = i < n ? i : 0;
     }
-    free(largest);
 }
 
 /* Below, logits are [rows][chunks][128]. */
 enum { CHUNK = 128 };
 
 /* out[chunk] = its largest logit, for the chunks of all rows. */
-void nv_chunk_maxima(const bf16 *logits, float *out, ptrdiff_t chunks) {
-#pragma omp parallel for schedule(static)
-    for (ptrdiff_t c = 0; c < chunks; c++) {
+void nv_chunk_maxima(team *t, const bf16 *logits, float *out, ptrdiff_t chunks) {
+    FOR_ITEMS(c, t, chunks) {
         vf top = load_bf16(logits + c * CHUNK, VL);
         for (int i = VL; i < CHUNK; i += VL) top = larger(top, load_bf16(logits + c * CHUNK + i, VL));
         out[c] = largest_of(top);
@@ -52,10 +49,9 @@ void nv_chunk_maxima(const bf16 *logits, float *out, ptrdiff_t chunks) {
 }
 
 /* out[row][chunk] = sum of exp((logit - largest[row]) / temperature[row]), without terms below min_p[row]. */
-void nv_chunk_sums(const bf16 *logits, const float *largest, const float *temperatures, const float *min_ps, float *out,
+void nv_chunk_sums(team *t, const bf16 *logits, const float *largest, const float *temperatures, const float *min_ps, float *out,
                    ptrdiff_t rows, ptrdiff_t chunks) {
-#pragma omp parallel for schedule(static)
-    for (ptrdiff_t c = 0; c < rows * chunks; c++) {
+    FOR_ITEMS(c, t, rows * chunks) {
         vf shift = broadcast(largest[c / chunks]), scale = broadcast(temperatures[c / chunks]), sum = {0};
         float min_p = min_ps[c / chunks];
         for (int i = 0; i < CHUNK; i += VL) {

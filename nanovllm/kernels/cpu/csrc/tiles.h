@@ -48,7 +48,7 @@ INLINE output_rows outputs_from(output_rows acc, ptrdiff_t row, ptrdiff_t c) {
     return (output_rows){acc.p + row * acc.ld + c, acc.ld};
 }
 
-/* Call begin_tiles() once in each thread before its first tile, and end_tiles() after its last. */
+/* A kernel calls begin_tiles() before its first tile, and end_tiles() after its last. */
 static void begin_tiles(void);
 static void end_tiles(void);
 
@@ -66,8 +66,7 @@ INLINE input_rows prepare_inputs(const bf16 *x, ptrdiff_t ldx, ptrdiff_t rows, p
 /* Each implementation also defines the constants
  *   K_MULTIPLE: see tile();
  *   PASS_KEYS: at least so many keys make a pass of attention;
- *   X_IN_PLACE: whether prepare_inputs() returns x itself;
- *   SCHEDULE: how nv_linear divides panels among threads. */
+ *   X_IN_PLACE: whether prepare_inputs() returns x itself. */
 
 /* A tile is computed in parts whose accumulators fit the registers: up to WIDE_ROWS rows with WIDE_COLS vectors of columns, or up
  * to MAX_ROWS rows with two. */

@@ -1,7 +1,6 @@
 /* Tiles by AMX: the processor's tile registers hold 16 rows of 64 bytes, and one instruction multiplies two of them.
  * Inputs are read where they lie. Included by tiles.h, which describes the functions.
  */
-#define SCHEDULE static
 enum { X_IN_PLACE = 1, PASS_KEYS = PANEL, K_MULTIPLE = 32 };
 
 typedef struct {

@@ -1,7 +1,6 @@
 /* Tiles in float32: weights are widened as they are multiplied, and a linear's inputs once beforehand.
  * For AVX2, AVX-512 without bfloat16 products, and any other processor. Included by tiles.h, which describes the functions.
  */
-#define SCHEDULE guided
 enum { X_IN_PLACE = 0, PASS_KEYS = PANEL, K_MULTIPLE = 2 };
 
 static void begin_tiles(void) {}

@@ -1,0 +1,45 @@
+"""How Python writes a call of a C kernel, for `nv_run` to read: see csrc/run.c. Knows no tensor."""
+
+import struct
+from collections.abc import Sequence
+
+CALL_BYTES = 8 * 17
+"""A call has 17 words of 64 bits: the kernel's number, its arguments, padding."""
+
+# Kernels in the order of their numbers, and the types of their arguments: p pointer, n size,
+# f float. Upper case: the number of tokens (nv_attention: of rows), which `nv_run` can replace.
+_KERNELS = {
+    "nv_pack": "ppnn",
+    "nv_linear": "pnppNnn",
+    "nv_gather": "pppNn",
+    "nv_pack_int": "ppppnnnn",
+    "nv_linear_int": "pnpppNnnnn",
+    "nv_gather_int": "ppppNnnn",
+    "nv_add_rms_norm": "ppppNnf",
+    "nv_silu_and_mul": "pNn",
+    "nv_store": "ppppppppnNnnnnnf",
+    "nv_attention": "pppnpnppNnnnnnf",
+    "nv_greedy": "pppnn",
+    "nv_chunk_maxima": "ppn",
+    "nv_chunk_sums": "pppppnn",
+    "nv_batch": "pnnpnnppppppn",
+}
+_TYPES = {"p": "q", "n": "q", "N": "q", "f": "d"}
+_FORMATS = {
+    name: struct.Struct(
+        "@q" + "".join(_TYPES[kind] for kind in kinds) + f"{CALL_BYTES - 8 - 8 * len(kinds)}x"
+    )
+    for name, kinds in _KERNELS.items()
+}
+_NUMBERS = {name: number for number, name in enumerate(_KERNELS)}
+
+
+def pack_call(name: str, args: Sequence[int | float]) -> bytes:
+    """Return a call of kernel `name` as `nv_run` reads it; pointers in `args` are addresses."""
+    return _FORMATS[name].pack(_NUMBERS[name], *args)
+
+
+def size_of(name: str, args: Sequence[int | float]) -> int | float | None:
+    """Return the size in `args` that `nv_run` can replace, None if kernel `name` has none."""
+    index = _KERNELS[name].find("N")
+    return args[index] if index >= 0 else None

@@ -1,0 +1,55 @@
+/* Runs calls of kernels on several threads: one call, or the recorded calls of a forward pass. calls.py writes them.
+ */
+#include "kernels.h"
+
+/* A call is the number of a kernel and its arguments, each in a word. */
+typedef union {
+    void *p;
+    ptrdiff_t n;
+    double f;
+} word;
+
+enum { CALL_WORDS = 17 }; /* of the longest call, and so of every call */
+
+typedef struct {
+    const word (*calls)[CALL_WORDS];
+    ptrdiff_t count, tokens, rows;
+} call_list;
+
+static void run_call(team *t, const word *call, ptrdiff_t tokens, ptrdiff_t rows) {
+    const word *a = call + 1;
+#define TOKENS(argument) (tokens < 0 ? a[argument].n : tokens)
+    switch (call->n) {
+    case 0: nv_pack(t, a[0].p, a[1].p, a[2].n, a[3].n); break;
+    case 1: nv_linear(t, a[0].p, a[1].n, a[2].p, a[3].p, TOKENS(4), a[5].n, a[6].n); break;
+    case 2: nv_gather(t, a[0].p, a[1].p, a[2].p, TOKENS(3), a[4].n); break;
+    case 3: nv_pack_int(t, a[0].p, a[1].p, a[2].p, a[3].p, a[4].n, a[5].n, a[6].n, a[7].n); break;
+    case 4: nv_linear_int(t, a[0].p, a[1].n, a[2].p, a[3].p, a[4].p, TOKENS(5), a[6].n, a[7].n, a[8].n, a[9].n); break;
+    case 5: nv_gather_int(t, a[0].p, a[1].p, a[2].p, a[3].p, TOKENS(4), a[5].n, a[6].n, a[7].n); break;
+    case 6: nv_add_rms_norm(t, a[0].p, a[1].p, a[2].p, a[3].p, TOKENS(4), a[5].n, (float)a[6].f); break;
+    case 7: nv_silu_and_mul(t, a[0].p, TOKENS(1), a[2].n); break;
+    case 8:
+        nv_store(t, a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, a[7].p, a[8].n, TOKENS(9), a[10].n, a[11].n, a[12].n,
+                 a[13].n, a[14].n, (float)a[15].f);
+        break;
+    case 9:
+        nv_attention(t, a[0].p, a[1].p, a[2].p, a[3].n, a[4].p, a[5].n, a[6].p, a[7].p, rows < 0 ? a[8].n : rows, a[9].n, a[10].n,
+                     a[11].n, a[12].n, a[13].n, (float)a[14].f);
+        break;
+    case 10: nv_greedy(t, a[0].p, a[1].p, a[2].p, a[3].n, a[4].n); break;
+    case 11: nv_chunk_maxima(t, a[0].p, a[1].p, a[2].n); break;
+    case 12: nv_chunk_sums(t, a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].n, a[6].n); break;
+    case 13:
+        nv_batch(t, a[0].p, a[1].n, a[2].n, a[3].p, a[4].n, a[5].n, a[6].p, a[7].p, a[8].p, a[9].p, a[10].p, a[11].p, a[12].n);
+        break;
+    }
+}
+
+static void run_calls(team *t, const void *argument) {
+    const call_list *list = argument;
+    for (ptrdiff_t i = 0; i < list->count; i++) run_call(t, list->calls[i], list->tokens, list->rows);
+}
+
+void nv_run(const void *calls, ptrdiff_t count, ptrdiff_t tokens, ptrdiff_t rows, ptrdiff_t threads) {
+    run_threads(threads, run_calls, &(call_list){calls, count, tokens, rows});
+}

@@ -1,0 +1,172 @@
+/* The threads of threads.h: the caller of run_threads() and workers, which are started when first needed. A thread that waits spins
+ * for some microseconds and then sleeps, so that it does not take a core from other work. Between tasks all workers sleep.
+ */
+#include "threads.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <time.h>
+
+enum { MAX_THREADS = 1024, SPIN_NANOSECONDS = 50000, PAUSES = 32 };
+
+/* Threads that wait for the same kind of event. */
+typedef struct {
+    _Alignas(128) _Atomic uint32_t sleepers;
+    pthread_cond_t event;
+} queue;
+
+/* How many items of a thread's share have been taken, in the lower half, and in which phase, in the upper half. */
+typedef struct {
+    _Alignas(128) _Atomic uint64_t taken;
+} ticket;
+
+/* `entry` is the number of the last task in the upper half, and below it the workers inside and whether it is CLOSED to others. */
+#define TASK ((uint64_t)1 << 32)
+#define CLOSED ((uint64_t)1 << 31)
+
+/* The atomics lie in cache lines of their own, because all threads write to them. */
+static struct {
+    pthread_mutex_t callers; /* held by the caller of the current task */
+    ptrdiff_t workers;
+    ptrdiff_t threads; /* of the current task; body(team, argument) is its work */
+    void (*body)(team *, const void *);
+    const void *argument;
+    _Alignas(128) _Atomic uint64_t entry;
+    ticket tickets[MAX_THREADS];             /* of each thread's share */
+    _Alignas(128) _Atomic uint32_t computed; /* items of the current task */
+    pthread_mutex_t sleep;
+    queue for_task, for_items, for_leave;
+} pool;
+
+static int task_open(uint64_t last) {
+    uint64_t entry = atomic_load(&pool.entry);
+    return !(entry & CLOSED) && entry / TASK != last;
+}
+static int items_computed(uint64_t count) { return (int32_t)(atomic_load(&pool.computed) - (uint32_t)count) >= 0; }
+static int all_left(uint64_t task) { return atomic_load(&pool.entry) == (task * TASK | CLOSED); }
+
+static int64_t nanoseconds(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * (int64_t)1000000000 + now.tv_nsec;
+}
+
+static void pause_core(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+/* Return when ready(value). The thread that makes it so must call wake(q) afterwards. */
+static void wait_until(int (*ready)(uint64_t), uint64_t value, queue *q) {
+    for (int64_t now = 0, end = 0; now <= end; now = nanoseconds(), end = end ? end : now + SPIN_NANOSECONDS)
+        for (int i = 0; i < PAUSES; i++, pause_core())
+            if (ready(value)) return;
+    pthread_mutex_lock(&pool.sleep);
+    atomic_fetch_add(&q->sleepers, 1); /* before ready(): either wake() sees a sleeper, or ready() sees the change */
+    while (!ready(value)) pthread_cond_wait(&q->event, &pool.sleep);
+    atomic_fetch_sub(&q->sleepers, 1);
+    pthread_mutex_unlock(&pool.sleep);
+}
+
+static void wake(queue *q) {
+    if (!atomic_load(&q->sleepers)) return;
+    pthread_mutex_lock(&pool.sleep);
+    pthread_cond_broadcast(&q->event);
+    pthread_mutex_unlock(&pool.sleep);
+}
+
+items share(team *t, ptrdiff_t count) {
+    t->phase++;
+    return (items){t, count, 0, 0, 0};
+}
+
+/* Each thread has a share of adjacent items. It takes half of what is left of its share, again and again, and then does the same
+ * with the shares of the others. So the threads finish together, and one that loses its core does not hold its whole share. */
+int take(items *i) {
+    team *t = i->team;
+    uint32_t end = t->items_before + (uint32_t)i->count, computed = (uint32_t)(i->last - i->first);
+    if (computed && atomic_fetch_add(&pool.computed, computed) + computed == end) wake(&pool.for_items);
+    for (; i->shares < t->threads; i->shares++) {
+        ptrdiff_t owner = (t->number + i->shares) % t->threads;
+        ptrdiff_t first = i->count * owner / t->threads, last = i->count * (owner + 1) / t->threads;
+        _Atomic uint64_t *taken = &pool.tickets[owner].taken;
+        uint64_t before = atomic_load(taken);
+        while (before / TASK <= t->phase) { /* else the phase is over */
+            ptrdiff_t next = before / TASK == t->phase ? first + (ptrdiff_t)(before % TASK) : first;
+            i->first = next, i->last = next + (last - next + 1) / 2;
+            if (next == last) break;
+            if (atomic_compare_exchange_weak(taken, &before, t->phase * TASK + (uint64_t)(i->last - first))) return 1;
+        }
+    }
+    wait_until(items_computed, end, &pool.for_items);
+    t->items_before = end;
+    return 0;
+}
+
+static void *work(void *number) {
+    for (uint64_t last = 0;;) {
+        wait_until(task_open, last, &pool.for_task);
+        uint64_t entry = atomic_load(&pool.entry);
+        while (!(entry & CLOSED) && !atomic_compare_exchange_weak(&pool.entry, &entry, entry + 1)) {}
+        if (entry & CLOSED) continue; /* the task ended first */
+        last = entry / TASK;
+        if ((ptrdiff_t)number < pool.threads) pool.body(&(team){pool.threads, (ptrdiff_t)number, 0, 0}, pool.argument);
+        if (atomic_fetch_sub(&pool.entry, 1) == (last * TASK | CLOSED) + 1) wake(&pool.for_leave);
+    }
+    return NULL;
+}
+
+/* Start workers until there are `count`, or as many as the system allows. Signals stay with the threads of the program. */
+static void start_workers(ptrdiff_t count) {
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    for (pthread_t thread; pool.workers < count; pool.workers++) {
+        if (pthread_create(&thread, NULL, work, (void *)(pool.workers + 1))) break;
+        pthread_detach(thread);
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+}
+
+void run_threads(ptrdiff_t threads, void (*body)(team *, const void *), const void *argument) {
+    if (threads > MAX_THREADS) threads = MAX_THREADS;
+    pthread_mutex_lock(&pool.callers);
+    start_workers(threads - 1);
+    pool.threads = threads, pool.body = body, pool.argument = argument;
+    for (ptrdiff_t i = 0; i < threads; i++) atomic_store(&pool.tickets[i].taken, 0);
+    atomic_store(&pool.computed, 0);
+    uint64_t task = (uint32_t)(atomic_load(&pool.entry) / TASK + 1);
+    if (threads > 1) {
+        atomic_store(&pool.entry, task * TASK);
+        wake(&pool.for_task);
+    }
+    body(&(team){threads, 0, 0, 0}, argument);
+    if (threads > 1) {
+        atomic_fetch_or(&pool.entry, CLOSED);
+        wait_until(all_left, task, &pool.for_leave);
+    }
+    pthread_mutex_unlock(&pool.callers);
+}
+
+static void reset_queue(queue *q) {
+    pthread_cond_init(&q->event, NULL);
+    atomic_store(&q->sleepers, 0);
+}
+
+/* The child of a fork has none of the workers, and its copies of the locks may be held by threads that it does not have. */
+static void reset_pool(void) {
+    pthread_mutex_init(&pool.callers, NULL);
+    pthread_mutex_init(&pool.sleep, NULL);
+    reset_queue(&pool.for_task), reset_queue(&pool.for_items), reset_queue(&pool.for_leave);
+    atomic_store(&pool.entry, CLOSED);
+    pool.workers = 0;
+}
+
+__attribute__((constructor)) static void prepare_pool(void) {
+    reset_pool();
+    pthread_atfork(NULL, NULL, reset_pool);
+}
