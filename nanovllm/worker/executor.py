@@ -10,6 +10,7 @@ import logging
 import math
 import multiprocessing as mp
 import os
+import socket
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -129,7 +130,7 @@ class SpawnedExecutor:
         files = find_weights(self._config, self._checkpoint)
         context = mp.get_context("spawn")
         try:
-            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            self._store = _local_store()
             for rank in range(size):
                 ours, theirs = context.Pipe()
                 self._pipes.append(ours)
@@ -256,6 +257,19 @@ class SpawnedExecutor:
         for process in self._processes:
             process.kill()
         self.shutdown()
+
+
+def _local_store() -> TCPStore:
+    """Return a store for processes of this machine. By itself it would listen to every network."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        return TCPStore(
+            "127.0.0.1",
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=server.detach(),
+        )
 
 
 class _StepFuture:

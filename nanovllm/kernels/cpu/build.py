@@ -3,24 +3,32 @@
 A cached library is named by a hash of the sources, compiler, flags and processor. Knows no model.
 """
 
+import contextlib
 import ctypes
-import functools
 import hashlib
+import logging
 import os
+import shlex
 import shutil
+import signal
 import subprocess
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
+import time
 from pathlib import Path
 
 import torch
 
+from nanovllm.kernels.cpu import build_cache
 from nanovllm.kernels.cpu.calls import pack_call
 
+logger = logging.getLogger(__name__)
+
 _SOURCES = sorted(Path(__file__).with_name("csrc").glob("*.[ch]"))
-_COMPILE = ("-c", "-O3", "-pthread", "-fPIC")
-_LINK = ("-shared", "-pthread", "-lm")
+_FLAGS = ("-O3", "-pthread", "-fPIC")
 _WITHOUT_TILES = ("-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
+_COMPILER_SECONDS = 300
+"""How long the compiler may take for all sources: seconds, and minutes on a busy machine."""
+_ERROR_LINES, _ERROR_CHARACTERS = 5, 500
+"""How much of the compiler's complaint the log gets."""
 
 PANEL = 32
 """Outputs per panel of a packed weight. In the KV cache, head_dim is padded to whole panels."""
@@ -39,50 +47,138 @@ def load(*architecture: str) -> ctypes.CDLL:
     Raises:
         Unavailable: the kernels cannot be built, or they compute wrong products.
     """
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
-    if compiler is None:
-        raise Unavailable("there is no C compiler (gcc or cc)")
+    if os.name != "posix":
+        raise Unavailable("they need Linux or another POSIX system")
     flags = architecture or ("-march=native",)
     try:
-        version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
-        sources = [path.read_bytes() for path in _SOURCES]
-        key = repr((sources, version, _COMPILE, _LINK, flags, sorted(processor_flags()))).encode()
-        path = _cache_directory() / f"cpu-{hashlib.sha256(key).hexdigest()[:24]}.so"
-        if not path.is_file():
-            _compile(compiler, flags, path)
-        kernels = ctypes.CDLL(str(path))
-    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
-        detail = getattr(error, "stderr", b"") or b""
-        raise Unavailable(f"{error} {detail.decode(errors='replace')[-500:]}") from error
-    if not kernels.nv_enable():  # the system refuses AMX tiles
-        if _WITHOUT_TILES[0] in flags:
-            raise Unavailable("the system refuses AMX tiles to kernels built without them")
-        return load(*flags, *_WITHOUT_TILES)
-    kernels.nv_run.argtypes = [ctypes.c_char_p, *[ctypes.c_ssize_t] * 4]
-    kernels.nv_run.restype = None
-    _self_test(kernels)
+        compiler = find_compiler()
+        (version,) = _run([*compiler, "--version"])
+        cache = build_cache.cache_directory()
+        for extra in ((), _WITHOUT_TILES):
+            command = [*compiler, *_FLAGS, *flags, *extra]
+            kernels = _load_or_build(cache, f"cpu-{_key(command, version)}.so", command)
+            if kernels is not None:
+                return kernels
+    except (OSError, ValueError) as error:  # full or read-only disks, a CC with an open quote
+        raise Unavailable(f"{error}") from error
+    raise Unavailable("the system refuses AMX tiles to kernels built without them")
+
+
+def _load_or_build(cache: Path | None, name: str, command: list[str]) -> ctypes.CDLL | None:
+    """Open `name` in `cache`. If it is missing or unusable, build it again."""
+    if cache is not None:
+        try:
+            build_cache.check_file(cache / name)
+            return _open(cache / name)
+        except FileNotFoundError:
+            pass
+        except PermissionError as reason:
+            logger.warning("compiling the kernels again: %s", reason)
+        except (OSError, ValueError, Unavailable) as reason:
+            logger.info("compiling the kernels again: %s", reason)
+    with build_cache.new_directory(cache) as directory:
+        library = Path(directory, name)
+        _compile(command, library)
+        build_cache.seal(library)
+        # Under this path: the loader takes a path that it knows for the library it has loaded.
+        kernels = _open(library)
+        build_cache.store(library, cache)
     return kernels
 
 
-def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=path.parent) as directory:
-        built = Path(directory, path.name)
-        objects = {s: Path(directory, f"{s.stem}.o") for s in _SOURCES if s.suffix == ".c"}
-        run = functools.partial(subprocess.run, capture_output=True, check=True)
-        with ThreadPoolExecutor() as pool:  # one compiler process per source
-            commands = ([compiler, *_COMPILE, *flags, s, "-o", o] for s, o in objects.items())
-            list(pool.map(run, commands))
-        run([compiler, *objects.values(), "-o", built, *_LINK])
-        os.replace(built, path)  # atomic: another process may do the same
+def find_compiler() -> list[str]:
+    """Return the compiler's command: $CC, split as a shell would, or else gcc or cc."""
+    words = shlex.split(os.environ.get("CC", ""))
+    if words:
+        if shutil.which(words[0]) is None:
+            raise Unavailable(f"CC names {words[0]!r:.200}, which is no program here")
+        return words
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        raise Unavailable("there is no C compiler (gcc or cc)")
+    return [compiler]
 
 
-def _cache_directory() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    directory = Path(root, "nanovllm")
-    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if hasattr(os, "getuid") and directory.stat().st_uid != os.getuid():
-        raise Unavailable(f"{directory} belongs to another user")
-    return directory
+def _key(command: list[str], version: bytes) -> str:
+    """Return a hash of all that decides the code."""
+    sources = [(path.name, path.read_bytes()) for path in _SOURCES]
+    processor = (os.uname().machine, sorted(processor_flags()))
+    decisive = (sources, command, version, processor)
+    return hashlib.sha256(repr(decisive).encode()).hexdigest()[:24]
+
+
+def _compile(command: list[str], library: Path) -> None:
+    """Compile the sources side by side, and link them to `library`."""
+    objects = {s: str(library.with_name(f"{s.stem}.o")) for s in _SOURCES if s.suffix == ".c"}
+    _run(*([*command, "-c", str(source), "-o", output] for source, output in objects.items()))
+    _run([*command, "-shared", *objects.values(), "-o", str(library), "-lm"])
+    if not library.is_file():
+        raise Unavailable(f"{_name(command)} reports success and writes no library")
+
+
+def _run(*commands: list[str]) -> list[bytes]:
+    """Run commands side by side, and return what each prints.
+
+    Raises:
+        Unavailable: a command fails or takes too long; those that still run are ended.
+    """
+    deadline = time.monotonic() + _COMPILER_SECONDS
+    printed = []
+    with contextlib.ExitStack() as stack:
+        running = []
+        for command in commands:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                process_group=0,  # a compiler starts processes of its own
+            )
+            running.append(stack.enter_context(process))
+            stack.callback(_end, process)
+        for command, process in zip(commands, running, strict=True):
+            try:
+                output, errors = process.communicate(timeout=deadline - time.monotonic())
+            except subprocess.TimeoutExpired as error:
+                raise Unavailable(
+                    f"{_name(command)} took more than {_COMPILER_SECONDS} seconds"
+                ) from error
+            if process.returncode:
+                lines = errors.decode(errors="replace").splitlines()[:_ERROR_LINES]
+                excerpt = "\n".join(lines)[:_ERROR_CHARACTERS]
+                raise Unavailable(f"{_name(command)} failed with {process.returncode}: {excerpt}")
+            printed.append(output)
+    return printed
+
+
+def _name(command: list[str]) -> str:
+    return f"{Path(command[0]).name:.80}"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill a compiler that has not been waited for, with the processes that it started."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _open(path: Path) -> ctypes.CDLL | None:
+    """Return the library at `path`, tested; None if the system refuses it AMX tiles.
+
+    Raises:
+        OSError: it cannot be loaded.
+        Unavailable: it lacks a kernel, or computes wrong products.
+    """
+    kernels = ctypes.CDLL(str(path))
+    for name in ("nv_enable", "nv_run"):
+        if not hasattr(kernels, name):
+            raise Unavailable(f"{path} has no {name}")
+    kernels.nv_run.argtypes = [ctypes.c_char_p, *[ctypes.c_ssize_t] * 4]
+    kernels.nv_run.restype = None
+    if not kernels.nv_enable():
+        return None
+    _self_test(kernels)
+    return kernels
 
 
 def processor_flags() -> frozenset[str]:
@@ -106,8 +202,9 @@ def _self_test(kernels: ctypes.CDLL) -> None:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(70, 608, generator=generator).bfloat16()
     x = torch.randn(37, 608, generator=generator).bfloat16()
-    packed = torch.empty(3, 304, PANEL, 2, dtype=torch.bfloat16)
-    y = torch.empty(37, 70, dtype=torch.bfloat16)
+    # NaN: in memory that is used again, an earlier test's right product may lie.
+    packed = torch.full((3, 304, PANEL, 2), torch.nan, dtype=torch.bfloat16)
+    y = torch.full((37, 70), torch.nan, dtype=torch.bfloat16)
     w, p, inputs, outputs = (tensor.data_ptr() for tensor in (weight, packed, x, y))
     calls = pack_call("nv_pack", [w, p, 70, 608])
     calls += pack_call("nv_linear", [inputs, 608, p, outputs, 37, 70, 608])

@@ -1,8 +1,12 @@
 """What the tests of the C kernels share. Holds no fixture: conftest.py does."""
 
+import functools
+from pathlib import Path
+
 import pytest
 import torch
 
+from nanovllm.kernels.cpu import build
 from nanovllm.kernels.cpu.library import library
 
 native = pytest.mark.skipif(library() is None, reason="no compiler here")
@@ -11,3 +15,36 @@ native = pytest.mark.skipif(library() is None, reason="no compiler here")
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
     """Return the same normal bfloat16 numbers for the same seed."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+@functools.cache
+def built_library() -> bytes:
+    """Return the library of this processor's kernels."""
+    build.load()  # puts it into the cache
+    return Path(build.load()._name).read_bytes()
+
+
+def fake_compiler(directory: Path, library: bytes | None = None, first: str = "") -> str:
+    """Return a compiler that writes `library`, by default the right one, whatever the source is.
+
+    It appends its arguments to `directory`/calls, and runs `first` before it compiles or links.
+    """
+    directory.mkdir(exist_ok=True)
+    (directory / "library").write_bytes(built_library() if library is None else library)
+    compiler = directory / "compiler"
+    compiler.write_text(f"""#!/bin/sh
+here=$(dirname "$0")
+echo "$@" >> "$here/calls"
+for argument; do [ "$argument" = --version ] && exit; done
+{first}
+while [ "$1" != -o ]; do shift; done
+cp "$here/library" "$2"
+""")
+    compiler.chmod(0o755)
+    return str(compiler)
+
+
+def num_links(compiler: str) -> int:
+    """Return how often a fake compiler has linked a library."""
+    calls = Path(compiler).with_name("calls").read_text().splitlines()
+    return sum("-shared" in call for call in calls)

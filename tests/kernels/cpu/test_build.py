@@ -7,6 +7,7 @@ compilers do not optimise: the variants in test_ops.py are optimised.
 import logging
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from nanovllm import SamplingParams, demo_model
 from nanovllm.kernels.cpu import build
 from nanovllm.kernels.cpu.library import library
 from tests.helpers import ROOT
-from tests.kernels.cpu.helpers import native
+from tests.kernels.cpu.helpers import fake_compiler, native
 
 
 @pytest.fixture
@@ -103,3 +104,98 @@ def test_a_system_that_lends_no_tiles_gets_kernels_without(tmp_path, answers):
     shown = answers(compiler_that(refusal, tmp_path, unless="-mno-amx-tile"))
     assert "True True" in shown
     assert len(list((tmp_path / "nanovllm").iterdir())) == 2
+
+
+# $CC and compilers that misbehave
+
+
+@native
+def test_cc_is_split_as_a_shell_would(cache, tmp_path, monkeypatch):
+    """Symptom: with CC="gcc -O2" the kernels were off."""
+    compiler = fake_compiler(tmp_path / "the compiler")
+    for number, options in enumerate(["", "-O2 -DTEXT='a b'"], start=1):
+        monkeypatch.setenv("CC", f"'{compiler}' {options}")
+        build.load()
+        assert len([*cache.iterdir()]) == number, "the options are part of the file's name"
+    calls = Path(compiler).with_name("calls").read_text()
+    assert "-O2 -DTEXT=a b -O3" in calls
+
+
+@native
+@pytest.mark.parametrize("empty", ["", "  "])
+def test_an_empty_cc_is_no_cc(monkeypatch, empty):
+    monkeypatch.delenv("CC", raising=False)
+    usual = build.find_compiler()
+    monkeypatch.setenv("CC", empty)
+    assert build.find_compiler() == usual
+
+
+@native
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        ("no-such-compiler -O2", "CC names 'no-such-compiler', which is no program here"),
+        ("/dev/null", "CC names '/dev/null', which is no program here"),
+        ("gcc 'open", "No closing quotation"),
+        ("x" * 10000, "x" * 100),
+        ("true", "true reports success and writes no library"),
+        ("false", "false failed with 1"),
+    ],
+)
+def test_a_cc_that_is_no_compiler_is_one_warning(cache, monkeypatch, warnings, command, reason):
+    monkeypatch.setenv("CC", command)
+    assert library() is None
+    (warning,) = warnings()
+    assert reason in warning
+    assert len(warning) < 400
+    assert not cache.exists() or [*cache.iterdir()] == []
+
+
+@native
+def test_the_log_has_the_first_lines_of_what_the_compiler_says(
+    cache, tmp_path, monkeypatch, warnings
+):
+    says = "for i in $(seq 1000); do echo line $i of this error >&2; done; exit 3"
+    monkeypatch.setenv("CC", fake_compiler(tmp_path / "compiler", first=says))
+    assert library() is None
+    (warning,) = warnings()
+    assert "compiler failed with 3: line 1 of this error\nline 2" in warning
+    assert "line 6" not in warning
+    assert [*cache.iterdir()] == []
+
+
+@native
+@pytest.mark.usefixtures("cache")
+def test_a_compiler_that_prints_much_is_not_blocked(tmp_path, monkeypatch, warnings):
+    says = "head -c 200000 /dev/zero >&2; head -c 200000 /dev/zero"
+    monkeypatch.setenv("CC", fake_compiler(tmp_path / "compiler", first=says))
+    assert library() is not None
+    assert warnings() == []
+
+
+@native
+def test_a_compiler_that_never_ends_is_ended(cache, tmp_path, monkeypatch, warnings):
+    """The processes that it started end too."""
+    forever = f"sleep 1000 & echo $! >> {tmp_path}/sleeping; wait"
+    monkeypatch.setenv("CC", fake_compiler(tmp_path / "compiler", first=forever))
+    monkeypatch.setattr(build, "_COMPILER_SECONDS", 0.5)
+    assert library() is None
+    (warning,) = warnings()
+    assert "compiler took more than 0.5 seconds" in warning
+    assert [*cache.iterdir()] == []
+    sleeping = (tmp_path / "sleeping").read_text().split()
+    assert sleeping
+    for _ in range(100):
+        left = [pid for pid in sleeping if running(pid)]
+        if not left:
+            return
+        time.sleep(0.05)
+    pytest.fail(f"still running: {left}")
+
+
+def running(pid: str) -> bool:
+    """Return whether a process runs. One that has ended may wait for its parent's call."""
+    try:
+        return ") Z" not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False

@@ -1,0 +1,318 @@
+"""The cache of compiled kernels: damaged files, files and directories of others, no place for it.
+
+A fake compiler copies the library that this process uses, so a build takes milliseconds.
+"""
+
+import logging
+import os
+import pwd
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from nanovllm.kernels.cpu import build, build_cache
+from nanovllm.kernels.cpu.library import library
+from tests.kernels.cpu.helpers import built_library, fake_compiler, native, num_links
+
+pytestmark = native
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+
+OTHER_USER = 12345
+
+
+@pytest.fixture
+def compiler(tmp_path, monkeypatch) -> str:
+    found = fake_compiler(tmp_path / "compiler")
+    monkeypatch.setenv("CC", found)
+    return found
+
+
+@pytest.fixture
+def cached(cache, compiler) -> Path:
+    """The file of a library that was built and stored."""
+    build.load()
+    (file,) = cache.iterdir()
+    return file
+
+
+def compiled(directory: Path, source: str) -> bytes:
+    """Return a shared library made of `source`."""
+    output = directory / "compiled.so"
+    command = ["gcc", "-shared", "-fPIC", "-w", "-x", "c", "-", "-o", str(output)]
+    subprocess.run(command, input=source.encode(), check=True)
+    return output.read_bytes()
+
+
+def foreign(directory: Path) -> bytes:
+    return compiled(directory, "int nothing_of_ours;")
+
+
+def wrong(directory: Path) -> bytes:
+    """Return a library that has every kernel; none does anything."""
+    kernels = "void nv_run(void) {}"
+    return compiled(directory, kernels + "int nv_enable(void) { return 1; }")
+
+
+def replace(file: Path, content: bytes, *, sealed: bool) -> None:
+    """Put another file in the place of `file`, which is in use, with or without a digest."""
+    file.unlink()
+    file.write_bytes(content)
+    file.chmod(0o600)
+    if sealed:
+        build_cache.seal(file)
+
+
+def planted(file: Path, marker: Path) -> None:
+    """Replace `file` by a library that writes `marker` when it is loaded."""
+    code = f'__attribute__((constructor)) void run(void) {{ fclose(fopen("{marker}", "w")); }}'
+    content = compiled(marker.parent, f"#include <stdio.h>\n{code}")
+    replace(file, content, sealed=True)
+
+
+def assert_rebuilt(cached: Path, compiler: str) -> None:
+    """Check that the next load builds the file again, once, and leaves nothing else."""
+    build.load()
+    assert num_links(compiler) == 2
+    build_cache.check_file(cached)
+    assert cached.read_bytes().startswith(built_library())
+    assert [*cached.parent.iterdir()] == [cached]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda whole: b"",
+        lambda whole: whole[: len(whole) // 2],
+        lambda whole: whole[:-1],
+        lambda whole: whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:],
+        lambda whole: whole + b"x",
+    ],
+    ids=["empty", "half", "a byte short", "a bit changed", "a byte more"],
+)
+def test_a_damaged_file_is_built_again(cached, compiler, warnings, damage):
+    """Symptom: a bus error at every start, until the cache was emptied."""
+    replace(cached, damage(cached.read_bytes()), sealed=False)
+    assert_rebuilt(cached, compiler)
+    build.load()
+    assert num_links(compiler) == 2, "the new file is not used"
+    assert warnings() == []
+
+
+@pytest.mark.parametrize("make", [foreign, wrong, lambda directory: b"text"])
+def test_a_whole_file_that_is_no_library_of_ours_is_built_again(cached, compiler, tmp_path, make):
+    """Symptom: a raw AttributeError, or slow torch for ever."""
+    replace(cached, make(tmp_path), sealed=True)
+    assert_rebuilt(cached, compiler)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_something_that_is_no_file_is_replaced(cached, compiler, make):
+    cached.unlink()
+    make(cached)
+    assert_rebuilt(cached, compiler)
+
+
+@pytest.mark.parametrize("make", [foreign, wrong])
+def test_it_is_built_again_only_once(cache, tmp_path, monkeypatch, warnings, make):
+    """Nothing is stored, and one warning says why torch serves."""
+    compiler = fake_compiler(tmp_path / "compiler", make(tmp_path))
+    monkeypatch.setenv("CC", compiler)
+    assert library() is None
+    assert num_links(compiler) == 1
+    (warning,) = warnings()
+    assert "torch serves" in warning
+    assert "has no nv_" in warning or "wrong products" in warning
+    assert [*cache.iterdir()] == []
+
+
+def test_a_disk_that_is_full_is_one_warning(cache, compiler, monkeypatch, warnings):
+    def fail(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    assert library() is None
+    (warning,) = warnings()
+    assert "No space left on device" in warning
+    assert [*cache.iterdir()] == []
+
+
+def test_two_builds_at_once_both_end_well(cache, tmp_path, monkeypatch):
+    """Each compiler waits until the other's build has begun."""
+    wait = f"while [ $(ls {cache} | wc -l) -lt 2 ] && [ ! -e {cache}/*.so ]; do sleep 0.01; done"
+    compiler = fake_compiler(tmp_path / "compiler", first=wait)
+    monkeypatch.setenv("CC", compiler)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.submit(build.load), pool.submit(build.load)
+        assert first.result(60).nv_enable() == second.result(60).nv_enable() == 1
+    assert num_links(compiler) == 2
+    (file,) = cache.iterdir()
+    build_cache.check_file(file)
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
+# Others
+
+
+def test_a_directory_that_others_can_write_to_is_not_used(cached, compiler, tmp_path, warnings):
+    """Symptom: planted code ran."""
+    planted(cached, tmp_path / "marker")
+    before = cached.read_bytes()
+    cached.parent.chmod(0o777)
+    assert library() is not None
+    assert not (tmp_path / "marker").exists()
+    (warning,) = warnings()
+    assert f"chmod go-w {cached.parent}" in warning
+    assert cached.read_bytes() == before
+    assert [*cached.parent.iterdir()] == [cached]
+
+
+@as_root
+def test_a_directory_of_another_user_is_not_used(cached, compiler, tmp_path, warnings):
+    planted(cached, tmp_path / "marker")
+    os.chown(cached.parent, OTHER_USER, OTHER_USER)
+    assert library() is not None
+    assert not (tmp_path / "marker").exists()
+    (warning,) = warnings()
+    assert f"belongs to user {OTHER_USER}" in warning
+
+
+@pytest.mark.parametrize(
+    "expose",
+    [
+        lambda file: file.chmod(0o620),
+        lambda file: file.chmod(0o602),
+        pytest.param(lambda file: os.chown(file, OTHER_USER, OTHER_USER), marks=as_root),
+    ],
+    ids=["group", "others", "owner"],
+)
+def test_a_file_that_others_could_have_written_is_replaced(
+    cached, compiler, tmp_path, warnings, expose
+):
+    planted(cached, tmp_path / "marker")
+    expose(cached)
+    assert_rebuilt(cached, compiler)
+    assert not (tmp_path / "marker").exists()
+    (warning,) = warnings()
+    assert str(cached) in warning
+
+
+@pytest.mark.parametrize(
+    ("mode", "safe"), [(0o755, True), (0o1777, True), (0o777, False), (0o775, False)]
+)
+def test_others_must_not_rename_the_directory(tmp_path, monkeypatch, mode, safe):
+    monkeypatch.setattr(build_cache, "_is_private", lambda gid: False)
+    directory = tmp_path / "parent" / "nanovllm"
+    directory.mkdir(parents=True, mode=0o700)
+    directory.parent.chmod(mode)
+    if safe:
+        build_cache.check_directory(directory)
+    else:
+        with pytest.raises(PermissionError, match=f"chmod go-w {directory.parent}$"):
+            build_cache.check_directory(directory)
+
+
+@as_root
+def test_the_owner_of_a_directory_above_is_this_user_or_root(tmp_path):
+    directory = tmp_path / "parent" / "nanovllm"
+    directory.mkdir(parents=True, mode=0o700)
+    os.chown(directory.parent, OTHER_USER, OTHER_USER)
+    with pytest.raises(PermissionError, match=f"parent belongs to user {OTHER_USER}"):
+        build_cache.check_directory(directory)
+
+
+def test_a_private_group_may_write_above_the_directory_and_not_in_it(tmp_path, monkeypatch):
+    """Where each user has a group, such as "ann", ~/.cache is often writable by this group."""
+    monkeypatch.setattr(build_cache, "_is_private", lambda gid: True)
+    directory = tmp_path / "parent" / "nanovllm"
+    directory.mkdir(parents=True, mode=0o700)
+    directory.parent.chmod(0o775)
+    build_cache.check_directory(directory)
+    directory.chmod(0o770)
+    with pytest.raises(PermissionError, match="chmod go-w"):
+        build_cache.check_directory(directory)
+
+
+@pytest.mark.parametrize(
+    ("name", "members", "private"),
+    [("ann", [], True), ("ann", ["ann"], True), ("ann", ["bob"], False), ("users", [], False)],
+)
+def test_a_private_group_has_the_users_name_and_no_other_member(
+    monkeypatch, name, members, private
+):
+    user = pwd.struct_passwd(("ann", "x", 1000, 1000, "", "/home/ann", "/bin/sh"))
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: user)
+    monkeypatch.setattr("grp.getgrgid", lambda gid: build_group(name, members))
+    assert build_cache._is_private(1000) is private
+
+
+def build_group(name: str, members: list[str]):
+    import grp
+
+    return grp.struct_group((name, "x", 1000, members))
+
+
+def test_a_link_is_followed_once_and_what_it_names_is_checked(cache, compiler, tmp_path, warnings):
+    """~/.cache may be a link to another disk."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    cache.parent.symlink_to(elsewhere)
+    assert build_cache.cache_directory() == elsewhere / "nanovllm"
+    elsewhere.chmod(0o777)
+    assert build_cache.cache_directory() is None
+    (warning,) = warnings()
+    assert f"chmod go-w {elsewhere}" in warning
+
+
+# No place for it
+
+
+@pytest.mark.usefixtures("cache", "compiler")
+def test_a_cache_that_cannot_be_made_costs_only_time(monkeypatch, tmp_path, warnings):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = sorted(tmp_path.iterdir())
+    assert library() is not None
+    (warning,) = warnings()
+    assert "/dev/null/nanovllm is not used" in warning
+    assert sorted(tmp_path.iterdir()) == before, "the private directory is left"
+
+
+def test_a_user_without_a_home_has_no_cache(monkeypatch, warnings):
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    assert build_cache.cache_directory() is None
+    assert len(warnings()) == 1
+
+
+def test_a_relative_xdg_cache_home_is_ignored(monkeypatch, tmp_path):
+    """The XDG base directory specification says so."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "here")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert build_cache.cache_directory() == tmp_path / ".cache" / "nanovllm"
+
+
+def test_a_cache_that_cannot_be_written_costs_only_time(warnings):
+    with build_cache.new_directory(Path("/proc")) as directory:
+        assert Path(directory).stat().st_mode & 0o777 == 0o700
+    (warning,) = warnings()
+    assert "/proc is not used" in warning
+
+
+@pytest.mark.usefixtures("cache", "compiler")
+def test_no_safe_place_at_all_leaves_torch(monkeypatch, tmp_path, caplog):
+    unsafe = tmp_path / "unsafe"
+    unsafe.mkdir()
+    unsafe.chmod(0o777)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    monkeypatch.setattr(tempfile, "tempdir", str(unsafe))
+    with caplog.at_level(logging.WARNING):
+        assert library() is None
+    assert f"chmod go-w {unsafe}" in caplog.text
+    assert [*unsafe.iterdir()] == []
