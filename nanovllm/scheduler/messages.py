@@ -83,7 +83,8 @@ class StepResult:
 
     step_id: int
     token_ids: list[list[int]]
-    """For each row that samples, in order: the accepted draft tokens, then one sampled token."""
+    """For each row that samples, in order: the accepted draft tokens, then one sampled token; empty
+    if the row is in `errors`."""
     draft_token_ids: list[list[int]] = dataclasses.field(default_factory=list)
     """For each row that samples, in order: proposed next tokens; empty without a proposer."""
     logprobs: dict[int, list[TokenLogprobs]] = dataclasses.field(default_factory=dict)
@@ -93,6 +94,8 @@ class StepResult:
     )
     """By id of the sequences with params.prompt_logprobs: (position, log-probabilities) of prompt
     tokens."""
+    errors: dict[int, str] = dataclasses.field(default_factory=dict)
+    """By id of the sequences that got no token and cannot go on: the reason."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

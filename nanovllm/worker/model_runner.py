@@ -105,7 +105,7 @@ class ModelRunner:
         """Launch a step. Steps run in the order in which they are launched."""
         assert self._tables is not None, "allocate() comes first"
         self._tables.apply(schedule)
-        return PendingResult(schedule.step_id, self._run_rows(self._tables, schedule.rows))
+        return PendingResult(schedule, self._run_rows(self._tables, schedule.rows))
 
     def _run_rows(self, tables: DeviceTables, rows: list[Row]) -> StepOutput:
         """Compute `rows` and choose a token for each row that samples."""

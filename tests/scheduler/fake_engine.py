@@ -82,7 +82,7 @@ class FakeWorker:
     """Device tables and a KV cache, as the real worker has them. It knows only the schedules.
 
     Old contents stay in place until something overwrites them. While `is_broken`, every step
-    writes garbage and fails.
+    writes garbage and fails. A row of a sequence in `without_token` gets an error.
     """
 
     def __init__(
@@ -95,6 +95,7 @@ class FakeWorker:
         self.block_tables = [[UNWRITTEN] * width for _ in range(num_table_rows)]
         self.kv: dict[tuple[int, int], int] = {}  # (block, offset) -> hash of the prefix written
         self.is_broken = False
+        self.without_token: set[int] = set()
 
     def execute(self, schedule: Schedule) -> StepResult | None:
         """Run a step. Return its result, or None if it failed."""
@@ -138,6 +139,8 @@ class FakeWorker:
             sampled.append(next_token(hashes[position]))
         room = len(tokens) - num_known  # a full table row has no room for its last token
         self._store(tokens, num_known, sampled[:room])
+        if row.seq_id in self.without_token:
+            sampled, result.errors[row.seq_id] = [], "no token"
         result.token_ids.append(sampled)
         if self.propose is not None:
             result.draft_token_ids.append(self.propose(tokens[:num_known] + sampled))
@@ -240,7 +243,7 @@ class Engine:
             return
         unfinished = {seq.seq_id for seq in self.sequences if not seq.is_finished}
         rows = [row for row in schedule.rows if row.samples]
-        self.num_drafts_held += sum(len(tokens) - 1 for tokens in result.token_ids)
+        self.num_drafts_held += sum(len(tokens) - 1 for tokens in result.token_ids if tokens)
         advanced = self.scheduler.update(schedule, result)
         ids = [seq.seq_id for seq in advanced]
         assert ids == [row.seq_id for row in rows if row.seq_id in unfinished]
@@ -304,7 +307,7 @@ class Engine:
             assert (got, seq.finish_reason) == expected
             assert self._is_right_cache_count(seq.num_cached_tokens, seq.num_prompt_tokens)
         else:
-            assert seq.finish_reason in (None, "abort")
+            assert seq.finish_reason in (None, "abort", "error")
             assert len(got) < len(expected[0])
             assert got == expected[0][: len(got)]
 

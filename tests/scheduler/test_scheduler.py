@@ -27,6 +27,7 @@ from tests.scheduler.fake_engine import (
     continuation,
     oracle,
     prompt_that_ends_with,
+    random_guesses,
 )
 
 DEPTHS = pytest.mark.parametrize("queue_depth", [0, 1, 4])
@@ -454,6 +455,45 @@ def three_right_guesses(token_ids: list[int]) -> list[int]:
 
 def three_wrong_guesses(token_ids: list[int]) -> list[int]:
     return [VOCAB_SIZE] * 3  # a token that the fake model never samples
+
+
+@DEPTHS
+def test_row_without_a_token_ends_its_sequence_only(queue_depth: int) -> None:
+    """Symptom: logits that are NaN give tokens without end, or fail the whole step."""
+    engine = Engine(queue_depth=queue_depth, propose=random_guesses(1))
+    sound, broken, late = (engine.add([first, 2, 3], max_tokens=8) for first in (1, 2, 3))
+    engine.worker.without_token.add(late.seq_id)
+    engine.step_until(lambda: broken.num_output_tokens >= 3)
+    engine.worker.without_token.add(broken.seq_id)
+    engine.run()
+    assert (late.finish_reason, late.stop_reason) == ("error", "no token")
+    assert late.output_token_ids == []
+    assert (broken.finish_reason, broken.stop_reason) == ("error", "no token")
+    assert broken.num_output_tokens >= 3
+    assert (sound.finish_reason, sound.num_output_tokens) == ("length", 8)
+    assert engine.scheduler.stats.num_decode_tokens == 8 + broken.num_output_tokens
+
+
+@DEPTHS
+def test_blocks_of_a_failed_sequence_leave_the_prefix_cache(queue_depth: int) -> None:
+    """Symptom: KV that is NaN is served from the cache for ever. Running sequences keep hits."""
+    engine = Engine(queue_depth=queue_depth, max_num_batched_tokens=6)
+    prompt = [1, 2, 3, 4, 0, 1, 2, 3, 4]
+    sharer = engine.add(prompt[:5], max_tokens=30)
+    engine.step_until(lambda: sharer.num_output_tokens)
+    broken = engine.add(prompt)
+    engine.worker.without_token.add(broken.seq_id)
+    engine.step_until(lambda: broken.is_finished)
+    assert broken.num_cached_tokens == 4
+    again = engine.add(prompt)
+    engine.run()
+    assert (broken.finish_reason, again.num_cached_tokens) == ("error", 4)  # not 8
+    broken = engine.add(prompt)
+    engine.worker.without_token.add(broken.seq_id)
+    engine.run()
+    again = engine.add(prompt)
+    engine.run()
+    assert (broken.num_cached_tokens, again.num_cached_tokens) == (8, 0)
 
 
 def test_right_drafts_save_steps() -> None:
