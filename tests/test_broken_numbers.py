@@ -186,3 +186,47 @@ def test_rules_that_leave_no_token_are_the_same_error(
     too_much = SamplingParams(temperature=temperature, repetition_penalty=1e-300, max_tokens=4)
     for params in (none_left, too_much):
         assert_failed(generate(poisoned_llm, [1, 2, 3], params))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("options", CPU_KINDS)
+def test_a_block_carries_nothing_over_to_its_next_owner(
+    model: str, options: Any, value: float
+) -> None:
+    """Symptom: 0 * inf = NaN. Attention multiplies the values of masked keys by 0.
+
+    Chunks, single tokens, and prefix hits; prompts end at all places of a block.
+    """
+    rng = random.Random(5)
+    shared = random_prompt(rng, 70)
+    requests: list[Request] = []
+    for index, length in enumerate((1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 90)):
+        params = SamplingParams(
+            temperature=0.5 * (index % 2), seed=index, max_tokens=20, ignore_eos=True
+        )
+        prompt = random_prompt(rng, length)
+        requests += [(prompt, params), ((shared + prompt)[:100], params)]
+    llm = LLM(model, num_kvcache_blocks=120, **OPTIONS, **options)
+    clean = run(llm.engine, requests)
+    llm.shutdown()
+    llm = LLM(model, num_kvcache_blocks=120, **OPTIONS, **options)
+    runner = llm.engine.executor._runner  # type: ignore[attr-defined]
+    for attention in runner._attentions:
+        fill(attention.kv_cache, value)
+    dirty = run(llm.engine, requests)
+    llm.shutdown()
+    assert token_ids(dirty) == token_ids(clean)
+    assert any(output.num_cached_tokens for output in dirty)
+    assert all(output.finish_reason == "length" for output in dirty)
+
+
+@torch.inference_mode()
+def fill(kv_cache: torch.Tensor, value: float) -> None:
+    """Fill a layer's cache with `value`; in 8 bits, with the largest numbers and such scales."""
+    if kv_cache.dtype != torch.int8:
+        kv_cache.fill_(value)
+        return
+    num_scales = kv_cache.shape[-2]  # of keys, and of values: at the end of each half of a block
+    halves = kv_cache.view(*kv_cache.shape[:3], -1)
+    halves.fill_(127)
+    halves[..., -2 * num_scales :].view(torch.bfloat16).fill_(value)

@@ -62,6 +62,12 @@ class Schedule:
     admissions: list[Admission]
     new_blocks: list[NewBlocks]
     rows: list[Row]
+    blocks_to_zero: list[int] = dataclasses.field(default_factory=list)
+    """Blocks that a row begins in this step and does not fill.
+
+    Attention may read their other slots as masked keys, whose values it multiplies by 0. So NaN and
+    inf that an earlier sequence left there must go.
+    """
 
     @property
     def num_tokens(self) -> int:

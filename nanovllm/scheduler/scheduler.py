@@ -89,7 +89,8 @@ class Scheduler:
         admissions = [] if preempted else self._admit_waiting(rows, budget)
         if not rows:
             return None
-        return Schedule(next(self._step_ids), admissions, new_blocks, rows)
+        blocks_to_zero = self._begun_blocks(rows)
+        return Schedule(next(self._step_ids), admissions, new_blocks, rows, blocks_to_zero)
 
     def update(self, schedule: Schedule, result: StepResult) -> list[Sequence]:
         """Append a step's tokens; return the sequences that got any or failed, finished ones too.
@@ -284,6 +285,16 @@ class Scheduler:
         seq.num_in_flight_steps += 1
         seq.num_pending_tokens += samples
         return row
+
+    def _begun_blocks(self, rows: list[Row]) -> list[int]:
+        """Return the blocks that `rows` begin and do not fill: at most the last block of each."""
+        found = []
+        for row in rows:
+            end = row.num_computed_tokens + row.num_scheduled_tokens
+            index, num_in_block = divmod(end, self.block_manager.block_size)
+            if 0 < num_in_block <= row.num_scheduled_tokens:
+                found.append(self._sequences[row.seq_id].block_table[index])
+        return found
 
     def _append_tokens(self, seq: Sequence, tokens: list[int]) -> None:
         """Append tokens up to the first that finishes the sequence."""

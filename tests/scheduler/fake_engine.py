@@ -94,6 +94,7 @@ class FakeWorker:
         self.token_ids = [[UNWRITTEN] * max_model_len for _ in range(num_table_rows)]
         self.block_tables = [[UNWRITTEN] * width for _ in range(num_table_rows)]
         self.kv: dict[tuple[int, int], int] = {}  # (block, offset) -> hash of the prefix written
+        self.writers: dict[tuple[int, int], int] = {}  # (block, offset) -> sequence; none if zero
         self.is_broken = False
         self.without_token: set[int] = set()
 
@@ -104,6 +105,10 @@ class FakeWorker:
             self._store(self.block_tables[new.table_idx], 0, new.block_ids)
         for blocks in schedule.new_blocks:
             self._store(self.block_tables[blocks.table_idx], blocks.start, blocks.block_ids)
+        for block_id in schedule.blocks_to_zero:
+            for offset in range(self.block_size):
+                self.kv.pop((block_id, offset), None)
+                self.writers.pop((block_id, offset), None)
         result = StepResult(schedule.step_id, [], [])
         for row in schedule.rows:
             if self.is_broken:
@@ -129,6 +134,10 @@ class FakeWorker:
             assert written == hashes[position], f"{row} reads another prefix at {position}"
         for position in range(row.num_computed_tokens, end):
             self.kv[self.location(row, position)] = hashes[position]
+            self.writers[self.location(row, position)] = row.seq_id
+        for position in range(end, -(-end // self.block_size) * self.block_size):
+            writer = self.writers.get(self.location(row, position), row.seq_id)
+            assert writer == row.seq_id, f"{row} reads masked KV of sequence {writer}"
         if not row.samples:
             assert not row.draft_token_ids
             return
@@ -149,6 +158,7 @@ class FakeWorker:
         end = row.num_computed_tokens + row.num_scheduled_tokens
         for position in range(row.num_computed_tokens, end):
             self.kv[self.location(row, position)] = UNWRITTEN
+            self.writers[self.location(row, position)] = row.seq_id
         tokens = self.token_ids[row.table_idx]
         self._store(tokens, end, [UNWRITTEN][: len(tokens) - end])
 

@@ -496,6 +496,19 @@ def test_blocks_of_a_failed_sequence_leave_the_prefix_cache(queue_depth: int) ->
     assert (broken.num_cached_tokens, again.num_cached_tokens) == (8, 0)
 
 
+def test_blocks_that_a_row_begins_and_does_not_fill_are_zeroed() -> None:
+    """A decode step carries a block in one step of `block_size`, a chunk only its last block."""
+    engine = Engine(block_size=4, max_num_batched_tokens=10, max_model_len=32)
+    long = engine.add([1] * 13, max_tokens=8, ignore_eos=True)
+    zeroed = []
+    while (schedule := engine.launch()) is not None:
+        zeroed.append([long.block_table.index(block) for block in schedule.blocks_to_zero])
+        engine.retire()
+    # 10 tokens; 3 more, to the 13th; then one a step, in blocks of 4
+    assert zeroed == [[2], [3], [], [], [], [4], [], [], []]
+    engine.run()
+
+
 def test_right_drafts_save_steps() -> None:
     """Symptom: drafts are verified one per step, or accepted drafts are computed again."""
     engine = Engine(propose=three_right_guesses)
