@@ -343,10 +343,9 @@ def test_rows_without_a_filter_do_not_depend_on_filtered_rows():
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("vocab_size", [300, 4500])
-@pytest.mark.parametrize("filters", [{}, {"min_p": 0.1}, {"top_k": 20}, {"top_p": 0.5}], ids=str)
-def test_rows_that_are_no_distribution_get_no_token(filters, vocab_size):
-    logits = randn(7, vocab_size)
+@pytest.mark.parametrize("filters", [{}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.5}], ids=str)
+def test_rows_that_are_no_distribution_get_no_token(filters):
+    logits = randn(7, 2100)
     sampling = make_sampling(7, temperature=torch.tensor([1.0] * 6 + [0.0]), **filters)
     expected, likeliest = sample(logits, sampling), triton_sampling.greedy(logits)
     logits[0], logits[1], logits[2, 7], logits[3, 7] = -torch.inf, torch.nan, torch.nan, torch.inf
