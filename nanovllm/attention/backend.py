@@ -81,7 +81,11 @@ class Backend(Protocol):
     def __init__(self, spec: AttentionSpec) -> None: ...
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
-        """Return the shape of one layer's KV cache, which holds keys and values."""
+        """Return the shape of one layer's KV cache, which holds keys and values.
+
+        Dimension 1 is `num_blocks`. In the last block of a row, the slots past its last token hold
+        finite numbers: see `Schedule.blocks_to_zero`.
+        """
         ...
 
     def plan(self, batch: Batch) -> Any:

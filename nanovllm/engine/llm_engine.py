@@ -3,6 +3,7 @@
 Knows no tensors: the executor hides what runs the model.
 """
 
+import logging
 import time
 import weakref
 from collections import deque
@@ -18,6 +19,8 @@ from nanovllm.scheduler.messages import Schedule
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.utils.hub import open_checkpoint
 from nanovllm.worker.executor import Future, make_executor
+
+logger = logging.getLogger(__name__)
 
 
 class LLMEngine:
@@ -177,6 +180,8 @@ class LLMEngine:
         now = time.monotonic()
         for seq in self.scheduler.update(schedule, result):
             request, stop_string = self.output_processor.process_tokens(seq, now)
+            if seq.finish_reason == "error":
+                logger.warning("request %d ended: %s", request.request_id, seq.stop_reason)
             if stop_string is not None:
                 self.scheduler.finish(seq.seq_id, "stop", stop_string)
             self._queue_remaining(request)

@@ -53,8 +53,9 @@ class OutputProcessor:
         """
         completion = self._completions[seq.seq_id]
         request, detokenizer = completion.request, completion.detokenizer
-        request.first_token_time = request.first_token_time or now
-        request.last_token_time = now
+        if completion.num_tokens < seq.num_output_tokens:  # an error brings no token
+            request.first_token_time = request.first_token_time or now
+            request.last_token_time = now
         params = request.params
         if detokenizer is None or not (request.stream or params.stop):
             completion.num_tokens = seq.num_output_tokens  # decoded all at once at the end

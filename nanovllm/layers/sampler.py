@@ -19,6 +19,9 @@ from nanovllm.sampling_params import GREEDY_BELOW
 
 CHUNK = 128
 """Tokens in a chunk. A search over the vocabulary first chooses a chunk, then a token in it."""
+NO_TOKEN = -1
+"""Stands for the token of a row whose logits are no distribution: some are NaN or +inf, or all are
+-inf. Then the largest logit is not finite, where NaN counts as the largest."""
 
 _FEW_LOGITS = 2**18
 """Torch computes so many candidates' weights on one thread as fast as on several."""
@@ -54,7 +57,8 @@ def draw(logits: torch.Tensor, sampling: Sampling, num_candidates: int = 0) -> t
             kernels ignore it: they examine all logits, sort nothing and never wait for the host.
 
     Returns:
-        [R] int64. A row's token depends only on its own logits and sampling parameters.
+        [R] int64, NO_TOKEN for a row whose logits are no distribution. A row's token depends only
+        on its own logits and sampling parameters.
     """
     if (gpu := _gpu_kernels(logits, sampling.native)) is not None:
         return gpu.sample(
@@ -83,7 +87,8 @@ def draw(logits: torch.Tensor, sampling: Sampling, num_candidates: int = 0) -> t
     maxima = _chunk_maxima(chunks, sampling)
     largest = maxima.amax(-1).float()
     if num_candidates == 0:
-        return _invert(chunks, _chunk_sums(chunks, largest, sampling), largest, None, sampling)
+        sums = _chunk_sums(chunks, largest, sampling)
+        return _checked(_invert(chunks, sums, largest, None, sampling), largest)
 
     num_candidates = min(num_candidates, vocab_size)
     total = None
@@ -100,7 +105,12 @@ def draw(logits: torch.Tensor, sampling: Sampling, num_candidates: int = 0) -> t
         spilled = (~complete).nonzero()[:, 0]
         if len(spilled):
             tokens[spilled] = draw(logits[spilled, :vocab_size], sampling.take(spilled), vocab_size)
-    return tokens
+    return _checked(tokens, largest)
+
+
+def _checked(tokens: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+    """Return `tokens` [R], but NO_TOKEN where the row's largest logit is not finite."""
+    return torch.where(largest.isfinite(), tokens, NO_TOKEN)
 
 
 def _gpu_kernels(logits: torch.Tensor, native: bool) -> ModuleType | None:
@@ -135,7 +145,7 @@ def _thresholds(
         whole = torch.where(sampling.top_ks > values.shape[-1], total, whole)
     before = mass - weights
     kept = in_top_k & (before < sampling.top_ps[:, None].double() * whole[:, None])
-    # `kept` is empty if top_p underflows or the row is no distribution (NaN, all -inf).
+    # `kept` is empty if top_p underflows or the row is no distribution.
     place = (kept.sum(-1, keepdim=True) - 1).clamp_(min=0)
     thresholds = values.gather(1, place)[:, 0]
     # If all candidates after the k-th equal it, more equal logits may lie outside `values`, and
@@ -165,7 +175,7 @@ def _kept_weights(
 
 
 def _chunk_maxima(chunks: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Return the largest logit of each chunk: [R, chunks]."""
+    """Return the largest logit of each chunk: [R, chunks]; not finite if one is NaN."""
     if _c_kernels_support(chunks, sampling.native):
         return cpu_ops.chunk_maxima(chunks.flatten(1))
     return chunks.amax(-1)
@@ -210,6 +220,8 @@ def _invert(
 def greedy(logits: torch.Tensor, *, native: bool = True) -> torch.Tensor:
     """Return the index [R] int64 of the first largest logit in each row of [R, vocab_size].
 
+    It is NO_TOKEN for a row whose logits are no distribution.
+
     Args:
         native: whether the package's own kernels may be used.
     """
@@ -217,7 +229,8 @@ def greedy(logits: torch.Tensor, *, native: bool = True) -> torch.Tensor:
         return gpu.greedy(logits)
     if _c_kernels_support(logits, native):
         return cpu_ops.greedy(logits)
-    return logits.argmax(-1)
+    tokens = logits.argmax(-1)  # of the first NaN, if there is one
+    return _checked(tokens, logits.gather(-1, tokens[:, None])[:, 0])
 
 
 def uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -132,13 +132,19 @@ class BlockManager:
             seq.parent_uid = block.uid
             seq.num_published_blocks += 1
 
-    def free(self, seq: Sequence) -> None:
-        """Free all blocks of a sequence. Cached blocks stay in the prefix cache until reused."""
+    def free(self, seq: Sequence, *, keep_cached: bool = True) -> None:
+        """Free all blocks of a sequence. Cached blocks stay in the prefix cache until reused.
+
+        Args:
+            keep_cached: False removes those that no other sequence holds from the prefix cache.
+        """
         for block_id in reversed(seq.block_table):  # so that the tail is evicted before the prefix
             block = self.blocks[block_id]
             block.ref_count -= 1
             if block.ref_count == 0:
                 self._free[block_id] = None
+                if not keep_cached:
+                    self._uncache(block)
                 if block.uid is None:
                     self._free.move_to_end(block_id, last=False)
         seq.block_table = []
@@ -173,11 +179,15 @@ class BlockManager:
         """Return the least recently used free block, removed from the prefix cache."""
         block_id, _ = self._free.popitem(last=False)
         block = self.blocks[block_id]
+        self._uncache(block)
+        block.ref_count = 1
+        return block_id
+
+    def _uncache(self, block: Block) -> None:
+        """Remove a block from the prefix cache, if it is there."""
         if block.key is not None:
             del self._cached[block.key]
             block.uid, block.key, block.tokens = None, None, b""
-        block.ref_count = 1
-        return block_id
 
     def _block_keys(self, seq: Sequence, num_blocks: int) -> list[tuple[int, bytes]]:
         """Return (hash, tokens) of each of the first `num_blocks` blocks; hash each only once."""

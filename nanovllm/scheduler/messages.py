@@ -62,6 +62,12 @@ class Schedule:
     admissions: list[Admission]
     new_blocks: list[NewBlocks]
     rows: list[Row]
+    blocks_to_zero: list[int] = dataclasses.field(default_factory=list)
+    """Blocks that a row begins in this step and does not fill.
+
+    Attention may read their other slots as masked keys, whose values it multiplies by 0. So NaN and
+    inf that an earlier sequence left there must go.
+    """
 
     @property
     def num_tokens(self) -> int:
@@ -83,7 +89,8 @@ class StepResult:
 
     step_id: int
     token_ids: list[list[int]]
-    """For each row that samples, in order: the accepted draft tokens, then one sampled token."""
+    """For each row that samples, in order: the accepted draft tokens, then one sampled token; empty
+    if the row is in `errors`."""
     draft_token_ids: list[list[int]] = dataclasses.field(default_factory=list)
     """For each row that samples, in order: proposed next tokens; empty without a proposer."""
     logprobs: dict[int, list[TokenLogprobs]] = dataclasses.field(default_factory=dict)
@@ -93,6 +100,8 @@ class StepResult:
     )
     """By id of the sequences with params.prompt_logprobs: (position, log-probabilities) of prompt
     tokens."""
+    errors: dict[int, str] = dataclasses.field(default_factory=dict)
+    """By id of the sequences that got no token and cannot go on: the reason."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

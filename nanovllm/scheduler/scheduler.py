@@ -89,10 +89,14 @@ class Scheduler:
         admissions = [] if preempted else self._admit_waiting(rows, budget)
         if not rows:
             return None
-        return Schedule(next(self._step_ids), admissions, new_blocks, rows)
+        blocks_to_zero = self._begun_blocks(rows)
+        return Schedule(next(self._step_ids), admissions, new_blocks, rows, blocks_to_zero)
 
     def update(self, schedule: Schedule, result: StepResult) -> list[Sequence]:
-        """Append a step's tokens; return the sequences that got any, finished ones included."""
+        """Append a step's tokens; return the sequences that got any or failed, finished ones too.
+
+        An error ends its sequence. The KV of its tokens may be wrong, so it is not published.
+        """
         assert schedule.step_id == result.step_id
         sampled = iter(result.token_ids)
         drafts = iter(result.draft_token_ids)
@@ -106,6 +110,10 @@ class Scheduler:
             if seq is None:  # finished or aborted while the step was in flight
                 continue
             seq.num_in_flight_steps -= 1
+            if row.seq_id in result.errors:
+                self.finish(row.seq_id, "error", result.errors[row.seq_id])
+                advanced.append(seq)
+                continue
             if row.seq_id in result.prompt_logprobs:
                 seq.prompt_logprobs.update(result.prompt_logprobs[row.seq_id])
             num_written = row.num_computed_tokens + row.num_scheduled_tokens
@@ -278,6 +286,16 @@ class Scheduler:
         seq.num_pending_tokens += samples
         return row
 
+    def _begun_blocks(self, rows: list[Row]) -> list[int]:
+        """Return the blocks that `rows` begin and do not fill: at most the last block of each."""
+        found = []
+        for row in rows:
+            end = row.num_computed_tokens + row.num_scheduled_tokens
+            index, num_in_block = divmod(end, self.block_manager.block_size)
+            if 0 < num_in_block <= row.num_scheduled_tokens:
+                found.append(self._sequences[row.seq_id].block_table[index])
+        return found
+
     def _append_tokens(self, seq: Sequence, tokens: list[int]) -> None:
         """Append tokens up to the first that finishes the sequence."""
         seq.draft_token_ids = []
@@ -306,7 +324,7 @@ class Scheduler:
         self._enqueue(seq)
 
     def _release(self, seq: Sequence) -> None:
-        self.block_manager.free(seq)
+        self.block_manager.free(seq, keep_cached=seq.finish_reason != "error")
         assert seq.table_idx is not None
         self._free_table_indices.append(seq.table_idx)
         seq.table_idx = None

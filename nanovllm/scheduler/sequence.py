@@ -72,7 +72,7 @@ class Sequence:
         self.num_cached_tokens: int | None = None  # prefix hit at the first admission; None before
         self.table_idx: int | None = None  # row in the workers' tables; None while waiting
         self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None  # stop token or string; None for an EOS id
+        self.stop_reason: int | str | None = None  # stop token or string, or an error's reason
         self.logprobs: list[TokenLogprobs] = []  # of output tokens, if requested
         self.prompt_logprobs: dict[int, TokenLogprobs] = {}  # by position, if requested
 

@@ -157,14 +157,15 @@ class DeviceTables:
     ) -> None:
         """Write `tokens` at `positions` + 1 and to `out`, then add `moves` to `positions`.
 
-        All tensors are [R] int64. No two rows write the same cell, except in the scratch table row.
+        The tables get 0 for NO_TOKEN, because the next step looks up its embedding. All tensors
+        are [R] int64. No two rows write the same cell, except in the scratch table row.
         """
         kernels = self._step_kernels()
         if kernels is not None:
             kernels.advance(self.token_ids, table_indices, positions, moves, tokens, out)
             return
         out.copy_(tokens)
-        self.token_ids[table_indices, positions + 1] = tokens.int()
+        self.token_ids[table_indices, positions + 1] = tokens.clamp(min=0).int()
         positions.add_(moves)
 
     def upload(self, values: Seq[int]) -> torch.Tensor:

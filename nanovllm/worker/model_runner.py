@@ -12,6 +12,7 @@ import torch
 from nanovllm.attention.backend import AttentionSpec, Backend
 from nanovllm.attention.selector import select_backend
 from nanovllm.config import Config
+from nanovllm.kernels.cpu.library import torch_on_one_thread
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.linear import QKVParallelLinear
 from nanovllm.layers.quantization import FP8
@@ -61,6 +62,7 @@ class ModelRunner:
         if device.type == "cpu":
             keep_freed()  # each step reuses the memory that the last one freed
         self._attentions = [m for m in self.model.modules() if isinstance(m, Attention)]
+        self._pool: torch.Tensor | None = None
         self._tables: DeviceTables | None = None
         self._uses_graphs = (
             self._backend.supports_graph and not config.enforce_eager and can_capture(device)
@@ -93,7 +95,8 @@ class ModelRunner:
     @torch.inference_mode()
     def allocate(self, info: CacheInfo) -> None:
         """Allocate the KV pool and the tables, then capture or record the model."""
-        self._tables = tables = self._make_pool_and_tables(info)
+        self._pool, tables = self._make_pool_and_tables(info)
+        self._tables = tables
         if self._uses_graphs:
             self._graphs = self._make_graph_runner(tables)
             self._graphs.capture(graph_sizes(self._max_rows), progress=tensor_parallel().rank == 0)
@@ -103,9 +106,11 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, schedule: Schedule) -> PendingResult:
         """Launch a step. Steps run in the order in which they are launched."""
-        assert self._tables is not None, "allocate() comes first"
+        assert self._pool is not None, "allocate() comes first"
+        assert self._tables is not None
         self._tables.apply(schedule)
-        return PendingResult(schedule.step_id, self._run_rows(self._tables, schedule.rows))
+        self._zero_blocks(self._pool, schedule.blocks_to_zero)
+        return PendingResult(schedule, self._run_rows(self._tables, schedule.rows))
 
     def _run_rows(self, tables: DeviceTables, rows: list[Row]) -> StepOutput:
         """Compute `rows` and choose a token for each row that samples."""
@@ -210,19 +215,28 @@ class ModelRunner:
     def _pool_shape(self, num_blocks: int) -> tuple[int, ...]:
         return (len(self._attentions), *self._backend.kv_cache_shape(num_blocks))
 
-    def _make_pool_and_tables(self, info: CacheInfo) -> DeviceTables:
-        """Bind a new KV pool to the attention layers and return new tables.
+    def _make_pool_and_tables(self, info: CacheInfo) -> tuple[torch.Tensor, DeviceTables]:
+        """Bind a new KV pool to the attention layers; return it, and new tables.
 
-        With graphs the pool has one more block, for the rows that pad a batch. The pool is zeroed:
-        attention multiplies a masked key's value by 0, so the value must be finite.
+        With graphs the pool has one more block, for the rows that pad a batch: they write and see
+        its first slot only. The pool is zeroed: masked keys must be finite, as in
+        `Schedule.blocks_to_zero`.
         """
         shape = self._pool_shape(info.num_blocks + self._uses_graphs)
         pool = zeros(shape, self._kv_dtype, self.device)
         for attention, kv_cache in zip(self._attentions, pool, strict=True):
             attention.bind(self._backend, kv_cache)
-        return DeviceTables(
-            info, self.config.max_num_seqs, self.device, native=self.config.native_kernels
-        )
+        native = self.config.native_kernels
+        return pool, DeviceTables(info, self.config.max_num_seqs, self.device, native=native)
+
+    def _zero_blocks(self, pool: torch.Tensor, blocks: list[int]) -> None:
+        if blocks and pool.is_cuda:  # one kernel; torch has none for FP8, so fill bytes
+            assert self._tables is not None
+            pool.view(torch.uint8).index_fill_(2, self._tables.upload(blocks), 0)
+        elif blocks:
+            with torch_on_one_thread():
+                for block in blocks:
+                    pool[:, :, block].zero_()
 
     def _make_graph_runner(self, tables: DeviceTables) -> GraphRunner:
         capture = make_capture(self.device)
@@ -242,7 +256,7 @@ class ModelRunner:
             num_blocks, block_size, self.max_model_len, self.model_config.vocab_size, max_tokens
         )
         num_seqs = self.config.max_num_seqs
-        tables = self._make_pool_and_tables(info)
+        _, tables = self._make_pool_and_tables(info)
         tables.block_tables[:num_seqs, :num_blocks] = torch.arange(num_blocks, device=self.device)
         tables.params = [SamplingParams(temperature=1.0)] * num_seqs
         self._run_rows(tables, [Row(i, i, 0, length, samples=True) for i in range(count)])

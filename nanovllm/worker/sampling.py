@@ -98,7 +98,9 @@ class SamplingRows:
         return len(self.rows)
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return a token [S] int64 for each row of logits [S, vocab_size]."""
+        """Return a token [S] int64 for each row of logits [S, vocab_size]; NO_TOKEN for a row whose
+        logits are no distribution after its rules.
+        """
         logits = self._apply_rules(logits)
         vocab_size = logits.shape[-1]
         greedy: list[int] = []
@@ -149,13 +151,18 @@ class SamplingRows:
         if not counts:
             return None
         rows = self._tables.upload(list(counts))
-        gathered = gather_logprobs(logits[rows], tokens[rows], max(counts.values()))
+        own = tokens[rows].clamp(min=0)  # a row with NO_TOKEN fails, so its numbers do not count
+        gathered = gather_logprobs(logits[rows], own, max(counts.values()))
         seq_ids = [self.rows[index].seq_id for index in counts]
         return SampledLogprobs(seq_ids, list(counts.values()), gathered)
 
     def store(self, token_ids: torch.Tensor) -> None:
-        """Write the sampled tokens [S] to the device tables, where the next step reads them."""
-        self._tables.token_ids[self._table_indices, self._positions] = token_ids.int()
+        """Write the sampled tokens [S] to the device tables, where the next step reads them.
+
+        The tables get 0 for NO_TOKEN, because the next step looks up its embedding.
+        """
+        known = token_ids.clamp(min=0).int()
+        self._tables.token_ids[self._table_indices, self._positions] = known
 
     def _apply_rules(self, logits: torch.Tensor) -> torch.Tensor:
         """Return `logits` with the rows' rules applied: a float32 copy if some row has rules."""

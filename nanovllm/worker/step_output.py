@@ -5,8 +5,16 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.scheduler.messages import StepResult, TokenLogprobs
+from nanovllm.layers.sampler import NO_TOKEN
+from nanovllm.scheduler.messages import Schedule, StepResult, TokenLogprobs
 from nanovllm.worker.sampling import GatheredLogprobs, SampledLogprobs, to_host
+
+NO_DISTRIBUTION = (
+    "no token can be chosen: the logits have NaN or inf, or all are -inf; check the model's "
+    "weights and dtype, and whether the request's rules (bad_words, min_tokens, ...) forbid every "
+    "token"
+)
+"""The error of a row whose token is NO_TOKEN."""
 
 
 class PromptLogprobs(NamedTuple):
@@ -23,7 +31,7 @@ class StepOutput:
     """The outputs of a step, on the device or on the host."""
 
     token_ids: torch.Tensor
-    """[S] int64, a token for each row that samples."""
+    """[S] int64, a token or NO_TOKEN for each row that samples."""
     logprobs: SampledLogprobs | None
     """Of the rows whose request wants them; None if none does."""
     prompt_logprobs: list[PromptLogprobs]
@@ -39,7 +47,7 @@ class StepOutput:
             [part._replace(values=part.values.to_host()) for part in self.prompt_logprobs],
         )
 
-    def result(self, step_id: int) -> StepResult:
+    def result(self, schedule: Schedule) -> StepResult:
         """Return the outputs as Python numbers. The copies to the host must be complete."""
         logprobs: dict[int, list[TokenLogprobs]] = {}
         prompt_logprobs: dict[int, list[tuple[int, TokenLogprobs]]] = {}
@@ -50,15 +58,27 @@ class StepOutput:
         for part in self.prompt_logprobs:
             values = part.values.tolist([part.num_top] * len(part.values.ranks))
             prompt_logprobs.setdefault(part.seq_id, []).extend(enumerate(values, part.position))
-        token_ids = [[token] for token in self.token_ids.tolist()]
-        return StepResult(step_id, token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+        token_ids: list[list[int]] = []
+        errors: dict[int, str] = {}
+        sampling = (row for row in schedule.rows if row.samples)
+        for row, token in zip(sampling, self.token_ids.tolist(), strict=True):
+            token_ids.append([] if token == NO_TOKEN else [token])
+            if token == NO_TOKEN:
+                errors[row.seq_id] = NO_DISTRIBUTION
+        return StepResult(
+            schedule.step_id,
+            token_ids,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            errors=errors,
+        )
 
 
 class PendingResult:
     """The outputs of a launched step, which may still be running."""
 
-    def __init__(self, step_id: int, output: StepOutput) -> None:
-        self._step_id = step_id
+    def __init__(self, schedule: Schedule, output: StepOutput) -> None:
+        self._schedule = schedule
         self._output = output.to_host()
         self._copied: torch.cuda.Event | None = None
         if output.token_ids.is_cuda:
@@ -69,4 +89,4 @@ class PendingResult:
         """Wait for the step and return its result."""
         if self._copied is not None:
             self._copied.synchronize()
-        return self._output.result(self._step_id)
+        return self._output.result(self._schedule)

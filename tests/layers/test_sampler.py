@@ -2,6 +2,7 @@
 transformers' keep, and a row's draw depends on nothing but the row.
 """
 
+import dataclasses
 import functools
 import math
 
@@ -15,7 +16,7 @@ from transformers import (
 )
 
 from nanovllm.layers import sampler
-from nanovllm.layers.sampler import Sampling, draw, uniform
+from nanovllm.layers.sampler import NO_TOKEN, Sampling, draw, greedy, uniform
 
 DRAWS = 100_000
 ALMOST_ONE = 1 - 2.0**-53
@@ -425,17 +426,23 @@ def test_masked_tokens_are_never_chosen(temperature, filters):
 
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"top_k": 12}, {"min_p": 0.2}], ids=str)
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf, torch.inf])
-def test_rows_that_are_no_distribution_give_some_token_and_harm_no_neighbour(value, filters):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_are_no_distribution_give_no_token_and_harm_no_neighbour(dtype, value, filters):
     """A model that overflowed, or rules that forbid every token."""
-    logits, _ = random_rows(30, 300)
-    sampling = make_sampling(30, seeds=torch.arange(30), **filters)
+    logits, _ = random_rows(30, 300, dtype)
+    temperatures = torch.linspace(0, 1, 30)  # the first is greedy
+    sampling = make_sampling(30, temperature=temperatures, seeds=torch.arange(30), **filters)
+    sampling = dataclasses.replace(sampling, any_greedy=True)
     expected = draw(logits, sampling, enough_candidates(**filters))
+    likeliest = greedy(logits)
     logits[::3] = value
+    if value != -torch.inf:  # one such logit is enough
+        logits[6::3] = 0.0
+        logits[6, 0] = logits[9, 150] = logits[12, 299] = logits[15:30:3, 256] = value
     chosen = draw(logits, sampling, enough_candidates(**filters))
-    assert chosen.min() >= 0
-    assert chosen.max() < 300
     sound = torch.arange(30) % 3 > 0
-    assert torch.equal(chosen[sound], expected[sound])
+    assert torch.equal(chosen, torch.where(sound, expected, NO_TOKEN))
+    assert torch.equal(greedy(logits), torch.where(sound, likeliest, NO_TOKEN))
 
 
 @pytest.mark.parametrize("num_candidates", [0, 4, 8])

@@ -82,7 +82,7 @@ class FakeWorker:
     """Device tables and a KV cache, as the real worker has them. It knows only the schedules.
 
     Old contents stay in place until something overwrites them. While `is_broken`, every step
-    writes garbage and fails.
+    writes garbage and fails. A row of a sequence in `without_token` gets an error.
     """
 
     def __init__(
@@ -94,7 +94,9 @@ class FakeWorker:
         self.token_ids = [[UNWRITTEN] * max_model_len for _ in range(num_table_rows)]
         self.block_tables = [[UNWRITTEN] * width for _ in range(num_table_rows)]
         self.kv: dict[tuple[int, int], int] = {}  # (block, offset) -> hash of the prefix written
+        self.writers: dict[tuple[int, int], int] = {}  # (block, offset) -> sequence; none if zero
         self.is_broken = False
+        self.without_token: set[int] = set()
 
     def execute(self, schedule: Schedule) -> StepResult | None:
         """Run a step. Return its result, or None if it failed."""
@@ -103,6 +105,10 @@ class FakeWorker:
             self._store(self.block_tables[new.table_idx], 0, new.block_ids)
         for blocks in schedule.new_blocks:
             self._store(self.block_tables[blocks.table_idx], blocks.start, blocks.block_ids)
+        for block_id in schedule.blocks_to_zero:
+            for offset in range(self.block_size):
+                self.kv.pop((block_id, offset), None)
+                self.writers.pop((block_id, offset), None)
         result = StepResult(schedule.step_id, [], [])
         for row in schedule.rows:
             if self.is_broken:
@@ -128,6 +134,10 @@ class FakeWorker:
             assert written == hashes[position], f"{row} reads another prefix at {position}"
         for position in range(row.num_computed_tokens, end):
             self.kv[self.location(row, position)] = hashes[position]
+            self.writers[self.location(row, position)] = row.seq_id
+        for position in range(end, -(-end // self.block_size) * self.block_size):
+            writer = self.writers.get(self.location(row, position), row.seq_id)
+            assert writer == row.seq_id, f"{row} reads masked KV of sequence {writer}"
         if not row.samples:
             assert not row.draft_token_ids
             return
@@ -138,6 +148,8 @@ class FakeWorker:
             sampled.append(next_token(hashes[position]))
         room = len(tokens) - num_known  # a full table row has no room for its last token
         self._store(tokens, num_known, sampled[:room])
+        if row.seq_id in self.without_token:
+            sampled, result.errors[row.seq_id] = [], "no token"
         result.token_ids.append(sampled)
         if self.propose is not None:
             result.draft_token_ids.append(self.propose(tokens[:num_known] + sampled))
@@ -146,6 +158,7 @@ class FakeWorker:
         end = row.num_computed_tokens + row.num_scheduled_tokens
         for position in range(row.num_computed_tokens, end):
             self.kv[self.location(row, position)] = UNWRITTEN
+            self.writers[self.location(row, position)] = row.seq_id
         tokens = self.token_ids[row.table_idx]
         self._store(tokens, end, [UNWRITTEN][: len(tokens) - end])
 
@@ -240,7 +253,7 @@ class Engine:
             return
         unfinished = {seq.seq_id for seq in self.sequences if not seq.is_finished}
         rows = [row for row in schedule.rows if row.samples]
-        self.num_drafts_held += sum(len(tokens) - 1 for tokens in result.token_ids)
+        self.num_drafts_held += sum(len(tokens) - 1 for tokens in result.token_ids if tokens)
         advanced = self.scheduler.update(schedule, result)
         ids = [seq.seq_id for seq in advanced]
         assert ids == [row.seq_id for row in rows if row.seq_id in unfinished]
@@ -304,7 +317,7 @@ class Engine:
             assert (got, seq.finish_reason) == expected
             assert self._is_right_cache_count(seq.num_cached_tokens, seq.num_prompt_tokens)
         else:
-            assert seq.finish_reason in (None, "abort")
+            assert seq.finish_reason in (None, "abort", "error")
             assert len(got) < len(expected[0])
             assert got == expected[0][: len(got)]
 

@@ -27,6 +27,7 @@ from tests.scheduler.fake_engine import (
     continuation,
     oracle,
     prompt_that_ends_with,
+    random_guesses,
 )
 
 DEPTHS = pytest.mark.parametrize("queue_depth", [0, 1, 4])
@@ -454,6 +455,58 @@ def three_right_guesses(token_ids: list[int]) -> list[int]:
 
 def three_wrong_guesses(token_ids: list[int]) -> list[int]:
     return [VOCAB_SIZE] * 3  # a token that the fake model never samples
+
+
+@DEPTHS
+def test_row_without_a_token_ends_its_sequence_only(queue_depth: int) -> None:
+    """Symptom: logits that are NaN give tokens without end, or fail the whole step."""
+    engine = Engine(queue_depth=queue_depth, propose=random_guesses(1))
+    sound, broken, late = (engine.add([first, 2, 3], max_tokens=8) for first in (1, 2, 3))
+    engine.worker.without_token.add(late.seq_id)
+    engine.step_until(lambda: broken.num_output_tokens >= 3)
+    engine.worker.without_token.add(broken.seq_id)
+    engine.run()
+    assert (late.finish_reason, late.stop_reason) == ("error", "no token")
+    assert late.output_token_ids == []
+    assert (broken.finish_reason, broken.stop_reason) == ("error", "no token")
+    assert broken.num_output_tokens >= 3
+    assert (sound.finish_reason, sound.num_output_tokens) == ("length", 8)
+    assert engine.scheduler.stats.num_decode_tokens == 8 + broken.num_output_tokens
+
+
+@DEPTHS
+def test_blocks_of_a_failed_sequence_leave_the_prefix_cache(queue_depth: int) -> None:
+    """Symptom: KV that is NaN is served from the cache for ever. Running sequences keep hits."""
+    engine = Engine(queue_depth=queue_depth, max_num_batched_tokens=6)
+    prompt = [1, 2, 3, 4, 0, 1, 2, 3, 4]
+    sharer = engine.add(prompt[:5], max_tokens=30)
+    engine.step_until(lambda: sharer.num_output_tokens)
+    broken = engine.add(prompt)
+    engine.worker.without_token.add(broken.seq_id)
+    engine.step_until(lambda: broken.is_finished)
+    assert broken.num_cached_tokens == 4
+    again = engine.add(prompt)
+    engine.run()
+    assert (broken.finish_reason, again.num_cached_tokens) == ("error", 4)  # not 8
+    broken = engine.add(prompt)
+    engine.worker.without_token.add(broken.seq_id)
+    engine.run()
+    again = engine.add(prompt)
+    engine.run()
+    assert (broken.num_cached_tokens, again.num_cached_tokens) == (8, 0)
+
+
+def test_blocks_that_a_row_begins_and_does_not_fill_are_zeroed() -> None:
+    """A decode step carries a block in one step of `block_size`, a chunk only its last block."""
+    engine = Engine(block_size=4, max_num_batched_tokens=10, max_model_len=32)
+    long = engine.add([1] * 13, max_tokens=8, ignore_eos=True)
+    zeroed = []
+    while (schedule := engine.launch()) is not None:
+        zeroed.append([long.block_table.index(block) for block in schedule.blocks_to_zero])
+        engine.retire()
+    # 10 tokens; 3 more, to the 13th; then one a step, in blocks of 4
+    assert zeroed == [[2], [3], [], [], [], [4], [], [], []]
+    engine.run()
 
 
 def test_right_drafts_save_steps() -> None:

@@ -233,6 +233,8 @@ def batch(
 def greedy(logits: torch.Tensor) -> torch.Tensor:
     """Return the index of the largest logit of each row, the first one if several are equal.
 
+    It is -1 for a row with NaN or +inf, or of -inf only.
+
     Args:
         logits: [r, n] contiguous.
 
@@ -246,7 +248,7 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
 
 
 def chunk_maxima(logits: torch.Tensor, chunk: int = 128) -> torch.Tensor:
-    """Return the largest logit of each chunk: [r, n] float32.
+    """Return the largest logit of each chunk: [r, n] float32. NaN counts as +inf.
 
     Args:
         logits: [r, n * 128] contiguous.

@@ -66,7 +66,8 @@ def advance(
 ) -> None:
     """Write `tokens` [R] at `positions` + 1 of the table rows `table_indices`, and to `out`.
 
-    Then add `moves` to `positions`. All tensors are int64, except `token_ids` (int32).
+    The tables get 0 for a negative token, because the next step looks up its embedding. Then add
+    `moves` to `positions`. All tensors are int64, except `token_ids` (int32).
     """
     rows = len(table_indices)
     block = min(triton.next_power_of_2(rows), 128)
@@ -139,6 +140,7 @@ def _advance(
     table_idx = tl.load(table_indices + rows, inside, 0)
     position = tl.load(positions + rows, inside, 0)
     token = tl.load(tokens + rows, inside, 0)
-    tl.store(token_ids + table_idx * token_stride + position + 1, token.to(tl.int32), inside)
+    known = tl.maximum(token, 0).to(tl.int32)
+    tl.store(token_ids + table_idx * token_stride + position + 1, known, inside)
     tl.store(out + rows, token, inside)
     tl.store(positions + rows, position + tl.load(moves + rows, inside, 0), inside)

@@ -1,7 +1,8 @@
 """The Triton kernels that turn logits into token ids, each row with its own parameters.
 
-A row's token depends on that row only, and no sum depends on the order in which programs run. The
-host never waits for the device, so a CUDA graph can hold every call. Imports triton: check
+A row's token depends on that row only, and no sum depends on the order in which programs run. It is
+-1 if the row is no distribution: if some logit is NaN or +inf, or all are -inf. The host never
+waits for the device, so a CUDA graph can hold every call. Imports triton: check
 `kernels.selector.triton_available` first.
 """
 
@@ -96,13 +97,15 @@ def _reduce_blocks(
 ):  # fmt: skip
     """Reduce one block of a row to its largest logit, the index of the first one, and a sum.
 
-    The sum is that of the weights relative to the largest logit, without min_p. In a row with top_k
-    or top_p, also store the largest key of each chunk.
+    NaN counts as +inf, so that the largest logit tells `_choose`. The sum is that of the weights
+    relative to the largest logit, without min_p. In a row with top_k or top_p, also store the
+    largest key of each chunk.
     """
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = block * BLOCK + tl.arange(0, BLOCK)
     logit = tl.load(logits + row * stride + columns, columns < vocab_size, -float("inf"))
     x = logit.to(tl.float32)
+    x = tl.where(x == x, x, float("inf"))
     largest, first = tl.max(x, 0, return_indices=True)
     place = row * tl.num_programs(1) + block
     tl.store(block_maxima + place, largest)
@@ -127,7 +130,8 @@ def _choose(
 ):  # fmt: skip
     """Choose the token of one row: the block, then the token, where the sum passes a random share.
 
-    A row with top_k or top_p gets its first largest token here; `choose_filtered` replaces it.
+    A row with top_k or top_p gets its first largest token here; `choose_filtered` replaces it. A
+    row whose largest logit is not finite gets -1.
     """
     row = tl.program_id(0).to(tl.int64)
     blocks = tl.arange(0, ALL_BLOCKS)
@@ -157,6 +161,7 @@ def _choose(
             weights = weights.to(tl.float64)
             column, _ = invert(weights, share * tl.sum(weights))
             token = tl.minimum(block * BLOCK + column, vocab_size - 1)
+    token = tl.where(tl.abs(largest) < float("inf"), token, -1)
     tl.store(tokens + row, token.to(tl.int64))
 
 

@@ -24,7 +24,7 @@ def choose_filtered(
     chunk: int,
     tokens: torch.Tensor,
 ) -> None:
-    """Write a token into `tokens` [R] int64 for each row with top_k or top_p.
+    """Write a token into `tokens` [R] int64 for each row with top_k or top_p, unless it has -1.
 
     First find the threshold: the smallest logit that top_k and top_p keep. The search counts or
     weighs the logits above several pivots between two bounds, then narrows the bounds to two
@@ -80,10 +80,12 @@ def _choose_filtered(
 ):  # fmt: skip
     """Sample one row if it has top_k or top_p: find the threshold, then draw a token.
 
-    ALL_BLOCKS and ALL_CHUNKS are NUM_BLOCKS and NUM_CHUNKS rounded up to a power of two.
+    A row whose token is -1 is no distribution and stays as it is. ALL_BLOCKS and ALL_CHUNKS are
+    NUM_BLOCKS and NUM_CHUNKS rounded up to a power of two.
     """
     index = tl.program_id(0).to(tl.int64)
-    if is_filtered(index, vocab_size, temperatures, top_ks, top_ps, GREEDY_BELOW):
+    filtered = is_filtered(index, vocab_size, temperatures, top_ks, top_ps, GREEDY_BELOW)
+    if filtered & (tl.load(tokens + index) >= 0):
         blocks = tl.arange(0, ALL_BLOCKS)
         places = index * NUM_BLOCKS + blocks
         largest = tl.max(tl.load(block_maxima + places, blocks < NUM_BLOCKS, -float("inf")))
@@ -133,7 +135,6 @@ def find_threshold(
         least = tl.maximum((1 - top_p) / vocab_size, min_p)
         least = largest + tl.log(least * 0.99) / scale
         bound = tl.maximum(sort_key(least.to(logits.dtype.element_ty)) - 1, low)
-        bound = tl.minimum(bound, high)  # for NaN and infinity: some chunk must be kept
         low = _search(
             row, chunks, low, bound, high, top_p, False, NUM_CHUNKS, ALL_CHUNKS, CHUNK, TILE
         )

@@ -318,15 +318,30 @@ def test_what_is_no_number_stays_so():
 @pytest.mark.parametrize(("rows", "n"), [(1, 1), (3, 77), (5, 8192), (16, 151936), (2, 8200)])
 def test_greedy_is_the_first_of_the_largest(rows, n):
     logits = (randn(rows, n) * 3).round()  # so that there are ties
-    logits[0] = -torch.inf
+    logits[0, : n // 3] = -torch.inf
     logits[-1, : n // 2] = -5.0
     assert torch.equal(cpu_ops.greedy(logits), logits.float().argmax(-1))
     logits[:] = -1.0
     logits[:, n // 2] = -0.0
     logits[:, n - 1] = 0.0
     assert torch.equal(cpu_ops.greedy(logits), torch.full((rows,), n // 2))
-    logits[:] = torch.nan
-    assert cpu_ops.greedy(logits).tolist() == [0] * rows
+
+
+@native
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.nan])
+@pytest.mark.parametrize("n", [1, 77, 128, 8192, 16500])
+def test_one_logit_that_is_no_number_shows_in_the_largest(n, value):
+    """Symptom: the largest logit passes NaN over, and the row's token means nothing."""
+    places = sorted({0, 1, 15, 16, 17, n // 2, n - 2, n - 1} & set(range(n)))
+    logits = randn(len(places) + 2, n)
+    for row, place in enumerate(places):
+        logits[row, place] = value
+    logits[-2] = -torch.inf
+    assert cpu_ops.greedy(logits).tolist() == [-1] * (len(places) + 1) + [logits[-1].argmax()]
+    if n % 128 == 0:
+        maxima = cpu_ops.chunk_maxima(logits).isfinite().all(-1)
+        assert maxima.tolist() == [False] * (len(places) + 1) + [True]
 
 
 @native

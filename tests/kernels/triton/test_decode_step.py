@@ -44,14 +44,17 @@ def test_gather(rows, block_size):
 
 @pytest.mark.parametrize("rows", [1, 8, 200])
 def test_advance(rows):
-    """Only the given cells change; a row with move 0 keeps its position."""
+    """Only the given cells change; a row with move 0 keeps its position. A row without a token (-1)
+    reads token 0 in the next step, which may be launched before the host knows.
+    """
     token_ids, _, _ = make_tables(width=4, num_table_rows=201)
     table_indices = torch.randperm(200)[:rows].to(DEVICE)
     positions = torch.randint(70, (rows,)).to(DEVICE)
     moves = torch.randint(2, (rows,)).to(DEVICE)
     tokens, out = torch.randint(1000, (rows,)).to(DEVICE), torch.zeros_like(table_indices)
+    tokens[0] = -1
     table = token_ids.clone()
-    table[table_indices, positions + 1] = tokens.int()
+    table[table_indices, positions + 1] = tokens.clamp(min=0).int()
     moved = positions + moves
     decode_step.advance(token_ids, table_indices, positions, moves, tokens, out)
     assert torch.equal(token_ids, table)

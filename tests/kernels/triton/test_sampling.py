@@ -343,11 +343,20 @@ def test_rows_without_a_filter_do_not_depend_on_filtered_rows():
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_rows_that_are_no_distribution_choose_a_token():
-    logits = randn(4, 300)
+@pytest.mark.parametrize("filters", [{}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.5}], ids=str)
+def test_rows_that_are_no_distribution_get_no_token(filters):
+    logits = randn(7, 2100)
+    sampling = make_sampling(7, temperature=torch.tensor([1.0] * 6 + [0.0]), **filters)
+    expected, likeliest = sample(logits, sampling), triton_sampling.greedy(logits)
     logits[0], logits[1], logits[2, 7], logits[3, 7] = -torch.inf, torch.nan, torch.nan, torch.inf
-    tokens = sample(logits, make_sampling(4, top_k=20, top_p=0.5))
-    assert ((tokens >= 0) & (tokens < 300)).all()
+    logits[6, -1] = torch.nan
+    sound = torch.tensor([4, 5], device=logits.device)
+    for found, before in (
+        (sample(logits, sampling), expected),
+        (triton_sampling.greedy(logits), likeliest),
+    ):
+        assert torch.equal(found[sound], before[sound])
+        assert found.tolist().count(-1) == 5
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")
