@@ -14,7 +14,18 @@ from nanovllm.utils.json_object import MAX_JSON_BYTES, parse_object
 from nanovllm.validation import check_int, cut
 
 _CONFIG_PATTERNS = ["*.json", "*.jinja", "merges.txt", "tokenizer.model"]
-_OPENED_PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model", "additional_chat_templates/*.jinja"]
+_OPENED_PATTERNS = [
+    "*config.json",
+    "*token*.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.jinja",
+    "chat_template.json",
+    "tekken.json",
+    "params.json",
+    "additional_chat_templates/*.jinja",
+]
 """Files of a directory that this module or transformers may open."""
 _MAX_FILE_BYTES = 64 * 2**20
 """Of each of them. The largest known are tokenizer.json files of 33 MB."""
@@ -79,8 +90,8 @@ def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
         model: a local directory or a hub id. A directory goes first.
 
     Raises:
-        CheckpointError: there is no such directory or hub id, the hub cannot be reached, or there
-            is no config.json.
+        CheckpointError: there is no such directory or hub id, the hub cannot be reached, there is
+            no config.json, or a file is invalid or must not be opened.
     """
     local = _local_path(model)
     if local.is_dir():
@@ -107,7 +118,8 @@ def weight_files(checkpoint: Checkpoint, model: str, revision: str | None = None
     """Return the safetensors files of `checkpoint`; download them if `model` is a hub id.
 
     Raises:
-        CheckpointError: there are none, or the index names missing files.
+        CheckpointError: there are none, the index names missing files, or a file is outside the
+            directory or not a regular one.
     """
     path = checkpoint.path
     from_hub = not _local_path(model).is_dir()

@@ -274,6 +274,14 @@ def test_links_inside_the_directory_are_followed(directory):
     assert open_all(directory) == [directory / "model.safetensors"]
 
 
+def test_files_that_nothing_opens_are_not_checked(directory):
+    (directory / "model.safetensors").touch()
+    os.mkfifo(directory / "trainer_state.json")
+    (directory / "tokens").mkdir()
+    (directory / "log.txt").symlink_to("/dev/zero")
+    assert open_all(directory) == [directory / "model.safetensors"]
+
+
 def test_a_directory_that_is_itself_a_link(directory):
     (directory / "model.safetensors").touch()
     link = directory.parent / "link"
