@@ -72,12 +72,17 @@ def test_a_panic_of_the_tokenizers_library_is_a_checkpoint_error(
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "t5", "bert", 5, None, ["x"]])
-def test_of_config_json_the_tokenizer_sees_only_the_type(directory: Path, model_type: Any) -> None:
-    """transformers makes a list of num_hidden_layers names of its own accord."""
+def test_of_config_json_the_tokenizer_sees_only_the_type(
+    directory: Path, model_type: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers' config of Qwen3 makes a list of num_hidden_layers names."""
+    from transformers import AutoConfig
+
     tokenizer = load_tokenizer(open_checkpoint(str(directory)))
     assert tokenizer is not None
     expected = tokenizer.encode("What is a KV cache?")
-    change(directory / "config.json", model_type=model_type, num_hidden_layers=10**12)
+    change(directory / "config.json", model_type=model_type, num_hidden_layers=10**6)
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *_, **__: pytest.fail("read"))
     found = load_tokenizer(open_checkpoint(str(directory)))
     assert found is not None
     assert found.encode("What is a KV cache?") == expected
