@@ -12,9 +12,10 @@ from tqdm.auto import tqdm
 from nanovllm.config import Config
 from nanovllm.engine.input_processor import Message, Prompt, chat_template_options
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.errors import InvalidRequestError
+from nanovllm.errors import CheckpointError, InvalidRequestError
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.validation import check_bool
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -228,16 +229,26 @@ class LLM:
 
 
 def default_sampling_params(generation_config: Mapping[str, Any]) -> SamplingParams:
-    """Return the sampling parameters recommended in a generation_config.json."""
+    """Return the sampling parameters recommended in a generation_config.json.
+
+    Raises:
+        CheckpointError: it recommends an invalid value.
+    """
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     given = {
         name: generation_config[name] for name in names if generation_config.get(name) is not None
     }
-    if not generation_config.get("do_sample", True):
+    do_sample = generation_config.get("do_sample")
+    if do_sample is not None and not check_bool(
+        CheckpointError, "generation_config.json: do_sample", do_sample
+    ):
         given["temperature"] = 0.0
     if generation_config.get("max_new_tokens") is not None:
         given["max_tokens"] = generation_config["max_new_tokens"]
-    return SamplingParams(**given)
+    try:
+        return SamplingParams(**given)
+    except InvalidRequestError as error:
+        raise CheckpointError(f"generation_config.json: {error}") from error
 
 
 def _as_prompts(prompts: Any) -> list[Any]:

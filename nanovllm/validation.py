@@ -8,10 +8,26 @@ import inspect
 import math
 import numbers
 import operator
+import reprlib
 from collections.abc import Collection
 from typing import Any, ClassVar
 
 from nanovllm.errors import NanoVLLMError
+
+_MAX_SHOWN = 100
+"""Characters of a value that a message shows."""
+
+
+def cut(value: Any) -> str:
+    """Return repr(value), cut to `_MAX_SHOWN` characters however large or deep the value is."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = short.maxlong = _MAX_SHOWN
+    short.maxlevel = 2
+    try:
+        text = short.repr(value)
+    except ValueError:  # Python writes no integer of more than 4300 digits
+        text = f"an integer of {value.bit_length()} bits"
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
@@ -44,9 +60,9 @@ def check_int(
     except TypeError:  # arrays of several elements have __index__ too, but it raises
         number = None
     if number is None:
-        raise error(f"{name} must be {rule}, got {value!r} ({type(value).__name__})")
+        raise error(f"{name} must be {rule}, got {cut(value)} ({type(value).__name__})")
     if number < low or (high is not None and number > high):
-        raise error(f"{name} must be {rule}, got {value!r}")
+        raise error(f"{name} must be {rule}, got {cut(value)}")
     return number
 
 
@@ -56,20 +72,20 @@ def check_float(
     """Return `value` as float if it is a finite real number in [low, high], else raise `error`."""
     rule = f"a finite number >= {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise error(f"{name} must be {rule}, got {value!r} ({type(value).__name__})")
+        raise error(f"{name} must be {rule}, got {cut(value)} ({type(value).__name__})")
     try:
         number = float(value)
     except OverflowError:  # an integer larger than any float
         number = math.inf
     if not math.isfinite(number) or not low <= number <= high:
-        raise error(f"{name} must be {rule}, got {value!r}")
+        raise error(f"{name} must be {rule}, got {cut(value)}")
     return number
 
 
 def check_bool(error: type[NanoVLLMError], name: str, value: Any) -> bool:
     """Return `value` if it is True or False, else raise `error`."""
     if not isinstance(value, bool):
-        raise error(f"{name} must be True or False, got {value!r} ({type(value).__name__})")
+        raise error(f"{name} must be True or False, got {cut(value)} ({type(value).__name__})")
     return value
 
 
@@ -79,5 +95,5 @@ def check_choice(
     """Return `value` if it is one of `choices`, else raise `error`, which names the nearest."""
     if not isinstance(value, str) or value not in choices:
         hint = did_you_mean(str(value), choices)
-        raise error(f"{name} must be one of {', '.join(choices)}, got {value!r}{hint}")
+        raise error(f"{name} must be one of {', '.join(choices)}, got {cut(value)}{hint}")
     return value

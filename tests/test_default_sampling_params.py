@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams, demo_model
+from nanovllm.errors import CheckpointError
 from nanovllm.llm import default_sampling_params
 from tests.checkpoints import copy_checkpoint
 from tests.glossary import OPTIONS
@@ -51,6 +52,32 @@ def test_default_sampling_params_by_generation_config(
     recommended: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     assert default_sampling_params(recommended) == SamplingParams(**expected)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", "hot"),
+        ("temperature", float("nan")),
+        ("temperature", 10**400),
+        ("top_k", -3),
+        ("top_k", 1.5),
+        ("top_k", True),
+        ("top_p", 0),
+        ("top_p", float("inf")),
+        ("min_p", [0.1]),
+        ("repetition_penalty", 0),
+        ("max_new_tokens", -1),
+        ("do_sample", "no"),
+    ],
+)
+def test_an_invalid_recommendation_is_the_checkpoints_error(field: str, value: Any) -> None:
+    shown = "max_tokens" if field == "max_new_tokens" else field
+    with pytest.raises(
+        CheckpointError, match=rf"generation_config\.json: {shown} must be"
+    ) as raised:
+        default_sampling_params({field: value})
+    assert len(str(raised.value)) < 250
 
 
 def test_default_sampling_params_come_from_generation_config(

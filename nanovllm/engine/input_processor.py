@@ -14,7 +14,7 @@ from nanovllm.engine.request import Request
 from nanovllm.errors import CheckpointError, InvalidRequestError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler.sequence import Sequence
-from nanovllm.utils.hub import Checkpoint
+from nanovllm.utils.hub import Checkpoint, check_tokenizer_files
 from nanovllm.validation import check_int
 
 if TYPE_CHECKING:
@@ -102,8 +102,7 @@ class InputProcessor:
                 "this checkpoint has no tokenizer, so prompts must be lists of token ids, not text"
             )
         _check_unicode("the prompt", prompt)
-        token_ids: list[int] = self.tokenizer.encode(prompt)
-        return token_ids
+        return self._encode(self.tokenizer, prompt)
 
     def render(self, messages: Seq[Message], **options: Any) -> list[int]:
         """Return the token ids of a conversation, rendered by the chat template.
@@ -148,12 +147,22 @@ class InputProcessor:
                 )
             _check_unicode("a word of bad_words", word)
             bare = word.lstrip() or word  # a word of white space only stays as it is
-            plain = tuple(self.tokenizer.encode(bare, add_special_tokens=False))
-            spaced = tuple(self.tokenizer.encode(" " + bare, add_special_tokens=False))
+            plain = tuple(self._encode(self.tokenizer, bare, add_special_tokens=False))
+            spaced = tuple(self._encode(self.tokenizer, " " + bare, add_special_tokens=False))
             found += [plain] if plain else []
             if plain and spaced and spaced[0] != plain[0] and len(spaced) == len(plain):
                 found.append(spaced)
         return tuple(found)
+
+    def _encode(self, tokenizer: "PreTrainedTokenizerBase", text: str, **options: Any) -> list[int]:
+        """Return the text's token ids: all of them are tokens of the model."""
+        token_ids: list[int] = tokenizer.encode(text, **options)
+        if max(token_ids, default=0) > self._last_token_id:
+            raise InvalidRequestError(
+                f"the checkpoint's tokenizer made token {max(token_ids)} of the text; this model's "
+                f"last is {self._last_token_id}: the tokenizer is another model's"
+            )
+        return token_ids
 
     def _check_params(self, params: SamplingParams) -> None:
         """Raise InvalidRequestError for parameters that this checkpoint does not support."""
@@ -235,17 +244,29 @@ def load_tokenizer(checkpoint: Checkpoint) -> "PreTrainedTokenizerBase | None":
     """Return the checkpoint's tokenizer, None if it has none; run no code of the checkpoint.
 
     Raises:
-        CheckpointError: the files cannot be read, or they hold no fast tokenizer.
+        CheckpointError: a file is invalid, or there is no fast tokenizer of a known class.
     """
     if not checkpoint.has_tokenizer:
         logger.warning("%s has no tokenizer: prompts must be token ids", checkpoint.path)
         return None
-    from transformers import AutoTokenizer
+    check_tokenizer_files(checkpoint)
+    from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
+    # transformers would allocate what config.json asks for: give it the type's defaults instead.
+    is_qwen3 = checkpoint.config.get("model_type") == "qwen3"
+    config = AutoConfig.for_model("qwen3") if is_qwen3 else PretrainedConfig()
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint.path, trust_remote_code=False)
-    except Exception as error:  # transformers and tokenizers raise many kinds for a broken file
-        raise CheckpointError(f"cannot load the tokenizer in {checkpoint.path}: {error}") from error
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            checkpoint.path, config=config, trust_remote_code=False
+        )
+        tokenizer.decode(tokenizer.encode("a b"))  # raises for a wrong model_max_length and such
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # many kinds; a panic of tokenizers is no Exception
+        raise CheckpointError(
+            f"cannot load the tokenizer in {checkpoint.path}: tokenizer.json, "
+            f"tokenizer_config.json or special_tokens_map.json is invalid: {error!s:.300}"
+        ) from error
     if not tokenizer.is_fast:
         raise CheckpointError(
             f"the tokenizer in {checkpoint.path} has no tokenizer.json; save it as a fast tokenizer"

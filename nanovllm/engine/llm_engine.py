@@ -39,8 +39,8 @@ class LLMEngine:
     def __init__(self, config: Config, *, queue_depth: int | None = None) -> None:
         self.config = config
         checkpoint = open_checkpoint(config.model, config.revision)
-        tokenizer = load_tokenizer(checkpoint)
         self.executor = make_executor(config, checkpoint)
+        tokenizer = load_tokenizer(checkpoint)
         self._finalizer = weakref.finalize(self, self.executor.shutdown)
         self.cache_info = self.executor.start()
         self.generation_config = checkpoint.generation_config

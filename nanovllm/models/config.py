@@ -11,9 +11,17 @@ import torch
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.layers.fp8_config import Fp8Config
 from nanovllm.layers.rotary_embedding import RopeConfig
+from nanovllm.validation import check_bool, check_float, check_int, cut
 
 _DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
 _ROPE_TYPES = ("default", "linear", "yarn")
+
+# Far above every known model, and low enough that no product of sizes overflows.
+_MAX_SIZE = 2**24
+_MAX_LAYERS = 1000
+_MAX_HEAD_DIM = 2**12
+_ROPE_RANGE = (1e-3, 1e6)
+"""Of every factor of a rope scaling. Outside it, angles are not finite."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,21 +61,21 @@ class ModelConfig:
         _check_supported(config)
         torch_dtype = _dtype(config, dtype)
         num_heads, num_kv_heads, head_dim = _heads(config)
-        max_position = _positive_int(config, "max_position_embeddings")
+        max_position = _size(config, "max_position_embeddings")
         rope = _rope(config, max_position)
         if rope.rope_type == "yarn":
             # Users who add YaRN as Qwen3's model card says leave max_position_embeddings unscaled.
             max_position = max(max_position, int(rope.original_max_position * rope.factor))
         return cls(
             architecture=architecture,
-            vocab_size=_positive_int(config, "vocab_size"),
-            hidden_size=_positive_int(config, "hidden_size"),
-            intermediate_size=_positive_int(config, "intermediate_size"),
-            num_layers=_positive_int(config, "num_hidden_layers"),
+            vocab_size=_size(config, "vocab_size"),
+            hidden_size=_size(config, "hidden_size"),
+            intermediate_size=_size(config, "intermediate_size"),
+            num_layers=_size(config, "num_hidden_layers", high=_MAX_LAYERS),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=_positive_float(config, "rms_norm_eps", 1e-6),
+            rms_norm_eps=_number(config, "rms_norm_eps", 1e-6, 1e-30, 1.0),
             rope=rope,
             max_position=max_position,
             attention_bias=_bool(config, "attention_bias", False),
@@ -80,7 +88,7 @@ class ModelConfig:
 def _architecture(config: dict[str, Any]) -> str:
     names = config.get("architectures")
     if not (isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)):
-        raise CheckpointError(f"config.json must name one architecture, has {names}")
+        raise CheckpointError(f"config.json must name one architecture, has {cut(names)}")
     return names[0]
 
 
@@ -88,63 +96,67 @@ def _check_supported(config: dict[str, Any]) -> None:
     """Raise if the activation or the attention pattern is not implemented."""
     if config.get("hidden_act", "silu") != "silu":
         raise UnsupportedModelError(
-            f"hidden_act {config['hidden_act']!r} is not supported (only silu)"
+            f"config.json: hidden_act {cut(config['hidden_act'])} is not supported (only silu)"
         )
     layer_types = config.get("layer_types") or ["full_attention"]
     if not isinstance(layer_types, list) or not all(isinstance(t, str) for t in layer_types):
         raise CheckpointError(
-            f"config.json: layer_types must be a list of names, is {layer_types!r}"
+            f"config.json: layer_types must be a list of names, is {cut(layer_types)}"
         )
     if config.get("use_sliding_window") or set(layer_types) != {"full_attention"}:
         raise UnsupportedModelError(
-            "sliding-window attention is not supported (use_sliding_window "
-            f"{config.get('use_sliding_window')}, layer_types {sorted(set(layer_types))})"
+            "config.json: sliding-window attention is not supported (use_sliding_window "
+            f"{cut(config.get('use_sliding_window'))}, layer_types {cut(sorted(set(layer_types)))})"
         )
 
 
 def _dtype(config: dict[str, Any], override: str) -> torch.dtype:
-    checkpoint_dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
-    name = checkpoint_dtype if override == "auto" else override
+    given = (
+        override if override != "auto" else None,
+        config.get("dtype"),
+        config.get("torch_dtype"),
+    )
+    name = next((dtype for dtype in given if dtype is not None), "float32")
     if not isinstance(name, str) or name not in _DTYPES:
-        raise UnsupportedModelError(f"dtype {name!r} is not supported ({', '.join(_DTYPES)})")
+        raise UnsupportedModelError(f"dtype {cut(name)} is not supported ({', '.join(_DTYPES)})")
     return _DTYPES[name]
 
 
 def _heads(config: dict[str, Any]) -> tuple[int, int, int]:
     """Return (query heads, KV heads, head_dim)."""
-    num_heads = _positive_int(config, "num_attention_heads")
-    num_kv_heads = _positive_int(config, "num_key_value_heads", num_heads)
-    hidden_size = _positive_int(config, "hidden_size")
-    head_dim = _positive_int(config, "head_dim", hidden_size // num_heads)
+    num_heads = _size(config, "num_attention_heads")
+    num_kv_heads = _size(config, "num_key_value_heads", num_heads)
+    hidden_size = _size(config, "hidden_size")
+    head_dim = _size(config, "head_dim", hidden_size // num_heads, high=_MAX_HEAD_DIM)
+    if num_heads * head_dim > _MAX_SIZE:
+        raise CheckpointError(
+            f"config.json: num_attention_heads {num_heads} times head_dim {head_dim} must be at "
+            f"most {_MAX_SIZE}"
+        )
     if num_heads % num_kv_heads:
         raise CheckpointError(
-            f"num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}"
+            f"config.json: num_attention_heads {num_heads} is no multiple of num_key_value_heads "
+            f"{num_kv_heads}"
         )
     if head_dim % 2:
         raise UnsupportedModelError(f"head_dim {head_dim} is odd; rotary embedding needs halves")
     return num_heads, num_kv_heads, head_dim
 
 
-def _positive_int(config: dict[str, Any], key: str, default: int | None = None) -> int:
+def _size(
+    config: dict[str, Any], key: str, default: int | None = None, high: int = _MAX_SIZE
+) -> int:
     value = config.get(key)
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise CheckpointError(f"config.json: {key} must be a positive integer, is {value!r}")
-    return value
+    return check_int(CheckpointError, f"config.json: {key}", value, 1, high)
 
 
-def _positive_float(config: dict[str, Any], key: str, default: float | None = None) -> float:
-    value = config.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise CheckpointError(f"config.json: {key} must be a positive number, is {value!r}")
-    return float(value)
+def _number(config: dict[str, Any], key: str, default: float, low: float, high: float) -> float:
+    return check_float(CheckpointError, f"config.json: {key}", config.get(key, default), low, high)
 
 
 def _bool(config: dict[str, Any], key: str, default: bool) -> bool:
-    value = config.get(key, default)
-    if not isinstance(value, bool):
-        raise CheckpointError(f"config.json: {key} must be true or false, is {value!r}")
-    return value
+    return check_bool(CheckpointError, f"config.json: {key}", config.get(key, default))
 
 
 def _rope_settings(config: dict[str, Any]) -> dict[str, Any]:
@@ -159,7 +171,7 @@ def _rope_settings(config: dict[str, Any]) -> dict[str, Any]:
     for found in (given, parameters):
         if not isinstance(found, dict):
             raise CheckpointError(
-                f"config.json: the rope settings must be an object, are {found!r}"
+                f"config.json: the rope settings must be an object, are {cut(found)}"
             )
     settings = {key: value for key, value in given.items() if value is not None}
     for fallback in (parameters, config):
@@ -178,24 +190,26 @@ def _rope(config: dict[str, Any], max_position: int) -> RopeConfig:
     rope_type = settings.pop("rope_type", other_name)
     if rope_type not in _ROPE_TYPES:
         raise UnsupportedModelError(
-            f"rope scaling {rope_type!r} is not supported ({', '.join(_ROPE_TYPES)})"
+            f"config.json: rope scaling {cut(rope_type)} is not supported "
+            f"({', '.join(_ROPE_TYPES)})"
         )
     if settings.pop("partial_rotary_factor", 1.0) != 1.0:
         raise UnsupportedModelError(
-            "partial_rotary_factor is not supported: only whole heads rotate"
+            "config.json: partial_rotary_factor is not supported: only whole heads rotate"
         )
     if rope_type != "default" and "factor" not in settings:
-        raise CheckpointError(f"rope scaling {rope_type!r} has no factor")
-    theta = _positive_float(settings, "rope_theta", 10000.0)
-    factor = _positive_float(settings, "factor", 1.0)
-    original = _positive_int(settings, "original_max_position_embeddings", max_position)
+        raise CheckpointError(f"config.json: rope scaling {rope_type!r} has no factor")
+    theta = _number(settings, "rope_theta", 10000.0, 2.0, 1e12)
+    factor = _number(settings, "factor", 1.0, *_ROPE_RANGE)
+    original = _size(settings, "original_max_position_embeddings", max_position)
     floats = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
     extra: dict[str, Any] = {
-        key: _positive_float(settings, key) for key in floats if key in settings
+        key: _number(settings, key, 1.0, *_ROPE_RANGE) for key in floats if key in settings
     }
     if "truncate" in settings:
         extra["truncate"] = _bool(settings, "truncate", True)
     known = {"rope_theta", "factor", "original_max_position_embeddings", "truncate", *floats}
     if unknown := settings.keys() - known:
-        raise UnsupportedModelError(f"rope settings not supported: {', '.join(sorted(unknown))}")
+        names = cut(", ".join(sorted(unknown)))
+        raise UnsupportedModelError(f"config.json: rope settings not supported: {names}")
     return RopeConfig(theta, rope_type, factor, original, **extra)

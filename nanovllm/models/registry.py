@@ -6,6 +6,7 @@ from torch import nn
 
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.models.config import ModelConfig
+from nanovllm.validation import cut
 
 _MODULES = {"Qwen3ForCausalLM": "qwen3"}
 
@@ -19,6 +20,6 @@ def model_class(config: ModelConfig) -> type[nn.Module]:
     module = _MODULES.get(config.architecture)
     if module is None:
         raise UnsupportedModelError(
-            f"architecture {config.architecture!r} is not supported ({', '.join(_MODULES)})"
+            f"architecture {cut(config.architecture)} is not supported ({', '.join(_MODULES)})"
         )
     return getattr(importlib.import_module(f"nanovllm.models.{module}"), config.architecture)

@@ -1,17 +1,48 @@
 """Finds the files of a checkpoint: a local directory, or a hub id through huggingface_hub.
 
-Reads the JSON files and no weights. Imports no torch.
+Nothing in a checkpoint is trusted: every file is checked before it is opened. Reads the JSON files
+and no weights. Imports no torch.
 """
 
 import dataclasses
 import functools
-import json
 from pathlib import Path
 from typing import Any
 
 from nanovllm.errors import CheckpointError
+from nanovllm.utils.json_object import MAX_JSON_BYTES, parse_object
+from nanovllm.validation import check_int, cut
 
 _CONFIG_PATTERNS = ["*.json", "*.jinja", "merges.txt", "tokenizer.model"]
+_OPENED_PATTERNS = [
+    "*config.json",
+    "*token*.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.jinja",
+    "chat_template.json",
+    "tekken.json",
+    "params.json",
+    "additional_chat_templates/*.jinja",
+]
+"""Files of a directory that this module or transformers may open."""
+_MAX_FILE_BYTES = 64 * 2**20
+"""Of each of them. The largest known are tokenizer.json files of 33 MB."""
+_TOKENIZER_CLASSES = (
+    None,
+    "PreTrainedTokenizerFast",
+    "TokenizersBackend",
+    "Qwen2Tokenizer",
+    "Qwen2TokenizerFast",
+    "LlamaTokenizer",
+    "LlamaTokenizerFast",
+    "GPT2Tokenizer",
+    "GPT2TokenizerFast",
+)
+"""transformers' classes for tokenizer.json. Others build what numbers in the file ask for."""
+_MAX_LISTED = 5
+"""Files that one error names."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,15 +53,28 @@ class Checkpoint:
     config: dict[str, Any]
     generation_config: dict[str, Any]
 
+    def __post_init__(self) -> None:
+        self.eos_token_ids  # noqa: B018 - raises for invalid ids
+
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """All end-of-sequence ids: of generation_config.json if it has any, else of config.json."""
-        ids = self.generation_config.get("eos_token_id")
+        """All end-of-sequence ids: of generation_config.json if it has any, else of config.json.
+
+        Raises:
+            CheckpointError: an id is not a token of the vocabulary.
+        """
+        file, ids = "generation_config.json", self.generation_config.get("eos_token_id")
         if ids is None:
-            ids = self.config.get("eos_token_id")
+            file, ids = "config.json", self.config.get("eos_token_id")
         if ids is None:
             return frozenset()
-        return frozenset(ids if isinstance(ids, list) else [ids])
+        vocab_size = self.config.get("vocab_size")  # may be invalid: ModelConfig checks it
+        last = vocab_size - 1 if type(vocab_size) is int and vocab_size > 0 else None
+        name = f"{file}: eos_token_id"
+        return frozenset(
+            check_int(CheckpointError, name, token, 0, last)
+            for token in (ids if isinstance(ids, list) else [ids])
+        )
 
     @property
     def has_tokenizer(self) -> bool:
@@ -46,8 +90,8 @@ def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
         model: a local directory or a hub id. A directory goes first.
 
     Raises:
-        CheckpointError: there is no such directory or hub id, the hub cannot be reached, or there
-            is no config.json.
+        CheckpointError: there is no such directory or hub id, the hub cannot be reached, there is
+            no config.json, or a file is invalid or must not be opened.
     """
     local = _local_path(model)
     if local.is_dir():
@@ -60,13 +104,13 @@ def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
         raise CheckpointError(f"model directory {model!r} does not exist")
     else:
         path = _download(model, revision, _CONFIG_PATTERNS)
+    for pattern in _OPENED_PATTERNS:
+        for file in path.glob(pattern):
+            _check_file(path, str(file.relative_to(path)), _MAX_FILE_BYTES)
     if not (path / "config.json").is_file():
         raise CheckpointError(f"{path} is not a model directory: it has no config.json")
-    generation_config = path / "generation_config.json"
     return Checkpoint(
-        path,
-        _read_json(path / "config.json"),
-        _read_json(generation_config) if generation_config.is_file() else {},
+        path, read_json(path / "config.json"), read_json(path / "generation_config.json")
     )
 
 
@@ -74,28 +118,34 @@ def weight_files(checkpoint: Checkpoint, model: str, revision: str | None = None
     """Return the safetensors files of `checkpoint`; download them if `model` is a hub id.
 
     Raises:
-        CheckpointError: there are none, or the index names missing files.
+        CheckpointError: there are none, the index names missing files, or a file is outside the
+            directory or not a regular one.
     """
     path = checkpoint.path
     from_hub = not _local_path(model).is_dir()
     if from_hub:
         path = _download(model, revision, ["*.safetensors", "*.safetensors.index.json"])
     index = path / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = _read_json(index).get("weight_map")
+    if _check_file(path, index.name, _MAX_FILE_BYTES):
+        weight_map = read_json(index).get("weight_map")
         if not (
             isinstance(weight_map, dict)
             and weight_map
             and all(isinstance(name, str) for name in weight_map.values())
         ):
             raise CheckpointError(f"{index} has no weight_map of file names")
-        files = [path / name for name in sorted(set(weight_map.values()))]
-        if missing := [file.name for file in files if not file.is_file()]:
-            raise CheckpointError(f"{index} names files that are missing: {', '.join(missing)}")
-        return files
-    if (path / "model.safetensors").is_file():
+        names = sorted(set(weight_map.values()))
+        if missing := [name for name in names if not _check_file(path, name)]:
+            listed = [name if len(name) < 100 else cut(name) for name in missing[:_MAX_LISTED]]
+            if len(missing) > len(listed):
+                listed.append(f"and {len(missing) - len(listed)} more")
+            raise CheckpointError(f"{index} names files that are missing: {', '.join(listed)}")
+        return [path / name for name in names]
+    if _check_file(path, "model.safetensors"):
         return [path / "model.safetensors"]
     files = sorted(path.glob("*.safetensors"))
+    if missing := [file.name for file in files if not _check_file(path, file.name)]:
+        raise CheckpointError(f"{path}: {cut(missing[0])} is a link to a missing file")
     if not files:
         others = sorted(
             f.name for f in path.iterdir() if f.suffix in {".bin", ".pt", ".pth", ".gguf"}
@@ -112,6 +162,32 @@ def weight_files(checkpoint: Checkpoint, model: str, revision: str | None = None
             'or use load_format="dummy" for random weights'
         )
     return files
+
+
+def check_tokenizer_files(checkpoint: Checkpoint) -> None:
+    """Check the tokenizer's JSON files, all but tokenizer.json, which only its library can check.
+
+    Raises:
+        CheckpointError: a file is no JSON object, asks for a class whose constructor may do
+            anything, or names a file outside the directory.
+    """
+    path = checkpoint.path
+    for name in ("special_tokens_map.json", "added_tokens.json"):
+        read_json(path / name)
+    file = path / "tokenizer_config.json"
+    settings = read_json(file)
+    if settings.get("tokenizer_class") not in _TOKENIZER_CLASSES:
+        raise CheckpointError(
+            f"{file}: tokenizer_class {cut(settings['tokenizer_class'])} is not supported "
+            f"({', '.join(filter(None, _TOKENIZER_CLASSES))}); most tokenizers that have a "
+            'tokenizer.json also load as "PreTrainedTokenizerFast"'
+        )
+    for key, value in settings.items():
+        names = value if isinstance(value, list) else [value]
+        if key.endswith(("_file", "_files")):
+            for name in names:
+                if isinstance(name, str) and not _check_file(path, name, _MAX_FILE_BYTES):
+                    raise CheckpointError(f"{file}: {key} names {cut(name)}, which is missing")
 
 
 def _local_path(model: str) -> Path:
@@ -159,11 +235,50 @@ def _download(model: str, revision: str | None, patterns: list[str]) -> Path:
         ) from error
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _check_file(directory: Path, name: str, max_bytes: int | None = None) -> bool:
+    """Return whether a checkpoint's `directory` has file `name`, which is then safe to open.
+
+    The hub's cache keeps a snapshot's files in ../../blobs and links to them.
+
+    Raises:
+        CheckpointError: the file is outside the directory, too large, or not a regular file (to
+            open a FIFO would wait for ever).
+    """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, not {type(value).__name__}")
-    return value
+        file, home = (directory / name).resolve(), directory.resolve()
+        exists, is_file = file.exists(), file.is_file()
+        size = file.stat().st_size if is_file else 0
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a zero byte, ...
+        raise CheckpointError(
+            f"{directory}: cannot open file {cut(name)}: {error!s:.200}"
+        ) from error
+    homes = [home]
+    if home.parent.name == "snapshots":
+        homes.append(home.parent.parent / "blobs")
+    if not any(file.is_relative_to(allowed) for allowed in homes):
+        raise CheckpointError(
+            f"{directory}: file {cut(name)} is outside the directory; copy it into the directory"
+        )
+    if exists and not is_file:
+        raise CheckpointError(f"{directory}: {cut(name)} is not a regular file; remove it")
+    if max_bytes is not None and size > max_bytes:
+        raise CheckpointError(
+            f"{directory}: {cut(name)} has {size} bytes; at most {max_bytes} are read"
+        )
+    return is_file
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the JSON object in `file`, {} if there is no such file.
+
+    Raises:
+        CheckpointError: the file cannot be read, or holds no valid JSON object.
+    """
+    try:
+        with file.open("rb") as opened:
+            content = opened.read(MAX_JSON_BYTES + 1)
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise CheckpointError(f"cannot read {file}: {error}") from error
+    return parse_object(content, str(file))

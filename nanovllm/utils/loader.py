@@ -1,7 +1,7 @@
 """Loads safetensors files into a model's parameters. Each rank reads its own part only.
 
-Every tensor must match by name and shape. Knows no architecture: each module lists its checkpoint
-tensors in `shards()`.
+Every tensor must match by name, shape and dtype. Knows no architecture: each module lists its
+checkpoint tensors in `shards()`.
 """
 
 import dataclasses
@@ -17,11 +17,26 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from nanovllm.errors import CheckpointError
+from nanovllm.utils.json_object import MAX_JSON_BYTES, parse_object
+from nanovllm.validation import cut
 
 _MAPPED_BYTES = 128 * 2**20
 """Bytes read before a file is mapped again, which releases the pages that were read."""
 _MAX_LISTED = 20
 """Mismatches that one error lists."""
+_MAX_NAME = 200
+"""Characters of a tensor's name that an error shows as they are."""
+_DTYPES = ("BF16", "F16", "F32", "F64")
+"""What is converted to a parameter's dtype, in safetensors' names."""
+_FP8_DTYPES = ("F8_E4M3",)
+"""What an FP8 parameter takes."""
+
+
+class TensorInfo(NamedTuple):
+    """What a safetensors header says of one tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,10 +96,11 @@ def load_weights(
         on_loaded: called with each module once its parameters are complete; may replace them.
 
     Raises:
-        CheckpointError: a file is corrupt, or tensors are missing, unexpected or misshapen. The
-            error lists them, and no parameter has changed.
+        CheckpointError: a file is corrupt, or tensors do not match (see `check_tensors`). No
+            parameter has changed.
     """
-    chunks, owners = _plan(model, files, ignored)
+    file_of = check_tensors(model, {file: read_header(file) for file in files}, ignored)
+    chunks, owners = _plan(model, file_of, ignored)
     # Only the chunks refer to the targets: a parameter that on_loaded replaces is freed at once.
     num_unread = Counter({module: 0 for module, _ in model_shards(model)})
     num_unread.update(owners[chunk.name] for queue in chunks.values() for chunk in queue)
@@ -98,7 +114,7 @@ def load_weights(
         delay=1,
     ) as bar:
         for file in files:
-            for name, size in _read_chunks(file, chunks.pop(file)):
+            for name, size in _read_chunks(file, chunks.pop(file, deque())):
                 bar.update(size)
                 module = owners[name]
                 num_unread[module] -= 1
@@ -110,42 +126,51 @@ def load_weights(
 
 
 def _plan(
-    model: nn.Module, files: list[Path], ignored: frozenset[str]
+    model: nn.Module, file_of: dict[str, Path], ignored: frozenset[str]
 ) -> tuple[dict[Path, deque["_Chunk"]], dict[str, nn.Module]]:
     """Return the chunks to read from each file, and the module that owns each tensor."""
-    shards: dict[str, Shard] = {}
+    chunks: dict[Path, deque[_Chunk]] = {}
     owners: dict[str, nn.Module] = {}
-    for module, own in model_shards(model):
-        by_name = {shard.name: shard for shard in own if shard.name not in ignored}
-        shards.update(by_name)
-        owners.update(dict.fromkeys(by_name, module))
-    file_of = _match(shards, files, ignored)
-    chunks: dict[Path, deque[_Chunk]] = {file: deque() for file in files}
-    for name, shard in shards.items():
-        padding = shard.target.shape[shard.dim] - shard.unpadded_size
-        shard.target.narrow(shard.dim, shard.unpadded_size, padding).zero_()
-        chunks[file_of[name]].extend(_chunks(shard))
+    for module, shards in model_shards(model):
+        for shard in shards:
+            if shard.name in ignored:
+                continue
+            owners[shard.name] = module
+            padding = shard.target.shape[shard.dim] - shard.unpadded_size
+            shard.target.narrow(shard.dim, shard.unpadded_size, padding).zero_()
+            chunks.setdefault(file_of[shard.name], deque()).extend(_chunks(shard))
     return chunks, owners
 
 
-def _match(shards: dict[str, Shard], files: list[Path], ignored: frozenset[str]) -> dict[str, Path]:
-    """Return the file that holds each tensor of `shards`.
+def check_tensors(
+    model: nn.Module, headers: dict[Path, dict[str, TensorInfo]], ignored: frozenset[str]
+) -> dict[str, Path]:
+    """Return the file that holds each tensor of `model`, which may be on torch's meta device.
+
+    Args:
+        headers: what `read_header` returns, by file.
+        ignored: names that may be present or absent.
 
     Raises:
-        CheckpointError: the files' tensors are not exactly those of `shards`.
+        CheckpointError: tensors are missing, unexpected, misshapen, in two files, or of a dtype
+            that is not converted. The error lists them.
     """
+    shards = {
+        shard.name: shard
+        for _, own in model_shards(model)
+        for shard in own
+        if shard.name not in ignored
+    }
     file_of: dict[str, Path] = {}
     wrong: list[str] = []
-    for file in files:
-        for name, shape in _shapes(file).items():
+    for file, header in headers.items():
+        for name, found in header.items():
             if name in ignored:
                 continue
             if name in file_of:
-                wrong.append(f"{name} is in both {file_of[name].name} and {file.name}")
-            elif name not in shards:
-                wrong.append(f"unexpected {name} {shape}")
-            elif shape != shards[name].shape:
-                wrong.append(f"misshapen {name}: {shape}, the config says {shards[name].shape}")
+                wrong.append(f"{_shown(name)} is in both {file_of[name].name} and {file.name}")
+            else:
+                wrong += _mismatch(name, found, shards.get(name))
             file_of[name] = file
     wrong += [
         f"missing {name} {shard.shape}" for name, shard in shards.items() if name not in file_of
@@ -155,8 +180,25 @@ def _match(shards: dict[str, Shard], files: list[Path], ignored: frozenset[str])
         if len(wrong) > len(listed):
             listed.append(f"and {len(wrong) - len(listed)} more")
         lines = "\n  ".join(listed)
-        raise CheckpointError(f"{files[0].parent}: weights do not match config.json:\n  {lines}")
+        directory = next(iter(headers)).parent
+        raise CheckpointError(f"{directory}: weights do not match config.json:\n  {lines}")
     return file_of
+
+
+def _mismatch(name: str, found: TensorInfo, shard: Shard | None) -> list[str]:
+    """Return what is wrong with tensor `name` of a file: one sentence or none."""
+    if shard is None:
+        return [f"unexpected {_shown(name)} {cut(found.shape)}"]
+    if found.shape != shard.shape:
+        return [f"misshapen {name}: {cut(found.shape)}, the config says {shard.shape}"]
+    dtypes = _DTYPES if shard.target.itemsize > 1 else _FP8_DTYPES
+    if found.dtype not in dtypes:
+        return [f"{name} has dtype {found.dtype}, must have {' or '.join(dtypes)}"]
+    return []
+
+
+def _shown(name: str) -> str:
+    return name if len(name) <= _MAX_NAME and name.isprintable() else cut(name)
 
 
 def init_dummy_weights(model: nn.Module, seed: int = 0) -> None:
@@ -172,15 +214,30 @@ def init_dummy_weights(model: nn.Module, seed: int = 0) -> None:
             parameter.data.copy_(values.uniform_(-0.035, 0.035, generator=generator))
 
 
-def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
+def read_header(file: Path) -> dict[str, TensorInfo]:
+    """Return what the header of safetensors `file` says of each tensor, by name.
+
+    Raises:
+        CheckpointError: the file is no sound safetensors file, or names a tensor twice.
+    """
     try:
+        with file.open("rb") as opened:
+            num_bytes = int.from_bytes(opened.read(8), "little")
+            if num_bytes > MAX_JSON_BYTES:
+                raise OSError(f"its header has {num_bytes} bytes; at most {MAX_JSON_BYTES}")
+            text = opened.read(num_bytes)
         with safe_open(file, framework="pt") as tensors:
-            names = tensors.offset_keys()
-            return {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
+            slices = {name: tensors.get_slice(name) for name in tensors.offset_keys()}
+            header = {
+                name: TensorInfo(tuple(part.get_shape()), part.get_dtype())
+                for name, part in slices.items()
+            }
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
-            f"{file} is not a sound safetensors file ({error}); download it again"
+            f"{file} is not a sound safetensors file ({error!s:.200}); download it again"
         ) from error
+    parse_object(text, f"the header of {file}")  # safetensors takes the last tensor of a name
+    return header
 
 
 class _Chunk(NamedTuple):

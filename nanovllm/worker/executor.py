@@ -69,7 +69,11 @@ class Executor(Protocol):
 
 
 def make_executor(config: Config, checkpoint: Checkpoint) -> Executor:
-    """Return the executor for `config`, not yet started."""
+    """Return the executor for `config`, not yet started: the checkpoint is checked, not loaded.
+
+    Raises:
+        CheckpointError, ConfigError: the model cannot run with `config`.
+    """
     if config.tensor_parallel_size == 1:
         return InProcessExecutor(config, checkpoint)
     return SpawnedExecutor(config, checkpoint)
@@ -81,14 +85,14 @@ class InProcessExecutor:
     def __init__(self, config: Config, checkpoint: Checkpoint) -> None:
         self._config = config
         self._checkpoint = checkpoint
+        self._files = find_weights(config, checkpoint)
         self._runner: ModelRunner | None = None
         self._num_threads = num_threads(config)
 
     def start(self) -> CacheInfo:
-        files = find_weights(self._config, self._checkpoint)
         device = rank_device(self._config)
         with on_device(device, self._num_threads):
-            runner = make_runner(self._config, self._checkpoint, files, device)
+            runner = make_runner(self._config, self._checkpoint, self._files, device)
             info = runner.measure()
             require_one_sequence(info.num_blocks, info.block_size, info.max_model_len)
             runner.allocate(info)
@@ -118,6 +122,7 @@ class SpawnedExecutor:
     def __init__(self, config: Config, checkpoint: Checkpoint) -> None:
         self._config = config
         self._checkpoint = checkpoint
+        self._files = find_weights(config, checkpoint)
         self._processes: list[SpawnProcess] = []
         self._pipes: list[Connection] = []
         self._received: list[deque[Any]] = []  # by rank: messages that nobody has taken yet
@@ -127,7 +132,6 @@ class SpawnedExecutor:
     def start(self) -> CacheInfo:
         size = self._config.tensor_parallel_size
         rank_device(self._config, size - 1)
-        files = find_weights(self._config, self._checkpoint)
         context = mp.get_context("spawn")
         try:
             self._store = _local_store()
@@ -143,7 +147,7 @@ class SpawnedExecutor:
                         num_threads(self._config),
                         self._config,
                         self._checkpoint,
-                        files,
+                        self._files,
                     ),
                     kwargs={"pipe": theirs},
                     name=f"nanovllm-rank{rank}",

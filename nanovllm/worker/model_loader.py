@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from nanovllm.config import Config
+from nanovllm.errors import CheckpointError
 from nanovllm.kernels.selector import kernels_for
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.embed_head import VocabParallelEmbedding
@@ -22,19 +23,56 @@ from nanovllm.layers.quantization import QuantizeMethod, make_quant_method
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.registry import model_class
 from nanovllm.utils.distributed import tensor_parallel
-from nanovllm.utils.loader import init_dummy_weights, load_weights
+from nanovllm.utils.loader import check_tensors, init_dummy_weights, load_weights, read_header
 from nanovllm.utils.memory import return_freed
 
 _DEFAULT_DTYPE_LOCK = threading.Lock()
 """Held while torch's default dtype, which is global to the process, is changed."""
 
 
+def check_weights(model_config: ModelConfig, files: list[Path]) -> None:
+    """Check that safetensors `files` hold what the model needs, by their headers alone.
+
+    Allocates nothing: the model that names the tensors is on torch's meta device.
+
+    Raises:
+        CheckpointError: a file is unsound, or a tensor's name, shape or dtype is wrong.
+    """
+    headers = [read_header(file) for file in files]
+    num_tensors = sum(len(header) for header in headers)
+    if model_config.num_layers > num_tensors:  # so many modules would take minutes
+        raise CheckpointError(
+            f"{files[0].parent}: config.json: num_hidden_layers {model_config.num_layers}, but the "
+            f"weights have only {num_tensors} tensors"
+        )
+    model = _make_modules(model_config, 1, torch.device("meta"))
+    ignored: frozenset[str] = model.ignored_weights  # type: ignore[assignment]
+    check_tensors(model, dict(zip(files, headers, strict=True)), ignored)
+
+
 def build_model(
     config: Config, model_config: ModelConfig, max_model_len: int, device: torch.device
 ) -> nn.Module:
     """Return the model on `device`, with kernels in its layers and uninitialised weights."""
+    try:
+        model = _make_modules(model_config, max_model_len, device)
+    except RuntimeError as error:  # torch cannot allocate the weights
+        raise CheckpointError(
+            f"{config.model}: the model does not fit into memory: {error!s:.200}"
+        ) from error
+    if config.native_kernels:
+        kernels = kernels_for(device, model_config.dtype)
+        for module in model.modules():
+            if isinstance(module, RMSNorm | SiluAndMul):
+                module.kernels = kernels
+    return model.eval().requires_grad_(False)
+
+
+def _make_modules(model_config: ModelConfig, max_model_len: int, device: torch.device) -> nn.Module:
     # An FP8 checkpoint's model is built on the CPU, so that a GPU never holds the wide weights.
-    first = device if model_config.fp8 is None else torch.device("cpu")
+    first = (
+        torch.device("cpu") if model_config.fp8 is not None and device.type == "cuda" else device
+    )
     with _default_dtype(model_config.dtype), first:
         model = model_class(model_config)(model_config, max_model_len)
     if model_config.fp8 is not None:
@@ -42,12 +80,7 @@ def build_model(
             if isinstance(module, LinearBase):
                 module.expect_fp8(prefix, model_config.fp8)
         model.to(device)
-    if config.native_kernels:
-        kernels = kernels_for(device, model_config.dtype)
-        for module in model.modules():
-            if isinstance(module, RMSNorm | SiluAndMul):
-                module.kernels = kernels
-    return model.eval().requires_grad_(False)
+    return model
 
 
 def load_model(

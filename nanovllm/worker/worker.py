@@ -26,6 +26,7 @@ from nanovllm.models.registry import model_class
 from nanovllm.scheduler.messages import CacheInfo, Schedule
 from nanovllm.utils.distributed import init_tensor_parallel
 from nanovllm.utils.hub import Checkpoint, weight_files
+from nanovllm.worker.model_loader import check_weights
 from nanovllm.worker.model_runner import ModelRunner
 
 
@@ -33,7 +34,8 @@ def find_weights(config: Config, checkpoint: Checkpoint) -> list[Path]:
     """Return the weight files to read. First check that the model can run with `config`.
 
     Raises:
-        CheckpointError: the architecture or a setting is not supported, or there are no weights.
+        CheckpointError: the architecture or a setting is not supported, there are no weights, or
+            their names, shapes and dtypes are not what the model needs.
         ConfigError: `quantization` is set, but the checkpoint is quantised already.
     """
     model_config = ModelConfig.from_hf(checkpoint.config, config.dtype)
@@ -44,7 +46,9 @@ def find_weights(config: Config, checkpoint: Checkpoint) -> list[Path]:
         )
     if config.load_format == "dummy":
         return []
-    return weight_files(checkpoint, config.model, config.revision)
+    files = weight_files(checkpoint, config.model, config.revision)
+    check_weights(model_config, files)
+    return files
 
 
 def make_runner(

@@ -1,13 +1,14 @@
 """Reading config.json of transformers 4 and 5. Unsupported settings are refused by name."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
 
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.layers.fp8_config import Fp8Config
-from nanovllm.layers.rotary_embedding import RopeConfig
+from nanovllm.layers.rotary_embedding import RopeConfig, inverse_frequencies
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.models.registry import model_class
@@ -207,7 +208,7 @@ def test_other_scalings_are_refused_by_name(kind, key):
 @pytest.mark.parametrize("kind", ["default", "yarn"])
 def test_unknown_rope_settings_are_refused_by_name(kind, setting):
     settings = {"rope_type": kind, **YARN, setting: [1]}
-    with pytest.raises(UnsupportedModelError, match=f"rope settings not supported: {setting}"):
+    with pytest.raises(UnsupportedModelError, match=f"rope settings not supported: '{setting}'"):
         read(rope_scaling=settings)
 
 
@@ -304,15 +305,134 @@ SIZES = [
 
 @pytest.mark.parametrize("key", SIZES)
 def test_missing_sizes_are_named(key):
-    with pytest.raises(CheckpointError, match=f"{key} must be a positive integer, is None"):
+    with pytest.raises(
+        CheckpointError, match=rf"config\.json: {key} must be an integer from 1 to \d+, got None"
+    ):
         read(key)
 
 
 @pytest.mark.parametrize("key", [*SIZES, "num_key_value_heads", "head_dim"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, "8", True, [8]])
 def test_sizes_of_wrong_type_or_range_are_named(key, value):
-    with pytest.raises(CheckpointError, match=f"{key} must be a positive integer, is "):
+    with pytest.raises(
+        CheckpointError, match=rf"config\.json: {key} must be an integer from 1 to \d+, got "
+    ):
         read(**{key: value})
+
+
+@pytest.mark.parametrize("key", [*SIZES, "num_key_value_heads", "head_dim"])
+@pytest.mark.parametrize(
+    "value", [10**9, 10**30, 10**400, float("nan"), float("inf"), {}, [[1]], "x" * 10**6]
+)
+def test_absurd_sizes_are_refused_in_a_short_message(key, value):
+    with pytest.raises(CheckpointError) as raised:
+        read(**{key: value})
+    assert f"config.json: {key} must be an integer from 1 to " in str(raised.value)
+    assert len(str(raised.value)) < 250
+
+
+def test_a_million_layers():
+    with pytest.raises(CheckpointError, match="num_hidden_layers must be .* 1 to 1000, got 10{6}$"):
+        read(num_hidden_layers=10**6)
+
+
+def test_sizes_whose_product_is_absurd():
+    with pytest.raises(CheckpointError, match=r"num_attention_heads 16777216 times head_dim 128"):
+        read(num_attention_heads=2**24)
+
+
+NUMBERS = ["rms_norm_eps", "rope_theta", "factor", "beta_fast", "beta_slow", "attention_factor"]
+
+
+@pytest.mark.parametrize("key", [*NUMBERS, "mscale", "mscale_all_dim"])
+@pytest.mark.parametrize(
+    "value", [float("nan"), float("inf"), -float("inf"), 10**400, 1e300, 1e-300, -0.0, True, {}]
+)
+def test_numbers_that_give_no_finite_angle_or_norm(key, value):
+    """Symptom: ZeroDivisionError or OverflowError when angles are computed, or NaN logits."""
+    nested = key not in ("rms_norm_eps", "rope_theta")
+    changes = {"rope_scaling": {"type": "yarn", **YARN, key: value}} if nested else {key: value}
+    with pytest.raises(CheckpointError, match=f"config.json: {key} must be ") as raised:
+        read(**changes)
+    assert len(str(raised.value)) < 250
+
+
+@pytest.mark.parametrize("key", ["factor", "beta_fast", "beta_slow", "attention_factor", "mscale"])
+@pytest.mark.parametrize("value", [1e-3, 1, 1e6])
+@pytest.mark.parametrize("theta", [2, 1e12])
+@pytest.mark.parametrize("original", [1, 2**24])
+def test_every_number_that_is_accepted_gives_finite_angles(key, value, theta, original):
+    scaling = {"type": "yarn", **YARN, "mscale_all_dim": 1.0, key: value}
+    scaling["original_max_position_embeddings"] = original
+    rope = read(rope_theta=theta, rope_scaling=scaling).rope
+    inv_freq, scale = inverse_frequencies(128, rope)
+    assert inv_freq.isfinite().all()
+    assert math.isfinite(scale)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("architectures", ["x" * 10**6]),
+        ("architectures", [["x"]] * 10**5),
+        ("hidden_act", "x" * 10**6),
+        ("hidden_act", ["x"] * 10**5),
+        ("layer_types", [str(i) for i in range(10**5)]),
+        ("layer_types", [0] * 10**5),
+        ("use_sliding_window", "x" * 10**6),
+        ("dtype", "x" * 10**6),
+        ("dtype", {}),
+        ("rope_scaling", "x" * 10**6),
+        ("rope_scaling", {"type": "x" * 10**6}),
+        ("rope_scaling", {str(i): i for i in range(10**5)}),
+        ("quantization_config", ["x"] * 10**5),
+        ("quantization_config", {"quant_method": "x" * 10**6}),
+        ("attention_bias", "x" * 10**6),
+        ("tie_word_embeddings", [0] * 10**5),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_long_values_are_cut(key, value):
+    with pytest.raises(CheckpointError) as raised:
+        model_class(read(**{key: value}))
+    assert len(str(raised.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"weight_block_size": [128, 10**30]}, "weight_block_size"),
+        ({"weight_block_size": [128, 2**24]}, "weight_block_size"),
+        ({"modules_to_not_convert": ["re:("]}, "re:\\("),
+        ({"modules_to_not_convert": ["re:(a+)+$"]}, "re:\\(a"),
+        ({"modules_to_not_convert": ["re:(.*)*x"]}, "regex"),
+        ({"modules_to_not_convert": ["re:.*.*.*.*x"]}, "regex"),
+        ({"modules_to_not_convert": ["x"] * 5000}, "has 5000 names"),
+        ({"modules_to_not_convert": [1] * 5000}, "must be a list of names"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_fp8_settings_that_are_hostile(changes, named):
+    """Symptom: a regex without end, re.error, or gigabytes of scales."""
+    settings = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    with pytest.raises(CheckpointError, match=named):
+        read(quantization_config={**settings, "weight_block_size": [128, 128], **changes})
+
+
+@pytest.mark.parametrize(
+    ("regex", "excluded"),
+    [
+        ("re:.*layers.2.mlp.*", True),
+        ("re:.*mlp\\.down_proj$", True),
+        ("re:^model.+down_proj", True),
+        ("re:visual.*", False),
+        ("re:.*lm_head", False),
+    ],
+)
+def test_regexes_of_fp8_checkpoints(regex, excluded):
+    settings = {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": [regex]}
+    fp8 = read(quantization_config={**settings, "weight_block_size": [128, 128]}).fp8
+    assert fp8.excludes("model.layers.2.mlp.down_proj") is excluded
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(16, 3), (8, 16), (12, 8)])
@@ -322,7 +442,7 @@ def test_heads_that_do_not_group(heads, kv_heads):
 
 
 def test_more_heads_than_hidden_size_and_no_head_dim():
-    with pytest.raises(CheckpointError, match="head_dim must be a positive integer, is 0"):
+    with pytest.raises(CheckpointError, match=r"head_dim must be an integer from 1 to \d+, got 0"):
         read("head_dim", hidden_size=8)
 
 

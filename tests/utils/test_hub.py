@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -16,7 +17,12 @@ import pytest
 
 import nanovllm
 from nanovllm.errors import CheckpointError
-from nanovllm.utils.hub import Checkpoint, open_checkpoint, weight_files
+from nanovllm.utils.hub import (
+    Checkpoint,
+    check_tokenizer_files,
+    open_checkpoint,
+    weight_files,
+)
 
 CONFIG = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 10}
 COMMITS = ("a" * 40, "b" * 40)
@@ -126,6 +132,57 @@ def test_json_that_is_no_object(directory, content):
 
 
 @pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b'{"a":' * 100_000, "nested too deep"),
+        (b'{"a":' * 40 + b"1" + b"}" * 40, "nested more than 32 deep"),
+        (b'{"vocab_size": 1, "vocab_size": 2}', "field 'vocab_size' appears twice"),
+        (b'{"a": {"b": 1, "b": 1}}', "field 'b' appears twice"),
+        (b"\xef\xbb\xbf{}", "BOM"),
+        (b'{"a": "\xff"}', "can't decode byte 0xff"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "4300 digits"),
+        (b'{"a": "' + b"x" * 5_000_000 + b'"}', "has more than 4194304 bytes"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_json_that_is_hostile(directory, name, content, said):
+    (directory / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=re.escape(said)) as raised:
+        open_checkpoint(str(directory))
+    assert str(directory / name) in str(raised.value)
+    assert len(str(raised.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("ids", "said"),
+    [
+        ("x", r"got 'x' \(str\)"),
+        ([None], r"got None \(NoneType\)"),
+        (-5, "got -5"),
+        (True, r"got True \(bool\)"),
+        ([3, False], r"got False \(bool\)"),
+        (1.0, r"got 1.0 \(float\)"),
+        (float("nan"), "got nan"),
+        ([[1]], r"got \[1\] \(list\)"),
+        ({"a": 1}, r"got \{'a': 1\} \(dict\)"),
+        (10, "got 10"),
+        ([0, 10**400], r"got 10+\.\.\.0+"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_end_of_sequence_ids_that_are_no_tokens(directory, ids, said):
+    expected = f"eos_token_id must be an integer from 0 to 9, {said}"
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    with pytest.raises(CheckpointError, match=rf"generation_config\.json: {expected}"):
+        open_checkpoint(str(directory))
+    (directory / "generation_config.json").unlink()
+    (directory / "config.json").write_text(json.dumps({**CONFIG, "eos_token_id": ids}))
+    with pytest.raises(CheckpointError, match=rf"config\.json: {expected}"):
+        open_checkpoint(str(directory))
+
+
+@pytest.mark.parametrize(
     ("config", "generation_config", "expected"),
     [
         ({"eos_token_id": 5}, None, {5}),
@@ -160,6 +217,168 @@ def test_whether_there_is_a_tokenizer(directory, name, expected):
     assert not open_checkpoint(str(directory)).has_tokenizer
     (directory / name).write_text("{}")
     assert open_checkpoint(str(directory)).has_tokenizer is expected
+
+
+# Files that must not be opened.
+
+JSON_FILES = ("config.json", "generation_config.json", "model.safetensors.index.json")
+TOKENIZER_FILES = ("tokenizer.json", "special_tokens_map.json", "tokenizer.model", "merges.txt")
+OPENED = (*JSON_FILES, *TOKENIZER_FILES, "chat_template.jinja", "model.safetensors")
+
+
+@pytest.fixture
+def no_wait():
+    """Fail instead of waiting: to open a FIFO waits for a writer for ever."""
+
+    def stop(*_):
+        raise AssertionError("waits")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def open_all(directory):
+    return weight_files(open_checkpoint(str(directory)), str(directory))
+
+
+@pytest.mark.usefixtures("no_wait")
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["fifo", "directory"])
+@pytest.mark.parametrize("name", OPENED)
+def test_what_is_not_a_regular_file_is_refused(directory, name, make):
+    (directory / name).unlink(missing_ok=True)
+    make(directory / name)
+    expected = f"'{re.escape(name)}' is not a regular file"
+    with pytest.raises(CheckpointError, match=expected):
+        open_all(directory)
+
+
+@pytest.mark.parametrize("name", OPENED)
+def test_a_link_out_of_the_directory_is_refused(directory, name):
+    secret = directory.parent / "secret"
+    secret.write_text("{}")
+    (directory / name).unlink(missing_ok=True)
+    (directory / name).symlink_to(secret)
+    with pytest.raises(CheckpointError, match=f"{re.escape(name)}' is outside the directory"):
+        open_all(directory)
+
+
+def test_links_inside_the_directory_are_followed(directory):
+    (directory / "config.json").rename(directory / "other.json")
+    (directory / "config.json").symlink_to("other.json")
+    (directory / "weights").touch()
+    (directory / "model.safetensors").symlink_to("weights")
+    assert open_checkpoint(str(directory)).config == CONFIG
+    assert open_all(directory) == [directory / "model.safetensors"]
+
+
+def test_files_that_nothing_opens_are_not_checked(directory):
+    (directory / "model.safetensors").touch()
+    os.mkfifo(directory / "trainer_state.json")
+    (directory / "tokens").mkdir()
+    (directory / "log.txt").symlink_to("/dev/zero")
+    assert open_all(directory) == [directory / "model.safetensors"]
+
+
+def test_a_directory_that_is_itself_a_link(directory):
+    (directory / "model.safetensors").touch()
+    link = directory.parent / "link"
+    link.symlink_to(directory)
+    assert open_all(link) == [directory / "model.safetensors"]
+
+
+def test_a_loop_of_links(directory):
+    (directory / "config.json").unlink()
+    (directory / "config.json").symlink_to("config.json")
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        open_checkpoint(str(directory))
+
+
+def test_a_link_to_weights_that_are_gone(directory):
+    (directory / "part.safetensors").symlink_to("gone")
+    with pytest.raises(CheckpointError, match=r"'part.safetensors' is a link to a missing file"):
+        open_all(directory)
+
+
+def test_a_huge_file_is_not_read(directory):
+    with (directory / "tokenizer.json").open("wb") as file:
+        file.truncate(2**40)  # takes no space on the disk
+    with pytest.raises(CheckpointError, match=r"'tokenizer.json' has 1099511627776 bytes; at most"):
+        open_checkpoint(str(directory))
+
+
+@pytest.mark.usefixtures("no_wait")
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("/etc/passwd", "'/etc/passwd' is outside the directory"),
+        ("/dev/zero", "'/dev/zero' is outside the directory"),
+        ("../secret.safetensors", "'../secret.safetensors' is outside the directory"),
+        ("x/../../secret.safetensors", "is outside the directory"),
+        ("link.safetensors", "'link.safetensors' is outside the directory"),
+        ("fifo.safetensors", "'fifo.safetensors' is not a regular file"),
+        (".", "'.' is not a regular file"),
+        ("a\0b", r"cannot open file 'a\x00b'"),
+        ("x" * 300, "xxx"),
+        ("", "'' is not a regular file"),
+    ],
+)
+def test_an_index_that_names_what_is_no_file_of_the_checkpoint(directory, name, said):
+    (directory.parent / "secret.safetensors").touch()
+    (directory / "link.safetensors").symlink_to("../secret.safetensors")
+    os.mkfifo(directory / "fifo.safetensors")
+    index = directory / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"tensor": name}}))
+    with pytest.raises(CheckpointError, match=re.escape(said)) as raised:
+        local_weights(directory)
+    assert len(str(raised.value)) < 600
+
+
+def test_an_index_of_many_missing_files_names_some(directory):
+    weight_map = {str(i): f"{i:05}.safetensors" for i in range(10_000)}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match=r"00004.safetensors, and 9995 more$"):
+        local_weights(directory)
+
+
+@pytest.mark.usefixtures("no_wait")
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("tokenizer_config.json", "{", "cannot read .*tokenizer_config.json"),
+        ("special_tokens_map.json", "[]", "special_tokens_map.json must hold a JSON object"),
+        ("added_tokens.json", '{"a": 1, "a": 2}', "added_tokens.json: field 'a' appears twice"),
+        ("tokenizer_config.json", '{"tokenizer_class": "T5Tokenizer"}', "'T5Tokenizer' is not"),
+        ("tokenizer_config.json", '{"tokenizer_class": [1]}', r"tokenizer_class \[1\] is not"),
+        ("tokenizer_config.json", '{"vocab_file": "/dev/zero"}', "'/dev/zero' is outside"),
+        ("tokenizer_config.json", '{"x_files": ["../x"]}', "'../x' is outside"),
+        ("tokenizer_config.json", '{"tokenizer_file": "fifo"}', "'fifo' is not a regular file"),
+        ("tokenizer_config.json", '{"tokenizer_file": "gone"}', "tokenizer_file names 'gone'"),
+    ],
+)
+def test_tokenizer_files_that_are_refused_before_transformers_reads_them(
+    directory, name, content, said
+):
+    os.mkfifo(directory / "fifo")
+    (directory / name).write_text(content)
+    with pytest.raises(CheckpointError, match=said):
+        check_tokenizer_files(open_checkpoint(str(directory)))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{}",
+        '{"tokenizer_class": null, "vocab_file": null}',
+        '{"tokenizer_class": "Qwen2Tokenizer", "tokenizer_file": "tokenizer.json"}',
+    ],
+)
+def test_tokenizer_files_that_may_be_read(directory, content):
+    (directory / "tokenizer.json").write_text("{}")
+    (directory / "tokenizer_config.json").write_text(content)
+    check_tokenizer_files(open_checkpoint(str(directory)))
 
 
 # Weights of a directory.
@@ -262,6 +481,24 @@ def test_offline_from_the_cache(offline):
     assert checkpoint.config == CONFIG
     assert checkpoint.path == snapshot
     assert weight_files(checkpoint, "org/tiny") == [snapshot / "model.safetensors"]
+
+
+def test_the_caches_links_to_its_blobs_are_followed(offline):
+    """huggingface_hub keeps files in ../../blobs; other links out of a snapshot are refused."""
+    snapshot = add_to_cache(offline, {})
+    blobs = snapshot.parent.parent / "blobs"
+    blobs.mkdir()
+    files = {"config.json": json.dumps(CONFIG), "model.safetensors": "weights"}
+    for name, text in files.items():
+        (blobs / f"sha-{name}").write_text(text)
+        (snapshot / name).symlink_to(f"../../blobs/sha-{name}")
+    for model in ("org/tiny", str(snapshot)):
+        checkpoint = open_checkpoint(model)
+        assert checkpoint.config == CONFIG
+        assert weight_files(checkpoint, model) == [snapshot / "model.safetensors"]
+    (snapshot / "tokenizer.json").symlink_to("../../refs/main")
+    with pytest.raises(CheckpointError, match=r"'tokenizer.json' is outside the directory"):
+        open_checkpoint("org/tiny")
 
 
 def test_offline_with_another_revision_cached(offline):
@@ -371,7 +608,7 @@ def hub():
     """A fake hub with a single-file model in two revisions, a sharded one and a pickled one."""
     single = {
         "config.json": json.dumps({"vocab_size": 1}),
-        "generation_config.json": json.dumps({"eos_token_id": [3, 4]}),
+        "generation_config.json": json.dumps({"eos_token_id": [0]}),
         "tokenizer.json": '{"model": {}}',
         "tokenizer_config.json": "{}",
         "chat_template.jinja": "template",
@@ -443,7 +680,7 @@ def client(hub, tmp_path):
 def test_download_takes_only_what_is_needed(hub, client):
     answer = client("org/tiny")
     assert answer["config"] == {"vocab_size": 1}
-    assert answer["generation_config"] == {"eos_token_id": [3, 4]}
+    assert answer["generation_config"] == {"eos_token_id": [0]}
     assert answer["has_tokenizer"]
     assert answer["weights"] == {"model.safetensors": "weights of main"}
     needed = {

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config
 
 import nanovllm
@@ -20,6 +22,7 @@ from nanovllm.utils import distributed
 from nanovllm.utils.distributed import TensorParallel
 from nanovllm.utils.hub import open_checkpoint, weight_files
 from nanovllm.utils.loader import init_dummy_weights, load_weights, model_shards
+from nanovllm.worker.model_loader import build_model
 from nanovllm.worker.worker import find_weights
 from tests.checkpoints import random_qwen3
 
@@ -236,6 +239,96 @@ def test_a_file_that_vanished_is_named(tmp_path):
     assert "gone.safetensors" in refusal(build(), tmp_path / "gone.safetensors")
 
 
+@pytest.mark.parametrize(
+    "dtype",
+    ["int64", "int32", "int8", "uint8", "bool", "complex64", "float8_e4m3fn", "float8_e5m2"],
+)
+def test_weights_of_another_dtype_are_refused(checkpoint, dtype):
+    """Symptom: a checkpoint of integers loads, and its answers make no sense."""
+    model = build()
+    tensors = random_tensors(model)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(getattr(torch, dtype))
+    message = refusal(model, checkpoint(tensors))
+    assert re.search(r"model\.norm\.weight has dtype \w+, must have BF16 or F16 or F32", message)
+    assert all(parameter.isnan().all() for parameter in model.parameters())
+
+
+def test_an_fp8_parameter_takes_only_fp8(checkpoint):
+    model = nn.Module()
+    weight = torch.zeros(4, 4, dtype=torch.float8_e4m3fn)
+    model.part = nn.ParameterDict({"weight": nn.Parameter(weight, requires_grad=False)})
+    with pytest.raises(CheckpointError, match=r"has dtype BF16, must have F8_E4M3"):
+        load_weights(model, [checkpoint({"part.weight": weight.bfloat16()})], progress=False)
+    load_weights(model, [checkpoint({"part.weight": weight})], progress=False)
+
+
+def write_header(file, header, data=b"\0" * 8):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"x": entry(offsets=(0, 9))},
+        {"x": entry(offsets=(8, 16))},
+        {"x": entry(offsets=(8, 0))},
+        {"x": entry(offsets=(-8, 0))},
+        {"x": entry(offsets=(0, 2**64))},
+        {"x": entry(offsets=(2**63, 2**63 + 8))},
+        {"x": entry(), "y": entry()},
+        {"x": entry(shape=(1,), offsets=(0, 4)), "y": entry(shape=(1,), offsets=(2, 6))},
+        {"x": entry(shape=(2**62, 4))},
+        {"x": entry(shape=(-2,))},
+        {"x": entry(shape=(2.0,))},
+        {"x": entry(dtype="F31")},
+        {"x": entry(dtype=3)},
+        {"x": {"dtype": "F32"}},
+        {"x": 3},
+        {"__metadata__": {"a": 1}, "x": entry()},
+        b"[" * 100_000,
+        b"[]",
+    ],
+    ids=lambda header: str(header)[:70],
+)
+def test_a_header_that_lies_is_refused(tmp_path, header):
+    file = tmp_path / "model.safetensors"
+    write_header(file, header)
+    message = refusal(build(), file)
+    assert "not a sound safetensors file" in message
+    assert len(message) < 600
+
+
+def test_a_header_that_names_a_tensor_twice(tmp_path):
+    file = tmp_path / "model.safetensors"
+    one = json.dumps(entry())
+    write_header(file, f'{{"x": {one}, "x": {one}}}'.encode())
+    assert f"header of {file}: field 'x' appears twice" in refusal(build(), file)
+
+
+def test_a_header_of_many_megabytes_is_not_read(tmp_path):
+    """The safetensors library reads headers up to 100 MB, which take gigabytes as objects."""
+    file = tmp_path / "model.safetensors"
+    tensors = {f"tensor{i:070}": entry(shape=(0,), offsets=(0, 0)) for i in range(40_000)}
+    write_header(file, {**tensors, "x": entry()})
+    assert re.search(r"its header has \d+ bytes; at most 4194304", refusal(build(), file))
+
+
+def test_names_and_shapes_of_a_header_are_cut(tmp_path):
+    file = tmp_path / "model.safetensors"
+    names = ("x" * 100_000, "\x1b[31mred")
+    many = {name: entry(shape=(*[1] * 10_000, 0), offsets=(0, 0)) for name in names}
+    write_header(file, many, b"")
+    message = refusal(build(), file)
+    assert "unexpected 'xxx" in message
+    assert "\x1b" not in message
+    assert len(message) < 4000
+
+
 # Directories, through the function that an engine calls before it builds a model.
 
 
@@ -252,6 +345,60 @@ def test_dummy_weights_need_no_files(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     config = Config(str(tmp_path), load_format="dummy")
     assert find_weights(config, open_checkpoint(config.model)) == []
+
+
+class SmallTensors(TorchDispatchMode):
+    """Fail when torch allocates a large tensor."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.device.type != "meta":
+            assert made.numel() <= 4096
+        return made
+
+
+def save_model(path, **changes):
+    """Save random weights with CONFIG, then change the config; return the engine's Config."""
+    save_file(random_tensors(build()), path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps({**CONFIG, **changes}))
+    return Config(str(path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"vocab_size": 2**24}, r"embed_tokens.weight: \(1003, 32\), .* \(16777216, 32\)"),
+        ({"hidden_size": 2**24}, r"misshapen"),
+        ({"intermediate_size": 2**24}, r"misshapen .*down_proj.weight: \(32, 76\)"),
+        ({"num_attention_heads": 2**20}, r"misshapen .*q_proj"),
+        ({"head_dim": 4096}, r"misshapen .*q_norm.weight: \(6,\), the config says \(4096,\)"),
+        ({"num_hidden_layers": 1000}, r"num_hidden_layers 1000, but the weights have only"),
+        ({"num_hidden_layers": 3}, r"missing model.layers.2"),
+        ({"num_hidden_layers": 1}, r"unexpected model.layers.1"),
+        ({"attention_bias": False}, r"unexpected model.layers.0.self_attn.q_proj.bias"),
+    ],
+)
+def test_sizes_that_the_headers_do_not_confirm_allocate_nothing(tmp_path, changes, said):
+    """`find_weights` makes no parameter: such a model has up to 2**50 of them."""
+    config = save_model(tmp_path, **changes)
+    with pytest.raises(CheckpointError, match=said) as raised, SmallTensors():
+        find_weights(config, open_checkpoint(config.model))
+    assert len(str(raised.value)) < 4000
+
+
+def test_a_sound_checkpoint_passes_the_check(tmp_path):
+    config = save_model(tmp_path)
+    files = find_weights(config, open_checkpoint(config.model))
+    assert files == [tmp_path / "model.safetensors"]
+
+
+def test_a_dummy_model_that_fits_no_memory(tmp_path):
+    huge = {"hidden_size": 2**24, "intermediate_size": 2**24, "vocab_size": 2**24}
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **huge}))
+    config = Config(str(tmp_path), load_format="dummy")
+    model_config = ModelConfig.from_hf(open_checkpoint(config.model).config)
+    with pytest.raises(CheckpointError, match="does not fit into memory"):
+        build_model(config, model_config, 16, torch.device("cpu"))
 
 
 def test_an_unsupported_model_is_refused_before_its_weights_are_searched(tmp_path):
