@@ -34,6 +34,8 @@ class RequestOutputKind(enum.Enum):
     FINAL_ONLY = 2
     """Everything, in one output at the end."""
 
+    __repr__ = enum.Enum.__str__
+
 
 @strict_keywords(InvalidRequestError, SAMPLING_NAMES)
 @dataclasses.dataclass(frozen=True)

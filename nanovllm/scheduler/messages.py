@@ -93,6 +93,8 @@ class StepResult:
     )
     """By id of the sequences with params.prompt_logprobs: (position, log-probabilities) of prompt
     tokens."""
+    errors: dict[int, str] = dataclasses.field(default_factory=dict)
+    """By id of the sequences that got no token and cannot go on: the reason."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

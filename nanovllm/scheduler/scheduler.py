@@ -106,6 +106,10 @@ class Scheduler:
             if seq is None:  # finished or aborted while the step was in flight
                 continue
             seq.num_in_flight_steps -= 1
+            if row.seq_id in result.errors:
+                self.finish(row.seq_id, "error", result.errors[row.seq_id])
+                advanced.append(seq)
+                continue
             if row.seq_id in result.prompt_logprobs:
                 seq.prompt_logprobs.update(result.prompt_logprobs[row.seq_id])
             num_written = row.num_computed_tokens + row.num_scheduled_tokens

@@ -9,8 +9,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from nanovllm.config import Config
 from nanovllm.errors import CheckpointError
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 _CONFIG_PATTERNS = ["*.json", "*.jinja", "merges.txt", "tokenizer.model"]
 
 
@@ -21,6 +23,8 @@ class Checkpoint:
     path: Path
     config: dict[str, Any]
     generation_config: dict[str, Any]
+    tokenizer_path: Path | None = None
+    """Directory of the tokenizer; None if there is none, or none is wanted."""
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -34,32 +38,49 @@ class Checkpoint:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether the directory has tokenizer files."""
-        names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-        return any((self.path / name).is_file() for name in names)
+        """Whether there is a tokenizer to load."""
+        return self.tokenizer_path is not None
 
 
-def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
+def configured_checkpoint(config: Config) -> Checkpoint:
+    """Return the checkpoint of `config.model`, with what `config` replaces in it.
+
+    Raises:
+        CheckpointError: as for `open_checkpoint`, also for the tokenizer and generation_config.
+    """
+    checkpoint = open_checkpoint(config.model, config.revision, config.download_dir)
+    generation_config, tokenizer_path = checkpoint.generation_config, checkpoint.tokenizer_path
+    if config.generation_config not in ("auto", "vllm"):
+        file = _local_path(config.generation_config) / "generation_config.json"
+        generation_config = _read_json(file)
+    if config.skip_tokenizer_init:
+        tokenizer_path = None
+    elif config.tokenizer is not None:
+        path = _find_directory(config.tokenizer, None, config.download_dir, "tokenizer")
+        if (tokenizer_path := _tokenizer_path(path)) is None:
+            raise CheckpointError(f"tokenizer {config.tokenizer!r}: {path} has no tokenizer.json")
+    return Checkpoint(
+        checkpoint.path,
+        {**checkpoint.config, **(config.hf_overrides or {})},
+        generation_config,
+        tokenizer_path,
+    )
+
+
+def open_checkpoint(
+    model: str, revision: str | None = None, download_dir: str | None = None
+) -> Checkpoint:
     """Return the checkpoint of `model`; download its JSON and tokenizer files if needed.
 
     Args:
         model: a local directory or a hub id. A directory goes first.
+        download_dir: where downloads go; None is huggingface_hub's cache.
 
     Raises:
         CheckpointError: there is no such directory or hub id, the hub cannot be reached, or there
             is no config.json.
     """
-    local = _local_path(model)
-    if local.is_dir():
-        path = local.resolve()
-    elif local.exists():
-        raise CheckpointError(
-            f"model {model!r} is a file; give the directory that holds config.json"
-        )
-    elif model.startswith(("/", ".", "~")) or model.count("/") > 1:
-        raise CheckpointError(f"model directory {model!r} does not exist")
-    else:
-        path = _download(model, revision, _CONFIG_PATTERNS)
+    path = _find_directory(model, revision, download_dir, "model")
     if not (path / "config.json").is_file():
         raise CheckpointError(f"{path} is not a model directory: it has no config.json")
     generation_config = path / "generation_config.json"
@@ -67,10 +88,16 @@ def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
         path,
         _read_json(path / "config.json"),
         _read_json(generation_config) if generation_config.is_file() else {},
+        _tokenizer_path(path),
     )
 
 
-def weight_files(checkpoint: Checkpoint, model: str, revision: str | None = None) -> list[Path]:
+def weight_files(
+    checkpoint: Checkpoint,
+    model: str,
+    revision: str | None = None,
+    download_dir: str | None = None,
+) -> list[Path]:
     """Return the safetensors files of `checkpoint`; download them if `model` is a hub id.
 
     Raises:
@@ -79,7 +106,8 @@ def weight_files(checkpoint: Checkpoint, model: str, revision: str | None = None
     path = checkpoint.path
     from_hub = not _local_path(model).is_dir()
     if from_hub:
-        path = _download(model, revision, ["*.safetensors", "*.safetensors.index.json"])
+        patterns = ["*.safetensors", "*.safetensors.index.json"]
+        path = _download(model, revision, patterns, download_dir)
     index = path / "model.safetensors.index.json"
     if index.is_file():
         weight_map = _read_json(index).get("weight_map")
@@ -114,6 +142,27 @@ def weight_files(checkpoint: Checkpoint, model: str, revision: str | None = None
     return files
 
 
+def _find_directory(model: str, revision: str | None, download_dir: str | None, what: str) -> Path:
+    """Return the directory of `model`, or of its download without weights.
+
+    Args:
+        what: "model" or "tokenizer", for messages.
+    """
+    local = _local_path(model)
+    if local.is_dir():
+        return local.resolve()
+    if local.exists():
+        raise CheckpointError(f"{what} {model!r} is a file; give the directory that holds it")
+    if model.startswith(("/", ".", "~")) or model.count("/") > 1:
+        raise CheckpointError(f"{what} directory {model!r} does not exist")
+    return _download(model, revision, _CONFIG_PATTERNS, download_dir)
+
+
+def _tokenizer_path(path: Path) -> Path | None:
+    """Return `path` if it has tokenizer files, else None."""
+    return path if any((path / name).is_file() for name in _TOKENIZER_FILES) else None
+
+
 def _local_path(model: str) -> Path:
     """Return `model` as a path, which may not exist."""
     try:
@@ -124,7 +173,9 @@ def _local_path(model: str) -> Path:
     return local
 
 
-def _download(model: str, revision: str | None, patterns: list[str]) -> Path:
+def _download(
+    model: str, revision: str | None, patterns: list[str], download_dir: str | None
+) -> Path:
     import huggingface_hub
     from huggingface_hub.errors import (
         HFValidationError,
@@ -134,7 +185,11 @@ def _download(model: str, revision: str | None, patterns: list[str]) -> Path:
     )
 
     fetch = functools.partial(
-        huggingface_hub.snapshot_download, model, revision=revision, allow_patterns=patterns
+        huggingface_hub.snapshot_download,
+        model,
+        revision=revision,
+        cache_dir=download_dir,
+        allow_patterns=patterns,
     )
     try:
         try:

@@ -27,6 +27,8 @@ class StepOutput:
     logprobs: SampledLogprobs | None
     """Of the rows whose request wants them; None if none does."""
     prompt_logprobs: list[PromptLogprobs]
+    errors: dict[int, str] = dataclasses.field(default_factory=dict)
+    """By id of the sequences whose logits processor failed: the reason. Their tokens count not."""
 
     def to_host(self) -> "StepOutput":
         """Return a copy on the host. On CUDA the copy is asynchronous."""
@@ -37,6 +39,7 @@ class StepOutput:
             to_host(self.token_ids),
             logprobs,
             [part._replace(values=part.values.to_host()) for part in self.prompt_logprobs],
+            self.errors,
         )
 
     def result(self, step_id: int) -> StepResult:
@@ -51,7 +54,13 @@ class StepOutput:
             values = part.values.tolist([part.num_top] * len(part.values.ranks))
             prompt_logprobs.setdefault(part.seq_id, []).extend(enumerate(values, part.position))
         token_ids = [[token] for token in self.token_ids.tolist()]
-        return StepResult(step_id, token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+        return StepResult(
+            step_id,
+            token_ids,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            errors=self.errors,
+        )
 
 
 class PendingResult:

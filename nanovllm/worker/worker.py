@@ -44,7 +44,7 @@ def find_weights(config: Config, checkpoint: Checkpoint) -> list[Path]:
         )
     if config.load_format == "dummy":
         return []
-    return weight_files(checkpoint, config.model, config.revision)
+    return weight_files(checkpoint, config.model, config.revision, config.download_dir)
 
 
 def make_runner(
