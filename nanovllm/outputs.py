@@ -52,7 +52,9 @@ class RequestMetrics:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One continuation of a request; in a stream, its delta since the previous output."""
+    """One continuation of a request; in a stream, its delta since the previous output, unless
+    `SamplingParams.output_kind` asks for all so far.
+    """
 
     index: int
     """Index of the continuation, from 0 to n - 1."""
@@ -64,11 +66,11 @@ class CompletionOutput:
     """The output tokens, in a stream the new ones; a stop token is included."""
     finish_reason: str | None
     """"stop" (end-of-sequence token, stop token or stop string), "length" (max_tokens or
-    max_model_len) or "abort"; None while the continuation is running.
+    max_model_len), "abort" or "error"; None while the continuation is running.
     """
     stop_reason: int | str | None = None
-    """The stop token id or stop string that ended the output; None for an end-of-sequence token and
-    for other finish reasons.
+    """The stop token id or stop string that ended the output, or what the error was; None for an
+    end-of-sequence token and for other finish reasons.
     """
     cumulative_logprob: float | None = None
     """Sum of the log-probabilities of the whole output; None unless logprobs was set."""

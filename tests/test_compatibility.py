@@ -8,11 +8,22 @@ from typing import Any
 
 import pytest
 
-from nanovllm import LLM, RequestOutputKind, SamplingParams, demo_model
+from nanovllm import (
+    LLM,
+    AsyncLLM,
+    CompletionOutput,
+    Config,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+    demo_model,
+)
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.errors import CheckpointError, InvalidRequestError
+from nanovllm.other_names import CONFIG_NAMES, SAMPLING_NAMES
 from tests.checkpoints import copy_checkpoint
 from tests.helpers import environment
+from tools import migrating
 
 VLLM_EXAMPLE = """
 from nanovllm import LLM, SamplingParams
@@ -278,3 +289,21 @@ def test_output_kinds_of_a_stream(demo_llm: LLM, stop: tuple[str, ...]) -> None:
     for kind in RequestOutputKind:
         (output,) = demo_llm.generate(prompt, params.clone(output_kind=kind), use_tqdm=False)
         assert output.outputs == expected.outputs
+
+
+# The page for those who come from vLLM or nano-vllm.
+
+
+def test_page_for_migrating_is_current() -> None:
+    text = migrating.PAGE.read_text("utf-8")
+    assert migrating.page() == text, "run python -m tools.migrating"
+    assert [mark for _, mark, _ in migrating.PART.findall(text)] == list(migrating.PARTS)
+
+
+def test_page_for_migrating_has_every_name() -> None:
+    text = migrating.PAGE.read_text("utf-8")
+    names = [*CONFIG_NAMES, *SAMPLING_NAMES, *migrating.other_methods()]
+    for owner in (Config, SamplingParams, RequestOutput, CompletionOutput):
+        names += migrating.fields(owner)
+    for name in names + migrating.methods(LLM) + migrating.methods(AsyncLLM):
+        assert f"`{name}`" in text

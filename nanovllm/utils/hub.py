@@ -152,7 +152,10 @@ def _find_directory(model: str, revision: str | None, download_dir: str | None, 
     if local.is_dir():
         return local.resolve()
     if local.exists():
-        raise CheckpointError(f"{what} {model!r} is a file; give the directory that holds it")
+        raise CheckpointError(
+            f"{what} {model!r} is a file; give the directory that holds "
+            f"{'config.json' if what == 'model' else 'tokenizer.json'}"
+        )
     if model.startswith(("/", ".", "~")) or model.count("/") > 1:
         raise CheckpointError(f"{what} directory {model!r} does not exist")
     return _download(model, revision, _CONFIG_PATTERNS, download_dir)
