@@ -106,6 +106,8 @@ class Config:
 
     def __post_init__(self) -> None:
         self._check_checkpoint()
+        if type(self.dtype).__module__ == "torch":  # such as torch.bfloat16
+            self._set("dtype", str(self.dtype).removeprefix("torch."))
         for name, choices in (
             ("dtype", DTYPES),
             ("load_format", LOAD_FORMATS),

@@ -21,6 +21,7 @@ from nanovllm import (
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.errors import CheckpointError, InvalidRequestError
 from nanovllm.other_names import CONFIG_NAMES, SAMPLING_NAMES
+from nanovllm.utils.hub import configured_checkpoint
 from tests.checkpoints import copy_checkpoint
 from tests.helpers import environment
 from tools import migrating
@@ -194,6 +195,12 @@ def test_download_dir_reaches_huggingface_hub(
         return demo_model.MODEL
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    with monkeypatch.context() as patch:
+        patch.setenv("HOME", str(tmp_path))
+        configured_checkpoint(Config("org/model", download_dir="~/downloads"))
+    configured_checkpoint(Config("org/model"))
+    assert asked == [("org/model", str(tmp_path / "downloads"), None), ("org/model", None, None)]
+    asked.clear()
     llm = LLM("org/model", revision="v1", download_dir=tmp_path, tokenizer="org/other")
     llm.shutdown()
     place = str(tmp_path)

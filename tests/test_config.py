@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from nanovllm.config import Config
 from nanovllm.errors import ConfigError, NanoVLLMError
@@ -182,6 +183,12 @@ def test_switches_must_be_true_or_false(name, value):
 @pytest.mark.parametrize("value", ["auto", "float32", "bfloat16", "float16"])
 def test_known_dtypes_are_accepted(value):
     assert Config("model", dtype=value).dtype == value
+
+
+def test_torch_dtypes_become_their_names():
+    assert Config("model", dtype=torch.bfloat16).dtype == "bfloat16"
+    with pytest.raises(ConfigError, match="^dtype must be one of .* got 'float64'"):
+        Config("model", dtype=torch.float64)
 
 
 @pytest.mark.parametrize("value", ["float8", "bf16", "", None, 16, np.float32, ["float32"]])

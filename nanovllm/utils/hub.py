@@ -191,7 +191,7 @@ def _download(
         huggingface_hub.snapshot_download,
         model,
         revision=revision,
-        cache_dir=download_dir,
+        cache_dir=None if download_dir is None else str(_local_path(download_dir)),
         allow_patterns=patterns,
     )
     try:
