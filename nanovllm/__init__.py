@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.config import Config
 from nanovllm.errors import NanoVLLMError
 from nanovllm.outputs import CompletionOutput, RequestOutput
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from nanovllm.async_llm import AsyncLLM
@@ -19,6 +19,7 @@ __all__ = [
     "Config",
     "NanoVLLMError",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
 ]
 

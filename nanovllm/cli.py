@@ -21,6 +21,8 @@ from nanovllm.sampling_params import SamplingParams
 if typing.TYPE_CHECKING:
     from nanovllm.llm import LLM
 
+NO_FLAGS = ("logits_processors", "output_kind")
+"""Fields whose values cannot be written on a command line."""
 HELP = "/reset starts a new conversation, /exit (or Ctrl-D) quits, Ctrl-C stops an answer."
 
 
@@ -164,7 +166,9 @@ def _parser() -> argparse.ArgumentParser:
                 help='arguments of the chat template, such as {"enable_thinking": false}',
             )
         _add_flags(sub.add_argument_group("engine"), Config, but={"model"})
-        _add_flags(sub.add_argument_group("sampling"), SamplingParams, but=_fields(Config))
+        _add_flags(
+            sub.add_argument_group("sampling"), SamplingParams, but={*_fields(Config), *NO_FLAGS}
+        )
     return parser
 
 

@@ -5,12 +5,22 @@ that find them return them.
 """
 
 import dataclasses
+import json
 import os
 import re
-from typing import Any, ClassVar
+from collections.abc import Collection
+from typing import Any
 
-from nanovllm.errors import ConfigError, NanoVLLMError
-from nanovllm.validation import StrictKeywords, check_bool, check_choice, check_float, check_int
+from nanovllm.errors import ConfigError
+from nanovllm.other_names import CONFIG_NAMES, CONFIG_VALUES
+from nanovllm.validation import (
+    check_bool,
+    check_choice,
+    check_float,
+    check_int,
+    shown,
+    strict_keywords,
+)
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
@@ -18,20 +28,32 @@ QUANTIZATIONS = ("int8", "int4", "fp8")
 KV_CACHE_DTYPES = ("auto", "fp8", "int8")
 
 
+@strict_keywords(ConfigError, CONFIG_NAMES)
 @dataclasses.dataclass(frozen=True)
-class Config(StrictKeywords):
+class Config:
     """The options of `LLM(model, **options)`; names and defaults are nano-vllm's where it has them.
 
     Raises:
         ConfigError: a field is unknown, of the wrong type, out of range, or contradicts another.
     """
 
-    error: ClassVar[type[NanoVLLMError]] = ConfigError
-
     model: str
     """Path of a local checkpoint directory, or a Hugging Face hub id such as "Qwen/Qwen3-0.6B"."""
     revision: str | None = None
     """Branch, tag or commit of the hub repository; None is its default branch."""
+    tokenizer: str | None = None
+    """Directory or hub id of another tokenizer; None is the model's own."""
+    skip_tokenizer_init: bool = False
+    """Load no tokenizer: prompts and outputs are token ids, and texts are empty."""
+    download_dir: str | None = None
+    """Directory for downloads from the hub; None is huggingface_hub's cache."""
+    hf_overrides: dict[str, Any] | None = None
+    """Dictionary of fields that replace those of the checkpoint's config.json; None replaces
+    none."""
+    generation_config: str = "auto"
+    """Where recommended sampling parameters come from: "auto" is the checkpoint's
+    generation_config.json, "vllm" is none; else a directory with that file, which then also names
+    the end-of-sequence tokens."""
     dtype: str = "auto"
     """Data type of weights and activations: "float32", "bfloat16" or "float16"; "auto" keeps the
     checkpoint's."""
@@ -77,29 +99,36 @@ class Config(StrictKeywords):
     whichever is smaller."""
     enable_prefix_caching: bool = True
     """Reuse the KV blocks of a prefix that prompts have in common."""
+    max_logprobs: int = 1000
+    """Maximum of logprobs and prompt_logprobs in a request; -1 is the size of the vocabulary."""
     seed: int = 0
     """Seed for requests that have no seed of their own, and for dummy weights."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, str | os.PathLike) or not os.fspath(self.model):
-            raise ConfigError(f"model must be a directory or a hub id, got {self.model!r}")
-        self._set("model", os.fspath(self.model))
-        if not (self.revision is None or isinstance(self.revision, str)):
-            raise ConfigError(f"revision must be a string or None, got {self.revision!r}")
-        check_choice(ConfigError, "dtype", self.dtype, DTYPES)
-        check_choice(ConfigError, "load_format", self.load_format, LOAD_FORMATS)
-        check_choice(ConfigError, "kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
+        self._check_checkpoint()
+        if type(self.dtype).__module__ == "torch":  # such as torch.bfloat16
+            self._set("dtype", str(self.dtype).removeprefix("torch."))
+        for name, choices in (
+            ("dtype", DTYPES),
+            ("load_format", LOAD_FORMATS),
+            ("kv_cache_dtype", KV_CACHE_DTYPES),
+            ("quantization", QUANTIZATIONS),
+        ):
+            self._check_choice(name, choices)
         if not isinstance(self.device, str) or not re.fullmatch(
             r"auto|cpu|cuda(:\d+)?", self.device
         ):
             raise ConfigError(
                 f'device must be "auto", "cpu", "cuda" or "cuda:N", got {self.device!r}'
             )
-        for name in ("max_num_seqs", "max_model_len", "tensor_parallel_size"):
-            self._set(name, check_int(ConfigError, name, getattr(self, name), 1))
+        for name, low in (
+            ("max_num_seqs", 1),
+            ("max_model_len", 1),
+            ("tensor_parallel_size", 1),
+            ("max_logprobs", -1),
+        ):
+            self._set(name, check_int(ConfigError, name, getattr(self, name), low))
         self._set("seed", check_int(ConfigError, "seed", self.seed, 0, 2**63 - 1))
-        if self.quantization is not None:
-            check_choice(ConfigError, "quantization", self.quantization, QUANTIZATIONS)
         for name in (
             "max_num_batched_tokens",
             "kvcache_block_size",
@@ -115,9 +144,13 @@ class Config(StrictKeywords):
             ConfigError, "gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0
         )
         self._set("gpu_memory_utilization", utilization)
-        check_bool(ConfigError, "enforce_eager", self.enforce_eager)
-        check_bool(ConfigError, "native_kernels", self.native_kernels)
-        check_bool(ConfigError, "enable_prefix_caching", self.enable_prefix_caching)
+        for name in (
+            "skip_tokenizer_init",
+            "enforce_eager",
+            "native_kernels",
+            "enable_prefix_caching",
+        ):
+            check_bool(ConfigError, name, getattr(self, name))
         if self.num_kvcache_blocks != -1 and self.kv_cache_memory_bytes is not None:
             raise ConfigError(
                 "num_kvcache_blocks and kv_cache_memory_bytes both size the KV pool; give one"
@@ -128,5 +161,46 @@ class Config(StrictKeywords):
                 f'{self.tensor_parallel_size}; use device="cuda" and CUDA_VISIBLE_DEVICES'
             )
 
+    def _check_checkpoint(self) -> None:
+        """Check the options that say where the checkpoint is and what replaces parts of it."""
+        for name, kind, optional in (
+            ("model", "a directory or a hub id", False),
+            ("revision", "a string", True),
+            ("tokenizer", "a directory or a hub id", True),
+            ("download_dir", "a directory", True),
+            ("generation_config", 'a directory, "auto" or "vllm"', False),
+        ):
+            value, types = getattr(self, name), str if name == "revision" else str | os.PathLike
+            if value is None and optional:
+                continue
+            if not isinstance(value, types) or not os.fspath(value):
+                rule = f"{kind} or None" if optional else kind
+                raise ConfigError(f"{name} must be {rule}, got {shown(value)}")
+            self._set(name, os.fspath(value))
+        if self.tokenizer is not None and self.skip_tokenizer_init is True:
+            raise ConfigError("skip_tokenizer_init=True loads no tokenizer; leave tokenizer out")
+        if self.hf_overrides is not None:
+            self._set("hf_overrides", _json_object("hf_overrides", self.hf_overrides))
+
+    def _check_choice(self, name: str, choices: Collection[str]) -> None:
+        value = getattr(self, name)
+        if name == "quantization" and value is None:
+            return
+        advice = CONFIG_VALUES[name].get(value, "") if isinstance(value, str) else ""
+        check_choice(ConfigError, name, value, choices, advice)
+
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
+
+
+def _json_object(name: str, value: Any) -> dict[str, Any]:
+    """Return a copy of `value`, which must be a dictionary that JSON can write."""
+    try:
+        copied = json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{name} must be a dictionary of JSON values, got {shown(value)}: {error}"
+        ) from error
+    if not isinstance(copied, dict):
+        raise ConfigError(f"{name} must be a dictionary, got {shown(value)}")
+    return copied

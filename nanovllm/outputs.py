@@ -52,7 +52,9 @@ class RequestMetrics:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One continuation of a request; in a stream, its delta since the previous output."""
+    """One continuation of a request; in a stream, its delta since the previous output, unless
+    `SamplingParams.output_kind` asks for all so far.
+    """
 
     index: int
     """Index of the continuation, from 0 to n - 1."""

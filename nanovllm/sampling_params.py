@@ -4,11 +4,14 @@ Knows nothing of models and sampling code.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+import enum
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from nanovllm.errors import InvalidRequestError, NanoVLLMError
-from nanovllm.validation import StrictKeywords, check_bool, check_float, check_int
+from nanovllm.errors import InvalidRequestError
+from nanovllm.other_names import SAMPLING_NAMES
+from nanovllm.validation import check_bool, check_float, check_int, shown, strict_keywords
 
 MAX_TOKEN_ID = 2**31 - 1
 
@@ -16,19 +19,36 @@ GREEDY_BELOW = 1e-5
 """Lower temperatures sample greedily: dividing the logits by them would overflow."""
 
 
+LogitsProcessor = Callable[..., Any]
+"""f(output_token_ids, logits) or f(prompt_token_ids, output_token_ids, logits), which returns the
+logits to sample from: a tensor [vocab_size], such as `logits` itself after a change in place."""
+
+
+class RequestOutputKind(enum.Enum):
+    """What each output of a stream holds."""
+
+    CUMULATIVE = 0
+    """Everything generated so far."""
+    DELTA = 1
+    """What is new since the previous output."""
+    FINAL_ONLY = 2
+    """Everything, in one output at the end."""
+
+    __repr__ = enum.Enum.__str__
+
+
+@strict_keywords(InvalidRequestError, SAMPLING_NAMES)
 @dataclasses.dataclass(frozen=True)
-class SamplingParams(StrictKeywords):
+class SamplingParams:
     """How to choose the tokens of one request, and when to stop.
 
     Names and meanings are vLLM's, defaults are nano-vllm's. Logits are processed in vLLM's order:
-    allowed_token_ids, bad_words, min_tokens, logit_bias, penalties, temperature, min_p, top_k,
-    top_p.
+    logits_processors, allowed_token_ids, bad_words, min_tokens, logit_bias, penalties, temperature,
+    min_p, top_k, top_p.
 
     Raises:
         InvalidRequestError: a field is unknown, of the wrong type or out of range.
     """
-
-    error: ClassVar[type[NanoVLLMError]] = InvalidRequestError
 
     temperature: float = 1.0
     """Randomness of the sampling: the logits are divided by it. 0 is greedy sampling, which always
@@ -69,15 +89,26 @@ class SamplingParams(StrictKeywords):
     bad_words: tuple[str, ...] = ()
     """String or list of strings that are not generated. As in vLLM, the word with a space before it
     is forbidden too, if that takes as many tokens as the word alone."""
+    logits_processors: tuple[LogitsProcessor, ...] = ()
+    """Functions that change the logits before each token, called as f(output token ids, logits) or
+    f(prompt token ids, output token ids, logits); not with tensor_parallel_size above 1."""
     logprobs: int | None = None
     """Number of most likely tokens whose log-probabilities to return for each output token, besides
-    the output token's own; None returns none."""
+    the output token's own. -1 is the whole vocabulary; None returns none."""
     prompt_logprobs: int | None = None
     """The same for each prompt token except the first."""
+    truncate_prompt_tokens: int | None = None
+    """Keep only this many tokens at the end of the prompt. -1 keeps as many as max_model_len has
+    room for; None refuses a prompt that is too long."""
     detokenize: bool = True
     """Return text. Stop strings need it."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
+    spaces_between_special_tokens: bool = True
+    """Keep the spaces that some tokenizers write between special tokens. False leaves them out."""
+    output_kind: RequestOutputKind = RequestOutputKind.DELTA
+    """What each output of a stream holds: RequestOutputKind.DELTA is the new part, CUMULATIVE all
+    so far, FINAL_ONLY one output at the end. generate and chat return whole outputs."""
 
     def __post_init__(self) -> None:
         error = InvalidRequestError
@@ -101,13 +132,19 @@ class SamplingParams(StrictKeywords):
             "include_stop_str_in_output",
             "detokenize",
             "skip_special_tokens",
+            "spaces_between_special_tokens",
         ):
             check_bool(error, name, getattr(self, name))
         if self.seed is not None:
             self._set("seed", check_int(error, "seed", self.seed, 0, 2**63 - 1))
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                self._set(name, check_int(error, name, getattr(self, name), 0, 1000))
+                self._set(name, check_int(error, name, getattr(self, name), -1))
+        if self.truncate_prompt_tokens is not None:
+            self._set("truncate_prompt_tokens", _truncation(self.truncate_prompt_tokens))
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise error(f"output_kind must be a RequestOutputKind, got {shown(self.output_kind)}")
+        self._set("logits_processors", _processors(self.logits_processors))
         for name in ("stop", "bad_words"):
             self._set(name, _strings(name, getattr(self, name)))
         stops = () if self.stop_token_ids is None else self.stop_token_ids
@@ -123,6 +160,10 @@ class SamplingParams(StrictKeywords):
         if self.stop and not self.detokenize:
             raise error("stop strings need detokenize=True; use stop_token_ids without it")
 
+    def clone(self, **changes: Any) -> "SamplingParams":
+        """Return a copy with `changes`, which are checked. Parameters themselves never change."""
+        return dataclasses.replace(self, **changes)
+
     @property
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
@@ -136,20 +177,61 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
         return ()
     if isinstance(value, str):
         value = (value,)
-    if not isinstance(value, Sequence) or not all(isinstance(item, str) for item in value):
-        raise InvalidRequestError(f"{name} must be a string or a list of strings, got {value!r}")
+    rule = f"{name} must be a string or a list of strings, got"
+    if not isinstance(value, Sequence) or isinstance(value, bytes):
+        raise InvalidRequestError(f"{rule} {shown(value)}")
+    for index, item in enumerate(value):
+        if not isinstance(item, str):
+            raise InvalidRequestError(f"{rule} {shown(value)} with {shown(item)} at index {index}")
     if "" in value:
-        raise InvalidRequestError(f"{name} must not hold an empty string, got {list(value)!r}")
+        raise InvalidRequestError(f"{name} must not hold an empty string, got {shown(list(value))}")
     return tuple(value)
 
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
-        raise InvalidRequestError(f"{name} must be a list of token ids, got {value!r}")
+        raise InvalidRequestError(f"{name} must be a list of token ids, got {shown(value)}")
     return tuple(
         check_int(InvalidRequestError, f"{name}[{index}]", token, 0, MAX_TOKEN_ID)
         for index, token in enumerate(value)
     )
+
+
+def _truncation(value: Any) -> int:
+    number = check_int(InvalidRequestError, "truncate_prompt_tokens", value, -1)
+    if number == 0:
+        raise InvalidRequestError(
+            "truncate_prompt_tokens must be above 0, or -1 for max_model_len, got 0"
+        )
+    return number
+
+
+def _processors(value: Any) -> tuple[LogitsProcessor, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, Sequence) or not all(callable(item) for item in value):
+        raise InvalidRequestError(
+            f"logits_processors must be a list of functions, got {shown(value)}"
+        )
+    for processor in value:
+        try:
+            inspect.signature(processor).bind(*range(3 if takes_prompt(processor) else 2))
+        except TypeError:
+            raise InvalidRequestError(
+                f"logits processor {shown(processor)} must take (output_token_ids, logits) or "
+                "(prompt_token_ids, output_token_ids, logits)"
+            ) from None
+        except ValueError:  # written in C: its signature is not known
+            continue
+    return tuple(value)
+
+
+def takes_prompt(processor: LogitsProcessor) -> bool:
+    """Whether a logits processor has three parameters, the first for the prompt; as in vLLM."""
+    try:
+        return len(inspect.signature(processor).parameters) == 3
+    except ValueError:  # written in C: its signature is not known
+        return False
 
 
 def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
@@ -161,7 +243,7 @@ def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
         pairs = [(token, bias) for token, bias in value]
     except (TypeError, ValueError):
         raise InvalidRequestError(
-            f"logit_bias must be a dictionary of token id to bias, got {value!r}"
+            f"logit_bias must be a dictionary of token id to bias, got {shown(value)}"
         ) from None
     checked = []
     for token, bias in pairs:

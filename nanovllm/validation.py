@@ -4,50 +4,98 @@ Knows nothing of what the values mean; the caller gives the error class to raise
 """
 
 import difflib
+import functools
 import inspect
 import math
 import numbers
 import operator
 import reprlib
-from collections.abc import Collection
-from typing import Any, ClassVar
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 from nanovllm.errors import NanoVLLMError
 
-_MAX_SHOWN = 100
-"""Characters of a value that a message shows."""
+T = TypeVar("T")
+
+_MAX_SHOWN = 80
 
 
-def cut(value: Any) -> str:
-    """Return repr(value), cut to `_MAX_SHOWN` characters however large or deep the value is."""
+def shown(value: Any) -> str:
+    """Return repr(value), cut to 80 characters: how messages show what was given.
+
+    Looks at the first few elements only, so that a value of any size costs little.
+    """
     short = reprlib.Repr()
-    short.maxstring = short.maxother = short.maxlong = _MAX_SHOWN
+    short.maxstring = short.maxlong = short.maxother = _MAX_SHOWN
+    short.maxlevel = 2
     short.maxlevel = 2
     try:
         text = short.repr(value)
-    except ValueError:  # Python writes no integer of more than 4300 digits
+    except ValueError:  # an integer of thousands of digits has no repr
         text = f"an integer of {value.bit_length()} bits"
     return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
 
 
+class OtherName(NamedTuple):
+    """A keyword of another library that is not a field here."""
+
+    accepted: tuple[Any, ...]
+    """Values that ask for what happens anyway; they change nothing. None is always one."""
+    advice: str
+    """What to use instead of any other value."""
+
+
+def other_names(*rows: tuple[str, tuple[Any, ...], str]) -> dict[str, OtherName]:
+    """Return an `OtherName` for each of the names in `rows`: (names, accepted values, advice)."""
+    return {
+        name: OtherName(accepted, advice)
+        for names, accepted, advice in rows
+        for name in names.split()
+    }
+
+
+def strict_keywords(
+    error: type[NanoVLLMError], others: Mapping[str, OtherName]
+) -> Callable[[type[T]], type[T]]:
+    """Make a dataclass raise `error` for a keyword that is neither a field nor one of `others`.
+
+    The message names the field that was meant, or says what to use.
+    """
+
+    def decorate(cls: type[T]) -> type[T]:
+        init, known = cls.__init__, inspect.signature(cls).parameters
+
+        @functools.wraps(init)
+        def __init__(self: T, *args: Any, **kwargs: Any) -> None:
+            for name in [name for name in kwargs if name not in known]:
+                value, other = kwargs.pop(name), others.get(name)
+                if other is None:
+                    hint = did_you_mean(name, known)
+                    raise error(f"{cls.__name__} has no field {shown(name)}{hint}")
+                if not _is_one_of(value, other.accepted):
+                    raise error(f"{name}={shown(value)} is not supported: {other.advice}")
+            init(self, *args, **kwargs)
+
+        cls.__init__ = __init__  # type: ignore[method-assign, assignment]
+        return cls
+
+    return decorate
+
+
 def did_you_mean(name: str, known: Collection[str]) -> str:
-    """Return "; did you mean 'x'?" for the nearest of `known`, or else a list of them all."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    near = near or [k for k in known if name in k][:1]
-    return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}"
+    """Return "; did you mean 'x'?" for the one of `known` that was meant, or else list them all.
 
-
-class StrictKeywords:
-    """Mixin for dataclasses: an unknown keyword raises `error`, which names the nearest field."""
-
-    error: ClassVar[type[NanoVLLMError]]
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        known = inspect.signature(cls).parameters
-        for name in kwargs:
-            if name not in known:
-                raise cls.error(f"{cls.__name__} has no field {name!r}{did_you_mean(name, known)}")
-        return super().__new__(cls)
+    A name is suggested if `name` misspells or shortens it. A name in which another word stands,
+    such as presence_penalty for length_penalty, means something else.
+    """
+    name = name[:100]  # the comparison takes time with the square of the length
+    ratios = {other: _similarity(_letters(name), _letters(other)) for other in known}
+    near = [other for other in known if ratios[other] >= 0.88 or _same_words(name, other)]
+    near = [other for other in near if ratios[other] == max(ratios[item] for item in near)]
+    near = near or [other for other in known if _same_words(name, other, num_left_out=1)]
+    if len(near) == 1:
+        return f"; did you mean {near[0]!r}?"
+    return f"; known: {', '.join(sorted(known))}"
 
 
 def check_int(
@@ -60,9 +108,9 @@ def check_int(
     except TypeError:  # arrays of several elements have __index__ too, but it raises
         number = None
     if number is None:
-        raise error(f"{name} must be {rule}, got {cut(value)} ({type(value).__name__})")
+        raise error(f"{name} must be {rule}, got {shown(value)} ({type(value).__name__})")
     if number < low or (high is not None and number > high):
-        raise error(f"{name} must be {rule}, got {cut(value)}")
+        raise error(f"{name} must be {rule}, got {shown(value)}")
     return number
 
 
@@ -72,28 +120,68 @@ def check_float(
     """Return `value` as float if it is a finite real number in [low, high], else raise `error`."""
     rule = f"a finite number >= {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise error(f"{name} must be {rule}, got {cut(value)} ({type(value).__name__})")
+        raise error(f"{name} must be {rule}, got {shown(value)} ({type(value).__name__})")
     try:
         number = float(value)
     except OverflowError:  # an integer larger than any float
         number = math.inf
     if not math.isfinite(number) or not low <= number <= high:
-        raise error(f"{name} must be {rule}, got {cut(value)}")
+        raise error(f"{name} must be {rule}, got {shown(value)}")
     return number
 
 
 def check_bool(error: type[NanoVLLMError], name: str, value: Any) -> bool:
     """Return `value` if it is True or False, else raise `error`."""
     if not isinstance(value, bool):
-        raise error(f"{name} must be True or False, got {cut(value)} ({type(value).__name__})")
+        raise error(f"{name} must be True or False, got {shown(value)} ({type(value).__name__})")
     return value
 
 
 def check_choice(
-    error: type[NanoVLLMError], name: str, value: Any, choices: Collection[str]
+    error: type[NanoVLLMError], name: str, value: Any, choices: Collection[str], advice: str = ""
 ) -> str:
-    """Return `value` if it is one of `choices`, else raise `error`, which names the nearest."""
+    """Return `value` if it is one of `choices`, else raise `error`.
+
+    The message has the `advice`, or else names the choice that was meant.
+    """
     if not isinstance(value, str) or value not in choices:
-        hint = did_you_mean(str(value), choices)
-        raise error(f"{name} must be one of {', '.join(choices)}, got {cut(value)}{hint}")
+        hint = f": {advice}" if advice else did_you_mean(shown(value).strip("'"), choices)
+        raise error(f"{name} must be one of {', '.join(choices)}, got {shown(value)}{hint}")
     return value
+
+
+def _is_one_of(value: Any, accepted: tuple[Any, ...]) -> bool:
+    if value is None:
+        return True
+    plain = isinstance(value, bool | int | float | str | list | tuple | dict)
+    return plain and any(value == item for item in accepted)
+
+
+def _letters(name: str) -> str:
+    return name.lower().replace("_", "").replace("-", "")
+
+
+def _similarity(first: str, second: str) -> float:
+    return difflib.SequenceMatcher(None, first, second).ratio()
+
+
+def _same_words(name: str, other: str, *, num_left_out: int = 0) -> bool:
+    """Whether the words of `name`, misspelt or shortened, are those of `other`, in their order.
+
+    Args:
+        num_left_out: how many words of `other` are not in `name`.
+    """
+    words, others = name.lower().split("_"), other.lower().split("_")
+    rest = iter(others)
+    return len(words) + num_left_out == len(others) and all(
+        any(_same_word(word, wanted) for wanted in rest) for word in words
+    )
+
+
+def _same_word(word: str, other: str) -> bool:
+    """Whether one is the beginning of the other, or about one letter in five differs."""
+    length = min(len(word), len(other))
+    if length < 3:
+        return word == other
+    begins = word.startswith(other) or other.startswith(word)
+    return begins or _similarity(word, other) > min(0.799, 0.999 - 1 / length)

@@ -95,7 +95,7 @@ def test_bad_sampling_params_are_refused(options: dict[str, Any], message: str) 
     ("options", "error", "message"),
     [
         ({"max_num_seq": 4}, ConfigError, r"no field 'max_num_seq'; did you mean 'max_num_seqs'"),
-        ({"block_size": 4}, ConfigError, r"did you mean 'kvcache_block_size'"),
+        ({"block_size": 4}, ConfigError, r"block_size=4 .*: use kvcache_block_size"),
         ({"max_num_seqs": 0}, ConfigError, r"max_num_seqs must be an integer >= 1, got 0"),
         ({"dtype": "int3"}, ConfigError, r"dtype must be one of .* got 'int3'"),
         ({"device": "tpu"}, ConfigError, r"device must be .* got 'tpu'"),

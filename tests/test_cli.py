@@ -206,7 +206,9 @@ def test_help_names_every_flag(capsys: pytest.CaptureFixture[str], command: str)
     assert caught.value.code == 0
     shown = capsys.readouterr().out
     for field in dataclasses.fields(Config) + dataclasses.fields(SamplingParams):
-        assert field.name == "model" or f"--{field.name.replace('_', '-')}" in shown
+        assert (
+            field.name in ("model", *cli.NO_FLAGS) or f"--{field.name.replace('_', '-')}" in shown
+        )
 
 
 class Recorder:
@@ -247,6 +249,7 @@ def example_of(hint: Any) -> tuple[str, Any]:
         int: ("3", 3),
         float: ("0.5", 0.5),
         str: ("some text", "some text"),
+        dict[str, Any]: ('{"vocab_size": 3}', {"vocab_size": 3}),
         tuple[str, ...]: ("some text", ("some text",)),
         tuple[int, ...]: ("[3, 4]", (3, 4)),
         tuple[tuple[int, float], ...]: ('{"3": 0.5}', ((3, 0.5),)),
@@ -259,7 +262,7 @@ def example_of(hint: Any) -> tuple[str, Any]:
         (owner, field.name)
         for owner in (Config, SamplingParams)
         for field in dataclasses.fields(owner)
-        if field.name != "model"
+        if field.name not in ("model", *cli.NO_FLAGS)
     ],
 )
 def test_every_field_has_a_flag(run: Run, recorder: Any, owner: type[Any], name: str) -> None:

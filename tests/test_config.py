@@ -7,9 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from nanovllm.config import Config
 from nanovllm.errors import ConfigError, NanoVLLMError
+from nanovllm.other_names import CONFIG_NAMES, CONFIG_VALUES
 
 BEYOND_FLOAT = pytest.param(10**400, id="integer beyond the floats")
 POSITIVE_INTEGERS = [
@@ -37,6 +39,9 @@ def test_defaults_equal_nano_vllms():
 def test_defaults_of_what_nano_vllm_does_not_have():
     config = Config("model")
     assert config.revision is None
+    assert (config.tokenizer, config.download_dir, config.hf_overrides) == (None, None, None)
+    assert config.skip_tokenizer_init is False
+    assert (config.generation_config, config.max_logprobs) == ("auto", 1000)
     assert (config.dtype, config.device, config.load_format) == ("auto", "auto", "auto")
     assert config.kvcache_block_size is None
     assert config.kv_cache_memory_bytes is None
@@ -48,6 +53,11 @@ def test_every_field_can_be_given():
     options = {
         "model": "org/name",
         "revision": "v1",
+        "tokenizer": "org/other",
+        "skip_tokenizer_init": False,
+        "download_dir": "/downloads",
+        "hf_overrides": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        "generation_config": "vllm",
         "dtype": "bfloat16",
         "device": "cuda:3",
         "load_format": "dummy",
@@ -65,6 +75,7 @@ def test_every_field_can_be_given():
         "num_kvcache_blocks": 12,
         "kv_cache_memory_bytes": None,
         "enable_prefix_caching": False,
+        "max_logprobs": -1,
         "seed": 5,
     }
     assert options.keys() == {field.name for field in dataclasses.fields(Config)}
@@ -79,7 +90,7 @@ def test_every_field_can_be_given():
         ("tensor_parallel", "tensor_parallel_size"),
         ("gpu_memory_utilisation", "gpu_memory_utilization"),
         ("eager", "enforce_eager"),
-        ("block_size", "kvcache_block_size"),
+        ("cache_block_size", "kvcache_block_size"),
     ],
 )
 def test_unknown_keyword_is_refused_and_the_nearest_named(typo, nearest):
@@ -162,7 +173,7 @@ def test_memory_share_becomes_float(value):
     assert type(share) is float
 
 
-@pytest.mark.parametrize("name", ["enforce_eager", "enable_prefix_caching"])
+@pytest.mark.parametrize("name", ["enforce_eager", "enable_prefix_caching", "skip_tokenizer_init"])
 @pytest.mark.parametrize("value", [0, 1, None, "True", "no"])
 def test_switches_must_be_true_or_false(name, value):
     with pytest.raises(ConfigError, match=f"^{name} must be True or False, got "):
@@ -172,6 +183,12 @@ def test_switches_must_be_true_or_false(name, value):
 @pytest.mark.parametrize("value", ["auto", "float32", "bfloat16", "float16"])
 def test_known_dtypes_are_accepted(value):
     assert Config("model", dtype=value).dtype == value
+
+
+def test_torch_dtypes_become_their_names():
+    assert Config("model", dtype=torch.bfloat16).dtype == "bfloat16"
+    with pytest.raises(ConfigError, match="^dtype must be one of .* got 'float64'"):
+        Config("model", dtype=torch.float64)
 
 
 @pytest.mark.parametrize("value", ["float8", "bf16", "", None, 16, np.float32, ["float32"]])
@@ -241,3 +258,104 @@ def test_replace_validates_too():
     assert config.max_num_seqs == 2
     with pytest.raises(ConfigError, match="max_num_seqs"):
         dataclasses.replace(config, max_num_seqs=0)
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "download_dir", "generation_config"])
+def test_places_may_be_path_objects(name, tmp_path):
+    assert getattr(Config("model", **{name: tmp_path}), name) == str(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "download_dir", "generation_config"])
+@pytest.mark.parametrize("value", ["", 5, b"path", ["path"], True])
+def test_places_must_be_strings_or_paths(name, value):
+    with pytest.raises(ConfigError, match=f"^{name} must be a directory"):
+        Config("model", **{name: value})
+
+
+def test_a_tokenizer_that_is_not_loaded_is_refused():
+    with pytest.raises(ConfigError, match="loads no tokenizer; leave tokenizer out"):
+        Config("model", tokenizer="other", skip_tokenizer_init=True)
+
+
+DEEP = []
+for _ in range(100_000):
+    DEEP = [DEEP]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [5, "x", [1], {1: {2, 3}}, {"a": float("nan")}, {"a": object()}, lambda c: c, {"a": DEEP}],
+    ids=lambda value: type(value).__name__,
+)
+def test_hf_overrides_must_be_a_dictionary_of_json_values(value):
+    with pytest.raises(ConfigError, match="^hf_overrides must be a dictionary") as raised:
+        Config("model", hf_overrides=value)
+    assert len(str(raised.value)) < 300
+
+
+def test_hf_overrides_are_copied():
+    given = {"rope_scaling": {"factor": 2.0}}
+    config = Config("model", hf_overrides=given)
+    given["rope_scaling"]["factor"] = 3.0
+    assert config.hf_overrides == {"rope_scaling": {"factor": 2.0}}
+
+
+@pytest.mark.parametrize("value", [-2, 2.0, True, None, "20"])
+def test_max_logprobs_must_be_a_count_or_minus_1(value):
+    with pytest.raises(ConfigError, match="^max_logprobs must be an integer >= -1, got"):
+        Config("model", max_logprobs=value)
+
+
+@pytest.mark.parametrize("name", CONFIG_NAMES)
+def test_names_of_others_are_accepted_where_nothing_changes_and_else_explained(name):
+    other = CONFIG_NAMES[name]
+    for value in (None, *other.accepted):
+        assert Config("model", **{name: value}) == Config("model")
+    with pytest.raises(ConfigError) as raised:
+        Config("model", **{name: "something else"})
+    assert str(raised.value) == f"{name}='something else' is not supported: {other.advice}"
+
+
+@pytest.mark.parametrize("value", [1, 1.5, True, "0", [0], np.array([0, 0]), object()])
+def test_any_other_value_of_a_name_of_others_is_refused(value):
+    with pytest.raises(ConfigError, match="^swap_space=.*is not supported: preempted requests"):
+        Config("model", swap_space=value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "advice"),
+    [
+        (name, value, advice)
+        for name in CONFIG_VALUES
+        for value, advice in CONFIG_VALUES[name].items()
+    ],
+)
+def test_values_of_vllm_are_explained(name, value, advice):
+    with pytest.raises(ConfigError) as raised:
+        Config("model", **{name: value})
+    assert str(raised.value).startswith(f"{name} must be one of ")
+    assert str(raised.value).endswith(f", got {value!r}: {advice}")
+
+
+ENGINE_ARGS = """
+    model served_model_name tokenizer runner convert task skip_tokenizer_init enable_prompt_embeds
+    tokenizer_mode trust_remote_code allowed_local_media_path download_dir load_format config_format
+    dtype kv_cache_dtype seed max_model_len distributed_executor_backend pipeline_parallel_size
+    tensor_parallel_size data_parallel_size enable_expert_parallel block_size enable_prefix_caching
+    prefix_caching_hash_algo disable_sliding_window swap_space cpu_offload_gb gpu_memory_utilization
+    kv_cache_memory_bytes max_num_batched_tokens max_num_seqs max_logprobs logprobs_mode revision
+    disable_log_stats code_revision rope_scaling rope_theta hf_token hf_overrides tokenizer_revision
+    quantization enforce_eager disable_custom_all_reduce limit_mm_per_prompt mm_processor_kwargs
+    enable_lora max_loras max_lora_rank max_cpu_loras lora_dtype num_gpu_blocks_override
+    enable_chunked_prefill structured_outputs_config speculative_config scheduling_policy
+    scheduler_cls compilation_config worker_cls worker_extension_cls kv_transfer_config
+    generation_config enable_sleep_mode override_generation_config model_impl calculate_kv_scales
+    additional_config use_tqdm_on_load logits_processors async_scheduling max_seq_len_to_capture
+    num_scheduler_steps use_v2_block_manager device
+"""
+
+
+def test_names_that_people_pass_to_vllm_are_fields_or_explained():
+    known = {field.name for field in dataclasses.fields(Config)} | CONFIG_NAMES.keys()
+    assert set(ENGINE_ARGS.split()) <= known
+    assert not {field.name for field in dataclasses.fields(Config)} & CONFIG_NAMES.keys()

@@ -19,7 +19,7 @@ class Folder(NamedTuple):
     torch: bool
 
 
-VALUES = ("errors", "validation", "config", "sampling_params", "outputs")
+VALUES = ("errors", "validation", "other_names", "config", "sampling_params", "outputs")
 FRONT = ("llm", "async_llm", "cli")
 FOLDERS = {
     "values": Folder("", torch=False),

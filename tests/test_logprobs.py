@@ -208,3 +208,21 @@ def test_penalties_count_tokens_generated_before_a_preemption(
         assert output.token_ids == penalised_greedy(prompt, params, logits_of)
     free = generate_all(llm, [(p, SamplingParams(0, 16, ignore_eos=True)) for p, _ in requests])
     assert sum(o.token_ids != f.token_ids for o, f in zip(outputs, free, strict=True)) > 3
+
+
+def test_logprobs_of_the_whole_vocabulary_equal_transformers(
+    make_llm: Any, random_model: str, logits_of: LogitsOf
+) -> None:
+    """-1 asks for all; max_logprobs -1 allows it."""
+    llm = make_llm(random_model, **OPTIONS, max_logprobs=-1)
+    prompt = random_prompt(random.Random(6), 5)
+    params = SamplingParams(
+        temperature=0, max_tokens=3, ignore_eos=True, logprobs=-1, prompt_logprobs=-1
+    )
+    (output,) = generate_all(llm, [(prompt, params)])
+    check_logprobs(output, params.clone(logprobs=VOCAB, prompt_logprobs=VOCAB), logits_of)
+    assert output.outputs[0].logprobs is not None
+    assert output.prompt_logprobs is not None
+    for entries in (*output.outputs[0].logprobs, *output.prompt_logprobs[1:]):
+        assert entries is not None
+        assert entries.keys() == set(range(VOCAB))

@@ -7,9 +7,12 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, strategies as st
 
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.other_names import SAMPLING_NAMES
+from nanovllm.sampling_params import RequestOutputKind, SamplingParams, takes_prompt
+from nanovllm.validation import did_you_mean, shown
 
 BEYOND_FLOAT = pytest.param(10**400, id="integer beyond the floats")
 
@@ -109,6 +112,10 @@ def test_errors_are_value_errors_and_nanovllm_errors():
     assert isinstance(raised.value, NanoVLLMError)
 
 
+def forbid_nothing(token_ids, logits):
+    return logits
+
+
 EVERY_FIELD = {
     "temperature": 0.3,
     "max_tokens": 9,
@@ -128,10 +135,14 @@ EVERY_FIELD = {
     "logit_bias": {3: 1.5, 4: -2.0},
     "allowed_token_ids": [3, 4, 5],
     "bad_words": ["never"],
+    "logits_processors": [forbid_nothing],
     "logprobs": 3,
     "prompt_logprobs": 0,
+    "truncate_prompt_tokens": 12,
     "detokenize": True,
     "skip_special_tokens": False,
+    "spaces_between_special_tokens": False,
+    "output_kind": RequestOutputKind.CUMULATIVE,
 }
 
 
@@ -179,18 +190,21 @@ def test_params_copy_the_collections_given():
             "a finite number >= 0",
             [-0.1, float("nan"), float("inf"), True, None, "1", BEYOND_FLOAT.values[0]],
         ),
-        ("logprobs", "an integer from 0 to 1000", [-1, 1001, 2.0, True, "3"]),
-        ("prompt_logprobs", "an integer from 0 to 1000", [-1, 1001, 2.0, False, "3"]),
+        ("logprobs", "an integer >= -1", [-2, 2.0, True, "3"]),
+        ("prompt_logprobs", "an integer >= -1", [-2, 2.0, False, "3"]),
+        ("truncate_prompt_tokens", "an integer >= -1", [-2, 2.0, True, "3", [3]]),
         ("include_stop_str_in_output", "True or False", [0, 1, None, "no"]),
         ("detokenize", "True or False", [0, 1, None, "no"]),
         ("skip_special_tokens", "True or False", [0, 1, None, "no"]),
+        ("spaces_between_special_tokens", "True or False", [0, 1, None, "no"]),
+        ("output_kind", "a RequestOutputKind", [0, 1, None, "DELTA"]),
     ],
 )
 def test_refusal_names_the_field_its_range_and_the_value(name, rule, values):
     for value in values:
         with pytest.raises(InvalidRequestError) as raised:
             SamplingParams(**{name: value})
-        assert str(raised.value).startswith(f"{name} must be {rule}, got {value!r}")
+        assert str(raised.value).startswith(f"{name} must be {rule}, got {shown(value)}")
 
 
 @pytest.mark.parametrize(
@@ -204,8 +218,10 @@ def test_refusal_names_the_field_its_range_and_the_value(name, rule, values):
         ("presence_penalty", [-2, 0.5, 2]),
         ("frequency_penalty", [-2.0, 0, 2]),
         ("repetition_penalty", [1e-3, 1, 10]),
-        ("logprobs", [None, 0, 1000]),
-        ("prompt_logprobs", [None, 0, 1000]),
+        ("logprobs", [None, -1, 0, 10**6]),
+        ("prompt_logprobs", [None, -1, 0, 10**6]),
+        ("truncate_prompt_tokens", [None, -1, 1, 10**6]),
+        ("output_kind", list(RequestOutputKind)),
     ],
 )
 def test_values_at_the_ends_of_each_range_are_accepted(name, values):
@@ -349,3 +365,123 @@ def test_stop_strings_need_detokenize():
 )
 def test_temperatures_below_1e_5_are_greedy(temperature, greedy):
     assert SamplingParams(temperature=temperature).is_greedy == greedy
+
+
+def test_truncation_to_no_token_is_refused():
+    with pytest.raises(InvalidRequestError, match="^truncate_prompt_tokens must be above 0, or -1"):
+        SamplingParams(truncate_prompt_tokens=0)
+
+
+def test_clone_is_an_equal_copy_with_checked_changes():
+    params = SamplingParams(**EVERY_FIELD)
+    clone = params.clone()
+    assert clone == params
+    assert clone is not params
+    assert params.clone(top_k=7) == SamplingParams(**{**EVERY_FIELD, "top_k": 7})
+    with pytest.raises(InvalidRequestError, match="^top_k must be"):
+        params.clone(top_k=-7)
+    with pytest.raises(InvalidRequestError, match="no field 'topk'; did you mean 'top_k'"):
+        params.clone(topk=7)
+
+
+class Processor:
+    """A callable object with an unusual signature; vLLM counts three parameters too."""
+
+    def __call__(self, token_ids, logits, scale=1.0):
+        return logits * scale
+
+
+@pytest.mark.parametrize(
+    ("processor", "three"),
+    [
+        (forbid_nothing, False),
+        (lambda prompt, output, logits: logits, True),
+        (lambda *arguments: arguments[-1], False),
+        (Processor(), True),
+        (max, False),
+    ],
+)
+def test_logits_processors_take_two_or_three_arguments(processor, three):
+    for value in ([processor], (processor,)):
+        assert SamplingParams(logits_processors=value).logits_processors == (processor,)
+    assert takes_prompt(processor) == three
+
+
+def test_no_logits_processors():
+    for value in (None, [], ()):
+        assert SamplingParams(logits_processors=value) == SamplingParams()
+
+
+@pytest.mark.parametrize("value", [5, "f", forbid_nothing, [None], ["f"], {forbid_nothing: 1}, [3]])
+def test_logits_processors_must_be_a_list_of_functions(value):
+    with pytest.raises(InvalidRequestError, match="^logits_processors must be a list of functions"):
+        SamplingParams(logits_processors=value)
+
+
+@pytest.mark.parametrize("processor", [lambda: 0, lambda one: 0, lambda a, b, c, d: 0])
+def test_logits_processors_with_other_signatures_are_refused(processor):
+    with pytest.raises(InvalidRequestError, match=r"must take \(output_token_ids, logits\) or"):
+        SamplingParams(logits_processors=[processor])
+
+
+@pytest.mark.parametrize("name", SAMPLING_NAMES)
+def test_names_of_others_are_accepted_where_nothing_changes_and_else_explained(name):
+    other = SAMPLING_NAMES[name]
+    for value in (None, *other.accepted):
+        assert SamplingParams(0.5, **{name: value}) == SamplingParams(0.5)
+    with pytest.raises(InvalidRequestError) as raised:
+        SamplingParams(**{name: "something else"})
+    assert str(raised.value) == f"{name}='something else' is not supported: {other.advice}"
+
+
+def test_did_you_mean_suggests_no_other_meaning():
+    names = [field.name for field in dataclasses.fields(SamplingParams)]
+    for name in ("length_penalty", "max_p", "top_n", "mix_tokens", "tokens", "prefill", "best_of"):
+        assert did_you_mean(name, names).startswith("; known: allowed_token_ids, bad_words")
+
+
+@given(st.data())
+def test_did_you_mean_finds_each_misspelt_field(data):
+    """One letter left out, doubled, replaced, or exchanged with the next."""
+    names = [field.name for field in dataclasses.fields(SamplingParams)]
+    name = data.draw(st.sampled_from([n for n in names if min(map(len, n.split("_"))) > 3]))
+    place = data.draw(st.integers(0, len(name) - 1))
+    before, letter, after = name[:place], name[place], name[place + 1 :]
+    typo = data.draw(
+        st.sampled_from(
+            [
+                before + after,
+                before + letter + letter + after,
+                f"{before}q{after}",
+                before + after[:1] + letter + after[1:],
+            ]
+        )
+    )
+    if typo not in names and not typo.startswith("_"):
+        assert did_you_mean(typo, names) == f"; did you mean {name!r}?"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: SamplingParams(bad_words=["word"] * 100_000 + [b"bytes"]),
+        lambda: SamplingParams(stop=["word"] * 100_000 + [""]),
+        lambda: SamplingParams(stop_token_ids={*range(100_000)}),
+        lambda: SamplingParams(logit_bias={"x" * 100_000: 1}),
+        lambda: SamplingParams(temperature="x" * 100_000),
+        lambda: SamplingParams(max_tokens=-(10**5000)),
+        lambda: SamplingParams(top_p=10**5000),
+        lambda: SamplingParams(ignore_eos=["x"] * 100_000),
+        lambda: SamplingParams(**{"x" * 100_000: 1}),
+        lambda: SamplingParams(best_of=["x"] * 100_000),
+    ],
+)
+def test_messages_are_short_whatever_the_value(wrong):
+    with pytest.raises(InvalidRequestError) as raised:
+        wrong()
+    assert len(str(raised.value)) < 800
+
+
+def test_item_of_a_wrong_type_is_named():
+    with pytest.raises(InvalidRequestError, match=r"with b'bytes' at index 2$"):
+        SamplingParams(bad_words=["one", "two", b"bytes"])

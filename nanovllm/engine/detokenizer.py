@@ -3,6 +3,7 @@
 Knows no requests and no scheduling.
 """
 
+import itertools
 from collections.abc import Sequence as Seq
 
 from tokenizers import Tokenizer
@@ -17,6 +18,8 @@ class Detokenizer:
     byte becomes U+FFFD.
 
     Args:
+        spaces_between_special_tokens: False leaves out what the decoder writes between two adjacent
+            added tokens.
         stop: strings that end the text.
         include_stop: whether the text keeps the stop string that ended it.
     """
@@ -26,12 +29,17 @@ class Detokenizer:
         tokenizer: Tokenizer,
         *,
         skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
         stop: Seq[str] = (),
         include_stop: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+        self._added_tokens: dict[int, str] = {}  # those that join the one before without a space
+        if not (skip_special_tokens or spaces_between_special_tokens):
+            added = tokenizer.get_added_tokens_decoder()
+            self._added_tokens = {token_id: token.content for token_id, token in added.items()}
         self._stop = tuple(stop)
         self._include_stop = include_stop
         self._token_ids: list[int] = []
@@ -55,7 +63,9 @@ class Detokenizer:
     def add_all(self, token_ids: list[int]) -> None:
         """Append all tokens of an output at once, without searching; faster than one by one."""
         whole = self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
-        if "\ufffd" in whole:  # a byte may have made characters before it invalid: see the class
+        joined = any(self._is_joined(*pair) for pair in itertools.pairwise(token_ids))
+        # Or a byte may have made characters before it invalid: see the class.
+        if joined or "\ufffd" in whole:
             for token_id in token_ids:
                 self.add(token_id, search=False)
         else:
@@ -93,9 +103,14 @@ class Detokenizer:
             piece = self._decode(self._num_read)
             if piece.endswith("\ufffd"):  # incomplete: a later step returns it
                 return ""
+        if len(self._token_ids) > 1 and self._is_joined(*self._token_ids[-2:]):
+            piece = self._added_tokens[token_id]
         if piece:
             self._num_read = len(self._token_ids)
         return piece
+
+    def _is_joined(self, token_id: int, next_token_id: int) -> bool:
+        return token_id in self._added_tokens and next_token_id in self._added_tokens
 
     def _decode(self, start: int) -> str:
         skip = self._skip_special_tokens

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.request import Request
 from nanovllm.errors import CheckpointError, InvalidRequestError
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.scheduler.sequence import Sequence
 from nanovllm.utils.hub import Checkpoint, check_tokenizer_files
 from nanovllm.validation import check_int
@@ -35,6 +35,8 @@ class InputProcessor:
     Args:
         tokenizer: None if the checkpoint has none; prompts are then lists of token ids.
         seed: seeds the requests that have no seed of their own.
+        max_logprobs: most log-probabilities for each token; -1 is the size of the vocabulary.
+        in_process: whether the model runs in this process, and can call logits processors.
     """
 
     def __init__(
@@ -44,8 +46,12 @@ class InputProcessor:
         vocab_size: int,
         max_model_len: int,
         seed: int,
+        max_logprobs: int = -1,
+        in_process: bool = True,
     ) -> None:
         self.tokenizer = tokenizer
+        self._max_logprobs = max_logprobs
+        self._in_process = in_process
         self._last_token_id = vocab_size - 1
         self._max_model_len = max_model_len
         self._seeds = random.Random(seed)
@@ -66,9 +72,14 @@ class InputProcessor:
         """
         params = SamplingParams() if params is None else params
         self._check_params(params)
+        params = self._bound_logprobs(params)
+        stream = stream and params.output_kind is not RequestOutputKind.FINAL_ONLY
         priority = check_int(InvalidRequestError, "priority", priority, -(2**31), 2**31)
         text, token_ids = self._tokenize(prompt)
         limit = self._max_model_len
+        if params.truncate_prompt_tokens is not None:
+            kept = params.truncate_prompt_tokens
+            token_ids = token_ids[-(limit - 1 if kept == -1 else kept) :]
         if len(token_ids) >= limit:
             raise InvalidRequestError(
                 f"the prompt has {len(token_ids)} tokens; max_model_len {limit} leaves "
@@ -99,7 +110,7 @@ class InputProcessor:
         """
         if self.tokenizer is None:
             raise InvalidRequestError(
-                "this checkpoint has no tokenizer, so prompts must be lists of token ids, not text"
+                "this engine has no tokenizer, so prompts must be lists of token ids, not text"
             )
         _check_unicode("the prompt", prompt)
         return self._encode(self.tokenizer, prompt)
@@ -114,9 +125,7 @@ class InputProcessor:
             InvalidRequestError: there is no chat template, or it cannot render the messages.
         """
         if self.tokenizer is None:
-            raise InvalidRequestError(
-                "this checkpoint has no tokenizer, so there is no chat template"
-            )
+            raise InvalidRequestError("this engine has no tokenizer, so there is no chat template")
         is_list = isinstance(messages, Seq) and bool(messages)
         if not is_list or not all(isinstance(message, Mapping) for message in messages):
             raise InvalidRequestError(
@@ -143,7 +152,7 @@ class InputProcessor:
         for word in words:
             if self.tokenizer is None:
                 raise InvalidRequestError(
-                    "this checkpoint has no tokenizer, so bad_words cannot be used"
+                    "this engine has no tokenizer, so bad_words cannot be used"
                 )
             _check_unicode("a word of bad_words", word)
             bare = word.lstrip() or word  # a word of white space only stays as it is
@@ -172,7 +181,12 @@ class InputProcessor:
             )
         if params.stop and self.tokenizer is None:
             raise InvalidRequestError(
-                "this checkpoint has no tokenizer, so stop cannot be used; use stop_token_ids"
+                "this engine has no tokenizer, so stop cannot be used; use stop_token_ids"
+            )
+        if params.logits_processors and not self._in_process:
+            raise InvalidRequestError(
+                "logits_processors run in this process, so tensor_parallel_size must be 1; "
+                "use logit_bias, allowed_token_ids or bad_words"
             )
         last = self._last_token_id
         for name, token_ids in (
@@ -184,6 +198,26 @@ class InputProcessor:
                 raise InvalidRequestError(
                     f"{name} holds token {max(token_ids)}; this model's last is {last}"
                 )
+
+    def _bound_logprobs(self, params: SamplingParams) -> SamplingParams:
+        """Return `params` with the size of the vocabulary for a logprobs of -1.
+
+        Raises:
+            InvalidRequestError: more are requested than max_logprobs.
+        """
+        vocab_size = self._last_token_id + 1
+        limit = vocab_size if self._max_logprobs == -1 else self._max_logprobs
+        for name in ("logprobs", "prompt_logprobs"):
+            given = getattr(params, name)
+            count = vocab_size if given == -1 else given
+            if count is not None and count > limit:
+                raise InvalidRequestError(
+                    f"{name} {given} asks for {count} of each token; this engine's max_logprobs "
+                    f"is {limit}: make the LLM with a larger one, or with -1 for all"
+                )
+            if given == -1:
+                params = params.clone(**{name: count})
+        return params
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """Return (text, token ids) of a prompt; the text is None if token ids were given."""
@@ -247,7 +281,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> "PreTrainedTokenizerBase | None":
         CheckpointError: a file is invalid, or there is no fast tokenizer of a known class.
     """
     if not checkpoint.has_tokenizer:
-        logger.warning("%s has no tokenizer: prompts must be token ids", checkpoint.path)
+        logger.warning("%s: no tokenizer, so prompts must be token ids", checkpoint.path)
         return None
     check_tokenizer_files(checkpoint)
     from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
@@ -257,19 +291,20 @@ def load_tokenizer(checkpoint: Checkpoint) -> "PreTrainedTokenizerBase | None":
     config = AutoConfig.for_model("qwen3") if is_qwen3 else PretrainedConfig()
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(
-            checkpoint.path, config=config, trust_remote_code=False
+            checkpoint.tokenizer_path, config=config, trust_remote_code=False
         )
         tokenizer.decode(tokenizer.encode("a b"))  # raises for a wrong model_max_length and such
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # many kinds; a panic of tokenizers is no Exception
         raise CheckpointError(
-            f"cannot load the tokenizer in {checkpoint.path}: tokenizer.json, "
+            f"cannot load the tokenizer in {checkpoint.tokenizer_path}: tokenizer.json, "
             f"tokenizer_config.json or special_tokens_map.json is invalid: {error!s:.300}"
         ) from error
     if not tokenizer.is_fast:
         raise CheckpointError(
-            f"the tokenizer in {checkpoint.path} has no tokenizer.json; save it as a fast tokenizer"
+            f"the tokenizer in {checkpoint.tokenizer_path} has no tokenizer.json; "
+            "save it as a fast tokenizer"
         )
     found: PreTrainedTokenizerBase = tokenizer
     return found

@@ -17,7 +17,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler.block_manager import BlockManager
 from nanovllm.scheduler.messages import Schedule
 from nanovllm.scheduler.scheduler import Scheduler
-from nanovllm.utils.hub import open_checkpoint
+from nanovllm.utils.hub import configured_checkpoint
 from nanovllm.worker.executor import Future, make_executor
 
 logger = logging.getLogger(__name__)
@@ -38,17 +38,21 @@ class LLMEngine:
 
     def __init__(self, config: Config, *, queue_depth: int | None = None) -> None:
         self.config = config
-        checkpoint = open_checkpoint(config.model, config.revision)
+        checkpoint = configured_checkpoint(config)
         self.executor = make_executor(config, checkpoint)
         tokenizer = load_tokenizer(checkpoint)
         self._finalizer = weakref.finalize(self, self.executor.shutdown)
         self.cache_info = self.executor.start()
-        self.generation_config = checkpoint.generation_config
+        # "vllm" means no recommended parameters; the end-of-sequence tokens stay the checkpoint's.
+        recommends = config.generation_config != "vllm"
+        self.generation_config = checkpoint.generation_config if recommends else {}
         self.input_processor = InputProcessor(
             tokenizer,
             vocab_size=self.cache_info.vocab_size,
             max_model_len=self.cache_info.max_model_len,
             seed=config.seed,
+            max_logprobs=config.max_logprobs,
+            in_process=config.tensor_parallel_size == 1,
         )
         self.scheduler = Scheduler(
             BlockManager(

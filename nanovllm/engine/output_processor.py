@@ -120,20 +120,22 @@ class OutputProcessor:
             if seq.is_finished:
                 detokenizer.finish(search=False)
             end = detokenizer.safe_length(finished=seq.is_finished)
-            text = detokenizer.text[completion.num_sent_chars : end]
+            start = 0 if request.sends_all else completion.num_sent_chars
+            text = detokenizer.text[start:end]
             completion.num_sent_chars = max(end, completion.num_sent_chars)
             stop_string = detokenizer.stop_string
+        num_sent = 0 if request.sends_all else completion.num_sent_tokens
         logprobs, cumulative = None, None
         if params.logprobs is not None:
             known = seq.logprobs[: completion.num_tokens]
             cumulative = sum(found.logprobs[0] for found in known)
-            logprobs = [self._logprobs(found) for found in known[completion.num_sent_tokens :]]
-        start, completion.num_sent_tokens = completion.num_sent_tokens, len(tokens)
+            logprobs = [self._logprobs(found) for found in known[num_sent:]]
+        completion.num_sent_tokens = len(tokens)
         completion.sent_end = seq.is_finished
         return CompletionOutput(
             index=completion.index,
             text=text,
-            token_ids=tokens[start:],
+            token_ids=tokens[num_sent:],
             finish_reason="stop" if stop_string else seq.finish_reason,
             stop_reason=stop_string or seq.stop_reason,
             cumulative_logprob=cumulative,
@@ -146,13 +148,15 @@ class OutputProcessor:
         return Detokenizer(
             self._tokenizer.backend_tokenizer,
             skip_special_tokens=params.skip_special_tokens,
+            spaces_between_special_tokens=params.spaces_between_special_tokens,
             stop=params.stop,
             include_stop=params.include_stop_str_in_output,
         )
 
     def _take_prompt_logprobs(self, request: Request) -> list[dict[int, Logprob] | None] | None:
-        """Return the prompt's log-probabilities once, with the request's first output."""
-        if request.params.prompt_logprobs is None or request.sent_prompt_logprobs:
+        """Return the prompt's log-probabilities: once, or with each output that has all so far."""
+        sent = request.sent_prompt_logprobs and not request.sends_all
+        if request.params.prompt_logprobs is None or sent:
             return None
         request.sent_prompt_logprobs = True
         first = request.sequences[0]

@@ -6,7 +6,7 @@ Knows no tokenizer and no scheduling. The scheduler sees the sequences only.
 import time
 
 from nanovllm.engine.detokenizer import Detokenizer
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.scheduler.sequence import Sequence
 
 
@@ -39,6 +39,11 @@ class Request:
         self.last_token_time: float | None = None
         self.sent_prompt_logprobs = False
         self.unqueued = list(sequences)  # sequences that the scheduler does not have yet
+
+    @property
+    def sends_all(self) -> bool:
+        """Whether each output of a stream holds all so far, not only what is new."""
+        return self.params.output_kind is RequestOutputKind.CUMULATIVE
 
     @property
     def is_finished(self) -> bool:

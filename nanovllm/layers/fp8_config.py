@@ -7,7 +7,7 @@ import re
 from typing import Any, NamedTuple
 
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.validation import cut
+from nanovllm.validation import shown
 
 _MAX_BLOCK = 1024
 _MAX_EXCLUDED = 4096
@@ -70,7 +70,7 @@ class Fp8Config(NamedTuple):
             return None
         if not isinstance(config, dict):
             raise CheckpointError(
-                f"config.json: quantization_config must be an object, is {cut(config)}"
+                f"config.json: quantization_config must be an object, is {shown(config)}"
             )
         method = config.get("quant_method")
         if method == "fp8":
@@ -78,7 +78,7 @@ class Fp8Config(NamedTuple):
         if method == "compressed-tensors":
             return cls._from_channels(config)
         raise UnsupportedModelError(
-            f"quantization_config quant_method {cut(method)} is not supported (only fp8 and "
+            f"quantization_config quant_method {shown(method)} is not supported (only fp8 and "
             "compressed-tensors)"
         )
 
@@ -92,7 +92,7 @@ class Fp8Config(NamedTuple):
             and all(type(size) is int and 0 < size <= _MAX_BLOCK for size in block)
         ):
             raise UnsupportedModelError(
-                f"quantization_config: weight_block_size {cut(block)} is not supported (only two "
+                f"quantization_config: weight_block_size {shown(block)} is not supported (only two "
                 f"integers from 1 to {_MAX_BLOCK}, such as [128, 128])"
             )
         excluded = [*_names(config, "modules_to_not_convert"), *_names(config, "ignored_layers")]
@@ -103,7 +103,7 @@ class Fp8Config(NamedTuple):
         groups = config.get("config_groups")
         if not isinstance(groups, dict) or len(groups) != 1:
             raise UnsupportedModelError(
-                f"quantization_config: config_groups {cut(groups)} is not supported (only one "
+                f"quantization_config: config_groups {shown(groups)} is not supported (only one "
                 "group)"
             )
         (group,) = groups.values()
@@ -128,7 +128,7 @@ def _check_settings(config: dict[str, Any], supported: dict[str, Any]) -> None:
             value = value.get(key) if isinstance(value, dict) else None
         if value not in values:
             raise UnsupportedModelError(
-                f"quantization_config: {path.rpartition('*.')[2]} {cut(value)} is not supported "
+                f"quantization_config: {path.rpartition('*.')[2]} {shown(value)} is not supported "
                 f"(only {', '.join(map(repr, values))})"
             )
 
@@ -136,7 +136,7 @@ def _check_settings(config: dict[str, Any], supported: dict[str, Any]) -> None:
 def _names(config: dict[str, Any], key: str) -> list[str]:
     names = config.get(key) or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise CheckpointError(f"config.json: {key} must be a list of names, is {cut(names)}")
+        raise CheckpointError(f"config.json: {key} must be a list of names, is {shown(names)}")
     if len(names) > _MAX_EXCLUDED:
         raise CheckpointError(
             f"config.json: {key} has {len(names)} names; at most {_MAX_EXCLUDED} are read"
@@ -147,7 +147,7 @@ def _names(config: dict[str, Any], key: str) -> list[str]:
         is_plain = _REGEX.fullmatch(regex) is not None and num_wildcards <= _MAX_WILDCARDS
         if regex != name and not is_plain:
             raise UnsupportedModelError(
-                f"config.json: {key}: regex {cut(name)} is not supported (only names with up to "
+                f"config.json: {key}: regex {shown(name)} is not supported (only names with up to "
                 f"{_MAX_WILDCARDS} of .* and .+)"
             )
     return names

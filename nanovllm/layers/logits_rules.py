@@ -1,12 +1,16 @@
 """Changes one row of logits before sampling, by the rules of its request.
 
-Rules apply in vLLM's order: allowed tokens, bad words, min_tokens, bias, penalties. No code here
-waits for the GPU. Knows no batch.
+Rules apply in vLLM's order: logits processors, allowed tokens, bad words, min_tokens, bias,
+penalties. No code here waits for the GPU, except to give a logits processor its tokens. Knows no
+batch.
 """
+
+from typing import Any
 
 import torch
 
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import SamplingParams, takes_prompt
+from nanovllm.validation import shown
 
 
 class LogitsRules:
@@ -35,6 +39,7 @@ class LogitsRules:
         if params.allowed_token_ids is not None:
             self._allowed = tensor(params.allowed_token_ids)
         self._bad_words = [tensor(word) for word in bad_words]
+        self._processors = [(f, takes_prompt(f)) for f in params.logits_processors]
         self._stops = tensor(sorted(stop_token_ids)) if params.min_tokens else None
         self._biased = self._biases = None
         if params.logit_bias:
@@ -46,6 +51,7 @@ class LogitsRules:
         """Return whether `params` set any rule."""
         return bool(
             params.allowed_token_ids is not None
+            or params.logits_processors
             or params.bad_words
             or params.min_tokens
             or params.logit_bias
@@ -53,6 +59,29 @@ class LogitsRules:
             or params.frequency_penalty
             or params.repetition_penalty != 1.0
         )
+
+    def run_processors(self, logits: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Change `logits` [vocab_size] float32 in place by the request's logits processors.
+
+        Args:
+            tokens: [n] int64, the request's prompt and its output so far.
+
+        Raises:
+            TypeError: a processor returned no row of logits.
+            Exception: whatever a processor raises.
+        """
+        if not self._processors:
+            return
+        output = tokens.tolist()
+        prompt = output[: self._num_prompt_tokens]
+        del output[: self._num_prompt_tokens]
+        row: Any = logits
+        for processor, with_prompt in self._processors:
+            row = processor(prompt, output, row) if with_prompt else processor(output, row)
+            if not torch.is_tensor(row) or row.shape != logits.shape:
+                found = f"shape {list(row.shape)}" if torch.is_tensor(row) else shown(row)
+                raise TypeError(f"it must return logits of shape {list(logits.shape)}, not {found}")
+        logits.copy_(row)
 
     def apply(self, logits: torch.Tensor, tokens: torch.Tensor) -> None:
         """Change `logits` [vocab_size] float32 in place.

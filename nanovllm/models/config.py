@@ -11,7 +11,7 @@ import torch
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.layers.fp8_config import Fp8Config
 from nanovllm.layers.rotary_embedding import RopeConfig
-from nanovllm.validation import check_bool, check_float, check_int, cut
+from nanovllm.validation import check_bool, check_float, check_int, shown
 
 _DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
 _ROPE_TYPES = ("default", "linear", "yarn")
@@ -88,7 +88,7 @@ class ModelConfig:
 def _architecture(config: dict[str, Any]) -> str:
     names = config.get("architectures")
     if not (isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)):
-        raise CheckpointError(f"config.json must name one architecture, has {cut(names)}")
+        raise CheckpointError(f"config.json must name one architecture, has {shown(names)}")
     return names[0]
 
 
@@ -96,17 +96,18 @@ def _check_supported(config: dict[str, Any]) -> None:
     """Raise if the activation or the attention pattern is not implemented."""
     if config.get("hidden_act", "silu") != "silu":
         raise UnsupportedModelError(
-            f"config.json: hidden_act {cut(config['hidden_act'])} is not supported (only silu)"
+            f"config.json: hidden_act {shown(config['hidden_act'])} is not supported (only silu)"
         )
     layer_types = config.get("layer_types") or ["full_attention"]
     if not isinstance(layer_types, list) or not all(isinstance(t, str) for t in layer_types):
         raise CheckpointError(
-            f"config.json: layer_types must be a list of names, is {cut(layer_types)}"
+            f"config.json: layer_types must be a list of names, is {shown(layer_types)}"
         )
     if config.get("use_sliding_window") or set(layer_types) != {"full_attention"}:
         raise UnsupportedModelError(
             "config.json: sliding-window attention is not supported (use_sliding_window "
-            f"{cut(config.get('use_sliding_window'))}, layer_types {cut(sorted(set(layer_types)))})"
+            f"{shown(config.get('use_sliding_window'))}, layer_types "
+            f"{shown(sorted(set(layer_types)))})"
         )
 
 
@@ -118,7 +119,7 @@ def _dtype(config: dict[str, Any], override: str) -> torch.dtype:
     )
     name = next((dtype for dtype in given if dtype is not None), "float32")
     if not isinstance(name, str) or name not in _DTYPES:
-        raise UnsupportedModelError(f"dtype {cut(name)} is not supported ({', '.join(_DTYPES)})")
+        raise UnsupportedModelError(f"dtype {shown(name)} is not supported ({', '.join(_DTYPES)})")
     return _DTYPES[name]
 
 
@@ -171,7 +172,7 @@ def _rope_settings(config: dict[str, Any]) -> dict[str, Any]:
     for found in (given, parameters):
         if not isinstance(found, dict):
             raise CheckpointError(
-                f"config.json: the rope settings must be an object, are {cut(found)}"
+                f"config.json: the rope settings must be an object, are {shown(found)}"
             )
     settings = {key: value for key, value in given.items() if value is not None}
     for fallback in (parameters, config):
@@ -190,7 +191,7 @@ def _rope(config: dict[str, Any], max_position: int) -> RopeConfig:
     rope_type = settings.pop("rope_type", other_name)
     if rope_type not in _ROPE_TYPES:
         raise UnsupportedModelError(
-            f"config.json: rope scaling {cut(rope_type)} is not supported "
+            f"config.json: rope scaling {shown(rope_type)} is not supported "
             f"({', '.join(_ROPE_TYPES)})"
         )
     if settings.pop("partial_rotary_factor", 1.0) != 1.0:
@@ -210,6 +211,6 @@ def _rope(config: dict[str, Any], max_position: int) -> RopeConfig:
         extra["truncate"] = _bool(settings, "truncate", True)
     known = {"rope_theta", "factor", "original_max_position_embeddings", "truncate", *floats}
     if unknown := settings.keys() - known:
-        names = cut(", ".join(sorted(unknown)))
+        names = shown(", ".join(sorted(unknown)))
         raise UnsupportedModelError(f"config.json: rope settings not supported: {names}")
     return RopeConfig(theta, rope_type, factor, original, **extra)

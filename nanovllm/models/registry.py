@@ -6,7 +6,7 @@ from torch import nn
 
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.models.config import ModelConfig
-from nanovllm.validation import cut
+from nanovllm.validation import shown
 
 _MODULES = {"Qwen3ForCausalLM": "qwen3"}
 
@@ -20,6 +20,6 @@ def model_class(config: ModelConfig) -> type[nn.Module]:
     module = _MODULES.get(config.architecture)
     if module is None:
         raise UnsupportedModelError(
-            f"architecture {cut(config.architecture)} is not supported ({', '.join(_MODULES)})"
+            f"architecture {shown(config.architecture)} is not supported ({', '.join(_MODULES)})"
         )
     return getattr(importlib.import_module(f"nanovllm.models.{module}"), config.architecture)

@@ -9,10 +9,12 @@ import functools
 from pathlib import Path
 from typing import Any
 
+from nanovllm.config import Config
 from nanovllm.errors import CheckpointError
 from nanovllm.utils.json_object import MAX_JSON_BYTES, parse_object
-from nanovllm.validation import check_int, cut
+from nanovllm.validation import check_int, shown
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 _CONFIG_PATTERNS = ["*.json", "*.jinja", "merges.txt", "tokenizer.model"]
 _OPENED_PATTERNS = [
     "*config.json",
@@ -52,6 +54,8 @@ class Checkpoint:
     path: Path
     config: dict[str, Any]
     generation_config: dict[str, Any]
+    tokenizer_path: Path | None = None
+    """Directory of the tokenizer; None if there is none, or none is wanted."""
 
     def __post_init__(self) -> None:
         self.eos_token_ids  # noqa: B018 - raises for invalid ids
@@ -78,43 +82,67 @@ class Checkpoint:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether the directory has tokenizer files."""
-        names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-        return any((self.path / name).is_file() for name in names)
+        """Whether there is a tokenizer to load."""
+        return self.tokenizer_path is not None
 
 
-def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
+def configured_checkpoint(config: Config) -> Checkpoint:
+    """Return the checkpoint of `config.model`, with what `config` replaces in it.
+
+    Raises:
+        CheckpointError: as for `open_checkpoint`, also for the tokenizer and generation_config.
+    """
+    checkpoint = open_checkpoint(config.model, config.revision, config.download_dir)
+    generation_config, tokenizer_path = checkpoint.generation_config, checkpoint.tokenizer_path
+    if config.generation_config not in ("auto", "vllm"):
+        directory = _local_path(config.generation_config)
+        if not _check_file(directory, "generation_config.json", _MAX_FILE_BYTES):
+            raise CheckpointError(f"{directory} has no generation_config.json")
+        generation_config = read_json(directory / "generation_config.json")
+    if config.skip_tokenizer_init:
+        tokenizer_path = None
+    elif config.tokenizer is not None:
+        path = _find_directory(config.tokenizer, None, config.download_dir, "tokenizer")
+        if (tokenizer_path := _tokenizer_path(path)) is None:
+            raise CheckpointError(f"tokenizer {config.tokenizer!r}: {path} has no tokenizer.json")
+    return Checkpoint(
+        checkpoint.path,
+        {**checkpoint.config, **(config.hf_overrides or {})},
+        generation_config,
+        tokenizer_path,
+    )
+
+
+def open_checkpoint(
+    model: str, revision: str | None = None, download_dir: str | None = None
+) -> Checkpoint:
     """Return the checkpoint of `model`; download its JSON and tokenizer files if needed.
 
     Args:
         model: a local directory or a hub id. A directory goes first.
+        download_dir: where downloads go; None is huggingface_hub's cache.
 
     Raises:
         CheckpointError: there is no such directory or hub id, the hub cannot be reached, there is
             no config.json, or a file is invalid or must not be opened.
     """
-    local = _local_path(model)
-    if local.is_dir():
-        path = local.resolve()
-    elif local.exists():
-        raise CheckpointError(
-            f"model {model!r} is a file; give the directory that holds config.json"
-        )
-    elif model.startswith(("/", ".", "~")) or model.count("/") > 1:
-        raise CheckpointError(f"model directory {model!r} does not exist")
-    else:
-        path = _download(model, revision, _CONFIG_PATTERNS)
-    for pattern in _OPENED_PATTERNS:
-        for file in path.glob(pattern):
-            _check_file(path, str(file.relative_to(path)), _MAX_FILE_BYTES)
+    path = _find_directory(model, revision, download_dir, "model")
     if not (path / "config.json").is_file():
         raise CheckpointError(f"{path} is not a model directory: it has no config.json")
     return Checkpoint(
-        path, read_json(path / "config.json"), read_json(path / "generation_config.json")
+        path,
+        read_json(path / "config.json"),
+        read_json(path / "generation_config.json"),
+        _tokenizer_path(path),
     )
 
 
-def weight_files(checkpoint: Checkpoint, model: str, revision: str | None = None) -> list[Path]:
+def weight_files(
+    checkpoint: Checkpoint,
+    model: str,
+    revision: str | None = None,
+    download_dir: str | None = None,
+) -> list[Path]:
     """Return the safetensors files of `checkpoint`; download them if `model` is a hub id.
 
     Raises:
@@ -124,7 +152,8 @@ def weight_files(checkpoint: Checkpoint, model: str, revision: str | None = None
     path = checkpoint.path
     from_hub = not _local_path(model).is_dir()
     if from_hub:
-        path = _download(model, revision, ["*.safetensors", "*.safetensors.index.json"])
+        patterns = ["*.safetensors", "*.safetensors.index.json"]
+        path = _download(model, revision, patterns, download_dir)
     index = path / "model.safetensors.index.json"
     if _check_file(path, index.name, _MAX_FILE_BYTES):
         weight_map = read_json(index).get("weight_map")
@@ -136,7 +165,7 @@ def weight_files(checkpoint: Checkpoint, model: str, revision: str | None = None
             raise CheckpointError(f"{index} has no weight_map of file names")
         names = sorted(set(weight_map.values()))
         if missing := [name for name in names if not _check_file(path, name)]:
-            listed = [name if len(name) < 100 else cut(name) for name in missing[:_MAX_LISTED]]
+            listed = [name if len(name) < 100 else shown(name) for name in missing[:_MAX_LISTED]]
             if len(missing) > len(listed):
                 listed.append(f"and {len(missing) - len(listed)} more")
             raise CheckpointError(f"{index} names files that are missing: {', '.join(listed)}")
@@ -145,7 +174,7 @@ def weight_files(checkpoint: Checkpoint, model: str, revision: str | None = None
         return [path / "model.safetensors"]
     files = sorted(path.glob("*.safetensors"))
     if missing := [file.name for file in files if not _check_file(path, file.name)]:
-        raise CheckpointError(f"{path}: {cut(missing[0])} is a link to a missing file")
+        raise CheckpointError(f"{path}: {shown(missing[0])} is a link to a missing file")
     if not files:
         others = sorted(
             f.name for f in path.iterdir() if f.suffix in {".bin", ".pt", ".pth", ".gguf"}
@@ -171,14 +200,15 @@ def check_tokenizer_files(checkpoint: Checkpoint) -> None:
         CheckpointError: a file is no JSON object, asks for a class whose constructor may do
             anything, or names a file outside the directory.
     """
-    path = checkpoint.path
+    path = checkpoint.tokenizer_path
+    assert path is not None
     for name in ("special_tokens_map.json", "added_tokens.json"):
         read_json(path / name)
     file = path / "tokenizer_config.json"
     settings = read_json(file)
     if settings.get("tokenizer_class") not in _TOKENIZER_CLASSES:
         raise CheckpointError(
-            f"{file}: tokenizer_class {cut(settings['tokenizer_class'])} is not supported "
+            f"{file}: tokenizer_class {shown(settings['tokenizer_class'])} is not supported "
             f"({', '.join(filter(None, _TOKENIZER_CLASSES))}); most tokenizers that have a "
             'tokenizer.json also load as "PreTrainedTokenizerFast"'
         )
@@ -187,7 +217,36 @@ def check_tokenizer_files(checkpoint: Checkpoint) -> None:
         if key.endswith(("_file", "_files")):
             for name in names:
                 if isinstance(name, str) and not _check_file(path, name, _MAX_FILE_BYTES):
-                    raise CheckpointError(f"{file}: {key} names {cut(name)}, which is missing")
+                    raise CheckpointError(f"{file}: {key} names {shown(name)}, which is missing")
+
+
+def _find_directory(model: str, revision: str | None, download_dir: str | None, what: str) -> Path:
+    """Return the directory of `model`, or of its download without weights; check its files.
+
+    Args:
+        what: "model" or "tokenizer", for messages.
+    """
+    local = _local_path(model)
+    if local.is_dir():
+        path = local.resolve()
+    elif local.exists():
+        raise CheckpointError(
+            f"{what} {model!r} is a file; give the directory that holds "
+            f"{'config.json' if what == 'model' else 'tokenizer.json'}"
+        )
+    elif model.startswith(("/", ".", "~")) or model.count("/") > 1:
+        raise CheckpointError(f"{what} directory {model!r} does not exist")
+    else:
+        path = _download(model, revision, _CONFIG_PATTERNS, download_dir)
+    for pattern in _OPENED_PATTERNS:
+        for file in path.glob(pattern):
+            _check_file(path, str(file.relative_to(path)), _MAX_FILE_BYTES)
+    return path
+
+
+def _tokenizer_path(path: Path) -> Path | None:
+    """Return `path` if it has tokenizer files, else None."""
+    return path if any((path / name).is_file() for name in _TOKENIZER_FILES) else None
 
 
 def _local_path(model: str) -> Path:
@@ -200,7 +259,9 @@ def _local_path(model: str) -> Path:
     return local
 
 
-def _download(model: str, revision: str | None, patterns: list[str]) -> Path:
+def _download(
+    model: str, revision: str | None, patterns: list[str], download_dir: str | None
+) -> Path:
     import huggingface_hub
     from huggingface_hub.errors import (
         HFValidationError,
@@ -210,7 +271,11 @@ def _download(model: str, revision: str | None, patterns: list[str]) -> Path:
     )
 
     fetch = functools.partial(
-        huggingface_hub.snapshot_download, model, revision=revision, allow_patterns=patterns
+        huggingface_hub.snapshot_download,
+        model,
+        revision=revision,
+        cache_dir=None if download_dir is None else str(_local_path(download_dir)),
+        allow_patterns=patterns,
     )
     try:
         try:
@@ -250,20 +315,20 @@ def _check_file(directory: Path, name: str, max_bytes: int | None = None) -> boo
         size = file.stat().st_size if is_file else 0
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a zero byte, ...
         raise CheckpointError(
-            f"{directory}: cannot open file {cut(name)}: {error!s:.200}"
+            f"{directory}: cannot open file {shown(name)}: {error!s:.200}"
         ) from error
     homes = [home]
     if home.parent.name == "snapshots":
         homes.append(home.parent.parent / "blobs")
     if not any(file.is_relative_to(allowed) for allowed in homes):
         raise CheckpointError(
-            f"{directory}: file {cut(name)} is outside the directory; copy it into the directory"
+            f"{directory}: file {shown(name)} is outside the directory; copy it into the directory"
         )
     if exists and not is_file:
-        raise CheckpointError(f"{directory}: {cut(name)} is not a regular file; remove it")
+        raise CheckpointError(f"{directory}: {shown(name)} is not a regular file; remove it")
     if max_bytes is not None and size > max_bytes:
         raise CheckpointError(
-            f"{directory}: {cut(name)} has {size} bytes; at most {max_bytes} are read"
+            f"{directory}: {shown(name)} has {size} bytes; at most {max_bytes} are read"
         )
     return is_file
 

@@ -5,7 +5,7 @@ from collections import Counter
 from typing import Any
 
 from nanovllm.errors import CheckpointError
-from nanovllm.validation import cut
+from nanovllm.validation import shown
 
 MAX_JSON_BYTES = 4 * 2**20
 """Of one JSON text. Python's objects take up to 24 times as much memory. A header or an index of
@@ -48,5 +48,5 @@ def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
         ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"field {cut(name)} appears twice")
+        raise ValueError(f"field {shown(name)} appears twice")
     return fields

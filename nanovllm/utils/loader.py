@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 
 from nanovllm.errors import CheckpointError
 from nanovllm.utils.json_object import MAX_JSON_BYTES, parse_object
-from nanovllm.validation import cut
+from nanovllm.validation import shown
 
 _MAPPED_BYTES = 128 * 2**20
 """Bytes read before a file is mapped again, which releases the pages that were read."""
@@ -188,9 +188,9 @@ def check_tensors(
 def _mismatch(name: str, found: TensorInfo, shard: Shard | None) -> list[str]:
     """Return what is wrong with tensor `name` of a file: one sentence or none."""
     if shard is None:
-        return [f"unexpected {_shown(name)} {cut(found.shape)}"]
+        return [f"unexpected {_shown(name)} {shown(found.shape)}"]
     if found.shape != shard.shape:
-        return [f"misshapen {name}: {cut(found.shape)}, the config says {shard.shape}"]
+        return [f"misshapen {name}: {shown(found.shape)}, the config says {shard.shape}"]
     dtypes = _DTYPES if shard.target.itemsize > 1 else _FP8_DTYPES
     if found.dtype not in dtypes:
         return [f"{name} has dtype {found.dtype}, must have {' or '.join(dtypes)}"]
@@ -198,7 +198,7 @@ def _mismatch(name: str, found: TensorInfo, shard: Shard | None) -> list[str]:
 
 
 def _shown(name: str) -> str:
-    return name if len(name) <= _MAX_NAME and name.isprintable() else cut(name)
+    return name if len(name) <= _MAX_NAME and name.isprintable() else shown(name)
 
 
 def init_dummy_weights(model: nn.Module, seed: int = 0) -> None:

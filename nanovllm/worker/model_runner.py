@@ -118,7 +118,8 @@ class ModelRunner:
             tokens, graph_logits = self._graphs.run(rows)
             if all(tables.plain[row.table_idx] for row in rows):
                 return StepOutput(tokens, None, [])
-            return StepOutput(*self._sample(SamplingRows(tables, rows), graph_logits), [])
+            sampling = SamplingRows(tables, rows)
+            return StepOutput(*self._sample(sampling, graph_logits), [], sampling.errors)
         sampling = SamplingRows(tables, rows)
         hidden = self._forward(tables, rows, sampling)
         prompt_logprobs = self._prompt_logprobs(tables, rows, hidden)
@@ -127,7 +128,7 @@ class ModelRunner:
             # As many hidden states as samples: then these are the rows' last tokens.
             last = hidden if len(hidden) == len(sampling) else hidden[sampling.last_tokens]
             logits = self.model.compute_logits(last)  # type: ignore[operator]
-        return StepOutput(*self._sample(sampling, logits), prompt_logprobs)
+        return StepOutput(*self._sample(sampling, logits), prompt_logprobs, sampling.errors)
 
     def _forward(
         self, tables: DeviceTables, rows: list[Row], sampling: SamplingRows

@@ -82,6 +82,7 @@ class SamplingRows:
 
     def __init__(self, tables: DeviceTables, rows: list[Row]) -> None:
         self.rows = [row for row in rows if row.samples]
+        self.errors: dict[int, str] = {}  # by seq_id: why its logits processor failed
         self._tables = tables
         self._params = [tables.params[row.table_idx] for row in self.rows]
         self._host_positions = [
@@ -173,6 +174,11 @@ class SamplingRows:
                 if changed is None:
                     changed = logits.to(torch.float32, copy=True)
                 tokens = tables.token_ids[row.table_idx, : self._host_positions[index]].long()
+                try:
+                    rules.run_processors(changed[index], tokens)
+                except Exception as error:  # the user's code may raise anything
+                    reason = f"{type(error).__name__}: {error!s:.200}"
+                    self.errors[row.seq_id] = f"a logits processor failed: {reason}"
                 rules.apply(changed[index], tokens)
         return logits if changed is None else changed
 

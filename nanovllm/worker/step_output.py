@@ -35,6 +35,8 @@ class StepOutput:
     logprobs: SampledLogprobs | None
     """Of the rows whose request wants them; None if none does."""
     prompt_logprobs: list[PromptLogprobs]
+    errors: dict[int, str] = dataclasses.field(default_factory=dict)
+    """By id of the sequences whose logits processor failed: the reason. Their tokens count not."""
 
     def to_host(self) -> "StepOutput":
         """Return a copy on the host. On CUDA the copy is asynchronous."""
@@ -45,6 +47,7 @@ class StepOutput:
             to_host(self.token_ids),
             logprobs,
             [part._replace(values=part.values.to_host()) for part in self.prompt_logprobs],
+            self.errors,
         )
 
     def result(self, schedule: Schedule) -> StepResult:
@@ -59,12 +62,12 @@ class StepOutput:
             values = part.values.tolist([part.num_top] * len(part.values.ranks))
             prompt_logprobs.setdefault(part.seq_id, []).extend(enumerate(values, part.position))
         token_ids: list[list[int]] = []
-        errors: dict[int, str] = {}
+        errors = dict(self.errors)
         sampling = (row for row in schedule.rows if row.samples)
         for row, token in zip(sampling, self.token_ids.tolist(), strict=True):
             token_ids.append([] if token == NO_TOKEN else [token])
             if token == NO_TOKEN:
-                errors[row.seq_id] = NO_DISTRIBUTION
+                errors.setdefault(row.seq_id, NO_DISTRIBUTION)
         return StepResult(
             schedule.step_id,
             token_ids,

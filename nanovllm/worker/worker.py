@@ -46,7 +46,7 @@ def find_weights(config: Config, checkpoint: Checkpoint) -> list[Path]:
         )
     if config.load_format == "dummy":
         return []
-    files = weight_files(checkpoint, config.model, config.revision)
+    files = weight_files(checkpoint, config.model, config.revision, config.download_dir)
     check_weights(model_config, files)
     return files
 

@@ -357,3 +357,30 @@ def test_stream_continues_after_an_invalid_byte() -> None:
     detokenizer = Detokenizer(tokenizer)
     shown = read(detokenizer, [tokenizer.token_to_id(token) for token in tokens])
     assert shown == ["A", "A", f"A{UNFINISHED} the", f"A{UNFINISHED} the cat"]
+
+
+TOKENS = ["the", "<s>", "</s>", "<s>", "cat", "</s>"]
+
+
+@pytest.mark.parametrize("spaces", [True, False])
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+def test_spaces_between_special_tokens(spaces: bool, skip_special_tokens: bool) -> None:
+    """Only those between two adjacent special tokens are left out, and only if these are shown."""
+    tokenizer = word_piece()
+    token_ids = [tokenizer.token_to_id(token) for token in TOKENS]
+    expected = " ".join(TOKENS) if spaces else "the <s></s><s> cat </s>"
+    if skip_special_tokens:
+        expected = "the cat"
+    for all_at_once in (True, False):
+        detokenizer = Detokenizer(
+            tokenizer,
+            skip_special_tokens=skip_special_tokens,
+            spaces_between_special_tokens=spaces,
+        )
+        if all_at_once:
+            detokenizer.add_all(token_ids)
+        else:
+            for token_id in token_ids:
+                detokenizer.add(token_id)
+        detokenizer.finish()
+        assert detokenizer.text == expected

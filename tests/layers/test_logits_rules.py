@@ -8,7 +8,7 @@ import torch
 from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from nanovllm.layers.logits_rules import LogitsRules
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 
 VOCAB = 211
 CPU = torch.device("cpu")
@@ -202,6 +202,7 @@ def test_rules_are_needed_where_a_parameter_says_so():
         "presence_penalty": -0.1,
         "frequency_penalty": 0.1,
         "repetition_penalty": 0.9,
+        "logits_processors": (lambda token_ids, logits: logits,),
     }
     of_others = {
         "temperature": 0.5,
@@ -217,8 +218,11 @@ def test_rules_are_needed_where_a_parameter_says_so():
         "include_stop_str_in_output": True,
         "logprobs": 1,
         "prompt_logprobs": 1,
+        "truncate_prompt_tokens": 5,
         "detokenize": False,
         "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+        "output_kind": RequestOutputKind.CUMULATIVE,
     }
     assert {f.name for f in dataclasses.fields(SamplingParams)} == of_rules.keys() | of_others
     assert not LogitsRules.needed(SamplingParams())

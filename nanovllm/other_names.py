@@ -1,0 +1,145 @@
+"""Options of vLLM and nano-vllm that are not fields here, and what to use instead.
+
+Tables only: `validation.strict_keywords` applies them. docs/migrating.md shows them.
+"""
+
+from nanovllm.validation import other_names
+
+
+def _values(*rows: tuple[str, str]) -> dict[str, str]:
+    """Return the advice of each value in `rows`: (values, advice)."""
+    return {value: advice for values, advice in rows for value in values.split()}
+
+
+_NO_LORA = "merge the adapter into the weights (peft's merge_and_unload) and load the result"
+_TEXT_ONLY = "the models here read text only; leave it out"
+_DENSE_ONLY = "the models here have no experts; leave it out"
+_NO_SPECULATION = "there is no speculative decoding; leave it out, for it changes the speed only"
+_NO_GRAMMARS = "there are no grammars; use allowed_token_ids, bad_words or logits_processors"
+_GENERATES = "the models here generate text; use sentence-transformers for embeddings and scores"
+_ONE_COPY = "use tensor_parallel_size, or one LLM for each GPU"
+_ONE_TOKENIZER = "there is one tokenizer, in this process; leave it out"
+_SAFETENSORS = "only safetensors files are read; leave it out"
+_GRAPHS = "CUDA graphs are captured for all sizes; leave it out, or use enforce_eager=True for none"
+_METRICS = "use the times in RequestOutput.metrics"
+
+CONFIG_NAMES = other_names(
+    ("trust_remote_code", (False,), "no code of a checkpoint is run; use a supported model"),
+    ("code_revision", (), "no code of a checkpoint is run; leave it out"),
+    ("tokenizer_mode", ("auto", "hf"), "only fast tokenizers are read; save a tokenizer.json"),
+    ("tokenizer_revision", (), "use tokenizer with a local directory of that revision"),
+    ("tokenizer_pool_size", (0,), _ONE_TOKENIZER),
+    ("tokenizer_pool_type tokenizer_pool_extra_config", (), _ONE_TOKENIZER),
+    ("hf_token", (), "use the environment variable HF_TOKEN"),
+    ("config_format", ("auto", "hf"), "only config.json is read; convert the checkpoint"),
+    ("hf_config_path hf_config eos", (), "use hf_overrides to change fields of config.json"),
+    ("rope_scaling", ({},), 'use hf_overrides={"rope_scaling": {...}}'),
+    ("rope_theta", (), 'use hf_overrides={"rope_theta": ...}'),
+    ("override_generation_config", ({},), "use SamplingParams"),
+    ("model_impl", ("auto", "vllm"), "models run in nanovllm's own code only"),
+    ("task runner", ("auto", "generate"), _GENERATES),
+    ("convert", ("auto", "none"), _GENERATES),
+    ("pooler_config override_pooler_config", (), _GENERATES),
+    ("served_model_name", (), "there is no server that shows a name; leave it out"),
+    ("model_loader_extra_config", ({},), _SAFETENSORS),
+    ("ignore_patterns", (), _SAFETENSORS),
+    ("use_tqdm_on_load", (True,), "use the environment variable TQDM_DISABLE=1"),
+    ("block_size", (), "use kvcache_block_size"),
+    ("num_gpu_blocks_override", (), "use num_kvcache_blocks"),
+    ("swap_space", (0,), "preempted requests are computed again, not swapped; leave it out"),
+    ("preemption_mode", ("recompute",), "preempted requests are computed again; leave it out"),
+    ("cpu_offload_gb", (0,), "weights stay on one device; use quantization to make them smaller"),
+    ("calculate_kv_scales", (False,), 'use kv_cache_dtype="int8" for scales, on a CPU'),
+    ("kv_transfer_config kv_events_config", (), "KV stays in its engine; leave it out"),
+    ("prefix_caching_hash_algo", (), "a hit compares the tokens themselves; leave it out"),
+    ("disable_sliding_window", (False,), 'use hf_overrides={"use_sliding_window": False}'),
+    ("use_v2_block_manager", (True,), "there is one block manager; leave it out"),
+    ("enable_chunked_prefill", (True,), "use a max_num_batched_tokens of max_model_len or more"),
+    ("max_num_partial_prefills max_long_partial_prefills", (1,), "use max_num_batched_tokens"),
+    ("long_prefill_token_threshold", (0,), "use max_num_batched_tokens"),
+    ("num_scheduler_steps", (1,), "steps overlap on a GPU as it is; leave it out"),
+    ("async_scheduling", (True,), "steps overlap on a GPU as it is; leave it out"),
+    ("disable_async_output_proc", (False,), "steps overlap on a GPU as it is; leave it out"),
+    ("scheduling_policy", ("fcfs", "priority"), "requests go by priority, then by arrival"),
+    ("pipeline_parallel_size data_parallel_size", (1,), _ONE_COPY),
+    ("decode_context_parallel_size", (1,), _ONE_COPY),
+    ("distributed_executor_backend", ("mp", "uni"), "ranks are processes on one machine"),
+    ("disable_custom_all_reduce", (True,), "ranks add up with NCCL or gloo; leave it out"),
+    ("enable_expert_parallel enable_eplb", (False,), _DENSE_ONLY),
+    ("enable_lora enable_lora_bias fully_sharded_loras", (False,), _NO_LORA),
+    ("max_loras max_lora_rank max_cpu_loras lora_dtype lora_extra_vocab_size", (), _NO_LORA),
+    ("enable_prompt_adapter", (False,), "put the text into the prompt"),
+    ("enable_prompt_embeds", (False,), "give prompts as text or token ids"),
+    ("limit_mm_per_prompt mm_processor_kwargs media_io_kwargs", ({},), _TEXT_ONLY),
+    ("disable_mm_preprocessor_cache skip_mm_profiling", (True, False), _TEXT_ONLY),
+    ("mm_processor_cache_gb mm_encoder_tp_mode", (), _TEXT_ONLY),
+    ("allowed_local_media_path allowed_media_domains", ("", []), _TEXT_ONLY),
+    ("speculative_config speculative_model num_speculative_tokens", (), _NO_SPECULATION),
+    ("ngram_prompt_lookup_max ngram_prompt_lookup_min", (), _NO_SPECULATION),
+    ("guided_decoding_backend structured_outputs_config reasoning_parser", (), _NO_GRAMMARS),
+    ("logits_processors", ([],), "use SamplingParams.logits_processors"),
+    ("logprobs_mode", ("raw_logprobs",), "log-probabilities are those of the raw logits"),
+    ("compilation_config", ({}, 0), _GRAPHS),
+    ("cuda_graph_sizes cudagraph_capture_sizes max_cudagraph_capture_size", (), _GRAPHS),
+    ("max_seq_len_to_capture", (), _GRAPHS),
+    ("enable_sleep_mode", (False,), "use shutdown() to free the memory, and make a new LLM"),
+    ("disable_log_stats", (True, False), "no statistics are logged"),
+    ("otlp_traces_endpoint collect_detailed_traces", (), _METRICS),
+    ("worker_cls", ("auto",), "workers cannot be replaced; leave it out"),
+    ("worker_extension_cls", ("",), "workers cannot be replaced; leave it out"),
+    ("scheduler_cls", (), "the scheduler cannot be replaced; leave it out"),
+    ("additional_config", ({},), "there are no plugins; leave it out"),
+)
+"""Names of vLLM's EngineArgs and of nano-vllm's Config."""
+
+_CONVERT = 'convert the checkpoint to safetensors and use "auto"'
+_UNQUANTIZED = "load the unquantised checkpoint with"
+
+CONFIG_VALUES = {
+    "dtype": _values(("half", 'use "float16"'), ("float", 'use "float32"')),
+    "load_format": _values(
+        ("safetensors", 'use "auto", which reads safetensors'),
+        ("pt npcache gguf bitsandbytes tensorizer runai_streamer", _CONVERT),
+    ),
+    "quantization": _values(
+        ("awq awq_marlin gptq gptq_marlin gguf bitsandbytes", f'{_UNQUANTIZED} "int4" or "int8"'),
+        ("compressed-tensors torchao quark hqq mxfp4", f'{_UNQUANTIZED} "int4" or "int8"'),
+        ("modelopt fbgemm_fp8 ptpc_fp8", f'{_UNQUANTIZED} "fp8"'),
+        ("experts_int8 tpu_int8", f'{_UNQUANTIZED} "int8"'),
+    ),
+    "kv_cache_dtype": _values(
+        ("fp8_e4m3", 'use "fp8"'),
+        ("fp8_e5m2", 'use "fp8", which is E4M3'),
+        ("bfloat16 float16", 'use "auto", the dtype of the model'),
+    ),
+}
+"""By field of Config: values of vLLM's that are not accepted, and what to use."""
+
+_NO_BEAMS = "there is no beam search; use n continuations and their cumulative_logprob"
+_LOGPROBS = "use logprobs=-1, and take the tokens that you want"
+
+SAMPLING_NAMES = other_names(
+    ("best_of", (), "use n, and take those of the best cumulative_logprob"),
+    ("use_beam_search early_stopping", (False,), _NO_BEAMS),
+    ("length_penalty", (1.0,), _NO_BEAMS),
+    ("num_beams", (1,), _NO_BEAMS),
+    ("guided_decoding structured_outputs response_format", (), _NO_GRAMMARS),
+    ("thinking_token_budget repetition_detection", (), "use max_tokens, stop or logits_processors"),
+    ("flat_logprobs", (False,), "log-probabilities are dictionaries by token id; leave it out"),
+    ("logprob_token_ids", (), _LOGPROBS),
+    ("prompt_logprob_token_ids prompt_logprob_start", (), "use prompt_logprobs=-1"),
+    (
+        "skip_reading_prefix_cache",
+        (),
+        "prompt_logprobs does so; or use enable_prefix_caching=False",
+    ),
+    ("stream_interval", (1,), "join the deltas that you want in one piece"),
+    ("extra_args", ({},), "use logits_processors"),
+    ("skip_clone", (True, False), "parameters never change, so a copy is not needed"),
+    ("max_new_tokens max_completion_tokens", (), "use max_tokens"),
+    ("do_sample", (True,), "use temperature=0 for greedy sampling"),
+    ("num_return_sequences", (), "use n"),
+    ("top_logprobs", (), "use logprobs"),
+    ("repeat_penalty", (), "use repetition_penalty"),
+)
+"""Names of vLLM's SamplingParams, and of transformers and OpenAI for the same."""

@@ -1,0 +1,132 @@
+"""Fills the tables of docs/migrating.md with the names in the code: `python -m tools.migrating`."""
+
+import contextlib
+import dataclasses
+import importlib
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from nanovllm import LLM, AsyncLLM, outputs
+from nanovllm.config import Config
+from nanovllm.other_names import CONFIG_NAMES, CONFIG_VALUES, SAMPLING_NAMES
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.validation import OtherName
+
+PAGE = Path(__file__).parent.parent / "docs" / "migrating.md"
+PART = re.compile(r"(<!-- made: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+NANO_VLLM = {
+    Config: """model max_num_batched_tokens max_num_seqs max_model_len gpu_memory_utilization
+        tensor_parallel_size enforce_eager hf_config eos kvcache_block_size num_kvcache_blocks""",
+    SamplingParams: "temperature max_tokens ignore_eos",
+    LLM: "generate add_request step is_finished exit",
+    outputs.RequestOutput: "text token_ids",
+}
+"""The names that nano-vllm's users write, by the class here that must have them."""
+
+
+def page() -> str:
+    """Return the text of the page with new tables."""
+    return PART.sub(
+        lambda part: f"{part[1]}\n{PARTS[part[2]]()}\n\n{part[3]}", PAGE.read_text("utf-8")
+    )
+
+
+def table(heading: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """Return a Markdown table."""
+    lines = [heading, tuple("---" for _ in heading), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return a paragraph of names, in lines of 120 characters."""
+    text = ", ".join(f"`{name}`" for name in names)
+    return textwrap.fill(text, 120, break_on_hyphens=False, break_long_words=False)
+
+
+def fields(owner: type[Any]) -> list[str]:
+    """Return the names of a dataclass's fields."""
+    return [field.name for field in dataclasses.fields(owner)]
+
+
+def others(names: Mapping[str, OtherName]) -> str:
+    """Return a table of names that are not fields; those with the same advice share a row."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for name, other in names.items():
+        accepted = ", ".join(f"`{value!r}`" for value in other.accepted)
+        rows.setdefault((accepted, other.advice), []).append(f"`{name}`")
+    return table(
+        ("Name", "Accepted, besides None", "For anything else"),
+        ((", ".join(found), *cells) for cells, found in rows.items()),
+    )
+
+
+def other_values() -> str:
+    """Return a table of the values of vLLM's that fields of Config do not take."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for field, advices in CONFIG_VALUES.items():
+        for value, advice in advices.items():
+            rows.setdefault((field, advice), []).append(f"`{value!r}`")
+    return table(
+        ("Field", "vLLM's values", "Here"),
+        ((f"`{field}`", ", ".join(found), advice) for (field, advice), found in rows.items()),
+    )
+
+
+def methods(owner: type[Any]) -> list[str]:
+    """Return the names of the public methods of a class."""
+    return [name for name in vars(owner) if not name.startswith("_")]
+
+
+def other_methods() -> Mapping[str, str]:
+    """Return what to use instead of the methods of vLLM's that are not here."""
+    with contextlib.suppress(ModuleNotFoundError):
+        found: Mapping[str, str] = importlib.import_module("nanovllm.unsupported").NOT_IMPLEMENTED
+        return found
+    return {}
+
+
+def output_fields() -> str:
+    """Return a table of the fields of the outputs."""
+    return table(
+        ("Class", "Fields"),
+        (
+            (f"`{name}`", ", ".join(f"`{field}`" for field in fields(owner)))
+            for name, owner in vars(outputs).items()
+            if dataclasses.is_dataclass(owner) and isinstance(owner, type)
+        ),
+    )
+
+
+def nano_vllm() -> str:
+    """Return a table of nano-vllm's names."""
+    rows = []
+    for owner, names in NANO_VLLM.items():
+        for name in names.split():
+            known = name in dir(owner) or name in getattr(owner, "__dataclass_fields__", ())
+            advice = CONFIG_NAMES[name].advice if name in CONFIG_NAMES else "not there"
+            rows.append((owner.__name__, f"`{name}`", "the same" if known else advice))
+    return table(("Class", "Name", "Here"), rows)
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "Config's fields": lambda: listed(fields(Config)),
+    "Config's other names": lambda: others(CONFIG_NAMES),
+    "Config's other values": other_values,
+    "SamplingParams' fields": lambda: listed(fields(SamplingParams)),
+    "SamplingParams' other names": lambda: others(SAMPLING_NAMES),
+    "LLM's methods": lambda: listed(methods(LLM)),
+    "AsyncLLM's methods": lambda: listed(methods(AsyncLLM)),
+    "other methods": lambda: table(
+        ("Name", "Here"), ((f"`{name}`", advice) for name, advice in other_methods().items())
+    ),
+    "outputs": output_fields,
+    "nano-vllm's names": nano_vllm,
+}
+"""What stands in the page after each mark `<!-- made: ... -->`."""
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), "utf-8")
