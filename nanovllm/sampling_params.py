@@ -74,6 +74,9 @@ class SamplingParams(StrictKeywords):
     the output token's own; None returns none."""
     prompt_logprobs: int | None = None
     """The same for each prompt token except the first."""
+    truncate_prompt_tokens: int | None = None
+    """Keep only this many tokens at the end of the prompt. -1 keeps as many as max_model_len has
+    room for; None refuses a prompt that is too long."""
     detokenize: bool = True
     """Return text. Stop strings need it."""
     skip_special_tokens: bool = True
@@ -108,6 +111,8 @@ class SamplingParams(StrictKeywords):
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 self._set(name, check_int(error, name, getattr(self, name), 0, 1000))
+        if self.truncate_prompt_tokens is not None:
+            self._set("truncate_prompt_tokens", _truncation(self.truncate_prompt_tokens))
         for name in ("stop", "bad_words"):
             self._set(name, _strings(name, getattr(self, name)))
         stops = () if self.stop_token_ids is None else self.stop_token_ids
@@ -129,6 +134,15 @@ class SamplingParams(StrictKeywords):
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
+
+
+def _truncation(value: Any) -> int:
+    number = check_int(InvalidRequestError, "truncate_prompt_tokens", value, -1)
+    if number == 0:
+        raise InvalidRequestError(
+            "truncate_prompt_tokens must be above 0, or -1 for max_model_len, got 0"
+        )
+    return number
 
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:

@@ -8,10 +8,27 @@ import inspect
 import math
 import numbers
 import operator
+import reprlib
 from collections.abc import Collection
 from typing import Any, ClassVar
 
 from nanovllm.errors import NanoVLLMError
+
+_MAX_SHOWN = 80
+
+
+def shown(value: Any) -> str:
+    """Return repr(value), cut to 80 characters: how messages show what was given.
+
+    Looks at the first few elements only, so that a value of any size costs little.
+    """
+    short = reprlib.Repr()
+    short.maxstring = short.maxlong = short.maxother = _MAX_SHOWN
+    try:
+        text = short.repr(value)
+    except ValueError:  # an integer of thousands of digits has no repr
+        text = f"an integer of {value.bit_length()} bits"
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
@@ -44,9 +61,9 @@ def check_int(
     except TypeError:  # arrays of several elements have __index__ too, but it raises
         number = None
     if number is None:
-        raise error(f"{name} must be {rule}, got {value!r} ({type(value).__name__})")
+        raise error(f"{name} must be {rule}, got {shown(value)} ({type(value).__name__})")
     if number < low or (high is not None and number > high):
-        raise error(f"{name} must be {rule}, got {value!r}")
+        raise error(f"{name} must be {rule}, got {shown(value)}")
     return number
 
 
@@ -56,20 +73,20 @@ def check_float(
     """Return `value` as float if it is a finite real number in [low, high], else raise `error`."""
     rule = f"a finite number >= {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise error(f"{name} must be {rule}, got {value!r} ({type(value).__name__})")
+        raise error(f"{name} must be {rule}, got {shown(value)} ({type(value).__name__})")
     try:
         number = float(value)
     except OverflowError:  # an integer larger than any float
         number = math.inf
     if not math.isfinite(number) or not low <= number <= high:
-        raise error(f"{name} must be {rule}, got {value!r}")
+        raise error(f"{name} must be {rule}, got {shown(value)}")
     return number
 
 
 def check_bool(error: type[NanoVLLMError], name: str, value: Any) -> bool:
     """Return `value` if it is True or False, else raise `error`."""
     if not isinstance(value, bool):
-        raise error(f"{name} must be True or False, got {value!r} ({type(value).__name__})")
+        raise error(f"{name} must be True or False, got {shown(value)} ({type(value).__name__})")
     return value
 
 
@@ -79,5 +96,5 @@ def check_choice(
     """Return `value` if it is one of `choices`, else raise `error`, which names the nearest."""
     if not isinstance(value, str) or value not in choices:
         hint = did_you_mean(str(value), choices)
-        raise error(f"{name} must be one of {', '.join(choices)}, got {value!r}{hint}")
+        raise error(f"{name} must be one of {', '.join(choices)}, got {shown(value)}{hint}")
     return value
