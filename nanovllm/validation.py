@@ -73,20 +73,20 @@ def check_float(
     """Return `value` as float if it is a finite real number in [low, high], else raise `error`."""
     rule = f"a finite number >= {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise error(f"{name} must be {rule}, got {shown(value)} ({type(value).__name__})")
+        raise error(f"{name} must be {rule}, got {value!r} ({type(value).__name__})")
     try:
         number = float(value)
     except OverflowError:  # an integer larger than any float
         number = math.inf
     if not math.isfinite(number) or not low <= number <= high:
-        raise error(f"{name} must be {rule}, got {shown(value)}")
+        raise error(f"{name} must be {rule}, got {value!r}")
     return number
 
 
 def check_bool(error: type[NanoVLLMError], name: str, value: Any) -> bool:
     """Return `value` if it is True or False, else raise `error`."""
     if not isinstance(value, bool):
-        raise error(f"{name} must be True or False, got {shown(value)} ({type(value).__name__})")
+        raise error(f"{name} must be True or False, got {value!r} ({type(value).__name__})")
     return value
 
 
@@ -96,5 +96,5 @@ def check_choice(
     """Return `value` if it is one of `choices`, else raise `error`, which names the nearest."""
     if not isinstance(value, str) or value not in choices:
         hint = did_you_mean(str(value), choices)
-        raise error(f"{name} must be one of {', '.join(choices)}, got {shown(value)}{hint}")
+        raise error(f"{name} must be one of {', '.join(choices)}, got {value!r}{hint}")
     return value

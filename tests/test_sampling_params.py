@@ -130,6 +130,7 @@ EVERY_FIELD = {
     "bad_words": ["never"],
     "logprobs": 3,
     "prompt_logprobs": 0,
+    "truncate_prompt_tokens": 12,
     "detokenize": True,
     "skip_special_tokens": False,
 }

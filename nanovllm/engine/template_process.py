@@ -12,7 +12,6 @@ import datetime
 import functools
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -151,6 +150,8 @@ def _plain(value: Any) -> Any:
 
 def _serve(requests: IO[bytes], replies: IO[bytes]) -> None:
     """Answer each line of `requests` with a line of `replies`, until there are no more."""
+    import resource
+
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
         resource.setrlimit(resource.RLIMIT_AS, (_address_space() + MAX_BYTES,) * 2)
@@ -191,7 +192,7 @@ def _compile(template: str) -> "Template":
 def _address_space() -> int:
     """Return how many bytes of address space this process uses."""
     with open("/proc/self/statm") as file:
-        return int(file.read().split()[0]) * resource.getpagesize()
+        return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @functools.cache
