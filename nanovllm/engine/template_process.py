@@ -69,9 +69,10 @@ class TemplateProcess:
         return reply["text"]
 
     def shutdown(self) -> None:
-        """End the process. A later rendering starts a new one."""
-        with self._lock:
-            self._stop()
+        """End the process. A later rendering starts a new one. A forked process changes nothing."""
+        if os.getpid() == self._owner:
+            with self._lock:
+                self._stop()
 
     def _exchange(self, request: bytes) -> str:
         process = self._running()
@@ -106,7 +107,7 @@ class TemplateProcess:
             )
         except OSError as error:
             raise TemplateError(f"cannot start a process for it: {error}") from error
-        self._finalizer = weakref.finalize(self, _end, self._process)
+        self._finalizer = weakref.finalize(self, _end, self._process, self._owner)
         return self._process
 
     def _stop(self) -> int | None:
@@ -115,9 +116,10 @@ class TemplateProcess:
         return self._finalizer() if self._finalizer is not None else None
 
 
-def _end(process: "subprocess.Popen[bytes]") -> int:
-    process.kill()
-    process.communicate()
+def _end(process: "subprocess.Popen[bytes]", owner: int) -> int | None:
+    if os.getpid() == owner:  # a forked process would wait for what is not its child
+        process.kill()
+        process.communicate()
     return process.returncode
 
 

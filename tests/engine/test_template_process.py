@@ -137,13 +137,27 @@ def test_threads_get_their_own_texts(process: TemplateProcess) -> None:
     assert found == {i: [f"[{i}, {turn}]" for turn in range(20)] for i in range(8)}
 
 
-def test_forked_process_gets_an_error(
-    process: TemplateProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two processes on one pair of pipes would read each other's texts."""
-    monkeypatch.setattr(template_process.os, "getpid", lambda: -1)
-    with pytest.raises(TemplateError, match="forked"):
-        process.render("a", {})
+def test_forked_process_gets_an_error() -> None:
+    """Two processes on one pair of pipes would read each other's texts, or wait for ever."""
+    process = TemplateProcess()
+    process.render("a", {})
+    child = os.fork()
+    if not child:
+        signal.alarm(20)  # ends a child that waits
+        try:
+            process.render("a", {})
+        except TemplateError as error:
+            process.shutdown()
+            del process
+            gc.collect()
+            os._exit(7 if "forked" in str(error) else 1)
+        os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 7
+    before = pid_of(process)
+    assert process.render("b", {}) == "b"
+    assert pid_of(process) == before
+    process.shutdown()
 
 
 def test_process_ends_with_its_owner() -> None:
