@@ -12,7 +12,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from typing import Any
 
 from nanovllm.config import Config
-from nanovllm.engine.input_processor import Message, Prompt, chat_template_options
+from nanovllm.engine.chat import Message, template_options
+from nanovllm.engine.input_processor import Prompt
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import EngineDeadError
 from nanovllm.outputs import RequestOutput
@@ -204,6 +205,7 @@ class AsyncLLM:
         *,
         priority: int = 0,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -215,15 +217,20 @@ class AsyncLLM:
                 as for `generate`.
             EngineDeadError: the engine is down.
         """
-        options = chat_template_options(
-            add_generation_prompt, tools, chat_template, chat_template_kwargs
+        options = template_options(
+            add_generation_prompt,
+            continue_final_message,
+            tools,
+            chat_template,
+            chat_template_kwargs,
         )
-        prompt = self.render(messages, **options)
+        prompt = self.engine.input_processor.render(messages, options)
         return await self.generate(prompt, sampling_params, priority=priority)
 
     def render(self, messages: Seq[Message], **options: Any) -> list[int]:
         """Return the token ids of a conversation, as `LLM.render` does."""
-        return self.engine.input_processor.render(messages, **options)
+        processor = self.engine.input_processor
+        return processor.encode(processor.render(messages, options))
 
     def shutdown(self) -> None:
         """End the engine; running requests raise EngineDeadError. May be called again."""

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 from tqdm.auto import tqdm
 
 from nanovllm.config import Config
-from nanovllm.engine.input_processor import Message, Prompt, chat_template_options
+from nanovllm.engine.chat import Message, is_message, template_options
+from nanovllm.engine.input_processor import Prompt, array_to_list
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import CheckpointError, InvalidRequestError
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.validation import check_bool
+from nanovllm.validation import check_bool, shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,16 +40,19 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Seq[Prompt],
+        prompts: Prompt | Seq[Prompt] | None = None,
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
+        prompt_token_ids: Seq[int] | Seq[Seq[int]] | None = None,
         priority: int | Seq[int] = 0,
     ) -> list[RequestOutput]:
         """Generate for one prompt or many; return the outputs in the order of the prompts.
 
         Args:
-            prompts: a string, a list of token ids, or a list of these.
+            prompts: a string, token ids, a dictionary, or a list of these. Token ids are a list, a
+                numpy array or a torch tensor; two dimensions are a list of prompts.
+            prompt_token_ids: token ids to use instead of `prompts`.
             sampling_params: one for all prompts, or a list with one for each prompt; None is
                 `SamplingParams()`.
             use_tqdm: show a progress bar with tokens per second.
@@ -59,7 +63,7 @@ class LLM:
                 queued.
             EngineDeadError: the engine is down.
         """
-        prompts = _as_prompts(prompts)
+        prompts = _as_prompts(prompts, prompt_token_ids)
         if sampling_params is None:
             sampling_params = SamplingParams()
         all_params: Any = sampling_params
@@ -101,6 +105,7 @@ class LLM:
         *,
         priority: int | Seq[int] = 0,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -108,9 +113,12 @@ class LLM:
         """Answer one conversation or many, each rendered by a chat template.
 
         Args:
-            messages: one conversation (a list of messages), or a list of conversations.
+            messages: one conversation (a list of messages), or a list of conversations. A
+                message's content is a string or a list of text parts.
             sampling_params, use_tqdm, priority: as for `generate`.
             add_generation_prompt: end the prompt with the start of the assistant's answer.
+            continue_final_message: end the prompt inside the last message, so that the model
+                continues it; with add_generation_prompt=False.
             tools: JSON schemas of the functions that the template describes to the model.
             chat_template: a Jinja template to use instead of the checkpoint's.
             chat_template_kwargs: further template arguments, such as {"enable_thinking": False}.
@@ -123,14 +131,19 @@ class LLM:
         conversations: Any = messages
         if not isinstance(messages, list | tuple):
             raise InvalidRequestError(
-                f"messages must be a conversation or a list of them, got {messages!r:.80}"
+                f"messages must be a conversation or a list of them, got {shown(messages)}"
             )
-        if messages and isinstance(messages[0], Mapping):
+        if messages and is_message(messages[0]):
             conversations = [messages]
-        options = chat_template_options(
-            add_generation_prompt, tools, chat_template, chat_template_kwargs
+        options = template_options(
+            add_generation_prompt,
+            continue_final_message,
+            tools,
+            chat_template,
+            chat_template_kwargs,
         )
-        prompts = [self.render(conversation, **options) for conversation in conversations]
+        render = self.engine.input_processor.render
+        prompts = [render(conversation, options) for conversation in conversations]
         return self.generate(prompts, sampling_params, use_tqdm, priority=priority)
 
     def stream(
@@ -165,12 +178,14 @@ class LLM:
         """Return the token ids of a conversation, rendered by the checkpoint's chat template.
 
         Args:
-            options: arguments of transformers' apply_chat_template.
+            options: add_generation_prompt, continue_final_message, tools, chat_template, and
+                further variables of the template.
 
         Raises:
             InvalidRequestError: there is no chat template, or it cannot render the messages.
         """
-        return self.engine.input_processor.render(messages, **options)
+        processor = self.engine.input_processor
+        return processor.encode(processor.render(messages, options))
 
     def get_tokenizer(self) -> "PreTrainedTokenizerBase | None":
         """Return the checkpoint's transformers tokenizer, None if it has none."""
@@ -251,14 +266,18 @@ def default_sampling_params(generation_config: Mapping[str, Any]) -> SamplingPar
         raise CheckpointError(f"generation_config.json: {error}") from error
 
 
-def _as_prompts(prompts: Any) -> list[Any]:
+def _as_prompts(prompts: Any, prompt_token_ids: Any) -> list[Any]:
     """Return the list of prompts that `generate` was given, a list of one for a single prompt."""
-    if isinstance(prompts, str | Mapping):
+    if prompt_token_ids is not None:
+        if prompts is not None:
+            raise InvalidRequestError("give prompts or prompt_token_ids, not both")
+        return [{"prompt_token_ids": ids} for ids in _as_prompts(prompt_token_ids, None)]
+    prompts = array_to_list(prompts)
+    if isinstance(prompts, str | bytes | Mapping):
         return [prompts]
     if not isinstance(prompts, Seq):
         raise InvalidRequestError(
             f"prompts must be a string, token ids, or a list of them, got {type(prompts).__name__}"
         )
-    if prompts and all(hasattr(item, "__index__") for item in prompts):
-        return [prompts]
-    return list(prompts)
+    is_token = prompts and hasattr(prompts[0], "__index__") and not getattr(prompts[0], "ndim", 0)
+    return [prompts] if is_token else list(prompts)

@@ -28,7 +28,6 @@ def shown(value: Any) -> str:
     short = reprlib.Repr()
     short.maxstring = short.maxlong = short.maxother = _MAX_SHOWN
     short.maxlevel = 2
-    short.maxlevel = 2
     try:
         text = short.repr(value)
     except ValueError:  # an integer of thousands of digits has no repr

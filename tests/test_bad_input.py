@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
@@ -56,7 +57,23 @@ def works_after(llm: LLM) -> Any:
         (None, r"prompts must be a string, token ids, or a list"),
         (7, r"got int"),
         ("text", r"has no tokenizer"),
-        ([{"text": "x"}], r'one key, "prompt" or "prompt_token_ids"'),
+        ([{"text": "x"}], r"""has the key "prompt" \(text\) or "prompt_token_ids", got 'text';"""),
+        ({"prompt_token_ids": [1], "multi_modal_data": {}}, r"got 'multi_modal_data'; the model"),
+        ({}, r'"prompt_token_ids", got neither'),
+        ({"prompt": None}, r"got neither"),
+        ({"prompt": [1]}, r'the "prompt" of a prompt dictionary must be a string, got \[1\]'),
+        ({"prompt_token_ids": "text"}, r"prompt_token_ids must be a list of token ids, got 'text'"),
+        ({"prompt_token_ids": 5}, r"must be a string or a list of token ids, got int 5"),
+        (b"x" * 10**7, r"got bytes b'x+\.\.\.x+'$"),
+        ([[1], {1}], r"prompt 1: a prompt must be a string or a list of token ids, got set"),
+        (numpy.array([0.5]), r"token ids must be integers, got an array of float64"),
+        (torch.tensor([1.0]), r"got an array of torch.float32"),
+        (torch.tensor([True]), r"got an array of torch.bool"),
+        ([numpy.array(["1"])], r"got an array of <U1"),
+        (numpy.array(5), r"got int"),
+        (numpy.array([[[1]]]), r"prompt token 0 must be .* got \[1\] \(list\)"),
+        (numpy.array([1, 1003]), r"prompt token 1 must be .* got 1003"),
+        (numpy.zeros((2, 0), dtype=int), r"prompt 0: the prompt is empty"),
     ],
 )
 def test_bad_prompt_is_refused(llm: LLM, prompts: Any, message: str) -> None:
@@ -195,8 +212,108 @@ def test_all_errors_share_one_base_class() -> None:
 
 
 @pytest.mark.usefixtures("works_after")
-def test_numpy_tokens_are_accepted(llm: LLM) -> None:
-    tokens = numpy.arange(1, 4)
-    outputs = llm.generate([list(tokens)], PARAMS, use_tqdm=False)
-    assert outputs[0].prompt_token_ids == [1, 2, 3]
-    assert all(type(token) is int for token in outputs[0].prompt_token_ids)
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        [numpy.int64(1), numpy.int64(2), numpy.int64(3)],
+        numpy.arange(1, 4, dtype="uint8"),
+        numpy.array([[1, 2, 3]]),
+        [numpy.arange(1, 4, dtype="int32")],
+        torch.arange(1, 4),
+        torch.tensor([[1, 2, 3]], dtype=torch.int32),
+        [torch.arange(1, 4)],
+        list(torch.arange(1, 4)),
+        {"prompt_token_ids": numpy.arange(1, 4)},
+        {"prompt_token_ids": [1, 2, 3], "prompt": None},
+        [{"prompt_token_ids": (1, 2, 3)}],
+    ],
+)
+def test_token_ids_may_be_an_array(llm: LLM, prompts: Any) -> None:
+    (output,) = llm.generate(prompts, PARAMS, use_tqdm=False)
+    assert output.prompt_token_ids == [1, 2, 3]
+    assert all(type(token) is int for token in output.prompt_token_ids)
+    assert output.prompt is None
+
+
+@pytest.mark.usefixtures("works_after")
+def test_rows_of_an_array_are_prompts(llm: LLM) -> None:
+    rows = numpy.arange(1, 7).reshape(2, 3)
+    for prompts in (rows, torch.tensor(rows), list(rows), list(torch.tensor(rows))):
+        outputs = llm.generate(prompts, PARAMS, use_tqdm=False)
+        assert [output.prompt_token_ids for output in outputs] == [[1, 2, 3], [4, 5, 6]]
+
+
+@pytest.mark.usefixtures("works_after")
+def test_prompt_token_ids_is_an_argument(llm: LLM) -> None:
+    for ids in ([[1, 2], [3]], (numpy.array([1, 2]), [3])):
+        outputs = llm.generate(prompt_token_ids=ids, sampling_params=PARAMS, use_tqdm=False)
+        assert [output.prompt_token_ids for output in outputs] == [[1, 2], [3]]
+    (output,) = llm.generate(prompt_token_ids=[1, 2], sampling_params=PARAMS, use_tqdm=False)
+    assert output.prompt_token_ids == [1, 2]
+    (output,) = llm.generate({"prompt_token_ids": [1], "prompt": "A"}, PARAMS, use_tqdm=False)
+    assert (output.prompt, output.prompt_token_ids) == ("A", [1])
+    with pytest.raises(InvalidRequestError, match="give prompts or prompt_token_ids, not both"):
+        llm.generate([[1]], PARAMS, prompt_token_ids=[[1]], use_tqdm=False)
+    with pytest.raises(InvalidRequestError, match="must be a list of token ids, got 'text'"):
+        llm.generate(prompt_token_ids=["text"], sampling_params=PARAMS, use_tqdm=False)
+
+
+@pytest.mark.usefixtures("works_after")
+def test_truncated_prompt_keeps_its_last_tokens(llm: LLM) -> None:
+    """`llm` has room for 64 tokens."""
+    for length, kept, expected in (
+        (3, 2, 2),
+        (3, 5, 3),
+        (5000, 63, 63),
+        (5000, -1, 63),
+        (9, -1, 9),
+    ):
+        prompt = [index % 1000 for index in range(length)]
+        params = SamplingParams(temperature=0, max_tokens=1, truncate_prompt_tokens=kept)
+        (output,) = llm.generate(prompt, params, use_tqdm=False)
+        assert output.prompt_token_ids == prompt[-expected:]
+    with pytest.raises(InvalidRequestError, match="64 tokens; max_model_len 64 leaves room for 63"):
+        llm.generate([1] * 70, SamplingParams(truncate_prompt_tokens=64), use_tqdm=False)
+
+
+def test_long_text_is_refused_before_it_is_tokenized(
+    demo_llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Symptom: a prompt of 10 MB takes 20 s to be refused."""
+    text = "What is paged attention? " * 400_000
+    chat = [{"role": "user", "content": text}]
+    cut = SamplingParams(temperature=0, max_tokens=1, truncate_prompt_tokens=7)
+    (output,) = demo_llm.generate(text[:20_000], cut, use_tqdm=False)
+    assert output.prompt_token_ids == demo_llm.get_tokenizer().encode(text[:20_000])[-7:]
+    with pytest.raises(InvalidRequestError, match="a word of bad_words has 10000000 characters"):
+        demo_llm.generate("Hi", SamplingParams(bad_words=["Hi", text]), use_tqdm=False)
+    monkeypatch.setattr(demo_llm.engine.input_processor, "encode", lambda text: pytest.fail("used"))
+    with pytest.raises(InvalidRequestError, match="prompt has 10000000 characters, and no token"):
+        demo_llm.generate(text, PARAMS, use_tqdm=False)
+    with pytest.raises(InvalidRequestError, match=r"prompt has 100000\d\d characters"):
+        demo_llm.chat(chat, PARAMS, use_tqdm=False)
+
+
+def test_half_a_surrogate_pair_in_a_stop_string_is_refused(demo_llm: LLM) -> None:
+    params = SamplingParams(stop=["a", "b\udcff"])
+    with pytest.raises(InvalidRequestError, match="a stop string is not valid Unicode text"):
+        demo_llm.generate("Hi", params, use_tqdm=False)
+
+
+@pytest.mark.usefixtures("works_after")
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda llm: llm.generate([["x" * 10**6]]),
+        lambda llm: llm.generate([[1]], {"stop": ["x"] * 10**5}),
+        lambda llm: llm.generate([10**4000, [1]]),
+        lambda llm: llm.generate({"x" * 10**6: 1}),
+        lambda llm: llm.chat("x" * 10**6),
+        lambda llm: llm.chat([[5] * 10**5]),
+    ],
+)
+def test_messages_are_short(llm: LLM, call: Any) -> None:
+    """Symptom: an error message of 600 KB."""
+    with pytest.raises(InvalidRequestError) as caught:
+        call(llm)
+    assert len(str(caught.value)) < 300

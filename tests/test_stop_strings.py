@@ -42,6 +42,15 @@ def test_stop_string_that_never_comes_changes_nothing(llm: LLM) -> None:
     assert end_of(stopped.outputs[0]) == ("stop", None)
 
 
+def test_a_million_stop_strings_cost_no_more_than_one(llm: LLM) -> None:
+    """Symptom: each token is followed by a search for each stop string, which took 5 s."""
+    many = [f"{number:x}" for number in range(10**6, 2 * 10**6)]
+    params = dataclasses.replace(GREEDY, stop=["fixed", *many, "attention keep"])
+    (completion,) = generate(llm, QUESTION, params).outputs
+    assert end_of(completion) == ("stop", "attention keep")
+    assert completion.text == " Paged "
+
+
 def test_stop_string_counts_with_the_last_allowed_token(llm: LLM) -> None:
     for max_tokens in range(1, 12):
         params = dataclasses.replace(GREEDY, stop=["attention keep"], max_tokens=max_tokens)

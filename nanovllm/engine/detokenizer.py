@@ -40,12 +40,13 @@ class Detokenizer:
         if not (skip_special_tokens or spaces_between_special_tokens):
             added = tokenizer.get_added_tokens_decoder()
             self._added_tokens = {token_id: token.content for token_id, token in added.items()}
-        self._stop = tuple(stop)
+        self._stop = frozenset(stop)
+        self._stop_lengths = sorted({len(string) for string in stop}, reverse=True)
         self._include_stop = include_stop
         self._token_ids: list[int] = []
         self._num_read = 0  # tokens whose text is in self.text; the rest is part of a character
         # A stop string may begin in these last characters of the text.
-        self._num_held_back = 0 if include_stop else max(map(len, self._stop), default=1) - 1
+        self._num_held_back = 0 if include_stop else max(self._stop_lengths, default=1) - 1
         self.text = ""
         self.stop_string: str | None = None
 
@@ -122,13 +123,11 @@ class Detokenizer:
         Args:
             num_searched: length of the text that was searched before.
         """
-        found = [
-            (place, stop)
-            for stop in self._stop
-            if (place := self.text.find(stop, max(0, num_searched - len(stop) + 1))) >= 0
-        ]
-        if not found:
-            return False
-        place, self.stop_string = min(found, key=lambda hit: (hit[0] + len(hit[1]), hit[0]))
-        self.text = self.text[: place + len(self.stop_string) * self._include_stop]
-        return True
+        for end in range(num_searched + 1, len(self.text) + 1):
+            for length in self._stop_lengths:  # longest first; one look for all stops of a length
+                stop = self.text[max(0, end - length) : end]
+                if stop in self._stop:
+                    self.stop_string = stop
+                    self.text = self.text[: end if self._include_stop else end - len(stop)]
+                    return True
+        return False

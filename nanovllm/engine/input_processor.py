@@ -4,29 +4,29 @@ Owns the tokenizer. Knows no scheduling and no output.
 """
 
 import dataclasses
-import logging
+import math
 import random
 from collections.abc import Iterable, Mapping, Sequence as Seq
+from functools import cached_property
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.engine import chat
+from nanovllm.engine.chat import Message, RenderedChat
 from nanovllm.engine.request import Request
-from nanovllm.errors import CheckpointError, InvalidRequestError
+from nanovllm.engine.template_process import TemplateProcess
+from nanovllm.engine.tokenizer import max_chars_per_token
+from nanovllm.errors import InvalidRequestError
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.scheduler.sequence import Sequence
-from nanovllm.utils.hub import Checkpoint, check_tokenizer_files
-from nanovllm.validation import check_int
+from nanovllm.validation import check_int, shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-logger = logging.getLogger(__name__)
-
 Prompt = str | Seq[int] | Mapping[str, Any]
-"""Text, token ids, or vLLM's {"prompt": text} or {"prompt_token_ids": ids}."""
-
-Message = Mapping[str, Any]
-"""One message of a conversation, such as {"role": "user", "content": "Hello!"}."""
+"""Text; token ids, also as a numpy array or torch tensor; or vLLM's {"prompt": text} or
+{"prompt_token_ids": ids}, which may have the text as "prompt" beside them."""
 
 
 class InputProcessor:
@@ -56,6 +56,7 @@ class InputProcessor:
         self._max_model_len = max_model_len
         self._seeds = random.Random(seed)
         self._seq_ids = count()
+        self._template_process = TemplateProcess()
 
     def make_request(
         self,
@@ -75,16 +76,7 @@ class InputProcessor:
         params = self._bound_logprobs(params)
         stream = stream and params.output_kind is not RequestOutputKind.FINAL_ONLY
         priority = check_int(InvalidRequestError, "priority", priority, -(2**31), 2**31)
-        text, token_ids = self._tokenize(prompt)
-        limit = self._max_model_len
-        if params.truncate_prompt_tokens is not None:
-            kept = params.truncate_prompt_tokens
-            token_ids = token_ids[-(limit - 1 if kept == -1 else kept) :]
-        if len(token_ids) >= limit:
-            raise InvalidRequestError(
-                f"the prompt has {len(token_ids)} tokens; max_model_len {limit} leaves "
-                f"room for {limit - 1} at most, and one of output: shorten it, or raise the limit"
-            )
+        text, token_ids = self._tokenize(prompt, params.truncate_prompt_tokens)
         bad_words = self.encode_bad_words(params.bad_words)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         # Prompt log-probabilities rule out prefix hits, so only the first sequence computes them.
@@ -112,32 +104,27 @@ class InputProcessor:
             raise InvalidRequestError(
                 "this engine has no tokenizer, so prompts must be lists of token ids, not text"
             )
-        _check_unicode("the prompt", prompt)
-        return self._encode(self.tokenizer, prompt)
+        is_chat = isinstance(prompt, RenderedChat)
+        _check_unicode("the conversation" if is_chat else "the prompt", prompt)
+        return self._encode(self.tokenizer, prompt, add_special_tokens=not is_chat)
 
-    def render(self, messages: Seq[Message], **options: Any) -> list[int]:
-        """Return the token ids of a conversation, rendered by the chat template.
+    def render(self, messages: Seq[Message], options: Mapping[str, Any]) -> RenderedChat:
+        """Return the text of a conversation, rendered by the chat template.
 
         Args:
-            options: arguments of transformers' apply_chat_template.
+            options: chat_template, tools, add_generation_prompt, continue_final_message, and
+                further variables of the template.
 
         Raises:
             InvalidRequestError: there is no chat template, or it cannot render the messages.
         """
         if self.tokenizer is None:
             raise InvalidRequestError("this engine has no tokenizer, so there is no chat template")
-        is_list = isinstance(messages, Seq) and bool(messages)
-        if not is_list or not all(isinstance(message, Mapping) for message in messages):
-            raise InvalidRequestError(
-                f'a conversation is a list of {{"role": ..., "content": ...}}, got {messages!r:.80}'
-            )
-        try:
-            token_ids: list[int] = self.tokenizer.apply_chat_template(
-                list(messages), tokenize=True, return_dict=False, **options
-            )
-        except Exception as error:  # a template may raise any exception
-            raise InvalidRequestError(f"the chat template cannot render this: {error}") from error
-        return token_ids
+        return chat.render(self.tokenizer, self._template_process, messages, options)
+
+    def shutdown(self) -> None:
+        """End the process that renders chat templates. It is started again when needed."""
+        self._template_process.shutdown()
 
     def encode_bad_words(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """Return the token sequences to forbid for `words`.
@@ -155,6 +142,7 @@ class InputProcessor:
                     "this engine has no tokenizer, so bad_words cannot be used"
                 )
             _check_unicode("a word of bad_words", word)
+            self._check_length("a word of bad_words", word)
             bare = word.lstrip() or word  # a word of white space only stays as it is
             plain = tuple(self._encode(self.tokenizer, bare, add_special_tokens=False))
             spaced = tuple(self._encode(self.tokenizer, " " + bare, add_special_tokens=False))
@@ -177,7 +165,8 @@ class InputProcessor:
         """Raise InvalidRequestError for parameters that this checkpoint does not support."""
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(
-                f"sampling_params must be SamplingParams, got {type(params).__name__} {params!r}"
+                "sampling_params must be SamplingParams, "
+                f"got {type(params).__name__} {shown(params)}"
             )
         if params.stop and self.tokenizer is None:
             raise InvalidRequestError(
@@ -188,6 +177,8 @@ class InputProcessor:
                 "logits_processors run in this process, so tensor_parallel_size must be 1; "
                 "use logit_bias, allowed_token_ids or bad_words"
             )
+        for stop in params.stop:
+            _check_unicode("a stop string", stop)
         last = self._last_token_id
         for name, token_ids in (
             ("stop_token_ids", params.stop_token_ids),
@@ -219,52 +210,94 @@ class InputProcessor:
                 params = params.clone(**{name: count})
         return params
 
-    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """Return (text, token ids) of a prompt; the text is None if token ids were given."""
+    def _tokenize(self, prompt: Prompt, kept: int | None) -> tuple[str | None, list[int]]:
+        """Return (text, token ids) of a prompt; the text is None if only token ids were given.
+
+        Args:
+            kept: truncate_prompt_tokens.
+        """
+        text = None
         if isinstance(prompt, Mapping):
-            if len(prompt) != 1 or not prompt.keys() <= {"prompt", "prompt_token_ids"}:
-                raise InvalidRequestError(
-                    f'a prompt dictionary has one key, "prompt" or "prompt_token_ids", '
-                    f"got {list(prompt)}"
-                )
-            (prompt,) = prompt.values()
+            text, prompt = _text_and_tokens(prompt)
         if isinstance(prompt, str):
-            token_ids = self.encode(prompt)
-            if not token_ids:
-                raise InvalidRequestError("the prompt is empty: give at least one token")
-            return prompt, token_ids
+            if kept is None:
+                self._check_length("the prompt", prompt)
+            text, prompt = str(prompt), self.encode(prompt)
+        prompt = array_to_list(prompt)
         if not isinstance(prompt, Seq) or isinstance(prompt, bytes):
             raise InvalidRequestError(
                 "a prompt must be a string or a list of token ids, "
-                f"got {type(prompt).__name__} {prompt!r:.80}"
+                f"got {type(prompt).__name__} {shown(prompt)}"
             )
         if not prompt:
             raise InvalidRequestError("the prompt is empty: give at least one token")
-        last = self._last_token_id
-        return None, [
+        limit, last = self._max_model_len, self._last_token_id
+        if kept is not None:
+            prompt = prompt[-(limit - 1 if kept == -1 else kept) :]
+        if len(prompt) >= limit:
+            raise InvalidRequestError(
+                f"the prompt has {len(prompt)} tokens; max_model_len {limit} leaves "
+                f"room for {limit - 1} at most, and one of output: shorten it, or raise the limit"
+            )
+        return text, [
             token
             if type(token) is int and 0 <= token <= last
             else check_int(InvalidRequestError, f"prompt token {index}", token, 0, last)
             for index, token in enumerate(prompt)
         ]
 
+    def _check_length(self, what: str, text: str) -> None:
+        """Raise InvalidRequestError if a text is surely too long: tokenizing it takes seconds."""
+        limit = self._max_model_len
+        if len(text) > limit and len(text) > (limit - 1) * self._max_chars_per_token:
+            raise InvalidRequestError(
+                f"{what} has {len(text)} characters, and no token has more than "
+                f"{self._max_chars_per_token:g}: it cannot fit into max_model_len {limit}; "
+                "shorten it, or raise the limit"
+            )
 
-def chat_template_options(
-    add_generation_prompt: bool,
-    tools: list[dict[str, Any]] | None,
-    chat_template: str | None,
-    chat_template_kwargs: Mapping[str, Any] | None,
-) -> dict[str, Any]:
-    """Return the options of `InputProcessor.render` for the arguments of `chat`.
+    @cached_property
+    def _max_chars_per_token(self) -> float:
+        bound = None if self.tokenizer is None else max_chars_per_token(self.tokenizer)
+        return math.inf if bound is None else bound
 
-    An entry of `chat_template_kwargs` replaces the argument of the same name.
+
+def array_to_list(value: Any) -> Any:
+    """Return a numpy array or torch tensor of integers as lists, and anything else as it is.
+
+    Raises:
+        InvalidRequestError: the array holds no integers.
     """
-    return {
-        "add_generation_prompt": add_generation_prompt,
-        "tools": tools,
-        "chat_template": chat_template,
-        **(chat_template_kwargs or {}),
-    }
+    if not (hasattr(value, "tolist") and hasattr(value, "dtype")):
+        return value
+    if "int" not in str(value.dtype):
+        raise InvalidRequestError(f"token ids must be integers, got an array of {value.dtype}")
+    return value.tolist()
+
+
+def _text_and_tokens(prompt: Mapping[str, Any]) -> tuple[str | None, Any]:
+    """Return (text, prompt) of a prompt dictionary: token ids if it has them, else the text."""
+    given = {key: value for key, value in prompt.items() if value is not None}
+    unknown = [key for key in given if key not in ("prompt", "prompt_token_ids")]
+    if unknown or not given:
+        found = f"got {shown(unknown[0])}" if unknown else "got neither"
+        raise InvalidRequestError(
+            f'a prompt dictionary has the key "prompt" (text) or "prompt_token_ids", {found}; '
+            "the model reads nothing else"
+        )
+    text = given.get("prompt")
+    if text is not None and not isinstance(text, str):
+        raise InvalidRequestError(
+            f'the "prompt" of a prompt dictionary must be a string, got {shown(text)}'
+        )
+    if "prompt_token_ids" not in given:
+        return text, text
+    token_ids = given["prompt_token_ids"]
+    if isinstance(token_ids, str):
+        raise InvalidRequestError(
+            f"prompt_token_ids must be a list of token ids, got {shown(token_ids)}"
+        )
+    return text, token_ids
 
 
 def _check_unicode(what: str, text: str) -> None:
@@ -272,39 +305,3 @@ def _check_unicode(what: str, text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise InvalidRequestError(f"{what} is not valid Unicode text: {error}") from error
-
-
-def load_tokenizer(checkpoint: Checkpoint) -> "PreTrainedTokenizerBase | None":
-    """Return the checkpoint's tokenizer, None if it has none; run no code of the checkpoint.
-
-    Raises:
-        CheckpointError: a file is invalid, or there is no fast tokenizer of a known class.
-    """
-    if not checkpoint.has_tokenizer:
-        logger.warning("%s: no tokenizer, so prompts must be token ids", checkpoint.path)
-        return None
-    check_tokenizer_files(checkpoint)
-    from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
-
-    # transformers would allocate what config.json asks for: give it the type's defaults instead.
-    is_qwen3 = checkpoint.config.get("model_type") == "qwen3"
-    config = AutoConfig.for_model("qwen3") if is_qwen3 else PretrainedConfig()
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(
-            checkpoint.tokenizer_path, config=config, trust_remote_code=False
-        )
-        tokenizer.decode(tokenizer.encode("a b"))  # raises for a wrong model_max_length and such
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # many kinds; a panic of tokenizers is no Exception
-        raise CheckpointError(
-            f"cannot load the tokenizer in {checkpoint.tokenizer_path}: tokenizer.json, "
-            f"tokenizer_config.json or special_tokens_map.json is invalid: {error!s:.300}"
-        ) from error
-    if not tokenizer.is_fast:
-        raise CheckpointError(
-            f"the tokenizer in {checkpoint.tokenizer_path} has no tokenizer.json; "
-            "save it as a fast tokenizer"
-        )
-    found: PreTrainedTokenizerBase = tokenizer
-    return found

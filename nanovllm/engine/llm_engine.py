@@ -9,9 +9,10 @@ import weakref
 from collections import deque
 
 from nanovllm.config import Config
-from nanovllm.engine.input_processor import InputProcessor, Prompt, load_tokenizer
+from nanovllm.engine.input_processor import InputProcessor, Prompt
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.request import Request
+from nanovllm.engine.tokenizer import load_tokenizer
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler.block_manager import BlockManager
@@ -152,6 +153,7 @@ class LLMEngine:
 
         Garbage collection of the engine and the exit of Python do the same.
         """
+        self.input_processor.shutdown()
         self._finalizer()
 
     def _launch_step(self, schedule: Schedule) -> None:

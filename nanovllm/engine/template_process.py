@@ -1,0 +1,234 @@
+"""Renders chat templates in a process of their own, with limits on time, memory and output.
+
+A template is a program that comes with a checkpoint. Jinja's sandbox keeps it from files and from
+Python's internals, but not from endless loops, `'a' * 10**10` or a comparison of nested lists that
+takes years, and no thread can interrupt such an operation. A process can be ended at any place.
+
+This file is the program of that process, too. So it imports only the standard library at its top.
+"""
+
+import contextlib
+import datetime
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Mapping
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jinja2 import Environment, Template
+
+MAX_SECONDS = 1.0
+"""Processor time of one rendering. Time of other processes does not count."""
+MAX_BYTES = 256 * 2**20
+"""Memory of the process, beside what Python and Jinja take."""
+MAX_CHARS = 2**24
+"""Length of the rendered text."""
+
+_OUT_OF_MEMORY = 3  # exit status
+
+
+class TemplateError(Exception):
+    """A template is invalid, raised an error, or reached a limit."""
+
+
+class TemplateProcess:
+    """Renders templates in a process that is started when first needed.
+
+    The limits are MAX_SECONDS, MAX_BYTES and MAX_CHARS. A template that reaches one of the first
+    two ends the process; the next template gets a new one. Threads may share an instance: they
+    render one after the other.
+    """
+
+    def __init__(self) -> None:
+        self._owner = os.getpid()
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._finalizer: weakref.finalize[..., Any] | None = None
+
+    def render(self, template: str, variables: Mapping[str, Any]) -> str:
+        """Return the text that a template makes of variables, which hold JSON values.
+
+        Raises:
+            TemplateError: the template is invalid, raised an error, or reached a limit; or this
+                process was forked from the one that made this object.
+            TypeError, ValueError, RecursionError: the variables are no JSON values.
+        """
+        if os.getpid() != self._owner:
+            raise TemplateError("this process was forked after the model was loaded")
+        request = _encode([template, variables])
+        with self._lock:
+            reply: dict[str, str] = json.loads(self._exchange(request))
+        if "error" in reply:
+            raise TemplateError(reply["error"])
+        return reply["text"]
+
+    def shutdown(self) -> None:
+        """End the process. A later rendering starts a new one. A forked process changes nothing."""
+        if os.getpid() == self._owner:
+            with self._lock:
+                self._stop()
+
+    def _exchange(self, request: bytes) -> str:
+        process = self._running()
+        assert process.stdin is not None  # both are pipes
+        assert process.stdout is not None
+        reply = b""
+        try:
+            with contextlib.suppress(BrokenPipeError):  # it has ended: there is no reply
+                process.stdin.write(request)
+                process.stdin.flush()
+                reply = process.stdout.readline()
+        except BaseException:  # Ctrl-C: its reply would be taken for that to the next request
+            self._stop()
+            raise
+        if not reply.endswith(b"\n"):
+            raise TemplateError(_cause(self._stop()))
+        return reply.decode("utf-8", "surrogatepass")
+
+    def _running(self) -> "subprocess.Popen[bytes]":
+        """Return the process; start one if there is none, or if it has ended."""
+        if self._process is not None and self._process.poll() is None:
+            return self._process
+        self._stop()
+        command = [sys.executable, "-I", "-S", __file__, json.dumps([p for p in sys.path if p])]
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C in a terminal is not for it
+            )
+        except OSError as error:
+            raise TemplateError(f"cannot start a process for it: {error}") from error
+        self._finalizer = weakref.finalize(self, _end, self._process, self._owner)
+        return self._process
+
+    def _stop(self) -> int | None:
+        """End the process and return its exit status; None if there is none."""
+        self._process = None
+        return self._finalizer() if self._finalizer is not None else None
+
+
+def _end(process: "subprocess.Popen[bytes]", owner: int) -> int | None:
+    if os.getpid() == owner:  # a forked process would wait for what is not its child
+        process.kill()
+        process.communicate()
+    return process.returncode
+
+
+def _cause(exit_status: int | None) -> str:
+    """Return why the process has ended in the middle of a rendering."""
+    if exit_status == -signal.SIGPROF:
+        return f"it takes more than {MAX_SECONDS:g} s of processor time"
+    if exit_status == _OUT_OF_MEMORY:
+        return f"it takes more than {MAX_BYTES >> 20} MiB of memory"
+    return f"its process ended with status {exit_status}"
+
+
+def _encode(value: Any) -> bytes:
+    """Return a line of JSON. Lone surrogates pass: the caller of `render` looks for them."""
+    text = json.dumps(value, ensure_ascii=False, default=_plain)
+    return text.encode("utf-8", "surrogatepass") + b"\n"
+
+
+def _plain(value: Any) -> Any:
+    """Return a mapping or a pydantic object as a dictionary."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if hasattr(value, "model_dump"):
+        return value.model_dump()
+    raise TypeError(f"{type(value).__name__} is not a JSON value")
+
+
+# From here on: what runs in the process.
+
+
+def _serve(requests: IO[bytes], replies: IO[bytes]) -> None:
+    """Answer each line of `requests` with a line of `replies`, until there are no more."""
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
+        resource.setrlimit(resource.RLIMIT_AS, (_address_space() + MAX_BYTES,) * 2)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, whatever it is doing
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
+    for request in requests:
+        try:
+            template, variables = json.loads(request.decode("utf-8", "surrogatepass"))
+            signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)
+            reply = {"text": _render(template, variables)}
+        except MemoryError:
+            os._exit(_OUT_OF_MEMORY)
+        except RecursionError:
+            reply = {"error": "it is nested too deeply, or calls itself without end"}
+        except Exception as error:  # a template may raise any exception
+            reply = {"error": f"{error}"[:300] or type(error).__name__}
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+        replies.write(_encode(reply))
+        replies.flush()
+
+
+def _render(template: str, variables: dict[str, Any]) -> str:
+    pieces, num_chars = [], 0
+    for piece in _compile(template).generate(variables):
+        num_chars += len(piece)
+        if num_chars > MAX_CHARS:
+            raise TemplateError(f"its text is longer than {MAX_CHARS} characters")
+        pieces.append(piece)
+    return "".join(pieces)
+
+
+@functools.lru_cache(maxsize=8)
+def _compile(template: str) -> "Template":
+    return _environment().from_string(template)
+
+
+def _address_space() -> int:
+    """Return how many bytes of address space this process uses."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@functools.cache
+def _environment() -> "Environment":
+    """Return what templates run in, with the names that transformers gives them."""
+    from jinja2 import TemplateError as JinjaError, ext, nodes, parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(ext.Extension):
+        """{% generation %}, which marks what to train on, renders what it holds."""
+
+        tags = {"generation"}  # noqa: RUF012 (Jinja's own type)
+
+        def parse(self, parser: parser.Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
+
+    def raise_exception(message: str) -> None:
+        raise JinjaError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment
+
+
+if __name__ == "__main__":
+    sys.path[:] = json.loads(sys.argv[1])
+    _environment()  # import everything before memory is limited
+    _serve(sys.stdin.buffer, sys.stdout.buffer)

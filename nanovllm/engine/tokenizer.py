@@ -1,0 +1,95 @@
+"""The checkpoint's tokenizer: how it is loaded, and how much text one of its tokens can hold.
+
+Knows no prompts and no requests.
+"""
+
+import json
+import logging
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import models, pre_tokenizers
+
+from nanovllm.errors import CheckpointError
+from nanovllm.utils.hub import Checkpoint, check_tokenizer_files
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> "PreTrainedTokenizerBase | None":
+    """Return the checkpoint's tokenizer, None if it has none; run no code of the checkpoint.
+
+    Raises:
+        CheckpointError: a file is invalid, or there is no fast tokenizer of a known class.
+    """
+    if not checkpoint.has_tokenizer:
+        logger.warning("%s: no tokenizer, so prompts must be token ids", checkpoint.path)
+        return None
+    check_tokenizer_files(checkpoint)
+    from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
+
+    # transformers would allocate what config.json asks for: give it the type's defaults instead.
+    is_qwen3 = checkpoint.config.get("model_type") == "qwen3"
+    config = AutoConfig.for_model("qwen3") if is_qwen3 else PretrainedConfig()
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            checkpoint.tokenizer_path, config=config, trust_remote_code=False
+        )
+        tokenizer.decode(tokenizer.encode("a b"))  # raises for a wrong model_max_length and such
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # many kinds; a panic of tokenizers is no Exception
+        raise CheckpointError(
+            f"cannot load the tokenizer in {checkpoint.tokenizer_path}: tokenizer.json, "
+            f"tokenizer_config.json or special_tokens_map.json is invalid: {error!s:.300}"
+        ) from error
+    if not tokenizer.is_fast:
+        raise CheckpointError(
+            f"the tokenizer in {checkpoint.tokenizer_path} has no tokenizer.json; "
+            "save it as a fast tokenizer"
+        )
+    found: PreTrainedTokenizerBase = tokenizer
+    return found
+
+
+def max_chars_per_token(tokenizer: "PreTrainedTokenizerBase") -> float | None:
+    """Return how many characters one token can hold at most; None if there is no sure bound.
+
+    Byte-level BPE has one: each byte of the normalised text is in one token, and no token is longer
+    than the longest entry of the vocabulary. NFC makes at least 2 bytes of 3 characters. Other
+    tokenizers may drop text, or make one token of any number of unknown characters.
+    """
+    backend: Any = tokenizer.backend_tokenizer
+    model, vocab = backend.model, backend.get_vocab(with_added_tokens=False)
+    added = backend.get_added_tokens_decoder().values()
+    normalizer, pre_tokenizer = _steps(backend.normalizer), _steps(backend.pre_tokenizer)
+    keeps_every_byte = (
+        type(model) is models.BPE
+        and not (model.continuing_subword_prefix or model.end_of_word_suffix)
+        and vocab.keys() >= set(pre_tokenizers.ByteLevel.alphabet())
+        and all(step["type"] == "NFC" for step in normalizer)
+        and any(step["type"] == "ByteLevel" for step in pre_tokenizer)
+        and all(
+            step["type"] in ("ByteLevel", "Digits")
+            or (step["type"] == "Split" and step["behavior"] != "Removed")
+            for step in pre_tokenizer
+        )
+        and not any(token.lstrip or token.rstrip for token in added)
+    )
+    if not keeps_every_byte:
+        return None
+    # An entry of a byte-level vocabulary has one character for each byte.
+    longest = max(*map(len, vocab), *(len(token.content.encode()) for token in added))
+    return longest * 1.5
+
+
+def _steps(component: Any) -> list[dict[str, Any]]:
+    """Return the settings of each step of a normalizer or pre-tokenizer; none if it is None."""
+    if component is None:
+        return []
+    settings = json.loads(component.__getstate__())
+    steps: list[dict[str, Any]]
+    steps = settings.get("normalizers", settings.get("pretokenizers", [settings]))
+    return steps

@@ -1,0 +1,84 @@
+"""How much text one token can hold: never too little, and unknown where text may vanish."""
+
+import unicodedata
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies as st
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from nanovllm import demo_model
+from nanovllm.engine.tokenizer import max_chars_per_token
+
+DEMO: Any = AutoTokenizer.from_pretrained(demo_model.MODEL)
+LONGEST = sorted(DEMO.get_vocab(), key=len)[-8:]
+PIECES = [DEMO.convert_tokens_to_string([token]) for token in LONGEST]
+PIECES += ["<|im_start|>", " ", "\n", "é", "e\u0301", "α\u0313\u0300\u0345", "日", "👋", "\u200b"]
+
+
+@given(st.lists(st.sampled_from(PIECES), min_size=1, max_size=9).map("".join) | st.text(min_size=1))
+@settings(deadline=None)
+def test_no_token_holds_more_characters(text: str) -> None:
+    bound = max_chars_per_token(DEMO)
+    assert bound is not None
+    assert len(text) <= bound * len(DEMO.encode(text))
+
+
+def test_nfc_makes_at_least_two_bytes_of_three_characters() -> None:
+    """What the bound rests on, for all characters that Unicode composes."""
+    for code in range(0x110000):
+        parts = unicodedata.normalize("NFD", chr(code))
+        composed = unicodedata.normalize("NFC", parts)
+        if 0xD800 <= code < 0xE000 or len(parts) == 1:
+            continue
+        assert len(parts) <= 1.5 * len(composed.encode())
+
+
+def byte_level(**changes: Any) -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = [*alphabet, "ab", "abcd"]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab, [("a", "b")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    for name, value in changes.items():
+        setattr(tokenizer, name, value)
+    return tokenizer
+
+
+def bound_of(backend: Tokenizer) -> float | None:
+    return max_chars_per_token(PreTrainedTokenizerFast(tokenizer_object=backend))
+
+
+def test_longest_entry_sets_the_bound() -> None:
+    backend = byte_level()
+    assert bound_of(backend) == 1.5 * 4
+    backend.add_special_tokens(["<日本>"])
+    assert bound_of(backend) == 1.5 * 8
+
+
+STRIPPED = AddedToken("<mask>", lstrip=True)
+SPLITS = [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel()]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"normalizer": normalizers.NFKC()},
+        {"normalizer": normalizers.Sequence([normalizers.NFC(), normalizers.Strip()])},
+        {"pre_tokenizer": pre_tokenizers.Whitespace()},
+        {"pre_tokenizer": pre_tokenizers.Sequence(SPLITS)},
+        {"pre_tokenizer": None},
+        {"model": models.BPE({"a": 0}, [])},
+        {"model": models.WordLevel({"a": 0}, unk_token="a")},
+    ],
+    ids=repr,
+)
+def test_tokenizer_that_may_drop_text_has_no_bound(changes: dict[str, Any]) -> None:
+    assert bound_of(byte_level(**changes)) is None
+
+
+def test_added_token_that_takes_spaces_has_no_bound() -> None:
+    backend = byte_level()
+    backend.add_tokens([STRIPPED])
+    assert bound_of(backend) is None
