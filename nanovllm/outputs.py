@@ -51,6 +51,14 @@ class RequestMetrics:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Metric:
+    """A number about the engine: a count since its start, or a state now."""
+
+    name: str
+    value: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class CompletionOutput:
     """One continuation of a request; in a stream, its delta since the previous output."""
 

@@ -3,25 +3,28 @@
 Knows no tensors: the executor hides what runs the model.
 """
 
+import os
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 
 from nanovllm.config import Config
 from nanovllm.engine.input_processor import InputProcessor, Prompt, load_tokenizer
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.request import Request
-from nanovllm.outputs import RequestOutput
+from nanovllm.errors import EngineDeadError
+from nanovllm.outputs import Metric, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler.block_manager import BlockManager
 from nanovllm.scheduler.messages import Schedule
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.utils.hub import open_checkpoint
-from nanovllm.worker.executor import Future, make_executor
+from nanovllm.worker.executor import Executor, Future, make_executor
 
 
 class LLMEngine:
-    """Continuous batching over one model.
+    """Continuous batching over one model, for one thread at a time: see `SharedEngine`.
 
     Args:
         config: the engine's options.
@@ -38,7 +41,8 @@ class LLMEngine:
         checkpoint = open_checkpoint(config.model, config.revision)
         tokenizer = load_tokenizer(checkpoint)
         self.executor = make_executor(config, checkpoint)
-        self._finalizer = weakref.finalize(self, self.executor.shutdown)
+        self._pid = os.getpid()
+        self._finalizer = weakref.finalize(self, _shut_down, self.executor, self._pid)
         self.cache_info = self.executor.start()
         self.generation_config = checkpoint.generation_config
         self.input_processor = InputProcessor(
@@ -64,6 +68,11 @@ class LLMEngine:
         self._in_flight: deque[tuple[Schedule, Future]] = deque()  # oldest first
         self._outputs: list[RequestOutput] = []  # for the next step() to return
 
+    @property
+    def is_own_process(self) -> bool:
+        """Whether this is the process that made the engine, and not one forked from it."""
+        return os.getpid() == self._pid
+
     def add_request(
         self,
         prompt: Prompt,
@@ -87,58 +96,93 @@ class LLMEngine:
         self.queue(request)
         return request.request_id
 
-    def queue(self, request: Request) -> None:
+    def queue(
+        self, request: Request, deliver: Callable[[RequestOutput], object] | None = None
+    ) -> None:
         """Queue a request that `input_processor.make_request` made.
+
+        Args:
+            deliver: receives the request's outputs; None lets `step` return them.
 
         Raises:
             EngineDeadError: the engine is down.
         """
+        self.check_process()
         self.executor.check_health()
+        request.deliver = deliver
         self.output_processor.add_request(request)
         # The others follow once the first has computed the prompt: they find its blocks cached.
         self.scheduler.add(request.unqueued.pop(0))
 
     def step(self) -> list[RequestOutput]:
-        """Launch a step, process the oldest step's tokens, and return the outputs to send.
+        """Do `run_step` and return the outputs of requests without `deliver`."""
+        self.run_step()
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def run_step(self) -> None:
+        """Launch a step, process the oldest step's tokens, and deliver the outputs.
 
         Raises:
             EngineDeadError: a worker died. After any error the requests of the step are queued
                 again.
         """
+        self.check_process()
         schedule = self.scheduler.schedule()
         if schedule is not None:
             self._launch_step(schedule)
         if self._in_flight and (schedule is None or len(self._in_flight) > self._queue_depth):
             self._process_oldest_step()
-        outputs, self._outputs = self._outputs, []
-        return outputs
 
     def abort(self, request_id: int) -> RequestOutput | None:
-        """End a request and return its output that was not sent yet; None if it is not running."""
+        """End a request and return its output that was not sent yet; None if it is not running.
+
+        The output is also delivered, if the request has a `deliver`.
+        """
         request = self.output_processor.get_request(request_id)
         if request is None:
             return None
         self._queue_remaining(request)
         for seq in request.sequences:
             self.scheduler.abort(seq.seq_id)
-        return self.output_processor.make_output(request)
-
-    def is_running(self, request_id: int) -> bool:
-        """Whether a request is queued or running."""
-        return self.output_processor.get_request(request_id) is not None
+        output = self.output_processor.make_output(request)
+        if output is not None and request.deliver is not None:
+            request.deliver(output)
+        return output
 
     def is_finished(self) -> bool:
         """Whether no request is unfinished and no output waits; steps in flight do not count."""
         return not (self.scheduler.num_unfinished or self._outputs)
 
-    def defer_outputs(self, outputs: list[RequestOutput]) -> None:
-        """Make the next `step()` return these outputs; their requests belong to other callers."""
-        self._outputs += outputs
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; return False, and forget none, while requests hold blocks."""
+        return self.scheduler.block_manager.reset_prefix_cache()
 
-    def discard(self, request_id: int) -> None:
-        """End a request and drop its outputs, also those that `step()` has not returned yet."""
-        self.abort(request_id)
-        self._outputs = [output for output in self._outputs if output.request_id != request_id]
+    def get_metrics(self) -> list[Metric]:
+        """Return the engine's counts since its start, and its load now, by vLLM's names.
+
+        A request is here one continuation, as in vLLM.
+        """
+        scheduler = self.scheduler
+        free = scheduler.block_manager.num_free_blocks / self.cache_info.num_blocks
+        return [
+            Metric("vllm:num_requests_running", len(scheduler.running)),
+            Metric("vllm:num_requests_waiting", scheduler.num_waiting),
+            Metric("vllm:kv_cache_usage_perc", 1 - free),
+            Metric("vllm:generation_tokens", self.stats.num_decode_tokens),
+            Metric("nanovllm:prefill_tokens", self.stats.num_prefill_tokens),
+        ]
+
+    def check_process(self) -> None:
+        """Raise EngineDeadError in a process that was forked after the engine was made.
+
+        The engine's threads, worker processes and GPU belong to the process that made it.
+        """
+        if not self.is_own_process:
+            raise EngineDeadError(
+                f"the engine belongs to process {self._pid}, and this is process {os.getpid()}, "
+                'forked from it: use multiprocessing\'s "spawn" and make the LLM in the new process'
+            )
 
     def shutdown(self) -> None:
         """End the workers and free the model. May be called again.
@@ -182,10 +226,18 @@ class LLMEngine:
             self._queue_remaining(request)
             if request.stream or seq.is_finished:
                 updated[request.request_id] = request
-        outputs = map(self.output_processor.make_output, updated.values())
-        self._outputs += [output for output in outputs if output is not None]
+        for request in updated.values():
+            output = self.output_processor.make_output(request)
+            if output is not None:
+                (request.deliver or self._outputs.append)(output)
 
     def _queue_remaining(self, request: Request) -> None:
         """Queue the request's sequences that the scheduler does not have yet."""
         while request.unqueued:
             self.scheduler.add(request.unqueued.pop(0))
+
+
+def _shut_down(executor: Executor, pid: int) -> None:
+    """End the workers, unless this process was forked: they are its parent's."""
+    if os.getpid() == pid:
+        executor.shutdown()

@@ -4,8 +4,10 @@ Knows no tokenizer and no scheduling. The scheduler sees the sequences only.
 """
 
 import time
+from collections.abc import Callable
 
 from nanovllm.engine.detokenizer import Detokenizer
+from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler.sequence import Sequence
 
@@ -33,6 +35,7 @@ class Request:
         self.params = params
         self.sequences = sequences
         self.stream = stream
+        self.deliver: Callable[[RequestOutput], object] | None = None  # see LLMEngine.queue
         self.arrival_time = time.monotonic()
         self.first_scheduled_time: float | None = None
         self.first_token_time: float | None = None
