@@ -91,12 +91,11 @@ class LLM:
                 )
             except InvalidRequestError as error:
                 raise InvalidRequestError(f"prompt {index}: {error}") from None
-        show = use_tqdm and bool(requests)
-        with (
-            contextlib.closing(self._start(requests)) as arriving,
-            tqdm(total=len(requests), desc="Generating", disable=not show) as bar,
-        ):
-            outputs = {o.request_id: o for o in self._with_progress(arriving, bar)}
+        with contextlib.closing(self._start(requests)) as arriving:
+            shown = (
+                self._with_progress(arriving, len(requests)) if use_tqdm and requests else arriving
+            )
+            outputs = {output.request_id: output for output in shown}
         return [outputs[request.request_id] for request in requests]
 
     def chat(
@@ -274,24 +273,25 @@ class LLM:
                 self._shared.submit(lambda: [self.engine.abort(r) for r in unfinished])
 
     def _with_progress(
-        self, outputs: Iterable[RequestOutput], bar: "tqdm[Any]"
+        self, outputs: Iterable[RequestOutput], total: int
     ) -> Iterator[RequestOutput]:
-        """Pass on outputs; show in `bar` their number, and the rates since the last of them."""
+        """Pass on outputs; show how many there are, and the rates since the last of them."""
         stats, start = self.engine.stats, time.perf_counter()
         prefill, decode = stats.num_prefill_tokens, stats.num_decode_tokens
-        for output in outputs:
-            seconds = time.perf_counter() - start
-            rates = {
-                "Prefill": (stats.num_prefill_tokens - prefill) / seconds,
-                "Decode": (stats.num_decode_tokens - decode) / seconds,
-            }
-            shown = {name: f"{rate:.0f}tok/s" for name, rate in rates.items() if rate}
-            if shown:  # nothing is new if this output is of the same step as the last one
-                bar.set_postfix(shown, refresh=False)
-                start += seconds
-                prefill, decode = stats.num_prefill_tokens, stats.num_decode_tokens
-            bar.update()
-            yield output
+        with tqdm(total=total, desc="Generating") as bar:
+            for output in outputs:
+                seconds = time.perf_counter() - start
+                rates = {
+                    "Prefill": (stats.num_prefill_tokens - prefill) / seconds,
+                    "Decode": (stats.num_decode_tokens - decode) / seconds,
+                }
+                shown = {name: f"{rate:.0f}tok/s" for name, rate in rates.items() if rate}
+                if shown:  # nothing is new if this output is of the same step as the last one
+                    bar.set_postfix(shown, refresh=False)
+                    start += seconds
+                    prefill, decode = stats.num_prefill_tokens, stats.num_decode_tokens
+                bar.update()
+                yield output
 
 
 def default_sampling_params(generation_config: Mapping[str, Any]) -> SamplingParams:

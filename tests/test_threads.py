@@ -21,6 +21,7 @@ from tests.glossary import ANSWER_TO, GREEDY, OPTIONS, QUESTIONS
 from tests.helpers import assert_idle, generate, join
 
 ENDLESS = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+FORTY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 PREFIX = "A glossary of inference engines, question by question, for those who build them. "
 
 
@@ -63,9 +64,9 @@ def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
 
 def test_24_threads_with_shared_prefixes_get_the_texts_of_one(llm: LLM) -> None:
     """Symptom: wrong text without an error, `double free`, and wrong answers afterwards."""
-    prompts = [[PREFIX + q for q in QUESTIONS[i : i + 3]] for i in range(24)]
+    prompts = [[PREFIX + q for q in QUESTIONS[i : i + 2]] for i in range(24)]
     params = [
-        SamplingParams(temperature=index % 2, seed=index, max_tokens=5 + index % 40)
+        SamplingParams(temperature=index % 2, seed=index, max_tokens=1 + index)
         for index in range(24)
     ]
     expected = [llm.generate(p, s, False) for p, s in zip(prompts, params, strict=True)]
@@ -92,9 +93,9 @@ def test_threads_share_batches(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Non
         return execute(schedule)
 
     monkeypatch.setattr(llm.engine.executor, "execute", measured)
-    in_threads([lambda: generate(llm, QUESTIONS[0], ENDLESS)] * 8)
+    in_threads([lambda: generate(llm, QUESTIONS[0], FORTY)] * 8)
     assert max(sizes) == 8
-    assert len(sizes) < 2 * ENDLESS.max_tokens  # one after the other: 8 times max_tokens
+    assert len(sizes) < 2 * FORTY.max_tokens  # one after the other: 8 times max_tokens
 
 
 def test_streams_chats_and_aborts_in_many_threads(llm: LLM) -> None:
@@ -177,7 +178,7 @@ def test_exception_ends_only_the_requests_of_the_thread_that_runs_the_step(
     def fails_sometimes(schedule: Any) -> Any:
         nonlocal num_calls
         num_calls += 1
-        if num_calls in (10, 20, 30):
+        if num_calls in (5, 15, 25):
             raise error("just now")
         return execute(schedule)
 
@@ -185,7 +186,7 @@ def test_exception_ends_only_the_requests_of_the_thread_that_runs_the_step(
 
     def job(question: str) -> Any:
         try:
-            return generate(llm, question, ENDLESS).text
+            return generate(llm, question, FORTY).text
         except BaseException as raised:
             return type(raised)
 
@@ -194,7 +195,7 @@ def test_exception_ends_only_the_requests_of_the_thread_that_runs_the_step(
     assert found.count(error) == 3
     for question, text in zip(QUESTIONS, found, strict=False):
         if text is not error:
-            assert text == generate(llm, question, ENDLESS).text
+            assert text == generate(llm, question, FORTY).text
 
 
 def test_interrupts_at_any_point_leave_nobody_waiting(llm: LLM) -> None:
@@ -207,20 +208,24 @@ def test_interrupts_at_any_point_leave_nobody_waiting(llm: LLM) -> None:
             texts.add(generate(llm, question).text)
         return texts
 
-    old = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    def interrupt(signum: int, frame: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+
     rng = random.Random(0)
     num_interrupts = 0
-    pool = ThreadPoolExecutor(3)
+    old = signal.signal(signal.SIGALRM, interrupt)
+    pool = ThreadPoolExecutor(2)
     try:
-        futures = [pool.submit(work, question) for question in QUESTIONS[:3]]
-        for _ in range(150):
+        futures = [pool.submit(work, question) for question in QUESTIONS[:2]]
+        for _ in range(200):
             with contextlib.suppress(KeyboardInterrupt):
                 try:
-                    signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.0001, 0.01))
-                    generate(llm, QUESTIONS[3], SamplingParams(max_tokens=8))
+                    signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.0005, 0.01))
+                    generate(llm, QUESTIONS[3], SamplingParams(max_tokens=4))
                     signal.setitimer(signal.ITIMER_REAL, 0)
                 except KeyboardInterrupt:
                     num_interrupts += 1
+        signal.setitimer(signal.ITIMER_REAL, 0)
         stop.set()
         texts = [future.result(30) for future in futures]
     finally:
@@ -229,7 +234,7 @@ def test_interrupts_at_any_point_leave_nobody_waiting(llm: LLM) -> None:
         stop.set()
         pool.shutdown(wait=False)
     assert num_interrupts > 20
-    assert texts == [{" " + ANSWER_TO[question]} for question in QUESTIONS[:3]]
+    assert texts == [{" " + ANSWER_TO[question]} for question in QUESTIONS[:2]]
 
 
 def test_shutdown_ends_the_requests_of_all_threads(make_llm: Any) -> None:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 
 from nanovllm.config import Config
+from nanovllm.engine.delayed_interrupt import DelayedInterrupt
 from nanovllm.engine.input_processor import InputProcessor, Prompt, load_tokenizer
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.request import Request
@@ -17,7 +18,7 @@ from nanovllm.errors import EngineDeadError
 from nanovllm.outputs import Metric, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler.block_manager import BlockManager
-from nanovllm.scheduler.messages import Schedule
+from nanovllm.scheduler.messages import Schedule, StepResult
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.utils.hub import open_checkpoint
 from nanovllm.worker.executor import Executor, Future, make_executor
@@ -128,10 +129,8 @@ class LLMEngine:
                 again.
         """
         self.check_process()
-        schedule = self.scheduler.schedule()
-        if schedule is not None:
-            self._launch_step(schedule)
-        if self._in_flight and (schedule is None or len(self._in_flight) > self._queue_depth):
+        launched = self._launch_step()
+        if self._in_flight and (not launched or len(self._in_flight) > self._queue_depth):
             self._process_oldest_step()
 
     def abort(self, request_id: int) -> RequestOutput | None:
@@ -191,14 +190,25 @@ class LLMEngine:
         """
         self._finalizer()
 
-    def _launch_step(self, schedule: Schedule) -> None:
+    def _launch_step(self) -> bool:
+        """Launch the next step; return False if there is nothing to compute now."""
+        schedule = None
         try:
-            # Before execute(), which computes the whole step if it runs in this process.
-            self._set_first_scheduled_times(schedule)
+            with DelayedInterrupt():
+                schedule = self.scheduler.schedule()
+                if schedule is None:
+                    return False
+                # Before execute(), which computes the whole step if it runs in this process.
+                self._set_first_scheduled_times(schedule)
             self._in_flight.append((schedule, self.executor.execute(schedule)))
         except BaseException:
-            self.scheduler.abandon(schedule)
+            if schedule is not None:
+                with DelayedInterrupt():
+                    if self._in_flight and self._in_flight[-1][0] is schedule:
+                        self._in_flight.pop()
+                    self.scheduler.abandon(schedule)
             raise
+        return True
 
     def _set_first_scheduled_times(self, schedule: Schedule) -> None:
         for admission in schedule.admissions:
@@ -207,17 +217,22 @@ class LLMEngine:
                 request.first_scheduled_time = time.monotonic()
 
     def _process_oldest_step(self) -> None:
-        """Wait for the oldest step in flight, process its tokens and collect the outputs."""
+        """Wait for the oldest step in flight, process its tokens and deliver the outputs."""
         schedule, future = self._in_flight[0]
         try:
             result = future.result()
+            with DelayedInterrupt():
+                self._in_flight.popleft()
+                self._process_result(schedule, result)
         except BaseException:
             # The steps launched after a failed one may have read KV that it did not write.
-            while self._in_flight:
-                self.scheduler.abandon(self._in_flight.popleft()[0])
+            with DelayedInterrupt():
+                while self._in_flight:
+                    self.scheduler.abandon(self._in_flight.popleft()[0])
             raise
-        self._in_flight.popleft()
-        updated: dict[int, Request] = {}
+
+    def _process_result(self, schedule: Schedule, result: StepResult) -> None:
+        updated: dict[int | str, Request] = {}
         now = time.monotonic()
         for seq in self.scheduler.update(schedule, result):
             request, stop_string = self.output_processor.process_tokens(seq, now)

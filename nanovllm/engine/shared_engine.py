@@ -9,6 +9,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from nanovllm.engine.delayed_interrupt import DelayedInterrupt
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import NanoVLLMError
 
@@ -68,19 +69,12 @@ class SharedEngine:
         """
         self._check_caller()
         mailbox: Mailbox = SimpleQueue()
-        has_run = False
 
         def run() -> None:
-            nonlocal has_run
-            if has_run:
-                return
             try:
-                has_run = True
                 mailbox.put((command(), None))
-            except BaseException as error:
+            except BaseException as error:  # for the caller; the leader goes on
                 mailbox.put((None, error))
-                if not isinstance(error, Exception):  # Ctrl-C is the leader's own, too
-                    raise
 
         self._commands.append(run)
         result, error = self.receive(mailbox)
@@ -91,7 +85,7 @@ class SharedEngine:
     def submit(self, command: Callable[[], object]) -> None:
         """Run a command now if there is no leader, else let the leader run it; never wait.
 
-        After Ctrl-C the command may run twice. In a forked process it does not run.
+        In a forked process this does nothing.
         """
         if not self._engine.is_own_process:
             return
@@ -134,12 +128,8 @@ class SharedEngine:
 
     def _run_commands(self) -> None:
         while self._commands:
-            try:
-                self._commands[0]()
-            except Exception:
-                self._commands.popleft()
-                raise
-            self._commands.popleft()  # after Ctrl-C the command stays, and runs again
+            with DelayedInterrupt():
+                self._commands.popleft()()
 
     def _check_caller(self) -> None:
         self._engine.check_process()
