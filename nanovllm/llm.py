@@ -160,7 +160,7 @@ class LLM:
         )
         return self._start([request])
 
-    def abort(self, request_id: int) -> RequestOutput | None:
+    def abort(self, request_id: int | str) -> RequestOutput | None:
         """End a request and return its output that was not sent yet; None if it is not running."""
         return self._shared.call(lambda: self.engine.abort(request_id))
 
@@ -203,7 +203,9 @@ class LLM:
         """The engine, under vLLM's name; unlike `LLM` it is for one thread at a time."""
         return self.engine
 
-    def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
+    def add_request(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> int | str:
         """Queue a request whose output `step` returns, as in nano-vllm; return its id.
 
         Raises:
@@ -219,7 +221,7 @@ class LLM:
         self._shared.call(lambda: self.engine.queue(request))
         return request.request_id
 
-    def step(self) -> tuple[list[tuple[int, list[int]]], int]:
+    def step(self) -> tuple[list[tuple[int | str, list[int]]], int]:
         """Run one step and return what it finished of `add_request`, as in nano-vllm.
 
         Returns:
@@ -227,7 +229,7 @@ class LLM:
             tokens that the step computed or, if it computed none, minus that of its output tokens.
         """
 
-        def step() -> tuple[list[tuple[int, list[int]]], int]:
+        def step() -> tuple[list[tuple[int | str, list[int]]], int]:
             stats = self.engine.stats
             prefill, decode = stats.num_prefill_tokens, stats.num_decode_tokens
             outputs = [(output.request_id, output.token_ids) for output in self.engine.step()]

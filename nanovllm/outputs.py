@@ -94,7 +94,7 @@ class RequestOutput:
     `output.outputs[0].token_ids` (vLLM).
     """
 
-    request_id: int
+    request_id: int | str
     prompt: str | None
     """The prompt's text; None if it was given as token ids."""
     prompt_token_ids: list[int]

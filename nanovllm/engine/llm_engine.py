@@ -14,7 +14,7 @@ from nanovllm.engine.delayed_interrupt import DelayedInterrupt
 from nanovllm.engine.input_processor import InputProcessor, Prompt, load_tokenizer
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.request import Request
-from nanovllm.errors import EngineDeadError
+from nanovllm.errors import EngineDeadError, InvalidRequestError
 from nanovllm.outputs import Metric, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler.block_manager import BlockManager
@@ -81,10 +81,12 @@ class LLMEngine:
         *,
         priority: int = 0,
         stream: bool = False,
-    ) -> int:
+        request_id: str | None = None,
+    ) -> int | str:
         """Queue a request and return its id. Lower priority values go first, then earlier arrivals.
 
         Args:
+            request_id: the caller's own id; None lets the engine count.
             stream: make `step` return the request's delta of each step, not one output at the end.
 
         Raises:
@@ -94,6 +96,9 @@ class LLMEngine:
         request = self.input_processor.make_request(
             prompt, sampling_params, priority=priority, stream=stream
         )
+        if request_id is not None:
+            self._check_request_id(request_id)
+            request.request_id = request_id
         self.queue(request)
         return request.request_id
 
@@ -133,7 +138,7 @@ class LLMEngine:
         if self._in_flight and (not launched or len(self._in_flight) > self._queue_depth):
             self._process_oldest_step()
 
-    def abort(self, request_id: int) -> RequestOutput | None:
+    def abort(self, request_id: int | str) -> RequestOutput | None:
         """End a request and return its output that was not sent yet; None if it is not running.
 
         The output is also delivered, if the request has a `deliver`.
@@ -189,6 +194,16 @@ class LLMEngine:
         Garbage collection of the engine and the exit of Python do the same.
         """
         self._finalizer()
+
+    def _check_request_id(self, request_id: str) -> None:
+        if not isinstance(request_id, str):
+            raise InvalidRequestError(
+                f"request_id must be a string, got {request_id!r:.80} ({type(request_id).__name__})"
+            )
+        if self.output_processor.get_request(request_id) is not None:
+            raise InvalidRequestError(
+                f"request_id {request_id!r:.80} is that of a running request: give each its own"
+            )
 
     def _launch_step(self) -> bool:
         """Launch the next step; return False if there is nothing to compute now."""

@@ -17,7 +17,8 @@ class Request:
 
     Args:
         prompt: the prompt's text; None if it was given as token ids.
-        sequences: one for each of the params.n continuations; the first one's id is the request's.
+        sequences: one for each of the params.n continuations; the first one's id is the request's,
+            unless the caller gives it another.
         stream: whether the request returns a delta after each step, or one output at its end.
     """
 
@@ -29,7 +30,7 @@ class Request:
         *,
         stream: bool,
     ) -> None:
-        self.request_id = sequences[0].seq_id
+        self.request_id: int | str = sequences[0].seq_id
         self.prompt = prompt
         self.prompt_token_ids = list(sequences[0].token_ids)  # shared by all its outputs
         self.params = params
