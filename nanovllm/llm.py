@@ -1,11 +1,13 @@
-"""`LLM`: the methods `generate`, `chat` and `stream` for one caller at a time.
+"""`LLM`: the methods `generate`, `chat` and `stream`, for any number of threads.
 
-Knows no scheduling and no text: it runs the steps of `LLMEngine` until its requests are finished.
+Knows no scheduling and no text: it waits for outputs, while `SharedEngine` runs the steps.
 """
 
+import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence as Seq
-from typing import TYPE_CHECKING, Any
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence as Seq
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tqdm.auto import tqdm
 
@@ -13,10 +15,13 @@ from nanovllm.config import Config
 from nanovllm.engine.chat import Message, is_message, template_options
 from nanovllm.engine.input_processor import Prompt, array_to_list
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.errors import CheckpointError, InvalidRequestError
-from nanovllm.outputs import RequestOutput
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.validation import check_bool, shown
+from nanovllm.engine.request import Request
+from nanovllm.engine.shared_engine import Mailbox, SharedEngine
+from nanovllm.errors import InvalidRequestError
+from nanovllm.outputs import Metric, RequestOutput
+from nanovllm.sampling_params import SamplingParams, default_sampling_params
+from nanovllm.unsupported import refuse_attribute
+from nanovllm.validation import shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,6 +29,8 @@ if TYPE_CHECKING:
 
 class LLM:
     """A model that is loaded and ready to generate.
+
+    Several threads may call its methods at once; their requests share the engine's batches.
 
     Args:
         model: a local checkpoint directory or a Hugging Face hub id.
@@ -37,6 +44,10 @@ class LLM:
 
     def __init__(self, model: str, **options: Any) -> None:
         self.engine = LLMEngine(Config(model=model, **options))
+        self._shared = SharedEngine(self.engine)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        refuse_attribute(self, name)
 
     def generate(
         self,
@@ -85,17 +96,12 @@ class LLM:
                 )
             except InvalidRequestError as error:
                 raise InvalidRequestError(f"prompt {index}: {error}") from None
-        outputs: dict[int, RequestOutput | None] = {r.request_id: None for r in requests}
-        try:
-            for made in requests:
-                self.engine.queue(made)
-            with tqdm(total=len(requests), desc="Generating", disable=not use_tqdm) as bar:
-                self._run_until_finished(outputs, bar)
-        finally:
-            for request_id, output in outputs.items():
-                if output is None:  # after an error or Ctrl-C
-                    self.engine.discard(request_id)
-        return [output for output in outputs.values() if output is not None]
+        with contextlib.closing(self._start(requests)) as arriving:
+            shown = (
+                self._with_progress(arriving, len(requests)) if use_tqdm and requests else arriving
+            )
+            outputs = {output.request_id: output for output in shown}
+        return [outputs[request.request_id] for request in requests]
 
     def chat(
         self,
@@ -163,16 +169,14 @@ class LLM:
                 raises it, not the iterator.
             EngineDeadError: the engine is down.
         """
-        request_id = self.engine.add_request(
+        request = self.engine.input_processor.make_request(
             prompt, sampling_params, priority=priority, stream=True
         )
-        outputs = self._stream(request_id)
-        next(outputs)  # enter its try block, so that closing the iterator aborts the request
-        return outputs
+        return self._start([request])
 
-    def abort(self, request_id: int) -> RequestOutput | None:
+    def abort(self, request_id: int | str) -> RequestOutput | None:
         """End a request and return its output that was not sent yet; None if it is not running."""
-        return self.engine.abort(request_id)
+        return self._shared.call(lambda: self.engine.abort(request_id))
 
     def render(self, messages: Seq[Message], **options: Any) -> list[int]:
         """Return the token ids of a conversation, rendered by the checkpoint's chat template.
@@ -195,75 +199,121 @@ class LLM:
         """Return the sampling parameters recommended in the checkpoint's generation_config.json."""
         return default_sampling_params(self.engine.generation_config)
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; return False, and forget none, while requests run."""
+        return self._shared.call(self.engine.reset_prefix_cache)
+
+    def get_metrics(self) -> list[Metric]:
+        """Return the engine's counts and rates; those that vLLM has too have vLLM's names."""
+        return self._shared.call(self.engine.get_metrics)
+
     def shutdown(self) -> None:
-        """End the workers and free the model. `del llm` and the exit of Python do the same."""
-        self.engine.shutdown()
+        """End the workers and free the model. `del llm` and the exit of Python do the same.
 
-    def _stream(self, request_id: int) -> Iterator[Any]:
-        """Yield None once, then the outputs of a request; abort it when closed before its end."""
-        finished = False
-        try:
-            yield None  # stream() takes this one
-            while not finished:
-                outputs = self.engine.step()
-                self.engine.defer_outputs([o for o in outputs if o.request_id != request_id])
-                ours = [o for o in outputs if o.request_id == request_id]
-                finished = any(o.finished for o in ours) or not (
-                    ours or self.engine.is_running(request_id)  # neither: it was aborted
-                )
-                yield from ours
-        finally:
-            if not finished:
-                self.engine.discard(request_id)
+        If another thread is running a step, that step ends first.
+        """
+        self._shared.submit(self.engine.shutdown)
 
-    def _run_until_finished(
-        self, outputs: dict[int, RequestOutput | None], bar: "tqdm[Any]"
-    ) -> None:
-        """Step until every request of `outputs` has its output in it, and show rates in `bar`."""
-        num_left = len(outputs)
-        while num_left:
-            stats, start = self.engine.stats, time.perf_counter()
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """The engine, under vLLM's name; unlike `LLM` it is for one thread at a time."""
+        return self.engine
+
+    def add_request(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> int | str:
+        """Queue a request whose output `step` returns, as in nano-vllm; return its id.
+
+        Raises:
+            InvalidRequestError: the prompt or a parameter is invalid or unsupported, or n is not 1.
+            EngineDeadError: the engine is down.
+        """
+        if sampling_params is not None and getattr(sampling_params, "n", 1) != 1:
+            raise InvalidRequestError(
+                f"step() returns one continuation of a request, so n must be 1, "
+                f"got {sampling_params.n}: use generate()"
+            )
+        request = self.engine.input_processor.make_request(prompt, sampling_params)
+        self._shared.call(lambda: self.engine.queue(request))
+        return request.request_id
+
+    def step(self) -> tuple[list[tuple[int | str, list[int]]], int]:
+        """Run one step and return what it finished of `add_request`, as in nano-vllm.
+
+        Returns:
+            (request id, output tokens) of each request that is finished; and the number of prompt
+            tokens that the step computed or, if it computed none, minus that of its output tokens.
+        """
+
+        def step() -> tuple[list[tuple[int | str, list[int]]], int]:
+            stats = self.engine.stats
             prefill, decode = stats.num_prefill_tokens, stats.num_decode_tokens
-            others = []
-            for output in self.engine.step():
-                if output.request_id in outputs:
-                    outputs[output.request_id] = output
-                    num_left -= 1
-                    bar.update()
-                else:
-                    others.append(output)
-            self.engine.defer_outputs(others)
-            seconds = time.perf_counter() - start
-            rates = {
-                "Prefill": (stats.num_prefill_tokens - prefill) / seconds,
-                "Decode": (stats.num_decode_tokens - decode) / seconds,
-            }
-            shown = {name: f"{rate:.0f}tok/s" for name, rate in rates.items() if rate}
-            if shown:
-                bar.set_postfix(shown, refresh=False)
+            outputs = [(output.request_id, output.token_ids) for output in self.engine.step()]
+            num_prefill = stats.num_prefill_tokens - prefill
+            return outputs, num_prefill or decode - stats.num_decode_tokens
+
+        return self._shared.call(step)
+
+    def is_finished(self) -> bool:
+        """Whether no request is unfinished, and `step` has returned every output."""
+        return self._shared.call(self.engine.is_finished)
+
+    exit = shutdown
+    """nano-vllm's name of `shutdown`."""
+
+    def _start(self, requests: Seq[Request]) -> Generator[RequestOutput, None, None]:
+        """Queue requests and return a generator of their outputs; closing it aborts the rest."""
+        outputs = self._outputs(requests)
+        next(outputs)  # queue them, inside its try block
+        return outputs
+
+    def _outputs(self, requests: Seq[Request]) -> Generator[Any, None, None]:
+        """Queue requests, yield None once, then yield their outputs as they come."""
+        mailbox: Mailbox = SimpleQueue()
+        unfinished = {request.request_id: request for request in requests}
+
+        def queue_all() -> None:
+            for request in requests:
+                self.engine.queue(request, mailbox.put)
+
+        try:
+            self._shared.call(queue_all)
+            yield None  # _start() takes this one
+            while unfinished:
+                output: RequestOutput = self._shared.receive(mailbox)
+                request = unfinished[output.request_id]
+                if output.finished:
+                    del unfinished[output.request_id]
+                if not (request.stream and _is_aborted(output)):  # abort() has returned the rest
+                    yield output
+        finally:
+            if unfinished:  # after an error or Ctrl-C, or the iterator was closed
+                self._shared.submit(lambda: [self.engine.abort(r) for r in unfinished])
+
+    def _with_progress(
+        self, outputs: Iterable[RequestOutput], total: int
+    ) -> Iterator[RequestOutput]:
+        """Pass on outputs; show how many there are, and the rates since the last of them."""
+        stats, start = self.engine.stats, time.perf_counter()
+        prefill, decode = stats.num_prefill_tokens, stats.num_decode_tokens
+        with tqdm(total=total, desc="Generating") as bar:
+            for output in outputs:
+                seconds = time.perf_counter() - start
+                rates = {
+                    "Prefill": (stats.num_prefill_tokens - prefill) / seconds,
+                    "Decode": (stats.num_decode_tokens - decode) / seconds,
+                }
+                shown = {name: f"{rate:.0f}tok/s" for name, rate in rates.items() if rate}
+                if shown:  # nothing is new if this output is of the same step as the last one
+                    bar.set_postfix(shown, refresh=False)
+                    start += seconds
+                    prefill, decode = stats.num_prefill_tokens, stats.num_decode_tokens
+                bar.update()
+                yield output
 
 
-def default_sampling_params(generation_config: Mapping[str, Any]) -> SamplingParams:
-    """Return the sampling parameters recommended in a generation_config.json.
-
-    Raises:
-        CheckpointError: it recommends an invalid value.
-    """
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    given = {
-        name: generation_config[name] for name in names if generation_config.get(name) is not None
-    }
-    do_sample = generation_config.get("do_sample")
-    if do_sample is not None and not check_bool(
-        CheckpointError, "generation_config.json: do_sample", do_sample
-    ):
-        given["temperature"] = 0.0
-    if generation_config.get("max_new_tokens") is not None:
-        given["max_tokens"] = generation_config["max_new_tokens"]
-    try:
-        return SamplingParams(**given)
-    except InvalidRequestError as error:
-        raise CheckpointError(f"generation_config.json: {error}") from error
+def _is_aborted(output: RequestOutput) -> bool:
+    return any(completion.finish_reason == "abort" for completion in output.outputs)
 
 
 def _as_prompts(prompts: Any, prompt_token_ids: Any) -> list[Any]:

@@ -51,6 +51,14 @@ class RequestMetrics:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Metric:
+    """A number about the engine: a count since its start, or a state now."""
+
+    name: str
+    value: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class CompletionOutput:
     """One continuation of a request; in a stream, its delta since the previous output, unless
     `SamplingParams.output_kind` asks for all so far.
@@ -88,7 +96,7 @@ class RequestOutput:
     `output.outputs[0].token_ids` (vLLM).
     """
 
-    request_id: int
+    request_id: int | str
     prompt: str | None
     """The prompt's text; None if it was given as token ids."""
     prompt_token_ids: list[int]

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nanovllm.errors import InvalidRequestError
+from nanovllm.errors import CheckpointError, InvalidRequestError
 from nanovllm.other_names import SAMPLING_NAMES
 from nanovllm.validation import check_bool, check_float, check_int, shown, strict_keywords
 
@@ -170,6 +170,29 @@ class SamplingParams:
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
+
+
+def default_sampling_params(generation_config: Mapping[str, Any]) -> SamplingParams:
+    """Return the sampling parameters recommended in a generation_config.json.
+
+    Raises:
+        CheckpointError: it recommends an invalid value.
+    """
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    given = {
+        name: generation_config[name] for name in names if generation_config.get(name) is not None
+    }
+    do_sample = generation_config.get("do_sample")
+    if do_sample is not None and not check_bool(
+        CheckpointError, "generation_config.json: do_sample", do_sample
+    ):
+        given["temperature"] = 0.0
+    if generation_config.get("max_new_tokens") is not None:
+        given["max_tokens"] = generation_config["max_new_tokens"]
+    try:
+        return SamplingParams(**given)
+    except InvalidRequestError as error:
+        raise CheckpointError(f"generation_config.json: {error}") from error
 
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:

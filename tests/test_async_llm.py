@@ -212,8 +212,10 @@ def test_chat_takes_priorities(llm: AsyncLLM, sync_llm: LLM) -> None:
 
 def test_chat_has_the_arguments_of_llm_chat() -> None:
     theirs, ours = (inspect.signature(owner.chat).parameters for owner in (LLM, AsyncLLM))
-    assert [name for name in theirs if name != "use_tqdm"] == list(ours)
-    assert all(ours[name].default == theirs[name].default for name in ours)
+    assert theirs.keys() - ours.keys() == {"use_tqdm"}
+    assert ours.keys() - theirs.keys() == {"request_id"}
+    both = theirs.keys() & ours.keys()
+    assert all(ours[name].default == theirs[name].default for name in both)
 
 
 def test_generate_takes_token_ids_and_default_parameters(llm: AsyncLLM) -> None:
@@ -421,6 +423,60 @@ def test_event_loops_in_two_threads_share_an_engine(llm: AsyncLLM) -> None:
         thread.join()
     for half in range(2):
         assert found[half] == [" " + ANSWER_TO[question] for question in QUESTIONS[half:60:2]]
+
+
+def test_own_request_ids(llm: AsyncLLM) -> None:
+    async def main() -> None:
+        outputs = await asyncio.gather(
+            llm.generate(QUESTIONS[0], GREEDY, "first"),
+            llm.generate(QUESTIONS[1], GREEDY, request_id="second"),
+            llm.chat([{"role": "user", "content": "Hi"}], GREEDY, request_id="third"),
+        )
+        assert [output.request_id for output in outputs] == ["first", "second", "third"]
+        assert [output.text for output in outputs[:2]] == [
+            " " + ANSWER_TO[question] for question in QUESTIONS[:2]
+        ]
+        async for piece in llm.stream(QUESTIONS[0], GREEDY, "first"):  # free again
+            assert piece.request_id == "first"
+        running = llm.stream(QUESTIONS[0], ENDLESS, "same")
+        await anext(running)
+        with pytest.raises(InvalidRequestError, match="request_id 'same' is that of a running"):
+            await llm.generate(QUESTIONS[1], GREEDY, "same")
+        with pytest.raises(InvalidRequestError, match=r"request_id must be a string, got 5 \(int"):
+            await llm.generate(QUESTIONS[1], GREEDY, 5)  # type: ignore[arg-type]
+        assert not (await anext(running)).finished
+        await running.aclose()  # type: ignore[attr-defined]
+
+    run(main())
+
+
+def test_abort_by_request_id(llm: AsyncLLM) -> None:
+    """An aborted request returns what it has; unknown and finished ids do nothing."""
+
+    async def main() -> None:
+        whole = asyncio.create_task(llm.generate(QUESTIONS[0], ENDLESS, "whole"))
+        pieces = llm.stream(QUESTIONS[0], ENDLESS, "stream")
+        text = "".join([(await anext(pieces)).text for _ in range(5)])
+        await llm.abort("stream")
+        await llm.abort("whole")
+        await llm.abort("unknown")
+        rest = [piece async for piece in pieces]
+        assert rest[-1].finish_reason == "abort"
+        output = await whole
+        assert output.finish_reason == "abort"
+        assert output.text.startswith(text)
+        await llm.abort("whole")
+
+    run(main())
+
+
+def test_health_and_names_of_llm(own_llm: AsyncLLM, sync_llm: LLM) -> None:
+    assert own_llm.get_default_sampling_params() == sync_llm.get_default_sampling_params()
+    assert type(own_llm.get_tokenizer()) is type(sync_llm.get_tokenizer())
+    assert run(own_llm.check_health()) is None
+    own_llm.shutdown()
+    with pytest.raises(EngineDeadError, match="shut down"):
+        run(own_llm.check_health())
 
 
 def test_closed_event_loop_leaves_the_engine_working(llm: AsyncLLM) -> None:

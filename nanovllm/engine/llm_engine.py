@@ -4,28 +4,32 @@ Knows no tensors: the executor hides what runs the model.
 """
 
 import logging
+import os
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 
 from nanovllm.config import Config
+from nanovllm.engine.delayed_interrupt import DelayedInterrupt
 from nanovllm.engine.input_processor import InputProcessor, Prompt
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.request import Request
 from nanovllm.engine.tokenizer import load_tokenizer
-from nanovllm.outputs import RequestOutput
+from nanovllm.errors import EngineDeadError, InvalidRequestError
+from nanovllm.outputs import Metric, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler.block_manager import BlockManager
-from nanovllm.scheduler.messages import Schedule
+from nanovllm.scheduler.messages import Schedule, StepResult
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.utils.hub import configured_checkpoint
-from nanovllm.worker.executor import Future, make_executor
+from nanovllm.worker.executor import Executor, Future, make_executor
 
 logger = logging.getLogger(__name__)
 
 
 class LLMEngine:
-    """Continuous batching over one model.
+    """Continuous batching over one model, for one thread at a time: see `SharedEngine`.
 
     Args:
         config: the engine's options.
@@ -42,7 +46,8 @@ class LLMEngine:
         checkpoint = configured_checkpoint(config)
         self.executor = make_executor(config, checkpoint)
         tokenizer = load_tokenizer(checkpoint)
-        self._finalizer = weakref.finalize(self, self.executor.shutdown)
+        self._pid = os.getpid()
+        self._finalizer = weakref.finalize(self, _shut_down, self.executor, self._pid)
         self.cache_info = self.executor.start()
         # "vllm" means no recommended parameters; the end-of-sequence tokens stay the checkpoint's.
         recommends = config.generation_config != "vllm"
@@ -72,6 +77,11 @@ class LLMEngine:
         self._in_flight: deque[tuple[Schedule, Future]] = deque()  # oldest first
         self._outputs: list[RequestOutput] = []  # for the next step() to return
 
+    @property
+    def is_own_process(self) -> bool:
+        """Whether this is the process that made the engine, and not one forked from it."""
+        return os.getpid() == self._pid
+
     def add_request(
         self,
         prompt: Prompt,
@@ -79,10 +89,12 @@ class LLMEngine:
         *,
         priority: int = 0,
         stream: bool = False,
-    ) -> int:
+        request_id: str | None = None,
+    ) -> int | str:
         """Queue a request and return its id. Lower priority values go first, then earlier arrivals.
 
         Args:
+            request_id: the caller's own id; None lets the engine count.
             stream: make `step` return the request's delta of each step, not one output at the end.
 
         Raises:
@@ -92,61 +104,97 @@ class LLMEngine:
         request = self.input_processor.make_request(
             prompt, sampling_params, priority=priority, stream=stream
         )
+        if request_id is not None:
+            self._check_request_id(request_id)
+            request.request_id = request_id
         self.queue(request)
         return request.request_id
 
-    def queue(self, request: Request) -> None:
+    def queue(
+        self, request: Request, deliver: Callable[[RequestOutput], object] | None = None
+    ) -> None:
         """Queue a request that `input_processor.make_request` made.
+
+        Args:
+            deliver: receives the request's outputs; None lets `step` return them.
 
         Raises:
             EngineDeadError: the engine is down.
         """
+        self.check_process()
         self.executor.check_health()
+        request.deliver = deliver
         self.output_processor.add_request(request)
         # The others follow once the first has computed the prompt: they find its blocks cached.
         self.scheduler.add(request.unqueued.pop(0))
 
     def step(self) -> list[RequestOutput]:
-        """Launch a step, process the oldest step's tokens, and return the outputs to send.
+        """Do `run_step` and return the outputs of requests without `deliver`."""
+        self.run_step()
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def run_step(self) -> None:
+        """Launch a step, process the oldest step's tokens, and deliver the outputs.
 
         Raises:
             EngineDeadError: a worker died. After any error the requests of the step are queued
                 again.
         """
-        schedule = self.scheduler.schedule()
-        if schedule is not None:
-            self._launch_step(schedule)
-        if self._in_flight and (schedule is None or len(self._in_flight) > self._queue_depth):
+        self.check_process()
+        launched = self._launch_step()
+        if self._in_flight and (not launched or len(self._in_flight) > self._queue_depth):
             self._process_oldest_step()
-        outputs, self._outputs = self._outputs, []
-        return outputs
 
-    def abort(self, request_id: int) -> RequestOutput | None:
-        """End a request and return its output that was not sent yet; None if it is not running."""
+    def abort(self, request_id: int | str) -> RequestOutput | None:
+        """End a request and return its output that was not sent yet; None if it is not running.
+
+        The output is also delivered, if the request has a `deliver`.
+        """
         request = self.output_processor.get_request(request_id)
         if request is None:
             return None
         self._queue_remaining(request)
         for seq in request.sequences:
             self.scheduler.abort(seq.seq_id)
-        return self.output_processor.make_output(request)
-
-    def is_running(self, request_id: int) -> bool:
-        """Whether a request is queued or running."""
-        return self.output_processor.get_request(request_id) is not None
+        output = self.output_processor.make_output(request)
+        if output is not None and request.deliver is not None:
+            request.deliver(output)
+        return output
 
     def is_finished(self) -> bool:
         """Whether no request is unfinished and no output waits; steps in flight do not count."""
         return not (self.scheduler.num_unfinished or self._outputs)
 
-    def defer_outputs(self, outputs: list[RequestOutput]) -> None:
-        """Make the next `step()` return these outputs; their requests belong to other callers."""
-        self._outputs += outputs
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; return False, and forget none, while requests hold blocks."""
+        return self.scheduler.block_manager.reset_prefix_cache()
 
-    def discard(self, request_id: int) -> None:
-        """End a request and drop its outputs, also those that `step()` has not returned yet."""
-        self.abort(request_id)
-        self._outputs = [output for output in self._outputs if output.request_id != request_id]
+    def get_metrics(self) -> list[Metric]:
+        """Return the engine's counts since its start, and its load now, by vLLM's names.
+
+        A request is here one continuation, as in vLLM.
+        """
+        scheduler = self.scheduler
+        free = scheduler.block_manager.num_free_blocks / self.cache_info.num_blocks
+        return [
+            Metric("vllm:num_requests_running", len(scheduler.running)),
+            Metric("vllm:num_requests_waiting", scheduler.num_waiting),
+            Metric("vllm:kv_cache_usage_perc", 1 - free),
+            Metric("vllm:generation_tokens", self.stats.num_decode_tokens),
+            Metric("nanovllm:prefill_tokens", self.stats.num_prefill_tokens),
+        ]
+
+    def check_process(self) -> None:
+        """Raise EngineDeadError in a process that was forked after the engine was made.
+
+        The engine's threads, worker processes and GPU belong to the process that made it.
+        """
+        if not self.is_own_process:
+            raise EngineDeadError(
+                f"the engine belongs to process {self._pid}, and this is process {os.getpid()}, "
+                'forked from it: use multiprocessing\'s "spawn" and make the LLM in the new process'
+            )
 
     def shutdown(self) -> None:
         """End the workers and free the model. May be called again.
@@ -156,14 +204,35 @@ class LLMEngine:
         self.input_processor.shutdown()
         self._finalizer()
 
-    def _launch_step(self, schedule: Schedule) -> None:
+    def _check_request_id(self, request_id: str) -> None:
+        if not isinstance(request_id, str):
+            raise InvalidRequestError(
+                f"request_id must be a string, got {request_id!r:.80} ({type(request_id).__name__})"
+            )
+        if self.output_processor.get_request(request_id) is not None:
+            raise InvalidRequestError(
+                f"request_id {request_id!r:.80} is that of a running request: give each its own"
+            )
+
+    def _launch_step(self) -> bool:
+        """Launch the next step; return False if there is nothing to compute now."""
+        schedule = None
         try:
-            # Before execute(), which computes the whole step if it runs in this process.
-            self._set_first_scheduled_times(schedule)
+            with DelayedInterrupt():
+                schedule = self.scheduler.schedule()
+                if schedule is None:
+                    return False
+                # Before execute(), which computes the whole step if it runs in this process.
+                self._set_first_scheduled_times(schedule)
             self._in_flight.append((schedule, self.executor.execute(schedule)))
         except BaseException:
-            self.scheduler.abandon(schedule)
+            if schedule is not None:
+                with DelayedInterrupt():
+                    if self._in_flight and self._in_flight[-1][0] is schedule:
+                        self._in_flight.pop()
+                    self.scheduler.abandon(schedule)
             raise
+        return True
 
     def _set_first_scheduled_times(self, schedule: Schedule) -> None:
         for admission in schedule.admissions:
@@ -172,31 +241,44 @@ class LLMEngine:
                 request.first_scheduled_time = time.monotonic()
 
     def _process_oldest_step(self) -> None:
-        """Wait for the oldest step in flight, process its tokens and collect the outputs."""
+        """Wait for the oldest step in flight, process its tokens and deliver the outputs."""
         schedule, future = self._in_flight[0]
         try:
             result = future.result()
+            with DelayedInterrupt():
+                self._in_flight.popleft()
+                self._process_result(schedule, result)
         except BaseException:
             # The steps launched after a failed one may have read KV that it did not write.
-            while self._in_flight:
-                self.scheduler.abandon(self._in_flight.popleft()[0])
+            with DelayedInterrupt():
+                while self._in_flight:
+                    self.scheduler.abandon(self._in_flight.popleft()[0])
             raise
-        self._in_flight.popleft()
-        updated: dict[int, Request] = {}
+
+    def _process_result(self, schedule: Schedule, result: StepResult) -> None:
+        updated: dict[int | str, Request] = {}
         now = time.monotonic()
         for seq in self.scheduler.update(schedule, result):
             request, stop_string = self.output_processor.process_tokens(seq, now)
             if seq.finish_reason == "error":
-                logger.warning("request %d ended: %s", request.request_id, seq.stop_reason)
+                logger.warning("request %s ended: %s", request.request_id, seq.stop_reason)
             if stop_string is not None:
                 self.scheduler.finish(seq.seq_id, "stop", stop_string)
             self._queue_remaining(request)
             if request.stream or seq.is_finished:
                 updated[request.request_id] = request
-        outputs = map(self.output_processor.make_output, updated.values())
-        self._outputs += [output for output in outputs if output is not None]
+        for request in updated.values():
+            output = self.output_processor.make_output(request)
+            if output is not None:
+                (request.deliver or self._outputs.append)(output)
 
     def _queue_remaining(self, request: Request) -> None:
         """Queue the request's sequences that the scheduler does not have yet."""
         while request.unqueued:
             self.scheduler.add(request.unqueued.pop(0))
+
+
+def _shut_down(executor: Executor, pid: int) -> None:
+    """End the workers, unless this process was forked: they are its parent's."""
+    if os.getpid() == pid:
+        executor.shutdown()

@@ -25,7 +25,7 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase | None") -> None:
         self._tokenizer = tokenizer
-        self._requests: dict[int, Request] = {}
+        self._requests: dict[int | str, Request] = {}
         self._completions: dict[int, Completion] = {}  # by sequence id
         self._decoded_tokens: dict[int, str] = {}  # decoded alone, for log-probabilities
 
@@ -36,7 +36,7 @@ class OutputProcessor:
             detokenizer = self._make_detokenizer(request.params)
             self._completions[seq.seq_id] = Completion(request, index, seq, detokenizer)
 
-    def get_request(self, request_id: int) -> Request | None:
+    def get_request(self, request_id: int | str) -> Request | None:
         """Return a request that is being followed, None if there is none with this id."""
         return self._requests.get(request_id)
 

@@ -4,8 +4,10 @@ Knows no tokenizer and no scheduling. The scheduler sees the sequences only.
 """
 
 import time
+from collections.abc import Callable
 
 from nanovllm.engine.detokenizer import Detokenizer
+from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.scheduler.sequence import Sequence
 
@@ -15,7 +17,8 @@ class Request:
 
     Args:
         prompt: the prompt's text; None if it was given as token ids.
-        sequences: one for each of the params.n continuations; the first one's id is the request's.
+        sequences: one for each of the params.n continuations; the first one's id is the request's,
+            unless the caller gives it another.
         stream: whether the request returns a delta after each step, or one output at its end.
     """
 
@@ -27,12 +30,13 @@ class Request:
         *,
         stream: bool,
     ) -> None:
-        self.request_id = sequences[0].seq_id
+        self.request_id: int | str = sequences[0].seq_id
         self.prompt = prompt
         self.prompt_token_ids = list(sequences[0].token_ids)  # shared by all its outputs
         self.params = params
         self.sequences = sequences
         self.stream = stream
+        self.deliver: Callable[[RequestOutput], object] | None = None  # see LLMEngine.queue
         self.arrival_time = time.monotonic()
         self.first_scheduled_time: float | None = None
         self.first_token_time: float | None = None

@@ -151,6 +151,16 @@ class BlockManager:
         seq.num_published_blocks = 0
         seq.parent_uid = ROOT_UID
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached blocks; return False, and forget none, while a sequence owns blocks."""
+        if len(self._free) < len(self.blocks):
+            return False
+        for block_id in self._cached.values():
+            block = self.blocks[block_id]
+            block.uid, block.key, block.tokens = None, None, b""
+        self._cached.clear()
+        return True
+
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Verify every invariant. For tests only: it reads the whole pool.
 

@@ -155,6 +155,8 @@ class SpawnedExecutor:
                 )
                 process.start()
                 self._processes.append(process)
+                # Else a process forked with os.fork() would end our ranks when it exits.
+                mp.process._children.discard(process)  # type: ignore[attr-defined]
                 theirs.close()  # so that `ours` reads end-of-file when the child dies
             infos: list[CacheInfo] = [self._receive(rank) for rank in range(size)]
             info = min(infos, key=lambda found: found.num_blocks)

@@ -1,0 +1,140 @@
+"""Lets many threads use one engine: one of them at a time runs its steps, for all of them.
+
+Knows no scheduling and no text.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from nanovllm.engine.delayed_interrupt import DelayedInterrupt
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.errors import NanoVLLMError
+
+Result = TypeVar("Result")
+Mailbox = SimpleQueue[Any]
+"""Where one thread waits for items. The item None means: look whether to run the steps."""
+
+
+class SharedEngine:
+    """An `LLMEngine` for many threads. Their requests share its batches.
+
+    A thread that waits for an item becomes the leader if there is none. The leader runs commands
+    and steps until its own item has come; then it leaves, and a waiting thread becomes the leader.
+    Commands, such as new requests, run between two steps.
+
+    An exception in a step is raised in the leader only. The next leader goes on.
+
+    Hazard: the garbage collector may call `submit` (by closing a stream) in any thread, between any
+    two lines of this class. So the lock is reentrant, and nothing waits while it is held.
+    """
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self._engine = engine
+        self._commands: deque[Callable[[], object]] = deque()
+        self._lock = threading.RLock()  # guards the next three
+        self._leader: Mailbox | None = None
+        self._leading_thread: int | None = None
+        self._waiting: dict[Mailbox, None] = {}  # in the order of arrival
+
+    def receive(self, mailbox: Mailbox) -> Any:
+        """Return the mailbox's next item; run steps until it comes, or wait while others do.
+
+        Raises:
+            EngineDeadError: the engine is down, or it was made before this process was forked.
+            NanoVLLMError: this thread runs a step already: this is a callback or signal handler.
+        """
+        self._check_caller()
+        item = None
+        try:
+            while item is None:
+                if self._takes_lead(mailbox):
+                    self._run_until_mail(mailbox)
+                item = mailbox.get()
+        finally:
+            try:
+                self._leave(mailbox)
+            except BaseException:  # Ctrl-C just now: others would wait for ever for this thread
+                self._leave(mailbox)
+                raise
+        return item
+
+    def call(self, command: Callable[[], Result]) -> Result:
+        """Run a command between two steps and return its result, or raise its exception.
+
+        Raises:
+            EngineDeadError, NanoVLLMError: as `receive`.
+        """
+        self._check_caller()
+        mailbox: Mailbox = SimpleQueue()
+
+        def run() -> None:
+            try:
+                mailbox.put((command(), None))
+            except BaseException as error:  # for the caller; the leader goes on
+                mailbox.put((None, error))
+
+        self._commands.append(run)
+        result, error = self.receive(mailbox)
+        if error is not None:
+            raise error
+        return result  # type: ignore[no-any-return]
+
+    def submit(self, command: Callable[[], object]) -> None:
+        """Run a command now if there is no leader, else let the leader run it; never wait.
+
+        In a forked process this does nothing.
+        """
+        if not self._engine.is_own_process:
+            return
+        self._commands.append(command)
+        turn: Mailbox = SimpleQueue()
+        try:
+            self._takes_lead(turn)
+        finally:
+            self._leave(turn)
+
+    def _takes_lead(self, mailbox: Mailbox) -> bool:
+        """Make the caller the leader if there is none, else let it wait for its turn."""
+        with self._lock:
+            if self._leader is None:
+                self._leader, self._leading_thread = mailbox, threading.get_ident()
+                self._waiting.pop(mailbox, None)
+            elif self._leader is not mailbox:
+                self._waiting[mailbox] = None
+            return self._leader is mailbox
+
+    def _leave(self, mailbox: Mailbox) -> None:
+        """End the caller's turn or its wait. If there is no leader, wake a waiting thread."""
+        while self._leader is mailbox:
+            self._run_commands()  # nobody else may be there to run those of `submit`
+            with self._lock:
+                if not self._commands:
+                    self._leader = self._leading_thread = None
+        with self._lock:
+            self._waiting.pop(mailbox, None)
+            first = next(iter(self._waiting), None)
+            if self._leader is None and first is not None:
+                first.put(None)  # it stays in the list until it leads or leaves
+
+    def _run_until_mail(self, mailbox: Mailbox) -> None:
+        while mailbox.empty():
+            self._run_commands()
+            if mailbox.empty():
+                assert self._engine.scheduler.num_unfinished, "a thread waits for a lost request"
+                self._engine.run_step()
+
+    def _run_commands(self) -> None:
+        while self._commands:
+            with DelayedInterrupt():
+                self._commands.popleft()()
+
+    def _check_caller(self) -> None:
+        self._engine.check_process()
+        if self._leading_thread == threading.get_ident():
+            raise NanoVLLMError(
+                "this thread is running a step of this LLM already: a signal handler or a callback "
+                "cannot use the LLM that it interrupts"
+            )

@@ -1,0 +1,273 @@
+"""Threads share one LLM: each gets the text that it would get alone, and none waits for ever.
+
+One thread runs the steps for all. When it ends, by an answer or an exception, another goes on.
+"""
+
+import contextlib
+import gc
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from nanovllm import LLM, NanoVLLMError, SamplingParams, demo_model
+from nanovllm.errors import EngineDeadError
+from tests.glossary import ANSWER_TO, GREEDY, OPTIONS, QUESTIONS
+from tests.helpers import assert_idle, generate, join
+
+ENDLESS = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+FORTY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+PREFIX = "A glossary of inference engines, question by question, for those who build them. "
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[LLM]:
+    llm = LLM(demo_model.MODEL, max_num_seqs=32, kvcache_block_size=8, **OPTIONS)
+    yield llm
+    llm.shutdown()
+
+
+@pytest.fixture
+def llm(shared: LLM) -> Iterator[LLM]:
+    """The shared LLM; check that the test left nothing in it."""
+    yield shared
+    assert_idle(shared)
+
+
+def in_threads(jobs: list[Callable[[], Any]], seconds: float = 60) -> list[Any]:
+    """Run each job in a thread of its own, all at once; return the results in their order."""
+    ready = threading.Barrier(len(jobs))
+
+    def run(job: Callable[[], Any]) -> Any:
+        ready.wait()
+        return job()
+
+    pool = ThreadPoolExecutor(len(jobs))
+    try:
+        futures = [pool.submit(run, job) for job in jobs]
+        return [future.exception(seconds) or future.result() for future in futures]
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # a thread that hangs fails the test above
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_24_threads_with_shared_prefixes_get_the_texts_of_one(llm: LLM) -> None:
+    """Symptom: wrong text without an error, `double free`, and wrong answers afterwards."""
+    prompts = [[PREFIX + q for q in QUESTIONS[i : i + 2]] for i in range(24)]
+    params = [
+        SamplingParams(temperature=index % 2, seed=index, max_tokens=1 + index)
+        for index in range(24)
+    ]
+    expected = [llm.generate(p, s, False) for p, s in zip(prompts, params, strict=True)]
+    for _ in range(2):
+        found = in_threads(
+            [
+                lambda p=p, s=s: llm.generate(p, s, use_tqdm=False)
+                for p, s in zip(prompts, params, strict=True)
+            ]
+        )
+        for outputs, alone in zip(found, expected, strict=True):
+            assert [o.token_ids for o in outputs] == [o.token_ids for o in alone]
+            assert [o.text for o in outputs] == [o.text for o in alone]
+        llm.engine.scheduler.check()
+    assert generate(llm, QUESTIONS[0]).text == " " + ANSWER_TO[QUESTIONS[0]]
+
+
+def test_threads_share_batches(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    execute = llm.engine.executor.execute
+
+    def measured(schedule: Any) -> Any:
+        sizes.append(len(schedule.rows))
+        return execute(schedule)
+
+    monkeypatch.setattr(llm.engine.executor, "execute", measured)
+    in_threads([lambda: generate(llm, QUESTIONS[0], FORTY)] * 8)
+    assert max(sizes) == 8
+    assert len(sizes) < 2 * FORTY.max_tokens  # one after the other: 8 times max_tokens
+
+
+def test_streams_chats_and_aborts_in_many_threads(llm: LLM) -> None:
+    def whole(question: str) -> bool:
+        return generate(llm, question).text == " " + ANSWER_TO[question]
+
+    def chat(question: str) -> bool:
+        (output,) = llm.chat([{"role": "user", "content": question}], GREEDY, use_tqdm=False)
+        return bool(output.text == ANSWER_TO[question])
+
+    def stream(question: str) -> bool:
+        return join(llm.stream(question, GREEDY))[0].text == " " + ANSWER_TO[question]
+
+    def closed(question: str) -> bool:
+        pieces: Any = llm.stream(question, GREEDY)
+        text = next(pieces).text + next(pieces).text
+        pieces.close()
+        return (" " + ANSWER_TO[question]).startswith(text)
+
+    def abandoned(question: str) -> bool:
+        cycle: list[Any] = [llm.stream(question, GREEDY)]
+        cycle.append(cycle)
+        return (" " + ANSWER_TO[question]).startswith(next(cycle[0]).text)
+
+    def aborted(question: str) -> bool:
+        pieces = llm.stream(question, GREEDY)
+        first = next(pieces)
+        llm.abort(first.request_id)
+        text = first.text + "".join(piece.text for piece in pieces)
+        return (" " + ANSWER_TO[question]).startswith(text)
+
+    def by_hand(question: str) -> bool:
+        request = llm.add_request(question, GREEDY)
+        return llm.abort(request) is not None
+
+    ways = [whole, chat, stream, closed, abandoned, aborted, by_hand]
+    rng = random.Random(0)
+    work = [(way, rng.choice(QUESTIONS)) for way in ways for _ in range(9)]
+    rng.shuffle(work)
+    jobs = [lambda part=work[i::21]: [way(q) for way, q in part] for i in range(21)]
+    assert in_threads(jobs) == [[True] * 3] * 21
+    gc.collect()
+
+
+def test_abort_in_another_thread_ends_generate(llm: LLM) -> None:
+    """Symptom: generate waits for ever for a request that is gone."""
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(llm.generate, QUESTIONS[0], ENDLESS, False)
+        wait_until(lambda: bool(llm.engine.scheduler.running))
+        request = llm.engine.scheduler.running[0].seq_id
+        rest = llm.abort(request)
+        (output,) = running.result(20)
+    assert rest is not None
+    assert output.finish_reason == "abort"
+    assert output.token_ids == rest.token_ids
+
+
+def test_stream_is_read_in_another_thread(llm: LLM) -> None:
+    stream = llm.stream(QUESTIONS[0], GREEDY)
+    pieces = [next(stream)]
+    (rest,) = in_threads([lambda: list(stream)])
+    assert join(pieces + rest)[0].text == " " + ANSWER_TO[QUESTIONS[0]]
+
+
+def test_unread_stream_stops_nobody(llm: LLM) -> None:
+    unread = llm.stream(QUESTIONS[0], GREEDY)
+    first = next(unread)
+    texts = in_threads([lambda q=q: generate(llm, q).text for q in QUESTIONS[1:5]])
+    assert texts == [" " + ANSWER_TO[question] for question in QUESTIONS[1:5]]
+    assert join([first, *unread])[0].text == " " + ANSWER_TO[QUESTIONS[0]]
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_exception_ends_only_the_requests_of_the_thread_that_runs_the_step(
+    llm: LLM, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    execute = llm.engine.executor.execute
+    num_calls = 0
+
+    def fails_sometimes(schedule: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls in (5, 15, 25):
+            raise error("just now")
+        return execute(schedule)
+
+    monkeypatch.setattr(llm.engine.executor, "execute", fails_sometimes)
+
+    def job(question: str) -> Any:
+        try:
+            return generate(llm, question, FORTY).text
+        except BaseException as raised:
+            return type(raised)
+
+    found = in_threads([lambda q=q: job(q) for q in QUESTIONS[:8]])
+    monkeypatch.undo()
+    assert found.count(error) == 3
+    for question, text in zip(QUESTIONS, found, strict=False):
+        if text is not error:
+            assert text == generate(llm, question, FORTY).text
+
+
+def test_interrupts_at_any_point_leave_nobody_waiting(llm: LLM) -> None:
+    """Ctrl-C in the main thread, again and again, while other threads generate."""
+    stop = threading.Event()
+
+    def work(question: str) -> set[str]:
+        texts = set()
+        while not stop.is_set():
+            texts.add(generate(llm, question).text)
+        return texts
+
+    def interrupt(signum: int, frame: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    rng = random.Random(0)
+    num_interrupts = 0
+    old = signal.signal(signal.SIGALRM, interrupt)
+    pool = ThreadPoolExecutor(2)
+    try:
+        futures = [pool.submit(work, question) for question in QUESTIONS[:2]]
+        for _ in range(200):
+            with contextlib.suppress(KeyboardInterrupt):
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.0005, 0.01))
+                    generate(llm, QUESTIONS[3], SamplingParams(max_tokens=4))
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                except KeyboardInterrupt:
+                    num_interrupts += 1
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        stop.set()
+        texts = [future.result(30) for future in futures]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+        stop.set()
+        pool.shutdown(wait=False)
+    assert num_interrupts > 20
+    assert texts == [{" " + ANSWER_TO[question]} for question in QUESTIONS[:2]]
+
+
+def test_shutdown_ends_the_requests_of_all_threads(make_llm: Any) -> None:
+    llm = make_llm(demo_model.MODEL, **OPTIONS)
+
+    def job() -> Any:
+        try:
+            return generate(llm, QUESTIONS[0], ENDLESS)
+        except EngineDeadError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(6) as pool:
+        futures = [pool.submit(job) for _ in range(6)]
+        wait_until(lambda: len(llm.engine.scheduler.running) == 6)
+        llm.shutdown()
+        assert {future.result(20) for future in futures} == {
+            "the engine was shut down; make a new LLM"
+        }
+
+
+def test_callback_in_a_step_cannot_use_the_llm(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Symptom: a signal handler that generates waits for ever for the step that it interrupts."""
+    execute = llm.engine.executor.execute
+    raised = []
+
+    def reentrant(schedule: Any) -> Any:
+        for call in (lambda: generate(llm, QUESTIONS[1]), lambda: llm.abort(0), llm.is_finished):
+            with pytest.raises(NanoVLLMError, match="this thread is running a step") as caught:
+                call()
+            raised.append(caught)
+        return execute(schedule)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.executor, "execute", reentrant)
+        assert generate(llm, QUESTIONS[0]).text == " " + ANSWER_TO[QUESTIONS[0]]
+    assert raised
