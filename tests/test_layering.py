@@ -20,7 +20,7 @@ class Folder(NamedTuple):
 
 
 VALUES = ("errors", "validation", "config", "sampling_params", "outputs")
-FRONT = ("llm", "async_llm", "cli")
+FRONT = ("llm", "async_llm", "cli", "chat", "flags", "terminal")
 FOLDERS = {
     "values": Folder("", torch=False),
     "demo_model": Folder("", torch=False),
