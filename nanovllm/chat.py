@@ -91,7 +91,7 @@ class Chat:
             with noted_interrupts() as interrupted:
                 prompt = self._llm.render(messages, add_generation_prompt=True, **self._template)
                 outputs = self._llm.stream(prompt, self._params)
-                answer = write_stream(_texts(outputs, interrupted))
+                answer = write_stream(texts(outputs, interrupted))
                 stopped = interrupted()
         except KeyboardInterrupt:
             stopped = True
@@ -131,14 +131,23 @@ class Chat:
         _tell("(A new conversation.)")
 
 
-def _texts(outputs: Iterator[RequestOutput], interrupted: Callable[[], bool]) -> Iterator[str]:
-    """Yield the text of each output until Ctrl-C comes."""
+def texts(
+    outputs: Iterator[RequestOutput], interrupted: Callable[[], bool] = lambda: False
+) -> Iterator[str]:
+    """Yield the text of each output of a stream until Ctrl-C comes.
+
+    Raises:
+        InvalidRequestError: the model failed, such as with logits that are not numbers.
+    """
     with spinner():
         first = list(itertools.islice(outputs, 1))
     for output in itertools.chain(first, outputs):
         if interrupted():
             return
         yield output.text
+        if output.finish_reason == "error":
+            reason = output.outputs[0].stop_reason
+            raise InvalidRequestError(f"the answer ended with an error: {reason}")
 
 
 def _tell(message: str) -> None:

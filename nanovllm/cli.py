@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence as Seq
 from typing import Any
 
 from nanovllm import __version__, demo_model
-from nanovllm.chat import Chat
+from nanovllm.chat import Chat, texts
 from nanovllm.config import Config
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
 from nanovllm.flags import Parser, add_flags, fields_of, given_fields, json_object
@@ -71,28 +71,31 @@ def _run(argv: Seq[str] | None) -> int:
 def generate(args: argparse.Namespace) -> int:
     """Print the continuation of each prompt, from the arguments or the lines of standard input."""
     options, flags = _checked(args)
-    texts = _prompts(args)
-    if not texts:
+    given = _prompts(args)
+    if not given:
         return 0
     llm, params = _load(options, flags)
-    prompts: list[Any] = texts
+    prompts: list[Any] = given
     if args.chat:
         prompts = [
             llm.render([{"role": "user", "content": text}], add_generation_prompt=True)
-            for text in texts
+            for text in given
         ]
     if len(prompts) == 1 and params.n == 1 and not args.json:
-        write_stream(output.text for output in llm.stream(prompts[0], params))
+        write_stream(texts(llm.stream(prompts[0], params)))
         return 0
     outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
     escaped = (sys.stdout.encoding or "utf-8").lower() != "utf-8"
-    for text, output in zip(texts, outputs, strict=True):
+    for text, output in zip(given, outputs, strict=True):
         for completion in output.outputs:
             if args.json:
                 record = {"prompt": text, **dataclasses.asdict(completion)}
                 write(json.dumps(record, ensure_ascii=escaped) + "\n")
             else:
                 write(completion.text + "\n")
+    errors = [c.stop_reason for o in outputs for c in o.outputs if c.finish_reason == "error"]
+    if errors:
+        raise InvalidRequestError(f"{len(errors)} ended with an error, first: {errors[0]}")
     return 0
 
 

@@ -22,6 +22,7 @@ from nanovllm import LLM, SamplingParams, cli, demo_model, terminal
 from nanovllm.config import Config
 from nanovllm.flags import Parser, add_flags, fields_of
 from nanovllm.llm import default_sampling_params
+from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from tests.glossary import ANSWERS, ENTRIES, QUESTIONS
 from tests.helpers import environment
 
@@ -333,6 +334,7 @@ def example_of(hint: Any) -> tuple[str, Any]:
         int: ("3", 3),
         float: ("0.5", 0.5),
         str: ("some text", "some text"),
+        dict[str, Any]: ('{"vocab_size": 3}', {"vocab_size": 3}),
         tuple[str, ...]: ("some text", ("some text",)),
         tuple[int, ...]: ("[3, 4]", (3, 4)),
         tuple[tuple[int, float], ...]: ('{"3": 0.5}', ((3, 0.5),)),
@@ -595,6 +597,25 @@ def test_chat_commands(run: Run, rendered: list[Any], tmp_path: Path) -> None:
     ):
         assert expected in message
         assert len(message) < 300
+
+
+def test_answer_that_ends_with_an_error_is_not_kept(
+    run: Run, rendered: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model whose logits are not numbers ends the request with the finish reason "error"."""
+    broken = CompletionOutput(0, "Half", [5], "error", "the logits are NaN")
+    times = RequestMetrics(0.0, 0.0, 0.0, 0.0)
+    output = RequestOutput(0, None, [1], [broken], True, 0, times)
+    monkeypatch.setattr(LLM, "stream", lambda *_: iter([output]))
+    monkeypatch.setattr(LLM, "generate", lambda *_, **__: [output, output])
+    shown, err = chat(run, lines=QUESTIONS[:2])
+    assert shown == ["Half", "Half"]
+    assert err.count("the answer ended with an error: the logits are NaN") == 2
+    assert rendered == [turn(0)[:1], turn(1)[:1]]
+    for prompts in (QUESTIONS[:1], QUESTIONS[:2]):
+        status, out, err = run("generate", demo_model.MODEL, *prompts, *FAST)
+        assert (status, out) == (2, "Half\n" * len(prompts))
+        assert "ended with an error" in err
 
 
 def test_chat_sends_a_path_as_a_message(run: Run, rendered: list[Any]) -> None:

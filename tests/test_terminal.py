@@ -51,10 +51,10 @@ def waiting(llm, prompt, params):
         return
     lines = text[text.index("Wait"):].partition("<|im_end|>")[0].splitlines()
     time.sleep(0.3)  # the spinner turns
-    yield types.SimpleNamespace(text=f"I wait ({len(lines)} lines)")
+    yield types.SimpleNamespace(text=f"I wait ({len(lines)} lines)", finish_reason=None)
     while True:  # until Ctrl-C
         time.sleep(0.01)
-        yield types.SimpleNamespace(text="")
+        yield types.SimpleNamespace(text="", finish_reason=None)
 
 LLM.stream = waiting
 sys.exit(cli.main(sys.argv[1:]))
@@ -100,6 +100,18 @@ class Terminal:
                 assert time.monotonic() < end, f"{text!r} did not come; {self.raw!r} did"
                 assert self._read(), f"the program ended without {text!r}; {self.raw!r} came"
             self._seen = found + len(text)
+
+    def interrupt_line(self) -> None:
+        """Type Ctrl-C once the program waits for a key.
+
+        Python's readline does not see a Ctrl-C that comes between its prompt and its wait.
+        """
+        state = Path(f"/proc/{self.pid}/stat")
+        end = time.monotonic() + TIMEOUT
+        while state.read_text().rpartition(")")[2].split()[0] != "S":
+            assert time.monotonic() < end, "the program does not wait"
+            time.sleep(0.001)
+        self.send(CTRL_C)
 
     def expect_line(self, line: str) -> None:
         """Read until the last line on the screen is this one."""
@@ -210,9 +222,9 @@ def test_session_is_the_stored_one(terminals: list[Terminal], tmp_path: Path) ->
     chat.expect(answer.encode(), PROMPT)
     chat.send(b"not sent")
     chat.expect(b"not sent")
-    chat.send(CTRL_C)
+    chat.interrupt_line()
     chat.expect(PROMPT)
-    chat.send(CTRL_C)
+    chat.interrupt_line()
     chat.expect(PROMPT)
     chat.send(f"/save {saved}\r".encode())
     chat.expect(PROMPT)
@@ -259,9 +271,9 @@ def test_unusable_history_does_no_harm(terminals: list[Terminal], tmp_path: Path
     typed.expect(b"got 'mine'", PROMPT)
     typed.send(UP + b"\r")
     typed.expect(b"got 'mine'", PROMPT)
-    typed.send(CTRL_C)
+    typed.interrupt_line()
     typed.expect(b"Ctrl-C again", PROMPT)
-    typed.send(CTRL_C)
+    typed.interrupt_line()
     assert typed.end() == 130
     assert target.read_text() == '"planted"\n'
 
