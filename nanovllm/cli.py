@@ -1,219 +1,222 @@
 """The command line: `nanovllm generate` and `nanovllm chat`.
 
-Each field of Config and SamplingParams is a flag.
+Each field of Config and SamplingParams is a flag. What can be checked without the model is checked
+before it is loaded.
 """
 
 import argparse
 import dataclasses
 import json
-import os
 import sys
-import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from typing import Any
 
-from nanovllm import demo_model
+from nanovllm import __version__, demo_model
+from nanovllm.chat import Chat, texts
 from nanovllm.config import Config
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
+from nanovllm.flags import Parser, add_flags, fields_of, given_fields, json_object
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.terminal import (
+    OutputError,
+    abandon,
+    check_text,
+    complain,
+    is_interactive,
+    piped_lines,
+    prepare_streams,
+    typed_lines,
+    write,
+    write_stream,
+)
 
 if typing.TYPE_CHECKING:
     from nanovllm.llm import LLM
 
-NO_FLAGS = ("logits_processors", "output_kind")
-"""Fields whose values cannot be written on a command line."""
-HELP = "/reset starts a new conversation, /exit (or Ctrl-D) quits, Ctrl-C stops an answer."
+MAX_TOKENS = 512
+"""max_tokens if neither a flag nor the checkpoint sets it."""
+RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens")
+"""The fields of SamplingParams that a checkpoint may set."""
 
 
 def main(argv: Seq[str] | None = None) -> int:
     """Run the command line and return the exit status."""
-    parser = _parser()
-    args, rest = parser.parse_known_args(argv)
-    if rest and (args.command is not generate or any(word.startswith("-") for word in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:  # prompts after a flag: argparse itself does not accept them there
-        args.prompt += rest
     try:
-        command: Callable[[argparse.Namespace], int] = args.command
-        status = command(args)
-        sys.stdout.flush()
-        return status
+        prepare_streams()
+        return _run(argv)
     except NanoVLLMError as error:
-        sys.stderr.write(f"nanovllm: {error}\n")
+        complain(f"nanovllm: {error}")
         return 2
+    except OutputError as error:
+        abandon(sys.stdout)
+        if str(error):
+            complain(f"nanovllm: {error}")
+        return error.status
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of a pipe has ended, such as `| head`
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())  # Python flushes it once more at exit
-        return 141
-    except UnicodeDecodeError as error:
-        sys.stderr.write(f"nanovllm: standard input is not {error.encoding} text: {error}\n")
-        return 2
+
+
+def _run(argv: Seq[str] | None) -> int:
+    """Parse the arguments, run the command and return its status."""
+    try:
+        args = _parse(argv)
+    except SystemExit:  # after --help or --version
+        write("")  # flushes, so that a full disk is noticed here
+        return 0
+    command: Callable[[argparse.Namespace], int] = args.command
+    return command(args)
 
 
 def generate(args: argparse.Namespace) -> int:
     """Print the continuation of each prompt, from the arguments or the lines of standard input."""
-    llm, params = _load(args)
-    texts = args.prompt or [line.rstrip("\n") for line in sys.stdin if line.strip()]
-    prompts: list[Any] = texts
+    options, flags = _checked(args)
+    given = _prompts(args)
+    if not given:
+        return 0
+    llm, params = _load(options, flags)
+    prompts: list[Any] = given
     if args.chat:
         prompts = [
             llm.render([{"role": "user", "content": text}], add_generation_prompt=True)
-            for text in texts
+            for text in given
         ]
     if len(prompts) == 1 and params.n == 1 and not args.json:
-        _write(output.text for output in llm.stream(prompts[0], params))
+        write_stream(texts(llm.stream(prompts[0], params)))
         return 0
     outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
-    for text, output in zip(texts, outputs, strict=True):
+    escaped = (sys.stdout.encoding or "utf-8").lower() != "utf-8"
+    for text, output in zip(given, outputs, strict=True):
         for completion in output.outputs:
             if args.json:
                 record = {"prompt": text, **dataclasses.asdict(completion)}
-                sys.stdout.write(json.dumps(record, ensure_ascii=False) + "\n")
+                write(json.dumps(record, ensure_ascii=escaped) + "\n")
             else:
-                sys.stdout.write(completion.text + "\n")
+                write(completion.text + "\n")
+    errors = [c.stop_reason for o in outputs for c in o.outputs if c.finish_reason == "error"]
+    if errors:
+        raise InvalidRequestError(f"{len(errors)} ended with an error, first: {errors[0]}")
     return 0
 
 
 def chat(args: argparse.Namespace) -> int:
     """Chat with a model: read messages from standard input and stream the answers."""
-    llm, params = _load(args)
-    template = args.chat_template_kwargs
-    if params.n > 1:
-        raise InvalidRequestError(f"a conversation has one answer, so n must be 1, got {params.n}")
-    system = [{"role": "system", "content": args.system}] if args.system else []
-    history = list(system)
-    interactive = sys.stdin.isatty()
-    if interactive:
-        sys.stdout.write(HELP + "\n")
-    while True:
-        try:
-            line = input("> " if interactive else "").strip()
-        except EOFError:
-            return 0
-        if line == "/exit":
-            return 0
-        if line == "/reset":
-            history = list(system)
-            continue
-        if not line:
-            continue
-        question = {"role": "user", "content": line}
-        try:
-            prompt = llm.render([*history, question], add_generation_prompt=True, **template)
-            answer = _write(output.text for output in llm.stream(prompt, params))
-        except InvalidRequestError as error:
-            sys.stderr.write(f"{error}\n(/reset starts a new conversation)\n")
-            continue
-        except KeyboardInterrupt:
-            sys.stdout.write("\n")
-            continue
-        history += [question, {"role": "assistant", "content": answer}]
+    options, flags = _checked(args)
+    n = flags.get("n", 1)
+    if n != 1:
+        raise InvalidRequestError(f"a conversation has one answer, so n must be 1, got {n}")
+    if args.system is not None:
+        check_text("the system message", args.system)
+    if sys.stdin is None:
+        raise InvalidRequestError("standard input is closed, so there is nothing to answer")
+    if not is_interactive():
+        lines = piped_lines()
+    else:
+        lines = typed_lines()
+        shipped = " (the glossary model that ships with nanovllm; name another to use it)"
+        write(f"Loading {args.model}{shipped if args.model == demo_model.MODEL else ''}\n")
+    llm, params = _load(options, flags)
+    if is_interactive():
+        write("Type a message, or /help.\n")
+    Chat(llm, params, args.system, args.chat_template_kwargs).run(lines)
+    return 0
 
 
-def _write(pieces: Iterable[str]) -> str:
-    """Print pieces of text as they come and return the whole text."""
-    text = ""
-    for piece in pieces:
-        sys.stdout.write(piece)
-        sys.stdout.flush()
-        text += piece
-    sys.stdout.write("\n")
-    return text
+def _checked(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the given fields of Config and of SamplingParams, both checked."""
+    options = {"model": args.model, **given_fields(Config, args)}
+    Config(**options)
+    flags = given_fields(SamplingParams, args)
+    enough = max(MAX_TOKENS, flags.get("min_tokens", 0))  # the checkpoint's is not known yet
+    SamplingParams(**{"max_tokens": enough, **flags})
+    return options, flags
 
 
-def _load(args: argparse.Namespace) -> "tuple[LLM, SamplingParams]":
+def _prompts(args: argparse.Namespace) -> list[str]:
+    if args.prompt and args.prompt != ["-"]:
+        return [check_text(f"prompt {i}", text) for i, text in enumerate(args.prompt)]
+    if is_interactive():
+        complain("nanovllm: reading prompts from the terminal, one a line, until Ctrl-D")
+    return [line for line in piped_lines() if line.strip()]
+
+
+def _load(options: dict[str, Any], flags: dict[str, Any]) -> "tuple[LLM, SamplingParams]":
     """Return the model and its recommended sampling parameters, overridden by the flags."""
-    from nanovllm.llm import LLM
+    try:
+        from nanovllm.llm import LLM
 
-    given = vars(args)
-    llm = LLM(**{name: given[name] for name in _fields(Config) if name in given})
-    defaults = dataclasses.asdict(llm.get_default_sampling_params())
+        llm = LLM(**options)
+    except KeyboardInterrupt:
+        complain("nanovllm: interrupted while loading the model")
+        raise
+    params = llm.get_default_sampling_params()
     if llm.engine.generation_config.get("max_new_tokens") is None:
-        defaults["max_tokens"] = 512
-    flags = {name: given[name] for name in _fields(SamplingParams) if name in given}
-    return llm, SamplingParams(**{**defaults, **flags})
+        flags = {"max_tokens": MAX_TOKENS, **flags}
+    return llm, dataclasses.replace(params, **flags)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="nanovllm", description="Run a language model.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+def _parse(argv: Seq[str] | None) -> argparse.Namespace:
+    """Return the parsed arguments, with the function of the command in `command`."""
+    parser = Parser(prog="nanovllm", description="Run a language model.")
+    parser.add_argument("--version", action="version", version=f"nanovllm {__version__}")
+    parser.set_defaults(command=None, parser=parser)
+    commands = parser.add_subparsers(metavar="COMMAND")
     for command in (generate, chat):
-        sub = commands.add_parser(
-            command.__name__, help=command.__doc__, description=command.__doc__
+        _add_command(commands, command)
+    args, rest = parser.parse_known_args(argv)
+    for word in rest:
+        if word.startswith("-"):
+            args.parser.refuse_flag(word)
+    if args.command is None:
+        parser.error("COMMAND is missing: generate or chat")
+    if args.model is None:
+        args.parser.error("MODEL is missing: a checkpoint directory or a hub id")
+    if rest and args.command is chat:
+        args.parser.error(f"chat takes a MODEL and no prompts, got {rest[0]!r:.80}")
+    if rest:  # prompts after a flag: argparse itself does not accept them there
+        args.prompt += rest
+    return args
+
+
+def _add_command(
+    commands: "argparse._SubParsersAction[Parser]", command: Callable[[argparse.Namespace], int]
+) -> None:
+    name, is_chat = command.__name__, command is chat
+    parser = commands.add_parser(
+        name,
+        help=command.__doc__,
+        description=command.__doc__,
+        usage=f"nanovllm {name} {'[MODEL]' if is_chat else 'MODEL [PROMPT ...]'} [flags]",
+    )
+    parser.set_defaults(command=command, parser=parser)
+    about = "a checkpoint directory or a hub id"
+    if is_chat:
+        about += " (default: the glossary model that ships with nanovllm)"
+    default = demo_model.MODEL if is_chat else None
+    parser.add_argument("model", metavar="MODEL", nargs="?", default=default, help=about)
+    if is_chat:
+        parser.add_argument("--system", metavar="TEXT", help="A system message.")
+        parser.add_argument(
+            "--chat-template-kwargs",
+            default={},
+            type=json_object,
+            metavar="JSON",
+            help='Arguments of the chat template, such as {"enable_thinking": false}.',
         )
-        sub.set_defaults(command=command)
-        sub.add_argument(
-            "model",
-            nargs="?" if command is chat else None,
-            default=demo_model.MODEL,
-            help="a checkpoint directory or a hub id"
-            + ("; default: the glossary model that ships with nanovllm" if command is chat else ""),
-        )
-        if command is generate:
-            sub.add_argument("prompt", nargs="*", help="default: the lines of standard input")
-            sub.add_argument("--chat", action="store_true", help="apply the chat template")
-            sub.add_argument("--json", action="store_true", help="print one JSON object per output")
-        else:
-            sub.add_argument("--system", help="a system message")
-            sub.add_argument(
-                "--chat-template-kwargs",
-                default={},
-                type=_json_object,
-                metavar="JSON",
-                help='arguments of the chat template, such as {"enable_thinking": false}',
-            )
-        _add_flags(sub.add_argument_group("engine"), Config, but={"model"})
-        _add_flags(
-            sub.add_argument_group("sampling"), SamplingParams, but={*_fields(Config), *NO_FLAGS}
-        )
-    return parser
-
-
-def _add_flags(group: "argparse._ArgumentGroup", owner: type[Any], but: Collection[str]) -> None:
-    """Add a flag for each field of `owner` except those in `but`.
-
-    A flag that is not given sets no attribute. A field of both dataclasses, such as seed, has one
-    flag, which sets both.
-    """
-    for name, (kind, default) in _fields(owner).items():
-        if name in but:
-            continue
-        options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": name}
-        if kind is bool:
-            options["action"] = argparse.BooleanOptionalAction
-        elif kind in (int, float, str):
-            options |= {"type": kind, "metavar": kind.__name__.upper()}
-        elif name in ("stop", "bad_words"):
-            options |= {"action": "append", "metavar": "STR"}
-        else:
-            options |= {"type": json.loads, "metavar": "JSON"}
-        group.add_argument(
-            "--" + name.replace("_", "-"),
-            help=f"default: {default!r}".replace("%", "%%"),
-            **options,
-        )
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    value = json.loads(text)
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"not a JSON object: {text}")
-    return value
-
-
-def _fields(owner: type[Any]) -> dict[str, tuple[type[Any], Any]]:
-    """Return (type without None, default) of each field, by name."""
-    hints = typing.get_type_hints(owner)
-    found = {}
-    for field in dataclasses.fields(owner):
-        hint = hints[field.name]
-        if isinstance(hint, types.UnionType):
-            (hint,) = (arg for arg in typing.get_args(hint) if arg is not type(None))
-        found[field.name] = (hint, field.default)
-    return found
+    else:
+        about = "text to continue (default, and for -: the lines of standard input)"
+        parser.add_argument("prompt", metavar="PROMPT", nargs="*", help=about)
+        parser.add_argument("--chat", action="store_true", help="Apply the chat template.")
+        parser.add_argument("--json", action="store_true", help="Print one JSON object an output.")
+    add_flags(parser.add_argument_group("engine"), Config, but={"model"}, defaults={})
+    own = {name: field.default for name, field in fields_of(SamplingParams).items()}
+    own["max_tokens"] = MAX_TOKENS
+    add_flags(
+        parser.add_argument_group("sampling"),
+        SamplingParams,
+        but=fields_of(Config),
+        defaults={name: f"the checkpoint's, or else {own[name]}" for name in RECOMMENDED},
+    )
 
 
 if __name__ == "__main__":

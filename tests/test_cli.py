@@ -1,20 +1,28 @@
 """The command line: its output, its errors and exit statuses, and a flag for each field."""
 
 import dataclasses
+import errno
 import io
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 import types
 import typing
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nanovllm import LLM, SamplingParams, cli, demo_model
+import nanovllm
+from nanovllm import LLM, SamplingParams, cli, demo_model, terminal
 from nanovllm.config import Config
+from nanovllm.flags import Parser, add_flags, fields_of
+from nanovllm.llm import default_sampling_params
+from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from tests.glossary import ANSWERS, ENTRIES, QUESTIONS
 from tests.helpers import environment
 
@@ -173,42 +181,119 @@ def test_missing_model_is_one_line_and_status_2(run: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "required: COMMAND"),
+        ([], "COMMAND is missing: generate or chat"),
         (["serve"], "invalid choice: 'serve'"),
-        (["generate"], "required: model"),
-        (["generate", "m", "p", "--temprature", "1"], "unrecognized arguments: --temprature"),
-        (["generate", "m", "--temprature", "1", "p"], "unrecognized arguments: --temprature"),
-        (["generate", "m", "p", "--temperature", "hot"], "invalid float value: 'hot'"),
-        (["generate", "m", "p", "--max-tokens", "1.5"], "invalid int value: '1.5'"),
-        (["generate", "m", "p", "--logit-bias", "{"], "argument --logit-bias"),
-        (["generate", "m", "p", "--system", "x"], "unrecognized arguments: --system"),
-        (["chat", "m", "--json"], "unrecognized arguments: --json"),
-        (["chat", "m", "--chat-template-kwargs", "{"], "argument --chat-template-kwargs"),
-        (["chat", "m", "--chat-template-kwargs", "[1]"], "argument --chat-template-kwargs"),
-        (["chat", "m", "Hi"], "unrecognized arguments: Hi"),
+        (["generate"], "MODEL is missing: a checkpoint directory or a hub id"),
+        (["generate", "--max-token", "9"], "no flag --max-token; did you mean '--max-tokens'?"),
+        (["generate", "m", "p", "--temprature", "1"], "did you mean '--temperature'?"),
+        (["generate", "m", "--temprature=1", "p"], "did you mean '--temperature'?"),
+        (["generate", "m", "p", "--max-tok", "1"], "there is no flag --max-tok"),
+        (["generate", "m", "p", "--xyzzy"], "there is no flag --xyzzy (see nanovllm generate"),
+        (["generate", "m", "p", "--temperature", "hot"], "must be a number, got 'hot'"),
+        (["generate", "m", "p", "--max-tokens", "1.5"], "must be an integer, got '1.5'"),
+        (["generate", "m", "p", "--max-tokens", "9" * 5000], "--max-tokens: must be an integer"),
+        (["generate", "m", "p", "--logit-bias", "{"], "--logit-bias: not JSON: Expecting property"),
+        (["generate", "m", "p", "--logit-bias", "{}]"], "Extra data at character 3 of '{}]'"),
+        (["generate", "m", "p", "--logit-bias", "[" * 100_000], "--logit-bias: not JSON"),
+        (["generate", "m", "p", "--logit-bias", "9" * 5000], "--logit-bias: not JSON"),
+        (["generate", "m", "p", "--system", "x"], "there is no flag --system"),
+        (["generate", "m", "p", "--stop"], "argument --stop: expected one argument"),
+        (["chat", "m", "--json"], "there is no flag --json"),
+        (["chat", "m", "--chat-template-kwargs", "{"], "--chat-template-kwargs: not JSON"),
+        (["chat", "m", "--chat-template-kwargs", "[1]"], "--chat-template-kwargs: not a JSON obj"),
+        (["chat", "m", "Hi"], "chat takes a MODEL and no prompts, got 'Hi'"),
     ],
 )
-def test_bad_arguments_are_refused_by_argparse(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+def test_bad_usage_is_one_line_and_status_2(run: Run, arguments: list[str], message: str) -> None:
+    """The line names what is wrong, and does not repeat a long value."""
+    status, out, err = run(*arguments)
+    assert (status, out) == (2, "")
+    assert err.startswith("nanovllm: ")
+    assert message in err
+    assert err.count("\n") == 1
+    assert len(err) < 250
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "no model", "Hi", "--temperature", "-1"], "temperature must be"),
+        (["generate", "no model", "Hi", "--min-tokens", "9", "--max-tokens", "5"], "min_tokens"),
+        (["generate", "no model", "Hi", "--max-num-seqs", "0"], "max_num_seqs must be"),
+        (["generate", "no model", "Hi", "a\udcff"], "prompt 1 is not UTF-8 text: it has byte 0xff"),
+        (["chat", "no model", "--n", "2"], "n must be 1, got 2"),
+        (["chat", "no model", "--top-p", "2"], "top_p must be"),
+        (["chat", "no model", "--system", "\udc80"], "the system message is not UTF-8 text"),
+    ],
+)
+def test_requests_are_checked_before_the_model(
+    run: Run, recorder: Any, arguments: list[str], message: str
 ) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(arguments)
-    assert caught.value.code == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert message in shown.err
+    status, out, err = run(*arguments)
+    assert (status, out) == (2, "")
+    assert message in err
+    assert recorder.made == []
+
+
+def test_no_prompts_load_no_model(run: Run, recorder: Any) -> None:
+    assert run("generate", "no model", stdin="\n  \n") == (0, "", "")
+    assert recorder.made == []
+
+
+def test_min_tokens_may_exceed_the_default_length(run: Run, recorder: Any) -> None:
+    """Only the loaded checkpoint knows how many tokens it recommends."""
+    status, _, err = run("generate", "some model", "Hi", "--min-tokens", "600")
+    assert (status, len(recorder.made)) == (2, 1)
+    assert "min_tokens must be an integer from 0 to 512" in err
+
+
+def test_dash_reads_standard_input(run: Run) -> None:
+    assert generate(run, "-", stdin=f"{QUESTIONS[0]}\n") == f" {ANSWERS[0]}\n"
+
+
+def test_version(run: Run) -> None:
+    assert run("--version") == (0, f"nanovllm {nanovllm.__version__}\n", "")
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
-def test_help_names_every_flag(capsys: pytest.CaptureFixture[str], command: str) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main([command, "--help"])
-    assert caught.value.code == 0
-    shown = capsys.readouterr().out
-    for field in dataclasses.fields(Config) + dataclasses.fields(SamplingParams):
-        assert (
-            field.name in ("model", *cli.NO_FLAGS) or f"--{field.name.replace('_', '-')}" in shown
-        )
+def test_help_explains_every_flag(run: Run, command: str) -> None:
+    status, out, err = run(command, "--help")
+    assert (status, err) == (0, "")
+    shown = "".join(out.split())  # argparse breaks lines, also at hyphens
+    for owner in (Config, SamplingParams):
+        for name in fields_of(owner):
+            assert name == "model" or f"--{name.replace('_', '-')}" in shown
+    for text in (
+        "Randomness of the sampling: the logits are divided by it.",
+        "Maximum number of tokens to generate. (default: the checkpoint's, or else 512)",
+        "may use, weights included. (default: 0.9)",
+        "(default: the checkpoint's, or else 1.0)",
+        "--enforce-eager, --no-enforce-eager",
+    ):
+        assert "".join(text.split()) in shown
+
+
+def test_every_field_has_a_help_text(capsys: pytest.CaptureFixture[str]) -> None:
+    for owner in (Config, SamplingParams):
+        parser = Parser(prog="test", usage="test")
+        add_flags(parser.add_argument_group(), owner, but={"model"}, defaults={})  # type: ignore[arg-type]
+        parser.print_help()
+        for flag in re.split(r"\n  (?=--)", capsys.readouterr().out)[1:]:
+            text = " ".join(flag.split()).partition(" (default:")[0]
+            assert len(text.split()) > 4, f"no help: {flag}"
+
+
+def test_help_tells_what_a_checkpoint_may_recommend() -> None:
+    """`RECOMMENDED` names the fields that `default_sampling_params` sets."""
+    config = dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), 0.5)
+    config |= {"top_k": 5, "max_new_tokens": 7}
+    params = default_sampling_params(config)
+    changed = {
+        field.name
+        for field in dataclasses.fields(SamplingParams)
+        if getattr(params, field.name) != field.default
+    }
+    assert changed == set(cli.RECOMMENDED)
 
 
 class Recorder:
@@ -222,7 +307,7 @@ class Recorder:
         self.engine = types.SimpleNamespace(generation_config={})
 
     def get_default_sampling_params(self) -> SamplingParams:
-        return SamplingParams(temperature=0.25, max_tokens=77)
+        return cli.SamplingParams(temperature=0.25, max_tokens=77)
 
     def stream(self, prompt: str, params: SamplingParams) -> Iterator[Any]:
         self.asked.append(params)
@@ -259,13 +344,16 @@ def example_of(hint: Any) -> tuple[str, Any]:
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (owner, field.name)
+        (owner, name)
         for owner in (Config, SamplingParams)
-        for field in dataclasses.fields(owner)
-        if field.name not in ("model", *cli.NO_FLAGS)
+        for name in fields_of(owner)
+        if name != "model"
     ],
 )
-def test_every_field_has_a_flag(run: Run, recorder: Any, owner: type[Any], name: str) -> None:
+def test_every_field_has_a_flag(
+    run: Run, recorder: Any, monkeypatch: pytest.MonkeyPatch, owner: type[Any], name: str
+) -> None:
+    monkeypatch.setattr(Config, "__post_init__", lambda config: None)  # takes any text
     hint = typing.get_type_hints(owner)[name]
     flag = "--" + name.replace("_", "-")
     if hint is bool:
@@ -299,7 +387,9 @@ def test_new_field_gets_a_flag(run: Run, recorder: Any, monkeypatch: pytest.Monk
     @dataclasses.dataclass(frozen=True)
     class NewConfig(Config):
         num_spoons: int = 1
+        """How many spoons there are; 50% are clean."""
         polished: bool = False
+        hook: Callable[..., int] | None = None
 
     @dataclasses.dataclass(frozen=True)
     class NewParams(SamplingParams):
@@ -307,6 +397,9 @@ def test_new_field_gets_a_flag(run: Run, recorder: Any, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(cli, "Config", NewConfig)
     monkeypatch.setattr(cli, "SamplingParams", NewParams)
+    shown = " ".join(run("chat", "--help")[1].split())
+    assert "--num-spoons INT How many spoons there are; 50% are clean. (default: 1)" in shown
+    assert "--hook" not in shown, "a command line cannot hold a function"
     flags = ["--num-spoons", "7", "--polished", "--sweetness", "0.5"]
     assert run("generate", "some model", "Hi", *flags)[0] == 0
     assert recorder.made == [{"model": "some model", "num_spoons": 7, "polished": True}]
@@ -429,23 +522,187 @@ def test_chat_continues_after_an_interrupted_answer(
 
 
 def test_interrupt_between_answers_ends_the_chat(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(prompt: str) -> str:
-        raise KeyboardInterrupt
+    class Interrupted(io.StringIO):
+        def readline(self, size: int | None = -1, /) -> str:
+            raise KeyboardInterrupt
 
-    monkeypatch.setattr("builtins.input", interrupted)
+    monkeypatch.setattr(io, "StringIO", Interrupted)
     assert run("chat", *FAST) == (130, "", "")
 
 
-def test_chat_at_a_terminal_explains_itself(
+def test_interrupt_while_loading_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(**options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("nanovllm.llm.LLM", interrupted)
+    line = "nanovllm: interrupted while loading the model\n"
+    assert run("generate", "some model", "Hi") == (130, "", line)
+
+
+def test_interrupted_stream_ends_with_a_newline(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = LLM.stream
+
+    def interrupted(self: LLM, prompt: Any, params: SamplingParams) -> Iterator[Any]:
+        yield next(stream(self, prompt, params))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LLM, "stream", interrupted)
+    status, out, err = run("generate", demo_model.MODEL, QUESTIONS[0], *FAST)
+    assert (status, err) == (130, "")
+    assert out.endswith("\n")
+
+
+def test_chat_commands(run: Run, rendered: list[Any], tmp_path: Path) -> None:
+    saved = tmp_path / "chat.json"
+    lines = [
+        "/help",
+        "/system Be brief.",
+        QUESTIONS[0],
+        f"/save {saved}",
+        f"/save {saved}",
+        "/save",
+        f"/save {tmp_path}/no/where",
+        "/rest",
+        "/reset now",
+        "/" + "x" * 1000,
+        "/system",
+        "/reset",
+        QUESTIONS[1],
+    ]
+    shown, err = chat(run, lines=lines)
+    assert shown[-2:] == ANSWERS[:2]
+    assert [line.split()[0] for line in shown[:-2]] == [
+        "/help",
+        "/system",
+        "/save",
+        "/reset",
+        "/exit",
+        "Ctrl-C",
+    ]
+    system = {"role": "system", "content": "Be brief."}
+    assert json.loads(saved.read_text(encoding="utf-8")) == [system, *turn(0)]
+    assert rendered == [[system, *turn(0)[:1]], turn(1)[:1]]
+    messages = err.splitlines()
+    for message, expected in zip(
+        messages,
+        (
+            "exists already; give another name",
+            "/save needs the name of a file",
+            "cannot write",
+            "there is no command /rest; did you mean '/reset'?",
+            "/reset takes no argument, got 'now'",
+            "there is no command /xxx",
+        ),
+        strict=True,
+    ):
+        assert expected in message
+        assert len(message) < 300
+
+
+def test_answer_that_ends_with_an_error_is_not_kept(
+    run: Run, rendered: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model whose logits are not numbers ends the request with the finish reason "error"."""
+    broken = CompletionOutput(0, "Half", [5], "error", "the logits are NaN")
+    times = RequestMetrics(0.0, 0.0, 0.0, 0.0)
+    output = RequestOutput(0, None, [1], [broken], True, 0, times)
+    monkeypatch.setattr(LLM, "stream", lambda *_: iter([output]))
+    monkeypatch.setattr(LLM, "generate", lambda *_, **__: [output, output])
+    shown, err = chat(run, lines=QUESTIONS[:2])
+    assert shown == ["Half", "Half"]
+    assert err.count("the answer ended with an error: the logits are NaN") == 2
+    assert rendered == [turn(0)[:1], turn(1)[:1]]
+    for prompts in (QUESTIONS[:1], QUESTIONS[:2]):
+        status, out, err = run("generate", demo_model.MODEL, *prompts, *FAST)
+        assert (status, out) == (2, "Half\n" * len(prompts))
+        assert "ended with an error" in err
+
+
+def test_chat_sends_a_path_as_a_message(run: Run, rendered: list[Any]) -> None:
+    _, err = chat(run, lines=["/etc/hosts is a file"])
+    assert err == ""
+    assert rendered[0][0]["content"] == "/etc/hosts is a file"
+
+
+def test_output_for_a_terminal_holds_no_control_characters(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
+    """A model's text cannot move the cursor or set the window's title."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    terminal.write("a\x1b]0;title\x07\tb\r\x9b1A\n")
+    assert capsys.readouterr().out == "a\\x1b]0;title\\x07\tb\\x0d\\x9b1A\n"
 
-    monkeypatch.setattr(sys, "stdin", Terminal(f"{QUESTIONS[0]}\n/exit\n"))
-    assert cli.main(["chat", *FAST]) == 0
-    assert capsys.readouterr().out == f"{cli.HELP}\n> {ANSWERS[0]}\n> "
+
+class Full(io.StringIO):
+    """A stream of a full disk."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize(
+    ("name", "stream", "status", "err"),
+    [
+        ("stdout", Full(), 1, "nanovllm: cannot write the output: No space left on device\n"),
+        ("stdout", None, 1, "nanovllm: standard output is closed\n"),
+        ("stderr", Full(), 0, ""),
+        ("stderr", None, 0, ""),
+        ("stdin", None, 0, ""),
+    ],
+)
+def test_unusable_stream_is_one_line_at_most(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    stream: Any,
+    status: int,
+    err: str,
+) -> None:
+    monkeypatch.setattr(sys, name, stream)
+    assert cli.main(["generate", demo_model.MODEL, QUESTIONS[0], *FAST]) == status
+    shown = capsys.readouterr()
+    assert shown.err == err
+    assert shown.out == ("" if status else f" {ANSWERS[0]}\n")
+
+
+@pytest.mark.parametrize("command", [["generate", "m"], ["chat"]])
+def test_closed_input_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    assert cli.main(command) == 2
+    assert "standard input is closed" in capsys.readouterr().err
+
+
+def test_process_with_unusable_streams_ends_in_one_line() -> None:
+    """Python itself writes a traceback if it cannot flush a stream when it ends."""
+    program = f"{shlex.quote(sys.executable)} -m nanovllm.cli"
+    for command, status, err in (
+        ("--help >/dev/full", 1, "nanovllm: cannot write the output: No space left on device\n"),
+        ("--help >&-", 1, "nanovllm: standard output is closed\n"),
+        ("--oops 2>/dev/full", 2, ""),
+        ("--oops 2>&-", 2, ""),
+        ("chat <&-", 2, "nanovllm: standard input is closed, so there is nothing to answer\n"),
+    ):
+        done = subprocess.run(
+            ["sh", "-c", f"{program} {command}"],
+            stderr=subprocess.PIPE,
+            env=environment(),
+            text=True,
+            timeout=60,
+        )
+        assert (done.returncode, done.stderr) == (status, err)
+
+
+def test_output_without_unicode_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PYTHONIOENCODING=ascii: text is still readable, JSON is still exact."""
+    for flags in ([], ["--json"]):
+        raw = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+        assert cli.main(["generate", demo_model.MODEL, QUESTIONS[0], *FAST, *flags]) == 0
+        out = raw.getvalue().decode("ascii")
+        text = json.loads(out)["text"] if flags else out.removesuffix("\n")
+        assert text == f" {ANSWERS[0]}".replace("👋", "👋" if flags else "\\U0001f44b")
 
 
 def test_closed_output_pipe_ends_without_a_traceback() -> None:
@@ -466,13 +723,31 @@ def test_closed_output_pipe_ends_without_a_traceback() -> None:
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
+@pytest.mark.parametrize(
+    ("encoding", "handler", "message"),
+    [
+        ("utf-8", "strict", "nanovllm: standard input is not UTF-8 text: it has byte 0xff\n"),
+        (
+            "utf-8",
+            "surrogateescape",
+            "nanovllm: standard input is not UTF-8 text: it has byte 0xff\n",
+        ),
+        ("ascii", "strict", "nanovllm: standard input is not ASCII text: it has byte 0xff\n"),
+    ],
+)
 def test_binary_standard_input_is_refused(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    encoding: str,
+    handler: str,
+    message: str,
 ) -> None:
-    lines = io.TextIOWrapper(io.BytesIO(b"a\xff\n"), encoding="utf-8")
+    """Python reads such bytes as lone surrogates under LC_ALL=C."""
+    lines = io.TextIOWrapper(io.BytesIO(b"a\xff\n"), encoding=encoding, errors=handler)
     monkeypatch.setattr(sys, "stdin", lines)
     assert cli.main([command, demo_model.MODEL, *FAST]) == 2
-    assert "standard input is not utf-8 text" in capsys.readouterr().err
+    assert capsys.readouterr() == ("", message)
 
 
 def test_command_runs_as_a_process() -> None:

@@ -20,7 +20,7 @@ class Folder(NamedTuple):
 
 
 VALUES = ("errors", "validation", "other_names", "config", "sampling_params", "outputs")
-FRONT = ("llm", "async_llm", "cli", "unsupported")
+FRONT = ("llm", "async_llm", "unsupported", "cli", "chat", "flags", "terminal")
 FOLDERS = {
     "values": Folder("", torch=False),
     "demo_model": Folder("", torch=False),

@@ -1,0 +1,162 @@
+"""Command-line flags made from the fields of a dataclass: name, type, default and help.
+
+The help is the docstring below the field. Knows no particular field.
+"""
+
+import argparse
+import ast
+import dataclasses
+import inspect
+import json
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple, NoReturn
+
+from nanovllm.errors import ConfigError
+from nanovllm.validation import did_you_mean
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that raises its errors; flags cannot be abbreviated."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ConfigError with the message."""
+        raise ConfigError(f"{message} (see {self.prog} --help)")
+
+    def refuse_flag(self, word: str) -> NoReturn:
+        """Raise ConfigError for a flag that is not known, and suggest the one that was meant."""
+        name = word.partition("=")[0]
+        known = [flag[2:] for flag in self._option_string_actions if flag.startswith("--")]
+        hint = did_you_mean(name.lstrip("-"), known)
+        hint = hint.replace("'", "'--", 1) if hint.startswith("; did") else ""  # no list of all
+        self.error(f"there is no flag {name:.80}{hint}")
+
+
+class _Field(NamedTuple):
+    """What a flag needs to know of a field."""
+
+    kind: Any  # the type, without None
+    default: Any
+
+
+def fields_of(owner: type[Any]) -> dict[str, _Field]:
+    """Return the fields that can be written on a command line, by name."""
+    hints = typing.get_type_hints(owner)
+    found = {}
+    for field in dataclasses.fields(owner):
+        kind = hints[field.name]
+        if isinstance(kind, types.UnionType):
+            kinds = [arg for arg in typing.get_args(kind) if arg is not type(None)]
+            kind = kinds[0] if len(kinds) == 1 else kind
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        if _is_plain(kind):
+            found[field.name] = _Field(kind, default)
+    return found
+
+
+def add_flags(
+    group: "argparse._ArgumentGroup",
+    owner: type[Any],
+    *,
+    but: Collection[str],
+    defaults: Mapping[str, str],
+) -> None:
+    """Add a flag for each field of `owner` except those in `but`.
+
+    A flag that is not given sets no attribute, so the field's default stands.
+
+    Args:
+        defaults: what the help says of defaults that are not the field's own, by field.
+    """
+    docs = _field_docs(owner)
+    for name, field in fields_of(owner).items():
+        if name in but:
+            continue
+        options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": name}
+        if field.kind is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        elif field.kind is str:
+            options["metavar"] = "TEXT"
+        elif field.kind in (int, float):
+            options |= {"type": _number(field.kind), "metavar": field.kind.__name__.upper()}
+        elif field.kind == tuple[str, ...]:
+            options |= {"action": "append", "metavar": "TEXT"}
+        else:
+            options |= {"type": json_value, "metavar": "JSON"}
+        doc = docs.get(name, "")
+        if options.get("action") == "append":
+            doc += " The flag may be repeated."
+        default = defaults.get(name, repr(field.default))
+        help_text = f"{doc} (default: {default})".strip().replace("%", "%%")
+        group.add_argument("--" + name.replace("_", "-"), help=help_text, **options)
+
+
+def given_fields(owner: type[Any], args: argparse.Namespace) -> dict[str, Any]:
+    """Return the values of the flags that were given for the fields of `owner`."""
+    given = vars(args)
+    return {name: given[name] for name in fields_of(owner) if name in given}
+
+
+def json_value(text: str) -> Any:
+    """Return the value of a JSON text; the error says where the text breaks off from JSON."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        reason = f"{error.msg} at character {error.pos + 1} of"
+    except (ValueError, RecursionError):  # a number of thousands of digits; thousands of brackets
+        reason = "too large or nested too deeply:"
+    raise argparse.ArgumentTypeError(f"not JSON: {reason} {text!r:.80}")
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Return the dictionary of a JSON text."""
+    value = json_value(text)
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f'not a JSON object, such as {{"a": 1}}: {text!r:.80}')
+    return value
+
+
+def _number(kind: type[int] | type[float]) -> Callable[[str], int | float]:
+    def parse(text: str) -> int | float:
+        try:
+            return kind(text)
+        except ValueError:
+            what = "an integer" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"must be {what}, got {text!r:.80}") from None
+
+    return parse
+
+
+def _is_plain(kind: Any) -> bool:
+    """Return whether JSON can hold a value of this type; it cannot hold a function."""
+    if kind in (str, int, float, bool, type(None), Any, Ellipsis):
+        return True
+    outer = typing.get_origin(kind)
+    plain = outer in (tuple, list, dict, Mapping, types.UnionType)
+    return plain and all(map(_is_plain, typing.get_args(kind)))
+
+
+def _field_docs(owner: type[Any]) -> dict[str, str]:
+    """Return the string below each field in the source, by field."""
+    docs: dict[str, str] = {}
+    for base in reversed(owner.__mro__[:-1]):
+        try:
+            body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        except OSError:  # installed without its source
+            continue
+        assert isinstance(body, ast.ClassDef)
+        for field, below in zip(body.body, body.body[1:], strict=False):
+            match field, below:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str() as text)),
+                ):
+                    docs[name] = " ".join(text.split())
+    return docs

@@ -1,0 +1,288 @@
+"""The standard streams of the command line: lines in, text out, and what a terminal adds.
+
+At a terminal lines can be edited, there is a history, and a spinner shows until text comes. Knows
+no model. Writes no colours, so NO_COLOR needs no rule.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import stat
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from nanovllm.errors import InvalidRequestError
+
+HISTORY_LENGTH = 1000
+"""Lines of the history that a session starts with."""
+
+_VISIBLE = {
+    code: f"\\x{code:02x}" for code in [*range(32), *range(127, 160)] if chr(code) not in "\n\t"
+}
+"""Control characters, written as escapes: a model's text must not control the terminal."""
+
+
+class OutputError(Exception):
+    """Standard output cannot be written. `status` is the exit status."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def prepare_streams() -> None:
+    """Make the standard streams safe to use, whatever the caller closed.
+
+    A character that the output's encoding lacks is written as an escape.
+
+    Raises:
+        OutputError: standard output is closed.
+    """
+    for descriptor in range(3):  # else the next file opened would become a standard stream
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (open until the process ends)
+    if sys.stdout is None:
+        raise OutputError("standard output is closed", 1)
+    reconfigure = getattr(sys.stdout, "reconfigure", None)  # not if a test replaced it
+    if reconfigure is not None:
+        reconfigure(errors="backslashreplace")
+
+
+def is_interactive() -> bool:
+    """Return whether somebody types and reads at a terminal."""
+    return sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def write(text: str) -> None:
+    """Write text to standard output at once.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    try:
+        sys.stdout.write(text.translate(_VISIBLE) if sys.stdout.isatty() else text)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of a pipe has ended, such as `| head`
+        raise OutputError("", 141) from None
+    except OSError as error:
+        raise OutputError(f"cannot write the output: {error.strerror}", 1) from None
+
+
+def write_stream(pieces: Iterable[str]) -> str:
+    """Write pieces of text as they come, then a newline, and return the whole text."""
+    text = ""
+    try:
+        for piece in pieces:
+            write(piece)
+            text += piece
+    finally:
+        write("\n")
+    return text
+
+
+def complain(message: str) -> None:
+    """Write a message as one line to standard error, if that can be written."""
+    try:
+        sys.stderr.write(" ".join(message.splitlines()).translate(_VISIBLE) + "\n")
+        sys.stderr.flush()
+    except OSError:
+        abandon(sys.stderr)
+
+
+def abandon(stream: TextIO | None) -> None:
+    """Drop what a stream still holds: Python would try to write it at exit, and complain."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())  # type: ignore[union-attr]
+        os.close(nowhere)
+
+
+@contextlib.contextmanager
+def spinner() -> Iterator[None]:
+    """Show at a terminal that the program works, until the block ends."""
+    if not is_interactive() or _is_dumb():
+        yield
+        return
+    done = threading.Event()
+
+    def spin() -> None:
+        frames = itertools.cycle("|/-\\")
+        with contextlib.suppress(OSError):
+            while not done.wait(0.1):
+                sys.stdout.write(f"{next(frames)}\b")
+                sys.stdout.flush()
+            sys.stdout.write(" \b")
+
+    thread = threading.Thread(target=spin, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+@contextlib.contextmanager
+def noted_interrupts() -> Iterator[Callable[[], bool]]:
+    """Yield a function that says whether Ctrl-C came.
+
+    So the first Ctrl-C ends an answer between two steps of the engine. The second one raises
+    KeyboardInterrupt wherever the program is.
+    """
+    came = False
+
+    def note(*_: Any) -> None:
+        nonlocal came
+        if came:
+            raise KeyboardInterrupt
+        came = True
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: came
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def check_text(what: str, text: str) -> str:
+    """Return `text` if it is valid Unicode; Python reads bytes that are not as lone surrogates.
+
+    Raises:
+        InvalidRequestError: it is not.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        wrong = ord(text[error.start]) - 0xDC00
+        raise InvalidRequestError(f"{what} is not UTF-8 text: it has byte {wrong:#x}") from None
+    return text
+
+
+def piped_lines() -> Iterator[str]:
+    """Yield the lines of standard input.
+
+    Raises:
+        InvalidRequestError: it is closed, cannot be read, or holds no text.
+    """
+    if sys.stdin is None:
+        raise InvalidRequestError("standard input is closed")
+    while line := _read(sys.stdin.readline):
+        yield line.rstrip("\n")
+
+
+def typed_lines() -> Iterator[str]:
+    """Yield what is typed at the terminal; lines that are pasted together come as one text.
+
+    Ctrl-C clears the line. Ctrl-D, or Ctrl-C twice on an empty line, leaves.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C came twice on an empty line.
+    """
+    editor = _line_editor()
+    history = _History(editor)
+    interrupted = False
+    while True:
+        try:
+            line = _read(lambda: input("> "))
+        except EOFError:
+            write("\n")
+            return
+        except KeyboardInterrupt:
+            write("\n")
+            empty = editor is None or not editor.get_line_buffer()
+            if interrupted and empty:
+                raise
+            interrupted = empty
+            if interrupted:
+                write("(Ctrl-C again, or Ctrl-D, quits.)\n")
+        except InvalidRequestError as error:
+            complain(str(error))
+        else:
+            interrupted = False
+            history.add(line)
+            yield line
+
+
+def _read(read: Callable[[], str]) -> str:
+    """Return `read()`; raise InvalidRequestError if standard input has no text to read."""
+    try:
+        return check_text("standard input", read())
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(
+            f"standard input is not {error.encoding.upper()} text: "
+            f"it has byte {error.object[error.start]:#x}"
+        ) from None
+    except OSError as error:
+        raise InvalidRequestError(f"standard input cannot be read: {error.strerror}") from None
+
+
+def _is_dumb() -> bool:
+    """Return whether the terminal knows no escape sequences."""
+    return os.environ.get("TERM", "dumb") == "dumb"
+
+
+def _line_editor() -> Any:
+    """Return Python's readline, ready for use; None if this Python has none."""
+    try:
+        import readline
+    except ImportError:
+        return None
+    readline.set_auto_history(False)  # _History adds the lines
+    if not _is_dumb():
+        readline.parse_and_bind("set enable-bracketed-paste on")
+    readline.parse_and_bind("set enable-active-region off")  # it would highlight pasted text
+    return readline
+
+
+class _History:
+    """The lines typed in this session and in those before it.
+
+    A file that only its owner can read keeps them, a JSON string a line: a pasted text has several
+    lines. Without such a file the history is that of this session.
+    """
+
+    def __init__(self, editor: Any) -> None:
+        self._editor = editor
+        state = os.environ.get("XDG_STATE_HOME", "")
+        if not os.path.isabs(state):
+            state = os.path.expanduser("~/.local/state")
+        self._path = Path(state, "nanovllm", "chat_history")
+        self._last = ""
+        if editor is None or not self._path.is_absolute():  # the latter: there is no home
+            self._editor = None
+            return
+        with contextlib.suppress(OSError, ValueError):
+            with self._open(os.O_RDONLY) as file:
+                lines = file.readlines()[-HISTORY_LENGTH:]
+            for line in map(json.loads, lines):
+                editor.add_history(check_text("history", str(line)))
+
+    def add(self, line: str) -> None:
+        """Add a line, unless it is blank or the same as the last one."""
+        if self._editor is None or not line.strip() or line == self._last:
+            return
+        self._last = line
+        self._editor.add_history(line)
+        with contextlib.suppress(OSError):
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with self._open(os.O_WRONLY | os.O_APPEND | os.O_CREAT) as file:
+                file.write(json.dumps(line) + "\n")
+
+    def _open(self, flags: int) -> TextIO:
+        """Open the file if it is a regular file of ours, and keep others from reading it."""
+        descriptor = os.open(self._path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
+            os.close(descriptor)
+            raise OSError("not a regular file of this user")
+        os.fchmod(descriptor, 0o600)
+        return open(descriptor, "a" if flags & os.O_APPEND else "r", encoding="utf-8")

@@ -1,0 +1,291 @@
+"""`nanovllm chat` at a terminal: a session over a pty, compared with a stored transcript.
+
+The pty stands for the terminal window; `Screen` draws what the program writes.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import signal
+import stat
+import struct
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nanovllm import demo_model
+from tests.glossary import ANSWER_TO, QUESTION
+from tests.helpers import environment
+
+readline = pytest.importorskip("readline")
+pytestmark = pytest.mark.skipif(
+    "GNU" not in readline.__doc__, reason="this Python's line editor is not GNU readline"
+)
+
+TRANSCRIPT = Path(__file__).with_name("terminal_session.txt")
+PROMPT = b"\x1b[?2004h> "
+UP = b"\x1b[A"
+CTRL_C = b"\x03"
+CTRL_D = b"\x04"
+TIMEOUT = 60.0
+"""Seconds to wait for a text. Only a failing test, or a very busy machine, waits so long."""
+
+CHAT = """
+import sys, time, types
+from nanovllm import LLM, cli
+
+stream = LLM.stream
+
+def waiting(llm, prompt, params):
+    text = llm.get_tokenizer().decode(prompt)
+    if "Wait" not in text:
+        yield from stream(llm, prompt, params)
+        return
+    lines = text[text.index("Wait"):].partition("<|im_end|>")[0].splitlines()
+    time.sleep(0.3)  # the spinner turns
+    yield types.SimpleNamespace(text=f"I wait ({len(lines)} lines)", finish_reason=None)
+    while True:  # until Ctrl-C
+        time.sleep(0.01)
+        yield types.SimpleNamespace(text="", finish_reason=None)
+
+LLM.stream = waiting
+sys.exit(cli.main(sys.argv[1:]))
+"""
+"""The chat, but a message with "Wait" is answered until Ctrl-C comes."""
+
+LINES = """
+import sys
+from nanovllm import terminal
+
+try:
+    for line in terminal.typed_lines():
+        print(f"got {line!r}")
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+"""The lines that a chat would read."""
+
+
+class Terminal:
+    """A program that runs at a pty."""
+
+    def __init__(self, *arguments: str, **variables: str) -> None:
+        self.raw = b""
+        self._seen = 0
+        self.pid, self._pty = pty.fork()
+        if self.pid == 0:
+            os.execve(sys.executable, [sys.executable, *arguments], environment(**variables))
+        self.resize(24, 80)
+
+    def resize(self, rows: int, columns: int) -> None:
+        """Resize the window; the system sends SIGWINCH."""
+        fcntl.ioctl(self._pty, termios.TIOCSWINSZ, struct.pack("4H", rows, columns, 0, 0))
+
+    def send(self, keys: bytes) -> None:
+        os.write(self._pty, keys)
+
+    def expect(self, *texts: bytes) -> None:
+        """Read until these texts have come, each after the one before it."""
+        end = time.monotonic() + TIMEOUT
+        for text in texts:
+            while (found := self.raw.find(text, self._seen)) < 0:
+                assert time.monotonic() < end, f"{text!r} did not come; {self.raw!r} did"
+                assert self._read(), f"the program ended without {text!r}; {self.raw!r} came"
+            self._seen = found + len(text)
+
+    def interrupt_line(self) -> None:
+        """Type Ctrl-C once the program waits for a key.
+
+        Python's readline does not see a Ctrl-C that comes between its prompt and its wait.
+        """
+        state = Path(f"/proc/{self.pid}/stat")
+        end = time.monotonic() + TIMEOUT
+        while state.read_text().rpartition(")")[2].split()[0] != "S":
+            assert time.monotonic() < end, "the program does not wait"
+            time.sleep(0.001)
+        self.send(CTRL_C)
+
+    def expect_line(self, line: str) -> None:
+        """Read until the last line on the screen is this one."""
+        end = time.monotonic() + TIMEOUT
+        while drawn(self.raw).splitlines()[-1] != line:
+            assert time.monotonic() < end, f"{line!r} did not come; {self.raw!r} did"
+            assert self._read(), f"the program ended without {line!r}; {self.raw!r} came"
+
+    def end(self) -> int:
+        """Read to the program's end and return its exit status."""
+        end = time.monotonic() + TIMEOUT
+        while self._read():
+            assert time.monotonic() < end, f"the program did not end; {self.raw!r} came"
+        os.close(self._pty)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    def kill(self) -> None:
+        """End the program if it still runs."""
+        with contextlib.suppress(OSError):
+            if os.waitpid(self.pid, os.WNOHANG) == (0, 0):
+                os.kill(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
+                os.close(self._pty)
+
+    def _read(self) -> bool:
+        """Wait a second for output; return False if the program has ended."""
+        if select.select([self._pty], [], [], 1.0)[0]:
+            try:
+                piece = os.read(self._pty, 65536)
+            except OSError:
+                return False
+            self.raw += piece
+            return bool(piece)
+        return True
+
+
+@pytest.fixture
+def terminals(tmp_path: Path) -> Iterator[list[Terminal]]:
+    started: list[Terminal] = []
+    yield started
+    for terminal in started:
+        terminal.kill()
+
+
+def start(terminals: list[Terminal], home: Path, *arguments: str, **variables: str) -> Terminal:
+    fixed = {"INPUTRC": os.devnull, "TERM": "xterm", "NO_COLOR": "1", "PYTHONIOENCODING": "utf-8"}
+    fixed |= {"XDG_STATE_HOME": str(home), "LC_ALL": "C.UTF-8"}
+    terminals.append(Terminal(*arguments, **fixed | variables))
+    return terminals[-1]
+
+
+def drawn(raw: bytes) -> str:
+    """Return the lines that a terminal shows after it got `raw`; it never wraps a line."""
+    lines: list[list[str]] = [[]]
+    row = column = 0
+    for token in re.findall(r"\x1b\[[?\d;]*[@-~]|.", raw.decode(errors="ignore"), re.DOTALL):
+        if token == "\n":
+            row += 1
+            lines += [[]] if row == len(lines) else []
+        elif token == "\r":
+            column = 0
+        elif token == "\b":
+            column -= 1
+        elif token == "\x1b[K":
+            del lines[row][column:]
+        elif token == "\x1b[J":
+            del lines[row][column:], lines[row + 1 :]
+        elif token == "\x1b[A":
+            row -= 1
+        elif token == "\x1b[C":
+            column += 1
+        elif (count := re.fullmatch(r"\x1b\[(\d*)P", token)) is not None:
+            del lines[row][column : column + int(count[1] or 1)]
+        elif (count := re.fullmatch(r"\x1b\[(\d*)@", token)) is not None:
+            lines[row][column:column] = " " * int(count[1] or 1)
+        elif token not in ("\x07", "\x1b[?2004h", "\x1b[?2004l"):
+            assert token.isprintable(), f"the test's terminal does not know {token!r}"
+            lines[row] += " " * (column + 1 - len(lines[row]))
+            lines[row][column] = token
+            column += 1
+    return "".join("".join(line).rstrip() + "\n" for line in lines)
+
+
+def test_session_is_the_stored_one(terminals: list[Terminal], tmp_path: Path) -> None:
+    options = ["--num-kvcache-blocks", "64", "--max-model-len", "512", "--enforce-eager"]
+    saved = tmp_path / "chat.json"
+    chat = start(terminals, tmp_path, "-c", CHAT, "chat", *options, "--temperature", "0")
+    answer = ANSWER_TO[QUESTION]
+    chat.expect(PROMPT)
+    chat.send(b"\x1b[200~Wait for me,\rplease.\x1b[201~")
+    chat.expect(b"please.")
+    chat.send(b"\r")
+    chat.expect(b"I wait (2 lines)")
+    chat.send(CTRL_C)
+    chat.expect(PROMPT)
+    chat.send(QUESTION[:7].encode())
+    chat.expect(QUESTION[:7].encode())
+    chat.resize(30, 200)
+    chat.send(QUESTION[7:].encode() + b"\r")
+    chat.expect(answer.encode(), PROMPT)
+    chat.send(b"/rest\r")
+    chat.expect(PROMPT)
+    chat.send(b"/reset\r")
+    chat.expect(PROMPT)
+    chat.send(UP + UP + UP)
+    chat.expect_line(f"> {QUESTION}")
+    chat.send(b"\r")
+    chat.expect(answer.encode(), PROMPT)
+    chat.send(b"not sent")
+    chat.expect(b"not sent")
+    chat.interrupt_line()
+    chat.expect(PROMPT)
+    chat.interrupt_line()
+    chat.expect(PROMPT)
+    chat.send(f"/save {saved}\r".encode())
+    chat.expect(PROMPT)
+    chat.send(CTRL_D)
+    assert chat.end() == 0
+    assert re.search(rb"[|/\\-]\x08", chat.raw), "no spinner"
+    assert not re.search(rb"\x1b\[[\d;]*m", chat.raw), "a colour"
+    shown = drawn(chat.raw).replace(demo_model.MODEL, "MODEL").replace(str(saved), "FILE")
+    assert shown.rstrip() + "\n" == TRANSCRIPT.read_text(encoding="utf-8")
+    assert json.loads(saved.read_text(encoding="utf-8")) == [
+        {"role": "user", "content": QUESTION},
+        {"role": "assistant", "content": answer},
+    ]
+
+
+def test_history_outlives_the_session(terminals: list[Terminal], tmp_path: Path) -> None:
+    history = tmp_path / ".local/state/nanovllm/chat_history"
+    for keys, got in (
+        (b"\x1b[200~one\rtwo\x1b[201~\r", rb"got 'one\ntwo'"),
+        (UP + b" three\r", rb"got 'one\ntwo three'"),
+        (UP + UP + b"\r", rb"got 'one\ntwo'"),
+    ):
+        typed = start(terminals, tmp_path, "-c", LINES, HOME=str(tmp_path), XDG_STATE_HOME="")
+        typed.expect(PROMPT)
+        typed.send(keys)
+        typed.expect(got, PROMPT)
+        typed.send(CTRL_D)
+        assert typed.end() == 0
+        assert stat.S_IMODE(history.stat().st_mode) == 0o600
+        history.chmod(0o644)  # the next session mends it
+    assert len(history.read_text().splitlines()) == 3
+
+
+def test_unusable_history_does_no_harm(terminals: list[Terminal], tmp_path: Path) -> None:
+    """The file is a link to one of somebody else: nothing is read from it or written to it."""
+    target = tmp_path / "theirs"
+    target.write_text('"planted"\n')
+    history = tmp_path / "nanovllm" / "chat_history"
+    history.parent.mkdir()
+    history.symlink_to(target)
+    typed = start(terminals, tmp_path, "-c", LINES)
+    typed.expect(PROMPT)
+    typed.send(UP + b"mine\r")
+    typed.expect(b"got 'mine'", PROMPT)
+    typed.send(UP + b"\r")
+    typed.expect(b"got 'mine'", PROMPT)
+    typed.interrupt_line()
+    typed.expect(b"Ctrl-C again", PROMPT)
+    typed.interrupt_line()
+    assert typed.end() == 130
+    assert target.read_text() == '"planted"\n'
+
+
+def test_terminal_without_features(terminals: list[Terminal], tmp_path: Path) -> None:
+    """TERM=dumb: no escape sequence; a byte that is not text is named and the session goes on."""
+    typed = start(terminals, tmp_path, "-c", LINES, TERM="dumb", LC_ALL="C")
+    typed.expect(b"> ")
+    typed.send(b"caf\xe9\r")
+    typed.expect(b"not UTF-8 text: it has byte 0xe9", b"> ")
+    typed.send(b"tea\r")
+    typed.expect(b"got 'tea'", b"> ")
+    typed.send(CTRL_D)
+    assert typed.end() == 0
+    assert b"\x1b" not in typed.raw
