@@ -24,10 +24,10 @@ def load_tokenizer(checkpoint: Checkpoint) -> "PreTrainedTokenizerBase | None":
     Raises:
         CheckpointError: a file is invalid, or there is no fast tokenizer of a known class.
     """
-    if not checkpoint.has_tokenizer:
+    if checkpoint.tokenizer_path is None:
         logger.warning("%s: no tokenizer, so prompts must be token ids", checkpoint.path)
         return None
-    check_tokenizer_files(checkpoint)
+    check_tokenizer_files(checkpoint.tokenizer_path)
     from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
     # transformers would allocate what config.json asks for: give it the type's defaults instead.

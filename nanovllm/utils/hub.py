@@ -80,11 +80,6 @@ class Checkpoint:
             for token in (ids if isinstance(ids, list) else [ids])
         )
 
-    @property
-    def has_tokenizer(self) -> bool:
-        """Whether there is a tokenizer to load."""
-        return self.tokenizer_path is not None
-
 
 def configured_checkpoint(config: Config) -> Checkpoint:
     """Return the checkpoint of `config.model`, with what `config` replaces in it.
@@ -193,15 +188,16 @@ def weight_files(
     return files
 
 
-def check_tokenizer_files(checkpoint: Checkpoint) -> None:
-    """Check the tokenizer's JSON files, all but tokenizer.json, which only its library can check.
+def check_tokenizer_files(path: Path) -> None:
+    """Check a tokenizer's JSON files, all but tokenizer.json, which only its library can check.
+
+    Args:
+        path: the tokenizer's directory.
 
     Raises:
         CheckpointError: a file is no JSON object, asks for a class whose constructor may do
             anything, or names a file outside the directory.
     """
-    path = checkpoint.tokenizer_path
-    assert path is not None
     for name in ("special_tokens_map.json", "added_tokens.json"):
         read_json(path / name)
     file = path / "tokenizer_config.json"

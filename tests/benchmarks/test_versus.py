@@ -23,6 +23,7 @@ def model(tmp_path: Path) -> str:
         "intermediate_size": 96,
         "num_hidden_layers": 2,
         "head_dim": 32,
+        "eos_token_id": 0,
     }
     (tmp_path / "config.json").write_text(json.dumps({**QWEN3_06B, **small}))
     return str(tmp_path)

@@ -39,7 +39,7 @@ try:
     answer = {
         "config": checkpoint.config,
         "generation_config": checkpoint.generation_config,
-        "has_tokenizer": checkpoint.has_tokenizer,
+        "has_tokenizer": checkpoint.tokenizer_path is not None,
         "weights": {file.name: file.read_text() for file in files},
         "files": sorted(p.name for p in checkpoint.path.rglob("*") if p.is_file()),
     }
@@ -214,9 +214,9 @@ def test_end_of_sequence_ids(directory, config, generation_config, expected):
     ],
 )
 def test_whether_there_is_a_tokenizer(directory, name, expected):
-    assert not open_checkpoint(str(directory)).has_tokenizer
+    assert open_checkpoint(str(directory)).tokenizer_path is None
     (directory / name).write_text("{}")
-    assert open_checkpoint(str(directory)).has_tokenizer is expected
+    assert (open_checkpoint(str(directory)).tokenizer_path is not None) is expected
 
 
 # Files that must not be opened.
@@ -364,7 +364,7 @@ def test_tokenizer_files_that_are_refused_before_transformers_reads_them(
     os.mkfifo(directory / "fifo")
     (directory / name).write_text(content)
     with pytest.raises(CheckpointError, match=said):
-        check_tokenizer_files(open_checkpoint(str(directory)))
+        check_tokenizer_files(directory)
 
 
 @pytest.mark.parametrize(
@@ -378,7 +378,7 @@ def test_tokenizer_files_that_are_refused_before_transformers_reads_them(
 def test_tokenizer_files_that_may_be_read(directory, content):
     (directory / "tokenizer.json").write_text("{}")
     (directory / "tokenizer_config.json").write_text(content)
-    check_tokenizer_files(open_checkpoint(str(directory)))
+    check_tokenizer_files(directory)
 
 
 # Weights of a directory.
