@@ -5,6 +5,7 @@ compilers do not optimise: the variants in test_ops.py are optimised.
 """
 
 import logging
+import shutil
 import subprocess
 import sys
 import time
@@ -70,6 +71,13 @@ def test_without_a_compiler_torch_serves_and_the_log_says_why(answers):
     shown = answers("/no/such/compiler")
     assert "False True" in shown
     assert shown.count("native CPU kernels are off, torch serves") == 1
+
+
+@native
+@pytest.mark.skipif(shutil.which("clang") is None, reason="no clang here")
+def test_clang_builds_the_kernels(answers):
+    """The kernels have threads of their own, so no second OpenMP comes with clang."""
+    assert "True True" in answers("clang")
 
 
 @native

@@ -76,8 +76,22 @@ INLINE vi lanes(void) {
 #endif
 }
 
+/* Return v[from[i]] in lane i; shuffle2() counts the lanes of b after those of a. */
+#ifdef __clang__
+INLINE vf shuffle2(vf a, vf b, vi from) {
+    vf v = {0};
+#pragma GCC unroll 16
+    for (int i = 0; i < VL; i++) v[i] = from[i] < VL ? a[from[i]] : b[from[i] - VL];
+    return v;
+}
+INLINE vf shuffle(vf v, vi from) { return shuffle2(v, v, from); }
+#else
+INLINE vf shuffle2(vf a, vf b, vi from) { return __builtin_shuffle(a, b, from); }
+INLINE vf shuffle(vf v, vi from) { return __builtin_shuffle(v, from); }
+#endif
+
 /* Reductions add or compare halves, then halves of these: the same order on every processor with the same VL. */
-INLINE vf shuffle_xor(vf v, int n) { return __builtin_shuffle(v, lanes() ^ n); }
+INLINE vf shuffle_xor(vf v, int n) { return shuffle(v, lanes() ^ n); }
 INLINE float sum_of(vf v) {
 #pragma GCC unroll 4
     for (int n = VL / 2; n; n /= 2) v += shuffle_xor(v, n);
@@ -98,7 +112,7 @@ INLINE void transpose(vf rows[VL]) {
         for (int i = 0; i < VL; i++) {
             if (i & n) continue;
             vf a = rows[i], b = rows[i + n];
-            rows[i] = __builtin_shuffle(a, b, first), rows[i + n] = __builtin_shuffle(a, b, second);
+            rows[i] = shuffle2(a, b, first), rows[i + n] = shuffle2(a, b, second);
         }
     }
 }
