@@ -8,7 +8,7 @@
 #include <stdatomic.h>
 #include <time.h>
 
-enum { MAX_THREADS = 1024, SPIN_NANOSECONDS = 50000, PAUSES = 32 };
+enum { MAX_THREADS = 1024, PARTS = 128, SPIN_NANOSECONDS = 50000, PAUSES = 32 };
 
 /* Threads that wait for the same kind of event. */
 typedef struct {
@@ -81,27 +81,36 @@ static void wake(queue *q) {
 
 items share(team *t, ptrdiff_t count) {
     t->phase++;
-    return (items){t, count, 0, 0, 0};
+    return (items){.team = t, .count = count};
 }
 
-/* Each thread has a share of adjacent items. It takes half of what is left of its share, again and again, and then does the same
- * with the shares of the others. So the threads finish together, and one that loses its core does not hold its whole share. */
+/* Take the next part of the share of thread `owner`. Return 0 if nothing is left of it, or the phase is over. */
+static int take_from(items *i, ptrdiff_t owner) {
+    ptrdiff_t threads = i->team->threads, first = i->count * owner / threads, last = i->count * (owner + 1) / threads;
+    ptrdiff_t part = (last - first) / PARTS > 1 ? (last - first) / PARTS : 1;
+    uint64_t phase = i->team->phase, before = atomic_load(&pool.tickets[owner].taken);
+    while (before / TASK <= phase) {
+        ptrdiff_t next = before / TASK == phase ? first + (ptrdiff_t)(before % TASK) : first;
+        if (next == last) return 0;
+        i->first = next, i->last = last - next < part ? last : next + part;
+        if (atomic_compare_exchange_weak(&pool.tickets[owner].taken, &before, phase * TASK + (uint64_t)(i->last - first))) return 1;
+    }
+    return 0;
+}
+
+/* Each thread has a share of adjacent items. It takes part after part of its share, and then of the shares of the others. Parts are
+ * small, because a thread that loses its core keeps the others waiting for the part that it holds. It counts the items of its own
+ * share as computed when nothing is left of it: an earlier count would change a cache line of all threads for each part. */
 int take(items *i) {
     team *t = i->team;
-    uint32_t end = t->items_before + (uint32_t)i->count, computed = (uint32_t)(i->last - i->first);
-    if (computed && atomic_fetch_add(&pool.computed, computed) + computed == end) wake(&pool.for_items);
-    for (; i->shares < t->threads; i->shares++) {
-        ptrdiff_t owner = (t->number + i->shares) % t->threads;
-        ptrdiff_t first = i->count * owner / t->threads, last = i->count * (owner + 1) / t->threads;
-        _Atomic uint64_t *taken = &pool.tickets[owner].taken;
-        uint64_t before = atomic_load(taken);
-        while (before / TASK <= t->phase) { /* else the phase is over */
-            ptrdiff_t next = before / TASK == t->phase ? first + (ptrdiff_t)(before % TASK) : first;
-            i->first = next, i->last = next + (last - next + 1) / 2;
-            if (next == last) break;
-            if (atomic_compare_exchange_weak(taken, &before, t->phase * TASK + (uint64_t)(i->last - first))) return 1;
-        }
-    }
+    uint32_t end = t->items_before + (uint32_t)i->count;
+    i->computed += (uint32_t)(i->last - i->first);
+    i->first = i->last = 0;
+    if (i->shares == 0 && take_from(i, t->number)) return 1;
+    if (i->computed && atomic_fetch_add(&pool.computed, i->computed) + i->computed == end) wake(&pool.for_items);
+    i->computed = 0;
+    for (i->shares += i->shares == 0; i->shares < t->threads; i->shares++)
+        if (take_from(i, (t->number + i->shares) % t->threads)) return 1;
     wait_until(items_computed, end, &pool.for_items);
     t->items_before = end;
     return 0;

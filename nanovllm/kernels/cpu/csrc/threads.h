@@ -17,10 +17,12 @@ typedef struct {
     uint32_t phase, items_before;
 } team;
 
-/* A phase of `count` items. This thread has taken [first, last), and seen that nothing is left of `shares` threads' shares. */
+/* A phase of `count` items, and this thread's part in it: it has taken [first, last), computed `computed` items that it has not
+ * told the others about, and seen that nothing is left of `shares` threads' shares. */
 typedef struct {
     team *team;
     ptrdiff_t count, first, last, shares;
+    uint32_t computed;
 } items;
 
 /* Begin the next phase. count < 2**31; a task has fewer than 2**31 items and phases. */
