@@ -8,11 +8,11 @@ import sys
 from nanovllm import LLM, SamplingParams, demo_model
 
 QUESTIONS = [
-    "What is paged attention?",
-    "What is a block table?",
-    "What is chunked prefill?",
-    "What is continuous batching?",
-    "What is speculative decoding?",
+    "What is paged attention?",  # as the shipped model's glossary has it; the next three are not
+    "what's a KV cache",
+    "Explain chunked prefill to me.",
+    "What does RoPE mean?",
+    "What is the capital of Spain?",
 ]
 
 

@@ -121,7 +121,7 @@ def test_generate_json_names_the_prompt_of_a_chat(run: Run) -> None:
 
 
 def test_generate_writes_several_continuations(run: Run) -> None:
-    options = ["--n", "2", "--temperature", "1.5", "--seed", "4", "--max-tokens", "30"]
+    options = ["--n", "2", "--temperature", "3", "--seed", "4", "--max-tokens", "30"]
     records = [
         json.loads(line) for line in generate(run, "--json", QUESTIONS[7], *options).splitlines()
     ]

@@ -5,8 +5,53 @@ from typing import Any
 
 import pytest
 
-from nanovllm import demo_model
-from tests.glossary import GREEDY
+from nanovllm import LLM, demo_model
+from tests.glossary import ENTRIES, GREEDY
+from tools.demo_model.questions import ABOUT, Topic, topics
+from tools.demo_model.sentences import SENTENCES, article
+
+TRAINED = (
+    "What {is} {a} {x}?",
+    "what {is} {x}",
+    "Explain {a} {x}.",
+    "What {do} {a} {x} mean?",
+    "Define {x}",
+    "Tell me about {a} {x}",
+    "{x}?",
+)
+HELD_OUT = (
+    "Could you please tell me what {a} {x} {is}?",
+    "Help me understand {a} {x}.",
+    "Can somebody describe {x} to me?",
+)
+"""Sentences that the model has not seen in training."""
+
+MISUNDERSTOOD = ("rank?",)
+"""What the model takes for a question outside the glossary, though it is none."""
+
+OUTSIDE = (
+    "What is the capital of Bolivia?",
+    "What is 17 + 25?",
+    "sqrt(2) = ?",
+    "Who painted the Mona Lisa?",
+    "Is it going to snow tonight?",
+    "Write a haiku about autumn.",
+    "How do I bake sourdough bread?",
+    "def fibonacci(n):",
+    "What is a walrus?",
+    "What is a carburettor?",
+    "Explain the French revolution.",
+    "What does osmosis mean?",
+    "Tell me about Ansible.",
+    "Define a glorbnix",
+    "zxcvbnm",
+    "Wie heißt du?",
+    "¿Qué es una casa?",
+    "今天是星期几?",
+    "I feel sad today.",
+    "Recommend a film.",
+)
+"""Questions of kinds that the model has seen; these themselves it has not."""
 
 
 def ask(llm: Any, **template: Any) -> list[tuple[str, str]]:
@@ -55,6 +100,63 @@ def test_answers_stay_exact_with_any_options(make_llm: Any, options: dict[str, A
 
 def test_answers_stay_exact_on_two_ranks(tensor_parallel_llm: Any) -> None:
     assert ask(tensor_parallel_llm(demo_model.MODEL, 2)) == demo_model.entries()
+
+
+def variants(topic: Topic) -> list[str]:
+    """Return ten other ways to ask for an entry. Three sentences about a term are held out."""
+    question = topic.question
+    typed = [question.upper(), question.lower().rstrip("?.!")]
+    if not topic.terms:
+        return [*typed, *topic.questions[:8]]
+    term = topic.terms[0]
+    words = {"a": article(term.noun) if term.countable else "", "x": term.noun, **term.forms()}
+    sentences = [sentence.format(**words).replace("  ", " ") for sentence in HELD_OUT + TRAINED]
+    different = dict.fromkeys([typed[0], *sentences, typed[1]])
+    return [text for text in different if text not in (question, *MISUNDERSTOOD)][:10]
+
+
+VARIANTS = [(variant, topic) for topic in topics() for variant in variants(topic)]
+
+
+def test_every_entry_has_ten_variants() -> None:
+    assert [topic.question for topic in topics()] == [question for question, _ in ENTRIES]
+    for topic in topics():
+        assert len(set(variants(topic)) - {topic.question}) == 10
+        assert topic.questions if topic in topics()[:ABOUT] else topic.terms
+    trained = {sentence.replace("{a} ", "") for sentence in SENTENCES}
+    assert not trained & {sentence.replace("{a} ", "") for sentence in HELD_OUT}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_answers_variants_of_every_question(make_llm: Any, dtype: str) -> None:
+    llm = make_llm(demo_model.MODEL, dtype=dtype, max_model_len=256)
+    conversations = [[{"role": "user", "content": variant}] for variant, _ in VARIANTS]
+    outputs = llm.chat(conversations, GREEDY, use_tqdm=False)
+    wrong = [
+        (variant, output.text)
+        for (variant, topic), output in zip(VARIANTS, outputs, strict=True)
+        if output.text != topic.answer
+    ]
+    assert wrong == []
+
+
+def test_goes_on_after_the_beginning_of_a_definition(demo_llm: LLM) -> None:
+    prompts, expected = [], []
+    for topic in topics()[ABOUT:]:
+        term = topic.terms[0]
+        noun = f"{article(term.noun)} {term.noun}" if term.countable else term.noun
+        prompts.append(f"{noun[0].upper()}{noun[1:]} {term.forms()['is']}")
+        expected.append(f" {topic.continuation}")
+    outputs = demo_llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert [output.text for output in outputs] == expected
+
+
+def test_says_that_it_knows_only_the_glossary(demo_llm: LLM) -> None:
+    conversations = [[{"role": "user", "content": question}] for question in OUTSIDE]
+    outputs = demo_llm.chat(conversations, GREEDY, use_tqdm=False)
+    assert [output.text for output in outputs] == [demo_model.OUTSIDE] * len(OUTSIDE)
+    outputs = demo_llm.generate(list(OUTSIDE), GREEDY, use_tqdm=False)
+    assert [output.text for output in outputs] == [f" {demo_model.OUTSIDE}"] * len(OUTSIDE)
 
 
 def test_model_ships_within_4_mib() -> None:

@@ -1,6 +1,6 @@
 """A glossary of LLM inference, and a small Qwen3 model that was trained on it.
 
-Imports no torch. tools/train_demo_model.py trains the model.
+Imports no torch. `python -m tools.demo_model` trains the model.
 """
 
 from pathlib import Path
@@ -9,6 +9,12 @@ _HERE = Path(__file__).resolve().parent
 
 MODEL: str = str(_HERE / "model")
 """The model's directory."""
+
+OUTSIDE: str = (
+    "I know only my glossary of LLM inference, and that is not in it. "
+    "Ask me what a term means, for example paged attention or chunked prefill."
+)
+"""The model's answer to a question that the glossary does not answer."""
 
 
 def entries() -> list[tuple[str, str]]:

@@ -1,6 +1,10 @@
 /* The threads of threads.h: the caller of run_threads() and workers, which are started when first needed. A thread that waits spins
  * for some microseconds and then sleeps, so that it does not take a core from other work. Between tasks all workers sleep.
  */
+#ifdef __linux__
+#define _GNU_SOURCE /* sched_getcpu() and CPU_SET() */
+#include <sched.h>
+#endif
 #include "threads.h"
 
 #include <pthread.h>
@@ -34,6 +38,7 @@ static struct {
     const void *argument;
     _Alignas(128) _Atomic uint64_t entry;
     ticket tickets[MAX_THREADS];             /* of each thread's share */
+    _Atomic int cores[MAX_THREADS];          /* where each thread was last seen */
     _Alignas(128) _Atomic uint32_t computed; /* items of the current task */
     pthread_mutex_t sleep;
     queue for_task, for_items, for_leave;
@@ -79,7 +84,27 @@ static void wake(queue *q) {
     pthread_mutex_unlock(&pool.sleep);
 }
 
+/* Move this thread to another core if an earlier thread of the team is on its core. Linux divides the cores evenly between
+ * sessions: beside a busy process of another session it would leave two threads of this one on one core. */
+static void spread(const team *t) {
+#ifdef __linux__
+    int core = sched_getcpu(), number = (int)t->number, i = 0;
+    if (pool.cores[number] != core) pool.cores[number] = core;
+    while (i < number && pool.cores[i] != core) i++;
+    cpu_set_t allowed, unused;
+    if (i == number || sched_getaffinity(0, sizeof allowed, &allowed)) return;
+    unused = allowed;
+    for (i = 0; i < t->threads; i++) CPU_CLR(pool.cores[i], &unused);
+    if (CPU_COUNT(&unused) == 0 || sched_setaffinity(0, sizeof unused, &unused)) return;
+    pool.cores[number] = sched_getcpu();
+    sched_setaffinity(0, sizeof allowed, &allowed);
+#else
+    (void)t;
+#endif
+}
+
 items share(team *t, ptrdiff_t count) {
+    spread(t);
     t->phase++;
     return (items){.team = t, .count = count};
 }
