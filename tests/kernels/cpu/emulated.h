@@ -3,6 +3,7 @@
  * Included before each source (gcc -include). EMULATE_BF16 adds AVX512_BF16 and VNNI, EMULATE_AMX adds these and the tiles.
  * Where a real instruction would fault (tiles whose shapes do not match), the process aborts.
  */
+#define _GNU_SOURCE /* as threads.c, which is too late behind these includes */
 #include <immintrin.h>
 #include <stdint.h>
 #include <stdlib.h>
