@@ -165,6 +165,7 @@ def start(terminals: list[Terminal], home: Path, *arguments: str, **variables: s
 
 def drawn(raw: bytes) -> str:
     """Return the lines that a terminal shows after it got `raw`; it never wraps a line."""
+    raw = re.sub(rb"\x1b(\[[?\d;]*)?\Z", b"", raw)  # a sequence whose end has not come yet
     lines: list[list[str]] = [[]]
     row = column = 0
     for token in re.findall(r"\x1b\[[?\d;]*[@-~]|.", raw.decode(errors="ignore"), re.DOTALL):
