@@ -10,16 +10,13 @@ needs the right to make a control group. Engines are named as for benchmarks.ver
 import argparse
 import contextlib
 import os
-import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 
-from benchmarks.shapes import checkpoint
-from benchmarks.versus import CASES, WARM_UP, Engine
+from benchmarks.versus import CASES, WARM_UP, Engine, engine_parser, started
 
 BUSY = "while True: pass"
 PERIOD = 100_000
@@ -138,33 +135,18 @@ def ratio(seconds: list[float], base: list[float]) -> float:
 
 def parse_args() -> argparse.Namespace:
     """Return the command line's arguments."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.busy", description=__doc__)
-    parser.add_argument("engines", nargs="+", metavar="NAME[=PYTHON]")
     cases = ["decode1", "decode16", "decode64", "prefill"]
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=cases)
+    parser = engine_parser("python -m benchmarks.busy", __doc__, cases)
     parser.add_argument("--conditions", nargs="+", choices=CONDITIONS, default=list(CONDITIONS))
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--model", help="a checkpoint; without it Qwen3-0.6B's shape")
-    parser.add_argument("--load-format", choices=["auto", "dummy"], default="dummy")
     return parser.parse_args()
 
 
 def main() -> None:
     """Start the engines, measure them and stop them."""
     args = parse_args()
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: sys.exit(1))  # so that `finally` stops the engines
-    with tempfile.TemporaryDirectory() as directory:
-        model, _ = checkpoint(args.model, directory)
-        engines: list[Engine] = []
-        try:
-            for given in args.engines:
-                engines.append(Engine(given, model, args.load_format))
-            conditions = ["alone", *(c for c in args.conditions if c != "alone")]
-            measure(engines, args.cases, conditions, args.rounds)
-        finally:
-            for engine in engines:
-                engine.stop()
+    conditions = ["alone", *(name for name in args.conditions if name != "alone")]
+    with started(args) as engines:
+        measure(engines, args.cases, conditions, args.rounds)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -166,14 +167,37 @@ def compare(
             comparison.save(path)
 
 
-def parse_args() -> argparse.Namespace:
-    """Return the command line's arguments."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.versus", description=__doc__)
+def engine_parser(prog: str, description: str | None, cases: list[str]) -> argparse.ArgumentParser:
+    """Return a parser of the arguments that say which engines run which cases on which model."""
+    parser = argparse.ArgumentParser(prog=prog, description=description)
     parser.add_argument("engines", nargs="+", metavar="NAME[=PYTHON]")
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=cases)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model", help="a checkpoint; without it Qwen3-0.6B's shape")
     parser.add_argument("--load-format", choices=["auto", "dummy"], default="dummy")
+    return parser
+
+
+@contextlib.contextmanager
+def started(args: argparse.Namespace) -> Iterator[list[Engine]]:
+    """Start the engines of `engine_parser`'s arguments; stop them at the end, also of a SIGTERM."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(1))  # so that `finally` stops the engines
+    with tempfile.TemporaryDirectory() as directory:
+        model, _ = checkpoint(args.model, directory)
+        engines: list[Engine] = []
+        try:
+            for given in args.engines:
+                engines.append(Engine(given, model, args.load_format))
+            yield engines
+        finally:
+            for engine in engines:
+                engine.stop()
+
+
+def parse_args() -> argparse.Namespace:
+    """Return the command line's arguments."""
+    parser = engine_parser("python -m benchmarks.versus", __doc__, list(CASES))
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -189,19 +213,9 @@ def main() -> None:
     if args.serve:
         serve(args.engines[0], args.model, args.load_format)
         return
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: sys.exit(1))  # so that `finally` stops the engines
     comparison = Comparison.begin(args.model or f"random weights, {SMALL}'s shape")
-    with tempfile.TemporaryDirectory() as directory:
-        model, _ = checkpoint(args.model, directory)
-        engines: list[Engine] = []
-        try:
-            for given in args.engines:
-                engines.append(Engine(given, model, args.load_format))
-            compare(engines, args.cases, args.rounds, comparison, args.json)
-        finally:
-            for engine in engines:
-                engine.stop()
+    with started(args) as engines:
+        compare(engines, args.cases, args.rounds, comparison, args.json)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from nanovllm.terminal import (
     write,
     write_stream,
 )
-from nanovllm.validation import did_you_mean
+from nanovllm.validation import did_you_mean, shown
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
@@ -76,7 +76,7 @@ class Chat:
 
     def _obey(self, name: str, argument: str = "") -> None:
         if argument and name in HELP:
-            raise InvalidRequestError(f"{name} takes no argument, got {argument!r:.80}")
+            raise InvalidRequestError(f"{name} takes no argument, got {shown(argument)}")
         command = self._commands.get(name)
         if command is None:
             hint = did_you_mean(name, [*self._commands, "/exit"])
@@ -121,9 +121,9 @@ class Chat:
                 json.dump(self._messages(), file, ensure_ascii=False, indent=2)
                 file.write("\n")
         except FileExistsError:
-            raise InvalidRequestError(f"{path!r:.80} exists already; give another name") from None
+            raise InvalidRequestError(f"{shown(path)} exists already; give another name") from None
         except (OSError, RuntimeError, ValueError) as error:  # no home of "~", a NUL in the name
-            raise InvalidRequestError(f"cannot write {path!r:.80}: {error}") from None
+            raise InvalidRequestError(f"cannot write {shown(path)}: {error}") from None
         _tell(f"(Saved {len(self._turns)} messages.)")
 
     def _reset(self, _: str) -> None:

@@ -30,6 +30,7 @@ from nanovllm.terminal import (
     write,
     write_stream,
 )
+from nanovllm.validation import shown
 
 if typing.TYPE_CHECKING:
     from nanovllm.llm import LLM
@@ -172,7 +173,7 @@ def _parse(argv: Seq[str] | None) -> argparse.Namespace:
     if args.model is None:
         args.parser.error("MODEL is missing: a checkpoint directory or a hub id")
     if rest and args.command is chat:
-        args.parser.error(f"chat takes a MODEL and no prompts, got {rest[0]!r:.80}")
+        args.parser.error(f"chat takes a MODEL and no prompts, got {shown(rest[0])}")
     if rest:  # prompts after a flag: argparse itself does not accept them there
         args.prompt += rest
     return args

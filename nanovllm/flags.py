@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 from nanovllm.errors import ConfigError
-from nanovllm.validation import did_you_mean
+from nanovllm.validation import did_you_mean, shown
 
 
 class Parser(argparse.ArgumentParser):
@@ -112,14 +112,14 @@ def json_value(text: str) -> Any:
         reason = f"{error.msg} at character {error.pos + 1} of"
     except (ValueError, RecursionError):  # a number of thousands of digits; thousands of brackets
         reason = "too large or nested too deeply:"
-    raise argparse.ArgumentTypeError(f"not JSON: {reason} {text!r:.80}")
+    raise argparse.ArgumentTypeError(f"not JSON: {reason} {shown(text)}")
 
 
 def json_object(text: str) -> dict[str, Any]:
     """Return the dictionary of a JSON text."""
     value = json_value(text)
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f'not a JSON object, such as {{"a": 1}}: {text!r:.80}')
+        raise argparse.ArgumentTypeError(f'not a JSON object, such as {{"a": 1}}: {shown(text)}')
     return value
 
 
@@ -129,7 +129,7 @@ def _number(kind: type[int] | type[float]) -> Callable[[str], int | float]:
             return kind(text)
         except ValueError:
             what = "an integer" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"must be {what}, got {text!r:.80}") from None
+            raise argparse.ArgumentTypeError(f"must be {what}, got {shown(text)}") from None
 
     return parse
 

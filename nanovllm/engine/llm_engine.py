@@ -23,6 +23,7 @@ from nanovllm.scheduler.block_manager import BlockManager
 from nanovllm.scheduler.messages import Schedule, StepResult
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.utils.hub import configured_checkpoint
+from nanovllm.validation import shown
 from nanovllm.worker.executor import Executor, Future, make_executor
 
 logger = logging.getLogger(__name__)
@@ -207,11 +208,12 @@ class LLMEngine:
     def _check_request_id(self, request_id: str) -> None:
         if not isinstance(request_id, str):
             raise InvalidRequestError(
-                f"request_id must be a string, got {request_id!r:.80} ({type(request_id).__name__})"
+                f"request_id must be a string, got {shown(request_id)} "
+                f"({type(request_id).__name__})"
             )
         if self.output_processor.get_request(request_id) is not None:
             raise InvalidRequestError(
-                f"request_id {request_id!r:.80} is that of a running request: give each its own"
+                f"request_id {shown(request_id)} is that of a running request: give each its own"
             )
 
     def _launch_step(self) -> bool:

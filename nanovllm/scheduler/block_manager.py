@@ -155,10 +155,8 @@ class BlockManager:
         """Forget all cached blocks; return False, and forget none, while a sequence owns blocks."""
         if len(self._free) < len(self.blocks):
             return False
-        for block_id in self._cached.values():
-            block = self.blocks[block_id]
-            block.uid, block.key, block.tokens = None, None, b""
-        self._cached.clear()
+        for block_id in list(self._cached.values()):
+            self._uncache(self.blocks[block_id])
         return True
 
     def check(self, sequences: Iterable[Sequence]) -> None:

@@ -85,14 +85,14 @@ def torch_on_one_thread() -> Iterator[None]:
     For operations that take microseconds: the threads of OpenMP spin while they wait for each
     other, for a time slice of the system if one of them has lost its core.
     """
-    before = torch.get_num_threads()
-    _thread.num_threads = _thread.num_threads or before
+    before, outer = torch.get_num_threads(), _thread.num_threads
+    _thread.num_threads = outer or before
     torch.set_num_threads(1)
     try:
         yield
     finally:
         torch.set_num_threads(before)
-        _thread.num_threads = None
+        _thread.num_threads = outer
 
 
 class _Thread(threading.local):
