@@ -29,6 +29,30 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 64,
         "tie_word_embeddings": False,
     },
+    "Llama-3.2-1B": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+    },
 }
 """config.json of each model, by its name."""
 BFLOAT16_BYTES = 2
@@ -39,12 +63,19 @@ WEIGHT_BITS = {None: 16, "int8": 8 + 16 / 128, "int4": 4 + 16 / 32}
 def checkpoint(model: str | None, directory: str) -> tuple[str, str]:
     """Return the model and its load_format.
 
-    Without `model`: write Qwen3-0.6B's config to `directory`, for random weights.
+    If `model` is a name in CONFIGS (None: SMALL), write that config to `directory`, for random
+    weights.
     """
-    if model is not None:
+    if model is not None and model not in CONFIGS:
         return model, "auto"
-    Path(directory, "config.json").write_text(json.dumps(QWEN3_06B))
+    Path(directory, "config.json").write_text(json.dumps(CONFIGS[model or SMALL]))
     return directory, "dummy"
+
+
+def described(model: str | None) -> str:
+    """Return what `checkpoint` makes of `model`, in words."""
+    shape = model or SMALL
+    return f"random weights, {shape}'s shape" if shape in CONFIGS else shape
 
 
 def read_config(model: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.comparison import processor_name
-from benchmarks.shapes import CONFIGS, SMALL, checkpoint, read_config, weight_bytes
+from benchmarks.shapes import CONFIGS, SMALL, checkpoint, described, read_config, weight_bytes
 from benchmarks.step_times import StepTimes
 from nanovllm import LLM, SamplingParams
 from nanovllm.kernels.cpu import library, ops
@@ -182,7 +182,7 @@ def measure(args: argparse.Namespace) -> StepTimes:
     return StepTimes(
         command=f"python -m benchmarks.step {shlex.join(sys.argv[1:])}",
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
-        model=args.model or f"random weights, {SMALL}'s shape",
+        model=described(args.model),
         dtype="bfloat16",  # the C kernels support no other
         quantization=args.quantization,
         context=args.context,

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import bench
 from benchmarks.comparison import Comparison, Row
-from benchmarks.shapes import SMALL, checkpoint
+from benchmarks.shapes import CONFIGS, SMALL, checkpoint, described
 
 GREEDY = {"temperature": 0.0}
 DRAWN = {"temperature": 0.6}
@@ -173,7 +173,7 @@ def engine_parser(prog: str, description: str | None, cases: list[str]) -> argpa
     parser.add_argument("engines", nargs="+", metavar="NAME[=PYTHON]")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=cases)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--model", help="a checkpoint; without it Qwen3-0.6B's shape")
+    parser.add_argument("--model", help=f"a checkpoint or {', '.join(CONFIGS)} (default: {SMALL})")
     parser.add_argument("--load-format", choices=["auto", "dummy"], default="dummy")
     return parser
 
@@ -213,7 +213,7 @@ def main() -> None:
     if args.serve:
         serve(args.engines[0], args.model, args.load_format)
         return
-    comparison = Comparison.begin(args.model or f"random weights, {SMALL}'s shape")
+    comparison = Comparison.begin(described(args.model))
     with started(args) as engines:
         compare(engines, args.cases, args.rounds, comparison, args.json)
 
