@@ -1,4 +1,4 @@
-"""Makes the checkpoints of the tests: small Qwen3 models whose parameters are all random.
+"""Makes the checkpoints of the tests: small models whose parameters are all random.
 
 Knows transformers and safetensors; knows nothing of the engine.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 SMALL: dict[str, Any] = {
     "vocab_size": 1003,  # odd
@@ -55,13 +55,13 @@ FP8_FORMATS: dict[str, dict[str, Any]] = {
 """A config's `quantization_config` by the name of the format."""
 
 
-def random_qwen3(config: Qwen3Config, seed: int = 0) -> Qwen3ForCausalLM:
-    """Return transformers' model with random parameters.
+def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """Return transformers' model of the config's family with random parameters.
 
     Norms and biases are random too: with the ones and zeros that transformers puts there, a test
     would not show that the engine ignores them.
     """
-    model = Qwen3ForCausalLM(config).to(config.dtype or torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(config).to(config.dtype or torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -75,13 +75,16 @@ def random_qwen3(config: Qwen3Config, seed: int = 0) -> Qwen3ForCausalLM:
     return model
 
 
-def make_checkpoint(path: Path, **config: Any) -> str:
+def make_checkpoint(path: Path, model_type: str = "qwen3", **config: Any) -> str:
     """Save a random model of SMALL's sizes, changed by `config`, without a tokenizer.
+
+    Args:
+        model_type: the family, as transformers names it.
 
     Returns:
         `path`, as `LLM` takes it.
     """
-    random_qwen3(Qwen3Config(**{**SMALL, **config})).save_pretrained(path)
+    random_model(AutoConfig.for_model(model_type, **{**SMALL, **config})).save_pretrained(path)
     return str(path)
 
 

@@ -21,7 +21,7 @@ from nanovllm.scheduler.messages import Admission, CacheInfo, NewBlocks, Row, Sc
 from nanovllm.utils.hub import open_checkpoint, weight_files
 from nanovllm.utils.loader import load_weights
 from nanovllm.worker.device_tables import DeviceTables
-from tests.checkpoints import random_qwen3
+from tests.checkpoints import random_model
 
 MAX_LENGTH = 128
 GREEDY = SamplingParams(temperature=0)
@@ -85,7 +85,7 @@ def make_config(case):
 
 def make_model(case):
     """Return a model of transformers. All weights are random, norms and biases included."""
-    model = random_qwen3(make_config(case), seed=len(case))
+    model = random_model(make_config(case), seed=len(case))
     model.generation_config.pad_token_id = 0
     return model
 
