@@ -1,4 +1,4 @@
-"""Makes the checkpoints of the tests: small Qwen3 models whose parameters are all random.
+"""Makes the checkpoints of the tests: small models whose parameters are all random.
 
 Knows transformers and safetensors; knows nothing of the engine.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 SMALL: dict[str, Any] = {
     "vocab_size": 1003,  # odd
@@ -26,6 +26,25 @@ SMALL: dict[str, Any] = {
     "dtype": "float32",
 }
 """The model that most tests use."""
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "qwen2": {"model_type": "qwen2"},
+    "llama": {
+        "model_type": "llama",
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 10_000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+}
+"""By the name of a family: what to change in SMALL for a model of it."""
 
 FP8_FORMATS: dict[str, dict[str, Any]] = {
     "blocks": {
@@ -55,13 +74,13 @@ FP8_FORMATS: dict[str, dict[str, Any]] = {
 """A config's `quantization_config` by the name of the format."""
 
 
-def random_qwen3(config: Qwen3Config, seed: int = 0) -> Qwen3ForCausalLM:
-    """Return transformers' model with random parameters.
+def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """Return transformers' model of the config's family with random parameters.
 
     Norms and biases are random too: with the ones and zeros that transformers puts there, a test
     would not show that the engine ignores them.
     """
-    model = Qwen3ForCausalLM(config).to(config.dtype or torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(config).to(config.dtype or torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -75,13 +94,16 @@ def random_qwen3(config: Qwen3Config, seed: int = 0) -> Qwen3ForCausalLM:
     return model
 
 
-def make_checkpoint(path: Path, **config: Any) -> str:
+def make_checkpoint(path: Path, model_type: str = "qwen3", **config: Any) -> str:
     """Save a random model of SMALL's sizes, changed by `config`, without a tokenizer.
+
+    Args:
+        model_type: the family, as transformers names it.
 
     Returns:
         `path`, as `LLM` takes it.
     """
-    random_qwen3(Qwen3Config(**{**SMALL, **config})).save_pretrained(path)
+    random_model(AutoConfig.for_model(model_type, **{**SMALL, **config})).save_pretrained(path)
     return str(path)
 
 

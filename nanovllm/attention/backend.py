@@ -39,11 +39,11 @@ NO_QUANTIZED_KV = "does not support an 8-bit KV cache"
 
 @dataclasses.dataclass(frozen=True)
 class QKNorm:
-    """How a layer prepares queries and keys for attention: RMSNorm, then rotation."""
+    """How a layer prepares queries and keys for attention: RMSNorm or none, then rotation."""
 
-    q_weight: torch.Tensor
-    """[head_dim]."""
-    k_weight: torch.Tensor
+    q_weight: torch.Tensor | None
+    """[head_dim]; None: no RMSNorm. Queries and keys have one both, or none both."""
+    k_weight: torch.Tensor | None
     """[head_dim]."""
     eps: float
     cos_sin: torch.Tensor

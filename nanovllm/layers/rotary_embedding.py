@@ -1,4 +1,4 @@
-"""Rotary position embedding (arXiv 2104.09864), with linear and YaRN scaling."""
+"""Rotary position embedding (arXiv 2104.09864), with linear, YaRN and Llama 3 scaling."""
 
 import dataclasses
 import math
@@ -13,10 +13,10 @@ class RopeConfig:
 
     theta: float
     rope_type: str = "default"
-    """"default", "linear" or "yarn"."""
+    """"default", "linear", "yarn", "llama3" or "factors"."""
     factor: float = 1.0
     original_max_position: int = 0
-    """Positions of the model before scaling. Only yarn uses it."""
+    """Positions of the model before scaling. Only yarn and llama3 use it."""
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
@@ -25,6 +25,12 @@ class RopeConfig:
     mscale_all_dim: float | None = None
     truncate: bool = True
     """Whether the bounds of yarn's ramp are rounded to whole dimensions."""
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    """Rotations over the original positions: llama3 keeps the angle of dimensions that make more
+    than the high factor, and divides that of those that make fewer than the low one."""
+    factors: tuple[float, ...] = ()
+    """[head_dim / 2]: what each dimension's angle is divided by. Only factors uses it."""
 
 
 class RotaryEmbedding(nn.Module):
@@ -57,7 +63,19 @@ def inverse_frequencies(head_dim: int, rope: RopeConfig) -> tuple[torch.Tensor, 
         return inv_freq / rope.factor, 1.0
     if rope.rope_type == "yarn":
         return _yarn(inv_freq, head_dim, rope)
+    if rope.rope_type == "llama3":
+        return _llama3(inv_freq, rope), 1.0
+    if rope.rope_type == "factors":
+        return inv_freq / torch.tensor(rope.factors, dtype=torch.float32, device="cpu"), 1.0
     return inv_freq, 1.0
+
+
+def _llama3(inv_freq: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
+    """Return `inv_freq` with the scaling of Llama 3.1 (transformers' modeling_rope_utils.py)."""
+    rotations = rope.original_max_position * inv_freq / (2 * math.pi)
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    kept = ((rotations - low) / (high - low)).clamp(0, 1)
+    return inv_freq / rope.factor * (1 - kept) + inv_freq * kept
 
 
 def _yarn(inv_freq: torch.Tensor, head_dim: int, rope: RopeConfig) -> tuple[torch.Tensor, float]:

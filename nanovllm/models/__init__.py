@@ -1,1 +1,1 @@
-"""Model families, one file each. config.json names the architecture, registry.py finds the file."""
+"""Model families: registry.py finds the file that config.json names, decoder.py is their base."""

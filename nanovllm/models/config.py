@@ -14,7 +14,23 @@ from nanovllm.layers.rotary_embedding import RopeConfig
 from nanovllm.validation import check_bool, check_float, check_int, shown
 
 _DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
-_ROPE_TYPES = ("default", "linear", "yarn")
+_ROPE_KEYS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "factors": ("factors",),
+}
+"""By rope type: the settings that it needs. "factors" is nanovllm's own, for GGUF files."""
+_YARN_FLOATS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+_COMMON_ROPE_KEYS = (
+    "rope_theta",
+    "factor",
+    "original_max_position_embeddings",
+    "truncate",
+    *_YARN_FLOATS,
+)
+"""Settings that any type may have; a type that does not use them ignores them."""
 
 # Far above every known model, and low enough that no product of sizes overflows.
 _MAX_SIZE = 2**24
@@ -41,6 +57,8 @@ class ModelConfig:
     max_position: int
     """Positions that the model supports, rope scaling included."""
     attention_bias: bool
+    """Read by families in which it varies; so is `mlp_bias`."""
+    mlp_bias: bool
     tie_word_embeddings: bool
     dtype: torch.dtype
     fp8: Fp8Config | None = None
@@ -62,7 +80,7 @@ class ModelConfig:
         torch_dtype = _dtype(config, dtype)
         num_heads, num_kv_heads, head_dim = _heads(config)
         max_position = _size(config, "max_position_embeddings")
-        rope = _rope(config, max_position)
+        rope = _rope(config, max_position, head_dim)
         if rope.rope_type == "yarn":
             # Users who add YaRN as Qwen3's model card says leave max_position_embeddings unscaled.
             max_position = max(max_position, int(rope.original_max_position * rope.factor))
@@ -79,6 +97,7 @@ class ModelConfig:
             rope=rope,
             max_position=max_position,
             attention_bias=_bool(config, "attention_bias", False),
+            mlp_bias=_bool(config, "mlp_bias", False),
             tie_word_embeddings=_bool(config, "tie_word_embeddings", False),
             dtype=torch_dtype,
             fp8=Fp8Config.from_hf(config.get("quantization_config")),
@@ -185,32 +204,50 @@ def _rope_settings(config: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _rope(config: dict[str, Any], max_position: int) -> RopeConfig:
+def _rope(config: dict[str, Any], max_position: int, head_dim: int) -> RopeConfig:
     settings = _rope_settings(config)
     other_name = settings.pop("type", "default")
     rope_type = settings.pop("rope_type", other_name)
-    if rope_type not in _ROPE_TYPES:
+    if not isinstance(rope_type, str) or rope_type not in _ROPE_KEYS:
         raise UnsupportedModelError(
             f"config.json: rope scaling {shown(rope_type)} is not supported "
-            f"({', '.join(_ROPE_TYPES)})"
+            f"({', '.join(_ROPE_KEYS)})"
         )
     if settings.pop("partial_rotary_factor", 1.0) != 1.0:
         raise UnsupportedModelError(
             "config.json: partial_rotary_factor is not supported: only whole heads rotate"
         )
-    if rope_type != "default" and "factor" not in settings:
-        raise CheckpointError(f"config.json: rope scaling {rope_type!r} has no factor")
+    for key in _ROPE_KEYS[rope_type]:
+        if key not in settings:
+            raise CheckpointError(f"config.json: rope scaling {rope_type!r} has no {key}")
+    if unknown := settings.keys() - {*_COMMON_ROPE_KEYS, *_ROPE_KEYS[rope_type]}:
+        names = shown(", ".join(sorted(unknown)))
+        raise UnsupportedModelError(f"config.json: rope settings not supported: {names}")
     theta = _number(settings, "rope_theta", 10000.0, 2.0, 1e12)
     factor = _number(settings, "factor", 1.0, *_ROPE_RANGE)
     original = _size(settings, "original_max_position_embeddings", max_position)
-    floats = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+    floats = (*_YARN_FLOATS, "low_freq_factor", "high_freq_factor")
     extra: dict[str, Any] = {
         key: _number(settings, key, 1.0, *_ROPE_RANGE) for key in floats if key in settings
     }
     if "truncate" in settings:
         extra["truncate"] = _bool(settings, "truncate", True)
-    known = {"rope_theta", "factor", "original_max_position_embeddings", "truncate", *floats}
-    if unknown := settings.keys() - known:
-        names = shown(", ".join(sorted(unknown)))
-        raise UnsupportedModelError(f"config.json: rope settings not supported: {names}")
-    return RopeConfig(theta, rope_type, factor, original, **extra)
+    if "factors" in settings:
+        extra["factors"] = _factors(settings["factors"], head_dim)
+    rope = RopeConfig(theta, rope_type, factor, original, **extra)
+    if rope.low_freq_factor >= rope.high_freq_factor:
+        raise CheckpointError(
+            f"config.json: rope low_freq_factor {rope.low_freq_factor} must be below "
+            f"high_freq_factor {rope.high_freq_factor}"
+        )
+    return rope
+
+
+def _factors(values: Any, head_dim: int) -> tuple[float, ...]:
+    if not isinstance(values, list) or len(values) != head_dim // 2:
+        raise CheckpointError(
+            f"config.json: rope factors must be a list of {head_dim // 2} numbers, half of "
+            f"head_dim, got {shown(values)}"
+        )
+    name = "config.json: a number in rope factors"
+    return tuple(check_float(CheckpointError, name, value, *_ROPE_RANGE) for value in values)

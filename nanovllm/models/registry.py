@@ -8,7 +8,11 @@ from nanovllm.errors import UnsupportedModelError
 from nanovllm.models.config import ModelConfig
 from nanovllm.validation import shown
 
-_MODULES = {"Qwen3ForCausalLM": "qwen3"}
+_MODULES = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
 
 
 def model_class(config: ModelConfig) -> type[nn.Module]:

@@ -24,7 +24,7 @@ from nanovllm.utils.hub import open_checkpoint, weight_files
 from nanovllm.utils.loader import init_dummy_weights, load_weights, model_shards
 from nanovllm.worker.model_loader import build_model
 from nanovllm.worker.worker import find_weights
-from tests.checkpoints import random_qwen3
+from tests.checkpoints import random_model
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -138,7 +138,7 @@ def test_conversion_of_dtypes(checkpoint, saved, expected_dtype):
 
 
 def test_sharded_checkpoint_with_an_index(tmp_path):
-    theirs = random_qwen3(Qwen3Config(**CONFIG))
+    theirs = random_model(Qwen3Config(**CONFIG))
     theirs.save_pretrained(tmp_path, max_shard_size="80KB")
     files = weight_files(open_checkpoint(str(tmp_path)), str(tmp_path))
     assert len(files) > 3

@@ -12,7 +12,7 @@ from nanovllm.attention.batch import Batch
 from nanovllm.attention.cpu import CPUBackend
 from nanovllm.kernels.cpu import build, library as library_module, ops as cpu_ops
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.quantization import quantize
+from nanovllm.layers.quantization import IntTensor, quantize
 from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
 from tests.kernels.cpu.helpers import native, randn
 
@@ -78,11 +78,35 @@ def test_linear_reads_rows_that_lie_apart():
 @native
 @pytest.mark.usefixtures("kernels")
 def test_a_row_of_a_linear_does_not_depend_on_the_others():
-    weight, x = cpu_ops.pack(randn(200, 512)), randn(600, 512)
-    together = cpu_ops.linear(x, weight, 200)
+    weight, x, bias = cpu_ops.pack(randn(200, 512)), randn(600, 512), randn(200, seed=1)
+    together = cpu_ops.linear(x, weight, 200, bias)
     for m in (1, 5, 12, 16, 31, 32, 47, 256, 257):
-        assert torch.equal(cpu_ops.linear(x[:m], weight, 200), together[:m])
-        assert torch.equal(cpu_ops.linear(x[-m:], weight, 200), together[-m:])
+        assert torch.equal(cpu_ops.linear(x[:m], weight, 200, bias), together[:m])
+        assert torch.equal(cpu_ops.linear(x[-m:], weight, 200, bias), together[-m:])
+
+
+@native
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("n", [1, 100, 333])
+def test_a_bias_is_added_before_the_sum_is_rounded(n, bits):
+    weight, bias = randn(n, 64).double(), randn(n, seed=1) * 2
+    if bits == 16:
+        packed = cpu_ops.pack(weight.bfloat16())
+        linear = functools.partial(cpu_ops.linear, packed=packed, num_outputs=n)
+    else:
+        rounded = quantize(weight, bits, 32)
+        weight = rounded.values.double() * rounded.scales.double().repeat_interleave(32, 1)
+        packed, scales = cpu_ops.pack_int(*rounded)
+        linear = functools.partial(
+            cpu_ops.linear_int, packed=packed, scales=scales, num_outputs=n, bits=bits
+        )
+    for m in (0, 1, 2, 13, 33, 100):
+        x = torch.zeros(m, 64, dtype=torch.bfloat16)
+        x[:, ::32] = randn(m, 2, seed=m)  # one input a group, so that rounding inputs is exact
+        expected = x.double() @ weight.T + bias.double()
+        half_step = 2.0 ** (expected.frexp().exponent - 9)  # of bfloat16
+        assert ((linear(x, bias=bias).double() - expected).abs() <= half_step + 1e-5).all()
 
 
 @native
@@ -105,9 +129,9 @@ def test_gather_returns_the_rows(n, k):
     ],
 )
 def test_linear_int(n, k, group, bits):
-    values, scales = quantize(randn(n, k), bits, group)
-    weight = values.double() * scales.double().repeat_interleave(group, 1)
-    packed = cpu_ops.pack_int(values, scales, bits)
+    rounded = quantize(randn(n, k), bits, group)
+    weight = rounded.values.double() * rounded.scales.double().repeat_interleave(group, 1)
+    packed = cpu_ops.pack_int(*rounded)
     largest = randn(300, k, seed=300)
     largest[:, ::7] *= 1000  # inputs of very different magnitudes
     together = cpu_ops.linear_int(largest, *packed, n, bits)
@@ -122,6 +146,65 @@ def test_linear_int(n, k, group, bits):
         assert torch.equal(out, together[:m])
     ids = torch.arange(n - 1, -1, -1)
     assert torch.equal(cpu_ops.gather_int(ids, *packed, bits), weight[ids].bfloat16())
+
+
+def any_float16(*shape, seed):
+    """Return finite float16 numbers of all exponents and both signs; 0 and the ends come first."""
+    generator = torch.Generator().manual_seed(seed)
+    bits = torch.randint(0x7C00, shape, generator=generator, dtype=torch.int16)
+    bits.view(-1)[:3] = torch.tensor([0, 0x7BFF, 1])
+    return bits.view(torch.float16) * torch.randn(shape, generator=generator).sign().half()
+
+
+@native
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("extreme", [False, True])
+@pytest.mark.parametrize(("n", "k"), [(32, 32), (100, 64), (1, 96), (333, 1024)])
+def test_linear_int_with_minimums(n, k, extreme):
+    """Weights of 4 bits with minimums, as llama.cpp's Q4_1 has them."""
+    generator = torch.Generator().manual_seed(n)
+    values = torch.randint(-8, 8, (n, k), generator=generator, dtype=torch.int8)
+    scales, minimums = any_float16(n, k // 32, seed=1), any_float16(n, k // 32, seed=2)
+    if not extreme:
+        scales, minimums = (randn(n, k // 32, seed=s).half() for s in (1, 2))
+    scaled = (values.double() + 8) * scales.double().repeat_interleave(32, 1)
+    offsets = minimums.double().repeat_interleave(32, 1)
+    weight = scaled + offsets
+    packed = cpu_ops.pack_int(*IntTensor(values, scales, minimums, 4))
+    x = randn(300, k, seed=300)
+    x[:, ::7] *= 1000
+    bias = randn(n, seed=3)
+    together = cpu_ops.linear_int(x, *packed, n, 4, bias)
+    expected = x.double() @ weight.T + bias.double()
+    steps = x.view(300, k // 32, 32).abs().amax(-1).double() / 127
+    bound = 0.501 * steps.repeat_interleave(32, 1) @ weight.abs().T + 2**-8 * expected.abs() + 1e-5
+    bound += 1e-5 * x.double().abs() @ (scaled.abs() + offsets.abs()).T  # sums are in float32
+    assert ((together.double() - expected).abs() <= bound).all()
+    for m in (0, 1, 2, 3, 4, 6, 7, 12, 13, 16, 31, 32, 33, 47, 100):
+        assert torch.equal(cpu_ops.linear_int(x[:m], *packed, n, 4, bias), together[:m])
+    ids = torch.arange(n - 1, -1, -1)
+    rows = (scaled.float() + offsets.float()).bfloat16()  # a sum in float32, then rounded again
+    assert torch.equal(cpu_ops.gather_int(ids, *packed, 4), rows[ids])
+
+
+@native
+@pytest.mark.usefixtures("kernels")
+def test_every_scale_of_float16_is_exact():
+    """Each scale times 1, 32 at once and one at a time; NaN and infinities stay what they are."""
+    scales = torch.arange(2**16).short().view(torch.float16)[:, None]
+    values = torch.zeros(len(scales), 32, dtype=torch.int8)
+    values[:, 0] = 1
+    packed = cpu_ops.pack_int(values, scales, None, 8)
+    x = torch.zeros(1, 32, dtype=torch.bfloat16)
+    x[0, 0] = 1
+    expected = scales[:, 0].float().bfloat16()
+    product = cpu_ops.linear_int(x, *packed, len(scales), 8)[0]
+    row = cpu_ops.gather_int(torch.arange(len(scales)), *packed, 8)[:, 0]
+    finite = scales[:, 0].isfinite()
+    assert torch.equal(product[finite], expected[finite])
+    assert not product[~finite].isfinite().any()
+    assert torch.equal(row[finite], expected[finite])
+    assert not row[~finite].isfinite().any()
 
 
 @native
@@ -192,20 +275,67 @@ def in_8_bits(cache, slot_mapping, *stored):
     return found
 
 
+def random_qk_norm(head_dim, qk_norm):
+    cos_sin = RotaryEmbedding(head_dim, 512, RopeConfig(theta=10000.0)).cos_sin
+    if not qk_norm:
+        return QKNorm(None, None, 0.0, cos_sin)
+    weights = [randn(head_dim, seed=seed).abs() + 0.5 for seed in (3, 4)]
+    return QKNorm(*weights, 1e-6, cos_sin)
+
+
 def plain_norm_and_rotate(qkv, norm, positions, heads, kv_heads, head_dim):
     """Return q, k and v after the norms and the rotation that the layers compute in torch."""
     q, k, v = (
         x.reshape(len(qkv), -1, head_dim)
         for x in qkv.split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], -1)
     )
-    layers = []
-    for weight in (norm.q_weight, norm.k_weight):
-        layer = RMSNorm(head_dim, norm.eps)
-        layer.weight.data = weight
-        layers.append(layer)
+    normed = []
+    for heads_of, weight in ((q, norm.q_weight), (k, norm.k_weight)):
+        if weight is not None:
+            layer = RMSNorm(head_dim, norm.eps)
+            layer.weight.data = weight
+            heads_of = layer(heads_of)
+        normed.append(heads_of)
     rotary = RotaryEmbedding(head_dim, len(norm.cos_sin), RopeConfig(theta=10000.0))
-    q, k = rotary(positions, layers[0](q), layers[1](k))
-    return q, k, v
+    return *rotary(positions, *normed), v
+
+
+@native
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("qk_norm", [True, False])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "tokens"), [(6, 2, 64, 70), (3, 1, 80, 33), (4, 4, 18, 1)]
+)
+def test_store_is_float64s(heads, kv_heads, head_dim, tokens, qk_norm):
+    """Without a norm, a number is rounded once: its error is half of its last bit."""
+    block_size, num_blocks = 32, 4
+    norm = random_qk_norm(head_dim, qk_norm)
+    qkv = randn(tokens, (heads + 2 * kv_heads) * head_dim, seed=tokens)
+    order = torch.Generator().manual_seed(1)
+    positions = torch.randint(len(norm.cos_sin), (tokens,), generator=order)
+    slots = torch.randperm(num_blocks * block_size, generator=order)[:tokens].sort().values
+    spec = AttentionSpec(heads, kv_heads, head_dim, torch.bfloat16, torch.device("cpu"), block_size)
+    cache = torch.zeros(CPUBackend(spec).kv_cache_shape(num_blocks), dtype=torch.bfloat16)
+    weights = (norm.q_weight, norm.k_weight)
+    tables = (norm.cos_sin, positions, slots)
+    found_q = cpu_ops.store(qkv, *weights, norm.eps, *tables, cache, heads)
+    panels = cache[:, :, 0].flatten(2).unflatten(2, (-1, cache.shape[-1] // 2, 32, 2))
+    keys = panels.permute(1, 2, 4, 0, 3, 5).reshape(num_blocks * block_size, kv_heads, -1)
+    found_k = keys[slots][..., :head_dim]
+    parts = qkv.double().split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], -1)
+    cos, sin = norm.cos_sin.double()[positions, None].chunk(2, -1)
+    for part, weight, found in zip(parts[:2], weights, (found_q, found_k), strict=True):
+        x = part.unflatten(-1, (-1, head_dim))
+        if weight is not None:
+            x = x * (x.square().mean(-1, keepdim=True) + norm.eps).rsqrt() * weight.double()
+        first, second = x.chunk(2, -1)
+        exact = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+        error = (found.double() - exact).abs()
+        size = torch.hypot(first, second).repeat(1, 1, 2)
+        if qk_norm:
+            assert (error <= 3 * 2**-8 * size).all()
+        else:
+            assert (error <= 2**-8 * exact.abs() + 1e-6 * size).all()
 
 
 @native
@@ -238,13 +368,7 @@ def test_attention(heads, kv_heads, head_dim, block_size, kv_dtype):
     )
     assert CPUBackend.unsupported(spec) is None
     backend = CPUBackend(spec)
-    rotary = RotaryEmbedding(head_dim, 512, RopeConfig(theta=10000.0))
-    norm = QKNorm(
-        randn(head_dim, seed=3).abs() + 0.5,
-        randn(head_dim, seed=4).abs() + 0.5,
-        1e-6,
-        rotary.cos_sin,
-    )
+    norm = random_qk_norm(head_dim, qk_norm=heads % 3 > 0)
     widths = [-(-(b + a) // block_size) for b, a in zip(before, after, strict=True)]
     order = torch.randperm(sum(widths), generator=torch.Generator().manual_seed(5)).tolist()
     tables = torch.full((len(widths), max(widths)), 2**30, dtype=torch.int32)
