@@ -270,6 +270,6 @@ def _type_name(type_id: int) -> str:
     import gguf
 
     try:
-        return gguf.GGMLQuantizationType(type_id).name
+        return str(gguf.GGMLQuantizationType(type_id).name)
     except ValueError:
         return f"number {type_id}"

@@ -1,16 +1,16 @@
-"""Finds the files of a checkpoint: a local directory, or a hub id through huggingface_hub.
+"""Finds the files of a checkpoint: a local directory, a GGUF file, or a hub id.
 
 Nothing in a checkpoint is trusted: every file is checked before it is opened. Reads the JSON files
 and no weights. Imports no torch.
 """
 
 import dataclasses
-import functools
 from pathlib import Path
 from typing import Any
 
 from nanovllm.config import Config
 from nanovllm.errors import CheckpointError
+from nanovllm.utils.download import download, hub_files
 from nanovllm.utils.files import check_file, local_path, read_json
 from nanovllm.utils.gguf import is_gguf, read_gguf
 from nanovllm.validation import check_int, shown
@@ -161,7 +161,7 @@ def weight_files(
     from_hub = not local_path(model).is_dir()
     if from_hub:
         patterns = ["*.safetensors", "*.safetensors.index.json"]
-        path = _download(model, revision, patterns, download_dir)
+        path = download(model, revision, patterns, download_dir)
     index = path / "model.safetensors.index.json"
     if check_file(path, index.name, _MAX_FILE_BYTES):
         weight_map = read_json(index).get("weight_map")
@@ -245,7 +245,7 @@ def _find_gguf_file(model: str, revision: str | None, download_dir: str | None) 
         return local.absolute()
     if model.startswith(("/", ".", "~")) or repo.count("/") != 1:
         raise CheckpointError(f"GGUF file {model!r} does not exist")
-    path = _download(repo, revision, [name], download_dir)
+    path = download(repo, revision, [name], download_dir)
     if not check_file(path, name):
         raise CheckpointError(f"hub model {repo!r} has no file {name!r}, or it is not cached here")
     return path / name
@@ -259,7 +259,7 @@ def _only_gguf(path: Path, model: str, revision: str | None, download_dir: str |
     """
     names = sorted(file.name for file in path.glob("*.gguf"))
     if not local_path(model).is_dir():
-        names = [name for name in _hub_files(model, revision) if is_gguf(Path(name))] or names
+        names = [name for name in hub_files(model, revision) if is_gguf(Path(name))] or names
     if not names:
         raise CheckpointError(
             f"{path} is not a model directory: it has no config.json and no GGUF file"
@@ -271,20 +271,10 @@ def _only_gguf(path: Path, model: str, revision: str | None, download_dir: str |
             f"{model}/{names[0]}: {listed}"
         )
     if not (path / names[0]).exists() and not local_path(model).is_dir():
-        path = _download(model, revision, names, download_dir)
+        path = download(model, revision, names, download_dir)
     if not check_file(path, names[0]):
         raise CheckpointError(f"{path}: {shown(names[0])} is a link to a missing file")
     return path / names[0]
-
-
-def _hub_files(model: str, revision: str | None) -> list[str]:
-    """Return the names of the files of hub repository `model`; none if the hub cannot be asked."""
-    import huggingface_hub
-
-    try:
-        return sorted(huggingface_hub.list_repo_files(model, revision=revision))
-    except Exception:  # offline, ...: then the cache has the file or not
-        return []
 
 
 def _find_directory(model: str, revision: str | None, download_dir: str | None, what: str) -> Path:
@@ -304,7 +294,7 @@ def _find_directory(model: str, revision: str | None, download_dir: str | None, 
     elif model.startswith(("/", ".", "~")) or model.count("/") > 1:
         raise CheckpointError(f"{what} directory {model!r} does not exist")
     else:
-        path = _download(model, revision, _CONFIG_PATTERNS, download_dir)
+        path = download(model, revision, _CONFIG_PATTERNS, download_dir)
     for pattern in _OPENED_PATTERNS:
         for file in path.glob(pattern):
             check_file(path, str(file.relative_to(path)), _MAX_FILE_BYTES)
@@ -314,44 +304,3 @@ def _find_directory(model: str, revision: str | None, download_dir: str | None, 
 def _tokenizer_path(path: Path) -> Path | None:
     """Return `path` if it has tokenizer files, else None."""
     return path if any((path / name).is_file() for name in _TOKENIZER_FILES) else None
-
-
-def _download(
-    model: str, revision: str | None, patterns: list[str], download_dir: str | None
-) -> Path:
-    import huggingface_hub
-    from huggingface_hub.errors import (
-        HFValidationError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    fetch = functools.partial(
-        huggingface_hub.snapshot_download,
-        model,
-        revision=revision,
-        cache_dir=None if download_dir is None else str(local_path(download_dir)),
-        allow_patterns=patterns,
-    )
-    try:
-        try:
-            return Path(fetch())
-        except OfflineModeIsEnabled:  # huggingface_hub 1.33 lists a commit's files online
-            return Path(fetch(local_files_only=True))
-    except HFValidationError as error:
-        raise CheckpointError(
-            f"model {model!r} is neither a directory here nor a valid hub id: {error}"
-        ) from error
-    except RevisionNotFoundError as error:
-        raise CheckpointError(f"hub model {model!r} has no revision {revision!r}") from error
-    except RepositoryNotFoundError as error:
-        raise CheckpointError(
-            f"model {model!r} is no directory here and no model on the hub "
-            "(or a private one: log in)"
-        ) from error
-    except Exception as error:  # offline, a full disk, ...: huggingface_hub raises many types
-        raise CheckpointError(
-            f"cannot get {model!r} from the hub: {error} - it is not (wholly) in the local cache; "
-            "connect once, unset HF_HUB_OFFLINE, or give a local directory"
-        ) from error
