@@ -58,8 +58,7 @@ class Matrix(nn.Module):
         if self.quant_method is None:
             assert self.weight is not None
             return F.linear(x, self.weight, bias)
-        y = self.quant_method.apply(x)
-        return y if bias is None else y.add_(bias)
+        return self.quant_method.apply(x, bias)
 
     def embedding(self, ids: torch.Tensor) -> torch.Tensor:
         """Return rows `ids` [T] of the weight: [T, inputs]."""

@@ -3,7 +3,7 @@
 A method is made from a loaded weight and replaces it. Knows no checkpoint, no layer and no rank.
 """
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ _ONEDNN_HINT_ROWS = 16
 _ONEDNN_MIN_ELEMENTS = 2**20
 """Minimum elements of a weight to amortise oneDNN's 50 us call overhead."""
 _FP8_MAX = torch.finfo(FP8).max
+_FLOAT16_MAX = torch.finfo(torch.float16).max
 _FP8_MATMUL = (8, 9)
 """Minimum compute capability of GPUs with FP8 tensor cores."""
 
@@ -32,13 +33,26 @@ _FP8_MATMUL = (8, 9)
 class QuantizeMethod(Protocol):
     """A weight [n, k] in its own format, with the operations that read it."""
 
-    def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x [T, k] times the transpose of the weight: [T, n]."""
+    def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Return x [T, k] times the transpose of the weight, plus `bias` [n] if given: [T, n]."""
         ...
 
     def embedding(self, ids: torch.Tensor) -> torch.Tensor:
         """Return rows `ids` [T] int64 of the weight: [T, k]."""
         ...
+
+
+class IntTensor(NamedTuple):
+    """A weight [n, k] of 8 or 4 bits: scale * value, where `group` inputs share a scale."""
+
+    values: torch.Tensor
+    """[n, k] int8; within [-8, 7] for 4 bits."""
+    scales: torch.Tensor
+    """[n, k / group] float16."""
+    minimums: torch.Tensor | None
+    """[n, k / group] float16, or None. With them, which takes 4 bits and groups of 32, a weight is
+    scale * (value + 8) + minimum."""
+    bits: int
 
 
 def make_quant_method(
@@ -60,12 +74,23 @@ def make_quant_method(
     has_kernels = native and supports(weight.device, weight.dtype)
     if quantization is not None:
         bits = int(quantization.removeprefix("int"))
-        values, scales = quantize(weight, bits, choose_group_size(quantization, weight.shape[1]))
-        make = NativeIntWeight if has_kernels else IntWeight
-        return make(values, scales, bits, weight.dtype)
+        rounded = quantize(weight, bits, choose_group_size(quantization, weight.shape[1]))
+        return make_int_method(rounded, weight.dtype, native=native)
     if has_kernels and weight.shape[1] % 32 == 0:
         return PackedWeight(weight)
     return OneDnnWeight(weight) if native and not is_embedding and use_onednn(weight) else None
+
+
+def make_int_method(weight: IntTensor, dtype: torch.dtype, *, native: bool) -> QuantizeMethod:
+    """Return the method for a weight of 8 or 4 bits.
+
+    Args:
+        dtype: of inputs and results.
+        native: whether nanovllm's own kernels may be used.
+    """
+    if native and supports(weight.values.device, dtype):
+        return NativeIntWeight(weight)
+    return IntWeight(weight, dtype)
 
 
 def use_onednn(weight: torch.Tensor) -> bool:
@@ -96,15 +121,16 @@ def choose_group_size(quantization: str, input_size: int) -> int:
     )
 
 
-def quantize(weight: torch.Tensor, bits: int, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round weight [n, k] to int8 values [n, k] with bfloat16 scales [n, k / group_size].
+def quantize(weight: torch.Tensor, bits: int, group_size: int) -> IntTensor:
+    """Round weight [n, k] to 8 or 4 bits, with a scale for each `group_size` neighbours in a row.
 
     The scale maps the largest magnitude of a group to 127 in 8 bits, and to -8 in 4 bits, whose
-    range is -8 to 7 (llama.cpp's Q8_0 and Q4_0 do the same). Values of 4 bits are not packed.
+    range is -8 to 7 (llama.cpp's Q8_0 and Q4_0 do the same). A larger scale than float16 can hold
+    becomes its largest number, but a weight that is no number makes its scale infinite or NaN.
     """
     n, k = weight.shape
     values = torch.empty(n, k, dtype=torch.int8, device=weight.device)
-    scales = torch.empty(n, k // group_size, dtype=torch.bfloat16, device=weight.device)
+    scales = torch.empty(n, k // group_size, dtype=torch.float16, device=weight.device)
     for start in range(0, n, _ROWS_AT_ONCE):
         part = weight[start : start + _ROWS_AT_ONCE].float().view(-1, k // group_size, group_size)
         if bits == 8:
@@ -112,12 +138,12 @@ def quantize(weight: torch.Tensor, bits: int, group_size: int) -> tuple[torch.Te
         else:
             low, high = part.aminmax(dim=-1)
             scale = torch.where(high > -low, high, low) / -8
-        scale = scale.bfloat16()
+        scale = scale.clamp(-_FLOAT16_MAX, _FLOAT16_MAX).where(scale.isfinite(), scale).half()
         rounded = (part / scale.float().masked_fill(scale == 0, 1.0)[..., None]).round_()
         limit = 2 ** (bits - 1)
         values[start : start + _ROWS_AT_ONCE] = rounded.clamp_(-limit, limit - 1).flatten(1)
         scales[start : start + _ROWS_AT_ONCE] = scale
-    return values, scales
+    return IntTensor(values, scales, None, bits)
 
 
 def quantize_fp8(
@@ -150,8 +176,8 @@ class PackedWeight:
         self._packed = cpu_ops.pack(weight)
         self._output_size = len(weight)
 
-    def apply(self, x: torch.Tensor) -> torch.Tensor:
-        return cpu_ops.linear(x, self._packed, self._output_size)
+    def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return cpu_ops.linear(x, self._packed, self._output_size, bias)
 
     def embedding(self, ids: torch.Tensor) -> torch.Tensor:
         return cpu_ops.gather(ids, self._packed)
@@ -166,25 +192,26 @@ class OneDnnWeight:
     def __init__(self, weight: torch.Tensor) -> None:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ONEDNN_HINT_ROWS)
 
-    def apply(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed, None, "none", [], "")
+    def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
 
     def embedding(self, ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(ids, self._packed.to_dense())
 
 
 class NativeIntWeight:
-    """A weight of 8 or 4 bits in the layout of the C kernels, which round the inputs to 16 bits."""
+    """A weight of 8 or 4 bits in the layout of the C kernels, for inputs in bfloat16.
 
-    def __init__(
-        self, values: torch.Tensor, scales: torch.Tensor, bits: int, dtype: torch.dtype
-    ) -> None:
-        assert dtype == torch.bfloat16
-        self._packed, self._scales = cpu_ops.pack_int(values, scales, bits)
-        self._output_size, self._bits = len(values), bits
+    They round the inputs to 16 bits for a weight of 8 bits, and to 8 bits for one of 4.
+    """
 
-    def apply(self, x: torch.Tensor) -> torch.Tensor:
-        return cpu_ops.linear_int(x, self._packed, self._scales, self._output_size, self._bits)
+    def __init__(self, weight: IntTensor) -> None:
+        self._packed, self._scales = cpu_ops.pack_int(*weight)
+        self._output_size, self._bits = len(weight.values), weight.bits
+
+    def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        sizes = self._output_size, self._bits
+        return cpu_ops.linear_int(x, self._packed, self._scales, *sizes, bias)
 
     def embedding(self, ids: torch.Tensor) -> torch.Tensor:
         return cpu_ops.gather_int(ids, self._packed, self._scales, self._bits)
@@ -196,25 +223,33 @@ class IntWeight:
     Each product dequantises the weight first, so this saves memory but no time.
     """
 
-    def __init__(
-        self, values: torch.Tensor, scales: torch.Tensor, bits: int, dtype: torch.dtype
-    ) -> None:
-        self._bits, self._dtype, self._scales = bits, dtype, scales
-        self._values = values
-        if bits == 4:  # two values a byte, the even input in the low half
-            self._values = values[:, ::2].bitwise_and(15) | values[:, 1::2] << 4
+    def __init__(self, weight: IntTensor, dtype: torch.dtype) -> None:
+        self._weight, self._dtype = weight, dtype
+        if weight.bits == 4:  # two values a byte, the even input in the low half
+            packed = weight.values[:, ::2].bitwise_and(15) | weight.values[:, 1::2] << 4
+            self._weight = weight._replace(values=packed)
 
-    def apply(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self._dequantize(self._values, self._scales))
+    def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return F.linear(x, self._dequantize(self._weight), bias)
 
     def embedding(self, ids: torch.Tensor) -> torch.Tensor:
-        return self._dequantize(F.embedding(ids, self._values), F.embedding(ids, self._scales))
+        values, scales, minimums, bits = self._weight
+        minimums = None if minimums is None else F.embedding(ids, minimums)
+        rows = IntTensor(F.embedding(ids, values), F.embedding(ids, scales), minimums, bits)
+        return self._dequantize(rows)
 
-    def _dequantize(self, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        if self._bits == 4:
+    def _dequantize(self, weight: IntTensor) -> torch.Tensor:
+        """Return `weight`, whose values are packed, in the dtype of inputs."""
+        values, scales, minimums, bits = weight
+        if bits == 4:
             values = torch.stack([values << 4 >> 4, values >> 4], -1).flatten(1)
-        grouped = values.view(len(values), scales.shape[1], -1)
-        return (grouped.float() * scales.float()[..., None]).flatten(1).to(self._dtype)
+        grouped = values.view(len(values), scales.shape[1], -1).float()
+        if minimums is not None:
+            grouped += 8
+        grouped *= scales.float()[..., None]
+        if minimums is not None:
+            grouped += minimums.float()[..., None]
+        return grouped.flatten(1).to(self._dtype)
 
 
 class Fp8Weight:
@@ -258,12 +293,12 @@ class Fp8Weight:
             and self._kernels.inputs_of_a_step(group_size) > 0
         )
 
-    def apply(self, x: torch.Tensor) -> torch.Tensor:
-        if self._rowwise:
-            return self.apply_rowwise(x)
-        if self._groupwise:
-            return self.apply_groupwise(x, self._kernels)
-        return F.linear(x, self._dequantize(self._values, self._scales))
+    def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if not self._rowwise and not self._groupwise:
+            return F.linear(x, self._dequantize(self._values, self._scales), bias)
+        rowwise = self._rowwise
+        y = self.apply_rowwise(x) if rowwise else self.apply_groupwise(x, self._kernels)
+        return y if bias is None else y.add_(bias)
 
     def apply_rowwise(self, x: torch.Tensor) -> torch.Tensor:
         """Round each row of `x` with one scale and multiply with torch."""

@@ -10,11 +10,13 @@ from nanovllm.layers import quantization
 from nanovllm.layers.linear import Matrix
 from nanovllm.layers.quantization import (
     Fp8Weight,
+    IntTensor,
     IntWeight,
     NativeIntWeight,
     OneDnnWeight,
     PackedWeight,
     choose_group_size,
+    make_int_method,
     make_quant_method,
     quantize,
     quantize_fp8,
@@ -34,48 +36,85 @@ def randn(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def dequantised(values, scales):
-    group = values.shape[1] // scales.shape[1]
-    return values.double() * scales.double().repeat_interleave(group, 1)
+def dequantised(weight):
+    group = weight.values.shape[1] // weight.scales.shape[1]
+    scales = weight.scales.double().repeat_interleave(group, 1)
+    if weight.minimums is None:
+        return weight.values.double() * scales
+    return (weight.values.double() + 8) * scales + weight.minimums.double().repeat_interleave(
+        group, 1
+    )
+
+
+def with_minimums(n, k):
+    """Return a random weight of 4 bits with minimums."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randint(-8, 8, (n, k), generator=generator, dtype=torch.int8)
+    scales, minimums = (randn(n, k // 32, seed=seed).half() for seed in (1, 2))
+    return IntTensor(values, scales, minimums, 4)
+
+
+def int_tensor(kind, n, k):
+    """Return a random weight of `kind`: int8, int4, or int4 with minimums."""
+    return with_minimums(n, k) if kind == "minimums" else quantize(randn(n, k), int(kind), 32)
+
+
+KINDS = pytest.mark.parametrize("kind", ["8", "4", "minimums"])
 
 
 @pytest.mark.parametrize(("bits", "group"), [(8, 32), (8, 128), (4, 32), (4, 64)])
 def test_rounding_is_within_half_a_step(bits, group):
     weight = randn(50, 256)
     weight[3, :group] = 0
-    values, scales = quantize(weight, bits, group)
-    assert values.int().abs().max() <= 2 ** (bits - 1)
-    error = (dequantised(values, scales) - weight.double()).abs()
-    step = scales.double().abs().repeat_interleave(group, 1)
-    # The scale is rounded to bfloat16, which moves the ends of the range by up to 2^-9 of it.
-    assert (error <= step * (0.5 + 2.0**-9 * 2 ** (bits - 1) + 0.5 * (bits == 4)) + 1e-12).all()
+    rounded = quantize(weight, bits, group)
+    assert rounded.values.int().abs().max() <= 2 ** (bits - 1)
+    error = (dequantised(rounded) - weight.double()).abs()
+    step = rounded.scales.double().abs().repeat_interleave(group, 1)
+    # The scale is rounded to float16, which moves the ends of the range by up to 2^-12 of it.
+    assert (error <= step * (0.5 + 2.0**-12 * 2 ** (bits - 1) + 0.5 * (bits == 4)) + 1e-12).all()
     assert (error <= 0.5001 * step + 1e-12).double().mean() > (0.9 if bits == 4 else 0.99)
-    assert (values[3, :group] == 0).all()
+    assert (rounded.values[3, :group] == 0).all()
 
 
 @pytest.mark.parametrize("bits", [8, 4])
+def test_scales_beyond_float16_are_its_largest_or_0(bits):
+    weight = randn(3, 64) * torch.tensor([[1e30], [1e-12], [1.0]]).bfloat16()
+    weight[2, 40] = torch.inf
+    values, scales, _, _ = rounded = quantize(weight, bits, 32)
+    limit = 2 ** (bits - 1)
+    assert (scales[0].abs() == 65504).all()
+    assert ((values[0] == -limit) | (values[0] == limit - 1)).all()
+    assert (scales[1] == 0).all()
+    assert (values[1] == 0).all()
+    assert scales[2].isfinite().tolist() == [True, False], "an error in a weight shows"
+    assert dequantised(rounded)[2, :32].isfinite().all()
+
+
+@KINDS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_int_weight_in_plain_torch_equals_the_rounded_one(bits, dtype):
-    weight = randn(70, 96).to(dtype)
-    values, scales = quantize(weight, bits, 32)
-    method = IntWeight(values, scales, bits, dtype)
-    expected = dequantised(values, scales).to(dtype)
+def test_int_weight_in_plain_torch_equals_the_rounded_one(kind, dtype):
+    weight = int_tensor(kind, 70, 96)
+    method = IntWeight(weight, dtype)
+    expected = dequantised(weight).float().to(dtype)  # products are exact, a sum is rounded once
     assert torch.equal(method.embedding(torch.tensor([5, 69, 0])), expected[[5, 69, 0]])
-    x = randn(4, 96).to(dtype)
+    x, bias = randn(4, 96).to(dtype), randn(70, seed=3).to(dtype)
     assert torch.equal(method.apply(x), x @ expected.T)
+    assert torch.equal(method.apply(x, bias), torch.nn.functional.linear(x, expected, bias))
 
 
 @native
-@pytest.mark.parametrize("bits", [8, 4])
-def test_native_and_plain_agree(bits):
-    values, scales = quantize(randn(70, 256), bits, 32)
-    packed = NativeIntWeight(values, scales, bits, torch.bfloat16)
-    plain = IntWeight(values, scales, bits, torch.bfloat16)
+@KINDS
+def test_native_and_plain_agree(kind):
+    weight = int_tensor(kind, 70, 256)
+    packed, plain = (make_int_method(weight, torch.bfloat16, native=n) for n in (True, False))
+    assert (type(packed), type(plain)) == (NativeIntWeight, IntWeight)
     rows = torch.tensor([5, 69, 0])
     assert torch.equal(packed.embedding(rows), plain.embedding(rows))
-    x = randn(9, 256)
-    ours, torchs = packed.apply(x), plain.apply(x)
-    assert torch.allclose(ours.float(), torchs.float(), atol=0.6, rtol=0.02)
+    x, bias = randn(9, 256), randn(70, seed=3) * 100
+    ours, torchs = packed.apply(x, bias).double(), plain.apply(x, bias).double()
+    step = x.view(9, 8, 32).abs().amax(-1).double().repeat_interleave(32, 1) / 127
+    size = x.double().abs() @ dequantised(weight).abs().T + bias.double().abs()
+    assert ((ours - torchs).abs() <= 0.51 * step @ dequantised(weight).abs().T + size / 128).all()
 
 
 def test_groups_divide_the_inputs():

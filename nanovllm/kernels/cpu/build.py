@@ -207,7 +207,7 @@ def _self_test(kernels: ctypes.CDLL) -> None:
     y = torch.full((37, 70), torch.nan, dtype=torch.bfloat16)
     w, p, inputs, outputs = (tensor.data_ptr() for tensor in (weight, packed, x, y))
     calls = pack_call("nv_pack", [w, p, 70, 608])
-    calls += pack_call("nv_linear", [inputs, 608, p, outputs, 37, 70, 608])
+    calls += pack_call("nv_linear", [inputs, 608, p, 0, outputs, 37, 70, 608])
     kernels.nv_run(calls, 2, -1, -1, torch.get_num_threads())
     expected = x.double() @ weight.double().T
     error = (y.double() - expected).abs().max()

@@ -10,11 +10,11 @@ CALL_BYTES = 8 * 17
 # f float. Upper case: the number of tokens (nv_attention: of rows), which `nv_run` can replace.
 _KERNELS = {
     "nv_pack": "ppnn",
-    "nv_linear": "pnppNnn",
+    "nv_linear": "pnpppNnn",
     "nv_gather": "pppNn",
-    "nv_pack_int": "ppppnnnn",
-    "nv_linear_int": "pnpppNnnnn",
-    "nv_gather_int": "ppppNnnn",
+    "nv_pack_int": "pppppnnnn",
+    "nv_linear_int": "pnppppNnnnnn",
+    "nv_gather_int": "ppppNnnnn",
     "nv_add_rms_norm": "ppppNnf",
     "nv_silu_and_mul": "pNn",
     "nv_store": "ppppppppnNnnnnnf",

@@ -16,16 +16,21 @@ _SEGMENT = 8192
 """Logits whose maximum `nv_greedy` finds in one go; see csrc/sampling.c."""
 
 
-def linear(x: torch.Tensor, packed: torch.Tensor, num_outputs: int) -> torch.Tensor:
-    """Return x [m, k] times the transpose of a weight from `pack`: [m, num_outputs].
+def linear(
+    x: torch.Tensor, packed: torch.Tensor, num_outputs: int, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return x [m, k] times the transpose of a weight from `pack`, plus `bias`: [m, num_outputs].
 
     A row's result is the same, bit for bit, whatever the other rows are.
+
+    Args:
+        bias: [num_outputs] bfloat16, contiguous; added in float32, before the sum is rounded.
     """
     m, k = x.shape
     if x.stride(1) != 1:
         x = x.contiguous()
     y = torch.empty(m, num_outputs, dtype=torch.bfloat16)
-    library.call("nv_linear", x, x.stride(0), packed, y, m, num_outputs, k)
+    library.call("nv_linear", x, x.stride(0), packed, bias, y, m, num_outputs, k)
     return y
 
 
@@ -50,36 +55,68 @@ def gather(ids: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
 
 
 def pack_int(
-    values: torch.Tensor, scales: torch.Tensor, bits: int
+    values: torch.Tensor, scales: torch.Tensor, minimums: torch.Tensor | None, bits: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return an 8-bit or 4-bit weight and its scales in the layouts that `linear_int` reads.
 
     Args:
-        values: [n, k] int8, contiguous; within [-8, 7] for 4 bits.
-        scales: [n, k / group] bfloat16, contiguous. With 8 bits, group is a multiple of 32 up to
-            256; with 4 bits it is 32.
+        values: [n, k] int8; within [-8, 7] for 4 bits.
+        scales: [n, k / group] float16. With 8 bits, group is 32, 64, 128 or 256; with 4 bits it
+            is 32.
+        minimums: None, or with 4 bits [n, k / group] float16: a weight is then
+            scale * (value + 8) + minimum.
+
+    Returns:
+        The weight, and the scales [ceil(n / 32), k / group, 32]. With minimums these lie beside
+        the scales: [ceil(n / 32), k / group, 2, 32].
     """
+    values, scales = values.contiguous(), scales.contiguous()
+    minimums = None if minimums is None else minimums.contiguous()
     n, k = values.shape
     groups, panels = scales.shape[1], -(-n // PANEL)
     packed = lazy_zeros((panels, k * PANEL * bits // 8), torch.uint8)
-    packed_scales = torch.empty(panels, groups, PANEL, dtype=torch.bfloat16)
-    library.call("nv_pack_int", values, scales, packed, packed_scales, n, k, k // groups, bits)
+    shape = (panels, groups, PANEL) if minimums is None else (panels, groups, 2, PANEL)
+    packed_scales = torch.empty(shape, dtype=torch.float16)
+    library.call(
+        "nv_pack_int", values, scales, minimums, packed, packed_scales, n, k, k // groups, bits
+    )
     return packed, packed_scales
 
 
 def linear_int(
-    x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, num_outputs: int, bits: int
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    scales: torch.Tensor,
+    num_outputs: int,
+    bits: int,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return x [m, k] times the transpose of a weight from `pack_int`: [m, num_outputs].
+    """Return x [m, k] times the transpose of a weight from `pack_int`, plus `bias`.
 
-    A row's result is the same, bit for bit, whatever the other rows are.
+    A row's result [num_outputs] is the same, bit for bit, whatever the other rows are.
+
+    Args:
+        bias: [num_outputs] bfloat16, contiguous; added in float32, before the sum is rounded.
     """
     m, k = x.shape
     if x.stride(1) != 1:
         x = x.contiguous()
     y = torch.empty(m, num_outputs, dtype=torch.bfloat16)
-    group = k // scales.shape[1]
-    library.call("nv_linear_int", x, x.stride(0), packed, scales, y, m, num_outputs, k, group, bits)
+    library.call(
+        "nv_linear_int",
+        x,
+        x.stride(0),
+        packed,
+        scales,
+        bias,
+        y,
+        m,
+        num_outputs,
+        k,
+        k // scales.shape[1],
+        bits,
+        _has_minimums(scales),
+    )
     return y
 
 
@@ -89,9 +126,14 @@ def gather_int(
     """Return rows `ids` [t] int64 of a weight from `pack_int`: [t, k]."""
     k = packed.shape[1] * 8 // (PANEL * bits)
     y = torch.empty(len(ids), k, dtype=torch.bfloat16)
-    group = k // scales.shape[1]
-    library.call("nv_gather_int", ids.contiguous(), packed, scales, y, len(ids), k, group, bits)
+    sizes = len(ids), k, k // scales.shape[1], bits, _has_minimums(scales)
+    library.call("nv_gather_int", ids.contiguous(), packed, scales, y, *sizes)
     return y
+
+
+def _has_minimums(scales: torch.Tensor) -> bool:
+    """Return whether there are minimums among scales from `pack_int`."""
+    return scales.dim() == 4
 
 
 def add_rms_norm(

@@ -35,6 +35,8 @@ EMULATED(__m512, _max_ps, (__m512 a, __m512 b), for (int i = 0; i < 16; i++) out
 EMULATED(__m512, _min_ps, (__m512 a, __m512 b), for (int i = 0; i < 16; i++) out[i] = a[i] < b[i] ? a[i] : b[i];)
 EMULATED(__m512i, _cvtepu16_epi32, (__m256i a), uint16_t h[16]; memcpy(h, &a, 32); emulated_ints o;
          for (int i = 0; i < 16; i++) o.w[i] = h[i]; out = o.v;)
+EMULATED(__m512, _cvtph_ps, (__m256i a), __m256 halves[2] = {_mm256_cvtph_ps(_mm256_castsi256_si128(a)),
+         _mm256_cvtph_ps(_mm256_extracti128_si256(a, 1))}; memcpy(&out, halves, 64);)
 static inline void emulated_storeu_ps(float *p, __m512 v) { memcpy(p, &v, 64); }
 EMULATED(__m512i, _set1_epi32, (int x), emulated_ints o; for (int i = 0; i < 16; i++) o.w[i] = x; out = o.v;)
 EMULATED(__m512i, _set1_epi16, (short x), emulated_ints o; for (int i = 0; i < 32; i++) o.h[i] = x; out = o.v;)
@@ -50,6 +52,7 @@ EMULATED(__m512i, _cvtepi8_epi16, (__m256i a), int8_t b[32]; memcpy(b, &a, 32); 
 #define _mm512_max_ps emulated_max_ps
 #define _mm512_min_ps emulated_min_ps
 #define _mm512_cvtepu16_epi32 emulated_cvtepu16_epi32
+#define _mm512_cvtph_ps emulated_cvtph_ps
 #define _mm512_loadu_ps emulated_loadu_ps
 #define _mm512_loadu_si512 emulated_loadu_si512
 #define _mm512_storeu_ps emulated_storeu_ps

@@ -12,7 +12,7 @@ from nanovllm.attention.batch import Batch
 from nanovllm.attention.cpu import CPUBackend
 from nanovllm.kernels.cpu import build, library as library_module, ops as cpu_ops
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.quantization import quantize
+from nanovllm.layers.quantization import IntTensor, quantize
 from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
 from tests.kernels.cpu.helpers import native, randn
 
@@ -78,11 +78,35 @@ def test_linear_reads_rows_that_lie_apart():
 @native
 @pytest.mark.usefixtures("kernels")
 def test_a_row_of_a_linear_does_not_depend_on_the_others():
-    weight, x = cpu_ops.pack(randn(200, 512)), randn(600, 512)
-    together = cpu_ops.linear(x, weight, 200)
+    weight, x, bias = cpu_ops.pack(randn(200, 512)), randn(600, 512), randn(200, seed=1)
+    together = cpu_ops.linear(x, weight, 200, bias)
     for m in (1, 5, 12, 16, 31, 32, 47, 256, 257):
-        assert torch.equal(cpu_ops.linear(x[:m], weight, 200), together[:m])
-        assert torch.equal(cpu_ops.linear(x[-m:], weight, 200), together[-m:])
+        assert torch.equal(cpu_ops.linear(x[:m], weight, 200, bias), together[:m])
+        assert torch.equal(cpu_ops.linear(x[-m:], weight, 200, bias), together[-m:])
+
+
+@native
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("n", [1, 100, 333])
+def test_a_bias_is_added_before_the_sum_is_rounded(n, bits):
+    weight, bias = randn(n, 64).double(), randn(n, seed=1) * 2
+    if bits == 16:
+        packed = cpu_ops.pack(weight.bfloat16())
+        linear = functools.partial(cpu_ops.linear, packed=packed, num_outputs=n)
+    else:
+        rounded = quantize(weight, bits, 32)
+        weight = rounded.values.double() * rounded.scales.double().repeat_interleave(32, 1)
+        packed, scales = cpu_ops.pack_int(*rounded)
+        linear = functools.partial(
+            cpu_ops.linear_int, packed=packed, scales=scales, num_outputs=n, bits=bits
+        )
+    for m in (0, 1, 2, 13, 33, 100):
+        x = torch.zeros(m, 64, dtype=torch.bfloat16)
+        x[:, ::32] = randn(m, 2, seed=m)  # one input a group, so that rounding inputs is exact
+        expected = x.double() @ weight.T + bias.double()
+        half_step = 2.0 ** (expected.frexp().exponent - 9)  # of bfloat16
+        assert ((linear(x, bias=bias).double() - expected).abs() <= half_step + 1e-5).all()
 
 
 @native
@@ -105,9 +129,9 @@ def test_gather_returns_the_rows(n, k):
     ],
 )
 def test_linear_int(n, k, group, bits):
-    values, scales = quantize(randn(n, k), bits, group)
-    weight = values.double() * scales.double().repeat_interleave(group, 1)
-    packed = cpu_ops.pack_int(values, scales, bits)
+    rounded = quantize(randn(n, k), bits, group)
+    weight = rounded.values.double() * rounded.scales.double().repeat_interleave(group, 1)
+    packed = cpu_ops.pack_int(*rounded)
     largest = randn(300, k, seed=300)
     largest[:, ::7] *= 1000  # inputs of very different magnitudes
     together = cpu_ops.linear_int(largest, *packed, n, bits)
@@ -122,6 +146,65 @@ def test_linear_int(n, k, group, bits):
         assert torch.equal(out, together[:m])
     ids = torch.arange(n - 1, -1, -1)
     assert torch.equal(cpu_ops.gather_int(ids, *packed, bits), weight[ids].bfloat16())
+
+
+def any_float16(*shape, seed):
+    """Return finite float16 numbers of all exponents and both signs; 0 and the ends come first."""
+    generator = torch.Generator().manual_seed(seed)
+    bits = torch.randint(0x7C00, shape, generator=generator, dtype=torch.int16)
+    bits.view(-1)[:3] = torch.tensor([0, 0x7BFF, 1])
+    return bits.view(torch.float16) * torch.randn(shape, generator=generator).sign().half()
+
+
+@native
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("extreme", [False, True])
+@pytest.mark.parametrize(("n", "k"), [(32, 32), (100, 64), (1, 96), (333, 1024)])
+def test_linear_int_with_minimums(n, k, extreme):
+    """Weights of 4 bits with minimums, as llama.cpp's Q4_1 has them."""
+    generator = torch.Generator().manual_seed(n)
+    values = torch.randint(-8, 8, (n, k), generator=generator, dtype=torch.int8)
+    scales, minimums = any_float16(n, k // 32, seed=1), any_float16(n, k // 32, seed=2)
+    if not extreme:
+        scales, minimums = (randn(n, k // 32, seed=s).half() for s in (1, 2))
+    scaled = (values.double() + 8) * scales.double().repeat_interleave(32, 1)
+    offsets = minimums.double().repeat_interleave(32, 1)
+    weight = scaled + offsets
+    packed = cpu_ops.pack_int(*IntTensor(values, scales, minimums, 4))
+    x = randn(300, k, seed=300)
+    x[:, ::7] *= 1000
+    bias = randn(n, seed=3)
+    together = cpu_ops.linear_int(x, *packed, n, 4, bias)
+    expected = x.double() @ weight.T + bias.double()
+    steps = x.view(300, k // 32, 32).abs().amax(-1).double() / 127
+    bound = 0.501 * steps.repeat_interleave(32, 1) @ weight.abs().T + 2**-8 * expected.abs() + 1e-5
+    bound += 1e-5 * x.double().abs() @ (scaled.abs() + offsets.abs()).T  # sums are in float32
+    assert ((together.double() - expected).abs() <= bound).all()
+    for m in (0, 1, 2, 3, 4, 6, 7, 12, 13, 16, 31, 32, 33, 47, 100):
+        assert torch.equal(cpu_ops.linear_int(x[:m], *packed, n, 4, bias), together[:m])
+    ids = torch.arange(n - 1, -1, -1)
+    rows = (scaled.float() + offsets.float()).bfloat16()  # a sum in float32, then rounded again
+    assert torch.equal(cpu_ops.gather_int(ids, *packed, 4), rows[ids])
+
+
+@native
+@pytest.mark.usefixtures("kernels")
+def test_every_scale_of_float16_is_exact():
+    """Each scale times 1, 32 at once and one at a time; NaN and infinities stay what they are."""
+    scales = torch.arange(2**16).short().view(torch.float16)[:, None]
+    values = torch.zeros(len(scales), 32, dtype=torch.int8)
+    values[:, 0] = 1
+    packed = cpu_ops.pack_int(values, scales, None, 8)
+    x = torch.zeros(1, 32, dtype=torch.bfloat16)
+    x[0, 0] = 1
+    expected = scales[:, 0].float().bfloat16()
+    product = cpu_ops.linear_int(x, *packed, len(scales), 8)[0]
+    row = cpu_ops.gather_int(torch.arange(len(scales)), *packed, 8)[:, 0]
+    finite = scales[:, 0].isfinite()
+    assert torch.equal(product[finite], expected[finite])
+    assert not product[~finite].isfinite().any()
+    assert torch.equal(row[finite], expected[finite])
+    assert not row[~finite].isfinite().any()
 
 
 @native

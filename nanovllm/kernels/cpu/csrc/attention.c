@@ -4,6 +4,7 @@
  * head share a tile.
  */
 #include "cache.h"
+#define FROM_SCALES from_bf16 /* the scales of keys */
 #include "int_tiles.h"
 
 /* What all tiles of a call share. */
@@ -80,7 +81,7 @@ INLINE void score_keys(const cache_layout *c, const query_tile *t, kv_sequence k
             const bf16 *panel = (const bf16 *)keys + in_block * c->width, *panel_values = panel + c->half_bytes / 2;
             tile(t->rows, c->width, (input_rows){t->query, c->width}, (panel_pieces){&panel, &panel_values, c->width}, scores, 0);
         } else {
-            int_panel panel = {keys + in_block * c->width, (const bf16 *)(keys + c->scale_offset) + in_block};
+            int_panel panel = {keys + in_block * c->width, (const bf16 *)(keys + c->scale_offset) + in_block, 0};
             int_tile(8, t->rows, c->width, c->width, *t->queries, panel, scores, 0);
         }
     }
@@ -140,7 +141,7 @@ INLINE void add_values(const cache_layout *c, const query_tile *t, key_pass pass
             }
         } else {
             for (ptrdiff_t j = 0, b = 0; j < pass.keys; j += c->block, b++) {
-                int_panel panel = {(const uint8_t *)t->values[b] + d * c->block, unit_scales};
+                int_panel panel = {(const uint8_t *)t->values[b] + d * c->block, unit_scales, 0};
                 ptrdiff_t keys = pass.keys - j < c->block ? pass.keys - j : c->block;
                 int_tile(8, t->rows, keys, PANEL, columns_from(*t->weights, 8, j, j / PANEL), panel, acc, 1);
             }
@@ -172,9 +173,9 @@ static __attribute__((noinline)) void attend(cache_layout c, query_shape shape, 
     float scores[TILE_ROWS * pass_keys] __attribute__((aligned(64))), acc[TILE_ROWS * c.width] __attribute__((aligned(64)));
     float query_scales[TILE_ROWS], weight_scales[TILE_ROWS * panels];
     float row_max[TILE_ROWS], row_sum[TILE_ROWS] = {0}, rescale[TILE_ROWS] = {0}, pass_sum[TILE_ROWS] = {0};
-    int32_t corrections[TILE_ROWS * panels];
-    quantized_rows queries = {query, query_scales, corrections, c.width, 1};
-    quantized_rows weights = {scores, weight_scales, corrections, pass_keys * 2, panels};
+    group_sum sums[TILE_ROWS * panels];
+    quantized_rows queries = {query, query_scales, sums, c.width, 1};
+    quantized_rows weights = {scores, weight_scales, sums, pass_keys * 2, panels};
     const bf16 *values[pass_blocks], *prefetch[pass_blocks];
     bf16 unit_scales[c.block];
     query_tile t = {shape, rows, tokens, pass_keys, pass_blocks, query, scores, acc, row_max, row_sum, rescale, pass_sum,

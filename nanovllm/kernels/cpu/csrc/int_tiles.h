@@ -1,11 +1,13 @@
-/* Tiles with weights of 8 or 4 bits. A weight is scale * integer, where `group` inputs of an output share a bfloat16 scale. Inputs
- * are quantised too, with a float32 scale for each row and group. So a group's products are integers, and their sum is exact.
+/* Tiles with weights of 8 or 4 bits. A weight is scale * integer, where `group` inputs of an output share a scale of 16 bits, whose
+ * type the including file gives: it defines FROM_SCALES as from_f16 or from_bf16. Inputs are quantised too, with a float32 scale for
+ * each row and group. So a group's products are integers, and their sum is exact.
  *
  * k is a multiple of group, and group divides K_STEP, except that a single step (k <= K_STEP) may have any multiple of 32.
  * 8 bits: inputs have 16 bits; packed weights are [ceil(n/32)][k/2][32][2] int8.
  * 4 bits: inputs have 8 bits, group is 32; packed weights are [ceil(n/32)][k/8][32][4] bytes. Of eight inputs, byte b holds weight
  *         b in its low half and weight b + 4 in its high half, and 8 is added to each. (llama.cpp's Q4_0 rounds in the same way.)
- * Scales of weights: [ceil(n/32)][k/group][32].
+ *         With minimums a weight is scale * (integer + 8) + minimum, as in llama.cpp's Q4_1.
+ * Scales of weights: [ceil(n/32)][k/group][32]; with minimums [ceil(n/32)][k/group][2][32], scales first.
  */
 #pragma once
 #include "tiles.h"
@@ -60,9 +62,9 @@ INLINE void zero_sums(int rows, int cols, vi a[MAX_ROWS][STREAM_COLS]) {
         for (int c = 0; c < cols; c++) a[r][c] = (vi){0};
 }
 
-/* Load the scales of group g for vector c of columns; a panel has `groups`. */
-INLINE vf load_scales(const bf16 *scales, ptrdiff_t groups, ptrdiff_t g, int c) {
-    return from_bf16(*(const half_vu *)(scales + (c / PANEL_VECTORS * groups + g) * PANEL + c % PANEL_VECTORS * VL));
+/* Load the scales of row g for vector c of columns; a panel has `groups` rows of 32. */
+INLINE vf load_scales(const uint16_t *scales, ptrdiff_t groups, ptrdiff_t g, int c) {
+    return FROM_SCALES(*(const half_vu *)(scales + (c / PANEL_VECTORS * groups + g) * PANEL + c % PANEL_VECTORS * VL));
 }
 
 /* out += sum * x_scale * w_scale, for the integer sum of a group. */
@@ -70,28 +72,35 @@ INLINE void add_scaled(float *out, vi sum, float x_scale, vf w_scale) {
     store(out, fma_(__builtin_convertvector(sum, vf) * x_scale, w_scale, load(out)));
 }
 
-/* Quantised inputs: rows of int16 or int8, ld apart, and a scale for each row and group. `corrections` are for weights of 4 bits:
- * eight times the sum of a row's group, because 8 is added to each of those weights. */
+/* The sum of a row's group, for weights of 4 bits: eight times the integers, because 8 is added to each of those weights; and times
+ * the scale, for their minimums. */
+typedef struct {
+    int32_t eightfold;
+    float scaled;
+} group_sum;
+
+/* Quantised inputs: rows of int16 or int8, ld apart, and a scale and a sum for each row and group. */
 typedef struct {
     void *ints;
     float *scales;
-    int32_t *corrections;
+    group_sum *sums;
     ptrdiff_t ld, groups;
 } quantized_rows;
 
 /* Return the part of x from `row` on, or from input i on, where group g begins. `bits` are those of the weights. */
 INLINE quantized_rows rows_from(quantized_rows x, int bits, ptrdiff_t row) {
     ptrdiff_t g = row * x.groups;
-    return (quantized_rows){(char *)x.ints + row * x.ld * input_bytes(bits), x.scales + g, x.corrections + g, x.ld, x.groups};
+    return (quantized_rows){(char *)x.ints + row * x.ld * input_bytes(bits), x.scales + g, x.sums + g, x.ld, x.groups};
 }
 INLINE quantized_rows columns_from(quantized_rows x, int bits, ptrdiff_t i, ptrdiff_t g) {
-    return (quantized_rows){(char *)x.ints + i * input_bytes(bits), x.scales + g, x.corrections + g, x.ld, x.groups};
+    return (quantized_rows){(char *)x.ints + i * input_bytes(bits), x.scales + g, x.sums + g, x.ld, x.groups};
 }
 
-/* The bytes and the scales of a panel, from some column on. */
+/* The bytes and the scales of a panel, from some column on, and whether there are minimums among the scales. */
 typedef struct {
     const uint8_t *w;
-    const bf16 *scales;
+    const uint16_t *scales;
+    int minimums;
 } int_panel;
 
 /* With AVX-512 and 5 rows or more, prefetch `share` bytes from `ahead` on for each 64 bytes of w. */
@@ -160,7 +169,7 @@ INLINE vi pairs_to_int32(vi a) {
 #endif
 }
 
-/* One part of a tile with weights of 4 bits: acc += x . w. */
+/* One part of a tile with weights of 4 bits: acc += x . w. p.minimums is a constant where this is inlined. */
 INLINE void int4_rows(int rows, int cols, ptrdiff_t k, quantized_rows q, int_panel p, prefetch_plan f, output_rows acc) {
     const int8_t *x = q.ints;
     const uint8_t *w = p.w, *ahead = f.ahead;
@@ -183,11 +192,17 @@ INLINE void int4_rows(int rows, int cols, ptrdiff_t k, quantized_rows q, int_pan
         }
 #pragma GCC unroll 8
         for (int c = 0; c < cols; c++) {
-            vf scale = load_scales(p.scales, k / INT4_GROUP, g, c);
+            ptrdiff_t rows_of_group = p.minimums ? 2 : 1, groups = rows_of_group * (k / INT4_GROUP);
+            vf scale = load_scales(p.scales, groups, rows_of_group * g, c), minimum = {0};
+            if (p.minimums) minimum = load_scales(p.scales, groups, 2 * g + 1, c);
 #pragma GCC unroll 12
             for (int r = 0; r < rows; r++) {
                 ptrdiff_t at = r * q.groups + g;
-                add_scaled(acc.p + r * acc.ld + c * VL, pairs_to_int32(a[r][c]) - q.corrections[at], q.scales[at], scale);
+                float *out = acc.p + r * acc.ld + c * VL;
+                vi sum = pairs_to_int32(a[r][c]);
+                if (!p.minimums) sum -= q.sums[at].eightfold;
+                add_scaled(out, sum, q.scales[at], scale);
+                if (p.minimums) store(out, fma_(minimum, broadcast(q.sums[at].scaled), load(out)));
             }
         }
     }
@@ -202,25 +217,30 @@ static __attribute__((noinline)) void int_tile(int bits, int rows, ptrdiff_t k, 
         ptrdiff_t step = k - i < K_STEP ? k - i : K_STEP, g = i / group;
         quantized_rows xi = columns_from(x, bits, i, g);
         const uint8_t *w = panel.w + i * PANEL * bits / 8, *next = w + k * PANEL * bits / 8;
-        const bf16 *scales = panel.scales + g * PANEL;
+        const uint16_t *scales = panel.scales + g * PANEL * (panel.minimums ? 2 : 1);
 /* Together the parts of the tile prefetch the panel behind this one. */
 #define PREFETCH_INT (prefetch_plan){next + at * step * PANEL * bits / 8 / rows, 2 * PANEL / PARTS(rows)}
 #define PART8(R, cols, c)                                                                                       \
-    int8_rows(R, cols, step, group, rows_from(xi, 8, at), (int_panel){w + 2 * (c), scales + (c)}, PREFETCH_INT, \
+    int8_rows(R, cols, step, group, rows_from(xi, 8, at), (int_panel){w + 2 * (c), scales + (c), 0}, PREFETCH_INT, \
               outputs_from(acc, at, c))
-#define PART4(R, cols, c)                                                                                \
-    int4_rows(R, cols, step, rows_from(xi, 4, at), (int_panel){w + 4 * (c), scales + (c)}, PREFETCH_INT, \
+#define PART4_WITH(minimums, R, cols, c)                                                                           \
+    int4_rows(R, cols, step, rows_from(xi, 4, at), (int_panel){w + 4 * (c), scales + (c), minimums}, PREFETCH_INT, \
               outputs_from(acc, at, c))
-        if (bits == 8) FOR_ROWS(rows, PART8) else FOR_ROWS(rows, PART4)
+#define PART4(R, cols, c) PART4_WITH(0, R, cols, c)
+#define PART4_MINIMUMS(R, cols, c) PART4_WITH(1, R, cols, c)
+        if (bits == 8) FOR_ROWS(rows, PART8) else if (panel.minimums) FOR_ROWS(rows, PART4_MINIMUMS) else FOR_ROWS(rows, PART4)
     }
 }
 
 /* acc[STREAMS][32] = x[k] . w for STREAMS panels, one behind the other in memory; see tile_streams(). */
 static __attribute__((noinline)) void int_streams(int bits, ptrdiff_t k, ptrdiff_t group, quantized_rows x, int_panel panel,
                                                   float *acc) {
+    const prefetch_plan none = {NULL, 0};
+    output_rows out = {acc, 0};
     memset(acc, 0, STREAMS * PANEL * sizeof *acc);
-    if (bits == 8) int8_rows(1, STREAM_COLS, k, group, x, panel, (prefetch_plan){NULL, 0}, (output_rows){acc, 0});
-    else int4_rows(1, STREAM_COLS, k, x, panel, (prefetch_plan){NULL, 0}, (output_rows){acc, 0});
+    if (bits == 8) int8_rows(1, STREAM_COLS, k, group, x, panel, none, out);
+    else if (panel.minimums) int4_rows(1, STREAM_COLS, k, x, (int_panel){panel.w, panel.scales, 1}, none, out);
+    else int4_rows(1, STREAM_COLS, k, x, (int_panel){panel.w, panel.scales, 0}, none, out);
 }
 
 /* Load VL numbers of x from i on: bfloat16 if `bytes` is 2, float32 if it is 4. */
@@ -248,6 +268,6 @@ INLINE void quantize_row(const void *x, int bytes, const quantized_rows *q, ptrd
         }
         int32_t total = 0;
         for (int i = 0; i < VL; i++) total += sum[i];
-        q->corrections[row * q->groups + g] = 8 * total;
+        q->sums[row * q->groups + g] = (group_sum){8 * total, total * q->scales[row * q->groups + g]};
     }
 }

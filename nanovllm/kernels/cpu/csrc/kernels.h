@@ -10,22 +10,23 @@
 
 #include "threads.h"
 
-typedef uint16_t bf16;
+typedef uint16_t bf16, f16;
 enum { PANEL = 32 };
 
 /* linear.c */
 int nv_enable(void);
 void nv_pack(team *t, const bf16 *w, bf16 *packed, ptrdiff_t n, ptrdiff_t k);
-void nv_linear(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *packed, bf16 *y, ptrdiff_t m, ptrdiff_t n, ptrdiff_t k);
+void nv_linear(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *packed, const bf16 *bias, bf16 *y, ptrdiff_t m, ptrdiff_t n,
+               ptrdiff_t k);
 void nv_gather(team *t, const int64_t *ids, const bf16 *packed, bf16 *y, ptrdiff_t tokens, ptrdiff_t k);
 
 /* linear_int.c */
-void nv_pack_int(team *t, const int8_t *q, const bf16 *scales, uint8_t *packed, bf16 *packed_scales, ptrdiff_t n, ptrdiff_t k,
-                 ptrdiff_t group, ptrdiff_t bits);
-void nv_linear_int(team *t, const bf16 *x, ptrdiff_t ldx, const uint8_t *packed, const bf16 *scales, bf16 *y, ptrdiff_t m,
-                   ptrdiff_t n, ptrdiff_t k, ptrdiff_t group, ptrdiff_t bits);
-void nv_gather_int(team *t, const int64_t *ids, const uint8_t *packed, const bf16 *scales, bf16 *y, ptrdiff_t tokens, ptrdiff_t k,
-                   ptrdiff_t group, ptrdiff_t bits);
+void nv_pack_int(team *t, const int8_t *q, const f16 *scales, const f16 *minimums, uint8_t *packed, f16 *packed_scales,
+                 ptrdiff_t n, ptrdiff_t k, ptrdiff_t group, ptrdiff_t bits);
+void nv_linear_int(team *t, const bf16 *x, ptrdiff_t ldx, const uint8_t *packed, const f16 *scales, const bf16 *bias, bf16 *y,
+                   ptrdiff_t m, ptrdiff_t n, ptrdiff_t k, ptrdiff_t group, ptrdiff_t bits, ptrdiff_t minimums);
+void nv_gather_int(team *t, const int64_t *ids, const uint8_t *packed, const f16 *scales, bf16 *y, ptrdiff_t tokens, ptrdiff_t k,
+                   ptrdiff_t group, ptrdiff_t bits, ptrdiff_t minimums);
 
 /* elementwise.c */
 void nv_add_rms_norm(team *t, const bf16 *x, bf16 *residual, const bf16 *weight, bf16 *out, ptrdiff_t rows, ptrdiff_t n,

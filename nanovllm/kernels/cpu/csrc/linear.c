@@ -31,10 +31,11 @@ static ptrdiff_t panels_that_fit(ptrdiff_t panels, ptrdiff_t k, ptrdiff_t thread
     return most < 1 || even < 1 ? 1 : most < even ? most : even;
 }
 
-/* y[m][n] = x[m][k] . w, rounded to nearest even; rows of x are ldx apart. An item is the product of a block of x with a panel.
- * Each thread prepares the blocks that it multiplies, so that a block fits its cache. Where x is read in place, an item is the
- * product of x with as many panels as fit a thread's cache. So w is read once, and x once for each item. */
-void nv_linear(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *packed, bf16 *y, ptrdiff_t m, ptrdiff_t n, ptrdiff_t k) {
+/* y[m][n] = x[m][k] . w + bias[n], rounded to nearest even; rows of x are ldx apart. An item is the product of a block of x with a
+ * panel. Each thread prepares the blocks that it multiplies, so that a block fits its cache. Where x is read in place, an item is
+ * the product of x with as many panels as fit a thread's cache. So w is read once, and x once for each item. */
+void nv_linear(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *packed, const bf16 *bias, bf16 *y, ptrdiff_t m, ptrdiff_t n,
+               ptrdiff_t k) {
     ptrdiff_t panels = (n + PANEL - 1) / PANEL, block = X_IN_PLACE ? TILE_ROWS : rows_that_fit(m, k * sizeof(operand));
     ptrdiff_t group = m == 1 ? STREAMS : X_IN_PLACE ? panels_that_fit(panels, k, t->threads) : 1;
     ptrdiff_t groups = (panels + group - 1) / group, item_rows = X_IN_PLACE ? m : block, prepared = -1;
@@ -51,14 +52,14 @@ void nv_linear(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *packed, bf16 *
             prepared = i;
             if (m == 1 && last - first == STREAMS) {
                 tile_streams(inputs.p, packed + first * PANEL * k, k, acc);
-                store_row(acc, y + first * PANEL, STREAMS * PANEL, n - first * PANEL);
+                store_row(acc, bias_from(bias, first * PANEL), y + first * PANEL, STREAMS * PANEL, n - first * PANEL);
                 continue;
             }
             for (ptrdiff_t p = first; p < last; p++)
                 for (ptrdiff_t r = 0; r < count; r += step) {
                     int rows = count - r < step ? (int)(count - r) : (int)step;
                     linear_tile(rows, k, inputs_from(inputs, r), packed + p * PANEL * k, r == 0, acc);
-                    store_tile(acc, y + (i + r) * n + p * PANEL, n, rows, n - p * PANEL);
+                    store_tile(acc, bias_from(bias, p * PANEL), y + (i + r) * n + p * PANEL, n, rows, n - p * PANEL);
                 }
         }
     }

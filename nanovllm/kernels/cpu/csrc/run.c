@@ -21,11 +21,13 @@ static void run_call(team *t, const word *call, ptrdiff_t tokens, ptrdiff_t rows
 #define TOKENS(argument) (tokens < 0 ? a[argument].n : tokens)
     switch (call->n) {
     case 0: nv_pack(t, a[0].p, a[1].p, a[2].n, a[3].n); break;
-    case 1: nv_linear(t, a[0].p, a[1].n, a[2].p, a[3].p, TOKENS(4), a[5].n, a[6].n); break;
+    case 1: nv_linear(t, a[0].p, a[1].n, a[2].p, a[3].p, a[4].p, TOKENS(5), a[6].n, a[7].n); break;
     case 2: nv_gather(t, a[0].p, a[1].p, a[2].p, TOKENS(3), a[4].n); break;
-    case 3: nv_pack_int(t, a[0].p, a[1].p, a[2].p, a[3].p, a[4].n, a[5].n, a[6].n, a[7].n); break;
-    case 4: nv_linear_int(t, a[0].p, a[1].n, a[2].p, a[3].p, a[4].p, TOKENS(5), a[6].n, a[7].n, a[8].n, a[9].n); break;
-    case 5: nv_gather_int(t, a[0].p, a[1].p, a[2].p, a[3].p, TOKENS(4), a[5].n, a[6].n, a[7].n); break;
+    case 3: nv_pack_int(t, a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].n, a[6].n, a[7].n, a[8].n); break;
+    case 4:
+        nv_linear_int(t, a[0].p, a[1].n, a[2].p, a[3].p, a[4].p, a[5].p, TOKENS(6), a[7].n, a[8].n, a[9].n, a[10].n, a[11].n);
+        break;
+    case 5: nv_gather_int(t, a[0].p, a[1].p, a[2].p, a[3].p, TOKENS(4), a[5].n, a[6].n, a[7].n, a[8].n); break;
     case 6: nv_add_rms_norm(t, a[0].p, a[1].p, a[2].p, a[3].p, TOKENS(4), a[5].n, (float)a[6].f); break;
     case 7: nv_silu_and_mul(t, a[0].p, TOKENS(1), a[2].n); break;
     case 8:

@@ -128,10 +128,17 @@ static ptrdiff_t rows_that_fit(ptrdiff_t m, ptrdiff_t row_bytes) {
     return even_block(m, max_rows < 4 * MAX_ROWS ? 4 * MAX_ROWS : max_rows);
 }
 
-/* Store the first `count` sums as bfloat16, but no more than the `columns` that y has left. */
-INLINE void store_row(const float *acc, bf16 *y, ptrdiff_t count, ptrdiff_t columns) {
-    for (ptrdiff_t c = 0; c < count && c < columns; c += VL) store_bf16(y + c, columns - c, load(acc + c));
+/* Return the bias of the outputs from c on. A linear's bias may be NULL. */
+INLINE const bf16 *bias_from(const bf16 *bias, ptrdiff_t c) { return bias ? bias + c : NULL; }
+
+/* Add the bias, and store the first `count` sums as bfloat16, but no more than the `columns` that y has left. */
+INLINE void store_row(const float *acc, const bf16 *bias, bf16 *y, ptrdiff_t count, ptrdiff_t columns) {
+    for (ptrdiff_t c = 0; c < count && c < columns; c += VL) {
+        vf sum = load(acc + c);
+        if (bias) sum += load_bf16(bias + c, columns - c);
+        store_bf16(y + c, columns - c, sum);
+    }
 }
-INLINE void store_tile(const float *acc, bf16 *y, ptrdiff_t ldy, int rows, ptrdiff_t columns) {
-    for (int r = 0; r < rows; r++) store_row(acc + r * PANEL, y + r * ldy, PANEL, columns);
+INLINE void store_tile(const float *acc, const bf16 *bias, bf16 *y, ptrdiff_t ldy, int rows, ptrdiff_t columns) {
+    for (int r = 0; r < rows; r++) store_row(acc + r * PANEL, bias, y + r * ldy, PANEL, columns);
 }

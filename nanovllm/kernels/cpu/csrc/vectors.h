@@ -1,4 +1,4 @@
-/* Vectors of VL floats: loads and stores, conversions to and from bfloat16, reductions, transposition, exp.
+/* Vectors of VL floats: loads and stores, conversions of bfloat16 and float16, reductions, transposition, exp.
  * GCC's vector types, with intrinsics where an instruction has no operator. Knows nothing about what the numbers mean.
  */
 #pragma once
@@ -122,6 +122,17 @@ INLINE vf from_bf16(half_vu h) {
     return (vf)((vu)_mm512_cvtepu16_epi32((__m256i)h) << 16);
 #else
     return (vf)(__builtin_convertvector(h, vu) << 16);
+#endif
+}
+INLINE vf from_f16(half_vu h) {
+#if VL == 16 && defined(__AVX512F__)
+    return (vf)_mm512_cvtph_ps((__m256i)h);
+#elif VL == 8 && defined(__F16C__)
+    return (vf)_mm256_cvtph_ps((__m128i)h);
+#else
+    /* The bits of h in their places are the number times 2^-112. Infinity and NaN keep an exponent of all ones. */
+    vu u = __builtin_convertvector(h, vu), special = (vu)((u & 0x7c00) == 0x7c00) & 0x7f800000;
+    return (vf)((vu)((vf)((u & 0x7fff) << 13) * 0x1p112f) | special | (u & 0x8000) << 16);
 #endif
 }
 /* Round to nearest, ties to even. */
