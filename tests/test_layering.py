@@ -31,7 +31,7 @@ FOLDERS = {
     "layers": Folder("utils kernels attention", torch=True),
     "models": Folder("utils kernels attention layers", torch=True),
     "worker": Folder("utils kernels attention layers models scheduler.messages", torch=True),
-    "engine": Folder("scheduler worker.executor utils.hub", torch=False),
+    "engine": Folder("scheduler worker.executor utils.hub utils.gguf", torch=False),
     "front": Folder("engine demo_model", torch=False),
 }
 MAX_FILE_LINES = 350

@@ -5,11 +5,14 @@ Knows no prompts and no requests.
 
 import json
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import models, pre_tokenizers
 
+from nanovllm.engine.gguf_tokenizer import convert_gguf_tokenizer
 from nanovllm.errors import CheckpointError
+from nanovllm.utils.gguf import is_gguf
 from nanovllm.utils.hub import Checkpoint, check_tokenizer_files
 
 if TYPE_CHECKING:
@@ -27,31 +30,40 @@ def load_tokenizer(checkpoint: Checkpoint) -> "PreTrainedTokenizerBase | None":
     if checkpoint.tokenizer_path is None:
         logger.warning("%s: no tokenizer, so prompts must be token ids", checkpoint.path)
         return None
-    check_tokenizer_files(checkpoint.tokenizer_path)
+    path = checkpoint.tokenizer_path
+    from_gguf = is_gguf(path)
+    if not from_gguf:
+        check_tokenizer_files(path)
+    try:
+        tokenizer = convert_gguf_tokenizer(path) if from_gguf else _load_directory(checkpoint, path)
+        tokenizer.decode(tokenizer.encode("a b"))  # raises for a wrong model_max_length and such
+    except (KeyboardInterrupt, SystemExit, CheckpointError):
+        raise
+    except BaseException as error:  # many kinds; a panic of tokenizers is no Exception
+        files = (
+            "its metadata"
+            if from_gguf
+            else "tokenizer.json, tokenizer_config.json or special_tokens_map.json"
+        )
+        raise CheckpointError(
+            f"cannot load the tokenizer in {path}: {files} is invalid: {error!s:.300}"
+        ) from error
+    if not tokenizer.is_fast:
+        raise CheckpointError(
+            f"the tokenizer in {path} has no tokenizer.json; save it as a fast tokenizer"
+        )
+    found: PreTrainedTokenizerBase = tokenizer
+    return found
+
+
+def _load_directory(checkpoint: Checkpoint, path: Path) -> Any:
+    """Return transformers' tokenizer of directory `path`."""
     from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
     # transformers would allocate what config.json asks for: give it the type's defaults instead.
     is_qwen3 = checkpoint.config.get("model_type") == "qwen3"
     config = AutoConfig.for_model("qwen3") if is_qwen3 else PretrainedConfig()
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(
-            checkpoint.tokenizer_path, config=config, trust_remote_code=False
-        )
-        tokenizer.decode(tokenizer.encode("a b"))  # raises for a wrong model_max_length and such
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # many kinds; a panic of tokenizers is no Exception
-        raise CheckpointError(
-            f"cannot load the tokenizer in {checkpoint.tokenizer_path}: tokenizer.json, "
-            f"tokenizer_config.json or special_tokens_map.json is invalid: {error!s:.300}"
-        ) from error
-    if not tokenizer.is_fast:
-        raise CheckpointError(
-            f"the tokenizer in {checkpoint.tokenizer_path} has no tokenizer.json; "
-            "save it as a fast tokenizer"
-        )
-    found: PreTrainedTokenizerBase = tokenizer
-    return found
+    return AutoTokenizer.from_pretrained(path, config=config, trust_remote_code=False)
 
 
 def max_chars_per_token(tokenizer: "PreTrainedTokenizerBase") -> float | None:

@@ -1,17 +1,18 @@
-"""Finds the files of a checkpoint: a local directory, or a hub id through huggingface_hub.
+"""Finds the files of a checkpoint: a local directory, a GGUF file, or a hub id.
 
 Nothing in a checkpoint is trusted: every file is checked before it is opened. Reads the JSON files
 and no weights. Imports no torch.
 """
 
 import dataclasses
-import functools
 from pathlib import Path
 from typing import Any
 
 from nanovllm.config import Config
 from nanovllm.errors import CheckpointError
-from nanovllm.utils.json_object import MAX_JSON_BYTES, parse_object
+from nanovllm.utils.download import download, hub_files
+from nanovllm.utils.files import check_file, local_path, read_json
+from nanovllm.utils.gguf import is_gguf, read_gguf
 from nanovllm.validation import check_int, shown
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
@@ -49,13 +50,17 @@ _MAX_LISTED = 5
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on this machine: its directory and its parsed JSON files ({} if absent)."""
+    """A checkpoint on this machine, and its parsed JSON files ({} if absent).
+
+    A GGUF file takes the place of the directory, of config.json and of the tokenizer.
+    """
 
     path: Path
+    """The directory or the GGUF file."""
     config: dict[str, Any]
     generation_config: dict[str, Any]
     tokenizer_path: Path | None = None
-    """Directory of the tokenizer; None if there is none, or none is wanted."""
+    """Directory or GGUF file of the tokenizer; None if there is none, or none is wanted."""
 
     def __post_init__(self) -> None:
         self.eos_token_ids  # noqa: B018 - raises for invalid ids
@@ -90,8 +95,8 @@ def configured_checkpoint(config: Config) -> Checkpoint:
     checkpoint = open_checkpoint(config.model, config.revision, config.download_dir)
     generation_config, tokenizer_path = checkpoint.generation_config, checkpoint.tokenizer_path
     if config.generation_config not in ("auto", "vllm"):
-        directory = _local_path(config.generation_config)
-        if not _check_file(directory, "generation_config.json", _MAX_FILE_BYTES):
+        directory = local_path(config.generation_config)
+        if not check_file(directory, "generation_config.json", _MAX_FILE_BYTES):
             raise CheckpointError(f"{directory} has no generation_config.json")
         generation_config = read_json(directory / "generation_config.json")
     if config.skip_tokenizer_init:
@@ -114,16 +119,22 @@ def open_checkpoint(
     """Return the checkpoint of `model`; download its JSON and tokenizer files if needed.
 
     Args:
-        model: a local directory or a hub id. A directory goes first.
+        model: a local directory or a hub id, a GGUF file, or a file in a hub repository, such as
+            "owner/repo/model.gguf". What is local goes first.
         download_dir: where downloads go; None is huggingface_hub's cache.
 
     Raises:
         CheckpointError: there is no such directory or hub id, the hub cannot be reached, there is
             no config.json, or a file is invalid or must not be opened.
     """
-    path = _find_directory(model, revision, download_dir, "model")
-    if not (path / "config.json").is_file():
-        raise CheckpointError(f"{path} is not a model directory: it has no config.json")
+    path = _find_gguf_file(model, revision, download_dir)
+    if path is None:
+        path = _find_directory(model, revision, download_dir, "model")
+        if not (path / "config.json").is_file():
+            path = _only_gguf(path, model, revision, download_dir)
+    if is_gguf(path):
+        found = read_gguf(path)
+        return Checkpoint(path, found.config, {}, path if found.tokenizer else None)
     return Checkpoint(
         path,
         read_json(path / "config.json"),
@@ -138,19 +149,21 @@ def weight_files(
     revision: str | None = None,
     download_dir: str | None = None,
 ) -> list[Path]:
-    """Return the safetensors files of `checkpoint`; download them if `model` is a hub id.
+    """Return the weight files of `checkpoint`; download them if `model` is a hub id.
 
     Raises:
         CheckpointError: there are none, the index names missing files, or a file is outside the
             directory or not a regular one.
     """
     path = checkpoint.path
-    from_hub = not _local_path(model).is_dir()
+    if is_gguf(path):
+        return [path]
+    from_hub = not local_path(model).is_dir()
     if from_hub:
         patterns = ["*.safetensors", "*.safetensors.index.json"]
-        path = _download(model, revision, patterns, download_dir)
+        path = download(model, revision, patterns, download_dir)
     index = path / "model.safetensors.index.json"
-    if _check_file(path, index.name, _MAX_FILE_BYTES):
+    if check_file(path, index.name, _MAX_FILE_BYTES):
         weight_map = read_json(index).get("weight_map")
         if not (
             isinstance(weight_map, dict)
@@ -159,16 +172,16 @@ def weight_files(
         ):
             raise CheckpointError(f"{index} has no weight_map of file names")
         names = sorted(set(weight_map.values()))
-        if missing := [name for name in names if not _check_file(path, name)]:
+        if missing := [name for name in names if not check_file(path, name)]:
             listed = [name if len(name) < 100 else shown(name) for name in missing[:_MAX_LISTED]]
             if len(missing) > len(listed):
                 listed.append(f"and {len(missing) - len(listed)} more")
             raise CheckpointError(f"{index} names files that are missing: {', '.join(listed)}")
         return [path / name for name in names]
-    if _check_file(path, "model.safetensors"):
+    if check_file(path, "model.safetensors"):
         return [path / "model.safetensors"]
     files = sorted(path.glob("*.safetensors"))
-    if missing := [file.name for file in files if not _check_file(path, file.name)]:
+    if missing := [file.name for file in files if not check_file(path, file.name)]:
         raise CheckpointError(f"{path}: {shown(missing[0])} is a link to a missing file")
     if not files:
         others = sorted(
@@ -179,6 +192,11 @@ def weight_files(
                 f"no .safetensors weights of {model!r} in the local cache, and none came from the "
                 "hub (offline, or it has none): connect once, unset HF_HUB_OFFLINE, or give a "
                 "local directory"
+            )
+        if gguf := [name for name in others if name.endswith(".gguf")]:
+            raise CheckpointError(
+                f"{path} has no .safetensors weights beside config.json; give the path of "
+                f"{shown(gguf[0])} itself"
             )
         found = f" (found {', '.join(others)}, which is not read)" if others else ""
         raise CheckpointError(
@@ -212,8 +230,51 @@ def check_tokenizer_files(path: Path) -> None:
         names = value if isinstance(value, list) else [value]
         if key.endswith(("_file", "_files")):
             for name in names:
-                if isinstance(name, str) and not _check_file(path, name, _MAX_FILE_BYTES):
+                if isinstance(name, str) and not check_file(path, name, _MAX_FILE_BYTES):
                     raise CheckpointError(f"{file}: {key} names {shown(name)}, which is missing")
+
+
+def _find_gguf_file(model: str, revision: str | None, download_dir: str | None) -> Path | None:
+    """Return the GGUF file that `model` names, here or on the hub; None if it names none."""
+    local, (repo, _, name) = local_path(model), model.rpartition("/")
+    if not is_gguf(local) or local.is_dir():
+        return None
+    if local.exists():
+        if not local.is_file():
+            raise CheckpointError(f"{model!r} is not a regular file")
+        return local.absolute()
+    if model.startswith(("/", ".", "~")) or repo.count("/") != 1:
+        raise CheckpointError(f"GGUF file {model!r} does not exist")
+    path = download(repo, revision, [name], download_dir)
+    if not check_file(path, name):
+        raise CheckpointError(f"hub model {repo!r} has no file {name!r}, or it is not cached here")
+    return path / name
+
+
+def _only_gguf(path: Path, model: str, revision: str | None, download_dir: str | None) -> Path:
+    """Return the one GGUF file of directory `path`; download it if `model` is a hub id.
+
+    Raises:
+        CheckpointError: there is none, or there are several.
+    """
+    names = sorted(file.name for file in path.glob("*.gguf"))
+    if not local_path(model).is_dir():
+        names = [name for name in hub_files(model, revision) if is_gguf(Path(name))] or names
+    if not names:
+        raise CheckpointError(
+            f"{path} is not a model directory: it has no config.json and no GGUF file"
+        )
+    if len(names) > 1:
+        listed = ", ".join(names[:_MAX_LISTED]) + (", ..." if len(names) > _MAX_LISTED else "")
+        raise CheckpointError(
+            f"{model} holds {len(names)} GGUF files; name one of them, such as "
+            f"{model}/{names[0]}: {listed}"
+        )
+    if not (path / names[0]).exists() and not local_path(model).is_dir():
+        path = download(model, revision, names, download_dir)
+    if not check_file(path, names[0]):
+        raise CheckpointError(f"{path}: {shown(names[0])} is a link to a missing file")
+    return path / names[0]
 
 
 def _find_directory(model: str, revision: str | None, download_dir: str | None, what: str) -> Path:
@@ -222,7 +283,7 @@ def _find_directory(model: str, revision: str | None, download_dir: str | None, 
     Args:
         what: "model" or "tokenizer", for messages.
     """
-    local = _local_path(model)
+    local = local_path(model)
     if local.is_dir():
         path = local.resolve()
     elif local.exists():
@@ -233,113 +294,13 @@ def _find_directory(model: str, revision: str | None, download_dir: str | None, 
     elif model.startswith(("/", ".", "~")) or model.count("/") > 1:
         raise CheckpointError(f"{what} directory {model!r} does not exist")
     else:
-        path = _download(model, revision, _CONFIG_PATTERNS, download_dir)
+        path = download(model, revision, _CONFIG_PATTERNS, download_dir)
     for pattern in _OPENED_PATTERNS:
         for file in path.glob(pattern):
-            _check_file(path, str(file.relative_to(path)), _MAX_FILE_BYTES)
+            check_file(path, str(file.relative_to(path)), _MAX_FILE_BYTES)
     return path
 
 
 def _tokenizer_path(path: Path) -> Path | None:
     """Return `path` if it has tokenizer files, else None."""
     return path if any((path / name).is_file() for name in _TOKENIZER_FILES) else None
-
-
-def _local_path(model: str) -> Path:
-    """Return `model` as a path, which may not exist."""
-    try:
-        local = Path(model).expanduser()
-        local.exists()
-    except (OSError, RuntimeError) as error:  # a name that is too long, an unknown user
-        raise CheckpointError(f"model {model!r} cannot be a path or a hub id: {error}") from error
-    return local
-
-
-def _download(
-    model: str, revision: str | None, patterns: list[str], download_dir: str | None
-) -> Path:
-    import huggingface_hub
-    from huggingface_hub.errors import (
-        HFValidationError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    fetch = functools.partial(
-        huggingface_hub.snapshot_download,
-        model,
-        revision=revision,
-        cache_dir=None if download_dir is None else str(_local_path(download_dir)),
-        allow_patterns=patterns,
-    )
-    try:
-        try:
-            return Path(fetch())
-        except OfflineModeIsEnabled:  # huggingface_hub 1.33 lists a commit's files online
-            return Path(fetch(local_files_only=True))
-    except HFValidationError as error:
-        raise CheckpointError(
-            f"model {model!r} is neither a directory here nor a valid hub id: {error}"
-        ) from error
-    except RevisionNotFoundError as error:
-        raise CheckpointError(f"hub model {model!r} has no revision {revision!r}") from error
-    except RepositoryNotFoundError as error:
-        raise CheckpointError(
-            f"model {model!r} is no directory here and no model on the hub "
-            "(or a private one: log in)"
-        ) from error
-    except Exception as error:  # offline, a full disk, ...: huggingface_hub raises many types
-        raise CheckpointError(
-            f"cannot get {model!r} from the hub: {error} - it is not (wholly) in the local cache; "
-            "connect once, unset HF_HUB_OFFLINE, or give a local directory"
-        ) from error
-
-
-def _check_file(directory: Path, name: str, max_bytes: int | None = None) -> bool:
-    """Return whether a checkpoint's `directory` has file `name`, which is then safe to open.
-
-    The hub's cache keeps a snapshot's files in ../../blobs and links to them.
-
-    Raises:
-        CheckpointError: the file is outside the directory, too large, or not a regular file (to
-            open a FIFO would wait for ever).
-    """
-    try:
-        file, home = (directory / name).resolve(), directory.resolve()
-        exists, is_file = file.exists(), file.is_file()
-        size = file.stat().st_size if is_file else 0
-    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a zero byte, ...
-        raise CheckpointError(
-            f"{directory}: cannot open file {shown(name)}: {error!s:.200}"
-        ) from error
-    homes = [home]
-    if home.parent.name == "snapshots":
-        homes.append(home.parent.parent / "blobs")
-    if not any(file.is_relative_to(allowed) for allowed in homes):
-        raise CheckpointError(
-            f"{directory}: file {shown(name)} is outside the directory; copy it into the directory"
-        )
-    if exists and not is_file:
-        raise CheckpointError(f"{directory}: {shown(name)} is not a regular file; remove it")
-    if max_bytes is not None and size > max_bytes:
-        raise CheckpointError(
-            f"{directory}: {shown(name)} has {size} bytes; at most {max_bytes} are read"
-        )
-    return is_file
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Return the JSON object in `file`, {} if there is no such file.
-
-    Raises:
-        CheckpointError: the file cannot be read, or holds no valid JSON object.
-    """
-    try:
-        with file.open("rb") as opened:
-            content = opened.read(MAX_JSON_BYTES + 1)
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise CheckpointError(f"cannot read {file}: {error}") from error
-    return parse_object(content, str(file))

@@ -1,4 +1,4 @@
-"""Loads safetensors files into a model's parameters. Each rank reads its own part only.
+"""Loads safetensors or GGUF files into a model's parameters. Each rank reads its own part only.
 
 Every tensor must match by name, shape and dtype. Knows no architecture: each module lists its
 checkpoint tensors in `shards()`.
@@ -17,6 +17,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from nanovllm.errors import CheckpointError
+from nanovllm.utils.gguf import is_gguf, read_gguf, read_rows
 from nanovllm.utils.json_object import MAX_JSON_BYTES, parse_object
 from nanovllm.validation import shown
 
@@ -33,10 +34,13 @@ _FP8_DTYPES = ("F8_E4M3",)
 
 
 class TensorInfo(NamedTuple):
-    """What a safetensors header says of one tensor."""
+    """What a file's header says of one tensor."""
 
     shape: tuple[int, ...]
     dtype: str
+    """In safetensors' names, or a GGUF file's type."""
+    blocks_shape: tuple[int, ...] | None = None
+    """Of the bytes of a GGUF tensor, in which a uint8 parameter takes it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +93,7 @@ def load_weights(
     progress: bool = True,
     on_loaded: Callable[[nn.Module], None] = lambda module: None,
 ) -> None:
-    """Fill `model` from safetensors `files`.
+    """Fill `model` from `files`: safetensors, or one GGUF file.
 
     Args:
         ignored: checkpoint names that are not read, and may be present or absent.
@@ -180,8 +184,9 @@ def check_tensors(
         if len(wrong) > len(listed):
             listed.append(f"and {len(wrong) - len(listed)} more")
         lines = "\n  ".join(listed)
-        directory = next(iter(headers)).parent
-        raise CheckpointError(f"{directory}: weights do not match config.json:\n  {lines}")
+        file = next(iter(headers))
+        path, settings = (file, "its metadata") if is_gguf(file) else (file.parent, "config.json")
+        raise CheckpointError(f"{path}: weights do not match {settings}:\n  {lines}")
     return file_of
 
 
@@ -189,8 +194,11 @@ def _mismatch(name: str, found: TensorInfo, shard: Shard | None) -> list[str]:
     """Return what is wrong with tensor `name` of a file: one sentence or none."""
     if shard is None:
         return [f"unexpected {_shown(name)} {shown(found.shape)}"]
-    if found.shape != shard.shape:
+    as_blocks = shard.target.dtype == torch.uint8
+    if (found.blocks_shape if as_blocks else found.shape) != shard.shape:
         return [f"misshapen {name}: {shown(found.shape)}, the config says {shard.shape}"]
+    if found.blocks_shape is not None:  # each of its types is converted
+        return []
     dtypes = _DTYPES if shard.target.itemsize > 1 else _FP8_DTYPES
     if found.dtype not in dtypes:
         return [f"{name} has dtype {found.dtype}, must have {' or '.join(dtypes)}"]
@@ -215,11 +223,16 @@ def init_dummy_weights(model: nn.Module, seed: int = 0) -> None:
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
-    """Return what the header of safetensors `file` says of each tensor, by name.
+    """Return what the header of `file`, safetensors or GGUF, says of each tensor, by name.
 
     Raises:
-        CheckpointError: the file is no sound safetensors file, or names a tensor twice.
+        CheckpointError: the file is not sound, or names a tensor twice.
     """
+    if is_gguf(file):
+        return {
+            name: TensorInfo(weight.tensor.shape, weight.tensor.type.name, weight.blocks_shape)
+            for name, weight in read_gguf(file).weights.items()
+        }
     try:
         with file.open("rb") as opened:
             num_bytes = int.from_bytes(opened.read(8), "little")
@@ -267,6 +280,9 @@ def _read_chunks(file: Path, chunks: deque[_Chunk]) -> Iterator[tuple[str, int]]
 
     Empties `chunks`, and keeps no reference to a target that is already filled.
     """
+    if is_gguf(file):
+        yield from _read_gguf_chunks(file, chunks)
+        return
     with safe_open(file, framework="pt") as tensors:
         order = {name: index for index, name in enumerate(tensors.offset_keys())}
     queue = deque(sorted(chunks, key=lambda chunk: order[chunk.name]))
@@ -282,3 +298,17 @@ def _read_chunks(file: Path, chunks: deque[_Chunk]) -> Iterator[tuple[str, int]]
                 size = target.nbytes
                 del target, values
                 yield name, size
+
+
+def _read_gguf_chunks(file: Path, chunks: deque[_Chunk]) -> Iterator[tuple[str, int]]:
+    """Read `chunks` of a GGUF file, as `_read_chunks` does. A uint8 target receives the blocks."""
+    weights = read_gguf(file).weights
+    queue = deque(sorted(chunks, key=lambda chunk: weights[chunk.name].tensor.offset))
+    chunks.clear()
+    while queue:
+        name, (rows, *columns), target = queue.popleft()
+        values = read_rows(file, weights[name], rows, raw=target.dtype == torch.uint8)
+        target.copy_(torch.from_numpy(values[(slice(None), *columns)]))
+        size = target.nbytes
+        del target, values
+        yield name, size

@@ -20,11 +20,12 @@ import torch
 from tqdm.auto import tqdm
 
 from nanovllm.config import Config
-from nanovllm.errors import ConfigError, NanoVLLMError
+from nanovllm.errors import CheckpointError, ConfigError, NanoVLLMError
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.registry import model_class
 from nanovllm.scheduler.messages import CacheInfo, Schedule
 from nanovllm.utils.distributed import init_tensor_parallel
+from nanovllm.utils.gguf import is_gguf
 from nanovllm.utils.hub import Checkpoint, weight_files
 from nanovllm.worker.model_loader import check_weights
 from nanovllm.worker.model_runner import ModelRunner
@@ -38,7 +39,7 @@ def find_weights(config: Config, checkpoint: Checkpoint) -> list[Path]:
             their names, shapes and dtypes are not what the model needs.
         ConfigError: `quantization` is set, but the checkpoint is quantised already.
     """
-    model_config = ModelConfig.from_hf(checkpoint.config, config.dtype)
+    model_config = _model_config(config, checkpoint)
     model_class(model_config)
     if model_config.fp8 is not None and config.quantization not in (None, "fp8"):
         raise ConfigError(
@@ -55,8 +56,17 @@ def make_runner(
     config: Config, checkpoint: Checkpoint, files: list[Path], device: torch.device
 ) -> ModelRunner:
     """Return a runner with its part of the model loaded on `device`."""
-    model_config = ModelConfig.from_hf(checkpoint.config, config.dtype)
+    model_config = _model_config(config, checkpoint)
     return ModelRunner(config, model_config, files, device)
+
+
+def _model_config(config: Config, checkpoint: Checkpoint) -> ModelConfig:
+    try:
+        return ModelConfig.from_hf(checkpoint.config, config.dtype)
+    except CheckpointError as error:
+        if is_gguf(checkpoint.path):  # the message names fields of a config.json
+            raise type(error)(f"{checkpoint.path}, its metadata as a {error}") from error
+        raise
 
 
 def rank_device(config: Config, rank: int = 0) -> torch.device:

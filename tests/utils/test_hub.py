@@ -439,12 +439,16 @@ def test_an_index_that_makes_no_sense(directory, index):
         local_weights(directory)
 
 
-@pytest.mark.parametrize(
-    "name", ["pytorch_model.bin", "model.pth", "model.gguf", "consolidated.pt"]
-)
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pth", "consolidated.pt"])
 def test_weights_of_another_kind_are_named_and_refused(directory, name):
     (directory / name).touch()
     with pytest.raises(CheckpointError, match=rf"no \.safetensors weights \(found {name}, which"):
+        local_weights(directory)
+
+
+def test_a_gguf_file_beside_a_config_must_be_named(directory):
+    (directory / "model.gguf").touch()
+    with pytest.raises(CheckpointError, match=r"give the path of 'model\.gguf' itself"):
         local_weights(directory)
 
 

@@ -1,0 +1,68 @@
+"""The tokenizer in a GGUF file: transformers converts it, and what it leaves out is added here.
+
+Knows no prompts and no requests.
+"""
+
+import logging
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, pre_tokenizers
+
+from nanovllm.errors import UnsupportedModelError
+from nanovllm.utils.gguf import read_gguf
+from nanovllm.validation import shown
+
+logger = logging.getLogger(__name__)
+
+_MODELS = ("gpt2", "llama")
+_SPLIT_LIKE_GPT2 = ("", "default", "gpt-2", "gpt2")
+_SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
+"""Pre-tokenizers that split off each digit and then split as GPT-2's does."""
+_LLAMA3 = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1")
+"""Pre-tokenizers whose words are looked up before they are merged, and that add a BOS token."""
+
+
+def convert_gguf_tokenizer(file: Path) -> Any:
+    """Return transformers' tokenizer made from GGUF `file`, with its chat template.
+
+    Raises:
+        UnsupportedModelError: the tokenizer is of another kind than byte-level BPE and
+            SentencePiece's BPE.
+        Exception: whatever transformers raises for contents that make no sense.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    settings = read_gguf(file).tokenizer
+    if settings.get("model") not in _MODELS:
+        raise UnsupportedModelError(
+            f"{file}: tokenizer.ggml.model {shown(settings.get('model'))} is not supported "
+            f"({', '.join(_MODELS)}); give tokenizer"
+        )
+    with tempfile.TemporaryDirectory() as directory:  # transformers also reads a file's neighbours
+        (Path(directory) / "model.gguf").symlink_to(file.absolute())
+        tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(directory, gguf_file="model.gguf")
+    backend: Tokenizer = tokenizer.backend_tokenizer
+    pre, before = settings.get("pre", ""), str(backend.pre_tokenizer)
+    if settings["model"] != "gpt2":
+        return tokenizer
+    if pre in _SINGLE_DIGITS:
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Digits(individual_digits=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False),
+            ]
+        )
+    elif pre in _LLAMA3:
+        backend.model.ignore_merges = True
+        if "add_bos_token" not in settings:
+            tokenizer.add_bos_token = True
+    elif pre not in _SPLIT_LIKE_GPT2 and "Split" not in before:
+        logger.warning(
+            "%s: tokenizer.ggml.pre %s is unknown: text is split as for GPT-2, so its tokens may "
+            "differ from those that the model was trained on",
+            file,
+            shown(pre),
+        )
+    return tokenizer

@@ -1,0 +1,70 @@
+"""Fetches files of a repository of the Hugging Face hub, or finds them in its cache.
+
+Knows no file by name. Imports no torch.
+"""
+
+import functools
+from pathlib import Path
+
+from nanovllm.errors import CheckpointError
+from nanovllm.utils.files import local_path
+
+
+def download(
+    model: str, revision: str | None, patterns: list[str], download_dir: str | None
+) -> Path:
+    """Return the directory with those files of hub repository `model` that match `patterns`.
+
+    Args:
+        download_dir: where downloads go; None is huggingface_hub's cache.
+
+    Raises:
+        CheckpointError: there is no such repository or revision, or neither the hub nor the cache
+            has the files.
+    """
+    import huggingface_hub
+    from huggingface_hub.errors import (
+        HFValidationError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    fetch = functools.partial(
+        huggingface_hub.snapshot_download,
+        model,
+        revision=revision,
+        cache_dir=None if download_dir is None else str(local_path(download_dir)),
+        allow_patterns=patterns,
+    )
+    try:
+        try:
+            return Path(fetch())
+        except OfflineModeIsEnabled:  # huggingface_hub 1.33 lists a commit's files online
+            return Path(fetch(local_files_only=True))
+    except HFValidationError as error:
+        raise CheckpointError(
+            f"model {model!r} is neither a directory here nor a valid hub id: {error}"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise CheckpointError(f"hub model {model!r} has no revision {revision!r}") from error
+    except RepositoryNotFoundError as error:
+        raise CheckpointError(
+            f"model {model!r} is no directory here and no model on the hub "
+            "(or a private one: log in)"
+        ) from error
+    except Exception as error:  # offline, a full disk, ...: huggingface_hub raises many types
+        raise CheckpointError(
+            f"cannot get {model!r} from the hub: {error} - it is not (wholly) in the local cache; "
+            "connect once, unset HF_HUB_OFFLINE, or give a local directory"
+        ) from error
+
+
+def hub_files(model: str, revision: str | None) -> list[str]:
+    """Return the names of the files of hub repository `model`; none if the hub cannot be asked."""
+    import huggingface_hub
+
+    try:
+        return sorted(huggingface_hub.list_repo_files(model, revision=revision))
+    except Exception:  # offline, ...: then the cache has the file or not
+        return []
