@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct, read from its GGUF file: a real model on real text, beside transformers.
 
-REAL_MODEL=all compares all prompts and 2,000 tokens of text; without it a test takes a part of them.
+REAL_MODEL=all compares all prompts and 2,000 tokens of text; without it a part of them.
 """
 
 import itertools
