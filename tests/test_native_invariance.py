@@ -202,7 +202,7 @@ def test_logprobs_are_close_to_plain_torchs(
 
     With int4, the kernels round activations too.
     """
-    limit = {None: 0.04, "int8": 0.05, "int4": 0.07}[quantization]
+    limit = {None: 0.04, "int8": 0.05, "int4": 0.1}[quantization]
     prompts, _ = workload
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     found = []
