@@ -213,16 +213,33 @@ def test_logprobs_are_close_to_plain_torchs(
     assert (found[0] - found[1]).abs().mean() < 0.05 * found[1].std()
 
 
+@pytest.mark.parametrize("quantization", [None, "int4"])
+def test_steps_of_a_model_with_biases_are_recorded(
+    shared_checkpoint: Callable[..., str],
+    workload: Any,
+    caplog: pytest.LogCaptureFixture,
+    quantization: str | None,
+) -> None:
+    biased = shared_checkpoint(**MODEL, attention_bias=True)
+    prompts, params = workload
+    some = prompts[:8], params[:8]
+    with caplog.at_level(logging.INFO, "nanovllm"):
+        found = generate(biased, some, quantization=quantization)
+    assert "call by call" not in caplog.text
+    assert found == generate(
+        biased, some, quantization=quantization, max_num_seqs=1, enforce_eager=True
+    )
+
+
 def test_steps_with_torch_operations_run_call_by_call(
     shared_checkpoint: Callable[..., str], workload: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """torch adds the biases, so the steps of a model with biases cannot be recorded."""
-    biased = shared_checkpoint(**MODEL, attention_bias=True)
+    """torch multiplies by a weight whose inputs are no multiple of 32, which is not recorded."""
+    odd = shared_checkpoint(**{**MODEL, "intermediate_size": 72})
     prompts, params = workload
     with caplog.at_level(logging.INFO, "nanovllm"):
-        found = generate(biased, (prompts[:8], params[:8]))
-    assert "steps run call by call: torch computes aten.add_" in caplog.text
-    assert found == generate(biased, (prompts[:8], params[:8]), max_num_seqs=1)
+        generate(odd, (prompts[:2], params[:2]))
+    assert "steps run call by call: torch computes aten." in caplog.text
 
 
 def test_int8_kv_cache_halves_the_bytes_of_a_block(model: str) -> None:
