@@ -1,6 +1,6 @@
 /* Tiles with weights of 8 or 4 bits. A weight is scale * integer, where `group` inputs of an output share a scale of 16 bits, whose
- * type the including file gives: it defines FROM_SCALES as from_f16 or from_bf16. Inputs are quantised too, with a float32 scale for
- * each row and group. So a group's products are integers, and their sum is exact.
+ * type the including file gives: it defines FROM_SCALES as from_f16 or from_bf16. Inputs are quantised too, with a float32 scale
+ * for each row and group. So a group's products are integers, and their sum is exact.
  *
  * k is a multiple of group, and group divides K_STEP, except that a single step (k <= K_STEP) may have any multiple of 32.
  * 8 bits: inputs have 16 bits; packed weights are [ceil(n/32)][k/2][32][2] int8.
@@ -197,12 +197,11 @@ INLINE void int4_rows(int rows, int cols, ptrdiff_t k, quantized_rows q, int_pan
             if (p.minimums) minimum = load_scales(p.scales, groups, 2 * g + 1, c);
 #pragma GCC unroll 12
             for (int r = 0; r < rows; r++) {
-                ptrdiff_t at = r * q.groups + g;
-                float *out = acc.p + r * acc.ld + c * VL;
+                float *out = acc.p + r * acc.ld + c * VL, x_scale = q.scales[r * q.groups + g];
+                group_sum x_sum = q.sums[r * q.groups + g];
                 vi sum = pairs_to_int32(a[r][c]);
-                if (!p.minimums) sum -= q.sums[at].eightfold;
-                add_scaled(out, sum, q.scales[at], scale);
-                if (p.minimums) store(out, fma_(minimum, broadcast(q.sums[at].scaled), load(out)));
+                add_scaled(out, p.minimums ? sum : (vi)(sum - x_sum.eightfold), x_scale, scale);
+                if (p.minimums) store(out, fma_(minimum, broadcast(x_sum.scaled), load(out)));
             }
         }
     }
