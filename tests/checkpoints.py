@@ -27,6 +27,25 @@ SMALL: dict[str, Any] = {
 }
 """The model that most tests use."""
 
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "qwen2": {"model_type": "qwen2"},
+    "llama": {
+        "model_type": "llama",
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 10_000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+}
+"""By the name of a family: what to change in SMALL for a model of it."""
+
 FP8_FORMATS: dict[str, dict[str, Any]] = {
     "blocks": {
         "quant_method": "fp8",

@@ -50,12 +50,15 @@ def shared_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[...,
 
     Checkpoints are made once a session; tests must not write to them.
     """
+    made: dict[str, str] = {}
 
-    @functools.cache
     def make(**config: Any) -> str:
         from tests.checkpoints import make_checkpoint
 
-        return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), **config)
+        name = repr(sorted(config.items()))
+        if name not in made:
+            made[name] = make_checkpoint(tmp_path_factory.mktemp("checkpoint"), **config)
+        return made[name]
 
     return make
 

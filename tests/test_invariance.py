@@ -14,6 +14,7 @@ import pytest
 from nanovllm import LLM, SamplingParams, demo_model
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
+from tests.checkpoints import FAMILIES
 from tests.glossary import QUESTIONS
 from tests.helpers import (
     Request,
@@ -61,26 +62,24 @@ class Workload(NamedTuple):
     requests: list[Request]
 
 
-@pytest.fixture(scope="module")
-def random_workload(random_model: str) -> Workload:
-    """64 prompts of 1 to 30 tokens, many with a shared prefix; greedy and seeded in turn."""
+def random_workload(model: str, num_requests: int) -> Workload:
+    """Prompts of 1 to 30 tokens, many with a shared prefix; greedy and seeded in turn."""
     rng = random.Random(0)
     shared = random_prompt(rng, 24)
     prompts: list[list[int]] = []
-    for index in range(64):
+    for index in range(num_requests):
         start = shared[: rng.choice([0, 0, 4, 16, 24])]
         prompts.append(start + random_prompt(rng, rng.randint(1, 30 - len(start))))
         if index % 9 == 8:
             prompts[-1] = list(prompts[-2])
     params = [
         SamplingParams(temperature=0.8 * (index % 2), seed=index, max_tokens=rng.randint(1, 14))
-        for index in range(64)
+        for index in range(num_requests)
     ]
     options = {"dtype": "float32", "max_model_len": 64}
-    return Workload(random_model, options, list(zip(prompts, params, strict=True)))
+    return Workload(model, options, list(zip(prompts, params, strict=True)))
 
 
-@pytest.fixture(scope="module")
 def glossary_workload() -> Workload:
     """24 questions to the demo model, a trained one."""
     params = SamplingParams(temperature=0, max_tokens=96)
@@ -88,10 +87,12 @@ def glossary_workload() -> Workload:
     return Workload(demo_model.MODEL, options, [(question, params) for question in QUESTIONS[:24]])
 
 
-@pytest.fixture(scope="module", params=["random", "glossary"])
-def workload(request: pytest.FixtureRequest) -> Workload:
-    found: Workload = request.getfixturevalue(f"{request.param}_workload")
-    return found
+@pytest.fixture(scope="module", params=[*FAMILIES, "glossary"])
+def workload(request: pytest.FixtureRequest, shared_checkpoint: Callable[..., str]) -> Workload:
+    if request.param == "glossary":
+        return glossary_workload()
+    model = shared_checkpoint(**FAMILIES[request.param])
+    return random_workload(model, 64 if request.param == "qwen3" else 24)
 
 
 @pytest.fixture(scope="module")

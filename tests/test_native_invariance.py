@@ -15,6 +15,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.errors import ConfigError
 from nanovllm.kernels.cpu import library as library_module
 from nanovllm.kernels.cpu.library import library
+from tests.checkpoints import FAMILIES
 from tests.helpers import random_prompt, token_ids
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiler here")
@@ -36,6 +37,12 @@ MODEL: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def model(shared_checkpoint: Callable[..., str]) -> str:
     return shared_checkpoint(**MODEL)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def each_model(request: pytest.FixtureRequest, shared_checkpoint: Callable[..., str]) -> str:
+    """The model in each family, with and without q/k norm and biases."""
+    return shared_checkpoint(**MODEL, **FAMILIES[request.param])
 
 
 @functools.cache
@@ -101,13 +108,13 @@ def one_by_one(model: str, **options: Any) -> list[list[int]]:
     ],
 )
 def test_tokens_do_not_depend_on_the_batch(
-    model: str, workload: Any, options: dict[str, Any], quantization: str | None
+    each_model: str, workload: Any, options: dict[str, Any], quantization: str | None
 ) -> None:
     # Attention sums block by block, so another block size may round differently.
     kept = {"kvcache_block_size": 64, "quantization": quantization, "kv_cache_dtype": "auto"}
     options = {**kept, **options}
     kept = {name: options[name] for name in kept}
-    assert generate(model, workload, **options) == one_by_one(model, **kept)
+    assert generate(each_model, workload, **options) == one_by_one(each_model, **kept)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -171,10 +178,12 @@ def test_tokens_stay_right_while_another_engine_is_built(model: str, workload: A
 
 
 def test_tokens_do_not_depend_on_preemption(
-    model: str, workload: Any, preempted: list[tuple[int, int]]
+    each_model: str, workload: Any, preempted: list[tuple[int, int]]
 ) -> None:
-    expected = one_by_one(model, kvcache_block_size=64, quantization=None, kv_cache_dtype="auto")
-    assert generate(model, workload, num_kvcache_blocks=5) == expected
+    expected = one_by_one(
+        each_model, kvcache_block_size=64, quantization=None, kv_cache_dtype="auto"
+    )
+    assert generate(each_model, workload, num_kvcache_blocks=5) == expected
     assert preempted
 
 
@@ -187,7 +196,7 @@ def test_tokens_do_not_depend_on_preemption(
     ],
 )
 def test_logprobs_are_close_to_plain_torchs(
-    model: str, workload: Any, quantization: str | None, options: dict[str, Any]
+    each_model: str, workload: Any, quantization: str | None, options: dict[str, Any]
 ) -> None:
     """With and without the kernels, log-probabilities differ by rounding only."""
     prompts, _ = workload
@@ -195,7 +204,11 @@ def test_logprobs_are_close_to_plain_torchs(
     found = []
     for changes in (options, {"native_kernels": False}):
         llm = LLM(
-            model, max_model_len=MAX_MODEL_LEN, device="cpu", quantization=quantization, **changes
+            each_model,
+            max_model_len=MAX_MODEL_LEN,
+            device="cpu",
+            quantization=quantization,
+            **changes,
         )
         outputs = llm.generate(prompts, params, use_tqdm=False)
         found.append(

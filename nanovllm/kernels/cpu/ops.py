@@ -163,8 +163,8 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 def store(
     qkv: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
     eps: float,
     cos_sin: torch.Tensor,
     positions: torch.Tensor,
@@ -176,6 +176,7 @@ def store(
 
     Args:
         qkv: [t, (heads + 2 kv_heads) * dim], contiguous.
+        q_weight, k_weight: [dim], of the RMSNorms; None for both: no norm, only the rotation.
         cos_sin: [positions, dim] float32.
         kv_cache: [kv_heads, blocks, 2, block_size, width] bfloat16, in the layout of cache.h. An
             8-bit KV cache is int8 and has two more bytes per token: the token's scale.

@@ -44,8 +44,8 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 def store(
     qkv: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
     eps: float,
     cos_sin: torch.Tensor,
     positions: torch.Tensor,
@@ -57,6 +57,7 @@ def store(
 
     Args:
         qkv: [t, (heads + 2 kv_heads) * dim], contiguous.
+        q_weight, k_weight: [dim], of the RMSNorms; None for both: no norm, only the rotation.
         cos_sin: [positions, dim] float32.
         positions: [t] int64.
         slot_mapping: [t] int64. A token with a negative slot is not stored.
@@ -162,9 +163,11 @@ def _store(
     source = qkv + (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * (2 * HALF) + column
     first, second = tl.load(source, inside, 0.0), tl.load(source + HALF, inside, 0.0)
 
-    normed_first, normed_second = _rms_norm(
-        first, second, q_weight, k_weight, is_query, column, inside, eps, HALF
-    )
+    normed_first, normed_second = first.to(tl.float32), second.to(tl.float32)
+    if q_weight is not None:
+        normed_first, normed_second = _rms_norm(
+            first, second, q_weight, k_weight, is_query, column, inside, eps, HALF
+        )
     angle = cos_sin + tl.load(positions + token) * (2 * HALF) + column
     rotated_first, rotated_second = _rotate(normed_first, normed_second, angle, inside, dtype, HALF)
 

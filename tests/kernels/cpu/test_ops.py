@@ -275,20 +275,67 @@ def in_8_bits(cache, slot_mapping, *stored):
     return found
 
 
+def random_qk_norm(head_dim, qk_norm):
+    cos_sin = RotaryEmbedding(head_dim, 512, RopeConfig(theta=10000.0)).cos_sin
+    if not qk_norm:
+        return QKNorm(None, None, 0.0, cos_sin)
+    weights = [randn(head_dim, seed=seed).abs() + 0.5 for seed in (3, 4)]
+    return QKNorm(*weights, 1e-6, cos_sin)
+
+
 def plain_norm_and_rotate(qkv, norm, positions, heads, kv_heads, head_dim):
     """Return q, k and v after the norms and the rotation that the layers compute in torch."""
     q, k, v = (
         x.reshape(len(qkv), -1, head_dim)
         for x in qkv.split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], -1)
     )
-    layers = []
-    for weight in (norm.q_weight, norm.k_weight):
-        layer = RMSNorm(head_dim, norm.eps)
-        layer.weight.data = weight
-        layers.append(layer)
+    normed = []
+    for heads_of, weight in ((q, norm.q_weight), (k, norm.k_weight)):
+        if weight is not None:
+            layer = RMSNorm(head_dim, norm.eps)
+            layer.weight.data = weight
+            heads_of = layer(heads_of)
+        normed.append(heads_of)
     rotary = RotaryEmbedding(head_dim, len(norm.cos_sin), RopeConfig(theta=10000.0))
-    q, k = rotary(positions, layers[0](q), layers[1](k))
-    return q, k, v
+    return *rotary(positions, *normed), v
+
+
+@native
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("qk_norm", [True, False])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "tokens"), [(6, 2, 64, 70), (3, 1, 80, 33), (4, 4, 18, 1)]
+)
+def test_store_is_float64s(heads, kv_heads, head_dim, tokens, qk_norm):
+    """Without a norm, a number is rounded once: its error is half of its last bit."""
+    block_size, num_blocks = 32, 4
+    norm = random_qk_norm(head_dim, qk_norm)
+    qkv = randn(tokens, (heads + 2 * kv_heads) * head_dim, seed=tokens)
+    order = torch.Generator().manual_seed(1)
+    positions = torch.randint(len(norm.cos_sin), (tokens,), generator=order)
+    slots = torch.randperm(num_blocks * block_size, generator=order)[:tokens].sort().values
+    spec = AttentionSpec(heads, kv_heads, head_dim, torch.bfloat16, torch.device("cpu"), block_size)
+    cache = torch.zeros(CPUBackend(spec).kv_cache_shape(num_blocks), dtype=torch.bfloat16)
+    weights = (norm.q_weight, norm.k_weight)
+    tables = (norm.cos_sin, positions, slots)
+    found_q = cpu_ops.store(qkv, *weights, norm.eps, *tables, cache, heads)
+    panels = cache[:, :, 0].flatten(2).unflatten(2, (-1, cache.shape[-1] // 2, 32, 2))
+    keys = panels.permute(1, 2, 4, 0, 3, 5).reshape(num_blocks * block_size, kv_heads, -1)
+    found_k = keys[slots][..., :head_dim]
+    parts = qkv.double().split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], -1)
+    cos, sin = norm.cos_sin.double()[positions, None].chunk(2, -1)
+    for part, weight, found in zip(parts[:2], weights, (found_q, found_k), strict=True):
+        x = part.unflatten(-1, (-1, head_dim))
+        if weight is not None:
+            x = x * (x.square().mean(-1, keepdim=True) + norm.eps).rsqrt() * weight.double()
+        first, second = x.chunk(2, -1)
+        exact = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+        error = (found.double() - exact).abs()
+        size = torch.hypot(first, second).repeat(1, 1, 2)
+        if qk_norm:
+            assert (error <= 3 * 2**-8 * size).all()
+        else:
+            assert (error <= 2**-8 * exact.abs() + 1e-6 * size).all()
 
 
 @native
@@ -321,13 +368,7 @@ def test_attention(heads, kv_heads, head_dim, block_size, kv_dtype):
     )
     assert CPUBackend.unsupported(spec) is None
     backend = CPUBackend(spec)
-    rotary = RotaryEmbedding(head_dim, 512, RopeConfig(theta=10000.0))
-    norm = QKNorm(
-        randn(head_dim, seed=3).abs() + 0.5,
-        randn(head_dim, seed=4).abs() + 0.5,
-        1e-6,
-        rotary.cos_sin,
-    )
+    norm = random_qk_norm(head_dim, qk_norm=heads % 3 > 0)
     widths = [-(-(b + a) // block_size) for b, a in zip(before, after, strict=True)]
     order = torch.randperm(sum(widths), generator=torch.Generator().manual_seed(5)).tolist()
     tables = torch.full((len(widths), max(widths)), 2**30, dtype=torch.int32)

@@ -47,9 +47,13 @@ def test_silu_and_mul(intermediate_size, dtype):
 
 
 @each_dtype
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [model[2:] for model in MODELS])
-def test_store(num_heads, num_kv_heads, dtype):
-    weight, index = meta(HEAD_DIM, dtype=dtype), meta(3, dtype=torch.int64)
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "qk_norm"),
+    [*((*model[2:], True) for model in MODELS), (32, 8, False)],
+)
+def test_store(num_heads, num_kv_heads, qk_norm, dtype):
+    weight = meta(HEAD_DIM, dtype=dtype) if qk_norm else None
+    index = meta(3, dtype=torch.int64)
     qkv = meta(3, (num_heads + 2 * num_kv_heads) * HEAD_DIM, dtype=dtype)
     cos_sin = meta(40960, HEAD_DIM, dtype=torch.float32)
     for kv_dtype, archs in ((dtype, ARCHS), (torch.float8_e4m3fn, FP8_ARCHS)):

@@ -92,7 +92,7 @@ def exact_rotation(x, positions, cos_sin):
 class StoreCase:
     """Random tokens with the results of torch (q, k, v) and of float64 (exact_q, exact_k)."""
 
-    def __init__(self, tokens, heads, kv_heads, head_dim, dtype):
+    def __init__(self, tokens, heads, kv_heads, head_dim, dtype, qk_norm=True):
         generator = torch.Generator().manual_seed(tokens + head_dim)
         rotary = RotaryEmbedding(head_dim, 4096, RopeConfig(theta=1e6)).to(DEVICE)
         self.cos_sin = rotary.cos_sin
@@ -102,6 +102,11 @@ class StoreCase:
         sizes = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
         q, k, self.v = (x.unflatten(-1, (-1, head_dim)) for x in self.qkv.split(sizes, -1))
         for part in (q, k):
+            if not qk_norm:
+                self.weights.append(None)
+                parts.append(part)
+                exact.append(exact_rotation(part.double(), self.positions, self.cos_sin))
+                continue
             norm = RMSNorm(head_dim, EPS)
             norm.weight.data = randn(head_dim, dtype=dtype, seed=len(parts)) + 1
             self.weights.append(norm.weight.data)
@@ -117,7 +122,7 @@ class StoreCase:
 
 
 @each_dtype
-@pytest.mark.parametrize("tokens", [1, 6])
+@pytest.mark.parametrize(("tokens", "qk_norm"), [(1, True), (6, True), (6, False)])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "block_size"),
     [
@@ -131,8 +136,8 @@ class StoreCase:
         (5, 5, 80, 16),
     ],
 )
-def test_store(tokens, heads, kv_heads, head_dim, block_size, dtype):
-    case = StoreCase(tokens, heads, kv_heads, head_dim, dtype)
+def test_store(tokens, qk_norm, heads, kv_heads, head_dim, block_size, dtype):
+    case = StoreCase(tokens, heads, kv_heads, head_dim, dtype, qk_norm)
     num_blocks = -(-(2 * tokens + 1) // block_size)
     kv_cache = torch.full((2, num_blocks, block_size, kv_heads, head_dim), 7.0)
     kv_cache = kv_cache.to(DEVICE, dtype)

@@ -1,5 +1,5 @@
 /* The operations of a layer between its linears and attention: RMSNorm, the MLP's activation, and storing keys and values,
- * with QK-Norm and rotation. Layout of the cache: see cache.h.
+ * with QK-Norm (or none) and rotation. Layout of the cache: see cache.h.
  */
 #include "cache.h"
 
@@ -59,16 +59,19 @@ static bf16 quantize_token(const bf16 *x, int8_t *ints, ptrdiff_t n) {
     return scale[0];
 }
 
-/* out = x[dim] after RMSNorm and rotation; angles are [2][dim/2]: cos, then sin. */
+/* out = x[dim] after RMSNorm, unless weight is NULL, and rotation; angles are [2][dim/2]: cos, then sin. */
 INLINE void norm_and_rotate(const bf16 *x, const bf16 *weight, const float *angles, bf16 *out, ptrdiff_t dim, float eps) {
     ptrdiff_t half = dim / 2;
     bf16 normed[dim];
-    norm_row(x, weight, normed, dim, eps);
+    if (weight) {
+        norm_row(x, weight, normed, dim, eps);
+        x = normed;
+    }
     for (ptrdiff_t i = 0; i < half; i += VL) {
         vf c = load_f32(angles + i, half - i), s = load_f32(angles + half + i, half - i);
-        vf x = load_bf16(normed + i, half - i), y = load_bf16(normed + half + i, half - i);
-        store_bf16(out + i, half - i, fma_(x, c, -(y * s)));
-        store_bf16(out + half + i, half - i, fma_(y, c, x * s));
+        vf first = load_bf16(x + i, half - i), second = load_bf16(x + half + i, half - i);
+        store_bf16(out + i, half - i, fma_(first, c, -(second * s)));
+        store_bf16(out + half + i, half - i, fma_(second, c, first * s));
     }
 }
 
@@ -117,8 +120,8 @@ INLINE void store_vl_tokens(const cache_layout *c, const bf16 *key, const bf16 *
         }
 }
 
-/* Normalise and rotate q and k, and store k and v. A row of qkv has the q heads, the k heads, then the v heads. Work is divided
- * into chunks of a KV head's tokens; VL tokens in adjacent cells of a block are stored together. */
+/* Normalise q and k, unless the weights are NULL, rotate them, and store k and v. A row of qkv has the q heads, the k heads, then
+ * the v heads. Work is divided into chunks of a KV head's tokens; VL tokens in adjacent cells of a block are stored together. */
 void nv_store(team *team, const bf16 *qkv, const bf16 *q_weight, const bf16 *k_weight, const float *cos_sin,
               const int64_t *positions, const int64_t *slot_mapping, bf16 *q_out, uint8_t *cache, ptrdiff_t blocks,
               ptrdiff_t tokens, ptrdiff_t heads, ptrdiff_t kv_heads, ptrdiff_t dim, ptrdiff_t block, ptrdiff_t bits, float eps) {

@@ -1,4 +1,4 @@
-"""Logits and greedy tokens of random small Qwen3 models against transformers."""
+"""Logits and greedy tokens of random small models of each family against transformers."""
 
 import dataclasses
 import json
@@ -6,10 +6,7 @@ import random
 
 import pytest
 import torch
-from transformers import (
-    Qwen3Config,
-    Qwen3ForCausalLM as TransformersQwen3,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from nanovllm import SamplingParams
 from nanovllm.attention.backend import AttentionSpec
@@ -26,8 +23,15 @@ from tests.checkpoints import random_model
 MAX_LENGTH = 128
 GREEDY = SamplingParams(temperature=0)
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 LINEAR = {"rope_type": "linear", "factor": 3.0}
-CASES = {
+QWEN3 = {
     "untied head": {"tie_word_embeddings": False},
     "tied head": {"tie_word_embeddings": True},
     "biases": {"attention_bias": True},
@@ -53,10 +57,64 @@ CASES = {
     "four layers": {"num_hidden_layers": 4},
     "large theta": {"rope": {"rope_type": "default", "rope_theta": 5e7}, "num_hidden_layers": 1},
 }
+LLAMA = {
+    "llama 2": {"kv_heads": 3, "group": 1},
+    "tied head": {"tie_word_embeddings": True},
+    "untied head": {"tie_word_embeddings": False},
+    "attention biases": {"attention_bias": True},
+    "mlp biases": {"mlp_bias": True},
+    "all biases and tied head": {
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+    },
+    "head_dim above hidden/heads": {"head_dim": 64},
+    "head_dim below hidden/heads": {"group": 4, "kv_heads": 2, "head_dim": 6},
+    "head_dim from hidden/heads": {"hidden_size": 96, "group": 3, "kv_heads": 2, "head_dim": None},
+    "three heads for one KV head": {"group": 3, "kv_heads": 3, "head_dim": 64},
+    "llama3": {"rope": LLAMA3},
+    "llama3 factor 32": {"rope": {**LLAMA3, "factor": 32.0, "rope_theta": 5e5}, "head_dim": 64},
+    "llama3 low and high factors": {
+        "rope": {**LLAMA3, "low_freq_factor": 0.5, "high_freq_factor": 9.0},
+        "attention_bias": True,
+    },
+    "linear scaling": {"rope": LINEAR},
+    "yarn": {"rope": YARN},
+    "SmolLM2": {
+        "group": 3,
+        "kv_heads": 3,
+        "tie_word_embeddings": True,
+        "rope": {"rope_type": "default", "rope_theta": 1e5},
+    },
+}
+QWEN2 = {
+    "tied head": {"tie_word_embeddings": True},
+    "untied head": {"tie_word_embeddings": False},
+    "group of 1": {"group": 1, "kv_heads": 3},
+    "group of 2": {"group": 2},
+    "group of 4": {"group": 4},
+    "group of 7": {"group": 7, "kv_heads": 2},
+    "head_dim above hidden/heads": {"head_dim": 64},
+    "head_dim below hidden/heads": {"group": 4, "kv_heads": 2, "head_dim": 6},
+    "head_dim from hidden/heads": {"hidden_size": 96, "group": 3, "kv_heads": 2, "head_dim": None},
+    "large theta": {"rope": {"rope_type": "default", "rope_theta": 1e6}},
+    "yarn": {"rope": YARN},
+    "yarn attention_factor": {"rope": {**YARN, "attention_factor": 1.6}},
+    "linear scaling": {"rope": LINEAR},
+    "odd sizes": {"vocab_size": 1003, "intermediate_size": 77},
+    "four layers": {"num_hidden_layers": 4},
+    "windows that are off": {"use_sliding_window": False, "sliding_window": 8},
+}
+CASES = {
+    f"{model_type} {name}": (model_type, settings)
+    for model_type, cases in {"qwen3": QWEN3, "llama": LLAMA, "qwen2": QWEN2}.items()
+    for name, settings in cases.items()
+}
 
 
 def make_config(case):
     """Return the configuration of a case. Sizes that the case does not set are random."""
+    model_type, changes = CASES[case]
     chooser = random.Random(case)
     settings = {
         "group": chooser.choice([1, 2, 4]),
@@ -69,12 +127,18 @@ def make_config(case):
         "attention_bias": chooser.random() < 0.3,
         "tie_word_embeddings": chooser.random() < 0.5,
         "rope": {"rope_type": "default"},
-        **CASES[case],
+        **changes,
     }
     rope = {"rope_theta": 10_000.0, **settings.pop("rope")}
     kv_heads = settings.pop("kv_heads")
-    return Qwen3Config(
-        num_attention_heads=settings.pop("group") * kv_heads,
+    num_heads = settings.pop("group") * kv_heads
+    if settings["head_dim"] is None:
+        del settings["head_dim"]
+    if model_type == "llama":  # transformers demands it, whatever head_dim is
+        settings["hidden_size"] = -(-settings["hidden_size"] // num_heads) * num_heads
+    return AutoConfig.for_model(
+        model_type,
+        num_attention_heads=num_heads,
         num_key_value_heads=kv_heads,
         rope_parameters=rope,
         rms_norm_eps=chooser.choice([1e-6, 1e-3]),
@@ -221,7 +285,9 @@ def test_64_greedy_tokens(saved, make_llm):
         assert output.token_ids == expected[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("case", ["yarn mscale", "linear scaling", "large theta"])
+@pytest.mark.parametrize(
+    "case", ["qwen3 yarn mscale", "qwen3 linear scaling", "llama llama3", "qwen2 large theta"]
+)
 def test_config_in_the_style_of_transformers_4(case, tmp_path):
     model = make_model(case)
     model.save_pretrained(tmp_path)
@@ -236,15 +302,25 @@ def test_config_in_the_style_of_transformers_4(case, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"factor": 2.0}, {"beta_fast": 4}, {"beta_slow": 3}, {"truncate": False}, {"mscale": 0.5}],
+    ("case", "change"),
+    [
+        ("qwen3 yarn mscale", {"factor": 2.0}),
+        ("qwen3 yarn mscale", {"beta_fast": 4}),
+        ("qwen3 yarn mscale", {"beta_slow": 3}),
+        ("qwen3 yarn mscale", {"truncate": False}),
+        ("qwen3 yarn mscale", {"mscale": 0.5}),
+        ("llama llama3", {"factor": 2.0}),
+        ("llama llama3", {"low_freq_factor": 0.5}),
+        ("llama llama3", {"high_freq_factor": 9.0}),
+        ("llama llama3", {"original_max_position_embeddings": 128}),
+    ],
     ids=str,
 )
-def test_ignoring_a_setting_of_yarn_would_fail_the_comparison(change):
+def test_ignoring_a_rope_setting_would_fail_the_comparison(case, change):
     """Each setting changes transformers' logits by ten times the tolerance used above."""
-    plain, config = make_model("yarn mscale"), make_config("yarn mscale")
+    plain, config = make_model(case), make_config(case)
     config.rope_parameters.update(change)
-    changed = TransformersQwen3(config).eval()
+    changed = AutoModelForCausalLM.from_config(config).eval()
     changed.load_state_dict(plain.state_dict())
     ids = torch.tensor(random_prompts("ids", config.vocab_size, [120]))
     with torch.inference_mode():
