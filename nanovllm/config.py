@@ -24,7 +24,7 @@ from nanovllm.validation import (
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
-QUANTIZATIONS = ("int8", "int4", "fp8")
+QUANTIZATIONS = ("int8", "int4", "fp8", "none")
 KV_CACHE_DTYPES = ("auto", "fp8", "int8")
 
 
@@ -38,7 +38,8 @@ class Config:
     """
 
     model: str
-    """Path of a local checkpoint directory, or a Hugging Face hub id such as "Qwen/Qwen3-0.6B"."""
+    """Path of a local checkpoint directory or GGUF file, or a Hugging Face hub id such as
+    "Qwen/Qwen3-0.6B", or a GGUF file in a hub repository such as "owner/repo/model.gguf"."""
     revision: str | None = None
     """Branch, tag or commit of the hub repository; None is its default branch."""
     tokenizer: str | None = None
@@ -56,15 +57,16 @@ class Config:
     the end-of-sequence tokens."""
     dtype: str = "auto"
     """Data type of weights and activations: "float32", "bfloat16" or "float16"; "auto" keeps the
-    checkpoint's."""
+    checkpoint's, and is bfloat16 for a GGUF file."""
     device: str = "auto"
     """Device to run on: "cpu", "cuda" or "cuda:N"; "auto" uses CUDA if there is a GPU."""
     load_format: str = "auto"
-    """"auto" loads the weights from safetensors files; "dummy" makes random weights and needs only
-    config.json."""
+    """"auto" loads the weights from safetensors or GGUF files; "dummy" makes random weights and
+    needs only config.json."""
     quantization: str | None = None
     """Weight quantization: "int8" and "int4" store linear layers, embedding and language-model head
-    in 8 or 4 bits; "fp8" stores linear layers in FP8 (E4M3). None keeps the weights as loaded."""
+    in 8 or 4 bits; "fp8" stores linear layers in FP8 (E4M3). None keeps each weight in the form
+    that the checkpoint has; "none" converts the blocks of a GGUF file to the model's dtype."""
     kv_cache_dtype: str = "auto"
     """Data type of the KV cache: "fp8" (E4M3, scale 1; GPU only), "int8" (one scale per token and
     head; CPU only), or "auto" for the model's dtype."""

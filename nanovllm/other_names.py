@@ -99,10 +99,12 @@ CONFIG_VALUES = {
     "dtype": _values(("half", 'use "float16"'), ("float", 'use "float32"')),
     "load_format": _values(
         ("safetensors", 'use "auto", which reads safetensors'),
-        ("pt npcache gguf bitsandbytes tensorizer runai_streamer", _CONVERT),
+        ("gguf", 'use "auto", which recognises a GGUF file'),
+        ("pt npcache bitsandbytes tensorizer runai_streamer", _CONVERT),
     ),
     "quantization": _values(
-        ("awq awq_marlin gptq gptq_marlin gguf bitsandbytes", f'{_UNQUANTIZED} "int4" or "int8"'),
+        ("gguf", "leave it out: a GGUF file is recognised"),
+        ("awq awq_marlin gptq gptq_marlin bitsandbytes", f'{_UNQUANTIZED} "int4" or "int8"'),
         ("compressed-tensors torchao quark hqq mxfp4", f'{_UNQUANTIZED} "int4" or "int8"'),
         ("modelopt fbgemm_fp8 ptpc_fp8", f'{_UNQUANTIZED} "fp8"'),
         ("experts_int8 tpu_int8", f'{_UNQUANTIZED} "int8"'),

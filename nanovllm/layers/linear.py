@@ -52,6 +52,12 @@ class Matrix(nn.Module):
         self.weight: nn.Parameter | None = nn.Parameter(torch.empty(output_size, input_size))
         self.output_size = output_size
         self.quant_method: QuantizeMethod | None = None
+        self.block_type: str | None = None
+        """The GGUF type whose blocks `weight` receives as bytes; None: it receives numbers."""
+
+    def shards(self, prefix: str) -> Iterator[Shard]:
+        """Yield this rank's parts of the checkpoint tensors, for the layer at path `prefix`."""
+        raise NotImplementedError
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return x [T, inputs] times the transpose of the weight, plus `bias`: [T, outputs]."""
@@ -67,6 +73,10 @@ class Matrix(nn.Module):
             return F.embedding(ids, self.weight)
         return self.quant_method.embedding(ids)
 
+    def expect_blocks(self, block_type: str, weight: nn.Parameter) -> None:
+        """Prepare to load a GGUF file's blocks of `block_type` into `weight`, uint8."""
+        self.block_type, self.weight = block_type, weight
+
     def replace_weight(self, method: QuantizeMethod) -> None:
         """Use `method`, which was made from the weight, and release the weight."""
         self.quant_method, self.weight = method, None
@@ -80,10 +90,6 @@ class LinearBase(Matrix):
         self._fp8: Fp8Config | None = None
         # By checkpoint linear: the scales of its blocks, and its number of rows on this rank.
         self._scales: dict[str, tuple[torch.Tensor, int]] = {}
-
-    def shards(self, prefix: str) -> Iterator[Shard]:
-        """Yield this rank's parts of the checkpoint tensors, for the layer at path `prefix`."""
-        raise NotImplementedError
 
     def expect_fp8(self, prefix: str, fp8: Fp8Config) -> None:
         """Prepare to load FP8 weights with per-block scales, unless `fp8` excludes this layer.
@@ -174,7 +180,6 @@ class ColumnParallelLinear(LinearBase):
         output_size = sum(outputs.size for outputs in slices.values())
         super().__init__(output_size, input_size)
         self.slices = dict(slices)
-        self.input_size = input_size
         self.bias = nn.Parameter(torch.empty(output_size)) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -188,7 +193,7 @@ class ColumnParallelLinear(LinearBase):
             rows = slice(row, row + outputs.size)
             row += outputs.size
             weight, path = self.weight.data[rows], f"{parent}.{name}"
-            shape = (outputs.output_size, self.input_size)
+            shape = (outputs.output_size, weight.shape[1])
             yield from self.weight_shards(path, shape, weight, start=outputs.start)
             if self.bias is not None:
                 bias = self.bias.data[rows]
@@ -248,7 +253,6 @@ class RowParallelLinear(LinearBase):
 
     def __init__(self, input_size: int, output_size: int, *, bias: bool) -> None:
         super().__init__(output_size, divide(input_size, "linear input size"))
-        self.input_size = input_size
         self.bias = nn.Parameter(torch.empty(output_size)) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -259,7 +263,7 @@ class RowParallelLinear(LinearBase):
         assert self.weight is not None
         output_size, size = self.weight.shape
         start = tensor_parallel().rank * size
-        shape = (output_size, self.input_size)
+        shape = (output_size, tensor_parallel().size * size)
         yield from self.weight_shards(prefix, shape, self.weight.data, dim=1, start=start)
         if self.bias is not None:
             yield Shard(f"{prefix}.bias", (output_size,), self.bias.data)

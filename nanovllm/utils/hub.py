@@ -162,22 +162,8 @@ def weight_files(
     if from_hub:
         patterns = ["*.safetensors", "*.safetensors.index.json"]
         path = download(model, revision, patterns, download_dir)
-    index = path / "model.safetensors.index.json"
-    if check_file(path, index.name, _MAX_FILE_BYTES):
-        weight_map = read_json(index).get("weight_map")
-        if not (
-            isinstance(weight_map, dict)
-            and weight_map
-            and all(isinstance(name, str) for name in weight_map.values())
-        ):
-            raise CheckpointError(f"{index} has no weight_map of file names")
-        names = sorted(set(weight_map.values()))
-        if missing := [name for name in names if not check_file(path, name)]:
-            listed = [name if len(name) < 100 else shown(name) for name in missing[:_MAX_LISTED]]
-            if len(missing) > len(listed):
-                listed.append(f"and {len(missing) - len(listed)} more")
-            raise CheckpointError(f"{index} names files that are missing: {', '.join(listed)}")
-        return [path / name for name in names]
+    if named := _indexed_files(path / "model.safetensors.index.json"):
+        return named
     if check_file(path, "model.safetensors"):
         return [path / "model.safetensors"]
     files = sorted(path.glob("*.safetensors"))
@@ -204,6 +190,27 @@ def weight_files(
             'or use load_format="dummy" for random weights'
         )
     return files
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    """Return the files that `index` names; none if there is no such file."""
+    path = index.parent
+    if not check_file(path, index.name, _MAX_FILE_BYTES):
+        return []
+    weight_map = read_json(index).get("weight_map")
+    if not (
+        isinstance(weight_map, dict)
+        and weight_map
+        and all(isinstance(name, str) for name in weight_map.values())
+    ):
+        raise CheckpointError(f"{index} has no weight_map of file names")
+    names = sorted(set(weight_map.values()))
+    if missing := [name for name in names if not check_file(path, name)]:
+        listed = [name if len(name) < 100 else shown(name) for name in missing[:_MAX_LISTED]]
+        if len(missing) > len(listed):
+            listed.append(f"and {len(missing) - len(listed)} more")
+        raise CheckpointError(f"{index} names files that are missing: {', '.join(listed)}")
+    return [path / name for name in names]
 
 
 def check_tokenizer_files(path: Path) -> None:

@@ -5,7 +5,9 @@ Knows no KV cache, no batch and no step.
 """
 
 import contextlib
+import logging
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,18 +15,22 @@ import torch
 from torch import nn
 
 from nanovllm.config import Config
-from nanovllm.errors import CheckpointError
+from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.kernels.selector import kernels_for
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.embed_head import VocabParallelEmbedding
+from nanovllm.layers.gguf_blocks import BLOCK_BITS, BLOCK_SIZE, blocks_width, unpack_blocks
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import LinearBase, Matrix
-from nanovllm.layers.quantization import QuantizeMethod, make_quant_method
+from nanovllm.layers.quantization import QuantizeMethod, make_int_method, make_quant_method
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.registry import model_class
 from nanovllm.utils.distributed import tensor_parallel
+from nanovllm.utils.gguf import is_gguf
 from nanovllm.utils.loader import check_tensors, init_dummy_weights, load_weights, read_header
 from nanovllm.utils.memory import return_freed
+
+logger = logging.getLogger(__name__)
 
 _DEFAULT_DTYPE_LOCK = threading.Lock()
 """Held while torch's default dtype, which is global to the process, is changed."""
@@ -51,11 +57,25 @@ def check_weights(model_config: ModelConfig, files: list[Path]) -> None:
 
 
 def build_model(
-    config: Config, model_config: ModelConfig, max_model_len: int, device: torch.device
+    config: Config,
+    model_config: ModelConfig,
+    files: list[Path],
+    max_model_len: int,
+    device: torch.device,
 ) -> nn.Module:
-    """Return the model on `device`, with kernels in its layers and uninitialised weights."""
+    """Return the model on `device`, with kernels in its layers and uninitialised weights.
+
+    Args:
+        files: what will be loaded, because weights may stay in the form that a file has.
+    """
+    packed = model_config.fp8 is not None or any(map(is_gguf, files))
+    # Such a model is built on the CPU, so that a GPU never holds the wide weights.
+    first = torch.device("cpu") if packed and device.type == "cuda" else device
     try:
-        model = _make_modules(model_config, max_model_len, device)
+        model = _make_modules(model_config, max_model_len, first)
+        for file in filter(is_gguf, files):
+            expect_blocks(model, config, model_config, file)
+        model.to(device)
     except RuntimeError as error:  # torch cannot allocate the weights
         raise CheckpointError(
             f"{config.model}: the model does not fit into memory: {error!s:.200}"
@@ -69,18 +89,85 @@ def build_model(
 
 
 def _make_modules(model_config: ModelConfig, max_model_len: int, device: torch.device) -> nn.Module:
-    # An FP8 checkpoint's model is built on the CPU, so that a GPU never holds the wide weights.
-    first = (
-        torch.device("cpu") if model_config.fp8 is not None and device.type == "cuda" else device
-    )
-    with _default_dtype(model_config.dtype), first:
+    with _default_dtype(model_config.dtype), device:
         model = model_class(model_config)(model_config, max_model_len)
     if model_config.fp8 is not None:
         for prefix, module in model.named_modules():
             if isinstance(module, LinearBase):
                 module.expect_fp8(prefix, model_config.fp8)
-        model.to(device)
     return model
+
+
+def _matrices(model: nn.Module) -> dict[nn.Parameter, list[tuple[str, Matrix]]]:
+    """Return the matrices that have a weight, with their paths: tied ones have the same weight."""
+    sharing: dict[nn.Parameter, list[tuple[str, Matrix]]] = {}
+    for prefix, module in model.named_modules():
+        if isinstance(module, Matrix) and module.weight is not None:
+            sharing.setdefault(module.weight, []).append((prefix, module))
+    return sharing
+
+
+def expect_blocks(model: nn.Module, config: Config, model_config: ModelConfig, file: Path) -> None:
+    """Prepare the matrices whose weights stay in the bits that GGUF `file` has; log which.
+
+    The linears that are computed as one must be of the same type.
+
+    Raises:
+        ConfigError: this rank's part of a weight begins or ends inside a block.
+    """
+    header = read_header(file)
+    kept: Counter[str] = Counter()
+    for weight, matrices in _matrices(model).items():
+        prefix, matrix = matrices[0]
+        shards = [s for s in matrix.shards(prefix) if s.name.endswith(".weight")]
+        found = [header.get(shard.name) for shard in shards]
+        types = {tensor.dtype for tensor in found if tensor is not None}
+        matching = all(
+            tensor is not None and tensor.shape == shard.shape
+            for tensor, shard in zip(found, shards, strict=True)
+        )
+        if len(types) != 1 or not matching:
+            continue
+        (block_type,) = types
+        if block_type not in BLOCK_BITS or not _keeps(block_type, matrix, config, model_config):
+            continue
+        num_rows, input_size = weight.shape
+        if input_size % BLOCK_SIZE:
+            raise ConfigError(
+                f"tensor_parallel_size {tensor_parallel().size} cuts {shards[0].name} "
+                f"{shards[0].shape} within a {block_type} block of {BLOCK_SIZE}; use a smaller "
+                'size, or quantization="none"'
+            )
+        shape = num_rows, blocks_width(block_type, input_size)
+        blocks = nn.Parameter(weight.new_empty(shape, dtype=torch.uint8), requires_grad=False)
+        for _, sharer in matrices:
+            sharer.expect_blocks(block_type, blocks)
+        kept[block_type] += len(shards)
+    if tensor_parallel().rank == 0:
+        rest = Counter(tensor.dtype for tensor in header.values()) - kept
+        rounded = config.quantization not in (None, "none")
+        logger.info(
+            "%s: tensors that stay in their bits: %s; converted to %s%s: %s",
+            file,
+            _counts(kept),
+            str(model_config.dtype).removeprefix("torch."),
+            f", matrices rounded to {config.quantization}" if rounded else "",
+            _counts(rest),
+        )
+
+
+def _counts(types: Counter[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in sorted(types.items())) or "none"
+
+
+def _keeps(block_type: str, matrix: Matrix, config: Config, model_config: ModelConfig) -> bool:
+    """Return whether `matrix` keeps a GGUF file's blocks, given what the user asked for."""
+    quantization = config.quantization
+    if model_config.dtype == torch.float32 or quantization == "none":
+        return False
+    if quantization == "fp8":
+        return not isinstance(matrix, LinearBase)
+    return quantization is None or BLOCK_BITS[block_type] <= int(quantization.removeprefix("int"))
 
 
 def load_model(
@@ -91,16 +178,13 @@ def load_model(
     Each weight gets its final form (packed or quantised) before the next one is read, so memory
     never holds all weights in both forms.
     """
-    sharing: dict[nn.Parameter, list[Matrix]] = {}  # by weight: tied matrices have the same
-    for module in model.modules():
-        if isinstance(module, Matrix) and module.weight is not None:
-            sharing.setdefault(module.weight, []).append(module)
+    sharing = _matrices(model)
 
     def finish(module: nn.Module) -> None:
         weight = module.weight if isinstance(module, Matrix) else None
         if weight is None or weight not in sharing:
             return
-        matrices = sharing.pop(weight)
+        matrices = [matrix for _, matrix in sharing.pop(weight)]
         method = _quant_method(weight, matrices, config, model_config)
         if method is not None:
             for matrix in matrices:
@@ -122,13 +206,16 @@ def _quant_method(
 ) -> QuantizeMethod | None:
     """Return the method that keeps the loaded `weight` of `matrices`; None keeps it as it is."""
     native, quantization = config.native_kernels, config.quantization
+    if matrices[0].block_type is not None:
+        blocks = unpack_blocks(weight.data, matrices[0].block_type)
+        return make_int_method(blocks, model_config.dtype, native=native)
     if isinstance(matrices[0], LinearBase):  # then it is the only one: linears share no weights
         method = matrices[0].make_fp8_method(model_config.dtype, native=native)
         if method is not None:
             return method
     elif quantization == "fp8":
         quantization = None  # FP8 is for linears; embedding and head keep the model's dtype
-    if model_config.fp8 is not None:
+    if model_config.fp8 is not None or quantization == "none":
         quantization = None  # the checkpoint chose what is quantised
     gathered = any(type(matrix) is VocabParallelEmbedding for matrix in matrices)
     return make_quant_method(weight, quantization, native=native, is_embedding=gathered)

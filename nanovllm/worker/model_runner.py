@@ -54,7 +54,7 @@ class ModelRunner:
         # Larger steps take more memory; on a CPU they do not make a token cheaper.
         default_num_tokens = 2048 if device.type == "cpu" else 16384
         self._max_num_batched_tokens = config.max_num_batched_tokens or default_num_tokens
-        self.model = build_model(config, model_config, self.max_model_len, device)
+        self.model = build_model(config, model_config, files, self.max_model_len, device)
         kv_dtypes = {"fp8": FP8, "int8": torch.int8}
         self._kv_dtype = kv_dtypes.get(config.kv_cache_dtype, model_config.dtype)
         self._backend = self._select_backend()

@@ -398,7 +398,7 @@ def test_a_dummy_model_that_fits_no_memory(tmp_path):
     config = Config(str(tmp_path), load_format="dummy")
     model_config = ModelConfig.from_hf(open_checkpoint(config.model).config)
     with pytest.raises(CheckpointError, match="does not fit into memory"):
-        build_model(config, model_config, 16, torch.device("cpu"))
+        build_model(config, model_config, [], 16, torch.device("cpu"))
 
 
 def test_an_unsupported_model_is_refused_before_its_weights_are_searched(tmp_path):
