@@ -10,11 +10,11 @@ import time
 from nanovllm import LLM, SamplingParams, demo_model
 
 QUESTIONS = [
-    "What is the capital of France?",
-    "Why is the sky blue? Answer in one sentence.",
-    "Write a haiku about the sea.",
     "How many days are there in a week?",
-    "Name three fruits that are yellow.",
+    "What is the opposite of hot?",
+    "What language is spoken in Brazil?",
+    "Write one sentence about the sea.",
+    "What is a prime number?",
 ]
 GLOSSARY = [  # for the shipped model; the first question is in its glossary, the next three are not
     "What is paged attention?",
@@ -27,7 +27,7 @@ GLOSSARY = [  # for the shipped model; the first question is in its glossary, th
 
 def answer(llm: LLM, questions: list[str]) -> None:
     """Print each question, its answer as it is generated, and tokens a second."""
-    params = SamplingParams(temperature=0, max_tokens=96)
+    params = SamplingParams(temperature=0, max_tokens=64)
     for question in questions:
         print(f"\n{question}\n  ", end="")
         message = {"role": "user", "content": question}

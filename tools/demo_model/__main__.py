@@ -52,7 +52,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--weight-decay", type=float, default=0.05)
     parser.add_argument("--warmup", type=int, default=100)
     parser.add_argument(
-        "--margin", type=float, default=3.0, help="smallest accepted logit lead of exact answers"
+        "--margin", type=float, default=1.0, help="smallest accepted logit lead of exact answers"
     )
     parser.add_argument(
         "--most-wrong", type=float, default=0.1, help="largest share of wrong other answers"
