@@ -61,8 +61,7 @@ class GgufModel(NamedTuple):
     weights: Mapping[str, GgufWeight]
     """By transformers' name; tensors that it does not have keep their own."""
     tokenizer: Mapping[str, Any]
-    """tokenizer.ggml's "model", "pre" and "add_bos_token", where the file has them; empty if it has
-    no tokenizer."""
+    """As `tokenizer_settings` returns it; empty if there are no tokens."""
 
 
 def is_gguf(file: Path) -> bool:
