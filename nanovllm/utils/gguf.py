@@ -110,7 +110,8 @@ def read_rows(file: Path, weight: GgufWeight, rows: slice, *, raw: bool) -> npt.
     blocks = stored[rows] if not weight.num_heads else stored[_order(weight)[rows]]
     if raw:
         return np.array(blocks)
-    values = gguf.dequantize(blocks, gguf.GGMLQuantizationType[tensor.type.name])
+    with np.errstate(invalid="ignore", over="ignore"):  # a NaN in a weight is the model's matter
+        values = gguf.dequantize(blocks, gguf.GGMLQuantizationType[tensor.type.name])
     return np.array(values, np.float32).reshape(-1, *tensor.shape[1:])
 
 

@@ -246,6 +246,7 @@ def _eos_token_ids(metadata: Metadata, vocab_size: int) -> list[int]:
             found.add(check_int(CheckpointError, name, token, 0, vocab_size - 1))
     tokens = metadata.get("tokenizer.ggml.tokens") or []
     types = metadata.get("tokenizer.ggml.token_type") or []
-    special = {tokens[index]: index for index, kind in enumerate(types) if kind in _SPECIAL_TYPES}
+    numbered = enumerate(zip(tokens, types, strict=False))  # a file may have one without the other
+    special = {text: index for index, (text, kind) in numbered if kind in _SPECIAL_TYPES}
     found |= {special[text] for text in _END_TOKENS if special.get(text, vocab_size) < vocab_size}
     return sorted(found)
