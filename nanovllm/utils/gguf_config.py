@@ -196,7 +196,7 @@ def _rope(metadata: Metadata) -> dict[str, Any]:
 
 
 def tokenizer_settings(metadata: Metadata) -> dict[str, Any]:
-    """Return tokenizer.ggml's "model", "pre" and, if it is there, "add_bos_token".
+    """Return tokenizer.ggml's "model" and "pre"; "add_bos_token" and "add_space_prefix" if given.
 
     Returns {} if there are no tokens.
 
@@ -230,9 +230,10 @@ def tokenizer_settings(metadata: Metadata) -> dict[str, Any]:
     found: dict[str, Any] = {
         key: metadata.text(f"tokenizer.ggml.{key}", "") for key in ("model", "pre")
     }
-    name = "tokenizer.ggml.add_bos_token"
-    if (add := metadata.get(name)) is not None:
-        found["add_bos_token"] = check_bool(CheckpointError, f"{metadata.file}: {name}", add)
+    for key in ("add_bos_token", "add_space_prefix"):
+        name = f"tokenizer.ggml.{key}"
+        if (value := metadata.get(name)) is not None:
+            found[key] = check_bool(CheckpointError, f"{metadata.file}: {name}", value)
     return found
 
 

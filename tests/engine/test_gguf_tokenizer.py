@@ -49,6 +49,28 @@ def test_llama_3_adds_a_bos_token(tmp_path):
     assert len(tokenizer.encode("h")) == 1
 
 
+@pytest.mark.parametrize("prefix", [None, True, False])
+def test_sentencepiece(tmp_path, prefix):
+    """Its merges follow from the scores; a BOS token and a space come first unless denied."""
+    words = ["▁", "h", "e", "he", "▁he", "l", "o"]
+    metadata = {
+        "ggml.model": "llama",
+        "ggml.tokens": ["<unk>", "<s>", "</s>", "<0x0A>", "<0xC3>", "<0xB6>", *words],
+        "ggml.token_type": [2, 3, 3, 6, 6, 6] + [1] * len(words),
+        "ggml.scores": [0.0] * 6 + [-1.0, -2.0, -3.0, -4.0, -5.0, -6.0, -7.0],
+        "ggml.merges": None,
+        "ggml.bos_token_id": 1,
+        "ggml.eos_token_id": 2,
+    }
+    if prefix is not None:
+        metadata["ggml.add_space_prefix"] = prefix
+    tokenizer = tokenizer_of(tmp_path, **metadata)
+    ids = tokenizer.encode("hello ö\n")
+    start = ["<s>", "he" if prefix is False else "▁he"]
+    assert tokenizer.convert_ids_to_tokens(ids)[:5] == [*start, "l", "l", "o"]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "hello ö\n"
+
+
 def test_an_unknown_pre_tokenizer_is_named(tmp_path, caplog):
     tokenizer_of(tmp_path, **{"ggml.pre": "klingon"})
     assert "tokenizer.ggml.pre 'klingon' is unknown" in caplog.text
