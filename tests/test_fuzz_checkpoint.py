@@ -88,6 +88,8 @@ TEMPLATES = [
     '{{"rope_type": "yarn", "factor": 4.0, "beta_slow": {}}}',
     '{{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": {}}}',
     '{{"rope_type": "linear", "factor": {}}}',
+    '{{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": {}}}',
+    '{{"rope_type": "factors", "factors": [{}]}}',
     '{{"rope_type": "default", "rope_theta": {}}}',
     '{{"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, {}]}}',
     '{{"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], '

@@ -198,7 +198,11 @@ def test_tokens_do_not_depend_on_preemption(
 def test_logprobs_are_close_to_plain_torchs(
     each_model: str, workload: Any, quantization: str | None, options: dict[str, Any]
 ) -> None:
-    """With and without the kernels, log-probabilities differ by rounding only."""
+    """With and without the kernels, log-probabilities differ by rounding only.
+
+    With int4, the kernels round activations too.
+    """
+    limit = {None: 0.04, "int8": 0.05, "int4": 0.1}[quantization]
     prompts, _ = workload
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     found = []
@@ -223,19 +227,29 @@ def test_logprobs_are_close_to_plain_torchs(
                 ]
             )
         )
-    assert (found[0] - found[1]).abs().mean() < 0.05 * found[1].std()
+    assert (found[0] - found[1]).abs().mean() < limit * found[1].std()
 
 
 def test_steps_with_torch_operations_run_call_by_call(
     shared_checkpoint: Callable[..., str], workload: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """torch adds the biases, so the steps of a model with biases cannot be recorded."""
-    biased = shared_checkpoint(**MODEL, attention_bias=True)
+    """torch computes linears whose inputs are no multiple of 32, so no step can be recorded."""
+    narrow = shared_checkpoint(**{**MODEL, "intermediate_size": 150})
     prompts, params = workload
     with caplog.at_level(logging.INFO, "nanovllm"):
-        found = generate(biased, (prompts[:8], params[:8]))
-    assert "steps run call by call: torch computes aten.add_" in caplog.text
-    assert found == generate(biased, (prompts[:8], params[:8]), max_num_seqs=1)
+        generate(narrow, (prompts[:8], params[:8]))
+    assert "steps run call by call: torch computes aten." in caplog.text
+
+
+@QUANTIZATIONS
+def test_steps_of_every_family_are_recorded(
+    each_model: str, workload: Any, quantization: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompts, params = workload
+    with caplog.at_level(logging.INFO, "nanovllm"):
+        generate(each_model, (prompts[:2], params[:2]), quantization=quantization)
+    assert "attention backend: cpu" in caplog.text
+    assert "call by call" not in caplog.text
 
 
 def test_int8_kv_cache_halves_the_bytes_of_a_block(model: str) -> None:

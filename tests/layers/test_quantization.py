@@ -186,6 +186,10 @@ def test_onednn_weight_is_as_good_as_torchs(dtype, n, k):
         expected = x.double() @ weight.double().T
         size = x.double().abs() @ weight.double().abs().T
         assert ((y - expected).abs() <= torch.finfo(dtype).eps * (size + expected.abs())).all()
+        bias = randn(n, seed=2).to(dtype)
+        expected += bias.double()
+        allowed = torch.finfo(dtype).eps * (size + expected.abs() + bias.double().abs())
+        assert ((method.apply(x, bias) - expected).abs() <= allowed).all()
 
 
 # FP8.
@@ -225,8 +229,10 @@ def test_fp8_with_a_scale_for_each_block():
     scales = torch.rand(20, 3, generator=torch.Generator().manual_seed(1))
     method = Fp8Weight(values, scales, 16, torch.float32, native=True)
     expected = values.double() * scales.double().repeat_interleave(16, 1)[:, :40]
-    x = randn(4, 40).float()
-    assert torch.allclose(method.apply(x).double(), x.double() @ expected.T, atol=1e-4)
+    x, bias = randn(4, 40).float(), randn(20, seed=2).float()
+    product = x.double() @ expected.T
+    assert torch.allclose(method.apply(x).double(), product, atol=1e-4)
+    assert torch.allclose(method.apply(x, bias).double(), product + bias, atol=1e-4)
 
 
 def test_fp8_product_of_rounded_inputs():

@@ -8,6 +8,13 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply
 from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding, inverse_frequencies
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 VARIANTS = {
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 3.0},
@@ -30,6 +37,10 @@ VARIANTS = {
         "mscale_all_dim": 0.8,
     },
     "yarn not truncated": {**YARN, "truncate": False},
+    "llama3": LLAMA3,
+    "llama3 factor 32": {**LLAMA3, "factor": 32.0},
+    "llama3 low and high factors": {**LLAMA3, "low_freq_factor": 0.5, "high_freq_factor": 9.0},
+    "llama3 short original": {**LLAMA3, "original_max_position_embeddings": 512},
 }
 
 

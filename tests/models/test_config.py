@@ -10,6 +10,8 @@ from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.layers.fp8_config import Fp8Config
 from nanovllm.layers.rotary_embedding import RopeConfig, inverse_frequencies
 from nanovllm.models.config import ModelConfig
+from nanovllm.models.llama import LlamaForCausalLM
+from nanovllm.models.qwen2 import Qwen2ForCausalLM
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.models.registry import model_class
 
@@ -38,6 +40,12 @@ BASE = {
 """config.json of Qwen3-0.6B, as transformers 4 wrote it."""
 
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32768}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 
 def read(*without, **changes):
@@ -179,6 +187,46 @@ def test_yarn_does_not_shrink_a_max_position_that_includes_it():
     assert config.max_position == 131072
 
 
+def test_llama3():
+    expected = RopeConfig(5e5, "llama3", 8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
+    assert rope_of_version_5(rope_theta=500000, rope_type="llama3", **LLAMA3) == expected
+    config = read(rope_theta=5e5, rope_scaling={"type": "llama3", **LLAMA3})
+    assert config.rope == expected
+    assert config.max_position == 40960, "llama3's factor is already in max_position_embeddings"
+
+
+@pytest.mark.parametrize("key", ["factor", "low_freq_factor", "high_freq_factor"])
+def test_llama3_without_a_setting(key):
+    with pytest.raises(CheckpointError, match=f"rope scaling 'llama3' has no {key}"):
+        read(rope_scaling={"type": "llama3", **LLAMA3, key: None})
+
+
+@pytest.mark.parametrize("low", [4.0, 5.0])
+def test_llama3_with_a_low_factor_that_is_not_below_the_high_one(low):
+    """Symptom: angles are NaN."""
+    with pytest.raises(CheckpointError, match=f"low_freq_factor {low} must be below .* 4.0"):
+        read(rope_scaling={"type": "llama3", **LLAMA3, "low_freq_factor": low})
+
+
+def test_factors_of_each_dimension():
+    factors = [1.0] * 30 + [2, 8.0]
+    rope = read(head_dim=64, rope_scaling={"rope_type": "factors", "factors": factors}).rope
+    assert rope == RopeConfig(1e6, "factors", 1.0, 40960, factors=tuple(factors))
+    plain, _ = inverse_frequencies(64, RopeConfig(1e6))
+    found, scale = inverse_frequencies(64, rope)
+    assert scale == 1.0
+    assert torch.equal(found, plain / torch.tensor(factors))
+
+
+@pytest.mark.parametrize(
+    "factors",
+    [5, [], [1.0] * 31, [1.0] * 64, [*[1.0] * 31, "2"], [*[1.0] * 31, 0.0], [1e999] * 32, None],
+)
+def test_factors_that_do_not_fit(factors):
+    with pytest.raises(CheckpointError, match="factors"):
+        read(head_dim=64, rope_scaling={"rope_type": "factors", "factors": factors})
+
+
 @pytest.mark.parametrize(
     ("changes", "theta"),
     [
@@ -204,7 +252,8 @@ def test_other_scalings_are_refused_by_name(kind, key):
 
 
 @pytest.mark.parametrize(
-    "setting", ["mrope_section", "short_factor", "low_freq_factor", "full_attention", "beta"]
+    "setting",
+    ["mrope_section", "short_factor", "low_freq_factor", "factors", "full_attention", "beta"],
 )
 @pytest.mark.parametrize("kind", ["default", "yarn"])
 def test_unknown_rope_settings_are_refused_by_name(kind, setting):
@@ -283,8 +332,12 @@ def test_no_architecture_at_all():
         read("architectures")
 
 
-def test_registry():
-    assert model_class(read()) is Qwen3ForCausalLM
+@pytest.mark.parametrize("family", [LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM])
+def test_registry(family):
+    assert model_class(read(architectures=[family.__name__])) is family
+
+
+def test_an_unknown_architecture():
     with pytest.raises(
         UnsupportedModelError,
         match=r"architecture 'MistralForCausalLM' is not supported \(.*Qwen3ForCausalLM",
@@ -465,10 +518,12 @@ def test_more_heads_than_hidden_size_and_no_head_dim():
         ("rope_scaling", {"type": "linear", "factor": 0}),
         ("rope_scaling", {"type": "linear", "factor": -2.0}),
         ("rope_scaling", {"type": "yarn", **YARN, "beta_fast": "fast"}),
+        ("rope_scaling", {"type": "llama3", **LLAMA3, "high_freq_factor": [4]}),
         ("rope_scaling", {"type": "yarn", **YARN, "attention_factor": [1]}),
         ("rope_scaling", {"type": "yarn", "factor": 4, "original_max_position_embeddings": "x"}),
         ("tie_word_embeddings", "false"),
         ("attention_bias", 3),
+        ("mlp_bias", "no"),
     ],
 )
 def test_invalid_values_are_a_checkpoint_error_that_names_the_field(key, value):

@@ -35,8 +35,7 @@ EMULATED(__m512, _max_ps, (__m512 a, __m512 b), for (int i = 0; i < 16; i++) out
 EMULATED(__m512, _min_ps, (__m512 a, __m512 b), for (int i = 0; i < 16; i++) out[i] = a[i] < b[i] ? a[i] : b[i];)
 EMULATED(__m512i, _cvtepu16_epi32, (__m256i a), uint16_t h[16]; memcpy(h, &a, 32); emulated_ints o;
          for (int i = 0; i < 16; i++) o.w[i] = h[i]; out = o.v;)
-EMULATED(__m512, _cvtph_ps, (__m256i a), __m256 halves[2] = {_mm256_cvtph_ps(_mm256_castsi256_si128(a)),
-         _mm256_cvtph_ps(_mm256_extracti128_si256(a, 1))}; memcpy(&out, halves, 64);)
+EMULATED(__m512, _cvtph_ps, (__m256i a), for (int i = 0; i < 16; i++) out[i] = _cvtsh_ss(((__v16hi)a)[i]);)
 static inline void emulated_storeu_ps(float *p, __m512 v) { memcpy(p, &v, 64); }
 EMULATED(__m512i, _set1_epi32, (int x), emulated_ints o; for (int i = 0; i < 16; i++) o.w[i] = x; out = o.v;)
 EMULATED(__m512i, _set1_epi16, (short x), emulated_ints o; for (int i = 0; i < 32; i++) o.h[i] = x; out = o.v;)

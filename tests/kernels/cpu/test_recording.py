@@ -4,10 +4,13 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 
 from nanovllm.kernels.cpu import ops as cpu_ops
 from nanovllm.kernels.cpu.recording import Recording
+from nanovllm.layers.linear import RowParallelLinear
+from nanovllm.layers.quantization import make_quant_method
 from tests.helpers import ROOT
 from tests.kernels.cpu.helpers import native, randn
 
@@ -32,3 +35,20 @@ def test_a_recording_is_of_its_thread():
         found = pool.submit(cpu_ops.greedy, logits).result()
     assert torch.equal(found, logits.float().argmax(-1))
     assert not recording._calls
+
+
+@native
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_a_linear_with_a_bias_can_be_recorded(quantization):
+    """Symptom: a model with biases takes its small steps without a recording."""
+    layer = RowParallelLinear(64, 40, bias=True).bfloat16()
+    layer.weight.data, layer.bias.data = randn(40, 64), randn(40, seed=1)
+    layer.replace_weight(make_quant_method(layer.weight.data, quantization, native=True))
+    x = torch.zeros(4, 64, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        with Recording(4) as recording:
+            y = layer(x)
+        x.copy_(randn(4, 64, seed=2))
+        recording.run(3, 3)
+        assert torch.equal(y[:3], layer(x)[:3])
+        assert not y[3].any()

@@ -38,7 +38,7 @@ void nv_linear(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *packed, const 
                ptrdiff_t k) {
     ptrdiff_t panels = (n + PANEL - 1) / PANEL, block = X_IN_PLACE ? TILE_ROWS : rows_that_fit(m, k * sizeof(operand));
     ptrdiff_t group = m == 1 ? STREAMS : X_IN_PLACE ? panels_that_fit(panels, k, t->threads) : 1;
-    ptrdiff_t groups = (panels + group - 1) / group, item_rows = X_IN_PLACE ? m : block, prepared = -1;
+    ptrdiff_t groups = (panels + group - 1) / group, item_rows = X_IN_PLACE && m > 0 ? m : block, prepared = -1;
     float acc[TILE_ROWS * PANEL] __attribute__((aligned(64)));
     operand *buffer = X_IN_PLACE ? NULL : aligned_alloc(64, (block * (k + 16) * sizeof(operand) + 127) / 64 * 64);
     input_rows inputs = {0};
