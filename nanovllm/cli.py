@@ -171,7 +171,7 @@ def _parse(argv: Seq[str] | None) -> argparse.Namespace:
     if args.command is None:
         parser.error("COMMAND is missing: generate or chat")
     if args.model is None:
-        args.parser.error("MODEL is missing: a checkpoint directory or a hub id")
+        args.parser.error("MODEL is missing: a checkpoint directory, a GGUF file or a hub id")
     if rest and args.command is chat:
         args.parser.error(f"chat takes a MODEL and no prompts, got {shown(rest[0])}")
     if rest:  # prompts after a flag: argparse itself does not accept them there
@@ -190,7 +190,7 @@ def _add_command(
         usage=f"nanovllm {name} {'[MODEL]' if is_chat else 'MODEL [PROMPT ...]'} [flags]",
     )
     parser.set_defaults(command=command, parser=parser)
-    about = "a checkpoint directory or a hub id"
+    about = "a checkpoint directory, a GGUF file or a hub id"
     if is_chat:
         about += " (default: the glossary model that ships with nanovllm)"
     default = demo_model.MODEL if is_chat else None

@@ -183,7 +183,7 @@ def test_missing_model_is_one_line_and_status_2(run: Run) -> None:
     [
         ([], "COMMAND is missing: generate or chat"),
         (["serve"], "invalid choice: 'serve'"),
-        (["generate"], "MODEL is missing: a checkpoint directory or a hub id"),
+        (["generate"], "MODEL is missing: a checkpoint directory, a GGUF file or a hub id"),
         (["generate", "--max-token", "9"], "no flag --max-token; did you mean '--max-tokens'?"),
         (["generate", "m", "p", "--temprature", "1"], "did you mean '--temperature'?"),
         (["generate", "m", "--temprature=1", "p"], "did you mean '--temperature'?"),
