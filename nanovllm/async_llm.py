@@ -158,7 +158,7 @@ class AsyncLLM:
     """A model that many asyncio tasks use at once; their requests share the engine's batches.
 
     Args:
-        model: a local checkpoint directory or a Hugging Face hub id.
+        model: a local checkpoint directory, a GGUF file, or a Hugging Face hub id.
         options: the fields of `Config`.
 
     Raises:

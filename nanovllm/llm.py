@@ -33,7 +33,7 @@ class LLM:
     Several threads may call its methods at once; their requests share the engine's batches.
 
     Args:
-        model: a local checkpoint directory or a Hugging Face hub id.
+        model: a local checkpoint directory, a GGUF file, or a Hugging Face hub id.
         options: the fields of `Config`.
 
     Raises:

@@ -117,6 +117,7 @@ def make_gguf(
     metadata: dict[str, Any] | None = None,
     rope_factors: list[float] | None = None,
     tokens: list[str] | None = None,
+    tokenizer: dict[str, Any] | None = None,
     **config: Any,
 ) -> tuple[str, str]:
     """Write path/model.gguf, and path/wide: its weights in float32 as safetensors.
@@ -124,7 +125,8 @@ def make_gguf(
     Args:
         kind: the type of all matrices but those whose GGUF name is in `kinds`.
         metadata: fields to add or replace; None as a value leaves one out.
-        tokens: of a byte-level tokenizer; None writes no tokenizer.
+        tokens: special tokens of a byte-level tokenizer; None writes no tokenizer.
+        tokenizer: fields of the tokenizer to add or replace.
 
     Returns:
         The file and the directory, as `LLM` takes them.
@@ -137,12 +139,12 @@ def make_gguf(
         tensors.pop("lm_head.weight", None)
     writer = gguf.GGUFWriter(path / "model.gguf", model_type)
     add_metadata(writer, hf_config)
-    for key, value in (metadata or {}).items():
+    if tokens is not None:
+        add_tokenizer(writer, tokens)
+    for key, value in {**(metadata or {}), **(tokenizer or {})}.items():
         writer.kv_data[0].pop(key, None)
         if value is not None:
             writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
-    if tokens is not None:
-        add_tokenizer(writer, tokens)
     rng = np.random.default_rng(0)
     if rope_factors is not None:
         writer.add_tensor("rope_freqs.weight", np.array(rope_factors, np.float32))
@@ -172,13 +174,13 @@ def _class(model_type: str) -> str:
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, tokens: list[str]) -> None:
-    """Add a byte-level tokenizer: `tokens`, which are special, then the 256 bytes."""
+    """Add a byte-level tokenizer: `tokens`, which are special, then the 256 bytes and two words."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     alphabet = sorted(ByteLevel.alphabet())
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
-    writer.add_token_list([*tokens, *alphabet])
-    writer.add_token_types([3] * len(tokens) + [1] * len(alphabet))
+    writer.add_token_list([*tokens, *alphabet, "he", "ll"])
+    writer.add_token_types([3] * len(tokens) + [1] * (len(alphabet) + 2))
     writer.add_token_merges(["h e", "l l"])
     writer.add_chat_template("{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}")

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import Tokenizer, decoders, pre_tokenizers
 
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.utils.gguf import read_gguf
@@ -45,9 +45,13 @@ def convert_gguf_tokenizer(file: Path) -> Any:
         tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(directory, gguf_file="model.gguf")
     backend: Tokenizer = tokenizer.backend_tokenizer
     pre, before = settings.get("pre", ""), str(backend.pre_tokenizer)
-    if settings["model"] != "gpt2":
-        return tokenizer
-    if pre in _SINGLE_DIGITS:
+    if settings["model"] == "llama":
+        if not settings.get("add_space_prefix", True):
+            backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+            backend.decoder = decoders.Sequence(
+                [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+            )
+    elif pre in _SINGLE_DIGITS:
         backend.pre_tokenizer = pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Digits(individual_digits=True),

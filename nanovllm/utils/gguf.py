@@ -61,8 +61,7 @@ class GgufModel(NamedTuple):
     weights: Mapping[str, GgufWeight]
     """By transformers' name; tensors that it does not have keep their own."""
     tokenizer: Mapping[str, Any]
-    """tokenizer.ggml's "model", "pre" and "add_bos_token", where the file has them; empty if it has
-    no tokenizer."""
+    """As `tokenizer_settings` returns it; empty if there are no tokens."""
 
 
 def is_gguf(file: Path) -> bool:
@@ -111,7 +110,8 @@ def read_rows(file: Path, weight: GgufWeight, rows: slice, *, raw: bool) -> npt.
     blocks = stored[rows] if not weight.num_heads else stored[_order(weight)[rows]]
     if raw:
         return np.array(blocks)
-    values = gguf.dequantize(blocks, gguf.GGMLQuantizationType[tensor.type.name])
+    with np.errstate(invalid="ignore", over="ignore"):  # a NaN in a weight is the model's matter
+        values = gguf.dequantize(blocks, gguf.GGMLQuantizationType[tensor.type.name])
     return np.array(values, np.float32).reshape(-1, *tensor.shape[1:])
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.utils.gguf_header import GgufHeader
-from nanovllm.validation import check_float, check_int, shown
+from nanovllm.validation import check_bool, check_float, check_int, shown
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -196,7 +196,9 @@ def _rope(metadata: Metadata) -> dict[str, Any]:
 
 
 def tokenizer_settings(metadata: Metadata) -> dict[str, Any]:
-    """Return tokenizer.ggml's "model", "pre" and "add_bos_token" that there are; {} without tokens.
+    """Return tokenizer.ggml's "model" and "pre"; "add_bos_token" and "add_space_prefix" if given.
+
+    Returns {} if there are no tokens.
 
     Raises:
         CheckpointError: what transformers reads of the tokenizer has wrong types, or is so much
@@ -209,7 +211,7 @@ def tokenizer_settings(metadata: Metadata) -> dict[str, Any]:
         values = metadata.get(f"tokenizer.ggml.{key}", [])
         if not isinstance(values, list) or any(type(value) is not kind for value in values):
             raise CheckpointError(
-                f"{metadata.file}: tokenizer.ggml.{key} is no {kind.__name__} list"
+                f"{metadata.file}: tokenizer.ggml.{key} is no list of {kind.__name__}"
             )
         if key in ("token_type", "scores") and values and len(values) != len(tokens):
             raise CheckpointError(
@@ -224,9 +226,15 @@ def tokenizer_settings(metadata: Metadata) -> dict[str, Any]:
             f"{metadata.file}: tokenizer.ggml.tokens has {num_bytes} characters and {num_special} "
             f"special tokens; at most {_MAX_TOKEN_BYTES} and {_MAX_SPECIAL_TOKENS} are read"
         )
-    keys = ("model", "pre", "add_bos_token")
-    found = {key: metadata.get(f"tokenizer.ggml.{key}") for key in keys}
-    return {key: value for key, value in found.items() if value is not None}
+    metadata.text("tokenizer.chat_template", "")
+    found: dict[str, Any] = {
+        key: metadata.text(f"tokenizer.ggml.{key}", "") for key in ("model", "pre")
+    }
+    for key in ("add_bos_token", "add_space_prefix"):
+        name = f"tokenizer.ggml.{key}"
+        if (value := metadata.get(name)) is not None:
+            found[key] = check_bool(CheckpointError, f"{metadata.file}: {name}", value)
+    return found
 
 
 def _eos_token_ids(metadata: Metadata, vocab_size: int) -> list[int]:
@@ -239,6 +247,7 @@ def _eos_token_ids(metadata: Metadata, vocab_size: int) -> list[int]:
             found.add(check_int(CheckpointError, name, token, 0, vocab_size - 1))
     tokens = metadata.get("tokenizer.ggml.tokens") or []
     types = metadata.get("tokenizer.ggml.token_type") or []
-    special = {tokens[index]: index for index, kind in enumerate(types) if kind in _SPECIAL_TYPES}
+    numbered = enumerate(zip(tokens, types, strict=False))  # a file may have one without the other
+    special = {text: index for index, (text, kind) in numbered if kind in _SPECIAL_TYPES}
     found |= {special[text] for text in _END_TOKENS if special.get(text, vocab_size) < vocab_size}
     return sorted(found)

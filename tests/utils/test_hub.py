@@ -23,6 +23,7 @@ from nanovllm.utils.hub import (
     open_checkpoint,
     weight_files,
 )
+from tests.gguf_files import make_gguf
 
 CONFIG = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 10}
 COMMITS = ("a" * 40, "b" * 40)
@@ -40,7 +41,7 @@ try:
         "config": checkpoint.config,
         "generation_config": checkpoint.generation_config,
         "has_tokenizer": checkpoint.tokenizer_path is not None,
-        "weights": {file.name: file.read_text() for file in files},
+        "weights": {file.name: file.read_text(errors="replace") for file in files},
         "files": sorted(p.name for p in checkpoint.path.rglob("*") if p.is_file()),
     }
 except CheckpointError as error:
@@ -546,6 +547,10 @@ class Hub(http.server.ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
 
+def as_bytes(content):
+    return content if isinstance(content, bytes) else content.encode()
+
+
 class Answer(http.server.BaseHTTPRequestHandler):
     def do_HEAD(self):
         self.answer(with_body=False)
@@ -577,7 +582,7 @@ class Answer(http.server.BaseHTTPRequestHandler):
             return self.reply(200, json.dumps(self.listing(name, what, commit, files)).encode())
         if resolve[3] not in files:
             return self.reply(404, b"", {"X-Error-Code": "EntryNotFound"})
-        body = files[resolve[3]].encode()
+        body = as_bytes(files[resolve[3]])
         if with_body:
             self.server.fetched.append((commit, resolve[3]))
         headers = {"ETag": f'"{hashlib.sha1(body).hexdigest()}"', "X-Repo-Commit": commit}
@@ -589,10 +594,10 @@ class Answer(http.server.BaseHTTPRequestHandler):
                 {
                     "type": "file",
                     "path": path,
-                    "size": len(text),
-                    "oid": hashlib.sha1(text.encode()).hexdigest(),
+                    "size": len(as_bytes(content)),
+                    "oid": hashlib.sha1(as_bytes(content)).hexdigest(),
                 }
-                for path, text in files.items()
+                for path, content in files.items()
             ]
         siblings = [{"rfilename": path} for path in files]
         return {"id": name, "modelId": name, "sha": commit, "siblings": siblings, "tags": []}
@@ -765,3 +770,33 @@ def test_a_local_directory_goes_before_a_hub_id_of_the_same_name(hub, client, tm
     assert hub.fetched == []
     shutil.rmtree(local)
     assert client("org/tiny")["config"] == {"vocab_size": 1}
+
+
+@pytest.fixture
+def gguf_hub(hub, tmp_path):
+    """The fake hub with a repository of one GGUF file and one of two."""
+    content = Path(make_gguf(tmp_path / "made", "qwen3", "Q8_0", vocab_size=20)[0]).read_bytes()
+    for name, files in {"one": ["x.gguf"], "two": ["a.gguf", "b.gguf"]}.items():
+        commit = name[0] * 40
+        files = {"README.md": "text", **dict.fromkeys(files, content)}
+        hub.repositories[f"org/{name}"] = {"refs": {"main": commit}, "commits": {commit: files}}
+    return hub
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [("org/one", "x.gguf"), ("org/one/x.gguf", "x.gguf"), ("org/two/b.gguf", "b.gguf")],
+)
+def test_a_gguf_file_of_the_hub(gguf_hub, client, model, name):
+    found = client(model)
+    assert found["config"]["architectures"] == ["Qwen3ForCausalLM"]
+    assert list(found["weights"]) == [name]
+    assert [file for _, file in gguf_hub.fetched] == [name]
+    assert client(model, HF_HUB_OFFLINE="1") == found
+
+
+def test_gguf_files_of_the_hub_of_which_none_is_named(gguf_hub, client):
+    found = client("org/two")["error"]
+    assert "org/two holds 2 GGUF files; name one of them, such as org/two/a.gguf: a.g" in found
+    assert "has no file 'c.gguf'" in client("org/two/c.gguf")["error"]
+    assert gguf_hub.fetched == []
