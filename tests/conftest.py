@@ -6,6 +6,7 @@ import ctypes
 import functools
 import importlib.util
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are too small for more threads
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# A shell starts background jobs with Ctrl-C ignored, and their children inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def has_cuda() -> bool:
