@@ -22,7 +22,6 @@ from hypothesis import HealthCheck, assume, given, settings, strategies as st
 from nanovllm import LLM, NanoVLLMError, SamplingParams, demo_model
 from nanovllm.models.config import ModelConfig
 
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "400"))
 MAX_CPU_SECONDS = 2.0
 MAX_WAIT_SECONDS = 60
 """Of a call that may be blocked; much more than it takes, because other processes run too."""
@@ -30,6 +29,20 @@ MAX_GROWTH = 200 * 2**20
 TOKENS = [1019, 5, 300]
 OPTIONS: dict[str, Any] = {"max_model_len": 64, "num_kvcache_blocks": 16, "kvcache_block_size": 16}
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+
+def fuzz_settings(examples: int) -> settings:
+    """Return hypothesis' settings for `examples` fixed examples, or FUZZ_EXAMPLES random ones."""
+    return settings(
+        max_examples=int(os.environ.get("FUZZ_EXAMPLES", examples)),
+        deadline=None,
+        database=None,
+        derandomize="FUZZ_EXAMPLES" not in os.environ,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+SETTINGS = fuzz_settings(400)
 
 ORIGINALS = {
     path.name: path.read_bytes()
@@ -285,13 +298,7 @@ def test_a_mutation_gives_our_error_or_a_right_answer(
 ) -> None:
     count: Counter[str] = Counter()
 
-    @settings(
-        max_examples=EXAMPLES,
-        deadline=None,
-        database=None,
-        derandomize="FUZZ_EXAMPLES" not in os.environ,
-        suppress_health_check=list(HealthCheck),
-    )
+    @SETTINGS
     @given(MUTATIONS[name])
     def run(content: bytes) -> None:
         assume(content != ORIGINALS[name])
@@ -313,5 +320,5 @@ def test_a_mutation_gives_our_error_or_a_right_answer(
         (directory / name).unlink()
         if (Path(demo_model.MODEL) / name).exists():
             shutil.copy(Path(demo_model.MODEL) / name, directory)
-    assert sum(count.values()) >= EXAMPLES
-    assert min(count["refused"], count["right"]) >= EXAMPLES // 100
+    assert sum(count.values()) >= SETTINGS.max_examples
+    assert min(count["refused"], count["right"]) >= SETTINGS.max_examples // 100

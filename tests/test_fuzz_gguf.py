@@ -4,7 +4,6 @@ As test_fuzz_checkpoint.py, with the same limits. `FUZZ_EXAMPLES=2000 pytest
 tests/test_fuzz_gguf.py` runs that many new mutations instead of 150.
 """
 
-import os
 import struct
 from collections import Counter
 from pathlib import Path
@@ -12,13 +11,13 @@ from typing import Any
 
 import gguf
 import pytest
-from hypothesis import HealthCheck, assume, given, settings, strategies as st
+from hypothesis import assume, given, strategies as st
 
 from nanovllm import LLM, NanoVLLMError, SamplingParams
 from tests.gguf_files import make_gguf
-from tests.test_fuzz_checkpoint import alarm, damaged, measured  # noqa: F401 - a fixture
+from tests.test_fuzz_checkpoint import alarm, damaged, fuzz_settings, measured  # noqa: F401 - a fixture
 
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "150"))
+SETTINGS = fuzz_settings(150)
 TOKENS = [259, 5, 30]
 OPTIONS: dict[str, Any] = {"max_model_len": 64, "num_kvcache_blocks": 16, "kvcache_block_size": 16}
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -119,13 +118,7 @@ def test_a_mutation_gives_our_error_or_a_right_answer(tmp_path: Path) -> None:
     expected = answer(file)
     count: Counter[str] = Counter()
 
-    @settings(
-        max_examples=EXAMPLES,
-        deadline=None,
-        database=None,
-        derandomize="FUZZ_EXAMPLES" not in os.environ,
-        suppress_health_check=list(HealthCheck),
-    )
+    @SETTINGS
     @given(mutated(original))
     def run(content: bytes) -> None:
         assume(content != original.content)
@@ -139,5 +132,5 @@ def test_a_mutation_gives_our_error_or_a_right_answer(tmp_path: Path) -> None:
             assert len(found) <= len(expected)  # fewer: a shorter context, or NaN in a weight
 
     run()
-    assert sum(count.values()) >= EXAMPLES
-    assert min(count["refused"], count["right"]) >= EXAMPLES // 100
+    assert sum(count.values()) >= SETTINGS.max_examples
+    assert min(count["refused"], count["right"]) >= SETTINGS.max_examples // 100

@@ -6,26 +6,21 @@ Layouts: ggml's ggml-common.h. Knows no layer and no file.
 import torch
 
 from nanovllm.layers.quantization import IntTensor
+from nanovllm.utils.gguf_header import GGUF_TYPES
 
-BLOCK_SIZE = 32
-"""Neighbours in a row that make a block of any of these types."""
 BLOCK_BITS = {"Q8_0": 8, "Q4_0": 4, "Q4_1": 4}
 """Bits of a value, by the name of the type."""
-_BLOCK_BYTES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20}
-
-
-def blocks_width(block_type: str, input_size: int) -> int:
-    """Return the bytes of a row of `input_size` values, a multiple of BLOCK_SIZE."""
-    return input_size // BLOCK_SIZE * _BLOCK_BYTES[block_type]
+BLOCK_TYPES = {found.name: found for found in GGUF_TYPES.values() if found.name in BLOCK_BITS}
+"""The types, by name."""
 
 
 def unpack_blocks(blocks: torch.Tensor, block_type: str) -> IntTensor:
-    """Return the weight in `blocks`, uint8 [n, blocks_width]: the same numbers, bit for bit.
+    """Return the weight in `blocks`, uint8 [n, bytes of a row]: the same numbers, bit for bit.
 
     A block is a float16 scale, for Q4_1 a float16 minimum, then the values. In 4 bits, byte i has
     value i in its low half and value i + 16 in its high half, each one plus 8.
     """
-    by_block = blocks.view(len(blocks), -1, _BLOCK_BYTES[block_type])
+    by_block = blocks.view(len(blocks), -1, BLOCK_TYPES[block_type].block_bytes)
     num_halves = 2 if block_type == "Q4_1" else 1
     halves = by_block[..., : 2 * num_halves].contiguous().view(torch.float16)
     values = by_block[..., 2 * num_halves :]

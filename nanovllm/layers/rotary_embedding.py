@@ -27,8 +27,8 @@ class RopeConfig:
     """Whether the bounds of yarn's ramp are rounded to whole dimensions."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    """Rotations over the original positions: llama3 keeps the angle of dimensions that make more
-    than the high factor, and divides that of those that make fewer than the low one."""
+    """Only llama3 uses them. A dimension that makes more rotations than the high factor over the
+    original positions keeps its angle; one that makes fewer than the low factor has it divided."""
     factors: tuple[float, ...] = ()
     """[head_dim / 2]: what each dimension's angle is divided by. Only factors uses it."""
 

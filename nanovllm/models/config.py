@@ -57,8 +57,9 @@ class ModelConfig:
     max_position: int
     """Positions that the model supports, rope scaling included."""
     attention_bias: bool
-    """Read by families in which it varies; so is `mlp_bias`."""
+    """Whether q_proj, k_proj, v_proj and o_proj have a bias. Qwen2 does not read it."""
     mlp_bias: bool
+    """Whether the linears of the MLP have a bias. Only Llama reads it."""
     tie_word_embeddings: bool
     dtype: torch.dtype
     fp8: Fp8Config | None = None

@@ -43,14 +43,14 @@ class GgufWeight(NamedTuple):
 
     tensor: GgufTensor
     num_heads: int
-    """0: the rows are in transformers' order. Else in llama.cpp's order of so many heads, in which
-    the two halves of a head's rotary pairs lie side by side."""
+    """0: the rows are in transformers' order. Else the rows of each of so many heads are in
+    llama.cpp's order: the two rows of a rotary pair are neighbours."""
 
     @property
     def blocks_shape(self) -> tuple[int, ...]:
         """The shape as bytes: [outputs, bytes of a row]."""
         *rows, columns = self.tensor.shape
-        return *rows, columns // self.tensor.type.block_size * self.tensor.type.block_bytes
+        return *rows, self.tensor.type.row_bytes(columns)
 
 
 class GgufModel(NamedTuple):

@@ -41,6 +41,10 @@ class GgufType(NamedTuple):
     """Elements of a block."""
     block_bytes: int
 
+    def row_bytes(self, size: int) -> int:
+        """Return the bytes of a row of `size` elements, a multiple of `block_size`."""
+        return size // self.block_size * self.block_bytes
+
 
 GGUF_TYPES = {
     type_id: GgufType(*block)
@@ -75,7 +79,7 @@ class GgufTensor(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) // self.type.block_size * self.type.block_bytes
+        return self.type.row_bytes(math.prod(self.shape))
 
 
 class GgufHeader(NamedTuple):

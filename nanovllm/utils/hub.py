@@ -265,7 +265,8 @@ def _only_gguf(path: Path, model: str, revision: str | None, download_dir: str |
         CheckpointError: there is none, or there are several.
     """
     names = sorted(file.name for file in path.glob("*.gguf"))
-    if not local_path(model).is_dir():
+    from_hub = not local_path(model).is_dir()
+    if from_hub:
         names = [name for name in hub_files(model, revision) if is_gguf(Path(name))] or names
     if not names:
         raise CheckpointError(
@@ -277,7 +278,7 @@ def _only_gguf(path: Path, model: str, revision: str | None, download_dir: str |
             f"{model} holds {len(names)} GGUF files; name one of them, such as "
             f"{model}/{names[0]}: {listed}"
         )
-    if not (path / names[0]).exists() and not local_path(model).is_dir():
+    if from_hub and not (path / names[0]).exists():
         path = download(model, revision, names, download_dir)
     if not check_file(path, names[0]):
         raise CheckpointError(f"{path}: {shown(names[0])} is a link to a missing file")

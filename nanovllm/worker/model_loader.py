@@ -19,7 +19,7 @@ from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.kernels.selector import kernels_for
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.embed_head import VocabParallelEmbedding
-from nanovllm.layers.gguf_blocks import BLOCK_BITS, BLOCK_SIZE, blocks_width, unpack_blocks
+from nanovllm.layers.gguf_blocks import BLOCK_BITS, BLOCK_TYPES, unpack_blocks
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import LinearBase, Matrix
 from nanovllm.layers.quantization import QuantizeMethod, make_int_method, make_quant_method
@@ -132,13 +132,14 @@ def expect_blocks(model: nn.Module, config: Config, model_config: ModelConfig, f
         if block_type not in BLOCK_BITS or not _keeps(block_type, matrix, config, model_config):
             continue
         num_rows, input_size = weight.shape
-        if input_size % BLOCK_SIZE:
+        stored = BLOCK_TYPES[block_type]
+        if input_size % stored.block_size:
             raise ConfigError(
                 f"tensor_parallel_size {tensor_parallel().size} cuts {shards[0].name} "
-                f"{shards[0].shape} within a {block_type} block of {BLOCK_SIZE}; use a smaller "
-                'size, or quantization="none"'
+                f"{shards[0].shape} within a {block_type} block of {stored.block_size}; use a "
+                'smaller size, or quantization="none"'
             )
-        shape = num_rows, blocks_width(block_type, input_size)
+        shape = num_rows, stored.row_bytes(input_size)
         blocks = nn.Parameter(weight.new_empty(shape, dtype=torch.uint8), requires_grad=False)
         for _, sharer in matrices:
             sharer.expect_blocks(block_type, blocks)

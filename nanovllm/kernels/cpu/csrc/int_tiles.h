@@ -72,8 +72,8 @@ INLINE void add_scaled(float *out, vi sum, float x_scale, vf w_scale) {
     store(out, fma_(__builtin_convertvector(sum, vf) * x_scale, w_scale, load(out)));
 }
 
-/* The sum of a row's group, for weights of 4 bits: eight times the integers, because 8 is added to each of those weights; and times
- * the scale, for their minimums. */
+/* Two multiples of the sum of a row's group, for weights of 4 bits: by 8, because 8 is added to each of those weights; and by the
+ * row's scale, for the weights' minimums. */
 typedef struct {
     int32_t eightfold;
     float scaled;
