@@ -1,0 +1,1 @@
+"""Proposers: what guesses the next tokens of a row, for the model to verify."""
