@@ -13,6 +13,7 @@ from typing import Any
 
 from nanovllm.errors import ConfigError
 from nanovllm.other_names import CONFIG_NAMES, CONFIG_VALUES
+from nanovllm.speculative_config import SpeculativeConfig
 from nanovllm.validation import (
     check_bool,
     check_choice,
@@ -103,6 +104,9 @@ class Config:
     """Reuse the KV blocks of a prefix that prompts have in common."""
     max_logprobs: int = 1000
     """Maximum of logprobs and prompt_logprobs in a request; -1 is the size of the vocabulary."""
+    speculative_config: SpeculativeConfig | dict[str, Any] | None = None
+    """Propose tokens and verify several in one step: see speculation.md. A dictionary of method,
+    model, num_speculative_tokens, prompt_lookup_max and prompt_lookup_min; None is off."""
     seed: int = 0
     """Seed for requests that have no seed of their own, and for dummy weights."""
 
@@ -142,6 +146,8 @@ class Config:
         if self.num_kvcache_blocks != -1:
             blocks = check_int(ConfigError, "num_kvcache_blocks", self.num_kvcache_blocks, 1)
             self._set("num_kvcache_blocks", blocks)
+        if isinstance(self.speculative_config, dict):
+            self._set("speculative_config", SpeculativeConfig(**self.speculative_config))
         utilization = check_float(
             ConfigError, "gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0
         )

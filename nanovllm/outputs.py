@@ -18,6 +18,37 @@ class Logprob:
     decoded_token: str
 
 
+@dataclasses.dataclass(slots=True)
+class DraftCounts:
+    """Counts of speculation; all 0 without it."""
+
+    num_drafts: int = 0
+    """Steps of a sequence in which at least one token was proposed."""
+    num_draft_tokens: int = 0
+    """Proposed tokens."""
+    num_accepted_tokens: int = 0
+    """Proposed tokens that became output."""
+    num_accepted_tokens_per_pos: list[int] = dataclasses.field(default_factory=list)
+    """By position in the draft, from the first: how many were accepted."""
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Mean tokens of a step with a draft: the accepted ones and one more; 1 without drafts."""
+        return 1 + self.num_accepted_tokens / max(1, self.num_drafts)
+
+    def add(self, num_proposed: int, num_accepted: int) -> None:
+        """Count one draft of `num_proposed` tokens; a draft of none is not counted."""
+        if num_proposed == 0:
+            return
+        self.num_drafts += 1
+        self.num_draft_tokens += num_proposed
+        self.num_accepted_tokens += num_accepted
+        positions = self.num_accepted_tokens_per_pos
+        positions.extend([0] * (num_proposed - len(positions)))
+        for position in range(num_accepted):
+            positions[position] += 1
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class RequestMetrics:
     """Times of a request's events, in seconds of time.monotonic(); None before the event."""

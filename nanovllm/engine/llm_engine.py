@@ -20,8 +20,10 @@ from nanovllm.errors import EngineDeadError, InvalidRequestError
 from nanovllm.outputs import Metric, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler.block_manager import BlockManager
+from nanovllm.scheduler.draft_controller import DraftController
 from nanovllm.scheduler.messages import Schedule, StepResult
 from nanovllm.scheduler.scheduler import Scheduler
+from nanovllm.speculative_config import SpeculativeConfig
 from nanovllm.utils.hub import configured_checkpoint
 from nanovllm.validation import shown
 from nanovllm.worker.executor import Executor, Future, make_executor
@@ -71,12 +73,20 @@ class LLMEngine:
             max_num_batched_tokens=self.cache_info.max_num_batched_tokens,
             max_model_len=self.cache_info.max_model_len,
             eos_token_ids=checkpoint.eos_token_ids,
+            draft_controller=self._draft_controller(),
         )
         self.output_processor = OutputProcessor(tokenizer)
         self.stats = self.scheduler.stats
         self._queue_depth = int(self.cache_info.runs_ahead) if queue_depth is None else queue_depth
         self._in_flight: deque[tuple[Schedule, Future]] = deque()  # oldest first
         self._outputs: list[RequestOutput] = []  # for the next step() to return
+
+    def _draft_controller(self) -> DraftController | None:
+        spec, info = self.config.speculative_config, self.cache_info
+        if spec is None:
+            return None
+        assert isinstance(spec, SpeculativeConfig)
+        return DraftController(spec.max_draft_tokens, info.step_seconds, info.draft_seconds)
 
     @property
     def is_own_process(self) -> bool:

@@ -9,6 +9,9 @@ from typing import NamedTuple
 
 from nanovllm.sampling_params import SamplingParams
 
+MAX_SAMPLES = 256
+"""Drafts are added to a step up to so many positions that sample: logits take memory."""
+
 
 class Admission(NamedTuple):
     """A sequence takes a table row, whose old contents are overwritten.
@@ -50,8 +53,19 @@ class Row(NamedTuple):
     num_scheduled_tokens: int
     samples: bool
     """Whether the row reaches the sequence's end, so that its last hidden state gives a token."""
-    draft_token_ids: tuple[int, ...] = ()
-    """Proposed values of the row's last tokens, which the step verifies."""
+    num_draft_tokens: int = 0
+    """So many of the row's last tokens are drafts: the worker proposes at most as many and verifies
+    them in this step. Before them the row has one known token."""
+
+    @property
+    def end(self) -> int:
+        """The position after the row's last token."""
+        return self.num_computed_tokens + self.num_scheduled_tokens
+
+    @property
+    def num_known_tokens(self) -> int:
+        """The sequence's tokens before the step, pending ones included: the first draft's place."""
+        return self.end - self.num_draft_tokens
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,8 +105,13 @@ class StepResult:
     token_ids: list[list[int]]
     """For each row that samples, in order: the accepted draft tokens, then one sampled token; empty
     if the row is in `errors`."""
-    draft_token_ids: list[list[int]] = dataclasses.field(default_factory=list)
-    """For each row that samples, in order: proposed next tokens; empty without a proposer."""
+    num_draft_tokens: list[int] = dataclasses.field(default_factory=list)
+    """For each row that samples, in order: how many drafts were proposed; empty if no row may have
+    drafts."""
+    seconds: float = 0.0
+    """Duration of the step without proposing; 0.0 if it was not measured."""
+    draft_seconds: float = 0.0
+    """Duration of proposing."""
     logprobs: dict[int, list[TokenLogprobs]] = dataclasses.field(default_factory=dict)
     """By id of the sequences with params.logprobs: log-probabilities of their `token_ids`."""
     prompt_logprobs: dict[int, list[tuple[int, TokenLogprobs]]] = dataclasses.field(
@@ -119,3 +138,7 @@ class CacheInfo:
     runs_ahead: bool = False
     """Whether steps run asynchronously to the host. If so, the engine launches a step before it
     knows the tokens of the previous one."""
+    step_seconds: tuple[tuple[int, float], ...] = ()
+    """(tokens, seconds) of decode steps, ascending; measured only for speculation."""
+    draft_seconds: tuple[tuple[int, float], ...] = ()
+    """(rows, seconds) of proposing a token for each row, ascending; empty if it costs nothing."""

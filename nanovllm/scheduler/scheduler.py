@@ -5,24 +5,16 @@ scheduler knows no phases (prefill, decode, resumption and draft verification ar
 arithmetic), no tensors and no text.
 """
 
-import dataclasses
 import heapq
 from bisect import insort
 from itertools import count
 
 from nanovllm.scheduler.block_manager import BlockManager
+from nanovllm.scheduler.draft_controller import DraftController
+from nanovllm.scheduler.drafts import add_drafts, record_step
 from nanovllm.scheduler.messages import Admission, NewBlocks, Row, Schedule, StepResult
 from nanovllm.scheduler.sequence import Sequence
-
-
-@dataclasses.dataclass(slots=True)
-class SchedulerStats:
-    """Counts since the engine started."""
-
-    num_prefill_tokens: int = 0
-    """Computed tokens from which no output token was sampled."""
-    num_decode_tokens: int = 0
-    """Output tokens."""
+from nanovllm.scheduler.stats import SchedulerStats
 
 
 class Scheduler:
@@ -49,11 +41,13 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         eos_token_ids: frozenset[int] = frozenset(),
+        draft_controller: DraftController | None = None,
     ) -> None:
         self.block_manager = block_manager
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
+        self.draft_controller = draft_controller
         self.stats = SchedulerStats()
         self.running: list[Sequence] = []  # sorted by `Sequence.order`
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # heap, with finished ones too
@@ -89,6 +83,11 @@ class Scheduler:
         admissions = [] if preempted else self._admit_waiting(rows, budget)
         if not rows:
             return None
+        if self.draft_controller is not None:
+            budget = self.max_num_batched_tokens - sum(row.num_scheduled_tokens for row in rows)
+            new_blocks += add_drafts(
+                rows, budget, self._sequences, self.block_manager, self.draft_controller
+            )
         blocks_to_zero = self._begun_blocks(rows)
         return Schedule(next(self._step_ids), admissions, new_blocks, rows, blocks_to_zero)
 
@@ -98,14 +97,16 @@ class Scheduler:
         An error ends its sequence. The KV of its tokens may be wrong, so it is not published.
         """
         assert schedule.step_id == result.step_id
+        if self.draft_controller is not None:
+            record_step(self.draft_controller, schedule, result)
         sampled = iter(result.token_ids)
-        drafts = iter(result.draft_token_ids)
+        drafts = iter(result.num_draft_tokens)
         advanced: list[Sequence] = []
-        num_prefill_tokens = num_decode_tokens = 0
         for row in schedule.rows:
-            num_prefill_tokens += row.num_scheduled_tokens - row.samples
+            num_known = row.num_known_tokens - row.num_computed_tokens
+            self.stats.num_prefill_tokens += num_known - row.samples
             if row.samples:
-                tokens, next_drafts = next(sampled), next(drafts, None)
+                tokens, num_proposed = next(sampled), next(drafts, 0)
             seq = self._sequences.get(row.seq_id)
             if seq is None:  # finished or aborted while the step was in flight
                 continue
@@ -116,29 +117,32 @@ class Scheduler:
                 continue
             if row.seq_id in result.prompt_logprobs:
                 seq.prompt_logprobs.update(result.prompt_logprobs[row.seq_id])
-            num_written = row.num_computed_tokens + row.num_scheduled_tokens
+            num_written = row.end
             if row.samples:
-                num_rejected = len(row.draft_token_ids) + 1 - len(tokens)
-                assert 0 <= num_rejected <= len(row.draft_token_ids)
+                num_rejected = row.num_draft_tokens + 1 - len(tokens)
+                assert 0 <= num_rejected <= row.num_draft_tokens
                 num_written -= num_rejected
                 seq.num_pending_tokens -= 1
+                seq.num_draft_tokens = 0
                 if seq.table_idx is not None:
                     seq.num_computed_tokens -= num_rejected
-                self._append_tokens(seq, tokens)
-                num_decode_tokens += len(tokens)
+                num_appended = self._append_tokens(seq, tokens)
+                self.stats.num_decode_tokens += num_appended
                 if row.seq_id in result.logprobs:
                     num_missing = seq.num_output_tokens - len(seq.logprobs)
                     seq.logprobs += result.logprobs[row.seq_id][:num_missing]
-                if next_drafts and seq.table_idx is not None:
-                    room = seq.room - seq.num_pending_tokens
-                    seq.draft_token_ids = next_drafts[: max(0, room - 1)]
+                if self.draft_controller is not None and row.num_draft_tokens:
+                    num_kept = min(num_appended, len(tokens) - 1)  # the last token is no draft
+                    self.stats.drafts.add(num_proposed, num_kept)
+                    seq.draft_counts.add(num_proposed, num_kept)
+                    self.draft_controller.record(
+                        seq.acceptance, row.num_draft_tokens, num_proposed, len(tokens) - 1
+                    )
                 advanced.append(seq)
             if seq.table_idx is not None:
                 self.block_manager.publish(seq, min(num_written, seq.num_computed_tokens))
             if seq.is_finished:
                 self._remove(seq)
-        self.stats.num_prefill_tokens += num_prefill_tokens
-        self.stats.num_decode_tokens += num_decode_tokens
         return advanced
 
     def abandon(self, schedule: Schedule) -> None:
@@ -265,41 +269,38 @@ class Scheduler:
 
     def _num_tokens_to_schedule(self, seq: Sequence) -> int:
         """Return how many tokens can be computed now; 0 once the last token is known or pending."""
-        # While drafts are pending, the position of the next token is not known.
-        if seq.num_pending_tokens and (seq.draft_token_ids or seq.room <= seq.num_pending_tokens):
+        # While drafts are in flight, the position of the next token is not known.
+        if seq.num_draft_tokens or (seq.num_pending_tokens and seq.room <= seq.num_pending_tokens):
             return 0
         return seq.num_tokens - seq.num_computed_tokens
 
     def _schedule_row(self, seq: Sequence, num_scheduled: int) -> Row:
         """Return a row of the next `num_scheduled` tokens and count them as computed."""
         start = seq.num_computed_tokens
-        num_left = seq.num_tokens - start - num_scheduled
-        if num_left and seq.draft_token_ids:  # one row verifies all drafts: keep those that fit
-            seq.draft_token_ids = seq.draft_token_ids[:-num_left]
-            num_left = seq.num_tokens - start - num_scheduled
-        samples = num_left == 0
-        drafts = tuple(seq.draft_token_ids) if samples else ()
+        samples = start + num_scheduled == seq.num_tokens
         assert seq.table_idx is not None
-        row = Row(seq.seq_id, seq.table_idx, start, num_scheduled, samples, drafts)
+        row = Row(seq.seq_id, seq.table_idx, start, num_scheduled, samples)
         seq.num_computed_tokens += num_scheduled
         seq.num_in_flight_steps += 1
         seq.num_pending_tokens += samples
         return row
 
     def _begun_blocks(self, rows: list[Row]) -> list[int]:
-        """Return the blocks that `rows` begin and do not fill: at most the last block of each."""
-        found = []
+        """Return the blocks that `rows` begin and may not fill: fewer drafts may be proposed than
+        scheduled.
+        """
+        found: list[int] = []
         for row in rows:
-            end = row.num_computed_tokens + row.num_scheduled_tokens
-            index, num_in_block = divmod(end, self.block_manager.block_size)
-            if 0 < num_in_block <= row.num_scheduled_tokens:
-                found.append(self._sequences[row.seq_id].block_table[index])
+            first = self.block_manager.blocks_for(row.num_computed_tokens)
+            first = max(first, row.num_known_tokens // self.block_manager.block_size)
+            last = self.block_manager.blocks_for(row.end)
+            if first < last:
+                found += self._sequences[row.seq_id].block_table[first:last]
         return found
 
-    def _append_tokens(self, seq: Sequence, tokens: list[int]) -> None:
-        """Append tokens up to the first that finishes the sequence."""
-        seq.draft_token_ids = []
-        for token in tokens:
+    def _append_tokens(self, seq: Sequence, tokens: list[int]) -> int:
+        """Append tokens up to the first that finishes the sequence; return how many."""
+        for num_appended, token in enumerate(tokens, start=1):
             seq.token_ids.append(token)
             if token in seq.stop_token_ids and seq.num_output_tokens >= seq.params.min_tokens:
                 seq.finish_reason = "stop"
@@ -309,7 +310,8 @@ class Scheduler:
                 seq.finish_reason = "length"
             else:
                 continue
-            return
+            return num_appended
+        return len(tokens)
 
     def _preempt_last(self) -> Sequence:
         victim = self.running[-1]
@@ -319,8 +321,7 @@ class Scheduler:
     def _preempt(self, seq: Sequence) -> None:
         self.running.remove(seq)
         self._release(seq)
-        seq.num_computed_tokens = 0
-        seq.draft_token_ids = []
+        seq.num_computed_tokens = seq.num_draft_tokens = 0
         self._enqueue(seq)
 
     def _release(self, seq: Sequence) -> None:

@@ -3,7 +3,9 @@
 Only the scheduler and its block manager change it. Knows no phases such as prefill and decode.
 """
 
+from nanovllm.outputs import DraftCounts
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduler.draft_controller import Acceptance
 from nanovllm.scheduler.messages import TokenLogprobs
 
 ROOT_UID = 0
@@ -14,21 +16,24 @@ class Sequence:
     """A prompt and the tokens generated for it.
 
     Invariants:
-    - `num_tokens` is the number of known, pending and draft tokens, in this order of positions.
+    - `num_tokens` is the number of known, pending and draft tokens. A launched step verifies the
+      drafts.
     - `num_computed_tokens <= num_tokens`; the difference is what is left to compute.
     - A sequence owns KV blocks only while it owns a table row, that is, while it is running.
     """
 
     __slots__ = (
+        "acceptance",
         "bad_words",
         "block_keys",
         "block_table",
-        "draft_token_ids",
+        "draft_counts",
         "finish_reason",
         "logprobs",
         "max_num_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_draft_tokens",
         "num_in_flight_steps",
         "num_pending_tokens",
         "num_prompt_tokens",
@@ -68,7 +73,9 @@ class Sequence:
         self.num_computed_tokens = 0  # tokens with KV written, or being written by a launched step
         self.num_pending_tokens = 0  # tokens that launched steps will sample
         self.num_in_flight_steps = 0  # launched steps with a row of this sequence
-        self.draft_token_ids: list[int] = []  # proposed next tokens, not verified yet
+        self.num_draft_tokens = 0  # that a launched step verifies
+        self.acceptance = Acceptance()  # how its drafts fare; changed by the controller
+        self.draft_counts = DraftCounts()
         self.num_cached_tokens: int | None = None  # prefix hit at the first admission; None before
         self.table_idx: int | None = None  # row in the workers' tables; None while waiting
         self.finish_reason: str | None = None
@@ -85,7 +92,7 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         """Number of known, pending and draft tokens: all those that may be computed."""
-        return len(self.token_ids) + self.num_pending_tokens + len(self.draft_token_ids)
+        return len(self.token_ids) + self.num_pending_tokens + self.num_draft_tokens
 
     @property
     def room(self) -> int:

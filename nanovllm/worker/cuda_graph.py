@@ -90,8 +90,7 @@ class GraphRunner:
     def fits(self, rows: Seq[Row]) -> bool:
         """Return whether a graph can run `rows`: each row has one token and samples."""
         return len(rows) <= self.sizes[-1] and all(
-            row.num_scheduled_tokens == 1 and row.samples and not row.draft_token_ids
-            for row in rows
+            row.num_scheduled_tokens == 1 and row.samples for row in rows
         )
 
     def run(self, rows: Seq[Row]) -> tuple[torch.Tensor, torch.Tensor | None]:

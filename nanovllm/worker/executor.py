@@ -95,7 +95,7 @@ class InProcessExecutor:
             runner = make_runner(self._config, self._checkpoint, self._files, device)
             info = runner.measure()
             require_one_sequence(info.num_blocks, info.block_size, info.max_model_len)
-            runner.allocate(info)
+            info = runner.allocate(info)
         self._runner = runner
         return info
 
@@ -162,12 +162,11 @@ class SpawnedExecutor:
             info = min(infos, key=lambda found: found.num_blocks)
             require_one_sequence(info.num_blocks, info.block_size, info.max_model_len)
             self._send(info)
-            for rank in range(size):
-                self._receive(rank)
+            infos = [self._receive(rank) for rank in range(size)]
         except BaseException:
             self.shutdown()
             raise
-        return info
+        return infos[0]
 
     def execute(self, schedule: Schedule) -> Future:
         self.check_health()

@@ -5,6 +5,7 @@ Knows no queue and no text, and no other rank except through the layers' collect
 
 import dataclasses
 import logging
+import time
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from nanovllm.layers.linear import QKVParallelLinear
 from nanovllm.layers.quantization import FP8
 from nanovllm.models.config import ModelConfig
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.scheduler.messages import CacheInfo, Row, Schedule
+from nanovllm.scheduler.messages import MAX_SAMPLES, CacheInfo, Row, Schedule
 from nanovllm.utils.distributed import broadcast_from_first, tensor_parallel
 from nanovllm.utils.memory import keep_freed
 from nanovllm.worker.cpu_graph import RecordedModel, record
@@ -26,8 +27,11 @@ from nanovllm.worker.cuda_graph import GraphRunner, can_capture, graph_sizes, ma
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.kv_cache import graph_bytes, num_blocks_that_fit, zeros
 from nanovllm.worker.model_loader import build_model, load_model
+from nanovllm.worker.proposers.costs import DRAFT_SIZES, STEP_SIZES, measure_seconds
+from nanovllm.worker.proposers.proposer import Proposer
+from nanovllm.worker.proposers.registry import make_proposer
 from nanovllm.worker.sampling import SampledLogprobs, SamplingRows, gather_logprobs
-from nanovllm.worker.step_output import PendingResult, PromptLogprobs, StepOutput
+from nanovllm.worker.step_output import PendingResult, PromptLogprobs, Step, StepOutput
 
 logger = logging.getLogger(__name__)
 
@@ -69,16 +73,22 @@ class ModelRunner:
         )
         self._graphs: GraphRunner | None = None
         self._recorded: RecordedModel | None = None
+        spec = config.speculative_config
+        assert not isinstance(spec, dict)
+        self._proposer: Proposer | None = None if spec is None else make_proposer(spec)
 
     @torch.inference_mode()
     def measure(self) -> CacheInfo:
         """Return what this rank can hold. Allocates nothing that stays."""
         block_size = self._backend.block_size
         blocks_per_sequence = -(-self.max_model_len // block_size)
+        block_bytes = torch.Size(self._pool_shape(1)).numel() * self._kv_dtype.itemsize
+        if self._proposer is not None:
+            block_bytes += self._proposer.block_bytes
         num_blocks = num_blocks_that_fit(
             self.config,
             self.device,
-            block_bytes=torch.Size(self._pool_shape(1)).numel() * self._kv_dtype.itemsize,
+            block_bytes=block_bytes,
             max_blocks=blocks_per_sequence * self.config.max_num_seqs,
             num_reserved=int(self._uses_graphs),
             warm_up=self._warm_up,
@@ -93,8 +103,11 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
-    def allocate(self, info: CacheInfo) -> None:
-        """Allocate the KV pool and the tables, then capture or record the model."""
+    def allocate(self, info: CacheInfo) -> CacheInfo:
+        """Allocate the KV pool and the tables, then capture or record the model.
+
+        Returns `info`; with speculation, with the measured costs of steps.
+        """
         self._pool, tables = self._make_pool_and_tables(info)
         self._tables = tables
         if self._uses_graphs:
@@ -102,6 +115,10 @@ class ModelRunner:
             self._graphs.capture(graph_sizes(self._max_rows), progress=tensor_parallel().rank == 0)
         elif self._backend.supports_recording and not self.config.enforce_eager:
             self._recorded = record(self.model, tables)
+        if self._proposer is None:
+            return info
+        self._proposer.allocate(tables, info.num_blocks)
+        return self._with_costs(info, tables, self._proposer)
 
     @torch.inference_mode()
     def execute(self, schedule: Schedule) -> PendingResult:
@@ -110,7 +127,52 @@ class ModelRunner:
         assert self._tables is not None
         self._tables.apply(schedule)
         self._zero_blocks(self._pool, schedule.blocks_to_zero)
-        return PendingResult(schedule, self._run_rows(self._tables, schedule.rows))
+        if self._proposer is None:
+            output = self._run_rows(self._tables, schedule.rows)
+            return PendingResult(Step(schedule.step_id, schedule.rows), output)
+        start = time.perf_counter()
+        self._proposer.admit(schedule)
+        rows = self._propose(self._proposer, schedule.rows)
+        proposed = time.perf_counter()
+        output = self._run_rows(self._tables, rows)
+        num_draft_tokens = [row.num_draft_tokens for row in rows if row.samples]
+        seconds = time.perf_counter() - proposed
+        step = Step(schedule.step_id, rows, num_draft_tokens, seconds, proposed - start)
+        return PendingResult(step, output)
+
+    def _propose(self, proposer: Proposer, rows: list[Row]) -> list[Row]:
+        """Let `proposer` write drafts; return `rows` with as many as there are."""
+        drafting = [row for row in rows if row.num_draft_tokens]
+        if not drafting:
+            return rows
+        counts = iter(proposer.propose(drafting))
+        return [
+            row._replace(num_scheduled_tokens=1 + count, num_draft_tokens=count)
+            if row.num_draft_tokens and (count := next(counts)) < row.num_draft_tokens
+            else row
+            for row in rows
+        ]
+
+    def _with_costs(self, info: CacheInfo, tables: DeviceTables, proposer: Proposer) -> CacheInfo:
+        """Return `info` with the measured costs of steps and of proposing.
+
+        The steps write to blocks and table rows that nobody owns yet.
+        """
+
+        def step(num_tokens: int) -> None:
+            self._run_rows(tables, [Row(0, 0, 0, num_tokens, True, num_tokens - 1)])
+
+        def draft(num_rows: int) -> None:
+            proposer.propose([Row(i, i, 1, 2, True, 1) for i in range(num_rows)])
+
+        most = min(info.max_num_batched_tokens, info.max_model_len)
+        step_sizes = [size for size in STEP_SIZES if size <= most]
+        draft_sizes = [size for size in DRAFT_SIZES if size <= self.config.max_num_seqs]
+        return dataclasses.replace(
+            info,
+            step_seconds=measure_seconds(step, step_sizes, self.device),
+            draft_seconds=measure_seconds(draft, draft_sizes, self.device),
+        )
 
     def _run_rows(self, tables: DeviceTables, rows: list[Row]) -> StepOutput:
         """Compute `rows` and choose a token for each row that samples."""
@@ -128,7 +190,8 @@ class ModelRunner:
             # As many hidden states as samples: then these are the rows' last tokens.
             last = hidden if len(hidden) == len(sampling) else hidden[sampling.last_tokens]
             logits = self.model.compute_logits(last)  # type: ignore[operator]
-        return StepOutput(*self._sample(sampling, logits), prompt_logprobs, sampling.errors)
+        tokens, logprobs = self._sample(sampling, logits)
+        return StepOutput(tokens, logprobs, prompt_logprobs, sampling.errors, sampling.draft_ids)
 
     def _forward(
         self, tables: DeviceTables, rows: list[Row], sampling: SamplingRows
@@ -261,7 +324,12 @@ class ModelRunner:
         tables.block_tables[:num_seqs, :num_blocks] = torch.arange(num_blocks, device=self.device)
         tables.params = [SamplingParams(temperature=1.0)] * num_seqs
         self._run_rows(tables, [Row(i, i, 0, length, samples=True) for i in range(count)])
-        self._run_rows(tables, [Row(i, i, 0, 1, samples=True) for i in range(num_seqs)])
+        drafts = 0
+        if self._proposer is not None:
+            drafts = min(MAX_SAMPLES, max_tokens, length * num_seqs) // num_seqs
+            drafts = max(0, drafts - 1)
+        rows = [Row(i, i, 0, 1 + drafts, True, drafts) for i in range(num_seqs)]
+        self._run_rows(tables, rows)
         num_bytes = 0
         if self._uses_graphs:
             graphs = self._make_graph_runner(tables)

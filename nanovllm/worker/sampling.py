@@ -78,22 +78,40 @@ def gather_logprobs(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> G
 
 
 class SamplingRows:
-    """The S rows of a batch that sample a token."""
+    """The S samples of a batch.
+
+    A row that samples has one for the next token, and one more for each draft. Sample j of a row is
+    what the row would sample if its first j drafts were tokens.
+
+    Attributes:
+        rows: the row of each sample.
+        last_tokens: [S] int64, the index of the token in the batch that the sample follows.
+        errors: by sample, why the logits processor of its request failed.
+        draft_ids: [S] int64, the draft at the sample's position, where the row has one; None if no
+            row has any.
+    """
 
     def __init__(self, tables: DeviceTables, rows: list[Row]) -> None:
-        self.rows = [row for row in rows if row.samples]
-        self.errors: dict[int, str] = {}  # by seq_id: why its logits processor failed
+        self.rows: list[Row] = []
+        self.errors: dict[int, str] = {}
         self._tables = tables
-        self._params = [tables.params[row.table_idx] for row in self.rows]
-        self._host_positions = [
-            row.num_computed_tokens + row.num_scheduled_tokens for row in self.rows
-        ]
+        self._host_positions: list[int] = []
+        last_tokens: list[int] = []
         ends = itertools.accumulate(row.num_scheduled_tokens for row in rows)
-        last_tokens = [end - 1 for row, end in zip(rows, ends, strict=True) if row.samples]
+        for row, end in zip(rows, ends, strict=True):
+            if row.samples:
+                num_samples = 1 + row.num_draft_tokens
+                self.rows += [row] * num_samples
+                last_tokens += range(end - num_samples, end)
+                self._host_positions += range(row.num_known_tokens, row.end + 1)
+        self._params = [tables.params[row.table_idx] for row in self.rows]
         table_indices = [row.table_idx for row in self.rows]
         numbers = last_tokens + table_indices + self._host_positions
         on_device = tables.upload(numbers).view(3, len(self.rows))
         self.last_tokens, self._table_indices, self._positions = on_device.unbind()
+        self.draft_ids: torch.Tensor | None = None
+        if any(row.num_draft_tokens for row in rows):
+            self.draft_ids = tables.token_ids[self._table_indices, self._positions].long()
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -160,7 +178,8 @@ class SamplingRows:
     def store(self, token_ids: torch.Tensor) -> None:
         """Write the sampled tokens [S] to the device tables, where the next step reads them.
 
-        The tables get 0 for NO_TOKEN, because the next step looks up its embedding.
+        The tables get 0 for NO_TOKEN, because the next step looks up its embedding. Behind the
+        first wrong draft they get tokens that do not count; the next step overwrites them.
         """
         known = token_ids.clamp(min=0).int()
         self._tables.token_ids[self._table_indices, self._positions] = known
@@ -178,7 +197,7 @@ class SamplingRows:
                     rules.run_processors(changed[index], tokens)
                 except Exception as error:  # the user's code may raise anything
                     reason = f"{type(error).__name__}: {error!s:.200}"
-                    self.errors[row.seq_id] = f"a logits processor failed: {reason}"
+                    self.errors[index] = f"a logits processor failed: {reason}"
                 rules.apply(changed[index], tokens)
         return logits if changed is None else changed
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from nanovllm.layers.sampler import NO_TOKEN
-from nanovllm.scheduler.messages import Schedule, StepResult, TokenLogprobs
+from nanovllm.scheduler.messages import Row, StepResult, TokenLogprobs
 from nanovllm.worker.sampling import GatheredLogprobs, SampledLogprobs, to_host
 
 NO_DISTRIBUTION = (
@@ -31,12 +31,14 @@ class StepOutput:
     """The outputs of a step, on the device or on the host."""
 
     token_ids: torch.Tensor
-    """[S] int64, a token or NO_TOKEN for each row that samples."""
+    """[S] int64, a token or NO_TOKEN for each sample of `SamplingRows`."""
     logprobs: SampledLogprobs | None
-    """Of the rows whose request wants them; None if none does."""
+    """Of the samples whose request wants them; None if none does."""
     prompt_logprobs: list[PromptLogprobs]
     errors: dict[int, str] = dataclasses.field(default_factory=dict)
-    """By id of the sequences whose logits processor failed: the reason. Their tokens count not."""
+    """By sample: why a logits processor failed. Its token does not count."""
+    draft_ids: torch.Tensor | None = None
+    """[S] int64, the draft that the sample may confirm; None if no row has any."""
 
     def to_host(self) -> "StepOutput":
         """Return a copy on the host. On CUDA the copy is asynchronous."""
@@ -48,40 +50,83 @@ class StepOutput:
             logprobs,
             [part._replace(values=part.values.to_host()) for part in self.prompt_logprobs],
             self.errors,
+            None if self.draft_ids is None else to_host(self.draft_ids),
         )
 
-    def result(self, schedule: Schedule) -> StepResult:
+    def result(self, step: "Step") -> StepResult:
         """Return the outputs as Python numbers. The copies to the host must be complete."""
         logprobs: dict[int, list[TokenLogprobs]] = {}
         prompt_logprobs: dict[int, list[tuple[int, TokenLogprobs]]] = {}
-        if self.logprobs is not None:
+        if self.logprobs is not None:  # `update` drops those of samples that do not count
             values = self.logprobs.values.tolist(self.logprobs.counts)
-            pairs = zip(self.logprobs.seq_ids, values, strict=True)
-            logprobs = {seq_id: [value] for seq_id, value in pairs}
+            for seq_id, value in zip(self.logprobs.seq_ids, values, strict=True):
+                logprobs.setdefault(seq_id, []).append(value)
         for part in self.prompt_logprobs:
             values = part.values.tolist([part.num_top] * len(part.values.ranks))
             prompt_logprobs.setdefault(part.seq_id, []).extend(enumerate(values, part.position))
         token_ids: list[list[int]] = []
-        errors = dict(self.errors)
-        sampling = (row for row in schedule.rows if row.samples)
-        for row, token in zip(sampling, self.token_ids.tolist(), strict=True):
-            token_ids.append([] if token == NO_TOKEN else [token])
-            if token == NO_TOKEN:
-                errors.setdefault(row.seq_id, NO_DISTRIBUTION)
+        errors: dict[int, str] = {}
+        sampled = self.token_ids.tolist()
+        drafts = sampled if self.draft_ids is None else self.draft_ids.tolist()
+        first = 0
+        for row in step.rows:
+            if row.samples:
+                last = first + row.num_draft_tokens
+                tokens, error = self._accepted(sampled, drafts, first, last)
+                token_ids.append(tokens)
+                if error is not None:
+                    errors[row.seq_id] = error
+                first = last + 1
         return StepResult(
-            schedule.step_id,
+            step.step_id,
             token_ids,
+            num_draft_tokens=step.num_draft_tokens,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             errors=errors,
+            seconds=step.seconds,
+            draft_seconds=step.draft_seconds,
         )
+
+    def _accepted(
+        self, sampled: list[int], drafts: list[int], first: int, last: int
+    ) -> tuple[list[int], str | None]:
+        """Return the tokens of a row with samples `first` to `last`, and why it has none.
+
+        A draft is accepted if it equals the token sampled at its position. The first token that
+        differs, or the one after the last draft, ends the row. A failed sample behind accepted
+        drafts ends the row too; the next step meets it again, as the first sample.
+        """
+        tokens: list[int] = []
+        for sample in range(first, last + 1):
+            token = sampled[sample]
+            error = self.errors.get(sample, NO_DISTRIBUTION if token == NO_TOKEN else None)
+            if error is not None:
+                return tokens, None if tokens else error
+            tokens.append(token)
+            if sample < last and drafts[sample] != token:
+                break
+        return tokens, None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """A launched step, as far as its result needs it."""
+
+    step_id: int
+    rows: list[Row]
+    """With the drafts that were proposed, which may be fewer than scheduled."""
+    num_draft_tokens: list[int] = dataclasses.field(default_factory=list)
+    """For each row that samples: its drafts; empty if none may have any."""
+    seconds: float = 0.0
+    draft_seconds: float = 0.0
 
 
 class PendingResult:
     """The outputs of a launched step, which may still be running."""
 
-    def __init__(self, schedule: Schedule, output: StepOutput) -> None:
-        self._schedule = schedule
+    def __init__(self, step: Step, output: StepOutput) -> None:
+        self._step = step
         self._output = output.to_host()
         self._copied: torch.cuda.Event | None = None
         if output.token_ids.is_cuda:
@@ -92,4 +137,4 @@ class PendingResult:
         """Wait for the step and return its result."""
         if self._copied is not None:
             self._copied.synchronize()
-        return self._output.result(self._schedule)
+        return self._output.result(self._step)

@@ -146,8 +146,8 @@ def run_worker(
         measured = runner.measure()
         outbox.put(lambda: measured)
         info: CacheInfo = pipe.recv()
-        runner.allocate(info)
-        outbox.put(lambda: info)
+        allocated = runner.allocate(info)
+        outbox.put(lambda: allocated)
         while True:
             schedule: Schedule = pipe.recv()
             pending = runner.execute(schedule)

@@ -1,1 +1,1 @@
-"""What proposes draft tokens: one file for each method, all with the interface of proposer.py."""
+"""Proposers: what guesses the next tokens of a row, for the model to verify."""

@@ -1,7 +1,7 @@
-"""The interface of what proposes draft tokens for rows of the device tables.
+"""The contract of a proposer: it guesses the next tokens of a row.
 
-A proposer knows no acceptance: the model runner verifies its drafts, and the scheduler decides how
-many it may propose.
+A proposer reads the device tables and writes its guesses there. It knows no acceptance: the model
+draws its own tokens, and a guess stands if it equals the one drawn.
 """
 
 from typing import Protocol
@@ -11,34 +11,26 @@ from nanovllm.worker.device_tables import DeviceTables
 
 
 class Proposer(Protocol):
-    """Writes draft tokens into the device tables.
-
-    With tensor parallelism each rank has one. It gets the same rows on each rank, and must write
-    the same drafts.
-    """
+    """Proposes draft tokens. Every rank has one, and all write the same drafts."""
 
     block_bytes: int
-    """Bytes that it needs itself for each KV block on this rank; known before `allocate`."""
+    """Bytes that the proposer itself needs for each KV block on this rank."""
 
     def allocate(self, tables: DeviceTables, num_blocks: int) -> None:
-        """Allocate its memory, once, before any step. `tables` are the target model's."""
+        """Prepare for the target's `tables` and KV blocks 0 to num_blocks - 1. Called once."""
         ...
 
     def admit(self, schedule: Schedule) -> None:
-        """Take note of the table rows and blocks that `schedule` gives to new owners.
-
-        It is called before each step, after `tables.apply(schedule)`.
+        """Note which table rows and blocks have new owners. Called before each step, after
+        `DeviceTables.apply`.
         """
         ...
 
     def propose(self, rows: list[Row]) -> list[int]:
         """Write drafts for `rows`, and return how many each row got.
 
-        A row gets up to `num_draft_tokens` drafts, from position `num_known_tokens` of its table
-        row on. The tokens before that position are right. What stands behind is garbage, which may
-        be overwritten.
-
-        Args:
-            rows: all of them with num_draft_tokens > 0.
+        Row r gets up to `r.num_draft_tokens` tokens, at least 1, at its positions from
+        `r.num_known_tokens` on. The tokens before them are in the tables, and their KV is written,
+        except for the last one's.
         """
         ...

@@ -1,0 +1,66 @@
+"""Adds draft tokens to the rows of a step, and tells the controller what the step showed.
+
+Knows no draft's value: the workers propose, verify and keep them.
+"""
+
+from collections.abc import Mapping
+
+from nanovllm.scheduler.block_manager import BlockManager
+from nanovllm.scheduler.draft_controller import DraftController
+from nanovllm.scheduler.messages import MAX_SAMPLES, NewBlocks, Row, Schedule, StepResult
+from nanovllm.scheduler.sequence import Sequence
+
+
+def add_drafts(
+    rows: list[Row],
+    budget: int,
+    sequences: Mapping[int, Sequence],
+    block_manager: BlockManager,
+    controller: DraftController,
+) -> list[NewBlocks]:
+    """Extend `rows` of one token by drafts, as many as `controller` expects to pay.
+
+    Drafts take what the other rows left: `budget` tokens, and blocks that are free. They preempt no
+    sequence.
+
+    Args:
+        sequences: by id.
+
+    Returns:
+        The blocks added to block tables.
+    """
+    budget = min(budget, MAX_SAMPLES - sum(row.samples for row in rows))
+    if budget <= 0:
+        return []
+    indices = [i for i, row in enumerate(rows) if row.samples and row.num_scheduled_tokens == 1]
+    seqs = [sequences[rows[index].seq_id] for index in indices]
+    candidates = [(seq.acceptance, min(seq.room - seq.num_pending_tokens, budget)) for seq in seqs]
+    num_tokens = sum(row.num_scheduled_tokens for row in rows)
+    counts = controller.choose(candidates, num_tokens)
+    new_blocks = []
+    for index, seq, count in zip(indices, seqs, counts, strict=True):
+        row, start = rows[index], len(seq.block_table)
+        count = min(count, budget)
+        appended = block_manager.allocate_blocks(seq, row.end + count)
+        if appended is None:  # as many drafts as the sequence's blocks hold
+            count = start * block_manager.block_size - row.end
+        elif appended:
+            new_blocks.append(NewBlocks(row.table_idx, start, appended))
+        rows[index] = row._replace(num_scheduled_tokens=1 + count, num_draft_tokens=count)
+        seq.num_draft_tokens = count
+        seq.num_computed_tokens += count
+        budget -= count
+    return new_blocks
+
+
+def record_step(controller: DraftController, schedule: Schedule, result: StepResult) -> None:
+    """Tell `controller` what a step cost, by the tokens that were really computed."""
+    num_allowed = sum(row.num_draft_tokens for row in schedule.rows)
+    num_proposed = sum(result.num_draft_tokens)
+    controller.record_step(
+        schedule.num_tokens - num_allowed + num_proposed,
+        result.seconds,
+        sum(count > 0 for count in result.num_draft_tokens),
+        num_proposed,
+        result.draft_seconds,
+    )

@@ -1,0 +1,42 @@
+"""Measures at start what steps cost, so that the controller knows which drafts pay.
+
+Knows no model: it times functions.
+"""
+
+import time
+from collections.abc import Callable, Sequence as Seq
+
+import torch
+
+_REPEATS = 2
+
+STEP_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+"""Tokens of the steps that are measured."""
+DRAFT_SIZES = (1, 4, 16, 64)
+"""Rows for which proposing is measured."""
+
+
+def measure_seconds(
+    run: Callable[[int], object], sizes: Seq[int], device: torch.device
+) -> tuple[tuple[int, float], ...]:
+    """Return (size, seconds of `run(size)`) for each of `sizes`: the least of a few runs.
+
+    Every rank makes the same calls, so `run` may use collectives.
+    """
+    found = []
+    run(sizes[0])  # the first run compiles, allocates and reads weights
+    for size in sizes:
+        seconds = []
+        for _ in range(_REPEATS):
+            _wait_for(device)
+            start = time.perf_counter()
+            run(size)
+            _wait_for(device)
+            seconds.append(time.perf_counter() - start)
+        found.append((size, min(seconds)))
+    return tuple(found)
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
