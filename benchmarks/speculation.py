@@ -88,7 +88,7 @@ def main() -> None:
     """Run the rounds and print a line for each batch size and acceptance."""
     args = parse_args()
     scripted = Scripted()
-    model_runner.make_proposer = lambda *_: scripted  # type: ignore[assignment]
+    vars(model_runner)["make_proposer"] = lambda *_: scripted
     options = {"enable_prefix_caching": False, "max_model_len": 1024}
     with tempfile.TemporaryDirectory() as directory:
         model, load_format = checkpoint(args.model, directory)
