@@ -19,66 +19,34 @@ from statistics import median
 import torch
 
 from benchmarks.comparison import processor_name
+from benchmarks.scripted import Scripted
 from benchmarks.shapes import checkpoint, described
 from benchmarks.speedups import Speedup, Speedups, ideal_speedup
 from nanovllm import LLM, SamplingParams
 from nanovllm.outputs import DraftCounts
 from nanovllm.scheduler.draft_controller import DraftController
-from nanovllm.scheduler.messages import Row, Schedule
+from nanovllm.scheduler.messages import Row
+from nanovllm.scheduler.sequence import Sequence
 from nanovllm.worker import model_runner
-from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.proposers.costs import measure_seconds
 
 SIZES = (1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160,
          192, 224, 256)  # fmt: skip
 """Tokens of the steps whose cost is measured for the ideal."""
-_KEY = 8
-"""First tokens of a prompt, by which the scripted proposer knows a sequence."""
 
 
-class Scripted:
-    """A proposer that knows the outputs, and is right with probability `acceptance`."""
-
-    block_bytes = 0
-
-    def __init__(self) -> None:
-        self.acceptance = 1.0
-        self.tokens: dict[bytes, torch.Tensor] = {}
-        self._random = random.Random(0)
-
-    def learn(self, prompts: list[list[int]], outputs: list[list[int]]) -> None:
-        """Note what follows each prompt."""
-        for prompt, output in zip(prompts, outputs, strict=True):
-            tokens = torch.tensor(prompt + output, dtype=torch.int32)
-            self.tokens[tokens[:_KEY].numpy().tobytes()] = tokens
-
-    def allocate(self, tables: DeviceTables, num_blocks: int) -> None:
-        self._table = tables.token_ids.numpy()
-
-    def admit(self, schedule: Schedule) -> None:
-        pass
-
-    def propose(self, rows: list[Row]) -> list[int]:
-        for row in rows:
-            line, start = self._table[row.table_idx], row.num_known_tokens
-            known = self.tokens.get(line[:_KEY].tobytes())
-            for position in range(start, row.end):
-                token = 0 if known is None or position >= len(known) else int(known[position])
-                right = self._random.random() < self.acceptance
-                line[position] = token if right else token ^ 1
-        return [row.num_draft_tokens for row in rows]
-
-
-def generate(llm: LLM, prompts: list[list[int]], num_tokens: int) -> tuple[float, list[list[int]]]:
-    """Return the seconds from the first output token to the last one, and the outputs."""
-    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-    ids = [llm.engine.add_request(prompt, params) for prompt in prompts]
-    outputs: dict[int | str, list[int]] = {}
+def generate(llm: LLM, prompts: list[list[int]], num_tokens: int) -> tuple[float, list[Sequence]]:
+    """Return the seconds from the first output token to the last one, and the sequences."""
+    params = SamplingParams(temperature=0, seed=0, max_tokens=num_tokens, ignore_eos=True)
+    for prompt in prompts:
+        llm.engine.add_request(prompt, params)
     llm.engine.step()  # the prompts
+    sequences = list(llm.engine.scheduler.running)
+    assert len(sequences) == len(prompts)
     start = time.perf_counter()
     while not llm.engine.is_finished():
-        outputs.update({output.request_id: output.token_ids for output in llm.engine.step()})
-    return time.perf_counter() - start, [outputs[request_id] for request_id in ids]
+        llm.engine.step()
+    return time.perf_counter() - start, sequences
 
 
 def forget(llm: LLM) -> None:
@@ -133,8 +101,9 @@ def main() -> None:
     points = []
     for batch in args.batch:
         prompts = [[rng.randint(0, 10000) for _ in range(32)] for _ in range(batch)]
-        _, outputs = generate(plain, prompts, args.output_len)
-        scripted.learn(prompts, outputs)
+        _, sequences = generate(plain, prompts, args.output_len)
+        scripted.learn(sequences)
+        outputs = [seq.token_ids for seq in sequences]
         ratios: dict[float, list[float]] = {p: [] for p in args.acceptance}
         lengths: dict[float, float] = {}
         for _ in range(args.rounds):
@@ -143,7 +112,7 @@ def main() -> None:
                 forget(drafting)
                 without, _ = generate(plain, prompts, args.output_len)
                 seconds, found = generate(drafting, prompts, args.output_len)
-                assert found == outputs, "speculation changed the tokens"
+                assert [seq.token_ids for seq in found] == outputs, "other tokens"
                 ratios[p].append(without / seconds)
                 lengths[p] = drafting.engine.stats.drafts.mean_acceptance_length
         for p, rounds in ratios.items():

@@ -1,4 +1,4 @@
-"""What speculation gains on real text: SmolLM2-135M-Instruct and the model that ships with nanovllm.
+"""What speculation gains on real text: SmolLM2-135M-Instruct and the shipped model.
 
 SmolLM2, with n-gram drafts, edits, quotes and summarises passages of this repository's docs, and
 answers open questions. The shipped model answers questions of its glossary with each method. Every
@@ -32,12 +32,13 @@ CHAT = (
 
 
 def passages(number: int) -> list[str]:
-    """Return paragraphs of the docs, 60 to 120 words each."""
+    """Return paragraphs of the docs, 50 to 120 words each."""
     found = []
     for page in PAGES:
         for paragraph in (DOCS / page).read_text(encoding="utf-8").split("\n\n"):
-            plain = " ".join(paragraph.split())
-            if 60 <= len(plain.split()) <= 120 and not re.search(r"[|#<>`\[*]", plain):
+            plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", " ".join(paragraph.split()))
+            plain = plain.replace("`", "").replace("**", "")
+            if 50 <= len(plain.split()) <= 120 and not re.search(r"[|#<>{]", plain):
                 found.append(plain)
     return random.Random(0).sample(sorted(found), min(number, len(found)))
 
@@ -105,8 +106,9 @@ def compare(name: str, engines: tuple[LLM, LLM], messages: list[str], args: Any)
         print(
             f"  {name:24} temperature {temperature:3.1f}: {median(ratios):5.2f} times as fast "
             f"({min(ratios):.2f} to {max(ratios):.2f}); {num_tokens / steps:.2f} tokens a step, "
-            f"{counts.mean_acceptance_length:.2f} where drafts were; {counts.num_accepted_tokens} of "
-            f"{counts.num_draft_tokens} drafts accepted; same tokens: {same} of {len(messages)}",
+            f"{counts.mean_acceptance_length:.2f} where drafts were; "
+            f"{counts.num_accepted_tokens} of {counts.num_draft_tokens} drafts accepted; "
+            f"same tokens: {same} of {len(messages)}",
             flush=True,
         )
 

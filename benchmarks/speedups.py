@@ -1,4 +1,4 @@
-"""What `speculation --json` writes and tools/pictures/speculation.py draws: speed-ups by acceptance.
+"""What `speculation --json` writes and tools/pictures/speculation.py draws: speed-ups.
 
 Needs the standard library only. Knows no engine.
 """

@@ -123,8 +123,8 @@ class Scheduler:
                 assert 0 <= num_rejected <= row.num_draft_tokens
                 num_written -= num_rejected
                 seq.num_pending_tokens -= 1
-                seq.num_draft_tokens = 0
-                if seq.table_idx is not None:
+                if seq.table_idx is not None:  # else it was preempted and has no counts to undo
+                    seq.num_draft_tokens -= row.num_draft_tokens
                     seq.num_computed_tokens -= num_rejected
                 num_appended = self._append_tokens(seq, tokens)
                 self.stats.num_decode_tokens += num_appended

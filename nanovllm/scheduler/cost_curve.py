@@ -1,0 +1,113 @@
+"""What a step of so many tokens costs: measured at start, then corrected by the steps themselves.
+
+Knows no acceptance and no drafts.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from math import exp, log
+
+_LONGEST_INTERVAL = 128
+"""Steps after which a size counts as unobserved."""
+
+
+class CostCurve:
+    """Seconds by size: measured at start, interpolated, and corrected by what is observed.
+
+    `scale` is common to all sizes and follows quickly, for example growing contexts. Each measured
+    size has a correction of its own, which follows its first observations quickly and later ones
+    slowly. Both move only as far as two observations in a row agree on, so that a single slow step
+    changes nothing. The correction of a size that is no longer observed is slowly forgotten.
+
+    Without measurements the cost is taken as proportional to the size, so no draft ever pays.
+    """
+
+    def __init__(self, measured: Sequence[tuple[int, float]]) -> None:
+        measured = measured or ((1, 1.0),)
+        self.sizes = [size for size, _ in measured]
+        self._start = [log(max(seconds, 1e-9)) for _, seconds in measured]
+        self._logs = list(self._start)
+        self._num_seen = [0.0] * len(self.sizes)
+        self._last_seen = [0] * len(self.sizes)
+        self._residuals = [0.0] * len(self.sizes)
+        self._log_scale = self._residual = 0.0
+        self._num_observed = 0
+        self._rebuild()
+
+    def at(self, size: float) -> float:
+        """Return the expected seconds; beyond the largest measured size by the last slope."""
+        i = max(bisect_right(self.sizes, size) - 1, 0)
+        return self._seconds[i] + self._slopes[i] * max(size - self.sizes[i], 0)
+
+    def least_slope(self, size: float) -> float:
+        """Return a lower bound of the seconds per token that any larger step adds to this one."""
+        here, first = self.at(size), bisect_right(self.sizes, size)
+        further = zip(self.sizes[first:], self._seconds[first:], strict=True)
+        slopes = [(seconds - here) / (other - size) for other, seconds in further]
+        return min(slopes, default=self._slopes[-1])
+
+    def is_stale(self, size: int) -> bool:
+        """Return whether a step of this size should be observed again, soon after the start."""
+        if not self.sizes[0] <= size <= self.sizes[-1]:
+            return False
+        i, share = self._position(size)
+        i += share > 0.5
+        interval = min(8 << int(self._num_seen[i]), _LONGEST_INTERVAL)
+        return self._num_observed - self._last_seen[i] >= interval
+
+    def observe(self, size: int, seconds: float) -> None:
+        """Learn from a step. Sizes outside the measured ones are ignored."""
+        if not self.sizes[0] <= size <= self.sizes[-1] or seconds <= 0:
+            return
+        self._num_observed += 1
+        i, share = self._position(size)
+        expected = exp(self._logs[i]) * (1 - share)
+        if share:
+            expected += exp(self._logs[i + 1]) * share
+        residual = log(seconds / expected) - self._log_scale
+        for j, part in ((i, 1 - share), (i + 1, share)):
+            if part > 0:
+                rate = part * max(1 / (self._num_seen[j] + 2), 0.1)
+                change = _agreed(residual, self._residuals[j])
+                self._logs[j] += rate * min(max(change, -0.5), 0.5)
+                self._residuals[j] = residual
+                self._num_seen[j] += part
+                self._last_seen[j] = self._num_observed
+        if self._num_observed % 64 == 0:
+            self._forget()
+        self.rescale(residual)
+
+    def rescale(self, residual: float) -> None:
+        """Learn from the logarithm of observed by expected seconds, whatever the sizes."""
+        self._log_scale += 0.5 * _agreed(residual, self._residual)
+        self._residual = residual
+        self._rebuild()
+
+    def _position(self, size: int) -> tuple[int, float]:
+        """Return the measured size at or below `size`, and how far it is on the way to the next."""
+        i = bisect_right(self.sizes, size) - 1
+        if self.sizes[i] == size:
+            return i, 0.0
+        return i, (size - self.sizes[i]) / (self.sizes[i + 1] - self.sizes[i])
+
+    def _forget(self) -> None:
+        for i, last_seen in enumerate(self._last_seen):
+            if self._num_observed - last_seen > _LONGEST_INTERVAL:
+                self._logs[i] += 0.1 * (self._start[i] - self._logs[i])
+
+    def _rebuild(self) -> None:
+        """Set the seconds, which never fall with the size, and the slopes behind each size."""
+        largest_first = (exp(x + self._log_scale) for x in reversed(self._logs))
+        self._seconds = list(accumulate(largest_first, min))[::-1]
+        points = pairwise(zip(self.sizes, self._seconds, strict=True))
+        self._slopes = [(t1 - t0) / (n1 - n0) for (n0, t0), (n1, t1) in points]
+        proportional = self._seconds[-1] / self.sizes[-1]
+        # A curve that ends flat must rise at some size.
+        last = max(self._slopes[-1], proportional / 4) if self._slopes else proportional
+        self._slopes.append(last)
+
+
+def _agreed(residual: float, previous: float) -> float:
+    """Return the smaller of two deviations in the same direction; 0 for opposite ones."""
+    return min(residual, previous, key=abs) if residual * previous > 0 else 0.0
