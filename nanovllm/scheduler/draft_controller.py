@@ -11,12 +11,12 @@ from math import log
 
 from nanovllm.scheduler.cost_curve import CostCurve
 
-_DECAY = 0.9
-"""What a request's counts keep at each new proposal: about the last ten proposals matter."""
+_DECAY = 0.96
+"""What a request's counts keep at each new proposal: about the last 25 proposals matter."""
 _ENGINE_DECAY = 0.98
 """The same for the engine-wide counts, whose records are of many requests."""
-_PRIOR_WEIGHT = 2.0
-"""Number of its own proposals from which a request counts more than the engine-wide experience."""
+_PRIOR_WEIGHT = 6.0
+"""Number of proposals as which a new request counts the engine-wide experience."""
 _FIRST_GUESS = 0.7
 """Acceptance before the first record: high enough that a good proposer is tried at once."""
 _LEAST_GAIN = 0.01
@@ -46,10 +46,12 @@ class Acceptance:
         "next_probe",
         "num_asked",
         "num_proposals",
+        "prior_weight",
         "probe_interval",
     )
 
     def __init__(self) -> None:
+        self.prior_weight = _PRIOR_WEIGHT
         self.num_asked = 0.0  # times that drafts were allowed
         self.num_proposals = 0.0  # times that any were proposed then
         self.first_accepted = self.first_tried = 0.0
@@ -65,9 +67,11 @@ class Acceptance:
         if num_proposed == 0:
             return
         self.num_proposals += weight
-        for name in ("first_accepted", "first_tried", "later_accepted", "later_tried"):
-            setattr(self, name, getattr(self, name) * decay)
-        self.first_tried += weight
+        self.prior_weight *= decay
+        self.first_tried = self.first_tried * decay + weight
+        self.first_accepted *= decay
+        self.later_tried *= decay
+        self.later_accepted *= decay
         if num_accepted:
             self.first_accepted += weight
             # The first rejected draft was tried too; nothing is known of those behind it.
@@ -76,10 +80,11 @@ class Acceptance:
 
     def rates(self, prior: tuple[float, float, float]) -> tuple[float, float, float]:
         """Return the probabilities of a proposal, of its first draft, of each later draft."""
+        n = self.prior_weight
         return (
-            (self.num_proposals + _PRIOR_WEIGHT * prior[0]) / (self.num_asked + _PRIOR_WEIGHT),
-            (self.first_accepted + _PRIOR_WEIGHT * prior[1]) / (self.first_tried + _PRIOR_WEIGHT),
-            (self.later_accepted + _PRIOR_WEIGHT * prior[2]) / (self.later_tried + _PRIOR_WEIGHT),
+            (self.num_proposals + n * prior[0]) / (self.num_asked + n),
+            (self.first_accepted + n * prior[1]) / (self.first_tried + n),
+            (self.later_accepted + n * prior[2]) / (self.later_tried + n),
         )
 
 
