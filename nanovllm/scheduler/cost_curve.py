@@ -10,6 +10,8 @@ from math import exp, log
 
 _LONGEST_INTERVAL = 128
 """Steps after which a size counts as unobserved."""
+_KNOWN = 3
+"""Number of observations from which a size's seconds are known."""
 _MAX_ADDED = 32
 """Number of sizes that may be added to the measured ones."""
 
@@ -17,11 +19,15 @@ _MAX_ADDED = 32
 class CostCurve:
     """Seconds by size: measured at start, interpolated, and corrected by what is observed.
 
-    `scale` is common to all sizes and follows quickly, for example growing contexts. Each measured
-    size has a correction of its own, which follows its first observations quickly and later ones
-    slowly. Both move only as far as two observations in a row agree on, so that a single slow step
-    changes nothing. The correction of a size that is no longer observed is slowly forgotten. A size
-    between measured ones is added if interpolation is wrong there, as at the edge of a stair.
+    A scale, common to all sizes, follows for example growing contexts. Each measured size has a
+    correction of its own, which moves slowly once the size is known. If a size is new, its first
+    observations may mean a wrong measurement or another scale. They are then taken so that the
+    sizes not observed yet look cheap: those are tried, and corrected.
+
+    Scale and corrections move only as far as two observations in a row agree on, so that a single
+    slow step changes nothing. The correction of a size that is no longer observed is slowly
+    forgotten. A size between measured ones is added if interpolation is wrong there, as at the edge
+    of a stair.
 
     Without measurements the cost is taken as proportional to the size, so no draft ever pays.
     """
@@ -76,13 +82,17 @@ class CostCurve:
         if share:
             expected += exp(self._logs[i + 1]) * share
         residual = log(seconds / expected) - self._log_scale
+        nearest = i + (share > 0.5)
+        is_known = self._num_seen[nearest] >= _KNOWN
+        others = self._num_seen[:nearest] + self._num_seen[nearest + 1 :]
+        follows = is_known or (residual < 0 and max(others, default=0.0) < _KNOWN)
         if not (share and self._add_size(i + 1, size, log(expected), residual)):
             for j, part in ((i, 1 - share), (i + 1, share)):
                 if part > 0:
-                    self._correct(j, part, residual)
+                    self._correct(j, part, residual, may_move=is_known or not follows)
         if self._num_observed % 64 == 0:
             self._forget()
-        self.rescale(residual)
+        self.rescale(residual if follows else 0.0)
 
     def rescale(self, residual: float) -> None:
         """Learn from the logarithm of observed by expected seconds, whatever the sizes."""
@@ -97,9 +107,9 @@ class CostCurve:
             return i, 0.0
         return i, (size - self.sizes[i]) / (self.sizes[i + 1] - self.sizes[i])
 
-    def _correct(self, i: int, part: float, residual: float) -> None:
+    def _correct(self, i: int, part: float, residual: float, *, may_move: bool) -> None:
         """Move one size's seconds towards an observation that concerns it in part."""
-        rate = part * max(1 / (self._num_seen[i] + 2), 0.1)
+        rate = part * max(1 / max(self._num_seen[i], 1.0), 0.1) * may_move
         change = _agreed(residual, self._residuals[i])
         self._logs[i] += rate * min(max(change, -0.5), 0.5)
         self._residuals[i] = residual
@@ -110,7 +120,7 @@ class CostCurve:
         """Insert a size at index `i` if interpolation is wrong there; return whether it did."""
         change = _agreed(residual, self._between.get(size, 0.0))
         self._between[size] = residual
-        if abs(change) < 0.03 or len(self.sizes) >= self._max_sizes:
+        if abs(change) < 0.1 or len(self.sizes) >= self._max_sizes:
             return False
         self.sizes.insert(i, size)
         self._start.insert(i, expected)
