@@ -120,7 +120,10 @@ class SamplingRows:
         """Return a token [S] int64 for each row of logits [S, vocab_size]; NO_TOKEN for a row whose
         logits are no distribution after its rules.
         """
-        logits = self._apply_rules(logits)
+        return self.draw(self._apply_rules(logits))
+
+    def draw(self, logits: torch.Tensor) -> torch.Tensor:
+        """Do what `sample` does, without the rows' rules."""
         vocab_size = logits.shape[-1]
         greedy: list[int] = []
         plain: list[int] = []
