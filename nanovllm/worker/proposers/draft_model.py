@@ -82,10 +82,10 @@ class DraftModel:
 
     def _draft(self, tables: DeviceTables, rows: list[Row]) -> None:
         """Compute `rows`, and write one draft behind each."""
-        sampling = SamplingRows(tables, rows)
+        sampling = SamplingRows(tables, rows, runs_processors=False)
         hidden = self._network.forward(tables, rows, sampling.last_tokens)
         logits = self._network.logits(hidden, sampling.last_tokens)
         tokens = torch.empty_like(sampling.last_tokens)
         if logits is not None:
-            tokens = sampling.draw(logits)
+            tokens = sampling.sample(logits)
         sampling.store(broadcast_from_first(tokens))
