@@ -119,7 +119,7 @@ def ideal(curve: Curve, rate: float, batch: int, draft_seconds: float = 0.0) -> 
 def test_speed_is_near_the_ideal(curve: Curve, draft_seconds: float) -> None:
     for batch in BATCHES:
         for rate in (0.3, 0.6, 0.8, 0.95):
-            num_steps = 400 if batch < 4 else 200 if batch < 64 else 60
+            num_steps = {1: 300, 4: 300, 64: 30}.get(batch, 100)
             simulation = Simulation(curve, draft_seconds=draft_seconds)
             found = speedup(simulation, rate, batch, num_steps)
             assert found >= 0.88 * ideal(curve, rate, batch, draft_seconds), (batch, rate)
@@ -127,12 +127,9 @@ def test_speed_is_near_the_ideal(curve: Curve, draft_seconds: float) -> None:
 
 @curves
 @pytest.mark.parametrize("draft_seconds", [0.0, 0.1], ids=["free", "network"])
-@pytest.mark.parametrize("queue_depth", [0, 1])
-def test_useless_proposals_cost_two_percent(
-    curve: Curve, draft_seconds: float, queue_depth: int
-) -> None:
+def test_useless_proposals_cost_two_percent(curve: Curve, draft_seconds: float) -> None:
     for batch in BATCHES:
-        simulation = Simulation(curve, draft_seconds=draft_seconds, queue_depth=queue_depth)
+        simulation = Simulation(curve, draft_seconds=draft_seconds, queue_depth=batch % 4 == 0)
         assert speedup(simulation, 0.0, batch, 300) >= 1 / 1.02, batch
 
 
@@ -140,7 +137,7 @@ def test_unknown_costs_mean_no_drafts() -> None:
     controller = DraftController(8, (), ())
     rows = [(Acceptance(), 8)] * 4
     choices = [controller.choose(rows, 4) for _ in range(300)]
-    assert sum(map(sum, choices)) <= 12  # probes
+    assert sum(map(sum, choices)) <= 16  # probes
 
 
 def test_a_request_that_turns_predictable_is_found_again() -> None:
@@ -282,12 +279,10 @@ def test_choices_keep_the_limits_and_are_deterministic(
 def test_a_better_row_gets_no_fewer_drafts(accepted: list[int], name: str) -> None:
     controller = DraftController(16, [(n, CURVES[name](n)) for n in SIZES], ())
     rows = [Acceptance() for _ in accepted]
-    for _ in range(20):
-        for row, k in zip(rows, accepted, strict=True):
-            controller.record(row, 8, 8, k)
-    for row in rows:
-        row.next_probe = 10**9
+    for step in range(8):
+        for row, num_accepted in zip(rows, accepted, strict=True):
+            controller.record(row, 1, 1, int(step < num_accepted))
     choice = controller.choose([(row, 16) for row in rows], len(rows))
     ordered = [k for _, k in sorted(zip(accepted, choice, strict=True))]
-    # The last row that gets a draft may get one less than others like it.
+    # Among equal rows some may get one more. A first step probes nothing.
     assert all(low <= high + 1 for low, high in pairwise(ordered))
