@@ -8,6 +8,7 @@ import copy
 
 import torch
 
+from nanovllm.layers.sampler import greedy
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.eagle3 import LlamaForCausalLMEagle3
 from nanovllm.models.eagle3_config import Eagle3Config
@@ -16,13 +17,15 @@ from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.kv_cache import zeros
 from nanovllm.worker.network import Network, NetworkSpec, load_draft
 from nanovllm.worker.proposers.draft_network import DraftNetwork
+from nanovllm.worker.sampling import SamplingRows
 
 
 class Eagle3(DraftNetwork):
     """A draft head, loaded from `draft`.
 
     Its position i takes the token of position i + 1. The KV of drafts is computed again when they
-    are accepted, because by then there are the target's hidden states.
+    are accepted, because by then there are the target's hidden states. A draft is the most likely
+    token: of what a head guesses from few layers, more of these are accepted than of its draws.
     """
 
     def __init__(self, target: Network, draft: NetworkSpec, max_num_batched_tokens: int) -> None:
@@ -80,3 +83,6 @@ class Eagle3(DraftNetwork):
             return logits
         spread = logits.new_full((len(logits), self._config.vocab_size), -torch.inf)
         return spread.index_copy_(1, self._token_ids, logits)
+
+    def _choose(self, sampling: SamplingRows, logits: torch.Tensor) -> torch.Tensor:
+        return greedy(sampling.apply_rules(logits), native=self._following.native)
