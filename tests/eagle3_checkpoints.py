@@ -39,7 +39,7 @@ def make_eagle3_checkpoint(
 
     Args:
         form: "raw" (SafeAILab, SpecForge, AngelSlim) or "speculators".
-        prefix: "model." puts it before the names of the tensors of the body.
+        prefix: "model." puts it before the names of all tensors but the head's.
         own_embedding: whether the head has an embedding; else it shares its target's.
         config: settings of the head that differ from `head_settings`; None leaves a setting out.
 
@@ -54,7 +54,7 @@ def make_eagle3_checkpoint(
     for name, tensor in tensors.items():
         if form == "speculators":
             name = name.replace("midlayer.", "layers.0.")
-        if name not in ("lm_head.weight", "d2t", "t2d"):
+        if name != "lm_head.weight":
             name = prefix + name
         saved[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
     save_file(saved, path / "model.safetensors")
