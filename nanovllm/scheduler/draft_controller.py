@@ -1,33 +1,163 @@
-"""Decides how many draft tokens each row may get. Knows no tokens, no tensors and no clock."""
+"""Decides how many draft tokens each decode row of a step may get.
 
-from collections.abc import Sequence as Seq
+It allows the drafts that make the expected tokens per second largest, from what steps cost and how
+often each request's drafts are accepted. Knows no sequences, blocks or proposers; reads no clock.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from heapq import heapify, heappop, heapreplace
+from math import log
+
+from nanovllm.scheduler.cost_curve import CostCurve
+
+_DECAY = 0.96
+"""What a request's counts keep at each new proposal: about the last 25 proposals matter."""
+_ENGINE_DECAY = 0.98
+"""The same for the engine-wide counts, whose records are of many requests."""
+_PRIOR_WEIGHT = 6.0
+"""Number of proposals as which a new request counts the engine-wide experience."""
+_FIRST_GUESS = 0.7
+"""Acceptance before the first record: high enough that a good proposer is tried at once."""
+_LEAST_GAIN = 0.01
+"""A draft that is accepted less often than this is never worth its bookkeeping."""
+_MARGIN = 1.01
+"""Drafts must promise this much more tokens per second: estimates that look best are optimistic."""
+_PROBE_SHARE = 0.01
+"""Share of the time that may go to probes, drafts that are not expected to pay."""
+_MAX_PROBE_INTERVAL = 64
+_FEW_DRAFTS = 64
+"""Up to so many drafts, every number of passes of a draft network is tried."""
+_FINE_DRAFTS = 128
+"""Beyond each such number of drafts, one more draft is planned at a time, to bound the work."""
 
 
 class Acceptance:
-    """How one request's drafts fare."""
+    """How one request's drafts fared lately, as decayed counts.
 
-    __slots__ = ()
+    The first draft of a proposal is counted apart from the later ones: it often tells whether the
+    whole proposal is right.
+    """
+
+    __slots__ = (
+        "first_accepted",
+        "first_tried",
+        "is_probe",
+        "later_accepted",
+        "later_tried",
+        "next_probe",
+        "num_asked",
+        "num_proposals",
+        "prior_weight",
+        "probe_interval",
+    )
+
+    def __init__(self) -> None:
+        self.prior_weight = _PRIOR_WEIGHT
+        self.num_asked = 0.0  # times that drafts were allowed
+        self.num_proposals = 0.0  # times that any were proposed then
+        self.first_accepted = self.first_tried = 0.0
+        self.later_accepted = self.later_tried = 0.0
+        self.is_probe = False  # whether the last drafts allowed were a probe
+        self.probe_interval = 1  # steps from the last probe to the next; 0: it succeeded
+        self.next_probe = 0  # step from which a probe may happen
+
+    def add(self, num_proposed: int, num_accepted: int, weight: float, decay: float) -> None:
+        """Count one answer of the proposer, and how many of its first drafts were accepted."""
+        self.num_asked = self.num_asked * decay + weight
+        self.num_proposals *= decay
+        if num_proposed == 0:
+            return
+        self.num_proposals += weight
+        self.prior_weight *= decay
+        self.first_tried = self.first_tried * decay + weight
+        self.first_accepted *= decay
+        self.later_tried *= decay
+        self.later_accepted *= decay
+        if num_accepted:
+            self.first_accepted += weight
+            # The first rejected draft was tried too; nothing is known of those behind it.
+            self.later_tried += weight * (min(num_accepted + 1, num_proposed) - 1)
+            self.later_accepted += weight * (num_accepted - 1)
+
+    def rates(self, prior: tuple[float, float, float]) -> tuple[float, float, float]:
+        """Return the probabilities of a proposal, of its first draft, of each later draft."""
+        n = self.prior_weight
+        return (
+            (self.num_proposals + n * prior[0]) / (self.num_asked + n),
+            (self.first_accepted + n * prior[1]) / (self.first_tried + n),
+            (self.later_accepted + n * prior[2]) / (self.later_tried + n),
+        )
 
 
 class DraftController:
-    """Allows every row as many drafts as it can take."""
+    """Chooses the drafts of each step so that the expected tokens per second are largest.
+
+    A step without drafts is always among the choices. A row whose drafts do not pay is probed with
+    one draft now and then. Probes take about 1% of the time in sum, whatever the number of rows.
+    """
 
     def __init__(
         self,
         max_draft_tokens: int,
-        step_seconds: Seq[tuple[int, float]],
-        draft_seconds: Seq[tuple[int, float]],
+        step_seconds: Sequence[tuple[int, float]],
+        draft_seconds: Sequence[tuple[int, float]],
     ) -> None:
         self.max_draft_tokens = max_draft_tokens
+        self._step_costs = CostCurve(step_seconds)
+        self._draft_costs = CostCurve(draft_seconds) if draft_seconds else None
+        self._experience = Acceptance()
+        self._num_steps = 0
+        self._probe_seconds = 0.0  # what probes may spend now
+        # (rows, draft tokens, expected seconds) of the last steps that propose
+        self._plans: deque[tuple[int, int, float]] = deque(maxlen=4)
 
-    def choose(self, candidates: Seq[tuple[Acceptance, int]], num_tokens: int) -> list[int]:
-        """Return how many drafts each of `candidates` may get."""
-        return [min(limit, self.max_draft_tokens) for _, limit in candidates]
+    def choose(self, candidates: Sequence[tuple[Acceptance, int]], num_tokens: int) -> list[int]:
+        """Return how many draft tokens each candidate may get in the next step.
+
+        Args:
+            candidates: all decode rows of the step, with the most drafts that each could take.
+            num_tokens: tokens of the step without any drafts.
+        """
+        self._num_steps += 1
+        if not candidates:
+            return []
+        limits = [min(limit, self.max_draft_tokens) for _, limit in candidates]
+        prior = self._experience.rates((1.0, _FIRST_GUESS, _FIRST_GUESS))
+        rates = [acceptance.rates(prior) for acceptance, _ in candidates]
+        choice = self._best_choice(rates, limits, num_tokens)
+        if any(choice) and self._step_costs.is_stale(num_tokens):
+            return [0] * len(choice)
+        self._add_probes(choice, candidates, rates, limits, num_tokens)
+        if self._draft_costs is not None and any(choice):
+            plan = (len(choice) - choice.count(0), sum(choice), self._draft_cost(choice))
+            self._plans.append(plan)
+        return choice
 
     def record(
         self, acceptance: Acceptance, num_allowed: int, num_proposed: int, num_accepted: int
     ) -> None:
-        """Take the result of one row."""
+        """Learn from one row of a step: its drafts allowed, proposed and accepted."""
+        if num_allowed == 0:
+            return
+        # Each request counts about as much as any other, however many of its drafts are tried.
+        weight = 1 / (1 + acceptance.first_tried)
+        decay = 1 - weight * (1 - _ENGINE_DECAY)
+        self._experience.add(num_proposed, num_accepted, weight, decay)
+        if num_accepted and acceptance.is_probe:
+            # The text has changed since the failures that stopped this request's drafts.
+            old = 1 / max(acceptance.first_tried, 1.0)
+            acceptance.first_accepted *= old
+            acceptance.first_tried *= old
+        acceptance.add(num_proposed, num_accepted, 1.0, _DECAY)
+        if num_accepted:
+            acceptance.probe_interval = 0 if acceptance.is_probe else 1
+        elif num_proposed:
+            interval = 2 * acceptance.probe_interval if acceptance.is_probe else 0
+            acceptance.probe_interval = min(max(interval, 4), _MAX_PROBE_INTERVAL)
+        waits = num_proposed > 0 and num_accepted == 0
+        acceptance.next_probe = self._num_steps + waits * acceptance.probe_interval
+        acceptance.is_probe = False
 
     def record_step(
         self,
@@ -37,4 +167,143 @@ class DraftController:
         num_draft_tokens: int,
         draft_seconds: float,
     ) -> None:
-        """Take the durations of one step."""
+        """Learn from a step's durations.
+
+        Args:
+            num_tokens: tokens that the target computed, drafts included.
+        """
+        self._step_costs.observe(num_tokens, seconds)
+        if self._draft_costs is None or draft_seconds <= 0:
+            return
+        for plan in self._plans:
+            if plan[:2] == (num_draft_rows, num_draft_tokens):
+                expected = plan[2]
+                # A network that had to catch up took time which the plan does not contain.
+                excess = max(draft_seconds - expected, 0.0)
+                self._probe_seconds -= min(excess, 100 * self._step_costs.at(1))
+                self._draft_costs.rescale(log(draft_seconds / expected))
+                self._plans.remove(plan)
+                return
+
+    def _best_choice(
+        self, rates: list[tuple[float, float, float]], limits: list[int], num_tokens: int
+    ) -> list[int]:
+        """Return the drafts of each row with the largest expected tokens per second."""
+        num_rows = len(rates)
+        speed = _MARGIN * num_rows / self._step_costs.at(num_rows)
+        choice = [0] * num_rows
+        least = max(_LEAST_GAIN, speed * self._step_costs.least_slope(num_tokens))
+        rows = [i for i in range(num_rows) if rates[i][1] > least and limits[i] > 0]
+        if not rows:
+            return choice
+        most = max(limits[i] for i in rows)
+        if self._draft_costs is None:
+            return self._scan(rows, rates, limits, num_tokens, speed)[1] or choice
+        # All rows share the time of a network's pass, so each number of passes is tried.
+        for num_passes in range(1, most + 1):
+            capped = [min(limit, num_passes) for limit in limits]
+            speed, better = self._scan(rows, rates, capped, num_tokens, speed)
+            if better is None and num_passes * len(rows) > _FEW_DRAFTS:
+                break
+            choice = better or choice
+        return choice
+
+    def _scan(
+        self,
+        rows: list[int],
+        rates: list[tuple[float, float, float]],
+        limits: list[int],
+        num_tokens: int,
+        best_speed: float,
+    ) -> tuple[float, list[int] | None]:
+        """Find the choice with more tokens per second than `best_speed`, if there is one.
+
+        Drafts are added in the order of their probabilities. Cost is neither convex nor concave in
+        the size, so every prefix of this order is compared. The scan ends when no longer prefix can
+        be better. Prompt chunks in the step cost what they cost: only what drafts add counts.
+        """
+        costs = self._step_costs
+        fixed = costs.at(len(rates)) - costs.at(num_tokens)
+        # If few rows find a proposal, the choice matters in the steps in which one does.
+        scale = max(1.0, 1 / max(sum(rates[i][0] for i in rows), 1e-3))
+        heap = [(-rates[i][1], i) for i in rows]
+        heapify(heap)
+        draft_costs = self._draft_costs_by_rows(len(rates))
+        rows_by_depth = [0] * (max(limits) + 1)
+        choice = [0] * len(rates)
+        order: list[int] = []
+        best_count = 0
+        tokens, size, seconds, slope = float(len(rates)), float(num_tokens), fixed, 0.0
+        while heap:
+            gain, row = -heap[0][0], heap[0][1]
+            if len(order) % 16 == 0:
+                slope = costs.least_slope(size)
+            if gain <= best_speed * slope:
+                break
+            share, later = min(scale * rates[row][0], 1.0), rates[row][2]
+            for _ in range(min(1 + len(order) // _FINE_DRAFTS, limits[row] - choice[row])):
+                depth = choice[row] = choice[row] + 1
+                count = rows_by_depth[depth] = rows_by_depth[depth] + 1
+                seconds += draft_costs[count] - draft_costs[count - 1]
+                tokens += share * gain
+                size += share
+                order.append(row)
+                gain *= later
+            if tokens > best_speed * (costs.at(size) + seconds):
+                best_speed, best_count = tokens / (costs.at(size) + seconds), len(order)
+            if choice[row] < limits[row] and gain > _LEAST_GAIN:
+                heapreplace(heap, (-gain, row))
+            else:
+                heappop(heap)
+        for row in order[best_count:]:
+            choice[row] -= 1
+        return best_speed, choice if best_count else None
+
+    def _add_probes(
+        self,
+        choice: list[int],
+        candidates: Sequence[tuple[Acceptance, int]],
+        rates: list[tuple[float, float, float]],
+        limits: list[int],
+        num_tokens: int,
+    ) -> None:
+        """Give one draft to rows that were not probed for long, as far as probes may cost."""
+        plain_seconds = self._step_costs.at(len(choice))
+        earned = self._probe_seconds + _PROBE_SHARE * plain_seconds
+        self._probe_seconds = min(earned, plain_seconds / 4)
+        due = [
+            (acceptance.probe_interval > 0, acceptance.next_probe, i)
+            for i, (acceptance, _) in enumerate(candidates)
+            if choice[i] == 0 and limits[i] > 0 and acceptance.next_probe <= self._num_steps
+        ]
+        size, num_rows = num_tokens + sum(choice), len(choice) - choice.count(0)
+        heapify(due)
+        while due:
+            is_new, _, i = heappop(due)
+            cost = self._step_costs.at(size + 1) - self._step_costs.at(size)
+            if self._draft_costs is not None:
+                cost += self._draft_costs.at(num_rows + 1)
+                cost -= self._draft_costs.at(num_rows) if num_rows else 0.0
+            # A row whose last probe succeeded goes on: its time is made up later. So is that of
+            # rows that cost almost nothing beside the others.
+            if is_new and self._probe_seconds <= 0 and cost > _PROBE_SHARE / 4 * plain_seconds:
+                break
+            acceptance = candidates[i][0]
+            acceptance.next_probe = self._num_steps + max(acceptance.probe_interval, 1)
+            acceptance.is_probe = True
+            choice[i] = 1
+            size += 1
+            num_rows += 1
+            self._probe_seconds -= rates[i][0] * cost
+
+    def _draft_costs_by_rows(self, num_rows: int) -> list[float]:
+        """Return the seconds to propose one token for each of 0 to `num_rows` rows."""
+        if self._draft_costs is None:
+            return [0.0] * (num_rows + 1)
+        return [0.0, *map(self._draft_costs.at, range(1, num_rows + 1))]
+
+    def _draft_cost(self, choice: list[int]) -> float:
+        """Return the seconds to propose all drafts: rows go forward together, token by token."""
+        costs = self._draft_costs_by_rows(len(choice))
+        depths = range(1, max(choice) + 1)
+        return sum(costs[sum(k >= depth for k in choice)] for depth in depths)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from benchmarks import plot
 from benchmarks.comparison import Comparison
-from tools.pictures import block_table, roofline, schedule
+from tools.pictures import block_table, roofline, schedule, speculation
 
 DIRECTORY = Path(__file__).parent.parent.parent / "docs" / "pictures"
 
@@ -19,6 +19,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "block_table.svg": block_table.draw,
     "schedule.svg": schedule.draw,
     "roofline.svg": roofline.draw,
+    "speculation.svg": speculation.draw,
     "versus.svg": versus,
 }
 

@@ -23,6 +23,7 @@ _KERNELS = {
     "nv_chunk_maxima": "ppn",
     "nv_chunk_sums": "pppppnn",
     "nv_batch": "pnnpnnppppppn",
+    "nv_ngram": "pnpnnnp",
 }
 _TYPES = {"p": "q", "n": "q", "N": "q", "f": "d"}
 _FORMATS = {

@@ -273,6 +273,29 @@ def batch(
     )
 
 
+def ngram(
+    token_ids: torch.Tensor,
+    rows: Sequence[tuple[int, int, int, torch.Tensor]],
+    sizes: tuple[int, int],
+) -> list[int]:
+    """Draft tokens by prompt lookup, as csrc/ngram.c says; return how many each row got.
+
+    Args:
+        token_ids: [table rows, n] int32; a row is contiguous.
+        rows: table_idx, number of known tokens, most drafts, and an index: int32 zeros, kept from
+            call to call, [1 + 2 * number of sizes * a power of two not below the known tokens].
+        sizes: the smallest and the largest n-gram.
+    """
+    table_indices, known, limits, indices = zip(*rows, strict=True)
+    capacities = (len(index) // (2 * (sizes[1] - sizes[0] + 1)) for index in indices)
+    pointers = (index.data_ptr() for index in indices)
+    numbers = array("q", (*table_indices, *known, *limits, *pointers, *capacities))
+    counts = array("q", limits)
+    address, out = numbers.buffer_info()[0], counts.buffer_info()[0]
+    library.call("nv_ngram", token_ids, token_ids.stride(0), address, len(rows), *sizes, out)
+    return counts.tolist()
+
+
 def greedy(logits: torch.Tensor) -> torch.Tensor:
     """Return the index of the largest logit of each row, the first one if several are equal.
 

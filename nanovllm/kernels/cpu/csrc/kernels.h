@@ -52,6 +52,10 @@ void nv_batch(team *t, const int32_t *table, ptrdiff_t stride, ptrdiff_t columns
               ptrdiff_t block, int64_t *input_ids, int64_t *positions, int64_t *slot_mapping, int32_t *cu_seqlens,
               int32_t *seq_lens, int32_t *block_tables, ptrdiff_t width);
 
+/* ngram.c */
+void nv_ngram(team *t, int32_t *table, ptrdiff_t stride, const int64_t *rows, ptrdiff_t num_rows, ptrdiff_t smallest,
+              ptrdiff_t largest, int64_t *counts);
+
 /* run.c */
 
 /* Run `count` calls on `threads` threads: for `tokens` tokens in `rows` rows, or, where these are -1, as the calls say. */
