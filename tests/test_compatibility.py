@@ -21,6 +21,7 @@ from nanovllm import (
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.errors import CheckpointError, InvalidRequestError
 from nanovllm.other_names import CONFIG_NAMES, SAMPLING_NAMES, SPECULATIVE_NAMES
+from nanovllm.speculative_config import SpeculativeConfig
 from nanovllm.utils.hub import configured_checkpoint
 from tests.checkpoints import copy_checkpoint
 from tests.helpers import environment
