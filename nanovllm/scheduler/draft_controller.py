@@ -25,6 +25,8 @@ _MARGIN = 1.01
 """Drafts must promise this much more tokens per second: estimates that look best are optimistic."""
 _PROBE_SHARE = 0.01
 """Share of the time that may go to probes, drafts that are not expected to pay."""
+_PROBE_PAUSE = 8
+"""Number of steps that save time for the next probes."""
 _MAX_PROBE_INTERVAL = 64
 _FEW_DRAFTS = 64
 """Up to so many drafts, every number of passes of a draft network is tried."""
@@ -271,6 +273,8 @@ class DraftController:
         plain_seconds = self._step_costs.at(len(choice))
         earned = self._probe_seconds + _PROBE_SHARE * plain_seconds
         self._probe_seconds = min(earned, plain_seconds / 4)
+        # Saved for several steps, so that most steps are plain and tell what a plain one costs.
+        can_pay = self._probe_seconds >= _PROBE_PAUSE * _PROBE_SHARE * plain_seconds
         due = [
             (acceptance.probe_interval > 0, acceptance.next_probe, i)
             for i, (acceptance, _) in enumerate(candidates)
@@ -284,9 +288,10 @@ class DraftController:
             if self._draft_costs is not None:
                 cost += self._draft_costs.at(num_rows + 1)
                 cost -= self._draft_costs.at(num_rows) if num_rows else 0.0
-            # A row whose last probe succeeded goes on: its time is made up later. So is that of
-            # rows that cost almost nothing beside the others.
-            if is_new and self._probe_seconds <= 0 and cost > _PROBE_SHARE / 4 * plain_seconds:
+            # A row whose last probe succeeded goes on, and a row that costs almost nothing beside
+            # others joins them. Their time is made up later.
+            joins = num_rows > 0 and cost <= _PROBE_SHARE / 4 * plain_seconds
+            if is_new and not joins and not (can_pay and self._probe_seconds > 0):
                 break
             acceptance = candidates[i][0]
             acceptance.next_probe = self._num_steps + max(acceptance.probe_interval, 1)

@@ -123,8 +123,7 @@ class Scheduler:
                 assert 0 <= num_rejected <= row.num_draft_tokens
                 num_written -= num_rejected
                 seq.num_pending_tokens -= 1
-                if seq.table_idx is not None:  # else it was preempted and has no counts to undo
-                    seq.num_draft_tokens -= row.num_draft_tokens
+                if seq.table_idx is not None:
                     seq.num_computed_tokens -= num_rejected
                 num_appended = self._append_tokens(seq, tokens)
                 self.stats.num_decode_tokens += num_appended
@@ -132,6 +131,7 @@ class Scheduler:
                     num_missing = seq.num_output_tokens - len(seq.logprobs)
                     seq.logprobs += result.logprobs[row.seq_id][:num_missing]
                 if self.draft_controller is not None and row.num_draft_tokens:
+                    seq.num_draft_tokens = 0
                     num_accepted = len(tokens) - 1  # the last token is no draft
                     self.draft_controller.record(
                         seq.acceptance, row.num_draft_tokens, num_proposed, num_accepted
