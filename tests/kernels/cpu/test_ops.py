@@ -10,7 +10,7 @@ import torch
 from nanovllm.attention.backend import AttentionSpec, QKNorm
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.cpu import CPUBackend
-from nanovllm.kernels.cpu import build, library as library_module, ops as cpu_ops
+from nanovllm.kernels.cpu import build, library as library_module, ops as cpu_ops, table_ops
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.quantization import IntTensor, quantize
 from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
