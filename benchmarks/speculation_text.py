@@ -74,7 +74,8 @@ def run(llm: LLM, prompt: Any, params: SamplingParams) -> tuple[float, list[int]
     counts = llm.engine.stats.drafts = DraftCounts()
     (output,) = llm.generate([prompt], params, use_tqdm=False)
     metrics = output.metrics
-    assert metrics.first_token_time is not None and metrics.last_token_time is not None
+    assert metrics.first_token_time is not None
+    assert metrics.last_token_time is not None
     seconds = metrics.last_token_time - metrics.first_token_time
     return seconds, output.outputs[0].token_ids, counts
 
