@@ -1,29 +1,111 @@
-"""`SpeculativeConfig`: how draft tokens are proposed. vLLM's names. Knows no other option."""
+"""`SpeculativeConfig`: how draft tokens are proposed, by vLLM's names. Knows no other option."""
 
 import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any
 
-METHODS = ("ngram", "draft_model", "eagle3", "auto")
+from nanovllm.errors import ConfigError
+from nanovllm.other_names import SPECULATIVE_METHODS, SPECULATIVE_NAMES
+from nanovllm.validation import check_choice, check_int, shown, strict_keywords
+
+NETWORK_METHODS = ("draft_model", "eagle3")
+"""Methods that have a network, and so a model."""
+METHODS = ("ngram", *NETWORK_METHODS, "auto")
 
 
+@strict_keywords(ConfigError, SPECULATIVE_NAMES)
 @dataclasses.dataclass(frozen=True)
 class SpeculativeConfig:
-    """The options of `Config.speculative_config`."""
+    """The options of `Config.speculative_config`.
 
-    method: str
-    """"ngram" (prompt lookup), "draft_model", "eagle3", or "auto", which is "ngram"."""
+    Raises:
+        ConfigError: a field is unknown, of the wrong type, out of range, or contradicts another.
+    """
+
+    method: str | None = None
+    """How to propose: "ngram" (prompt lookup), "draft_model" or "eagle3"; "auto" is "ngram". None
+    is what the model is: "eagle3" for an EAGLE-3 head, else "draft_model"."""
     model: str | None = None
     """Checkpoint of the draft network: a directory or hub id."""
     num_speculative_tokens: int | None = None
-    """Most tokens to propose for a sequence in one step; None is 24 for ngram, else 8. A controller
-    proposes as many of them as are expected to pay."""
+    """Most tokens to propose for a sequence in one step; None is 24 for ngram, 8 for a network. A
+    controller proposes as many of them as are expected to pay."""
     prompt_lookup_max: int = 4
     """Longest n-gram to look up, in tokens."""
     prompt_lookup_min: int = 2
     """Shortest n-gram to look up, in tokens."""
+
+    def __post_init__(self) -> None:
+        self._check_method_and_model()
+        counts = ["prompt_lookup_max", "prompt_lookup_min"]
+        if self.num_speculative_tokens is not None:
+            counts.append("num_speculative_tokens")
+        for name in counts:
+            self._set(name, check_int(ConfigError, name, getattr(self, name), 1))
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ConfigError(
+                f"prompt_lookup_min must be at most prompt_lookup_max, got "
+                f"{self.prompt_lookup_min} and {self.prompt_lookup_max}"
+            )
 
     @property
     def max_draft_tokens(self) -> int:
         """`num_speculative_tokens`, or its default."""
         if self.num_speculative_tokens is not None:
             return self.num_speculative_tokens
-        return 24 if self.method == "ngram" else 8
+        return 24 if self.model is None else 8
+
+    def for_network(self, config: Mapping[str, Any]) -> "SpeculativeConfig":
+        """Return the options with the method that suits a draft network, if none was given.
+
+        Args:
+            config: the parsed config.json of the draft network.
+
+        Raises:
+            ConfigError: method is "draft_model", and the network is an EAGLE-3 head.
+        """
+        names = config.get("architectures")
+        names = names if isinstance(names, list) else []
+        found = any("eagle3" in str(name).lower() for name in names)
+        if found or config.get("speculators_model_type") == "eagle3":
+            if self.method == "draft_model":
+                raise ConfigError(
+                    f"speculative_config: {shown(self.model)} is an EAGLE-3 head: use method eagle3"
+                )
+            return dataclasses.replace(self, method="eagle3")
+        return dataclasses.replace(self, method=self.method or "draft_model")
+
+    def _check_method_and_model(self) -> None:
+        if self.model is not None:
+            if not isinstance(self.model, str | os.PathLike) or not os.fspath(self.model):
+                raise ConfigError(
+                    f"model must be a directory or a hub id, got {shown(self.model)}: it is the "
+                    "checkpoint of the draft network"
+                )
+            self._set("model", os.fspath(self.model))
+        if self.method is None:
+            if self.model is None:
+                raise ConfigError(
+                    f"method must be one of {', '.join(METHODS)}, or model must name a draft "
+                    "network: both are missing"
+                )
+            return
+        known = isinstance(self.method, str)
+        advice = SPECULATIVE_METHODS.get(self.method, "") if known else ""
+        check_choice(ConfigError, "method", self.method, METHODS, advice)
+        if self.method == "auto":
+            self._set("method", "ngram")
+        needs_model = self.method in NETWORK_METHODS
+        if needs_model and self.model is None:
+            raise ConfigError(
+                f"method {self.method} needs a model: give the checkpoint of the draft network"
+            )
+        if self.model is not None and not needs_model:
+            raise ConfigError(
+                f"method {self.method} has no model, got {shown(self.model)}: leave the model out, "
+                "or the method"
+            )
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)

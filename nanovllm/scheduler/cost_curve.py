@@ -58,7 +58,7 @@ class CostCurve:
         here, first = self.at(size), bisect_right(self.sizes, size)
         further = zip(self.sizes[first:], self._seconds[first:], strict=True)
         slopes = [(seconds - here) / (other - size) for other, seconds in further]
-        return min(slopes, default=self._slopes[-1])
+        return min(*slopes, self._slopes[-1]) if slopes else self._slopes[-1]
 
     def is_stale(self, size: int) -> bool:
         """Return whether a step of this size should be observed again, soon after the start."""
