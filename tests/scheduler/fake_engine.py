@@ -89,9 +89,6 @@ class FakeController(DraftController):
         self.num_step_tokens: list[int] = []  # computed by each step, drafts included
         self.num_step_drafts: list[tuple[int, int]] = []  # of each step: rows with drafts, drafts
 
-    def skips_step(self) -> bool:
-        return False
-
     def choose(self, candidates: Seq[tuple[Acceptance, int]], num_tokens: int) -> list[int]:
         assert num_tokens >= len(candidates)
         assert all(limit >= 0 for _, limit in candidates)
