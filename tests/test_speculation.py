@@ -6,10 +6,12 @@ Two scripted proposers know the right tokens: one always proposes them, one is w
 
 import dataclasses
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.scripted import Scripted
 from nanovllm import LLM, RequestOutput, SamplingParams, demo_model
@@ -217,3 +219,76 @@ def test_with_arrivals_priorities_and_aborts(
     engine.shutdown()
     assert results(outputs) == expected.results
     assert engine.stats.drafts.num_accepted_tokens > 100
+
+
+REAL_METHODS: dict[str, dict[str, Any]] = {
+    "ngram": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1},
+    "draft_model": {"model": demo_model.DRAFT_MODEL, "num_speculative_tokens": 4},
+    "eagle3": {"model": demo_model.EAGLE3, "num_speculative_tokens": 4},
+}
+
+
+@NATIVE
+@pytest.mark.parametrize("method", REAL_METHODS)
+@pytest.mark.parametrize("queue_depth", [0, 1])
+def test_shipped_drafts_change_nothing(
+    expected_of: Callable[..., Expected],
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    queue_depth: int,
+) -> None:
+    """The same requests with each method, in random order, with priorities and aborts."""
+    monkeypatch.setattr(DraftController, "choose", every_draft)
+    expected = expected_of()
+    config = Config(
+        model=demo_model.MODEL, speculative_config=REAL_METHODS[method], **OPTIONS | PREEMPTING
+    )
+    engine = LLMEngine(config, queue_depth=queue_depth)
+    outputs = generate_in_random_order(engine, make_requests(), seed=3)
+    engine.shutdown()
+    assert results(outputs) == expected.results
+    assert engine.stats.drafts.num_accepted_tokens > 20
+
+
+@NATIVE
+def test_ngram_on_two_ranks(
+    expected_of: Callable[..., Expected], make_llm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Text that repeats, so that drafts are found; each rank looks for itself."""
+    monkeypatch.setattr(DraftController, "choose", every_draft)
+    prompts = [[5, 6, 7, 8] * 4, [300, 301, 302] * 6, *QUESTIONS[:14]]
+    params = [SamplingParams(temperature=i % 2 / 2, seed=i, max_tokens=48) for i in range(16)]
+    options: dict[str, Any] = {**OPTIONS, "dtype": "float32", "tensor_parallel_size": 2}
+    found = []
+    for spec in (None, REAL_METHODS["ngram"]):
+        llm: LLM = make_llm(demo_model.MODEL, speculative_config=spec, **options)
+        found.append(generate_all(llm, list(zip(prompts, params, strict=True))))
+        drafts = llm.engine.stats.drafts
+        llm.shutdown()
+    assert [output.outputs for output in found[0]] == [output.outputs for output in found[1]]
+    assert drafts.num_accepted_tokens > 10
+
+
+@NATIVE
+def test_unseeded_tokens_have_the_same_distribution(
+    make_llm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chi-square of the third token, which an accepted draft may be, with and without drafts."""
+    monkeypatch.setattr(DraftController, "choose", every_draft)
+    prompts = 3000 * [[17, 500, 33, 801]]  # no question, so many answers are likely
+    params = SamplingParams(temperature=1.7, max_tokens=4, ignore_eos=True)
+    options = {**OPTIONS, "max_num_seqs": 64}
+    counts = []
+    for seed, spec in ((0, None), (1, REAL_METHODS["draft_model"])):
+        llm: LLM = make_llm(demo_model.MODEL, seed=seed, speculative_config=spec, **options)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        counts.append(Counter(output.outputs[0].token_ids[2] for output in outputs))
+    assert llm.engine.stats.drafts.num_accepted_tokens > 500
+    common = [token for token, count in (counts[0] + counts[1]).items() if count >= 20]
+    rows = [[count[token] for token in common] for count in counts]
+    table = [[*row, 3000 - sum(row)] for row in rows]
+    statistic = sum((a - b) ** 2 / (a + b) for a, b in zip(*table, strict=True) if a + b)
+    freedom = torch.tensor(float(len(common)))
+    p_value = torch.special.gammaincc(freedom / 2, torch.tensor(statistic / 2)).item()
+    assert len(common) > 10
+    assert p_value > 1e-3
