@@ -15,7 +15,7 @@ from nanovllm.engine.delayed_interrupt import DelayedInterrupt
 from nanovllm.engine.input_processor import InputProcessor, Prompt
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.request import Request
-from nanovllm.engine.tokenizer import load_tokenizer
+from nanovllm.engine.tokenizer import check_same_vocabulary, load_tokenizer
 from nanovllm.errors import EngineDeadError, InvalidRequestError
 from nanovllm.outputs import Metric, RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -24,7 +24,7 @@ from nanovllm.scheduler.draft_controller import DraftController
 from nanovllm.scheduler.messages import Schedule, StepResult
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.speculative_config import SpeculativeConfig
-from nanovllm.utils.hub import configured_checkpoint
+from nanovllm.utils.hub import configured_checkpoint, draft_checkpoint
 from nanovllm.validation import shown
 from nanovllm.worker.executor import Executor, Future, make_executor
 
@@ -47,8 +47,11 @@ class LLMEngine:
     def __init__(self, config: Config, *, queue_depth: int | None = None) -> None:
         self.config = config
         checkpoint = configured_checkpoint(config)
-        self.executor = make_executor(config, checkpoint)
+        draft = draft_checkpoint(config)
+        self.executor = make_executor(config, checkpoint, draft)
         tokenizer = load_tokenizer(checkpoint)
+        if tokenizer is not None and draft is not None:
+            check_same_vocabulary(tokenizer, draft)
         self._pid = os.getpid()
         self._finalizer = weakref.finalize(self, _shut_down, self.executor, self._pid)
         self.cache_info = self.executor.start()

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import models, pre_tokenizers
 
 from nanovllm.engine.gguf_tokenizer import convert_gguf_tokenizer
-from nanovllm.errors import CheckpointError
+from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.utils.gguf import is_gguf
 from nanovllm.utils.hub import Checkpoint, check_tokenizer_files
+from nanovllm.validation import shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,6 +55,30 @@ def load_tokenizer(checkpoint: Checkpoint) -> "PreTrainedTokenizerBase | None":
         )
     found: PreTrainedTokenizerBase = tokenizer
     return found
+
+
+def check_same_vocabulary(tokenizer: "PreTrainedTokenizerBase", draft: Checkpoint) -> None:
+    """Check that `draft`, the checkpoint of a draft network, has the tokens of `tokenizer`.
+
+    A draft without tokenizer files is taken to have them.
+
+    Raises:
+        ConfigError: a token differs.
+        CheckpointError: as for `load_tokenizer`.
+    """
+    if draft.tokenizer_path is None:
+        return
+    other = load_tokenizer(draft)
+    assert other is not None
+    found, expected = other.get_vocab(), tokenizer.get_vocab()
+    different = expected.items() ^ found.items()
+    if different:
+        token, _ = min(different, key=lambda item: (item[1], item[0]))
+        raise ConfigError(
+            f"speculative_config: the draft network {draft.path} has another tokenizer than the "
+            f"model: token {shown(token)} is {found.get(token, 'missing')} in the draft's "
+            f"vocabulary and {expected.get(token, 'missing')} in the model's"
+        )
 
 
 def _load_directory(checkpoint: Checkpoint, path: Path) -> Any:

@@ -5,6 +5,8 @@ of the checkpoint. Shapes: T tokens in the batch, O tokens in `batch.output_indi
 Knows no family and no sequences: only attention reads the batch's rows.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -12,6 +14,7 @@ from nanovllm.attention.batch import Batch
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.features import FeatureStore
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (
     MergedColumnParallelLinear,
@@ -29,6 +32,7 @@ class SelfAttention(nn.Module):
         qkv_bias: whether q_proj, k_proj and v_proj have a bias.
         output_bias: whether o_proj has one.
         qk_norm: whether an RMSNorm is applied to each query head and each key head.
+        input_size: numbers that the projections read of a token; None: hidden_size.
     """
 
     def __init__(
@@ -39,12 +43,17 @@ class SelfAttention(nn.Module):
         qkv_bias: bool,
         output_bias: bool,
         qk_norm: bool,
+        input_size: int | None = None,
     ) -> None:
         super().__init__()
         hidden_size, head_dim = config.hidden_size, config.head_dim
         self.rotary_emb = rotary_emb
         self.qkv_proj = QKVParallelLinear(
-            hidden_size, config.num_heads, config.num_kv_heads, head_dim, bias=qkv_bias
+            input_size or hidden_size,
+            config.num_heads,
+            config.num_kv_heads,
+            head_dim,
+            bias=qkv_bias,
         )
         self.o_proj = RowParallelLinear(config.num_heads * head_dim, hidden_size, bias=output_bias)
         self.q_norm = RMSNorm(head_dim, config.rms_norm_eps) if qk_norm else None
@@ -54,7 +63,7 @@ class SelfAttention(nn.Module):
     def forward(
         self, hidden: torch.Tensor, batch: Batch, output_indices: torch.Tensor | None
     ) -> torch.Tensor:
-        """Write the KV of all T tokens; return [O, hidden_size] for `hidden` [T, hidden_size]."""
+        """Write the KV of all T tokens; return [O, hidden_size] for `hidden` [T, input_size]."""
         qkv = self.qkv_proj(hidden)
         heads = self.attn(
             qkv, self.qkv_proj.split_sizes, self.q_norm, self.k_norm, self.rotary_emb, batch
@@ -96,6 +105,8 @@ class DecoderLayer(nn.Module):
         self.mlp = mlp
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.features: FeatureStore | None = None
+        """Takes the sum that enters the layer, of all T tokens; None: nothing reads it."""
 
     def forward(
         self,
@@ -111,6 +122,8 @@ class DecoderLayer(nn.Module):
             residual: [T, hidden_size].
         """
         hidden, residual = self.input_layernorm.add_norm(hidden, residual)
+        if self.features is not None:
+            self.features.store(residual, batch.slot_mapping)
         hidden = self.self_attn(hidden, batch, output_indices)
         if output_indices is not None:
             residual = residual[output_indices]
@@ -172,3 +185,18 @@ class DecoderForCausalLM(nn.Module):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """Return logits [N, vocab_size] of `hidden` [N, hidden_size]; None except on rank 0."""
         return self.lm_head(hidden)
+
+    def capture_features(self, layer_ids: Sequence[int], pool: torch.Tensor) -> None:
+        """Store what enters the layers `layer_ids` in `pool`, from the next forward pass on.
+
+        Args:
+            layer_ids: from 0 on, each one once.
+            pool: [slots, len(layer_ids) * hidden_size], a row for each slot of the KV cache. The
+                layers' hidden states lie side by side in the order of `layer_ids`.
+        """
+        layers = self.model.layers
+        parts = pool.chunk(len(layer_ids), dim=1)
+        for layer_id, part in zip(layer_ids, parts, strict=True):
+            layer = layers[layer_id]
+            assert isinstance(layer, DecoderLayer)
+            layer.features = FeatureStore(part, native=layer.input_layernorm.kernels is not None)

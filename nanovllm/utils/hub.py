@@ -113,6 +113,24 @@ def configured_checkpoint(config: Config) -> Checkpoint:
     )
 
 
+def draft_checkpoint(config: Config) -> Checkpoint | None:
+    """Return the checkpoint of the draft network that `config` names; None if it names none.
+
+    Raises:
+        CheckpointError: as for `open_checkpoint`.
+    """
+    spec = config.speculative_config
+    assert not isinstance(spec, dict)
+    if spec is None or spec.model is None:
+        return None
+    checkpoint = open_checkpoint(spec.model, None, config.download_dir)
+    return (
+        dataclasses.replace(checkpoint, tokenizer_path=None)
+        if config.skip_tokenizer_init
+        else checkpoint
+    )
+
+
 def open_checkpoint(
     model: str, revision: str | None = None, download_dir: str | None = None
 ) -> Checkpoint:

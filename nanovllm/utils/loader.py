@@ -31,6 +31,8 @@ _DTYPES = ("BF16", "F16", "F32", "F64")
 """What is converted to a parameter's dtype, in safetensors' names."""
 _FP8_DTYPES = ("F8_E4M3",)
 """What an FP8 parameter takes."""
+_INT_DTYPES = ("I64", "I32")
+"""What a table of integers takes."""
 
 
 class TensorInfo(NamedTuple):
@@ -67,6 +69,15 @@ class Shard:
 
 
 @runtime_checkable
+class Renamed(Protocol):
+    """A model whose modules have other names in some of its checkpoints."""
+
+    def checkpoint_name(self, name: str) -> str:
+        """Return the checkpoint's name of the tensor that the modules call `name`."""
+        ...
+
+
+@runtime_checkable
 class Sharded(Protocol):
     """A module whose parameters are not plain copies of checkpoint tensors."""
 
@@ -80,9 +91,14 @@ def model_shards(model: nn.Module) -> Iterator[tuple[nn.Module, list[Shard]]]:
     for prefix, module in model.named_modules():
         if isinstance(module, Sharded):
             assert isinstance(module, nn.Module)
-            yield module, list(module.shards(prefix))
+            shards = list(module.shards(prefix))
         elif own := list(module.named_parameters(recurse=False)):
-            yield module, [Shard(f"{prefix}.{name}", tuple(p.shape), p.data) for name, p in own]
+            shards = [Shard(f"{prefix}.{name}", tuple(p.shape), p.data) for name, p in own]
+        else:
+            continue
+        if isinstance(model, Renamed):
+            shards = [dataclasses.replace(s, name=model.checkpoint_name(s.name)) for s in shards]
+        yield module, shards
 
 
 def load_weights(
@@ -199,7 +215,9 @@ def _mismatch(name: str, found: TensorInfo, shard: Shard | None) -> list[str]:
         return [f"misshapen {name}: {shown(found.shape)}, the config says {shard.shape}"]
     if found.blocks_shape is not None:  # each of its types is converted
         return []
-    dtypes = _DTYPES if shard.target.itemsize > 1 else _FP8_DTYPES
+    dtypes: tuple[str, ...] = _DTYPES if shard.target.itemsize > 1 else _FP8_DTYPES
+    if shard.target.dtype == torch.int64:
+        dtypes = _INT_DTYPES
     if found.dtype not in dtypes:
         return [f"{name} has dtype {found.dtype}, must have {' or '.join(dtypes)}"]
     return []

@@ -28,7 +28,7 @@ from nanovllm.scheduler.messages import CacheInfo, Schedule, StepResult
 from nanovllm.utils.hub import Checkpoint
 from nanovllm.worker.kv_cache import require_one_sequence
 from nanovllm.worker.model_runner import ModelRunner
-from nanovllm.worker.worker import find_weights, make_runner, on_device, rank_device, run_worker
+from nanovllm.worker.worker import check_networks, on_device, rank_device, run_worker
 
 logger = logging.getLogger(__name__)
 
@@ -68,31 +68,37 @@ class Executor(Protocol):
         ...
 
 
-def make_executor(config: Config, checkpoint: Checkpoint) -> Executor:
-    """Return the executor for `config`, not yet started: the checkpoint is checked, not loaded.
+def make_executor(
+    config: Config, checkpoint: Checkpoint, draft: Checkpoint | None = None
+) -> Executor:
+    """Return the executor for `config`, not yet started: the checkpoints are checked, not loaded.
+
+    Args:
+        draft: of the draft network, if speculation has one.
 
     Raises:
-        CheckpointError, ConfigError: the model cannot run with `config`.
+        CheckpointError, ConfigError: the model, or its draft network, cannot run with `config`.
     """
     if config.tensor_parallel_size == 1:
-        return InProcessExecutor(config, checkpoint)
-    return SpawnedExecutor(config, checkpoint)
+        return InProcessExecutor(config, checkpoint, draft)
+    return SpawnedExecutor(config, checkpoint, draft)
 
 
 class InProcessExecutor:
     """Runs the only rank in this process."""
 
-    def __init__(self, config: Config, checkpoint: Checkpoint) -> None:
+    def __init__(
+        self, config: Config, checkpoint: Checkpoint, draft: Checkpoint | None = None
+    ) -> None:
         self._config = config
-        self._checkpoint = checkpoint
-        self._files = find_weights(config, checkpoint)
+        self._target, self._draft = check_networks(config, checkpoint, draft)
         self._runner: ModelRunner | None = None
         self._num_threads = num_threads(config)
 
     def start(self) -> CacheInfo:
         device = rank_device(self._config)
         with on_device(device, self._num_threads):
-            runner = make_runner(self._config, self._checkpoint, self._files, device)
+            runner = ModelRunner(self._target, device, self._draft)
             info = runner.measure()
             require_one_sequence(info.num_blocks, info.block_size, info.max_model_len)
             info = runner.allocate(info)
@@ -119,10 +125,11 @@ class SpawnedExecutor:
     All ranks are children. So this process joins no process group and may have several engines.
     """
 
-    def __init__(self, config: Config, checkpoint: Checkpoint) -> None:
+    def __init__(
+        self, config: Config, checkpoint: Checkpoint, draft: Checkpoint | None = None
+    ) -> None:
         self._config = config
-        self._checkpoint = checkpoint
-        self._files = find_weights(config, checkpoint)
+        self._target, self._draft = check_networks(config, checkpoint, draft)
         self._processes: list[SpawnProcess] = []
         self._pipes: list[Connection] = []
         self._received: list[deque[Any]] = []  # by rank: messages that nobody has taken yet
@@ -145,9 +152,8 @@ class SpawnedExecutor:
                         rank,
                         self._store.port,
                         num_threads(self._config),
-                        self._config,
-                        self._checkpoint,
-                        self._files,
+                        self._target,
+                        self._draft,
                     ),
                     kwargs={"pipe": theirs},
                     name=f"nanovllm-rank{rank}",

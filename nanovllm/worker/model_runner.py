@@ -6,27 +6,17 @@ Knows no queue and no text, and no other rank except through the layers' collect
 import dataclasses
 import logging
 import time
-from pathlib import Path
 
 import torch
 
-from nanovllm.attention.backend import AttentionSpec, Backend
-from nanovllm.attention.selector import select_backend
-from nanovllm.config import Config
-from nanovllm.kernels.cpu.library import torch_on_one_thread
-from nanovllm.layers.attention import Attention
-from nanovllm.layers.linear import QKVParallelLinear
-from nanovllm.layers.quantization import FP8
-from nanovllm.models.config import ModelConfig
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import MAX_SAMPLES, CacheInfo, Row, Schedule
 from nanovllm.utils.distributed import broadcast_from_first, tensor_parallel
 from nanovllm.utils.memory import keep_freed
-from nanovllm.worker.cpu_graph import RecordedModel, record
 from nanovllm.worker.cuda_graph import GraphRunner, can_capture, graph_sizes, make_capture
 from nanovllm.worker.device_tables import DeviceTables
-from nanovllm.worker.kv_cache import graph_bytes, num_blocks_that_fit, zeros
-from nanovllm.worker.model_loader import build_model, load_model
+from nanovllm.worker.kv_cache import graph_bytes, num_blocks_that_fit
+from nanovllm.worker.network import Network, NetworkSpec
 from nanovllm.worker.proposers.costs import DRAFT_SIZES, STEP_SIZES, measure_seconds
 from nanovllm.worker.proposers.proposer import Proposer
 from nanovllm.worker.proposers.registry import make_proposer
@@ -40,15 +30,19 @@ _LOGPROB_ROWS = 256
 
 
 class ModelRunner:
-    """The model, its KV cache and the device tables of one rank."""
+    """The model, its KV cache and the device tables of one rank.
+
+    Args:
+        draft: the draft network, if speculation has one.
+    """
 
     def __init__(
-        self, config: Config, model_config: ModelConfig, files: list[Path], device: torch.device
+        self, target: NetworkSpec, device: torch.device, draft: NetworkSpec | None = None
     ) -> None:
-        self.config = config
-        self.model_config = model_config
+        config = self.config = target.config
         self.device = device
-        self.max_model_len = min(config.max_model_len, model_config.max_position)
+        max_position = target.model_config.max_position
+        self.max_model_len = min(config.max_model_len, max_position)
         if self.max_model_len < config.max_model_len and tensor_parallel().rank == 0:
             logger.warning(
                 "max_model_len cut from %d to %d, the positions that the model was made for",
@@ -58,31 +52,26 @@ class ModelRunner:
         # Larger steps take more memory; on a CPU they do not make a token cheaper.
         default_num_tokens = 2048 if device.type == "cpu" else 16384
         self._max_num_batched_tokens = config.max_num_batched_tokens or default_num_tokens
-        self.model = build_model(config, model_config, files, self.max_model_len, device)
-        kv_dtypes = {"fp8": FP8, "int8": torch.int8}
-        self._kv_dtype = kv_dtypes.get(config.kv_cache_dtype, model_config.dtype)
-        self._backend = self._select_backend()
-        load_model(self.model, config, model_config, files)
+        self.network = Network(target, self.max_model_len, device)
+        self._proposer: Proposer | None = None
+        spec = config.speculative_config
+        if spec is not None:
+            assert not isinstance(spec, dict)
+            self._proposer = make_proposer(spec, self.network, draft, self._max_num_batched_tokens)
         if device.type == "cpu":
             keep_freed()  # each step reuses the memory that the last one freed
-        self._attentions = [m for m in self.model.modules() if isinstance(m, Attention)]
-        self._pool: torch.Tensor | None = None
         self._tables: DeviceTables | None = None
         self._uses_graphs = (
-            self._backend.supports_graph and not config.enforce_eager and can_capture(device)
+            self.network.backend.supports_graph and not config.enforce_eager and can_capture(device)
         )
         self._graphs: GraphRunner | None = None
-        self._recorded: RecordedModel | None = None
-        spec = config.speculative_config
-        assert not isinstance(spec, dict)
-        self._proposer: Proposer | None = None if spec is None else make_proposer(spec)
 
     @torch.inference_mode()
     def measure(self) -> CacheInfo:
         """Return what this rank can hold. Allocates nothing that stays."""
-        block_size = self._backend.block_size
+        block_size = self.network.backend.block_size
         blocks_per_sequence = -(-self.max_model_len // block_size)
-        block_bytes = torch.Size(self._pool_shape(1)).numel() * self._kv_dtype.itemsize
+        block_bytes = self.network.block_bytes
         if self._proposer is not None:
             block_bytes += self._proposer.block_bytes
         num_blocks = num_blocks_that_fit(
@@ -97,7 +86,7 @@ class ModelRunner:
             num_blocks,
             block_size,
             self.max_model_len,
-            self.model_config.vocab_size,
+            self.network.model_config.vocab_size,
             self._max_num_batched_tokens,
             runs_ahead=self.device.type == "cuda",
         )
@@ -108,25 +97,24 @@ class ModelRunner:
 
         Returns `info`; with speculation, with the measured costs of steps.
         """
-        self._pool, tables = self._make_pool_and_tables(info)
-        self._tables = tables
+        tables = self._tables = self._make_pool_and_tables(info)
+        if self._proposer is not None:
+            self._proposer.allocate(tables, info.num_blocks)
         if self._uses_graphs:
             self._graphs = self._make_graph_runner(tables)
             self._graphs.capture(graph_sizes(self._max_rows), progress=tensor_parallel().rank == 0)
-        elif self._backend.supports_recording and not self.config.enforce_eager:
-            self._recorded = record(self.model, tables)
+        else:
+            self.network.record(tables)
         if self._proposer is None:
             return info
-        self._proposer.allocate(tables, info.num_blocks)
         return self._with_costs(info, tables, self._proposer)
 
     @torch.inference_mode()
     def execute(self, schedule: Schedule) -> PendingResult:
         """Launch a step. Steps run in the order in which they are launched."""
-        assert self._pool is not None, "allocate() comes first"
-        assert self._tables is not None
+        assert self._tables is not None, "allocate() comes first"
         self._tables.apply(schedule)
-        self._zero_blocks(self._pool, schedule.blocks_to_zero)
+        self.network.zero_blocks(schedule.blocks_to_zero, self._tables)
         if self._proposer is None:
             output = self._run_rows(self._tables, schedule.rows)
             return PendingResult(Step(schedule.step_id, schedule.rows), output)
@@ -183,38 +171,14 @@ class ModelRunner:
             sampling = SamplingRows(tables, rows)
             return StepOutput(*self._sample(sampling, graph_logits), [], sampling.errors)
         sampling = SamplingRows(tables, rows)
-        hidden = self._forward(tables, rows, sampling)
+        needs_all = any(tables.params[r.table_idx].prompt_logprobs is not None for r in rows)
+        hidden = self.network.forward(tables, rows, None if needs_all else sampling.last_tokens)
         prompt_logprobs = self._prompt_logprobs(tables, rows, hidden)
         logits = None
         if len(sampling):
-            # As many hidden states as samples: then these are the rows' last tokens.
-            last = hidden if len(hidden) == len(sampling) else hidden[sampling.last_tokens]
-            logits = self.model.compute_logits(last)  # type: ignore[operator]
+            logits = self.network.logits(hidden, sampling.last_tokens)
         tokens, logprobs = self._sample(sampling, logits)
         return StepOutput(tokens, logprobs, prompt_logprobs, sampling.errors, sampling.draft_ids)
-
-    def _forward(
-        self, tables: DeviceTables, rows: list[Row], sampling: SamplingRows
-    ) -> torch.Tensor:
-        """Return hidden states [T, hidden_size] of all tokens of `rows`.
-
-        If no row has prompt_logprobs, it may return fewer: those of `sampling.last_tokens`, or one
-        of any token if no row samples.
-        """
-        if self._recorded is not None and self._recorded.fits(rows):
-            return self._recorded.run(rows)
-        batch, output_indices = tables.batch(rows), None
-        if len(sampling) < len(batch.input_ids) and all(
-            tables.params[row.table_idx].prompt_logprobs is None for row in rows
-        ):
-            # A chunk in mid-prompt needs no output; keep one token, because kernels must not see
-            # an empty batch.
-            output_indices = sampling.last_tokens if len(sampling) else batch.cu_seqlens_q[:1]
-        metadata = self._backend.plan(batch)
-        hidden: torch.Tensor = self.model(
-            dataclasses.replace(batch, output_indices=output_indices, metadata=metadata)
-        )
-        return hidden
 
     def _sample(
         self, sampling: SamplingRows, logits: torch.Tensor | None
@@ -249,7 +213,7 @@ class ModelRunner:
                 for start in range(first, stop, _LOGPROB_ROWS):
                     end = min(start + _LOGPROB_ROWS, stop)
                     states = hidden[offset + start - first : offset + end - first]
-                    logits = self.model.compute_logits(states)  # type: ignore[operator]
+                    logits = self.network.model.compute_logits(states)  # type: ignore[operator]
                     if logits is not None:
                         tokens = tables.token_ids[row.table_idx, start:end].long()
                         gathered = gather_logprobs(logits, tokens, count)
@@ -257,54 +221,24 @@ class ModelRunner:
             offset += row.num_scheduled_tokens
         return found
 
-    def _select_backend(self) -> Backend:
-        qkv = next(m for m in self.model.modules() if isinstance(m, QKVParallelLinear))
-        return select_backend(
-            AttentionSpec(
-                num_heads=qkv.num_heads,
-                num_kv_heads=qkv.num_kv_heads,
-                head_dim=self.model_config.head_dim,
-                dtype=self.model_config.dtype,
-                device=self.device,
-                block_size=self.config.kvcache_block_size,
-                kv_dtype=self._kv_dtype,
-            ),
-            native=self.config.native_kernels,
-        )
-
     @property
     def _max_rows(self) -> int:
         return min(self.config.max_num_seqs, self._max_num_batched_tokens)
 
-    def _pool_shape(self, num_blocks: int) -> tuple[int, ...]:
-        return (len(self._attentions), *self._backend.kv_cache_shape(num_blocks))
-
-    def _make_pool_and_tables(self, info: CacheInfo) -> tuple[torch.Tensor, DeviceTables]:
-        """Bind a new KV pool to the attention layers; return it, and new tables.
+    def _make_pool_and_tables(self, info: CacheInfo) -> DeviceTables:
+        """Make the KV pool; return new tables.
 
         With graphs the pool has one more block, for the rows that pad a batch: they write and see
-        its first slot only. The pool is zeroed: masked keys must be finite, as in
-        `Schedule.blocks_to_zero`.
+        its first slot only.
         """
-        shape = self._pool_shape(info.num_blocks + self._uses_graphs)
-        pool = zeros(shape, self._kv_dtype, self.device)
-        for attention, kv_cache in zip(self._attentions, pool, strict=True):
-            attention.bind(self._backend, kv_cache)
+        self.network.make_pool(info.num_blocks + self._uses_graphs)
         native = self.config.native_kernels
-        return pool, DeviceTables(info, self.config.max_num_seqs, self.device, native=native)
-
-    def _zero_blocks(self, pool: torch.Tensor, blocks: list[int]) -> None:
-        if blocks and pool.is_cuda:  # one kernel; torch has none for FP8, so fill bytes
-            assert self._tables is not None
-            pool.view(torch.uint8).index_fill_(2, self._tables.upload(blocks), 0)
-        elif blocks:
-            with torch_on_one_thread():
-                for block in blocks:
-                    pool[:, :, block].zero_()
+        return DeviceTables(info, self.config.max_num_seqs, self.device, native=native)
 
     def _make_graph_runner(self, tables: DeviceTables) -> GraphRunner:
         capture = make_capture(self.device)
-        return GraphRunner(self.model, self._backend, tables, self._max_rows, capture)
+        network = self.network
+        return GraphRunner(network.model, network.backend, tables, self._max_rows, capture)
 
     def _warm_up(self) -> int:
         """Reach the peak of memory: run the longest prefill and the most samples on a small pool.
@@ -314,13 +248,17 @@ class ModelRunner:
         max_tokens = self._max_num_batched_tokens
         length = min(self.max_model_len, max_tokens)
         count = max(1, min(max_tokens // length, self.config.max_num_seqs))
-        block_size = self._backend.block_size
+        block_size = self.network.backend.block_size
         num_blocks = -(-length // block_size)
         info = CacheInfo(
-            num_blocks, block_size, self.max_model_len, self.model_config.vocab_size, max_tokens
+            num_blocks,
+            block_size,
+            self.max_model_len,
+            self.network.model_config.vocab_size,
+            max_tokens,
         )
         num_seqs = self.config.max_num_seqs
-        _, tables = self._make_pool_and_tables(info)
+        tables = self._make_pool_and_tables(info)
         tables.block_tables[:num_seqs, :num_blocks] = torch.arange(num_blocks, device=self.device)
         tables.params = [SamplingParams(temperature=1.0)] * num_seqs
         self._run_rows(tables, [Row(i, i, 0, length, samples=True) for i in range(count)])
@@ -336,6 +274,5 @@ class ModelRunner:
             num_bytes = graph_bytes(
                 graph_sizes(self._max_rows), lambda size: graphs.capture([size]), self.device
             )
-        for attention in self._attentions:
-            del attention.kv_cache
+        self.network.free_pool()
         return num_bytes

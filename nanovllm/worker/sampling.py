@@ -83,6 +83,10 @@ class SamplingRows:
     A row that samples has one for the next token, and one more for each draft. Sample j of a row is
     what the row would sample if its first j drafts were tokens.
 
+    Args:
+        runs_processors: whether requests' logits processors see the logits. Theirs is the target's
+            sample alone: they are code of the user, and may count their calls.
+
     Attributes:
         rows: the row of each sample.
         last_tokens: [S] int64, the index of the token in the batch that the sample follows.
@@ -91,10 +95,13 @@ class SamplingRows:
             row has any.
     """
 
-    def __init__(self, tables: DeviceTables, rows: list[Row]) -> None:
+    def __init__(
+        self, tables: DeviceTables, rows: list[Row], *, runs_processors: bool = True
+    ) -> None:
         self.rows: list[Row] = []
         self.errors: dict[int, str] = {}
         self._tables = tables
+        self._runs_processors = runs_processors
         self._host_positions: list[int] = []
         last_tokens: list[int] = []
         ends = itertools.accumulate(row.num_scheduled_tokens for row in rows)
@@ -194,7 +201,8 @@ class SamplingRows:
                     changed = logits.to(torch.float32, copy=True)
                 tokens = tables.token_ids[row.table_idx, : self._host_positions[index]].long()
                 try:
-                    rules.run_processors(changed[index], tokens)
+                    if self._runs_processors:
+                        rules.run_processors(changed[index], tokens)
                 except Exception as error:  # the user's code may raise anything
                     reason = f"{type(error).__name__}: {error!s:.200}"
                     self.errors[index] = f"a logits processor failed: {reason}"

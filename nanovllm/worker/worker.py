@@ -5,6 +5,7 @@ Knows neither the scheduler nor the other ranks' results.
 """
 
 import contextlib
+import dataclasses
 import os
 import queue
 import signal
@@ -24,11 +25,13 @@ from nanovllm.errors import CheckpointError, ConfigError, NanoVLLMError
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.registry import model_class
 from nanovllm.scheduler.messages import CacheInfo, Schedule
+from nanovllm.speculative_config import SpeculativeConfig
 from nanovllm.utils.distributed import init_tensor_parallel
 from nanovllm.utils.gguf import is_gguf
 from nanovllm.utils.hub import Checkpoint, weight_files
-from nanovllm.worker.model_loader import check_weights
+from nanovllm.worker.model_loader import check_eagle3, check_weights
 from nanovllm.worker.model_runner import ModelRunner
+from nanovllm.worker.network import NetworkSpec
 
 
 def find_weights(config: Config, checkpoint: Checkpoint) -> list[Path]:
@@ -52,12 +55,50 @@ def find_weights(config: Config, checkpoint: Checkpoint) -> list[Path]:
     return files
 
 
-def make_runner(
-    config: Config, checkpoint: Checkpoint, files: list[Path], device: torch.device
-) -> ModelRunner:
-    """Return a runner with its part of the model loaded on `device`."""
+def check_networks(
+    config: Config, checkpoint: Checkpoint, draft: Checkpoint | None = None
+) -> tuple[NetworkSpec, NetworkSpec | None]:
+    """Return what the ranks load: the target, and the draft network if there is one.
+
+    Raises:
+        CheckpointError, ConfigError: as for `find_weights`, for each of both.
+        ConfigError: they have different vocabularies.
+    """
+    files = find_weights(config, checkpoint)
+    target = NetworkSpec(config, _model_config(config, checkpoint), files)
+    return target, None if draft is None else _check_draft(target, draft)
+
+
+def _check_draft(target: NetworkSpec, checkpoint: Checkpoint) -> NetworkSpec:
+    """Return the draft network of `target`: in its dtype, and quantised like it."""
+    spec = target.config.speculative_config
+    assert isinstance(spec, SpeculativeConfig)
+    assert spec.model is not None
+    config = dataclasses.replace(
+        target.config,
+        model=spec.model,
+        revision=None,
+        hf_overrides=None,
+        dtype=str(target.model_config.dtype).removeprefix("torch."),
+        speculative_config=None,
+    )
+    if spec.method == "eagle3":
+        files = []
+        if config.load_format != "dummy":
+            files = weight_files(checkpoint, config.model, None, config.download_dir)
+        head_config = check_eagle3(checkpoint.config, target.model_config, files)
+        # The option is for the target: a head's weights keep all their bits.
+        return NetworkSpec(dataclasses.replace(config, quantization="none"), head_config, files)
     model_config = _model_config(config, checkpoint)
-    return ModelRunner(config, model_config, files, device)
+    if model_config.vocab_size != target.model_config.vocab_size:
+        raise ConfigError(
+            f"speculative_config: the draft model {spec.model} has a vocabulary of "
+            f"{model_config.vocab_size} tokens, but {target.config.model} has "
+            f"{target.model_config.vocab_size}; both must have the same"
+        )
+    if model_config.fp8 is not None:
+        config = dataclasses.replace(config, quantization=None)
+    return NetworkSpec(config, model_config, find_weights(config, checkpoint))
 
 
 def _model_config(config: Config, checkpoint: Checkpoint) -> ModelConfig:
@@ -118,9 +159,8 @@ def run_worker(
     rank: int,
     port: int,
     num_threads: int,
-    config: Config,
-    checkpoint: Checkpoint,
-    files: list[Path],
+    target: NetworkSpec,
+    draft: NetworkSpec | None,
     pipe: Connection,
 ) -> None:
     """Run a spawned rank: send what it can hold, allocate, then execute schedules.
@@ -134,6 +174,7 @@ def run_worker(
     threading.Thread(target=_die_with_parent, daemon=True).start()
     outbox = _Outbox(pipe, rank)
     try:
+        config = target.config
         device = rank_device(config, rank)
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -142,7 +183,7 @@ def run_worker(
             loopback = "lo0" if sys.platform == "darwin" else "lo"
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         init_tensor_parallel(rank, config.tensor_parallel_size, port, device)
-        runner = make_runner(config, checkpoint, files, device)
+        runner = ModelRunner(target, device, draft)
         measured = runner.measure()
         outbox.put(lambda: measured)
         info: CacheInfo = pipe.recv()

@@ -24,6 +24,7 @@ _KERNELS = {
     "nv_chunk_sums": "pppppnn",
     "nv_batch": "pnnpnnppppppn",
     "nv_ngram": "pnpnnnp",
+    "nv_copy_rows": "pnpnpNn",
 }
 _TYPES = {"p": "q", "n": "q", "N": "q", "f": "d"}
 _FORMATS = {

@@ -161,6 +161,16 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return gate_up[:, : width // 2]
 
 
+def copy_rows(x: torch.Tensor, y: torch.Tensor, y_rows: torch.Tensor | None = None) -> None:
+    """Copy row t of `x` [t, n] to row y_rows[t] of `y` [r, n]; without `y_rows`, to row t.
+
+    Args:
+        x, y: bfloat16; their rows may lie apart.
+        y_rows: [t] int64.
+    """
+    library.call("nv_copy_rows", x, x.stride(0), y, y.stride(0), y_rows, *x.shape)
+
+
 def store(
     qkv: torch.Tensor,
     q_weight: torch.Tensor | None,

@@ -1,11 +1,29 @@
 """Maps methods of speculation to proposers. A new method is one file here and one line below."""
 
 from nanovllm.speculative_config import SpeculativeConfig
+from nanovllm.worker.network import Network, NetworkSpec
 from nanovllm.worker.proposers.proposer import Proposer
 
 
-def make_proposer(spec: SpeculativeConfig) -> Proposer:
-    """Return the proposer of `spec.method`."""
-    from nanovllm.worker.proposers.ngram import Ngram
+def make_proposer(
+    spec: SpeculativeConfig,
+    target: Network,
+    draft: NetworkSpec | None,
+    max_num_batched_tokens: int,
+) -> Proposer:
+    """Return the proposer of `spec.method`. A network loads its weights here.
 
-    return Ngram(spec.prompt_lookup_min, spec.prompt_lookup_max)
+    Args:
+        draft: the draft network, for the methods that have one.
+    """
+    if draft is None:
+        from nanovllm.worker.proposers.ngram import Ngram
+
+        return Ngram(spec.prompt_lookup_min, spec.prompt_lookup_max)
+    if spec.method == "eagle3":
+        from nanovllm.worker.proposers.eagle3 import Eagle3
+
+        return Eagle3(target, draft, max_num_batched_tokens)
+    from nanovllm.worker.proposers.draft_model import DraftModel
+
+    return DraftModel(target, draft, max_num_batched_tokens)

@@ -1,5 +1,5 @@
-/* The operations of a layer between its linears and attention: RMSNorm, the MLP's activation, and storing keys and values,
- * with QK-Norm (or none) and rotation. Layout of the cache: see cache.h.
+/* The operations of a layer between its linears and attention: RMSNorm, the MLP's activation, copies of rows, and storing keys
+ * and values, with QK-Norm (or none) and rotation. Layout of the cache: see cache.h.
  */
 #include "cache.h"
 
@@ -40,6 +40,12 @@ void nv_silu_and_mul(team *t, bf16 *x, ptrdiff_t rows, ptrdiff_t n) {
             store_bf16(x + r * 2 * n + i, n - i, round_to_bf16(gate / (exp_(-gate) + 1.0f)) * up);
         }
     }
+}
+
+/* y[y_rows[r]] = x[r], rows of n numbers that are ldx and ldy apart; if y_rows is NULL, y[r] = x[r]. */
+void nv_copy_rows(team *t, const bf16 *x, ptrdiff_t ldx, bf16 *y, ptrdiff_t ldy, const int64_t *y_rows, ptrdiff_t rows,
+                  ptrdiff_t n) {
+    FOR_ITEMS(r, t, rows) memcpy(y + (y_rows ? y_rows[r] : r) * ldy, x + r * ldx, n * sizeof *x);
 }
 
 /* Round x[n] to scale * ints[n], where the largest number becomes 127. Return the scale. */

@@ -1,0 +1,155 @@
+"""One network on this rank: its layers, its KV pool and its forward pass over rows.
+
+The target is one, and so is a draft network. Knows no sampling and no schedule.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from nanovllm.attention.backend import AttentionSpec, Backend
+from nanovllm.attention.selector import select_backend
+from nanovllm.config import Config
+from nanovllm.kernels.cpu.library import torch_on_one_thread
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.linear import QKVParallelLinear
+from nanovllm.layers.quantization import FP8
+from nanovllm.models.config import ModelConfig
+from nanovllm.scheduler.messages import Row
+from nanovllm.worker.cpu_graph import RecordedModel, record
+from nanovllm.worker.device_tables import DeviceTables
+from nanovllm.worker.kv_cache import zeros
+from nanovllm.worker.model_loader import build_model, load_model
+
+
+class NetworkSpec(NamedTuple):
+    """A checked checkpoint, which each rank loads."""
+
+    config: Config
+    """Options; `config.model` is this checkpoint, also for a draft network."""
+    model_config: ModelConfig
+    files: list[Path]
+    """The weight files; none for dummy weights."""
+
+
+class Network:
+    """The layers of a network, loaded, with an attention backend and a KV pool.
+
+    Args:
+        max_model_len: number of positions.
+    """
+
+    def __init__(self, spec: NetworkSpec, max_model_len: int, device: torch.device) -> None:
+        config, model_config, files = spec
+        self.model_config = model_config
+        self.max_model_len = max_model_len
+        self.model = build_model(config, model_config, files, max_model_len, device)
+        self._kv_dtype = {"fp8": FP8, "int8": torch.int8}.get(
+            config.kv_cache_dtype, model_config.dtype
+        )
+        self.backend = self._select_backend(config, device)
+        load_model(self.model, config, model_config, files)
+        self.attentions = [m for m in self.model.modules() if isinstance(m, Attention)]
+        self.device = device
+        self._pool: torch.Tensor | None = None
+        self._records = self.backend.supports_recording and not config.enforce_eager
+        self._recorded: RecordedModel | None = None
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a KV block, all layers of this rank together."""
+        return torch.Size(self._pool_shape(1)).numel() * self._kv_dtype.itemsize
+
+    def make_pool(self, num_blocks: int) -> None:
+        """Bind a new KV pool to the attention layers, in place of any other.
+
+        The pool is zeroed: masked keys must be finite, as in `Schedule.blocks_to_zero`.
+        """
+        self._pool = zeros(self._pool_shape(num_blocks), self._kv_dtype, self.device)
+        for attention, kv_cache in zip(self.attentions, self._pool, strict=True):
+            attention.bind(self.backend, kv_cache)
+
+    def free_pool(self) -> None:
+        self._pool = None
+        for attention in self.attentions:
+            del attention.kv_cache
+
+    def zero_blocks(self, blocks: list[int], tables: DeviceTables) -> None:
+        """Fill `blocks` of the KV pool with 0."""
+        pool = self._pool
+        assert pool is not None, "make_pool() comes first"
+        if blocks and pool.is_cuda:  # one kernel; torch has none for FP8, so fill bytes
+            pool.view(torch.uint8).index_fill_(2, tables.upload(blocks), 0)
+        elif blocks:
+            with torch_on_one_thread():
+                for block in blocks:
+                    pool[:, :, block].zero_()
+
+    def record(self, tables: DeviceTables) -> None:
+        """Record the forward pass over the pool and `tables`, where the backend supports it."""
+        if self._records:
+            self._recorded = record(self.model, tables)
+
+    def forward(
+        self, tables: DeviceTables, rows: list[Row], wanted: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Write the KV of all T tokens of `rows`; return their hidden states [T, hidden_size].
+
+        Args:
+            wanted: indices of the tokens in the batch whose hidden states are enough; None: all.
+                The result may hold just these, in this order, and one of any token if there are
+                none.
+        """
+        if self._recorded is not None and self._recorded.fits(rows):
+            return self._recorded.run(rows)
+        batch, output_indices = tables.batch(rows), None
+        if wanted is not None and len(wanted) < len(batch.input_ids):
+            # A chunk in mid-prompt needs no output; keep one token, because kernels must not see
+            # an empty batch.
+            output_indices = wanted if len(wanted) else batch.cu_seqlens_q[:1]
+        metadata = self.backend.plan(batch)
+        hidden: torch.Tensor = self.model(
+            dataclasses.replace(batch, output_indices=output_indices, metadata=metadata)
+        )
+        return hidden
+
+    def logits(self, hidden: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor | None:
+        """Return the logits of the tokens `wanted`, from `forward`'s result; None except on rank 0.
+
+        Args:
+            wanted: at least one; what `forward` was given.
+        """
+        # As many hidden states as are wanted: then these are they.
+        last = hidden if len(hidden) == len(wanted) else hidden[wanted]
+        logits: torch.Tensor | None = self.model.compute_logits(last)  # type: ignore[operator]
+        return logits
+
+    def _select_backend(self, config: Config, device: torch.device) -> Backend:
+        qkv = next(m for m in self.model.modules() if isinstance(m, QKVParallelLinear))
+        return select_backend(
+            AttentionSpec(
+                num_heads=qkv.num_heads,
+                num_kv_heads=qkv.num_kv_heads,
+                head_dim=self.model_config.head_dim,
+                dtype=self.model_config.dtype,
+                device=device,
+                block_size=config.kvcache_block_size,
+                kv_dtype=self._kv_dtype,
+            ),
+            native=config.native_kernels,
+        )
+
+    def _pool_shape(self, num_blocks: int) -> tuple[int, ...]:
+        return (len(self.attentions), *self.backend.kv_cache_shape(num_blocks))
+
+
+def load_draft(target: Network, draft: NetworkSpec) -> Network:
+    """Return the network of `draft` beside `target`: on its device, with blocks of its size."""
+    block_size = target.backend.block_size
+    config = dataclasses.replace(draft.config, kvcache_block_size=block_size)
+    max_model_len = min(target.max_model_len, draft.model_config.max_position)
+    network = Network(draft._replace(config=config), max_model_len, target.device)
+    assert network.backend.block_size == block_size
+    return network
