@@ -75,7 +75,7 @@ QUANTIZATIONS = pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 
 def generate(model: str, workload: Any, **options: Any) -> list[list[int]]:
     llm = LLM(model, max_model_len=MAX_MODEL_LEN, device="cpu", **options)
-    assert llm.engine.executor._runner._backend.name == "cpu"  # type: ignore[attr-defined]
+    assert llm.engine.executor._runner.network.backend.name == "cpu"  # type: ignore[attr-defined]
     try:
         return token_ids(llm.generate(*workload, use_tqdm=False))
     finally:

@@ -19,6 +19,7 @@ from nanovllm.layers.quantization import FP8
 from nanovllm.models.config import ModelConfig
 from nanovllm.scheduler.messages import Row
 from nanovllm.worker.cpu_graph import RecordedModel, record
+from nanovllm.worker.cuda_graph import GraphRunner, can_capture, make_capture
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.kv_cache import zeros
 from nanovllm.worker.model_loader import build_model, load_model
@@ -56,6 +57,10 @@ class Network:
         self._pool: torch.Tensor | None = None
         self._records = self.backend.supports_recording and not config.enforce_eager
         self._recorded: RecordedModel | None = None
+        self.uses_graphs = (
+            self.backend.supports_graph and not config.enforce_eager and can_capture(device)
+        )
+        """Whether CUDA graphs run small steps; see `make_graphs`."""
 
     @property
     def block_bytes(self) -> int:
@@ -65,9 +70,12 @@ class Network:
     def make_pool(self, num_blocks: int) -> None:
         """Bind a new KV pool to the attention layers, in place of any other.
 
-        The pool is zeroed: masked keys must be finite, as in `Schedule.blocks_to_zero`.
+        The pool is zeroed: masked keys must be finite, as in `Schedule.blocks_to_zero`. With graphs
+        it has one more block, for the tokens that pad a step: they write and see its first slot
+        only.
         """
-        self._pool = zeros(self._pool_shape(num_blocks), self._kv_dtype, self.device)
+        shape = self._pool_shape(num_blocks + self.uses_graphs)
+        self._pool = zeros(shape, self._kv_dtype, self.device)
         for attention, kv_cache in zip(self.attentions, self._pool, strict=True):
             attention.bind(self.backend, kv_cache)
 
@@ -91,6 +99,19 @@ class Network:
         """Record the forward pass over the pool and `tables`, where the backend supports it."""
         if self._records:
             self._recorded = record(self.model, tables)
+
+    def make_graphs(
+        self, tables: DeviceTables, max_tokens: int, max_known_tokens: int = 1
+    ) -> GraphRunner:
+        """Return a runner for steps of up to `max_tokens` tokens, with no graph captured yet."""
+        return GraphRunner(
+            self.model,
+            self.backend,
+            tables,
+            max_tokens,
+            make_capture(self.device),
+            max_known_tokens=max_known_tokens,
+        )
 
     def forward(
         self, tables: DeviceTables, rows: list[Row], wanted: torch.Tensor | None

@@ -24,7 +24,7 @@ from nanovllm.errors import ConfigError
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
-from nanovllm.worker import model_runner
+from nanovllm.worker import network
 from tests.attention.cases import make_case, random_rows
 from tests.kernels.triton.interpreter import patch_interpreter
 
@@ -381,7 +381,7 @@ def test_the_engine_generates_the_same_tokens(monkeypatch):
         made.append(TritonBackend(spec))
         return made[-1]
 
-    monkeypatch.setattr(model_runner, "select_backend", triton_backend)
+    monkeypatch.setattr(network, "select_backend", triton_backend)
     assert tokens() == expected
     assert len(made) == 1
 
@@ -398,7 +398,7 @@ def test_the_engine_with_an_fp8_cache(monkeypatch):
     pools = []
 
     def logprobs(backend, **options):
-        monkeypatch.setattr(model_runner, "select_backend", lambda spec, native: backend(spec))
+        monkeypatch.setattr(network, "select_backend", lambda spec, native: backend(spec))
         llm = LLM(
             demo_model.MODEL,
             dtype="float32",
@@ -410,7 +410,7 @@ def test_the_engine_with_an_fp8_cache(monkeypatch):
             **options,
         )
         try:
-            pools.append(llm.engine.executor._runner._attentions[0].kv_cache)
+            pools.append(llm.engine.executor._runner.network.attentions[0].kv_cache)
             params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=0)
             output = llm.generate("A block table maps", params, use_tqdm=False)[0]
             return output.token_ids, output.outputs[0].cumulative_logprob

@@ -150,7 +150,7 @@ def test_an_engine_packs_all_but_the_embedding(make_llm, random_model, monkeypat
     packed, plain = (
         make_llm(random_model, device="cpu", native_kernels=native) for native in (True, False)
     )
-    modules = packed.engine.executor._runner.model.named_modules()
+    modules = packed.engine.executor._runner.network.model.named_modules()
     matrices = {name: m.quant_method for name, m in modules if isinstance(m, Matrix)}
     assert matrices.pop("model.embed_tokens") is None
     assert {type(method) for method in matrices.values()} == {OneDnnWeight}

@@ -119,7 +119,7 @@ def test_the_bits_that_stay_are_the_same_numbers(tmp_path, kind):
 
 def kept_types(llm):
     """Return the block type of each matrix of the model, by its path."""
-    model = llm.engine.executor._runner.model
+    model = llm.engine.executor._runner.network.model
     return {
         path: module.block_type
         for path, module in model.named_modules()

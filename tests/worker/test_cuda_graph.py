@@ -21,10 +21,11 @@ from nanovllm.models.config import ModelConfig
 from nanovllm.scheduler.messages import Admission, CacheInfo, NewBlocks, Row, Schedule
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.utils.hub import open_checkpoint, weight_files
-from nanovllm.worker import model_runner
+from nanovllm.worker import network
 from nanovllm.worker.cuda_graph import GraphRunner, graph_sizes
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.model_runner import ModelRunner
+from nanovllm.worker.network import NetworkSpec
 from tests.kernels.triton.interpreter import patch_interpreter
 from tests.worker.fake_graphs import FakeCapture, use_fake_graphs
 
@@ -228,7 +229,7 @@ def test_same_tokens_through_the_kernels_of_a_gpu(
     params = [SamplingParams(seed=i, max_tokens=6, **kind) for i, kind in enumerate(kinds)]
     options = {"max_num_seqs": 3, "kvcache_block_size": 16, "num_kvcache_blocks": 12}
     expected = generate(gpu_model, (prompts, params), enforce_eager=True, **options)
-    monkeypatch.setattr(model_runner, "select_backend", lambda spec, **_: TritonBackend(spec))
+    monkeypatch.setattr(network, "select_backend", lambda spec, **_: TritonBackend(spec))
     monkeypatch.setattr(DeviceTables, "_step_kernels", lambda self: decode_step)
     monkeypatch.setattr(sampler, "_gpu_kernels", lambda logits, native: triton_sampling)
     assert generate(gpu_model, (prompts, params), queue_depth=1, **options) == expected
@@ -254,7 +255,7 @@ def test_the_user_gets_every_block_asked_for(
 ) -> None:
     llm = make_llm(random_model, **OPTIONS)
     assert llm.engine.cache_info.num_blocks == 100
-    assert llm.engine.executor._runner._attentions[0].kv_cache.shape[1] == 101
+    assert llm.engine.executor._runner.network.attentions[0].kv_cache.shape[1] == 101
 
 
 def test_del_llm_frees_graphs_and_pool(random_model: str, captures: Any) -> None:
@@ -284,7 +285,7 @@ class Bench:
         config = Config(model=model, **OPTIONS)
         model_config = ModelConfig.from_hf(checkpoint.config, config.dtype)
         files = weight_files(checkpoint, model, None)
-        self.runner = ModelRunner(config, model_config, files, torch.device("cpu"))
+        self.runner = ModelRunner(NetworkSpec(config, model_config, files), torch.device("cpu"))
         self.runner.allocate(CacheInfo(100, BLOCK_SIZE, 64, model_config.vocab_size, 64))
         assert self.runner._tables is not None
         assert self.runner._graphs is not None
@@ -315,7 +316,7 @@ class Bench:
 
     def kv(self) -> torch.Tensor:
         """Every layer's cache: [layers, 2, blocks, block_size, heads, head_dim]."""
-        return torch.stack([layer.kv_cache.clone() for layer in self.runner._attentions])
+        return torch.stack([layer.kv_cache.clone() for layer in self.runner.network.attentions])
 
 
 @pytest.fixture
