@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from nanovllm.attention.backend import AttentionSpec, Backend
+from nanovllm.attention.batch import Batch
 from nanovllm.attention.selector import select_backend
 from nanovllm.config import Config
 from nanovllm.kernels.cpu.library import torch_on_one_thread
@@ -125,16 +126,18 @@ class Network:
         """
         if self._recorded is not None and self._recorded.fits(rows):
             return self._recorded.run(rows)
+        hidden: torch.Tensor = self.model(self.batch(tables, rows, wanted))
+        return hidden
+
+    def batch(self, tables: DeviceTables, rows: list[Row], wanted: torch.Tensor | None) -> Batch:
+        """Return the batch of `rows` for a call of the model. See `forward`."""
         batch, output_indices = tables.batch(rows), None
         if wanted is not None and len(wanted) < len(batch.input_ids):
             # A chunk in mid-prompt needs no output; keep one token, because kernels must not see
             # an empty batch.
             output_indices = wanted if len(wanted) else batch.cu_seqlens_q[:1]
         metadata = self.backend.plan(batch)
-        hidden: torch.Tensor = self.model(
-            dataclasses.replace(batch, output_indices=output_indices, metadata=metadata)
-        )
-        return hidden
+        return dataclasses.replace(batch, output_indices=output_indices, metadata=metadata)
 
     def logits(self, hidden: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor | None:
         """Return the logits of the tokens `wanted`, from `forward`'s result; None except on rank 0.
@@ -166,11 +169,10 @@ class Network:
         return (len(self.attentions), *self.backend.kv_cache_shape(num_blocks))
 
 
-def load_draft(target: Network, draft: NetworkSpec) -> Network:
+def load_draft(target: Network, draft: NetworkSpec, max_model_len: int) -> Network:
     """Return the network of `draft` beside `target`: on its device, with blocks of its size."""
     block_size = target.backend.block_size
     config = dataclasses.replace(draft.config, kvcache_block_size=block_size)
-    max_model_len = min(target.max_model_len, draft.model_config.max_position)
     network = Network(draft._replace(config=config), max_model_len, target.device)
     assert network.backend.block_size == block_size
     return network

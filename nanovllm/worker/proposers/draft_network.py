@@ -1,0 +1,134 @@
+"""What a draft model and a draft head have in common: the KV that they catch up with, and drafting
+token by token, all rows together.
+
+Knows no acceptance.
+"""
+
+import torch
+
+from nanovllm.scheduler.messages import Row, Schedule
+from nanovllm.utils.distributed import broadcast_from_first
+from nanovllm.worker.device_tables import DeviceTables
+from nanovllm.worker.network import Network
+from nanovllm.worker.proposers.draft_kv import FEW_TOKENS, DraftKV
+from nanovllm.worker.sampling import SamplingRows
+
+
+class DraftNetwork:
+    """A network that drafts.
+
+    A draft is what the network itself would sample with the request's parameters, and with the
+    target's random number of the position: where network and target agree, so do their draws.
+
+    Args:
+        network: its blocks are as large as the target's.
+        max_num_batched_tokens: tokens that it computes at once, at most.
+        lag: how many positions after its input's last a draft lies, less one.
+        keeps_drafts: whether the KV of an accepted draft is right.
+    """
+
+    def __init__(
+        self, network: Network, max_num_batched_tokens: int, *, lag: int, keeps_drafts: bool
+    ) -> None:
+        self.block_bytes = network.block_bytes
+        self._network = network
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._lag = lag
+        self._keeps_drafts = keeps_drafts
+        self._tables: DeviceTables | None = None
+        self._kv: DraftKV | None = None
+
+    def allocate(self, tables: DeviceTables, num_blocks: int) -> None:
+        """Make the KV pool."""
+        self._tables = tables
+        self._kv = DraftKV(len(tables.params), num_blocks, tables.block_size)
+        self._network.make_pool(num_blocks)
+
+    def admit(self, schedule: Schedule) -> None:
+        """Note which blocks have new owners."""
+        assert self._kv is not None
+        self._kv.admit(schedule)
+
+    def propose(self, rows: list[Row]) -> list[int]:
+        """Write drafts for `rows`, and return how many each row got: none where the network has no
+        position for them. See `Proposer`.
+        """
+        kv = self._kv
+        assert self._tables is not None, "allocate() comes first"
+        assert kv is not None
+        # As the network counts positions: those before num_known_tokens have all of their input.
+        rows = [r._replace(num_computed_tokens=r.num_computed_tokens - self._lag) for r in rows]
+        counts = [self._num_drafts(row) for row in rows]
+        pairs = sorted(zip(rows, counts, strict=True), key=lambda pair: -pair[1])
+        drafting = {row: count for row, count in pairs if count}  # those with most drafts first
+        if not drafting:
+            return counts
+        ends = {row: row.num_known_tokens + count - 1 for row, count in drafting.items()}
+        begun = [block for row, end in ends.items() for block in kv.begun_blocks(row, end)]
+        self._network.zero_blocks(begun, self._tables)
+        num_allowed = min(FEW_TOKENS, self._max_num_batched_tokens // len(drafting))
+        for chunk in kv.chunks(list(drafting), num_allowed, self._max_num_batched_tokens):
+            self._forward(self._tables, chunk, self._tables.upload([]), None)
+        hidden: torch.Tensor | None = None
+        for index in range(max(counts)):
+            step = []
+            for row, count in drafting.items():
+                if index < count:
+                    end = row.num_known_tokens + index
+                    start = end - 1 if index else kv.start(row)
+                    step.append(Row(row.seq_id, row.table_idx, start, end - start, samples=True))
+            hidden = self._draft(self._tables, step, hidden)
+        for row, end in ends.items():
+            kv.set_right(row.table_idx, row.num_known_tokens)
+            if self._keeps_drafts:
+                kv.set_drafted(row.table_idx, end)
+        return counts
+
+    def _num_drafts(self, row: Row) -> int:
+        """Return how many drafts `row` gets: none if it has no input for the network yet."""
+        if row.num_known_tokens < 1:
+            return 0
+        # Draft j takes the network's position num_known_tokens + j - 1.
+        room = self._network.max_model_len + 1 - row.num_known_tokens
+        return max(0, min(row.num_draft_tokens, room))
+
+    def _draft(
+        self, tables: DeviceTables, rows: list[Row], hidden: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Compute `rows`, write one draft behind each and return the new hidden states.
+
+        Args:
+            hidden: those of the last call, whose first rows these are; None in the first call.
+        """
+        ahead = [
+            row._replace(num_computed_tokens=row.num_computed_tokens + self._lag) for row in rows
+        ]
+        sampling = SamplingRows(tables, ahead, runs_processors=False)
+        wanted = sampling.last_tokens
+        hidden = self._forward(
+            tables, rows, wanted, None if hidden is None else hidden[: len(rows)]
+        )
+        logits = self._logits(hidden, wanted)
+        tokens = torch.empty_like(wanted) if logits is None else sampling.sample(logits)
+        sampling.store(broadcast_from_first(tokens))
+        return hidden
+
+    def _forward(
+        self,
+        tables: DeviceTables,
+        rows: list[Row],
+        wanted: torch.Tensor,
+        hidden: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Write the KV of `rows`; return hidden states for `_logits`.
+
+        Args:
+            tables: the target's.
+            wanted: as for `Network.forward`.
+            hidden: as for `_draft`; also None to catch up.
+        """
+        raise NotImplementedError
+
+    def _logits(self, hidden: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor | None:
+        """Return the target's logits as this network guesses them; None except on rank 0."""
+        return self._network.logits(hidden, wanted)
