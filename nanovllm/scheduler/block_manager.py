@@ -132,6 +132,15 @@ class BlockManager:
             seq.parent_uid = block.uid
             seq.num_published_blocks += 1
 
+    def trim(self, seq: Sequence, num_tokens: int) -> None:
+        """Free the blocks behind a sequence's first `num_tokens` tokens. None of them is cached."""
+        num_kept = self.blocks_for(num_tokens)
+        for block_id in reversed(seq.block_table[num_kept:]):
+            self.blocks[block_id].ref_count = 0
+            self._free[block_id] = None
+            self._free.move_to_end(block_id, last=False)
+        del seq.block_table[num_kept:]
+
     def free(self, seq: Sequence, *, keep_cached: bool = True) -> None:
         """Free all blocks of a sequence. Cached blocks stay in the prefix cache until reused.
 

@@ -11,12 +11,12 @@ from math import log
 
 from nanovllm.scheduler.cost_curve import CostCurve
 
-_DECAY = 0.9
-"""What a request's counts keep at each new proposal: about the last ten proposals matter."""
+_DECAY = 0.96
+"""What a request's counts keep at each new proposal: about the last 25 proposals matter."""
 _ENGINE_DECAY = 0.98
 """The same for the engine-wide counts, whose records are of many requests."""
-_PRIOR_WEIGHT = 2.0
-"""Number of its own proposals from which a request counts more than the engine-wide experience."""
+_PRIOR_WEIGHT = 6.0
+"""Number of proposals as which a new request counts the engine-wide experience."""
 _FIRST_GUESS = 0.7
 """Acceptance before the first record: high enough that a good proposer is tried at once."""
 _LEAST_GAIN = 0.01
@@ -25,7 +25,11 @@ _MARGIN = 1.01
 """Drafts must promise this much more tokens per second: estimates that look best are optimistic."""
 _PROBE_SHARE = 0.01
 """Share of the time that may go to probes, drafts that are not expected to pay."""
+_PROBE_PAUSE = 8
+"""Number of steps that save time for the next probes."""
 _MAX_PROBE_INTERVAL = 64
+_FEW_DRAFTS = 64
+"""Up to so many drafts, every number of passes of a draft network is tried."""
 _FINE_DRAFTS = 128
 """Beyond each such number of drafts, one more draft is planned at a time, to bound the work."""
 
@@ -46,10 +50,12 @@ class Acceptance:
         "next_probe",
         "num_asked",
         "num_proposals",
+        "prior_weight",
         "probe_interval",
     )
 
     def __init__(self) -> None:
+        self.prior_weight = _PRIOR_WEIGHT
         self.num_asked = 0.0  # times that drafts were allowed
         self.num_proposals = 0.0  # times that any were proposed then
         self.first_accepted = self.first_tried = 0.0
@@ -65,9 +71,11 @@ class Acceptance:
         if num_proposed == 0:
             return
         self.num_proposals += weight
-        for name in ("first_accepted", "first_tried", "later_accepted", "later_tried"):
-            setattr(self, name, getattr(self, name) * decay)
-        self.first_tried += weight
+        self.prior_weight *= decay
+        self.first_tried = self.first_tried * decay + weight
+        self.first_accepted *= decay
+        self.later_tried *= decay
+        self.later_accepted *= decay
         if num_accepted:
             self.first_accepted += weight
             # The first rejected draft was tried too; nothing is known of those behind it.
@@ -76,10 +84,11 @@ class Acceptance:
 
     def rates(self, prior: tuple[float, float, float]) -> tuple[float, float, float]:
         """Return the probabilities of a proposal, of its first draft, of each later draft."""
+        n = self.prior_weight
         return (
-            (self.num_proposals + _PRIOR_WEIGHT * prior[0]) / (self.num_asked + _PRIOR_WEIGHT),
-            (self.first_accepted + _PRIOR_WEIGHT * prior[1]) / (self.first_tried + _PRIOR_WEIGHT),
-            (self.later_accepted + _PRIOR_WEIGHT * prior[2]) / (self.later_tried + _PRIOR_WEIGHT),
+            (self.num_proposals + n * prior[0]) / (self.num_asked + n),
+            (self.first_accepted + n * prior[1]) / (self.first_tried + n),
+            (self.later_accepted + n * prior[2]) / (self.later_tried + n),
         )
 
 
@@ -181,34 +190,52 @@ class DraftController:
     def _best_choice(
         self, rates: list[tuple[float, float, float]], limits: list[int], num_tokens: int
     ) -> list[int]:
-        """Return the drafts of each row with the largest expected tokens per second.
+        """Return the drafts of each row with the largest expected tokens per second."""
+        num_rows = len(rates)
+        speed = _MARGIN * num_rows / self._step_costs.at(num_rows)
+        choice = [0] * num_rows
+        least = max(_LEAST_GAIN, speed * self._step_costs.least_slope(num_tokens))
+        rows = [i for i in range(num_rows) if rates[i][1] > least and limits[i] > 0]
+        if not rows:
+            return choice
+        most = max(limits[i] for i in rows)
+        if self._draft_costs is None:
+            return self._scan(rows, rates, limits, num_tokens, speed)[1] or choice
+        # All rows share the time of a network's pass, so each number of passes is tried.
+        for num_passes in range(1, most + 1):
+            capped = [min(limit, num_passes) for limit in limits]
+            speed, better = self._scan(rows, rates, capped, num_tokens, speed)
+            if better is None and num_passes * len(rows) > _FEW_DRAFTS:
+                break
+            choice = better or choice
+        return choice
+
+    def _scan(
+        self,
+        rows: list[int],
+        rates: list[tuple[float, float, float]],
+        limits: list[int],
+        num_tokens: int,
+        best_speed: float,
+    ) -> tuple[float, list[int] | None]:
+        """Find the choice with more tokens per second than `best_speed`, if there is one.
 
         Drafts are added in the order of their probabilities. Cost is neither convex nor concave in
         the size, so every prefix of this order is compared. The scan ends when no longer prefix can
         be better. Prompt chunks in the step cost what they cost: only what drafts add counts.
         """
-        num_rows = len(rates)
         costs = self._step_costs
-        plain_seconds = costs.at(num_rows)
-        fixed = plain_seconds - costs.at(num_tokens)
-        best_speed, best_count = _MARGIN * num_rows / plain_seconds, 0
-        slope = costs.least_slope(num_tokens)
-        least_gain = max(_LEAST_GAIN, best_speed * slope)
-        heap = [
-            (-first, i)
-            for i, (_, first, _) in enumerate(rates)
-            if first > least_gain and limits[i] > 0
-        ]
-        choice = [0] * num_rows
-        if not heap:
-            return choice
-        heapify(heap)
+        fixed = costs.at(len(rates)) - costs.at(num_tokens)
         # If few rows find a proposal, the choice matters in the steps in which one does.
-        scale = max(1.0, 1 / max(sum(rates[i][0] for _, i in heap), 1e-3))
-        draft_costs = self._draft_costs_by_rows(num_rows)
+        scale = max(1.0, 1 / max(sum(rates[i][0] for i in rows), 1e-3))
+        heap = [(-rates[i][1], i) for i in rows]
+        heapify(heap)
+        draft_costs = self._draft_costs_by_rows(len(rates))
         rows_by_depth = [0] * (max(limits) + 1)
+        choice = [0] * len(rates)
         order: list[int] = []
-        tokens, size, seconds = float(num_rows), float(num_tokens), 0.0
+        best_count = 0
+        tokens, size, seconds, slope = float(len(rates)), float(num_tokens), fixed, 0.0
         while heap:
             gain, row = -heap[0][0], heap[0][1]
             if len(order) % 16 == 0:
@@ -218,22 +245,21 @@ class DraftController:
             share, later = min(scale * rates[row][0], 1.0), rates[row][2]
             for _ in range(min(1 + len(order) // _FINE_DRAFTS, limits[row] - choice[row])):
                 depth = choice[row] = choice[row] + 1
-                rows = rows_by_depth[depth] = rows_by_depth[depth] + 1
-                seconds += draft_costs[rows] - draft_costs[rows - 1]
+                count = rows_by_depth[depth] = rows_by_depth[depth] + 1
+                seconds += draft_costs[count] - draft_costs[count - 1]
                 tokens += share * gain
                 size += share
                 order.append(row)
                 gain *= later
-            speed = tokens / (fixed + costs.at(size) + seconds)
-            if speed > best_speed:
-                best_speed, best_count = speed, len(order)
+            if tokens > best_speed * (costs.at(size) + seconds):
+                best_speed, best_count = tokens / (costs.at(size) + seconds), len(order)
             if choice[row] < limits[row] and gain > _LEAST_GAIN:
                 heapreplace(heap, (-gain, row))
             else:
                 heappop(heap)
         for row in order[best_count:]:
             choice[row] -= 1
-        return choice
+        return best_speed, choice if best_count else None
 
     def _add_probes(
         self,
@@ -247,24 +273,32 @@ class DraftController:
         plain_seconds = self._step_costs.at(len(choice))
         earned = self._probe_seconds + _PROBE_SHARE * plain_seconds
         self._probe_seconds = min(earned, plain_seconds / 4)
+        # Saved for several steps, so that most steps are plain and tell what a plain one costs.
+        can_pay = self._probe_seconds >= _PROBE_PAUSE * _PROBE_SHARE * plain_seconds
         due = [
             (acceptance.probe_interval > 0, acceptance.next_probe, i)
             for i, (acceptance, _) in enumerate(candidates)
             if choice[i] == 0 and limits[i] > 0 and acceptance.next_probe <= self._num_steps
         ]
-        size = num_tokens + sum(choice)
+        size, num_rows = num_tokens + sum(choice), len(choice) - choice.count(0)
         heapify(due)
-        # A row whose last probe succeeded goes on: its time is made up later.
-        while due and (self._probe_seconds > 0 or not due[0][0]):
-            i = heappop(due)[2]
+        while due:
+            is_new, _, i = heappop(due)
+            cost = self._step_costs.at(size + 1) - self._step_costs.at(size)
+            if self._draft_costs is not None:
+                cost += self._draft_costs.at(num_rows + 1)
+                cost -= self._draft_costs.at(num_rows) if num_rows else 0.0
+            # A row whose last probe succeeded goes on, and a row that costs almost nothing beside
+            # others joins them. Their time is made up later.
+            joins = num_rows > 0 and cost <= _PROBE_SHARE / 4 * plain_seconds
+            if is_new and not joins and not (can_pay and self._probe_seconds > 0):
+                break
             acceptance = candidates[i][0]
             acceptance.next_probe = self._num_steps + max(acceptance.probe_interval, 1)
             acceptance.is_probe = True
             choice[i] = 1
-            cost = self._step_costs.at(size + 1) - self._step_costs.at(size)
             size += 1
-            if self._draft_costs is not None:
-                cost += self._draft_costs.at(1)
+            num_rows += 1
             self._probe_seconds -= rates[i][0] * cost
 
     def _draft_costs_by_rows(self, num_rows: int) -> list[float]:

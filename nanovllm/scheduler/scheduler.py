@@ -123,8 +123,7 @@ class Scheduler:
                 assert 0 <= num_rejected <= row.num_draft_tokens
                 num_written -= num_rejected
                 seq.num_pending_tokens -= 1
-                if seq.table_idx is not None:  # else it was preempted and has no counts to undo
-                    seq.num_draft_tokens -= row.num_draft_tokens
+                if seq.table_idx is not None:
                     seq.num_computed_tokens -= num_rejected
                 num_appended = self._append_tokens(seq, tokens)
                 self.stats.num_decode_tokens += num_appended
@@ -132,15 +131,18 @@ class Scheduler:
                     num_missing = seq.num_output_tokens - len(seq.logprobs)
                     seq.logprobs += result.logprobs[row.seq_id][:num_missing]
                 if self.draft_controller is not None and row.num_draft_tokens:
-                    num_kept = min(num_appended, len(tokens) - 1)  # the last token is no draft
-                    self.stats.drafts.add(num_proposed, num_kept)
-                    seq.draft_counts.add(num_proposed, num_kept)
+                    seq.num_draft_tokens = 0
+                    num_accepted = len(tokens) - 1  # the last token is no draft
                     self.draft_controller.record(
-                        seq.acceptance, row.num_draft_tokens, num_proposed, len(tokens) - 1
+                        seq.acceptance, row.num_draft_tokens, num_proposed, num_accepted
                     )
+                    for counts in (seq.draft_counts, self.stats.drafts):
+                        counts.add(num_proposed, min(num_appended, num_accepted))
                 advanced.append(seq)
             if seq.table_idx is not None:
                 self.block_manager.publish(seq, min(num_written, seq.num_computed_tokens))
+                if row.num_draft_tokens:  # so that rejected drafts cost nobody a block
+                    self.block_manager.trim(seq, seq.num_computed_tokens)
             if seq.is_finished:
                 self._remove(seq)
         return advanced
@@ -286,9 +288,7 @@ class Scheduler:
         return row
 
     def _begun_blocks(self, rows: list[Row]) -> list[int]:
-        """Return the blocks that `rows` begin and may not fill: fewer drafts may be proposed than
-        scheduled.
-        """
+        """Return the blocks that `rows` begin and may not fill: some drafts may be missing."""
         found: list[int] = []
         for row in rows:
             first = self.block_manager.blocks_for(row.num_computed_tokens)

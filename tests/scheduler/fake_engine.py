@@ -7,12 +7,14 @@ only if the scheduler kept every block, position and table row right. Imports no
 import pickle
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence as Seq
 from itertools import chain, count, islice, takewhile
 
+from nanovllm.outputs import DraftCounts
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler.block_manager import BlockManager
-from nanovllm.scheduler.messages import Row, Schedule, StepResult
+from nanovllm.scheduler.draft_controller import Acceptance, DraftController
+from nanovllm.scheduler.messages import MAX_SAMPLES, Row, Schedule, StepResult
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.sequence import Sequence
 
@@ -64,39 +66,78 @@ def oracle(
 
 
 Proposer = Callable[[list[int]], list[int]]
-"""Takes all tokens of a sequence; returns draft tokens."""
+"""Takes all tokens of a sequence; returns draft tokens. The worker takes as many as it may."""
 
 
 def random_guesses(seed: int) -> Proposer:
-    """Return a proposer of 0 to 4 draft tokens, most of them right."""
+    """Return a proposer of 0 to 8 draft tokens, most of them right."""
     rng = random.Random(seed)
 
     def propose(token_ids: list[int]) -> list[int]:
-        right = islice(continuation(token_ids), rng.randrange(5))
-        return [t if rng.random() < 0.8 else rng.randrange(VOCAB_SIZE) for t in right]
+        right = islice(continuation(token_ids), rng.randrange(9))
+        return [t if rng.random() < 0.85 else rng.randrange(VOCAB_SIZE) for t in right]
 
     return propose
+
+
+class FakeController(DraftController):
+    """Allows each row what `allow` returns for the most that it could take."""
+
+    def __init__(self, allow: Callable[[int], int]) -> None:
+        self._allow = allow
+        self.counts = DraftCounts()
+        self.num_step_tokens: list[int] = []  # computed by each step, drafts included
+        self.num_step_drafts: list[tuple[int, int]] = []  # of each step: rows with drafts, drafts
+
+    def choose(self, candidates: Seq[tuple[Acceptance, int]], num_tokens: int) -> list[int]:
+        assert num_tokens >= len(candidates)
+        assert all(limit >= 0 for _, limit in candidates)
+        return [self._allow(limit) for _, limit in candidates]
+
+    def record(
+        self, acceptance: Acceptance, num_allowed: int, num_proposed: int, num_accepted: int
+    ) -> None:
+        assert 0 <= num_accepted <= num_proposed <= num_allowed
+        assert num_allowed > 0
+        self.counts.add(num_proposed, num_accepted)
+
+    def record_step(
+        self,
+        num_tokens: int,
+        seconds: float,
+        num_draft_rows: int,
+        num_draft_tokens: int,
+        draft_seconds: float,
+    ) -> None:
+        self.num_step_tokens.append(num_tokens)
+        self.num_step_drafts.append((num_draft_rows, num_draft_tokens))
+
+
+def random_limits(seed: int) -> FakeController:
+    """Return a controller of random limits, often the highest and often 0."""
+    rng = random.Random(seed)
+    return FakeController(lambda most: rng.choice([0, most, rng.randint(0, most)]))
 
 
 class FakeWorker:
     """Device tables and a KV cache, as the real worker has them. It knows only the schedules.
 
     Old contents stay in place until something overwrites them. While `is_broken`, every step
-    writes garbage and fails. A row of a sequence in `without_token` gets an error.
+    writes garbage and fails. A sequence in `fails_from` gets an error at that position and behind.
     """
 
     def __init__(
-        self, num_table_rows: int, max_model_len: int, block_size: int, propose: Proposer | None
+        self, num_table_rows: int, max_model_len: int, block_size: int, propose: Proposer
     ) -> None:
         self.block_size = block_size
         self.propose = propose
         width = -(-max_model_len // block_size)
-        self.token_ids = [[UNWRITTEN] * max_model_len for _ in range(num_table_rows)]
+        self.token_ids = [[UNWRITTEN] * (max_model_len + 1) for _ in range(num_table_rows)]
         self.block_tables = [[UNWRITTEN] * width for _ in range(num_table_rows)]
         self.kv: dict[tuple[int, int], int] = {}  # (block, offset) -> hash of the prefix written
         self.writers: dict[tuple[int, int], int] = {}  # (block, offset) -> sequence; none if zero
         self.is_broken = False
-        self.without_token: set[int] = set()
+        self.fails_from: dict[int, int] = {}
 
     def execute(self, schedule: Schedule) -> StepResult | None:
         """Run a step. Return its result, or None if it failed."""
@@ -109,8 +150,8 @@ class FakeWorker:
             for offset in range(self.block_size):
                 self.kv.pop((block_id, offset), None)
                 self.writers.pop((block_id, offset), None)
-        result = StepResult(schedule.step_id, [], [])
-        for row in schedule.rows:
+        result = StepResult(schedule.step_id, [], seconds=0.01, draft_seconds=0.001)
+        for row in map(self._with_drafts, schedule.rows):
             if self.is_broken:
                 self._write_garbage(row)
             else:
@@ -122,12 +163,19 @@ class FakeWorker:
         block_id = self.block_tables[row.table_idx][position // self.block_size]
         return block_id, position % self.block_size
 
+    def _with_drafts(self, row: Row) -> Row:
+        """Write the drafts of `row`; return it with as many as there are."""
+        if row.num_draft_tokens == 0:
+            return row
+        tokens = self.token_ids[row.table_idx]
+        drafts = self.propose(tokens[: row.num_known_tokens])[: row.num_draft_tokens]
+        self._store(tokens, row.num_known_tokens, drafts)
+        return row._replace(num_scheduled_tokens=1 + len(drafts), num_draft_tokens=len(drafts))
+
     def _compute(self, row: Row, result: StepResult) -> None:
-        end = row.num_computed_tokens + row.num_scheduled_tokens
-        num_known = end - len(row.draft_token_ids)
+        num_known, end = row.num_known_tokens, row.end
         assert row.num_computed_tokens < num_known
         tokens = self.token_ids[row.table_idx]
-        self._store(tokens, num_known, list(row.draft_token_ids))
         hashes = prefix_hashes(tokens[:end])
         for position in range(row.num_computed_tokens):
             written = self.kv.get(self.location(row, position))
@@ -138,29 +186,28 @@ class FakeWorker:
         for position in range(end, -(-end // self.block_size) * self.block_size):
             writer = self.writers.get(self.location(row, position), row.seq_id)
             assert writer == row.seq_id, f"{row} reads masked KV of sequence {writer}"
-        if not row.samples:
-            assert not row.draft_token_ids
-            return
-        sampled = [next_token(hashes[num_known - 1])]
-        for position, draft in enumerate(row.draft_token_ids, start=num_known):
-            if sampled[-1] != draft:
-                break
-            sampled.append(next_token(hashes[position]))
-        room = len(tokens) - num_known  # a full table row has no room for its last token
-        self._store(tokens, num_known, sampled[:room])
-        if row.seq_id in self.without_token:
-            sampled, result.errors[row.seq_id] = [], "no token"
-        result.token_ids.append(sampled)
-        if self.propose is not None:
-            result.draft_token_ids.append(self.propose(tokens[:num_known] + sampled))
+        if row.samples:
+            drafts = tokens[num_known:end]
+            sampled = [next_token(prefix_hash) for prefix_hash in hashes[num_known - 1 :]]
+            self._store(tokens, num_known, sampled)  # also what follows a wrong draft
+            result.token_ids.append(self._accepted(row, drafts, sampled, result.errors))
+            result.num_draft_tokens.append(len(drafts))
+
+    def _accepted(
+        self, row: Row, drafts: list[int], sampled: list[int], errors: dict[int, str]
+    ) -> list[int]:
+        """Return the tokens of a row: up to the first that no draft equals, or that fails."""
+        num_right = sum(1 for _ in takewhile(lambda i: drafts[i] == sampled[i], range(len(drafts))))
+        room = self.fails_from.get(row.seq_id, row.end + 1) - row.num_known_tokens
+        if room <= 0:
+            errors[row.seq_id] = "no token"
+        return sampled[: max(0, min(num_right + 1, room))]
 
     def _write_garbage(self, row: Row) -> None:
-        end = row.num_computed_tokens + row.num_scheduled_tokens
-        for position in range(row.num_computed_tokens, end):
+        for position in range(row.num_computed_tokens, row.end):
             self.kv[self.location(row, position)] = UNWRITTEN
             self.writers[self.location(row, position)] = row.seq_id
-        tokens = self.token_ids[row.table_idx]
-        self._store(tokens, end, [UNWRITTEN][: len(tokens) - end])
+        self._store(self.token_ids[row.table_idx], row.end, [UNWRITTEN])
 
     def _store(self, table: list[int], start: int, values: list[int]) -> None:
         assert start + len(values) <= len(table), "written past the end of a table"
@@ -182,7 +229,10 @@ class Engine:
         prefix_caching: bool = True,
         queue_depth: int = 0,
         propose: Proposer | None = None,
+        controller: DraftController | None = None,
     ) -> None:
+        if propose is not None and controller is None:
+            controller = FakeController(lambda most: most)
         self.manager = BlockManager(num_blocks, block_size, enable_prefix_caching=prefix_caching)
         self.scheduler = Scheduler(
             self.manager,
@@ -190,8 +240,11 @@ class Engine:
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
             eos_token_ids=eos_token_ids,
+            draft_controller=controller,
         )
-        self.worker = FakeWorker(max_num_seqs, max_model_len, block_size, propose)
+        self.worker = FakeWorker(
+            max_num_seqs, max_model_len, block_size, propose or (lambda token_ids: [])
+        )
         self.max_num_seqs = max_num_seqs
         self.queue_depth = queue_depth
         self.in_flight: deque[tuple[Schedule, StepResult | None]] = deque()
@@ -200,7 +253,7 @@ class Engine:
         self.contexts: list[list[int]] = []  # by id: the expected tokens up to max_model_len
         self.admitted: list[int] = []  # ids, in order of first admission
         self.preempted: list[int] = []  # ids, in order of preemption
-        self.num_drafts_held = 0
+        self.num_drafts_accepted = 0
 
     def add(
         self,
@@ -253,7 +306,7 @@ class Engine:
             return
         unfinished = {seq.seq_id for seq in self.sequences if not seq.is_finished}
         rows = [row for row in schedule.rows if row.samples]
-        self.num_drafts_held += sum(len(tokens) - 1 for tokens in result.token_ids if tokens)
+        self.num_drafts_accepted += sum(len(tokens) - 1 for tokens in result.token_ids if tokens)
         advanced = self.scheduler.update(schedule, result)
         ids = [seq.seq_id for seq in advanced]
         assert ids == [row.seq_id for row in rows if row.seq_id in unfinished]
@@ -300,6 +353,7 @@ class Engine:
         for seq in self.sequences:
             assert seq.is_finished
             self._check_output(seq)
+        self._check_stats()
         if len({seq.priority for seq in self.sequences}) == 1:
             assert self.admitted == sorted(self.admitted), "a waiting sequence was passed over"
 
@@ -320,6 +374,19 @@ class Engine:
             assert seq.finish_reason in (None, "abort", "error")
             assert len(got) < len(expected[0])
             assert got == expected[0][: len(got)]
+        if seq.finish_reason == "error":  # not before all tokens that come before it
+            assert len(seq.token_ids) >= self.worker.fails_from[seq.seq_id]
+
+    def _check_stats(self) -> None:
+        stats, counts = self.scheduler.stats, [seq.draft_counts for seq in self.sequences]
+        assert stats.num_decode_tokens == sum(seq.num_output_tokens for seq in self.sequences)
+        assert stats.drafts.num_drafts == sum(c.num_drafts for c in counts)
+        assert stats.drafts.num_draft_tokens == sum(c.num_draft_tokens for c in counts)
+        assert stats.drafts.num_accepted_tokens == sum(c.num_accepted_tokens for c in counts)
+        for found in (stats.drafts, *counts):
+            assert sum(found.num_accepted_tokens_per_pos) == found.num_accepted_tokens
+            assert found.num_drafts <= found.num_draft_tokens
+        assert stats.drafts.num_accepted_tokens <= self.num_drafts_accepted
 
     def _is_right_cache_count(self, num_cached: int | None, num_prompt_tokens: int) -> bool:
         if not self.manager.enable_prefix_caching:
@@ -354,17 +421,21 @@ class Engine:
         assert all(row.num_scheduled_tokens > 0 for row in schedule.rows)
         assert len({row.table_idx for row in schedule.rows}) == len(schedule.rows)
         assert len(self.scheduler.running) <= self.max_num_seqs
+        drafting = [row for row in schedule.rows if row.num_draft_tokens]
+        assert all(row.samples for row in drafting)
+        assert all(row.num_known_tokens == row.num_computed_tokens + 1 for row in drafting)
+        num_samples = sum(row.samples + row.num_draft_tokens for row in schedule.rows)
+        assert num_samples <= MAX_SAMPLES or not drafting
         if not all(row.samples for row in schedule.rows):  # the budget may cut only the last row
             assert schedule.num_tokens == budget
             assert all(row.samples for row in schedule.rows[:-1])
 
     def _check_row(self, row: Row) -> None:
         seq = self.sequences[row.seq_id]
-        end = row.num_computed_tokens + row.num_scheduled_tokens
-        num_known = end - len(row.draft_token_ids)
-        known = self.worker.token_ids[row.table_idx][:num_known]
-        assert known == self.contexts[row.seq_id][:num_known], "the table row holds other tokens"
-        for position in range(row.num_computed_tokens, end):
+        known = self.worker.token_ids[row.table_idx][: row.num_known_tokens]
+        expected = self.contexts[row.seq_id][: row.num_known_tokens]
+        assert known == expected, "the table row holds other tokens"
+        for position in range(row.num_computed_tokens, row.end):
             block_id, _ = self.worker.location(row, position)
             assert block_id == seq.block_table[position // self.manager.block_size]
             block = self.manager.blocks[block_id]

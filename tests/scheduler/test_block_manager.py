@@ -184,6 +184,23 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.publish(index, 0)
 
     @precondition(lambda self: self.owners)
+    @rule(index=INDEX, num_guessed=st.integers(0, 9))
+    def guess_and_trim(self, index: int, num_guessed: int) -> None:
+        """Take blocks for draft tokens, write there, then give back what is not needed."""
+        seq = self.owners[index % len(self.owners)].seq
+        before = snapshot(self.manager, seq)
+        table = list(seq.block_table)
+        num_tokens = len(table) * self.manager.block_size
+        appended = self.manager.allocate_blocks(seq, num_tokens + num_guessed)
+        if appended is not None:
+            self.evict(appended)
+            for block_id in appended:
+                self.kv[block_id] = ()
+            self.manager.trim(seq, num_tokens)
+        assert seq.block_table == table
+        assert self.manager.num_free_blocks == before[0]
+
+    @precondition(lambda self: self.owners)
     @rule(index=INDEX, comes_back=st.booleans())
     def free(self, index: int, comes_back: bool) -> None:
         owner = self.owners.pop(index % len(self.owners))
@@ -365,6 +382,20 @@ def test_evicted_sequence_is_published_again_from_the_root() -> None:
     assert admit(manager, seq) is not None
     manager.publish(seq, 2)
     assert num_hits(manager, [1, 2, 0]) == 2
+
+
+def test_trimmed_blocks_are_reused_before_cached_ones() -> None:
+    """Symptom: draft tokens that are rejected step by step evict the whole prefix cache."""
+    manager = BlockManager(5, 1)
+    manager.free(publish_all(manager, [1, 2, 3]))
+    seq = make_seq([7])
+    assert admit(manager, seq) is not None
+    for _ in range(3):
+        assert manager.allocate_blocks(seq, 2) is not None
+        manager.trim(seq, 1)
+    assert len(seq.block_table) == 1
+    assert num_hits(manager, [1, 2, 3, 0]) == 3
+    manager.check([seq])
 
 
 def test_use_makes_a_prefix_recent_again() -> None:

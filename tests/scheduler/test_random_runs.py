@@ -17,17 +17,25 @@ from hypothesis.stateful import (
     rule,
 )
 
-from tests.scheduler.fake_engine import VOCAB_SIZE, Engine, random_guesses
+from nanovllm.scheduler.draft_controller import DraftController
+from tests.scheduler.fake_engine import VOCAB_SIZE, Engine, random_guesses, random_limits
 
 PROMPT = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=20)
 
 INDEX = st.integers(0, 15)
 
 
+def make_controller(seed: int) -> DraftController:
+    """Return a controller of random limits, or now and then the real one."""
+    if seed % 4:
+        return random_limits(seed)
+    return DraftController(8, ((1, 0.010), (4, 0.011), (8, 0.012), (32, 0.016)), ((1, 0.0001),))
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Random arrivals, aborts, failures and steps; the KV pool is often too small."""
 
-    proposes = False
+    with_drafts = False
 
     @initialize(
         max_model_len=st.integers(2, 24),
@@ -56,7 +64,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_len=max_model_len,
             eos_token_ids=frozenset(eos_token_ids),
             queue_depth=queue_depth,
-            propose=random_guesses(seed) if self.proposes else None,
+            propose=random_guesses(seed) if self.with_drafts else None,
+            controller=make_controller(seed) if self.with_drafts else None,
             **options,
         )
 
@@ -95,6 +104,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     def abort(self, index: int) -> None:
         self.engine.abort(self.engine.sequences[-1 - index % len(self.engine.sequences)])
 
+    @precondition(lambda self: self.engine.sequences)
+    @rule(index=INDEX, num_more=st.integers(0, 8))
+    def break_one(self, index: int, num_more: int) -> None:
+        seq = self.engine.sequences[-1 - index % len(self.engine.sequences)]
+        if not seq.is_finished:
+            self.engine.worker.fails_from[seq.seq_id] = len(seq.token_ids) + num_more
+
     @precondition(lambda self: len(self.engine.in_flight) <= self.engine.queue_depth)
     @rule()
     def launch(self) -> None:
@@ -128,9 +144,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 class SpeculationMachine(SchedulerMachine):
-    """The same with a worker that proposes draft tokens, right and wrong ones."""
+    """The same with a worker that proposes draft tokens, right and wrong ones.
 
-    proposes = True
+    A controller sets how many, and the worker may propose fewer.
+    """
+
+    with_drafts = True
 
 
 SchedulerMachine.TestCase.settings = settings(

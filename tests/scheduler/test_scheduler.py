@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 
 import nanovllm
+from nanovllm.outputs import DraftCounts
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduler import drafts
 from nanovllm.scheduler.block_manager import BlockManager
 from nanovllm.scheduler.messages import StepResult
 from nanovllm.scheduler.scheduler import Scheduler
@@ -24,6 +26,7 @@ from nanovllm.scheduler.sequence import Sequence
 from tests.scheduler.fake_engine import (
     VOCAB_SIZE,
     Engine,
+    FakeController,
     continuation,
     oracle,
     prompt_that_ends_with,
@@ -453,6 +456,10 @@ def three_right_guesses(token_ids: list[int]) -> list[int]:
     return list(islice(continuation(token_ids), 3))
 
 
+def as_many_as_fit() -> FakeController:
+    return FakeController(lambda most: most)
+
+
 def three_wrong_guesses(token_ids: list[int]) -> list[int]:
     return [VOCAB_SIZE] * 3  # a token that the fake model never samples
 
@@ -462,9 +469,9 @@ def test_row_without_a_token_ends_its_sequence_only(queue_depth: int) -> None:
     """Symptom: logits that are NaN give tokens without end, or fail the whole step."""
     engine = Engine(queue_depth=queue_depth, propose=random_guesses(1))
     sound, broken, late = (engine.add([first, 2, 3], max_tokens=8) for first in (1, 2, 3))
-    engine.worker.without_token.add(late.seq_id)
+    engine.worker.fails_from[late.seq_id] = 0
     engine.step_until(lambda: broken.num_output_tokens >= 3)
-    engine.worker.without_token.add(broken.seq_id)
+    engine.worker.fails_from[broken.seq_id] = 0
     engine.run()
     assert (late.finish_reason, late.stop_reason) == ("error", "no token")
     assert late.output_token_ids == []
@@ -482,14 +489,14 @@ def test_blocks_of_a_failed_sequence_leave_the_prefix_cache(queue_depth: int) ->
     sharer = engine.add(prompt[:5], max_tokens=30)
     engine.step_until(lambda: sharer.num_output_tokens)
     broken = engine.add(prompt)
-    engine.worker.without_token.add(broken.seq_id)
+    engine.worker.fails_from[broken.seq_id] = 0
     engine.step_until(lambda: broken.is_finished)
     assert broken.num_cached_tokens == 4
     again = engine.add(prompt)
     engine.run()
     assert (broken.finish_reason, again.num_cached_tokens) == ("error", 4)  # not 8
     broken = engine.add(prompt)
-    engine.worker.without_token.add(broken.seq_id)
+    engine.worker.fails_from[broken.seq_id] = 0
     engine.run()
     again = engine.add(prompt)
     engine.run()
@@ -511,11 +518,16 @@ def test_blocks_that_a_row_begins_and_does_not_fill_are_zeroed() -> None:
 
 def test_right_drafts_save_steps() -> None:
     """Symptom: drafts are verified one per step, or accepted drafts are computed again."""
-    engine = Engine(propose=three_right_guesses)
-    engine.add([1, 2, 3], max_tokens=9)
+    engine = Engine(propose=three_right_guesses, controller=(controller := as_many_as_fit()))
+    seq = engine.add([1, 2, 3], max_tokens=9)
     engine.run()
-    num_tokens = [schedule.num_tokens for schedule, _ in engine.launched]
-    assert num_tokens == [3, 4, 4]  # 1 token out, then 4, then 4
+    assert controller.num_step_tokens == [3, 4, 4]  # 1 token out, then 4, then 4
+    assert controller.num_step_drafts == [(0, 0), (1, 3), (1, 3)]
+    assert engine.scheduler.stats.num_prefill_tokens == 2
+    assert engine.scheduler.stats.num_decode_tokens == 9
+    for counts in (seq.draft_counts, engine.scheduler.stats.drafts, controller.counts):
+        assert counts == DraftCounts(2, 6, 6, [2, 2, 2])
+        assert counts.mean_acceptance_length == 4
 
 
 def test_wrong_drafts_cost_only_their_rows() -> None:
@@ -526,6 +538,18 @@ def test_wrong_drafts_cost_only_their_rows() -> None:
     num_tokens = [schedule.num_tokens for schedule, _ in engine.launched]
     assert num_tokens == [3, 3, 2, 1]  # as many drafts as max_tokens still allows
     assert seq.num_output_tokens == 4
+    assert seq.draft_counts == DraftCounts(2, 3, 0, [0, 0])
+    assert engine.scheduler.stats.num_prefill_tokens == 2
+
+
+def test_without_a_controller_there_are_no_drafts() -> None:
+    """Symptom: speculation that is off still schedules drafts."""
+    engine = Engine()
+    seq = engine.add([1, 2, 3], max_tokens=3)
+    engine.run()
+    assert all(row.num_draft_tokens == 0 for s, _ in engine.launched for row in s.rows)
+    assert seq.draft_counts == engine.scheduler.stats.drafts == DraftCounts()
+    assert seq.draft_counts.mean_acceptance_length == 1
 
 
 def test_drafts_are_cut_to_the_budget() -> None:
@@ -536,19 +560,156 @@ def test_drafts_are_cut_to_the_budget() -> None:
     schedule = engine.launch()
     assert schedule is not None
     (row,) = schedule.rows
-    assert (row.num_scheduled_tokens, len(row.draft_token_ids), row.samples) == (2, 1, True)
+    assert (row.num_scheduled_tokens, row.num_draft_tokens, row.samples) == (2, 1, True)
     engine.retire()
     engine.run()
 
 
-def test_stop_token_among_held_drafts_ends_the_output() -> None:
-    """Symptom: tokens after EOS are returned because they came in the same step."""
-    eos_token_ids = frozenset({3})
-    engine = Engine(propose=three_right_guesses, eos_token_ids=eos_token_ids)
-    seq = engine.add(prompt_that_ends_with(3, eos_token_ids), max_tokens=8)
+def test_prompts_come_before_drafts() -> None:
+    """Symptom: drafts take the step's budget, and prompts wait for their first token."""
+    engine = Engine(propose=three_right_guesses, max_num_batched_tokens=5)
+    engine.add([1], max_tokens=9)
+    engine.step()
+    engine.add([1, 2, 3, 4, 0, 1], max_tokens=2)
+    found = []
+    for _ in range(2):
+        schedule = engine.launch()
+        assert schedule is not None
+        found.append([(row.num_scheduled_tokens, row.num_draft_tokens) for row in schedule.rows])
+        engine.retire()
+    assert found == [[(1, 0), (4, 0)], [(3, 2), (2, 0)]]  # a prompt's chunk gets no drafts
     engine.run()
-    assert seq.finish_reason == "stop"
-    assert engine.num_drafts_held >= seq.num_output_tokens - 2
+
+
+def test_samples_of_a_step_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Symptom: logits of hundreds of drafts take more memory than was measured at start."""
+    monkeypatch.setattr(drafts, "MAX_SAMPLES", 5)
+    engine = Engine(propose=three_right_guesses)
+    for first in (1, 2, 3):
+        engine.add([first], max_tokens=9)
+    engine.step()
+    schedule = engine.launch()
+    assert schedule is not None
+    assert sum(1 + row.num_draft_tokens for row in schedule.rows) == 5
+    engine.retire()
+    engine.run()
+
+
+def test_drafts_take_free_blocks_only() -> None:
+    """Symptom: a sequence is preempted, so that another can guess."""
+    engine = Engine(num_blocks=4, block_size=2, max_model_len=8, propose=three_wrong_guesses)
+    engine.add([1, 2], max_tokens=6)
+    engine.add([2, 3], max_tokens=6)
+    engine.step()
+    schedule = engine.launch()
+    assert schedule is not None
+    assert engine.preempted == []
+    # Each row needs one block; that leaves a place behind its token, and no block.
+    assert [row.num_draft_tokens for row in schedule.rows] == [1, 1]
+    engine.retire()
+    engine.run()
+
+
+def test_rejected_drafts_give_their_blocks_back() -> None:
+    """Symptom: rejected drafts hold blocks for which others wait, or are preempted."""
+    engine = Engine(num_blocks=4, block_size=2, max_model_len=8, propose=three_wrong_guesses)
+    guessing = engine.add([1, 2], max_tokens=6)
+    engine.step()
+    engine.launch()
+    assert engine.manager.num_free_blocks == 0
+    engine.retire()
+    assert len(guessing.block_table) == 2  # of 3 computed tokens
+    engine.scheduler.check()
+    engine.add([2, 3, 4], max_tokens=1)
+    schedule = engine.launch()
+    assert schedule is not None
+    assert len(schedule.admissions) == 1
+    engine.retire()
+    engine.run()
+    assert engine.preempted == []
+
+
+def test_blocks_that_drafts_may_not_reach_are_zeroed() -> None:
+    """Symptom: fewer drafts come than scheduled, and a row reads another sequence's masked KV."""
+    engine = Engine(block_size=2, max_model_len=16, propose=three_wrong_guesses)
+    seq = engine.add([1, 2, 3], max_tokens=12)
+    engine.step()
+    schedule = engine.launch()
+    assert schedule is not None
+    (row,) = schedule.rows
+    assert (row.num_computed_tokens, row.num_known_tokens, row.end) == (3, 4, 14)
+    # The known token fills block 1, which an earlier step began.
+    assert schedule.blocks_to_zero == seq.block_table[2:7]
+    engine.retire()
+    engine.run()
+
+
+def test_stop_token_among_accepted_drafts_ends_the_output() -> None:
+    """Symptom: tokens after EOS are returned, or counted, because they came in the same step."""
+    eos_token_ids = frozenset({3})
+    engine = Engine(propose=three_right_guesses, eos_token_ids=eos_token_ids, max_model_len=32)
+    prompts = [[first, second] for first in range(VOCAB_SIZE) for second in range(VOCAB_SIZE)]
+    seqs = [engine.add(prompt, max_tokens=9) for prompt in prompts]
+    engine.run()
+    # The first token comes of the prompt; then EOS is the 1st to 4th token of a step.
+    ends = {(seq.num_output_tokens - 2) % 4 for seq in seqs if seq.finish_reason == "stop"}
+    assert ends == {0, 1, 2, 3}
+    accepted = sum(seq.draft_counts.num_accepted_tokens for seq in seqs)
+    assert engine.num_drafts_accepted > accepted
+
+
+@DEPTHS
+def test_error_behind_accepted_drafts_keeps_them(queue_depth: int) -> None:
+    """Symptom: a request that fails at its sixth token loses those that came in the same step."""
+    engine = Engine(propose=three_right_guesses, queue_depth=queue_depth)
+    seq = engine.add([1, 2], max_tokens=9)
+    engine.worker.fails_from[seq.seq_id] = 7
+    engine.run()
+    assert (seq.num_output_tokens, seq.finish_reason) == (5, "error")
+    seq = engine.add([1, 2], max_tokens=9)
+    engine.worker.fails_from[seq.seq_id] = 6
+    engine.run()
+    assert (seq.num_output_tokens, seq.finish_reason) == (4, "error")
+
+
+def test_drafts_in_flight_survive_the_result_before_them() -> None:
+    """Symptom: the result of a step forgets the drafts of the next, and its counts are wrong."""
+    engine = Engine(propose=three_right_guesses, queue_depth=1)
+    seq = engine.add([1, 2, 3], max_tokens=9)
+    engine.launch()
+    schedule = engine.launch()  # behind a token that is pending
+    assert schedule is not None
+    assert schedule.rows[0].num_known_tokens == 4
+    assert engine.launch() is None  # where the next token goes is not known yet
+    engine.retire()
+    engine.scheduler.check()
+    assert seq.num_draft_tokens == schedule.rows[0].num_draft_tokens > 0
+    engine.run()
+
+
+def test_depth_one_runs_ahead_where_no_drafts_pay() -> None:
+    """Symptom: with speculation, steps without drafts wait for their results, too."""
+    engine = Engine(
+        propose=three_right_guesses, queue_depth=1, controller=FakeController(lambda most: 0)
+    )
+    seq = engine.add([1, 2], max_tokens=3)
+    schedules = [engine.launch(), engine.launch(), engine.launch()]
+    assert all(schedules)
+    assert seq.output_token_ids == []
+    engine.run()
+
+
+def test_preempted_sequence_forgets_its_drafts() -> None:
+    """Symptom: drafts in flight count as tokens to compute when their sequence resumes."""
+    engine = Engine(
+        num_blocks=5, block_size=2, max_model_len=10, queue_depth=1, propose=three_right_guesses
+    )
+    first = engine.add([1, 2, 3], max_tokens=7)
+    last = engine.add([2, 3, 4], max_tokens=7)
+    engine.run()
+    assert engine.preempted
+    assert set(engine.preempted) == {last.seq_id}
+    assert first.num_output_tokens == last.num_output_tokens == 7
 
 
 def num_lines_run(function: Callable[[], object]) -> int:

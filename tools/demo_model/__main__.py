@@ -1,9 +1,13 @@
-"""Trains the demo model from scratch and overwrites the one in nanovllm/demo_model/model.
+"""Trains the demo model, its draft model or its EAGLE-3 head, and overwrites the shipped one.
 
     python -m tools.demo_model
     python -m tools.demo_model --out /tmp/model --seed 1
     python -m tools.demo_model --start nanovllm/demo_model/model --steps 700
+    python -m tools.demo_model --part draft
+    python -m tools.demo_model --part eagle3
     python -m tools.demo_model --help
+
+The model:
 
 1. Train a byte-level BPE tokenizer on nanovllm/demo_model/glossary.md.
 2. Train a Qwen3 model of about one million parameters to answer questions with the glossary's
@@ -16,6 +20,10 @@
 `--start` is for small changes of the glossary or of the questions: the model keeps what it knows,
 and most of the time is saved.
 
+The draft model and the EAGLE-3 head learn from the shipped model, on the same examples. At the end
+the mean acceptance length on other questions is logged. Both are to be trained again after the
+model.
+
 The seed fixes the result for the same machine, thread count and library versions.
 """
 
@@ -26,27 +34,35 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from nanovllm.demo_model import MODEL, entries
+from nanovllm.demo_model import DRAFT_MODEL, EAGLE3, MODEL, entries
+from tools.demo_model.acceptance import draft_hits, eagle3_hits, log_acceptance
 from tools.demo_model.checkpoint import (
+    MODEL_CONFIG,
     read_weights,
     save_weights,
     train_tokenizer,
     write_configs,
     write_tokenizer,
 )
+from tools.demo_model.draft import train_draft
+from tools.demo_model.eagle3 import train_eagle3
 from tools.demo_model.train import Examples, Schedule, train
 from tools.demo_model.verify import verify
 
 logger = logging.getLogger(__name__)
 
+OUT = {"model": MODEL, "draft": DRAFT_MODEL, "eagle3": EAGLE3}
+STEPS = {"model": 2500, "draft": 1500, "eagle3": 600}
+
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train the demo model on the glossary.")
-    parser.add_argument("--out", type=Path, default=Path(MODEL), help="model directory to write")
+    parser.add_argument("--part", choices=list(OUT), default="model", help="what to train")
+    parser.add_argument("--out", type=Path, help="directory to write; default: the shipped one")
     parser.add_argument(
         "--start", type=Path, help="model directory whose weights to begin with, not random ones"
     )
-    parser.add_argument("--steps", type=int, default=2500)
+    parser.add_argument("--steps", type=int, help=f"default: {STEPS}")
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="of embeddings and norms")
     parser.add_argument("--matrix-learning-rate", type=float, default=0.02, help="of the rest")
     parser.add_argument("--weight-decay", type=float, default=0.05)
@@ -65,25 +81,45 @@ def main() -> None:
     args = parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     torch.manual_seed(args.seed)
-    glossary = entries()
-    args.out.mkdir(parents=True, exist_ok=True)
-    write_tokenizer(args.out, train_tokenizer(glossary))
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(args.out)
-    config = write_configs(args.out, tokenizer)
-    model = Qwen3ForCausalLM(Qwen3Config(**config)).float()
-    if args.start is not None:
-        read_weights(model, args.start)
-    logger.info("%d entries, %d parameters", len(glossary), model.num_parameters())
+    out = args.out or Path(OUT[args.part])
+    out.mkdir(parents=True, exist_ok=True)
     schedule = Schedule(
-        args.steps,
+        args.steps or STEPS[args.part],
         args.learning_rate,
         args.matrix_learning_rate,
         args.weight_decay,
         args.warmup,
     )
+    if args.part == "model":
+        train_model(args, out, schedule)
+    else:
+        train_proposer(args, out, schedule)
+
+
+def train_model(args: argparse.Namespace, out: Path, schedule: Schedule) -> None:
+    glossary = entries()
+    write_tokenizer(out, train_tokenizer(glossary))
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(out)
+    config = write_configs(out, tokenizer, MODEL_CONFIG)
+    model = Qwen3ForCausalLM(Qwen3Config(**config)).float()
+    if args.start is not None:
+        read_weights(model, args.start)
+    logger.info("%d entries, %d parameters", len(glossary), model.num_parameters())
     train(model, Examples(tokenizer, args.seed), schedule)
-    save_weights(model, args.out)
-    verify(args.out, glossary, args.margin, args.most_wrong)
+    save_weights(model, out)
+    verify(out, glossary, args.margin, args.most_wrong)
+
+
+def train_proposer(args: argparse.Namespace, out: Path, schedule: Schedule) -> None:
+    """Train the draft model or the EAGLE-3 head of the shipped model."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(MODEL)
+    target = Qwen3ForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    examples = Examples(tokenizer, args.seed)
+    if args.part == "draft":
+        hits = draft_hits(train_draft(target, examples, schedule, out))
+    else:
+        hits = eagle3_hits(train_eagle3(target, examples, schedule, out), target)
+    log_acceptance(args.part, hits, target, tokenizer)
 
 
 if __name__ == "__main__":

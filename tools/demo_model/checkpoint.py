@@ -141,10 +141,12 @@ def write_tokenizer(out: Path, tokenizer: Tokenizer) -> None:
     )
 
 
-def write_configs(out: Path, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+def write_configs(
+    out: Path, tokenizer: PreTrainedTokenizerFast, architecture: dict[str, Any]
+) -> dict[str, Any]:
     """Write config.json and generation_config.json; return the content of config.json."""
     end_of_text, turn_end = tokenizer.encode(END_OF_TEXT + TURN_END)
-    config = MODEL_CONFIG | {
+    config = architecture | {
         "bos_token_id": end_of_text,
         "eos_token_id": turn_end,
         "pad_token_id": end_of_text,

@@ -1,7 +1,7 @@
 """The training texts of the demo model, and the training."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -152,10 +152,12 @@ def learning_rate_factor(warmup: int, steps: int) -> Callable[[int], float]:
     return factor
 
 
-def make_optimizers(model: Qwen3ForCausalLM, schedule: Schedule) -> list[torch.optim.Optimizer]:
-    """Return Muon for the weight matrices of the layers, and AdamW for the rest."""
-    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
-    others = [p for p in model.parameters() if not any(p is matrix for matrix in matrices)]
+def make_optimizers(
+    matrices: Sequence[torch.nn.Parameter],
+    others: Sequence[torch.nn.Parameter],
+    schedule: Schedule,
+) -> list[torch.optim.Optimizer]:
+    """Return Muon for `matrices`, and AdamW for the rest."""
     return [
         torch.optim.Muon(
             matrices, lr=schedule.matrix_learning_rate, weight_decay=schedule.weight_decay
@@ -171,7 +173,26 @@ def make_optimizers(model: Qwen3ForCausalLM, schedule: Schedule) -> list[torch.o
 
 def train(model: Qwen3ForCausalLM, examples: Examples, schedule: Schedule) -> None:
     """Train `model` in place."""
-    optimizers = make_optimizers(model, schedule)
+    optimize(model, model.model.layers, lambda: mean_loss(model, *examples.batch()), schedule)
+
+
+def optimize(
+    model: torch.nn.Module,
+    layers: torch.nn.Module,
+    batch_loss: Callable[[], torch.Tensor],
+    schedule: Schedule,
+) -> None:
+    """Make `batch_loss` small.
+
+    Args:
+        model: What is trained, in place.
+        layers: The part of `model` whose weight matrices Muon trains.
+        batch_loss: Returns the mean loss of `model` on the next batch.
+        schedule: How long and how fast.
+    """
+    matrices = [p for p in layers.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if not any(p is matrix for matrix in matrices)]
+    optimizers = make_optimizers(matrices, others, schedule)
     factor = learning_rate_factor(schedule.warmup, schedule.steps)
     rates = [torch.optim.lr_scheduler.LambdaLR(optimizer, factor) for optimizer in optimizers]
     model.train()
@@ -179,7 +200,7 @@ def train(model: Qwen3ForCausalLM, examples: Examples, schedule: Schedule) -> No
     for step in progress:
         losses = []
         for _ in range(BATCHES_PER_STEP):
-            losses.append(mean_loss(model, *examples.batch()))
+            losses.append(batch_loss())
             torch.autograd.backward(losses[-1] / BATCHES_PER_STEP)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer, rate in zip(optimizers, rates, strict=True):

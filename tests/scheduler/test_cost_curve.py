@@ -1,0 +1,101 @@
+"""What steps cost: interpolation, and corrections that a noisy machine does not mislead."""
+
+import pytest
+
+from nanovllm.scheduler.cost_curve import CostCurve
+
+MEASURED = ((1, 1.0), (8, 1.0), (16, 2.0), (32, 4.0))
+
+
+def ratio(curve: CostCurve, size: int, other: int) -> float:
+    return curve.at(size) / curve.at(other)
+
+
+def test_interpolates_and_extrapolates_by_the_last_slope() -> None:
+    curve = CostCurve(MEASURED)
+    assert [curve.at(size) for size in (1, 4, 12, 24, 40)] == pytest.approx([1, 1, 1.5, 3, 5])
+
+
+def test_without_measurements_cost_is_proportional() -> None:
+    curve = CostCurve(())
+    assert ratio(curve, 7, 1) == pytest.approx(7)
+
+
+def test_never_falls_with_the_size() -> None:
+    curve = CostCurve(((1, 1.0), (8, 1.5), (16, 1.2), (32, 1.3)))
+    costs = [curve.at(size) for size in range(1, 40)]
+    assert costs == sorted(costs)
+
+
+def test_least_slope_is_a_lower_bound() -> None:
+    curve = CostCurve(((1, 1.0), (8, 1.0), (12, 3.0), (16, 3.0), (64, 5.0)))
+    for size in (1, 5, 9, 12, 20, 70):
+        slope = curve.least_slope(size)
+        for larger in range(size + 1, 100):
+            assert curve.at(larger) >= curve.at(size) + slope * (larger - size) - 1e-9
+
+
+@pytest.mark.parametrize("size", [8, 16, 12])
+def test_an_outlier_changes_nothing(size: int) -> None:
+    curve, same = CostCurve(MEASURED), CostCurve(MEASURED)
+    for step in range(100):
+        curve.observe(size, same.at(size) * (10 if step % 20 == 7 else 1))
+    for other in (1, 8, 12, 16, 32, 50):
+        assert curve.at(other) == pytest.approx(same.at(other))
+
+
+def test_all_steps_slower_changes_no_ratio() -> None:
+    """As when contexts grow: one size tells the others' scale too, once it is known."""
+    curve = CostCurve(MEASURED)
+    for _ in range(10):
+        curve.observe(8, 1.0)
+    for _ in range(30):
+        curve.observe(8, 1.5)
+    assert curve.at(8) == pytest.approx(1.5, rel=0.02)
+    assert ratio(curve, 32, 8) == pytest.approx(4, rel=0.15)
+
+
+@pytest.mark.parametrize("error", [0.5, 2.0])
+def test_a_wrong_measurement_is_repaired(error: float) -> None:
+    curve = CostCurve([(size, s * (error if size == 16 else 1)) for size, s in MEASURED])
+    for _ in range(20):
+        for size in (8, 16, 32):
+            curve.observe(size, CostCurve(MEASURED).at(size))
+    assert ratio(curve, 16, 8) == pytest.approx(2, rel=0.05)
+    assert ratio(curve, 32, 8) == pytest.approx(4, rel=0.05)
+
+
+def test_a_stair_between_measured_sizes_is_found() -> None:
+    curve = CostCurve(((1, 1.0), (16, 1.0), (32, 2.0)))
+    for _ in range(10):
+        curve.observe(16, 1.0)
+        curve.observe(17, 2.0)
+    assert curve.at(17) == pytest.approx(2, rel=0.1)
+    assert curve.at(16) == pytest.approx(1, rel=0.1)
+    assert curve.at(25) == pytest.approx(2, rel=0.1)
+
+
+def test_added_sizes_are_bounded() -> None:
+    curve = CostCurve(((1, 1.0), (512, 2.0)))
+    for step in range(4000):
+        size = 1 + step // 2 % 511
+        curve.observe(size, 1.0 + size % 2)
+    assert len(curve.sizes) <= 40
+
+
+def test_learns_the_slope_beyond_the_largest_size() -> None:
+    curve = CostCurve(((1, 1.0), (64, 1.0)))
+    for step in range(40):
+        curve.observe(512, (1 + (512 - 64) / 50) * (10 if step % 20 == 7 else 1))
+    assert curve.at(128) - curve.at(64) == pytest.approx(64 / 50, rel=0.1)
+
+
+def test_asks_for_sizes_that_are_not_observed() -> None:
+    curve = CostCurve(MEASURED)
+    for _ in range(8):
+        curve.observe(32, 4.0)
+    assert curve.is_stale(8)
+    assert not curve.is_stale(32)
+    assert not curve.is_stale(100)
+    curve.observe(8, 1.0)
+    assert not curve.is_stale(8)

@@ -1,0 +1,170 @@
+"""The draft model and the EAGLE-3 head that ship with the demo model, without an engine for them.
+
+How tokens are drafted in training is compared with a plain sequence of drafts.
+"""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+from nanovllm import SamplingParams, demo_model
+from tools.demo_model.acceptance import (
+    HELD_OUT,
+    NUM_DRAFTS,
+    acceptance,
+    draft_hits,
+    eagle3_hits,
+    held_out_cases,
+)
+from tools.demo_model.draft import drafted
+from tools.demo_model.eagle3 import Eagle3Head, read_eagle3, read_target
+from tools.demo_model.sentences import SENTENCES
+
+DRAFT, EAGLE3 = Path(demo_model.DRAFT_MODEL), Path(demo_model.EAGLE3)
+
+
+def config(directory: str | Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((Path(directory) / "config.json").read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def target() -> Qwen3ForCausalLM:
+    return Qwen3ForCausalLM.from_pretrained(demo_model.MODEL, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast.from_pretrained(demo_model.MODEL)
+
+
+@pytest.fixture(scope="module")
+def head() -> Eagle3Head:
+    return read_eagle3(EAGLE3)
+
+
+def test_both_ship_within_1_mb() -> None:
+    files = [*DRAFT.iterdir(), *EAGLE3.iterdir()]
+    assert sum(file.stat().st_size for file in files) <= 1_000_000
+    root = Path(__file__).parent.parent
+    package = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]
+    patterns = package["package-data"]["nanovllm"]
+    shipped = [f for pattern in patterns for f in (root / "nanovllm").glob(pattern)]
+    assert {f.resolve() for f in files} <= {f.resolve() for f in shipped}
+
+
+@pytest.mark.parametrize("directory", [DRAFT, EAGLE3])
+def test_weights_are_finite(directory: Path) -> None:
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        assert tensor.isfinite().all(), name
+
+
+def test_draft_model_has_the_vocabulary_of_the_model() -> None:
+    model, draft = config(demo_model.MODEL), config(DRAFT)
+    for name in ("vocab_size", "eos_token_id", "max_position_embeddings", "model_type"):
+        assert draft[name] == model[name]
+    assert {file.name for file in DRAFT.iterdir()} == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    }, "the tokenizer is the model's"
+
+
+def test_draft_model_is_a_model_of_its_own(
+    make_llm: Any, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    llm = make_llm(DRAFT, dtype="float32", max_model_len=256)
+    prompt, answer = (tokenizer.encode(t) for t in ("What is paged attention?", " Paged attention"))
+    output = llm.generate([prompt + answer], SamplingParams(temperature=0, max_tokens=8))[0]
+    assert len(output.token_ids) == 8
+
+
+def test_head_has_the_published_layout() -> None:
+    found = config(EAGLE3)
+    assert found["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert found["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
+    model = config(demo_model.MODEL)
+    assert (found["vocab_size"], found["hidden_size"]) == (
+        model["vocab_size"],
+        model["hidden_size"],
+    )
+    hidden, drafts = found["hidden_size"], found["draft_vocab_size"]
+    heads = found["num_attention_heads"] * found["head_dim"]
+    kv_heads = found["num_key_value_heads"] * found["head_dim"]
+    inner = found["intermediate_size"]
+    shapes = {name: tuple(t.shape) for name, t in load_file(EAGLE3 / "model.safetensors").items()}
+    assert shapes == {
+        "d2t": (drafts,),
+        "t2d": (found["vocab_size"],),
+        "fc.weight": (hidden, 3 * hidden),
+        "lm_head.weight": (drafts, hidden),
+        "midlayer.hidden_norm.weight": (hidden,),
+        "midlayer.input_layernorm.weight": (hidden,),
+        "midlayer.mlp.down_proj.weight": (hidden, inner),
+        "midlayer.mlp.gate_proj.weight": (inner, hidden),
+        "midlayer.mlp.up_proj.weight": (inner, hidden),
+        "midlayer.post_attention_layernorm.weight": (hidden,),
+        "midlayer.self_attn.k_proj.weight": (kv_heads, 2 * hidden),
+        "midlayer.self_attn.o_proj.weight": (hidden, heads),
+        "midlayer.self_attn.q_proj.weight": (heads, 2 * hidden),
+        "midlayer.self_attn.v_proj.weight": (kv_heads, 2 * hidden),
+        "norm.weight": (hidden,),
+    }
+
+
+def test_head_maps_its_tokens_to_those_of_the_model() -> None:
+    tensors = load_file(EAGLE3 / "model.safetensors")
+    d2t, t2d = tensors["d2t"], tensors["t2d"]
+    assert (d2t.dtype, t2d.dtype) == (torch.int64, torch.bool)
+    assert (d2t + torch.arange(len(d2t))).tolist() == t2d.nonzero().flatten().tolist()
+    assert t2d[config(EAGLE3)["eos_token_id"]], "it can draft the end of an answer"
+
+
+@torch.inference_mode()
+def test_unrolled_steps_are_those_of_a_sequence_of_drafts(
+    head: Eagle3Head, target: Qwen3ForCausalLM
+) -> None:
+    """Row 5 of every step, by one causal pass over the rows that a drafting engine would have."""
+    row, steps = 5, 4
+    inputs = torch.randint(0, 1000, (1, 16), generator=torch.Generator().manual_seed(0))
+    features, _ = read_target(target, inputs)
+    hidden = head.fc(features[:, : row + 1])
+    for step, unrolled in enumerate(head.unroll(target, inputs, features, steps)):
+        embedded = target.model.embed_tokens(inputs[:, 1 : row + 2 + step])
+        output = head.midlayer(embedded, hidden, [])[:, -1]
+        torch.testing.assert_close(unrolled[:, row], output)
+        hidden = torch.cat((hidden, output[:, None]), dim=1)
+
+
+def test_only_later_tokens_of_a_reply_are_drafted() -> None:
+    labels = torch.tensor([[-100, 5, 6, 7, -100, -100, 8, 9]])
+    assert drafted(labels).tolist() == [[False, True, True, False, False, False, True]]
+
+
+@pytest.mark.parametrize(("part", "least"), [("draft", 2.0), ("eagle3", 2.5)])
+def test_drafts_are_accepted(
+    part: str,
+    least: float,
+    head: Eagle3Head,
+    target: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    if part == "draft":
+        hits = draft_hits(Qwen3ForCausalLM.from_pretrained(DRAFT, dtype=torch.float32).eval())
+    else:
+        hits = eagle3_hits(head, target)
+    cases = held_out_cases(tokenizer)["glossary, chat"]
+    rates = acceptance(hits, target, tokenizer, cases[::6])
+    assert len(rates) == NUM_DRAFTS
+    assert rates == sorted(rates, reverse=True)
+    assert 1 + sum(rates) >= least
+
+
+def test_held_out_questions_are_not_in_training() -> None:
+    assert not set(HELD_OUT) & set(SENTENCES)

@@ -1,0 +1,62 @@
+"""The draft model: a smaller Qwen3 that is taught to say what the demo model would say next.
+
+Its checkpoint has no tokenizer of its own: the demo model's is the same. What the draft model
+learns is the demo model's whole distribution, since drafts are accepted where the two agree.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from tools.demo_model.checkpoint import MODEL_CONFIG, read_weights, save_weights, write_configs
+from tools.demo_model.train import IGNORED_LABEL, Examples, Schedule, optimize
+
+DRAFT_CONFIG: dict[str, Any] = MODEL_CONFIG | {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "max_window_layers": 2,
+}
+
+
+def train_draft(
+    target: Qwen3ForCausalLM, examples: Examples, schedule: Schedule, out: Path
+) -> Qwen3ForCausalLM:
+    """Train a draft model for `target`, write its checkpoint to `out`, and return it."""
+    config = write_configs(out, examples.tokenizer, DRAFT_CONFIG)
+    draft = Qwen3ForCausalLM(Qwen3Config(**config)).float()
+    optimize(
+        draft,
+        draft.model.layers,
+        lambda: distillation_loss(draft, target, *examples.batch()),
+        schedule,
+    )
+    save_weights(draft, out)
+    read_weights(draft, out)
+    return draft
+
+
+def drafted(labels: torch.Tensor) -> torch.Tensor:
+    """Return where a token of a reply follows one of the same reply: [n, length - 1].
+
+    Only such tokens are ever drafted. The model itself gives the first one of a reply.
+    """
+    replies = labels != IGNORED_LABEL
+    return replies[:, :-1] & replies[:, 1:]
+
+
+def distillation_loss(
+    draft: Qwen3ForCausalLM, target: Qwen3ForCausalLM, inputs: torch.Tensor, labels: torch.Tensor
+) -> torch.Tensor:
+    """Return the mean cross-entropy of the draft model's tokens with the target's."""
+    learned = drafted(labels)
+    with torch.no_grad():
+        known = target.model(input_ids=inputs[:, :-1]).last_hidden_state
+        wanted = target.lm_head(known[learned]).softmax(dim=-1)
+    hidden = draft.model(input_ids=inputs[:, :-1]).last_hidden_state
+    return cross_entropy(draft.lm_head(hidden[learned]), wanted)
