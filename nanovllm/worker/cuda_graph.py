@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence as Seq
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import nn
 from tqdm.auto import tqdm
 
 from nanovllm.attention.backend import Backend
+from nanovllm.attention.batch import Batch
 from nanovllm.layers.sampler import draw
 from nanovllm.scheduler.messages import Row
 from nanovllm.utils.distributed import broadcast_from_first
@@ -39,6 +39,9 @@ Step = Callable[[], torch.Tensor | None]
 Capture = Callable[[Step], tuple[Graph, torch.Tensor | None]]
 """Captures a step; returns the graph and its logits. Graphs share memory: a replay of any graph may
 overwrite the logits. The capture may also run the step."""
+ComputeLogits = Callable[[Batch], torch.Tensor | None]
+"""Computes a planned batch of T rows of one token; returns logits [T, vocab_size], or None on a
+rank without logits."""
 
 
 def graph_sizes(max_tokens: int) -> list[int]:
@@ -80,20 +83,25 @@ class GraphRunner:
         max_tokens: size of the largest graph.
         max_known_tokens: how many tokens a row may have that are no drafts. Rows of a decode step
             have one.
+        lag: how many positions the sampled token lies further than one behind its input's, as the
+            sampling parameters count; `tables` shows the tokens that much shifted.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        compute_logits: ComputeLogits,
         backend: Backend,
         tables: DeviceTables,
         max_tokens: int,
         capture: Capture,
         *,
         max_known_tokens: int = 1,
+        lag: int = 0,
     ) -> None:
+        self.max_tokens = max_tokens
         self.sizes: list[int] = []
-        self._model = model
+        self._compute_logits = compute_logits
+        self._lag = lag
         self._backend = backend
         self._tables = tables
         self._capture = capture
@@ -163,12 +171,14 @@ class GraphRunner:
 
     def _step(self, size: int) -> torch.Tensor | None:
         table_indices, targets, positions, moves = self._columns(size)
-        tables, model = self._tables, self._model
+        tables = self._tables
         batch, sampling = tables.decode_inputs(
             table_indices, positions, self._cu_seqlens_q[: size + 1]
         )
         batch = dataclasses.replace(batch, metadata=self._backend.plan(batch))
-        logits: torch.Tensor | None = model.compute_logits(model(batch))  # type: ignore[operator]
+        logits = self._compute_logits(batch)
+        if self._lag:
+            sampling = dataclasses.replace(sampling, positions=sampling.positions + self._lag)
         if logits is None:
             tokens = torch.empty_like(table_indices)
         else:  # all tokens are candidates: a graph cannot return to the host to look for more

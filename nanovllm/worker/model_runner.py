@@ -97,9 +97,8 @@ class ModelRunner:
         if self._proposer is not None:
             self._proposer.allocate(tables, info.num_blocks)
         if self.network.uses_graphs:
-            size = self._max_graph_tokens
-            self._graphs = self.network.make_graphs(tables, size)
-            self._graphs.capture(graph_sizes(size), progress=tensor_parallel().rank == 0)
+            graphs = self._graphs = self.network.make_graphs(tables, self._max_graph_tokens)
+            graphs.capture(graph_sizes(graphs.max_tokens), progress=tensor_parallel().rank == 0)
         else:
             self.network.record(tables)
         if self._proposer is None:
@@ -255,19 +254,21 @@ class ModelRunner:
         tables = self._make_pool_and_tables(info)
         tables.block_tables[:num_seqs, :num_blocks] = torch.arange(num_blocks, device=self.device)
         tables.params = [SamplingParams(temperature=1.0)] * num_seqs
-        self._run_rows(tables, [Row(i, i, 0, length, samples=True) for i in range(count)])
+        prompts = [Row(i, i, 0, length, samples=True) for i in range(count)]
+        self._run_rows(tables, prompts)
         drafts = 0
         if self._proposer is not None:
             drafts = min(MAX_SAMPLES, max_tokens, length * num_seqs) // num_seqs
             drafts = max(0, drafts - 1)
         rows = [Row(i, i, 0, 1 + drafts, True, drafts) for i in range(num_seqs)]
         self._run_rows(tables, rows)
-        num_bytes = 0
-        if self.network.uses_graphs:
-            size = self._max_graph_tokens
-            graphs = self.network.make_graphs(tables, size)
-            num_bytes = graph_bytes(
-                graph_sizes(size), lambda size: graphs.capture([size]), self.device
-            )
+        num_bytes = self._graph_bytes(tables) if self.network.uses_graphs else 0
         self.network.free_pool()
+        if self._proposer is not None:
+            num_bytes += self._proposer.warm_up(tables, num_blocks, prompts)
         return num_bytes
+
+    def _graph_bytes(self, tables: DeviceTables) -> int:
+        graphs = self.network.make_graphs(tables, self._max_graph_tokens)
+        sizes = graph_sizes(graphs.max_tokens)
+        return graph_bytes(sizes, lambda size: graphs.capture([size]), self.device)

@@ -20,7 +20,7 @@ from nanovllm.layers.quantization import FP8
 from nanovllm.models.config import ModelConfig
 from nanovllm.scheduler.messages import Row
 from nanovllm.worker.cpu_graph import RecordedModel, record
-from nanovllm.worker.cuda_graph import GraphRunner, can_capture, make_capture
+from nanovllm.worker.cuda_graph import ComputeLogits, GraphRunner, can_capture, make_capture
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.kv_cache import zeros
 from nanovllm.worker.model_loader import build_model, load_model
@@ -102,17 +102,27 @@ class Network:
             self._recorded = record(self.model, tables)
 
     def make_graphs(
-        self, tables: DeviceTables, max_tokens: int, max_known_tokens: int = 1
+        self,
+        tables: DeviceTables,
+        max_tokens: int,
+        compute_logits: ComputeLogits | None = None,
+        **options: int,
     ) -> GraphRunner:
-        """Return a runner for steps of up to `max_tokens` tokens, with no graph captured yet."""
-        return GraphRunner(
-            self.model,
-            self.backend,
-            tables,
-            max_tokens,
-            make_capture(self.device),
-            max_known_tokens=max_known_tokens,
-        )
+        """Return a runner for steps of up to `max_tokens` tokens, with no graph captured yet.
+
+        Args:
+            compute_logits: None: the model does.
+            options: of `GraphRunner`.
+        """
+        model = self.model
+        if compute_logits is None:
+
+            def compute_logits(batch: Batch) -> torch.Tensor | None:
+                logits: torch.Tensor | None = model.compute_logits(model(batch))  # type: ignore[operator]
+                return logits
+
+        capture = make_capture(self.device)
+        return GraphRunner(compute_logits, self.backend, tables, max_tokens, capture, **options)
 
     def forward(
         self, tables: DeviceTables, rows: list[Row], wanted: torch.Tensor | None

@@ -8,10 +8,15 @@ import torch
 
 from nanovllm.scheduler.messages import Row, Schedule
 from nanovllm.utils.distributed import broadcast_from_first
+from nanovllm.worker.cuda_graph import GraphRunner, draft_graph_sizes
 from nanovllm.worker.device_tables import DeviceTables
+from nanovllm.worker.kv_cache import graph_bytes
 from nanovllm.worker.network import Network
 from nanovllm.worker.proposers.draft_kv import FEW_TOKENS, DraftKV
 from nanovllm.worker.sampling import SamplingRows
+
+_MAX_GRAPH_TOKENS = 128
+"""Tokens of the largest graph: only few rows have drafts."""
 
 
 class DraftNetwork:
@@ -37,12 +42,28 @@ class DraftNetwork:
         self._keeps_drafts = keeps_drafts
         self._tables: DeviceTables | None = None
         self._kv: DraftKV | None = None
+        self._graphs: GraphRunner | None = None
+
+    def warm_up(self, tables: DeviceTables, num_blocks: int, rows: list[Row]) -> int:
+        """See `Proposer`. The most samples at once are the target's."""
+        self._make_pools(tables, num_blocks)
+        self._forward(tables, rows, tables.upload([]), None)
+        num_bytes = 0
+        if self._network.uses_graphs:
+            graphs = self._make_graphs(tables)
+            sizes = draft_graph_sizes(graphs.max_tokens)
+            num_bytes = graph_bytes(sizes, lambda size: graphs.capture([size]), tables.device)
+        self._free_pools()
+        return num_bytes
 
     def allocate(self, tables: DeviceTables, num_blocks: int) -> None:
-        """Make the KV pool."""
+        """Make the pools, and capture small steps if the device has graphs."""
         self._tables = tables
         self._kv = DraftKV(len(tables.params), num_blocks, tables.block_size)
-        self._network.make_pool(num_blocks)
+        self._make_pools(tables, num_blocks)
+        if self._network.uses_graphs:
+            self._graphs = self._make_graphs(tables)
+            self._graphs.capture(draft_graph_sizes(self._graphs.max_tokens))
 
     def admit(self, schedule: Schedule) -> None:
         """Note which blocks have new owners."""
@@ -77,7 +98,10 @@ class DraftNetwork:
                     end = row.num_known_tokens + index
                     start = end - 1 if index else kv.start(row)
                     step.append(Row(row.seq_id, row.table_idx, start, end - start, samples=True))
-            hidden = self._draft(self._tables, step, hidden)
+            if self._replays(step, hidden):
+                hidden = self._replay(self._tables, step, hidden)
+            else:
+                hidden = self._draft(self._tables, step, hidden)
         for row, end in ends.items():
             kv.set_right(row.table_idx, row.num_known_tokens)
             if self._keeps_drafts:
@@ -100,18 +124,56 @@ class DraftNetwork:
         Args:
             hidden: those of the last call, whose first rows these are; None in the first call.
         """
-        ahead = [
-            row._replace(num_computed_tokens=row.num_computed_tokens + self._lag) for row in rows
-        ]
-        sampling = SamplingRows(tables, ahead, runs_processors=False)
+        sampling = self._sampling(tables, rows)
         wanted = sampling.last_tokens
         hidden = self._forward(
             tables, rows, wanted, None if hidden is None else hidden[: len(rows)]
         )
-        logits = self._logits(hidden, wanted)
-        tokens = torch.empty_like(wanted) if logits is None else sampling.sample(logits)
-        sampling.store(broadcast_from_first(tokens))
+        self._sample(sampling, self._logits(hidden, wanted))
         return hidden
+
+    def _replays(self, rows: list[Row], hidden: torch.Tensor | None) -> bool:
+        """Return whether `_replay` can do this call of `_draft`."""
+        return self._graphs is not None and self._graphs.fits(rows)
+
+    def _replay(
+        self, tables: DeviceTables, rows: list[Row], hidden: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Do the same as `_draft` by a graph."""
+        assert self._graphs is not None
+        logits = self._graphs.run(rows).logits
+        if any(tables.rules[row.table_idx] is not None for row in rows):
+            sampling = self._sampling(tables, rows)
+            self._sample(sampling, None if logits is None else logits[sampling.last_tokens])
+        return hidden
+
+    def _sampling(self, tables: DeviceTables, rows: list[Row]) -> SamplingRows:
+        ahead = [r._replace(num_computed_tokens=r.num_computed_tokens + self._lag) for r in rows]
+        return SamplingRows(tables, ahead, runs_processors=False)
+
+    def _sample(self, sampling: SamplingRows, logits: torch.Tensor | None) -> None:
+        """Write one draft behind each row."""
+        if logits is None:
+            tokens = torch.empty_like(sampling.last_tokens)
+        else:
+            tokens = sampling.sample(logits)
+        sampling.store(broadcast_from_first(tokens))
+
+    def _make_pools(self, tables: DeviceTables, num_blocks: int) -> None:
+        """Make what has a part for each of `num_blocks` KV blocks."""
+        self._network.make_pool(num_blocks)
+
+    def _free_pools(self) -> None:
+        self._network.free_pool()
+
+    def _make_graphs(self, tables: DeviceTables) -> GraphRunner:
+        """Return graphs for `_replay`, not captured yet."""
+        raise NotImplementedError
+
+    def _max_graph_tokens(self, tables: DeviceTables, num_tokens: int) -> int:
+        """Return the size of the largest graph if rows have up to `num_tokens` tokens."""
+        most = min(len(tables.params) * num_tokens, _MAX_GRAPH_TOKENS)
+        return min(most, self._max_num_batched_tokens)
 
     def _forward(
         self,

@@ -1,0 +1,187 @@
+"""Draft networks whose steps are replayed as graphs propose the same drafts as eager ones. The
+graphs are recordings that run on the CPU.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm import SamplingParams, demo_model
+from nanovllm.config import Config
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.scheduler.draft_controller import DraftController
+from nanovllm.scheduler.messages import Row
+from nanovllm.worker.cuda_graph import draft_graph_sizes
+from nanovllm.worker.model_runner import ModelRunner
+from nanovllm.worker.proposers.draft_network import DraftNetwork
+from tests.glossary import QUESTIONS
+from tests.worker.fake_graphs import FakeCapture, use_fake_graphs
+
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "native_kernels": False,
+    "max_model_len": 96,
+    "kvcache_block_size": 4,
+    "num_kvcache_blocks": 100,
+    "max_num_seqs": 3,
+}
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.7, "repetition_penalty": 1.3},
+    {"temperature": 0.0, "logprobs": 1},
+    {"temperature": 0.3, "top_k": 5},
+]
+METHODS = {"draft_model": demo_model.DRAFT_MODEL, "eagle3": demo_model.EAGLE3}
+
+
+@dataclasses.dataclass
+class Proposals:
+    """What the proposer was asked, and what the tables held afterwards."""
+
+    drafts: list[list[list[int]]] = dataclasses.field(default_factory=list)
+    runner: ModelRunner | None = None
+
+    def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        propose = DraftNetwork.propose
+
+        def watched(network: DraftNetwork, rows: list[Row]) -> list[int]:
+            counts = propose(network, rows)
+            table = network._tables.token_ids  # type: ignore[union-attr]
+            self.drafts.append(
+                [
+                    table[row.table_idx, row.num_known_tokens :][:count].tolist()
+                    for row, count in zip(rows, counts, strict=True)
+                ]
+            )
+            return counts
+
+        monkeypatch.setattr(DraftNetwork, "propose", watched)
+
+
+def generate(method: str, queue_depth: int = 0, **options: Any) -> tuple[list[Any], Any]:
+    """Return the tokens and the counts of drafts of 10 requests."""
+    speculative = {"method": method, "model": METHODS[method], "num_speculative_tokens": 4}
+    config = Config(demo_model.MODEL, speculative_config=speculative, **OPTIONS | options)
+    engine = LLMEngine(config, queue_depth=queue_depth)
+    ids = []
+    for index in range(10):
+        params = SamplingParams(max_tokens=16, seed=index, **KINDS[index % len(KINDS)])
+        ids.append(engine.add_request(QUESTIONS[index % len(QUESTIONS)], params))
+    found: dict[int, list[int]] = {}
+    while not engine.is_finished():
+        for output in engine.step():
+            found[output.request_id] = output.token_ids
+    engine.shutdown()
+    return [found[request] for request in ids], engine.stats.drafts
+
+
+@pytest.fixture
+def every_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask for drafts in every step, and measure nothing."""
+    monkeypatch.setattr(
+        DraftController,
+        "choose",
+        lambda self, candidates, _: [
+            max(0, min(limit, 1 + i % 4)) for i, (_, limit) in enumerate(candidates)
+        ],
+    )
+    monkeypatch.setattr(ModelRunner, "_with_costs", lambda self, info, *_: info)
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Tokens and known tokens that a row may have, of each graph that a draft network replayed."""
+    found: list[tuple[int, int]] = []
+    replay = DraftNetwork._replay
+
+    def watched(self: DraftNetwork, tables: Any, rows: list[Row], hidden: Any) -> Any:
+        longest = max(row.num_scheduled_tokens for row in rows)
+        found.append((sum(row.num_scheduled_tokens for row in rows), longest))
+        return replay(self, tables, rows, hidden)
+
+    monkeypatch.setattr(DraftNetwork, "_replay", watched)
+    return found
+
+
+@pytest.mark.usefixtures("every_draft")
+@pytest.mark.parametrize("method", METHODS)
+def test_graphs_propose_the_same_drafts(
+    method: str, replays: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eager, graph = Proposals(), Proposals()
+    with pytest.MonkeyPatch.context() as patch:
+        eager.watch(patch)
+        expected = generate(method, enforce_eager=True)
+    assert not replays
+    use_fake_graphs(monkeypatch)
+    graph.watch(monkeypatch)
+    assert generate(method) == expected
+    assert graph.drafts == eager.drafts
+    assert len(replays) > 20
+    # A draft model catches up with accepted drafts in a graph, several tokens a row.
+    assert any(longest > 1 for _, longest in replays) == (method == "draft_model")
+
+
+@pytest.mark.usefixtures("every_draft")
+@pytest.mark.parametrize("method", METHODS)
+def test_at_queue_depth_1(
+    method: str, replays: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, _ = generate(method, enforce_eager=True)
+    use_fake_graphs(monkeypatch)
+    tokens, counts = generate(method, queue_depth=1)
+    assert tokens == expected
+    assert counts.num_accepted_tokens > 10
+    assert replays
+
+
+@pytest.mark.usefixtures("every_draft")
+@pytest.mark.parametrize("method", METHODS)
+def test_few_graphs_and_a_block_for_padding(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    captures: list[FakeCapture] = use_fake_graphs(monkeypatch)
+    speculative = {"method": method, "model": METHODS[method], "num_speculative_tokens": 4}
+    config = Config(demo_model.MODEL, speculative_config=speculative, **OPTIONS)
+    engine = LLMEngine(config, queue_depth=0)
+    runner: Any = engine.executor._runner  # type: ignore[attr-defined]
+    draft = runner._proposer
+    assert draft._graphs.sizes == draft_graph_sizes(48 if method == "draft_model" else 3)
+    assert sorted(len(capture.graphs) for capture in captures) == sorted(
+        [len(draft._graphs.sizes), len(runner._graphs.sizes)]
+    )
+    assert {layer.kv_cache.shape[1] for layer in draft._network.attentions} == {101}
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("graphs", [True, False])
+def test_warming_up_leaves_nothing(
+    method: str, graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Symptom: the pools of the warm-up stay when the real ones are allocated."""
+    if graphs:
+        use_fake_graphs(monkeypatch)
+    seen: list[Any] = []
+
+    def measured(sizes: list[int], capture: Callable[[int], None], device: Any) -> int:
+        seen.append(sizes)
+        capture(sizes[-1])
+        return 1000
+
+    monkeypatch.setattr("nanovllm.worker.model_runner.graph_bytes", measured)
+    monkeypatch.setattr("nanovllm.worker.proposers.draft_network.graph_bytes", measured)
+    speculative = {"method": method, "model": METHODS[method], "num_speculative_tokens": 4}
+    config = Config(demo_model.MODEL, speculative_config=speculative, **OPTIONS)
+    engine = LLMEngine(config, queue_depth=0)
+    runner: Any = engine.executor._runner  # type: ignore[attr-defined]
+    with torch.inference_mode():
+        assert runner._warm_up() == 2000 * graphs
+    assert len(seen) == 2 * graphs
+    for network in (runner.network, runner._proposer._network):
+        assert not any(hasattr(layer, "kv_cache") for layer in network.attentions)
+    assert getattr(runner._proposer, "_features", None) is None
+    engine.shutdown()
