@@ -23,9 +23,9 @@ class DraftModel(DraftNetwork):
         super().allocate(tables, num_blocks)
         self._network.record(tables)
 
-    def _make_graphs(self, tables: DeviceTables) -> GraphRunner:
+    def _make_graphs(self, tables: DeviceTables) -> list[GraphRunner]:
         size = self._max_graph_tokens(tables, FEW_TOKENS)
-        return self._network.make_graphs(tables, size, max_known_tokens=FEW_TOKENS)
+        return [self._network.make_graphs(tables, size, max_known_tokens=FEW_TOKENS)]
 
     def _forward(
         self,

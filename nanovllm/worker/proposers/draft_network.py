@@ -4,6 +4,8 @@ token by token, all rows together.
 Knows no acceptance.
 """
 
+from functools import partial
+
 import torch
 
 from nanovllm.scheduler.messages import Row, Schedule
@@ -42,7 +44,8 @@ class DraftNetwork:
         self._keeps_drafts = keeps_drafts
         self._tables: DeviceTables | None = None
         self._kv: DraftKV | None = None
-        self._graphs: GraphRunner | None = None
+        self._graphs: list[GraphRunner] = []
+        """For a proposal's first call of `_draft`, and for the others; empty without graphs."""
 
     def warm_up(self, tables: DeviceTables, num_blocks: int, rows: list[Row]) -> int:
         """See `Proposer`. The most samples at once are the target's."""
@@ -50,9 +53,10 @@ class DraftNetwork:
         self._forward(tables, rows, tables.upload([]), None)
         num_bytes = 0
         if self._network.uses_graphs:
-            graphs = self._make_graphs(tables)
-            sizes = draft_graph_sizes(graphs.max_tokens)
-            num_bytes = graph_bytes(sizes, lambda size: graphs.capture([size]), tables.device)
+            for graphs in self._make_graphs(tables):
+                sizes = draft_graph_sizes(graphs.max_tokens)
+                capture = partial(_capture_one, graphs)
+                num_bytes += graph_bytes(sizes, capture, tables.device)
         self._free_pools()
         return num_bytes
 
@@ -63,7 +67,8 @@ class DraftNetwork:
         self._make_pools(tables, num_blocks)
         if self._network.uses_graphs:
             self._graphs = self._make_graphs(tables)
-            self._graphs.capture(draft_graph_sizes(self._graphs.max_tokens))
+            for graphs in self._graphs:
+                graphs.capture(draft_graph_sizes(graphs.max_tokens))
 
     def admit(self, schedule: Schedule) -> None:
         """Note which blocks have new owners."""
@@ -98,8 +103,9 @@ class DraftNetwork:
                     end = row.num_known_tokens + index
                     start = end - 1 if index else kv.start(row)
                     step.append(Row(row.seq_id, row.table_idx, start, end - start, samples=True))
-            if self._replays(step, hidden):
-                hidden = self._replay(self._tables, step, hidden)
+            graphs = self._graphs[0 if index == 0 else -1] if self._graphs else None
+            if graphs is not None and graphs.fits(step):
+                hidden = self._replay(graphs, self._tables, step, hidden)
             else:
                 hidden = self._draft(self._tables, step, hidden)
         for row, end in ends.items():
@@ -132,16 +138,15 @@ class DraftNetwork:
         self._sample(sampling, self._logits(hidden, wanted))
         return hidden
 
-    def _replays(self, rows: list[Row], hidden: torch.Tensor | None) -> bool:
-        """Return whether `_replay` can do this call of `_draft`."""
-        return self._graphs is not None and self._graphs.fits(rows)
-
     def _replay(
-        self, tables: DeviceTables, rows: list[Row], hidden: torch.Tensor | None
+        self,
+        graphs: GraphRunner,
+        tables: DeviceTables,
+        rows: list[Row],
+        hidden: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        """Do the same as `_draft` by a graph."""
-        assert self._graphs is not None
-        logits = self._graphs.run(rows).logits
+        """Do the same as `_draft`, with one of `graphs`."""
+        logits = graphs.run(rows).logits
         if any(tables.rules[row.table_idx] is not None for row in rows):
             sampling = self._sampling(tables, rows)
             self._sample(sampling, None if logits is None else logits[sampling.last_tokens])
@@ -166,12 +171,12 @@ class DraftNetwork:
     def _free_pools(self) -> None:
         self._network.free_pool()
 
-    def _make_graphs(self, tables: DeviceTables) -> GraphRunner:
-        """Return graphs for `_replay`, not captured yet."""
+    def _make_graphs(self, tables: DeviceTables) -> list[GraphRunner]:
+        """Return `_graphs`, not captured yet."""
         raise NotImplementedError
 
     def _max_graph_tokens(self, tables: DeviceTables, num_tokens: int) -> int:
-        """Return the size of the largest graph if rows have up to `num_tokens` tokens."""
+        """Return the size of the largest graph for rows of up to `num_tokens` tokens."""
         most = min(len(tables.params) * num_tokens, _MAX_GRAPH_TOKENS)
         return min(most, self._max_num_batched_tokens)
 
@@ -194,3 +199,7 @@ class DraftNetwork:
     def _logits(self, hidden: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor | None:
         """Return the target's logits as this network guesses them; None except on rank 0."""
         return self._network.logits(hidden, wanted)
+
+
+def _capture_one(graphs: GraphRunner, size: int) -> None:
+    graphs.capture([size])

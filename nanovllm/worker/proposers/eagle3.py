@@ -5,6 +5,7 @@ ones, the head reads its own output in their place.
 """
 
 import copy
+import itertools
 
 import torch
 
@@ -17,6 +18,7 @@ from nanovllm.worker.cuda_graph import ComputeLogits, GraphRunner
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.kv_cache import zeros
 from nanovllm.worker.network import Network, NetworkSpec, load_draft
+from nanovllm.worker.proposers.draft_kv import FEW_TOKENS
 from nanovllm.worker.proposers.draft_network import DraftNetwork
 
 
@@ -70,25 +72,39 @@ class Eagle3(DraftNetwork):
         super()._free_pools()
         self._features = None
 
-    def _make_graphs(self, tables: DeviceTables) -> GraphRunner:
-        size = self._max_graph_tokens(tables, 1)
+    def _make_graphs(self, tables: DeviceTables) -> list[GraphRunner]:
+        """The first graphs read the target's hidden states, the others the head's own."""
+        size = self._max_graph_tokens(tables, FEW_TOKENS)
         shape = (size, self._config.hidden_size)
         hidden = self._hidden = torch.zeros(shape, dtype=self._config.dtype, device=tables.device)
-        compute_logits = _graph_step(self._head, hidden, self._token_ids)
-        return self._network.make_graphs(self._following, size, compute_logits, lag=self._lag)
-
-    def _replays(self, rows: list[Row], hidden: torch.Tensor | None) -> bool:
-        """The first call of a proposal reads the target's hidden states, so it is no graph."""
-        return hidden is not None and super()._replays(rows, hidden)
+        graphs = []
+        for features, count in ((self._features, FEW_TOKENS), (None, 1)):
+            graphs.append(
+                self._network.make_graphs(
+                    self._following,
+                    self._max_graph_tokens(tables, count),
+                    _graph_step(self._head, hidden, features, self._token_ids),
+                    max_known_tokens=count,
+                    lag=self._lag,
+                )
+            )
+        return graphs
 
     def _replay(
-        self, tables: DeviceTables, rows: list[Row], hidden: torch.Tensor | None
+        self,
+        graphs: GraphRunner,
+        tables: DeviceTables,
+        rows: list[Row],
+        hidden: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        assert hidden is not None
         assert self._hidden is not None
-        if hidden is not self._hidden:
+        if hidden is not None and hidden is not self._hidden:  # the first call fitted no graph
             self._hidden[: len(rows)].copy_(hidden[: len(rows)])
-        super()._replay(tables, rows, hidden)
+        super()._replay(graphs, tables, rows, hidden)
+        ends = list(itertools.accumulate(row.num_scheduled_tokens for row in rows))
+        if ends[-1] > len(rows):  # keep the hidden state of each row's last token
+            last_tokens = tables.upload([end - 1 for end in ends])
+            self._hidden[: len(rows)] = self._hidden[last_tokens]
         return self._hidden
 
     def _forward(
@@ -121,13 +137,19 @@ def _spread(
 
 
 def _graph_step(
-    head: LlamaForCausalLMEagle3, hidden: torch.Tensor, token_ids: torch.Tensor | None
+    head: LlamaForCausalLMEagle3,
+    hidden: torch.Tensor,
+    features: torch.Tensor | None,
+    token_ids: torch.Tensor | None,
 ) -> ComputeLogits:
-    """Return what a graph computes: the head reads `hidden` and writes its own output there."""
+    """Return what a graph computes: the head reads `features`, or else `hidden`, and writes its own
+    output to `hidden`.
+    """
 
     def compute(batch: Batch) -> torch.Tensor | None:
         fed_back = hidden[: len(batch.input_ids)]
-        output = head(batch, fed_back)
+        combined = None if features is None else head.combine(features[batch.slot_mapping])
+        output = head(batch, fed_back if combined is None else combined)
         logits = head.compute_logits(output)
         fed_back.copy_(output)
         return _spread(logits, token_ids, head.config.vocab_size)

@@ -3,7 +3,12 @@ graphs are recordings that run on the CPU.
 """
 
 import dataclasses
+import functools
+import json
+import shutil
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,7 +41,7 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0, "logprobs": 1},
     {"temperature": 0.3, "top_k": 5},
 ]
-METHODS = {"draft_model": demo_model.DRAFT_MODEL, "eagle3": demo_model.EAGLE3}
+METHODS = ("draft_model", "eagle3")
 
 
 @dataclasses.dataclass
@@ -63,9 +68,23 @@ class Proposals:
         monkeypatch.setattr(DraftNetwork, "propose", watched)
 
 
+@functools.cache
+def checkpoint(method: str) -> str:
+    """Return a draft network for the demo model. The head reads the inputs of three layers."""
+    if method == "draft_model":
+        return demo_model.DRAFT_MODEL
+    path = Path(tempfile.mkdtemp())
+    shutil.copytree(demo_model.EAGLE3, path, dirs_exist_ok=True)
+    config = json.loads((path / "config.json").read_text())
+    config.pop("eagle_config", None)
+    config["eagle_aux_hidden_state_layer_ids"] = [1, 2, 3]
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)
+
+
 def generate(method: str, queue_depth: int = 0, **options: Any) -> tuple[list[Any], Any]:
     """Return the tokens and the counts of drafts of 10 requests."""
-    speculative = {"method": method, "model": METHODS[method], "num_speculative_tokens": 4}
+    speculative = {"method": method, "model": checkpoint(method), "num_speculative_tokens": 4}
     config = Config(demo_model.MODEL, speculative_config=speculative, **OPTIONS | options)
     engine = LLMEngine(config, queue_depth=queue_depth)
     ids = []
@@ -99,10 +118,10 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
     replay = DraftNetwork._replay
 
-    def watched(self: DraftNetwork, tables: Any, rows: list[Row], hidden: Any) -> Any:
+    def watched(self: DraftNetwork, graphs: Any, tables: Any, rows: list[Row], hidden: Any) -> Any:
         longest = max(row.num_scheduled_tokens for row in rows)
         found.append((sum(row.num_scheduled_tokens for row in rows), longest))
-        return replay(self, tables, rows, hidden)
+        return replay(self, graphs, tables, rows, hidden)
 
     monkeypatch.setattr(DraftNetwork, "_replay", watched)
     return found
@@ -123,8 +142,7 @@ def test_graphs_propose_the_same_drafts(
     assert generate(method) == expected
     assert graph.drafts == eager.drafts
     assert len(replays) > 20
-    # A draft model catches up with accepted drafts in a graph, several tokens a row.
-    assert any(longest > 1 for _, longest in replays) == (method == "draft_model")
+    assert any(longest > 1 for _, longest in replays)  # catches up with accepted drafts
 
 
 @pytest.mark.usefixtures("every_draft")
@@ -144,15 +162,16 @@ def test_at_queue_depth_1(
 @pytest.mark.parametrize("method", METHODS)
 def test_few_graphs_and_a_block_for_padding(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     captures: list[FakeCapture] = use_fake_graphs(monkeypatch)
-    speculative = {"method": method, "model": METHODS[method], "num_speculative_tokens": 4}
+    speculative = {"method": method, "model": checkpoint(method), "num_speculative_tokens": 4}
     config = Config(demo_model.MODEL, speculative_config=speculative, **OPTIONS)
     engine = LLMEngine(config, queue_depth=0)
     runner: Any = engine.executor._runner  # type: ignore[attr-defined]
     draft = runner._proposer
-    assert draft._graphs.sizes == draft_graph_sizes(48 if method == "draft_model" else 3)
-    assert sorted(len(capture.graphs) for capture in captures) == sorted(
-        [len(draft._graphs.sizes), len(runner._graphs.sizes)]
-    )
+    sizes = [graphs.sizes for graphs in draft._graphs]
+    assert sizes == [draft_graph_sizes(48), draft_graph_sizes(3)][: len(sizes)]
+    assert len(sizes) == (1 if method == "draft_model" else 2)
+    made = [len(capture.graphs) for capture in captures]
+    assert made == [*map(len, sizes), len(runner._graphs.sizes)]
     assert {layer.kv_cache.shape[1] for layer in draft._network.attentions} == {101}
     engine.shutdown()
 
@@ -174,13 +193,14 @@ def test_warming_up_leaves_nothing(
 
     monkeypatch.setattr("nanovllm.worker.model_runner.graph_bytes", measured)
     monkeypatch.setattr("nanovllm.worker.proposers.draft_network.graph_bytes", measured)
-    speculative = {"method": method, "model": METHODS[method], "num_speculative_tokens": 4}
+    speculative = {"method": method, "model": checkpoint(method), "num_speculative_tokens": 4}
     config = Config(demo_model.MODEL, speculative_config=speculative, **OPTIONS)
     engine = LLMEngine(config, queue_depth=0)
     runner: Any = engine.executor._runner  # type: ignore[attr-defined]
     with torch.inference_mode():
-        assert runner._warm_up() == 2000 * graphs
-    assert len(seen) == 2 * graphs
+        num_captures = graphs * (2 if method == "draft_model" else 3)
+        assert runner._warm_up() == 1000 * num_captures
+    assert len(seen) == num_captures
     for network in (runner.network, runner._proposer._network):
         assert not any(hasattr(layer, "kv_cache") for layer in network.attentions)
     assert getattr(runner._proposer, "_features", None) is None
