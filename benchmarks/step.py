@@ -37,6 +37,7 @@ PARTS = {
     "nv_store": "glue",
     "nv_add_rms_norm": "glue",
     "nv_silu_and_mul": "glue",
+    "nv_copy_rows": "glue",
     "nv_gather": "glue",
     "nv_gather_int": "glue",
 }

@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 
 from nanovllm.attention.backend import Backend
 from nanovllm.attention.batch import Batch
-from nanovllm.layers.sampler import draw
+from nanovllm.layers.sampler import Sampling, draw
 from nanovllm.scheduler.messages import Row
 from nanovllm.utils.distributed import broadcast_from_first
 from nanovllm.worker.device_tables import DeviceTables
@@ -42,6 +42,7 @@ overwrite the logits. The capture may also run the step."""
 ComputeLogits = Callable[[Batch], torch.Tensor | None]
 """Computes a planned batch of T rows of one token; returns logits [T, vocab_size], or None on a
 rank without logits."""
+Choose = Callable[[torch.Tensor, Sampling], torch.Tensor]
 
 
 def graph_sizes(max_tokens: int) -> list[int]:
@@ -83,8 +84,7 @@ class GraphRunner:
         max_tokens: size of the largest graph.
         max_known_tokens: how many tokens a row may have that are no drafts. Rows of a decode step
             have one.
-        lag: how many positions the sampled token lies further than one behind its input's, as the
-            sampling parameters count; `tables` shows the tokens that much shifted.
+        choose: returns tokens [T] for logits of T rows; None: draw them.
     """
 
     def __init__(
@@ -96,12 +96,12 @@ class GraphRunner:
         capture: Capture,
         *,
         max_known_tokens: int = 1,
-        lag: int = 0,
+        choose: Choose | None = None,
     ) -> None:
         self.max_tokens = max_tokens
         self.sizes: list[int] = []
         self._compute_logits = compute_logits
-        self._lag = lag
+        self._choose = choose or _draw
         self._backend = backend
         self._tables = tables
         self._capture = capture
@@ -177,15 +177,18 @@ class GraphRunner:
         )
         batch = dataclasses.replace(batch, metadata=self._backend.plan(batch))
         logits = self._compute_logits(batch)
-        if self._lag:
-            sampling = dataclasses.replace(sampling, positions=sampling.positions + self._lag)
         if logits is None:
             tokens = torch.empty_like(table_indices)
-        else:  # all tokens are candidates: a graph cannot return to the host to look for more
-            tokens = draw(logits, sampling, num_candidates=logits.shape[-1])
+        else:
+            tokens = self._choose(logits, sampling)
         broadcast_from_first(tokens)
         tables.advance(targets, positions, moves, tokens, self._tokens[:size])
         return logits
+
+
+def _draw(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """All tokens are candidates: a graph cannot return to the host to look for more."""
+    return draw(logits, sampling, num_candidates=logits.shape[-1])
 
 
 class _Tokens(NamedTuple):

@@ -5,7 +5,7 @@ The target is one, and so is a draft network. Knows no sampling and no schedule.
 
 import dataclasses
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -106,7 +106,7 @@ class Network:
         tables: DeviceTables,
         max_tokens: int,
         compute_logits: ComputeLogits | None = None,
-        **options: int,
+        **options: Any,
     ) -> GraphRunner:
         """Return a runner for steps of up to `max_tokens` tokens, with no graph captured yet.
 

@@ -136,7 +136,7 @@ class SamplingRows:
         """Return a token [S] int64 for each row of logits [S, vocab_size]; NO_TOKEN for a row whose
         logits are no distribution after its rules.
         """
-        logits = self._apply_rules(logits)
+        logits = self.apply_rules(logits)
         vocab_size = logits.shape[-1]
         greedy: list[int] = []
         plain: list[int] = []
@@ -200,7 +200,7 @@ class SamplingRows:
         known = token_ids.clamp(min=0).int()
         self._tables.token_ids[self._table_indices, self._positions] = known
 
-    def _apply_rules(self, logits: torch.Tensor) -> torch.Tensor:
+    def apply_rules(self, logits: torch.Tensor) -> torch.Tensor:
         """Return `logits` with the rows' rules applied: a float32 copy if some row has rules."""
         tables, changed = self._tables, None
         for index, row in enumerate(self.rows):

@@ -8,10 +8,16 @@ from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.network import Network, NetworkSpec, load_draft
 from nanovllm.worker.proposers.draft_kv import FEW_TOKENS
 from nanovllm.worker.proposers.draft_network import DraftNetwork
+from nanovllm.worker.sampling import SamplingRows
 
 
 class DraftModel(DraftNetwork):
-    """A draft model, loaded from `draft`."""
+    """A draft model, loaded from `draft`.
+
+    A draft is what the model itself would sample with the request's parameters, and with the
+    target's random number of the position: where the two models agree, so do their draws. Of a
+    model with much to say, more of these are accepted than of the most likely tokens.
+    """
 
     def __init__(self, target: Network, draft: NetworkSpec, max_num_batched_tokens: int) -> None:
         max_model_len = min(target.max_model_len, draft.model_config.max_position)
@@ -35,3 +41,6 @@ class DraftModel(DraftNetwork):
         hidden: torch.Tensor | None,
     ) -> torch.Tensor:
         return self._network.forward(tables, rows, wanted)
+
+    def _choose(self, sampling: SamplingRows, logits: torch.Tensor) -> torch.Tensor:
+        return sampling.sample(logits)

@@ -24,9 +24,6 @@ _MAX_GRAPH_TOKENS = 128
 class DraftNetwork:
     """A network that drafts.
 
-    A draft is what the network itself would sample with the request's parameters, and with the
-    target's random number of the position: where network and target agree, so do their draws.
-
     Args:
         network: its blocks are as large as the target's.
         max_num_batched_tokens: tokens that it computes at once, at most.
@@ -92,7 +89,7 @@ class DraftNetwork:
         ends = {row: row.num_known_tokens + count - 1 for row, count in drafting.items()}
         begun = [block for row, end in ends.items() for block in kv.begun_blocks(row, end)]
         self._network.zero_blocks(begun, self._tables)
-        num_allowed = min(FEW_TOKENS, self._max_num_batched_tokens // len(drafting))
+        num_allowed = max(1, min(FEW_TOKENS, self._max_num_batched_tokens // len(drafting)))
         for chunk in kv.chunks(list(drafting), num_allowed, self._max_num_batched_tokens):
             self._forward(self._tables, chunk, self._tables.upload([]), None)
         hidden: torch.Tensor | None = None
@@ -161,7 +158,7 @@ class DraftNetwork:
         if logits is None:
             tokens = torch.empty_like(sampling.last_tokens)
         else:
-            tokens = sampling.sample(logits)
+            tokens = self._choose(sampling, logits)
         sampling.store(broadcast_from_first(tokens))
 
     def _make_pools(self, tables: DeviceTables, num_blocks: int) -> None:
@@ -199,6 +196,10 @@ class DraftNetwork:
     def _logits(self, hidden: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor | None:
         """Return the target's logits as this network guesses them; None except on rank 0."""
         return self._network.logits(hidden, wanted)
+
+    def _choose(self, sampling: SamplingRows, logits: torch.Tensor) -> torch.Tensor:
+        """Return a draft or NO_TOKEN for each row of `logits`. Called on rank 0 only."""
+        raise NotImplementedError
 
 
 def _capture_one(graphs: GraphRunner, size: int) -> None:

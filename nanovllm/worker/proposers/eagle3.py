@@ -10,6 +10,7 @@ import itertools
 import torch
 
 from nanovllm.attention.batch import Batch
+from nanovllm.layers.sampler import Sampling, greedy
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.eagle3 import LlamaForCausalLMEagle3
 from nanovllm.models.eagle3_config import Eagle3Config
@@ -20,13 +21,15 @@ from nanovllm.worker.kv_cache import zeros
 from nanovllm.worker.network import Network, NetworkSpec, load_draft
 from nanovllm.worker.proposers.draft_kv import FEW_TOKENS
 from nanovllm.worker.proposers.draft_network import DraftNetwork
+from nanovllm.worker.sampling import SamplingRows
 
 
 class Eagle3(DraftNetwork):
     """A draft head, loaded from `draft`.
 
     Its position i takes the token of position i + 1. The KV of drafts is computed again when they
-    are accepted, because by then there are the target's hidden states.
+    are accepted, because by then there are the target's hidden states. A draft is the most likely
+    token: of what a head guesses from few layers, more of these are accepted than of its draws.
     """
 
     def __init__(self, target: Network, draft: NetworkSpec, max_num_batched_tokens: int) -> None:
@@ -85,7 +88,7 @@ class Eagle3(DraftNetwork):
                     self._max_graph_tokens(tables, count),
                     _graph_step(self._head, hidden, features, self._token_ids),
                     max_known_tokens=count,
-                    lag=self._lag,
+                    choose=_most_likely,
                 )
             )
         return graphs
@@ -125,6 +128,9 @@ class Eagle3(DraftNetwork):
         logits = super()._logits(hidden, wanted)
         return _spread(logits, self._token_ids, self._config.vocab_size)
 
+    def _choose(self, sampling: SamplingRows, logits: torch.Tensor) -> torch.Tensor:
+        return greedy(sampling.apply_rules(logits), native=self._following.native)
+
 
 def _spread(
     logits: torch.Tensor | None, token_ids: torch.Tensor | None, vocab_size: int
@@ -155,3 +161,7 @@ def _graph_step(
         return _spread(logits, token_ids, head.config.vocab_size)
 
     return compute
+
+
+def _most_likely(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    return greedy(logits, native=sampling.native)

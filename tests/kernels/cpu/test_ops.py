@@ -234,6 +234,20 @@ def test_silu_and_mul(size):
     assert (error <= 2**-7 * expected.abs() + 1e-30).all()
 
 
+@native
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("size", [1, 24, 77, 1000])
+def test_copy_rows_between_rows_that_lie_apart(size):
+    x, y, rows = randn(5, size + 9)[:, 3 : size + 3], randn(40, 3 * size, seed=1), [33, 0, 7, 39, 8]
+    expected = y.clone()
+    expected[rows, size : 2 * size] = x
+    cpu_ops.copy_rows(x, y[:, size : 2 * size], torch.tensor(rows))
+    assert torch.equal(y, expected)
+    expected[:5, 2 * size :] = x
+    cpu_ops.copy_rows(x, y[:, 2 * size :])
+    assert torch.equal(y, expected)
+
+
 def reference(q, k, v, seq_lens, query_lens):
     """Return causal attention in float64. A sequence's q rows are its last tokens."""
     outs, start, end = [], 0, 0

@@ -57,6 +57,17 @@ def test_propose(alphabet, sizes):
     assert torch.equal(table, expected)
 
 
+def test_an_occurrence_in_any_place():
+    """Row r has its last token also at r, and no other token twice."""
+    places = torch.arange(WIDTH - 2, device=DEVICE)
+    table = torch.arange(WIDTH, device=DEVICE).int().repeat(len(places), 1)
+    table[:, WIDTH - 2] = places
+    ones = torch.ones_like(places)
+    ngram.propose(table, places, ones * (WIDTH - 1), ones, (1, 1))
+    following = torch.cat((places[1:], places[-1:]))
+    assert torch.equal(table[:, WIDTH - 1].long(), following)
+
+
 def test_the_proposer_counts_all_drafts_of_a_gpu(monkeypatch):
     """The host does not learn what was found: a row without an n-gram keeps what its cells hold."""
     table = make_table(3, 10**9, seed=0)
