@@ -4,9 +4,11 @@ graphs are recordings that run on the CPU.
 
 import dataclasses
 import functools
+import gc
 import json
 import shutil
 import tempfile
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -205,3 +207,26 @@ def test_warming_up_leaves_nothing(
         assert not any(hasattr(layer, "kv_cache") for layer in network.attentions)
     assert getattr(runner._proposer, "_features", None) is None
     engine.shutdown()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_graphs_and_pools_are_freed_with_the_engine(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Symptom: graphs refer to their proposer, and only the garbage collector frees its memory."""
+    captures: list[FakeCapture] = use_fake_graphs(monkeypatch)
+    speculative = {"method": method, "model": checkpoint(method), "num_speculative_tokens": 4}
+    config = Config(demo_model.MODEL, speculative_config=speculative, **OPTIONS)
+    gc.collect()
+    gc.disable()
+    try:
+        engine = LLMEngine(config, queue_depth=0)
+        runner: Any = engine.executor._runner  # type: ignore[attr-defined]
+        held = [weakref.ref(runner._proposer), weakref.ref(runner._proposer._network._pool)]
+        held.append(weakref.ref(runner._proposer._graphs[0]))
+        captures.clear()
+        engine.shutdown()
+        del engine, runner
+        assert [ref() for ref in held] == [None] * 3
+    finally:
+        gc.enable()
