@@ -29,7 +29,11 @@ from tests.worker.test_cuda_graph import WORKLOADS, Bench, Outputs, Workload, ge
 
 SPECULATIVE: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 5}
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "seed": 3}
-RULES: dict[str, Any] = {"temperature": 0.8, "repetition_penalty": 1.5, "frequency_penalty": 0.5}
+RULES: dict[str, Any] = {
+    "temperature": 0.8,
+    "allowed_token_ids": [3, 7, 9, 11, 13],  # the graph, which knows no rules, takes others
+    "frequency_penalty": 1.5,
+}
 BLOCKS_PER_ROW = 10
 
 
