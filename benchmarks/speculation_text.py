@@ -8,7 +8,6 @@ request runs alone, in turn without and with speculation; the tokens must be the
 import argparse
 import random
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
@@ -70,15 +69,15 @@ def misspelt(text: str) -> str:
     return " ".join(words)
 
 
-def run(llm: LLM, prompt: str, params: SamplingParams) -> tuple[float, list[int], DraftCounts]:
+def run(llm: LLM, prompt: Any, params: SamplingParams) -> tuple[float, list[int], DraftCounts]:
     """Return the seconds from the first token to the last one, the output and its drafts."""
-    start = time.perf_counter()
-    output = llm.generate([prompt], params, use_tqdm=False)[0]
-    seconds = time.perf_counter() - start
+    counts = llm.engine.stats.drafts = DraftCounts()
+    (output,) = llm.generate([prompt], params, use_tqdm=False)
     metrics = output.metrics
-    if metrics.first_token_time is not None and metrics.last_token_time is not None:
-        seconds = metrics.last_token_time - metrics.first_token_time
-    return seconds, output.outputs[0].token_ids, metrics.drafts
+    assert metrics.first_token_time is not None
+    assert metrics.last_token_time is not None
+    seconds = metrics.last_token_time - metrics.first_token_time
+    return seconds, output.outputs[0].token_ids, counts
 
 
 def compare(name: str, engines: tuple[LLM, LLM], messages: list[str], args: Any) -> None:

@@ -105,8 +105,8 @@ class Config:
     max_logprobs: int = 1000
     """Maximum of logprobs and prompt_logprobs in a request; -1 is the size of the vocabulary."""
     speculative_config: SpeculativeConfig | dict[str, Any] | None = None
-    """Propose tokens and verify several in one step: see speculation.md. A dictionary of method,
-    model, num_speculative_tokens, prompt_lookup_max and prompt_lookup_min; None is off."""
+    """Speculation: how to propose tokens, of which a step verifies several. A dictionary of method,
+    model, num_speculative_tokens, prompt_lookup_max and prompt_lookup_min; None proposes none."""
     seed: int = 0
     """Seed for requests that have no seed of their own, and for dummy weights."""
 
@@ -146,8 +146,7 @@ class Config:
         if self.num_kvcache_blocks != -1:
             blocks = check_int(ConfigError, "num_kvcache_blocks", self.num_kvcache_blocks, 1)
             self._set("num_kvcache_blocks", blocks)
-        if isinstance(self.speculative_config, dict):
-            self._set("speculative_config", SpeculativeConfig(**self.speculative_config))
+        self._set("speculative_config", _speculative_config(self.speculative_config))
         utilization = check_float(
             ConfigError, "gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0
         )
@@ -199,6 +198,21 @@ class Config:
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
+
+
+def _speculative_config(value: Any) -> SpeculativeConfig | None:
+    """Return the options of speculation, which may be given as a dictionary."""
+    if value is None or isinstance(value, SpeculativeConfig):
+        return value
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise ConfigError(
+            'speculative_config must be a dictionary of options, such as {"method": "ngram"}, '
+            f"got {shown(value)}"
+        )
+    try:
+        return SpeculativeConfig(**value)
+    except ConfigError as error:
+        raise ConfigError(f"speculative_config: {error}") from None
 
 
 def _json_object(name: str, value: Any) -> dict[str, Any]:

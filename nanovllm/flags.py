@@ -51,7 +51,11 @@ def fields_of(owner: type[Any]) -> dict[str, _Field]:
     for field in dataclasses.fields(owner):
         kind = hints[field.name]
         if isinstance(kind, types.UnionType):
-            kinds = [arg for arg in typing.get_args(kind) if arg is not type(None)]
+            kinds = [  # a dataclass can be written as a dictionary
+                arg
+                for arg in typing.get_args(kind)
+                if arg is not type(None) and not dataclasses.is_dataclass(arg)
+            ]
             kind = kinds[0] if len(kinds) == 1 else kind
         default = field.default
         if field.default_factory is not dataclasses.MISSING:

@@ -18,7 +18,7 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Request
 from nanovllm.engine.shared_engine import Mailbox, SharedEngine
 from nanovllm.errors import InvalidRequestError
-from nanovllm.outputs import Metric, RequestOutput
+from nanovllm.outputs import DraftCounts, Metric, RequestOutput, Vector
 from nanovllm.sampling_params import SamplingParams, default_sampling_params
 from nanovllm.unsupported import refuse_attribute
 from nanovllm.validation import shown
@@ -203,7 +203,7 @@ class LLM:
         """Forget all cached prefixes; return False, and forget none, while requests run."""
         return self._shared.call(self.engine.reset_prefix_cache)
 
-    def get_metrics(self) -> list[Metric]:
+    def get_metrics(self) -> list[Metric | Vector]:
         """Return the engine's counts and rates; those that vLLM has too have vLLM's names."""
         return self._shared.call(self.engine.get_metrics)
 
@@ -293,17 +293,24 @@ class LLM:
     def _with_progress(
         self, outputs: Iterable[RequestOutput], total: int
     ) -> Iterator[RequestOutput]:
-        """Pass on outputs; show how many there are, and the rates since the last of them."""
+        """Pass on outputs; show how many there are, and the rates since the last of them.
+
+        With speculation it shows the mean acceptance length of all outputs so far, too.
+        """
+        drafts = DraftCounts()
         stats, start = self.engine.stats, time.perf_counter()
         prefill, decode = stats.num_prefill_tokens, stats.num_decode_tokens
         with tqdm(total=total, desc="Generating") as bar:
             for output in outputs:
+                drafts += output.metrics.drafts
                 seconds = time.perf_counter() - start
                 rates = {
                     "Prefill": (stats.num_prefill_tokens - prefill) / seconds,
                     "Decode": (stats.num_decode_tokens - decode) / seconds,
                 }
                 shown = {name: f"{rate:.0f}tok/s" for name, rate in rates.items() if rate}
+                if shown and drafts.num_drafts:
+                    shown["Acceptance length"] = f"{drafts.mean_acceptance_length:.2f}"
                 if shown:  # nothing is new if this output is of the same step as the last one
                     bar.set_postfix(shown, refresh=False)
                     start += seconds

@@ -14,7 +14,6 @@ def _values(*rows: tuple[str, str]) -> dict[str, str]:
 _NO_LORA = "merge the adapter into the weights (peft's merge_and_unload) and load the result"
 _TEXT_ONLY = "the models here read text only; leave it out"
 _DENSE_ONLY = "the models here have no experts; leave it out"
-_NO_SPECULATION = "there is no speculative decoding; leave it out, for it changes the speed only"
 _NO_GRAMMARS = "there are no grammars; use allowed_token_ids, bad_words or logits_processors"
 _GENERATES = "the models here generate text; use sentence-transformers for embeddings and scores"
 _ONE_COPY = "use tensor_parallel_size, or one LLM for each GPU"
@@ -22,6 +21,9 @@ _ONE_TOKENIZER = "there is one tokenizer, in this process; leave it out"
 _SAFETENSORS = "only safetensors files are read; leave it out"
 _GRAPHS = "CUDA graphs are captured for all sizes; leave it out, or use enforce_eager=True for none"
 _METRICS = "use the times in RequestOutput.metrics"
+
+_DRAFT_RANKS = "the draft network runs on the ranks of the model; leave it out"
+_DRAFTS_PAY = "no drafts are proposed where they are not expected to pay; leave it out"
 
 CONFIG_NAMES = other_names(
     ("trust_remote_code", (False,), "no code of a checkpoint is run; use a supported model"),
@@ -74,8 +76,12 @@ CONFIG_NAMES = other_names(
     ("disable_mm_preprocessor_cache skip_mm_profiling", (True, False), _TEXT_ONLY),
     ("mm_processor_cache_gb mm_encoder_tp_mode", (), _TEXT_ONLY),
     ("allowed_local_media_path allowed_media_domains", ("", []), _TEXT_ONLY),
-    ("speculative_config speculative_model num_speculative_tokens", (), _NO_SPECULATION),
-    ("ngram_prompt_lookup_max ngram_prompt_lookup_min", (), _NO_SPECULATION),
+    ("speculative_model", (), 'use speculative_config={"model": ...}'),
+    ("num_speculative_tokens", (), 'use speculative_config={"num_speculative_tokens": ...}'),
+    ("ngram_prompt_lookup_max", (), 'use speculative_config={"prompt_lookup_max": ...}'),
+    ("ngram_prompt_lookup_min", (), 'use speculative_config={"prompt_lookup_min": ...}'),
+    ("speculative_draft_tensor_parallel_size", (), _DRAFT_RANKS),
+    ("speculative_disable_by_batch_size", (), _DRAFTS_PAY),
     ("guided_decoding_backend structured_outputs_config reasoning_parser", (), _NO_GRAMMARS),
     ("logits_processors", ([],), "use SamplingParams.logits_processors"),
     ("logprobs_mode", ("raw_logprobs",), "log-probabilities are those of the raw logits"),
@@ -116,6 +122,45 @@ CONFIG_VALUES = {
     ),
 }
 """By field of Config: values of vLLM's that are not accepted, and what to use."""
+
+_EXACT = "tokens are those without speculation, so there is nothing to set; leave it out"
+_LIKE_MODEL = "it is that of the model, for the draft network too; leave it out"
+_NO_SUFFIXES = 'use method="ngram", prompt_lookup_max and num_speculative_tokens'
+_NO_DRAFT_LAYERS = 'use "ngram", or "eagle3" or "draft_model" with a checkpoint'
+
+SPECULATIVE_NAMES = other_names(
+    ("draft_tensor_parallel_size tensor_parallel_size", (), _DRAFT_RANKS),
+    ("quantization kv_cache_dtype max_model_len enforce_eager", (), _LIKE_MODEL),
+    ("draft_load_config attention_backend moe_backend", (), _LIKE_MODEL),
+    ("revision", (), "use model with a local directory of that revision"),
+    ("code_revision", (), "no code of a checkpoint is run; leave it out"),
+    ("disable_by_batch_size num_speculative_tokens_per_batch_size", (), _DRAFTS_PAY),
+    ("enable_adaptive_verification", (True,), _DRAFTS_PAY),
+    ("disable_logprobs", (False,), "log-probabilities are those without speculation"),
+    ("acceptance_method rejection_sample_method draft_sample_method", (), _EXACT),
+    ("posterior_threshold posterior_alpha", (), _EXACT),
+    ("synthetic_acceptance_rates synthetic_acceptance_length", (), _EXACT),
+    ("disable_mqa_scorer disable_padded_drafter_batch", (True, False), _EXACT),
+    ("disable_eagle_block_drop use_local_argmax_reduction", (True, False), _EXACT),
+    ("speculative_token_tree", (), "drafts are a sequence and no tree; leave it out"),
+    ("parallel_drafting", (False,), "drafts are proposed one after the other; leave it out"),
+    ("use_heterogeneous_vocab", (False,), "use a draft model with the model's own tokenizer"),
+    ("suffix_decoding_max_tree_depth suffix_decoding_max_cached_requests", (), _NO_SUFFIXES),
+    ("suffix_decoding_max_spec_factor suffix_decoding_min_token_prob", (), _NO_SUFFIXES),
+    ("prompt_lookup_num_tokens num_assistant_tokens", (), "use num_speculative_tokens"),
+    ("max_matching_ngram_size", (), "use prompt_lookup_max"),
+    ("assistant_model speculative_model draft_model", (), "use model"),
+)
+"""Names of vLLM's SpeculativeConfig, and of transformers for the same."""
+
+SPECULATIVE_METHODS = _values(
+    ("ngram_gpu", 'use "ngram"'),
+    ("suffix", _NO_SUFFIXES),
+    ("eagle", 'EAGLE heads of the third kind only; use "eagle3" with such a head'),
+    ("medusa mlp_speculator mtp deepseek_mtp qwen3_next_mtp mimo_mtp", _NO_DRAFT_LAYERS),
+    ("dflash dspark extract_hidden_states custom_class", _NO_DRAFT_LAYERS),
+)
+"""Methods of vLLM's that are not here, and what to use."""
 
 _NO_BEAMS = "there is no beam search; use n continuations and their cumulative_logprob"
 _LOGPROBS = "use logprobs=-1, and take the tokens that you want"

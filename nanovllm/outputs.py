@@ -5,6 +5,7 @@ Knows nothing of how they are made.
 
 import dataclasses
 from collections.abc import Iterator
+from itertools import zip_longest
 from typing import Any
 
 
@@ -27,7 +28,7 @@ class DraftCounts:
     num_draft_tokens: int = 0
     """Proposed tokens."""
     num_accepted_tokens: int = 0
-    """Proposed tokens that became output."""
+    """Proposed tokens that were right, without those behind a stop token or the last token."""
     num_accepted_tokens_per_pos: list[int] = dataclasses.field(default_factory=list)
     """By position in the draft, from the first: how many were accepted."""
 
@@ -35,6 +36,15 @@ class DraftCounts:
     def mean_acceptance_length(self) -> float:
         """Mean tokens of a step with a draft: the accepted ones and one more; 1 without drafts."""
         return 1 + self.num_accepted_tokens / max(1, self.num_drafts)
+
+    def __add__(self, other: "DraftCounts") -> "DraftCounts":
+        positions = (self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos)
+        return DraftCounts(
+            self.num_drafts + other.num_drafts,
+            self.num_draft_tokens + other.num_draft_tokens,
+            self.num_accepted_tokens + other.num_accepted_tokens,
+            [sum(pair) for pair in zip_longest(*positions, fillvalue=0)],
+        )
 
     def add(self, num_proposed: int, num_accepted: int) -> None:
         """Count one draft of `num_proposed` tokens; a draft of none is not counted."""
@@ -51,14 +61,17 @@ class DraftCounts:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Times of a request's events, in seconds of time.monotonic(); None before the event."""
+    """Times of a request's events, in seconds of time.monotonic(), None before the event; and
+    counts over all its continuations.
+    """
 
     arrival_time: float
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     last_token_time: float | None = None
     num_output_tokens: int = 0
-    """Sum over all continuations."""
+    drafts: DraftCounts = dataclasses.field(default_factory=DraftCounts)
+    """How speculation fared."""
 
     @property
     def queue_time(self) -> float | None:
@@ -87,6 +100,14 @@ class Metric:
 
     name: str
     value: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Vector:
+    """Counts since the engine's start, one for each position in a draft; as in vLLM."""
+
+    name: str
+    values: list[int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

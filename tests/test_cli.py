@@ -351,7 +351,8 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
 def example_of(hint: Any) -> tuple[str, Any]:
     """Return an argument for a field of this type, and the value it stands for."""
     if isinstance(hint, types.UnionType):
-        (hint,) = (arg for arg in typing.get_args(hint) if arg is not type(None))
+        plain = (arg for arg in typing.get_args(hint) if not dataclasses.is_dataclass(arg))
+        (hint,) = (arg for arg in plain if arg is not type(None))
     return {
         int: ("3", 3),
         float: ("0.5", 0.5),

@@ -20,7 +20,8 @@ from nanovllm import (
 )
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.errors import CheckpointError, InvalidRequestError
-from nanovllm.other_names import CONFIG_NAMES, SAMPLING_NAMES
+from nanovllm.other_names import CONFIG_NAMES, SAMPLING_NAMES, SPECULATIVE_NAMES
+from nanovllm.speculative_config import SpeculativeConfig
 from nanovllm.utils.hub import configured_checkpoint
 from tests.checkpoints import copy_checkpoint
 from tests.helpers import environment
@@ -309,8 +310,8 @@ def test_page_for_migrating_is_current() -> None:
 
 def test_page_for_migrating_has_every_name() -> None:
     text = migrating.PAGE.read_text("utf-8")
-    names = [*CONFIG_NAMES, *SAMPLING_NAMES, *migrating.other_methods()]
-    for owner in (Config, SamplingParams, RequestOutput, CompletionOutput):
+    names = [*CONFIG_NAMES, *SPECULATIVE_NAMES, *SAMPLING_NAMES, *migrating.other_methods()]
+    for owner in (Config, SpeculativeConfig, SamplingParams, RequestOutput, CompletionOutput):
         names += migrating.fields(owner)
     for name in names + migrating.methods(LLM) + migrating.methods(AsyncLLM):
         assert f"`{name}`" in text

@@ -46,6 +46,7 @@ def test_defaults_of_what_nano_vllm_does_not_have():
     assert config.kvcache_block_size is None
     assert config.kv_cache_memory_bytes is None
     assert config.enable_prefix_caching is True
+    assert config.speculative_config is None
     assert config.seed == 0
 
 
@@ -76,6 +77,13 @@ def test_every_field_can_be_given():
         "kv_cache_memory_bytes": None,
         "enable_prefix_caching": False,
         "max_logprobs": -1,
+        "speculative_config": {
+            "method": "draft_model",
+            "model": "org/small",
+            "num_speculative_tokens": 3,
+            "prompt_lookup_max": 5,
+            "prompt_lookup_min": 1,
+        },
         "seed": 5,
     }
     assert options.keys() == {field.name for field in dataclasses.fields(Config)}

@@ -147,7 +147,7 @@ def test_only_later_tokens_of_a_reply_are_drafted() -> None:
     assert drafted(labels).tolist() == [[False, True, True, False, False, False, True]]
 
 
-@pytest.mark.parametrize(("part", "least"), [("draft", 2.0), ("eagle3", 2.5)])
+@pytest.mark.parametrize(("part", "least"), [("draft", 4.0), ("eagle3", 4.0)])
 def test_drafts_are_accepted(
     part: str,
     least: float,

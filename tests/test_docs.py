@@ -17,6 +17,7 @@ from nanovllm import LLM, AsyncLLM, cli, demo_model, errors, outputs
 from nanovllm.config import Config
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import Admission
+from nanovllm.speculative_config import SpeculativeConfig
 from tests.test_layering import FOLDERS
 
 ROOT = Path(__file__).parent.parent
@@ -108,7 +109,7 @@ def run_command(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cli.main(words[1:]) == 0
 
 
-@pytest.mark.parametrize("owner", [Config, SamplingParams])
+@pytest.mark.parametrize("owner", [Config, SpeculativeConfig, SamplingParams])
 def test_every_field_is_listed_with_its_default(owner: type) -> None:
     section = PAGES["configuration.md"].split(f"\n## {owner.__name__}\n")[1].split("\n## ")[0]
     listed = re.findall(r"^\| `(\w+)` \| (.+?) \|", section, re.MULTILINE)

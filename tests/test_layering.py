@@ -19,7 +19,15 @@ class Folder(NamedTuple):
     torch: bool
 
 
-VALUES = ("errors", "validation", "other_names", "config", "sampling_params", "outputs")
+VALUES = (
+    "errors",
+    "validation",
+    "other_names",
+    "config",
+    "speculative_config",
+    "sampling_params",
+    "outputs",
+)
 FRONT = ("llm", "async_llm", "unsupported", "cli", "chat", "flags", "terminal")
 FOLDERS = {
     "values": Folder("", torch=False),

@@ -6,9 +6,15 @@ import pytest
 
 from nanovllm import LLM, AsyncLLM, SamplingParams, demo_model
 from nanovllm.errors import EngineDeadError, InvalidRequestError
+from nanovllm.outputs import DraftCounts, Metric, Vector
 from nanovllm.unsupported import NOT_IMPLEMENTED
 from tests.glossary import GREEDY, OPTIONS, QUESTION, QUESTIONS
 from tests.helpers import generate
+from tests.scheduler.fake_engine import FakeController
+
+SPECULATION: dict[str, Any] = {"speculative_config": {"method": "ngram"}}
+LOOPING = SamplingParams(0, 24, ignore_eos=True, allowed_token_ids=[7])
+"""The output is one token again and again, so all proposals are right."""
 
 
 def test_a_nano_vllm_loop_gets_what_generate_returns(demo_llm: LLM) -> None:
@@ -97,6 +103,51 @@ def test_metrics_and_names_of_vllm(make_llm: Any) -> None:
     llm.exit()
     with pytest.raises(EngineDeadError, match="shut down"):
         llm.generate(QUESTION)
+
+
+def test_metrics_of_speculation_have_vllms_names(make_llm: Any) -> None:
+    llm = make_llm(demo_model.MODEL, **SPECULATION, **OPTIONS)
+    llm.engine.scheduler.draft_controller = FakeController(lambda most: min(most, 4))
+    name = "vllm:spec_decode_num_"
+
+    def metrics() -> dict[str, Any]:
+        found = [metric for metric in llm.get_metrics() if "spec" in metric.name]
+        vectors = {metric.name: metric.values for metric in found if isinstance(metric, Vector)}
+        return vectors | {m.name: m.value for m in found if isinstance(m, Metric)}
+
+    assert metrics() == {
+        f"{name}drafts": 0,
+        f"{name}draft_tokens": 0,
+        f"{name}accepted_tokens": 0,
+        f"{name}accepted_tokens_per_pos": [],
+    }
+    counts = DraftCounts()
+    for output in llm.generate([[1, 2, 3, 4]] * 3, LOOPING, use_tqdm=False):
+        counts += output.metrics.drafts
+    assert counts.num_drafts > 0
+    assert metrics() == {
+        f"{name}drafts": counts.num_drafts,
+        f"{name}draft_tokens": counts.num_draft_tokens,
+        f"{name}accepted_tokens": counts.num_accepted_tokens,
+        f"{name}accepted_tokens_per_pos": counts.num_accepted_tokens_per_pos,
+    }
+    mean = [m.value for m in llm.get_metrics() if m.name == "nanovllm:mean_acceptance_length"]
+    assert mean == [counts.mean_acceptance_length]
+    assert mean[0] > 1
+
+
+def test_progress_bar_shows_the_acceptance_length(
+    make_llm: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    llm = make_llm(demo_model.MODEL, **SPECULATION, **OPTIONS)
+    llm.engine.scheduler.draft_controller = FakeController(lambda most: min(most, 4))
+    (output,) = llm.generate([1, 2, 3, 4], LOOPING)
+    length = output.metrics.drafts.mean_acceptance_length
+    shown = capfd.readouterr().err
+    assert f"Acceptance length={length:.2f}" in shown
+    assert "Decode=" in shown
+    llm.generate([5], SamplingParams(max_tokens=1))
+    assert "Acceptance" not in capfd.readouterr().err
 
 
 def test_no_prompts_draw_no_progress_bar(demo_llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.outputs import DraftCounts
 from tests.helpers import generate_all
+from tests.scheduler.fake_engine import FakeController
 
 
 @pytest.fixture
@@ -60,3 +62,24 @@ def test_queue_time_excludes_the_first_step(llm: LLM, monkeypatch: pytest.Monkey
     (output,) = generate_all(llm, [([1], SamplingParams(max_tokens=1))])
     assert output.metrics.time_to_first_token >= 0.2
     assert output.metrics.queue_time < 0.2
+
+
+def test_drafts_of_all_continuations_are_counted(make_llm: Any, random_model: str) -> None:
+    """An output's counts are its own: later steps do not change them."""
+    llm = make_llm(random_model, dtype="float32", speculative_config={"method": "ngram"})
+    llm.engine.scheduler.draft_controller = FakeController(lambda most: min(most, 3))
+    params = SamplingParams(0, 20, ignore_eos=True, n=2, allowed_token_ids=[3])
+    outputs = list(llm.stream([3, 4] * 3, params))
+    drafts = [output.metrics.drafts for output in outputs]
+    assert drafts[0].num_drafts == 0
+    sizes = [counts.num_draft_tokens for counts in drafts]
+    assert sizes == sorted(sizes)
+    last = drafts[-1]
+    assert last.num_draft_tokens >= last.num_accepted_tokens > 20
+    assert sum(last.num_accepted_tokens_per_pos) == last.num_accepted_tokens
+    assert len(last.num_accepted_tokens_per_pos) == 3
+
+
+def test_without_speculation_there_are_no_drafts(llm: LLM) -> None:
+    (output,) = generate_all(llm, [([1], SamplingParams(max_tokens=4))])
+    assert output.metrics.drafts == DraftCounts()

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 
-from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from nanovllm.outputs import CompletionOutput, DraftCounts, RequestMetrics, RequestOutput
 
 
 @pytest.fixture
@@ -84,3 +84,23 @@ def test_metrics_are_differences_of_times(output):
     assert output.metrics.time_per_output_token == 0.25
     assert RequestMetrics(10.0).time_to_first_token is None
     assert RequestMetrics(10.0, 10.5, 11.0, 11.0, 1).time_per_output_token is None
+
+
+def test_draft_counts_by_position() -> None:
+    counts = DraftCounts()
+    for num_proposed, num_accepted in ((3, 1), (0, 0), (2, 2), (1, 0)):
+        counts.add(num_proposed, num_accepted)
+    assert counts == DraftCounts(3, 6, 3, [2, 1, 0])
+    assert counts.mean_acceptance_length == 2
+    assert DraftCounts().mean_acceptance_length == 1
+
+
+def test_sum_of_draft_counts_is_a_new_object() -> None:
+    first, second = DraftCounts(1, 1, 1, [1]), DraftCounts(2, 5, 3, [2, 1, 0])
+    found = first + second
+    assert found == second + first == DraftCounts(3, 6, 4, [3, 1, 0])
+    found.add(1, 1)
+    assert (first, second) == (DraftCounts(1, 1, 1, [1]), DraftCounts(2, 5, 3, [2, 1, 0]))
+    alone = first + DraftCounts()
+    alone.add(1, 1)
+    assert first == DraftCounts(1, 1, 1, [1])

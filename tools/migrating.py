@@ -11,8 +11,15 @@ from typing import Any
 
 from nanovllm import LLM, AsyncLLM, outputs
 from nanovllm.config import Config
-from nanovllm.other_names import CONFIG_NAMES, CONFIG_VALUES, SAMPLING_NAMES
+from nanovllm.other_names import (
+    CONFIG_NAMES,
+    CONFIG_VALUES,
+    SAMPLING_NAMES,
+    SPECULATIVE_METHODS,
+    SPECULATIVE_NAMES,
+)
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.speculative_config import SpeculativeConfig
 from nanovllm.validation import OtherName
 
 PAGE = Path(__file__).parent.parent / "docs" / "migrating.md"
@@ -65,14 +72,16 @@ def others(names: Mapping[str, OtherName]) -> str:
 
 
 def other_values() -> str:
-    """Return a table of the values of vLLM's that fields of Config do not take."""
+    """Return a table of the values of vLLM's that fields do not take."""
     rows: dict[tuple[str, str], list[str]] = {}
-    for field, advices in CONFIG_VALUES.items():
+    tables = {f"`{field}`": advices for field, advices in CONFIG_VALUES.items()}
+    tables["`speculative_config`'s `method`"] = SPECULATIVE_METHODS
+    for field, advices in tables.items():
         for value, advice in advices.items():
             rows.setdefault((field, advice), []).append(f"`{value!r}`")
     return table(
         ("Field", "vLLM's values", "Here"),
-        ((f"`{field}`", ", ".join(found), advice) for (field, advice), found in rows.items()),
+        ((field, ", ".join(found), advice) for (field, advice), found in rows.items()),
     )
 
 
@@ -115,6 +124,8 @@ def nano_vllm() -> str:
 PARTS: dict[str, Callable[[], str]] = {
     "Config's fields": lambda: listed(fields(Config)),
     "Config's other names": lambda: others(CONFIG_NAMES),
+    "SpeculativeConfig's fields": lambda: listed(fields(SpeculativeConfig)),
+    "SpeculativeConfig's other names": lambda: others(SPECULATIVE_NAMES),
     "Config's other values": other_values,
     "SamplingParams' fields": lambda: listed(fields(SamplingParams)),
     "SamplingParams' other names": lambda: others(SAMPLING_NAMES),

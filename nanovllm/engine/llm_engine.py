@@ -17,7 +17,7 @@ from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.request import Request
 from nanovllm.engine.tokenizer import check_same_vocabulary, load_tokenizer
 from nanovllm.errors import EngineDeadError, InvalidRequestError
-from nanovllm.outputs import Metric, RequestOutput
+from nanovllm.outputs import Metric, RequestOutput, Vector
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler.block_manager import BlockManager
 from nanovllm.scheduler.draft_controller import DraftController
@@ -184,20 +184,33 @@ class LLMEngine:
         """Forget all cached prefixes; return False, and forget none, while requests hold blocks."""
         return self.scheduler.block_manager.reset_prefix_cache()
 
-    def get_metrics(self) -> list[Metric]:
+    def get_metrics(self) -> list[Metric | Vector]:
         """Return the engine's counts since its start, and its load now, by vLLM's names.
 
-        A request is here one continuation, as in vLLM.
+        A request is here one continuation, as in vLLM. Counts of drafts are there only with
+        speculation.
         """
         scheduler = self.scheduler
         free = scheduler.block_manager.num_free_blocks / self.cache_info.num_blocks
-        return [
+        found: list[Metric | Vector] = [
             Metric("vllm:num_requests_running", len(scheduler.running)),
             Metric("vllm:num_requests_waiting", scheduler.num_waiting),
             Metric("vllm:kv_cache_usage_perc", 1 - free),
             Metric("vllm:generation_tokens", self.stats.num_decode_tokens),
             Metric("nanovllm:prefill_tokens", self.stats.num_prefill_tokens),
         ]
+        if scheduler.draft_controller is not None:
+            drafts, prefix = self.stats.drafts, "vllm:spec_decode_num"
+            found += [
+                Metric(f"{prefix}_drafts", drafts.num_drafts),
+                Metric(f"{prefix}_draft_tokens", drafts.num_draft_tokens),
+                Metric(f"{prefix}_accepted_tokens", drafts.num_accepted_tokens),
+                Vector(
+                    f"{prefix}_accepted_tokens_per_pos", list(drafts.num_accepted_tokens_per_pos)
+                ),
+                Metric("nanovllm:mean_acceptance_length", drafts.mean_acceptance_length),
+            ]
+        return found
 
     def check_process(self) -> None:
         """Raise EngineDeadError in a process that was forked after the engine was made.

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.request import Completion, Request
-from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from nanovllm.outputs import (
+    CompletionOutput,
+    DraftCounts,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+)
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import TokenLogprobs
 from nanovllm.scheduler.sequence import Sequence
@@ -104,6 +110,7 @@ class OutputProcessor:
                 request.first_token_time,
                 request.last_token_time,
                 sum(completion.num_tokens for completion in completions),
+                sum((seq.draft_counts for seq in request.sequences), DraftCounts()),
             ),
             prompt_logprobs=self._take_prompt_logprobs(request),
         )

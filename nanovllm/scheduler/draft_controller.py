@@ -28,6 +28,10 @@ _PROBE_SHARE = 0.01
 _PROBE_PAUSE = 8
 """Number of steps that save time for the next probes."""
 _MAX_PROBE_INTERVAL = 64
+_CHOICE_SECONDS = 40e-6
+"""What a choice costs the host, with what follows from it. It matters in the steps of tiny models."""
+_CHOICE_SHARE = 0.005
+"""Share of the time that may go to choices that are not expected to pay."""
 _FEW_DRAFTS = 64
 """Up to so many drafts, every number of passes of a draft network is tried."""
 _FINE_DRAFTS = 128
@@ -110,6 +114,7 @@ class DraftController:
         self._draft_costs = CostCurve(draft_seconds) if draft_seconds else None
         self._experience = Acceptance()
         self._num_steps = 0
+        self._next_choice = 0  # step from which drafts may be chosen again
         self._probe_seconds = 0.0  # what probes may spend now
         # (rows, draft tokens, expected seconds) of the last steps that propose
         self._plans: deque[tuple[int, int, float]] = deque(maxlen=4)
@@ -131,10 +136,17 @@ class DraftController:
         if any(choice) and self._step_costs.is_stale(num_tokens):
             return [0] * len(choice)
         self._add_probes(choice, candidates, rates, limits, num_tokens)
+        self._set_next_choice(choice, rates)
         if self._draft_costs is not None and any(choice):
             plan = (len(choice) - choice.count(0), sum(choice), self._draft_cost(choice))
             self._plans.append(plan)
         return choice
+
+    def skips_step(self) -> bool:
+        """Return whether the next step gets no drafts without a choice; count it if so."""
+        skips = self._num_steps + 1 < self._next_choice
+        self._num_steps += skips
+        return skips
 
     def record(
         self, acceptance: Acceptance, num_allowed: int, num_proposed: int, num_accepted: int
@@ -174,6 +186,8 @@ class DraftController:
         Args:
             num_tokens: tokens that the target computed, drafts included.
         """
+        if self._num_steps + 1 < self._next_choice:  # it would cost more than it tells
+            return
         self._step_costs.observe(num_tokens, seconds)
         if self._draft_costs is None or draft_seconds <= 0:
             return
@@ -260,6 +274,18 @@ class DraftController:
         for row in order[best_count:]:
             choice[row] -= 1
         return best_speed, choice if best_count else None
+
+    def _set_next_choice(self, choice: list[int], rates: list[tuple[float, float, float]]) -> None:
+        """Pause if the expected gain of `choice` does not pay for choosing in every step."""
+        step_seconds = self._step_costs.at(len(choice))
+        gain = sum(
+            found * first * (1 - later**count) / (1 - min(later, 0.999))
+            for count, (found, first, later) in zip(choice, rates, strict=True)
+            if count
+        )
+        if gain * step_seconds / len(choice) < _CHOICE_SECONDS:
+            pause = int(_CHOICE_SECONDS / (_CHOICE_SHARE * step_seconds))
+            self._next_choice = self._num_steps + pause
 
     def _add_probes(
         self,

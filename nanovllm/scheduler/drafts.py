@@ -29,6 +29,8 @@ def add_drafts(
     Returns:
         The blocks added to block tables.
     """
+    if controller.skips_step():
+        return []
     budget = min(budget, MAX_SAMPLES - sum(row.samples for row in rows))
     if budget <= 0:
         return []

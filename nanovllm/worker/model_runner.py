@@ -154,7 +154,10 @@ class ModelRunner:
         return dataclasses.replace(
             info,
             step_seconds=measure_seconds(step, step_sizes, self.device),
-            draft_seconds=measure_seconds(draft, draft_sizes, self.device),
+            # A proposer without KV is no network: its time is too short to count.
+            draft_seconds=measure_seconds(draft, draft_sizes, self.device)
+            if proposer.block_bytes
+            else (),
         )
 
     def _run_rows(self, tables: DeviceTables, rows: list[Row]) -> StepOutput:

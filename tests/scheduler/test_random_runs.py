@@ -109,7 +109,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def break_one(self, index: int, num_more: int) -> None:
         seq = self.engine.sequences[-1 - index % len(self.engine.sequences)]
         if not seq.is_finished:
-            self.engine.worker.fails_from[seq.seq_id] = len(seq.token_ids) + num_more
+            self.engine.worker.fails_from.setdefault(seq.seq_id, len(seq.token_ids) + num_more)
 
     @precondition(lambda self: len(self.engine.in_flight) <= self.engine.queue_depth)
     @rule()

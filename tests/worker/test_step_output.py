@@ -1,4 +1,6 @@
-"""A step's durations: on a CPU the host's, on CUDA those between events on the device."""
+"""Acceptance: which of a step's samples become a row's tokens, and which errors count. Durations:
+on a CPU the host's, on CUDA those between events on the device.
+"""
 
 import time
 from typing import Any, ClassVar
@@ -7,8 +9,138 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams, demo_model
-from nanovllm.scheduler.messages import Row
-from nanovllm.worker.step_output import PendingResult, Step, StepOutput, StepTimer
+from nanovllm.layers.sampler import NO_TOKEN
+from nanovllm.scheduler.messages import Row, StepResult
+from nanovllm.worker.sampling import GatheredLogprobs, SampledLogprobs
+from nanovllm.worker.step_output import (
+    NO_DISTRIBUTION,
+    PendingResult,
+    PromptLogprobs,
+    Step,
+    StepOutput,
+    StepTimer,
+)
+
+FAILED = "a logits processor failed: ValueError: no"
+UNUSED = 99
+"""What the table holds behind a row's last draft."""
+
+
+def row(seq_id: int, num_drafts: int) -> Row:
+    return Row(seq_id, seq_id, 4, 1 + num_drafts, samples=True, num_draft_tokens=num_drafts)
+
+
+def accept(
+    drafts: list[int], sampled: list[int], errors: dict[int, str] | None = None
+) -> tuple[list[int], dict[int, str]]:
+    """Return the tokens and the errors of a step of one row."""
+    output = StepOutput(
+        torch.tensor(sampled), None, [], errors or {}, torch.tensor([*drafts, UNUSED])
+    )
+    step = Step(7, [row(0, len(drafts))], [len(drafts)])
+    result = PendingResult(step, output).result()
+    assert result.step_id == 7
+    assert result.num_draft_tokens == [len(drafts)]
+    (tokens,) = result.token_ids
+    return tokens, result.errors
+
+
+@pytest.mark.parametrize(
+    ("drafts", "sampled", "expected"),
+    [
+        ([], [5], [5]),
+        ([5], [5, 6], [5, 6]),
+        ([5], [4, 6], [4]),
+        ([5, 6, 7], [5, 6, 7, 8], [5, 6, 7, 8]),
+        ([5, 6, 7], [5, 6, 9, 8], [5, 6, 9]),
+        ([5, 6, 7], [5, 9, 7, 8], [5, 9]),  # a draft behind a wrong one is right by chance
+        ([5, 6, 7], [9, 6, 7, 8], [9]),
+        ([0, 0], [0, 0, 0], [0, 0, 0]),
+        ([5], [5, UNUSED], [5, UNUSED]),
+    ],
+)
+def test_drafts_are_accepted_up_to_the_first_that_differs(
+    drafts: list[int], sampled: list[int], expected: list[int]
+) -> None:
+    assert accept(drafts, sampled) == (expected, {})
+
+
+def test_row_whose_first_sample_has_no_distribution_fails() -> None:
+    assert accept([], [NO_TOKEN]) == ([], {0: NO_DISTRIBUTION})
+    assert accept([5, 6], [NO_TOKEN, 6, 7]) == ([], {0: NO_DISTRIBUTION})
+
+
+def test_failure_behind_accepted_drafts_comes_with_the_next_step() -> None:
+    assert accept([5, 6], [5, NO_TOKEN, 7]) == ([5], {})
+    assert accept([5, 6], [5, 6, NO_TOKEN]) == ([5, 6], {})
+    assert accept([5, 6], [5, 6, 7], errors={1: FAILED}) == ([5], {})
+
+
+def test_failure_behind_a_wrong_draft_does_not_count() -> None:
+    assert accept([5, 6], [9, NO_TOKEN, 7]) == ([9], {})
+    assert accept([5, 6], [9, 6, 7], errors={1: FAILED, 2: FAILED}) == ([9], {})
+
+
+def test_reason_of_a_processor_comes_before_that_of_the_logits() -> None:
+    assert accept([5], [NO_TOKEN, 6], errors={0: FAILED}) == ([], {0: FAILED})
+
+
+def test_each_row_has_its_own_samples_and_errors() -> None:
+    rows = [
+        row(0, 2),
+        Row(1, 1, 0, 3, samples=False),
+        row(2, 0),
+        row(3, 1),
+        row(4, 1),
+    ]
+    output = StepOutput(
+        torch.tensor([5, 6, 7, 8, 9, 4, 3, 3]),
+        None,
+        [],
+        {6: FAILED},
+        torch.tensor([5, 9, UNUSED, UNUSED, 9, UNUSED, 3, UNUSED]),
+    )
+    result = output.result(Step(0, rows, [2, 0, 1, 1]))
+    assert result == StepResult(
+        0,
+        [[5, 6], [8], [9, 4], []],
+        [2, 0, 1, 1],
+        errors={4: FAILED},
+    )
+
+
+def test_step_without_drafts() -> None:
+    rows = [row(0, 0), row(1, 0)]
+    result = StepOutput(torch.tensor([5, NO_TOKEN]), None, []).result(Step(0, rows))
+    assert result == StepResult(0, [[5], []], errors={1: NO_DISTRIBUTION})
+
+
+def gathered(tokens: list[int]) -> GatheredLogprobs:
+    """Return log-probabilities: minus the token, and token 1 as the most likely one."""
+    ids = torch.tensor([[token, 1] for token in tokens])
+    return GatheredLogprobs(ids, -ids.float(), torch.full((len(tokens),), 2))
+
+
+def test_logprobs_are_those_of_all_samples_in_order() -> None:
+    """The scheduler takes as many as there are tokens."""
+    sampled = [5, 6, 7, 8]
+    logprobs = SampledLogprobs([0, 0, 0], [1, 1, 1], gathered([5, 6, 7]))
+    output = StepOutput(torch.tensor(sampled), logprobs, [], {}, torch.tensor([5, 9, 9, 9]))
+    result = output.result(Step(0, [row(0, 2), row(1, 0)], [2, 0]))
+    assert result.token_ids == [[5, 6], [8]]
+    assert list(result.logprobs) == [0]
+    assert [found.token_ids for found in result.logprobs[0]] == [[5, 1], [6, 1], [7, 1]]
+    assert [found.logprobs for found in result.logprobs[0]] == [[-5, -1], [-6, -1], [-7, -1]]
+
+
+def test_prompt_logprobs_of_a_row_with_drafts() -> None:
+    prompt = PromptLogprobs(0, 3, 0, gathered([2, 4]))
+    output = StepOutput(torch.tensor([5, 6]), None, [prompt], {}, torch.tensor([5, UNUSED]))
+    result = output.result(Step(0, [row(0, 1)], [1]))
+    assert [(place, found.token_ids) for place, found in result.prompt_logprobs[0]] == [
+        (3, [2]),
+        (4, [4]),
+    ]
 
 
 class FakeEvent:

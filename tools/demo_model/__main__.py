@@ -52,7 +52,7 @@ from tools.demo_model.verify import verify
 logger = logging.getLogger(__name__)
 
 OUT = {"model": MODEL, "draft": DRAFT_MODEL, "eagle3": EAGLE3}
-STEPS = {"model": 2500, "draft": 1500, "eagle3": 600}
+STEPS = {"model": 2500, "draft": 1200, "eagle3": 500}
 
 
 def parse_args() -> argparse.Namespace:

@@ -16,12 +16,15 @@ from tools.demo_model.train import IGNORED_LABEL, Examples, Schedule, optimize
 
 DRAFT_CONFIG: dict[str, Any] = MODEL_CONFIG | {
     "hidden_size": 64,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
-    "intermediate_size": 128,
-    "max_window_layers": 2,
+    "intermediate_size": 256,
+    "max_window_layers": 1,
 }
+
+TEMPERATURES = (1.0, 2.0)
+"""At the second, the unlikely tokens count as well: sampling may ask for them."""
 
 
 def train_draft(
@@ -50,13 +53,19 @@ def drafted(labels: torch.Tensor) -> torch.Tensor:
     return replies[:, :-1] & replies[:, 1:]
 
 
+def cross_entropy_at_temperatures(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross-entropy of [n, vocabulary] with the target's logits `wanted`."""
+    losses = [cross_entropy(logits / t, (wanted / t).softmax(dim=-1)) for t in TEMPERATURES]
+    return torch.stack(losses).mean()
+
+
 def distillation_loss(
     draft: Qwen3ForCausalLM, target: Qwen3ForCausalLM, inputs: torch.Tensor, labels: torch.Tensor
 ) -> torch.Tensor:
-    """Return the mean cross-entropy of the draft model's tokens with the target's."""
+    """Return how far the draft model's distributions are from the target's."""
     learned = drafted(labels)
     with torch.no_grad():
         known = target.model(input_ids=inputs[:, :-1]).last_hidden_state
-        wanted = target.lm_head(known[learned]).softmax(dim=-1)
+        wanted = target.lm_head(known[learned])
     hidden = draft.model(input_ids=inputs[:, :-1]).last_hidden_state
-    return cross_entropy(draft.lm_head(hidden[learned]), wanted)
+    return cross_entropy_at_temperatures(draft.lm_head(hidden[learned]), wanted)

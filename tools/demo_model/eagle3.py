@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from safetensors.torch import load, save
 from torch import nn
-from torch.nn.functional import cross_entropy, pad, silu
+from torch.nn.functional import pad, silu
 from transformers import Qwen3ForCausalLM
 
 from tools.demo_model.checkpoint import MODEL_CONFIG, write_json
-from tools.demo_model.draft import drafted
+from tools.demo_model.draft import cross_entropy_at_temperatures, drafted
 from tools.demo_model.train import IGNORED_LABEL, Examples, Schedule, optimize
 
 HIDDEN = MODEL_CONFIG["hidden_size"]
@@ -221,13 +221,13 @@ def frequent_tokens(examples: Examples) -> torch.Tensor:
 def test_time_loss(
     head: Eagle3Head, target: Qwen3ForCausalLM, inputs: torch.Tensor, labels: torch.Tensor
 ) -> torch.Tensor:
-    """Return the mean over steps of the cross-entropy with the target, as in the paper.
+    """Return the weighted mean over steps of the cross-entropy with the target.
 
     The target's distribution is restricted to the head's tokens. Where its best token is not among
     them, nothing is learned.
     """
     features, logits = read_target(target, inputs)
-    wanted = logits[..., head.tokens].softmax(dim=-1)
+    wanted = logits[..., head.tokens]
     can_draft = head.t2d[logits.argmax(dim=-1)]
     learned = shifted(pad(drafted(labels), (0, 1)), 1)
     total = torch.zeros(())
@@ -238,7 +238,8 @@ def test_time_loss(
         if not rows.any():
             break
         drafts = head.lm_head(head.norm(hidden[rows]))
-        total = total + DECAY**step * cross_entropy(drafts, shifted(wanted, 1 + step)[rows])
+        loss = cross_entropy_at_temperatures(drafts, shifted(wanted, 1 + step)[rows])
+        total = total + DECAY**step * loss
     return total / sum(DECAY**step for step in range(STEPS))
 
 

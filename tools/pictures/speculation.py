@@ -52,9 +52,7 @@ def draw() -> str:
         "With one sequence speculation gains most. With many, a step of more tokens costs more, "
         "and the controller proposes few tokens or none.",
     )
-    drawing.text(
-        18, 32, "Speculation pays while more tokens cost a step little", size=17, bold=True
-    )
+    drawing.text(18, 32, "Speculation pays while drafts cost a step little", size=17, bold=True)
     how = f"{found.model}; {found.processor}, {found.num_threads} threads"
     drawing.text(18, 52, textwrap.shorten(how, 130), "muted", size=12)
     drawing.text(18, 70, f"{found.date}: {found.command}", "muted", size=12)

@@ -1,0 +1,205 @@
+"""Options of speculation: the values accepted, the values refused, and the error messages."""
+
+import copy
+import dataclasses
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nanovllm.config import Config
+from nanovllm.errors import ConfigError
+from nanovllm.other_names import SPECULATIVE_METHODS, SPECULATIVE_NAMES
+from nanovllm.speculative_config import METHODS, SpeculativeConfig
+
+
+def spec(**options: Any) -> SpeculativeConfig:
+    """Return what `Config` makes of the options."""
+    found = Config("model", speculative_config=options).speculative_config
+    assert isinstance(found, SpeculativeConfig)
+    return found
+
+
+def test_defaults() -> None:
+    assert dataclasses.asdict(spec(method="ngram")) == {
+        "method": "ngram",
+        "model": None,
+        "num_speculative_tokens": None,
+        "prompt_lookup_max": 4,
+        "prompt_lookup_min": 2,
+    }
+    assert spec(method="ngram").max_draft_tokens == 24
+    assert spec(model="org/small").max_draft_tokens == 8
+    assert spec(method="ngram", num_speculative_tokens=3).max_draft_tokens == 3
+
+
+def test_auto_is_ngram() -> None:
+    assert spec(method="auto") == spec(method="ngram")
+
+
+def test_options_may_be_an_object() -> None:
+    given = SpeculativeConfig(method="eagle3", model="org/head")
+    assert Config("model", speculative_config=given).speculative_config is given
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", None])
+def test_model_may_be_a_path_object(method: str | None) -> None:
+    assert spec(method=method, model=Path("org") / "small").model == str(Path("org") / "small")
+
+
+@pytest.mark.parametrize("value", ["ngram", 5, True, ["method"], {1: "ngram"}, ("method", "ngram")])
+def test_options_must_be_a_dictionary(value: Any) -> None:
+    with pytest.raises(ConfigError, match="^speculative_config must be a dictionary of options"):
+        Config("model", speculative_config=value)
+
+
+@pytest.mark.parametrize("options", [{}, {"method": None}, {"num_speculative_tokens": 3}])
+def test_missing_method_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"^speculative_config: method must be one of ngram, draft_model, eagle3, auto, or "
+        r"model must name a draft network: both are missing$",
+    ):
+        spec(**options)
+
+
+@pytest.mark.parametrize("value", ["NGRAM", "", 5, True, ["ngram"], "lookahead"])
+def test_unknown_method_is_refused(value: Any) -> None:
+    match = r"^speculative_config: method must be one of ngram, draft_model, eagle3, auto, got "
+    with pytest.raises(ConfigError, match=match):
+        spec(method=value)
+
+
+def test_nearest_method_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"got 'ngrams'; did you mean 'ngram'\?$"):
+        spec(method="ngrams")
+
+
+@pytest.mark.parametrize(("method", "advice"), SPECULATIVE_METHODS.items())
+def test_methods_of_vllm_are_explained(method: str, advice: str) -> None:
+    assert method not in METHODS
+    with pytest.raises(ConfigError) as raised:
+        spec(method=method, model="org/small")
+    assert str(raised.value).endswith(f", got {method!r}: {advice}")
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+def test_network_needs_a_model(method: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^speculative_config: method {method} needs a model: "):
+        spec(method=method)
+
+
+@pytest.mark.parametrize("method", ["ngram", "auto"])
+def test_ngram_has_no_model(method: str) -> None:
+    with pytest.raises(ConfigError, match=r"method ngram has no model, got 'org/small': leave"):
+        spec(method=method, model="org/small")
+
+
+@pytest.mark.parametrize("value", ["", 5, b"model", [], {"path": "x"}])
+def test_model_must_be_a_path_or_an_id(value: Any) -> None:
+    match = "^speculative_config: model must be a directory or a hub id, got "
+    with pytest.raises(ConfigError, match=match):
+        spec(method="draft_model", model=value)
+
+
+@pytest.mark.parametrize(
+    "name", ["num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"]
+)
+@pytest.mark.parametrize("value", [0, -1, 1.0, "3", True, [2], np.float64(2.0)])
+def test_counts_must_be_positive_integers(name: str, value: Any) -> None:
+    match = f"^speculative_config: {name} must be an integer >= 1, got "
+    with pytest.raises(ConfigError, match=match):
+        spec(method="ngram", **{name: value})
+
+
+def test_lookup_sizes_are_never_none() -> None:
+    with pytest.raises(ConfigError, match="prompt_lookup_max must be an integer >= 1, got None"):
+        spec(method="ngram", prompt_lookup_max=None)
+
+
+def test_numpy_integers_become_int() -> None:
+    found = spec(method="ngram", num_speculative_tokens=np.int64(3), prompt_lookup_max=np.uint8(7))
+    assert (type(found.num_speculative_tokens), type(found.prompt_lookup_max)) == (int, int)
+
+
+def test_shortest_lookup_may_not_exceed_the_longest() -> None:
+    assert spec(method="ngram", prompt_lookup_min=4).prompt_lookup_min == 4
+    for options in ({"prompt_lookup_min": 5}, {"prompt_lookup_max": 1}):
+        match = "^speculative_config: prompt_lookup_min must be at most prompt_lookup_max, got "
+        with pytest.raises(ConfigError, match=match):
+            spec(method="ngram", **options)
+
+
+@pytest.mark.parametrize(
+    ("typo", "nearest"),
+    [
+        ("num_speculativ_tokens", "num_speculative_tokens"),
+        ("prompt_lookup_maximum", "prompt_lookup_max"),
+        ("metod", "method"),
+    ],
+)
+def test_unknown_key_is_refused_and_the_nearest_named(typo: str, nearest: str) -> None:
+    with pytest.raises(ConfigError, match=rf"no field '{typo}'; did you mean '{nearest}'\?"):
+        spec(method="ngram", **{typo: 1})
+
+
+@pytest.mark.parametrize("name", SPECULATIVE_NAMES)
+def test_names_of_others_are_explained(name: str) -> None:
+    other = SPECULATIVE_NAMES[name]
+    for value in (None, *other.accepted):
+        assert spec(method="ngram", **{name: value}) == spec(method="ngram")
+    with pytest.raises(ConfigError) as raised:
+        spec(method="ngram", **{name: "something else"})
+    expected = f"speculative_config: {name}='something else' is not supported: {other.advice}"
+    assert str(raised.value) == expected
+
+
+VLLM = """
+    enforce_eager num_speculative_tokens model method draft_tensor_parallel_size quantization
+    tensor_parallel_size moe_backend attention_backend kv_cache_dtype max_model_len revision
+    code_revision disable_padded_drafter_batch use_local_argmax_reduction use_heterogeneous_vocab
+    disable_by_batch_size prompt_lookup_max prompt_lookup_min speculative_token_tree
+    parallel_drafting num_speculative_tokens_per_batch_size suffix_decoding_max_tree_depth
+    suffix_decoding_max_cached_requests suffix_decoding_max_spec_factor draft_load_config
+    suffix_decoding_min_token_prob rejection_sample_method draft_sample_method
+"""
+
+
+def test_names_that_people_pass_to_vllm_are_fields_or_explained() -> None:
+    fields = {field.name for field in dataclasses.fields(SpeculativeConfig)}
+    assert set(VLLM.split()) <= fields | SPECULATIVE_NAMES.keys()
+    assert not fields & SPECULATIVE_NAMES.keys()
+
+
+def test_config_with_speculation_survives_pickle_copy_and_replace() -> None:
+    config = Config("model", speculative_config={"method": "ngram", "prompt_lookup_max": 6})
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert copy.deepcopy(config) == config
+    assert dataclasses.replace(config, seed=1).speculative_config == config.speculative_config
+    assert hash(config) == hash(copy.deepcopy(config))
+
+
+def test_options_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        spec(method="ngram").method = "eagle3"  # type: ignore[misc]
+
+
+EAGLE3 = ["LlamaForCausalLMEagle3"], ["Eagle3LlamaForCausalLM"], ["Eagle3Speculator"]
+
+
+@pytest.mark.parametrize("architectures", EAGLE3)
+def test_method_of_a_head_is_found(architectures: list[str]) -> None:
+    assert spec(model="org/head").for_architectures(architectures).method == "eagle3"
+    given = spec(method="eagle3", model="org/head")
+    assert given.for_architectures(architectures) == given
+    with pytest.raises(ConfigError, match="'org/head' is an EAGLE-3 head, so method must be eagle"):
+        spec(method="draft_model", model="org/head").for_architectures(architectures)
+
+
+def test_method_of_a_draft_model_is_found() -> None:
+    found = spec(model="org/small").for_architectures(["LlamaForCausalLM"])
+    assert found == spec(method="draft_model", model="org/small")
+    with pytest.raises(ConfigError, match="'org/small' is no EAGLE-3 head, so method must be draf"):
+        spec(method="eagle3", model="org/small").for_architectures(["LlamaForCausalLM"])
