@@ -1,0 +1,123 @@
+"""Which positions a draft network must compute, as sequences come, share blocks and go."""
+
+from typing import Any
+
+import pytest
+
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduler.messages import Admission, NewBlocks, Row, Schedule
+from nanovllm.worker.proposers.draft_kv import DraftKV
+
+SIZE = 4
+
+
+@pytest.fixture
+def kv() -> DraftKV:
+    return DraftKV(num_table_rows=3, num_blocks=10, block_size=SIZE)
+
+
+def admit(kv: DraftKV, table_idx: int, blocks: list[int], num_cached: int = 0) -> None:
+    tokens = [1] * (len(blocks) * SIZE)
+    admission = Admission(
+        table_idx, table_idx, tokens, 1, blocks, SamplingParams(), 0, frozenset(), ()
+    )
+    rows = [Row(table_idx, table_idx, num_cached * SIZE, 1, False)]
+    kv.admit(Schedule(0, [admission], [], rows))
+
+
+def step(kv: DraftKV, row: Row, *new_blocks: NewBlocks) -> None:
+    kv.admit(Schedule(0, [], list(new_blocks), [row]))
+
+
+def row(table_idx: int, num_known: int, num_drafts: int = 2) -> Row:
+    return Row(table_idx, table_idx, num_known - 1, 1 + num_drafts, True, num_drafts)
+
+
+def test_a_row_catches_up_once(kv: DraftKV) -> None:
+    admit(kv, 0, [5, 6, 7])
+    assert kv.start(row(0, 7)) == 0
+    kv.set_right(0, 7)
+    assert kv.start(row(0, 8)) == 7
+    assert kv.start(row(0, 7)) == 6, "the last position gives the first draft"
+
+
+def test_a_prefix_is_computed_once(kv: DraftKV) -> None:
+    admit(kv, 0, [5, 6, 7])
+    kv.set_right(0, 10)
+    admit(kv, 1, [5, 6, 8], num_cached=2)
+    assert kv.start(row(1, 11)) == 8
+    admit(kv, 2, [5, 6, 7], num_cached=1)
+    assert kv.start(row(2, 11)) == 4, "the second block has a new owner"
+
+
+def test_a_prefix_that_was_not_computed_is_computed_later(kv: DraftKV) -> None:
+    admit(kv, 0, [5, 6, 7])
+    kv.set_right(0, 6)
+    admit(kv, 1, [5, 6, 8], num_cached=2)
+    assert kv.start(row(1, 11)) == 6
+    kv.set_right(1, 11)
+    assert kv.start(row(0, 12)) == 8
+
+
+@pytest.mark.parametrize(("num_accepted", "expected"), [(0, 6), (1, 7), (2, 8), (3, 8)])
+def test_the_kv_of_accepted_drafts_is_kept(kv: DraftKV, num_accepted: int, expected: int) -> None:
+    """Three drafts behind 6 tokens; the KV of the third was not needed to propose it."""
+    admit(kv, 0, [5, 6, 7])
+    kv.set_right(0, 6)
+    kv.set_drafted(0, 8)
+    num_known = 6 + num_accepted + 1
+    step(kv, Row(0, 0, num_known - 1, 1, True))
+    assert kv.start(row(0, num_known + 1)) == expected
+
+
+def test_drafts_of_the_last_sequence_in_a_table_row_do_not_count(kv: DraftKV) -> None:
+    admit(kv, 0, [5, 6, 7])
+    kv.set_right(0, 3)
+    kv.set_drafted(0, 6)
+    admit(kv, 0, [5, 6], num_cached=0)
+    step(kv, Row(0, 0, 7, 1, True))
+    assert kv.start(row(0, 8)) == 0
+
+
+def test_a_block_that_took_rejected_drafts_may_go_to_another_sequence(kv: DraftKV) -> None:
+    admit(kv, 0, [5, 6])
+    kv.set_right(0, 4)
+    admit(kv, 1, [7])
+    kv.set_right(1, 4)
+    step(kv, row(1, 5), NewBlocks(1, 1, [6]))
+    kv.set_right(1, 6)
+    step(kv, row(0, 5), NewBlocks(0, 1, [8]))
+    assert kv.start(row(0, 6)) == 4, "not the other sequence's two positions"
+
+
+def test_blocks_to_zero(kv: DraftKV) -> None:
+    admit(kv, 0, [5, 6, 7, 8])
+    assert kv.begun_blocks(row(0, 6), 7) == [6]
+    assert kv.begun_blocks(row(0, 6), 9) == [6, 7]
+    assert kv.begun_blocks(row(0, 8), 8) == []
+    kv.set_right(0, 6)
+    assert kv.begun_blocks(row(0, 6), 7) == []
+    assert kv.begun_blocks(row(0, 6), 13) == [7, 8]
+
+
+def chunks(kv: DraftKV, rows: list[Row], num_allowed: int, budget: int) -> list[Any]:
+    return [
+        [(row.table_idx, row.num_computed_tokens, row.end) for row in chunk]
+        for chunk in kv.chunks(rows, num_allowed, budget)
+    ]
+
+
+def test_chunks(kv: DraftKV) -> None:
+    admit(kv, 0, [0, 1, 2])
+    admit(kv, 1, [3, 4])
+    rows = [row(0, 11), row(1, 3)]
+    assert chunks(kv, rows, 3, 6) == [[(0, 0, 6)], [(0, 6, 10)]]
+    assert [kv.start(row) for row in rows] == [10, 0]
+    assert chunks(kv, rows, 1, 6) == [[(1, 0, 2)]]
+    assert chunks(kv, rows, 1, 6) == []
+
+
+def test_a_shared_block_is_in_one_chunk(kv: DraftKV) -> None:
+    admit(kv, 0, [0, 1, 2])
+    admit(kv, 1, [0, 1, 3], num_cached=2)
+    assert chunks(kv, [row(0, 11), row(1, 12)], 1, 64) == [[(0, 0, 10)], [(1, 8, 11)]]
