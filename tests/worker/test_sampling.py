@@ -183,7 +183,7 @@ def test_rules_change_no_other_row_and_not_what_the_model_said(dtype):
     before = logits.clone()
     tables, rows = make_rows(params, histories=[[5, 9, 4]] * len(params))
     sampling = SamplingRows(tables, rows)
-    changed = sampling._apply_rules(logits)
+    changed = sampling.apply_rules(logits)
     for index, row in enumerate(rows):
         untouched = torch.equal(changed[index], before[index].float())
         assert untouched == (tables.rules[row.table_idx] is None)
@@ -194,7 +194,7 @@ def test_rules_change_no_other_row_and_not_what_the_model_said(dtype):
 def test_without_rules_nothing_is_copied():
     tables, rows = make_rows([SamplingParams(), SamplingParams(top_k=3)])
     logits = random_logits(2, torch.bfloat16)
-    assert SamplingRows(tables, rows)._apply_rules(logits) is logits
+    assert SamplingRows(tables, rows).apply_rules(logits) is logits
 
 
 def test_rules_see_the_tokens_that_the_host_has_not_seen():
