@@ -17,14 +17,20 @@ import pytest
 import torch
 
 from nanovllm import SamplingParams, demo_model
+from nanovllm.attention.triton import TritonBackend
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.kernels.triton import decode_step, sampling as triton_sampling
+from nanovllm.layers import sampler
 from nanovllm.scheduler.draft_controller import DraftController
 from nanovllm.scheduler.messages import Row
+from nanovllm.worker import network
 from nanovllm.worker.cuda_graph import draft_graph_sizes
+from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.proposers.draft_network import DraftNetwork
 from tests.glossary import QUESTIONS
+from tests.kernels.triton.interpreter import patch_interpreter
 from tests.worker.fake_graphs import FakeCapture, use_fake_graphs
 
 OPTIONS: dict[str, Any] = {
@@ -84,14 +90,25 @@ def checkpoint(method: str) -> str:
     return str(path)
 
 
-def generate(method: str, queue_depth: int = 0, **options: Any) -> tuple[list[Any], Any]:
-    """Return the tokens and the counts of drafts of 10 requests."""
-    speculative = {"method": method, "model": checkpoint(method), "num_speculative_tokens": 4}
+def generate(
+    method: str,
+    queue_depth: int = 0,
+    count: int = 10,
+    max_tokens: int = 16,
+    num_speculative_tokens: int = 4,
+    **options: Any,
+) -> tuple[list[Any], Any]:
+    """Return the tokens of `count` requests, and the counts of drafts."""
+    speculative = {
+        "method": method,
+        "model": checkpoint(method),
+        "num_speculative_tokens": num_speculative_tokens,
+    }
     config = Config(demo_model.MODEL, speculative_config=speculative, **OPTIONS | options)
     engine = LLMEngine(config, queue_depth=queue_depth)
     ids = []
-    for index in range(10):
-        params = SamplingParams(max_tokens=16, seed=index, **KINDS[index % len(KINDS)])
+    for index in range(count):
+        params = SamplingParams(max_tokens=max_tokens, seed=index, **KINDS[index % len(KINDS)])
         ids.append(engine.add_request(QUESTIONS[index % len(QUESTIONS)], params))
     found: dict[int, list[int]] = {}
     while not engine.is_finished():
@@ -203,10 +220,29 @@ def test_warming_up_leaves_nothing(
         num_captures = graphs * (2 if method == "draft_model" else 3)
         assert runner._warm_up() == 1000 * num_captures
     assert len(seen) == num_captures
-    for network in (runner.network, runner._proposer._network):
-        assert not any(hasattr(layer, "kv_cache") for layer in network.attentions)
+    for held in (runner.network, runner._proposer._network):
+        assert not any(hasattr(layer, "kv_cache") for layer in held.attentions)
     assert getattr(runner._proposer, "_features", None) is None
     engine.shutdown()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted, which a GPU turns off")
+@pytest.mark.usefixtures("every_draft")
+@pytest.mark.parametrize("method", METHODS)
+def test_through_the_kernels_of_a_gpu(
+    method: str, replays: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the Triton kernels that gather, attend, sample and advance in a graph."""
+    patch_interpreter()
+    options = {"max_num_seqs": 1, "kvcache_block_size": 16, "num_kvcache_blocks": 8, "count": 1}
+    options |= {"max_tokens": 5, "num_speculative_tokens": 2}
+    expected = generate(method, enforce_eager=True, **options)
+    use_fake_graphs(monkeypatch)
+    monkeypatch.setattr(network, "select_backend", lambda spec, **_: TritonBackend(spec))
+    monkeypatch.setattr(DeviceTables, "_step_kernels", lambda self: decode_step)
+    monkeypatch.setattr(sampler, "_gpu_kernels", lambda logits, native: triton_sampling)
+    assert generate(method, **options) == expected
+    assert replays
 
 
 @pytest.mark.parametrize("method", METHODS)
