@@ -50,6 +50,7 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 0.3, "top_k": 5},
 ]
 METHODS = ("draft_model", "eagle3")
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 
 @dataclasses.dataclass
@@ -266,3 +267,34 @@ def test_graphs_and_pools_are_freed_with_the_engine(
         assert [ref() for ref in held] == [None] * 3
     finally:
         gc.enable()
+
+
+@NEEDS_CUDA
+@pytest.mark.usefixtures("every_draft")
+@pytest.mark.parametrize("queue_depth", [0, 1])
+@pytest.mark.parametrize("method", METHODS)
+def test_cuda_same_tokens(method: str, queue_depth: int) -> None:
+    options = {"device": "cuda", "native_kernels": True, "kvcache_block_size": None}
+    expected, _ = generate(method, enforce_eager=True, **options)
+    tokens, counts = generate(method, queue_depth, **options)
+    assert tokens == expected
+    assert counts.num_accepted_tokens > 10
+
+
+@NEEDS_CUDA
+@pytest.mark.usefixtures("every_draft")
+@pytest.mark.parametrize("method", METHODS)
+def test_cuda_launching_a_step_waits_for_nothing(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    execute = ModelRunner.execute
+
+    def watched(*args: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return execute(*args)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(ModelRunner, "execute", watched)
+    generate(method, 1, device="cuda", native_kernels=True, kvcache_block_size=None)
