@@ -2,14 +2,16 @@
 
 import dataclasses
 import os
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 from nanovllm.errors import ConfigError
 from nanovllm.other_names import SPECULATIVE_METHODS, SPECULATIVE_NAMES
 from nanovllm.validation import check_choice, check_int, shown, strict_keywords
 
-METHODS = ("ngram", "draft_model", "eagle3", "auto")
+NETWORK_METHODS = ("draft_model", "eagle3")
+"""Methods that have a network, and so a model."""
+METHODS = ("ngram", *NETWORK_METHODS, "auto")
 
 
 @strict_keywords(ConfigError, SPECULATIVE_NAMES)
@@ -27,8 +29,8 @@ class SpeculativeConfig:
     model: str | None = None
     """Checkpoint of the draft network: a directory or hub id."""
     num_speculative_tokens: int | None = None
-    """Most tokens to propose for a sequence in one step; None is 24 for ngram, else 8. A controller
-    proposes as many of them as are expected to pay."""
+    """Most tokens to propose for a sequence in one step; None is 24 for ngram, 8 for a network. A
+    controller proposes as many of them as are expected to pay."""
     prompt_lookup_max: int = 4
     """Longest n-gram to look up, in tokens."""
     prompt_lookup_min: int = 2
@@ -52,23 +54,27 @@ class SpeculativeConfig:
         """`num_speculative_tokens`, or its default."""
         if self.num_speculative_tokens is not None:
             return self.num_speculative_tokens
-        return 24 if self.method == "ngram" else 8
+        return 24 if self.model is None else 8
 
-    def for_architectures(self, architectures: Iterable[str]) -> "SpeculativeConfig":
-        """Return the options for a draft network of these architectures, with the method.
+    def for_network(self, config: Mapping[str, Any]) -> "SpeculativeConfig":
+        """Return the options with the method that suits a draft network, if none was given.
+
+        Args:
+            config: the parsed config.json of the draft network.
 
         Raises:
-            ConfigError: the method is for other networks.
+            ConfigError: method is "draft_model", and the network is an EAGLE-3 head.
         """
-        is_eagle3 = any("eagle3" in name.lower() for name in architectures)
-        method = "eagle3" if is_eagle3 else "draft_model"
-        if self.method not in (None, method):
-            kind = "an EAGLE-3 head" if is_eagle3 else "no EAGLE-3 head"
-            raise ConfigError(
-                f"speculative_config: {shown(self.model)} is {kind}, so method must be {method}, "
-                f"got {shown(self.method)}"
-            )
-        return dataclasses.replace(self, method=method)
+        names = config.get("architectures")
+        names = names if isinstance(names, list) else []
+        found = any("eagle3" in str(name).lower() for name in names)
+        if found or config.get("speculators_model_type") == "eagle3":
+            if self.method == "draft_model":
+                raise ConfigError(
+                    f"speculative_config: {shown(self.model)} is an EAGLE-3 head: use method eagle3"
+                )
+            return dataclasses.replace(self, method="eagle3")
+        return dataclasses.replace(self, method=self.method or "draft_model")
 
     def _check_method_and_model(self) -> None:
         if self.model is not None:
@@ -90,14 +96,15 @@ class SpeculativeConfig:
         check_choice(ConfigError, "method", self.method, METHODS, advice)
         if self.method == "auto":
             self._set("method", "ngram")
-        if self.method == "ngram" and self.model is not None:
-            raise ConfigError(
-                f"method ngram has no model, got {shown(self.model)}: leave the model out, or the "
-                "method"
-            )
-        if self.method != "ngram" and self.model is None:
+        needs_model = self.method in NETWORK_METHODS
+        if needs_model and self.model is None:
             raise ConfigError(
                 f"method {self.method} needs a model: give the checkpoint of the draft network"
+            )
+        if self.model is not None and not needs_model:
+            raise ConfigError(
+                f"method {self.method} has no model, got {shown(self.model)}: leave the model out, "
+                "or the method"
             )
 
     def _set(self, name: str, value: Any) -> None:

@@ -186,20 +186,27 @@ def test_options_are_frozen() -> None:
         spec(method="ngram").method = "eagle3"  # type: ignore[misc]
 
 
-EAGLE3 = ["LlamaForCausalLMEagle3"], ["Eagle3LlamaForCausalLM"], ["Eagle3Speculator"]
+HEADS: list[dict[str, Any]] = [
+    {"architectures": ["LlamaForCausalLMEagle3"]},
+    {"architectures": ["Eagle3LlamaForCausalLM"]},
+    {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3"},
+    {"speculators_model_type": "eagle3"},
+]
 
 
-@pytest.mark.parametrize("architectures", EAGLE3)
-def test_method_of_a_head_is_found(architectures: list[str]) -> None:
-    assert spec(model="org/head").for_architectures(architectures).method == "eagle3"
-    given = spec(method="eagle3", model="org/head")
-    assert given.for_architectures(architectures) == given
-    with pytest.raises(ConfigError, match="'org/head' is an EAGLE-3 head, so method must be eagle"):
-        spec(method="draft_model", model="org/head").for_architectures(architectures)
+@pytest.mark.parametrize("config", HEADS)
+def test_method_of_a_head_is_found(config: dict[str, Any]) -> None:
+    assert spec(model="org/head").for_network(config).method == "eagle3"
+    given = spec(method="eagle3", model="org/head", num_speculative_tokens=3)
+    assert given.for_network(config) == given
+    with pytest.raises(ConfigError, match="'org/head' is an EAGLE-3 head: use method eagle3"):
+        spec(method="draft_model", model="org/head").for_network(config)
 
 
-def test_method_of_a_draft_model_is_found() -> None:
-    found = spec(model="org/small").for_architectures(["LlamaForCausalLM"])
+@pytest.mark.parametrize("names", [["LlamaForCausalLM"], [], None, "eagle3", [5]])
+def test_method_of_a_draft_model_is_found(names: Any) -> None:
+    config = {"architectures": names}
+    found = spec(model="org/small").for_network(config)
     assert found == spec(method="draft_model", model="org/small")
-    with pytest.raises(ConfigError, match="'org/small' is no EAGLE-3 head, so method must be draf"):
-        spec(method="eagle3", model="org/small").for_architectures(["LlamaForCausalLM"])
+    # Whether it is a head after all, the reader of its config.json says.
+    assert spec(method="eagle3", model="org/small").for_network(config).method == "eagle3"

@@ -3,6 +3,7 @@
 Knows no tensors: the executor hides what runs the model.
 """
 
+import dataclasses
 import logging
 import os
 import time
@@ -45,9 +46,11 @@ class LLMEngine:
     """
 
     def __init__(self, config: Config, *, queue_depth: int | None = None) -> None:
-        self.config = config
         checkpoint = configured_checkpoint(config)
         draft = draft_checkpoint(config)
+        if draft is not None and isinstance(spec := config.speculative_config, SpeculativeConfig):
+            config = dataclasses.replace(config, speculative_config=spec.for_network(draft.config))
+        self.config = config
         self.executor = make_executor(config, checkpoint, draft)
         tokenizer = load_tokenizer(checkpoint)
         if tokenizer is not None and draft is not None:

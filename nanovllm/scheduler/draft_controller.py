@@ -29,7 +29,7 @@ _PROBE_PAUSE = 8
 """Number of steps that save time for the next probes."""
 _MAX_PROBE_INTERVAL = 64
 _CHOICE_SECONDS = 40e-6
-"""What a choice costs the host, with what follows from it. It matters in the steps of tiny models."""
+"""What a choice costs the host, with all that follows from it. It matters for tiny models."""
 _CHOICE_SHARE = 0.005
 """Share of the time that may go to choices that are not expected to pay."""
 _FEW_DRAFTS = 64

@@ -21,7 +21,7 @@ def add_drafts(
     """Extend `rows` of one token by drafts, as many as `controller` expects to pay.
 
     Drafts take what the other rows left: `budget` tokens, and blocks that are free. They preempt no
-    sequence.
+    sequence. Requests with logits processors get none: their code may count its calls.
 
     Args:
         sequences: by id.
@@ -34,7 +34,13 @@ def add_drafts(
     budget = min(budget, MAX_SAMPLES - sum(row.samples for row in rows))
     if budget <= 0:
         return []
-    indices = [i for i, row in enumerate(rows) if row.samples and row.num_scheduled_tokens == 1]
+    indices = [
+        index
+        for index, row in enumerate(rows)
+        if row.samples
+        and row.num_scheduled_tokens == 1
+        and not sequences[row.seq_id].params.logits_processors
+    ]
     seqs = [sequences[rows[index].seq_id] for index in indices]
     candidates = [(seq.acceptance, min(seq.room - seq.num_pending_tokens, budget)) for seq in seqs]
     num_tokens = sum(row.num_scheduled_tokens for row in rows)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from nanovllm.attention.batch import Batch
-from nanovllm.kernels.cpu import ops as cpu_ops
+from nanovllm.kernels.cpu import table_ops
 from nanovllm.kernels.cpu.recording import Recording, Unrecordable
 from nanovllm.scheduler.messages import Row
 from nanovllm.worker.device_tables import DeviceTables
@@ -70,7 +70,7 @@ class RecordedModel:
         query_lens = [row.num_scheduled_tokens for row in rows]
         seq_lens = [row.num_computed_tokens + row.num_scheduled_tokens for row in rows]
         tables, num_tokens = self._tables, sum(query_lens)
-        cpu_ops.batch(
+        table_ops.batch(
             tables.token_ids,
             tables.block_tables,
             tables.block_size,

@@ -94,6 +94,9 @@ class FakeController(DraftController):
         assert all(limit >= 0 for _, limit in candidates)
         return [self._allow(limit) for _, limit in candidates]
 
+    def skips_step(self) -> bool:
+        return False
+
     def record(
         self, acceptance: Acceptance, num_allowed: int, num_proposed: int, num_accepted: int
     ) -> None:

@@ -552,6 +552,22 @@ def test_without_a_controller_there_are_no_drafts() -> None:
     assert seq.draft_counts.mean_acceptance_length == 1
 
 
+def unchanged(output: list[int], logits: Any) -> Any:
+    return logits
+
+
+def test_request_with_a_logits_processor_gets_no_drafts() -> None:
+    """Symptom: a processor that counts its calls sees tokens that were guessed wrong."""
+    engine = Engine(propose=three_right_guesses)
+    params = SamplingParams(max_tokens=9, logits_processors=[unchanged])
+    seq = engine.add([1, 2], max_tokens=9)
+    seq.params = params
+    other = engine.add([2, 3], max_tokens=9)
+    engine.run()
+    assert seq.draft_counts == DraftCounts()
+    assert other.draft_counts.num_drafts > 0
+
+
 def test_drafts_are_cut_to_the_budget() -> None:
     """Symptom: a row of drafts takes more than the step's budget, or is split over two steps."""
     engine = Engine(propose=three_right_guesses, max_num_batched_tokens=2)

@@ -45,12 +45,15 @@ KINDS = {
 }
 
 
-def make_rows(params, histories=None, seeds=None, table_indices=None, vocab_size=VOCAB):
+def make_rows(
+    params, histories=None, seeds=None, table_indices=None, vocab_size=VOCAB, prompt_lengths=None
+):
     """Return tables with one sequence for each of `params`, and rows with their last tokens."""
     count = len(params)
     histories = histories or [[1]] * count
     seeds = seeds or [0] * count
     table_indices = table_indices or list(range(count))
+    prompt_lengths = prompt_lengths or [1 + len(tokens) // 2 for tokens in histories]
     tables = DeviceTables(
         CacheInfo(100, 4, 60, vocab_size, 60), max(table_indices) + 1, torch.device("cpu")
     )
@@ -59,14 +62,16 @@ def make_rows(params, histories=None, seeds=None, table_indices=None, vocab_size
             100 + table_idx,
             table_idx,
             tokens,
-            1 + len(tokens) // 2,
+            prompt_length,
             [0],
             p,
             seed,
             frozenset({3}),
             (),
         )
-        for table_idx, tokens, p, seed in zip(table_indices, histories, params, seeds, strict=True)
+        for table_idx, tokens, prompt_length, p, seed in zip(
+            table_indices, histories, prompt_lengths, params, seeds, strict=True
+        )
     ]
     tables.apply(Schedule(0, admissions, [], []))
     rows = [
@@ -274,3 +279,80 @@ def test_logprobs_for_the_rows_that_ask():
 def test_nobody_asks_for_logprobs():
     tables, rows = make_rows([SamplingParams(), SamplingParams(temperature=0)])
     assert SamplingRows(tables, rows).logprobs(random_logits(2), torch.tensor([1, 2])) is None
+
+
+def with_drafts(params, histories, drafts):
+    """Return tables and rows of sequences whose `drafts` are in the tables, and row lengths."""
+    tables, rows = make_rows(params, histories=histories, seeds=range(len(params)))
+    drafting = []
+    for row, guesses in zip(rows, drafts, strict=True):
+        start = row.num_known_tokens
+        tables.token_ids[row.table_idx, start : start + len(guesses)] = torch.tensor(guesses).int()
+        count = len(guesses)
+        drafting.append(row._replace(num_scheduled_tokens=1 + count, num_draft_tokens=count))
+    return tables, drafting
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_each_sample_is_what_the_row_samples_with_its_drafts_as_tokens(seed):
+    """Every kind of parameters, with 0 to 3 drafts: rules, random numbers, log-probabilities."""
+    chooser = random.Random(seed)
+    params = list(KINDS.values())
+    histories = [[chooser.randrange(20) for _ in range(chooser.randint(1, 20))] for _ in params]
+    drafts = [[chooser.randrange(20) for _ in range(chooser.randrange(4))] for _ in params]
+    tables, rows = with_drafts(params, histories, drafts)
+    sampling = SamplingRows(tables, rows)
+    logits = random_logits(len(sampling), seed=seed)
+    tokens = sampling.sample(logits)
+    logprobs = sampling.logprobs(logits, tokens)
+    found = iter(logprobs.values.tolist(logprobs.counts))
+    sample_index = 0
+    for index, (history, guesses) in enumerate(zip(histories, drafts, strict=True)):
+        for num_accepted in range(len(guesses) + 1):
+            alone = SamplingRows(
+                *make_rows(
+                    [params[index]],
+                    histories=[history + guesses[:num_accepted]],
+                    seeds=[index],
+                    prompt_lengths=[1 + len(history) // 2],
+                )
+            )
+            one = logits[sample_index : sample_index + 1]
+            token = alone.sample(one)
+            assert tokens[sample_index] == token
+            if params[index].logprobs is not None:
+                expected = alone.logprobs(one, token)
+                assert [next(found)] == expected.values.tolist(expected.counts)
+            sample_index += 1
+    assert sample_index == len(sampling) == len(tokens)
+
+
+def test_samples_know_their_drafts_and_where_they_stand():
+    tables, rows = with_drafts([SamplingParams()] * 3, [[1, 2], [3], [4, 5]], [[7, 8], [], [9]])
+    chunk = Row(100, 0, 0, 3, samples=False)  # a prompt's chunk in the same batch
+    sampling = SamplingRows(tables, [chunk, *rows])
+    assert [row.seq_id for row in sampling.rows] == [100, 100, 100, 101, 102, 102]
+    assert sampling.last_tokens.tolist() == [3, 4, 5, 6, 7, 8]
+    drafts = sampling.draft_ids.tolist()
+    assert (drafts[:2], drafts[4]) == ([7, 8], 9)
+    assert SamplingRows(tables, [chunk, rows[1]]).draft_ids is None
+    before = tables.token_ids.clone()
+    sampling.store(torch.tensor([7, 20, -1, 30, 40, 50]))
+    assert drafts == sampling.draft_ids.tolist()  # a copy: what the target drew is stored over it
+    assert tables.token_ids[0, :5].tolist() == [1, 2, 7, 20, 0]
+    assert tables.token_ids[1, :2].tolist() == [3, 30]
+    assert tables.token_ids[2, :4].tolist() == [4, 5, 40, 50]
+    assert torch.equal(tables.token_ids[:, 5:], before[:, 5:])
+
+
+def test_failure_of_a_processor_names_its_sample():
+    def fails_after_eight(output, logits):
+        if output[-1:] == [8]:
+            raise ValueError("eight")
+        return logits
+
+    params = SamplingParams(logits_processors=[fails_after_eight])
+    tables, rows = with_drafts([SamplingParams(), params], [[1], [1, 2]], [[7], [7, 8, 9]])
+    sampling = SamplingRows(tables, rows)
+    sampling.sample(random_logits(6))
+    assert sampling.errors == {4: "a logits processor failed: ValueError: eight"}

@@ -5,7 +5,7 @@ Takes the tokens from the device tables and needs no model. Knows no acceptance.
 
 import torch
 
-from nanovllm.kernels.cpu import ops as cpu_ops
+from nanovllm.kernels.cpu import table_ops
 from nanovllm.kernels.cpu.library import library
 from nanovllm.kernels.selector import triton_kernels
 from nanovllm.scheduler.messages import Row, Schedule
@@ -36,7 +36,7 @@ class Ngram:
     def __init__(self, prompt_lookup_min: int, prompt_lookup_max: int) -> None:
         self._sizes = prompt_lookup_min, prompt_lookup_max
         self._indices: dict[int, torch.Tensor] = {}
-        """By table row, for the C kernel; see `cpu_ops.ngram`."""
+        """By table row, for the C kernel; see `table_ops.ngram`."""
 
     def warm_up(self, tables: DeviceTables, num_blocks: int, rows: list[Row]) -> int:
         return 0
@@ -59,7 +59,7 @@ class Ngram:
                 (row.table_idx, row.num_known_tokens, row.num_draft_tokens, self._index(row))
                 for row in rows
             ]
-            return cpu_ops.ngram(tables.token_ids, items, self._sizes)
+            return table_ops.ngram(tables.token_ids, items, self._sizes)
         if self._triton is not None:
             known = (row.num_known_tokens for row in rows)
             numbers = tables.upload([*(row.table_idx for row in rows), *known, *limits])

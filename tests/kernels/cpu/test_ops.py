@@ -10,7 +10,7 @@ import torch
 from nanovllm.attention.backend import AttentionSpec, QKNorm
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.cpu import CPUBackend
-from nanovllm.kernels.cpu import build, library as library_module, ops as cpu_ops
+from nanovllm.kernels.cpu import build, library as library_module, ops as cpu_ops, table_ops
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.quantization import IntTensor, quantize
 from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
@@ -495,7 +495,7 @@ def test_batch_is_what_the_tables_hold():
         *(empty((5,), dtype=torch.int32) for _ in range(2)),
         empty((5, 7), dtype=torch.int32),
     )
-    cpu_ops.batch(token_ids, block_tables, 16, *zip(*rows, strict=True), out)
+    table_ops.batch(token_ids, block_tables, 16, *zip(*rows, strict=True), out)
     input_ids, positions, slot_mapping, cu_seqlens_q, seq_lens, blocks = (t.tolist() for t in out)
     padding = [-1] * (30 - len(places))
     assert input_ids == [int(token_ids[place]) for place in places] + padding

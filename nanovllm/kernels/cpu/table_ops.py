@@ -1,0 +1,63 @@
+"""The C kernels that read the device tables: a step's batch, and drafts by prompt lookup.
+
+Knows no layer and no model.
+"""
+
+from array import array
+from collections.abc import Sequence
+
+import torch
+
+from nanovllm.kernels.cpu import library
+
+
+def batch(
+    token_ids: torch.Tensor,
+    block_tables: torch.Tensor,
+    block_size: int,
+    table_indices: Sequence[int],
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    out: tuple[torch.Tensor, ...],
+) -> None:
+    """Fill `out` with the batch of a step.
+
+    Row r of the batch has the last query_lens[r] of the first seq_lens[r] tokens of table row
+    table_indices[r].
+
+    Args:
+        token_ids, block_tables: adjacent columns of one int32 table, a line per table row.
+        out: input_ids, positions, slot_mapping, cu_seqlens_q, seq_lens and block_tables of
+            `attention.batch.Batch`; they may be longer than the batch.
+    """
+    rows = array("q", (*table_indices, *query_lens, *seq_lens))
+    columns, stride = token_ids.shape[1], token_ids.stride(0)
+    assert block_tables.data_ptr() == token_ids.data_ptr() + columns * token_ids.element_size()
+    address, _ = rows.buffer_info()
+    width = out[-1].shape[1]
+    library.call(
+        "nv_batch", token_ids, stride, columns, address, len(table_indices), block_size, *out, width
+    )
+
+
+def ngram(
+    token_ids: torch.Tensor,
+    rows: Sequence[tuple[int, int, int, torch.Tensor]],
+    sizes: tuple[int, int],
+) -> list[int]:
+    """Draft tokens by prompt lookup, as csrc/ngram.c says; return how many each row got.
+
+    Args:
+        token_ids: [table rows, n] int32; a row is contiguous.
+        rows: table_idx, number of known tokens, most drafts, and an index: int32 zeros, kept from
+            call to call, [1 + 2 * number of sizes * a power of two not below the known tokens].
+        sizes: the smallest and the largest n-gram.
+    """
+    table_indices, known, limits, indices = zip(*rows, strict=True)
+    capacities = (len(index) // (2 * (sizes[1] - sizes[0] + 1)) for index in indices)
+    pointers = (index.data_ptr() for index in indices)
+    numbers = array("q", (*table_indices, *known, *limits, *pointers, *capacities))
+    counts = array("q", limits)
+    address, out = numbers.buffer_info()[0], counts.buffer_info()[0]
+    library.call("nv_ngram", token_ids, token_ids.stride(0), address, len(rows), *sizes, out)
+    return counts.tolist()
