@@ -5,7 +5,6 @@ Knows no KV cache, no batch and no step.
 """
 
 import contextlib
-import dataclasses
 import logging
 import threading
 from collections import Counter
@@ -26,8 +25,6 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import LinearBase, Matrix
 from nanovllm.layers.quantization import QuantizeMethod, make_int_method, make_quant_method
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.decoder import DecoderForCausalLM
-from nanovllm.models.eagle3 import LlamaForCausalLMEagle3
 from nanovllm.models.eagle3_config import Eagle3Config, read_eagle3_config
 from nanovllm.models.registry import model_class
 from nanovllm.utils.distributed import tensor_parallel
@@ -229,32 +226,6 @@ def check_eagle3(
     if files:
         check_weights(config, files)
     return config
-
-
-def load_eagle3(
-    config: Config,
-    head_config: Eagle3Config,
-    files: list[Path],
-    target: DecoderForCausalLM,
-    max_model_len: int,
-    device: torch.device,
-) -> LlamaForCausalLMEagle3:
-    """Return the EAGLE-3 head in `files` for `target`, with its weights on `device`.
-
-    The head is in the target's dtype. `config.quantization` is for the target: a head's weights
-    keep all their bits.
-
-    Raises:
-        CheckpointError: a draft id stands for no token, or as for `build_model`.
-    """
-    config = dataclasses.replace(config, quantization="none")
-    head = build_model(config, head_config, files, max_model_len, device)
-    assert isinstance(head, LlamaForCausalLMEagle3)
-    if head.embed_tokens is None:
-        head.share_embedding(target.model.embed_tokens)
-    load_model(head, config, head_config, files)
-    head.check_tokens()
-    return head
 
 
 def _quant_method(

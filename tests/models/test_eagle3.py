@@ -22,7 +22,7 @@ from nanovllm.models.registry import model_class
 from nanovllm.utils import distributed
 from nanovllm.utils.distributed import TensorParallel
 from nanovllm.utils.hub import open_checkpoint, weight_files
-from nanovllm.worker.model_loader import build_model, check_eagle3, load_eagle3, load_model
+from nanovllm.worker.model_loader import build_model, check_eagle3, load_model
 from tests.checkpoints import SMALL, make_checkpoint, random_model, read_json, write_json
 from tests.eagle3_checkpoints import change_tensors, make_eagle3_checkpoint
 from tests.kernels.cpu.helpers import native
@@ -76,8 +76,16 @@ def load_head(path, target, target_config, dtype="float32", **options):
     checkpoint = open_checkpoint(str(path))
     files = weight_files(checkpoint, str(path))
     config = Config("target", dtype=dtype, device="cpu", **options)
-    head_config = check_eagle3(checkpoint.config, target_config, files)
-    return load_eagle3(config, head_config, files, target, MAX_LENGTH, CPU)
+    return make_head(config, check_eagle3(checkpoint.config, target_config, files), files, target)
+
+
+def make_head(config, head_config, files, target):
+    head = build_model(config, head_config, files, MAX_LENGTH, CPU)
+    load_model(head, config, head_config, files)
+    if head.embed_tokens is None:
+        head.share_embedding(target.model.embed_tokens)
+    head.check_tokens()
+    return head
 
 
 def bind(model, config):
@@ -550,6 +558,6 @@ def test_dummy_weights(target_path, tmp_path):
     target, _ = load_target(target_path)
     head_config = read(read_json(tmp_path / "config.json"), target_path)
     config = Config("target", device="cpu", load_format="dummy")
-    head = load_eagle3(config, head_config, [], target, MAX_LENGTH, CPU)
+    head = make_head(config, head_config, [], target)
     assert head.target_ids(torch.tensor([0, 333])).tolist() == [0, 333]
     assert head.combine(torch.ones(2, 3 * 64)).isfinite().all()

@@ -27,7 +27,11 @@ from nanovllm.worker.sampling import SamplingRows
 class Eagle3(DraftNetwork):
     """A draft head, loaded from `draft`.
 
-    Its position i takes the token of position i + 1. The KV of drafts is computed again when they
+    Its position i takes the token of position i + 1, so the KV in a block's last slot depends on
+    the token behind the block. Sequences that share a prefix share the KV of the first of them,
+    and the others read one key that is not quite theirs: drafts only have to be likely.
+
+    The KV of drafts is computed again when they
     are accepted, because by then there are the target's hidden states. A draft is the most likely
     token: of what a head guesses from few layers, more of these are accepted than of its draws.
     """

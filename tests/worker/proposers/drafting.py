@@ -71,22 +71,25 @@ def watch_drafts(monkeypatch: pytest.MonkeyPatch) -> Drafted:
     return drafted
 
 
-def make_requests(count: int, *, rules: bool = True) -> list[Request]:
-    """Return prompts of 1 to 40 tokens, many with a shared prefix, and all kinds of parameters."""
+def make_requests(count: int, *, sharing: bool = True) -> list[Request]:
+    """Return prompts of 1 to 40 tokens and all kinds of parameters.
+
+    Args:
+        sharing: whether many of the prompts have a prefix in common.
+    """
     rng = random.Random(0)
     shared = random_prompt(rng, 36)
     requests: list[Request] = []
     for index in range(count):
-        start = shared[: rng.choice([0, 0, 4, 16, 36])]
+        start = shared[: rng.choice([0, 0, 4, 16, 36]) * sharing]
         params: dict[str, Any] = {"temperature": (0.0, 0.3, 1.0, 1.7)[index % 4], "seed": 1 + index}
-        if rules:
-            params |= [
-                {},
-                {"top_k": 20, "logprobs": 2},
-                {"presence_penalty": 0.5, "repetition_penalty": 1.3},
-                {"min_p": 0.05, "logit_bias": {5: 4.0}},
-                {"top_p": 0.8, "prompt_logprobs": 1, "min_tokens": 4},
-            ][index % 5]
+        params |= [
+            {},
+            {"top_k": 20, "logprobs": 2},
+            {"presence_penalty": 0.5, "repetition_penalty": 1.3},
+            {"min_p": 0.05, "logit_bias": {5: 4.0}},
+            {"top_p": 0.8, "prompt_logprobs": 1, "min_tokens": 4},
+        ][index % 5]
         prompt = start + random_prompt(rng, rng.randint(1, 40 - len(start)))
         max_tokens = rng.randint(1, 24)
         params |= {"max_tokens": max_tokens, "ignore_eos": index % 2 == 0}

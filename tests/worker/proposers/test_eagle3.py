@@ -25,7 +25,8 @@ from tests.worker.proposers.drafting import (
     watch_drafts,
 )
 
-REQUESTS = make_requests(16)
+REQUESTS = make_requests(16, sharing=False)
+"""A row that shares a prefix with another may draft something else: see `Eagle3`."""
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "one batch": {"kvcache_block_size": 4},
@@ -68,6 +69,16 @@ def test_a_head_changes_no_token(
     assert bool(preempted) == ("num_kvcache_blocks" in options)
     assert acceptance(llm)[1] > 20
     assert len(drafted) < 1.5 * num_drafted, "few contexts are new, so most drafts were compared"
+
+
+def test_a_shared_prefix_changes_no_token(
+    random_model: str, head: str, make_llm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = make_requests(16)
+    expected, _ = run(make_llm, random_model, requests, **PREEMPTING)
+    allow_all(monkeypatch)
+    found, _ = run(make_llm, random_model, requests, 2, **PREEMPTING, **speculating("eagle3", head))
+    assert without_logprobs(found) == without_logprobs(expected * 2)
 
 
 def test_drafts_after_steps_without_any(
