@@ -88,7 +88,7 @@ def test_draft_model_is_a_model_of_its_own(
 def test_head_has_the_published_layout() -> None:
     found = config(EAGLE3)
     assert found["architectures"] == ["LlamaForCausalLMEagle3"]
-    assert found["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
+    assert found["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
     model = config(demo_model.MODEL)
     assert (found["vocab_size"], found["hidden_size"]) == (
         model["vocab_size"],

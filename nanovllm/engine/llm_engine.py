@@ -86,6 +86,7 @@ class LLMEngine:
         self._queue_depth = int(self.cache_info.runs_ahead) if queue_depth is None else queue_depth
         self._in_flight: deque[tuple[Schedule, Future]] = deque()  # oldest first
         self._outputs: list[RequestOutput] = []  # for the next step() to return
+        self._worker_seconds = self._host_seconds = 0.0  # of the last step; with speculation only
 
     def _draft_controller(self) -> DraftController | None:
         spec, info = self.config.speculative_config, self.cache_info
@@ -159,9 +160,12 @@ class LLMEngine:
                 again.
         """
         self.check_process()
+        start, self._worker_seconds = time.perf_counter(), 0.0
         launched = self._launch_step()
         if self._in_flight and (not launched or len(self._in_flight) > self._queue_depth):
             self._process_oldest_step()
+        if self._queue_depth == 0:  # else the host works beside the device
+            self._host_seconds = time.perf_counter() - start - self._worker_seconds
 
     def abort(self, request_id: int | str) -> RequestOutput | None:
         """End a request and return its output that was not sent yet; None if it is not running.
@@ -278,6 +282,11 @@ class LLMEngine:
             result = future.result()
             with DelayedInterrupt():
                 self._in_flight.popleft()
+                if result.seconds:
+                    self._worker_seconds = result.seconds + result.draft_seconds
+                    result = dataclasses.replace(
+                        result, seconds=result.seconds + self._host_seconds
+                    )
                 self._process_result(schedule, result)
         except BaseException:
             # The steps launched after a failed one may have read KV that it did not write.

@@ -115,6 +115,7 @@ class DraftController:
         self._experience = Acceptance()
         self._num_steps = 0
         self._next_choice = 0  # step from which drafts may be chosen again
+        self._num_skipped = 0  # steps since the last choice
         self._probe_seconds = 0.0  # what probes may spend now
         # (rows, draft tokens, expected seconds) of the last steps that propose
         self._plans: deque[tuple[int, int, float]] = deque(maxlen=4)
@@ -146,6 +147,7 @@ class DraftController:
         """Return whether the next step gets no drafts without a choice; count it if so."""
         skips = self._num_steps + 1 < self._next_choice
         self._num_steps += skips
+        self._num_skipped += skips
         return skips
 
     def record(
@@ -297,7 +299,8 @@ class DraftController:
     ) -> None:
         """Give one draft to rows that were not probed for long, as far as probes may cost."""
         plain_seconds = self._step_costs.at(len(choice))
-        earned = self._probe_seconds + _PROBE_SHARE * plain_seconds
+        earned = self._probe_seconds + _PROBE_SHARE * plain_seconds * (1 + self._num_skipped)
+        self._num_skipped = 0
         self._probe_seconds = min(earned, plain_seconds / 4)
         # Saved for several steps, so that most steps are plain and tell what a plain one costs.
         can_pay = self._probe_seconds >= _PROBE_PAUSE * _PROBE_SHARE * plain_seconds

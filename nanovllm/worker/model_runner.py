@@ -24,6 +24,8 @@ from nanovllm.worker.step_output import PendingResult, PromptLogprobs, Step, Ste
 
 logger = logging.getLogger(__name__)
 
+_PASSES = 4
+"""Drafts that are proposed to measure what one costs."""
 _LOGPROB_ROWS = 256
 """Prompt positions whose logits are in memory at the same time."""
 
@@ -146,19 +148,17 @@ class ModelRunner:
             self._run_rows(tables, [Row(0, 0, 0, num_tokens, True, num_tokens - 1)])
 
         def draft(num_rows: int) -> None:
-            proposer.propose([Row(i, i, 1, 2, True, 1) for i in range(num_rows)])
+            proposer.propose([Row(i, i, 1, 1 + _PASSES, True, _PASSES) for i in range(num_rows)])
 
         most = min(info.max_num_batched_tokens, info.max_model_len)
         step_sizes = [size for size in STEP_SIZES if size <= most]
         draft_sizes = [size for size in DRAFT_SIZES if size <= self.config.max_num_seqs]
-        return dataclasses.replace(
-            info,
-            step_seconds=measure_seconds(step, step_sizes, self.device),
-            # A proposer without KV is no network: its time is too short to count.
-            draft_seconds=measure_seconds(draft, draft_sizes, self.device)
-            if proposer.block_bytes
-            else (),
-        )
+        draft_seconds: tuple[tuple[int, float], ...] = ()
+        if proposer.block_bytes and most > _PASSES:  # a network; other proposers cost nothing
+            measured = measure_seconds(draft, draft_sizes, self.device)
+            draft_seconds = tuple((size, seconds / _PASSES) for size, seconds in measured)
+        step_seconds = measure_seconds(step, step_sizes, self.device)
+        return dataclasses.replace(info, step_seconds=step_seconds, draft_seconds=draft_seconds)
 
     def _run_rows(self, tables: DeviceTables, rows: list[Row]) -> StepOutput:
         """Compute `rows` and choose a token for each row that samples."""

@@ -58,7 +58,8 @@ def eagle3_config(target: Qwen3ForCausalLM) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "draft_vocab_size": DRAFT_VOCAB,
         "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": list(FEATURE_LAYERS),
+            # In `eagle_config` a layer stands for what leaves it.
+            "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in FEATURE_LAYERS],
             "use_aux_hidden_state": True,
         },
         "bos_token_id": target.config.bos_token_id,

@@ -40,8 +40,8 @@ class Proposer(Protocol):
     def propose(self, rows: list[Row]) -> list[int]:
         """Write drafts for `rows`, and return how many each row got.
 
-        Row r gets up to `r.num_draft_tokens` tokens, at least 1, at its positions from
-        `r.num_known_tokens` on. The tokens before them are in the tables, and their KV is written,
+        Row r gets up to `r.num_draft_tokens` tokens, at its positions from `r.num_known_tokens` on;
+        that is at least 1. The tokens before them are in the tables, and their KV is written,
         except for the last one's.
         """
         ...

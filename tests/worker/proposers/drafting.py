@@ -40,6 +40,7 @@ def allow_all(monkeypatch: pytest.MonkeyPatch, seed: int | None = None) -> None:
         return limits if seed is None else [rng.choice([0, rng.randint(0, n)]) for n in limits]
 
     monkeypatch.setattr(DraftController, "choose", choose)
+    monkeypatch.setattr(DraftController, "skips_step", lambda self: False)
 
 
 def watch_drafts(monkeypatch: pytest.MonkeyPatch) -> Drafted:
