@@ -28,6 +28,9 @@ class Scripted:
             prompt = tuple(seq.token_ids[: seq.num_prompt_tokens])
             self._known[seq.seed, prompt] = list(seq.token_ids)
 
+    def warm_up(self, tables: DeviceTables, num_blocks: int, rows: list[Row]) -> int:
+        return 0
+
     def allocate(self, tables: DeviceTables, num_blocks: int) -> None:
         self._tables = tables.token_ids.numpy()
 

@@ -62,7 +62,9 @@ class Backend(Protocol):
     supports_graph: ClassVar[bool]
     """Whether a CUDA graph can capture `plan` and the attention for rows of one token. In such a
     batch the host tuples are empty, the tensors keep their addresses, and a row of length 0 does
-    nothing."""
+    nothing. Several rows may be of one sequence, at consecutive positions, with the same block
+    table: the KV of the whole batch is stored before any row attends. So a graph needs no rows of
+    several tokens."""
     supports_recording: ClassVar[bool]
     """Whether `kernels.cpu.recording` can record the attention: C kernels compute all of it, and
     it needs no plan."""

@@ -1,8 +1,8 @@
-"""Decode steps as CUDA graphs, one graph for each batch size.
+"""Small steps as CUDA graphs, one graph for each number of tokens.
 
-A graph reads the last tokens from the device tables and writes the next ones there. This module
-owns the static tensors that the graphs read and the memory that they share. It knows no sequence
-and no scheduling. `ModelRunner` runs the steps that fit no graph.
+A graph reads its tokens from the device tables and writes the next ones there. This module owns the
+static tensors that the graphs read and the memory that they share. It knows no sequence and no
+scheduling. `ModelRunner` and the proposers run the steps that fit no graph.
 """
 
 import dataclasses
@@ -10,14 +10,14 @@ import functools
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Sequence as Seq
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import nn
 from tqdm.auto import tqdm
 
 from nanovllm.attention.backend import Backend
-from nanovllm.layers.sampler import draw
+from nanovllm.attention.batch import Batch
+from nanovllm.layers.sampler import Sampling, draw
 from nanovllm.scheduler.messages import Row
 from nanovllm.utils.distributed import broadcast_from_first
 from nanovllm.worker.device_tables import DeviceTables
@@ -39,103 +39,184 @@ Step = Callable[[], torch.Tensor | None]
 Capture = Callable[[Step], tuple[Graph, torch.Tensor | None]]
 """Captures a step; returns the graph and its logits. Graphs share memory: a replay of any graph may
 overwrite the logits. The capture may also run the step."""
+ComputeLogits = Callable[[Batch], torch.Tensor | None]
+"""Computes a planned batch of T rows of one token; returns logits [T, vocab_size], or None on a
+rank without logits."""
+Choose = Callable[[torch.Tensor, Sampling], torch.Tensor]
 
 
-def graph_sizes(max_rows: int) -> list[int]:
-    """Return the batch sizes that get a graph: 1, 2, 4, every 8 to 512, every 64, and max_rows."""
-    sizes = {1, 2, 4, *range(8, 513, 8), *range(512, max_rows, 64), max_rows}
-    return sorted(size for size in sizes if size <= max_rows)
+def graph_sizes(max_tokens: int) -> list[int]:
+    """Return the tokens of the graphs: 1, 2, 4, every 8 to 512, every 64, and max_tokens."""
+    sizes = {1, 2, 4, *range(8, 513, 8), *range(512, max_tokens, 64), max_tokens}
+    return sorted(size for size in sizes if size <= max_tokens)
+
+
+def draft_graph_sizes(max_tokens: int) -> list[int]:
+    """Return the same for a draft network, which is cheap to pad: powers of two and max_tokens."""
+    return [*(1 << i for i in range((max_tokens - 1).bit_length())), max_tokens]
+
+
+class GraphOutput(NamedTuple):
+    """The outputs of a graph for T tokens. The next run overwrites the first two."""
+
+    tokens: torch.Tensor
+    """[T] int64, what follows each token."""
+    logits: torch.Tensor | None
+    """[T, vocab_size]; None on a rank without logits."""
+    draft_ids: torch.Tensor | None
+    """[T] int64, what the tables held behind each token before; None if no row has drafts."""
 
 
 class GraphRunner:
-    """Runs decode steps, in which each row has one token, by replaying graphs.
+    """Runs steps of few tokens by replaying graphs.
 
-    A graph reads its static state: for each row the table index, the position, and the move, by
-    which the step advances the position (1; 0 for padding rows, which use the scratch table row).
-    The step itself advances the state, so a following step with the same rows needs no upload.
+    To a graph each token is a row of its own. So the tokens of one sequence are rows that share a
+    table row and have consecutive positions. Each sees the ones before it, because the KV of all is
+    stored before any attends: see `Backend.supports_graph`.
+
+    A graph reads its static state: for each token the table index, the table index that takes the
+    token sampled behind it, the position, and the move, by which the step advances the position.
+    The second is the scratch table row's for a token whose successor is known. Padding uses the
+    scratch table row for both, with a move of 0 instead of 1. The step itself advances the state,
+    so a following step with the same rows needs no upload.
+
+    Args:
+        max_tokens: size of the largest graph.
+        max_known_tokens: how many tokens a row may have that are no drafts. Rows of a decode step
+            have one.
+        choose: returns tokens [T] for logits of T rows; None: draw them.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        compute_logits: ComputeLogits,
         backend: Backend,
         tables: DeviceTables,
-        max_rows: int,
+        max_tokens: int,
         capture: Capture,
+        *,
+        max_known_tokens: int = 1,
+        choose: Choose | None = None,
     ) -> None:
+        self.max_tokens = max_tokens
         self.sizes: list[int] = []
-        self._model = model
+        self._compute_logits = compute_logits
+        self._choose = choose or _draw
         self._backend = backend
         self._tables = tables
         self._capture = capture
         self._graphs: dict[int, tuple[Graph, torch.Tensor | None]] = {}
         device = tables.device
-        # A graph of `size` rows reads the first 3 * size numbers as [3, size]: table indices,
-        # positions, moves. So one copy fills them.
-        self._state = torch.zeros(3 * max_rows, dtype=torch.int64, device=device)
-        self._tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self._cu_seqlens_q = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
-        # The host's copy of what the state holds; empty if unknown.
-        self._table_indices: list[int] = []
-        self._positions: list[int] = []
+        self._max_known_tokens = max_known_tokens
+        # A graph of `size` tokens reads the first 4 * size numbers as [4, size]: table indices,
+        # table indices that take tokens, positions, moves. So one copy fills them.
+        self._state = torch.zeros(4 * max_tokens, dtype=torch.int64, device=device)
+        self._tokens = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+        self._cu_seqlens_q = torch.arange(max_tokens + 1, dtype=torch.int32, device=device)
+        self._held: _Tokens | None = None  # the host's copy of what the state holds; None: unknown
 
     def capture(self, sizes: Seq[int], *, progress: bool = False) -> None:
         """Capture a graph of each size, the largest first: the others then reuse its memory."""
         order = sorted(sizes, reverse=True)
         for size in tqdm(order, desc="Capturing CUDA graphs", disable=not progress):
-            self._upload([], [], size)
+            self._upload(_Tokens([], [], []), size)
             self._graphs[size] = self._capture(functools.partial(self._step, size))
         self.sizes = sorted(self._graphs)
 
     def fits(self, rows: Seq[Row]) -> bool:
-        """Return whether a graph can run `rows`: each row has one token and samples."""
-        return len(rows) <= self.sizes[-1] and all(
-            row.num_scheduled_tokens == 1 and row.samples for row in rows
+        """Return whether a graph can run `rows`: few tokens, and each row samples."""
+        num_tokens = sum(row.num_scheduled_tokens for row in rows)
+        return num_tokens <= self.sizes[-1] and all(
+            row.samples
+            and row.num_scheduled_tokens - row.num_draft_tokens <= self._max_known_tokens
+            for row in rows
         )
 
-    def run(self, rows: Seq[Row]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Compute `rows`, and draw and store a token for each row, without its logits rules.
+    def run(self, rows: Seq[Row]) -> GraphOutput:
+        """Compute the tokens of `rows`; draw and store what follows, without logits rules.
 
-        Returns tokens [R] int64 and logits [R, vocab_size] (None on a rank without logits). The
-        next run overwrites both.
+        The tables keep the known tokens. Each draft is overwritten by the token drawn in its place:
+        behind the first wrong draft they do not count, as in `SamplingRows.store`.
         """
-        size = self.sizes[bisect_left(self.sizes, len(rows))]
-        table_indices = [row.table_idx for row in rows]
-        positions = [row.num_computed_tokens for row in rows]
-        if table_indices != self._table_indices or positions != self._positions:
-            self._upload(table_indices, positions, size)
-        self._table_indices = []  # unknown, in case the replay fails
+        tokens = _tokens_of(rows, self._tables.scratch_idx)
+        num_tokens = len(tokens.positions)
+        size = self.sizes[bisect_left(self.sizes, num_tokens)]
+        if tokens != self._held:
+            self._upload(tokens, size)
+        self._held = None  # in case the replay fails
+        draft_ids = None
+        if num_tokens > len(rows) and any(row.num_draft_tokens for row in rows):
+            table_indices, _, positions, _ = self._columns(size)
+            draft_ids = self._tables.token_ids[table_indices, positions + 1][:num_tokens].long()
         graph, logits = self._graphs[size]
         graph.replay()
-        self._table_indices, self._positions = (
-            table_indices,
-            [position + 1 for position in positions],
-        )
-        return self._tokens[: len(rows)], None if logits is None else logits[: len(rows)]
+        self._held = tokens._replace(positions=[position + 1 for position in tokens.positions])
+        if logits is not None:
+            logits = logits[:num_tokens]
+        return GraphOutput(self._tokens[:num_tokens], logits, draft_ids)
 
-    def _upload(self, table_indices: list[int], positions: list[int], size: int) -> None:
-        padding = size - len(table_indices)
-        state = [*table_indices, *[self._tables.scratch_idx] * padding, *positions, *[0] * padding]
-        state += [1] * len(table_indices) + [0] * padding
+    def _upload(self, tokens: "_Tokens", size: int) -> None:
+        num_tokens = len(tokens.positions)
+        padding = size - num_tokens
+        scratch = [self._tables.scratch_idx] * padding
+        state = [*tokens.table_indices, *scratch, *tokens.targets, *scratch]
+        state += [*tokens.positions, *[0] * padding, *[1] * num_tokens, *[0] * padding]
         pinned = self._state.is_cuda
         host = torch.tensor(state, dtype=torch.int64, pin_memory=pinned)
-        self._state[: 3 * size].copy_(host, non_blocking=True)
+        self._state[: 4 * size].copy_(host, non_blocking=True)
+
+    def _columns(self, size: int) -> tuple[torch.Tensor, ...]:
+        """Return the parts of the state that a graph of `size` tokens reads."""
+        return self._state[: 4 * size].view(4, size).unbind()
 
     def _step(self, size: int) -> torch.Tensor | None:
-        table_indices, positions, moves = self._state[: 3 * size].view(3, size).unbind()
-        tables, model = self._tables, self._model
+        table_indices, targets, positions, moves = self._columns(size)
+        tables = self._tables
         batch, sampling = tables.decode_inputs(
             table_indices, positions, self._cu_seqlens_q[: size + 1]
         )
         batch = dataclasses.replace(batch, metadata=self._backend.plan(batch))
-        logits: torch.Tensor | None = model.compute_logits(model(batch))  # type: ignore[operator]
+        logits = self._compute_logits(batch)
         if logits is None:
             tokens = torch.empty_like(table_indices)
-        else:  # all tokens are candidates: a graph cannot return to the host to look for more
-            tokens = draw(logits, sampling, num_candidates=logits.shape[-1])
+        else:
+            tokens = self._choose(logits, sampling)
         broadcast_from_first(tokens)
-        tables.advance(table_indices, positions, moves, tokens, self._tokens[:size])
+        tables.advance(targets, positions, moves, tokens, self._tokens[:size])
         return logits
+
+
+def _draw(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """All tokens are candidates: a graph cannot return to the host to look for more."""
+    return draw(logits, sampling, num_candidates=logits.shape[-1])
+
+
+class _Tokens(NamedTuple):
+    """The tokens of a step, each with its table index, the table index that takes the token sampled
+    behind it, and its position.
+    """
+
+    table_indices: list[int]
+    targets: list[int]
+    positions: list[int]
+
+
+def _tokens_of(rows: Seq[Row], scratch_idx: int) -> _Tokens:
+    """Return the tokens of `rows`. Behind a known token that is not a row's last, nothing is
+    sampled: `scratch_idx` takes it.
+    """
+    table_indices = [row.table_idx for row in rows]
+    positions = [row.num_computed_tokens for row in rows]
+    if all(row.num_scheduled_tokens == 1 for row in rows):
+        return _Tokens(table_indices, table_indices, positions)
+    tokens = _Tokens([], [], [])
+    for row in rows:
+        num_samples = 1 + row.num_draft_tokens
+        tokens.table_indices.extend([row.table_idx] * row.num_scheduled_tokens)
+        tokens.targets.extend([scratch_idx] * (row.num_scheduled_tokens - num_samples))
+        tokens.targets.extend([row.table_idx] * num_samples)
+        tokens.positions.extend(range(row.num_computed_tokens, row.end))
+    return tokens
 
 
 class CUDACapture:

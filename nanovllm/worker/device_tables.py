@@ -51,7 +51,7 @@ class DeviceTables:
         self.params = [SamplingParams()] * max_num_seqs
         self.num_prompt_tokens = [0] * max_num_seqs
         self.rules: list[LogitsRules | None] = [None] * max_num_seqs
-        self.plain = [False] * max_num_seqs  # no logits rules, no logprobs: a token is enough
+        self.plain = [True] * max_num_seqs  # no logits rules, no logprobs: a token is enough
 
     def apply(self, schedule: Schedule) -> None:
         """Write what changed since the last step: with one upload, or none if nothing changed.

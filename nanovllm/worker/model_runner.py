@@ -5,7 +5,6 @@ Knows no queue and no text, and no other rank except through the layers' collect
 
 import dataclasses
 import logging
-import time
 
 import torch
 
@@ -13,7 +12,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import MAX_SAMPLES, CacheInfo, Row, Schedule
 from nanovllm.utils.distributed import broadcast_from_first, tensor_parallel
 from nanovllm.utils.memory import keep_freed
-from nanovllm.worker.cuda_graph import GraphRunner, can_capture, graph_sizes, make_capture
+from nanovllm.worker.cuda_graph import GraphRunner, graph_sizes
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.kv_cache import graph_bytes, num_blocks_that_fit
 from nanovllm.worker.network import Network, NetworkSpec
@@ -21,7 +20,7 @@ from nanovllm.worker.proposers.costs import DRAFT_SIZES, STEP_SIZES, measure_sec
 from nanovllm.worker.proposers.proposer import Proposer
 from nanovllm.worker.proposers.registry import make_proposer
 from nanovllm.worker.sampling import SampledLogprobs, SamplingRows, gather_logprobs
-from nanovllm.worker.step_output import PendingResult, PromptLogprobs, Step, StepOutput
+from nanovllm.worker.step_output import PendingResult, PromptLogprobs, Step, StepOutput, StepTimer
 
 logger = logging.getLogger(__name__)
 
@@ -63,9 +62,6 @@ class ModelRunner:
         if device.type == "cpu":
             keep_freed()  # each step reuses the memory that the last one freed
         self._tables: DeviceTables | None = None
-        self._uses_graphs = (
-            self.network.backend.supports_graph and not config.enforce_eager and can_capture(device)
-        )
         self._graphs: GraphRunner | None = None
 
     @torch.inference_mode()
@@ -81,7 +77,7 @@ class ModelRunner:
             self.device,
             block_bytes=block_bytes,
             max_blocks=blocks_per_sequence * self.config.max_num_seqs,
-            num_reserved=int(self._uses_graphs),
+            num_reserved=int(self.network.uses_graphs),
             warm_up=self._warm_up,
         )
         return CacheInfo(
@@ -102,9 +98,9 @@ class ModelRunner:
         tables = self._tables = self._make_pool_and_tables(info)
         if self._proposer is not None:
             self._proposer.allocate(tables, info.num_blocks)
-        if self._uses_graphs:
-            self._graphs = self._make_graph_runner(tables)
-            self._graphs.capture(graph_sizes(self._max_rows), progress=tensor_parallel().rank == 0)
+        if self.network.uses_graphs:
+            graphs = self._graphs = self.network.make_graphs(tables, self._max_graph_tokens)
+            graphs.capture(graph_sizes(graphs.max_tokens), progress=tensor_parallel().rank == 0)
         else:
             self.network.record(tables)
         if self._proposer is None:
@@ -120,15 +116,14 @@ class ModelRunner:
         if self._proposer is None:
             output = self._run_rows(self._tables, schedule.rows)
             return PendingResult(Step(schedule.step_id, schedule.rows), output)
-        start = time.perf_counter()
+        timer = StepTimer(self.device)
         self._proposer.admit(schedule)
         rows = self._propose(self._proposer, schedule.rows)
-        proposed = time.perf_counter()
+        timer.mark()
         output = self._run_rows(self._tables, rows)
+        timer.mark()
         num_draft_tokens = [row.num_draft_tokens for row in rows if row.samples]
-        seconds = time.perf_counter() - proposed
-        step = Step(schedule.step_id, rows, num_draft_tokens, seconds, proposed - start)
-        return PendingResult(step, output)
+        return PendingResult(Step(schedule.step_id, rows, num_draft_tokens, timer), output)
 
     def _propose(self, proposer: Proposer, rows: list[Row]) -> list[Row]:
         """Let `proposer` write drafts; return `rows` with as many as there are."""
@@ -168,11 +163,12 @@ class ModelRunner:
     def _run_rows(self, tables: DeviceTables, rows: list[Row]) -> StepOutput:
         """Compute `rows` and choose a token for each row that samples."""
         if self._graphs is not None and self._graphs.fits(rows):
-            tokens, graph_logits = self._graphs.run(rows)
+            tokens, graph_logits, draft_ids = self._graphs.run(rows)
             if all(tables.plain[row.table_idx] for row in rows):
-                return StepOutput(tokens, None, [])
-            sampling = SamplingRows(tables, rows)
-            return StepOutput(*self._sample(sampling, graph_logits), [], sampling.errors)
+                return StepOutput(tokens, None, [], draft_ids=draft_ids)
+            sampling = SamplingRows(tables, rows, draft_ids=draft_ids)
+            sampled = self._sample(sampling, graph_logits)
+            return StepOutput(*sampled, [], sampling.errors, draft_ids)
         sampling = SamplingRows(tables, rows)
         needs_all = any(tables.params[r.table_idx].prompt_logprobs is not None for r in rows)
         hidden = self.network.forward(tables, rows, None if needs_all else sampling.last_tokens)
@@ -225,23 +221,20 @@ class ModelRunner:
         return found
 
     @property
-    def _max_rows(self) -> int:
-        return min(self.config.max_num_seqs, self._max_num_batched_tokens)
+    def _max_graph_tokens(self) -> int:
+        """The most tokens of a step that decodes, and verifies drafts with speculation."""
+        num_tokens, spec = self.config.max_num_seqs, self.config.speculative_config
+        if spec is not None:
+            assert not isinstance(spec, dict)
+            verified = num_tokens * (1 + spec.max_draft_tokens)
+            num_tokens = max(num_tokens, min(verified, MAX_SAMPLES))
+        return min(num_tokens, self._max_num_batched_tokens)
 
     def _make_pool_and_tables(self, info: CacheInfo) -> DeviceTables:
-        """Make the KV pool; return new tables.
-
-        With graphs the pool has one more block, for the rows that pad a batch: they write and see
-        its first slot only.
-        """
-        self.network.make_pool(info.num_blocks + self._uses_graphs)
+        """Make the KV pool; return new tables."""
+        self.network.make_pool(info.num_blocks)
         native = self.config.native_kernels
         return DeviceTables(info, self.config.max_num_seqs, self.device, native=native)
-
-    def _make_graph_runner(self, tables: DeviceTables) -> GraphRunner:
-        capture = make_capture(self.device)
-        network = self.network
-        return GraphRunner(network.model, network.backend, tables, self._max_rows, capture)
 
     def _warm_up(self) -> int:
         """Reach the peak of memory: run the longest prefill and the most samples on a small pool.
@@ -264,18 +257,21 @@ class ModelRunner:
         tables = self._make_pool_and_tables(info)
         tables.block_tables[:num_seqs, :num_blocks] = torch.arange(num_blocks, device=self.device)
         tables.params = [SamplingParams(temperature=1.0)] * num_seqs
-        self._run_rows(tables, [Row(i, i, 0, length, samples=True) for i in range(count)])
+        prompts = [Row(i, i, 0, length, samples=True) for i in range(count)]
+        self._run_rows(tables, prompts)
         drafts = 0
         if self._proposer is not None:
             drafts = min(MAX_SAMPLES, max_tokens, length * num_seqs) // num_seqs
             drafts = max(0, drafts - 1)
         rows = [Row(i, i, 0, 1 + drafts, True, drafts) for i in range(num_seqs)]
         self._run_rows(tables, rows)
-        num_bytes = 0
-        if self._uses_graphs:
-            graphs = self._make_graph_runner(tables)
-            num_bytes = graph_bytes(
-                graph_sizes(self._max_rows), lambda size: graphs.capture([size]), self.device
-            )
+        num_bytes = self._graph_bytes(tables) if self.network.uses_graphs else 0
         self.network.free_pool()
+        if self._proposer is not None:
+            num_bytes += self._proposer.warm_up(tables, num_blocks, prompts)
         return num_bytes
+
+    def _graph_bytes(self, tables: DeviceTables) -> int:
+        graphs = self.network.make_graphs(tables, self._max_graph_tokens)
+        sizes = graph_sizes(graphs.max_tokens)
+        return graph_bytes(sizes, lambda size: graphs.capture([size]), self.device)

@@ -5,7 +5,7 @@ The target is one, and so is a draft network. Knows no sampling and no schedule.
 
 import dataclasses
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,6 +20,7 @@ from nanovllm.layers.quantization import FP8
 from nanovllm.models.config import ModelConfig
 from nanovllm.scheduler.messages import Row
 from nanovllm.worker.cpu_graph import RecordedModel, record
+from nanovllm.worker.cuda_graph import ComputeLogits, GraphRunner, can_capture, make_capture
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.kv_cache import zeros
 from nanovllm.worker.model_loader import build_model, load_model
@@ -57,6 +58,10 @@ class Network:
         self._pool: torch.Tensor | None = None
         self._records = self.backend.supports_recording and not config.enforce_eager
         self._recorded: RecordedModel | None = None
+        self.uses_graphs = (
+            self.backend.supports_graph and not config.enforce_eager and can_capture(device)
+        )
+        """Whether CUDA graphs run small steps; see `make_graphs`."""
 
     @property
     def block_bytes(self) -> int:
@@ -66,9 +71,12 @@ class Network:
     def make_pool(self, num_blocks: int) -> None:
         """Bind a new KV pool to the attention layers, in place of any other.
 
-        The pool is zeroed: masked keys must be finite, as in `Schedule.blocks_to_zero`.
+        The pool is zeroed: masked keys must be finite, as in `Schedule.blocks_to_zero`. With graphs
+        it has one more block, for the tokens that pad a step: they write and see its first slot
+        only.
         """
-        self._pool = zeros(self._pool_shape(num_blocks), self._kv_dtype, self.device)
+        shape = self._pool_shape(num_blocks + self.uses_graphs)
+        self._pool = zeros(shape, self._kv_dtype, self.device)
         for attention, kv_cache in zip(self.attentions, self._pool, strict=True):
             attention.bind(self.backend, kv_cache)
 
@@ -92,6 +100,29 @@ class Network:
         """Record the forward pass over the pool and `tables`, where the backend supports it."""
         if self._records:
             self._recorded = record(self.model, tables)
+
+    def make_graphs(
+        self,
+        tables: DeviceTables,
+        max_tokens: int,
+        compute_logits: ComputeLogits | None = None,
+        **options: Any,
+    ) -> GraphRunner:
+        """Return a runner for steps of up to `max_tokens` tokens, with no graph captured yet.
+
+        Args:
+            compute_logits: None: the model does.
+            options: of `GraphRunner`.
+        """
+        model = self.model
+        if compute_logits is None:
+
+            def compute_logits(batch: Batch) -> torch.Tensor | None:
+                logits: torch.Tensor | None = model.compute_logits(model(batch))  # type: ignore[operator]
+                return logits
+
+        capture = make_capture(self.device)
+        return GraphRunner(compute_logits, self.backend, tables, max_tokens, capture, **options)
 
     def forward(
         self, tables: DeviceTables, rows: list[Row], wanted: torch.Tensor | None

@@ -84,6 +84,8 @@ class SamplingRows:
     what the row would sample if its first j drafts were tokens.
 
     Args:
+        draft_ids: [S], the drafts, if a graph has already overwritten them in the tables; they are
+            written there again, because a row's rules read them.
         runs_processors: whether requests' logits processors see the logits. Theirs is the target's
             sample alone: they are code of the user, and may count their calls.
 
@@ -96,7 +98,12 @@ class SamplingRows:
     """
 
     def __init__(
-        self, tables: DeviceTables, rows: list[Row], *, runs_processors: bool = True
+        self,
+        tables: DeviceTables,
+        rows: list[Row],
+        *,
+        draft_ids: torch.Tensor | None = None,
+        runs_processors: bool = True,
     ) -> None:
         self.rows: list[Row] = []
         self.errors: dict[int, str] = {}
@@ -116,8 +123,10 @@ class SamplingRows:
         numbers = last_tokens + table_indices + self._host_positions
         on_device = tables.upload(numbers).view(3, len(self.rows))
         self.last_tokens, self._table_indices, self._positions = on_device.unbind()
-        self.draft_ids: torch.Tensor | None = None
-        if any(row.num_draft_tokens for row in rows):
+        self.draft_ids = draft_ids
+        if draft_ids is not None:
+            self.store(draft_ids)
+        elif any(row.num_draft_tokens for row in rows):
             self.draft_ids = tables.token_ids[self._table_indices, self._positions].long()
 
     def __len__(self) -> int:

@@ -1,7 +1,9 @@
 """A step's outputs on the device, and their copy to the host. Knows no model and no batch."""
 
 import dataclasses
-from typing import NamedTuple
+import itertools
+import time
+from typing import Any, NamedTuple
 
 import torch
 
@@ -77,6 +79,7 @@ class StepOutput:
                 if error is not None:
                     errors[row.seq_id] = error
                 first = last + 1
+        draft_seconds, seconds = (0.0, 0.0) if step.timer is None else step.timer.seconds()
         return StepResult(
             step.step_id,
             token_ids,
@@ -84,8 +87,8 @@ class StepOutput:
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             errors=errors,
-            seconds=step.seconds,
-            draft_seconds=step.draft_seconds,
+            seconds=seconds,
+            draft_seconds=draft_seconds,
         )
 
     def _accepted(
@@ -118,8 +121,35 @@ class Step:
     """With the drafts that were proposed, which may be fewer than scheduled."""
     num_draft_tokens: list[int] = dataclasses.field(default_factory=list)
     """For each row that samples: its drafts; empty if none may have any."""
-    seconds: float = 0.0
-    draft_seconds: float = 0.0
+    timer: "StepTimer | None" = None
+    """It marked the ends of proposing and of the step; None: the step is not timed."""
+
+
+class StepTimer:
+    """Measures the seconds from its making to the first mark, and from each mark to the next.
+
+    On CUDA they are the device's, because a launch returns at once.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_device = device.type == "cuda"
+        self._marks: list[Any] = []
+        self.mark()
+
+    def mark(self) -> None:
+        if not self._on_device:
+            self._marks.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        self._marks.append(event)
+
+    def seconds(self) -> list[float]:
+        """Return the durations. On CUDA the device must have reached the last mark."""
+        pairs = itertools.pairwise(self._marks)
+        if self._on_device:
+            return [start.elapsed_time(end) / 1000 for start, end in pairs]
+        return [end - start for start, end in pairs]
 
 
 class PendingResult:

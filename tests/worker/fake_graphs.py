@@ -14,7 +14,7 @@ from triton.runtime.interpreter import GridExecutor
 from nanovllm.attention.backend import AttentionSpec
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.torch_sdpa import TorchBackend, _Decode
-from nanovllm.worker import model_runner, network
+from nanovllm.worker import network
 from nanovllm.worker.cuda_graph import Step
 
 HOST = {"aten::_local_scalar_dense", "aten::nonzero", "aten::lift_fresh", "aten::equal"}
@@ -124,7 +124,7 @@ def select_static(spec: AttentionSpec, **options: Any) -> StaticBackend:
 def use_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> list[FakeCapture]:
     """Let model runners capture on the CPU; return the list that collects their captures."""
     monkeypatch.setattr(FakeCapture, "made", [])
-    monkeypatch.setattr(model_runner, "can_capture", lambda device: True)
-    monkeypatch.setattr(model_runner, "make_capture", lambda device: FakeCapture())
+    monkeypatch.setattr(network, "can_capture", lambda device: True)
+    monkeypatch.setattr(network, "make_capture", lambda device: FakeCapture())
     monkeypatch.setattr(network, "select_backend", select_static)
     return FakeCapture.made

@@ -3,8 +3,10 @@
 import torch
 
 from nanovllm.scheduler.messages import Row
+from nanovllm.worker.cuda_graph import GraphRunner
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.network import Network, NetworkSpec, load_draft
+from nanovllm.worker.proposers.draft_kv import FEW_TOKENS
 from nanovllm.worker.proposers.draft_network import DraftNetwork
 from nanovllm.worker.sampling import SamplingRows
 
@@ -26,6 +28,10 @@ class DraftModel(DraftNetwork):
         """Make the KV pool, and record small steps."""
         super().allocate(tables, num_blocks)
         self._network.record(tables)
+
+    def _make_graphs(self, tables: DeviceTables) -> list[GraphRunner]:
+        size = self._max_graph_tokens(tables, FEW_TOKENS)
+        return [self._network.make_graphs(tables, size, max_known_tokens=FEW_TOKENS)]
 
     def _forward(
         self,

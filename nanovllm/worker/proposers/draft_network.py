@@ -4,14 +4,21 @@ token by token, all rows together.
 Knows no acceptance.
 """
 
+from functools import partial
+
 import torch
 
 from nanovllm.scheduler.messages import Row, Schedule
 from nanovllm.utils.distributed import broadcast_from_first
+from nanovllm.worker.cuda_graph import GraphRunner, draft_graph_sizes
 from nanovllm.worker.device_tables import DeviceTables
+from nanovllm.worker.kv_cache import graph_bytes
 from nanovllm.worker.network import Network
 from nanovllm.worker.proposers.draft_kv import FEW_TOKENS, DraftKV
 from nanovllm.worker.sampling import SamplingRows
+
+_MAX_GRAPH_TOKENS = 128
+"""Tokens of the largest graph: only few rows have drafts."""
 
 
 class DraftNetwork:
@@ -34,12 +41,31 @@ class DraftNetwork:
         self._keeps_drafts = keeps_drafts
         self._tables: DeviceTables | None = None
         self._kv: DraftKV | None = None
+        self._graphs: list[GraphRunner] = []
+        """For a proposal's first call of `_draft`, and for the others; empty without graphs."""
+
+    def warm_up(self, tables: DeviceTables, num_blocks: int, rows: list[Row]) -> int:
+        """See `Proposer`. The most samples at once are the target's."""
+        self._make_pools(tables, num_blocks)
+        self._forward(tables, rows, tables.upload([]), None)
+        num_bytes = 0
+        if self._network.uses_graphs:
+            for graphs in self._make_graphs(tables):
+                sizes = draft_graph_sizes(graphs.max_tokens)
+                capture = partial(_capture_one, graphs)
+                num_bytes += graph_bytes(sizes, capture, tables.device)
+        self._free_pools()
+        return num_bytes
 
     def allocate(self, tables: DeviceTables, num_blocks: int) -> None:
-        """Make the KV pool."""
+        """Make the pools, and capture small steps if the device has graphs."""
         self._tables = tables
         self._kv = DraftKV(len(tables.params), num_blocks, tables.block_size)
-        self._network.make_pool(num_blocks)
+        self._make_pools(tables, num_blocks)
+        if self._network.uses_graphs:
+            self._graphs = self._make_graphs(tables)
+            for graphs in self._graphs:
+                graphs.capture(draft_graph_sizes(graphs.max_tokens))
 
     def admit(self, schedule: Schedule) -> None:
         """Note which blocks have new owners."""
@@ -74,7 +100,11 @@ class DraftNetwork:
                     end = row.num_known_tokens + index
                     start = end - 1 if index else kv.start(row)
                     step.append(Row(row.seq_id, row.table_idx, start, end - start, samples=True))
-            hidden = self._draft(self._tables, step, hidden)
+            graphs = self._graphs[0 if index == 0 else -1] if self._graphs else None
+            if graphs is not None and graphs.fits(step):
+                hidden = self._replay(graphs, self._tables, step, hidden)
+            else:
+                hidden = self._draft(self._tables, step, hidden)
         for row, end in ends.items():
             kv.set_right(row.table_idx, row.num_known_tokens)
             if self._keeps_drafts:
@@ -97,18 +127,55 @@ class DraftNetwork:
         Args:
             hidden: those of the last call, whose first rows these are; None in the first call.
         """
-        ahead = [
-            row._replace(num_computed_tokens=row.num_computed_tokens + self._lag) for row in rows
-        ]
-        sampling = SamplingRows(tables, ahead, runs_processors=False)
+        sampling = self._sampling(tables, rows)
         wanted = sampling.last_tokens
         hidden = self._forward(
             tables, rows, wanted, None if hidden is None else hidden[: len(rows)]
         )
-        logits = self._logits(hidden, wanted)
-        tokens = torch.empty_like(wanted) if logits is None else self._choose(sampling, logits)
-        sampling.store(broadcast_from_first(tokens))
+        self._sample(sampling, self._logits(hidden, wanted))
         return hidden
+
+    def _replay(
+        self,
+        graphs: GraphRunner,
+        tables: DeviceTables,
+        rows: list[Row],
+        hidden: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        """Do the same as `_draft`, with one of `graphs`."""
+        logits = graphs.run(rows).logits
+        if any(tables.rules[row.table_idx] is not None for row in rows):
+            sampling = self._sampling(tables, rows)
+            self._sample(sampling, None if logits is None else logits[sampling.last_tokens])
+        return hidden
+
+    def _sampling(self, tables: DeviceTables, rows: list[Row]) -> SamplingRows:
+        ahead = [r._replace(num_computed_tokens=r.num_computed_tokens + self._lag) for r in rows]
+        return SamplingRows(tables, ahead, runs_processors=False)
+
+    def _sample(self, sampling: SamplingRows, logits: torch.Tensor | None) -> None:
+        """Write one draft behind each row."""
+        if logits is None:
+            tokens = torch.empty_like(sampling.last_tokens)
+        else:
+            tokens = self._choose(sampling, logits)
+        sampling.store(broadcast_from_first(tokens))
+
+    def _make_pools(self, tables: DeviceTables, num_blocks: int) -> None:
+        """Make what has a part for each of `num_blocks` KV blocks."""
+        self._network.make_pool(num_blocks)
+
+    def _free_pools(self) -> None:
+        self._network.free_pool()
+
+    def _make_graphs(self, tables: DeviceTables) -> list[GraphRunner]:
+        """Return `_graphs`, not captured yet."""
+        raise NotImplementedError
+
+    def _max_graph_tokens(self, tables: DeviceTables, num_tokens: int) -> int:
+        """Return the size of the largest graph for rows of up to `num_tokens` tokens."""
+        most = min(len(tables.params) * num_tokens, _MAX_GRAPH_TOKENS)
+        return min(most, self._max_num_batched_tokens)
 
     def _forward(
         self,
@@ -133,3 +200,7 @@ class DraftNetwork:
     def _choose(self, sampling: SamplingRows, logits: torch.Tensor) -> torch.Tensor:
         """Return a draft or NO_TOKEN for each row of `logits`. Called on rank 0 only."""
         raise NotImplementedError
+
+
+def _capture_one(graphs: GraphRunner, size: int) -> None:
+    graphs.capture([size])

@@ -5,17 +5,21 @@ ones, the head reads its own output in their place.
 """
 
 import copy
+import itertools
 
 import torch
 
-from nanovllm.layers.sampler import greedy
+from nanovllm.attention.batch import Batch
+from nanovllm.layers.sampler import Sampling, greedy
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.eagle3 import LlamaForCausalLMEagle3
 from nanovllm.models.eagle3_config import Eagle3Config
 from nanovllm.scheduler.messages import Row
+from nanovllm.worker.cuda_graph import ComputeLogits, GraphRunner
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.kv_cache import zeros
 from nanovllm.worker.network import Network, NetworkSpec, load_draft
+from nanovllm.worker.proposers.draft_kv import FEW_TOKENS
 from nanovllm.worker.proposers.draft_network import DraftNetwork
 from nanovllm.worker.sampling import SamplingRows
 
@@ -49,23 +53,66 @@ class Eagle3(DraftNetwork):
         block_size = target.backend.block_size
         self.block_bytes += block_size * self._features_size * config.dtype.itemsize
         self._features: torch.Tensor | None = None
+        self._hidden: torch.Tensor | None = None
+        """The hidden states that graphs read and write."""
         self._token_ids: torch.Tensor | None = None
         """The target's token of each draft id; None if they are the same."""
+        if config.has_d2t:
+            draft_ids = torch.arange(config.draft_vocab_size, device=target.device)
+            self._token_ids = head.target_ids(draft_ids)
 
     def allocate(self, tables: DeviceTables, num_blocks: int) -> None:
-        """Make the pools, and let the target store hidden states.
-
-        The feature pool has one more block, for the rows that pad a batch.
-        """
+        """Make the pools, and let the target store hidden states."""
         super().allocate(tables, num_blocks)
+        assert self._features is not None
+        self._target.capture_features(self._config.layer_ids, self._features)
+
+    def _make_pools(self, tables: DeviceTables, num_blocks: int) -> None:
+        """The feature pool has one more block, for the rows that pad a batch."""
+        super()._make_pools(tables, num_blocks)
         shape = ((num_blocks + 1) * tables.block_size, self._features_size)
         self._features = zeros(shape, self._config.dtype, tables.device)
-        self._target.capture_features(self._config.layer_ids, self._features)
         self._following = copy.copy(tables)  # each position holds the token of the next one
         self._following.token_ids = tables.token_ids[:, 1:]
-        if self._config.has_d2t:
-            draft_ids = torch.arange(self._config.draft_vocab_size, device=tables.device)
-            self._token_ids = self._head.target_ids(draft_ids)
+
+    def _free_pools(self) -> None:
+        super()._free_pools()
+        self._features = None
+
+    def _make_graphs(self, tables: DeviceTables) -> list[GraphRunner]:
+        """The first graphs read the target's hidden states, the others the head's own."""
+        size = self._max_graph_tokens(tables, FEW_TOKENS)
+        shape = (size, self._config.hidden_size)
+        hidden = self._hidden = torch.zeros(shape, dtype=self._config.dtype, device=tables.device)
+        graphs = []
+        for features, count in ((self._features, FEW_TOKENS), (None, 1)):
+            graphs.append(
+                self._network.make_graphs(
+                    self._following,
+                    self._max_graph_tokens(tables, count),
+                    _graph_step(self._head, hidden, features, self._token_ids),
+                    max_known_tokens=count,
+                    choose=_most_likely,
+                )
+            )
+        return graphs
+
+    def _replay(
+        self,
+        graphs: GraphRunner,
+        tables: DeviceTables,
+        rows: list[Row],
+        hidden: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        assert self._hidden is not None
+        if hidden is not None and hidden is not self._hidden:  # the first call fitted no graph
+            self._hidden[: len(rows)].copy_(hidden[: len(rows)])
+        super()._replay(graphs, tables, rows, hidden)
+        ends = list(itertools.accumulate(row.num_scheduled_tokens for row in rows))
+        if ends[-1] > len(rows):  # keep the hidden state of each row's last token
+            last_tokens = tables.upload([end - 1 for end in ends])
+            self._hidden[: len(rows)] = self._hidden[last_tokens]
+        return self._hidden
 
     def _forward(
         self,
@@ -83,10 +130,42 @@ class Eagle3(DraftNetwork):
 
     def _logits(self, hidden: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor | None:
         logits = super()._logits(hidden, wanted)
-        if logits is None or self._token_ids is None:
-            return logits
-        spread = logits.new_full((len(logits), self._config.vocab_size), -torch.inf)
-        return spread.index_copy_(1, self._token_ids, logits)
+        return _spread(logits, self._token_ids, self._config.vocab_size)
 
     def _choose(self, sampling: SamplingRows, logits: torch.Tensor) -> torch.Tensor:
         return greedy(sampling.apply_rules(logits), native=self._following.native)
+
+
+def _spread(
+    logits: torch.Tensor | None, token_ids: torch.Tensor | None, vocab_size: int
+) -> torch.Tensor | None:
+    """Return the logits of the target's tokens, where those of the drafts' are `logits`."""
+    if logits is None or token_ids is None:
+        return logits
+    spread = logits.new_full((len(logits), vocab_size), -torch.inf)
+    return spread.index_copy_(1, token_ids, logits)
+
+
+def _graph_step(
+    head: LlamaForCausalLMEagle3,
+    hidden: torch.Tensor,
+    features: torch.Tensor | None,
+    token_ids: torch.Tensor | None,
+) -> ComputeLogits:
+    """Return what a graph computes: the head reads `features`, or else `hidden`, and writes its own
+    output to `hidden`.
+    """
+
+    def compute(batch: Batch) -> torch.Tensor | None:
+        fed_back = hidden[: len(batch.input_ids)]
+        combined = None if features is None else head.combine(features[batch.slot_mapping])
+        output = head(batch, fed_back if combined is None else combined)
+        logits = head.compute_logits(output)
+        fed_back.copy_(output)
+        return _spread(logits, token_ids, head.config.vocab_size)
+
+    return compute
+
+
+def _most_likely(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    return greedy(logits, native=sampling.native)

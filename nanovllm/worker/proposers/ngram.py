@@ -38,6 +38,9 @@ class Ngram:
         self._indices: dict[int, torch.Tensor] = {}
         """By table row, for the C kernel; see `table_ops.ngram`."""
 
+    def warm_up(self, tables: DeviceTables, num_blocks: int, rows: list[Row]) -> int:
+        return 0
+
     def allocate(self, tables: DeviceTables, num_blocks: int) -> None:
         self._tables = tables
         device, native = tables.device.type, tables.native

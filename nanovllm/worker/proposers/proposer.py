@@ -16,6 +16,17 @@ class Proposer(Protocol):
     block_bytes: int
     """Bytes that the proposer itself needs for each KV block on this rank."""
 
+    def warm_up(self, tables: DeviceTables, num_blocks: int, rows: list[Row]) -> int:
+        """Reach the peak of memory, on pools of `num_blocks` blocks that do not stay; return the
+        bytes that CUDA graphs will take in addition.
+
+        Called before `allocate`, and only where the KV pool takes what memory is left.
+
+        Args:
+            rows: the longest prompts of a step.
+        """
+        ...
+
     def allocate(self, tables: DeviceTables, num_blocks: int) -> None:
         """Prepare for the target's `tables` and KV blocks 0 to num_blocks - 1. Called once."""
         ...

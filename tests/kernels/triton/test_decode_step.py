@@ -29,9 +29,13 @@ def make_tables(width, num_table_rows=9, max_model_len=70, seed=0):
 
 @pytest.mark.parametrize("block_size", [1, 5, 16, 256])
 @pytest.mark.parametrize("rows", [1, 3, 9])
-def test_gather(rows, block_size):
-    """Block ids have up to 31 bits, so block id times block size needs int64."""
+@pytest.mark.parametrize("shift", [0, 1])
+def test_gather(rows, block_size, shift):
+    """Block ids have up to 31 bits, so block id times block size needs int64. A draft head reads
+    the tokens shifted by one position.
+    """
     token_ids, block_tables, columns = make_tables(width=-(-70 // block_size))
+    token_ids = token_ids[:, shift:]
     table_indices = torch.randperm(9)[:rows].to(DEVICE)
     positions = torch.randint(70, (rows,)).to(DEVICE)
     args = (token_ids, block_tables, block_size, table_indices, positions, columns)
