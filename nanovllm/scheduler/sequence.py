@@ -5,7 +5,7 @@ Only the scheduler and its block manager change it. Knows no phases such as pref
 
 from nanovllm.outputs import DraftCounts
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.scheduler.draft_controller import Acceptance
+from nanovllm.scheduler.acceptance import Acceptance
 from nanovllm.scheduler.messages import TokenLogprobs
 
 ROOT_UID = 0

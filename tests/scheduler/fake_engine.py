@@ -12,8 +12,9 @@ from itertools import chain, count, islice, takewhile
 
 from nanovllm.outputs import DraftCounts
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduler.acceptance import Acceptance
 from nanovllm.scheduler.block_manager import BlockManager
-from nanovllm.scheduler.draft_controller import Acceptance, DraftController
+from nanovllm.scheduler.draft_controller import DraftController
 from nanovllm.scheduler.messages import MAX_SAMPLES, Row, Schedule, StepResult
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.sequence import Sequence
