@@ -7,14 +7,18 @@ weights in the shape of Qwen3-0.6B.
 """
 
 import argparse
+import contextlib
 import datetime
+import math
 import random
 import shlex
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -25,28 +29,57 @@ from benchmarks.speedups import Speedup, Speedups, ideal_speedup
 from nanovllm import LLM, SamplingParams
 from nanovllm.outputs import DraftCounts
 from nanovllm.scheduler.draft_controller import DraftController
-from nanovllm.scheduler.messages import Row
+from nanovllm.scheduler.messages import MAX_SAMPLES, Row
 from nanovllm.scheduler.sequence import Sequence
 from nanovllm.worker import model_runner
+from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.proposers.costs import measure_seconds
 
-SIZES = (1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160,
-         192, 224, 256)  # fmt: skip
-"""Tokens of the steps whose cost is measured for the ideal."""
+DRAFTS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 15, 19, 23)
+"""Numbers of drafts for which the ideal's cost is measured."""
+SLICE = 0.1
+"""Seconds of a turn."""
+CONTEXT = 100
+"""Tokens of each sequence in these steps."""
 
 
-def generate(llm: LLM, prompts: list[list[int]], num_tokens: int) -> tuple[float, list[Sequence]]:
-    """Return the seconds from the first output token to the last one, and the sequences."""
+def begin(llm: LLM, prompts: list[list[int]], num_tokens: int) -> list[Sequence]:
+    """Compute the prompts; return the sequences, which run on."""
     params = SamplingParams(temperature=0, seed=0, max_tokens=num_tokens, ignore_eos=True)
     for prompt in prompts:
         llm.engine.add_request(prompt, params)
-    llm.engine.step()  # the prompts
+    llm.engine.step()
     sequences = list(llm.engine.scheduler.running)
     assert len(sequences) == len(prompts)
-    start = time.perf_counter()
+    return sequences
+
+
+def run_for(llm: LLM, seconds: float) -> tuple[float, int]:
+    """Run steps for about `seconds`, at least one; return their seconds and their number."""
+    start, num_steps = time.perf_counter(), 0
     while not llm.engine.is_finished():
         llm.engine.step()
-    return time.perf_counter() - start, sequences
+        num_steps += 1
+        if time.perf_counter() - start >= seconds:
+            break
+    return time.perf_counter() - start, num_steps
+
+
+def race(plain: LLM, drafting: LLM, prompts: list[list[int]], num_tokens: int) -> float:
+    """Return the speed-up of `drafting` over `plain`. They take turns of SLICE seconds, so that
+    a slow moment of the machine meets both.
+    """
+    expected = begin(plain, prompts, num_tokens)
+    sequences = begin(drafting, prompts, num_tokens)
+    plain_seconds, seconds, num_steps = 0.0, 0.0, 0
+    while not drafting.engine.is_finished():
+        spent, found = run_for(plain, SLICE)
+        plain_seconds, num_steps = plain_seconds + spent, num_steps + found
+        seconds += run_for(drafting, SLICE)[0]
+    run_for(plain, math.inf)
+    for seq, right in zip(sequences, expected, strict=True):
+        assert seq.token_ids == right.token_ids, "speculation changed the tokens"
+    return plain_seconds / num_steps * (num_tokens - 1) / seconds
 
 
 def forget(llm: LLM) -> None:
@@ -59,17 +92,38 @@ def forget(llm: LLM) -> None:
     scheduler.stats.drafts = DraftCounts()
 
 
-def step_costs(llm: LLM) -> dict[int, float]:
-    """Return the seconds of a decode step by its tokens."""
-    runner = llm.engine.executor._runner  # type: ignore[attr-defined]
+def runner_of(llm: LLM) -> ModelRunner:
+    return llm.engine.executor._runner  # type: ignore[attr-defined, no-any-return]
 
-    @torch.inference_mode()
+
+@contextlib.contextmanager
+def without_speculation(llm: LLM) -> Iterator[None]:
+    """Let `llm` be an engine without speculation inside: the same weights at the same addresses."""
+    runner, scheduler = runner_of(llm), llm.engine.scheduler
+    kept = runner._proposer, scheduler.draft_controller
+    runner._proposer = scheduler.draft_controller = None
+    yield
+    runner._proposer, scheduler.draft_controller = kept
+
+
+@torch.inference_mode()
+def step_costs(llm: LLM, batch: int) -> dict[int, float]:
+    """Return the seconds of a step of `batch` sequences by its tokens, with 0 to 23 drafts each."""
+    runner = runner_of(llm)
+    tables = runner._tables
+    assert tables is not None
+    per_row = -(-(CONTEXT + 1 + DRAFTS[-1]) // tables.block_size)
+    blocks = torch.arange(batch * per_row, dtype=torch.int32).view(batch, per_row)
+    tables.block_tables[:batch, :per_row] = blocks  # nobody owns them now
+
     def run(size: int) -> None:
-        row = Row(0, 0, 0, size, True, size - 1)
-        runner._run_rows(runner._tables, [row])
+        drafts = size // batch - 1
+        runner._run_rows(
+            tables, [Row(i, i, CONTEXT, 1 + drafts, True, drafts) for i in range(batch)]
+        )
 
-    found = [measure_seconds(run, SIZES, torch.device("cpu")) for _ in range(3)]
-    return {size: min(dict(times)[size] for times in found) for size in SIZES}
+    sizes = [batch * (1 + drafts) for drafts in DRAFTS if batch * (1 + drafts) <= MAX_SAMPLES]
+    return dict(measure_seconds(run, sizes, torch.device("cpu")))
 
 
 def parse_args() -> argparse.Namespace:
@@ -84,46 +138,60 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def measure(
+    engines: tuple[LLM, LLM], scripted: list[Scripted], batch: int, args: argparse.Namespace
+) -> list[Speedup]:
+    """Measure the speed-ups of one batch size, and print them. The engines change roles."""
+    rng = random.Random(0)
+    prompts = [[rng.randint(0, 10000) for _ in range(32)] for _ in range(batch)]
+    with without_speculation(engines[0]):
+        sequences = begin(engines[0], prompts, args.output_len)
+        run_for(engines[0], math.inf)
+    for proposer in scripted:
+        proposer.learn(sequences)
+    ratios: dict[float, list[float]] = {p: [] for p in args.acceptance}
+    lengths: dict[float, float] = {}
+    costs: list[dict[int, float]] = []
+    for round_ in range(args.rounds):
+        plain, drafting = engines if round_ % 2 else engines[::-1]
+        for p in args.acceptance:
+            costs.append(step_costs(drafting, batch))
+            for proposer in scripted:
+                proposer.acceptance = p
+            forget(drafting)
+            with without_speculation(plain):
+                ratios[p].append(race(plain, drafting, prompts, args.output_len))
+            lengths[p] = drafting.engine.stats.drafts.mean_acceptance_length
+    step_seconds = {size: median(found[size] for found in costs) for size in costs[0]}
+    print("tokens of a step: ms", {n: round(1e3 * s, 1) for n, s in step_seconds.items()})
+    points = []
+    for p, rounds in ratios.items():
+        ideal, drafts = ideal_speedup(batch, p, step_seconds, args.num_speculative_tokens)
+        points.append(Speedup(batch, p, median(rounds), ideal, drafts, lengths[p], rounds))
+        print(
+            f"batch {batch:3} p {p:4.2f}: {points[-1].measured:5.2f} times as fast, ideal "
+            f"{ideal:5.2f} ({drafts} drafts), share {points[-1].share:4.2f}; acceptance length "
+            f"{lengths[p]:.2f}; rounds {', '.join(f'{r:.2f}' for r in rounds)}",
+            flush=True,
+        )
+    return points
+
+
 def main() -> None:
     """Run the rounds and print a line for each batch size and acceptance."""
     args = parse_args()
-    scripted = Scripted()
-    vars(model_runner)["make_proposer"] = lambda *_: scripted
-    options = {"enable_prefix_caching": False, "max_model_len": 1024}
+    scripted = [Scripted(), Scripted()]
+    unused = iter(scripted)
+    vars(model_runner)["make_proposer"] = lambda *_: next(unused)
+    spec = {"method": "ngram", "num_speculative_tokens": args.num_speculative_tokens}
     with tempfile.TemporaryDirectory() as directory:
         model, load_format = checkpoint(args.model, directory)
-        plain = LLM(model, load_format=load_format, **options)
-        spec = {"method": "ngram", "num_speculative_tokens": args.num_speculative_tokens}
-        drafting = LLM(model, load_format=load_format, speculative_config=spec, **options)
-    costs = step_costs(drafting)
-    print("tokens of a step: milliseconds", {n: round(1e3 * s, 1) for n, s in costs.items()})
-    rng = random.Random(0)
+        options: dict[str, Any] = {"enable_prefix_caching": False, "max_model_len": 1024}
+        options |= {"speculative_config": spec, "load_format": load_format}
+        engines = LLM(model, **options), LLM(model, **options)
     points = []
     for batch in args.batch:
-        prompts = [[rng.randint(0, 10000) for _ in range(32)] for _ in range(batch)]
-        _, sequences = generate(plain, prompts, args.output_len)
-        scripted.learn(sequences)
-        outputs = [seq.token_ids for seq in sequences]
-        ratios: dict[float, list[float]] = {p: [] for p in args.acceptance}
-        lengths: dict[float, float] = {}
-        for _ in range(args.rounds):
-            for p in args.acceptance:
-                scripted.acceptance = p
-                forget(drafting)
-                without, _ = generate(plain, prompts, args.output_len)
-                seconds, found = generate(drafting, prompts, args.output_len)
-                assert [seq.token_ids for seq in found] == outputs, "other tokens"
-                ratios[p].append(without / seconds)
-                lengths[p] = drafting.engine.stats.drafts.mean_acceptance_length
-        for p, rounds in ratios.items():
-            ideal, drafts = ideal_speedup(batch, p, costs, args.num_speculative_tokens)
-            points.append(Speedup(batch, p, median(rounds), ideal, drafts, lengths[p], rounds))
-            print(
-                f"batch {batch:3} p {p:4.2f}: {points[-1].measured:5.2f} times as fast, ideal "
-                f"{ideal:5.2f} ({drafts} drafts), share {points[-1].share:4.2f}; acceptance length "
-                f"{lengths[p]:.2f}; rounds {', '.join(f'{r:.2f}' for r in rounds)}",
-                flush=True,
-            )
+        points += measure(engines, scripted, batch, args)
     if args.json is not None:
         Speedups(
             command=shlex.join(["python", "-m", "benchmarks.speculation", *sys.argv[1:]]),
@@ -131,7 +199,6 @@ def main() -> None:
             processor=processor_name(),
             model=described(args.model),
             num_threads=torch.get_num_threads(),
-            step_seconds=costs,
             points=points,
         ).save(args.json)
 

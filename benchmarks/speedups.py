@@ -39,8 +39,6 @@ class Speedups:
     processor: str
     model: str
     num_threads: int
-    step_seconds: dict[int, float]
-    """Seconds of a decode step by its tokens."""
     points: list[Speedup]
 
     @classmethod
@@ -48,7 +46,6 @@ class Speedups:
         """Return the speed-ups in a JSON file."""
         fields = json.loads(path.read_text(encoding="utf-8"))
         fields["points"] = [Speedup(**point) for point in fields["points"]]
-        fields["step_seconds"] = {int(n): s for n, s in fields["step_seconds"].items()}
         return cls(**fields)
 
     def save(self, path: Path) -> None:
