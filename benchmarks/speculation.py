@@ -25,7 +25,7 @@ import torch
 from benchmarks.comparison import processor_name
 from benchmarks.scripted import Scripted
 from benchmarks.shapes import checkpoint, described
-from benchmarks.speedups import Speedup, Speedups, ideal_speedup
+from benchmarks.speedups import Speedup, Speedups, ideal_speedup, rising
 from nanovllm import LLM, SamplingParams
 from nanovllm.outputs import DraftCounts
 from nanovllm.scheduler.draft_controller import DraftController
@@ -54,32 +54,47 @@ def begin(llm: LLM, prompts: list[list[int]], num_tokens: int) -> list[Sequence]
     return sequences
 
 
-def run_for(llm: LLM, seconds: float) -> tuple[float, int]:
-    """Run steps for about `seconds`, at least one; return their seconds and their number."""
-    start, num_steps = time.perf_counter(), 0
-    while not llm.engine.is_finished():
+def run_for(llm: LLM, seconds: float, num_rows: int = 1) -> float:
+    """Run steps for about `seconds`, at least one, while `num_rows` sequences or more run.
+
+    Returns their seconds.
+    """
+    start = time.perf_counter()
+    while len(llm.engine.scheduler.running) >= num_rows:
         llm.engine.step()
-        num_steps += 1
         if time.perf_counter() - start >= seconds:
             break
-    return time.perf_counter() - start, num_steps
+    return time.perf_counter() - start
 
 
-def race(plain: LLM, drafting: LLM, prompts: list[list[int]], num_tokens: int) -> float:
-    """Return the speed-up of `drafting` over `plain`. They take turns of SLICE seconds, so that
-    a slow moment of the machine meets both.
+def race(
+    plain: LLM, drafting: LLM, prompts: list[list[int]], expected: list[list[int]], num_tokens: int
+) -> float:
+    """Return the tokens per second of `drafting` over those of `plain`, while all sequences run.
+
+    They take turns of SLICE seconds, so that a slow moment of the machine meets both.
+
+    Args:
+        expected: all tokens of each sequence.
     """
-    expected = begin(plain, prompts, num_tokens)
-    sequences = begin(drafting, prompts, num_tokens)
-    plain_seconds, seconds, num_steps = 0.0, 0.0, 0
-    while not drafting.engine.is_finished():
-        spent, found = run_for(plain, SLICE)
-        plain_seconds, num_steps = plain_seconds + spent, num_steps + found
-        seconds += run_for(drafting, SLICE)[0]
-    run_for(plain, math.inf)
-    for seq, right in zip(sequences, expected, strict=True):
-        assert seq.token_ids == right.token_ids, "speculation changed the tokens"
-    return plain_seconds / num_steps * (num_tokens - 1) / seconds
+    batch = len(prompts)
+    engines = plain, drafting
+    sequences = [begin(llm, prompts, num_tokens) for llm in engines]
+    seconds = [0.0, 0.0]
+    while len(drafting.engine.scheduler.running) == batch:
+        for index, llm in enumerate(engines):
+            seconds[index] += run_for(llm, SLICE, batch)
+    speeds = [
+        (sum(seq.num_output_tokens for seq in seqs) - batch) / spent
+        for seqs, spent in zip(sequences, seconds, strict=True)
+    ]
+    run_for(drafting, math.inf)
+    for seq in list(plain.engine.scheduler.running):
+        request = plain.engine.output_processor.request_of(seq.seq_id)
+        assert request is not None
+        plain.engine.abort(request.request_id)
+    assert [seq.token_ids for seq in sequences[1]] == expected, "speculation changed the tokens"
+    return speeds[1] / speeds[0]
 
 
 def forget(llm: LLM) -> None:
@@ -131,7 +146,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--model", help="a directory, a hub id or a name of benchmarks/shapes.py")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 8, 16, 64])
     parser.add_argument("--acceptance", type=float, nargs="+", default=[0, 0.3, 0.6, 0.8, 0.95])
-    parser.add_argument("--output-len", type=int, default=128)
+    parser.add_argument("--output-len", type=int, default=256, help="at most 4096 over batch")
     parser.add_argument("--num-speculative-tokens", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
@@ -144,9 +159,11 @@ def measure(
     """Measure the speed-ups of one batch size, and print them. The engines change roles."""
     rng = random.Random(0)
     prompts = [[rng.randint(0, 10000) for _ in range(32)] for _ in range(batch)]
+    num_tokens = min(args.output_len, 4096 // batch)
     with without_speculation(engines[0]):
-        sequences = begin(engines[0], prompts, args.output_len)
+        sequences = begin(engines[0], prompts, num_tokens)
         run_for(engines[0], math.inf)
+    expected = [seq.token_ids for seq in sequences]
     for proposer in scripted:
         proposer.learn(sequences)
     ratios: dict[float, list[float]] = {p: [] for p in args.acceptance}
@@ -160,9 +177,9 @@ def measure(
                 proposer.acceptance = p
             forget(drafting)
             with without_speculation(plain):
-                ratios[p].append(race(plain, drafting, prompts, args.output_len))
+                ratios[p].append(race(plain, drafting, prompts, expected, num_tokens))
             lengths[p] = drafting.engine.stats.drafts.mean_acceptance_length
-    step_seconds = {size: median(found[size] for found in costs) for size in costs[0]}
+    step_seconds = rising({size: median(found[size] for found in costs) for size in costs[0]})
     print("tokens of a step: ms", {n: round(1e3 * s, 1) for n, s in step_seconds.items()})
     points = []
     for p, rounds in ratios.items():

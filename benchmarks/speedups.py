@@ -75,6 +75,12 @@ def ideal_speedup(
     return best
 
 
+def rising(step_seconds: dict[int, float]) -> dict[int, float]:
+    """Return the times with noise removed: no step takes longer than a larger one."""
+    sizes = sorted(step_seconds)
+    return {n: min(step_seconds[m] for m in sizes if m >= n) for n in sizes}
+
+
 def interpolated(step_seconds: dict[int, float], size: int) -> float:
     """Return the seconds of a step of `size` tokens, linear between measured sizes."""
     if size in step_seconds:
