@@ -71,7 +71,8 @@ def ideal_speedup(
             break
         tokens = sum(acceptance**i for i in range(drafts + 1))
         cost = interpolated(step_seconds, size) / interpolated(step_seconds, batch)
-        best = max(best, (tokens / cost, drafts))
+        if tokens / cost > best[0]:
+            best = tokens / cost, drafts
     return best
 
 

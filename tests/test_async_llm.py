@@ -464,7 +464,8 @@ def test_abort_by_request_id(llm: AsyncLLM) -> None:
         assert rest[-1].finish_reason == "abort"
         output = await whole
         assert output.finish_reason == "abort"
-        assert output.text.startswith(text)
+        # Which of the two is a few tokens ahead depends on which was queued first.
+        assert output.text.startswith(text) or text.startswith(output.text)
         await llm.abort("whole")
 
     run(main())

@@ -20,6 +20,7 @@ KINDS = {
     "norm, activation, store": r"^_add_rms_norm|^_silu_and_mul|^_store|^_quantize_fp8",
     "step state": r"^_gather|^_advance",
     "GEMM": r"^_multiply_fp8|gemm|gemv|nvjet|cutlass|cublas|splitk|xmma",
+    "drafts": r"^_find|^_copy",
     "copies": r"^memcpy|^memset",
 }
 """Patterns of kernel names, by kind of work. The first match counts; without one it is "other"."""
