@@ -96,9 +96,7 @@ def compare(name: str, engines: tuple[LLM, LLM], messages: list[str], args: Any)
                 if round_ == 0:
                     num_tokens += len(found[1][1])
                     same += found[0][1] == found[1][1]
-                    counts.num_drafts += found[1][2].num_drafts
-                    counts.num_draft_tokens += found[1][2].num_draft_tokens
-                    counts.num_accepted_tokens += found[1][2].num_accepted_tokens
+                    counts += found[1][2]
             if round_:
                 ratios.append(seconds[0] / seconds[1])
         steps = num_tokens - counts.num_accepted_tokens

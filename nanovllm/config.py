@@ -110,6 +110,12 @@ class Config:
     seed: int = 0
     """Seed for requests that have no seed of their own, and for dummy weights."""
 
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """`speculative_config`, which is no dictionary once the options are checked."""
+        assert not isinstance(self.speculative_config, dict)
+        return self.speculative_config
+
     def __post_init__(self) -> None:
         self._check_checkpoint()
         if type(self.dtype).__module__ == "torch":  # such as torch.bfloat16

@@ -24,7 +24,6 @@ from nanovllm.scheduler.block_manager import BlockManager
 from nanovllm.scheduler.draft_controller import DraftController
 from nanovllm.scheduler.messages import Schedule, StepResult
 from nanovllm.scheduler.scheduler import Scheduler
-from nanovllm.speculative_config import SpeculativeConfig
 from nanovllm.utils.hub import configured_checkpoint, draft_checkpoint
 from nanovllm.validation import shown
 from nanovllm.worker.executor import Executor, Future, make_executor
@@ -48,8 +47,9 @@ class LLMEngine:
     def __init__(self, config: Config, *, queue_depth: int | None = None) -> None:
         checkpoint = configured_checkpoint(config)
         draft = draft_checkpoint(config)
-        if draft is not None and isinstance(spec := config.speculative_config, SpeculativeConfig):
-            config = dataclasses.replace(config, speculative_config=spec.for_network(draft.config))
+        if draft is not None and config.speculation is not None:
+            spec = config.speculation.for_network(draft.config)
+            config = dataclasses.replace(config, speculative_config=spec)
         self.config = config
         self.executor = make_executor(config, checkpoint, draft)
         tokenizer = load_tokenizer(checkpoint)
@@ -89,10 +89,9 @@ class LLMEngine:
         self._worker_seconds = self._host_seconds = 0.0  # of the last step; with speculation only
 
     def _draft_controller(self) -> DraftController | None:
-        spec, info = self.config.speculative_config, self.cache_info
+        spec, info = self.config.speculation, self.cache_info
         if spec is None:
             return None
-        assert isinstance(spec, SpeculativeConfig)
         return DraftController(spec.max_draft_tokens, info.step_seconds, info.draft_seconds)
 
     @property
@@ -282,11 +281,7 @@ class LLMEngine:
             result = future.result()
             with DelayedInterrupt():
                 self._in_flight.popleft()
-                if result.seconds:
-                    self._worker_seconds = result.seconds + result.draft_seconds
-                    result = dataclasses.replace(
-                        result, seconds=result.seconds + self._host_seconds
-                    )
+                self._worker_seconds = result.seconds + result.draft_seconds
                 self._process_result(schedule, result)
         except BaseException:
             # The steps launched after a failed one may have read KV that it did not write.
@@ -298,7 +293,7 @@ class LLMEngine:
     def _process_result(self, schedule: Schedule, result: StepResult) -> None:
         updated: dict[int | str, Request] = {}
         now = time.monotonic()
-        for seq in self.scheduler.update(schedule, result):
+        for seq in self.scheduler.update(schedule, result, self._host_seconds):
             request, stop_string = self.output_processor.process_tokens(seq, now)
             if seq.finish_reason == "error":
                 logger.warning("request %s ended: %s", request.request_id, seq.stop_reason)

@@ -34,15 +34,13 @@ def add_drafts(
     budget = min(budget, MAX_SAMPLES - sum(row.samples for row in rows))
     if budget <= 0:
         return []
-    indices = [
-        index
-        for index, row in enumerate(rows)
-        if row.samples
-        and row.num_scheduled_tokens == 1
-        and not sequences[row.seq_id].params.logits_processors
-    ]
+    indices = [i for i, row in enumerate(rows) if row.samples and row.num_scheduled_tokens == 1]
     seqs = [sequences[rows[index].seq_id] for index in indices]
-    candidates = [(seq.acceptance, min(seq.room - seq.num_pending_tokens, budget)) for seq in seqs]
+    candidates = []
+    for seq in seqs:
+        limit = min(seq.room - seq.num_pending_tokens, budget)
+        # Logits processors are the user's code: no draft may show them tokens that do not count.
+        candidates.append((seq.acceptance, 0 if seq.params.logits_processors else limit))
     num_tokens = sum(row.num_scheduled_tokens for row in rows)
     counts = controller.choose(candidates, num_tokens)
     new_blocks = []
@@ -61,13 +59,19 @@ def add_drafts(
     return new_blocks
 
 
-def record_step(controller: DraftController, schedule: Schedule, result: StepResult) -> None:
-    """Tell `controller` what a step cost, by the tokens that were really computed."""
+def record_step(
+    controller: DraftController, schedule: Schedule, result: StepResult, host_seconds: float
+) -> None:
+    """Tell `controller` what a step cost, by the tokens that were really computed.
+
+    Args:
+        host_seconds: what the host adds to `result.seconds`.
+    """
     num_allowed = sum(row.num_draft_tokens for row in schedule.rows)
     num_proposed = sum(result.num_draft_tokens)
     controller.record_step(
         schedule.num_tokens - num_allowed + num_proposed,
-        result.seconds,
+        result.seconds + host_seconds if result.seconds else 0.0,  # 0.0: not measured
         sum(count > 0 for count in result.num_draft_tokens),
         num_proposed,
         result.draft_seconds,

@@ -91,14 +91,16 @@ class Scheduler:
         blocks_to_zero = self._begun_blocks(rows)
         return Schedule(next(self._step_ids), admissions, new_blocks, rows, blocks_to_zero)
 
-    def update(self, schedule: Schedule, result: StepResult) -> list[Sequence]:
+    def update(
+        self, schedule: Schedule, result: StepResult, host_seconds: float = 0.0
+    ) -> list[Sequence]:
         """Append a step's tokens; return the sequences that got any or failed, finished ones too.
 
         An error ends its sequence. The KV of its tokens may be wrong, so it is not published.
         """
         assert schedule.step_id == result.step_id
         if self.draft_controller is not None:
-            record_step(self.draft_controller, schedule, result)
+            record_step(self.draft_controller, schedule, result, host_seconds)
         sampled = iter(result.token_ids)
         drafts = iter(result.num_draft_tokens)
         advanced: list[Sequence] = []

@@ -119,8 +119,7 @@ def draft_checkpoint(config: Config) -> Checkpoint | None:
     Raises:
         CheckpointError: as for `open_checkpoint`.
     """
-    spec = config.speculative_config
-    assert not isinstance(spec, dict)
+    spec = config.speculation
     if spec is None or spec.model is None:
         return None
     checkpoint = open_checkpoint(spec.model, None, config.download_dir)

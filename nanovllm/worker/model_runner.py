@@ -55,9 +55,8 @@ class ModelRunner:
         self._max_num_batched_tokens = config.max_num_batched_tokens or default_num_tokens
         self.network = Network(target, self.max_model_len, device)
         self._proposer: Proposer | None = None
-        spec = config.speculative_config
+        spec = config.speculation
         if spec is not None:
-            assert not isinstance(spec, dict)
             self._proposer = make_proposer(spec, self.network, draft, self._max_num_batched_tokens)
         if device.type == "cpu":
             keep_freed()  # each step reuses the memory that the last one freed
@@ -223,9 +222,8 @@ class ModelRunner:
     @property
     def _max_graph_tokens(self) -> int:
         """The most tokens of a step that decodes, and verifies drafts with speculation."""
-        num_tokens, spec = self.config.max_num_seqs, self.config.speculative_config
+        num_tokens, spec = self.config.max_num_seqs, self.config.speculation
         if spec is not None:
-            assert not isinstance(spec, dict)
             verified = num_tokens * (1 + spec.max_draft_tokens)
             num_tokens = max(num_tokens, min(verified, MAX_SAMPLES))
         return min(num_tokens, self._max_num_batched_tokens)

@@ -86,8 +86,6 @@ class SamplingRows:
     Args:
         draft_ids: [S], the drafts, if a graph has already overwritten them in the tables; they are
             written there again, because a row's rules read them.
-        runs_processors: whether requests' logits processors see the logits. Theirs is the target's
-            sample alone: they are code of the user, and may count their calls.
 
     Attributes:
         rows: the row of each sample.
@@ -103,12 +101,10 @@ class SamplingRows:
         rows: list[Row],
         *,
         draft_ids: torch.Tensor | None = None,
-        runs_processors: bool = True,
     ) -> None:
         self.rows: list[Row] = []
         self.errors: dict[int, str] = {}
         self._tables = tables
-        self._runs_processors = runs_processors
         self._host_positions: list[int] = []
         last_tokens: list[int] = []
         ends = itertools.accumulate(row.num_scheduled_tokens for row in rows)
@@ -210,8 +206,7 @@ class SamplingRows:
                     changed = logits.to(torch.float32, copy=True)
                 tokens = tables.token_ids[row.table_idx, : self._host_positions[index]].long()
                 try:
-                    if self._runs_processors:
-                        rules.run_processors(changed[index], tokens)
+                    rules.run_processors(changed[index], tokens)
                 except Exception as error:  # the user's code may raise anything
                     reason = f"{type(error).__name__}: {error!s:.200}"
                     self.errors[index] = f"a logits processor failed: {reason}"

@@ -25,7 +25,6 @@ from nanovllm.errors import CheckpointError, ConfigError, NanoVLLMError
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.registry import model_class
 from nanovllm.scheduler.messages import CacheInfo, Schedule
-from nanovllm.speculative_config import SpeculativeConfig
 from nanovllm.utils.distributed import init_tensor_parallel
 from nanovllm.utils.gguf import is_gguf
 from nanovllm.utils.hub import Checkpoint, weight_files
@@ -71,8 +70,8 @@ def check_networks(
 
 def _check_draft(target: NetworkSpec, checkpoint: Checkpoint) -> NetworkSpec:
     """Return the draft network of `target`: in its dtype, and quantised like it."""
-    spec = target.config.speculative_config
-    assert isinstance(spec, SpeculativeConfig)
+    spec = target.config.speculation
+    assert spec is not None
     assert spec.model is not None
     config = dataclasses.replace(
         target.config,

@@ -151,7 +151,7 @@ class DraftNetwork:
 
     def _sampling(self, tables: DeviceTables, rows: list[Row]) -> SamplingRows:
         ahead = [r._replace(num_computed_tokens=r.num_computed_tokens + self._lag) for r in rows]
-        return SamplingRows(tables, ahead, runs_processors=False)
+        return SamplingRows(tables, ahead)
 
     def _sample(self, sampling: SamplingRows, logits: torch.Tensor | None) -> None:
         """Write one draft behind each row."""

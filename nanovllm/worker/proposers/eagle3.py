@@ -31,9 +31,9 @@ class Eagle3(DraftNetwork):
     the token behind the block. Sequences that share a prefix share the KV of the first of them,
     and the others read one key that is not quite theirs: drafts only have to be likely.
 
-    The KV of drafts is computed again when they
-    are accepted, because by then there are the target's hidden states. A draft is the most likely
-    token: of what a head guesses from few layers, more of these are accepted than of its draws.
+    The KV of drafts is computed again when they are accepted, because by then there are the
+    target's hidden states. A draft is the most likely token: of what a head guesses from few
+    layers, more of these are accepted than of its draws.
     """
 
     def __init__(self, target: Network, draft: NetworkSpec, max_num_batched_tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""Maps methods of speculation to proposers. A new method is one file here and one line below."""
+"""Maps methods of speculation to proposers. A new method is one file here and a branch below."""
 
 from nanovllm.speculative_config import SpeculativeConfig
 from nanovllm.worker.network import Network, NetworkSpec
