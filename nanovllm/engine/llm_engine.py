@@ -86,7 +86,7 @@ class LLMEngine:
         self._queue_depth = int(self.cache_info.runs_ahead) if queue_depth is None else queue_depth
         self._in_flight: deque[tuple[Schedule, Future]] = deque()  # oldest first
         self._outputs: list[RequestOutput] = []  # for the next step() to return
-        self._worker_seconds = self._host_seconds = 0.0  # of the last step; with speculation only
+        self._worker_seconds = self._host_seconds = 0.0  # of the last timed step
 
     def _draft_controller(self) -> DraftController | None:
         spec, info = self.config.speculation, self.cache_info
@@ -163,7 +163,7 @@ class LLMEngine:
         launched = self._launch_step()
         if self._in_flight and (not launched or len(self._in_flight) > self._queue_depth):
             self._process_oldest_step()
-        if self._queue_depth == 0:  # else the host works beside the device
+        if self._worker_seconds and self._queue_depth == 0:  # else the host works beside the device
             self._host_seconds = time.perf_counter() - start - self._worker_seconds
 
     def abort(self, request_id: int | str) -> RequestOutput | None:

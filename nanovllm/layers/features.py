@@ -1,4 +1,4 @@
-"""Hidden states for a draft head: one layer's place in a pool of them, and joining them in rows.
+"""Hidden states for a draft head: one layer's place in a pool of them, reading and joining rows.
 
 The C kernels copy where they can, so that a recorded step has no call of torch. Knows no model.
 """
@@ -26,9 +26,22 @@ class FeatureStore:
     def store(self, hidden: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Write row t of `hidden` [T, hidden_size] to slot slot_mapping[t]."""
         if self._native:
-            cpu_ops.copy_rows(hidden, self._columns, slot_mapping)
+            cpu_ops.copy_rows(hidden, self._columns, y_rows=slot_mapping)
         else:
             self._columns.index_copy_(0, slot_mapping, hidden)
+
+
+def take_rows(pool: torch.Tensor, rows: torch.Tensor, *, native: bool) -> torch.Tensor:
+    """Return rows `rows` [T] int64 of `pool` [slots, n].
+
+    Args:
+        native: whether nanovllm's own kernels may be used.
+    """
+    if not (native and supports(pool.device, pool.dtype)):
+        return pool[rows]
+    taken = torch.empty(len(rows), pool.shape[1], dtype=pool.dtype)
+    cpu_ops.copy_rows(pool, taken, x_rows=rows)
+    return taken
 
 
 def join_columns(parts: Sequence[torch.Tensor], *, native: bool) -> torch.Tensor:

@@ -29,8 +29,6 @@ def add_drafts(
     Returns:
         The blocks added to block tables.
     """
-    if controller.skips_step():
-        return []
     budget = min(budget, MAX_SAMPLES - sum(row.samples for row in rows))
     if budget <= 0:
         return []
@@ -71,7 +69,7 @@ def record_step(
     num_proposed = sum(result.num_draft_tokens)
     controller.record_step(
         schedule.num_tokens - num_allowed + num_proposed,
-        result.seconds + host_seconds if result.seconds else 0.0,  # 0.0: not measured
+        result.seconds + host_seconds,
         sum(count > 0 for count in result.num_draft_tokens),
         num_proposed,
         result.draft_seconds,

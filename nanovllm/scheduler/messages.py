@@ -82,6 +82,8 @@ class Schedule:
     Attention may read their other slots as masked keys, whose values it multiplies by 0. So NaN and
     inf that an earlier sequence left there must go.
     """
+    is_timed: bool = False
+    """Whether the durations of the step are wanted. Only such a step has rows with drafts."""
 
     @property
     def num_tokens(self) -> int:
@@ -109,7 +111,7 @@ class StepResult:
     """For each row that samples, in order: how many drafts were proposed; empty if no row may have
     drafts."""
     seconds: float = 0.0
-    """Duration of the step without proposing; 0.0 if it was not measured."""
+    """Duration of the step without proposing; 0.0 if the step was not timed."""
     draft_seconds: float = 0.0
     """Duration of proposing."""
     logprobs: dict[int, list[TokenLogprobs]] = dataclasses.field(default_factory=dict)

@@ -83,13 +83,13 @@ class Scheduler:
         admissions = [] if preempted else self._admit_waiting(rows, budget)
         if not rows:
             return None
-        if self.draft_controller is not None:
+        controller = self.draft_controller
+        may_draft = controller is not None and not controller.skips_step()
+        if controller is not None and may_draft:
             budget = self.max_num_batched_tokens - sum(row.num_scheduled_tokens for row in rows)
-            new_blocks += add_drafts(
-                rows, budget, self._sequences, self.block_manager, self.draft_controller
-            )
-        blocks_to_zero = self._begun_blocks(rows)
-        return Schedule(next(self._step_ids), admissions, new_blocks, rows, blocks_to_zero)
+            new_blocks += add_drafts(rows, budget, self._sequences, self.block_manager, controller)
+        step_id, zeroed = next(self._step_ids), self._begun_blocks(rows)
+        return Schedule(step_id, admissions, new_blocks, rows, zeroed, is_timed=may_draft)
 
     def update(
         self, schedule: Schedule, result: StepResult, host_seconds: float = 0.0
@@ -99,7 +99,7 @@ class Scheduler:
         An error ends its sequence. The KV of its tokens may be wrong, so it is not published.
         """
         assert schedule.step_id == result.step_id
-        if self.draft_controller is not None:
+        if self.draft_controller is not None and schedule.is_timed:
             record_step(self.draft_controller, schedule, result, host_seconds)
         sampled = iter(result.token_ids)
         drafts = iter(result.num_draft_tokens)
@@ -133,11 +133,11 @@ class Scheduler:
                     num_missing = seq.num_output_tokens - len(seq.logprobs)
                     seq.logprobs += result.logprobs[row.seq_id][:num_missing]
                 if self.draft_controller is not None and row.num_draft_tokens:
-                    seq.num_draft_tokens = 0
                     num_accepted = len(tokens) - 1  # the last token is no draft
                     self.draft_controller.record(
                         seq.acceptance, row.num_draft_tokens, num_proposed, num_accepted
                     )
+                    seq.num_draft_tokens = 0
                     for counts in (seq.draft_counts, self.stats.drafts):
                         counts.add(num_proposed, min(num_appended, num_accepted))
                 advanced.append(seq)

@@ -5,10 +5,9 @@ scheduling and no sampling.
 """
 
 import logging
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 
 import torch
-from torch import nn
 
 from nanovllm.attention.batch import Batch
 from nanovllm.kernels.cpu import table_ops
@@ -18,23 +17,26 @@ from nanovllm.worker.device_tables import DeviceTables
 
 logger = logging.getLogger(__name__)
 
+Forward = Callable[[Batch], torch.Tensor]
+"""Returns hidden states [T, hidden_size]."""
+
 MAX_TOKENS = 64
 """Larger steps run call by call: there Python's share of the time is small, and a recording keeps
 the memory of all intermediate tensors."""
 
 
 class RecordedModel:
-    """`model`'s forward pass for batches of up to MAX_TOKENS tokens.
+    """A forward pass for batches of up to MAX_TOKENS tokens.
 
     Args:
-        model: every computation in its forward pass must be a call of a C kernel.
+        model: a module or a function. All that it computes must be calls of C kernels.
         tables: hold the tokens and blocks of the batches.
 
     Raises:
         Unrecordable: torch computes some of the forward pass.
     """
 
-    def __init__(self, model: nn.Module, tables: DeviceTables) -> None:
+    def __init__(self, model: Forward, tables: DeviceTables) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype)
 
@@ -83,7 +85,7 @@ class RecordedModel:
         return self._hidden[:num_tokens]
 
 
-def record(model: nn.Module, tables: DeviceTables) -> RecordedModel | None:
+def record(model: Forward, tables: DeviceTables) -> RecordedModel | None:
     """Return the recorded `model`; if it cannot be recorded, log the reason and return None."""
     try:
         return RecordedModel(model, tables)

@@ -112,11 +112,12 @@ class ModelRunner:
         assert self._tables is not None, "allocate() comes first"
         self._tables.apply(schedule)
         self.network.zero_blocks(schedule.blocks_to_zero, self._tables)
-        if self._proposer is None:
+        if self._proposer is not None:
+            self._proposer.admit(schedule)
+        if self._proposer is None or not schedule.is_timed:
             output = self._run_rows(self._tables, schedule.rows)
             return PendingResult(Step(schedule.step_id, schedule.rows), output)
         timer = StepTimer(self.device)
-        self._proposer.admit(schedule)
         rows = self._propose(self._proposer, schedule.rows)
         timer.mark()
         output = self._run_rows(self._tables, rows)

@@ -19,7 +19,7 @@ from nanovllm.layers.linear import QKVParallelLinear
 from nanovllm.layers.quantization import FP8
 from nanovllm.models.config import ModelConfig
 from nanovllm.scheduler.messages import Row
-from nanovllm.worker.cpu_graph import RecordedModel, record
+from nanovllm.worker.cpu_graph import Forward, RecordedModel, record
 from nanovllm.worker.cuda_graph import ComputeLogits, GraphRunner, can_capture, make_capture
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.kv_cache import zeros
@@ -98,8 +98,11 @@ class Network:
 
     def record(self, tables: DeviceTables) -> None:
         """Record the forward pass over the pool and `tables`, where the backend supports it."""
-        if self._records:
-            self._recorded = record(self.model, tables)
+        self._recorded = self.recorded(self.model, tables)
+
+    def recorded(self, forward: Forward, tables: DeviceTables) -> RecordedModel | None:
+        """Return `forward` recorded over the pool and `tables`; None if that is not possible."""
+        return record(forward, tables) if self._records else None
 
     def make_graphs(
         self,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nanovllm.kernels.cpu import ops as cpu_ops
-from nanovllm.layers.features import FeatureStore, join_columns
+from nanovllm.layers.features import FeatureStore, join_columns, take_rows
 from tests.kernels.cpu.helpers import native, randn
 
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=native)]
@@ -20,6 +20,7 @@ def test_each_layer_has_columns_of_the_pool(dtype, on):
         store.store(randn(4, 24, seed=seed).to(dtype), slots)
     expected = torch.cat([randn(4, 24, seed=seed) for seed in range(3)], 1).to(dtype)
     assert torch.equal(pool[slots], expected)
+    assert torch.equal(take_rows(pool, slots, native=on), expected)
     pool[slots] = 0
     assert not pool.any()
 
@@ -40,11 +41,13 @@ def test_join_columns_of_strided_parts(dtype, on):
 @native
 def test_kernels_are_used_only_if_wanted(monkeypatch):
     calls = []
-    monkeypatch.setattr(cpu_ops, "copy_rows", lambda *args: calls.append(args))
+    monkeypatch.setattr(cpu_ops, "copy_rows", lambda *args, **rows: calls.append(args))
     pool, hidden, slots = randn(8, 4), randn(2, 4), torch.tensor([0, 1])
     FeatureStore(pool, native=False).store(hidden, slots)
     join_columns((hidden, hidden), native=False)
+    take_rows(pool, slots, native=False)
     assert not calls
     FeatureStore(pool, native=True).store(hidden, slots)
     join_columns((hidden, hidden), native=True)
-    assert len(calls) == 3
+    take_rows(pool, slots, native=True)
+    assert len(calls) == 4

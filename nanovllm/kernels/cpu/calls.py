@@ -24,7 +24,7 @@ _KERNELS = {
     "nv_chunk_sums": "pppppnn",
     "nv_batch": "pnnpnnppppppn",
     "nv_ngram": "pnpnnnp",
-    "nv_copy_rows": "pnpnpNn",
+    "nv_copy_rows": "pnppnpNn",
 }
 _TYPES = {"p": "q", "n": "q", "N": "q", "f": "d"}
 _FORMATS = {

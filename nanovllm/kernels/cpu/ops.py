@@ -158,14 +158,23 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return gate_up[:, : width // 2]
 
 
-def copy_rows(x: torch.Tensor, y: torch.Tensor, y_rows: torch.Tensor | None = None) -> None:
-    """Copy row t of `x` [t, n] to row y_rows[t] of `y` [r, n]; without `y_rows`, to row t.
+def copy_rows(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    *,
+    x_rows: torch.Tensor | None = None,
+    y_rows: torch.Tensor | None = None,
+) -> None:
+    """Copy row x_rows[t] of `x` [.., n] to row y_rows[t] of `y` [.., n], for each t.
 
     Args:
         x, y: bfloat16; their rows may lie apart.
-        y_rows: [t] int64.
+        x_rows, y_rows: [t] int64; None: row t, where `x` has t rows if both are None.
     """
-    library.call("nv_copy_rows", x, x.stride(0), y, y.stride(0), y_rows, *x.shape)
+    num_rows = len(x if x_rows is None else x_rows)
+    library.call(
+        "nv_copy_rows", x, x.stride(0), x_rows, y, y.stride(0), y_rows, num_rows, x.shape[1]
+    )
 
 
 def store(

@@ -10,11 +10,13 @@ import itertools
 import torch
 
 from nanovllm.attention.batch import Batch
+from nanovllm.layers.features import take_rows
 from nanovllm.layers.sampler import Sampling, greedy
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.eagle3 import LlamaForCausalLMEagle3
 from nanovllm.models.eagle3_config import Eagle3Config
 from nanovllm.scheduler.messages import Row
+from nanovllm.worker.cpu_graph import MAX_TOKENS, RecordedModel
 from nanovllm.worker.cuda_graph import ComputeLogits, GraphRunner
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.kv_cache import zeros
@@ -54,7 +56,9 @@ class Eagle3(DraftNetwork):
         self.block_bytes += block_size * self._features_size * config.dtype.itemsize
         self._features: torch.Tensor | None = None
         self._hidden: torch.Tensor | None = None
-        """The hidden states that graphs read and write."""
+        """The hidden states that graphs, or the second recording, read and write."""
+        self._recorded: list[RecordedModel | None] = [None, None]
+        """The head over the target's hidden states, and over its own."""
         self._token_ids: torch.Tensor | None = None
         """The target's token of each draft id; None if they are the same."""
         if config.has_d2t:
@@ -66,6 +70,29 @@ class Eagle3(DraftNetwork):
         super().allocate(tables, num_blocks)
         assert self._features is not None
         self._target.capture_features(self._config.layer_ids, self._features)
+        if not self._graphs:
+            self._record()
+
+    def _record(self) -> None:
+        """Record small steps, where the backend supports it."""
+        head, tables = self._head, self._following
+        shape = (MAX_TOKENS, self._config.hidden_size)
+        fed_back = self._hidden = zeros(shape, self._config.dtype, tables.device)
+
+        def go_on(batch: Batch) -> torch.Tensor:
+            return head(batch, fed_back)  # type: ignore[no-any-return]
+
+        self._recorded = [
+            self._network.recorded(self._first_hidden, tables),
+            self._network.recorded(go_on, tables),
+        ]
+
+    def _first_hidden(self, batch: Batch) -> torch.Tensor:
+        """Return the head's hidden states of tokens for which there are the target's."""
+        assert self._features is not None
+        native = self._following.native
+        features = take_rows(self._features, batch.slot_mapping, native=native)
+        return self._head(batch, self._head.combine(features))  # type: ignore[no-any-return]
 
     def _make_pools(self, tables: DeviceTables, num_blocks: int) -> None:
         """The feature pool has one more block, for the rows that pad a batch."""
@@ -121,12 +148,17 @@ class Eagle3(DraftNetwork):
         wanted: torch.Tensor,
         hidden: torch.Tensor | None,
     ) -> torch.Tensor:
-        assert self._features is not None
+        recorded = self._recorded[hidden is not None]
+        if recorded is not None and recorded.fits(rows):
+            if hidden is not None:
+                assert self._hidden is not None
+                self._hidden[: len(hidden)].copy_(hidden)
+            output = recorded.run(rows)
+            return output if len(output) == len(wanted) else output[wanted]
         batch = self._network.batch(self._following, rows, wanted)
         if hidden is None:
-            hidden = self._head.combine(self._features[batch.slot_mapping])
-        output: torch.Tensor = self._head(batch, hidden)
-        return output
+            return self._first_hidden(batch)
+        return self._head(batch, hidden)  # type: ignore[no-any-return]
 
     def _logits(self, hidden: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor | None:
         logits = super()._logits(hidden, wanted)

@@ -241,10 +241,13 @@ def test_copy_rows_between_rows_that_lie_apart(size):
     x, y, rows = randn(5, size + 9)[:, 3 : size + 3], randn(40, 3 * size, seed=1), [33, 0, 7, 39, 8]
     expected = y.clone()
     expected[rows, size : 2 * size] = x
-    cpu_ops.copy_rows(x, y[:, size : 2 * size], torch.tensor(rows))
+    cpu_ops.copy_rows(x, y[:, size : 2 * size], y_rows=torch.tensor(rows))
     assert torch.equal(y, expected)
     expected[:5, 2 * size :] = x
     cpu_ops.copy_rows(x, y[:, 2 * size :])
+    assert torch.equal(y, expected)
+    expected[:2, :size] = x[[4, 1]]
+    cpu_ops.copy_rows(x, y[:, :size], x_rows=torch.tensor([4, 1]))
     assert torch.equal(y, expected)
 
 

@@ -119,6 +119,24 @@ def test_the_c_kernels_give_the_same_bits(
     assert acceptance(llm)[1] > 100
 
 
+@native
+def test_recorded_steps_draft_the_same(
+    shared_checkpoint: Any, make_llm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = shared_checkpoint(**NATIVE)
+    head = make_eagle3_checkpoint(tmp_path, model)
+    allow_all(monkeypatch)
+    drafted = watch_drafts(monkeypatch)
+    for enforce_eager in (True, False):
+        eager = dict(drafted)
+        options = {"kvcache_block_size": 32, "enforce_eager": enforce_eager}
+        _, llm = run(make_llm, model, REQUESTS, **options, **speculating("eagle3", head))
+        recorded = llm.engine.executor._runner._proposer._recorded
+        assert [one is None for one in recorded] == [enforce_eager] * 2
+    assert drafted == eager
+    assert len(drafted) > 100
+
+
 def make_copying_head(path: Path, model: str) -> str:
     """Return a head that always drafts token 5: its output is a constant of its last norm."""
     head = make_eagle3_checkpoint(path, model, draft_vocab_size=1003)

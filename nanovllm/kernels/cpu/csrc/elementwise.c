@@ -42,10 +42,11 @@ void nv_silu_and_mul(team *t, bf16 *x, ptrdiff_t rows, ptrdiff_t n) {
     }
 }
 
-/* y[y_rows[r]] = x[r], rows of n numbers that are ldx and ldy apart; if y_rows is NULL, y[r] = x[r]. */
-void nv_copy_rows(team *t, const bf16 *x, ptrdiff_t ldx, bf16 *y, ptrdiff_t ldy, const int64_t *y_rows, ptrdiff_t rows,
-                  ptrdiff_t n) {
-    FOR_ITEMS(r, t, rows) memcpy(y + (y_rows ? y_rows[r] : r) * ldy, x + r * ldx, n * sizeof *x);
+/* y[y_rows[r]] = x[x_rows[r]], rows of n numbers that are ldx and ldy apart. If x_rows or y_rows is NULL, the row is r. */
+void nv_copy_rows(team *t, const bf16 *x, ptrdiff_t ldx, const int64_t *x_rows, bf16 *y, ptrdiff_t ldy,
+                  const int64_t *y_rows, ptrdiff_t rows, ptrdiff_t n) {
+    FOR_ITEMS(r, t, rows)
+        memcpy(y + (y_rows ? y_rows[r] : r) * ldy, x + (x_rows ? x_rows[r] : r) * ldx, n * sizeof *x);
 }
 
 /* Round x[n] to scale * ints[n], where the largest number becomes 127. Return the scale. */

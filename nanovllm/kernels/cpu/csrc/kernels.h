@@ -32,8 +32,8 @@ void nv_gather_int(team *t, const int64_t *ids, const uint8_t *packed, const f16
 void nv_add_rms_norm(team *t, const bf16 *x, bf16 *residual, const bf16 *weight, bf16 *out, ptrdiff_t rows, ptrdiff_t n,
                      float eps);
 void nv_silu_and_mul(team *t, bf16 *x, ptrdiff_t rows, ptrdiff_t n);
-void nv_copy_rows(team *t, const bf16 *x, ptrdiff_t ldx, bf16 *y, ptrdiff_t ldy, const int64_t *y_rows, ptrdiff_t rows,
-                  ptrdiff_t n);
+void nv_copy_rows(team *t, const bf16 *x, ptrdiff_t ldx, const int64_t *x_rows, bf16 *y, ptrdiff_t ldy,
+                  const int64_t *y_rows, ptrdiff_t rows, ptrdiff_t n);
 void nv_store(team *t, const bf16 *qkv, const bf16 *q_weight, const bf16 *k_weight, const float *cos_sin,
               const int64_t *positions, const int64_t *slot_mapping, bf16 *q_out, uint8_t *cache, ptrdiff_t blocks,
               ptrdiff_t tokens, ptrdiff_t heads, ptrdiff_t kv_heads, ptrdiff_t dim, ptrdiff_t block, ptrdiff_t bits, float eps);
