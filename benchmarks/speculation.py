@@ -3,12 +3,15 @@
 A scripted proposer stands for a real one: it knows the output and proposes each next token rightly
 with probability p. Engines with and without speculation take turns. The ideal is that of the best
 fixed number of drafts, by the cost of steps measured in the same run. Without --model: random
-weights in the shape of Qwen3-0.6B.
+weights in the shape of Qwen3-0.6B. With --method, a real proposer whose drafts are useless: the
+output is random.
 """
 
 import argparse
 import contextlib
+import dataclasses
 import datetime
+import json
 import math
 import random
 import shlex
@@ -18,13 +21,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks.comparison import processor_name
 from benchmarks.scripted import Scripted
-from benchmarks.shapes import checkpoint, described
+from benchmarks.shapes import checkpoint, described, read_config
 from benchmarks.speedups import Speedup, Speedups, ideal_speedup, rising
 from nanovllm import LLM, SamplingParams
 from nanovllm.outputs import DraftCounts
@@ -41,16 +44,26 @@ SLICE = 0.1
 """Seconds of a turn."""
 CONTEXT = 100
 """Tokens of each sequence in these steps."""
+DRAFT_SHAPE = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2}
+"""What a draft model has in place of the target's shape."""
 
 
-def begin(llm: LLM, prompts: list[list[int]], num_tokens: int) -> list[Sequence]:
+class Work(NamedTuple):
+    """The requests of a race."""
+
+    prompts: list[list[int]]
+    params: SamplingParams
+    expected: list[list[int]]
+    """All tokens of each sequence."""
+
+
+def begin(llm: LLM, work: Work) -> list[Sequence]:
     """Compute the prompts; return the sequences, which run on."""
-    params = SamplingParams(temperature=0, seed=0, max_tokens=num_tokens, ignore_eos=True)
-    for prompt in prompts:
-        llm.engine.add_request(prompt, params)
+    for seed, prompt in enumerate(work.prompts):
+        llm.engine.add_request(prompt, dataclasses.replace(work.params, seed=seed))
     llm.engine.step()
     sequences = list(llm.engine.scheduler.running)
-    assert len(sequences) == len(prompts)
+    assert len(sequences) == len(work.prompts)
     return sequences
 
 
@@ -67,19 +80,14 @@ def run_for(llm: LLM, seconds: float, num_rows: int = 1) -> float:
     return time.perf_counter() - start
 
 
-def race(
-    plain: LLM, drafting: LLM, prompts: list[list[int]], expected: list[list[int]], num_tokens: int
-) -> float:
+def race(plain: LLM, drafting: LLM, work: Work) -> float:
     """Return the tokens per second of `drafting` over those of `plain`, while all sequences run.
 
     They take turns of SLICE seconds, so that a slow moment of the machine meets both.
-
-    Args:
-        expected: all tokens of each sequence.
     """
-    batch = len(prompts)
+    batch = len(work.prompts)
     engines = plain, drafting
-    sequences = [begin(llm, prompts, num_tokens) for llm in engines]
+    sequences = [begin(llm, work) for llm in engines]
     seconds = [0.0, 0.0]
     while len(drafting.engine.scheduler.running) == batch:
         for index, llm in enumerate(engines):
@@ -93,7 +101,9 @@ def race(
         request = plain.engine.output_processor.request_of(seq.seq_id)
         assert request is not None
         plain.engine.abort(request.request_id)
-    assert [seq.token_ids for seq in sequences[1]] == expected, "speculation changed the tokens"
+    assert [seq.token_ids for seq in sequences[1]] == work.expected, (
+        "speculation changed the tokens"
+    )
     return speeds[1] / speeds[0]
 
 
@@ -148,9 +158,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--acceptance", type=float, nargs="+", default=[0, 0.3, 0.6, 0.8, 0.95])
     parser.add_argument("--output-len", type=int, default=256, help="at most 4096 over batch")
     parser.add_argument("--num-speculative-tokens", type=int, default=24)
+    parser.add_argument("--method", choices=["ngram", "draft_model"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.method:
+        args.acceptance = [0.0]
+    return args
 
 
 def measure(
@@ -160,10 +174,13 @@ def measure(
     rng = random.Random(0)
     prompts = [[rng.randint(0, 10000) for _ in range(32)] for _ in range(batch)]
     num_tokens = min(args.output_len, 4096 // batch)
+    temperature = 1.0 if args.method else 0.0
+    params = SamplingParams(temperature=temperature, max_tokens=num_tokens, ignore_eos=True)
+    work = Work(prompts, params, [])
     with without_speculation(engines[0]):
-        sequences = begin(engines[0], prompts, num_tokens)
+        sequences = begin(engines[0], work)
         run_for(engines[0], math.inf)
-    expected = [seq.token_ids for seq in sequences]
+    work = work._replace(expected=[seq.token_ids for seq in sequences])
     for proposer in scripted:
         proposer.learn(sequences)
     ratios: dict[float, list[float]] = {p: [] for p in args.acceptance}
@@ -177,7 +194,7 @@ def measure(
                 proposer.acceptance = p
             forget(drafting)
             with without_speculation(plain):
-                ratios[p].append(race(plain, drafting, prompts, expected, num_tokens))
+                ratios[p].append(race(plain, drafting, work))
             lengths[p] = drafting.engine.stats.drafts.mean_acceptance_length
     step_seconds = rising({size: median(found[size] for found in costs) for size in costs[0]})
     print("tokens of a step: ms", {n: round(1e3 * s, 1) for n, s in step_seconds.items()})
@@ -197,12 +214,23 @@ def measure(
 def main() -> None:
     """Run the rounds and print a line for each batch size and acceptance."""
     args = parse_args()
-    scripted = [Scripted(), Scripted()]
-    unused = iter(scripted)
-    vars(model_runner)["make_proposer"] = lambda *_: next(unused)
-    spec = {"method": "ngram", "num_speculative_tokens": args.num_speculative_tokens}
+    scripted: list[Scripted] = []
+    spec = {
+        "method": args.method or "ngram",
+        "num_speculative_tokens": args.num_speculative_tokens,
+    }
+    if args.method is None:
+        scripted = [Scripted(), Scripted()]
+        unused = iter(scripted)
+        vars(model_runner)["make_proposer"] = lambda *_: next(unused)
     with tempfile.TemporaryDirectory() as directory:
         model, load_format = checkpoint(args.model, directory)
+        if args.method == "draft_model":
+            draft = Path(directory, "draft")
+            draft.mkdir()
+            config = {**read_config(model), **DRAFT_SHAPE}
+            (draft / "config.json").write_text(json.dumps(config))
+            spec["model"] = str(draft)
         options: dict[str, Any] = {"enable_prefix_caching": False, "max_model_len": 1024}
         options |= {"speculative_config": spec, "load_format": load_format}
         engines = LLM(model, **options), LLM(model, **options)

@@ -22,6 +22,7 @@ from nanovllm.outputs import Metric, RequestOutput, Vector
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler.block_manager import BlockManager
 from nanovllm.scheduler.draft_controller import DraftController
+from nanovllm.scheduler.drafts import record_step
 from nanovllm.scheduler.messages import Schedule, StepResult
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.utils.hub import configured_checkpoint, draft_checkpoint
@@ -86,7 +87,6 @@ class LLMEngine:
         self._queue_depth = int(self.cache_info.runs_ahead) if queue_depth is None else queue_depth
         self._in_flight: deque[tuple[Schedule, Future]] = deque()  # oldest first
         self._outputs: list[RequestOutput] = []  # for the next step() to return
-        self._worker_seconds = self._host_seconds = 0.0  # of the last timed step
 
     def _draft_controller(self) -> DraftController | None:
         spec, info = self.config.speculation, self.cache_info
@@ -159,12 +159,10 @@ class LLMEngine:
                 again.
         """
         self.check_process()
-        start, self._worker_seconds = time.perf_counter(), 0.0
+        start = time.perf_counter()
         launched = self._launch_step()
         if self._in_flight and (not launched or len(self._in_flight) > self._queue_depth):
-            self._process_oldest_step()
-        if self._worker_seconds and self._queue_depth == 0:  # else the host works beside the device
-            self._host_seconds = time.perf_counter() - start - self._worker_seconds
+            self._process_oldest_step(start)
 
     def abort(self, request_id: int | str) -> RequestOutput | None:
         """End a request and return its output that was not sent yet; None if it is not running.
@@ -274,15 +272,25 @@ class LLMEngine:
             if request is not None and request.first_scheduled_time is None:
                 request.first_scheduled_time = time.monotonic()
 
-    def _process_oldest_step(self) -> None:
-        """Wait for the oldest step in flight, process its tokens and deliver the outputs."""
+    def _process_oldest_step(self, start: float) -> None:
+        """Wait for the oldest step in flight, process its tokens and deliver the outputs.
+
+        Args:
+            start: time.perf_counter() when `run_step` began.
+        """
         schedule, future = self._in_flight[0]
         try:
             result = future.result()
             with DelayedInterrupt():
                 self._in_flight.popleft()
-                self._worker_seconds = result.seconds + result.draft_seconds
                 self._process_result(schedule, result)
+            controller = self.scheduler.draft_controller
+            if controller is not None and schedule.is_timed:
+                host_seconds = 0.0
+                if self._queue_depth == 0:  # else the host works beside the device
+                    worker_seconds = result.seconds + result.draft_seconds
+                    host_seconds = time.perf_counter() - start - worker_seconds
+                record_step(controller, schedule, result, host_seconds)
         except BaseException:
             # The steps launched after a failed one may have read KV that it did not write.
             with DelayedInterrupt():
@@ -293,7 +301,7 @@ class LLMEngine:
     def _process_result(self, schedule: Schedule, result: StepResult) -> None:
         updated: dict[int | str, Request] = {}
         now = time.monotonic()
-        for seq in self.scheduler.update(schedule, result, self._host_seconds):
+        for seq in self.scheduler.update(schedule, result):
             request, stop_string = self.output_processor.process_tokens(seq, now)
             if seq.finish_reason == "error":
                 logger.warning("request %s ended: %s", request.request_id, seq.stop_reason)

@@ -53,11 +53,16 @@ class DraftController:
         self,
         max_draft_tokens: int,
         step_seconds: Sequence[tuple[int, float]],
-        draft_seconds: Sequence[tuple[int, float]],
+        draft_seconds: Sequence[tuple[int, float, float]],
     ) -> None:
         self.max_draft_tokens = max_draft_tokens
         self._step_costs = CostCurve(step_seconds)
-        self._draft_costs = CostCurve(draft_seconds) if draft_seconds else None
+        # Of each row's first draft, and of each further one; they get the same corrections.
+        self._draft_costs = [
+            CostCurve([(costs[0], costs[part]) for costs in draft_seconds])
+            for part in (1, 2)
+            if draft_seconds
+        ]
         self._experience = Acceptance()
         self._experience.prior_weight = _GUESS_WEIGHT
         self._num_steps = 0
@@ -85,7 +90,7 @@ class DraftController:
             return [0] * len(choice)
         self._add_probes(choice, candidates, rates, limits, num_tokens)
         self._set_next_choice(choice, rates)
-        if self._draft_costs is not None and any(choice):
+        if self._draft_costs and any(choice):
             plan = (len(choice) - choice.count(0), sum(choice), self._draft_cost(choice))
             self._plans.append(plan)
         return choice
@@ -135,10 +140,8 @@ class DraftController:
         Args:
             num_tokens: tokens that the target computed, drafts included.
         """
-        if self._num_steps + 1 < self._next_choice:  # it would cost more than it tells
-            return
         self._step_costs.observe(num_tokens, seconds)
-        if self._draft_costs is None or draft_seconds <= 0:
+        if not self._draft_costs or draft_seconds <= 0:
             return
         for plan in self._plans:
             if plan[:2] == (num_draft_rows, num_draft_tokens):
@@ -146,7 +149,8 @@ class DraftController:
                 # A network that had to catch up took time which the plan does not contain.
                 excess = max(draft_seconds - expected, 0.0)
                 self._probe_seconds -= min(excess, 100 * self._step_costs.at(1))
-                self._draft_costs.rescale(log(draft_seconds / expected))
+                for costs in self._draft_costs:
+                    costs.rescale(log(draft_seconds / expected))
                 self._plans.remove(plan)
                 return
 
@@ -162,7 +166,7 @@ class DraftController:
         if not rows:
             return choice
         most = max(limits[i] for i in rows)
-        if self._draft_costs is None:
+        if not self._draft_costs:
             return self._scan(rows, rates, limits, num_tokens, speed)[1] or choice
         # All rows share the time of a network's pass, so each number of passes is tried.
         for num_passes in range(1, most + 1):
@@ -193,7 +197,7 @@ class DraftController:
         scale = max(1.0, 1 / max(sum(rates[i][0] for i in rows), 1e-3))
         heap = [(-rates[i][1], i) for i in rows]
         heapify(heap)
-        draft_costs = self._draft_costs_by_rows(len(rates))
+        first_costs, later_costs = self._draft_costs_by_rows(len(rates))
         rows_by_depth = [0] * (max(limits) + 1)
         choice = [0] * len(rates)
         order: list[int] = []
@@ -212,6 +216,7 @@ class DraftController:
             for _ in range(min(1 + len(order) // _FINE_DRAFTS, limits[row] - choice[row])):
                 depth = choice[row] = choice[row] + 1
                 count = rows_by_depth[depth] = rows_by_depth[depth] + 1
+                draft_costs = first_costs if depth == 1 else later_costs
                 seconds += draft_costs[count] - draft_costs[count - 1]
                 tokens += share * gain
                 size += share
@@ -267,9 +272,9 @@ class DraftController:
         while due:
             is_new, _, i = heappop(due)
             cost = self._step_costs.at(size + 1) - self._step_costs.at(size)
-            if self._draft_costs is not None:
-                cost += self._draft_costs.at(num_rows + 1)
-                cost -= self._draft_costs.at(num_rows) if num_rows else 0.0
+            if self._draft_costs:
+                cost += self._draft_costs[0].at(num_rows + 1)
+                cost -= self._draft_costs[0].at(num_rows) if num_rows else 0.0
             # A row whose last probe succeeded goes on, and a row that costs almost nothing beside
             # others joins them. Their time is made up later.
             joins = num_rows > 0 and cost <= _PROBE_SHARE / 4 * plain_seconds
@@ -283,14 +288,18 @@ class DraftController:
             num_rows += 1
             self._probe_seconds -= rates[i][0] * cost
 
-    def _draft_costs_by_rows(self, num_rows: int) -> list[float]:
-        """Return the seconds to propose one token for each of 0 to `num_rows` rows."""
-        if self._draft_costs is None:
-            return [0.0] * (num_rows + 1)
-        return [0.0, *map(self._draft_costs.at, range(1, num_rows + 1))]
+    def _draft_costs_by_rows(self, num_rows: int) -> tuple[list[float], list[float]]:
+        """Return the seconds to propose a token for each of 0 to `num_rows` rows: the first token
+        of a row, and a further one.
+        """
+        if not self._draft_costs:
+            nothing = [0.0] * (num_rows + 1)
+            return nothing, nothing
+        first, later = ([0.0, *map(c.at, range(1, num_rows + 1))] for c in self._draft_costs)
+        return first, later
 
     def _draft_cost(self, choice: list[int]) -> float:
         """Return the seconds to propose all drafts: rows go forward together, token by token."""
-        costs = self._draft_costs_by_rows(len(choice))
-        depths = range(1, max(choice) + 1)
-        return sum(costs[sum(k >= depth for k in choice)] for depth in depths)
+        first, later = self._draft_costs_by_rows(len(choice))
+        counts = [sum(k >= depth for k in choice) for depth in range(1, max(choice) + 1)]
+        return first[counts[0]] + sum(later[count] for count in counts[1:])

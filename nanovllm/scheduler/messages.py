@@ -142,5 +142,6 @@ class CacheInfo:
     knows the tokens of the previous one."""
     step_seconds: tuple[tuple[int, float], ...] = ()
     """(tokens, seconds) of decode steps, ascending; measured only for speculation."""
-    draft_seconds: tuple[tuple[int, float], ...] = ()
-    """(rows, seconds) of proposing a token for each row, ascending; empty if it costs nothing."""
+    draft_seconds: tuple[tuple[int, float, float], ...] = ()
+    """(rows, seconds of proposing the first token for each row, seconds of each further one),
+    ascending; empty if it costs nothing."""

@@ -11,7 +11,7 @@ from itertools import count
 
 from nanovllm.scheduler.block_manager import BlockManager
 from nanovllm.scheduler.draft_controller import DraftController
-from nanovllm.scheduler.drafts import add_drafts, record_step
+from nanovllm.scheduler.drafts import add_drafts
 from nanovllm.scheduler.messages import Admission, NewBlocks, Row, Schedule, StepResult
 from nanovllm.scheduler.sequence import Sequence
 from nanovllm.scheduler.stats import SchedulerStats
@@ -91,16 +91,12 @@ class Scheduler:
         step_id, zeroed = next(self._step_ids), self._begun_blocks(rows)
         return Schedule(step_id, admissions, new_blocks, rows, zeroed, is_timed=may_draft)
 
-    def update(
-        self, schedule: Schedule, result: StepResult, host_seconds: float = 0.0
-    ) -> list[Sequence]:
+    def update(self, schedule: Schedule, result: StepResult) -> list[Sequence]:
         """Append a step's tokens; return the sequences that got any or failed, finished ones too.
 
         An error ends its sequence. The KV of its tokens may be wrong, so it is not published.
         """
         assert schedule.step_id == result.step_id
-        if self.draft_controller is not None and schedule.is_timed:
-            record_step(self.draft_controller, schedule, result, host_seconds)
         sampled = iter(result.token_ids)
         drafts = iter(result.num_draft_tokens)
         advanced: list[Sequence] = []

@@ -5,6 +5,7 @@ Knows no queue and no text, and no other rank except through the layers' collect
 
 import dataclasses
 import logging
+from functools import partial
 
 import torch
 
@@ -25,7 +26,7 @@ from nanovllm.worker.step_output import PendingResult, PromptLogprobs, Step, Ste
 logger = logging.getLogger(__name__)
 
 _PASSES = 4
-"""Drafts that are proposed to measure what one costs."""
+"""Drafts that are proposed to measure what a further one costs."""
 _LOGPROB_ROWS = 256
 """Prompt positions whose logits are in memory at the same time."""
 
@@ -141,22 +142,29 @@ class ModelRunner:
     def _with_costs(self, info: CacheInfo, tables: DeviceTables, proposer: Proposer) -> CacheInfo:
         """Return `info` with the measured costs of steps and of proposing.
 
-        The steps write to blocks and table rows that nobody owns yet.
+        The steps write to blocks and table rows that nobody owns yet. They are greedy: what
+        sampling adds is learned from the steps of requests.
         """
+        tables.params[0] = SamplingParams(temperature=0.0)  # until a request owns the table row
 
         def step(num_tokens: int) -> None:
             self._run_rows(tables, [Row(0, 0, 0, num_tokens, True, num_tokens - 1)])
 
-        def draft(num_rows: int) -> None:
-            proposer.propose([Row(i, i, 1, 1 + _PASSES, True, _PASSES) for i in range(num_rows)])
+        def draft(num_rows: int, num_drafts: int = 1) -> None:
+            rows = [Row(i, i, 1, 1 + num_drafts, True, num_drafts) for i in range(num_rows)]
+            proposer.propose(rows)
 
         most = min(info.max_num_batched_tokens, info.max_model_len)
         step_sizes = [size for size in STEP_SIZES if size <= most]
         draft_sizes = [size for size in DRAFT_SIZES if size <= self.config.max_num_seqs]
-        draft_seconds: tuple[tuple[int, float], ...] = ()
+        draft_seconds: tuple[tuple[int, float, float], ...] = ()
         if proposer.block_bytes and most > _PASSES:  # a network; other proposers cost nothing
-            measured = measure_seconds(draft, draft_sizes, self.device)
-            draft_seconds = tuple((size, seconds / _PASSES) for size, seconds in measured)
+            once = measure_seconds(draft, draft_sizes, self.device)
+            often = measure_seconds(partial(draft, num_drafts=_PASSES), draft_sizes, self.device)
+            draft_seconds = tuple(
+                (size, first, max(total - first, 0.0) / (_PASSES - 1))
+                for (size, first), (_, total) in zip(once, often, strict=True)
+            )
         step_seconds = measure_seconds(step, step_sizes, self.device)
         return dataclasses.replace(info, step_seconds=step_seconds, draft_seconds=draft_seconds)
 

@@ -15,6 +15,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler.acceptance import Acceptance
 from nanovllm.scheduler.block_manager import BlockManager
 from nanovllm.scheduler.draft_controller import DraftController
+from nanovllm.scheduler.drafts import record_step
 from nanovllm.scheduler.messages import MAX_SAMPLES, Row, Schedule, StepResult
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.sequence import Sequence
@@ -312,6 +313,8 @@ class Engine:
         rows = [row for row in schedule.rows if row.samples]
         self.num_drafts_accepted += sum(len(tokens) - 1 for tokens in result.token_ids if tokens)
         advanced = self.scheduler.update(schedule, result)
+        if self.scheduler.draft_controller is not None and schedule.is_timed:
+            record_step(self.scheduler.draft_controller, schedule, result, 0.0)
         ids = [seq.seq_id for seq in advanced]
         assert ids == [row.seq_id for row in rows if row.seq_id in unfinished]
         for seq in advanced:

@@ -53,6 +53,8 @@ class Simulation:
     step_seconds: tuple[tuple[int, float], ...] = ()
     draft_seconds: float = 0.0
     """Seconds of a network's pass, for any number of rows."""
+    draft_overhead: float = 0.0
+    """Seconds that a proposal takes in addition to its passes."""
     noise: Callable[[random.Random], float] = lambda rng: 1.0
     availability: float = 1.0
     queue_depth: int = 0
@@ -60,7 +62,8 @@ class Simulation:
 
     def __post_init__(self) -> None:
         measured = self.step_seconds or tuple((n, self.curve(n)) for n in SIZES)
-        drafts = ((1, self.draft_seconds), (64, self.draft_seconds)) if self.draft_seconds else ()
+        seconds = self.draft_overhead + self.draft_seconds, self.draft_seconds
+        drafts = ((1, *seconds), (64, *seconds)) if self.draft_seconds else ()
         self.controller = DraftController(self.max_drafts, measured, drafts)
         self.rng = random.Random(0)
         self.choices: list[list[int]] = []
@@ -79,7 +82,8 @@ class Simulation:
                     accepted += 1
                 results.append((row, allowed, proposed, accepted))
             seconds = self.curve(len(rows) + sum(result[2] for result in results))
-            draft_seconds = self.draft_seconds * max(choice)
+            overhead = self.draft_overhead * any(choice)
+            draft_seconds = overhead + self.draft_seconds * max(choice)
             self.tokens += len(rows) + sum(result[3] for result in results)
             self.seconds += seconds + draft_seconds
             self._pending.append((results, seconds * self.noise(self.rng), draft_seconds))
@@ -124,6 +128,14 @@ def test_speed_is_near_the_ideal(curve: Curve, draft_seconds: float) -> None:
             simulation = Simulation(curve, draft_seconds=draft_seconds)
             found = speedup(simulation, rate, batch, num_steps)
             assert found >= 0.88 * ideal(curve, rate, batch, draft_seconds), (batch, rate)
+
+
+def test_a_first_draft_that_costs_more_than_the_others() -> None:
+    """Symptom: one draft a step for ever, because each further one seemed to cost as much."""
+    curve = CURVES["flat to 12 tokens"]
+    simulation = Simulation(curve, draft_seconds=0.4, draft_overhead=0.2)
+    simulation.run([Acceptance()], [1.0], 400)
+    assert simulation.choices[-1] == [16]
 
 
 @curves
@@ -205,7 +217,7 @@ def test_a_wrong_measurement_is_repaired(curve: Curve, wrong: int, error: float)
 def test_a_network_that_catches_up_slowly_is_probed_less() -> None:
     """Time beyond the plan is taken from the time for probes."""
     curve = CURVES["flat to 12 tokens"]
-    controller = DraftController(8, [(n, curve(n)) for n in SIZES], ((1, 0.1), (64, 0.1)))
+    controller = DraftController(8, [(n, curve(n)) for n in SIZES], ((1, 0.1, 0.1), (64, 0.1, 0.1)))
     row, seconds, num_steps = Acceptance(), 0.0, 2000
     for _ in range(num_steps):
         allowed = controller.choose([(row, 8)], 1)[0]
@@ -238,7 +250,7 @@ HISTORY = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=12)
     history=HISTORY,
     extra=st.integers(0, 300),
     name=st.sampled_from(list(CURVES)),
-    draft_seconds=st.sampled_from([(), ((1, 0.05),), ((1, 0.05), (16, 0.2))]),
+    draft_seconds=st.sampled_from([(), ((1, 0.05, 0.05),), ((1, 0.1, 0.05), (16, 0.4, 0.2))]),
     seconds=st.floats(1e-6, 1e3),
 )
 def test_choices_keep_the_limits_and_are_deterministic(
@@ -246,7 +258,7 @@ def test_choices_keep_the_limits_and_are_deterministic(
     history: list[tuple[int, int]],
     extra: int,
     name: str,
-    draft_seconds: tuple[tuple[int, float], ...],
+    draft_seconds: tuple[tuple[int, float, float], ...],
     seconds: float,
 ) -> None:
     def choices() -> list[list[int]]:

@@ -29,7 +29,9 @@ def make_controller(seed: int) -> DraftController:
     """Return a controller of random limits, or now and then the real one."""
     if seed % 4:
         return random_limits(seed)
-    return DraftController(8, ((1, 0.010), (4, 0.011), (8, 0.012), (32, 0.016)), ((1, 0.0001),))
+    return DraftController(
+        8, ((1, 0.010), (4, 0.011), (8, 0.012), (32, 0.016)), ((1, 0.0002, 0.0001),)
+    )
 
 
 class SchedulerMachine(RuleBasedStateMachine):

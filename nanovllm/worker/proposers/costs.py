@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence as Seq
 
 import torch
 
-_REPEATS = 2
+_MIN_REPEATS = 2
+_MIN_SECONDS = 5e-3
+"""Shorter runs are repeated until they took so long in sum."""
 
 STEP_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Tokens of the steps that are measured."""
@@ -26,8 +28,8 @@ def measure_seconds(
     found = []
     run(sizes[0])  # the first run compiles, allocates and reads weights
     for size in sizes:
-        seconds = []
-        for _ in range(_REPEATS):
+        seconds: list[float] = []
+        while len(seconds) < _MIN_REPEATS or sum(seconds) < _MIN_SECONDS:
             _wait_for(device)
             start = time.perf_counter()
             run(size)
