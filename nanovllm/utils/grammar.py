@@ -29,7 +29,7 @@ _MAX_CHARS = 1 << 16
 """Longest text of a schema, an expression or a grammar."""
 _MAX_REMAINDERS = 100_000
 """Of the divisors in a schema: their least common multiple, times their number."""
-_LIMITS = {
+_LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
     "step_max_items": 50_000,
