@@ -118,6 +118,8 @@ class GrammarCompiler:
             raise _refused(params, str(error)) from error
         limits = LLParserLimits(**_LIMITS)
         matcher = LLMatcher(self._make_tokenizer(), grammar, log_level=0, limits=limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # copies find done what it takes
         if matcher.is_error():
             raise _refused(params, matcher.get_error())
         return matcher
