@@ -390,8 +390,8 @@ def test_outputs_do_not_depend_on_load(
     config = Config(
         model=demo_model.MODEL,
         max_model_len=192,
-        kvcache_block_size=16,
-        num_kvcache_blocks=12,
+        kvcache_block_size=32,
+        num_kvcache_blocks=6,
         max_num_seqs=8,
         max_num_batched_tokens=24,
         **METHODS[method],
