@@ -301,7 +301,9 @@ def test_bad_grammars_are_refused_at_once(llm: LLM, case: str) -> None:
     given, reason = BAD[case]
     start = time.monotonic()
     form = next(iter(given))
-    with pytest.raises(InvalidRequestError, match=rf"^prompt 0: structured_outputs\.{form} ") as error:
+    with pytest.raises(
+        InvalidRequestError, match=rf"^prompt 0: structured_outputs\.{form} "
+    ) as error:
         llm.generate("a", SamplingParams(structured_outputs=given), use_tqdm=False)
     assert reason in str(error.value)
     assert len(str(error.value)) < 600
