@@ -19,6 +19,8 @@ from nanovllm.engine.tokenizer import max_chars_per_token
 from nanovllm.errors import InvalidRequestError
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.scheduler.sequence import Sequence
+from nanovllm.structured_outputs import StructuredOutputsParams
+from nanovllm.utils.grammar import GrammarCompiler
 from nanovllm.validation import check_int, shown
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ class InputProcessor:
         seed: seeds the requests that have no seed of their own.
         max_logprobs: most log-probabilities for each token; -1 is the size of the vocabulary.
         in_process: whether the model runs in this process, and can call logits processors.
+        grammars: compiles structured_outputs; None if there is no tokenizer.
     """
 
     def __init__(
@@ -52,10 +55,12 @@ class InputProcessor:
         seed: int,
         max_logprobs: int = -1,
         in_process: bool = True,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self._max_logprobs = max_logprobs
         self._in_process = in_process
+        self._grammars = grammars
         self._last_token_id = vocab_size - 1
         self._max_model_len = max_model_len
         self._seeds = random.Random(seed)
@@ -192,6 +197,13 @@ class InputProcessor:
             )
         for stop in params.stop:
             _check_unicode("a stop string", stop)
+        structured = params.structured_outputs
+        if isinstance(structured, StructuredOutputsParams):
+            if self._grammars is None:
+                raise InvalidRequestError(
+                    "this engine has no tokenizer, so structured_outputs cannot be used"
+                )
+            self._grammars.compile(structured)
         last = self._last_token_id
         for name, token_ids in (
             ("stop_token_ids", params.stop_token_ids),
