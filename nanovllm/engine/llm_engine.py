@@ -10,13 +10,16 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
 
 from nanovllm.config import Config
 from nanovllm.engine.delayed_interrupt import DelayedInterrupt
 from nanovllm.engine.input_processor import InputProcessor, Prompt
+from nanovllm.engine.metrics import read_metrics
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.request import Request
-from nanovllm.engine.tokenizer import check_same_vocabulary, load_tokenizer
+from nanovllm.engine.tokenizer import check_same_vocabulary, load_tokenizer, tokenizer_text
 from nanovllm.errors import EngineDeadError, InvalidRequestError
 from nanovllm.outputs import Metric, RequestOutput, Vector
 from nanovllm.sampling_params import SamplingParams
@@ -25,9 +28,13 @@ from nanovllm.scheduler.draft_controller import DraftController
 from nanovllm.scheduler.drafts import record_step
 from nanovllm.scheduler.messages import Schedule, StepResult
 from nanovllm.scheduler.scheduler import Scheduler
+from nanovllm.utils.grammar import GrammarCompiler
 from nanovllm.utils.hub import configured_checkpoint, draft_checkpoint
 from nanovllm.validation import shown
 from nanovllm.worker.executor import Executor, Future, make_executor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +66,9 @@ class LLMEngine:
         self._pid = os.getpid()
         self._finalizer = weakref.finalize(self, _shut_down, self.executor, self._pid)
         self.cache_info = self.executor.start()
+        grammars = self._grammar_compiler(tokenizer, checkpoint.eos_token_ids)
+        if grammars is not None:
+            self.executor.set_grammars(grammars)
         # "vllm" means no recommended parameters; the end-of-sequence tokens stay the checkpoint's.
         recommends = config.generation_config != "vllm"
         self.generation_config = checkpoint.generation_config if recommends else {}
@@ -69,6 +79,7 @@ class LLMEngine:
             seed=config.seed,
             max_logprobs=config.max_logprobs,
             in_process=config.tensor_parallel_size == 1,
+            grammars=grammars,
         )
         self.scheduler = Scheduler(
             BlockManager(
@@ -94,6 +105,15 @@ class LLMEngine:
             return None
         return DraftController(spec.max_draft_tokens, info.step_seconds, info.draft_seconds)
 
+    def _grammar_compiler(
+        self, tokenizer: "PreTrainedTokenizerBase | None", eos_token_ids: frozenset[int]
+    ) -> GrammarCompiler | None:
+        if tokenizer is None:
+            return None
+        eos = sorted(eos_token_ids, key=lambda token: (token != tokenizer.eos_token_id, token))
+        text = partial(tokenizer_text, tokenizer)
+        return GrammarCompiler(text, self.cache_info.vocab_size, tuple(eos))
+
     @property
     def is_own_process(self) -> bool:
         """Whether this is the process that made the engine, and not one forked from it."""
@@ -107,8 +127,12 @@ class LLMEngine:
         priority: int = 0,
         stream: bool = False,
         request_id: str | None = None,
+        user: str | None = None,
     ) -> int | str:
-        """Queue a request and return its id. Lower priority values go first, then earlier arrivals.
+        """Queue a request and return its id.
+
+        Lower priority values go first; within one, users take turns, and then earlier arrivals go
+        first.
 
         Args:
             request_id: the caller's own id; None lets the engine count.
@@ -119,27 +143,33 @@ class LLMEngine:
             EngineDeadError: the engine is down.
         """
         request = self.input_processor.make_request(
-            prompt, sampling_params, priority=priority, stream=stream
+            prompt, sampling_params, priority=priority, stream=stream, user=user
         )
-        if request_id is not None:
-            self._check_request_id(request_id)
-            request.request_id = request_id
-        self.queue(request)
+        self.queue(request, request_id=request_id)
         return request.request_id
 
     def queue(
-        self, request: Request, deliver: Callable[[RequestOutput], object] | None = None
+        self,
+        request: Request,
+        deliver: Callable[[RequestOutput], object] | None = None,
+        *,
+        request_id: str | None = None,
     ) -> None:
         """Queue a request that `input_processor.make_request` made.
 
         Args:
             deliver: receives the request's outputs; None lets `step` return them.
+            request_id: as for `add_request`.
 
         Raises:
+            InvalidRequestError: the id is no string, or that of a running request.
             EngineDeadError: the engine is down.
         """
         self.check_process()
         self.executor.check_health()
+        if request_id is not None:
+            self._check_request_id(request_id)
+            request.request_id = request_id
         request.deliver = deliver
         self.output_processor.add_request(request)
         # The others follow once the first has computed the prompt: they find its blocks cached.
@@ -194,27 +224,7 @@ class LLMEngine:
         A request is here one continuation, as in vLLM. Counts of drafts are there only with
         speculation.
         """
-        scheduler = self.scheduler
-        free = scheduler.block_manager.num_free_blocks / self.cache_info.num_blocks
-        found: list[Metric | Vector] = [
-            Metric("vllm:num_requests_running", len(scheduler.running)),
-            Metric("vllm:num_requests_waiting", scheduler.num_waiting),
-            Metric("vllm:kv_cache_usage_perc", 1 - free),
-            Metric("vllm:generation_tokens", self.stats.num_decode_tokens),
-            Metric("nanovllm:prefill_tokens", self.stats.num_prefill_tokens),
-        ]
-        if scheduler.draft_controller is not None:
-            drafts, prefix = self.stats.drafts, "vllm:spec_decode_num"
-            found += [
-                Metric(f"{prefix}_drafts", drafts.num_drafts),
-                Metric(f"{prefix}_draft_tokens", drafts.num_draft_tokens),
-                Metric(f"{prefix}_accepted_tokens", drafts.num_accepted_tokens),
-                Vector(
-                    f"{prefix}_accepted_tokens_per_pos", list(drafts.num_accepted_tokens_per_pos)
-                ),
-                Metric("nanovllm:mean_acceptance_length", drafts.mean_acceptance_length),
-            ]
-        return found
+        return read_metrics(self.scheduler)
 
     def check_process(self) -> None:
         """Raise EngineDeadError in a process that was forked after the engine was made.

@@ -1,0 +1,193 @@
+"""Grammars: what structured_outputs says, compiled by llguidance for the model's tokenizer.
+
+The only module that knows llguidance. Compiling is bounded in time and memory, and what was
+compiled is kept. Knows no request and no batch.
+"""
+
+import functools
+import json
+import math
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from decimal import Decimal, InvalidOperation
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.errors import InvalidRequestError
+from nanovllm.structured_outputs import StructuredOutputsParams
+from nanovllm.validation import shown
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+_WHITE_SPACE = r" |\n[ \t]{0,20}"
+"""Between the parts of a JSON text. Bounded, because small models would write no end of it."""
+_NUM_CACHED = 128
+"""Compiled grammars that are kept."""
+_MAX_CHARS = 1 << 16
+"""Longest text of a schema, an expression or a grammar."""
+_MAX_REMAINDERS = 100_000
+"""Of the divisors in a schema: their least common multiple, times their number."""
+_LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 25_000,
+    "max_grammar_size": 100_000,
+    "verbose_errors": False,
+}
+"""Fields of llguidance's LLParserLimits: some 100 ms of compiling, 20 ms for a mask, and
+50 MB for a request."""
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer. Several threads may use it at the same time.
+
+    A pickled copy has the tokenizer's text, and an empty cache.
+
+    Args:
+        tokenizer_text: returns a tokenizer.json's text; called once, before the first grammar.
+        vocab_size: the width of the model's logits.
+        eos_token_ids: tokens that may follow a complete output. Only the first of them follows one
+            that nothing else can follow.
+    """
+
+    def __init__(
+        self, tokenizer_text: Callable[[], str], vocab_size: int, eos_token_ids: tuple[int, ...]
+    ) -> None:
+        self.eos_token_ids = eos_token_ids
+        self._tokenizer_text = tokenizer_text
+        self._vocab_size = vocab_size
+        self._tokenizer: LLTokenizer | None = None
+        self._compiled: OrderedDict[tuple[str, str, bool], LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        text = functools.partial(str, self._tokenizer_text())
+        return GrammarCompiler, (text, self._vocab_size, self.eos_token_ids)
+
+    @property
+    def mask_bytes(self) -> int:
+        """Size of a mask: a bit for each token, from the lowest bit of the first byte."""
+        return -(-self._vocab_size // 32) * 4
+
+    def matcher(self, params: StructuredOutputsParams) -> "LLMatcher":
+        """Return a new matcher, which has consumed no token.
+
+        Raises:
+            InvalidRequestError: as for `compile`.
+        """
+        return self.compile(params).deep_copy()
+
+    def compile(self, params: StructuredOutputsParams) -> "LLMatcher":
+        """Compile a grammar, or find it compiled; return what `matcher` copies.
+
+        Raises:
+            InvalidRequestError: llguidance is not installed, or refuses the grammar.
+        """
+        key = (params.form, params.text, params.disable_any_whitespace)
+        with self._lock:
+            matcher = self._compiled.get(key)
+            if matcher is not None:
+                self._compiled.move_to_end(key)
+        if matcher is None:
+            matcher = self._compile(params)
+            with self._lock:
+                self._compiled[key] = matcher
+                while len(self._compiled) > _NUM_CACHED:
+                    self._compiled.popitem(last=False)
+        return matcher
+
+    def _compile(self, params: StructuredOutputsParams) -> "LLMatcher":
+        try:
+            from llguidance import LLMatcher, LLParserLimits
+        except ImportError:
+            raise InvalidRequestError(
+                "structured_outputs needs llguidance: pip install 'nanovllm[structured]'"
+            ) from None
+        if len(params.text) > _MAX_CHARS:
+            raise InvalidRequestError(
+                f"structured_outputs.{params.form} has {len(params.text)} characters; "
+                f"the limit is {_MAX_CHARS}: {shown(params.text)}"
+            )
+        try:
+            _check_divisors(params.text)
+            grammar = _llguidance_grammar(params)
+        except ValueError as error:
+            raise _refused(params, str(error)) from error
+        limits = LLParserLimits(**_LIMITS)
+        matcher = LLMatcher(self._make_tokenizer(), grammar, log_level=0, limits=limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # copies find done what it takes
+        if matcher.is_error():
+            raise _refused(params, matcher.get_error())
+        return matcher
+
+    def _make_tokenizer(self) -> "LLTokenizer":
+        from llguidance import LLTokenizer
+
+        with self._lock:
+            if self._tokenizer is None:
+                eos = list(self.eos_token_ids) or None
+                text, size = self._tokenizer_text(), self._vocab_size
+                try:
+                    self._tokenizer = LLTokenizer(text, n_vocab=size, eos_token=eos)
+                except Exception as error:  # whatever it finds strange in a checkpoint
+                    raise InvalidRequestError(
+                        "structured_outputs cannot be used: llguidance cannot read the model's "
+                        f"tokenizer: {error!s:.200}"
+                    ) from error
+            return self._tokenizer
+
+
+def _check_divisors(text: str) -> None:
+    """Refuse what llguidance's limits do not cover: a state for each remainder of `multipleOf`.
+
+    Raises:
+        ValueError: the divisors are too large, or the text is not valid Unicode.
+    """
+    text.encode()
+    plain = re.sub(r"\\u([0-9a-fA-F]{4})", lambda match: chr(int(match[1], 16)), text)
+    divisors = []
+    for number in re.findall(r'"multipleOf"\s*:\s*([-+.0-9eE]+)', plain):
+        try:
+            _, digits, exponent = Decimal(number).normalize().as_tuple()
+        except InvalidOperation:
+            continue
+        whole = min(len(digits) + max(int(exponent), 0), 20)  # digits of a number before its point
+        divisors.append(int("".join(map(str, digits)).ljust(whole, "0")[:20]))
+    if len(divisors) * math.lcm(*divisors) > _MAX_REMAINDERS:
+        raise ValueError(
+            f"multipleOf: the divisors together have over {_MAX_REMAINDERS} remainders"
+        )
+
+
+def _llguidance_grammar(params: StructuredOutputsParams) -> str:
+    """Return the grammar in llguidance's own form.
+
+    Raises:
+        ValueError: a schema is no JSON, or a grammar is in no known notation.
+    """
+    from llguidance import LLMatcher, grammar_from
+
+    if params.form in ("json", "json_object"):
+        schema = '{"type": "object"}' if params.form == "json_object" else params.text
+        options: Any = {"whitespace_pattern": _WHITE_SPACE}
+        if params.disable_any_whitespace:
+            options = {"whitespace_flexible": False}
+        return LLMatcher.grammar_from_json_schema(schema, defaults=options)
+    if params.form == "regex":
+        return LLMatcher.grammar_from_regex(params.text)
+    if params.form == "choice":
+        assert params.choice is not None
+        rules = " | ".join(json.dumps(item, ensure_ascii=False) for item in params.choice)
+        return LLMatcher.grammar_from_lark(f"start: {rules}")
+    return grammar_from("grammar", params.text)
+
+
+def _refused(params: StructuredOutputsParams, reason: str) -> InvalidRequestError:
+    reason = " ".join(reason.split())[:300]
+    return InvalidRequestError(
+        f"structured_outputs.{params.form} {shown(params.text)} cannot be used: {reason}"
+    )
