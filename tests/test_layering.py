@@ -41,6 +41,7 @@ FOLDERS = {
     "worker": Folder("utils kernels attention layers models scheduler.messages", torch=True),
     "engine": Folder("scheduler worker.executor utils.hub utils.gguf", torch=False),
     "front": Folder("engine demo_model", torch=False),
+    "server": Folder("engine async_llm", torch=False),
 }
 MAX_FILE_LINES = 350
 MAX_PYTHON_LINES = 60
