@@ -7,7 +7,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from nanovllm import __version__
 from nanovllm.async_llm import AsyncLLM
-from nanovllm.server import completions, health, models
+from nanovllm.server import chat, completions, health, models, tokens
 from nanovllm.server.errors import add_error_handlers
 from nanovllm.server.middleware import GuardMiddleware
 from nanovllm.server.options import ServerOptions
@@ -42,7 +42,7 @@ def make_app(llm: AsyncLLM, options: ServerOptions) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.server = make_state(llm, options)
-    for module in (completions, models, health):
+    for module in (chat, completions, models, tokens, health):
         app.include_router(module.router)
     add_error_handlers(app)
     app.add_middleware(

@@ -80,7 +80,9 @@ def _params(server: ServerState, body: CompletionRequest) -> SamplingParams:
     if body.echo and body.prompt_logprobs is None:
         changes["prompt_logprobs"] = body.logprobs
     defaults = server.llm.get_default_sampling_params()
-    return sampling_params(body, defaults, max_tokens=MAX_TOKENS, logprobs=body.logprobs, **changes)
+    return sampling_params(
+        body, defaults, default_max_tokens=MAX_TOKENS, logprobs=body.logprobs, **changes
+    )
 
 
 class _Answer:
@@ -91,7 +93,7 @@ class _Answer:
         self._tokenizer: Any = server.llm.get_tokenizer()
         self._n = body.n or 1
         self._keeps_output = not (body.echo and body.max_tokens == 0)
-        self._head = {
+        self._head: dict[str, Any] = {
             "id": f"cmpl-{body.request_id or uuid.uuid4().hex}",
             "object": "text_completion",
             "created": int(time.time()),
@@ -190,7 +192,9 @@ class _Answer:
             found += completion.logprobs or []
         return self._protocol_logprobs(index, tokens, found)
 
-    def _protocol_logprobs(self, tokens: Seq[int], found: Seq[TokenLogprobs]) -> CompletionLogprobs:
+    def _protocol_logprobs(
+        self, index: int, tokens: Seq[int], found: Seq[TokenLogprobs]
+    ) -> CompletionLogprobs:
         logprobs = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         offset = self._offsets.get(index, 0)
         for token, entries in zip(tokens, found, strict=True):
@@ -202,7 +206,7 @@ class _Answer:
                 logprobs.token_logprobs.append(None)
                 logprobs.top_logprobs.append(None)
             else:
-                tops = {}
+                tops: dict[str, float] = {}
                 for other, entry in entries.items():
                     tops.setdefault(self._token_text(other, entries), entry.logprob)
                 logprobs.token_logprobs.append(entries[token].logprob)

@@ -25,13 +25,13 @@ async def get_model(request: Request, model: str) -> ModelCard:
     return _card(server)
 
 
-@router.post("/v1/embeddings")
+@router.post("/v1/embeddings", response_model=None)
 async def embeddings() -> NoReturn:
     """Refuse: the model generates text."""
     _refuse("embeddings")
 
 
-@router.post("/v1/rerank")
+@router.post("/v1/rerank", response_model=None)
 async def rerank() -> NoReturn:
     """Refuse: the model generates text."""
     _refuse("scores")

@@ -27,7 +27,7 @@ def sampling_params(
     given: GenerationRequest,
     defaults: SamplingParams,
     *,
-    max_tokens: int,
+    default_max_tokens: int,
     logprobs: int | None,
     structured: dict[str, Any] | None = None,
     **changes: Any,
@@ -35,7 +35,7 @@ def sampling_params(
     """Return the parameters of a request: those given, and the checkpoint's for the others.
 
     Args:
-        max_tokens: if the request gives none.
+        default_max_tokens: max_tokens if the request gives none.
         structured: what the answer must fit, if it is not the request that says so.
         changes: fields that the route decides.
 
@@ -49,7 +49,7 @@ def sampling_params(
     found = structured_outputs(given) if structured is None else structured
     if found is not None:
         fields["structured_outputs"] = found
-    fields = {"max_tokens": max_tokens, **fields, "logprobs": logprobs, **changes}
+    fields = {"max_tokens": default_max_tokens, **fields, "logprobs": logprobs, **changes}
     return dataclasses.replace(defaults, **fields)
 
 

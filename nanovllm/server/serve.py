@@ -55,7 +55,8 @@ def serve(args: argparse.Namespace) -> int:
         llm = AsyncLLM(**engine_options)
         app = make_app(llm, options)
         server = _Server(app, listener)
-        complain(_banner(app.state.server, listener, time.monotonic() - start))
+        for line in _banner(app.state.server, listener, time.monotonic() - start):
+            complain(line)
         try:
             server.run(sockets=[listener])
         finally:
@@ -185,7 +186,7 @@ def _remove(listener: socket.socket) -> None:
             os.unlink(listener.getsockname())
 
 
-def _banner(server: ServerState, listener: socket.socket, seconds: float) -> str:
+def _banner(server: ServerState, listener: socket.socket, seconds: float) -> list[str]:
     """Return what to tell at the start: what is served, how much it holds and how to try it."""
     options, info = server.options, server.llm.engine.cache_info
     tokens = info.num_blocks * info.block_size
@@ -210,7 +211,7 @@ def _banner(server: ServerState, listener: socket.socket, seconds: float) -> str
             f"  WARNING: anyone who can reach {options.host} can use it: give --api-key, or leave "
             "--host out"
         )
-    return "\n".join(lines)
+    return lines
 
 
 def _exit_anyway(server: ServerState) -> None:

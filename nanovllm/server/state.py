@@ -9,7 +9,9 @@ from fastapi import Request
 
 from nanovllm import __version__
 from nanovllm.async_llm import AsyncLLM
+from nanovllm.errors import ConfigError
 from nanovllm.server.admission import Admission
+from nanovllm.server.answers import AnswerFormat, find_answer_format
 from nanovllm.server.errors import APIError
 from nanovllm.server.options import ServerOptions
 from nanovllm.validation import shown
@@ -24,6 +26,8 @@ class ServerState:
     model_name: str
     """Name of the model in answers."""
     admission: Admission
+    answer_format: AnswerFormat
+    """How the model marks reasoning and tool calls."""
     max_model_len: int
     fingerprint: str
     """Names what makes the answers: version and model."""
@@ -54,9 +58,21 @@ def make_state(llm: AsyncLLM, options: ServerOptions) -> ServerState:
         options=options,
         model_name=name,
         fingerprint=f"nanovllm-{__version__}-{digest.hexdigest()[:8]}",
+        answer_format=_answer_format(llm, options),
         admission=Admission(options.max_waiting, lambda: len(engine.scheduler.running)),
         max_model_len=engine.cache_info.max_model_len,
     )
+
+
+def _answer_format(llm: AsyncLLM, options: ServerOptions) -> AnswerFormat:
+    tokenizer = llm.get_tokenizer()
+    template = None if tokenizer is None else tokenizer.chat_template
+    if not isinstance(template, str | None):  # several templates by name
+        template = template.get("default")
+    try:
+        return find_answer_format(template, options.tool_call_parser, options.reasoning_parser)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def model_name(model: str) -> str:

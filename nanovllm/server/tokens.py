@@ -4,7 +4,7 @@ import asyncio
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, FailFast, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from nanovllm.server.errors import APIError, naming_params
 from nanovllm.server.json_route import JSONRoute
@@ -49,7 +49,7 @@ class DetokenizeRequest(RequestModel):
     """Token ids."""
 
     model: str | None = None
-    tokens: Annotated[list[int], FailFast()]
+    tokens: Annotated[list[int], Field(fail_fast=True)]
 
 
 class DetokenizeAnswer(BaseModel):

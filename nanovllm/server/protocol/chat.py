@@ -162,7 +162,7 @@ class ChatChoice(BaseModel):
     index: int
     message: AnswerMessage
     logprobs: ChoiceLogprobs | None
-    finish_reason: Literal["stop", "length", "tool_calls", "abort"] | None
+    finish_reason: str | None
     stop_reason: int | str | None
     token_ids: list[int] | None = None
 
@@ -214,7 +214,7 @@ class ChunkChoice(BaseModel):
     index: int
     delta: Delta
     logprobs: ChoiceLogprobs | None
-    finish_reason: Literal["stop", "length", "tool_calls", "abort"] | None
+    finish_reason: str | None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
 

@@ -2,14 +2,14 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Discriminator, FailFast, Field, Tag, model_validator
+from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 from nanovllm.server.protocol.common import GenerationRequest, Usage, refused
 
 MAX_PROMPTS = 4096
 """In one request."""
 
-TokenIds = Annotated[list[int], FailFast(), Field(min_length=1)]
+TokenIds = Annotated[list[int], Field(fail_fast=True, min_length=1)]
 
 
 def _kind(value: Any) -> str:
@@ -22,16 +22,12 @@ def _kind(value: Any) -> str:
     return "token_ids" if isinstance(value, list) else "text"
 
 
+_Many = Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)
 Prompts = Annotated[
     Annotated[str, Tag("text")]
-    | Annotated[list[str], FailFast(), Field(min_length=1, max_length=MAX_PROMPTS), Tag("texts")]
+    | Annotated[list[str], _Many, Tag("texts")]
     | Annotated[TokenIds, Tag("token_ids")]
-    | Annotated[
-        list[TokenIds],
-        FailFast(),
-        Field(min_length=1, max_length=MAX_PROMPTS),
-        Tag("token_id_lists"),
-    ],
+    | Annotated[list[TokenIds], _Many, Tag("token_id_lists")],
     Discriminator(_kind),
 ]
 
@@ -75,7 +71,7 @@ class CompletionChoice(BaseModel):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: Literal["stop", "length", "abort"] | None
+    finish_reason: str | None
     stop_reason: int | str | None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
