@@ -26,6 +26,7 @@ VALUES = (
     "config",
     "speculative_config",
     "sampling_params",
+    "structured_outputs",
     "outputs",
 )
 FRONT = ("llm", "async_llm", "unsupported", "cli", "chat", "flags", "terminal")
@@ -39,7 +40,7 @@ FOLDERS = {
     "layers": Folder("utils kernels attention", torch=True),
     "models": Folder("utils kernels attention layers", torch=True),
     "worker": Folder("utils kernels attention layers models scheduler.messages", torch=True),
-    "engine": Folder("scheduler worker.executor utils.hub utils.gguf", torch=False),
+    "engine": Folder("scheduler worker.executor utils.hub utils.gguf utils.grammar", torch=False),
     "front": Folder("engine demo_model", torch=False),
     "server": Folder("engine async_llm", torch=False),
 }
