@@ -3,22 +3,25 @@
 Values only; `answers` makes them of a model's text, the routes send them to clients.
 """
 
-from typing import NamedTuple
+import dataclasses
 
 
-class TextDelta(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True)
+class TextDelta:
     """The next piece of the text for the user."""
 
     text: str
 
 
-class ReasoningDelta(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReasoningDelta:
     """The next piece of the reasoning, which comes before the text."""
 
     text: str
 
 
-class ToolCallStart(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True)
+class ToolCallStart:
     """A call of a function begins; `index` counts the calls of an answer from 0."""
 
     index: int
@@ -26,7 +29,8 @@ class ToolCallStart(NamedTuple):
     name: str
 
 
-class ToolCallArguments(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True)
+class ToolCallArguments:
     """The next piece of a call's arguments: JSON text as the model wrote it."""
 
     index: int

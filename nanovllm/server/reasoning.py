@@ -25,6 +25,12 @@ REASONING_FORMATS = {
 """By the names that vLLM gives its reasoning parsers."""
 
 
+def find_reasoning_format(chat_template: str | None) -> ReasoningFormat | None:
+    """Return the tags that a chat template has."""
+    tags = (THINK, REASONING_FORMATS["mistral"])
+    return next((pair for pair in tags if pair.closing in (chat_template or "")), None)
+
+
 class _State(enum.Enum):
     START = enum.auto()
     REASONING = enum.auto()
