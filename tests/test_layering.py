@@ -40,6 +40,7 @@ FOLDERS = {
     "models": Folder("utils kernels attention layers", torch=True),
     "worker": Folder("utils kernels attention layers models scheduler.messages", torch=True),
     "engine": Folder("scheduler worker.executor utils.hub utils.gguf", torch=False),
+    "server": Folder("engine async_llm demo_model", torch=False),
     "front": Folder("engine demo_model", torch=False),
 }
 MAX_FILE_LINES = 350
