@@ -7,10 +7,11 @@ from starlette.middleware.cors import CORSMiddleware
 
 from nanovllm import __version__
 from nanovllm.async_llm import AsyncLLM
-from nanovllm.server import chat, completions, health, models, tokens
+from nanovllm.server import chat, completions, health, metrics, models, status, tokens
 from nanovllm.server.errors import add_error_handlers
 from nanovllm.server.middleware import GuardMiddleware
 from nanovllm.server.options import ServerOptions
+from nanovllm.server.request_log import RequestLog
 from nanovllm.server.state import make_state
 
 _ERROR = {
@@ -42,7 +43,7 @@ def make_app(llm: AsyncLLM, options: ServerOptions) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.server = make_state(llm, options)
-    for module in (chat, completions, models, tokens, health):
+    for module in (chat, completions, models, tokens, health, metrics, status):
         app.include_router(module.router)
     add_error_handlers(app)
     app.add_middleware(
@@ -55,6 +56,7 @@ def make_app(llm: AsyncLLM, options: ServerOptions) -> FastAPI:
             allow_methods=["*"],
             allow_headers=["*"],
         )
+    app.add_middleware(RequestLog)
     return app
 
 

@@ -64,7 +64,9 @@ async def answer_chat(request: Request, body: ChatRequest) -> Response:
         answer = _Answer(server, body, prompt)
         outputs = generation.run(
             request,
-            prompt if body.cache_salt is None else _salted(prompt, body.cache_salt),
+            prompt
+            if body.cache_salt is None
+            else {"prompt": prompt, "cache_salt": body.cache_salt},
             params,
             stream=bool(body.stream),
             priority=body.priority or 0,
@@ -73,10 +75,6 @@ async def answer_chat(request: Request, body: ChatRequest) -> Response:
         if body.stream:
             return sse(answer.chunks(await generation.started(outputs)))
         return json_response(answer.whole(await anext(outputs)))
-
-
-def _salted(prompt: RenderedChat, salt: str) -> dict[str, Any]:
-    return {"prompt": prompt, "cache_salt": salt}
 
 
 def _render(server: ServerState, body: ChatRequest) -> RenderedChat:

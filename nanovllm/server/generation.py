@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence as Seq
 from contextlib import aclosing, contextmanager, suppress
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request
 
@@ -15,7 +15,8 @@ from nanovllm.engine.input_processor import Prompt
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.errors import APIError
-from nanovllm.server.state import ServerState, state_of
+from nanovllm.server.request_log import record_of
+from nanovllm.server.state import state_of
 
 T = TypeVar("T")
 
@@ -105,7 +106,7 @@ async def run(
         EngineDeadError: the engine is down.
     """
     with _admitted(request, params.n) as guard:
-        outputs = _outputs(state_of(request), guard, prompt, params, stream, priority)
+        outputs = _outputs(request, guard, prompt, params, stream, priority=priority)
         async with aclosing(outputs):
             async for output in outputs:
                 yield output
@@ -121,13 +122,12 @@ async def run_all(
     user: str | None = None,
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Generate for many prompts as `run` does; yield (index of the prompt, output) as they come."""
-    server = state_of(request)
     with _admitted(request, params.n * len(prompts)) as guard:
         # One output a prompt at most waits here, so the engine merges those of a slow reader.
         ready: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue(1)
 
         async def pump(index: int) -> None:
-            outputs = _outputs(server, guard, prompts[index], params, stream, priority)
+            outputs = _outputs(request, guard, prompts[index], params, stream, priority=priority)
             end: BaseException | None = None
             try:
                 async with aclosing(outputs):
@@ -156,27 +156,31 @@ async def run_all(
 
 
 async def _outputs(
-    server: ServerState,
+    request: Request,
     guard: _Guard,
     prompt: Prompt,
     params: SamplingParams,
     stream: bool,
-    priority: int,
+    **fair: Any,
 ) -> AsyncGenerator[RequestOutput, None]:
-    if not stream:
-        with guard:
-            output = await server.llm.generate(prompt, params, priority=priority)
-        yield _checked(output)
-        return
-    deltas = server.llm.stream(prompt, params, priority=priority)
-    assert isinstance(deltas, AsyncGenerator)
-    async with aclosing(deltas):
-        finished = False
-        while not finished:
+    server = state_of(request)
+    with server.metrics.meter(params, record_of(request.scope)) as meter:
+        if not stream:
             with guard:
-                delta = await anext(deltas)
-            yield _checked(delta)
-            finished = delta.finished
+                output = await server.llm.generate(prompt, params, **fair)
+            meter.observe(output)
+            yield _checked(output)
+            return
+        deltas = server.llm.stream(prompt, params, **fair)
+        assert isinstance(deltas, AsyncGenerator)
+        async with aclosing(deltas):
+            finished = False
+            while not finished:
+                with guard:
+                    delta = await anext(deltas)
+                meter.observe(delta)
+                yield _checked(delta)
+                finished = delta.finished
 
 
 def _checked(output: RequestOutput) -> RequestOutput:

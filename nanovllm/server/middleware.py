@@ -10,8 +10,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanovllm.server.errors import APIError
 
-OPEN_PATHS = frozenset({"/health", "/ready"})
-"""What needs no API key."""
+OPEN_PATHS = frozenset({"/", "/health", "/ready"})
+"""What needs no API key; / is a page without data, which asks for the key."""
 MAX_HEADERS = 100
 
 

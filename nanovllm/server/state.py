@@ -9,10 +9,10 @@ from fastapi import Request
 
 from nanovllm import __version__
 from nanovllm.async_llm import AsyncLLM
-from nanovllm.errors import ConfigError
 from nanovllm.server.admission import Admission
 from nanovllm.server.answers import AnswerFormat, find_answer_format
 from nanovllm.server.errors import APIError
+from nanovllm.server.metrics import ServerMetrics
 from nanovllm.server.options import ServerOptions
 from nanovllm.validation import shown
 
@@ -28,6 +28,7 @@ class ServerState:
     admission: Admission
     answer_format: AnswerFormat
     """How the model marks reasoning and tool calls."""
+    metrics: ServerMetrics
     max_model_len: int
     fingerprint: str
     """Names what makes the answers: version and model."""
@@ -59,6 +60,7 @@ def make_state(llm: AsyncLLM, options: ServerOptions) -> ServerState:
         model_name=name,
         fingerprint=f"nanovllm-{__version__}-{digest.hexdigest()[:8]}",
         answer_format=_answer_format(llm, options),
+        metrics=ServerMetrics(name, llm),
         admission=Admission(options.max_waiting, lambda: len(engine.scheduler.running)),
         max_model_len=engine.cache_info.max_model_len,
     )
@@ -66,13 +68,13 @@ def make_state(llm: AsyncLLM, options: ServerOptions) -> ServerState:
 
 def _answer_format(llm: AsyncLLM, options: ServerOptions) -> AnswerFormat:
     tokenizer = llm.get_tokenizer()
-    template = None if tokenizer is None else tokenizer.chat_template
-    if not isinstance(template, str | None):  # several templates by name
-        template = template.get("default")
-    try:
-        return find_answer_format(template, options.tool_call_parser, options.reasoning_parser)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    parsers = options.tool_call_parser, options.reasoning_parser
+    if tokenizer is None:
+        return find_answer_format(None, *parsers)
+    template = tokenizer.chat_template
+    if isinstance(template, dict):  # several templates by name
+        template = template.get("tool_use", template.get("default"))
+    return find_answer_format(template, *parsers, tokenizer.added_tokens_decoder)
 
 
 def model_name(model: str) -> str:
