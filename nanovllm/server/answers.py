@@ -86,11 +86,12 @@ class AnswerFormat:
     ) -> None:
         self._reasoning = reasoning
         self._tools = tools
-        self._tag_ids = {t.content: i for i, t in added_tokens.items() if t.special}
-        added = {token.content for token in added_tokens.values()}
-        self._may_reason = reasoning is not None and reasoning.opening in added
+        # llguidance takes some added tokens for special ones, which no text matches.
+        self._tag_ids = {token.content: i for i, token in added_tokens.items()}
+        self._special = [token.content for token in added_tokens.values() if token.special]
+        self._may_reason = reasoning is not None and reasoning.opening in self._tag_ids
         tags = {*(reasoning or ()), *(tools.tags if tools is not None else ())}
-        self.needs_special_tokens = bool(tags & self._tag_ids.keys())
+        self.needs_special_tokens = not tags.isdisjoint(self._special)
         """Whether tags are special tokens. Then requests run with skip_special_tokens=False, and
         the parser drops the special tokens' text."""
 
@@ -110,7 +111,7 @@ class AnswerFormat:
             reasoning = ReasoningParser(self._reasoning, started=starts_in_reasoning)
         if self._tools is not None and has_tools:
             tools = self._tools.parser()
-        return AnswerParser(reasoning, tools, self._tag_ids if self.needs_special_tokens else ())
+        return AnswerParser(reasoning, tools, self._special if self.needs_special_tokens else ())
 
     def tool_grammar(
         self,

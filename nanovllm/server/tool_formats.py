@@ -123,7 +123,7 @@ class ToolFormat(ABC):
 
     parser: ClassVar[type[ToolCallParser]]
     tags: ClassVar[tuple[str, ...]]
-    """Strings of the format that are special tokens in some vocabularies."""
+    """Strings of the format that are tokens in some vocabularies."""
 
     def grammar(
         self, functions: Sequence[Function], *, several: bool, tag_ids: Mapping[str, int]
@@ -132,7 +132,7 @@ class ToolFormat(ABC):
 
         Args:
             several: whether more than one call may be made.
-            tag_ids: token ids of the tags that are special tokens.
+            tag_ids: ids of the tags that are tokens.
         """
         rules = [self._calls_rule(several, tag_ids)]
         rules += ["call: " + " | ".join(f"call_{i}" for i in range(len(functions)))]
@@ -235,7 +235,7 @@ def arguments_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def tag_literal(tag: str, tag_ids: Mapping[str, int]) -> str:
-    """Return a tag as a grammar has it: the id of a special token, which no text matches."""
+    """Return a tag as a grammar has it: by its id, if it is a token."""
     return f"<[{tag_ids[tag]}]>" if tag in tag_ids else quoted(tag)
 
 
