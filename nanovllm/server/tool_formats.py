@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
+from nanovllm.engine.tool_messages import knows_tools
 from nanovllm.server.tool_calls import NotACall, Steps, ToolCallParser
 
 
@@ -215,7 +216,7 @@ def find_tool_format(chat_template: str | None) -> ToolFormat | None:
         "<|start_header_id|>" in template and '"parameters"' in template
     ):
         return Llama()
-    if "tools" not in template:
+    if not knows_tools(template):
         return Hermes()
     is_other = any(mark in template for mark in ("<function=", "<arg_key>", "<parameter"))
     return Hermes() if "<tool_call>" in template and not is_other else None
