@@ -17,7 +17,7 @@ def call(arguments: str, call_id: str = "call_1") -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": function}
 
 
-CONVERSATION = [
+CONVERSATION: list[dict[str, Any]] = [
     {"role": "user", "content": "Hi"},
     {"role": "assistant", "content": None, "tool_calls": [call('{"a": [1, "é"]}'), call("")]},
     {"role": "tool", "tool_call_id": "call_1", "name": "f", "content": "sun"},
@@ -81,7 +81,10 @@ def test_a_template_without_tools_gets_them_as_text(demo_llm: LLM) -> None:
 
 
 def test_tools_are_added_to_the_system_message(demo_llm: LLM) -> None:
-    conversation = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    conversation: list[dict[str, Any]] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+    ]
     text = render(demo_llm, conversation, tools=[TOOL])
     assert text.startswith("<|im_start|>system\nBe brief.\n\n# Tools\n")
     assert "Tools" not in render(demo_llm, conversation)
