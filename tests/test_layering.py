@@ -41,8 +41,8 @@ FOLDERS = {
     "models": Folder("utils kernels attention layers", torch=True),
     "worker": Folder("utils kernels attention layers models scheduler.messages", torch=True),
     "engine": Folder("scheduler worker.executor utils.hub utils.gguf utils.grammar", torch=False),
-    "front": Folder("engine demo_model", torch=False),
-    "server": Folder("engine async_llm", torch=False),
+    "front": Folder("engine demo_model server", torch=False),
+    "server": Folder("engine async_llm flags terminal demo_model", torch=False),
 }
 MAX_FILE_LINES = 350
 MAX_PYTHON_LINES = 60

@@ -1,1 +1,1 @@
-"""The OpenAI-compatible server on `AsyncLLM`."""
+"""An OpenAI-compatible HTTP server on `AsyncLLM`. Needs the extra `server`."""
