@@ -281,9 +281,7 @@ class Scheduler:
         # While drafts or a token that others may follow by force are in flight, the position of the
         # next token is not known.
         pending = seq.num_pending_tokens
-        if seq.num_draft_tokens or (
-            pending and (seq.room <= pending or seq.params.forces_tokens)
-        ):
+        if seq.num_draft_tokens or (pending and (seq.room <= pending or seq.params.forces_tokens)):
             return 0
         return seq.num_tokens - seq.num_computed_tokens
 
