@@ -19,6 +19,7 @@ from nanovllm.engine.tokenizer import max_chars_per_token
 from nanovllm.errors import InvalidRequestError
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.scheduler.sequence import Sequence
+from nanovllm.utils.grammar import GrammarCompiler
 from nanovllm.validation import check_int, shown
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class InputProcessor:
         seed: seeds the requests that have no seed of their own.
         max_logprobs: most log-probabilities for each token; -1 is the size of the vocabulary.
         in_process: whether the model runs in this process, and can call logits processors.
+        grammars: compiles structured_outputs; None if there is no tokenizer.
     """
 
     def __init__(
@@ -48,10 +50,12 @@ class InputProcessor:
         seed: int,
         max_logprobs: int = -1,
         in_process: bool = True,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self._max_logprobs = max_logprobs
         self._in_process = in_process
+        self._grammars = grammars
         self._last_token_id = vocab_size - 1
         self._max_model_len = max_model_len
         self._seeds = random.Random(seed)
@@ -179,6 +183,12 @@ class InputProcessor:
             )
         for stop in params.stop:
             _check_unicode("a stop string", stop)
+        if params.structured_outputs is not None:
+            if self._grammars is None:
+                raise InvalidRequestError(
+                    "this engine has no tokenizer, so structured_outputs cannot be used"
+                )
+            self._grammars.compile(params.structured_outputs)
         last = self._last_token_id
         for name, token_ids in (
             ("stop_token_ids", params.stop_token_ids),

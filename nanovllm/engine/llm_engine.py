@@ -10,13 +10,15 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
 
 from nanovllm.config import Config
 from nanovllm.engine.delayed_interrupt import DelayedInterrupt
 from nanovllm.engine.input_processor import InputProcessor, Prompt
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.request import Request
-from nanovllm.engine.tokenizer import check_same_vocabulary, load_tokenizer
+from nanovllm.engine.tokenizer import check_same_vocabulary, load_tokenizer, tokenizer_text
 from nanovllm.engine.trace import Trace
 from nanovllm.errors import EngineDeadError, InvalidRequestError
 from nanovllm.outputs import Metric, RequestOutput, Vector
@@ -26,9 +28,13 @@ from nanovllm.scheduler.draft_controller import DraftController
 from nanovllm.scheduler.drafts import record_step
 from nanovllm.scheduler.messages import Schedule, StepResult
 from nanovllm.scheduler.scheduler import Scheduler
+from nanovllm.utils.grammar import GrammarCompiler
 from nanovllm.utils.hub import configured_checkpoint, draft_checkpoint
 from nanovllm.validation import shown
 from nanovllm.worker.executor import Executor, Future, make_executor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +67,9 @@ class LLMEngine:
         self._pid = os.getpid()
         self._finalizer = weakref.finalize(self, _shut_down, self.executor, self.trace, self._pid)
         self.cache_info = self.executor.start()
+        grammars = self._grammar_compiler(tokenizer, checkpoint.eos_token_ids)
+        if grammars is not None:
+            self.executor.set_grammars(grammars)
         # "vllm" means no recommended parameters; the end-of-sequence tokens stay the checkpoint's.
         recommends = config.generation_config != "vllm"
         self.generation_config = checkpoint.generation_config if recommends else {}
@@ -71,6 +80,7 @@ class LLMEngine:
             seed=config.seed,
             max_logprobs=config.max_logprobs,
             in_process=config.tensor_parallel_size == 1,
+            grammars=grammars,
         )
         self.scheduler = Scheduler(
             BlockManager(
@@ -95,6 +105,14 @@ class LLMEngine:
         if spec is None:
             return None
         return DraftController(spec.max_draft_tokens, info.step_seconds, info.draft_seconds)
+
+    def _grammar_compiler(
+        self, tokenizer: "PreTrainedTokenizerBase | None", eos_token_ids: frozenset[int]
+    ) -> GrammarCompiler | None:
+        if tokenizer is None:
+            return None
+        text = partial(tokenizer_text, tokenizer)
+        return GrammarCompiler(text, self.cache_info.vocab_size, eos_token_ids)
 
     @property
     def is_own_process(self) -> bool:

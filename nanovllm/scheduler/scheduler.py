@@ -9,6 +9,7 @@ import heapq
 from bisect import insort
 from itertools import count
 
+from nanovllm.scheduler.appending import append_forced, append_tokens, send_tokens
 from nanovllm.scheduler.block_manager import BlockManager
 from nanovllm.scheduler.draft_controller import DraftController
 from nanovllm.scheduler.drafts import add_drafts
@@ -89,7 +90,8 @@ class Scheduler:
             budget = self.max_num_batched_tokens - sum(row.num_scheduled_tokens for row in rows)
             new_blocks += add_drafts(rows, budget, self._sequences, self.block_manager, controller)
         step_id, zeroed = next(self._step_ids), self._begun_blocks(rows)
-        return Schedule(step_id, admissions, new_blocks, rows, zeroed, is_timed=may_draft)
+        tokens = send_tokens(rows, self._sequences)
+        return Schedule(step_id, admissions, new_blocks, rows, zeroed, tokens, is_timed=may_draft)
 
     def update(self, schedule: Schedule, result: StepResult) -> list[Sequence]:
         """Append a step's tokens; return the sequences that got any or failed, finished ones too.
@@ -123,7 +125,9 @@ class Scheduler:
                 seq.num_pending_tokens -= 1
                 if seq.table_idx is not None:
                     seq.num_computed_tokens -= num_rejected
-                num_appended = self._append_tokens(seq, tokens)
+                num_appended = append_tokens(seq, tokens, self.eos_token_ids)
+                forced = result.forced.get(row.seq_id, [])
+                self.stats.num_decode_tokens += append_forced(seq, forced, self.eos_token_ids)
                 self.stats.num_decode_tokens += num_appended
                 if row.seq_id in result.logprobs:
                     num_missing = seq.num_output_tokens - len(seq.logprobs)
@@ -251,6 +255,7 @@ class Scheduler:
     def _admit(self, seq: Sequence, block_ids: list[int], num_cached_tokens: int) -> Admission:
         """Give a sequence a table row, add it to the running ones and return its admission."""
         seq.num_computed_tokens = num_cached_tokens
+        seq.num_unsent_tokens = 0
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = num_cached_tokens
         seq.table_idx = self._free_table_indices.pop()
@@ -269,8 +274,12 @@ class Scheduler:
 
     def _num_tokens_to_schedule(self, seq: Sequence) -> int:
         """Return how many tokens can be computed now; 0 once the last token is known or pending."""
-        # While drafts are in flight, the position of the next token is not known.
-        if seq.num_draft_tokens or (seq.num_pending_tokens and seq.room <= seq.num_pending_tokens):
+        # While drafts or a token that others may follow by force are in flight, the position of the
+        # next token is not known.
+        pending = seq.num_pending_tokens
+        if seq.num_draft_tokens or (
+            pending and (seq.room <= pending or seq.params.forces_tokens)
+        ):
             return 0
         return seq.num_tokens - seq.num_computed_tokens
 
@@ -295,21 +304,6 @@ class Scheduler:
             if first < last:
                 found += self._sequences[row.seq_id].block_table[first:last]
         return found
-
-    def _append_tokens(self, seq: Sequence, tokens: list[int]) -> int:
-        """Append tokens up to the first that finishes the sequence; return how many."""
-        for num_appended, token in enumerate(tokens, start=1):
-            seq.token_ids.append(token)
-            if token in seq.stop_token_ids and seq.num_output_tokens >= seq.params.min_tokens:
-                seq.finish_reason = "stop"
-                is_eos = token in self.eos_token_ids and not seq.params.ignore_eos
-                seq.stop_reason = None if is_eos else token
-            elif seq.room <= 0:
-                seq.finish_reason = "length"
-            else:
-                continue
-            return num_appended
-        return len(tokens)
 
     def _preempt_last(self) -> Sequence:
         victim = self.running[-1]

@@ -38,6 +38,7 @@ class Sequence:
         "num_pending_tokens",
         "num_prompt_tokens",
         "num_published_blocks",
+        "num_unsent_tokens",
         "params",
         "parent_uid",
         "priority",
@@ -74,6 +75,7 @@ class Sequence:
         self.num_pending_tokens = 0  # tokens that launched steps will sample
         self.num_in_flight_steps = 0  # launched steps with a row of this sequence
         self.num_draft_tokens = 0  # that a launched step verifies
+        self.num_unsent_tokens = 0  # last known tokens, which the workers' table row lacks
         self.acceptance = Acceptance()  # how its drafts fare; changed by the controller
         self.draft_counts = DraftCounts()
         self.num_cached_tokens: int | None = None  # prefix hit at the first admission; None before
