@@ -81,6 +81,7 @@ def _render(server: ServerState, body: ResponsesRequest) -> str:
                 for tool in tools
             ],
             chat_template_kwargs=variables,
+            is_cut=body.truncation == "auto",
         )
     except APIError as error:  # it names a place in the messages
         raise APIError(400, error.body["error"]["message"] or "", param="input") from None
