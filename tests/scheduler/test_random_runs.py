@@ -79,10 +79,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 24),
         ignore_eos=st.booleans(),
         priority=st.sampled_from([0, 0, 0, -1, 1]),
+        forces=st.sampled_from([False, False, True]),
     )
-    def add(self, prompt: list[int], max_tokens: int, ignore_eos: bool, priority: int) -> None:
+    def add(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        ignore_eos: bool,
+        priority: int,
+        forces: bool = False,
+    ) -> None:
         prompt = prompt[: self.engine.scheduler.max_model_len - 1]
-        self.engine.add(prompt, max_tokens, ignore_eos=ignore_eos, priority=priority)
+        self.engine.add(prompt, max_tokens, ignore_eos=ignore_eos, priority=priority, forces=forces)
 
     @precondition(lambda self: self.engine.sequences)
     @rule(
