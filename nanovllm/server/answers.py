@@ -3,6 +3,7 @@
 Pure text: knows no requests, no tokens but the ids of tags, and no server.
 """
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
@@ -24,6 +25,7 @@ from nanovllm.server.reasoning import (
     find_reasoning_format,
 )
 from nanovllm.server.tool_formats import (
+    SPACING,
     TOOL_FORMATS,
     Function,
     ToolFormat,
@@ -194,8 +196,13 @@ class AnswerFormat:
         if start == _ONLY_CALLS:
             return form
         if form.form in ("json", "json_object"):
-            schema = form.text if form.form == "json" else '{"type": "object"}'
-            rule = f"%json {schema}"
+            try:
+                schema = json.loads(form.text) if form.form == "json" else {"type": "object"}
+            except ValueError:
+                return form  # it is refused where it is compiled
+            if isinstance(schema, dict):
+                schema = {"x-guidance": SPACING, **schema}
+            rule = f"%json {json.dumps(schema)}"
         elif form.choice is not None:
             rule = " | ".join(map(quoted, form.choice))
         elif form.regex is not None:

@@ -18,7 +18,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.server import generation
 from nanovllm.server.errors import naming_params
 from nanovllm.server.json_route import JSONRoute
-from nanovllm.server.params import sampling_params, structured_field
+from nanovllm.server.params import sampling_params, structured_names
 from nanovllm.server.parts import (
     Part,
     ReasoningDelta,
@@ -55,7 +55,7 @@ async def answer_chat(request: Request, body: ChatRequest) -> Response:
     """Answer a conversation."""
     server = state_of(request)
     server.check_model(body.model)
-    renamed = {"structured_outputs": structured_field(body), "logprobs": "top_logprobs"}
+    renamed = {**structured_names(body), "logprobs": "top_logprobs"}
     if body.max_completion_tokens is not None:
         renamed["max_tokens"] = "max_completion_tokens"
     with naming_params(ChatRequest.model_fields, "messages", renamed):

@@ -23,7 +23,6 @@ from prometheus_client.metrics_core import (
 )
 
 from nanovllm.async_llm import AsyncLLM
-from nanovllm.errors import NanoVLLMError
 from nanovllm.outputs import CompletionOutput, Metric, RequestMetrics, RequestOutput, Vector
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.metric_names import (
@@ -110,16 +109,9 @@ class ServerMetrics:
             await asyncio.sleep(_LAG_SECONDS)
             lag.observe(max(0.0, loop.time() - due))
 
-    async def engine_values(self) -> list[Metric | Vector]:
-        """Return the engine's counts and its load now; none if it is down."""
-        try:
-            return await self._llm.get_metrics()
-        except NanoVLLMError:
-            return []
-
     async def render(self) -> bytes:
         """Return everything in Prometheus' text format."""
-        self._engine_values = await self.engine_values()
+        self._engine_values = await self._llm.get_metrics()
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Family]:

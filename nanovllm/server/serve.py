@@ -24,8 +24,10 @@ from nanovllm.config import Config
 from nanovllm.errors import ConfigError, EngineDeadError
 from nanovllm.flags import given_fields
 from nanovllm.server.admission import shutting_down
+from nanovllm.server.answers import find_answer_format
 from nanovllm.server.app import make_app
-from nanovllm.server.connection import MAX_HEAD_BYTES, connection_class
+from nanovllm.server.connection import connection_class
+from nanovllm.server.middleware import MAX_HEAD_BYTES
 from nanovllm.server.options import ServerOptions, keys_of_environment
 from nanovllm.server.state import ServerState, model_name
 from nanovllm.terminal import complain
@@ -48,13 +50,14 @@ def serve(args: argparse.Namespace) -> int:
     options = ServerOptions(**given)
     engine_options: dict[str, Any] = {"model": args.model, **given_fields(Config, args)}
     Config(**engine_options)
+    find_answer_format(None, options.tool_call_parser, options.reasoning_parser)  # checks them
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    with _bound_socket(options) as listener:
+    with bound_socket(options) as listener:
         start = time.monotonic()
         complain(f"nanovllm: loading {model_name(args.model)}")
         llm = AsyncLLM(**engine_options)
         app = make_app(llm, options)
-        server = _Server(app, listener)
+        server = Server(app, listener)
         for line in _banner(app.state.server, listener, time.monotonic() - start):
             complain(line)
         try:
@@ -65,7 +68,7 @@ def serve(args: argparse.Namespace) -> int:
     return 0 if app.state.server.failure is None else 1
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
     """uvicorn's server, which drains at the first signal and ends at once at the second."""
 
     def __init__(self, app: Any, listener: socket.socket) -> None:
@@ -130,7 +133,7 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.contextmanager
-def _bound_socket(options: ServerOptions) -> Iterator[socket.socket]:
+def bound_socket(options: ServerOptions) -> Iterator[socket.socket]:
     """Bind the socket to listen on; nobody can connect yet.
 
     Raises:
@@ -148,7 +151,7 @@ def _bound_socket(options: ServerOptions) -> Iterator[socket.socket]:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -16,6 +16,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from nanovllm import __version__
+from nanovllm.async_llm import AsyncLLM
 from nanovllm.outputs import Metric
 from nanovllm.server.metrics import ServerMetrics
 
@@ -77,8 +78,9 @@ async def status(request: Request) -> dict[str, Any]:
     """Return counts since the start and the load now; the page makes rates of them."""
     server = request.app.state.server
     metrics: ServerMetrics = server.metrics
-    values = {m.name: m.value for m in await metrics.engine_values() if isinstance(m, Metric)}
-    info = server.llm.engine.cache_info
+    llm: AsyncLLM = server.llm
+    values = {m.name: m.value for m in await llm.get_metrics() if isinstance(m, Metric)}
+    info = llm.engine.cache_info
     first_tokens = metrics.histograms["vllm:time_to_first_token_seconds"]
     return {
         "model": server.model_name,
