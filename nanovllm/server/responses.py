@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from nanovllm.errors import InvalidRequestError
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server import generation
@@ -82,8 +83,8 @@ def _render(server: ServerState, body: ResponsesRequest) -> str:
             ],
             chat_template_kwargs=variables,
         )
-    except APIError as error:  # it names a place in the messages
-        raise APIError(400, error.body["error"]["message"] or "", param="input") from None
+    except (APIError, InvalidRequestError) as error:  # it names a place in the messages
+        raise APIError(400, getattr(error, "detail", str(error)), param="input") from None
 
 
 def _params(server: ServerState, body: ResponsesRequest, prompt: str) -> SamplingParams:

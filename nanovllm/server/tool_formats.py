@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Protocol
 from nanovllm.engine.tool_messages import knows_tools
 from nanovllm.server.tool_calls import NotACall, Steps, ToolCallParser
 
-
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """For llguidance: JSON with the spaces that models know, and no others."""
 

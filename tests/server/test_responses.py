@@ -6,10 +6,18 @@ from typing import Any
 import openai
 import pytest
 from openai import OpenAI
-from openai.types.responses import Response
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
 
-from nanovllm.server.protocol.responses import ResponsesRequest
-from nanovllm.server.response_items import messages_of
+from nanovllm.server.answers import find_answer_format
+from nanovllm.server.protocol.responses import (
+    OutputCall,
+    OutputMessage,
+    OutputReasoning,
+    ResponseObject,
+    ResponsesRequest,
+)
+from nanovllm.server.response_items import ResponseBuilder, messages_of
 from tests.glossary import ANSWERS, QUESTIONS
 from tests.server.conftest import Running
 
@@ -163,31 +171,58 @@ SPOKEN = (
 )
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_reasoning_text_and_calls_are_items(client: OpenAI, stream: bool) -> None:
-    """The model is made to say it by a choice of one."""
-    fields: dict[str, Any] = {
-        "input": "Hi",
-        "tools": [TOOL, OTHER_TOOL],
-        "max_output_tokens": 300,
-        "extra_body": {"structured_outputs": {"choice": [SPOKEN]}},
-    }
-    events, found = events_of(client, **fields) if stream else ([], respond(client, **fields))
-    reasoning, message, *calls = found.output
-    assert (reasoning.type, reasoning.content[0].text) == ("reasoning", "The user asks.")
-    assert (message.type, message.content[0].text) == ("message", "Let me look.")
-    assert [(call.name, call.arguments) for call in calls] == [
+def test_reasoning_text_and_calls_are_items() -> None:
+    response = ResponseObject(
+        id="resp_1",
+        created_at=1,
+        instructions=None,
+        max_output_tokens=None,
+        metadata={},
+        model=MODEL,
+        parallel_tool_calls=True,
+        reasoning={},
+        temperature=1.0,
+        text={},
+        tool_choice="auto",
+        tools=[],
+        top_p=1.0,
+        truncation="disabled",
+        user=None,
+    )
+    builder = ResponseBuilder(response)
+    parser = find_answer_format("<tool_call></think>", "auto", "auto").parser(
+        has_tools=True, starts_in_reasoning=False
+    )
+    parts = [part for character in SPOKEN for part in parser.feed(character)] + parser.finish()
+    events = [*builder.start(), *(event for part in parts for event in builder.add(part))]
+    events += builder.finish("completed")
+    reasoning, message, *calls = response.output
+    assert isinstance(reasoning, OutputReasoning)
+    assert isinstance(message, OutputMessage)
+    assert reasoning.content[0].text == builder.reasoning == "The user asks."
+    assert message.content[0].text == "Let me look."
+    assert [(call.name, call.arguments) for call in calls if isinstance(call, OutputCall)] == [
         ("now", "{}"),
         ("weather", '{"city": "Rome"}'),
     ]
-    assert {item.status for item in found.output} == {"completed"}
-    assert 0 < found.usage.output_tokens_details.reasoning_tokens < found.usage.output_tokens
-    texts = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
-    assert not stream or "".join(texts) == "The user asks."
-    fields["extra_body"]["include_reasoning"] = False
-    assert respond(client, **fields).output[0].type == "message"
-    again = respond(client, input=[{"role": "user", "content": "Hi"}, *found.output])
-    assert again.status == "completed"
+    assert {item.status for item in response.output} == {"completed"}
+    kinds = [event.type.removeprefix("response.") for event in events]
+    assert [kind for kind, last in zip(kinds, ["", *kinds], strict=False) if kind != last] == [
+        *("created", "in_progress"),
+        *("output_item.added", "content_part.added", "reasoning_text.delta"),
+        *("reasoning_text.done", "content_part.done", "output_item.done"),
+        *("output_item.added", "content_part.added", "output_text.delta"),
+        *("output_text.done", "content_part.done", "output_item.done"),
+        *("output_item.added", "function_call_arguments.delta"),
+        *("function_call_arguments.done", "output_item.done"),
+        *("output_item.added", "function_call_arguments.delta"),
+        *("function_call_arguments.done", "output_item.done"),
+        "completed",
+    ]
+    # What the client's types demand of each event.
+    adapter: Any = TypeAdapter(ResponseStreamEvent)
+    for event in events:
+        adapter.validate_python(event.model_dump())
 
 
 def test_items_become_messages() -> None:
@@ -238,8 +273,8 @@ def test_items_become_messages() -> None:
         ),
         ({"input": "Hi", "n": 2}, "n", "one answer"),
         ({"input": "Hi", "max_tokens": 2}, "max_tokens", "max_output_tokens"),
-        ({"input": "Hi", "max_output_tokens": 0}, "max_output_tokens", "at least 1"),
-        ({"input": "Hi", "temperature": -1}, "temperature", "at least 0"),
+        ({"input": "Hi", "max_output_tokens": 0}, "max_output_tokens", ">= 1, got 0"),
+        ({"input": "Hi", "temperature": -1}, "temperature", ">= 0, got -1"),
         (
             {"input": "Hi", "text": {"format": {"type": "json_schema"}}},
             "text.format.schema",
@@ -251,7 +286,7 @@ def test_items_become_messages() -> None:
             "cannot be used",
         ),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "text only"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "item_reference"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "item_reference"),
         (
             {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "x"}]},
             "input",
