@@ -6,7 +6,7 @@ from typing import Any
 import openai
 import pytest
 from openai import OpenAI
-from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from nanovllm.server.answers import find_answer_format
@@ -36,7 +36,7 @@ def respond(client: OpenAI, **fields: Any) -> Any:
     return client.responses.create(model=MODEL, **fields)
 
 
-def events_of(client: OpenAI, **fields: Any) -> tuple[list[Any], Response]:
+def events_of(client: OpenAI, **fields: Any) -> tuple[list[Any], Any]:
     """Return the events of a streamed response, and its end; check what all streams have."""
     events = list(client.responses.create(model=MODEL, stream=True, **fields))
     assert [event.sequence_number for event in events] == list(range(len(events)))
@@ -285,6 +285,13 @@ def test_items_become_messages() -> None:
             "text.format",
             "cannot be used",
         ),
+        (
+            {"input": "Hi", "text": {"format": {"type": "json_object"}}, "guided_regex": "a"},
+            "text.format",
+            "text.format and guided_regex both say",
+        ),
+        ({"input": "Hi", "guided_regex": "(a"}, "guided_regex", "cannot be used"),
+        ({"input": "Hi " * 2000}, "input", "1024"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "text only"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "item_reference"),
         (
@@ -302,6 +309,13 @@ def test_bad_requests_are_refused(
     assert reply.status == 400
     assert reply.error["param"] == param
     assert message in reply.error["message"]
+
+
+def test_a_long_conversation_is_cut_if_asked(client: OpenAI) -> None:
+    given = [{"role": "user", "content": "Hi " * 2000}, {"role": "user", "content": QUESTIONS[0]}]
+    found = respond(client, input=given, truncation="auto", max_output_tokens=2)
+    assert found.usage.input_tokens < 1024
+    assert found.truncation == "auto"
 
 
 def test_errors_reach_the_client(client: OpenAI) -> None:
