@@ -76,7 +76,10 @@ def _string(rng: random.Random) -> dict[str, Any]:
     return rng.choice(
         [
             {"type": "string", "minLength": least, "maxLength": least + rng.randint(0, 9)},
-            {"type": "string", "pattern": rng.choice(["^[a-c]{2,5}$", "^x+y?z$|^$", r"^\d{4}-\d\d$"])},
+            {
+                "type": "string",
+                "pattern": rng.choice(["^[a-c]{2,5}$", "^x+y?z$|^$", r"^\d{4}-\d\d$"]),
+            },
             {"type": "string", "format": rng.choice(["date", "ipv4", "uuid"])},
         ]
     )
@@ -169,7 +172,9 @@ def main() -> None:
     args = parser.parse_args()
     llm = LLM(args.model, max_model_len=512, max_num_seqs=args.batch)
     num_finished, wrong = check_schemas(llm, args.schemas)
-    print(f"{args.schemas} schemas: {num_finished} outputs finished, {len(wrong)} break their schema")
+    print(
+        f"{args.schemas} schemas: {num_finished} outputs finished, {len(wrong)} break their schema"
+    )
     print("\n".join(wrong))
     kinds: dict[str, dict[str, Any]] = {
         "no grammar": {},

@@ -118,6 +118,8 @@ class GrammarCompiler:
             raise _refused(params, str(error)) from error
         limits = LLParserLimits(**_LIMITS)
         matcher = LLMatcher(self._make_tokenizer(), grammar, log_level=0, limits=limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # copies find done what it takes
         if matcher.is_error():
             raise _refused(params, matcher.get_error())
         return matcher
@@ -127,11 +129,15 @@ class GrammarCompiler:
 
         with self._lock:
             if self._tokenizer is None:
-                self._tokenizer = LLTokenizer(
-                    self._tokenizer_text(),
-                    n_vocab=self._vocab_size,
-                    eos_token=list(self.eos_token_ids) or None,
-                )
+                eos = list(self.eos_token_ids) or None
+                text, size = self._tokenizer_text(), self._vocab_size
+                try:
+                    self._tokenizer = LLTokenizer(text, n_vocab=size, eos_token=eos)
+                except Exception as error:  # whatever it finds strange in a checkpoint
+                    raise InvalidRequestError(
+                        "structured_outputs cannot be used: llguidance cannot read the model's "
+                        f"tokenizer: {error!s:.200}"
+                    ) from error
             return self._tokenizer
 
 

@@ -4,8 +4,9 @@ A mask is a function of the output tokens before its position, and so are the to
 forces. Computed on the host beside the forward pass. Knows no model and no sampling.
 """
 
-from collections.abc import Collection
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,11 +21,30 @@ from nanovllm.worker.device_tables import DeviceTables
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-Masks = npt.NDArray[np.uint8]
-"""[n, mask_bytes], or one mask [mask_bytes]: a bit for each token, the lowest bits first."""
-
 _FORCING_WORK = 4096
 """Tokens that may be tokenized to find those that a grammar forces behind one sampled token."""
+
+
+class Masks:
+    """Masks [n, mask_bytes] uint8 on the host: a bit for each token, the lowest bits first."""
+
+    def __init__(self, masks: torch.Tensor) -> None:
+        self._masks: npt.NDArray[np.uint8] = masks.numpy()
+        self._address = masks.data_ptr()
+        self._num_bytes = masks.shape[1]
+
+    def compute(self, index: int, matcher: "LLMatcher") -> None:
+        """Write as mask `index` the tokens that `matcher` allows."""
+        matcher.unsafe_compute_mask_ptr(self._address + index * self._num_bytes, self._num_bytes)
+
+    def clear(self, index: int) -> None:
+        """Forbid every token in mask `index`."""
+        self._masks[index] = 0
+
+    def allow(self, index: int, tokens: Iterable[int]) -> None:
+        """Allow `tokens` in mask `index`."""
+        for token in tokens:
+            self._masks[index, token // 8] |= 1 << token % 8
 
 
 class GrammarRow:
@@ -57,14 +77,16 @@ class GrammarRow:
         """Tokens of the sequence whose values the row has: the prompt and its output."""
         return self.num_prompt_tokens + len(self._tokens)
 
-    def write_masks(self, known: list[int], drafts: list[int], masks: Masks) -> str | None:
+    def write_masks(
+        self, known: list[int], drafts: list[int], masks: Masks, first: int
+    ) -> str | None:
         """Write the mask of the next token, and of the one behind each draft.
 
         Behind a draft that the grammar does not allow, nothing is written.
 
         Args:
             known: the output tokens since `num_known_tokens`.
-            masks: of 1 + len(drafts) samples.
+            masks: they are written from index `first` on.
 
         Returns:
             Why there is no mask of the next token; None if there is one.
@@ -72,11 +94,11 @@ class GrammarRow:
         self._tokens += known
         try:
             matcher = self._read_tokens()
-            self._write_mask(matcher, masks[0])
+            self._write_mask(matcher, masks, first)
         except InvalidRequestError as error:
             return str(error)
         if drafts:
-            self._write_draft_masks(matcher, drafts, masks[1:])
+            self._write_draft_masks(matcher, drafts, masks, first + 1)
         return None
 
     def forced(self, tokens: list[int]) -> list[int]:
@@ -129,26 +151,27 @@ class GrammarRow:
         self._num_consumed += 1
         return True
 
-    def _write_mask(self, matcher: "LLMatcher", mask: Masks) -> None:
-        tokens: Collection[int] = self._last_tokens
+    def _write_mask(self, matcher: "LLMatcher", masks: Masks, index: int) -> None:
         if self._has_ended or matcher.is_stopped():
-            mask[:] = 0
+            masks.clear(index)
+            masks.allow(index, self._last_tokens)
         else:
-            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-            tokens = self._end_tokens if matcher.is_accepting() else ()
+            masks.compute(index, matcher)
+            if matcher.is_accepting():
+                masks.allow(index, self._end_tokens)
         if matcher.is_error():
             raise self._failed(matcher)
-        for token in tokens:
-            mask[token // 8] |= 1 << token % 8
 
-    def _write_draft_masks(self, matcher: "LLMatcher", drafts: list[int], masks: Masks) -> None:
+    def _write_draft_masks(
+        self, matcher: "LLMatcher", drafts: list[int], masks: Masks, first: int
+    ) -> None:
         """Write the masks behind `drafts`, then go back."""
         before, had_ended = self._num_consumed, self._has_ended
         try:
-            for draft, mask in zip(drafts, masks, strict=True):
+            for index, draft in enumerate(drafts, first):
                 if not self._consume(matcher, draft):
                     break
-                self._write_mask(matcher, mask)
+                self._write_mask(matcher, masks, index)
             matcher.rollback(self._num_consumed - before)
         except InvalidRequestError:
             pass  # behind a wrong draft it does not count; behind a right one it comes again
@@ -196,7 +219,7 @@ class StepMasks:
         # other thread must not use torch: its number of threads there would be torch's default.
         self._written: Future[None] | None = None
         if not on_cuda:
-            self._written = thread.submit(self._write, self._masks.numpy(), self._unread.tolist())
+            self._written = thread.submit(self._write, Masks(self._masks), self._unread.tolist())
 
     def apply(self, logits: torch.Tensor) -> None:
         """Set the logits [S, vocab_size] of the tokens that no grammar allows to -inf."""
@@ -205,7 +228,7 @@ class StepMasks:
         else:
             if self._copied is not None:
                 self._copied.synchronize()
-            self._write(self._masks.numpy(), self._unread.tolist())
+            self._write(Masks(self._masks), self._unread.tolist())
         masks = self._masks.to(logits.device, non_blocking=True)
         bits = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8)
         if masks.is_cuda:
@@ -243,14 +266,15 @@ class StepMasks:
         Args:
             tokens: those that the grammars have not read, row by row.
         """
+        unread = iter(tokens)
+        index = 0
         for grammar, row, first in self._rows:
             num_known = row.num_known_tokens - grammar.num_known_tokens
-            num_unread, num_masks = num_known + row.num_draft_tokens, 1 + row.num_draft_tokens
-            known, drafts = tokens[:num_known], tokens[num_known:num_unread]
-            error = grammar.write_masks(known, drafts, masks[:num_masks])
+            known, drafts = islice(unread, num_known), islice(unread, row.num_draft_tokens)
+            error = grammar.write_masks(list(known), list(drafts), masks, index)
             if error is not None:
                 self.errors[first] = error
-            tokens, masks = tokens[num_unread:], masks[num_masks:]
+            index += 1 + row.num_draft_tokens
 
 
 class GrammarMasks:
