@@ -49,6 +49,7 @@ def serve(args: argparse.Namespace) -> int:
     engine_options: dict[str, Any] = {"model": args.model, **given_fields(Config, args)}
     Config(**engine_options)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("nanovllm.server").setLevel(logging.INFO)  # a line for each request
     with _bound_socket(options) as listener:
         start = time.monotonic()
         complain(f"nanovllm: loading {model_name(args.model)}")
@@ -94,6 +95,7 @@ class _Server(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         self._tasks.append(asyncio.create_task(self._watch_engine()))
+        self._tasks.append(asyncio.create_task(self._server.metrics.watch_event_loop()))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drain; at the second signal, end the process."""
