@@ -48,9 +48,7 @@ class StructuredOutputsParams:
             raise error(f"structured_outputs must have one of {', '.join(_FORMS)}, got {found}")
         if self.json_object is not None:
             check_bool(error, "structured_outputs.json_object", self.json_object)
-        check_bool(
-            error, "structured_outputs.disable_any_whitespace", self.disable_any_whitespace
-        )
+        check_bool(error, "structured_outputs.disable_any_whitespace", self.disable_any_whitespace)
         for name in ("regex", "grammar"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):

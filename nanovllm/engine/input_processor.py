@@ -27,7 +27,11 @@ if TYPE_CHECKING:
 
 Prompt = str | Seq[int] | Mapping[str, Any]
 """Text; token ids, also as a numpy array or torch tensor; or vLLM's {"prompt": text} or
-{"prompt_token_ids": ids}, which may have the text as "prompt" beside them."""
+{"prompt_token_ids": ids}, which may have the text as "prompt" beside them. With a "cache_salt" in
+the dictionary, cached blocks are shared only with prompts of the same salt."""
+
+_MAX_SALT_LENGTH = 128
+"""Characters, as in vLLM: the prefix cache keeps the salts of its blocks."""
 
 
 class InputProcessor:
@@ -69,8 +73,12 @@ class InputProcessor:
         *,
         priority: int = 0,
         stream: bool = False,
+        user: str | None = None,
     ) -> Request:
         """Return a checked request with its sequences; nothing is queued yet.
+
+        Args:
+            user: whose request it is, see `WaitingQueue`; None counts as a user, too.
 
         Raises:
             InvalidRequestError: the prompt or a parameter is invalid or unsupported.
@@ -80,6 +88,9 @@ class InputProcessor:
         params = self._bound_logprobs(params)
         stream = stream and params.output_kind is not RequestOutputKind.FINAL_ONLY
         priority = check_int(InvalidRequestError, "priority", priority, -(2**31), 2**31)
+        if not (user is None or isinstance(user, str)):
+            raise InvalidRequestError(f"user must be a string or None, got {shown(user)}")
+        salt = _cache_salt(prompt)
         text, token_ids = self._tokenize(prompt, params.truncate_prompt_tokens)
         bad_words = self.encode_bad_words(params.bad_words)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
@@ -93,6 +104,8 @@ class InputProcessor:
                 seed=(seed + index) % 2**63,
                 priority=priority,
                 bad_words=bad_words,
+                user=user or "",
+                cache_salt=salt,
             )
             for index in range(params.n)
         ]
@@ -146,7 +159,7 @@ class InputProcessor:
                     "this engine has no tokenizer, so bad_words cannot be used"
                 )
             _check_unicode("a word of bad_words", word)
-            self._check_length("a word of bad_words", word)
+            self.check_length("a word of bad_words", len(word))
             bare = word.lstrip() or word  # a word of white space only stays as it is
             plain = tuple(self._encode(self.tokenizer, bare, add_special_tokens=False))
             spaced = tuple(self._encode(self.tokenizer, " " + bare, add_special_tokens=False))
@@ -231,7 +244,7 @@ class InputProcessor:
             text, prompt = _text_and_tokens(prompt)
         if isinstance(prompt, str):
             if kept is None:
-                self._check_length("the prompt", prompt)
+                self.check_length("the prompt", len(prompt))
             text, prompt = str(prompt), self.encode(prompt)
         prompt = array_to_list(prompt)
         if not isinstance(prompt, Seq) or isinstance(prompt, bytes):
@@ -256,12 +269,12 @@ class InputProcessor:
             for index, token in enumerate(prompt)
         ]
 
-    def _check_length(self, what: str, text: str) -> None:
+    def check_length(self, what: str, num_chars: int) -> None:
         """Raise InvalidRequestError if a text is surely too long: tokenizing it takes seconds."""
         limit = self._max_model_len
-        if len(text) > limit and len(text) > (limit - 1) * self._max_chars_per_token:
+        if num_chars > limit and num_chars > (limit - 1) * self._max_chars_per_token:
             raise InvalidRequestError(
-                f"{what} has {len(text)} characters, and no token has more than "
+                f"{what} has {num_chars} characters, and no token has more than "
                 f"{self._max_chars_per_token:g}: it cannot fit into max_model_len {limit}; "
                 "shorten it, or raise the limit"
             )
@@ -288,6 +301,7 @@ def array_to_list(value: Any) -> Any:
 def _text_and_tokens(prompt: Mapping[str, Any]) -> tuple[str | None, Any]:
     """Return (text, prompt) of a prompt dictionary: token ids if it has them, else the text."""
     given = {key: value for key, value in prompt.items() if value is not None}
+    given.pop("cache_salt", None)
     unknown = [key for key in given if key not in ("prompt", "prompt_token_ids")]
     if unknown or not given:
         found = f"got {shown(unknown[0])}" if unknown else "got neither"
@@ -308,6 +322,17 @@ def _text_and_tokens(prompt: Mapping[str, Any]) -> tuple[str | None, Any]:
             f"prompt_token_ids must be a list of token ids, got {shown(token_ids)}"
         )
     return text, token_ids
+
+
+def _cache_salt(prompt: Prompt) -> str | None:
+    """Return the "cache_salt" of a prompt dictionary, None if it has none."""
+    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+    if salt is None or (isinstance(salt, str) and 0 < len(salt) <= _MAX_SALT_LENGTH):
+        return salt
+    found = f"{len(salt)}" if isinstance(salt, str) else type(salt).__name__  # it is a secret
+    raise InvalidRequestError(
+        f"cache_salt must be a string of 1 to {_MAX_SALT_LENGTH} characters, got {found}"
+    )
 
 
 def _check_unicode(what: str, text: str) -> None:

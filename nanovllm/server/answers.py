@@ -3,12 +3,13 @@
 Pure text: knows no requests, no tokens but the ids of tags, and no server.
 """
 
-import dataclasses
 import re
-from collections.abc import Collection, Mapping, Sequence
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from nanovllm.errors import ConfigError, InvalidRequestError
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.server.answer_parser import AnswerParser
 from nanovllm.server.parts import (
     Part,
     ReasoningDelta,
@@ -22,7 +23,6 @@ from nanovllm.server.reasoning import (
     ReasoningParser,
     find_reasoning_format,
 )
-from nanovllm.server.tool_calls import ToolCallParser
 from nanovllm.server.tool_formats import (
     TOOL_FORMATS,
     Function,
@@ -31,7 +31,7 @@ from nanovllm.server.tool_formats import (
     quoted,
     tag_literal,
 )
-from nanovllm.structured_outputs import StructuredOutputsParams
+from nanovllm.structured_outputs import StructuredOutputsParams, structured_outputs
 from nanovllm.validation import shown
 
 __all__ = [
@@ -48,6 +48,8 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+_ONLY_CALLS = "start: calls\n"
 
 
 class NamedTool(NamedTuple):
@@ -86,11 +88,12 @@ class AnswerFormat:
     ) -> None:
         self._reasoning = reasoning
         self._tools = tools
-        self._tag_ids = {t.content: i for i, t in added_tokens.items() if t.special}
-        added = {token.content for token in added_tokens.values()}
-        self._may_reason = reasoning is not None and reasoning.opening in added
+        # llguidance takes some added tokens for special ones, which no text matches.
+        self._tag_ids = {token.content: i for i, token in added_tokens.items()}
+        self._special = [token.content for token in added_tokens.values() if token.special]
+        self._may_reason = reasoning is not None and reasoning.opening in self._tag_ids
         tags = {*(reasoning or ()), *(tools.tags if tools is not None else ())}
-        self.needs_special_tokens = bool(tags & self._tag_ids.keys())
+        self.needs_special_tokens = not tags.isdisjoint(self._special)
         """Whether tags are special tokens. Then requests run with skip_special_tokens=False, and
         the parser drops the special tokens' text."""
 
@@ -110,7 +113,42 @@ class AnswerFormat:
             reasoning = ReasoningParser(self._reasoning, started=starts_in_reasoning)
         if self._tools is not None and has_tools:
             tools = self._tools.parser()
-        return AnswerParser(reasoning, tools, self._tag_ids if self.needs_special_tokens else ())
+        return AnswerParser(reasoning, tools, self._special if self.needs_special_tokens else ())
+
+    def params(
+        self,
+        params: SamplingParams,
+        prompt: str,
+        tools: Sequence[Function],
+        tool_choice: ToolChoice,
+        *,
+        parallel_tool_calls: bool = True,
+    ) -> SamplingParams:
+        """Return the parameters with which a request runs.
+
+        What the answer must be, calls or a form of the text, comes after the reasoning.
+
+        Args:
+            prompt: the rendered conversation.
+
+        Raises:
+            InvalidRequestError: as for `tool_grammar`; or the form cannot come after reasoning.
+        """
+        inside = self.starts_in_reasoning(prompt)
+        form = self.tool_grammar(
+            tools,
+            tool_choice,
+            parallel_tool_calls=parallel_tool_calls,
+            starts_in_reasoning=inside,
+        )
+        changes: dict[str, Any] = {}
+        if form is None and params.structured_outputs is not None:
+            form = self._behind_reasoning(structured_outputs(params.structured_outputs), inside)
+        if form is not None:
+            changes["structured_outputs"] = form
+        if self.needs_special_tokens:
+            changes["skip_special_tokens"] = False
+        return params.clone(**changes) if changes else params
 
     def tool_grammar(
         self,
@@ -148,10 +186,34 @@ class AnswerFormat:
         rules = self._tools.grammar(tools, several=parallel_tool_calls, tag_ids=self._tag_ids)
         return StructuredOutputsParams(grammar=self._start(starts_in_reasoning) + rules)
 
+    def _behind_reasoning(
+        self, form: StructuredOutputsParams, inside: bool
+    ) -> StructuredOutputsParams:
+        """Return a form whose text may follow reasoning, or must if the answer starts inside."""
+        start = self._start(inside)
+        if start == _ONLY_CALLS:
+            return form
+        if form.form in ("json", "json_object"):
+            schema = form.text if form.form == "json" else '{"type": "object"}'
+            rule = f"%json {schema}"
+        elif form.choice is not None:
+            rule = " | ".join(map(quoted, form.choice))
+        elif form.regex is not None:
+            rule = "/{}/".format(re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\/", form.regex))
+        else:
+            rules, num_starts = re.subn(r"(?m)^\s*start\s*:", "calls:", form.text)
+            if num_starts != 1:
+                raise InvalidRequestError(
+                    "structured_outputs.grammar must be in Lark's notation, with one rule named "
+                    "start, because this model reasons before it answers"
+                )
+            return StructuredOutputsParams(grammar=start + rules)
+        return StructuredOutputsParams(grammar=f"{start}calls: {rule}\n")
+
     def _start(self, starts_in_reasoning: bool) -> str:
         """Return the rule `start` of a grammar: `calls`, with reasoning before."""
         if self._reasoning is None or not (starts_in_reasoning or self._may_reason):
-            return "start: calls\n"
+            return _ONLY_CALLS
         opening, closing = (tag_literal(tag, self._tag_ids) for tag in self._reasoning)
         if self._reasoning.closing in self._tag_ids:
             thought = f"thought: TEXT {closing}\n"
@@ -159,95 +221,6 @@ class AnswerFormat:
             thought = f"thought[suffix={quoted(self._reasoning.closing)}]: TEXT\n"
         begin = "thought" if starts_in_reasoning else f"({opening} thought)?"
         return f"start: {begin} LINES? calls\nTEXT: /(?s:.*)/\nLINES: /\\n{{1,2}}/\n{thought}"
-
-
-class AnswerParser:
-    """Splits one answer into parts. The parts are the same, joined, however its text is cut.
-
-    Args:
-        special_tokens: texts that are dropped.
-    """
-
-    def __init__(
-        self,
-        reasoning: ReasoningParser | None,
-        tools: ToolCallParser | None,
-        special_tokens: Collection[str],
-    ) -> None:
-        self._reasoning = reasoning
-        self._tools = tools
-        self._filter = _Filter(special_tokens) if special_tokens else None
-
-    def feed(self, delta: str) -> list[Part]:
-        """Return the parts that are certain after the next piece of text."""
-        parts: list[Part] = [TextDelta(delta)] if delta else []
-        if self._reasoning is not None:
-            parts = self._reasoning.feed(delta)
-        return self._sent(self._with_calls(parts), ended=False)
-
-    def finish(self) -> list[Part]:
-        """Return the parts that were held back. Nothing may be fed afterwards."""
-        parts = [] if self._reasoning is None else self._reasoning.finish()
-        parts = self._with_calls(parts)
-        parts += [] if self._tools is None else self._tools.finish()
-        return self._sent(parts, ended=True)
-
-    def _with_calls(self, parts: list[Part]) -> list[Part]:
-        if self._tools is None:
-            return parts
-        found: list[Part] = []
-        for part in parts:
-            found += self._tools.feed(part.text) if isinstance(part, TextDelta) else [part]
-        return found
-
-    def _sent(self, parts: list[Part], *, ended: bool) -> list[Part]:
-        """Return parts without special tokens, and with pieces of the same text joined."""
-        if self._filter is not None:
-            parts = self._filter.run(parts, ended=ended)
-        joined: list[Part] = []
-        for part in parts:
-            last = joined[-1] if joined else None
-            if isinstance(part, TextDelta | ReasoningDelta) and type(last) is type(part):
-                joined[-1] = dataclasses.replace(part, text=last.text + part.text)
-            else:
-                joined.append(part)
-        return joined
-
-
-class _Filter:
-    """Drops special tokens from text and reasoning."""
-
-    def __init__(self, tokens: Collection[str]) -> None:
-        self._pattern = re.compile("|".join(map(re.escape, sorted(tokens, key=len))))
-        self._prefixes = {token[:end] for token in tokens for end in range(1, len(token))}
-        self._longest = max(map(len, tokens)) - 1
-        self._held: TextDelta | ReasoningDelta | None = None  # what may begin a token
-
-    def run(self, parts: list[Part], *, ended: bool) -> list[Part]:
-        """Return the parts without special tokens; what may begin one waits, until the end."""
-        kept: list[Part] = []
-        for part in parts:
-            held, self._held = self._held, None
-            if held is not None and type(held) is not type(part):
-                kept.append(held)
-                held = None
-            if isinstance(part, TextDelta | ReasoningDelta):
-                text, rest = self._split(("" if held is None else held.text) + part.text)
-                kept += [dataclasses.replace(part, text=text)] if text else []
-                self._held = dataclasses.replace(part, text=rest) if rest else None
-            else:
-                kept.append(part)
-        if ended and self._held is not None:
-            kept.append(self._held)
-        return kept
-
-    def _split(self, text: str) -> tuple[str, str]:
-        """Return what is certain of a text, without tokens, and what may begin one."""
-        *before, tail = self._pattern.split(text)
-        lengths = range(min(self._longest, len(tail)), 0, -1)
-        num_held = next((n for n in lengths if tail[-n:] in self._prefixes), 0)
-        end = len(tail) - num_held
-        return "".join(before) + tail[:end], tail[end:]
 
 
 def find_answer_format(

@@ -7,7 +7,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from nanovllm import __version__
 from nanovllm.async_llm import AsyncLLM
-from nanovllm.server import chat, completions, health, metrics, models, status, tokens
+from nanovllm.server import chat, completions, health, metrics, models, responses, status, tokens
 from nanovllm.server.errors import add_error_handlers
 from nanovllm.server.middleware import GuardMiddleware
 from nanovllm.server.options import ServerOptions
@@ -43,7 +43,7 @@ def make_app(llm: AsyncLLM, options: ServerOptions) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.server = make_state(llm, options)
-    for module in (chat, completions, models, tokens, health, metrics, status):
+    for module in (chat, completions, responses, models, tokens, health, metrics, status):
         app.include_router(module.router)
     add_error_handlers(app)
     app.add_middleware(

@@ -17,7 +17,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.server import generation
 from nanovllm.server.errors import naming_params
 from nanovllm.server.json_route import JSONRoute
-from nanovllm.server.params import sampling_params, structured_field
+from nanovllm.server.params import sampling_params, structured_names
 from nanovllm.server.protocol.common import Usage, usage
 from nanovllm.server.protocol.completions import (
     Completion,
@@ -43,8 +43,7 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
     server = state_of(request)
     server.check_model(body.model)
     answer = _Answer(server, body)
-    renamed = {"structured_outputs": structured_field(body)}
-    with naming_params(CompletionRequest.model_fields, "prompt", renamed):
+    with naming_params(CompletionRequest.model_fields, "prompt", structured_names(body)):
         prompts, params = _prompts(body), _params(server, body)
         outputs = generation.run_all(
             request,

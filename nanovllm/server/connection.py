@@ -12,9 +12,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nanovllm.server.errors import APIError
 
-MAX_HEAD_BYTES = 32 * 2**10
-"""Of a request's line and headers."""
-
 
 def connection_class(read_timeout: float) -> type[H11Protocol]:
     """Return a class of connections with a limit in seconds.

@@ -91,7 +91,7 @@ def _param(
         return f"{prompt}[{found[1]}]"
     if re.match(r"(the )?prompt\b|the conversation\b", message):
         return prompt
-    for word in re.findall(r"[a-z_]+", message):
+    for word in re.findall(r"\w+", message):
         if word in renamed:
             return renamed[word]
         if word in fields:
@@ -102,7 +102,7 @@ def _param(
 def _validation_error(error: RequestValidationError) -> APIError:
     """Return the first of pydantic's errors in plain words."""
     first = error.errors()[0]
-    place = [part for part in first["loc"] if part != "body"]
+    place = _place(first["loc"][1:], error.body, missing=first["type"] == "missing")
     context = first.get("ctx") or {}
     if first["type"] == "refused":
         return APIError(400, context["message"], param=_path([*place, context["field"]]))
@@ -114,6 +114,24 @@ def _validation_error(error: RequestValidationError) -> APIError:
         rule = rule[:1].lower() + rule[1:]
         what = f"{param or 'the body'} {rule}, got {shown(first.get('input'))}"
     return APIError(400, what, param=param or None)
+
+
+def _place(parts: Seq[Any], value: Any, *, missing: bool) -> list[Any]:
+    """Return the keys and indices among `parts`; others name the types that a value may have.
+
+    Args:
+        value: the body.
+        missing: whether the last part is a key that the body lacks.
+    """
+    place = []
+    for index, part in enumerate(parts):
+        is_key = isinstance(value, dict) and part in value
+        if is_key or (isinstance(value, list) and isinstance(part, int)):
+            place.append(part)
+            value = value[part]
+        elif missing and index == len(parts) - 1:
+            place.append(part)
+    return place
 
 
 def _path(place: Seq[Any]) -> str:

@@ -79,8 +79,8 @@ def _admitted(request: Request, num_sequences: int) -> Iterator[_Guard]:
         watch = asyncio.create_task(guard.watch(request))
         timer = None
         if server.options.request_timeout is not None:
-            error = _timeout(server.options.request_timeout)
-            timer = watch.get_loop().call_later(server.options.request_timeout, guard.end, error)
+            late = _timeout(server.options.request_timeout)
+            timer = watch.get_loop().call_later(server.options.request_timeout, guard.end, late)
         try:
             yield guard
         finally:
@@ -103,7 +103,7 @@ async def run(
     The request is aborted when the client goes away, and when the iterator is closed.
 
     Args:
-        user: the key of fairness.
+        user: the key of fairness; with several API keys it is the request's key.
 
     Raises:
         APIError: the queue is full, the time is over, or the client is gone.
@@ -111,7 +111,8 @@ async def run(
         EngineDeadError: the engine is down.
     """
     with _admitted(request, params.n) as guard:
-        outputs = _outputs(request, guard, prompt, params, stream, priority=priority)
+        fair = {"priority": priority, "user": _fair_user(request, user)}
+        outputs = _outputs(request, guard, prompt, params, stream, **fair)
         async with aclosing(outputs):
             async for output in outputs:
                 yield output
@@ -128,11 +129,12 @@ async def run_all(
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Generate for many prompts as `run` does; yield (index of the prompt, output) as they come."""
     with _admitted(request, params.n * len(prompts)) as guard:
+        fair = {"priority": priority, "user": _fair_user(request, user)}
         # One output a prompt at most waits here, so the engine merges those of a slow reader.
         ready: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue(1)
 
         async def pump(index: int) -> None:
-            outputs = _outputs(request, guard, prompts[index], params, stream, priority=priority)
+            outputs = _outputs(request, guard, prompts[index], params, stream, **fair)
             end: BaseException | None = None
             try:
                 async with aclosing(outputs):
@@ -186,6 +188,13 @@ async def _outputs(
                 meter.observe(delta)
                 yield _checked(delta)
                 finished = delta.finished
+
+
+def _fair_user(request: Request, given: str | None) -> str | None:
+    """Return whose request it is: a client with a key of its own cannot pass for many users."""
+    if len(state_of(request).options.api_keys) > 1:
+        return str(request.state.key_digest)
+    return given
 
 
 def _checked(output: RequestOutput) -> RequestOutput:

@@ -13,6 +13,8 @@ from nanovllm.server.errors import APIError
 OPEN_PATHS = frozenset({"/", "/health", "/ready"})
 """What needs no API key; / is a page without data, which asks for the key."""
 MAX_HEADERS = 100
+MAX_HEAD_BYTES = 32 * 2**10
+"""Of a request's line and headers."""
 
 
 class GuardMiddleware:
@@ -92,6 +94,8 @@ def _content_length(headers: list[tuple[bytes, bytes]]) -> int | None:
     """
     if len(headers) > MAX_HEADERS:
         raise APIError(431, f"the request has more than {MAX_HEADERS} headers")
+    if sum(len(name) + len(value) for name, value in headers) > MAX_HEAD_BYTES:
+        raise APIError(431, f"the request has more than {MAX_HEAD_BYTES} bytes of headers")
     lengths = [value for name, value in headers if name == b"content-length"]
     is_chunked = any(name == b"transfer-encoding" for name, _ in headers)
     if len(lengths) + is_chunked > 1:

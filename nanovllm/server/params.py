@@ -83,9 +83,9 @@ def structured_outputs(given: GenerationRequest) -> dict[str, Any] | None:
     return next(iter(found.values()), None)
 
 
-def structured_field(given: GenerationRequest) -> str:
-    """Return which field of the request says what the answer must fit."""
-    for name in ("response_format", *_STRUCTURED):
-        if getattr(given, name) is not None:
-            return name
-    return "structured_outputs"
+def structured_names(given: GenerationRequest) -> dict[str, str]:
+    """Return, by the engine's names of it, the field that says what the answer must fit."""
+    fields = ("response_format", *_STRUCTURED)
+    found = [name for name in fields if getattr(given, name) is not None]
+    field = found[0] if found else "structured_outputs"
+    return {"structured_outputs": field, "StructuredOutputsParams": field}

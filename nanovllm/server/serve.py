@@ -13,7 +13,7 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -24,8 +24,10 @@ from nanovllm.config import Config
 from nanovllm.errors import ConfigError, EngineDeadError
 from nanovllm.flags import given_fields
 from nanovllm.server.admission import shutting_down
+from nanovllm.server.answers import find_answer_format
 from nanovllm.server.app import make_app
-from nanovllm.server.connection import MAX_HEAD_BYTES, connection_class
+from nanovllm.server.connection import connection_class
+from nanovllm.server.middleware import MAX_HEAD_BYTES
 from nanovllm.server.options import ServerOptions, keys_of_environment
 from nanovllm.server.state import ServerState, model_name
 from nanovllm.terminal import complain
@@ -48,30 +50,36 @@ def serve(args: argparse.Namespace) -> int:
     options = ServerOptions(**given)
     engine_options: dict[str, Any] = {"model": args.model, **given_fields(Config, args)}
     Config(**engine_options)
+    find_answer_format(None, options.tool_call_parser, options.reasoning_parser)  # checks them
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("nanovllm.server").setLevel(logging.INFO)  # a line for each request
-    with _bound_socket(options) as listener:
+    with bound_socket(options) as listener:
         start = time.monotonic()
         complain(f"nanovllm: loading {model_name(args.model)}")
         llm = AsyncLLM(**engine_options)
         app = make_app(llm, options)
-        server = _Server(app, listener)
-        for line in _banner(app.state.server, listener, time.monotonic() - start):
-            complain(line)
+
+        def show_banner() -> None:
+            for line in _banner(app.state.server, listener, time.monotonic() - start):
+                complain(line)
+
         try:
-            server.run(sockets=[listener])
+            Server(app, listener, show_banner).run(sockets=[listener])
         finally:
             _exit_anyway(app.state.server)
             llm.shutdown()
     return 0 if app.state.server.failure is None else 1
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
     """uvicorn's server, which drains at the first signal and ends at once at the second."""
 
-    def __init__(self, app: Any, listener: socket.socket) -> None:
+    def __init__(
+        self, app: Any, listener: socket.socket, on_start: Callable[[], object] = lambda: None
+    ) -> None:
         self._server: ServerState = app.state.server
         self._listener = listener
+        self._on_start = on_start
         self._tasks: list[asyncio.Task[None]] = []
         self._was_asked = False
         super().__init__(
@@ -96,6 +104,7 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         self._tasks.append(asyncio.create_task(self._watch_engine()))
         self._tasks.append(asyncio.create_task(self._server.metrics.watch_event_loop()))
+        self._on_start()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drain; at the second signal, end the process."""
@@ -132,7 +141,7 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.contextmanager
-def _bound_socket(options: ServerOptions) -> Iterator[socket.socket]:
+def bound_socket(options: ServerOptions) -> Iterator[socket.socket]:
     """Bind the socket to listen on; nobody can connect yet.
 
     Raises:
@@ -150,7 +159,7 @@ def _bound_socket(options: ServerOptions) -> Iterator[socket.socket]:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

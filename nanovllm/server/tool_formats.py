@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
+from nanovllm.engine.tool_messages import knows_tools
 from nanovllm.server.tool_calls import NotACall, Steps, ToolCallParser
 
 
@@ -123,7 +124,7 @@ class ToolFormat(ABC):
 
     parser: ClassVar[type[ToolCallParser]]
     tags: ClassVar[tuple[str, ...]]
-    """Strings of the format that are special tokens in some vocabularies."""
+    """Strings of the format that are tokens in some vocabularies."""
 
     def grammar(
         self, functions: Sequence[Function], *, several: bool, tag_ids: Mapping[str, int]
@@ -132,7 +133,7 @@ class ToolFormat(ABC):
 
         Args:
             several: whether more than one call may be made.
-            tag_ids: token ids of the tags that are special tokens.
+            tag_ids: ids of the tags that are tokens.
         """
         rules = [self._calls_rule(several, tag_ids)]
         rules += ["call: " + " | ".join(f"call_{i}" for i in range(len(functions)))]
@@ -215,7 +216,7 @@ def find_tool_format(chat_template: str | None) -> ToolFormat | None:
         "<|start_header_id|>" in template and '"parameters"' in template
     ):
         return Llama()
-    if "tools" not in template:
+    if not knows_tools(template):
         return Hermes()
     is_other = any(mark in template for mark in ("<function=", "<arg_key>", "<parameter"))
     return Hermes() if "<tool_call>" in template and not is_other else None
@@ -235,7 +236,7 @@ def arguments_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def tag_literal(tag: str, tag_ids: Mapping[str, int]) -> str:
-    """Return a tag as a grammar has it: the id of a special token, which no text matches."""
+    """Return a tag as a grammar has it: by its id, if it is a token."""
     return f"<[{tag_ids[tag]}]>" if tag in tag_ids else quoted(tag)
 
 

@@ -223,7 +223,9 @@ class SpawnedExecutor:
             if result.step_id == step_id:
                 return result
 
-    def _send(self, message: CacheInfo | Schedule | GrammarCompiler, pipes: list[Connection]) -> None:
+    def _send(
+        self, message: CacheInfo | Schedule | GrammarCompiler, pipes: list[Connection]
+    ) -> None:
         try:
             for pipe in pipes:
                 pipe.send(message)

@@ -1,10 +1,12 @@
 """Requests and answers of /v1/completions."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 from nanovllm.server.protocol.common import GenerationRequest, Usage, refused
+from nanovllm.validation import OtherName, other_names
 
 MAX_PROMPTS = 4096
 """In one request."""
@@ -34,6 +36,11 @@ Prompts = Annotated[
 
 class CompletionRequest(GenerationRequest):
     """What to continue, and how."""
+
+    others: ClassVar[Mapping[str, OtherName]] = {
+        **GenerationRequest.others,
+        **other_names(("prompt_embeds", (), "give the prompt as text or token ids")),
+    }
 
     prompt: Prompts
     """A text, a list of texts, token ids, or a list of such lists."""
