@@ -92,7 +92,7 @@ def stream(server: Server, endpoint: str, body: Any) -> Iterator[str | None]:
     """
     response = Response()
     for events in _exchange(server, server.request("POST", endpoint, body), response):
-        yield from events or [None]
+        yield from events or (None,)
     response.check()
     if not response.is_stream:
         raise ServerError(f"{server.name}{endpoint} does not stream its answer")
