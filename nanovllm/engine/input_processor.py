@@ -19,6 +19,7 @@ from nanovllm.engine.tokenizer import max_chars_per_token
 from nanovllm.errors import InvalidRequestError
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.scheduler.sequence import Sequence
+from nanovllm.utils.grammar import GrammarCompiler
 from nanovllm.validation import check_int, shown
 
 if TYPE_CHECKING:
@@ -26,7 +27,11 @@ if TYPE_CHECKING:
 
 Prompt = str | Seq[int] | Mapping[str, Any]
 """Text; token ids, also as a numpy array or torch tensor; or vLLM's {"prompt": text} or
-{"prompt_token_ids": ids}, which may have the text as "prompt" beside them."""
+{"prompt_token_ids": ids}, which may have the text as "prompt" beside them. With a "cache_salt" in
+the dictionary, cached blocks are shared only with prompts of the same salt."""
+
+_MAX_SALT_LENGTH = 128
+"""Characters, as in vLLM: the prefix cache keeps the salts of its blocks."""
 
 
 class InputProcessor:
@@ -37,6 +42,7 @@ class InputProcessor:
         seed: seeds the requests that have no seed of their own.
         max_logprobs: most log-probabilities for each token; -1 is the size of the vocabulary.
         in_process: whether the model runs in this process, and can call logits processors.
+        grammars: compiles structured_outputs; None if there is no tokenizer.
     """
 
     def __init__(
@@ -48,10 +54,12 @@ class InputProcessor:
         seed: int,
         max_logprobs: int = -1,
         in_process: bool = True,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self._max_logprobs = max_logprobs
         self._in_process = in_process
+        self._grammars = grammars
         self._last_token_id = vocab_size - 1
         self._max_model_len = max_model_len
         self._seeds = random.Random(seed)
@@ -65,8 +73,12 @@ class InputProcessor:
         *,
         priority: int = 0,
         stream: bool = False,
+        user: str | None = None,
     ) -> Request:
         """Return a checked request with its sequences; nothing is queued yet.
+
+        Args:
+            user: whose request it is, see `WaitingQueue`; None counts as a user, too.
 
         Raises:
             InvalidRequestError: the prompt or a parameter is invalid or unsupported.
@@ -76,6 +88,9 @@ class InputProcessor:
         params = self._bound_logprobs(params)
         stream = stream and params.output_kind is not RequestOutputKind.FINAL_ONLY
         priority = check_int(InvalidRequestError, "priority", priority, -(2**31), 2**31)
+        if not (user is None or isinstance(user, str)):
+            raise InvalidRequestError(f"user must be a string or None, got {shown(user)}")
+        salt = _cache_salt(prompt)
         text, token_ids = self._tokenize(prompt, params.truncate_prompt_tokens)
         bad_words = self.encode_bad_words(params.bad_words)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
@@ -89,6 +104,8 @@ class InputProcessor:
                 seed=(seed + index) % 2**63,
                 priority=priority,
                 bad_words=bad_words,
+                user=user or "",
+                cache_salt=salt,
             )
             for index in range(params.n)
         ]
@@ -179,6 +196,12 @@ class InputProcessor:
             )
         for stop in params.stop:
             _check_unicode("a stop string", stop)
+        if params.structured_outputs is not None:
+            if self._grammars is None:
+                raise InvalidRequestError(
+                    "this engine has no tokenizer, so structured_outputs cannot be used"
+                )
+            self._grammars.compile(params.structured_outputs)
         last = self._last_token_id
         for name, token_ids in (
             ("stop_token_ids", params.stop_token_ids),
@@ -278,6 +301,7 @@ def array_to_list(value: Any) -> Any:
 def _text_and_tokens(prompt: Mapping[str, Any]) -> tuple[str | None, Any]:
     """Return (text, prompt) of a prompt dictionary: token ids if it has them, else the text."""
     given = {key: value for key, value in prompt.items() if value is not None}
+    given.pop("cache_salt", None)
     unknown = [key for key in given if key not in ("prompt", "prompt_token_ids")]
     if unknown or not given:
         found = f"got {shown(unknown[0])}" if unknown else "got neither"
@@ -298,6 +322,17 @@ def _text_and_tokens(prompt: Mapping[str, Any]) -> tuple[str | None, Any]:
             f"prompt_token_ids must be a list of token ids, got {shown(token_ids)}"
         )
     return text, token_ids
+
+
+def _cache_salt(prompt: Prompt) -> str | None:
+    """Return the "cache_salt" of a prompt dictionary, None if it has none."""
+    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+    if salt is None or (isinstance(salt, str) and 0 < len(salt) <= _MAX_SALT_LENGTH):
+        return salt
+    found = f"{len(salt)}" if isinstance(salt, str) else type(salt).__name__  # it is a secret
+    raise InvalidRequestError(
+        f"cache_salt must be a string of 1 to {_MAX_SALT_LENGTH} characters, got {found}"
+    )
 
 
 def _check_unicode(what: str, text: str) -> None:

@@ -10,13 +10,17 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
 
 from nanovllm.config import Config
 from nanovllm.engine.delayed_interrupt import DelayedInterrupt
 from nanovllm.engine.input_processor import InputProcessor, Prompt
+from nanovllm.engine.metrics import read_metrics
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.request import Request
-from nanovllm.engine.tokenizer import check_same_vocabulary, load_tokenizer
+from nanovllm.engine.tokenizer import check_same_vocabulary, load_tokenizer, tokenizer_text
+from nanovllm.engine.trace import Trace
 from nanovllm.errors import EngineDeadError, InvalidRequestError
 from nanovllm.outputs import Metric, RequestOutput, Vector
 from nanovllm.sampling_params import SamplingParams
@@ -25,9 +29,13 @@ from nanovllm.scheduler.draft_controller import DraftController
 from nanovllm.scheduler.drafts import record_step
 from nanovllm.scheduler.messages import Schedule, StepResult
 from nanovllm.scheduler.scheduler import Scheduler
+from nanovllm.utils.grammar import GrammarCompiler
 from nanovllm.utils.hub import configured_checkpoint, draft_checkpoint
 from nanovllm.validation import shown
 from nanovllm.worker.executor import Executor, Future, make_executor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -52,13 +60,17 @@ class LLMEngine:
             spec = config.speculation.for_network(draft.config)
             config = dataclasses.replace(config, speculative_config=spec)
         self.config = config
+        self.trace = Trace(config.trace)
         self.executor = make_executor(config, checkpoint, draft)
         tokenizer = load_tokenizer(checkpoint)
         if tokenizer is not None and draft is not None:
             check_same_vocabulary(tokenizer, draft)
         self._pid = os.getpid()
-        self._finalizer = weakref.finalize(self, _shut_down, self.executor, self._pid)
+        self._finalizer = weakref.finalize(self, _shut_down, self.executor, self.trace, self._pid)
         self.cache_info = self.executor.start()
+        grammars = self._grammar_compiler(tokenizer, checkpoint.eos_token_ids)
+        if grammars is not None:
+            self.executor.set_grammars(grammars)
         # "vllm" means no recommended parameters; the end-of-sequence tokens stay the checkpoint's.
         recommends = config.generation_config != "vllm"
         self.generation_config = checkpoint.generation_config if recommends else {}
@@ -69,6 +81,7 @@ class LLMEngine:
             seed=config.seed,
             max_logprobs=config.max_logprobs,
             in_process=config.tensor_parallel_size == 1,
+            grammars=grammars,
         )
         self.scheduler = Scheduler(
             BlockManager(
@@ -94,6 +107,14 @@ class LLMEngine:
             return None
         return DraftController(spec.max_draft_tokens, info.step_seconds, info.draft_seconds)
 
+    def _grammar_compiler(
+        self, tokenizer: "PreTrainedTokenizerBase | None", eos_token_ids: frozenset[int]
+    ) -> GrammarCompiler | None:
+        if tokenizer is None:
+            return None
+        text = partial(tokenizer_text, tokenizer)
+        return GrammarCompiler(text, self.cache_info.vocab_size, eos_token_ids)
+
     @property
     def is_own_process(self) -> bool:
         """Whether this is the process that made the engine, and not one forked from it."""
@@ -107,8 +128,12 @@ class LLMEngine:
         priority: int = 0,
         stream: bool = False,
         request_id: str | None = None,
+        user: str | None = None,
     ) -> int | str:
-        """Queue a request and return its id. Lower priority values go first, then earlier arrivals.
+        """Queue a request and return its id.
+
+        Lower priority values go first; within one, users take turns, and then earlier arrivals go
+        first.
 
         Args:
             request_id: the caller's own id; None lets the engine count.
@@ -119,29 +144,36 @@ class LLMEngine:
             EngineDeadError: the engine is down.
         """
         request = self.input_processor.make_request(
-            prompt, sampling_params, priority=priority, stream=stream
+            prompt, sampling_params, priority=priority, stream=stream, user=user
         )
-        if request_id is not None:
-            self._check_request_id(request_id)
-            request.request_id = request_id
-        self.queue(request)
+        self.queue(request, request_id=request_id)
         return request.request_id
 
     def queue(
-        self, request: Request, deliver: Callable[[RequestOutput], object] | None = None
+        self,
+        request: Request,
+        deliver: Callable[[RequestOutput], object] | None = None,
+        *,
+        request_id: str | None = None,
     ) -> None:
         """Queue a request that `input_processor.make_request` made.
 
         Args:
             deliver: receives the request's outputs; None lets `step` return them.
+            request_id: as for `add_request`.
 
         Raises:
+            InvalidRequestError: the id is no string, or that of a running request.
             EngineDeadError: the engine is down.
         """
         self.check_process()
         self.executor.check_health()
+        if request_id is not None:
+            self._check_request_id(request_id)
+            request.request_id = request_id
         request.deliver = deliver
         self.output_processor.add_request(request)
+        self.trace.add_request(request)
         # The others follow once the first has computed the prompt: they find its blocks cached.
         self.scheduler.add(request.unqueued.pop(0))
 
@@ -159,10 +191,12 @@ class LLMEngine:
                 again.
         """
         self.check_process()
+        self.trace.begin_step()
         start = time.perf_counter()
         launched = self._launch_step()
         if self._in_flight and (not launched or len(self._in_flight) > self._queue_depth):
             self._process_oldest_step(start)
+        self.trace.end_step(self.scheduler)
 
     def abort(self, request_id: int | str) -> RequestOutput | None:
         """End a request and return its output that was not sent yet; None if it is not running.
@@ -175,6 +209,7 @@ class LLMEngine:
         self._queue_remaining(request)
         for seq in request.sequences:
             self.scheduler.abort(seq.seq_id)
+            self.trace.end(seq)
         output = self.output_processor.make_output(request)
         if output is not None and request.deliver is not None:
             request.deliver(output)
@@ -194,27 +229,7 @@ class LLMEngine:
         A request is here one continuation, as in vLLM. Counts of drafts are there only with
         speculation.
         """
-        scheduler = self.scheduler
-        free = scheduler.block_manager.num_free_blocks / self.cache_info.num_blocks
-        found: list[Metric | Vector] = [
-            Metric("vllm:num_requests_running", len(scheduler.running)),
-            Metric("vllm:num_requests_waiting", scheduler.num_waiting),
-            Metric("vllm:kv_cache_usage_perc", 1 - free),
-            Metric("vllm:generation_tokens", self.stats.num_decode_tokens),
-            Metric("nanovllm:prefill_tokens", self.stats.num_prefill_tokens),
-        ]
-        if scheduler.draft_controller is not None:
-            drafts, prefix = self.stats.drafts, "vllm:spec_decode_num"
-            found += [
-                Metric(f"{prefix}_drafts", drafts.num_drafts),
-                Metric(f"{prefix}_draft_tokens", drafts.num_draft_tokens),
-                Metric(f"{prefix}_accepted_tokens", drafts.num_accepted_tokens),
-                Vector(
-                    f"{prefix}_accepted_tokens_per_pos", list(drafts.num_accepted_tokens_per_pos)
-                ),
-                Metric("nanovllm:mean_acceptance_length", drafts.mean_acceptance_length),
-            ]
-        return found
+        return read_metrics(self.scheduler)
 
     def check_process(self) -> None:
         """Raise EngineDeadError in a process that was forked after the engine was made.
@@ -256,7 +271,9 @@ class LLMEngine:
                     return False
                 # Before execute(), which computes the whole step if it runs in this process.
                 self._set_first_scheduled_times(schedule)
+                self.trace.scheduled(schedule, self.scheduler)
             self._in_flight.append((schedule, self.executor.execute(schedule)))
+            self.trace.launched(schedule)
         except BaseException:
             if schedule is not None:
                 with DelayedInterrupt():
@@ -281,6 +298,7 @@ class LLMEngine:
         schedule, future = self._in_flight[0]
         try:
             result = future.result()
+            self.trace.waited(result)
             with DelayedInterrupt():
                 self._in_flight.popleft()
                 self._process_result(schedule, result)
@@ -307,6 +325,8 @@ class LLMEngine:
                 logger.warning("request %s ended: %s", request.request_id, seq.stop_reason)
             if stop_string is not None:
                 self.scheduler.finish(seq.seq_id, "stop", stop_string)
+            if seq.is_finished:
+                self.trace.end(seq)
             self._queue_remaining(request)
             if request.stream or seq.is_finished:
                 updated[request.request_id] = request
@@ -321,7 +341,8 @@ class LLMEngine:
             self.scheduler.add(request.unqueued.pop(0))
 
 
-def _shut_down(executor: Executor, pid: int) -> None:
-    """End the workers, unless this process was forked: they are its parent's."""
+def _shut_down(executor: Executor, trace: Trace, pid: int) -> None:
+    """End the workers and the trace, unless this process was forked: they are its parent's."""
     if os.getpid() == pid:
         executor.shutdown()
+        trace.close()

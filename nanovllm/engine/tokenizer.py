@@ -3,6 +3,7 @@
 Knows no prompts and no requests.
 """
 
+import copy
 import json
 import logging
 from pathlib import Path
@@ -89,6 +90,15 @@ def _load_directory(checkpoint: Checkpoint, path: Path) -> Any:
     is_qwen3 = checkpoint.config.get("model_type") == "qwen3"
     config = AutoConfig.for_model("qwen3") if is_qwen3 else PretrainedConfig()
     return AutoTokenizer.from_pretrained(path, config=config, trust_remote_code=False)
+
+
+def tokenizer_text(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Return the tokenizer as the text of a tokenizer.json, without padding and truncation."""
+    backend: Any = copy.copy(tokenizer.backend_tokenizer)
+    backend.no_padding()
+    backend.no_truncation()
+    text: str = backend.to_str()
+    return text
 
 
 def max_chars_per_token(tokenizer: "PreTrainedTokenizerBase") -> float | None:

@@ -41,6 +41,14 @@ class NewBlocks(NamedTuple):
     block_ids: list[int]
 
 
+class NewTokens(NamedTuple):
+    """Tokens of a table row that no step samples: its grammar forces them."""
+
+    table_idx: int
+    start: int
+    token_ids: list[int]
+
+
 class Row(NamedTuple):
     """One sequence's part of a step.
 
@@ -82,6 +90,7 @@ class Schedule:
     Attention may read their other slots as masked keys, whose values it multiplies by 0. So NaN and
     inf that an earlier sequence left there must go.
     """
+    new_tokens: list[NewTokens] = dataclasses.field(default_factory=list)
     is_timed: bool = False
     """Whether the durations of the step are wanted. Only such a step has rows with drafts."""
 
@@ -123,6 +132,8 @@ class StepResult:
     tokens."""
     errors: dict[int, str] = dataclasses.field(default_factory=dict)
     """By id of the sequences that got no token and cannot go on: the reason."""
+    forced: dict[int, list[int]] = dataclasses.field(default_factory=dict)
+    """By id of sequences whose grammar forces tokens behind their `token_ids`: those tokens."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

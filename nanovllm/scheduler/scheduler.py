@@ -5,16 +5,17 @@ scheduler knows no phases (prefill, decode, resumption and draft verification ar
 arithmetic), no tensors and no text.
 """
 
-import heapq
 from bisect import insort
 from itertools import count
 
+from nanovllm.scheduler.appending import append_forced, append_tokens, send_tokens
 from nanovllm.scheduler.block_manager import BlockManager
 from nanovllm.scheduler.draft_controller import DraftController
 from nanovllm.scheduler.drafts import add_drafts
 from nanovllm.scheduler.messages import Admission, NewBlocks, Row, Schedule, StepResult
 from nanovllm.scheduler.sequence import Sequence
 from nanovllm.scheduler.stats import SchedulerStats
+from nanovllm.scheduler.waiting_queue import WaitingQueue
 
 
 class Scheduler:
@@ -24,13 +25,13 @@ class Scheduler:
     - Every unfinished sequence is either running or waiting.
     - A running sequence owns a table row, and KV blocks for its computed tokens at least. A waiting
       sequence owns neither.
-    - Running sequences are sorted by (priority, arrival).
+    - Running sequences are sorted by `Sequence.order`: (priority, turn of the user, arrival).
     - `0 <= num_computed_tokens <= num_tokens <= max_model_len`.
 
-    Waiting sequences are admitted in the same order, up to the first that does not fit. If the pool
-    is full, the last running sequence is preempted: it loses its KV and waits again. Steps may
-    overlap: tokens that a launched step will sample are counted as pending. The cost of a step
-    depends on the running sequences, not on how many are waiting.
+    Waiting sequences are admitted in the order of `WaitingQueue`, up to the first that does not
+    fit. If the pool is full, the last running sequence is preempted: it loses its KV and waits
+    again. Steps may overlap: tokens that a launched step will sample are counted as pending. The
+    cost of a step depends on the running sequences, not on how many are waiting.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Scheduler:
         self.draft_controller = draft_controller
         self.stats = SchedulerStats()
         self.running: list[Sequence] = []  # sorted by `Sequence.order`
-        self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # heap, with finished ones too
+        self._waiting = WaitingQueue()
         self._sequences: dict[int, Sequence] = {}  # unfinished, by id
         self._free_table_indices = list(reversed(range(max_num_seqs)))
         self._step_ids = count()
@@ -71,7 +72,7 @@ class Scheduler:
         longest = seq.num_prompt_tokens + seq.params.max_tokens
         seq.max_num_tokens = min(longest, self.max_model_len)
         self._sequences[seq.seq_id] = seq
-        self._enqueue(seq)
+        self._waiting.push(seq)
 
     def schedule(self) -> Schedule | None:
         """Return the next step, with blocks allocated for its rows; None if nothing can run now.
@@ -89,7 +90,8 @@ class Scheduler:
             budget = self.max_num_batched_tokens - sum(row.num_scheduled_tokens for row in rows)
             new_blocks += add_drafts(rows, budget, self._sequences, self.block_manager, controller)
         step_id, zeroed = next(self._step_ids), self._begun_blocks(rows)
-        return Schedule(step_id, admissions, new_blocks, rows, zeroed, is_timed=may_draft)
+        tokens = send_tokens(rows, self._sequences)
+        return Schedule(step_id, admissions, new_blocks, rows, zeroed, tokens, is_timed=may_draft)
 
     def update(self, schedule: Schedule, result: StepResult) -> list[Sequence]:
         """Append a step's tokens; return the sequences that got any or failed, finished ones too.
@@ -123,7 +125,9 @@ class Scheduler:
                 seq.num_pending_tokens -= 1
                 if seq.table_idx is not None:
                     seq.num_computed_tokens -= num_rejected
-                num_appended = self._append_tokens(seq, tokens)
+                num_appended = append_tokens(seq, tokens, self.eos_token_ids)
+                forced = result.forced.get(row.seq_id, [])
+                self.stats.num_decode_tokens += append_forced(seq, forced, self.eos_token_ids)
                 self.stats.num_decode_tokens += num_appended
                 if row.seq_id in result.logprobs:
                     num_missing = seq.num_output_tokens - len(seq.logprobs)
@@ -187,7 +191,7 @@ class Scheduler:
             "a table row is lost or owned twice"
         )
         assert self.running == sorted(self.running, key=lambda s: s.order)
-        waiting = [seq for _, seq in self._waiting if not seq.is_finished]
+        waiting = list(self._waiting)
         ids = [seq.seq_id for seq in self.running + waiting]
         assert sorted(ids) == sorted(self._sequences), "a sequence is lost or queued twice"
         assert all(not seq.block_table and seq.table_idx is None for seq in waiting)
@@ -230,7 +234,7 @@ class Scheduler:
         """Admit waiting sequences in order until one does not fit; append their rows."""
         admissions: list[Admission] = []
         while budget > 0 and self._free_table_indices:
-            seq = self._first_waiting()
+            seq = self._waiting.first()
             # A preempted sequence resumes only when the tokens of its steps in flight are known.
             if seq is None or seq.num_in_flight_steps:
                 break
@@ -240,7 +244,7 @@ class Scheduler:
             blocks = self.block_manager.allocate_blocks(seq, seq.num_tokens, cached)
             if blocks is None:
                 break
-            heapq.heappop(self._waiting)
+            self._waiting.pop()
             num_cached_tokens = len(cached) * self.block_manager.block_size
             admissions.append(self._admit(seq, blocks, num_cached_tokens))
             num_scheduled = min(self._num_tokens_to_schedule(seq), budget)
@@ -251,8 +255,13 @@ class Scheduler:
     def _admit(self, seq: Sequence, block_ids: list[int], num_cached_tokens: int) -> Admission:
         """Give a sequence a table row, add it to the running ones and return its admission."""
         seq.num_computed_tokens = num_cached_tokens
-        if seq.num_cached_tokens is None:
+        seq.num_unsent_tokens = 0
+        if not seq.was_admitted:
             seq.num_cached_tokens = num_cached_tokens
+            self.stats.num_prompt_tokens += seq.num_prompt_tokens
+            self.stats.num_cached_tokens += num_cached_tokens
+            if self.block_manager.enable_prefix_caching and seq.params.prompt_logprobs is None:
+                self.stats.num_queried_tokens += seq.num_prompt_tokens
         seq.table_idx = self._free_table_indices.pop()
         insort(self.running, seq, key=lambda s: s.order)
         return Admission(
@@ -269,8 +278,10 @@ class Scheduler:
 
     def _num_tokens_to_schedule(self, seq: Sequence) -> int:
         """Return how many tokens can be computed now; 0 once the last token is known or pending."""
-        # While drafts are in flight, the position of the next token is not known.
-        if seq.num_draft_tokens or (seq.num_pending_tokens and seq.room <= seq.num_pending_tokens):
+        # While drafts or a token that others may follow by force are in flight, the position of the
+        # next token is not known.
+        pending = seq.num_pending_tokens
+        if seq.num_draft_tokens or (pending and (seq.room <= pending or seq.params.forces_tokens)):
             return 0
         return seq.num_tokens - seq.num_computed_tokens
 
@@ -296,31 +307,17 @@ class Scheduler:
                 found += self._sequences[row.seq_id].block_table[first:last]
         return found
 
-    def _append_tokens(self, seq: Sequence, tokens: list[int]) -> int:
-        """Append tokens up to the first that finishes the sequence; return how many."""
-        for num_appended, token in enumerate(tokens, start=1):
-            seq.token_ids.append(token)
-            if token in seq.stop_token_ids and seq.num_output_tokens >= seq.params.min_tokens:
-                seq.finish_reason = "stop"
-                is_eos = token in self.eos_token_ids and not seq.params.ignore_eos
-                seq.stop_reason = None if is_eos else token
-            elif seq.room <= 0:
-                seq.finish_reason = "length"
-            else:
-                continue
-            return num_appended
-        return len(tokens)
-
     def _preempt_last(self) -> Sequence:
         victim = self.running[-1]
         self._preempt(victim)
+        self.stats.num_preemptions += 1
         return victim
 
     def _preempt(self, seq: Sequence) -> None:
         self.running.remove(seq)
         self._release(seq)
         seq.num_computed_tokens = seq.num_draft_tokens = 0
-        self._enqueue(seq)
+        self._waiting.push(seq)
 
     def _release(self, seq: Sequence) -> None:
         self.block_manager.free(seq, keep_cached=seq.finish_reason != "error")
@@ -333,14 +330,5 @@ class Scheduler:
         if seq.table_idx is not None:
             self.running.remove(seq)
             self._release(seq)
-        elif len(self._waiting) > 2 * self.num_waiting + 16:  # most entries are finished
-            self._waiting = [entry for entry in self._waiting if not entry[1].is_finished]
-            heapq.heapify(self._waiting)
-
-    def _enqueue(self, seq: Sequence) -> None:
-        heapq.heappush(self._waiting, (seq.order, seq))
-
-    def _first_waiting(self) -> Sequence | None:
-        while self._waiting and self._waiting[0][1].is_finished:
-            heapq.heappop(self._waiting)
-        return self._waiting[0][1] if self._waiting else None
+        else:
+            self._waiting.remove(seq)

@@ -56,7 +56,8 @@ class DeviceTables:
     def apply(self, schedule: Schedule) -> None:
         """Write what changed since the last step: with one upload, or none if nothing changed.
 
-        No cell is written twice, because an admitted table row gets no new blocks in the same step.
+        No cell is written twice: an admitted table row gets no new blocks or tokens in the same
+        step.
         """
         cells, values = array("q"), array("q")
         num_columns, stride = self.token_ids.shape[1], self._table.shape[1]
@@ -69,6 +70,8 @@ class DeviceTables:
         for new in schedule.admissions:
             write(0, new.table_idx, new.token_ids)
             write(num_columns, new.table_idx, new.block_ids)
+        for tokens in schedule.new_tokens:
+            write(tokens.start, tokens.table_idx, tokens.token_ids)
         for blocks in schedule.new_blocks:
             write(num_columns + blocks.start, blocks.table_idx, blocks.block_ids)
         if not cells:
@@ -221,4 +224,5 @@ def gather_rows(
 
 
 def _is_plain(params: SamplingParams) -> bool:
-    return params.logprobs is None and not LogitsRules.needed(params)
+    ruled = LogitsRules.needed(params) or params.structured_outputs is not None
+    return params.logprobs is None and not ruled

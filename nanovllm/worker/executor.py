@@ -25,6 +25,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from nanovllm.config import Config
 from nanovllm.errors import EngineDeadError, NanoVLLMError
 from nanovllm.scheduler.messages import CacheInfo, Schedule, StepResult
+from nanovllm.utils.grammar import GrammarCompiler
 from nanovllm.utils.hub import Checkpoint
 from nanovllm.worker.kv_cache import require_one_sequence
 from nanovllm.worker.model_runner import ModelRunner
@@ -53,6 +54,10 @@ class Executor(Protocol):
 
     def start(self) -> CacheInfo:
         """Load the model and allocate the KV pool. Every rank gets the smallest rank's blocks."""
+        ...
+
+    def set_grammars(self, compiler: GrammarCompiler) -> None:
+        """Give the ranks what compiles the grammars of requests; before the first of those."""
         ...
 
     def execute(self, schedule: Schedule) -> Future:
@@ -105,6 +110,10 @@ class InProcessExecutor:
         self._runner = runner
         return info
 
+    def set_grammars(self, compiler: GrammarCompiler) -> None:
+        assert self._runner is not None
+        self._runner.grammars.compiler = compiler
+
     def execute(self, schedule: Schedule) -> Future:
         self.check_health()
         assert self._runner is not None
@@ -135,6 +144,7 @@ class SpawnedExecutor:
         self._received: list[deque[Any]] = []  # by rank: messages that nobody has taken yet
         self._store: TCPStore | None = None
         self._dead: str | None = None
+        self._grammars: GrammarCompiler | None = None  # not sent yet
 
     def start(self) -> CacheInfo:
         size = self._config.tensor_parallel_size
@@ -167,16 +177,24 @@ class SpawnedExecutor:
             infos: list[CacheInfo] = [self._receive(rank) for rank in range(size)]
             info = min(infos, key=lambda found: found.num_blocks)
             require_one_sequence(info.num_blocks, info.block_size, info.max_model_len)
-            self._send(info)
+            self._send(info, self._pipes)
             infos = [self._receive(rank) for rank in range(size)]
         except BaseException:
             self.shutdown()
             raise
         return infos[0]
 
+    def set_grammars(self, compiler: GrammarCompiler) -> None:
+        self._grammars = compiler  # a large message, which most engines never need
+
     def execute(self, schedule: Schedule) -> Future:
         self.check_health()
-        self._send(schedule)
+        if self._grammars is not None and any(
+            new.params.structured_outputs is not None for new in schedule.admissions
+        ):
+            self._send(self._grammars, self._pipes[:1])
+            self._grammars = None
+        self._send(schedule, self._pipes)
         return _StepFuture(self, schedule.step_id)
 
     def check_health(self) -> None:
@@ -205,9 +223,11 @@ class SpawnedExecutor:
             if result.step_id == step_id:
                 return result
 
-    def _send(self, message: CacheInfo | Schedule) -> None:
+    def _send(
+        self, message: CacheInfo | Schedule | GrammarCompiler, pipes: list[Connection]
+    ) -> None:
         try:
-            for pipe in self._pipes:
+            for pipe in pipes:
                 pipe.send(message)
         except OSError:
             self._die("a worker process died")

@@ -15,6 +15,7 @@ from nanovllm.utils.distributed import broadcast_from_first, tensor_parallel
 from nanovllm.utils.memory import keep_freed
 from nanovllm.worker.cuda_graph import GraphRunner, graph_sizes
 from nanovllm.worker.device_tables import DeviceTables
+from nanovllm.worker.grammar_masks import GrammarMasks
 from nanovllm.worker.kv_cache import graph_bytes, num_blocks_that_fit
 from nanovllm.worker.network import Network, NetworkSpec
 from nanovllm.worker.proposers.costs import DRAFT_SIZES, STEP_SIZES, measure_seconds
@@ -61,6 +62,7 @@ class ModelRunner:
             self._proposer = make_proposer(spec, self.network, draft, self._max_num_batched_tokens)
         if device.type == "cpu":
             keep_freed()  # each step reuses the memory that the last one freed
+        self.grammars = GrammarMasks()
         self._tables: DeviceTables | None = None
         self._graphs: GraphRunner | None = None
 
@@ -112,6 +114,7 @@ class ModelRunner:
         """Launch a step. Steps run in the order in which they are launched."""
         assert self._tables is not None, "allocate() comes first"
         self._tables.apply(schedule)
+        self.grammars.admit(schedule.admissions)
         self.network.zero_blocks(schedule.blocks_to_zero, self._tables)
         if self._proposer is not None:
             self._proposer.admit(schedule)
@@ -170,14 +173,16 @@ class ModelRunner:
 
     def _run_rows(self, tables: DeviceTables, rows: list[Row]) -> StepOutput:
         """Compute `rows` and choose a token for each row that samples."""
+        masks = self.grammars.begin(tables, rows)
+        forcing = {} if masks is None else masks.forcing
         if self._graphs is not None and self._graphs.fits(rows):
             tokens, graph_logits, draft_ids = self._graphs.run(rows)
             if all(tables.plain[row.table_idx] for row in rows):
                 return StepOutput(tokens, None, [], draft_ids=draft_ids)
-            sampling = SamplingRows(tables, rows, draft_ids=draft_ids)
+            sampling = SamplingRows(tables, rows, masks=masks, draft_ids=draft_ids)
             sampled = self._sample(sampling, graph_logits)
-            return StepOutput(*sampled, [], sampling.errors, draft_ids)
-        sampling = SamplingRows(tables, rows)
+            return StepOutput(*sampled, [], sampling.errors, draft_ids, forcing)
+        sampling = SamplingRows(tables, rows, masks=masks)
         needs_all = any(tables.params[r.table_idx].prompt_logprobs is not None for r in rows)
         hidden = self.network.forward(tables, rows, None if needs_all else sampling.last_tokens)
         prompt_logprobs = self._prompt_logprobs(tables, rows, hidden)
@@ -185,7 +190,9 @@ class ModelRunner:
         if len(sampling):
             logits = self.network.logits(hidden, sampling.last_tokens)
         tokens, logprobs = self._sample(sampling, logits)
-        return StepOutput(tokens, logprobs, prompt_logprobs, sampling.errors, sampling.draft_ids)
+        return StepOutput(
+            tokens, logprobs, prompt_logprobs, sampling.errors, sampling.draft_ids, forcing
+        )
 
     def _sample(
         self, sampling: SamplingRows, logits: torch.Tensor | None

@@ -14,6 +14,7 @@ import torch
 from nanovllm.layers.sampler import Sampling, draw, greedy as greedy_tokens
 from nanovllm.scheduler.messages import Row, TokenLogprobs
 from nanovllm.worker.device_tables import DeviceTables
+from nanovllm.worker.grammar_masks import StepMasks
 
 _SPARE = 8
 """Candidates in addition to top_k, so that logits equal to the k-th are candidates too."""
@@ -84,13 +85,14 @@ class SamplingRows:
     what the row would sample if its first j drafts were tokens.
 
     Args:
+        masks: of the samples with a grammar; None if there is none.
         draft_ids: [S], the drafts, if a graph has already overwritten them in the tables; they are
             written there again, because a row's rules read them.
 
     Attributes:
         rows: the row of each sample.
         last_tokens: [S] int64, the index of the token in the batch that the sample follows.
-        errors: by sample, why the logits processor of its request failed.
+        errors: by sample, why the logits processor or the grammar of its request failed.
         draft_ids: [S] int64, the draft at the sample's position, where the row has one; None if no
             row has any.
     """
@@ -100,9 +102,11 @@ class SamplingRows:
         tables: DeviceTables,
         rows: list[Row],
         *,
+        masks: StepMasks | None = None,
         draft_ids: torch.Tensor | None = None,
     ) -> None:
         self.rows: list[Row] = []
+        self._masks = masks
         self.errors: dict[int, str] = {}
         self._tables = tables
         self._host_positions: list[int] = []
@@ -198,20 +202,27 @@ class SamplingRows:
 
     def apply_rules(self, logits: torch.Tensor) -> torch.Tensor:
         """Return `logits` with the rows' rules applied: a float32 copy if some row has rules."""
-        tables, changed = self._tables, None
-        for index, row in enumerate(self.rows):
-            rules = tables.rules[row.table_idx]
-            if rules is not None:
-                if changed is None:
-                    changed = logits.to(torch.float32, copy=True)
-                tokens = tables.token_ids[row.table_idx, : self._host_positions[index]].long()
-                try:
-                    rules.run_processors(changed[index], tokens)
-                except Exception as error:  # the user's code may raise anything
-                    reason = f"{type(error).__name__}: {error!s:.200}"
-                    self.errors[index] = f"a logits processor failed: {reason}"
-                rules.apply(changed[index], tokens)
-        return logits if changed is None else changed
+        tables = self._tables
+        ruled = [
+            (index, rules, tables.token_ids[row.table_idx, : self._host_positions[index]].long())
+            for index, row in enumerate(self.rows)
+            if (rules := tables.rules[row.table_idx]) is not None
+        ]
+        if not ruled and self._masks is None:
+            return logits
+        changed = logits.to(torch.float32, copy=True)
+        for index, rules, tokens in ruled:
+            try:
+                rules.run_processors(changed[index], tokens)
+            except Exception as error:  # the user's code may raise anything
+                reason = f"{type(error).__name__}: {error!s:.200}"
+                self.errors[index] = f"a logits processor failed: {reason}"
+        if self._masks is not None:
+            self._masks.apply(changed)
+            self.errors |= self._masks.errors
+        for index, rules, tokens in ruled:
+            rules.apply(changed[index], tokens)
+        return changed
 
     def _sampling(self, group: list[int], rows: torch.Tensor, of_all: bool) -> Sampling:
         """Return how to sample the rows `group`, which are also on the device as `rows` [n] int64.

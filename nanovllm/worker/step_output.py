@@ -9,12 +9,13 @@ import torch
 
 from nanovllm.layers.sampler import NO_TOKEN
 from nanovllm.scheduler.messages import Row, StepResult, TokenLogprobs
+from nanovllm.worker.grammar_masks import GrammarRow
 from nanovllm.worker.sampling import GatheredLogprobs, SampledLogprobs, to_host
 
 NO_DISTRIBUTION = (
     "no token can be chosen: the logits have NaN or inf, or all are -inf; check the model's "
-    "weights and dtype, and whether the request's rules (bad_words, min_tokens, ...) forbid every "
-    "token"
+    "weights and dtype, and whether the request's rules (bad_words, min_tokens, "
+    "structured_outputs, ...) forbid every token"
 )
 """The error of a row whose token is NO_TOKEN."""
 
@@ -38,9 +39,11 @@ class StepOutput:
     """Of the samples whose request wants them; None if none does."""
     prompt_logprobs: list[PromptLogprobs]
     errors: dict[int, str] = dataclasses.field(default_factory=dict)
-    """By sample: why a logits processor failed. Its token does not count."""
+    """By sample: why a logits processor or a grammar failed. Its token does not count."""
     draft_ids: torch.Tensor | None = None
     """[S] int64, the draft that the sample may confirm; None if no row has any."""
+    forcing: dict[int, GrammarRow] = dataclasses.field(default_factory=dict)
+    """By sequence id: the grammars that may force tokens behind the sampled ones."""
 
     def to_host(self) -> "StepOutput":
         """Return a copy on the host. On CUDA the copy is asynchronous."""
@@ -53,6 +56,7 @@ class StepOutput:
             [part._replace(values=part.values.to_host()) for part in self.prompt_logprobs],
             self.errors,
             None if self.draft_ids is None else to_host(self.draft_ids),
+            self.forcing,
         )
 
     def result(self, step: "Step") -> StepResult:
@@ -68,6 +72,7 @@ class StepOutput:
             prompt_logprobs.setdefault(part.seq_id, []).extend(enumerate(values, part.position))
         token_ids: list[list[int]] = []
         errors: dict[int, str] = {}
+        forced: dict[int, list[int]] = {}
         sampled = self.token_ids.tolist()
         drafts = sampled if self.draft_ids is None else self.draft_ids.tolist()
         first = 0
@@ -78,6 +83,8 @@ class StepOutput:
                 token_ids.append(tokens)
                 if error is not None:
                     errors[row.seq_id] = error
+                elif row.seq_id in self.forcing:
+                    forced[row.seq_id] = self.forcing[row.seq_id].forced(tokens)
                 first = last + 1
         draft_seconds, seconds = (0.0, 0.0) if step.timer is None else step.timer.seconds()
         return StepResult(
@@ -87,6 +94,7 @@ class StepOutput:
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             errors=errors,
+            forced=forced,
             seconds=seconds,
             draft_seconds=draft_seconds,
         )

@@ -27,6 +27,7 @@ from nanovllm.models.registry import model_class
 from nanovllm.scheduler.messages import CacheInfo, Schedule
 from nanovllm.utils.distributed import init_tensor_parallel
 from nanovllm.utils.gguf import is_gguf
+from nanovllm.utils.grammar import GrammarCompiler
 from nanovllm.utils.hub import Checkpoint, weight_files
 from nanovllm.worker.model_loader import check_eagle3, check_weights
 from nanovllm.worker.model_runner import ModelRunner
@@ -164,7 +165,8 @@ def run_worker(
 ) -> None:
     """Run a spawned rank: send what it can hold, allocate, then execute schedules.
 
-    The messages in are a CacheInfo, then Schedules. Every message out is ("ok", value) or
+    The messages in are a CacheInfo, then Schedules, and for a rank that samples a GrammarCompiler
+    before the first with a grammar. Every message out is ("ok", value) or
     ("error", exception). The process exits when the pipe closes or the parent dies.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
@@ -189,8 +191,11 @@ def run_worker(
         allocated = runner.allocate(info)
         outbox.put(lambda: allocated)
         while True:
-            schedule: Schedule = pipe.recv()
-            pending = runner.execute(schedule)
+            message: GrammarCompiler | Schedule = pipe.recv()
+            if isinstance(message, GrammarCompiler):
+                runner.grammars.compiler = message
+                continue
+            pending = runner.execute(message)
             if rank == 0:
                 outbox.put(pending.result)
     except (EOFError, BrokenPipeError, ConnectionResetError):  # the parent closed the pipe

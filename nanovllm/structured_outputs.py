@@ -1,0 +1,109 @@
+"""What form a request's output must have: a JSON schema, a regular expression, a choice, a grammar.
+
+A value, checked for its types when made. Knows no tokenizer: utils/grammar.py compiles it.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nanovllm.errors import InvalidRequestError
+from nanovllm.other_names import STRUCTURED_NAMES
+from nanovllm.validation import check_bool, shown, strict_keywords
+
+_FORMS = ("json", "regex", "choice", "grammar", "json_object")
+_LONGEST_SHOWN = 200
+
+
+@strict_keywords(InvalidRequestError, STRUCTURED_NAMES)
+@dataclasses.dataclass(frozen=True)
+class StructuredOutputsParams:
+    """The form of an output. Exactly one of json, regex, choice, grammar, json_object is given.
+
+    Names and meanings are vLLM's.
+
+    Raises:
+        InvalidRequestError: a field is unknown or of the wrong type, or not exactly one is given.
+    """
+
+    json: str | dict[str, Any] | None = None
+    """A JSON schema: its text, or a dictionary, which is kept as text."""
+    regex: str | None = None
+    """A regular expression that the whole output matches, without look-around."""
+    choice: Sequence[str] | None = None
+    """Strings, one of which is the output; kept as a tuple."""
+    grammar: str | None = None
+    """A grammar in Lark's notation, or in GBNF."""
+    json_object: bool | None = None
+    """True for any JSON object."""
+    disable_any_whitespace: bool = False
+    """For json and json_object: no white space between the parts of the JSON text."""
+
+    def __post_init__(self) -> None:
+        error = InvalidRequestError
+        given = [name for name in _FORMS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            found = " and ".join(given) or "none"
+            raise error(f"structured_outputs must have one of {', '.join(_FORMS)}, got {found}")
+        if self.json_object is not None:
+            check_bool(error, "structured_outputs.json_object", self.json_object)
+        check_bool(error, "structured_outputs.disable_any_whitespace", self.disable_any_whitespace)
+        for name in ("regex", "grammar"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise error(f"structured_outputs.{name} must be a text, got {shown(value)}")
+        if self.json is not None:
+            object.__setattr__(self, "json", _schema_text(self.json))
+        if self.choice is not None:
+            object.__setattr__(self, "choice", _choice(self.choice))
+
+    @property
+    def form(self) -> str:
+        """The name of the field that is given."""
+        return next(name for name in _FORMS if getattr(self, name) not in (None, False))
+
+    @property
+    def text(self) -> str:
+        """The field that is given, as a text."""
+        value = getattr(self, self.form)
+        return value if isinstance(value, str) else json.dumps(value)
+
+
+def structured_outputs(value: Any) -> StructuredOutputsParams:
+    """Return `value` as StructuredOutputsParams, which may be a dictionary of its fields.
+
+    Raises:
+        InvalidRequestError: it is neither, or a field is invalid.
+    """
+    if isinstance(value, StructuredOutputsParams):
+        return value
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise InvalidRequestError(
+            "structured_outputs must be StructuredOutputsParams or a dictionary such as "
+            f'{{"json": {{...}}}}, got {shown(value)}'
+        )
+    return StructuredOutputsParams(**value)
+
+
+def _schema_text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    rule = "structured_outputs.json must be a JSON schema, as a text or a dictionary"
+    if not isinstance(value, Mapping):
+        raise InvalidRequestError(f"{rule}, got {shown(value)}")
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        reason = str(error)[:_LONGEST_SHOWN]
+        raise InvalidRequestError(f"{rule}: {reason}, got {shown(value)}") from error
+
+
+def _choice(value: Any) -> tuple[str, ...]:
+    rule = "structured_outputs.choice must be a list of strings, not empty"
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence) or not value:
+        raise InvalidRequestError(f"{rule}, got {shown(value)}")
+    for item in value:
+        if not isinstance(item, str) or not item:
+            raise InvalidRequestError(f"{rule}: each has a character at least, got {shown(item)}")
+    return tuple(value)

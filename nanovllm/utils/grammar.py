@@ -1,0 +1,154 @@
+"""Grammars: what structured_outputs says, compiled by llguidance for the model's tokenizer.
+
+The only module that knows llguidance. Compiling is bounded in time and memory, and what was
+compiled is kept. Knows no request and no batch.
+"""
+
+import functools
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.errors import InvalidRequestError
+from nanovllm.structured_outputs import StructuredOutputsParams
+from nanovllm.validation import shown
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+_NUM_CACHED = 128
+"""Compiled grammars that are kept."""
+_MAX_CHARS = 1 << 17
+"""Longest text of a schema, an expression or a grammar."""
+_LIMITS = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 100_000,
+    "verbose_errors": False,
+}
+"""Fields of llguidance's LLParserLimits: some 100 ms of compiling, 20 ms of a mask, 100 MB."""
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer. Several threads may use it at the same time.
+
+    A pickled copy has the tokenizer's text, and an empty cache.
+
+    Args:
+        tokenizer_text: returns a tokenizer.json's text; called once, before the first grammar.
+        vocab_size: the width of the model's logits.
+        eos_token_ids: tokens that may follow a complete output.
+    """
+
+    def __init__(
+        self, tokenizer_text: Callable[[], str], vocab_size: int, eos_token_ids: frozenset[int]
+    ) -> None:
+        self.eos_token_ids = eos_token_ids
+        self._tokenizer_text = tokenizer_text
+        self._vocab_size = vocab_size
+        self._tokenizer: LLTokenizer | None = None
+        self._compiled: OrderedDict[tuple[str, str, bool], LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        text = functools.partial(str, self._tokenizer_text())
+        return GrammarCompiler, (text, self._vocab_size, self.eos_token_ids)
+
+    @property
+    def mask_bytes(self) -> int:
+        """Size of a mask: a bit for each token, from the lowest bit of the first byte."""
+        return -(-self._vocab_size // 32) * 4
+
+    def matcher(self, params: StructuredOutputsParams) -> "LLMatcher":
+        """Return a new matcher, which has consumed no token.
+
+        Raises:
+            InvalidRequestError: as for `compile`.
+        """
+        return self.compile(params).deep_copy()
+
+    def compile(self, params: StructuredOutputsParams) -> "LLMatcher":
+        """Compile a grammar, or find it compiled; return what `matcher` copies.
+
+        Raises:
+            InvalidRequestError: llguidance is not installed, or refuses the grammar.
+        """
+        key = (params.form, params.text, params.disable_any_whitespace)
+        with self._lock:
+            matcher = self._compiled.get(key)
+            if matcher is not None:
+                self._compiled.move_to_end(key)
+        if matcher is None:
+            matcher = self._compile(params)
+            with self._lock:
+                self._compiled[key] = matcher
+                while len(self._compiled) > _NUM_CACHED:
+                    self._compiled.popitem(last=False)
+        return matcher
+
+    def _compile(self, params: StructuredOutputsParams) -> "LLMatcher":
+        try:
+            from llguidance import LLMatcher, LLParserLimits
+        except ImportError:
+            raise InvalidRequestError(
+                "structured_outputs needs llguidance: pip install 'nanovllm[structured]'"
+            ) from None
+        if len(params.text) > _MAX_CHARS:
+            raise InvalidRequestError(
+                f"structured_outputs.{params.form} has {len(params.text)} characters; "
+                f"the limit is {_MAX_CHARS}: {shown(params.text)}"
+            )
+        try:
+            params.text.encode()
+            grammar = _llguidance_grammar(params)
+        except ValueError as error:
+            raise _refused(params, str(error)) from error
+        limits = LLParserLimits(**_LIMITS)
+        matcher = LLMatcher(self._make_tokenizer(), grammar, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise _refused(params, matcher.get_error())
+        return matcher
+
+    def _make_tokenizer(self) -> "LLTokenizer":
+        from llguidance import LLTokenizer
+
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = LLTokenizer(
+                    self._tokenizer_text(),
+                    n_vocab=self._vocab_size,
+                    eos_token=sorted(self.eos_token_ids) or None,
+                )
+            return self._tokenizer
+
+
+def _llguidance_grammar(params: StructuredOutputsParams) -> str:
+    """Return the grammar in llguidance's own form.
+
+    Raises:
+        ValueError: a schema is no JSON, or a grammar is in no known notation.
+    """
+    from llguidance import LLMatcher, grammar_from
+
+    if params.form in ("json", "json_object"):
+        schema = '{"type": "object"}' if params.form == "json_object" else params.text
+        options: Any = {"whitespace_flexible": not params.disable_any_whitespace}
+        return LLMatcher.grammar_from_json_schema(schema, defaults=options)
+    if params.form == "regex":
+        return LLMatcher.grammar_from_regex(params.text)
+    if params.form == "choice":
+        assert params.choice is not None
+        rules = " | ".join(json.dumps(item, ensure_ascii=False) for item in params.choice)
+        return LLMatcher.grammar_from_lark(f"start: {rules}")
+    return grammar_from("grammar", params.text)
+
+
+def _refused(params: StructuredOutputsParams, reason: str) -> InvalidRequestError:
+    reason = " ".join(reason.split())[:300]
+    return InvalidRequestError(
+        f"structured_outputs.{params.form} {shown(params.text)} cannot be used: {reason}"
+    )

@@ -1,0 +1,279 @@
+"""Masks of the tokens that grammars allow: for each table row a matcher, for each step its masks.
+
+A mask is a function of the output tokens before its position, and so are the tokens that a grammar
+forces. Computed on the host beside the forward pass. Knows no model and no sampling.
+"""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nanovllm.errors import InvalidRequestError
+from nanovllm.scheduler.messages import Admission, Row
+from nanovllm.utils.grammar import GrammarCompiler
+from nanovllm.worker.device_tables import DeviceTables
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+_FORCING_WORK = 4096
+"""Tokens that may be tokenized to find those that a grammar forces behind one sampled token."""
+
+
+class GrammarRow:
+    """The grammar of one table row, and the output tokens that it has seen.
+
+    Args:
+        token_ids: the output so far.
+        forces: whether `forced` may return tokens.
+    """
+
+    def __init__(self, compiler: GrammarCompiler, admission: Admission, *, forces: bool) -> None:
+        assert admission.params.structured_outputs is not None
+        self.forces = forces
+        self.num_prompt_tokens = admission.num_prompt_tokens
+        self._compiler = compiler
+        self._params: Any = admission.params.structured_outputs
+        self._end_tokens = compiler.eos_token_ids | admission.stop_token_ids
+        self._tokens = admission.token_ids[admission.num_prompt_tokens :]
+        self._matcher: LLMatcher | None = None
+        self._num_read = 0  # of `_tokens`, by the matcher
+        self._num_consumed = 0  # the same without end tokens, which a matcher does not consume
+        self._has_ended = False
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Tokens of the sequence whose values the row has: the prompt and its output."""
+        return self.num_prompt_tokens + len(self._tokens)
+
+    def write_masks(self, known: list[int], drafts: list[int], masks: torch.Tensor) -> str | None:
+        """Write the mask of the next token, and of the one behind each draft.
+
+        Behind a draft that the grammar does not allow, nothing is written.
+
+        Args:
+            known: the output tokens since `num_known_tokens`.
+            masks: [1 + len(drafts), mask_bytes] uint8, on the host.
+
+        Returns:
+            Why there is no mask of the next token; None if there is one.
+        """
+        self._tokens += known
+        try:
+            matcher = self._read_tokens()
+            self._write_mask(matcher, masks[0])
+        except InvalidRequestError as error:
+            return str(error)
+        if drafts:
+            self._write_draft_masks(matcher, drafts, masks[1:])
+        return None
+
+    def forced(self, tokens: list[int]) -> list[int]:
+        """Return the tokens that must follow the output and its next `tokens`; read them all.
+
+        They are those that the masks allow alone, so it changes no token how many are returned.
+        """
+        self._tokens += tokens
+        found: list[int] = []
+        if not self.forces:
+            return found
+        try:
+            matcher = self._read_tokens()
+        except InvalidRequestError:  # `write_masks` says so
+            return found
+        work = 0
+        while work < _FORCING_WORK and not (self._has_ended or matcher.is_stopped()):
+            following = matcher.compute_ff_tokens()
+            if not following or not self._consume(matcher, following[0]):
+                break
+            found.append(following[0])
+            work += len(following)
+        if matcher.is_stopped() and not self._has_ended and len(self._end_tokens) == 1:
+            self._has_ended = True
+            found += self._end_tokens
+        self._tokens += found
+        self._num_read += len(found)
+        return found
+
+    def _read_tokens(self) -> "LLMatcher":
+        """Return the matcher behind all known tokens."""
+        if self._matcher is None:
+            self._matcher = self._compiler.matcher(self._params)
+            self._num_read = self._num_consumed = 0
+            self._has_ended = False
+        for token in self._tokens[self._num_read :]:
+            if not self._consume(self._matcher, token):
+                raise self._failed(self._matcher)
+            self._num_read += 1
+        return self._matcher
+
+    def _consume(self, matcher: "LLMatcher", token: int) -> bool:
+        """Go behind `token`; return whether the grammar allows it."""
+        if self._has_ended or token in self._end_tokens:
+            self._has_ended = True
+            return True
+        # A stopped matcher that gets a token is broken from then on.
+        if matcher.is_stopped() or matcher.try_consume_tokens([token]) != 1:
+            return False
+        self._num_consumed += 1
+        return True
+
+    def _write_mask(self, matcher: "LLMatcher", mask: torch.Tensor) -> None:
+        if not (self._has_ended or matcher.is_stopped()):
+            matcher.unsafe_compute_mask_ptr(mask.data_ptr(), mask.numel())
+            if matcher.is_error():
+                raise self._failed(matcher)
+            if not matcher.is_accepting():
+                return
+        else:
+            if matcher.is_error():
+                raise self._failed(matcher)
+            mask.zero_()
+        for token in self._end_tokens:
+            mask[token // 8] |= 1 << token % 8
+
+    def _write_draft_masks(
+        self, matcher: "LLMatcher", drafts: list[int], masks: torch.Tensor
+    ) -> None:
+        """Write the masks behind `drafts`, then go back."""
+        before, had_ended = self._num_consumed, self._has_ended
+        try:
+            for draft, mask in zip(drafts, masks, strict=True):
+                if not self._consume(matcher, draft):
+                    break
+                self._write_mask(matcher, mask)
+            matcher.rollback(self._num_consumed - before)
+        except InvalidRequestError:
+            pass  # behind a wrong draft it does not count; behind a right one it comes again
+        self._num_consumed, self._has_ended = before, had_ended
+        if matcher.is_error():  # for ever: make another one
+            self._matcher = None
+
+    def _failed(self, matcher: "LLMatcher") -> InvalidRequestError:
+        self._matcher = None
+        reason = matcher.get_error() or "it does not allow what was generated"
+        reason = " ".join(reason.split())[:300]
+        return InvalidRequestError(
+            f"the grammar of structured_outputs failed after {self._num_consumed} tokens: {reason}"
+        )
+
+
+class StepMasks:
+    """The masks of a step's samples that have a grammar.
+
+    Args:
+        rows: of those samples: the grammar, the step's row, and its first sample's index.
+    """
+
+    def __init__(
+        self,
+        tables: DeviceTables,
+        rows: list[tuple[GrammarRow, Row, int]],
+        mask_bytes: int,
+        thread: ThreadPoolExecutor,
+    ) -> None:
+        self.errors: dict[int, str] = {}
+        """By sample: why it has no mask."""
+        self.forcing = {row.seq_id: grammar for grammar, row, _ in rows if grammar.forces}
+        """By sequence id: grammars that may force tokens behind those that this step gives."""
+        self._tables = tables
+        self._rows = rows
+        self._samples = [
+            first + index for _, row, first in rows for index in range(1 + row.num_draft_tokens)
+        ]
+        on_cuda = tables.device.type == "cuda"
+        size = (len(self._samples), mask_bytes)
+        self._masks = torch.full(size, 255, dtype=torch.uint8, pin_memory=on_cuda)
+        self._read, self._copied = self._unread_tokens()
+        # On a CPU this process computes the forward pass itself; on CUDA it only launches it.
+        self._written: Future[None] | None = None if on_cuda else thread.submit(self._write)
+
+    def apply(self, logits: torch.Tensor) -> None:
+        """Set the logits [S, vocab_size] of the tokens that no grammar allows to -inf."""
+        if self._written is not None:
+            self._written.result()
+        else:
+            self._write()
+        masks = self._masks.to(logits.device, non_blocking=True)
+        bits = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8)
+        if masks.is_cuda:
+            bits = bits.pin_memory().to(masks.device, non_blocking=True)
+        forbidden = (masks[:, :, None] & bits).flatten(1)[:, : logits.shape[1]] == 0
+        if len(self._samples) == len(logits):
+            logits.masked_fill_(forbidden, -torch.inf)
+            return
+        samples = self._tables.upload(self._samples)
+        logits[samples] = logits[samples].masked_fill(forbidden, -torch.inf)
+
+    def _unread_tokens(self) -> tuple[torch.Tensor, Any]:
+        """Return the tokens and drafts that the grammars have not read, and when they are here."""
+        table_indices: list[int] = []
+        positions: list[int] = []
+        for grammar, row, _ in self._rows:
+            unread = range(grammar.num_known_tokens, row.end)
+            table_indices += [row.table_idx] * len(unread)
+            positions += unread
+        if not positions:
+            return torch.empty(0, dtype=torch.int32), None
+        cells = self._tables.upload(table_indices + positions).view(2, len(positions))
+        found = self._tables.token_ids[cells[0], cells[1]]
+        if not found.is_cuda:
+            return found, None
+        host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+        host.copy_(found, non_blocking=True)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record()
+        return host, copied
+
+    def _write(self) -> None:
+        if self._copied is not None:
+            self._copied.synchronize()
+        read, tokens = 0, self._read.tolist()
+        mask = 0
+        for grammar, row, first in self._rows:
+            middle = read + row.num_known_tokens - grammar.num_known_tokens
+            end = middle + row.num_draft_tokens
+            masks = self._masks[mask : mask + 1 + row.num_draft_tokens]
+            error = grammar.write_masks(tokens[read:middle], tokens[middle:end], masks)
+            if error is not None:
+                self.errors[first] = error
+            read, mask = end, mask + len(masks)
+
+
+class GrammarMasks:
+    """The grammars of a rank's table rows: none if the rank does not sample."""
+
+    def __init__(self) -> None:
+        self.compiler: GrammarCompiler | None = None
+        """Set before the first request with a grammar, on a rank that samples."""
+        self._rows: dict[int, GrammarRow] = {}  # by table index
+        self._thread = ThreadPoolExecutor(1, "nanovllm-grammar")
+
+    def admit(self, admissions: list[Admission]) -> None:
+        """Forget the rows that are given to others, and begin those with a grammar."""
+        for new in admissions:
+            self._rows.pop(new.table_idx, None)
+            if new.params.structured_outputs is not None and self.compiler is not None:
+                forces = new.params.forces_tokens
+                self._rows[new.table_idx] = GrammarRow(self.compiler, new, forces=forces)
+
+    def begin(self, tables: DeviceTables, rows: list[Row]) -> StepMasks | None:
+        """Begin to compute the masks of a step; None if no row that samples has a grammar.
+
+        The tables hold the step's drafts already.
+        """
+        if not self._rows:
+            return None
+        found: list[tuple[GrammarRow, Row, int]] = []
+        first = 0
+        for row in rows:
+            if row.samples:
+                grammar = self._rows.get(row.table_idx)
+                if grammar is not None:
+                    found.append((grammar, row, first))
+                first += 1 + row.num_draft_tokens
+        if not found:
+            return None
+        assert self.compiler is not None
+        return StepMasks(tables, found, self.compiler.mask_bytes, self._thread)
