@@ -84,9 +84,9 @@ class Client:
         if self.lag < LATE_SECONDS and self.busy < BUSY:
             return None
         return (
-            f"the client was too slow: its event loop was late by {1000 * self.lag:.0f} ms (p99), "
-            f"and it took {self.busy:.0%} of a core; the times are too long by about that. Use "
-            "more cores, another machine, or less load"
+            f"the client was late: its event loop by {1000 * self.lag:.0f} ms (p99), with "
+            f"{self.busy:.0%} of a core; the times may be too long by as much. Give it a core of "
+            "its own, or another machine"
         )
 
 

@@ -94,8 +94,10 @@ def test_report_adds_up() -> None:
 
 def test_a_slow_client_says_so() -> None:
     assert QUICK.warning is None
-    assert "late by 50 ms (p99), and it took 10% of a core" in str(Client(0.05, 0.1).warning)
-    assert "took 99% of a core" in str(Client(0.0, 0.99).warning)
+    assert "late: its event loop by 50 ms (p99), with 10% of a core" in str(
+        Client(0.05, 0.1).warning
+    )
+    assert "with 99% of a core" in str(Client(0.0, 0.99).warning)
 
 
 def test_a_load_without_answers_has_a_report() -> None:
