@@ -182,7 +182,7 @@ def test_missing_model_is_one_line_and_status_2(run: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "COMMAND is missing: generate, chat or serve"),
+        ([], "COMMAND is missing: generate, chat, serve or bench serve"),
         (["server"], "invalid choice: 'server'"),
         (["generate", "--max-token", "9"], "no flag --max-token; did you mean '--max-tokens'?"),
         (["generate", "m", "p", "--temprature", "1"], "did you mean '--temperature'?"),
