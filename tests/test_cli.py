@@ -182,8 +182,8 @@ def test_missing_model_is_one_line_and_status_2(run: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "COMMAND is missing: generate or chat"),
-        (["serve"], "invalid choice: 'serve'"),
+        ([], "COMMAND is missing: generate, chat, serve or bench serve"),
+        (["server"], "invalid choice: 'server'"),
         (["generate", "--max-token", "9"], "no flag --max-token; did you mean '--max-tokens'?"),
         (["generate", "m", "p", "--temprature", "1"], "did you mean '--temperature'?"),
         (["generate", "m", "--temprature=1", "p"], "did you mean '--temperature'?"),

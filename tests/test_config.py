@@ -84,6 +84,7 @@ def test_every_field_can_be_given():
             "prompt_lookup_max": 5,
             "prompt_lookup_min": 1,
         },
+        "trace": "/trace.json",
         "seed": 5,
     }
     assert options.keys() == {field.name for field in dataclasses.fields(Config)}

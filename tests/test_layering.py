@@ -29,7 +29,22 @@ VALUES = (
     "structured_outputs",
     "outputs",
 )
-FRONT = ("llm", "async_llm", "unsupported", "cli", "chat", "flags", "terminal")
+FRONT = (
+    "llm",
+    "async_llm",
+    "unsupported",
+    "cli",
+    "chat",
+    "flags",
+    "terminal",
+    "bench_serve",
+    "load_plan",
+    "load_plot",
+    "load_report",
+    "sse_client",
+    "sse_response",
+    "svg",
+)
 FOLDERS = {
     "values": Folder("", torch=False),
     "demo_model": Folder("", torch=False),
@@ -41,7 +56,8 @@ FOLDERS = {
     "models": Folder("utils kernels attention layers", torch=True),
     "worker": Folder("utils kernels attention layers models scheduler.messages", torch=True),
     "engine": Folder("scheduler worker.executor utils.hub utils.gguf utils.grammar", torch=False),
-    "front": Folder("engine demo_model", torch=False),
+    "front": Folder("engine demo_model server", torch=False),
+    "server": Folder("engine async_llm flags terminal demo_model", torch=False),
 }
 MAX_FILE_LINES = 350
 MAX_PYTHON_LINES = 60

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.template_process import TemplateError, TemplateProcess
+from nanovllm.engine.tool_messages import knows_tools, plain_calls, with_tools_as_text
 from nanovllm.errors import InvalidRequestError
 from nanovllm.validation import shown
 
@@ -123,6 +124,8 @@ def render(
         template: Any = tokenizer.get_chat_template(chat_template, tools=variables["tools"])
         if not isinstance(template, str):
             raise TemplateError(f"a template is a string, got {shown(template)}")
+        if not knows_tools(template):
+            conversation = with_tools_as_text(conversation, variables["tools"])
         variables = {**tokenizer.special_tokens_map, **variables, "messages": conversation}
         text = process.render(template, variables)
     except (TemplateError, TypeError, ValueError, RecursionError) as error:
@@ -149,6 +152,8 @@ def _message(name: str, given: Any) -> dict[str, Any]:
         )
     if "reasoning" in message:  # its newer name; templates read the older one
         message.setdefault("reasoning_content", message["reasoning"])
+    if "tool_calls" in message:
+        message["tool_calls"] = plain_calls(message["tool_calls"])
     content = message.get("content", "")
     if isinstance(content, list | tuple):  # one line for each part, as vLLM joins them
         message["content"] = "\n".join(_text(name, part) for part in content)

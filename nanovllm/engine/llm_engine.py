@@ -18,6 +18,7 @@ from nanovllm.engine.metrics import read_metrics
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.request import Request
 from nanovllm.engine.tokenizer import check_same_vocabulary, grammar_compiler, load_tokenizer
+from nanovllm.engine.trace import Trace
 from nanovllm.errors import EngineDeadError, InvalidRequestError
 from nanovllm.outputs import Metric, RequestOutput, Vector
 from nanovllm.sampling_params import SamplingParams
@@ -53,12 +54,13 @@ class LLMEngine:
             spec = config.speculation.for_network(draft.config)
             config = dataclasses.replace(config, speculative_config=spec)
         self.config = config
+        self.trace = Trace(config.trace)
         self.executor = make_executor(config, checkpoint, draft)
         tokenizer = load_tokenizer(checkpoint)
         if tokenizer is not None and draft is not None:
             check_same_vocabulary(tokenizer, draft)
         self._pid = os.getpid()
-        self._finalizer = weakref.finalize(self, _shut_down, self.executor, self._pid)
+        self._finalizer = weakref.finalize(self, _shut_down, self.executor, self.trace, self._pid)
         self.cache_info = self.executor.start()
         eos_token_ids, vocab_size = checkpoint.eos_token_ids, self.cache_info.vocab_size
         grammars = grammar_compiler(tokenizer, eos_token_ids, vocab_size)
@@ -158,6 +160,7 @@ class LLMEngine:
             request.request_id = request_id
         request.deliver = deliver
         self.output_processor.add_request(request)
+        self.trace.add_request(request)
         # The others follow once the first has computed the prompt: they find its blocks cached.
         self.scheduler.add(request.unqueued.pop(0))
 
@@ -175,10 +178,12 @@ class LLMEngine:
                 again.
         """
         self.check_process()
+        self.trace.begin_step()
         start = time.perf_counter()
         launched = self._launch_step()
         if self._in_flight and (not launched or len(self._in_flight) > self._queue_depth):
             self._process_oldest_step(start)
+        self.trace.end_step(self.scheduler)
 
     def abort(self, request_id: int | str) -> RequestOutput | None:
         """End a request and return its output that was not sent yet; None if it is not running.
@@ -191,6 +196,7 @@ class LLMEngine:
         self._queue_remaining(request)
         for seq in request.sequences:
             self.scheduler.abort(seq.seq_id)
+            self.trace.end(seq)
         output = self.output_processor.make_output(request)
         if output is not None and request.deliver is not None:
             request.deliver(output)
@@ -252,7 +258,9 @@ class LLMEngine:
                     return False
                 # Before execute(), which computes the whole step if it runs in this process.
                 self._set_first_scheduled_times(schedule)
+                self.trace.scheduled(schedule, self.scheduler)
             self._in_flight.append((schedule, self.executor.execute(schedule)))
+            self.trace.launched(schedule)
         except BaseException:
             if schedule is not None:
                 with DelayedInterrupt():
@@ -277,6 +285,7 @@ class LLMEngine:
         schedule, future = self._in_flight[0]
         try:
             result = future.result()
+            self.trace.waited(result)
             with DelayedInterrupt():
                 self._in_flight.popleft()
                 self._process_result(schedule, result)
@@ -303,6 +312,8 @@ class LLMEngine:
                 logger.warning("request %s ended: %s", request.request_id, seq.stop_reason)
             if stop_string is not None:
                 self.scheduler.finish(seq.seq_id, "stop", stop_string)
+            if seq.is_finished:
+                self.trace.end(seq)
             self._queue_remaining(request)
             if request.stream or seq.is_finished:
                 updated[request.request_id] = request
@@ -317,7 +328,8 @@ class LLMEngine:
             self.scheduler.add(request.unqueued.pop(0))
 
 
-def _shut_down(executor: Executor, pid: int) -> None:
-    """End the workers, unless this process was forked: they are its parent's."""
+def _shut_down(executor: Executor, trace: Trace, pid: int) -> None:
+    """End the workers and the trace, unless this process was forked: they are its parent's."""
     if os.getpid() == pid:
         executor.shutdown()
+        trace.close()

@@ -1,0 +1,109 @@
+"""Tools in conversations: earlier calls as chat templates expect them, and as text for templates
+that know no tools.
+
+Knows no requests and no token ids.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence as Seq
+from typing import Any
+
+_INSTRUCTIONS = """\
+# Tools
+
+You may call functions to help with the user's request. The functions are within <tools></tools>:
+<tools>
+{tools}
+</tools>
+
+For each call, write a JSON object with the function's name and arguments within \
+<tool_call></tool_call>:
+<tool_call>
+{{"name": <function-name>, "arguments": <arguments-object>}}
+</tool_call>"""
+
+
+def plain_calls(calls: Any) -> Any:
+    """Return the calls of a message with their arguments as dictionaries, as templates expect.
+
+    OpenAI's clients send the arguments as the text that the model wrote. A text that is no JSON
+    object stays a text.
+    """
+    if not isinstance(calls, list | tuple):
+        return calls
+    return [_plain_call(_fields(call)) for call in calls]
+
+
+def knows_tools(template: str) -> bool:
+    """Whether a chat template shows tools, or calls of them, to the model."""
+    return re.search(r"\b(tools|tool_calls)\b", template) is not None
+
+
+def with_tools_as_text(
+    conversation: Seq[Mapping[str, Any]], tools: Seq[Any] | None
+) -> list[dict[str, Any]]:
+    """Return a conversation for a template that knows no tools.
+
+    The tools go into the system message, calls into the text of their message, and results into a
+    message of the user, in the words of the Hermes models.
+    """
+    plain: list[dict[str, Any]] = []
+    was_result = False
+    for message in conversation:
+        is_result = message["role"] == "tool"
+        if is_result:
+            text = f"<tool_response>\n{message.get('content', '')}\n</tool_response>"
+            if was_result:
+                plain[-1]["content"] += f"\n{text}"
+            else:
+                plain.append({"role": "user", "content": text})
+        else:
+            plain.append(_with_calls_as_text(message))
+        was_result = is_result
+    if tools:
+        text = _INSTRUCTIONS.format(tools="\n".join(_json(_fields(tool)) for tool in tools))
+        if plain[0]["role"] == "system":
+            plain[0]["content"] = f"{plain[0].get('content', '')}\n\n{text}".lstrip()
+        else:
+            plain.insert(0, {"role": "system", "content": text})
+    return plain
+
+
+def _with_calls_as_text(message: Mapping[str, Any]) -> dict[str, Any]:
+    if not message.get("tool_calls"):
+        return dict(message)
+    plain = {key: value for key, value in message.items() if key != "tool_calls"}
+    blocks = [plain.get("content", "")]
+    for call in message["tool_calls"]:
+        function = call["function"] if isinstance(call, Mapping) and "function" in call else call
+        blocks.append(f"<tool_call>\n{_json(function)}\n</tool_call>")
+    plain["content"] = "\n".join(block for block in blocks if block)
+    return plain
+
+
+def _plain_call(call: Any) -> Any:
+    if not isinstance(call, Mapping) or "function" not in call:
+        return call
+    function = _fields(call["function"])
+    if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
+        function = {**function, "arguments": _plain_arguments(function["arguments"])}
+    return {**call, "function": function}
+
+
+def _plain_arguments(text: str) -> Any:
+    try:
+        value = json.loads(text) if text.strip() else {}
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def _fields(given: Any) -> Any:
+    """Return a pydantic object as a dictionary."""
+    is_model = hasattr(given, "model_dump") and not isinstance(given, Mapping)
+    return given.model_dump() if is_model else given
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=_fields)

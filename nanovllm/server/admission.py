@@ -1,0 +1,116 @@
+"""The bounded queue: counts the sequences in the server and refuses what is too much.
+
+Knows no engine and no HTTP connection: it is told how many sequences run.
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from nanovllm.server.errors import APIError
+
+_WINDOW_SECONDS = 30.0
+_MAX_RETRY_SECONDS = 60
+
+
+class Endable(Protocol):
+    """A request that can be ended early."""
+
+    def end(self, error: APIError) -> None:
+        """End the request; its client gets the error."""
+
+
+class Admission:
+    """Admits requests while there is room.
+
+    Args:
+        max_waiting: most sequences beside those that run.
+        num_running: returns how many sequences run in the engine now.
+    """
+
+    def __init__(self, max_waiting: int, num_running: Callable[[], int]) -> None:
+        self._max_waiting = max_waiting
+        self._num_running = num_running
+        self._active: dict[Endable, int] = {}  # sequences of each request in the server
+        self._num_active = 0
+        self._ended: deque[tuple[float, int]] = deque()  # time and sequences of recent ends
+        self.is_draining = False
+
+    @property
+    def num_active(self) -> int:
+        """How many sequences are in the server, waiting or running."""
+        return self._num_active
+
+    @property
+    def num_waiting(self) -> int:
+        """How many sequences do not run yet."""
+        return max(0, self._num_active - self._num_running())
+
+    @contextmanager
+    def admit(self, request: Endable, num_sequences: int) -> Iterator[None]:
+        """Count a request's sequences while it is in the server.
+
+        Raises:
+            APIError: status 503, the server is shutting down or its queue is full; status 400, the
+                request has more sequences than the queue holds.
+        """
+        if self.is_draining:
+            raise shutting_down()
+        if num_sequences > self._max_waiting:
+            raise APIError(
+                400,
+                f"the request asks for {num_sequences} answers (n times the prompts) and the queue "
+                f"holds {self._max_waiting}: send fewer at once",
+                param="n",
+            )
+        if self.num_waiting + num_sequences > self._max_waiting:
+            raise APIError(
+                503,
+                f"the queue is full: {self.num_waiting} sequences wait, max_waiting is "
+                f"{self._max_waiting}; try again later",
+                type="overloaded_error",
+                code="queue_full",
+                headers={"Retry-After": str(self._retry_seconds())},
+            )
+        self._active[request] = num_sequences
+        self._num_active += num_sequences
+        try:
+            yield
+        finally:
+            del self._active[request]
+            self._num_active -= num_sequences
+            self._ended.append((time.monotonic(), num_sequences))
+            self._forget_old()
+
+    def end_all(self, error: APIError) -> None:
+        """End every request; each client gets the error."""
+        for request in list(self._active):
+            request.end(error)
+
+    def _retry_seconds(self) -> int:
+        """Return after how many whole seconds half of the queue will have ended, as of late."""
+        self._forget_old()
+        if not self._ended:
+            return 1
+        seconds = max(1.0, time.monotonic() - self._ended[0][0])
+        rate = sum(count for _, count in self._ended) / seconds
+        return max(1, min(_MAX_RETRY_SECONDS, math.ceil(self.num_waiting / 2 / rate)))
+
+    def _forget_old(self) -> None:
+        oldest = time.monotonic() - _WINDOW_SECONDS
+        while self._ended and self._ended[0][0] < oldest:
+            self._ended.popleft()
+
+
+def shutting_down() -> APIError:
+    """Return the error of a server that ends."""
+    return APIError(
+        503,
+        "the server is shutting down",
+        type="server_error",
+        code="shutting_down",
+        headers={"Retry-After": "1", "Connection": "close"},
+    )

@@ -1,0 +1,273 @@
+"""From a model's text to the parts of an answer: text, reasoning and tool calls.
+
+Pure text: knows no requests, no tokens but the ids of tags, and no server.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+
+from nanovllm.errors import ConfigError, InvalidRequestError
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.server.answer_parser import AnswerParser
+from nanovllm.server.parts import (
+    Part,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallStart,
+)
+from nanovllm.server.reasoning import (
+    REASONING_FORMATS,
+    ReasoningFormat,
+    ReasoningParser,
+    find_reasoning_format,
+)
+from nanovllm.server.tool_formats import (
+    SPACING,
+    TOOL_FORMATS,
+    Function,
+    ToolFormat,
+    find_tool_format,
+    quoted,
+    tag_literal,
+)
+from nanovllm.structured_outputs import StructuredOutputsParams, structured_outputs
+from nanovllm.validation import shown
+
+__all__ = [
+    "AnswerFormat",
+    "AnswerParser",
+    "NamedTool",
+    "Part",
+    "ReasoningDelta",
+    "TextDelta",
+    "ToolCallArguments",
+    "ToolCallStart",
+    "ToolChoice",
+    "find_answer_format",
+]
+
+T = TypeVar("T")
+
+_ONLY_CALLS = "start: calls\n"
+
+
+class NamedTool(NamedTuple):
+    """The tool that an answer must call."""
+
+    name: str
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+"""Whether an answer may or must call tools."""
+
+
+class AddedToken(Protocol):
+    """A token with a text of its own, as transformers has it."""
+
+    @property
+    def content(self) -> str: ...
+    @property
+    def special(self) -> bool: ...
+
+
+class AnswerFormat:
+    """How a model marks reasoning and tool calls in its text. One per model.
+
+    Args:
+        reasoning: tags of the reasoning; None if it is not split off.
+        tools: how calls are written; None if they are not looked for.
+        added_tokens: the tokenizer's added tokens by id.
+        may_reason: whether the model opens the reasoning itself, where the prompt does not.
+    """
+
+    def __init__(
+        self,
+        reasoning: ReasoningFormat | None,
+        tools: ToolFormat | None,
+        added_tokens: Mapping[int, AddedToken],
+        *,
+        may_reason: bool,
+    ) -> None:
+        self._reasoning = reasoning
+        self._tools = tools
+        # llguidance takes some added tokens for special ones, which no text matches.
+        self._tag_ids = {token.content: i for i, token in added_tokens.items()}
+        self._special = [token.content for token in added_tokens.values() if token.special]
+        self._may_reason = may_reason
+        tags = {*(reasoning or ()), *(tools.tags if tools is not None else ())}
+        self.needs_special_tokens = not tags.isdisjoint(self._special)
+        """Whether tags are special tokens. Then requests run with skip_special_tokens=False, and
+        the parser drops the special tokens' text."""
+
+    def starts_in_reasoning(self, prompt: str) -> bool:
+        """Whether a rendered prompt ends with the tag that opens the reasoning."""
+        return self._reasoning is not None and prompt.rstrip().endswith(self._reasoning.opening)
+
+    def parser(self, *, has_tools: bool, starts_in_reasoning: bool) -> "AnswerParser":
+        """Return a parser for one answer.
+
+        Args:
+            has_tools: whether to look for tool calls. Names are not compared with the tools': a
+                call of a tool that does not exist is a call, as in vLLM.
+        """
+        reasoning = tools = None
+        if self._reasoning is not None:
+            reasoning = ReasoningParser(self._reasoning, started=starts_in_reasoning)
+        if self._tools is not None and has_tools:
+            tools = self._tools.parser()
+        return AnswerParser(reasoning, tools, self._special if self.needs_special_tokens else ())
+
+    def params(
+        self,
+        params: SamplingParams,
+        prompt: str,
+        tools: Sequence[Function],
+        tool_choice: ToolChoice,
+        *,
+        parallel_tool_calls: bool = True,
+    ) -> SamplingParams:
+        """Return the parameters with which a request runs.
+
+        What the answer must be, calls or a form of the text, comes after the reasoning.
+
+        Args:
+            prompt: the rendered conversation.
+
+        Raises:
+            InvalidRequestError: as for `tool_grammar`; or the form cannot come after reasoning.
+        """
+        form = self.tool_grammar(
+            tools, tool_choice, parallel_tool_calls=parallel_tool_calls, prompt=prompt
+        )
+        changes: dict[str, Any] = {}
+        if form is None and params.structured_outputs is not None:
+            form = self._behind_reasoning(structured_outputs(params.structured_outputs), prompt)
+        if form is not None:
+            changes["structured_outputs"] = form
+        if self.needs_special_tokens:
+            changes["skip_special_tokens"] = False
+        return params.clone(**changes) if changes else params
+
+    def tool_grammar(
+        self,
+        tools: Sequence[Function],
+        tool_choice: ToolChoice,
+        *,
+        parallel_tool_calls: bool = True,
+        prompt: str = "",
+    ) -> StructuredOutputsParams | None:
+        """Return what makes an answer call tools; None where it need not.
+
+        "required" makes one call or more, a named tool exactly one. Arguments fit the schema of
+        their tool; properties that it does not declare come only with "additionalProperties". A
+        model that reasons may do so before.
+
+        Args:
+            parallel_tool_calls: False allows one call only.
+
+        Raises:
+            InvalidRequestError: there is no such tool, or the model's format is not known.
+        """
+        if tool_choice in ("none", "auto"):
+            return None
+        if self._tools is None:
+            raise InvalidRequestError(
+                f"tool_choice={shown(tool_choice)} needs a known format of tool calls: start the "
+                f"server with tool_call_parser set to one of {', '.join(TOOL_FORMATS)}"
+            )
+        if isinstance(tool_choice, NamedTool):
+            tools = [tool for tool in tools if tool.name == tool_choice.name][:1]
+            parallel_tool_calls = False
+        if not tools:
+            name = f" named {shown(tool_choice.name)}" if isinstance(tool_choice, NamedTool) else ""
+            raise InvalidRequestError(f"tool_choice needs a tool{name}, but tools has none")
+        rules = self._tools.grammar(tools, several=parallel_tool_calls, tag_ids=self._tag_ids)
+        return StructuredOutputsParams(grammar=self._start(prompt) + rules)
+
+    def _behind_reasoning(
+        self, form: StructuredOutputsParams, prompt: str
+    ) -> StructuredOutputsParams:
+        """Return a form whose text may follow reasoning, or must if the prompt opens it."""
+        start = self._start(prompt)
+        if start == _ONLY_CALLS:
+            return form
+        if form.form in ("json", "json_object"):
+            try:
+                schema = json.loads(form.text) if form.form == "json" else {"type": "object"}
+            except ValueError:
+                return form  # it is refused where it is compiled
+            if isinstance(schema, dict):
+                schema = {"x-guidance": SPACING, **schema}
+            rule = f"%json {json.dumps(schema)}"
+        elif form.choice is not None:
+            rule = " | ".join(map(quoted, form.choice))
+        elif form.regex is not None:
+            rule = "/{}/".format(re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\/", form.regex))
+        else:
+            rules, num_starts = re.subn(r"(?m)^\s*start\s*:", "calls:", form.text)
+            if num_starts != 1:
+                raise InvalidRequestError(
+                    "structured_outputs.grammar must be in Lark's notation, with one rule named "
+                    "start, because this model reasons before it answers"
+                )
+            return StructuredOutputsParams(grammar=start + rules)
+        return StructuredOutputsParams(grammar=f"{start}calls: {rule}\n")
+
+    def _start(self, prompt: str) -> str:
+        """Return the rule `start` of a grammar: `calls`, with reasoning before."""
+        inside = self.starts_in_reasoning(prompt)
+        if self._reasoning is None or not (inside or self._may_reason):
+            return _ONLY_CALLS
+        opening, closing = (tag_literal(tag, self._tag_ids) for tag in self._reasoning)
+        if prompt.rstrip().endswith(self._reasoning.closing):
+            return _ONLY_CALLS
+        if self._reasoning.closing in self._tag_ids:
+            thought = f"thought: TEXT {closing} LINES?\n"
+        else:
+            thought = f"thought: text LINES?\ntext[suffix={closing}]: TEXT\n"
+        begin = "thought" if inside else f"({opening} thought)?"
+        return f"start: {begin} calls\nTEXT: /(?s:.*)/\nLINES: /\\n{{1,2}}/\n{thought}"
+
+
+def find_answer_format(
+    chat_template: str | None,
+    tool_call_parser: str,
+    reasoning_parser: str,
+    added_tokens: Mapping[int, AddedToken] | None = None,
+) -> AnswerFormat:
+    """Return the format that a chat template shows, or the named one.
+
+    Args:
+        tool_call_parser: "auto" for what the template shows, "none", or a name.
+        reasoning_parser: likewise.
+        added_tokens: the tokenizer's added tokens by id; some of them may be tags.
+
+    Raises:
+        ConfigError: a name is not known.
+    """
+    tools = find_tool_format(chat_template)
+    if tool_call_parser != "auto":
+        tools_type = _named("tool_call_parser", tool_call_parser, TOOL_FORMATS)
+        # A template that shows the newer form of a format knows better which it is.
+        if tools_type is None or not isinstance(tools, tools_type):
+            tools = None if tools_type is None else tools_type()
+    reasoning = find_reasoning_format(chat_template)
+    if reasoning_parser != "auto":
+        reasoning = _named("reasoning_parser", reasoning_parser, REASONING_FORMATS)
+    added_tokens = added_tokens or {}
+    # Templates of models that reason unasked take the reasoning of earlier turns out of the text.
+    shows = reasoning_parser != "auto" or re.search(
+        r"reasoning_content|split\(['\"](</think>|\[/THINK\])", chat_template or ""
+    )
+    has_tag = reasoning and any(t.content == reasoning.opening for t in added_tokens.values())
+    return AnswerFormat(reasoning, tools, added_tokens, may_reason=bool(shows and has_tag))
+
+
+def _named(field: str, name: str, known: Mapping[str, T]) -> T | None:
+    if name != "none" and name not in known:
+        names = ", ".join(("auto", "none", *known))
+        raise ConfigError(f"{field} must be one of {names}, got {shown(name)}")
+    return known.get(name)

@@ -1,0 +1,76 @@
+"""The app: routes, error handlers and middleware put together. Knows no sockets and no signals."""
+
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+
+from nanovllm import __version__
+from nanovllm.async_llm import AsyncLLM
+from nanovllm.server import chat, completions, health, metrics, models, responses, status, tokens
+from nanovllm.server.errors import add_error_handlers
+from nanovllm.server.middleware import GuardMiddleware
+from nanovllm.server.options import ServerOptions
+from nanovllm.server.request_log import RequestLog
+from nanovllm.server.state import make_state
+
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+
+
+def make_app(llm: AsyncLLM, options: ServerOptions) -> FastAPI:
+    """Return an app that answers with `llm`; `app.state.server` is its `ServerState`."""
+    # The pages at /docs load scripts from elsewhere, so there are none.
+    app = _App(
+        title="nanovllm",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.state.server = make_state(llm, options)
+    for module in (chat, completions, responses, models, tokens, health, metrics, status):
+        app.include_router(module.router)
+    add_error_handlers(app)
+    app.add_middleware(
+        GuardMiddleware, api_keys=options.api_keys, max_body_bytes=options.max_body_bytes
+    )
+    if options.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(options.cors_origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+        )
+    app.add_middleware(RequestLog, count=app.state.server.metrics.answered)
+    return app
+
+
+class _App(FastAPI):
+    def openapi(self) -> dict[str, Any]:
+        """Return the schema, in which every error has the same form."""
+        if self.openapi_schema is None:
+            schema = super().openapi()
+            schema["components"].setdefault("schemas", {})["Error"] = _ERROR
+            body = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+            for operations in schema["paths"].values():
+                for operation in operations.values():
+                    operation["responses"].pop("422", None)
+                    for status in ("4XX", "5XX"):
+                        operation["responses"][status] = {"description": "Error", "content": body}
+        assert self.openapi_schema is not None
+        return self.openapi_schema

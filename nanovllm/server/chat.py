@@ -1,0 +1,318 @@
+"""POST /v1/chat/completions: answers a conversation, with tool calls and reasoning split off.
+
+Knows no queue and no connection: `generation` does. Knows no format of tool calls: `answers` does.
+"""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence as Seq
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from nanovllm.engine.chat import RenderedChat
+from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.server import generation
+from nanovllm.server.answers import NamedTool, ToolChoice
+from nanovllm.server.errors import naming_params
+from nanovllm.server.json_route import JSONRoute
+from nanovllm.server.params import sampling_params, structured_names
+from nanovllm.server.parts import (
+    Part,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallStart,
+)
+from nanovllm.server.protocol.chat import (
+    AnswerMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatCompletion,
+    ChatRequest,
+    ChoiceLogprobs,
+    ChunkChoice,
+    ContentLogprob,
+    Delta,
+    FunctionCall,
+    FunctionCallDelta,
+    NamedToolChoice,
+    TokenLogprob,
+    ToolCall,
+    ToolCallDelta,
+)
+from nanovllm.server.protocol.common import Usage, usage
+from nanovllm.server.rendering import render
+from nanovllm.server.sse import json_response, sse
+from nanovllm.server.state import ServerState, state_of
+
+router = APIRouter(tags=["chat"], route_class=JSONRoute)
+
+
+@router.post("/v1/chat/completions", response_model=ChatCompletion)
+async def answer_chat(request: Request, body: ChatRequest) -> Response:
+    """Answer a conversation."""
+    server = state_of(request)
+    server.check_model(body.model)
+    renamed = {**structured_names(body), "logprobs": "top_logprobs"}
+    if body.max_completion_tokens is not None:
+        renamed["max_tokens"] = "max_completion_tokens"
+    with naming_params(ChatRequest.model_fields, "messages", renamed):
+        prompt = await asyncio.to_thread(_render, server, body)
+        params = _params(server, body, prompt)
+        answer = _Answer(server, body, prompt)
+        outputs = generation.run(
+            request,
+            prompt
+            if body.cache_salt is None
+            else {"prompt": prompt, "cache_salt": body.cache_salt},
+            params,
+            stream=bool(body.stream),
+            priority=body.priority or 0,
+            user=body.user,
+        )
+        if body.stream:
+            return sse(answer.chunks(await generation.started(outputs)))
+        return json_response(answer.whole(await anext(outputs)))
+
+
+def _render(server: ServerState, body: ChatRequest) -> RenderedChat:
+    variables = dict(body.chat_template_kwargs or {})
+    if body.documents is not None:
+        variables["documents"] = body.documents
+    if body.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", body.reasoning_effort)
+    return render(
+        server,
+        body.messages,
+        tools=None if body.tool_choice == "none" else body.tools,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        chat_template_kwargs=variables,
+        is_cut=body.truncate_prompt_tokens is not None,
+    )
+
+
+def _params(server: ServerState, body: ChatRequest, prompt: str) -> SamplingParams:
+    defaults = server.llm.get_default_sampling_params()
+    changes: dict[str, Any] = {}
+    if body.max_completion_tokens is not None:
+        changes["max_tokens"] = body.max_completion_tokens
+    # A sequence ends at max_model_len anyway: so this is what the context has room for.
+    recommended = server.llm.engine.generation_config.get("max_new_tokens")
+    params = sampling_params(
+        body,
+        defaults,
+        default_max_tokens=server.max_model_len if recommended is None else defaults.max_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        **changes,
+    )
+    tools = [tool.function for tool in body.tools or ()]
+    return server.answer_format.params(
+        params, prompt, tools, _tool_choice(body), parallel_tool_calls=_may_repeat(body)
+    )
+
+
+def _tool_choice(body: ChatRequest) -> ToolChoice:
+    if isinstance(body.tool_choice, NamedToolChoice):
+        return NamedTool(body.tool_choice.function.name)
+    return body.tool_choice or "auto"
+
+
+def _may_repeat(body: ChatRequest) -> bool:
+    """Whether an answer may have several tool calls."""
+    return body.parallel_tool_calls is not False
+
+
+class _Choice:
+    """One of n answers: its parser, and what it has said."""
+
+    def __init__(self, server: ServerState, body: ChatRequest, prompt: str) -> None:
+        answers = server.answer_format
+        self._parser = answers.parser(
+            has_tools=bool(body.tools) and body.tool_choice != "none",
+            starts_in_reasoning=answers.starts_in_reasoning(prompt),
+        )
+        self._with_reasoning = body.include_reasoning is not False
+        self._may_repeat = _may_repeat(body)
+        self.has_begun = False
+        self.has_calls = False
+
+    def parts(self, completion: CompletionOutput) -> list[Part]:
+        """Return the parts of what is new."""
+        parts = self._parser.feed(completion.text)
+        if completion.finish_reason is not None:
+            parts += self._parser.finish()
+        self.has_calls |= any(isinstance(part, ToolCallStart) for part in parts)
+        if not self._with_reasoning:
+            parts = [part for part in parts if not isinstance(part, ReasoningDelta)]
+        if not self._may_repeat:
+            parts = [part for part in parts if getattr(part, "index", 0) == 0]
+        return parts
+
+    def finish_reason(self, completion: CompletionOutput) -> str | None:
+        """Return why the answer ended."""
+        if completion.finish_reason == "stop" and self.has_calls:
+            return "tool_calls"
+        return completion.finish_reason
+
+
+class _Answer:
+    """Puts the outputs of one request into the protocol's form."""
+
+    def __init__(self, server: ServerState, body: ChatRequest, prompt: str) -> None:
+        self._body = body
+        self._choices = [_Choice(server, body, prompt) for _ in range(body.n or 1)]
+        self._head: dict[str, Any] = {
+            "id": f"chatcmpl-{body.request_id or uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": server.model_name,
+            "system_fingerprint": server.fingerprint,
+        }
+
+    def whole(self, output: RequestOutput) -> ChatCompletion:
+        """Return the whole answer."""
+        fields: dict[str, Any] = {}
+        if self._body.return_token_ids:
+            fields["prompt_token_ids"] = output.prompt_token_ids
+        if self._body.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = output.prompt_logprobs
+        num_output = sum(len(c.token_ids) for c in output.outputs)
+        return ChatCompletion(
+            object="chat.completion",
+            **self._head,
+            service_tier="default",
+            choices=[self._choice(completion) for completion in output.outputs],
+            usage=_usage(output, num_output),
+            **fields,
+        )
+
+    def _choice(self, completion: CompletionOutput) -> ChatChoice:
+        choice = self._choices[completion.index]
+        parts = choice.parts(completion)
+        message = _message(parts)
+        fields = {"token_ids": completion.token_ids} if self._body.return_token_ids else {}
+        return ChatChoice(
+            index=completion.index,
+            message=message,
+            logprobs=self._logprobs(completion),
+            finish_reason=choice.finish_reason(completion),
+            stop_reason=completion.stop_reason,
+            **fields,
+        )
+
+    async def chunks(
+        self, outputs: AsyncIterator[RequestOutput]
+    ) -> AsyncGenerator[ChatChunk | str, None]:
+        """Yield a chunk for what is new of each answer; the usage at the end if asked for."""
+        options, num_output = self._body.stream_options, 0
+        async for output in outputs:
+            for completion in output.outputs:
+                num_output += len(completion.token_ids)
+                for chunk_choice in self._chunk_choices(completion):
+                    chunk = self._chunk([chunk_choice])
+                    if options is not None and options.continuous_usage_stats:
+                        chunk.usage = _usage(output, num_output)
+                    if self._body.return_token_ids and chunk_choice.delta.role:
+                        chunk.prompt_token_ids = output.prompt_token_ids
+                    yield chunk
+        if options is not None and options.include_usage:
+            chunk = self._chunk([])
+            chunk.usage = _usage(output, num_output)
+            yield chunk
+
+    def _chunk(self, choices: list[ChunkChoice]) -> ChatChunk:
+        return ChatChunk(object="chat.completion.chunk", **self._head, choices=choices)
+
+    def _chunk_choices(self, completion: CompletionOutput) -> list[ChunkChoice]:
+        """Return what is new of an answer: the role first, then the parts, then the end."""
+        choice, index = self._choices[completion.index], completion.index
+        deltas = [_delta(part) for part in choice.parts(completion)]
+        if not choice.has_begun:
+            choice.has_begun = True
+            deltas.insert(0, Delta(role="assistant", content=""))
+        if completion.finish_reason is not None or (completion.logprobs and len(deltas) == 0):
+            deltas.append(Delta())
+        choices = [
+            ChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)
+            for delta in deltas
+        ]
+        if choices:
+            last = choices[-1]
+            last.logprobs = self._logprobs(completion) if completion.token_ids else None
+            last.finish_reason = choice.finish_reason(completion)
+            if completion.finish_reason is not None:
+                last.stop_reason = completion.stop_reason
+            if self._body.return_token_ids:
+                last.token_ids = completion.token_ids
+        return choices
+
+    def _logprobs(self, completion: CompletionOutput) -> ChoiceLogprobs | None:
+        if not self._body.logprobs:
+            return None
+        count = self._body.top_logprobs or 0
+        found = zip(completion.token_ids, completion.logprobs or [], strict=True)
+        return ChoiceLogprobs(
+            content=[self._token_logprobs(token, entries, count) for token, entries in found]
+        )
+
+    def _token_logprobs(
+        self, token: int, entries: Mapping[int, Logprob], count: int
+    ) -> ContentLogprob:
+        top = sorted(entries.items(), key=lambda item: item[1].rank)[:count]
+        return ContentLogprob(
+            **self._token_logprob(token, entries[token]),
+            top_logprobs=[TokenLogprob(**self._token_logprob(*item)) for item in top],
+        )
+
+    def _token_logprob(self, token: int, entry: Logprob) -> dict[str, Any]:
+        text = entry.decoded_token
+        if self._body.return_tokens_as_token_ids:
+            text = f"token_id:{token}"
+        return {"token": text, "logprob": entry.logprob, "bytes": list(text.encode())}
+
+
+def _usage(output: RequestOutput, num_output: int) -> Usage:
+    return usage(len(output.prompt_token_ids), num_output, output.num_cached_tokens)
+
+
+def _message(parts: Seq[Part]) -> AnswerMessage:
+    """Return the message that the parts of a whole answer make."""
+    text, reasoning = "", ""
+    calls: list[ToolCall] = []
+    for part in parts:
+        match part:
+            case TextDelta():
+                text += part.text
+            case ReasoningDelta():
+                reasoning += part.text
+            case ToolCallStart():
+                function = FunctionCall(name=part.name, arguments="")
+                calls.append(ToolCall(id=part.call_id, type="function", function=function))
+            case ToolCallArguments():
+                calls[part.index].function.arguments += part.text
+    message = AnswerMessage(role="assistant", content=text or (None if calls else ""), refusal=None)
+    if reasoning:
+        message.reasoning_content = reasoning
+    if calls:
+        message.tool_calls = calls
+    return message
+
+
+def _delta(part: Part) -> Delta:
+    match part:
+        case TextDelta():
+            return Delta(content=part.text)
+        case ReasoningDelta():
+            return Delta(reasoning_content=part.text)
+        case ToolCallStart():
+            start = FunctionCallDelta(name=part.name, arguments="")
+            call = ToolCallDelta(index=part.index, id=part.call_id, type="function", function=start)
+            return Delta(tool_calls=[call])
+        case ToolCallArguments():
+            piece = FunctionCallDelta(arguments=part.text)
+            return Delta(tool_calls=[ToolCallDelta(index=part.index, function=piece)])
+    raise AssertionError(part)

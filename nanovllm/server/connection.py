@@ -1,0 +1,98 @@
+"""uvicorn's HTTP/1.1 connection with time limits: for requests that trickle in, for answers that
+are not read. Errors of the protocol itself leave as OpenAI's JSON, too.
+
+Knows no app.
+"""
+
+import asyncio
+import json
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from nanovllm.server.errors import APIError
+
+
+def connection_class(read_timeout: float) -> type[H11Protocol]:
+    """Return a class of connections with a limit in seconds.
+
+    Args:
+        read_timeout: in which a request must have arrived whole, and in which a client must go on
+            reading when it has stopped.
+    """
+
+    class Connection(_Connection):
+        timeout = read_timeout
+
+    return Connection
+
+
+class _Connection(H11Protocol):
+    timeout: float
+    _arriving: asyncio.TimerHandle | None = None
+    _stuck: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the clock of the first request."""
+        super().connection_made(transport)
+        self._watch_arrival()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the clocks."""
+        for timer in (self._arriving, self._stuck):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Pass on what has arrived; start or stop the clock of its request."""
+        super().data_received(data)
+        self._watch_arrival()
+
+    def pause_writing(self) -> None:
+        """Give a client that reads nothing a while."""
+        super().pause_writing()
+        self._stuck = self.loop.call_later(self.timeout, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """Stop the clock: the client reads again."""
+        super().resume_writing()
+        if self._stuck is not None:
+            self._stuck.cancel()
+            self._stuck = None
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is not HTTP."""
+        self._refuse(400, msg)
+
+    def _watch_arrival(self) -> None:
+        is_arriving = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+        if is_arriving and self._arriving is None:
+            self._arriving = self.loop.call_later(self.timeout, self._arrived_too_slowly)
+        elif not is_arriving and self._arriving is not None:
+            self._arriving.cancel()
+            self._arriving = None
+
+    def _arrived_too_slowly(self) -> None:
+        if self.transport.is_closing():
+            return
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self._refuse(408, f"the request did not arrive within {self.timeout:g} s")
+        else:
+            self.transport.abort()
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Send an error without the app and close the connection."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True  # the app waits for the body: it learns of the end
+            self.cycle.message_event.set()
+        body = json.dumps(APIError(status, message).body).encode()
+        headers = [("content-type", "application/json"), ("connection", "close")]
+        headers.append(("content-length", str(len(body))))
+        for event in (
+            h11.Response(status_code=status, headers=headers),
+            h11.Data(data=body),
+            h11.EndOfMessage(),
+        ):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()

@@ -1,0 +1,161 @@
+"""Errors as answers: every error leaves the server with a status and OpenAI's JSON body.
+
+Knows no routes.
+"""
+
+import json
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence as Seq
+from contextlib import contextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from nanovllm.errors import EngineDeadError, InvalidRequestError, NanoVLLMError
+from nanovllm.validation import shown
+
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class APIError(HTTPException):
+    """An error that a client is told.
+
+    Args:
+        status: the HTTP status.
+        type: OpenAI's kind of error.
+        param: the field of the request that the error is about.
+        code: OpenAI's name of the error.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, message, headers)
+        self.body = {"error": {"message": message, "type": type, "param": param, "code": code}}
+
+    def response(self) -> Response:
+        """Return the answer that carries this error."""
+        text = json.dumps(self.body)
+        headers = dict(self.headers or {})
+        return Response(text, self.status_code, headers, media_type="application/json")
+
+
+def as_api_error(error: BaseException) -> APIError:
+    """Return what a client is told of an error; nothing of an unexpected error's inside."""
+    if isinstance(error, APIError):
+        return error
+    if isinstance(error, InvalidRequestError):
+        return APIError(400, str(error))
+    if isinstance(error, EngineDeadError):
+        return APIError(500, str(error), type="server_error", code="engine_dead")
+    if isinstance(error, NanoVLLMError):
+        return APIError(500, str(error), type="server_error")
+    if isinstance(error, HTTPException):
+        kind = _TYPES.get(error.status_code, "invalid_request_error")
+        return APIError(error.status_code, str(error.detail), type=kind, headers=error.headers)
+    return APIError(500, "the server failed; its log says why", type="server_error")
+
+
+@contextmanager
+def naming_params(
+    fields: Collection[str], prompt: str, renamed: Mapping[str, str] | None = None
+) -> Iterator[None]:
+    """Turn an InvalidRequestError into status 400 with the field that its message names first.
+
+    Args:
+        fields: the fields of the request.
+        prompt: the field that holds the prompt, for messages that name no field.
+        renamed: by the engine's name of a parameter, the field that it came from.
+    """
+    try:
+        yield
+    except InvalidRequestError as error:
+        message = str(error)
+        raise APIError(400, message, param=_param(message, fields, prompt, renamed or {})) from None
+
+
+def _param(
+    message: str, fields: Collection[str], prompt: str, renamed: Mapping[str, str]
+) -> str | None:
+    if found := re.match(r"message (\d+)\b", message):
+        return f"{prompt}[{found[1]}]"
+    if re.match(r"(the )?prompt\b|the conversation\b", message):
+        return prompt
+    for word in re.findall(r"\w+", message):
+        if word in renamed:
+            return renamed[word]
+        if word in fields:
+            return str(word)
+    return prompt
+
+
+def _validation_error(error: RequestValidationError) -> APIError:
+    """Return the first of pydantic's errors in plain words."""
+    first = error.errors()[0]
+    place = _place(first["loc"][1:], error.body, missing=first["type"] == "missing")
+    context = first.get("ctx") or {}
+    if first["type"] == "refused":
+        return APIError(400, context["message"], param=_path([*place, context["field"]]))
+    param = _path(place)
+    if first["type"] == "missing":
+        what = f"{param} is missing" if param else "the request has no body: send JSON"
+    else:
+        rule = first["msg"].removeprefix("Input ")
+        rule = rule[:1].lower() + rule[1:]
+        what = f"{param or 'the body'} {rule}, got {shown(first.get('input'))}"
+    return APIError(400, what, param=param or None)
+
+
+def _place(parts: Seq[Any], value: Any, *, missing: bool) -> list[Any]:
+    """Return the keys and indices among `parts`; others name the types that a value may have.
+
+    Args:
+        value: the body.
+        missing: whether the last part is a key that the body lacks.
+    """
+    place = []
+    for index, part in enumerate(parts):
+        is_key = isinstance(value, dict) and part in value
+        if is_key or (isinstance(value, list) and isinstance(part, int)):
+            place.append(part)
+            value = value[part]
+        elif missing and index == len(parts) - 1:
+            place.append(part)
+    return place
+
+
+def _path(place: Seq[Any]) -> str:
+    """Return a place in the body, such as messages[0].content."""
+    text = ""
+    for part in place:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            text += f".{part}" if text else str(part)
+    return text
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Make every error of `app` leave with OpenAI's body."""
+
+    def handler(
+        convert: Callable[[Any], APIError],
+    ) -> Callable[[Request, Exception], Any]:
+        async def handle(request: Request, error: Exception) -> Response:
+            return convert(error).response()
+
+        return handle
+
+    app.add_exception_handler(RequestValidationError, handler(_validation_error))
+    for kind in (HTTPException, NanoVLLMError, Exception):
+        app.add_exception_handler(kind, handler(as_api_error))

@@ -1,0 +1,123 @@
+"""Bodies of requests: JSON that is read strictly, on routes that take nothing else.
+
+Knows no fields: pydantic checks those.
+"""
+
+import asyncio
+import json
+import math
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import Request
+from fastapi.routing import APIRoute
+from starlette.responses import Response
+
+from nanovllm.server.errors import APIError
+from nanovllm.validation import shown
+
+MAX_DEPTH = 100
+"""Of arrays and objects in each other."""
+MAX_COMMAS = 2**20
+"""In a body. It bounds the number of values, which take longer to read than text."""
+_LARGE_BYTES = 2**16
+
+
+class JSONRoute(APIRoute):
+    """A route whose body is read by `parse`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+        has_body = self.body_field is not None
+
+        async def handle_strictly(request: Request) -> Response:
+            if has_body:
+                _check_content_type(request)
+            return await handle(_JSONRequest(request.scope, request.receive))
+
+        return handle_strictly
+
+
+class _JSONRequest(Request):
+    async def json(self) -> Any:
+        """Return the parsed body; a large one is parsed beside the event loop."""
+        body = await self.body()
+        return await asyncio.to_thread(parse, body) if len(body) > _LARGE_BYTES else parse(body)
+
+
+def parse(body: bytes) -> Any:
+    """Return the value of a JSON text.
+
+    Raises:
+        APIError: status 400, the text is no JSON of UTF-8, too deep, has too many values, a key
+            twice, or a number or character that JSON or Unicode does not have.
+    """
+    if body.count(b",") > MAX_COMMAS:
+        raise APIError(400, f"the body has more than {MAX_COMMAS} values: send fewer at once")
+    try:
+        value = json.loads(
+            body.decode(),
+            object_pairs_hook=_unique,
+            parse_constant=_refuse_constant,
+            parse_float=_finite,
+        )
+        if b"\\u" in body:  # half a surrogate pair may be escaped; nothing can encode it again
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise _too_deep() from None
+    except UnicodeDecodeError as error:
+        raise APIError(
+            400, f"the body is not UTF-8: {error.reason} at byte {error.start}"
+        ) from None
+    except UnicodeEncodeError:
+        raise APIError(400, "the body has half a surrogate pair, which is no character") from None
+    except json.JSONDecodeError as error:
+        message = f"the body is not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
+        raise APIError(400, message) from None
+    except ValueError as error:
+        raise APIError(400, f"the body is not JSON: {error}") from None
+    _check_depth(value)
+    return value
+
+
+def _check_content_type(request: Request) -> None:
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        given = shown(kind) if kind else "none"
+        raise APIError(
+            415, f"the header Content-Type must be application/json, got {given}", param=None
+        )
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        parents = [item for item in level if isinstance(item, dict | list)]
+        level = [v for p in parents for v in (p.values() if isinstance(p, dict) else p)]
+        if not level:
+            return
+    raise _too_deep()
+
+
+def _too_deep() -> APIError:
+    return APIError(400, f"the body is nested more than {MAX_DEPTH} deep")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        seen: set[str] = set()
+        name = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise APIError(400, f"the body has the key {shown(name)} twice", param=name)
+    return fields
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"it has no {name}")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"the number {shown(text)} is too large")
+    return number

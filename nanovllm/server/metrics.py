@@ -1,0 +1,290 @@
+"""GET /metrics for Prometheus: names, labels and buckets are vLLM's, so its dashboards work.
+
+What belongs to requests is counted here, from their outputs; what belongs to the engine is asked of
+it at each scrape. Knows no HTTP request but its own.
+"""
+
+import asyncio
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric as Family,
+)
+
+from nanovllm.async_llm import AsyncLLM
+from nanovllm.errors import InvalidRequestError, NanoVLLMError
+from nanovllm.outputs import CompletionOutput, Metric, RequestMetrics, RequestOutput, Vector
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.server.metric_names import (
+    ENGINE_HELP,
+    GAUGES,
+    REQUEST_HISTOGRAMS,
+    token_buckets,
+)
+from nanovllm.server.request_log import RequestRecord
+
+FINISH_REASONS = ("stop", "length", "abort", "error")
+_LAG_SECONDS = 0.1
+"""How often the event loop's lag is measured."""
+
+
+class Histogram:
+    """Counts of values, by the first upper bound that they do not pass."""
+
+    def __init__(self, bounds: Iterable[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count a value that occurred so many times."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Return (upper bound, values up to it) as Prometheus writes them."""
+        total, found = 0, []
+        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
+            total += count
+            found.append((f"{bound:g}" if bound < float("inf") else "+Inf", float(total)))
+        return found
+
+
+class ServerMetrics:
+    """All that the server counts, and the engine's own counts.
+
+    Use it within the one event loop.
+    """
+
+    def __init__(self, model_name: str, llm: AsyncLLM) -> None:
+        self._llm = llm
+        self.start_time = time.monotonic()
+        self._labels = {"model_name": model_name, "engine": "0"}
+        info = llm.engine.cache_info
+        tokens = token_buckets(info.max_model_len)
+        self.histograms = {
+            name: Histogram(bounds or tokens) for name, (_, bounds) in REQUEST_HISTOGRAMS.items()
+        }
+        self.finished = Counter(dict.fromkeys(FINISH_REASONS, 0))
+        """Continuations that ended, by finish reason."""
+        self.refusals: Counter[str] = Counter()
+        """Requests that were refused, by reason."""
+        self.answers: Counter[tuple[str, int]] = Counter()
+        """HTTP requests that were answered, by path and status."""
+        self._engine_values: list[Metric | Vector] = []
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        ProcessCollector(registry=self._registry)
+
+    def meter(self, params: SamplingParams, record: RequestRecord | None = None) -> "Meter":
+        """Return what counts one request of the engine: see `Meter`.
+
+        Args:
+            record: of the HTTP request, for its line in the log.
+        """
+        return Meter(self, params, record)
+
+    def refused(self, reason: str) -> None:
+        """Count a request that was refused, such as for "queue_full"."""
+        self.refusals[reason] += 1
+
+    def answered(self, path: str, status: int) -> None:
+        """Count an HTTP request by the path of its route and the status of its answer."""
+        self.answers[path, status] += 1
+
+    async def watch_event_loop(self) -> None:
+        """Measure for ever how late the event loop wakes a task."""
+        loop = asyncio.get_running_loop()
+        lag = self.histograms["nanovllm:event_loop_lag_seconds"]
+        while True:
+            due = loop.time() + _LAG_SECONDS
+            await asyncio.sleep(_LAG_SECONDS)
+            lag.observe(max(0.0, loop.time() - due))
+
+    async def render(self) -> bytes:
+        """Return everything in Prometheus' text format."""
+        self._engine_values = await self._llm.get_metrics()
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Family]:
+        """Yield every metric, with the engine's values of the last `render`: for the registry."""
+        names, values = list(self._labels), list(self._labels.values())
+        for metric in self._engine_values:
+            yield self._engine_family(metric)
+        finished = CounterMetricFamily(
+            "vllm:request_success",
+            "Continuations that ended, by finish reason.",
+            labels=[*names, "finished_reason"],
+        )
+        for reason, count in self.finished.items():
+            finished.add_metric([*values, reason], count)
+        yield finished
+        for name, histogram in self.histograms.items():
+            family = HistogramMetricFamily(name, REQUEST_HISTOGRAMS[name].help, labels=names)
+            family.add_metric(values, buckets=histogram.buckets(), sum_value=histogram.sum)
+            yield family
+        refused = CounterMetricFamily(
+            "nanovllm:refused_requests", "Requests refused.", labels=["model_name", "reason"]
+        )
+        for reason, count in self.refusals.items():
+            refused.add_metric([values[0], reason], count)
+        yield refused
+        answers = CounterMetricFamily(
+            "nanovllm:http_requests", "HTTP requests.", labels=["model_name", "path", "status"]
+        )
+        for (path, status), count in self.answers.items():
+            answers.add_metric([values[0], path, str(status)], count)
+        yield answers
+        yield self._cache_info()
+
+    def _engine_family(self, metric: Metric | Vector) -> Family:
+        names, values = list(self._labels), list(self._labels.values())
+        text = ENGINE_HELP.get(metric.name, "Of the engine.")
+        if isinstance(metric, Vector):
+            vector = CounterMetricFamily(metric.name, text, labels=[*names, "position"])
+            for position, count in enumerate(metric.values):
+                vector.add_metric([*values, str(position)], count)
+            return vector
+        kind = GaugeMetricFamily if metric.name in GAUGES else CounterMetricFamily
+        family = kind(metric.name, text, labels=names)
+        family.add_metric(values, metric.value)
+        return family
+
+    def _cache_info(self) -> Family:
+        """Return the sizes of the KV cache as labels of a gauge that is always 1."""
+        config, info = self._llm.engine.config, self._llm.engine.cache_info
+        labels = {
+            "block_size": info.block_size,
+            "cache_dtype": config.kv_cache_dtype,
+            "enable_prefix_caching": config.enable_prefix_caching,
+            "gpu_memory_utilization": config.gpu_memory_utilization,
+            "num_gpu_blocks": info.num_blocks,
+            "engine": 0,
+        }
+        family = GaugeMetricFamily(
+            "vllm:cache_config_info", "Sizes of the KV cache.", labels=list(labels)
+        )
+        family.add_metric([str(value) for value in labels.values()], 1)
+        return family
+
+
+class Meter:
+    """Counts one request of the engine: give it each output, and leave its `with` block at the end.
+
+    A request that is left before its last output was aborted, or had an error; one that the engine
+    refused to take is not counted. The counts are by continuation, as in
+    vLLM; the times of continuations are those of their request.
+    """
+
+    def __init__(
+        self, metrics: ServerMetrics, params: SamplingParams, record: RequestRecord | None
+    ) -> None:
+        self._metrics = metrics
+        self._params = params
+        self._record = record
+        self._start = time.monotonic()
+        self._num_tokens = [0] * params.n  # by continuation
+        self._last_token: list[float | None] = [None] * params.n  # time of its last token
+        self._unfinished = set(range(params.n))
+        self._last: RequestOutput | None = None
+
+    def __enter__(self) -> "Meter":
+        return self
+
+    def observe(self, output: RequestOutput) -> None:
+        """Count a delta of a stream, or the whole output."""
+        metrics, first = output.metrics, self._last is None
+        if first:
+            self._observe("request_params_n", self._params.n)
+            self._observe("request_params_max_tokens", self._params.max_tokens)
+        had_token = self._last is not None and self._last.metrics.first_token_time is not None
+        if metrics.time_to_first_token is not None and not had_token:
+            self._observe("time_to_first_token_seconds", metrics.time_to_first_token)
+            if self._record is not None:
+                self._record.first_token(metrics.time_to_first_token)
+        self._last = output
+        for completion in output.outputs:
+            if completion.token_ids:
+                self._count_tokens(completion, metrics)
+            if completion.finish_reason is not None:
+                self._finish(completion.index, completion.finish_reason)
+        if self._record is not None:
+            self._record.observe(output, is_first=first)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is not None and issubclass(kind, InvalidRequestError):
+            return
+        is_error = kind is not None and issubclass(kind, NanoVLLMError)
+        for index in list(self._unfinished):
+            self._finish(index, "error" if is_error else "abort")
+
+    def _observe(self, name: str, value: float, times: int = 1) -> None:
+        self._metrics.histograms[f"vllm:{name}"].observe(value, times)
+
+    def _count_tokens(self, completion: CompletionOutput, metrics: RequestMetrics) -> None:
+        """Count new tokens, each with its share of the time since the one before."""
+        index, num_new = completion.index, len(completion.token_ids)
+        self._num_tokens[index] += num_new
+        start, end = self._last_token[index], metrics.last_token_time
+        if start is None:  # the first token follows no other
+            start = metrics.first_token_time
+            num_new -= 1
+        if num_new and start is not None and end is not None:
+            self._observe("inter_token_latency_seconds", (end - start) / num_new, num_new)
+        self._last_token[index] = end
+
+    def _finish(self, index: int, reason: str) -> None:
+        self._unfinished.discard(index)
+        self._metrics.finished[reason] += 1
+        now, num_tokens = time.monotonic(), self._num_tokens[index]
+        known = RequestMetrics(self._start) if self._last is None else self._last.metrics
+        scheduled = known.first_scheduled_time
+        self._observe("e2e_request_latency_seconds", now - known.arrival_time)
+        self._observe("request_queue_time_seconds", (scheduled or now) - known.arrival_time)
+        first, last = known.first_token_time, self._last_token[index]
+        if scheduled is not None:
+            self._observe("request_prefill_time_seconds", (first or now) - scheduled)
+            self._observe("request_inference_time_seconds", (last or now) - scheduled)
+        if first is not None and last is not None:
+            self._observe("request_decode_time_seconds", last - first)
+            if num_tokens > 1:
+                per_token = (last - first) / (num_tokens - 1)
+                self._observe("request_time_per_output_token_seconds", per_token)
+        if self._last is not None:
+            num_prompt_tokens = len(self._last.prompt_token_ids)
+            self._observe("request_prompt_tokens", num_prompt_tokens)
+            computed = num_prompt_tokens - self._last.num_cached_tokens
+            self._observe("request_prefill_kv_computed_tokens", computed)
+        self._observe("request_generation_tokens", num_tokens)
+        if not self._unfinished:
+            self._observe("request_max_num_generation_tokens", max(self._num_tokens))
+
+
+router = APIRouter()
+
+
+@router.get("/metrics", include_in_schema=False)
+async def metrics(request: Request) -> Response:
+    """Return the metrics for Prometheus."""
+    found: ServerMetrics = request.app.state.server.metrics
+    return Response(await found.render(), media_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,54 @@
+"""GET /v1/models; POST /v1/embeddings and its like, which a generating model refuses by name."""
+
+from typing import NoReturn
+
+from fastapi import APIRouter, Request
+
+from nanovllm.server.errors import APIError
+from nanovllm.server.protocol.models import ModelCard, ModelList
+from nanovllm.server.state import ServerState, state_of
+
+router = APIRouter(tags=["models"])
+
+
+@router.get("/v1/models")
+async def list_models(request: Request) -> ModelList:
+    """List the one model."""
+    return ModelList(data=[_card(state_of(request))])
+
+
+@router.get("/v1/models/{model:path}")
+async def get_model(request: Request, model: str) -> ModelCard:
+    """Describe the model."""
+    server = state_of(request)
+    server.check_model(model)
+    return _card(server)
+
+
+@router.post("/v1/embeddings", response_model=None)
+async def embeddings() -> NoReturn:
+    """Refuse: the model generates text."""
+    _refuse("embeddings")
+
+
+@router.post("/v1/rerank", response_model=None)
+async def rerank() -> NoReturn:
+    """Refuse: the model generates text."""
+    _refuse("scores")
+
+
+def _refuse(what: str) -> NoReturn:
+    raise APIError(
+        501,
+        f"this model generates text and makes no {what}: use a server for {what}",
+        code="not_supported",
+    )
+
+
+def _card(server: ServerState) -> ModelCard:
+    return ModelCard(
+        id=server.model_name,
+        created=server.start_time,
+        root=server.llm.engine.config.model,
+        max_model_len=server.max_model_len,
+    )

@@ -1,0 +1,89 @@
+"""Options of the server: validated when made, never changed afterwards.
+
+Knows no engine option: those are `Config`'s.
+"""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+
+from nanovllm.errors import ConfigError
+from nanovllm.validation import check_float, check_int, shown, strict_keywords
+
+API_KEY_VARIABLE = "NANOVLLM_API_KEY"
+"""Environment variable with an API key, or several with commas between."""
+
+
+@strict_keywords(ConfigError, {})
+@dataclasses.dataclass(frozen=True)
+class ServerOptions:
+    """Where the server listens, who may use it and how much it takes on.
+
+    Raises:
+        ConfigError: a field is unknown, of the wrong type or out of range.
+    """
+
+    host: str = "127.0.0.1"
+    """Address to listen on; "0.0.0.0" is every interface."""
+    port: int = 8000
+    """Port to listen on; 0 takes a free one."""
+    uds: str | None = None
+    """Path of a Unix socket to listen on instead of host and port."""
+    api_keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
+    """Keys, one of which a request must bring; without keys everyone is let in."""
+    served_model_name: str | None = None
+    """Name of the model in requests and answers; None is the last part of its path, or its hub
+    id."""
+    max_waiting: int = 2048
+    """Maximum number of sequences that wait for the engine beside those that run; further requests
+    get status 503."""
+    max_body_bytes: int = 16 * 2**20
+    """Maximum size of a request's body in bytes."""
+    read_timeout: float = 30.0
+    """Seconds in which a request must have arrived, and in which a client must read on when it has
+    stopped reading its answer."""
+    request_timeout: float | None = None
+    """Seconds after which a request is ended with an error; None never ends one."""
+    drain_seconds: float = 30.0
+    """Seconds that running requests have to finish after SIGTERM."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins of web pages that may use the server; "*" is every page."""
+    tool_call_parser: str = "auto"
+    """Format of tool calls in answers; "auto" recognises it by the chat template."""
+    reasoning_parser: str = "auto"
+    """Format of reasoning in answers; "auto" recognises it by the chat template."""
+
+    def __post_init__(self) -> None:
+        for name in ("host", "tool_call_parser", "reasoning_parser"):
+            self._check_text(name)
+        for name in ("uds", "served_model_name"):
+            if getattr(self, name) is not None:
+                self._check_text(name)
+        self._set("port", check_int(ConfigError, "port", self.port, 0, 65535))
+        for name in ("max_waiting", "max_body_bytes"):
+            self._set(name, check_int(ConfigError, name, getattr(self, name), 1))
+        for name in ("read_timeout", "request_timeout"):
+            if getattr(self, name) is not None:
+                self._set(name, check_float(ConfigError, name, getattr(self, name), 0.001))
+        self._set("drain_seconds", check_float(ConfigError, "drain_seconds", self.drain_seconds, 0))
+        for name in ("api_keys", "cors_origins"):
+            value = getattr(self, name)
+            if not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value):
+                raise ConfigError(f"{name} must be a list of strings")  # keys are never shown
+            self._set(name, tuple(value))
+        for key in self.api_keys:
+            if not key or not key.isascii() or not key.isprintable() or " " in key:
+                raise ConfigError("an API key must be printable ASCII characters without spaces")
+
+    def _check_text(self, name: str) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, str) or not value:
+            raise ConfigError(f"{name} must be a string that is not empty, got {shown(value)}")
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+
+def keys_of_environment(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """Return the API keys in the environment."""
+    return tuple(key for key in environment.get(API_KEY_VARIABLE, "").split(",") if key)

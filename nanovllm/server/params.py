@@ -1,0 +1,91 @@
+"""Requests of the protocol to `SamplingParams`. Knows no prompts and no answers."""
+
+import dataclasses
+from typing import Any
+
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.server.errors import APIError
+from nanovllm.server.protocol.common import GenerationRequest
+
+MAX_N = 128
+"""Of answers to one prompt, as OpenAI's."""
+
+_FIELDS = [
+    name
+    for name in SamplingParams.__dataclass_fields__
+    if name in GenerationRequest.model_fields and name != "structured_outputs"
+]
+_STRUCTURED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+
+
+def sampling_params(
+    given: GenerationRequest,
+    defaults: SamplingParams,
+    *,
+    default_max_tokens: int,
+    logprobs: int | None,
+    structured: dict[str, Any] | None = None,
+    **changes: Any,
+) -> SamplingParams:
+    """Return the parameters of a request: those given, and the checkpoint's for the others.
+
+    Args:
+        default_max_tokens: max_tokens if the request gives none.
+        structured: what the answer must fit, if it is not the request that says so.
+        changes: fields that the route decides.
+
+    Raises:
+        APIError, InvalidRequestError: a value is invalid.
+    """
+    fields = {name: getattr(given, name) for name in _FIELDS}
+    fields = {name: value for name, value in fields.items() if value is not None}
+    if fields.get("n", 1) > MAX_N:
+        raise APIError(400, f"n must be at most {MAX_N}, got {given.n}", param="n")
+    found = structured_outputs(given) if structured is None else structured
+    if found is not None:
+        fields["structured_outputs"] = found
+    fields = {"max_tokens": default_max_tokens, **fields, "logprobs": logprobs, **changes}
+    return dataclasses.replace(defaults, **fields)
+
+
+def structured_outputs(given: GenerationRequest) -> dict[str, Any] | None:
+    """Return what the answer must fit, by vLLM's names; None if it is free.
+
+    Raises:
+        APIError: two fields say it.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    if given.structured_outputs:
+        found["structured_outputs"] = given.structured_outputs
+    for name, kind in _STRUCTURED.items():
+        if getattr(given, name) is not None:
+            found[name] = {kind: getattr(given, name)}
+    form = given.response_format
+    if form is not None and form.type == "json_object":
+        found["response_format"] = {"json_object": True}
+    if form is not None and form.type == "json_schema":
+        schema = form.json_schema.schema_ if form.json_schema else None
+        if schema is None:
+            raise APIError(
+                400,
+                "response_format of type json_schema needs json_schema.schema",
+                param="response_format.json_schema.schema",
+            )
+        found["response_format"] = {"json": schema if isinstance(schema, dict) else {}}
+    if len(found) > 1:
+        first, second, *_ = found
+        raise APIError(400, f"{first} and {second} both say what to write: give one", param=second)
+    return next(iter(found.values()), None)
+
+
+def structured_names(given: GenerationRequest) -> dict[str, str]:
+    """Return, by the engine's names of it, the field that says what the answer must fit."""
+    fields = ("response_format", *_STRUCTURED)
+    found = [name for name in fields if getattr(given, name) is not None]
+    field = found[0] if found else "structured_outputs"
+    return {"structured_outputs": field, "StructuredOutputsParams": field}

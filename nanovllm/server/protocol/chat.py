@@ -1,0 +1,232 @@
+"""Requests and answers of /v1/chat/completions."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from nanovllm.server.protocol.common import GenerationRequest, RequestModel, Usage, refused
+from nanovllm.validation import OtherName, other_names
+
+_NO_TEMPLATE = "templates are not taken from requests; use chat_template_kwargs"
+_NO_SOUND = "the models here read and write text only; leave it out"
+
+
+class FunctionCall(RequestModel):
+    """The function that a message calls."""
+
+    name: str
+    arguments: str
+    """A JSON text."""
+
+
+class ToolCall(RequestModel):
+    """A call in a message."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None
+
+
+class Message(RequestModel):
+    """A message of a conversation. The chat template reads further fields where it knows them."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, given: Any) -> Any:
+        """Let every field pass."""
+        return given
+
+
+class Tool(RequestModel):
+    """A function that the model may call."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.:/-]{1,128}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """A JSON schema of the arguments."""
+    strict: bool | None = None
+
+
+class ChatTool(RequestModel):
+    """A tool, as chats wrap it."""
+
+    type: Literal["function"]
+    function: Tool
+
+
+class FunctionName(RequestModel):
+    """Names a function."""
+
+    name: str
+
+
+class NamedToolChoice(RequestModel):
+    """The function that the answer must call."""
+
+    type: Literal["function"] = "function"
+    function: FunctionName
+
+
+class ChatRequest(GenerationRequest):
+    """A conversation to answer, and how."""
+
+    others: ClassVar[Mapping[str, OtherName]] = {
+        **GenerationRequest.others,
+        **other_names(
+            (
+                "chat_template",
+                (),
+                _NO_TEMPLATE,
+            ),
+            ("functions function_call", ([], "none"), "use tools and tool_choice"),
+            ("modalities", (["text"],), _NO_SOUND),
+            ("audio web_search_options", (), _NO_SOUND),
+            ("echo", (False,), "use continue_final_message"),
+            ("verbosity", ("medium",), "say in a message how long the answer should be"),
+        ),
+    }
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[ChatTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    """Passed to the chat template."""
+    include_reasoning: bool | None = None
+    """False leaves the reasoning out of the answer."""
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> "ChatRequest":
+        if self.top_logprobs and not self.logprobs:
+            raise refused("top_logprobs", "top_logprobs needs logprobs=true")
+        if self.tool_choice not in (None, "none", "auto") and not self.tools:
+            raise refused("tool_choice", "tool_choice needs tools")
+        if "chat_template" in (self.chat_template_kwargs or {}):
+            raise refused("chat_template_kwargs", _NO_TEMPLATE)
+        return self
+
+
+class TokenLogprob(BaseModel):
+    """The log-probability of a token."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ContentLogprob(TokenLogprob):
+    """The same of an answer's token, with those of the most likely tokens."""
+
+    top_logprobs: list[TokenLogprob]
+
+
+class ChoiceLogprobs(BaseModel):
+    """Log-probabilities of an answer's tokens."""
+
+    content: list[ContentLogprob]
+
+
+class AnswerMessage(BaseModel):
+    """An answer."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+
+
+class ChatChoice(BaseModel):
+    """One of n answers."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChoiceLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletion(BaseModel):
+    """A whole answer."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    """Unix time in seconds."""
+    model: str
+    service_tier: Literal["default"]
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[int, Any] | None] | None = None
+
+
+class FunctionCallDelta(BaseModel):
+    """What is new of a call."""
+
+    name: str | None = None
+    arguments: str
+
+
+class ToolCallDelta(BaseModel):
+    """What is new of a tool call; the first piece has id and name."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionCallDelta
+
+
+class Delta(BaseModel):
+    """What is new of an answer."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
+
+
+class ChunkChoice(BaseModel):
+    """What is new of one of n answers."""
+
+    index: int
+    delta: Delta
+    logprobs: ChoiceLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatChunk(BaseModel):
+    """A chunk of a streamed answer."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChunkChoice]
+    usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None

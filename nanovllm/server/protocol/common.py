@@ -1,0 +1,173 @@
+"""What requests have in common: sampling parameters, formats, streaming; and the usage of answers.
+
+Types only: ranges are checked by `SamplingParams`, which has the better messages.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from nanovllm.other_names import SAMPLING_NAMES
+from nanovllm.validation import OtherName, did_you_mean, other_names, shown
+
+_HINT = "it changes nothing here; leave it out"
+INERT = other_names(
+    ("add_special_tokens", (True,), "the tokenizer's own rule decides; leave it out"),
+    ("detokenize", (True,), "answers are text; leave it out"),
+    ("return_token_offsets return_prompt_text watermarking", (False,), _HINT),
+    ("mm_payload return_mm_kwargs media_io_kwargs mm_processor_kwargs", ({},), "text only"),
+    ("kv_transfer_params ec_transfer_params", (), "KV stays in its engine; leave it out"),
+    ("vllm_xargs", ({},), "there are no plugins; leave it out"),
+    ("truncation_side", ("left",), "the end of a long prompt is kept; leave it out"),
+    ("routed_experts_prompt_start", (0,), "the models here have no experts; leave it out"),
+)
+"""Fields of vLLM's that are accepted with the values that change nothing."""
+
+
+IGNORED = frozenset(
+    (
+        *("metadata", "store", "service_tier", "safety_identifier", "session_id"),
+        *("prompt_cache_key", "prompt_cache_retention", "prediction"),
+    )
+)
+"""Fields of OpenAI's and vLLM's that are accepted with any value: they change no answer."""
+
+
+class RequestModel(BaseModel):
+    """A part of a request. A field that is not known is refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+    others: ClassVar[Mapping[str, OtherName]] = {}
+    """Fields that are accepted with some values only, and what to use instead of others."""
+    ignored: ClassVar[frozenset[str]] = frozenset()
+    """Fields that are accepted and dropped."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, given: Any) -> Any:
+        """Drop the fields of `others` and `ignored`; refuse one that nobody knows."""
+        if not isinstance(given, dict):
+            return given
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        kept = {name: value for name, value in given.items() if name in known}
+        for name in given.keys() - known - cls.ignored:
+            value, other = given[name], cls.others.get(name)
+            if other is None:
+                raise refused(name, f"there is no field {shown(name)}{did_you_mean(name, known)}")
+            if value is not None and not any(value == item for item in other.accepted):
+                raise refused(name, f"{name}={shown(value)} is not supported: {other.advice}")
+        return kept
+
+
+def refused(field: str, message: str) -> PydanticCustomError:
+    """Return the error to raise in a validator: `message`, about one field of the model."""
+    return PydanticCustomError("refused", "{message}", {"message": message, "field": field})
+
+
+class StreamOptions(RequestModel):
+    """How to stream."""
+
+    include_usage: bool | None = None
+    """Send one more chunk with the usage at the end."""
+    continuous_usage_stats: bool | None = None
+    """Send the usage so far with each chunk."""
+    include_obfuscation: bool | None = None
+    """OpenAI's padding of chunks; there is none."""
+
+
+class JSONSchema(RequestModel):
+    """A schema that the answer must fit."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(RequestModel):
+    """What form the answer must have."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchema | None = None
+
+
+class GenerationRequest(RequestModel):
+    """The fields that completions and chats share; names and meanings are OpenAI's and vLLM's."""
+
+    others: ClassVar[Mapping[str, OtherName]] = {**SAMPLING_NAMES, **INERT}
+    ignored: ClassVar[frozenset[str]] = IGNORED
+
+    model: str | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    logit_bias: dict[str, float] | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: int | None = None
+    user: str | None = None
+    """The key of fairness: users take turns in the queue."""
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=1024)
+    """Prompts share cached prefixes only with prompts of the same salt."""
+    request_id: str | None = Field(default=None, min_length=1, max_length=128)
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> "GenerationRequest":
+        if self.stream_options is not None and not self.stream:
+            raise refused("stream_options", "stream_options needs stream=true")
+        return self
+
+
+class PromptTokensDetails(BaseModel):
+    """What became of the prompt's tokens."""
+
+    cached_tokens: int
+    """Those whose KV came from the prefix cache."""
+
+
+class Usage(BaseModel):
+    """How many tokens a request took."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+def usage(num_prompt: int, num_output: int, num_cached: int) -> Usage:
+    """Return the usage of a request."""
+    return Usage(
+        prompt_tokens=num_prompt,
+        completion_tokens=num_output,
+        total_tokens=num_prompt + num_output,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached),
+    )

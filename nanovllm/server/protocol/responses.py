@@ -1,0 +1,321 @@
+"""Requests and answers of /v1/responses. Text and function tools; nothing is stored."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+
+from nanovllm.server.protocol.chat import Tool
+from nanovllm.server.protocol.common import GenerationRequest, RequestModel, refused
+from nanovllm.validation import OtherName, other_names, shown
+
+_NOT_STORED = "responses are not stored; send the whole conversation in input"
+_ONLY_FUNCTIONS = 'this server calls no tools itself; give functions, of type "function"'
+_OF_OTHER_ROUTES = {
+    "n": "a response is one answer",
+    "max_tokens": "use max_output_tokens",
+    "response_format": "use text.format",
+    "prompt_logprobs": "use /v1/completions",
+    "return_token_ids": "use /v1/chat/completions",
+    "return_tokens_as_token_ids": "use /v1/chat/completions",
+}
+
+
+class InputItem(RequestModel):
+    """A part of the conversation. What only an answer needs is dropped."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset(
+        ["id", "status", "phase", "parsed_arguments", "namespace", "caller", "created_by"]
+    )
+
+
+class InputMessage(InputItem):
+    """What somebody said."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[dict[str, Any]]
+
+
+class InputReasoning(InputItem):
+    """What the model thought before it said something. Of an encrypted item nothing is read."""
+
+    type: Literal["reasoning"]
+    content: list[dict[str, Any]] | None = None
+    summary: list[dict[str, Any]] | None = None
+    encrypted_content: str | None = None
+
+
+class InputCall(InputItem):
+    """A function that the model called."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    """A JSON text."""
+
+
+class InputCallOutput(InputItem):
+    """What a function returned."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[dict[str, Any]]
+
+
+def _item_type(item: Any) -> Any:
+    return item.get("type", "message") if isinstance(item, dict) else None
+
+
+AnyInputItem = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[InputReasoning, Tag("reasoning")]
+    | Annotated[InputCall, Tag("function_call")]
+    | Annotated[InputCallOutput, Tag("function_call_output")],
+    Discriminator(_item_type),
+]
+
+
+class FunctionTool(Tool):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+
+
+class NamedFunction(RequestModel):
+    """The function that the answer must call."""
+
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(RequestModel):
+    """What form the text must have."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> "TextFormat":
+        if self.type == "json_schema" and self.schema_ is None:
+            raise refused("schema", "a format of type json_schema needs a schema")
+        return self
+
+
+class TextOptions(RequestModel):
+    """What the text must be."""
+
+    others: ClassVar[Mapping[str, OtherName]] = other_names(
+        ("verbosity", ("medium",), "say in a message how long the answer should be"),
+    )
+
+    format: TextFormat | None = None
+
+
+class ReasoningOptions(RequestModel):
+    """How the model should reason."""
+
+    others: ClassVar[Mapping[str, OtherName]] = other_names(
+        ("generate_summary summary", ("auto", "detailed"), "reasoning is returned as it is"),
+    )
+    ignored: ClassVar[frozenset[str]] = frozenset(["context"])
+
+    effort: str | None = None
+    """Passed to the chat template as reasoning_effort."""
+
+
+class ResponsesRequest(GenerationRequest):
+    """What to answer, and how."""
+
+    others: ClassVar[Mapping[str, OtherName]] = {
+        **GenerationRequest.others,
+        **other_names(
+            ("background", (False,), _NOT_STORED),
+            ("previous_response_id conversation prompt previous_input_messages", (), _NOT_STORED),
+            ("max_tool_calls", (), _ONLY_FUNCTIONS),
+            ("top_logprobs", (0,), "use /v1/chat/completions"),
+            ("enable_response_messages", (False,), "use /tokenize to see a prompt"),
+        ),
+    }
+
+    input: str | list[AnyInputItem] = Field(min_length=1)
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    text: TextOptions | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningOptions | None = None
+    include_reasoning: bool | None = None
+    """False leaves the reasoning out of the answer."""
+    include: list[str] | None = None
+    """Parts of answers that only hosted tools and encrypted reasoning have; ignored."""
+    truncation: Literal["auto", "disabled"] | None = None
+    """"auto" keeps the end of a conversation that is too long."""
+    metadata: dict[str, str] | None = None
+    """Returned with the answer."""
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_tools(cls, given: Any) -> Any:
+        """Refuse hosted tools by name."""
+        tools = given.get("tools") if isinstance(given, dict) else None
+        for tool in tools if isinstance(tools, list) else ():
+            kind = tool.get("type", "function") if isinstance(tool, dict) else "function"
+            if kind != "function":
+                raise refused(
+                    "tools", f"the tool {shown(kind)} is not supported: {_ONLY_FUNCTIONS}"
+                )
+        return given
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> "ResponsesRequest":
+        for name, advice in _OF_OTHER_ROUTES.items():
+            value = getattr(self, name)
+            if value not in (None, False) and (name, value) != ("n", 1):
+                raise refused(name, f"{name}={shown(value)} is not supported: {advice}")
+        if self.tool_choice not in (None, "none", "auto") and not self.tools:
+            raise refused("tool_choice", "tool_choice needs tools")
+        if "message.output_text.logprobs" in (self.include or ()):
+            raise refused("include", "log-probabilities are returned by /v1/chat/completions")
+        if "chat_template" in (self.chat_template_kwargs or {}):
+            raise refused("chat_template_kwargs", "templates are not taken from requests")
+        return self
+
+
+Status = Literal["in_progress", "completed", "incomplete", "failed"]
+
+
+class OutputText(BaseModel):
+    """The text of a message."""
+
+    type: Literal["output_text"] = "output_text"
+    text: str
+    annotations: list[Any] = []
+    logprobs: list[Any] = []
+
+
+class ReasoningText(BaseModel):
+    """A text that is not meant for the user."""
+
+    type: Literal["reasoning_text"] = "reasoning_text"
+    text: str
+
+
+class OutputMessage(BaseModel):
+    """What the model said."""
+
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    status: Status = "in_progress"
+    content: list[OutputText] = []
+
+
+class OutputReasoning(BaseModel):
+    """What the model thought before."""
+
+    id: str
+    type: Literal["reasoning"] = "reasoning"
+    status: Status = "in_progress"
+    summary: list[Any] = []
+    content: list[ReasoningText] = []
+
+
+class OutputCall(BaseModel):
+    """A function that the model calls."""
+
+    id: str
+    type: Literal["function_call"] = "function_call"
+    status: Status = "in_progress"
+    call_id: str
+    name: str
+    arguments: str = ""
+
+
+OutputItem = OutputMessage | OutputReasoning | OutputCall
+
+
+class InputTokensDetails(BaseModel):
+    """What became of the prompt's tokens."""
+
+    cached_tokens: int
+    """Those whose KV came from the prefix cache."""
+    cache_write_tokens: int = 0
+
+
+class OutputTokensDetails(BaseModel):
+    """What the answer's tokens are for."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(BaseModel):
+    """How many tokens a response took."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseError(BaseModel):
+    """Why a response failed."""
+
+    code: str
+    message: str
+
+
+class IncompleteDetails(BaseModel):
+    """Why a response is incomplete."""
+
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseObject(BaseModel):
+    """An answer, with what was asked for."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    """Unix time in seconds."""
+    completed_at: int | None = None
+    status: Status = "in_progress"
+    background: Literal[False] = False
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: None = None
+    metadata: dict[str, str]
+    model: str
+    output: list[OutputItem] = []
+    parallel_tool_calls: bool
+    previous_response_id: None = None
+    reasoning: dict[str, str | None]
+    service_tier: Literal["default"] = "default"
+    store: Literal[False] = False
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, str]
+    tools: list[dict[str, Any]]
+    top_logprobs: Literal[0] = 0
+    top_p: float
+    truncation: Literal["auto", "disabled"]
+    usage: ResponseUsage | None = None
+    user: str | None
+
+
+class Event(BaseModel):
+    """An event of a streamed response; its other fields depend on its type."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    sequence_number: int

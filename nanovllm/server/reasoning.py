@@ -1,0 +1,111 @@
+"""Splits a model's reasoning from its answer, while the text arrives.
+
+Pure text: knows no requests, no tokens and no server.
+"""
+
+import enum
+from typing import NamedTuple
+
+from nanovllm.server.parts import Part, ReasoningDelta, TextDelta
+
+
+class ReasoningFormat(NamedTuple):
+    """The tags around a model's reasoning. Line ends inside and behind them belong to the tags."""
+
+    opening: str
+    closing: str
+
+
+THINK = ReasoningFormat("<think>", "</think>")
+REASONING_FORMATS = {
+    "qwen3": THINK,
+    "deepseek_r1": THINK,
+    "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
+}
+"""By the names that vLLM gives its reasoning parsers."""
+
+
+def find_reasoning_format(chat_template: str | None) -> ReasoningFormat | None:
+    """Return the tags that a chat template has."""
+    tags = (THINK, REASONING_FORMATS["mistral"])
+    return next((pair for pair in tags if pair.closing in (chat_template or "")), None)
+
+
+class _State(enum.Enum):
+    START = enum.auto()
+    REASONING = enum.auto()
+    BEHIND = enum.auto()  # between the reasoning and the text
+    TEXT = enum.auto()
+
+
+class ReasoningParser:
+    """Finds reasoning at the start of an answer; tags anywhere else are text.
+
+    Reasoning that is not closed runs to the end of the answer.
+
+    Args:
+        started: the prompt ends with the opening tag, so the answer starts inside.
+    """
+
+    def __init__(self, tags: ReasoningFormat, *, started: bool) -> None:
+        self._tags = tags
+        self._started = started
+        self._state = _State.START
+        self._held = ""
+        self._is_first = True  # no reasoning was returned yet
+
+    def feed(self, delta: str) -> list[Part]:
+        """Return what is certain now; only what may belong to a tag is held back."""
+        return self._run(delta, ended=False)
+
+    def finish(self) -> list[Part]:
+        """Return what was held back."""
+        return self._run("", ended=True)
+
+    def _run(self, delta: str, *, ended: bool) -> list[Part]:
+        self._held += delta
+        parts: list[Part] = []
+        if self._state is _State.START:
+            self._state = self._after_start(ended)
+        if self._state is _State.REASONING:
+            self._add_reasoning(parts, ended)
+        if self._state is _State.BEHIND:
+            self._held = self._held.lstrip("\n")
+            self._state = _State.TEXT if self._held else _State.BEHIND
+        if self._state is _State.TEXT and self._held:
+            parts.append(TextDelta(self._held))
+            self._held = ""
+        return parts
+
+    def _after_start(self, ended: bool) -> _State:
+        """Drop the opening tag if it is there; a model may repeat that of the prompt."""
+        begin = self._held.lstrip()
+        if begin.startswith(self._tags.opening):
+            self._held = begin[len(self._tags.opening) :]
+            return _State.REASONING
+        if self._tags.opening.startswith(begin) and not ended:
+            return _State.START
+        return _State.REASONING if self._started else _State.TEXT
+
+    def _add_reasoning(self, parts: list[Part], ended: bool) -> None:
+        if self._is_first:
+            self._held = self._held.lstrip("\n")
+        text, closing, rest = self._held.partition(self._tags.closing)
+        if not (closing or ended):
+            text = text.removesuffix(prefix_at_end(text, self._tags.closing))
+        text = text.rstrip("\n")
+        if closing:
+            self._state, self._held = _State.BEHIND, rest
+        else:
+            self._held = "" if ended else self._held[len(text) :]
+        if text:
+            parts.append(ReasoningDelta(text))
+            self._is_first = False
+
+
+def prefix_at_end(text: str, tag: str) -> str:
+    """Return the longest end of a text with which a tag may begin; not the whole tag."""
+    for length in range(min(len(tag) - 1, len(text)), 0, -1):
+        if text.endswith(tag[:length]):
+            return tag[:length]
+    return ""

@@ -1,0 +1,76 @@
+"""Conversations of requests to prompts: what the chat template needs to know of the protocol.
+
+Blocks while the template runs: call it in a thread.
+"""
+
+import json
+from collections.abc import Mapping, Sequence as Seq
+from typing import Any
+
+from nanovllm.engine.chat import RenderedChat, template_options
+from nanovllm.server.errors import APIError
+from nanovllm.server.protocol.chat import ChatTool, Message
+from nanovllm.server.state import ServerState
+from nanovllm.validation import shown
+
+
+def render(
+    server: ServerState,
+    messages: Seq[Message],
+    *,
+    tools: Seq[ChatTool] | None = None,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    is_cut: bool = False,
+) -> RenderedChat:
+    """Return the text of a conversation, rendered by the model's chat template.
+
+    Args:
+        is_cut: whether the start of a prompt that is too long is cut off.
+
+    Raises:
+        APIError, InvalidRequestError: a message is invalid, or the template refuses it.
+    """
+    continues = bool(continue_final_message)
+    options = template_options(
+        not continues if add_generation_prompt is None else add_generation_prompt,
+        continues,
+        [tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
+        None,
+        chat_template_kwargs,
+    )
+    processor = server.llm.engine.input_processor
+    if not is_cut:  # before the template, which takes its time
+        processor.check_length("the conversation", sum(map(_num_chars, messages)))
+    given = [_template_message(index, message) for index, message in enumerate(messages)]
+    return processor.render(given, options)
+
+
+def _num_chars(message: Message) -> int:
+    if not isinstance(message.content, list):
+        return len(message.content or "")
+    return sum(len(text) for part in message.content if isinstance(text := part.get("text"), str))
+
+
+def _template_message(index: int, message: Message) -> dict[str, Any]:
+    """Return a message as templates read it: arguments of tool calls are objects."""
+    fields = message.model_dump(exclude_none=True)
+    if message.role == "developer":  # OpenAI's newer name
+        fields["role"] = "system"
+    fields.setdefault("content", "")
+    for number, call in enumerate(fields.get("tool_calls", ())):
+        function, place = call["function"], f"messages[{index}].tool_calls[{number}].function"
+        try:
+            arguments = json.loads(function["arguments"] or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise APIError(
+                400,
+                f"{place}.arguments must be the JSON text of an object, got "
+                f"{shown(function['arguments'])}",
+                param=f"{place}.arguments",
+            )
+        function["arguments"] = arguments
+    return fields

@@ -1,0 +1,236 @@
+"""`nanovllm serve`: loads a model and serves it until a signal comes or the engine dies.
+
+Owns the socket, the signals and the exit status. Knows no routes.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from nanovllm.async_llm import AsyncLLM
+from nanovllm.config import Config
+from nanovllm.errors import ConfigError, EngineDeadError
+from nanovllm.flags import given_fields
+from nanovllm.server.admission import shutting_down
+from nanovllm.server.answers import find_answer_format
+from nanovllm.server.app import make_app
+from nanovllm.server.connection import connection_class
+from nanovllm.server.middleware import MAX_HEAD_BYTES
+from nanovllm.server.options import ServerOptions, keys_of_environment
+from nanovllm.server.state import ServerState, model_name
+from nanovllm.terminal import complain
+
+logger = logging.getLogger(__name__)
+
+_KEEP_ALIVE_SECONDS = 75
+"""Longer than clients keep an idle connection, so that none is closed under a new request."""
+_FLUSH_SECONDS = 2
+"""For the answers of requests that were ended."""
+_EXIT_SECONDS = 10
+"""For the engine to end."""
+_WATCH_SECONDS = 0.5
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Serve a model over HTTP with OpenAI's API."""
+    given = given_fields(ServerOptions, args)
+    given["api_keys"] = (*given.get("api_keys", ()), *keys_of_environment())
+    options = ServerOptions(**given)
+    engine_options: dict[str, Any] = {"model": args.model, **given_fields(Config, args)}
+    Config(**engine_options)
+    find_answer_format(None, options.tool_call_parser, options.reasoning_parser)  # checks them
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("nanovllm.server").setLevel(logging.INFO)  # a line for each request
+    with bound_socket(options) as listener:
+        start = time.monotonic()
+        complain(f"nanovllm: loading {model_name(args.model)}")
+        llm = AsyncLLM(**engine_options)
+        app = make_app(llm, options)
+
+        def show_banner() -> None:
+            for line in _banner(app.state.server, listener, time.monotonic() - start):
+                complain(line)
+
+        try:
+            Server(app, listener, show_banner).run(sockets=[listener])
+        finally:
+            _exit_anyway(app.state.server)
+            llm.shutdown()
+    return 0 if app.state.server.failure is None else 1
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, which drains at the first signal and ends at once at the second."""
+
+    def __init__(
+        self, app: Any, listener: socket.socket, on_start: Callable[[], object] = lambda: None
+    ) -> None:
+        self._server: ServerState = app.state.server
+        self._listener = listener
+        self._on_start = on_start
+        self._tasks: list[asyncio.Task[None]] = []
+        self._was_asked = False
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=connection_class(self._server.options.read_timeout),
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=_FLUSH_SECONDS,
+                h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+            )
+        )
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start to listen, and to watch the engine."""
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+        self._tasks.append(asyncio.create_task(self._watch_engine()))
+        self._tasks.append(asyncio.create_task(self._server.metrics.watch_event_loop()))
+        self._on_start()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Drain; at the second signal, end the process."""
+        if self._was_asked or not self.started:
+            _remove(self._listener)
+            os._exit(128 + sig)
+        self._was_asked = True
+        self._loop.call_soon_threadsafe(self._begin_drain)
+
+    def _begin_drain(self) -> None:
+        self._tasks.append(asyncio.create_task(self._drain()))
+
+    async def _drain(self) -> None:
+        """Refuse new requests, let the others finish for a while, then end the server."""
+        admission, seconds = self._server.admission, self._server.options.drain_seconds
+        admission.is_draining = True
+        complain(f"nanovllm: finishing {admission.num_active} requests, for {seconds:g} s at most")
+        deadline = time.monotonic() + seconds
+        while admission.num_active and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        admission.end_all(shutting_down())
+        self.should_exit = True
+
+    async def _watch_engine(self) -> None:
+        """End the server when the engine is dead."""
+        try:
+            while True:
+                await asyncio.sleep(_WATCH_SECONDS)
+                await self._server.llm.check_health()
+        except EngineDeadError as error:
+            self._server.failure = str(error)
+            complain(f"nanovllm: the engine is dead, so the server ends: {error}")
+            self.should_exit = True
+
+
+@contextlib.contextmanager
+def bound_socket(options: ServerOptions) -> Iterator[socket.socket]:
+    """Bind the socket to listen on; nobody can connect yet.
+
+    Raises:
+        ConfigError: the address is taken, or cannot be used.
+    """
+    try:
+        listener = _bind_unix(options.uds) if options.uds else _bind(options.host, options.port)
+    except OSError as error:
+        where = options.uds or f"{options.host}:{options.port}"
+        advice = "name another --uds" if options.uds else "choose another --port, or 0 for any"
+        raise ConfigError(f"cannot listen on {where}: {error.strerror}; {advice}") from None
+    with listener:
+        yield listener
+    _remove(listener)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _bind_unix(path: str) -> socket.socket:
+    """Return a Unix socket at `path`; one that a dead server left there is replaced."""
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        if os.path.exists(path) and stat.S_ISSOCK(os.stat(path).st_mode):
+            with (
+                socket.socket(socket.AF_UNIX) as probe,
+                contextlib.suppress(ConnectionRefusedError),
+            ):
+                probe.connect(path)
+                raise OSError(0, "another server listens there")
+            os.unlink(path)
+        listener.bind(path)
+        os.chmod(path, 0o600)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _remove(listener: socket.socket) -> None:
+    """Remove the file of a Unix socket."""
+    with contextlib.suppress(OSError):
+        if listener.family == socket.AF_UNIX and listener.fileno() >= 0:
+            os.unlink(listener.getsockname())
+
+
+def _banner(server: ServerState, listener: socket.socket, seconds: float) -> list[str]:
+    """Return what to tell at the start: what is served, how much it holds and how to try it."""
+    options, info = server.options, server.llm.engine.cache_info
+    tokens = info.num_blocks * info.block_size
+    if options.uds:
+        curl, url = f"curl --unix-socket {options.uds} http://localhost", f"unix:{options.uds}"
+    else:
+        host, port, *_ = listener.getsockname()
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        curl = f"curl {url}"
+    key = " -H 'Authorization: Bearer KEY'" if options.api_keys else ""
+    lines = [
+        f"nanovllm: {server.model_name} is ready after {seconds:.1f} s at {url}",
+        f"  dtype {server.llm.engine.config.dtype}, max_model_len {server.max_model_len}",
+        f"  KV cache of {tokens:,} tokens: {tokens / server.max_model_len:.1f} requests of "
+        "max_model_len at once",
+        f"  try: {curl}/v1/chat/completions -H 'Content-Type: application/json'{key} \\",
+        """       -d '{"messages": [{"role": "user", "content": "What is paged attention?"}]}'""",
+    ]
+    is_local = options.uds or options.host in ("localhost", "::1") or options.host[:4] == "127."
+    if not (is_local or options.api_keys):
+        lines.append(
+            f"  WARNING: anyone who can reach {options.host} can use it: give --api-key, or leave "
+            "--host out"
+        )
+    return lines
+
+
+def _exit_anyway(server: ServerState) -> None:
+    """End the process after a while, if the engine hangs."""
+
+    def end() -> None:
+        time.sleep(_EXIT_SECONDS)
+        sys.stderr.flush()
+        os._exit(1 if server.failure else 0)
+
+    threading.Thread(target=end, daemon=True).start()

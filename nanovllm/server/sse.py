@@ -1,0 +1,68 @@
+"""Writes answers: whole ones, and streams as server-sent events. Knows no answer's contents."""
+
+import json
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+
+from pydantic import BaseModel
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from nanovllm.server.errors import APIError, as_api_error
+
+logger = logging.getLogger(__name__)
+
+_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+class _EventStream(StreamingResponse):
+    """Sends events as they come, in the task of the request: no task and no queue between.
+
+    That the client goes away is noticed by what makes the events; see `generation.run`.
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(start)
+        async for chunk in self.body_iterator:
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def sse(
+    events: AsyncIterator[BaseModel | str], *, done: str = "data: [DONE]\n\n"
+) -> StreamingResponse:
+    """Return a response that sends `events`, and an error among them as an error event.
+
+    Args:
+        events: a model is one event with the fields that were set; a string is sent as it is, with
+            the empty line that ends an event.
+        done: what to send at the end.
+    """
+    return _EventStream(_frames(events, done), headers=_HEADERS, media_type="text/event-stream")
+
+
+async def _frames(events: AsyncIterator[BaseModel | str], done: str) -> AsyncGenerator[bytes, None]:
+    assert isinstance(events, AsyncGenerator)
+    try:
+        async with aclosing(events):
+            async for event in events:
+                yield frame(event).encode() if isinstance(event, BaseModel) else event.encode()
+    except Exception as error:
+        if not isinstance(error, APIError):
+            logger.exception("a stream ended with an error")
+        yield f"data: {json.dumps(as_api_error(error).body)}\n\n".encode()
+    yield done.encode()
+
+
+def frame(event: BaseModel, name: str | None = None) -> str:
+    """Return one event; `name` is its kind, for clients that listen to kinds."""
+    data = f"data: {event.model_dump_json(exclude_unset=True)}\n\n"
+    return data if name is None else f"event: {name}\n{data}"
+
+
+def json_response(answer: BaseModel) -> Response:
+    """Return a response with the fields of `answer` that were set."""
+    text = answer.model_dump_json(exclude_unset=True)
+    return Response(text, media_type="application/json")

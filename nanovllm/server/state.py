@@ -1,0 +1,90 @@
+"""What the routes of one app share. Knows no routes."""
+
+import dataclasses
+import hashlib
+import os
+import time
+
+from fastapi import Request
+
+from nanovllm import __version__
+from nanovllm.async_llm import AsyncLLM
+from nanovllm.server.admission import Admission
+from nanovllm.server.answers import AnswerFormat, find_answer_format
+from nanovllm.server.errors import APIError
+from nanovllm.server.metrics import ServerMetrics
+from nanovllm.server.options import ServerOptions
+from nanovllm.validation import shown
+
+
+@dataclasses.dataclass
+class ServerState:
+    """The engine and what the server knows beside it."""
+
+    llm: AsyncLLM
+    options: ServerOptions
+    model_name: str
+    """Name of the model in answers."""
+    admission: Admission
+    answer_format: AnswerFormat
+    """How the model marks reasoning and tool calls."""
+    metrics: ServerMetrics
+    max_model_len: int
+    fingerprint: str
+    """Names what makes the answers: version and model."""
+    failure: str | None = None
+    """Why the engine is dead; None while it lives."""
+    start_time: int = dataclasses.field(default_factory=lambda: int(time.time()))
+    """Unix time in seconds."""
+
+    def check_model(self, name: str | None) -> None:
+        """Raise APIError, status 404, if a request names another model."""
+        if name not in (None, self.model_name, self.llm.engine.config.model):
+            raise APIError(
+                404,
+                f"the model {shown(name)} does not exist; this server has {shown(self.model_name)}",
+                type="not_found_error",
+                param="model",
+                code="model_not_found",
+            )
+
+
+def make_state(llm: AsyncLLM, options: ServerOptions) -> ServerState:
+    """Return the state of a server that answers with `llm`."""
+    engine = llm.engine
+    name = options.served_model_name or model_name(engine.config.model)
+    digest = hashlib.sha256(repr((engine.config, engine.cache_info.num_blocks)).encode())
+    return ServerState(
+        llm=llm,
+        options=options,
+        model_name=name,
+        fingerprint=f"nanovllm-{__version__}-{digest.hexdigest()[:8]}",
+        answer_format=_answer_format(llm, options),
+        metrics=ServerMetrics(name, llm),
+        admission=Admission(options.max_waiting, lambda: len(engine.scheduler.running)),
+        max_model_len=engine.cache_info.max_model_len,
+    )
+
+
+def _answer_format(llm: AsyncLLM, options: ServerOptions) -> AnswerFormat:
+    tokenizer = llm.get_tokenizer()
+    parsers = options.tool_call_parser, options.reasoning_parser
+    if tokenizer is None:
+        return find_answer_format(None, *parsers)
+    template = tokenizer.chat_template
+    if isinstance(template, dict):  # several templates by name
+        template = template.get("tool_use", template.get("default"))
+    return find_answer_format(template, *parsers, tokenizer.added_tokens_decoder)
+
+
+def model_name(model: str) -> str:
+    """Return the last part of a local path, or the hub id as it is."""
+    if os.path.exists(model):
+        return os.path.basename(os.path.abspath(model))
+    return model
+
+
+def state_of(request: Request) -> ServerState:
+    """Return the state of the app that a request came to."""
+    state: ServerState = request.app.state.server
+    return state

@@ -1,0 +1,95 @@
+"""GET / is a page for people: live load and a chat box; GET /status.json has its numbers.
+
+The page is one file without data: it asks the other routes, with the API key that its user types.
+It loads nothing from elsewhere, and the browser is told to refuse anything else. Knows no engine.
+"""
+
+import re
+import time
+from base64 import b64encode
+from functools import cache
+from hashlib import sha256
+from importlib.resources import files
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from nanovllm import __version__
+from nanovllm.async_llm import AsyncLLM
+from nanovllm.outputs import Metric
+from nanovllm.server.metrics import ServerMetrics
+
+router = APIRouter()
+
+_COUNTS = {
+    "running": "vllm:num_requests_running",
+    "waiting": "vllm:num_requests_waiting",
+    "kv_cache_usage": "vllm:kv_cache_usage_perc",
+    "prompt_tokens": "vllm:prompt_tokens",
+    "output_tokens": "vllm:generation_tokens",
+    "prefix_cache_queries": "vllm:prefix_cache_queries",
+    "prefix_cache_hits": "vllm:prefix_cache_hits",
+    "preemptions": "vllm:num_preemptions",
+    "mean_acceptance_length": "nanovllm:mean_acceptance_length",
+}
+
+
+@cache
+def page() -> tuple[bytes, dict[str, str]]:
+    """Return the page and the headers that go with it."""
+    text = files("nanovllm.server").joinpath("status.html").read_text(encoding="utf-8")
+    policy = [
+        "default-src 'none'",
+        f"script-src {_hash(text, 'script')}",
+        f"style-src {_hash(text, 'style')}",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    ]
+    headers = {
+        "Content-Security-Policy": "; ".join(policy),
+        "Cross-Origin-Opener-Policy": "same-origin",
+        "Cross-Origin-Resource-Policy": "same-origin",
+        "Referrer-Policy": "no-referrer",
+        "X-Content-Type-Options": "nosniff",
+        "Cache-Control": "no-cache",
+    }
+    return text.encode(), headers
+
+
+def _hash(text: str, element: str) -> str:
+    """Return the source of a Content-Security-Policy that allows the page's own element."""
+    found = re.search(rf"<{element}>(.*?)</{element}>", text, re.DOTALL)
+    assert found is not None
+    return f"'sha256-{b64encode(sha256(found[1].encode()).digest()).decode()}'"
+
+
+@router.get("/", include_in_schema=False)
+async def status_page() -> Response:
+    """Return the page."""
+    body, headers = page()
+    return Response(body, media_type="text/html; charset=utf-8", headers=headers)
+
+
+@router.get("/status.json", include_in_schema=False)
+async def status(request: Request) -> dict[str, Any]:
+    """Return counts since the start and the load now; the page makes rates of them."""
+    server = request.app.state.server
+    metrics: ServerMetrics = server.metrics
+    llm: AsyncLLM = server.llm
+    values = {m.name: m.value for m in await llm.get_metrics() if isinstance(m, Metric)}
+    info = llm.engine.cache_info
+    first_tokens = metrics.histograms["vllm:time_to_first_token_seconds"]
+    return {
+        "model": server.model_name,
+        "version": __version__,
+        "uptime": time.monotonic() - metrics.start_time,
+        "max_model_len": info.max_model_len,
+        "kv_cache_tokens": info.num_blocks * info.block_size,
+        **{key: values.get(name) for key, name in _COUNTS.items()},
+        "requests": dict(metrics.finished),
+        "refused": dict(metrics.refusals),
+        "first_tokens": {"count": first_tokens.count, "seconds": first_tokens.sum},
+    }

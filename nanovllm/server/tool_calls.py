@@ -1,0 +1,332 @@
+"""Reads tool calls out of a model's text, while it arrives.
+
+Pure text: knows no requests and no tokens. `tool_formats` says how each model writes calls.
+"""
+
+import contextlib
+import json
+import re
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Generator
+from typing import ClassVar, TypeVar
+
+from nanovllm.server.parts import Part, TextDelta, ToolCallArguments, ToolCallStart
+from nanovllm.server.reasoning import prefix_at_end
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+"""A piece of the parser's work. It yields where it needs more text."""
+
+_BRACKET_OR_QUOTE = re.compile(r'["{}\[\]]')
+_QUOTE_OR_ESCAPE = re.compile(r'["\\]')
+_SCALAR = re.compile(r"[-+.\w]*")
+_ARGUMENTS = ("arguments", "parameters")
+
+
+class NotACall(Exception):
+    """What began like a call is none: it is text."""
+
+
+class ToolCallParser(ABC):
+    """Splits an answer into text and calls. The parts are the same however the text is cut.
+
+    A call is certain, and begins, once its name and the first character of its arguments are known.
+    From then on the arguments are passed on as they arrive. A call that goes wrong before is text,
+    with its tags. White space around calls belongs to them.
+    """
+
+    tag: ClassVar[str]
+    """What a call begins with."""
+    only_known_keys: ClassVar[bool] = False
+    """Whether an object with further keys is no call."""
+
+    def __init__(self) -> None:
+        self._text = ""  # what is neither returned nor dropped yet
+        self._pos = 0  # how much of it was read
+        self._ended = False
+        self._parts: list[Part] = []
+        self._num_calls = 0
+        self._is_streaming = False  # the text read is arguments of the last call
+        self._is_behind_call = False  # no text since the last call
+        self._has_sent_text = False  # since the answer began, or since the last call
+        self._run = self._answer()
+
+    def feed(self, delta: str) -> list[Part]:
+        """Return the parts that are certain after the next piece of text."""
+        self._text += delta
+        return self._advance()
+
+    def finish(self) -> list[Part]:
+        """Return the parts that were held back. Nothing may be fed afterwards."""
+        self._ended = True
+        return self._advance()
+
+    @abstractmethod
+    def _find(self) -> tuple[int, int] | None:
+        """Return where in the unread text the opening of a call begins and ends."""
+
+    @abstractmethod
+    def _calls(self) -> Steps[None]:
+        """Read what follows the opening of a call.
+
+        Raises:
+            NotACall: it is text, from what was read after the last whole call.
+        """
+
+    def _new_call_id(self) -> str:
+        return f"call_{uuid.uuid4().hex[:24]}"
+
+    def _advance(self) -> list[Part]:
+        next(self._run, None)
+        parts, self._parts = self._parts, []
+        return parts
+
+    def _answer(self) -> Steps[None]:
+        while True:
+            found = self._find()
+            if found is not None:
+                begin, end = found
+                num_spaces = begin - len(self._text[:begin].rstrip())
+                self._send_text(begin - num_spaces)
+                self._pos = end - begin + num_spaces
+                try:
+                    yield from self._calls()
+                except NotACall:
+                    self._send_text(self._pos)
+                else:
+                    self._drop_read()
+            elif self._ended:
+                self._send_text(len(self._text))
+                return
+            else:
+                held = prefix_at_end(self._text, self.tag)
+                self._send_text(len(self._text.removesuffix(held).rstrip()))
+                yield
+
+    def _send_text(self, end: int) -> None:
+        """Return the text up to `end`, without the white space behind a call."""
+        text, self._text, self._pos = self._text[:end], self._text[end:], 0
+        if self._is_behind_call:
+            text = text.lstrip()
+        if text:
+            self._parts.append(TextDelta(text))
+            self._is_behind_call, self._has_sent_text = False, True
+
+    def _drop_read(self) -> str:
+        """Forget the text that was read, and return it."""
+        read, self._text, self._pos = self._text[: self._pos], self._text[self._pos :], 0
+        return read
+
+    def _send_arguments(self, text: str) -> None:
+        if text:
+            self._parts.append(ToolCallArguments(self._num_calls - 1, text))
+
+    # What a call consists of. Each of these reads on from where the last one ended.
+
+    def _list(self) -> Steps[None]:
+        """Read a JSON list of calls."""
+        yield from self._expect("[")
+        separator = ","
+        while separator == ",":
+            yield from self._skip_space()
+            yield from self._call()
+            yield from self._skip_space()
+            separator = yield from self._expect(",]")
+        self._drop_read()
+
+    def _call(self) -> Steps[None]:
+        """Read a call: {"name": ..., "arguments": ...}, in any order."""
+        yield from self._expect("{")
+        name, arguments, separator = "", "", ","
+        while separator == ",":
+            yield from self._skip_space()
+            key = yield from self._key()
+            if key == "name":
+                name = yield from self._string()
+            elif key in _ARGUMENTS and name:
+                yield from self._named_call(name)
+                yield from self._rest_of_call()
+                return
+            elif self.only_known_keys and key not in (*_ARGUMENTS, "type"):
+                raise NotACall
+            else:
+                value = yield from self._value()
+                arguments = value if key in _ARGUMENTS else arguments
+            yield from self._skip_space()
+            separator = yield from self._expect(",}")
+        if not name or (self.only_known_keys and not arguments):
+            raise NotACall
+        plain = _plain(arguments or "{}")
+        self._start(name)
+        self._send_arguments(plain)
+        self._drop_read()
+
+    def _named_call(self, name: str, call_id: str | None = None) -> Steps[None]:
+        """Read the arguments of a call whose name is known, and pass them on meanwhile."""
+        first = yield from self._peek()
+        if first in ("{", "["):
+            self._start(name, call_id)
+            self._drop_read()
+            self._is_streaming = True
+            with contextlib.suppress(NotACall):  # they are cut off: what there is was passed on
+                yield from self._skip_value()
+            self._is_streaming = False
+            self._send_arguments(self._drop_read())
+        else:
+            plain = _plain((yield from self._value()))
+            self._start(name, call_id)
+            self._send_arguments(plain)
+            self._drop_read()
+
+    def _rest_of_call(self) -> Steps[None]:
+        """Read what follows the arguments, up to the closing brace; without one it is text."""
+        try:
+            yield from self._skip_space()
+            while (yield from self._expect(",}")) == ",":
+                yield from self._skip_space()
+                yield from self._key()
+                yield from self._skip_value()
+                yield from self._skip_space()
+        except NotACall:
+            self._pos = 0
+        else:
+            self._drop_read()
+
+    def _start(self, name: str, call_id: str | None = None) -> None:
+        self._parts.append(ToolCallStart(self._num_calls, call_id or self._new_call_id(), name))
+        self._num_calls += 1
+        self._is_behind_call, self._has_sent_text = True, False
+
+    # JSON and characters.
+
+    def _key(self) -> Steps[str]:
+        """Read a key of an object, and what stands between it and its value."""
+        key = yield from self._string()
+        yield from self._skip_space()
+        yield from self._expect(":")
+        yield from self._skip_space()
+        return key
+
+    def _string(self) -> Steps[str]:
+        """Read a JSON string and return what it stands for; "" is no key and no name."""
+        if (yield from self._peek()) != '"':
+            raise NotACall
+        value = _decoded((yield from self._value()))
+        if not value:
+            raise NotACall
+        return value
+
+    def _value(self) -> Steps[str]:
+        """Read a JSON value and return its source."""
+        start = self._pos
+        yield from self._skip_value()
+        return self._text[start : self._pos]
+
+    def _skip_value(self) -> Steps[None]:
+        """Read a JSON value. Of objects and lists only the brackets and strings are looked at."""
+        first = yield from self._peek()
+        if first not in ("{", "[", '"'):
+            yield from self._skip_scalar()
+            return
+        depth = 0
+        while True:
+            bracket = yield from self._search(_BRACKET_OR_QUOTE)
+            if bracket == '"':
+                while (yield from self._search(_QUOTE_OR_ESCAPE)) == "\\":
+                    yield from self._take()
+            else:
+                depth += 1 if bracket in "{[" else -1
+            if depth <= 0:
+                return
+
+    def _skip_scalar(self) -> Steps[None]:
+        start = self._pos
+        while _SCALAR.fullmatch((yield from self._peek()) or " "):
+            self._pos += 1
+        if self._pos == start:
+            raise NotACall
+
+    def _search(self, pattern: re.Pattern[str]) -> Steps[str]:
+        """Read up to the next match of a pattern, one character, and return it."""
+        while (match := pattern.search(self._text, self._pos)) is None:
+            self._pos = len(self._text)
+            yield from self._more()
+        self._pos = match.end()
+        return match[0]
+
+    def _skip_space(self) -> Steps[None]:
+        while (yield from self._peek()).isspace():
+            self._pos += 1
+
+    def _expect(self, characters: str) -> Steps[str]:
+        """Read one character, which must be one of these, and return it."""
+        character = yield from self._peek()
+        if not character or character not in characters:
+            raise NotACall
+        self._pos += 1
+        return character
+
+    def _take(self) -> Steps[None]:
+        """Read one character, whichever it is."""
+        if not (yield from self._peek()):
+            raise NotACall
+        self._pos += 1
+
+    def _accept(self, string: str) -> Steps[bool]:
+        """Read a string if it comes next; return whether it does."""
+        start = self._pos
+        for character in string:
+            if (yield from self._peek()) != character:
+                self._pos = start
+                return False
+            self._pos += 1
+        return True
+
+    def _peek(self) -> Steps[str]:
+        """Return the next character; "" at the end of the answer."""
+        while self._pos == len(self._text) and not self._ended:
+            yield from self._more()
+        return self._text[self._pos : self._pos + 1]
+
+    def _more(self) -> Steps[None]:
+        """Wait for more text; pass on the arguments that were read.
+
+        Raises:
+            NotACall: the answer has ended.
+        """
+        if self._ended:
+            raise NotACall
+        if self._is_streaming:
+            self._send_arguments(self._drop_read())
+        yield
+
+
+def _decoded(source: str) -> str | None:
+    """Return the string that a JSON value is, or None if it is none that can be sent."""
+    try:
+        value = json.loads(source, strict=False)
+        return value if isinstance(value, str) and value.encode() is not None else None
+    except ValueError:  # half of a surrogate pair cannot be encoded
+        return None
+
+
+def _plain(source: str) -> str:
+    """Return arguments as the text of a JSON object where they are one in disguise.
+
+    Some models write the object as a string, and null or "" for no arguments.
+
+    Raises:
+        NotACall: it is no JSON value.
+    """
+    if source in ("null", '""'):
+        return "{}"
+    if source.startswith(("{", "[")):
+        return source
+    if source.startswith('"'):
+        return _decoded(source) or source
+    try:
+        json.loads(source)
+    except ValueError:
+        raise NotACall from None
+    return source

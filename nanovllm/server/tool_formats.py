@@ -1,0 +1,252 @@
+"""How models write tool calls: what to look for, and the grammars that enforce it.
+
+Pure text: knows no requests, no tokens but the ids of tags, and no server.
+"""
+
+import json
+import re
+import secrets
+import string
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+from nanovllm.engine.tool_messages import knows_tools
+from nanovllm.server.tool_calls import NotACall, Steps, ToolCallParser
+
+SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""For llguidance: JSON with the spaces that models know, and no others."""
+
+
+class Function(Protocol):
+    """A function that a model may call."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def parameters(self) -> Mapping[str, Any] | None: ...
+
+
+class HermesParser(ToolCallParser):
+    """<tool_call>{"name": "f", "arguments": {...}}</tool_call>; Hermes, Qwen, SmolLM.
+
+    The tags may hold several calls, in a list or one behind the other.
+    """
+
+    tag = "<tool_call>"
+
+    def _find(self) -> tuple[int, int] | None:
+        return _find_tag(self._text, self.tag)
+
+    def _calls(self) -> Steps[None]:
+        yield from self._skip_space()
+        if (yield from self._peek()) == "[":
+            yield from self._list()
+        else:
+            yield from self._call()
+            yield from self._skip_space()
+            while (yield from self._peek()) == "{":
+                yield from self._call()
+                yield from self._skip_space()
+        yield from self._skip_space()
+        yield from self._accept("</tool_call>")
+
+
+class LlamaParser(ToolCallParser):
+    """{"name": "f", "parameters": {...}}, several separated by ";"; Llama 3.
+
+    It begins a line, or follows <|python_tag|>.
+    """
+
+    tag = "<|python_tag|>"
+    only_known_keys = True
+
+    _AT_START: ClassVar[re.Pattern[str]] = re.compile(
+        r"(?:<\|python_tag\|>)|(?:\A\s*|\n[ \t]*)(?=\{)"
+    )
+    _IN_TEXT: ClassVar[re.Pattern[str]] = re.compile(r"(?:<\|python_tag\|>)|\n[ \t]*(?=\{)")
+
+    def _find(self) -> tuple[int, int] | None:
+        pattern = self._IN_TEXT if self._has_sent_text else self._AT_START
+        match = pattern.search(self._text)
+        return None if match is None else match.span()
+
+    def _calls(self) -> Steps[None]:
+        separator = True
+        while separator:
+            yield from self._skip_space()
+            yield from self._call()
+            yield from self._skip_space()
+            separator = yield from self._accept(";")
+            yield from self._skip_space()
+            yield from self._accept(self.tag)
+
+
+class MistralParser(ToolCallParser):
+    """[TOOL_CALLS] with a JSON list of calls, or with name[ARGS]{...} for each call; Mistral."""
+
+    tag = "[TOOL_CALLS]"
+
+    def _find(self) -> tuple[int, int] | None:
+        return _find_tag(self._text, self.tag)
+
+    def _new_call_id(self) -> str:
+        """Return an id as Mistral's chat templates demand it."""
+        return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
+    def _calls(self) -> Steps[None]:
+        yield from self._skip_space()
+        first = yield from self._peek()
+        if first == "[":
+            yield from self._list()
+        elif first == "{":
+            yield from self._call()
+        else:
+            name = yield from self._word()
+            call_id = None
+            if (yield from self._accept("[CALL_ID]")):
+                call_id = yield from self._word()
+            yield from self._accept("[ARGS]")
+            yield from self._skip_space()
+            if (yield from self._peek()) != "{":
+                raise NotACall
+            yield from self._named_call(name, call_id)
+
+    def _word(self) -> Steps[str]:
+        """Read a name or an id."""
+        start = self._pos
+        while re.fullmatch(r"[-.\w]", (yield from self._peek())):
+            self._pos += 1
+        if self._pos == start:
+            raise NotACall
+        return self._text[start : self._pos]
+
+
+class ToolFormat(ABC):
+    """How a model writes tool calls."""
+
+    parser: ClassVar[type[ToolCallParser]]
+    tags: ClassVar[tuple[str, ...]]
+    """Strings of the format that are tokens in some vocabularies."""
+
+    def grammar(
+        self, functions: Sequence[Function], *, several: bool, tag_ids: Mapping[str, int]
+    ) -> str:
+        """Return rules in llguidance's Lark, of which `calls` is one call or more.
+
+        Args:
+            several: whether more than one call may be made.
+            tag_ids: ids of the tags that are tokens.
+        """
+        rules = [self._calls_rule(several, tag_ids)]
+        rules += ["call: " + " | ".join(f"call_{i}" for i in range(len(functions)))]
+        for index, function in enumerate(functions):
+            before, after = self._around_arguments(function.name, tag_ids)
+            rules.append(f"call_{index}: {before} arguments_{index} {after}")
+            schema = json.dumps(arguments_schema(function.parameters))
+            rules.append(f"arguments_{index}: %json {schema}")
+        return "\n".join(rules) + "\n"
+
+    @abstractmethod
+    def _calls_rule(self, several: bool, tag_ids: Mapping[str, int]) -> str:
+        """Return the rule `calls`, made of `call`."""
+
+    def _around_arguments(self, name: str, tag_ids: Mapping[str, int]) -> tuple[str, str]:
+        """Return what stands before and behind the arguments in a call of `name`."""
+        return quoted(f'{{"name": {json.dumps(name)}, "arguments": '), quoted("}")
+
+
+class Hermes(ToolFormat):
+    parser = HermesParser
+    tags: ClassVar[tuple[str, ...]] = ("<tool_call>", "</tool_call>")
+
+    def _calls_rule(self, several: bool, tag_ids: Mapping[str, int]) -> str:
+        opening, closing = (tag_literal(tag, tag_ids) for tag in self.tags)
+        block = f'{opening} "\\n" call "\\n" {closing}'
+        return f"calls: {block}" + (f' ("\\n" {block})*' if several else "")
+
+
+class Llama(ToolFormat):
+    parser = LlamaParser
+    tags: ClassVar[tuple[str, ...]] = ("<|python_tag|>",)
+
+    def _calls_rule(self, several: bool, tag_ids: Mapping[str, int]) -> str:
+        return "calls: call" + (' ("; " call)*' if several else "")
+
+    def _around_arguments(self, name: str, tag_ids: Mapping[str, int]) -> tuple[str, str]:
+        return quoted(f'{{"name": {json.dumps(name)}, "parameters": '), quoted("}")
+
+
+class Mistral(ToolFormat):
+    parser = MistralParser
+    tags: ClassVar[tuple[str, ...]] = ("[TOOL_CALLS]",)
+
+    def _calls_rule(self, several: bool, tag_ids: Mapping[str, int]) -> str:
+        rest = ' (", " call)*' if several else ""
+        return f'calls: {tag_literal(self.tags[0], tag_ids)} "[" call{rest} "]"'
+
+
+class MistralArgs(Mistral):
+    """The newer form, of templates with [ARGS]."""
+
+    tags: ClassVar[tuple[str, ...]] = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
+
+    def _calls_rule(self, several: bool, tag_ids: Mapping[str, int]) -> str:
+        return "calls: call" + ("+" if several else "")
+
+    def _around_arguments(self, name: str, tag_ids: Mapping[str, int]) -> tuple[str, str]:
+        opening, _, arguments = (tag_literal(tag, tag_ids) for tag in self.tags)
+        return f"{opening} {quoted(name)} {arguments}", ""
+
+
+TOOL_FORMATS: dict[str, type[ToolFormat]] = {
+    "hermes": Hermes,
+    "llama3_json": Llama,
+    "mistral": Mistral,
+}
+"""By the names that vLLM gives its tool parsers."""
+
+
+def find_tool_format(chat_template: str | None) -> ToolFormat | None:
+    """Return the format that a chat template shows; None if it shows another one.
+
+    A template that knows no tools is given them in the Hermes format.
+    """
+    template = chat_template or ""
+    if "[TOOL_CALLS]" in template:
+        return MistralArgs() if "[ARGS]" in template else Mistral()
+    if "<|python_tag|>" in template or (
+        "<|start_header_id|>" in template and '"parameters"' in template
+    ):
+        return Llama()
+    if not knows_tools(template):
+        return Hermes()
+    is_other = any(mark in template for mark in ("<function=", "<arg_key>", "<parameter"))
+    return Hermes() if "<tool_call>" in template and not is_other else None
+
+
+def arguments_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the schema of a call's arguments: an object, without properties not declared.
+
+    Properties that are not declared are allowed only by "additionalProperties".
+    """
+    schema: dict[str, Any] = {"type": "object", **(parameters or {})}
+    composed = schema.keys() & {"$ref", "allOf", "anyOf", "oneOf", "patternProperties"}
+    if not composed:
+        schema = {"properties": {}, "additionalProperties": False, **schema}
+    return {**schema, "x-guidance": SPACING}
+
+
+def tag_literal(tag: str, tag_ids: Mapping[str, int]) -> str:
+    """Return a tag as a grammar has it: by its id, if it is a token."""
+    return f"<[{tag_ids[tag]}]>" if tag in tag_ids else quoted(tag)
+
+
+def quoted(text: str) -> str:
+    """Return a literal of a grammar."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _find_tag(text: str, tag: str) -> tuple[int, int] | None:
+    begin = text.find(tag)
+    return None if begin < 0 else (begin, begin + len(tag))

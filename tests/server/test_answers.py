@@ -1,0 +1,293 @@
+"""Whole answers: the format of a model, its parser and its grammars."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies as st
+from tokenizers import AddedToken, Tokenizer
+
+from nanovllm import SamplingParams, demo_model
+from nanovllm.errors import ConfigError, InvalidRequestError
+from nanovllm.server.answers import AnswerFormat, NamedTool, ToolChoice, find_answer_format
+from nanovllm.server.parts import Part, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
+from nanovllm.structured_outputs import structured_outputs
+from nanovllm.utils.grammar import GrammarCompiler
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS = [
+    SimpleNamespace(name="weather", parameters=CITY),
+    SimpleNamespace(name="now", parameters=None),
+]
+QWEN = "{% if tools %}<tool_call>{% endif %}{{ m.reasoning_content }}<think></think>"
+MAY_THINK = "<think>\n\n</think>"
+LLAMA = "{% if tools %}<|python_tag|>{% endif %}"
+MISTRAL = "{% if tools %}[TOOL_CALLS] {% endif %}"
+MISTRAL_ARGS = "{% if tools %}[TOOL_CALLS]f[ARGS]{% endif %}"
+TAGS = ["<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "<|end|>"]
+
+
+def make_tokenizer(*, special: bool) -> Tokenizer:
+    """Return the shipped tokenizer with the tags as tokens of their own."""
+    tokenizer = Tokenizer.from_file(str(Path(demo_model.MODEL) / "tokenizer.json"))
+    tokenizer.add_tokens([AddedToken(tag, special=special, normalized=False) for tag in TAGS])
+    return tokenizer
+
+
+TOKENIZERS = {special: make_tokenizer(special=special) for special in (False, True)}
+
+
+def answer_format(template: str, *, special: bool = False) -> AnswerFormat:
+    added = TOKENIZERS[special].get_added_tokens_decoder()
+    return find_answer_format(template, "auto", "auto", added)
+
+
+class Grammar:
+    """What an answer must be."""
+
+    def __init__(self, params: SamplingParams, *, special: bool = False) -> None:
+        self._tokenizer = TOKENIZERS[special]
+        end = self._tokenizer.token_to_id("<|im_end|>")
+        assert end is not None
+        size = self._tokenizer.get_vocab_size()
+        compiler = GrammarCompiler(self._tokenizer.to_str, size, (end,))
+        assert params.structured_outputs is not None
+        self._matcher = compiler.matcher(structured_outputs(params.structured_outputs))
+
+    def takes(self, text: str) -> bool:
+        """Whether a text is a whole answer."""
+        token_ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        matcher = self._matcher.deep_copy()
+        if matcher.try_consume_tokens(token_ids) < len(token_ids):
+            return False
+        return bool(matcher.is_accepting())
+
+
+def calls(
+    template: str,
+    tool_choice: ToolChoice,
+    *,
+    special: bool = False,
+    tools: Sequence[Any] = TOOLS,
+    **options: Any,
+) -> Grammar:
+    """Return what makes an answer call tools."""
+    form = answer_format(template, special=special).tool_grammar(tools, tool_choice, **options)
+    return Grammar(SamplingParams(structured_outputs=form), special=special)
+
+
+def parse(parser_of: AnswerFormat, text: str, *, in_reasoning: bool = False) -> list[Part]:
+    parser = parser_of.parser(has_tools=True, starts_in_reasoning=in_reasoning)
+    return [*parser.feed(text), *parser.finish()]
+
+
+HERMES_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+HERMES_NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+LLAMA_CALL = '{"name": "weather", "parameters": {"city": "Rome"}}'
+CALLS = [
+    (QWEN, HERMES_CALL, f"{HERMES_CALL}\n{HERMES_NOW}"),
+    (LLAMA, LLAMA_CALL, f'{LLAMA_CALL}; {{"name": "now", "parameters": {{}}}}'),
+    (
+        MISTRAL,
+        '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Rome"}}]',
+        '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Rome"}}, '
+        '{"name": "now", "arguments": {}}]',
+    ),
+    (
+        MISTRAL_ARGS,
+        '[TOOL_CALLS]weather[ARGS]{"city": "Rome"}',
+        '[TOOL_CALLS]weather[ARGS]{"city": "Rome"}[TOOL_CALLS]now[ARGS]{}',
+    ),
+]
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize(("template", "one", "two"), CALLS)
+def test_grammars_take_calls_and_nothing_else(
+    template: str, one: str, two: str, special: bool
+) -> None:
+    required = calls(template, "required", special=special)
+    assert required.takes(one)
+    assert required.takes(two)
+    assert not required.takes("Rome")
+    assert not required.takes(one[:-1])
+    assert not required.takes(one.replace("Rome", 'Rome", "x": "y'))
+    assert not required.takes(one.replace("weather", "whether"))
+    assert not required.takes(one.replace('"city"', '"town"'))
+    named = calls(template, NamedTool("weather"), special=special)
+    assert named.takes(one)
+    assert not named.takes(two)
+    single = calls(template, "required", special=special, parallel_tool_calls=False)
+    assert single.takes(one)
+    assert not single.takes(two)
+    found = answer_format(template, special=special)
+    assert found.needs_special_tokens == (special and template != LLAMA)
+    for text, names in ((one, ["weather"]), (two, ["weather", "now"])):
+        parts = parse(found, text)
+        assert [part.name for part in parts if isinstance(part, ToolCallStart)] == names
+        assert not any(isinstance(part, TextDelta) for part in parts)
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_a_model_may_reason_before_a_call(special: bool) -> None:
+    inside = calls(QWEN, "required", special=special, prompt="<think>\n")
+    assert inside.takes(f"Rome? 1 < 2\n</think>\n\n{HERMES_CALL}")
+    assert not inside.takes(HERMES_CALL)
+    before = calls(QWEN, "required", special=special)
+    assert before.takes(f"<think>\nRome?\n</think>\n\n{HERMES_CALL}")
+    assert before.takes(HERMES_CALL)
+    behind = calls(QWEN, "required", special=special, prompt="<think>\n\n</think>\n\n")
+    assert behind.takes(HERMES_CALL)
+    assert not behind.takes(f"<think>\nRome?\n</think>\n\n{HERMES_CALL}")
+    unasked = calls(MAY_THINK, "required", special=special)
+    assert unasked.takes(HERMES_CALL)
+    assert not unasked.takes(f"<think>\nRome?\n</think>\n\n{HERMES_CALL}")
+
+
+def test_schemas_of_arguments() -> None:
+    """$ref refers to the tool's own schema; additional properties come only if declared."""
+    tree = {
+        "type": "object",
+        "properties": {"tree": {"$ref": "#/$defs/node"}},
+        "$defs": {"node": {"type": "array", "items": {"$ref": "#/$defs/node"}}},
+        "required": ["tree"],
+    }
+    tools = [
+        SimpleNamespace(name="grow", parameters=tree),
+        SimpleNamespace(name="any", parameters={"type": "object", "additionalProperties": True}),
+    ]
+    grammar = calls(LLAMA, "required", tools=tools)
+    assert grammar.takes('{"name": "grow", "parameters": {"tree": [[], [[]]]}}')
+    assert not grammar.takes('{"name": "grow", "parameters": {"tree": 1}}')
+    assert grammar.takes('{"name": "any", "parameters": {"x": 1}}')
+
+
+def test_tools_that_cannot_be_called() -> None:
+    found = answer_format(QWEN)
+    assert found.tool_grammar(TOOLS, "auto") is found.tool_grammar(TOOLS, "none") is None
+    with pytest.raises(InvalidRequestError, match="a tool named 'f', but tools has none"):
+        found.tool_grammar(TOOLS, NamedTool("f"))
+    with pytest.raises(InvalidRequestError, match="needs a tool, but"):
+        found.tool_grammar([], "required")
+    other = find_answer_format("{{ tools }}", "auto", "auto")
+    with pytest.raises(InvalidRequestError, match="needs a known format of tool calls"):
+        other.tool_grammar(TOOLS, "required")
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_reasoning_text_and_calls(special: bool) -> None:
+    text = f"<think>\na</think>\nb<|end|>\n{HERMES_CALL}<|end|>"
+    *parts, start, arguments, last = [*parse(answer_format(QWEN, special=special), text), None][:5]
+    if special:
+        assert parts == [ReasoningDelta("a"), TextDelta("b")]
+        assert last is None
+    else:
+        assert parts == [ReasoningDelta("a"), TextDelta("b<|end|>")]
+        assert last == TextDelta("<|end|>")
+    assert isinstance(start, ToolCallStart)
+    assert arguments == ToolCallArguments(0, '{"city": "Rome"}')
+
+
+def test_calls_are_looked_for_only_with_tools() -> None:
+    parser = answer_format(QWEN).parser(has_tools=False, starts_in_reasoning=False)
+    assert parser.feed(HERMES_CALL) + parser.finish() == [TextDelta(HERMES_CALL)]
+
+
+def test_where_a_prompt_ends() -> None:
+    found = answer_format(QWEN)
+    assert found.starts_in_reasoning("<|im_start|>assistant\n<think>\n")
+    assert not found.starts_in_reasoning("<think>\n\n</think>\n\n")
+    assert not answer_format(LLAMA).starts_in_reasoning("<think>\n")
+
+
+def test_named_formats() -> None:
+    found = find_answer_format(None, "llama3_json", "deepseek_r1")
+    parts = parse(found, f"a</think>{LLAMA_CALL}", in_reasoning=True)
+    assert parts[0] == ReasoningDelta("a")
+    assert isinstance(parts[1], ToolCallStart)
+    assert parse(find_answer_format(QWEN, "none", "none"), f"<think>{HERMES_CALL}") == [
+        TextDelta(f"<think>{HERMES_CALL}")
+    ]
+    with pytest.raises(ConfigError, match="tool_call_parser must be one of auto, none, hermes"):
+        find_answer_format(None, "hermess", "auto")
+    with pytest.raises(ConfigError, match="reasoning_parser must be one of auto, none, qwen3"):
+        find_answer_format(None, "auto", "qwen")
+
+
+FRAGMENTS = [*TAGS, HERMES_CALL, "<think", "<|", "|>", "<", "a", " ", "\n", '{"name": "', "}"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.sampled_from(FRAGMENTS), max_size=20).map("".join),
+    st.booleans(),
+    st.booleans(),
+    st.lists(st.integers(0, 9), max_size=40),
+)
+def test_any_cut_gives_the_same(
+    text: str, special: bool, in_reasoning: bool, sizes: Sequence[int]
+) -> None:
+    found = answer_format(QWEN, special=special)
+    parser = found.parser(has_tools=True, starts_in_reasoning=in_reasoning)
+    parts: list[Part] = []
+    rest = text
+    for size in sizes:
+        parts += parser.feed(rest[:size])
+        rest = rest[size:]
+    parts += parser.feed(rest) + parser.finish()
+    assert _joined(parts) == _joined(parse(found, text, in_reasoning=in_reasoning))
+
+
+def _joined(parts: list[Part]) -> str:
+    """Return the parts as a text in which it does not matter how pieces were cut."""
+    joined, last = "", ""
+    for part in parts:
+        kind = type(part).__name__
+        joined += f"[{kind}]" if kind != last or isinstance(part, ToolCallStart) else ""
+        joined += json.dumps(part.name if isinstance(part, ToolCallStart) else part.text)[1:-1]
+        last = kind
+    return joined
+
+
+FORMS: list[tuple[dict[str, Any], str, str]] = [
+    ({"json": CITY}, '{"city": "Rome"}', '{"city": 1}'),
+    ({"json_object": True}, '{"a": [1, 2]}', "[1]"),
+    ({"choice": ["yes", "no\n"]}, "no\n", "maybe"),
+    ({"regex": r"a/b\/\\|c"}, r"a/b/" + "\\", "a"),
+    ({"grammar": 'start: word word\nword: "a" | "b"'}, "ab", "abc"),
+]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(("form", "right", "wrong"), FORMS, ids=lambda form: str(form)[:20])
+def test_forms_come_after_reasoning(
+    form: dict[str, Any], right: str, wrong: str, inside: bool
+) -> None:
+    prompt = "<think>\n" if inside else ""
+    given = SamplingParams(structured_outputs=form)
+    params = answer_format(QWEN).params(given, prompt, [], "auto")
+    assert params.structured_outputs != given.structured_outputs
+    takes = Grammar(params).takes
+    thought = "Hm.\n</think>\n\n" if inside else "<think>\nHm.\n</think>\n\n"
+    assert takes(thought + right)
+    assert not takes(thought + wrong)
+    assert takes(right) != inside
+    assert not takes(f"\n{right}")
+    assert answer_format(LLAMA).params(given, prompt, [], "auto") == given
+
+
+def test_a_grammar_that_cannot_come_after_reasoning() -> None:
+    given = SamplingParams(structured_outputs={"grammar": 'root ::= "a"'})
+    with pytest.raises(InvalidRequestError, match="must be in Lark's notation"):
+        answer_format(QWEN).params(given, "<think>", [], "auto")
+
+
+def test_params_of_a_request() -> None:
+    given = SamplingParams(structured_outputs={"json": CITY})
+    special = answer_format(MISTRAL, special=True)
+    assert not special.params(given, "", [], "auto").skip_special_tokens
+    params = special.params(given, "", TOOLS, "required")
+    assert params.structured_outputs == special.tool_grammar(TOOLS, "required")

@@ -1,0 +1,197 @@
+"""The bounded queue, deadlines and clients that go away: nothing stays behind in the engine."""
+
+import asyncio
+import http.client
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from nanovllm import AsyncLLM
+from nanovllm.server.admission import Admission
+from nanovllm.server.errors import APIError
+from tests.glossary import ANSWER_TO, QUESTIONS
+from tests.server.conftest import Running, running
+
+ENDLESS: dict[str, Any] = {"prompt": [1], "max_tokens": 1000, "ignore_eos": True}
+
+pytestmark = pytest.mark.usefixtures("idle_afterwards")
+
+
+class Ended:
+    """A request of `Admission` that notes how it was ended."""
+
+    def __init__(self) -> None:
+        self.errors: list[APIError] = []
+
+    def end(self, error: APIError) -> None:
+        self.errors.append(error)
+
+
+def test_admission_counts_what_waits() -> None:
+    num_running = 0
+    admission = Admission(3, lambda: num_running)
+    first, second, third = Ended(), Ended(), Ended()
+    with admission.admit(first, 2), admission.admit(second, 1):
+        assert (admission.num_active, admission.num_waiting) == (3, 3)
+        with pytest.raises(APIError) as refused, admission.admit(third, 1):
+            pass
+    assert refused.value.status_code == 503
+    assert refused.value.headers is not None
+    assert int(refused.value.headers["Retry-After"]) >= 1
+    assert admission.num_active == 0
+    num_running = 2
+    with admission.admit(first, 2), admission.admit(second, 3):
+        assert (admission.num_active, admission.num_waiting) == (5, 3)
+        error = APIError(503, "the end")
+        admission.end_all(error)
+        assert first.errors == second.errors == [error]
+
+
+def test_admission_refuses_what_never_fits_and_all_while_draining() -> None:
+    admission = Admission(3, lambda: 0)
+    with pytest.raises(APIError) as refused, admission.admit(Ended(), 4):
+        pass
+    assert refused.value.status_code == 400
+    admission.is_draining = True
+    with pytest.raises(APIError) as refused, admission.admit(Ended(), 1):
+        pass
+    assert refused.value.status_code == 503
+
+
+@pytest.fixture(scope="module")
+def small(async_llm: AsyncLLM) -> Iterator[Running]:
+    """A server with a short queue and a short deadline."""
+    with running(async_llm, max_waiting=4, request_timeout=0.5) as found:
+        yield found
+
+
+def test_a_full_queue_answers_503(small: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an engine that starts nothing, 4 requests wait and the fifth is refused."""
+    monkeypatch.setattr(small.state.admission, "_num_running", lambda: 0)
+
+    async def ask(client: httpx.AsyncClient) -> httpx.Response:
+        return await client.post(f"{small.url}/v1/completions", json=ENDLESS, timeout=30)
+
+    async def ask_all() -> list[httpx.Response]:
+        async with httpx.AsyncClient() as client:
+            return await asyncio.gather(*(ask(client) for _ in range(12)))
+
+    replies = asyncio.run(ask_all())
+    refused = [reply for reply in replies if reply.status_code == 503]
+    assert len(refused) == 8
+    for reply in refused:
+        assert reply.json()["error"]["code"] == "queue_full"
+        assert 1 <= int(reply.headers["retry-after"]) <= 60
+    assert small.send("/v1/completions", {**ENDLESS, "n": 5}).status == 400
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_ends_at_its_deadline(small: Running, stream: bool) -> None:
+    client = small.client().completions
+
+    def ask() -> None:
+        found: Any = client.create(
+            model="model",
+            prompt=[1],
+            max_tokens=1000,
+            n=4,
+            stream=stream,
+            logprobs=20,
+            extra_body={"ignore_eos": True},
+        )
+        for _ in found:
+            pass
+
+    begin = time.monotonic()
+    with pytest.raises(openai.APIError, match="request_timeout") as caught:
+        ask()
+    assert time.monotonic() - begin < 5
+    if not stream:
+        assert isinstance(caught.value, openai.APIStatusError)
+        assert caught.value.status_code == 504
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_client_that_goes_away_ends_its_request(server: Running, path: str, stream: bool) -> None:
+    body = {**ENDLESS, "n": 8, "stream": stream, "max_tokens": 1000}
+    if "chat" in path:
+        body["messages"] = [{"role": "user", "content": "a"}]
+        del body["prompt"]
+    connection = http.client.HTTPConnection(server.host, server.port)
+    connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+    engine = server.state.llm.engine
+    deadline = time.monotonic() + 10
+    while engine.is_finished():
+        assert time.monotonic() < deadline
+    if stream:
+        connection.getresponse().read(100)
+    connection.close()
+    begin = time.monotonic()
+    while not engine.is_finished():
+        time.sleep(0.005)
+    assert time.monotonic() - begin < 0.5  # all 8 answers would take longer
+    assert server.state.admission.num_active == 0
+
+
+def test_many_clients_of_whom_a_third_go_away(server: Running) -> None:
+    """The others get their own answers, whole."""
+
+    async def ask(client: httpx.AsyncClient, index: int) -> None:
+        question = QUESTIONS[index % len(QUESTIONS)]
+        body = {
+            "messages": [{"role": "user", "content": question}],
+            "stream": index % 2 == 0,
+            "temperature": 0,
+        }
+        try:
+            reply = await client.post(
+                f"{server.url}/v1/chat/completions",
+                json=body,
+                timeout=0.02 if index % 3 == 0 else 60,
+            )
+        except httpx.TimeoutException:
+            assert index % 3 == 0
+            return
+        assert reply.status_code == 200
+        if index % 2:
+            text = reply.json()["choices"][0]["message"]["content"]
+        else:
+            events = [line[6:] for line in reply.text.splitlines() if line.startswith("data: {")]
+            deltas = [json.loads(event)["choices"][0]["delta"] for event in events]
+            text = "".join(delta.get("content", "") for delta in deltas)
+            assert reply.text.endswith("data: [DONE]\n\n")
+        assert text == ANSWER_TO[question]
+
+    async def ask_all() -> None:
+        async with httpx.AsyncClient(limits=httpx.Limits(max_connections=100)) as client:
+            await asyncio.gather(*(ask(client, index) for index in range(150)))
+
+    asyncio.run(ask_all())
+    assert server.state.admission.num_active == 0
+
+
+def test_drains_and_ends_what_takes_too_long(async_llm: AsyncLLM) -> None:
+    """As at SIGTERM: a stream that is not done in time ends with an error event."""
+    with running(async_llm, drain_seconds=0.3) as server:
+        stream = server.client().completions.create(
+            model="model",
+            prompt=[1],
+            max_tokens=1000,
+            n=32,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        next(stream)
+        server.drain()
+        time.sleep(0.1)
+        for path in ("/ready", "/v1/completions"):
+            body = {"prompt": "a"} if path != "/ready" else None
+            assert server.send(path, body).error["code"] == "shutting_down"
+        with pytest.raises(openai.APIError, match="shutting down"):
+            list(stream)

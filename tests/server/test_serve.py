@@ -1,0 +1,219 @@
+"""`nanovllm serve` as a process: start, signals, sockets, and the death of the engine."""
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from nanovllm import cli, demo_model
+from tests.helpers import ROOT, environment
+
+pytest.importorskip("fastapi")
+
+FLAGS = ["--num-kvcache-blocks", "64", "--max-model-len", "4096", "--enforce-eager"]
+ENDLESS = {"prompt": [1], "max_tokens": 4000, "ignore_eos": True}
+
+
+class Process:
+    """A server in a process, ready to answer."""
+
+    def __init__(self, *flags: str, **variables: str) -> None:
+        command = [sys.executable, "-m", "nanovllm.cli", "serve", demo_model.MODEL, "--port", "0"]
+        self.process = subprocess.Popen(
+            [*command, *FLAGS, *flags],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(**variables),
+            cwd=ROOT,
+        )
+        self.lines: list[str] = []
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line)
+            if "try: " in line:
+                break
+        threading.Thread(target=self._read, daemon=True).start()
+        found = re.search(r" at http://[0-9.]+(:\d+)", self.log)
+        self.url = f"http://127.0.0.1{found[1]}" if found else ""
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        self.lines += self.process.stderr
+
+    @property
+    def log(self) -> str:
+        return "".join(self.lines)
+
+    def send(self, path: str, body: Any = None) -> tuple[int, Any]:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            self.url + path, data, {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                return answer.status, json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            return error.code, json.loads(error.read())
+
+
+class Later(threading.Thread):
+    """A request that is sent in a thread; it has begun when the thread has started."""
+
+    def __init__(self, process: Process, body: Any) -> None:
+        super().__init__()
+        self._process, self._body = process, body
+        self.status, self.answer = 0, {}
+        self.start()
+        time.sleep(0.3)
+
+    def run(self) -> None:
+        try:
+            self.status, self.answer = self._process.send("/v1/completions", self._body)
+        except OSError:
+            self.status = -1
+
+
+@contextmanager
+def serving(*flags: str, **variables: str) -> Iterator[Process]:
+    server = Process(*flags, **variables)
+    try:
+        assert server.process.poll() is None, server.log
+        yield server
+    finally:
+        server.process.kill()
+        server.process.wait()
+
+
+def test_serves_and_drains(tmp_path: Path) -> None:
+    """After SIGTERM a running request is finished, a new one refused, and the status is 0."""
+    with serving("--host", "0.0.0.0", "--served-model-name", "mine") as server:
+        assert "max_model_len 4096" in server.log
+        assert "KV cache of" in server.log
+        assert "WARNING: anyone who can reach 0.0.0.0" in server.log
+        assert server.send("/ready") == (200, {"status": "ready"})
+        assert server.send("/v1/models")[1]["data"][0]["id"] == "mine"
+        later = Later(server, {**ENDLESS, "max_tokens": 2000})
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        assert server.send("/health")[0] == 200
+        for path, body in (("/ready", None), ("/v1/completions", {"prompt": "a"})):
+            status, answer = server.send(path, body)
+            assert status == 503
+            assert answer["error"]["code"] == "shutting_down"
+        later.join()
+        assert later.status == 200
+        assert later.answer["usage"]["completion_tokens"] == 2000
+        assert server.process.wait(5) == 0
+        assert "Traceback" not in server.log
+
+
+def test_the_second_signal_ends_at_once(tmp_path: Path) -> None:
+    """On a Unix socket, which is removed; and the API keys are not in the log."""
+    path = tmp_path / "server.sock"
+    flags = ["--uds", str(path), "--api-key", "sesame", "--drain-seconds", "60"]
+    with serving(*flags, NANOVLLM_API_KEY="other-key") as server:
+        assert path.stat().st_mode & 0o777 == 0o600
+        body = json.dumps({**ENDLESS, "n": 64}).encode()
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(path))
+            connection.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nX-API-Key: other-key\r\n"
+                b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+            )
+            connection.sendall(body)
+            time.sleep(0.3)
+            server.process.send_signal(signal.SIGINT)
+            time.sleep(0.3)
+            assert server.process.poll() is None
+            server.process.send_signal(signal.SIGINT)
+            assert server.process.wait(2) == 128 + signal.SIGINT
+        assert not path.exists()
+        assert "WARNING" not in server.log
+        assert "sesame" not in server.log
+        assert "other-key" not in server.log
+
+
+def test_a_dead_worker_ends_the_server() -> None:
+    """kill -9 of a worker: its requests get 500 with the reason, the process ends with status 1."""
+    with serving("--tensor-parallel-size", "2", "--device", "cpu") as server:
+        later = Later(server, {**ENDLESS, "n": 4})
+        workers = [
+            child
+            for child in psutil.Process(server.process.pid).children()
+            if "spawn_main" in " ".join(child.cmdline())
+        ]
+        assert len(workers) == 2
+        workers[-1].kill()
+        later.join()
+        assert later.status == 500
+        assert later.answer["error"]["code"] == "engine_dead"
+        assert server.process.wait(10) == 1
+        assert "the engine is dead" in server.log
+
+
+def run(*argv: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    return cli.main(["serve", *argv]), capsys.readouterr().err
+
+
+def test_a_taken_port_is_noticed_before_the_model_is_loaded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        status, error = run(demo_model.MODEL, "--port", port, capsys=capsys)
+    assert status == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in error
+    assert "--port" in error
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--port", "70000"], "port must be"),
+        (["--max-waiting", "0"], "max_waiting must be"),
+        (["--host", "not a host"], "cannot listen on"),
+        (["--api-key", "two words"], "an API key must be"),
+        (["--tool-call-parser", "nothing"], "tool_call_parser must be"),
+        (["--max-num-seqs", "0"], "max_num_seqs must be"),
+        (["--prot", "80"], "did you mean '--port'"),
+        (["--temperature", "1"], "there is no flag --temperature"),
+        (["prompt"], "serve takes a MODEL and no prompts"),
+    ],
+)
+def test_wrong_flags(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, error = run(demo_model.MODEL, *argv, capsys=capsys)
+    assert status == 2
+    assert message in error
+    assert "two words" not in error
+
+
+def test_says_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    status, error = run(demo_model.MODEL, capsys=capsys)
+    assert status == 2
+    assert "pip install 'nanovllm[server]'" in error
+
+
+def test_the_library_does_not_need_the_extra() -> None:
+    code = (
+        "import nanovllm.cli, sys; nanovllm.AsyncLLM; "
+        "sys.exit(any(name in sys.modules for name in ('fastapi', 'uvicorn', 'pydantic')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], env=environment()).returncode == 0

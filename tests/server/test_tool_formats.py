@@ -1,0 +1,250 @@
+"""Tool calls in the formats of Hermes, Llama 3 and Mistral, however the text is cut."""
+
+import json
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from nanovllm.server.parts import Part, TextDelta, ToolCallArguments, ToolCallStart
+from nanovllm.server.tool_calls import ToolCallParser
+from nanovllm.server.tool_formats import (
+    HermesParser,
+    LlamaParser,
+    MistralParser,
+    find_tool_format,
+)
+
+Answer = list[str | tuple[str, str]]
+"""Pieces of text, and calls as (name, arguments), in order."""
+
+
+def joined(parts: list[Part]) -> Answer:
+    """Return an answer with its pieces joined."""
+    answer: Answer = []
+    for part in parts:
+        last = answer[-1] if answer else None
+        if isinstance(part, ToolCallStart):
+            assert part.index == sum(isinstance(item, tuple) for item in answer)
+            answer.append((part.name, ""))
+        elif isinstance(part, ToolCallArguments):
+            assert isinstance(last, tuple)
+            answer[-1] = (last[0], last[1] + part.text)
+        elif isinstance(last, str):
+            answer[-1] = last + part.text
+        else:
+            answer.append(part.text)
+    return answer
+
+
+def parse(kind: type[ToolCallParser], pieces: list[str]) -> Answer:
+    """Return the answer that comes in `pieces`."""
+    parser = kind()
+    parts = [part for piece in pieces for part in parser.feed(piece)]
+    return joined(parts + parser.finish())
+
+
+def cut(text: str, sizes: list[int]) -> list[str]:
+    """Return a text in pieces of these sizes, and the rest in one."""
+    pieces = []
+    for size in sizes:
+        pieces.append(text[:size])
+        text = text[size:]
+    return [*pieces, text]
+
+
+CASES: list[tuple[type[ToolCallParser], str, Answer | None]] = [
+    (
+        HermesParser,
+        '<tool_call>\n{"name": "f", "arguments": {"a": [1, {"b": "}</tool_call>\\""}]}}\n'
+        "</tool_call>",
+        [("f", '{"a": [1, {"b": "}</tool_call>\\""}]}')],
+    ),
+    (
+        HermesParser,
+        'Let me look.\n\n<tool_call>{"name": "f", "arguments": {}}</tool_call>\n'
+        '<tool_call>{"name": "g", "arguments": {"x" : 1}}</tool_call>\nDone. ',
+        ["Let me look.", ("f", "{}"), ("g", '{"x" : 1}'), "Done. "],
+    ),
+    (HermesParser, '<tool_call>{"arguments": {"a": 1}, "name": "f"}', [("f", '{"a": 1}')]),
+    (
+        HermesParser,
+        '<tool_call>{"id": [1], "name": "f", "parameters": {"a": 1}, "x": "}"}</tool_call>',
+        [("f", '{"a": 1}')],
+    ),
+    (HermesParser, '<tool_call>{"name": "f"}</tool_call>', [("f", "{}")]),
+    (HermesParser, '<tool_call>{"name": "f", "arguments": null}</tool_call>', [("f", "{}")]),
+    (
+        HermesParser,
+        '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"\\\\n\\"}"}</tool_call>',
+        [("f", '{"a": "\\n"}')],
+    ),
+    (HermesParser, '<tool_call>{"name": "f", "arguments": 12}</tool_call>', [("f", "12")]),
+    (
+        HermesParser,
+        '<tool_call>[{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}]</tool_call>',
+        [("f", "{}"), ("g", "{}")],
+    ),
+    (
+        HermesParser,
+        '<tool_call>\n{"name": "f", "arguments": {}}\n{"name": "g", "arguments": {}}\n</tool_call>',
+        [("f", "{}"), ("g", "{}")],
+    ),
+    (
+        HermesParser,
+        '<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>tail',
+        [("f", '{"a": 1}'), "tail"],
+    ),
+    (HermesParser, '<tool_call>{"name": "f", "arguments": {"a": "b', [("f", '{"a": "b')]),
+    (HermesParser, " <tool_call> no </tool_call>", [" <tool_call> no </tool_call>"]),
+    (HermesParser, '<tool_call>{"name": "f", "argum', ['<tool_call>{"name": "f", "argum']),
+    (HermesParser, '<tool_call>{"name": 1, "arguments": {}}', None),
+    (HermesParser, '<tool_call>{"name": "", "arguments": {}}', None),
+    (HermesParser, '<tool_call>{"name": "f", "arguments": nope}', None),
+    (
+        HermesParser,
+        '<tool_call><tool_call>{"name": "f", "arguments": {}}</tool_call>',
+        ["<tool_call>", ("f", "{}")],
+    ),
+    (LlamaParser, '{"name": "f", "parameters": {"a": "é"}}', [("f", '{"a": "é"}')]),
+    (
+        LlamaParser,
+        '<|python_tag|>{"type": "function", "name": "f", "arguments": {}}; '
+        '{"name": "g", "parameters": {}}',
+        [("f", "{}"), ("g", "{}")],
+    ),
+    (
+        LlamaParser,
+        'I call it:\n{"name": "f", "parameters": {}}\n{"name": "g", "parameters": {}};',
+        ["I call it:", ("f", "{}"), ("g", "{}"), ";"],
+    ),
+    (LlamaParser, '{"name": "Ann", "age": 3}', None),
+    (LlamaParser, '{"name": "Ann"}', None),
+    (LlamaParser, 'See {"name": "f", "parameters": {}}', None),
+    (LlamaParser, "<|python_tag|>print(1)", None),
+    (LlamaParser, "\n{", None),
+    (
+        MistralParser,
+        '[TOOL_CALLS] [{"name": "f", "arguments": {"a": "]"}}, {"name": "g", "arguments": {}}]',
+        [("f", '{"a": "]"}'), ("g", "{}")],
+    ),
+    (
+        MistralParser,
+        'Hm. [TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g{"b": 2}',
+        ["Hm.", ("f", '{"a": 1}'), ("g", '{"b": 2}')],
+    ),
+    (MistralParser, '[TOOL_CALLS]f[CALL_ID]abcdef123[ARGS]{"a": 1}', [("f", '{"a": 1}')]),
+    (MistralParser, "[TOOL_CALLS] [1, 2]", None),
+    (MistralParser, "[TOOL_CALLS]f(1)", None),
+    (MistralParser, "a [TOOL_CAL", None),
+]
+
+
+@pytest.mark.parametrize(("kind", "text", "answer"), CASES)
+def test_formats(kind: type[ToolCallParser], text: str, answer: Answer | None) -> None:
+    """None stands for text that is no call and comes out unchanged."""
+    expected = [text] if answer is None else answer
+    for size in (1, 2, 3, 7, len(text)):
+        pieces = [text[start : start + size] for start in range(0, len(text), size)]
+        assert parse(kind, pieces) == expected
+
+
+FRAGMENTS = [
+    *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]x"),
+    *('{"name": "f", "arguments": {', '{"name": "g", "parameters": "', '"name": "h"', "}", '"'),
+    *("{", "[", "]", ",", ":", ";", "\\", "\n", " ", "null", "1", "a", "é", "<", "<tool", "[TOOL"),
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from([HermesParser, LlamaParser, MistralParser]),
+    st.lists(st.sampled_from(FRAGMENTS), max_size=30).map("".join),
+    st.lists(st.integers(1, 9), max_size=40),
+)
+def test_any_cut_gives_the_same(kind: type[ToolCallParser], text: str, sizes: list[int]) -> None:
+    assert parse(kind, cut(text, sizes)) == parse(kind, [text]) == parse(kind, list(text))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from([HermesParser, LlamaParser, MistralParser]),
+    st.lists(st.sampled_from([f for f in FRAGMENTS if f not in "{"]), max_size=30).map("".join),
+)
+def test_nothing_is_lost(kind: type[ToolCallParser], text: str) -> None:
+    """Text that no call begins in comes out as it went in."""
+    answer = parse(kind, [text])
+    if not any(isinstance(item, tuple) for item in answer):
+        assert "".join(map(str, answer)) == text
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=10,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.dictionaries(st.text(), JSON_VALUES, max_size=4),
+    st.sampled_from([None, 2]),
+    st.booleans(),
+    st.booleans(),
+    st.lists(st.integers(1, 9), max_size=40),
+)
+def test_arguments_are_the_source_text(
+    arguments: object, indent: int | None, is_ascii: bool, name_first: bool, sizes: list[int]
+) -> None:
+    source = json.dumps(arguments, indent=indent, ensure_ascii=is_ascii)
+    for kind, form in (
+        (HermesParser, "<tool_call>\n{%s}\n</tool_call>"),
+        (LlamaParser, "{%s}"),
+        (MistralParser, "[TOOL_CALLS] [{%s}]"),
+    ):
+        members = ['"name": "f"', f'"arguments": {source}']
+        text = form % ", ".join(members if name_first else members[::-1])
+        assert parse(kind, cut(text, sizes)) == [("f", source)]
+
+
+def test_pieces_arrive_as_soon_as_they_are_certain() -> None:
+    parser = HermesParser()
+    assert parser.feed("Let me") == [TextDelta("Let me")]
+    assert parser.feed(" see <to") == [TextDelta(" see")]
+    assert parser.feed("ol_box>") == [TextDelta(" <tool_box>")]
+    assert parser.feed('<tool_call>{"name": "f", "arguments": ') == []
+    start, piece = parser.feed('{"a": "b')
+    assert isinstance(start, ToolCallStart)
+    assert start.name == "f"
+    assert piece == ToolCallArguments(0, '{"a": "b')
+    assert parser.feed(' c"') == [ToolCallArguments(0, ' c"')]
+    assert parser.feed("}}\n</tool") == [ToolCallArguments(0, "}")]
+    assert parser.feed("_call>") == parser.finish() == []
+
+
+def test_call_ids() -> None:
+    """Mistral's chat templates refuse ids of another length than 9."""
+    (start, _) = MistralParser().feed("[TOOL_CALLS]f{")
+    assert isinstance(start, ToolCallStart)
+    assert len(start.call_id) == 9
+    assert start.call_id.isalnum()
+    (start, _) = MistralParser().feed("[TOOL_CALLS]f[CALL_ID]abcdef123[ARGS]{")
+    assert isinstance(start, ToolCallStart)
+    assert start.call_id == "abcdef123"
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("{% if tools %}<tool_call>", "Hermes"),
+        ("{% if tools %}<tool_call><function=", None),
+        ("{% if tools %}<|python_tag|>", "Llama"),
+        ('<|start_header_id|>{% if tools %}{"name": x, "parameters": y}', "Llama"),
+        ("{% if tools %}[TOOL_CALLS] [", "Mistral"),
+        ("{% if tools %}[TOOL_CALLS]x[ARGS]", "MistralArgs"),
+        ("{{ messages }}", "Hermes"),
+        (None, "Hermes"),
+    ],
+)
+def test_the_template_shows_the_format(template: str | None, name: str | None) -> None:
+    found = find_tool_format(template)
+    assert (None if found is None else type(found).__name__) == name

@@ -1,0 +1,285 @@
+"""Every rule on a request answers 400 in OpenAI's form and names the field; then all is well."""
+
+import json
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+
+from tests.server.conftest import Running
+
+MESSAGES = [{"role": "user", "content": "What is paged attention?"}]
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+BOTH: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.5}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"min_p": 2}, "min_p"),
+    ({"presence_penalty": 3}, "presence_penalty"),
+    ({"frequency_penalty": -3}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"n": 0}, "n"),
+    ({"n": 129}, "n"),
+    ({"n": 10**30}, "n"),
+    ({"n": 1.5}, "n"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -5}, "max_tokens"),
+    ({"max_tokens": "7"}, "max_tokens"),
+    ({"min_tokens": 9, "max_tokens": 4}, "min_tokens"),
+    ({"seed": -1}, "seed"),
+    ({"seed": 2**63}, "seed"),
+    ({"stop": ""}, "stop"),
+    ({"stop": [1]}, "stop"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"stop_token_ids": [10**6]}, "stop_token_ids"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"allowed_token_ids": [99999]}, "allowed_token_ids"),
+    ({"bad_words": [""]}, "bad_words"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"99999": 1}}, "logit_bias"),
+    ({"logit_bias": [1]}, "logit_bias"),
+    ({"prompt_logprobs": -2}, "prompt_logprobs"),
+    ({"prompt_logprobs": 5000}, "prompt_logprobs"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"ignore_eos": "yes"}, "ignore_eos"),
+    ({"skip_special_tokens": 1}, "skip_special_tokens"),
+    ({"priority": 2**40}, "priority"),
+    ({"priority": "high"}, "priority"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
+    ({"user": 7}, "user"),
+    ({"cache_salt": ""}, "cache_salt"),
+    ({"cache_salt": 7}, "cache_salt"),
+    ({"request_id": ""}, "request_id"),
+    ({"use_beam_search": True}, "use_beam_search"),
+    ({"length_penalty": 2.0}, "length_penalty"),
+    ({"temprature": 1.0}, "temprature"),
+    ({"model": 3}, "model"),
+    ({"response_format": "json"}, "response_format"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+    ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice"),
+    ({"guided_regex": "("}, "guided_regex"),
+    ({"guided_grammar": "start: nothing"}, "guided_grammar"),
+    ({"guided_choice": []}, "guided_choice"),
+    ({"guided_json": {"type": "nothing"}}, "guided_json"),
+    ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+    ({"structured_outputs": {"regxe": "a"}}, "structured_outputs"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "none"}}}},
+        "response_format",
+    ),
+]
+OF_CHAT: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "messages"),
+    ({"messages": "hello"}, "messages"),
+    ({"messages": [{}]}, "messages[0].role"),
+    ({"messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
+    ({"messages": [*MESSAGES, {"role": "user", "content": [{"type": "text"}]}]}, "messages[1]"),
+    (
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/x.png"}}
+                    ],
+                }
+            ]
+        },
+        "messages[0]",
+    ),
+    (
+        {
+            "messages": [
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "["}}],
+                }
+            ]
+        },
+        "messages[0].tool_calls[0].function.arguments",
+    ),
+    ({"messages": [{"role": "user", "content": "word " * 2000}]}, "messages"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"logprobs": 1}, "logprobs"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": -3}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 5000}, "top_logprobs"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    ({"tools": {}}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"functions": [{"name": "f"}]}, "functions"),
+    ({"chat_template": "{{ messages }}"}, "chat_template"),
+    ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"tokenize": True}}, "messages"),
+    ({"audio": {"voice": "alloy"}}, "audio"),
+    ({"modalities": ["text", "audio"]}, "modalities"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+]
+OF_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": None}, "prompt"),
+    ({"prompt": 7}, "prompt"),
+    ({"prompt": [1, "a"]}, "prompt[1]"),
+    ({"prompt": ["a", 1]}, "prompt[1]"),
+    ({"prompt": [1, -1]}, "prompt"),
+    ({"prompt": [1, 10**40]}, "prompt"),
+    ({"prompt": [5000]}, "prompt"),
+    ({"prompt": [[1], []]}, "prompt[1]"),
+    ({"prompt": ["a", ""]}, "prompt"),
+    ({"prompt": "word " * 2000}, "prompt"),
+    ({"prompt": "a" * 10**6}, "prompt"),
+    ({"prompt": [1] * 1024}, "prompt"),
+    ({"logprobs": -2}, "logprobs"),
+    ({"logprobs": 5000}, "logprobs"),
+    ({"logprobs": True}, "logprobs"),
+    ({"best_of": 3}, "best_of"),
+    ({"suffix": "end"}, "suffix"),
+    ({"echo": True, "stream": True, "logprobs": 1}, "echo"),
+    ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
+]
+
+
+def cases() -> list[Any]:
+    found = []
+    for path, rules in (
+        (CHAT, BOTH + OF_CHAT),
+        (COMPLETIONS, BOTH + OF_COMPLETIONS),
+    ):
+        for fields, param in rules:
+            name = f"{path.split('/')[2]}-{param}-{json.dumps(fields)[:40]}"
+            found.append(pytest.param(path, fields, param, id=name))
+    return found
+
+
+def body_of(path: str, **fields: Any) -> dict[str, Any]:
+    given: dict[str, Any] = {"messages": MESSAGES} if path == CHAT else {"prompt": "What is"}
+    return {**given, "max_tokens": 8, **fields}
+
+
+@pytest.mark.parametrize(("path", "fields", "param"), cases())
+def test_a_broken_rule_is_named(
+    server: Running, path: str, fields: dict[str, Any], param: str
+) -> None:
+    given = body_of(path, **fields)
+    if "max_completion_tokens" in fields:
+        del given["max_tokens"]
+    reply = server.send(path, given)
+    assert (reply.status, reply.error["param"]) == (400, param)
+    assert reply.error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"nothing",
+        b"[]",
+        b'"text"',
+        b'{"prompt": "a", "messages": [], "temperature": NaN}',
+        b'{"prompt": "a", "temperature": Infinity}',
+        b'{"prompt": "a", "temperature": 1e999}',
+        b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
+        b'{"prompt": "a", "prompt": "b"}',
+        b'{"prompt": "\xff\xfe"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"messages": [{"role": "user", "content": "\\udfff"}]}',
+        b'{"prompt": ' + b"[" * 100000 + b"]" * 100000 + b"}",
+        b'{"prompt": ' + b"[" * 200 + b"]" * 200 + b"}",
+        b'{"logit_bias": ' + b'{"a":' * 5000 + b"1" + b"}" * 5000 + b"}",
+        b'{"prompt": [' + b"1," * 1100000 + b"1]}",
+        b"\x00" * 100,
+        "﻿{}".encode(),
+        b'{"prompt": "a"} {"prompt": "b"}',
+    ],
+    ids=range(20),
+)
+def test_a_body_that_is_no_request(server: Running, path: str, body: bytes) -> None:
+    reply = server.send(path, body)
+    assert reply.status == 400
+    assert reply.error["type"] == "invalid_request_error"
+
+
+def test_fields_that_clients_send_and_that_change_nothing(server: Running) -> None:
+    common = {
+        "user": "me",
+        "service_tier": "auto",
+        "store": False,
+        "metadata": {"a": "b"},
+        "use_beam_search": False,
+        "length_penalty": 1.0,
+        "n": None,
+        "stop": None,
+        "stream_options": None,
+        "priority": 0,
+    }
+    assert server.send(COMPLETIONS, body_of(COMPLETIONS, best_of=1, **common)).status == 200
+    chat = {"parallel_tool_calls": True, "modalities": ["text"], "tool_choice": "none"}
+    assert server.send(CHAT, body_of(CHAT, **chat, **common)).status == 200
+
+
+def test_errors_of_the_client_library(client: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="temperature must be") as caught:
+        client.completions.create(model="model", prompt="a", temperature=-1)
+    assert caught.value.param == "temperature"
+    assert caught.value.type == "invalid_request_error"
+    messages: Any = MESSAGES
+    with pytest.raises(openai.NotFoundError, match="does not exist") as missing:
+        client.chat.completions.create(model="gpt-4o", messages=messages)
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError, match="temperature"):  # before the stream begins
+        client.completions.create(model="model", prompt="a", temperature=-1, stream=True)
+    with pytest.raises(openai.BadRequestError, match="max_model_len"):
+        client.completions.create(model="model", prompt=[1] * 2000, stream=True)
+    with pytest.raises(openai.InternalServerError, match="embeddings") as refused:
+        client.embeddings.create(model="model", input="a")
+    assert refused.value.status_code == 501
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v1/nothing", 404),
+        ("GET", "/docs", 404),
+        ("GET", CHAT, 405),
+        ("POST", "/health", 405),
+        ("DELETE", "/v1/models", 405),
+        ("POST", "/v1/embeddings", 501),
+        ("GET", "/v1/models/other", 404),
+    ],
+)
+def test_other_statuses_have_the_same_form(
+    server: Running, method: str, path: str, status: int
+) -> None:
+    reply = server.send(path, method=method)
+    assert reply.status == status
+    assert reply.error["message"]
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+def test_only_json_is_taken(server: Running, kind: str) -> None:
+    reply = server.send(CHAT, body_of(CHAT), Content_Type=kind)
+    assert reply.status == 415
+    assert "Content-Type" in reply.error["message"]
+
+
+def test_the_schema_knows_no_422(server: Running) -> None:
+    schema = server.send("/openapi.json").body
+    assert CHAT in schema["paths"]
+    for operations in schema["paths"].values():
+        for operation in operations.values():
+            assert "422" not in operation["responses"]
+            assert "4XX" in operation["responses"]
