@@ -37,20 +37,13 @@ def random_schema(rng: random.Random, depth: int = 3) -> dict[str, Any]:
     Args:
         depth: how many levels of objects and arrays there may be.
     """
-    kinds = [_string, _number, _choice, lambda _: {"type": rng.choice(["boolean", "null"])}]
-    if depth:
-        nested = [_object, _object, _array, _any_of]
-        return rng.choice(nested)(rng, depth - 1) if depth == 3 else _either(rng, kinds, depth - 1)
-    return rng.choice(kinds)(rng)
+    if depth and (depth == 3 or rng.random() < 0.5):
+        return rng.choice([_object, _object, _array, _any_of])(rng, depth - 1)
+    return rng.choice([_string, _number, _choice, _plain])(rng)
 
 
-def _either(rng: random.Random, kinds: list[Any], depth: int) -> dict[str, Any]:
-    found: dict[str, Any]
-    if rng.random() < 0.5:
-        found = rng.choice(kinds)(rng)
-    else:
-        found = rng.choice([_object, _array, _any_of])(rng, depth)
-    return found
+def _plain(rng: random.Random) -> dict[str, Any]:
+    return {"type": rng.choice(["boolean", "null"])}
 
 
 def _object(rng: random.Random, depth: int) -> dict[str, Any]:

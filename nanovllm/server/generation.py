@@ -5,7 +5,7 @@ Knows no JSON and no route: it takes prompts and yields the engine's outputs.
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence as Seq
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import ExitStack, aclosing, contextmanager, suppress
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -70,12 +70,17 @@ class _Guard:
 def _admitted(request: Request, num_sequences: int) -> Iterator[_Guard]:
     """Admit a request and guard it."""
     server, guard = state_of(request), _Guard()
-    with server.admission.admit(guard, num_sequences):
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(server.admission.admit(guard, num_sequences))
+        except APIError as error:
+            server.metrics.refused(error.body["error"]["code"] or "too_many_sequences")
+            raise
         watch = asyncio.create_task(guard.watch(request))
         timer = None
         if server.options.request_timeout is not None:
-            error = _timeout(server.options.request_timeout)
-            timer = watch.get_loop().call_later(server.options.request_timeout, guard.end, error)
+            late = _timeout(server.options.request_timeout)
+            timer = watch.get_loop().call_later(server.options.request_timeout, guard.end, late)
         try:
             yield guard
         finally:

@@ -52,6 +52,7 @@ def serve(args: argparse.Namespace) -> int:
     Config(**engine_options)
     find_answer_format(None, options.tool_call_parser, options.reasoning_parser)  # checks them
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("nanovllm.server").setLevel(logging.INFO)  # a line for each request
     with bound_socket(options) as listener:
         start = time.monotonic()
         complain(f"nanovllm: loading {model_name(args.model)}")
