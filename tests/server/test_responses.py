@@ -293,7 +293,7 @@ def test_items_become_messages() -> None:
         ({"input": "Hi", "guided_regex": "(a"}, "guided_regex", "cannot be used"),
         ({"input": "Hi " * 2000}, "input", "1024"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "text only"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "an item is of type"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "must be of type message"),
         ({"input": [{"role": "me", "content": ""}]}, "input[0].role", "'assistant'"),
         ({"input": [{"role": "user", "content": "", "x": 1}]}, "input[0].x", "no field 'x'"),
         ({"input": 5}, "input", "valid string"),

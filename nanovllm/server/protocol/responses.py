@@ -77,13 +77,9 @@ AnyInputItem = Annotated[
     | Annotated[InputCallOutput, Tag("function_call_output")],
     Discriminator(
         _item_type,
-        custom_error_type="refused",
-        custom_error_message="{message}",
-        custom_error_context={
-            "message": "an item is of type message, reasoning, function_call or "
-            f"function_call_output; {_NOT_STORED}",
-            "field": "type",
-        },
+        custom_error_type="item_type",
+        custom_error_message="must be of type message, reasoning, function_call or "
+        f"function_call_output: {_NOT_STORED}",
     ),
 ]
 
