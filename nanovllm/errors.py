@@ -31,3 +31,7 @@ class OutOfMemoryError(NanoVLLMError, RuntimeError):
 
 class EngineDeadError(NanoVLLMError, RuntimeError):
     """A worker process died or the engine was shut down; make a new `LLM` to continue."""
+
+
+class ServerError(NanoVLLMError, RuntimeError):
+    """A server cannot be reached, refuses, or breaks off: `nanovllm chat --url`, `bench serve`."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from nanovllm.errors import InvalidRequestError
+from nanovllm.errors import InvalidRequestError, NanoVLLMError
 
 HISTORY_LENGTH = 1000
 """Lines of the history that a session starts with."""
@@ -78,14 +78,21 @@ def write(text: str) -> None:
 
 
 def write_stream(pieces: Iterable[str]) -> str:
-    """Write pieces of text as they come, then a newline, and return the whole text."""
-    text = ""
+    """Write pieces of text as they come, then a newline, and return the whole text.
+
+    Writes nothing if an error comes before any text.
+    """
+    text, is_refused = "", False
     try:
         for piece in pieces:
             write(piece)
             text += piece
+    except NanoVLLMError:
+        is_refused = not text
+        raise
     finally:
-        write("\n")
+        if not is_refused:
+            write("\n")
     return text
 
 

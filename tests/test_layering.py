@@ -29,7 +29,22 @@ VALUES = (
     "structured_outputs",
     "outputs",
 )
-FRONT = ("llm", "async_llm", "unsupported", "cli", "chat", "flags", "terminal")
+FRONT = (
+    "llm",
+    "async_llm",
+    "unsupported",
+    "cli",
+    "chat",
+    "flags",
+    "terminal",
+    "bench_serve",
+    "load_plan",
+    "load_plot",
+    "load_report",
+    "sse_client",
+    "sse_response",
+    "svg",
+)
 FOLDERS = {
     "values": Folder("", torch=False),
     "demo_model": Folder("", torch=False),

@@ -19,6 +19,7 @@ from nanovllm.engine.tokenizer import max_chars_per_token
 from nanovllm.errors import InvalidRequestError
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.scheduler.sequence import Sequence
+from nanovllm.structured_outputs import StructuredOutputsParams
 from nanovllm.utils.grammar import GrammarCompiler
 from nanovllm.validation import check_int, shown
 
@@ -196,12 +197,13 @@ class InputProcessor:
             )
         for stop in params.stop:
             _check_unicode("a stop string", stop)
-        if params.structured_outputs is not None:
+        structured = params.structured_outputs
+        if isinstance(structured, StructuredOutputsParams):
             if self._grammars is None:
                 raise InvalidRequestError(
                     "this engine has no tokenizer, so structured_outputs cannot be used"
                 )
-            self._grammars.compile(params.structured_outputs)
+            self._grammars.compile(structured)
         last = self._last_token_id
         for name, token_ids in (
             ("stop_token_ids", params.stop_token_ids),

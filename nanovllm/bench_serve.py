@@ -1,0 +1,224 @@
+"""`nanovllm bench serve`: puts a load on a server that speaks OpenAI's API, and measures it.
+
+One event loop sends and reads; a token costs it one callback. `load_plan` says what is sent,
+`load_report` what the times mean. Imports no engine.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from nanovllm.errors import InvalidRequestError, NanoVLLMError, ServerError
+from nanovllm.load_plan import Conversation, LoadPlan, make_conversations, make_warmups
+from nanovllm.load_plot import draw
+from nanovllm.load_report import Client, Measurement, Report, percentile
+from nanovllm.sse_client import Connections, Server, find_server, first_model, parse_event
+from nanovllm.terminal import complain, write
+from nanovllm.validation import shown
+
+BEAT_SECONDS = 0.01
+"""How often the lag of the event loop is measured."""
+
+
+def bench_serve(plan: LoadPlan) -> int:
+    """Run the load, write the report, and return the exit status: 1 if a request failed.
+
+    Raises:
+        ServerError: the server does not answer before the load begins.
+        InvalidRequestError: a file cannot be written, or the server refuses the first request.
+    """
+    for path in (plan.save_result, plan.plot):
+        if path is not None and not Path(path).absolute().parent.is_dir():
+            raise InvalidRequestError(f"there is no directory for {shown(path)}; make it first")
+    server = find_server(plan.url, plan.api_key)
+    plan = dataclasses.replace(plan, model=plan.model or first_model(server))
+    report = asyncio.run(measure(plan, server))
+    write(report.as_text())
+    if report.client.warning is not None:
+        complain(f"nanovllm: {report.client.warning}")
+    if plan.save_result is not None:
+        _save(plan.save_result, json.dumps(report.as_json(), indent=1) + "\n")
+    if plan.plot is not None:
+        _save(plan.plot, draw(report))
+    return 1 if report.errors else 0
+
+
+async def measure(plan: LoadPlan, server: Server) -> Report:
+    """Return what the server did with the load.
+
+    Raises:
+        ServerError: it fails before the load begins.
+        InvalidRequestError: it refuses the first request.
+    """
+    load = _Load(plan, server)
+    try:
+        for warmup in make_warmups(plan):
+            measured: list[Measurement] = []
+            await load.converse(warmup, load.first_request(warmup), time.perf_counter(), measured)
+            if measured[0].error is not None:
+                raise ServerError(f"the first request failed: {measured[0].error}")
+        return await load.run(make_conversations(plan))
+    finally:
+        load.connections.close()
+
+
+class _Load:
+    """The requests on their way."""
+
+    def __init__(self, plan: LoadPlan, server: Server) -> None:
+        self.connections = Connections(server)
+        self._plan = plan
+        self._server = server
+        self._places: contextlib.AbstractAsyncContextManager[Any] = contextlib.nullcontext()
+        if plan.max_concurrency is not None:
+            self._places = asyncio.Semaphore(plan.max_concurrency)
+        self._progress: tqdm | None = None
+
+    async def run(self, conversations: list[Conversation]) -> Report:
+        """Send conversations when they arrive, and wait for all answers."""
+        measured: list[Measurement] = []
+        lags: list[float] = []
+        watch = asyncio.create_task(_watch(lags))
+        firsts = [self.first_request(conversation) for conversation in conversations]
+        total = sum(len(conversation.prompts) for conversation in conversations)
+        with tqdm(total=total, unit="requests", disable=None, file=sys.stderr) as self._progress:
+            begin, busy = time.perf_counter(), time.process_time()
+            async with asyncio.TaskGroup() as tasks:
+                for conversation, first in zip(conversations, firsts, strict=True):
+                    arrival = begin + conversation.arrival
+                    if (wait := arrival - time.perf_counter()) > 0:
+                        await asyncio.sleep(wait)
+                    tasks.create_task(self.converse(conversation, first, arrival, measured))
+            seconds = time.perf_counter() - begin
+            busy = (time.process_time() - busy) / seconds
+        self._progress = None
+        watch.cancel()
+        client = Client(percentile(sorted(lags), 99), busy)
+        return Report(self._plan, measured, seconds, client)
+
+    def first_request(self, conversation: Conversation) -> bytes:
+        """Return the bytes of a conversation's first request; they are made before the load."""
+        prompt, output_len = conversation.prompts[0], conversation.output_lens[0]
+        if isinstance(prompt, str):
+            return self._request({"messages": [_user(prompt)]}, output_len)
+        return self._request({"prompt": prompt}, output_len)
+
+    async def converse(
+        self, conversation: Conversation, first: bytes, arrival: float, measured: list[Measurement]
+    ) -> None:
+        """Send the turns of a conversation; an answer that fails ends it."""
+        messages: list[dict[str, str]] = []
+        for prompt, output_len in zip(conversation.prompts, conversation.output_lens, strict=True):
+            if isinstance(prompt, str):
+                messages.append(_user(prompt))
+            request = first or self._request({"messages": messages}, output_len)
+            first = b""
+            answer = _Answer(Measurement(arrival))
+            measured.append(answer.measured)
+            await self._send(request, answer)
+            if self._progress is not None:
+                self._progress.update()
+            if answer.measured.error is not None:
+                return
+            messages.append({"role": "assistant", "content": answer.measured.text})
+            arrival = answer.measured.end
+
+    def _request(self, body: dict[str, Any], output_len: int) -> bytes:
+        plan = self._plan
+        body |= {
+            "model": plan.model,
+            "max_tokens": output_len,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if plan.ignore_eos:
+            body["ignore_eos"] = True
+        if plan.temperature is not None:
+            body["temperature"] = plan.temperature
+        return self._server.request("POST", plan.endpoint, body | (plan.extra_body or {}))
+
+    async def _send(self, request: bytes, answer: "_Answer") -> None:
+        measured = answer.measured
+        async with self._places:
+            measured.start = measured.end = time.perf_counter()
+            try:
+                await self.connections.post(request, answer.receive)
+                answer.check()
+            except NanoVLLMError as error:
+                measured.error = str(error)
+                measured.end = time.perf_counter()
+
+
+class _Answer:
+    """Reads the events of one answer into its measurement."""
+
+    def __init__(self, measured: Measurement) -> None:
+        self.measured = measured
+        self._reason: str | None = None
+        self._pieces: list[str] = []
+
+    def receive(self, data: str) -> None:
+        """Take the data of an event.
+
+        Raises:
+            ServerError: it reports an error.
+        """
+        now = time.perf_counter()
+        if data == "[DONE]":
+            return
+        event = parse_event(data)
+        for choice in event.get("choices") or ():
+            delta = choice.get("delta") or {}
+            text = choice.get("text") or delta.get("content") or ""
+            thought = delta.get("reasoning_content") or delta.get("reasoning")
+            self._reason = choice.get("finish_reason") or self._reason
+            is_head = "role" in delta and self._reason is None
+            is_tail = self._reason is not None and bool(self.measured.token_times)
+            if text or thought or delta.get("tool_calls") or not (is_head or is_tail):
+                self.measured.token_times.append(now)
+            self.measured.end = now
+            self._pieces.append(text)
+        if usage := event.get("usage"):
+            self.measured.has_usage = True
+            self.measured.num_prompt_tokens = usage.get("prompt_tokens") or 0
+            self.measured.num_output_tokens = usage.get("completion_tokens") or 0
+
+    def check(self) -> None:
+        """Finish the measurement.
+
+        Raises:
+            ServerError: the answer has no text, or did not come to its end.
+        """
+        if self._reason in (None, "abort", "error"):
+            raise ServerError(f"the answer broke off: {self._reason or 'it has no finish_reason'}")
+        if not self.measured.token_times:
+            raise ServerError("the answer has no token")
+        self.measured.text = "".join(self._pieces)
+        if not self.measured.has_usage:
+            self.measured.num_output_tokens = len(self.measured.token_times)
+
+
+def _user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+async def _watch(lags: list[float]) -> None:
+    """Note again and again how late the event loop is, in seconds."""
+    while True:
+        before = time.perf_counter()
+        await asyncio.sleep(BEAT_SECONDS)
+        lags.append(max(0.0, time.perf_counter() - before - BEAT_SECONDS))
+
+
+def _save(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise InvalidRequestError(f"cannot write {shown(path)}: {error}") from None
