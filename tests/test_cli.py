@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import nanovllm
-from nanovllm import LLM, SamplingParams, cli, demo_model, terminal
+from nanovllm import LLM, SamplingParams, StructuredOutputsParams, cli, demo_model, terminal
 from nanovllm.config import Config
 from nanovllm.flags import Parser, add_flags, fields_of
 from nanovllm.llm import default_sampling_params
@@ -183,7 +183,7 @@ def test_missing_model_is_one_line_and_status_2(run: Run) -> None:
     ("arguments", "message"),
     [
         ([], "COMMAND is missing: generate, chat, serve or bench serve"),
-        (["serve"], "invalid choice: 'serve'"),
+        (["server"], "invalid choice: 'server'"),
         (["generate", "--max-token", "9"], "no flag --max-token; did you mean '--max-tokens'?"),
         (["generate", "m", "p", "--temprature", "1"], "did you mean '--temperature'?"),
         (["generate", "m", "--temprature=1", "p"], "did you mean '--temperature'?"),
@@ -386,6 +386,8 @@ def test_every_field_has_a_flag(
         cases = [([flag], True), (["--no-" + flag.removeprefix("--")], False)]
     else:
         argument, value = example_of(hint)
+        if name == "structured_outputs":
+            argument, value = '{"regex": "a+"}', StructuredOutputsParams(regex="a+")
         cases = [([flag, argument], value)]
     for arguments, value in cases:
         assert run("generate", "some-model", "Hi", *arguments)[0] == 0

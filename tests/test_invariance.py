@@ -24,6 +24,7 @@ from tests.helpers import (
     random_prompt,
     token_ids,
 )
+from tests.test_structured_outputs import COMPACT
 
 COLD: dict[str, dict[str, Any]] = {
     "batches of 1": {"max_num_seqs": 1},
@@ -81,10 +82,15 @@ def random_workload(model: str, num_requests: int) -> Workload:
 
 
 def glossary_workload() -> Workload:
-    """24 questions to the demo model, a trained one."""
+    """24 questions to the demo model, a trained one; every sixth is answered in JSON."""
     params = SamplingParams(temperature=0, max_tokens=96)
+    in_json = params.clone(structured_outputs=COMPACT, temperature=1.0, seed=7)
     options = {"dtype": "float32", "max_model_len": 256}
-    return Workload(demo_model.MODEL, options, [(question, params) for question in QUESTIONS[:24]])
+    requests: list[Request] = [
+        (question, in_json if index % 6 == 0 else params)
+        for index, question in enumerate(QUESTIONS[:24])
+    ]
+    return Workload(demo_model.MODEL, options, requests)
 
 
 @pytest.fixture(scope="module", params=[*FAMILIES, "glossary"])

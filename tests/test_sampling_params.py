@@ -12,6 +12,7 @@ from hypothesis import given, strategies as st
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
 from nanovllm.other_names import SAMPLING_NAMES
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams, takes_prompt
+from nanovllm.structured_outputs import StructuredOutputsParams
 from nanovllm.validation import did_you_mean, shown
 
 BEYOND_FLOAT = pytest.param(10**400, id="integer beyond the floats")
@@ -136,6 +137,7 @@ EVERY_FIELD = {
     "allowed_token_ids": [3, 4, 5],
     "bad_words": ["never"],
     "logits_processors": [forbid_nothing],
+    "structured_outputs": StructuredOutputsParams(choice=("yes", "no")),
     "logprobs": 3,
     "prompt_logprobs": 0,
     "truncate_prompt_tokens": 12,

@@ -24,6 +24,7 @@ from nanovllm.scheduler.sequence import Sequence
 from nanovllm.worker import model_runner
 from tests.glossary import QUESTIONS
 from tests.helpers import Request, assert_idle, generate_all, generate_in_random_order
+from tests.test_structured_outputs import COMPACT
 
 NATIVE = pytest.mark.skipif(library() is None, reason="no compiler here")
 OPTIONS: dict[str, Any] = {"max_model_len": 192, "kvcache_block_size": 32}
@@ -32,7 +33,7 @@ PREEMPTING: dict[str, Any] = {"num_kvcache_blocks": 8, "max_model_len": 192}
 
 
 def make_requests() -> list[Request]:
-    """40 requests: every sampling parameter, at four temperatures."""
+    """44 requests: every sampling parameter, at four temperatures."""
     rng = random.Random(0)
     special: list[dict[str, Any]] = [
         {"top_k": 20},
@@ -54,13 +55,18 @@ def make_requests() -> list[Request]:
         {"logits_processors": [lower_even]},
         {"max_tokens": 1},
         {"skip_special_tokens": False},
+        {"structured_outputs": COMPACT},
+        {"structured_outputs": {"regex": "[A-Z][a-z ]+"}, "logprobs": 1},
         {},
     ]
     requests: list[Request] = []
     for index, options in enumerate(special * 2):
         question = QUESTIONS[index % len(QUESTIONS)]
         prompt = question if index % 3 else [rng.randrange(1000) for _ in range(rng.randint(1, 70))]
-        params = {"temperature": (0.0, 0.3, 1.0, 1.7)[(index + index // 20) % 4], "seed": index}
+        params = {
+            "temperature": (0.0, 0.3, 1.0, 1.7)[(index + index // len(special)) % 4],
+            "seed": index,
+        }
         requests.append((prompt, SamplingParams(**{"max_tokens": 30, **params, **options})))
     return requests
 

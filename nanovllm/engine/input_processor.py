@@ -19,6 +19,7 @@ from nanovllm.engine.tokenizer import max_chars_per_token
 from nanovllm.errors import InvalidRequestError
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.scheduler.sequence import Sequence
+from nanovllm.structured_outputs import StructuredOutputsParams
 from nanovllm.utils.grammar import GrammarCompiler
 from nanovllm.validation import check_int, shown
 
@@ -159,7 +160,7 @@ class InputProcessor:
                     "this engine has no tokenizer, so bad_words cannot be used"
                 )
             _check_unicode("a word of bad_words", word)
-            self._check_length("a word of bad_words", word)
+            self.check_length("a word of bad_words", len(word))
             bare = word.lstrip() or word  # a word of white space only stays as it is
             plain = tuple(self._encode(self.tokenizer, bare, add_special_tokens=False))
             spaced = tuple(self._encode(self.tokenizer, " " + bare, add_special_tokens=False))
@@ -196,12 +197,13 @@ class InputProcessor:
             )
         for stop in params.stop:
             _check_unicode("a stop string", stop)
-        if params.structured_outputs is not None:
+        structured = params.structured_outputs
+        if isinstance(structured, StructuredOutputsParams):
             if self._grammars is None:
                 raise InvalidRequestError(
                     "this engine has no tokenizer, so structured_outputs cannot be used"
                 )
-            self._grammars.compile(params.structured_outputs)
+            self._grammars.compile(structured)
         last = self._last_token_id
         for name, token_ids in (
             ("stop_token_ids", params.stop_token_ids),
@@ -244,7 +246,7 @@ class InputProcessor:
             text, prompt = _text_and_tokens(prompt)
         if isinstance(prompt, str):
             if kept is None:
-                self._check_length("the prompt", prompt)
+                self.check_length("the prompt", len(prompt))
             text, prompt = str(prompt), self.encode(prompt)
         prompt = array_to_list(prompt)
         if not isinstance(prompt, Seq) or isinstance(prompt, bytes):
@@ -269,12 +271,12 @@ class InputProcessor:
             for index, token in enumerate(prompt)
         ]
 
-    def _check_length(self, what: str, text: str) -> None:
+    def check_length(self, what: str, num_chars: int) -> None:
         """Raise InvalidRequestError if a text is surely too long: tokenizing it takes seconds."""
         limit = self._max_model_len
-        if len(text) > limit and len(text) > (limit - 1) * self._max_chars_per_token:
+        if num_chars > limit and num_chars > (limit - 1) * self._max_chars_per_token:
             raise InvalidRequestError(
-                f"{what} has {len(text)} characters, and no token has more than "
+                f"{what} has {num_chars} characters, and no token has more than "
                 f"{self._max_chars_per_token:g}: it cannot fit into max_model_len {limit}; "
                 "shorten it, or raise the limit"
             )

@@ -112,8 +112,9 @@ class LLMEngine:
     ) -> GrammarCompiler | None:
         if tokenizer is None:
             return None
+        eos = sorted(eos_token_ids, key=lambda token: (token != tokenizer.eos_token_id, token))
         text = partial(tokenizer_text, tokenizer)
-        return GrammarCompiler(text, self.cache_info.vocab_size, eos_token_ids)
+        return GrammarCompiler(text, self.cache_info.vocab_size, tuple(eos))
 
     @property
     def is_own_process(self) -> bool:

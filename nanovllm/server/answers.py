@@ -3,6 +3,7 @@
 Pure text: knows no requests, no tokens but the ids of tags, and no server.
 """
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
@@ -24,6 +25,7 @@ from nanovllm.server.reasoning import (
     find_reasoning_format,
 )
 from nanovllm.server.tool_formats import (
+    SPACING,
     TOOL_FORMATS,
     Function,
     ToolFormat,
@@ -78,6 +80,7 @@ class AnswerFormat:
         reasoning: tags of the reasoning; None if it is not split off.
         tools: how calls are written; None if they are not looked for.
         added_tokens: the tokenizer's added tokens by id.
+        may_reason: whether the model opens the reasoning itself, where the prompt does not.
     """
 
     def __init__(
@@ -85,13 +88,15 @@ class AnswerFormat:
         reasoning: ReasoningFormat | None,
         tools: ToolFormat | None,
         added_tokens: Mapping[int, AddedToken],
+        *,
+        may_reason: bool,
     ) -> None:
         self._reasoning = reasoning
         self._tools = tools
         # llguidance takes some added tokens for special ones, which no text matches.
         self._tag_ids = {token.content: i for i, token in added_tokens.items()}
         self._special = [token.content for token in added_tokens.values() if token.special]
-        self._may_reason = reasoning is not None and reasoning.opening in self._tag_ids
+        self._may_reason = may_reason
         tags = {*(reasoning or ()), *(tools.tags if tools is not None else ())}
         self.needs_special_tokens = not tags.isdisjoint(self._special)
         """Whether tags are special tokens. Then requests run with skip_special_tokens=False, and
@@ -134,16 +139,12 @@ class AnswerFormat:
         Raises:
             InvalidRequestError: as for `tool_grammar`; or the form cannot come after reasoning.
         """
-        inside = self.starts_in_reasoning(prompt)
         form = self.tool_grammar(
-            tools,
-            tool_choice,
-            parallel_tool_calls=parallel_tool_calls,
-            starts_in_reasoning=inside,
+            tools, tool_choice, parallel_tool_calls=parallel_tool_calls, prompt=prompt
         )
         changes: dict[str, Any] = {}
         if form is None and params.structured_outputs is not None:
-            form = self._behind_reasoning(structured_outputs(params.structured_outputs), inside)
+            form = self._behind_reasoning(structured_outputs(params.structured_outputs), prompt)
         if form is not None:
             changes["structured_outputs"] = form
         if self.needs_special_tokens:
@@ -156,7 +157,7 @@ class AnswerFormat:
         tool_choice: ToolChoice,
         *,
         parallel_tool_calls: bool = True,
-        starts_in_reasoning: bool = False,
+        prompt: str = "",
     ) -> StructuredOutputsParams | None:
         """Return what makes an answer call tools; None where it need not.
 
@@ -184,18 +185,23 @@ class AnswerFormat:
             name = f" named {shown(tool_choice.name)}" if isinstance(tool_choice, NamedTool) else ""
             raise InvalidRequestError(f"tool_choice needs a tool{name}, but tools has none")
         rules = self._tools.grammar(tools, several=parallel_tool_calls, tag_ids=self._tag_ids)
-        return StructuredOutputsParams(grammar=self._start(starts_in_reasoning) + rules)
+        return StructuredOutputsParams(grammar=self._start(prompt) + rules)
 
     def _behind_reasoning(
-        self, form: StructuredOutputsParams, inside: bool
+        self, form: StructuredOutputsParams, prompt: str
     ) -> StructuredOutputsParams:
-        """Return a form whose text may follow reasoning, or must if the answer starts inside."""
-        start = self._start(inside)
+        """Return a form whose text may follow reasoning, or must if the prompt opens it."""
+        start = self._start(prompt)
         if start == _ONLY_CALLS:
             return form
         if form.form in ("json", "json_object"):
-            schema = form.text if form.form == "json" else '{"type": "object"}'
-            rule = f"%json {schema}"
+            try:
+                schema = json.loads(form.text) if form.form == "json" else {"type": "object"}
+            except ValueError:
+                return form  # it is refused where it is compiled
+            if isinstance(schema, dict):
+                schema = {"x-guidance": SPACING, **schema}
+            rule = f"%json {json.dumps(schema)}"
         elif form.choice is not None:
             rule = " | ".join(map(quoted, form.choice))
         elif form.regex is not None:
@@ -210,17 +216,20 @@ class AnswerFormat:
             return StructuredOutputsParams(grammar=start + rules)
         return StructuredOutputsParams(grammar=f"{start}calls: {rule}\n")
 
-    def _start(self, starts_in_reasoning: bool) -> str:
+    def _start(self, prompt: str) -> str:
         """Return the rule `start` of a grammar: `calls`, with reasoning before."""
-        if self._reasoning is None or not (starts_in_reasoning or self._may_reason):
+        inside = self.starts_in_reasoning(prompt)
+        if self._reasoning is None or not (inside or self._may_reason):
             return _ONLY_CALLS
         opening, closing = (tag_literal(tag, self._tag_ids) for tag in self._reasoning)
+        if prompt.rstrip().endswith(self._reasoning.closing):
+            return _ONLY_CALLS
         if self._reasoning.closing in self._tag_ids:
-            thought = f"thought: TEXT {closing}\n"
+            thought = f"thought: TEXT {closing} LINES?\n"
         else:
-            thought = f"thought[suffix={quoted(self._reasoning.closing)}]: TEXT\n"
-        begin = "thought" if starts_in_reasoning else f"({opening} thought)?"
-        return f"start: {begin} LINES? calls\nTEXT: /(?s:.*)/\nLINES: /\\n{{1,2}}/\n{thought}"
+            thought = f"thought: text LINES?\ntext[suffix={closing}]: TEXT\n"
+        begin = "thought" if inside else f"({opening} thought)?"
+        return f"start: {begin} calls\nTEXT: /(?s:.*)/\nLINES: /\\n{{1,2}}/\n{thought}"
 
 
 def find_answer_format(
@@ -248,7 +257,13 @@ def find_answer_format(
     reasoning = find_reasoning_format(chat_template)
     if reasoning_parser != "auto":
         reasoning = _named("reasoning_parser", reasoning_parser, REASONING_FORMATS)
-    return AnswerFormat(reasoning, tools, added_tokens or {})
+    added_tokens = added_tokens or {}
+    # Templates of models that reason unasked take the reasoning of earlier turns out of the text.
+    shows = reasoning_parser != "auto" or re.search(
+        r"reasoning_content|split\(['\"](</think>|\[/THINK\])", chat_template or ""
+    )
+    has_tag = reasoning and any(t.content == reasoning.opening for t in added_tokens.values())
+    return AnswerFormat(reasoning, tools, added_tokens, may_reason=bool(shows and has_tag))
 
 
 def _named(field: str, name: str, known: Mapping[str, T]) -> T | None:

@@ -56,7 +56,7 @@ def make_app(llm: AsyncLLM, options: ServerOptions) -> FastAPI:
             allow_methods=["*"],
             allow_headers=["*"],
         )
-    app.add_middleware(RequestLog)
+    app.add_middleware(RequestLog, count=app.state.server.metrics.answered)
     return app
 
 

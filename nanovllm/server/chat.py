@@ -16,6 +16,7 @@ from nanovllm.engine.chat import RenderedChat
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server import generation
+from nanovllm.server.answers import NamedTool, ToolChoice
 from nanovllm.server.errors import naming_params
 from nanovllm.server.json_route import JSONRoute
 from nanovllm.server.params import sampling_params, structured_names
@@ -38,6 +39,7 @@ from nanovllm.server.protocol.chat import (
     Delta,
     FunctionCall,
     FunctionCallDelta,
+    NamedToolChoice,
     TokenLogprob,
     ToolCall,
     ToolCallDelta,
@@ -59,8 +61,8 @@ async def answer_chat(request: Request, body: ChatRequest) -> Response:
     if body.max_completion_tokens is not None:
         renamed["max_tokens"] = "max_completion_tokens"
     with naming_params(ChatRequest.model_fields, "messages", renamed):
-        params = _params(server, body)
         prompt = await asyncio.to_thread(_render, server, body)
+        params = _params(server, body, prompt)
         answer = _Answer(server, body, prompt)
         outputs = generation.run(
             request,
@@ -90,25 +92,39 @@ def _render(server: ServerState, body: ChatRequest) -> RenderedChat:
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         chat_template_kwargs=variables,
+        is_cut=body.truncate_prompt_tokens is not None,
     )
 
 
-def _params(server: ServerState, body: ChatRequest) -> SamplingParams:
+def _params(server: ServerState, body: ChatRequest, prompt: str) -> SamplingParams:
     defaults = server.llm.get_default_sampling_params()
     changes: dict[str, Any] = {}
     if body.max_completion_tokens is not None:
         changes["max_tokens"] = body.max_completion_tokens
-    if server.answer_format.needs_special_tokens:  # the parser drops their text
-        changes["skip_special_tokens"] = False
     # A sequence ends at max_model_len anyway: so this is what the context has room for.
     recommended = server.llm.engine.generation_config.get("max_new_tokens")
-    return sampling_params(
+    params = sampling_params(
         body,
         defaults,
         default_max_tokens=server.max_model_len if recommended is None else defaults.max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         **changes,
     )
+    tools = [tool.function for tool in body.tools or ()]
+    return server.answer_format.params(
+        params, prompt, tools, _tool_choice(body), parallel_tool_calls=_may_repeat(body)
+    )
+
+
+def _tool_choice(body: ChatRequest) -> ToolChoice:
+    if isinstance(body.tool_choice, NamedToolChoice):
+        return NamedTool(body.tool_choice.function.name)
+    return body.tool_choice or "auto"
+
+
+def _may_repeat(body: ChatRequest) -> bool:
+    """Whether an answer may have several tool calls."""
+    return body.parallel_tool_calls is not False
 
 
 class _Choice:
@@ -121,6 +137,7 @@ class _Choice:
             starts_in_reasoning=answers.starts_in_reasoning(prompt),
         )
         self._with_reasoning = body.include_reasoning is not False
+        self._may_repeat = _may_repeat(body)
         self.has_begun = False
         self.has_calls = False
 
@@ -132,6 +149,8 @@ class _Choice:
         self.has_calls |= any(isinstance(part, ToolCallStart) for part in parts)
         if not self._with_reasoning:
             parts = [part for part in parts if not isinstance(part, ReasoningDelta)]
+        if not self._may_repeat:
+            parts = [part for part in parts if getattr(part, "index", 0) == 0]
         return parts
 
     def finish_reason(self, completion: CompletionOutput) -> str | None:

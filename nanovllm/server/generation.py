@@ -5,7 +5,7 @@ Knows no JSON and no route: it takes prompts and yields the engine's outputs.
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence as Seq
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import ExitStack, aclosing, contextmanager, suppress
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -70,12 +70,17 @@ class _Guard:
 def _admitted(request: Request, num_sequences: int) -> Iterator[_Guard]:
     """Admit a request and guard it."""
     server, guard = state_of(request), _Guard()
-    with server.admission.admit(guard, num_sequences):
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(server.admission.admit(guard, num_sequences))
+        except APIError as error:
+            server.metrics.refused(error.body["error"]["code"] or "too_many_sequences")
+            raise
         watch = asyncio.create_task(guard.watch(request))
         timer = None
         if server.options.request_timeout is not None:
-            error = _timeout(server.options.request_timeout)
-            timer = watch.get_loop().call_later(server.options.request_timeout, guard.end, error)
+            late = _timeout(server.options.request_timeout)
+            timer = watch.get_loop().call_later(server.options.request_timeout, guard.end, late)
         try:
             yield guard
         finally:
@@ -98,7 +103,7 @@ async def run(
     The request is aborted when the client goes away, and when the iterator is closed.
 
     Args:
-        user: the key of fairness.
+        user: the key of fairness; with several API keys it is the request's key.
 
     Raises:
         APIError: the queue is full, the time is over, or the client is gone.
@@ -106,7 +111,8 @@ async def run(
         EngineDeadError: the engine is down.
     """
     with _admitted(request, params.n) as guard:
-        outputs = _outputs(request, guard, prompt, params, stream, priority=priority)
+        fair = {"priority": priority, "user": _fair_user(request, user)}
+        outputs = _outputs(request, guard, prompt, params, stream, **fair)
         async with aclosing(outputs):
             async for output in outputs:
                 yield output
@@ -123,11 +129,12 @@ async def run_all(
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Generate for many prompts as `run` does; yield (index of the prompt, output) as they come."""
     with _admitted(request, params.n * len(prompts)) as guard:
+        fair = {"priority": priority, "user": _fair_user(request, user)}
         # One output a prompt at most waits here, so the engine merges those of a slow reader.
         ready: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue(1)
 
         async def pump(index: int) -> None:
-            outputs = _outputs(request, guard, prompts[index], params, stream, priority=priority)
+            outputs = _outputs(request, guard, prompts[index], params, stream, **fair)
             end: BaseException | None = None
             try:
                 async with aclosing(outputs):
@@ -181,6 +188,13 @@ async def _outputs(
                 meter.observe(delta)
                 yield _checked(delta)
                 finished = delta.finished
+
+
+def _fair_user(request: Request, given: str | None) -> str | None:
+    """Return whose request it is: a client with a key of its own cannot pass for many users."""
+    if len(state_of(request).options.api_keys) > 1:
+        return str(request.state.key_digest)
+    return given
 
 
 def _checked(output: RequestOutput) -> RequestOutput:

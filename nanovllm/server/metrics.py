@@ -23,6 +23,7 @@ from prometheus_client.metrics_core import (
 )
 
 from nanovllm.async_llm import AsyncLLM
+from nanovllm.errors import InvalidRequestError, NanoVLLMError
 from nanovllm.outputs import CompletionOutput, Metric, RequestMetrics, RequestOutput, Vector
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.metric_names import (
@@ -83,6 +84,8 @@ class ServerMetrics:
         """Continuations that ended, by finish reason."""
         self.refusals: Counter[str] = Counter()
         """Requests that were refused, by reason."""
+        self.answers: Counter[tuple[str, int]] = Counter()
+        """HTTP requests that were answered, by path and status."""
         self._engine_values: list[Metric | Vector] = []
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -99,6 +102,10 @@ class ServerMetrics:
     def refused(self, reason: str) -> None:
         """Count a request that was refused, such as for "queue_full"."""
         self.refusals[reason] += 1
+
+    def answered(self, path: str, status: int) -> None:
+        """Count an HTTP request by the path of its route and the status of its answer."""
+        self.answers[path, status] += 1
 
     async def watch_event_loop(self) -> None:
         """Measure for ever how late the event loop wakes a task."""
@@ -137,6 +144,12 @@ class ServerMetrics:
         for reason, count in self.refusals.items():
             refused.add_metric([values[0], reason], count)
         yield refused
+        answers = CounterMetricFamily(
+            "nanovllm:http_requests", "HTTP requests.", labels=["model_name", "path", "status"]
+        )
+        for (path, status), count in self.answers.items():
+            answers.add_metric([values[0], path, str(status)], count)
+        yield answers
         yield self._cache_info()
 
     def _engine_family(self, metric: Metric | Vector) -> Family:
@@ -173,7 +186,8 @@ class ServerMetrics:
 class Meter:
     """Counts one request of the engine: give it each output, and leave its `with` block at the end.
 
-    A request that is left before its last output was aborted. The counts are by continuation, as in
+    A request that is left before its last output was aborted, or had an error; one that the engine
+    refused to take is not counted. The counts are by continuation, as in
     vLLM; the times of continuations are those of their request.
     """
 
@@ -218,8 +232,11 @@ class Meter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if kind is not None and issubclass(kind, InvalidRequestError):
+            return
+        is_error = kind is not None and issubclass(kind, NanoVLLMError)
         for index in list(self._unfinished):
-            self._finish(index, "abort")
+            self._finish(index, "error" if is_error else "abort")
 
     def _observe(self, name: str, value: float, times: int = 1) -> None:
         self._metrics.histograms[f"vllm:{name}"].observe(value, times)

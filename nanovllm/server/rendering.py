@@ -22,8 +22,12 @@ def render(
     add_generation_prompt: bool | None = None,
     continue_final_message: bool | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    is_cut: bool = False,
 ) -> RenderedChat:
     """Return the text of a conversation, rendered by the model's chat template.
+
+    Args:
+        is_cut: whether the start of a prompt that is too long is cut off.
 
     Raises:
         APIError, InvalidRequestError: a message is invalid, or the template refuses it.
@@ -36,8 +40,17 @@ def render(
         None,
         chat_template_kwargs,
     )
+    processor = server.llm.engine.input_processor
+    if not is_cut:  # before the template, which takes its time
+        processor.check_length("the conversation", sum(map(_num_chars, messages)))
     given = [_template_message(index, message) for index, message in enumerate(messages)]
-    return server.llm.engine.input_processor.render(given, options)
+    return processor.render(given, options)
+
+
+def _num_chars(message: Message) -> int:
+    if not isinstance(message.content, list):
+        return len(message.content or "")
+    return sum(len(text) for part in message.content if isinstance(text := part.get("text"), str))
 
 
 def _template_message(index: int, message: Message) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -79,11 +79,18 @@ class RequestLog:
     answer's headers, as is `traceparent` if the client sent one or OpenTelemetry is in use.
 
     Args:
+        count: called with the path of each request's route and the status of its answer.
         open_telemetry: None looks for it.
     """
 
-    def __init__(self, app: ASGIApp, open_telemetry: OpenTelemetry | None = None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        count: Callable[[str, int], None] | None = None,
+        open_telemetry: OpenTelemetry | None = None,
+    ) -> None:
         self._app = app
+        self._count = count
         self._open_telemetry = open_telemetry or find_open_telemetry()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -110,6 +117,8 @@ class RequestLog:
                 seconds = time.monotonic() - seconds
                 fields = _fields(scope, record, status, seconds)
                 _log(fields)
+                if self._count is not None:
+                    self._count(getattr(scope.get("route"), "path", "other"), status)
                 if self._open_telemetry is not None:
                     self._open_telemetry.end(
                         span, _span_attributes(record, fields), failed=status >= 500

@@ -4,20 +4,23 @@ Knows no queue and no connection: `generation` does. Knows no format of tool cal
 """
 
 import asyncio
+import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from nanovllm.errors import InvalidRequestError
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server import generation
 from nanovllm.server.answers import AnswerParser, NamedTool, ToolChoice
 from nanovllm.server.errors import APIError, as_api_error, naming_params
 from nanovllm.server.json_route import JSONRoute
-from nanovllm.server.params import sampling_params
+from nanovllm.server.params import sampling_params, structured_names, structured_outputs
 from nanovllm.server.parts import Part, ReasoningDelta
 from nanovllm.server.protocol.chat import ChatTool, Tool
 from nanovllm.server.protocol.responses import (
@@ -38,7 +41,7 @@ from nanovllm.server.state import ServerState, state_of
 
 router = APIRouter(tags=["responses"], route_class=JSONRoute)
 
-_RENAMED = {"max_tokens": "max_output_tokens", "structured_outputs": "text.format"}
+logger = logging.getLogger(__name__)
 
 
 @router.post("/v1/responses", response_model=ResponseObject)
@@ -46,9 +49,13 @@ async def respond(request: Request, body: ResponsesRequest) -> Response:
     """Answer an input."""
     server = state_of(request)
     server.check_model(body.model)
-    with naming_params(ResponsesRequest.model_fields, "input", _RENAMED):
+    form = _text_format(body)
+    renamed = {"max_tokens": "max_output_tokens", **structured_names(body)}
+    if form is not None:
+        renamed |= dict.fromkeys(("structured_outputs", "StructuredOutputsParams"), "text.format")
+    with naming_params(ResponsesRequest.model_fields, "input", renamed):
         prompt = await asyncio.to_thread(_render, server, body)
-        params = _params(server, body, prompt)
+        params = _params(server, body, prompt, form)
         answer = _Answer(server, body, params, prompt)
         outputs = generation.run(
             request,
@@ -81,12 +88,15 @@ def _render(server: ServerState, body: ResponsesRequest) -> str:
                 for tool in tools
             ],
             chat_template_kwargs=variables,
+            is_cut=body.truncation == "auto",
         )
-    except APIError as error:  # it names a place in the messages
-        raise APIError(400, error.body["error"]["message"] or "", param="input") from None
+    except (APIError, InvalidRequestError) as error:  # it names a place in the messages
+        raise APIError(400, getattr(error, "detail", str(error)), param="input") from None
 
 
-def _params(server: ServerState, body: ResponsesRequest, prompt: str) -> SamplingParams:
+def _params(
+    server: ServerState, body: ResponsesRequest, prompt: str, form: dict[str, Any] | None
+) -> SamplingParams:
     defaults = server.llm.get_default_sampling_params()
     recommended = server.llm.engine.generation_config.get("max_new_tokens")
     # A sequence ends at max_model_len anyway: so this is what the context has room for.
@@ -102,7 +112,7 @@ def _params(server: ServerState, body: ResponsesRequest, prompt: str) -> Samplin
             defaults,
             default_max_tokens=max_tokens,
             logprobs=None,
-            structured=_text_format(body),
+            structured=form,
             **changes,
         ),
         prompt,
@@ -123,6 +133,11 @@ def _text_format(body: ResponsesRequest) -> dict[str, Any] | None:
     form = None if body.text is None else body.text.format
     if form is None or form.type == "text":
         return None
+    if structured_outputs(body) is not None:
+        other = structured_names(body)["structured_outputs"]
+        raise APIError(
+            400, f"text.format and {other} both say what to write: give one", param="text.format"
+        )
     return {"json_object": True} if form.schema_ is None else {"json": form.schema_}
 
 
@@ -179,21 +194,26 @@ class _Answer:
             pass
         return self._builder.response
 
-    async def frames(self, outputs: AsyncIterator[RequestOutput]) -> AsyncGenerator[str, None]:
+    async def frames(
+        self, outputs: AsyncGenerator[RequestOutput, None]
+    ) -> AsyncGenerator[str, None]:
         """Yield the events of a streamed response."""
         builder, num_output = self._builder, 0
         for event in builder.start():
             yield frame(event, event.type)
         try:
-            async for output in outputs:
-                (completion,) = output.outputs
-                num_output += len(completion.token_ids)
-                for part in self._parts(completion):
-                    for event in builder.add(part):
-                        yield frame(event, event.type)
-                if completion.finish_reason is not None:
-                    self._end(output, completion, num_output)
+            async with aclosing(outputs):
+                async for output in outputs:
+                    (completion,) = output.outputs
+                    num_output += len(completion.token_ids)
+                    for part in self._parts(completion):
+                        for event in builder.add(part):
+                            yield frame(event, event.type)
+                    if completion.finish_reason is not None:
+                        self._end(output, completion, num_output)
         except Exception as error:
+            if not isinstance(error, APIError):
+                logger.exception("a stream ended with an error")
             found = as_api_error(error).body["error"]
             builder.response.error = ResponseError(
                 code=found["code"] or "server_error", message=found["message"] or ""

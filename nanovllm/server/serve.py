@@ -13,7 +13,7 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -52,16 +52,19 @@ def serve(args: argparse.Namespace) -> int:
     Config(**engine_options)
     find_answer_format(None, options.tool_call_parser, options.reasoning_parser)  # checks them
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("nanovllm.server").setLevel(logging.INFO)  # a line for each request
     with bound_socket(options) as listener:
         start = time.monotonic()
         complain(f"nanovllm: loading {model_name(args.model)}")
         llm = AsyncLLM(**engine_options)
         app = make_app(llm, options)
-        server = Server(app, listener)
-        for line in _banner(app.state.server, listener, time.monotonic() - start):
-            complain(line)
+
+        def show_banner() -> None:
+            for line in _banner(app.state.server, listener, time.monotonic() - start):
+                complain(line)
+
         try:
-            server.run(sockets=[listener])
+            Server(app, listener, show_banner).run(sockets=[listener])
         finally:
             _exit_anyway(app.state.server)
             llm.shutdown()
@@ -71,9 +74,12 @@ def serve(args: argparse.Namespace) -> int:
 class Server(uvicorn.Server):
     """uvicorn's server, which drains at the first signal and ends at once at the second."""
 
-    def __init__(self, app: Any, listener: socket.socket) -> None:
+    def __init__(
+        self, app: Any, listener: socket.socket, on_start: Callable[[], object] = lambda: None
+    ) -> None:
         self._server: ServerState = app.state.server
         self._listener = listener
+        self._on_start = on_start
         self._tasks: list[asyncio.Task[None]] = []
         self._was_asked = False
         super().__init__(
@@ -97,6 +103,8 @@ class Server(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         self._tasks.append(asyncio.create_task(self._watch_engine()))
+        self._tasks.append(asyncio.create_task(self._server.metrics.watch_event_loop()))
+        self._on_start()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drain; at the second signal, end the process."""

@@ -14,6 +14,9 @@ from typing import Any, ClassVar, Protocol
 from nanovllm.engine.tool_messages import knows_tools
 from nanovllm.server.tool_calls import NotACall, Steps, ToolCallParser
 
+SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""For llguidance: JSON with the spaces that models know, and no others."""
+
 
 class Function(Protocol):
     """A function that a model may call."""
@@ -231,8 +234,7 @@ def arguments_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
     composed = schema.keys() & {"$ref", "allOf", "anyOf", "oneOf", "patternProperties"}
     if not composed:
         schema = {"properties": {}, "additionalProperties": False, **schema}
-    spacing = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    return {**schema, "x-guidance": spacing}
+    return {**schema, "x-guidance": SPACING}
 
 
 def tag_literal(tag: str, tag_ids: Mapping[str, int]) -> str:

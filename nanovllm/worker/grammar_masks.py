@@ -4,9 +4,13 @@ A mask is a function of the output tokens before its position, and so are the to
 forces. Computed on the host beside the forward pass. Knows no model and no sampling.
 """
 
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from nanovllm.errors import InvalidRequestError
@@ -19,6 +23,28 @@ if TYPE_CHECKING:
 
 _FORCING_WORK = 4096
 """Tokens that may be tokenized to find those that a grammar forces behind one sampled token."""
+
+
+class Masks:
+    """Masks [n, mask_bytes] uint8 on the host: a bit for each token, the lowest bits first."""
+
+    def __init__(self, masks: torch.Tensor) -> None:
+        self._masks: npt.NDArray[np.uint8] = masks.numpy()
+        self._address = masks.data_ptr()
+        self._num_bytes = masks.shape[1]
+
+    def compute(self, index: int, matcher: "LLMatcher") -> None:
+        """Write as mask `index` the tokens that `matcher` allows."""
+        matcher.unsafe_compute_mask_ptr(self._address + index * self._num_bytes, self._num_bytes)
+
+    def clear(self, index: int) -> None:
+        """Forbid every token in mask `index`."""
+        self._masks[index] = 0
+
+    def allow(self, index: int, tokens: Iterable[int]) -> None:
+        """Allow `tokens` in mask `index`."""
+        for token in tokens:
+            self._masks[index, token // 8] |= 1 << token % 8
 
 
 class GrammarRow:
@@ -35,7 +61,11 @@ class GrammarRow:
         self.num_prompt_tokens = admission.num_prompt_tokens
         self._compiler = compiler
         self._params: Any = admission.params.structured_outputs
-        self._end_tokens = compiler.eos_token_ids | admission.stop_token_ids
+        eos = compiler.eos_token_ids
+        self._end_tokens = admission.stop_token_ids.union(eos)
+        # Behind a complete output there is one choice, so that it can be forced.
+        ends = bool(eos) and eos[0] in admission.stop_token_ids
+        self._last_tokens = {eos[0]} if ends else self._end_tokens
         self._tokens = admission.token_ids[admission.num_prompt_tokens :]
         self._matcher: LLMatcher | None = None
         self._num_read = 0  # of `_tokens`, by the matcher
@@ -47,14 +77,16 @@ class GrammarRow:
         """Tokens of the sequence whose values the row has: the prompt and its output."""
         return self.num_prompt_tokens + len(self._tokens)
 
-    def write_masks(self, known: list[int], drafts: list[int], masks: torch.Tensor) -> str | None:
+    def write_masks(
+        self, known: list[int], drafts: list[int], masks: Masks, first: int
+    ) -> str | None:
         """Write the mask of the next token, and of the one behind each draft.
 
         Behind a draft that the grammar does not allow, nothing is written.
 
         Args:
             known: the output tokens since `num_known_tokens`.
-            masks: [1 + len(drafts), mask_bytes] uint8, on the host.
+            masks: they are written from index `first` on.
 
         Returns:
             Why there is no mask of the next token; None if there is one.
@@ -62,11 +94,11 @@ class GrammarRow:
         self._tokens += known
         try:
             matcher = self._read_tokens()
-            self._write_mask(matcher, masks[0])
+            self._write_mask(matcher, masks, first)
         except InvalidRequestError as error:
             return str(error)
         if drafts:
-            self._write_draft_masks(matcher, drafts, masks[1:])
+            self._write_draft_masks(matcher, drafts, masks, first + 1)
         return None
 
     def forced(self, tokens: list[int]) -> list[int]:
@@ -89,9 +121,9 @@ class GrammarRow:
                 break
             found.append(following[0])
             work += len(following)
-        if matcher.is_stopped() and not self._has_ended and len(self._end_tokens) == 1:
+        if matcher.is_stopped() and not self._has_ended and len(self._last_tokens) == 1:
             self._has_ended = True
-            found += self._end_tokens
+            found += self._last_tokens
         self._tokens += found
         self._num_read += len(found)
         return found
@@ -119,30 +151,27 @@ class GrammarRow:
         self._num_consumed += 1
         return True
 
-    def _write_mask(self, matcher: "LLMatcher", mask: torch.Tensor) -> None:
-        if not (self._has_ended or matcher.is_stopped()):
-            matcher.unsafe_compute_mask_ptr(mask.data_ptr(), mask.numel())
-            if matcher.is_error():
-                raise self._failed(matcher)
-            if not matcher.is_accepting():
-                return
+    def _write_mask(self, matcher: "LLMatcher", masks: Masks, index: int) -> None:
+        if self._has_ended or matcher.is_stopped():
+            masks.clear(index)
+            masks.allow(index, self._last_tokens)
         else:
-            if matcher.is_error():
-                raise self._failed(matcher)
-            mask.zero_()
-        for token in self._end_tokens:
-            mask[token // 8] |= 1 << token % 8
+            masks.compute(index, matcher)
+            if matcher.is_accepting():
+                masks.allow(index, self._end_tokens)
+        if matcher.is_error():
+            raise self._failed(matcher)
 
     def _write_draft_masks(
-        self, matcher: "LLMatcher", drafts: list[int], masks: torch.Tensor
+        self, matcher: "LLMatcher", drafts: list[int], masks: Masks, first: int
     ) -> None:
         """Write the masks behind `drafts`, then go back."""
         before, had_ended = self._num_consumed, self._has_ended
         try:
-            for draft, mask in zip(drafts, masks, strict=True):
+            for index, draft in enumerate(drafts, first):
                 if not self._consume(matcher, draft):
                     break
-                self._write_mask(matcher, mask)
+                self._write_mask(matcher, masks, index)
             matcher.rollback(self._num_consumed - before)
         except InvalidRequestError:
             pass  # behind a wrong draft it does not count; behind a right one it comes again
@@ -185,16 +214,21 @@ class StepMasks:
         on_cuda = tables.device.type == "cuda"
         size = (len(self._samples), mask_bytes)
         self._masks = torch.full(size, 255, dtype=torch.uint8, pin_memory=on_cuda)
-        self._read, self._copied = self._unread_tokens()
-        # On a CPU this process computes the forward pass itself; on CUDA it only launches it.
-        self._written: Future[None] | None = None if on_cuda else thread.submit(self._write)
+        self._unread, self._copied = self._unread_tokens()
+        # On CUDA the forward pass is only launched here, and the device computes it meanwhile. The
+        # other thread must not use torch: its number of threads there would be torch's default.
+        self._written: Future[None] | None = None
+        if not on_cuda:
+            self._written = thread.submit(self._write, Masks(self._masks), self._unread.tolist())
 
     def apply(self, logits: torch.Tensor) -> None:
         """Set the logits [S, vocab_size] of the tokens that no grammar allows to -inf."""
         if self._written is not None:
             self._written.result()
         else:
-            self._write()
+            if self._copied is not None:
+                self._copied.synchronize()
+            self._write(Masks(self._masks), self._unread.tolist())
         masks = self._masks.to(logits.device, non_blocking=True)
         bits = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8)
         if masks.is_cuda:
@@ -226,19 +260,21 @@ class StepMasks:
         copied.record()
         return host, copied
 
-    def _write(self) -> None:
-        if self._copied is not None:
-            self._copied.synchronize()
-        read, tokens = 0, self._read.tolist()
-        mask = 0
+    def _write(self, masks: Masks, tokens: list[int]) -> None:
+        """Write all masks.
+
+        Args:
+            tokens: those that the grammars have not read, row by row.
+        """
+        unread = iter(tokens)
+        index = 0
         for grammar, row, first in self._rows:
-            middle = read + row.num_known_tokens - grammar.num_known_tokens
-            end = middle + row.num_draft_tokens
-            masks = self._masks[mask : mask + 1 + row.num_draft_tokens]
-            error = grammar.write_masks(tokens[read:middle], tokens[middle:end], masks)
+            num_known = row.num_known_tokens - grammar.num_known_tokens
+            known, drafts = islice(unread, num_known), islice(unread, row.num_draft_tokens)
+            error = grammar.write_masks(list(known), list(drafts), masks, index)
             if error is not None:
                 self.errors[first] = error
-            read, mask = end, mask + len(masks)
+            index += 1 + row.num_draft_tokens
 
 
 class GrammarMasks:

@@ -216,6 +216,7 @@ def test_rules_are_needed_where_a_parameter_says_so():
         "stop": ("a",),
         "stop_token_ids": (1,),
         "include_stop_str_in_output": True,
+        "structured_outputs": {"choice": ["yes", "no"]},  # a mask of the whole step
         "logprobs": 1,
         "prompt_logprobs": 1,
         "truncate_prompt_tokens": 5,

@@ -129,6 +129,7 @@ class FakeWorker:
 
     Old contents stay in place until something overwrites them. While `is_broken`, every step
     writes garbage and fails. A sequence in `fails_from` gets an error at that position and behind.
+    One whose parameters force tokens gets 0 to 3 of them behind each sampled token.
     """
 
     def __init__(
@@ -143,12 +144,16 @@ class FakeWorker:
         self.writers: dict[tuple[int, int], int] = {}  # (block, offset) -> sequence; none if zero
         self.is_broken = False
         self.fails_from: dict[int, int] = {}
+        self.forces = [False] * num_table_rows
 
     def execute(self, schedule: Schedule) -> StepResult | None:
         """Run a step. Return its result, or None if it failed."""
         for new in schedule.admissions:
             self._store(self.token_ids[new.table_idx], 0, new.token_ids)
             self._store(self.block_tables[new.table_idx], 0, new.block_ids)
+            self.forces[new.table_idx] = new.params.forces_tokens
+        for forced in schedule.new_tokens:
+            self._store(self.token_ids[forced.table_idx], forced.start, forced.token_ids)
         for blocks in schedule.new_blocks:
             self._store(self.block_tables[blocks.table_idx], blocks.start, blocks.block_ids)
         for block_id in schedule.blocks_to_zero:
@@ -195,7 +200,12 @@ class FakeWorker:
             drafts = tokens[num_known:end]
             sampled = [next_token(prefix_hash) for prefix_hash in hashes[num_known - 1 :]]
             self._store(tokens, num_known, sampled)  # also what follows a wrong draft
-            result.token_ids.append(self._accepted(row, drafts, sampled, result.errors))
+            accepted = self._accepted(row, drafts, sampled, result.errors)
+            result.token_ids.append(accepted)
+            if accepted and self.forces[row.table_idx]:
+                known = tokens[:num_known] + accepted
+                count = (prefix_hashes(known)[-1] >> 4) % 4
+                result.forced[row.seq_id] = list(islice(continuation(known), count))
             result.num_draft_tokens.append(len(drafts))
 
     def _accepted(
@@ -267,11 +277,15 @@ class Engine:
         *,
         ignore_eos: bool = False,
         priority: int = 0,
+        forces: bool = False,
         user: str = "",
         cache_salt: str | None = None,
     ) -> Sequence:
         max_model_len = self.scheduler.max_model_len
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos)
+        grammar = {"regex": "the fake worker does not read it"} if forces else None
+        params = SamplingParams(
+            max_tokens=max_tokens, ignore_eos=ignore_eos, structured_outputs=grammar
+        )
         seq_id = len(self.sequences)
         seq = Sequence(
             seq_id,

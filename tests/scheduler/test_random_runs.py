@@ -82,16 +82,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 24),
         ignore_eos=st.booleans(),
         priority=st.sampled_from([0, 0, 0, -1, 1]),
+        forces=st.sampled_from([False, False, True]),
         index=INDEX,
     )
     def add(
-        self, prompt: list[int], max_tokens: int, ignore_eos: bool, priority: int, index: int
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        ignore_eos: bool,
+        priority: int,
+        index: int,
+        forces: bool = False,
     ) -> None:
         self.engine.add(
             prompt[: self.engine.scheduler.max_model_len - 1],
             max_tokens,
             ignore_eos=ignore_eos,
             priority=priority,
+            forces=forces,
             user=self.users[index % len(self.users)],
             cache_salt=self.salts[index % len(self.salts)],
         )

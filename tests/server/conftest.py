@@ -1,11 +1,12 @@
 """A server in this process, on the shipped model: real sockets, one engine for all tests."""
 
 import json
+import signal
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -47,6 +48,8 @@ class Running(NamedTuple):
     app: FastAPI
     host: str
     port: int
+    drain: Callable[[], object]
+    """Does what SIGTERM does."""
 
     @property
     def url(self) -> str:
@@ -90,7 +93,7 @@ def running(llm: AsyncLLM, **options: Any) -> Iterator[Running]:
         while not server.started:
             time.sleep(0.01)
         host, port = listener.getsockname()
-        yield Running(app, host, port)
+        yield Running(app, host, port, lambda: server.handle_exit(signal.SIGTERM, None))
         server.should_exit = True
         thread.join()
 

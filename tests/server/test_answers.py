@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from tokenizers import AddedToken, Tokenizer
 
-from nanovllm import demo_model
+from nanovllm import SamplingParams, demo_model
 from nanovllm.errors import ConfigError, InvalidRequestError
 from nanovllm.server.answers import AnswerFormat, NamedTool, ToolChoice, find_answer_format
 from nanovllm.server.parts import Part, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
+from nanovllm.structured_outputs import structured_outputs
 from nanovllm.utils.grammar import GrammarCompiler
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -21,7 +22,8 @@ TOOLS = [
     SimpleNamespace(name="weather", parameters=CITY),
     SimpleNamespace(name="now", parameters=None),
 ]
-QWEN = "{% if tools %}<tool_call>{% endif %}<think></think>"
+QWEN = "{% if tools %}<tool_call>{% endif %}{{ m.reasoning_content }}<think></think>"
+MAY_THINK = "<think>\n\n</think>"
 LLAMA = "{% if tools %}<|python_tag|>{% endif %}"
 MISTRAL = "{% if tools %}[TOOL_CALLS] {% endif %}"
 MISTRAL_ARGS = "{% if tools %}[TOOL_CALLS]f[ARGS]{% endif %}"
@@ -46,18 +48,14 @@ def answer_format(template: str, *, special: bool = False) -> AnswerFormat:
 class Grammar:
     """What an answer must be."""
 
-    def __init__(
-        self, template: str, tool_choice: ToolChoice, *, special: bool = False, **options: Any
-    ) -> None:
+    def __init__(self, params: SamplingParams, *, special: bool = False) -> None:
         self._tokenizer = TOKENIZERS[special]
         end = self._tokenizer.token_to_id("<|im_end|>")
         assert end is not None
         size = self._tokenizer.get_vocab_size()
-        compiler = GrammarCompiler(self._tokenizer.to_str, size, frozenset([end]))
-        found = answer_format(template, special=special)
-        params = found.tool_grammar(options.pop("tools", TOOLS), tool_choice, **options)
-        assert params is not None
-        self._matcher = compiler.matcher(params)
+        compiler = GrammarCompiler(self._tokenizer.to_str, size, (end,))
+        assert params.structured_outputs is not None
+        self._matcher = compiler.matcher(structured_outputs(params.structured_outputs))
 
     def takes(self, text: str) -> bool:
         """Whether a text is a whole answer."""
@@ -66,6 +64,19 @@ class Grammar:
         if matcher.try_consume_tokens(token_ids) < len(token_ids):
             return False
         return bool(matcher.is_accepting())
+
+
+def calls(
+    template: str,
+    tool_choice: ToolChoice,
+    *,
+    special: bool = False,
+    tools: Sequence[Any] = TOOLS,
+    **options: Any,
+) -> Grammar:
+    """Return what makes an answer call tools."""
+    form = answer_format(template, special=special).tool_grammar(tools, tool_choice, **options)
+    return Grammar(SamplingParams(structured_outputs=form), special=special)
 
 
 def parse(parser_of: AnswerFormat, text: str, *, in_reasoning: bool = False) -> list[Part]:
@@ -98,7 +109,7 @@ CALLS = [
 def test_grammars_take_calls_and_nothing_else(
     template: str, one: str, two: str, special: bool
 ) -> None:
-    required = Grammar(template, "required", special=special)
+    required = calls(template, "required", special=special)
     assert required.takes(one)
     assert required.takes(two)
     assert not required.takes("Rome")
@@ -106,10 +117,10 @@ def test_grammars_take_calls_and_nothing_else(
     assert not required.takes(one.replace("Rome", 'Rome", "x": "y'))
     assert not required.takes(one.replace("weather", "whether"))
     assert not required.takes(one.replace('"city"', '"town"'))
-    named = Grammar(template, NamedTool("weather"), special=special)
+    named = calls(template, NamedTool("weather"), special=special)
     assert named.takes(one)
     assert not named.takes(two)
-    single = Grammar(template, "required", special=special, parallel_tool_calls=False)
+    single = calls(template, "required", special=special, parallel_tool_calls=False)
     assert single.takes(one)
     assert not single.takes(two)
     found = answer_format(template, special=special)
@@ -122,12 +133,18 @@ def test_grammars_take_calls_and_nothing_else(
 
 @pytest.mark.parametrize("special", [False, True])
 def test_a_model_may_reason_before_a_call(special: bool) -> None:
-    inside = Grammar(QWEN, "required", special=special, starts_in_reasoning=True)
+    inside = calls(QWEN, "required", special=special, prompt="<think>\n")
     assert inside.takes(f"Rome? 1 < 2\n</think>\n\n{HERMES_CALL}")
     assert not inside.takes(HERMES_CALL)
-    before = Grammar(QWEN, "required", special=special)
+    before = calls(QWEN, "required", special=special)
     assert before.takes(f"<think>\nRome?\n</think>\n\n{HERMES_CALL}")
     assert before.takes(HERMES_CALL)
+    behind = calls(QWEN, "required", special=special, prompt="<think>\n\n</think>\n\n")
+    assert behind.takes(HERMES_CALL)
+    assert not behind.takes(f"<think>\nRome?\n</think>\n\n{HERMES_CALL}")
+    unasked = calls(MAY_THINK, "required", special=special)
+    assert unasked.takes(HERMES_CALL)
+    assert not unasked.takes(f"<think>\nRome?\n</think>\n\n{HERMES_CALL}")
 
 
 def test_schemas_of_arguments() -> None:
@@ -142,7 +159,7 @@ def test_schemas_of_arguments() -> None:
         SimpleNamespace(name="grow", parameters=tree),
         SimpleNamespace(name="any", parameters={"type": "object", "additionalProperties": True}),
     ]
-    grammar = Grammar(LLAMA, "required", tools=tools)
+    grammar = calls(LLAMA, "required", tools=tools)
     assert grammar.takes('{"name": "grow", "parameters": {"tree": [[], [[]]]}}')
     assert not grammar.takes('{"name": "grow", "parameters": {"tree": 1}}')
     assert grammar.takes('{"name": "any", "parameters": {"x": 1}}')
@@ -233,3 +250,44 @@ def _joined(parts: list[Part]) -> str:
         joined += json.dumps(part.name if isinstance(part, ToolCallStart) else part.text)[1:-1]
         last = kind
     return joined
+
+
+FORMS: list[tuple[dict[str, Any], str, str]] = [
+    ({"json": CITY}, '{"city": "Rome"}', '{"city": 1}'),
+    ({"json_object": True}, '{"a": [1, 2]}', "[1]"),
+    ({"choice": ["yes", "no\n"]}, "no\n", "maybe"),
+    ({"regex": r"a/b\/\\|c"}, r"a/b/" + "\\", "a"),
+    ({"grammar": 'start: word word\nword: "a" | "b"'}, "ab", "abc"),
+]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(("form", "right", "wrong"), FORMS, ids=lambda form: str(form)[:20])
+def test_forms_come_after_reasoning(
+    form: dict[str, Any], right: str, wrong: str, inside: bool
+) -> None:
+    prompt = "<think>\n" if inside else ""
+    given = SamplingParams(structured_outputs=form)
+    params = answer_format(QWEN).params(given, prompt, [], "auto")
+    assert params.structured_outputs != given.structured_outputs
+    takes = Grammar(params).takes
+    thought = "Hm.\n</think>\n\n" if inside else "<think>\nHm.\n</think>\n\n"
+    assert takes(thought + right)
+    assert not takes(thought + wrong)
+    assert takes(right) != inside
+    assert not takes(f"\n{right}")
+    assert answer_format(LLAMA).params(given, prompt, [], "auto") == given
+
+
+def test_a_grammar_that_cannot_come_after_reasoning() -> None:
+    given = SamplingParams(structured_outputs={"grammar": 'root ::= "a"'})
+    with pytest.raises(InvalidRequestError, match="must be in Lark's notation"):
+        answer_format(QWEN).params(given, "<think>", [], "auto")
+
+
+def test_params_of_a_request() -> None:
+    given = SamplingParams(structured_outputs={"json": CITY})
+    special = answer_format(MISTRAL, special=True)
+    assert not special.params(given, "", [], "auto").skip_special_tokens
+    params = special.params(given, "", TOOLS, "required")
+    assert params.structured_outputs == special.tool_grammar(TOOLS, "required")

@@ -141,7 +141,8 @@ def test_roles(client: OpenAI, server: Running) -> None:
     reply = server.send("/tokenize", {"messages": messages})
     text = server.send("/detokenize", {"tokens": reply.body["tokens"]}).body["prompt"]
     assert "<|im_start|>system\nBe brief.<|im_end|>" in text
-    assert "<|im_start|>tool\n42<|im_end|>" in text
+    assert '{"name": "f", "arguments": {}}' in text
+    assert "<tool_response>\n42\n</tool_response>" in text
 
 
 def test_continue_final_message(client: OpenAI) -> None:

@@ -36,11 +36,10 @@ def test_admission_counts_what_waits() -> None:
     num_running = 0
     admission = Admission(3, lambda: num_running)
     first, second, third = Ended(), Ended(), Ended()
-    with admission.admit(first, 2), pytest.raises(APIError) as refused:
-        with admission.admit(second, 1):
-            assert (admission.num_active, admission.num_waiting) == (3, 3)
-            with admission.admit(third, 1):
-                raise AssertionError("the queue was full")
+    with admission.admit(first, 2), admission.admit(second, 1):
+        assert (admission.num_active, admission.num_waiting) == (3, 3)
+        with pytest.raises(APIError) as refused, admission.admit(third, 1):
+            pass
     assert refused.value.status_code == 503
     assert refused.value.headers is not None
     assert int(refused.value.headers["Retry-After"]) >= 1
@@ -93,13 +92,24 @@ def test_a_full_queue_answers_503(small: Running, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_ends_at_its_deadline(small: Running, stream: bool) -> None:
-    slow = {**ENDLESS, "n": 4, "stream": stream, "logprobs": 20}
-    begin = time.monotonic()
-    client = small.client()
-    with pytest.raises(openai.APIError, match="request_timeout") as caught:
-        found: Any = client.completions.create(model="model", **slow)  # type: ignore[call-overload]
+    client = small.client().completions
+
+    def ask() -> None:
+        found: Any = client.create(
+            model="model",
+            prompt=[1],
+            max_tokens=1000,
+            n=4,
+            stream=stream,
+            logprobs=20,
+            extra_body={"ignore_eos": True},
+        )
         for _ in found:
             pass
+
+    begin = time.monotonic()
+    with pytest.raises(openai.APIError, match="request_timeout") as caught:
+        ask()
     assert time.monotonic() - begin < 5
     if not stream:
         assert isinstance(caught.value, openai.APIStatusError)
@@ -164,3 +174,24 @@ def test_many_clients_of_whom_a_third_go_away(server: Running) -> None:
 
     asyncio.run(ask_all())
     assert server.state.admission.num_active == 0
+
+
+def test_drains_and_ends_what_takes_too_long(async_llm: AsyncLLM) -> None:
+    """As at SIGTERM: a stream that is not done in time ends with an error event."""
+    with running(async_llm, drain_seconds=0.3) as server:
+        stream = server.client().completions.create(
+            model="model",
+            prompt=[1],
+            max_tokens=1000,
+            n=32,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        next(stream)
+        server.drain()
+        time.sleep(0.1)
+        for path in ("/ready", "/v1/completions"):
+            body = {"prompt": "a"} if path != "/ready" else None
+            assert server.send(path, body).error["code"] == "shutting_down"
+        with pytest.raises(openai.APIError, match="shutting down"):
+            list(stream)

@@ -9,6 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from nanovllm import AsyncLLM, RequestOutput, SamplingParams, demo_model
+from nanovllm.errors import EngineDeadError, InvalidRequestError
 from nanovllm.server.metric_names import token_buckets
 from nanovllm.server.metrics import Histogram, ServerMetrics
 from tests.glossary import GREEDY, OPTIONS, QUESTION, QUESTIONS
@@ -150,11 +151,17 @@ def test_a_request_that_is_left_was_aborted(llm: AsyncLLM, metrics: ServerMetric
             async for delta in llm.stream(QUESTION, GREEDY):
                 meter.observe(delta)
                 break
-        with pytest.raises(ZeroDivisionError), metrics.meter(GREEDY.clone(n=2)):
+        two = GREEDY.clone(n=2)
+        with pytest.raises(ZeroDivisionError), metrics.meter(two):
             raise ZeroDivisionError
+        with pytest.raises(EngineDeadError), metrics.meter(two):
+            raise EngineDeadError
+        with pytest.raises(InvalidRequestError):
+            await whole(metrics, llm, [-1], two)
         samples = await scrape(metrics)
         assert samples["vllm:request_success_total{finished_reason=abort}"] == 3
-        assert samples["vllm:e2e_request_latency_seconds_count"] == 3
+        assert samples["vllm:request_success_total{finished_reason=error}"] == 2
+        assert samples["vllm:e2e_request_latency_seconds_count"] == 5
         assert samples["vllm:time_to_first_token_seconds_count"] == 1
         assert samples["vllm:request_prompt_tokens_count"] == 1
 

@@ -1,0 +1,193 @@
+"""What structured outputs cost, and whether they hold: random JSON schemas, each output validated.
+
+    python -m benchmarks.structured [--model DIRECTORY] [--schemas 500] [--batch 16]
+
+First it generates an output for each schema and counts those that are finished and valid. Then it
+times steps of a batch with and without grammars, and counts steps with and without forced tokens.
+"""
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import ValidationError
+
+from nanovllm import LLM, SamplingParams, demo_model
+
+_ANSWER: dict[str, Any] = {
+    "type": "array",
+    "minItems": 1000,
+    "items": {
+        "type": "object",
+        "properties": {"description": {"type": "string"}, "importance": {"type": "integer"}},
+        "required": ["description", "importance"],
+        "additionalProperties": False,
+    },
+}
+
+
+def random_schema(rng: random.Random, depth: int = 3) -> dict[str, Any]:
+    """Return a JSON schema whose values are bounded: an output is finished after some 300 tokens.
+
+    Args:
+        depth: how many levels of objects and arrays there may be.
+    """
+    if depth and (depth == 3 or rng.random() < 0.5):
+        return rng.choice([_object, _object, _array, _any_of])(rng, depth - 1)
+    return rng.choice([_string, _number, _choice, _plain])(rng)
+
+
+def _plain(rng: random.Random) -> dict[str, Any]:
+    return {"type": rng.choice(["boolean", "null"])}
+
+
+def _object(rng: random.Random, depth: int) -> dict[str, Any]:
+    names = rng.sample(["name", "a b", "größe", "$x", "kind", 'quo"te', "items", "n1"], 4)
+    properties = {name: random_schema(rng, depth) for name in names[: rng.randint(1, 4)]}
+    required = [name for name in properties if rng.random() < 0.7]
+    found = {"type": "object", "properties": properties, "required": required}
+    return {**found, "additionalProperties": False}
+
+
+def _array(rng: random.Random, depth: int) -> dict[str, Any]:
+    least = rng.randint(0, 2)
+    items = random_schema(rng, depth)
+    return {"type": "array", "items": items, "minItems": least, "maxItems": least + 1}
+
+
+def _any_of(rng: random.Random, depth: int) -> dict[str, Any]:
+    return {"anyOf": [random_schema(rng, depth) for _ in range(rng.randint(1, 3))]}
+
+
+def _string(rng: random.Random) -> dict[str, Any]:
+    least = rng.randint(0, 4)
+    return rng.choice(
+        [
+            {"type": "string", "minLength": least, "maxLength": least + rng.randint(0, 9)},
+            {
+                "type": "string",
+                "pattern": rng.choice(["^[a-c]{2,5}$", "^x+y?z$|^$", r"^\d{4}-\d\d$"]),
+            },
+            {"type": "string", "format": rng.choice(["date", "ipv4", "uuid"])},
+        ]
+    )
+
+
+def _number(rng: random.Random) -> dict[str, Any]:
+    low = rng.randint(-300, 300)
+    high = low + rng.randint(8, 2000)
+    return rng.choice(
+        [
+            {"type": "integer", "minimum": low, "maximum": high},
+            {"type": "integer", "exclusiveMinimum": low, "maximum": high, "multipleOf": 4},
+            {"type": "number", "minimum": low, "exclusiveMaximum": high},
+        ]
+    )
+
+
+def _choice(rng: random.Random) -> dict[str, Any]:
+    values = ["red", "rot", "", 'a "b"', 17, -2, 0.5, True, None, {"a": [1]}, "é"]
+    if rng.random() < 0.3:
+        return {"const": rng.choice(values)}
+    return {"enum": rng.sample(values, rng.randint(1, 5))}
+
+
+def check_schemas(llm: LLM, num_schemas: int, seed: int = 0) -> tuple[int, list[str]]:
+    """Generate an output for each of `num_schemas` random schemas.
+
+    Returns:
+        How many outputs are finished, and what is wrong with those that are and break their schema.
+    """
+    rng = random.Random(seed)
+    schemas = [random_schema(rng) for _ in range(num_schemas)]
+    params = [
+        SamplingParams(
+            temperature=rng.choice([0.0, 0.7, 1.5]),
+            seed=index,
+            max_tokens=400,
+            structured_outputs={"json": schema, "disable_any_whitespace": rng.random() < 0.5},
+        )
+        for index, schema in enumerate(schemas)
+    ]
+    outputs = llm.generate(["Describe it:"] * num_schemas, params, use_tqdm=False)
+    num_finished, wrong = 0, []
+    for schema, output in zip(schemas, outputs, strict=True):
+        completion = output.outputs[0]
+        if completion.finish_reason != "length":
+            num_finished += 1
+            try:
+                Draft202012Validator(schema).validate(json.loads(completion.text))
+            except (ValidationError, ValueError) as error:
+                reason = str(error).splitlines()[0]
+                wrong.append(f"{json.dumps(schema)}: {completion.text!r}: {reason}")
+    return num_finished, wrong
+
+
+@contextmanager
+def counted_steps(llm: LLM) -> Iterator[list[int]]:
+    """Count the engine's steps inside, in the list's only number."""
+    executor, count = llm.engine.executor, [0]
+    execute = executor.execute
+
+    def counting(schedule: Any) -> Any:
+        count[0] += 1
+        return execute(schedule)
+
+    executor.execute = counting  # type: ignore[method-assign]
+    try:
+        yield count
+    finally:
+        executor.execute = execute  # type: ignore[method-assign]
+
+
+def time_steps(llm: LLM, batch: int, **options: Any) -> tuple[float, float]:
+    """Return (seconds of a step, tokens of a sequence and step) of a batch of long answers."""
+    params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True, **options)
+    with counted_steps(llm) as count:
+        start = time.perf_counter()
+        llm.generate(["Describe it:"] * batch, params, use_tqdm=False)
+        seconds = time.perf_counter() - start
+    return seconds / count[0], 200 / count[0]
+
+
+def main() -> None:
+    """Print the figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default=demo_model.MODEL)
+    parser.add_argument("--schemas", type=int, default=500)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    llm = LLM(args.model, max_model_len=512, max_num_seqs=args.batch)
+    num_finished, wrong = check_schemas(llm, args.schemas)
+    print(
+        f"{args.schemas} schemas: {num_finished} outputs finished, {len(wrong)} break their schema"
+    )
+    print("\n".join(wrong))
+    kinds: dict[str, dict[str, Any]] = {
+        "no grammar": {},
+        "no grammar, logit_bias": {"logit_bias": {3: 1.0}},
+        "JSON, no token forced": {"structured_outputs": {"json": _ANSWER}, "min_tokens": 1},
+        "JSON": {"structured_outputs": {"json": _ANSWER}},
+    }
+    best = {
+        name: min(time_steps(llm, args.batch, **options) for _ in range(args.rounds))
+        for name, options in kinds.items()
+    }
+    plain = best["no grammar"][0]
+    print(f"\na step of {args.batch} sequences, best of {args.rounds} rounds:")
+    for name, (seconds, tokens) in best.items():
+        share = 1 - plain / seconds
+        print(
+            f"{name:24} {seconds * 1e3:7.3f} ms ({share:4.0%} more than without), "
+            f"{tokens:.2f} tokens of a sequence"
+        )
+
+
+if __name__ == "__main__":
+    main()

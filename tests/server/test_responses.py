@@ -1,0 +1,325 @@
+"""/v1/responses by OpenAI's client, unmodified."""
+
+import json
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from nanovllm.server.answers import find_answer_format
+from nanovllm.server.protocol.responses import (
+    OutputCall,
+    OutputMessage,
+    OutputReasoning,
+    ResponseObject,
+    ResponsesRequest,
+)
+from nanovllm.server.response_items import ResponseBuilder, messages_of
+from tests.glossary import ANSWERS, QUESTIONS
+from tests.server.conftest import Running
+
+MODEL = "model"
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOL: Any = {"type": "function", "name": "weather", "parameters": CITY, "strict": True}
+OTHER_TOOL: Any = {"type": "function", "name": "now", "parameters": None, "strict": None}
+
+
+def respond(client: OpenAI, **fields: Any) -> Any:
+    return client.responses.create(model=MODEL, **fields)
+
+
+def events_of(client: OpenAI, **fields: Any) -> tuple[list[Any], Any]:
+    """Return the events of a streamed response, and its end; check what all streams have."""
+    events = list(client.responses.create(model=MODEL, stream=True, **fields))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+    last = events[-1]
+    assert last.type == f"response.{last.response.status}"
+    items = [event.item for event in events if event.type == "response.output_item.done"]
+    assert items == last.response.output
+    return events, last.response
+
+
+def test_answers_a_question(client: OpenAI) -> None:
+    found = respond(client, input=QUESTIONS[0], metadata={"a": "b"}, temperature=0.0)
+    assert found.output_text == ANSWERS[0]
+    assert found.status == "completed"
+    assert found.error is found.incomplete_details is None
+    assert found.id.startswith("resp_")
+    assert found.metadata == {"a": "b"}
+    assert found.temperature == 0.0
+    assert found.store is False
+    (item,) = found.output
+    assert (item.type, item.role, item.status) == ("message", "assistant", "completed")
+    assert found.usage.total_tokens == found.usage.input_tokens + found.usage.output_tokens
+    assert found.usage.output_tokens_details.reasoning_tokens == 0
+
+
+def test_streams_by_named_events(client: OpenAI, server: Running) -> None:
+    events, found = events_of(client, input=QUESTIONS[1])
+    kinds = [event.type.removeprefix("response.") for event in events]
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == ANSWERS[1] == found.output_text
+    assert kinds[2:4] == ["output_item.added", "content_part.added"]
+    assert kinds[4:-4] == ["output_text.delta"] * len(deltas)
+    assert kinds[-4:] == ["output_text.done", "content_part.done", "output_item.done", "completed"]
+    assert found.usage is not None
+    reply = server.send("/v1/responses", {"input": QUESTIONS[1], "stream": True})
+    lines = reply.body.splitlines()
+    assert lines[0] == "event: response.created"
+    assert all(line.startswith(("event: response.", "data: {")) for line in lines if line)
+
+
+def test_the_streaming_helper_of_the_client(client: OpenAI) -> None:
+    with client.responses.stream(model=MODEL, input=QUESTIONS[2]) as stream:
+        texts = [event.snapshot for event in stream if event.type == "response.output_text.delta"]
+        assert texts[-1] == ANSWERS[2]
+        assert stream.get_final_response().output_text == ANSWERS[2]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_max_output_tokens(client: OpenAI, stream: bool) -> None:
+    options = {"input": QUESTIONS[0], "max_output_tokens": 3}
+    found = events_of(client, **options)[1] if stream else respond(client, **options)
+    assert found.status == "incomplete"
+    assert found.incomplete_details.reason == "max_output_tokens"
+    assert found.output[0].status == "incomplete"
+    assert ANSWERS[0].startswith(found.output_text)
+    assert found.usage.output_tokens == 3
+
+
+def test_a_conversation_goes_on(client: OpenAI) -> None:
+    """What an answer consists of can be sent back as it is."""
+    first = respond(client, input=[{"role": "user", "content": QUESTIONS[3]}])
+    question: Any = {"role": "user", "content": [{"type": "input_text", "text": QUESTIONS[4]}]}
+    given = [{"role": "user", "content": QUESTIONS[3]}, *first.output, question]
+    second = respond(client, input=given, instructions="Be brief.", store=True)
+    assert second.output_text == ANSWERS[4]
+    assert second.instructions == "Be brief."
+    assert second.usage.input_tokens > first.usage.total_tokens
+
+
+def test_json_schema(client: OpenAI) -> None:
+    form = {"type": "json_schema", "name": "city", "schema": CITY, "strict": True}
+    found = respond(client, input=QUESTIONS[0], text={"format": form}, max_output_tokens=200)
+    assert json.loads(found.output_text).keys() == {"city"}
+    assert found.text.format.to_dict()["schema"] == CITY
+    found = respond(
+        client,
+        input=QUESTIONS[0],
+        max_output_tokens=60,
+        text={"format": {"type": "json_object"}},
+    )
+    assert found.output_text.startswith("{")
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}])
+def test_a_round_of_tool_calls(client: OpenAI, choice: Any) -> None:
+    fields: dict[str, Any] = {
+        "tools": [TOOL, OTHER_TOOL] if choice != "required" else [TOOL],
+        "tool_choice": choice,
+        "parallel_tool_calls": False,
+        "max_output_tokens": 300,
+    }
+    given: list[Any] = [{"role": "user", "content": "How is the weather?"}]
+    events, found = events_of(client, input=given, **fields)
+    assert found.status == "completed"
+    (call,) = found.output
+    assert call.type == "function_call"
+    assert (call.name, call.status) == ("weather", "completed")
+    assert json.loads(call.arguments).keys() == {"city"}
+    kinds = [event.type.removeprefix("response.") for event in events]
+    assert kinds[2] == "output_item.added"
+    assert kinds[-3:-1] == ["function_call_arguments.done", "output_item.done"]
+    kind = "response.function_call_arguments.delta"
+    deltas = [event.delta for event in events if event.type == kind]
+    assert "".join(deltas) == call.arguments
+    assert respond(client, input=given, **fields).output[0].arguments == call.arguments
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    answer = respond(
+        client, input=[*given, call, result], tools=[TOOL], tool_choice="none", max_output_tokens=5
+    )
+    assert answer.output[0].type == "message"
+
+
+def test_parsed_output_of_the_client(client: OpenAI) -> None:
+    with client.responses.stream(
+        model=MODEL,
+        input="Hi",
+        tools=[TOOL],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_output_tokens=300,
+    ) as stream:
+        found = stream.get_final_response()
+    assert found.output[0].type == "function_call"
+    assert found.output[0].parsed_arguments.keys() == {"city"}  # type: ignore[attr-defined]
+
+
+SPOKEN = (
+    "<think>\nThe user asks.\n</think>\n\nLet me look.\n"
+    '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+)
+
+
+def test_reasoning_text_and_calls_are_items() -> None:
+    response = ResponseObject(
+        id="resp_1",
+        created_at=1,
+        instructions=None,
+        max_output_tokens=None,
+        metadata={},
+        model=MODEL,
+        parallel_tool_calls=True,
+        reasoning={},
+        temperature=1.0,
+        text={},
+        tool_choice="auto",
+        tools=[],
+        top_p=1.0,
+        truncation="disabled",
+        user=None,
+    )
+    builder = ResponseBuilder(response)
+    parser = find_answer_format("<tool_call></think>", "auto", "auto").parser(
+        has_tools=True, starts_in_reasoning=False
+    )
+    parts = [part for character in SPOKEN for part in parser.feed(character)] + parser.finish()
+    events = [*builder.start(), *(event for part in parts for event in builder.add(part))]
+    events += builder.finish("completed")
+    reasoning, message, *calls = response.output
+    assert isinstance(reasoning, OutputReasoning)
+    assert isinstance(message, OutputMessage)
+    assert reasoning.content[0].text == builder.reasoning == "The user asks."
+    assert message.content[0].text == "Let me look."
+    assert [(call.name, call.arguments) for call in calls if isinstance(call, OutputCall)] == [
+        ("now", "{}"),
+        ("weather", '{"city": "Rome"}'),
+    ]
+    assert {item.status for item in response.output} == {"completed"}
+    kinds = [event.type.removeprefix("response.") for event in events]
+    assert [kind for kind, last in zip(kinds, ["", *kinds], strict=False) if kind != last] == [
+        *("created", "in_progress"),
+        *("output_item.added", "content_part.added", "reasoning_text.delta"),
+        *("reasoning_text.done", "content_part.done", "output_item.done"),
+        *("output_item.added", "content_part.added", "output_text.delta"),
+        *("output_text.done", "content_part.done", "output_item.done"),
+        *("output_item.added", "function_call_arguments.delta"),
+        *("function_call_arguments.done", "output_item.done"),
+        *("output_item.added", "function_call_arguments.delta"),
+        *("function_call_arguments.done", "output_item.done"),
+        "completed",
+    ]
+    # What the client's types demand of each event.
+    adapter: Any = TypeAdapter(ResponseStreamEvent)
+    for event in events:
+        adapter.validate_python(event.model_dump())
+
+
+def test_items_become_messages() -> None:
+    body = ResponsesRequest.model_validate(
+        {
+            "input": [
+                {"role": "developer", "content": "Be brief."},
+                {"role": "user", "content": "Hi"},
+                {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"text": "Hm."}]},
+                {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+                {"type": "function_call", "call_id": "2", "name": "g", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "1", "output": "a"},
+                {"type": "function_call_output", "call_id": "2", "output": [{"text": "b"}]},
+                {"type": "reasoning", "id": "rs_2", "summary": [{"text": "So."}]},
+                {"type": "reasoning", "id": "rs_3", "summary": [], "encrypted_content": "x"},
+                {"role": "assistant", "content": "Both.", "status": "completed", "id": "msg_1"},
+                {"role": "assistant", "content": "Done."},
+            ]
+        }
+    )
+    found = [m.model_dump(exclude_none=True) for m in messages_of("Think.", body.input)]
+    system, developer, user, calls, *results, both, done = found
+    assert (system["role"], system["content"]) == ("system", "Think.")
+    assert developer["role"] == "developer"
+    assert user == {"role": "user", "content": "Hi"}
+    assert calls["reasoning_content"] == "Hm."
+    assert [call["function"]["name"] for call in calls["tool_calls"]] == ["f", "g"]
+    assert [result["name"] for result in results] == ["f", "g"]
+    assert [result["tool_call_id"] for result in results] == ["1", "2"]
+    assert both == {"role": "assistant", "reasoning_content": "So.", "content": "Both."}
+    assert done == {"role": "assistant", "content": "Done."}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({}, "input", "missing"),
+        ({"input": []}, "input", "at least 1"),
+        ({"input": "Hi", "previous_response_id": "r"}, "previous_response_id", "not stored"),
+        ({"input": "Hi", "background": True}, "background", "not stored"),
+        ({"input": "Hi", "tools": [{"type": "web_search"}]}, "tools", "'web_search' is not"),
+        ({"input": "Hi", "tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"input": "Hi", "tools": [TOOL], "tool_choice": "f"}, "tool_choice", "'required'"),
+        (
+            {"input": "Hi", "tools": [TOOL], "tool_choice": {"type": "function", "name": "f"}},
+            "tool_choice",
+            "a tool named 'f'",
+        ),
+        ({"input": "Hi", "n": 2}, "n", "one answer"),
+        ({"input": "Hi", "max_tokens": 2}, "max_tokens", "max_output_tokens"),
+        ({"input": "Hi", "max_output_tokens": 0}, "max_output_tokens", ">= 1, got 0"),
+        ({"input": "Hi", "temperature": -1}, "temperature", ">= 0, got -1"),
+        (
+            {"input": "Hi", "text": {"format": {"type": "json_schema"}}},
+            "text.format.schema",
+            "needs",
+        ),
+        (
+            {"input": "Hi", "text": {"format": {"type": "json_schema", "schema": {"type": "x"}}}},
+            "text.format",
+            "cannot be used",
+        ),
+        (
+            {"input": "Hi", "text": {"format": {"type": "json_object"}}, "guided_regex": "a"},
+            "text.format",
+            "text.format and guided_regex both say",
+        ),
+        ({"input": "Hi", "guided_regex": "(a"}, "guided_regex", "cannot be used"),
+        ({"input": "Hi " * 2000}, "input", "1024"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "text only"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "item_reference"),
+        (
+            {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "x"}]},
+            "input",
+            "JSON text of an object",
+        ),
+        ({"input": "Hi", "inptu": 1}, "inptu", "did you mean 'input'"),
+    ],
+)
+def test_bad_requests_are_refused(
+    server: Running, fields: dict[str, Any], param: str, message: str
+) -> None:
+    reply = server.send("/v1/responses", fields)
+    assert reply.status == 400
+    assert reply.error["param"] == param
+    assert message in reply.error["message"]
+
+
+def test_a_long_conversation_is_cut_if_asked(client: OpenAI) -> None:
+    given = [{"role": "user", "content": "Hi " * 2000}, {"role": "user", "content": QUESTIONS[0]}]
+    found = respond(client, input=given, truncation="auto", max_output_tokens=2)
+    assert found.usage.input_tokens < 1024
+    assert found.truncation == "auto"
+
+
+def test_errors_reach_the_client(client: OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        client.responses.create(model="other", input="Hi")
+    with pytest.raises(openai.BadRequestError, match="hosted|calls no tools itself"):
+        respond(client, input="Hi", tools=[{"type": "web_search"}], stream=True)

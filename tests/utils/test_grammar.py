@@ -1,0 +1,143 @@
+"""Grammars compiled for the demo model's tokenizer: kept, copied, bounded and refused."""
+
+import pickle
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm import StructuredOutputsParams, demo_model
+from nanovllm.errors import InvalidRequestError
+from nanovllm.utils import grammar
+from nanovllm.utils.grammar import GrammarCompiler
+
+TOKENIZER = (Path(demo_model.MODEL) / "tokenizer.json").read_text(encoding="utf-8")
+VOCAB_SIZE = 1024
+EOS = (1021, 1019)
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(lambda: TOKENIZER, VOCAB_SIZE, EOS)
+
+
+def accepts(compiler: GrammarCompiler, text: str, **form: Any) -> bool:
+    """Return whether a grammar allows `text` as a whole output, one byte a token."""
+    matcher = compiler.matcher(StructuredOutputsParams(**form))
+    for token in compiler._make_tokenizer().greedy_tokenize(text):
+        if matcher.is_stopped() or matcher.try_consume_tokens([token]) != 1:
+            return False
+    return matcher.is_accepting()
+
+
+def test_white_space_of_json_is_bounded(compiler: GrammarCompiler) -> None:
+    """Symptom: a small model writes spaces until max_tokens."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    for text, loose, compact in (
+        ('{"a":1}', True, True),
+        ('{"a": 1}', True, False),
+        ('{\n    "a": 1\n}', True, False),
+        ('{\n\t"a": 1\n}', True, False),
+        ('{  "a": 1}', False, False),
+        ('{\n\n"a": 1}', False, False),
+        ("{\n" + 21 * " " + '"a": 1}', False, False),
+    ):
+        assert accepts(compiler, text, json=schema) is loose
+        assert accepts(compiler, text, json=schema, disable_any_whitespace=True) is compact
+
+
+@pytest.mark.parametrize("items", [["a"], ["a", "ab", "b"], ['q"\\n', "\n", "é", "🌱", "\u2028"]])
+def test_choice_is_one_of_the_strings(compiler: GrammarCompiler, items: list[str]) -> None:
+    for item in items:
+        assert accepts(compiler, item, choice=items)
+        assert not accepts(compiler, item + "x", choice=items)
+
+
+def test_compiled_grammars_are_kept_and_copied(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = StructuredOutputsParams(regex="ab")
+    first = compiler.matcher(params)
+    monkeypatch.setattr(GrammarCompiler, "_compile", None)  # from now on nothing is compiled
+    second = compiler.matcher(StructuredOutputsParams(regex="ab"))
+    (token,) = compiler._make_tokenizer().greedy_tokenize("a")
+    assert first.try_consume_tokens([token]) == 1
+    assert second.try_consume_tokens([token]) == 1
+    with pytest.raises(TypeError):
+        compiler.matcher(StructuredOutputsParams(regex="ab", disable_any_whitespace=True))
+
+
+def test_few_compiled_grammars_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar, "_NUM_CACHED", 2)
+    compiler = GrammarCompiler(lambda: TOKENIZER, VOCAB_SIZE, EOS)
+    for regex in ("a", "b", "a", "c"):
+        compiler.compile(StructuredOutputsParams(regex=regex))
+    assert [text for _, text, _ in compiler._compiled] == ["a", "c"]
+
+
+def test_tokenizer_is_read_once_and_only_when_needed() -> None:
+    calls = []
+    compiler = GrammarCompiler(lambda: calls.append(0) or TOKENIZER, VOCAB_SIZE, EOS)
+    assert calls == []
+    for regex in ("a", "b"):
+        compiler.compile(StructuredOutputsParams(regex=regex))
+    assert calls == [0]
+
+
+def test_pickled_copy_compiles_the_same(compiler: GrammarCompiler) -> None:
+    copy = pickle.loads(pickle.dumps(compiler))
+    assert (copy.mask_bytes, copy.eos_token_ids) == (compiler.mask_bytes, EOS)
+    params = StructuredOutputsParams(json={"enum": ["a", 5]})
+    masks = [each.matcher(params).compute_bitmask() for each in (compiler, copy)]
+    assert masks[0] == masks[1]
+
+
+@pytest.mark.parametrize("vocab_size", [1024, 1025, 1056, 1057])
+def test_mask_has_a_bit_for_each_logit(vocab_size: int) -> None:
+    """The logits may be wider than the tokenizer: no such token is ever allowed."""
+    compiler = GrammarCompiler(lambda: TOKENIZER, vocab_size, EOS)
+    matcher = compiler.matcher(StructuredOutputsParams(regex="(?s:.*)"))
+    mask = torch.full((compiler.mask_bytes + 4,), 255, dtype=torch.uint8)
+    matcher.unsafe_compute_mask_ptr(mask.data_ptr(), compiler.mask_bytes)
+    assert compiler.mask_bytes >= vocab_size / 8
+    assert not mask[VOCAB_SIZE // 8 : -4].any()
+    assert mask[-4:].tolist() == [255] * 4
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_refused"),
+    [
+        ('{"multipleOf": 7}', False),
+        ('{"multipleOf": 0.01}', False),
+        ('{"multipleOf": 25.00}', False),
+        ('{"properties": {"multipleOf": {"type": "string"}}}', False),
+        ('{"multipleOf": 1e9}', True),
+        ('{"multipleOf" : 123456.5}', True),
+        ('{"allOf": [{"multipleOf": 997}, {"multipleOf": 991}]}', True),
+        (r'{"multiple\u004ff": 99999989}', True),
+    ],
+)
+def test_divisors_are_bounded(compiler: GrammarCompiler, schema: str, is_refused: bool) -> None:
+    """Symptom: one schema takes minutes and gigabytes, which llguidance's limits do not cover."""
+    start = time.monotonic()
+    if is_refused:
+        with pytest.raises(InvalidRequestError, match="the divisors together have over"):
+            compiler.compile(StructuredOutputsParams(json=schema))
+    else:
+        compiler.compile(StructuredOutputsParams(json=schema))
+    assert time.monotonic() - start < 1
+
+
+def test_tokenizer_of_another_model_is_refused() -> None:
+    compiler = GrammarCompiler(lambda: TOKENIZER, VOCAB_SIZE - 100, ())
+    with pytest.raises(InvalidRequestError, match="llguidance cannot read the model's tokenizer"):
+        compiler.compile(StructuredOutputsParams(regex="a"))
+
+
+def test_refusal_names_field_value_and_reason(compiler: GrammarCompiler) -> None:
+    message = 'structured_outputs.json \'{"not": {}}\' cannot be used: Unimplemented keys: ["not"]'
+    with pytest.raises(InvalidRequestError, match=f"^{re.escape(message)}$"):
+        compiler.compile(StructuredOutputsParams(json={"not": {}}))

@@ -1,0 +1,142 @@
+"""Masks are functions of the output before their position, whatever was read and drafted before."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm import SamplingParams
+from nanovllm.scheduler.messages import Admission
+from nanovllm.utils.grammar import GrammarCompiler
+from nanovllm.worker.grammar_masks import GrammarRow, Masks
+from tests.utils.test_grammar import EOS, TOKENIZER, VOCAB_SIZE
+
+COMPILER = GrammarCompiler(lambda: TOKENIZER, VOCAB_SIZE, EOS)
+PROMPT = [5, 6, 7]
+GRAMMARS: dict[str, dict[str, Any]] = {
+    "json": {
+        "json": {
+            "type": "object",
+            "properties": {"name": {"type": "string", "maxLength": 9}, "n": {"enum": [1, 2, 12]}},
+            "required": ["name", "n"],
+            "additionalProperties": False,
+        },
+        "disable_any_whitespace": True,
+    },
+    "choice": {"choice": ["red", "reddish", "green"]},
+    "regex": {"regex": "[ab]{2,9}c?"},
+}
+
+
+def make_row(form: dict[str, Any], output: list[int], stops: frozenset[int]) -> GrammarRow:
+    params = SamplingParams(structured_outputs=form)
+    new = Admission(0, 0, PROMPT + output, len(PROMPT), [], params, 0, stops, ())
+    return GrammarRow(COMPILER, new, forces=True)
+
+
+def allowed(row: GrammarRow, known: list[int], drafts: list[int]) -> list[set[int]]:
+    """Return the tokens that each of the masks allows."""
+    masks = torch.full((1 + len(drafts), COMPILER.mask_bytes), 255, dtype=torch.uint8)
+    assert row.write_masks(known, drafts, Masks(masks), 0) is None
+    return [
+        {token for token in range(VOCAB_SIZE) if mask[token // 8] >> token % 8 & 1}
+        for mask in masks.tolist()
+    ]
+
+
+@pytest.mark.parametrize("form", GRAMMARS)
+@pytest.mark.parametrize("stops", [frozenset(EOS), frozenset({EOS[1], 65}), frozenset()])
+def test_masks_and_forced_tokens_depend_on_the_output_alone(
+    form: str, stops: frozenset[int]
+) -> None:
+    """A walk with drafts, right and wrong ones, beside a new row for each mask."""
+    rng = random.Random(0)
+    for _ in range(6):
+        output: list[int] = []
+        row = make_row(GRAMMARS[form], [], stops)
+        unread: list[int] = []
+        for _ in range(12):
+            right: list[int] = []
+            expected = [allowed(make_row(GRAMMARS[form], output, stops), [], [])[0]]
+            while len(right) < rng.randint(0, 4):
+                right.append(rng.choice(sorted(expected[-1])))
+                fresh = make_row(GRAMMARS[form], output + right, stops)
+                expected += allowed(fresh, [], [])
+            drafts = right + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(0, 2))]
+            found = allowed(row, unread, drafts)
+            assert found[: len(expected)] == expected
+            unread = [*right, rng.choice(sorted(expected[-1]))]
+            output += unread
+            if rng.random() < 0.6:
+                forced = row.forced(unread)
+                assert forced == make_row(GRAMMARS[form], [], stops).forced(list(output))
+                for token in forced:  # it is the only one that its mask allows
+                    fresh = make_row(GRAMMARS[form], output, stops)
+                    assert allowed(fresh, [], []) == [{token}]
+                    output.append(token)
+                unread = []
+            assert row.num_known_tokens == len(PROMPT) + len(output) - len(unread)
+
+
+def test_masks_behind_a_forbidden_draft_are_left_alone() -> None:
+    row = make_row({"regex": "[ab]{8}"}, [], frozenset(EOS))
+    (first,) = allowed(row, [], [])
+    token = min(first)
+    masks = allowed(row, [], [token, 500, token, token])
+    assert masks[0] == first
+    assert 500 not in masks[1]
+    assert all(len(mask) == VOCAB_SIZE for mask in masks[2:])
+    assert allowed(row, [token], []) == masks[1:2]
+
+
+def test_complete_output_has_one_end() -> None:
+    """So that it can be forced; while more may follow, each end is allowed."""
+    tokens = COMPILER._make_tokenizer().greedy_tokenize("red")
+    form = {"choice": ["red", "reddish"]}
+    row = make_row(form, tokens, frozenset(EOS))
+    assert set(EOS) < allowed(row, [], [])[0]
+    for token in COMPILER._make_tokenizer().greedy_tokenize("dish"):
+        row.forced([token])
+    assert allowed(row, [], []) == [{EOS[0]}]
+    stopped = make_row(form, tokens, frozenset({3}))  # ends with its own stop token only
+    assert {3, *EOS} < allowed(stopped, [], [])[0]
+
+
+def test_draft_that_breaks_the_matcher_changes_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Symptom: a wrong draft that meets a limit of llguidance ends the request."""
+    row = make_row({"regex": "[ab]{4}"}, [], frozenset(EOS))
+    expected = allowed(row, [], [])
+    token = min(expected[0])
+    with monkeypatch.context() as patch:
+        read = GrammarRow._consume
+
+        def consume(self: GrammarRow, matcher: Any, token: int) -> bool:
+            matcher.consume_token(1000)  # not allowed: the matcher is broken from now on
+            return read(self, matcher, token)
+
+        patch.setattr(GrammarRow, "_consume", consume)
+        allowed(row, [], [token])
+    assert allowed(row, [token], []) == allowed(
+        make_row({"regex": "[ab]{4}"}, [token], frozenset(EOS)), [], []
+    )
+
+
+def test_output_that_breaks_its_grammar_is_an_error() -> None:
+    row = make_row({"regex": "ab"}, [500], frozenset(EOS))
+    masks = torch.zeros((1, COMPILER.mask_bytes), dtype=torch.uint8)
+    error = row.write_masks([], [], Masks(masks), 0)
+    assert error is not None
+    assert "failed after 0 tokens: it does not allow what was generated" in error
+
+
+def test_long_forced_text_comes_in_parts() -> None:
+    """Each forced token costs as much as the text that is left: one step must not take seconds."""
+    text = "word " * 300
+    row = make_row({"choice": [text]}, [], frozenset(EOS))
+    found = row.forced([])
+    assert 0 < len(found) < 20
+    while more := row.forced([]):
+        found += more
+    assert COMPILER._make_tokenizer().decode_str(found[:-1]) == text
+    assert found[-1] == EOS[0]
