@@ -1,0 +1,300 @@
+"""Put a server under mixed load, and check every answer.
+
+A server of its own answers the shipped model's questions. Its clients stream or wait, read slowly,
+go away in mid-answer, or send nonsense. Each whole answer must be the one that this process
+computes for the same request. Afterwards no request may be left, no KV block may be in use, and the
+memory may not have grown. Then SIGTERM comes in mid-load; with --kill-rank, SIGKILL for one of two
+ranks.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import psutil  # type: ignore[import-untyped]
+from tqdm import tqdm
+
+from nanovllm import LLM, SamplingParams, demo_model
+from nanovllm.validation import shown
+
+KEY = "sk-soak"
+PATH = "/v1/chat/completions"
+MODEL = "soak"
+DRAIN_SECONDS = 5.0
+MALFORMED: tuple[tuple[bytes, str], ...] = (
+    (b"{", "not JSON"),
+    (b"[]", "no object"),
+    (b'{"model": "soak"}', "no messages"),
+    (b'{"model": "soak", "messages": 3}', "messages is a number"),
+    (b'{"model": "soak", "messages": [{"role": "user", "content": "x"}], "n": 0}', "n is 0"),
+    (b'{"model": "soak", "messages": [{"role": "user", "content": "x"}], "top_p": 7}', "top_p"),
+    (b'{"model": "soak", "messages": [{"role": "user", "content": "x"}], "seed": "a"}', "seed"),
+    (b'{"model": "soak", "messages": [{"role": "user", "content": "\xff"}]}', "not UTF-8"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A request, and the answer that it must get."""
+
+    body: dict[str, Any]
+    text: str
+
+
+def make_cases(number: int) -> list[Case]:
+    """Return requests of many lengths and temperatures, and what an engine alone says to them."""
+    llm, rng, bodies, prompts, params = LLM(demo_model.MODEL), random.Random(0), [], [], []
+    questions = [question for question, _ in demo_model.entries()]
+    for index in range(number):
+        messages = [{"role": "user", "content": rng.choice(questions)}]
+        options: dict[str, Any] = {
+            "temperature": rng.choice([0.0, 0.7, 1.5]),
+            "seed": index,
+            "max_tokens": rng.choice([1, 8, 64, 200]),
+        }
+        bodies.append({"model": MODEL, "messages": messages, **options})
+        prompts.append(llm.render(messages, add_generation_prompt=True))
+        defaults = llm.get_default_sampling_params()
+        params.append(dataclasses.replace(defaults, **options))
+    outputs = llm.generate(prompts, list[SamplingParams](params), use_tqdm=False)
+    llm.shutdown()
+    return [Case(body, out.text) for body, out in zip(bodies, outputs, strict=True)]
+
+
+class Server:
+    """A process that serves the shipped model."""
+
+    def __init__(self, *flags: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-m", "nanovllm.cli", "serve", demo_model.MODEL]
+        command += ["--port", str(port), "--api-key", KEY, "--served-model-name", MODEL]
+        command += ["--drain-seconds", str(DRAIN_SECONDS), *flags]
+        self.process = psutil.Popen(command, stderr=subprocess.DEVNULL)
+
+    async def wait_until_ready(self, client: httpx.AsyncClient) -> float:
+        """Return the seconds that it took."""
+        start = time.monotonic()
+        while True:
+            assert self.process.poll() is None, "the server ended"
+            with contextlib.suppress(httpx.TransportError):
+                if (await client.get("/ready")).status_code == 200:
+                    return time.monotonic() - start
+            await asyncio.sleep(0.05)
+
+    def memory(self) -> int:
+        """Return the resident bytes of the process and its ranks."""
+        processes = [self.process, *self.process.children(recursive=True)]
+        return sum(process.memory_info().rss for process in processes)
+
+
+class Load:
+    """Clients of one server; counts what happened."""
+
+    def __init__(self, client: httpx.AsyncClient, cases: list[Case], seed: int) -> None:
+        self.counts: Counter[str] = Counter()
+        self.faults: list[str] = []
+        self._client = client
+        self._cases = cases
+        self._rng = random.Random(seed)
+        self._kinds: tuple[tuple[Callable[[Case], Awaitable[None]], int], ...] = (
+            (self.whole, 5),
+            (self.streamed, 5),
+            (self.slow, 1),
+            (self.leaves, 6),
+            (self.malformed, 1),
+        )
+
+    async def one(self) -> None:
+        """Be a client of some kind."""
+        kinds, weights = zip(*self._kinds, strict=True)
+        kind = self._rng.choices(kinds, weights)[0]
+        case = self._rng.choice(self._cases)
+        try:
+            await asyncio.wait_for(kind(case), 60)
+        except TimeoutError:
+            self.faults.append(f"{kind.__name__}: no answer in a minute to {case.body}")
+        self.counts[kind.__name__] += 1
+
+    async def whole(self, case: Case) -> None:
+        """Wait for the whole answer."""
+        while (answer := await self._client.post(PATH, json=case.body)).status_code == 503:
+            self.counts["503"] += 1
+            await asyncio.sleep(min(1.0, float(answer.headers["retry-after"])))
+        found = answer.json()
+        text = found["choices"][0]["message"]["content"] if "choices" in found else answer.text
+        self._check(case, text)
+
+    async def streamed(self, case: Case, seconds: float = 0.0, most: float = float("inf")) -> None:
+        """Read a stream, with a pause of `seconds` behind each of its lines; leave after `most`."""
+        body = {**case.body, "stream": True}
+        text = ""
+        async with self._client.stream("POST", PATH, json=body) as answer:
+            if answer.status_code == 503:
+                self.counts["503"] += 1
+                return
+            count = 0
+            async for line in answer.aiter_lines():
+                if count >= most:
+                    return
+                if line.startswith("data: ") and line != "data: [DONE]":
+                    choices = httpx.Response(200, content=line[6:].encode()).json()["choices"]
+                    text += (choices[0]["delta"].get("content") or "") if choices else ""
+                    count += 1
+                    await asyncio.sleep(seconds)
+        self._check(case, text)
+
+    async def slow(self, case: Case) -> None:
+        """Read a stream slowly."""
+        await self.streamed(case, seconds=0.05)
+
+    async def leaves(self, case: Case) -> None:
+        """Go away: before the answer, or after a few pieces of it."""
+        if self._rng.random() < 0.5:
+            await self.streamed(case, most=self._rng.randint(0, 5))
+            return
+        with contextlib.suppress(TimeoutError):
+            delay = self._rng.uniform(0, 0.05)
+            await asyncio.wait_for(self._client.post(PATH, json=case.body), delay)
+
+    async def malformed(self, case: Case) -> None:
+        """Send nonsense, which must be refused with OpenAI's body."""
+        body, what = self._rng.choice(MALFORMED)
+        headers = {"content-type": "application/json"}
+        answer = await self._client.post(PATH, content=body, headers=headers)
+        if answer.status_code != 400 or "message" not in answer.json().get("error", {}):
+            self.faults.append(f"{what}: {answer.status_code} {answer.text[:200]}")
+
+    def _check(self, case: Case, text: str) -> None:
+        if text != case.text:
+            self.faults.append(f"{case.body}: {shown(text)} is not {shown(case.text)}")
+
+
+async def gauges(client: httpx.AsyncClient) -> dict[str, float]:
+    """Return the numbers of /metrics by name, without labels."""
+    lines = (await client.get("/metrics")).text.splitlines()
+    pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    return {name.partition("{")[0]: float(value) for name, value in pairs}
+
+
+async def is_idle(client: httpx.AsyncClient, seconds: float = 10.0) -> dict[str, float]:
+    """Return the gauges once nothing runs or waits, or after `seconds`."""
+    names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+    end = time.monotonic() + seconds
+    while True:
+        found = {name: value for name, value in (await gauges(client)).items() if name in names}
+        if not any(found.values()) or time.monotonic() > end:
+            return found
+        await asyncio.sleep(0.1)
+
+
+async def mixed_load(server: Server, client: httpx.AsyncClient, args: Any) -> list[str]:
+    """Run the clients; return the faults."""
+    load = Load(client, make_cases(args.cases), args.seed)
+    end = time.monotonic() + 60 * args.minutes
+    memory: list[int] = []
+    left = args.requests
+
+    async def worker(bar: Any) -> None:
+        nonlocal left
+        while left > 0 or time.monotonic() < end:
+            left -= 1
+            await load.one()
+            bar.update()
+
+    async def watch() -> None:
+        while True:
+            memory.append(server.memory())
+            await asyncio.sleep(1)
+
+    with tqdm(desc="Requests", total=args.requests or None) as bar:
+        watcher = asyncio.create_task(watch())
+        await asyncio.gather(*(worker(bar) for _ in range(args.concurrency)))
+        watcher.cancel()
+    idle = await is_idle(client)
+    if any(idle.values()):
+        load.faults.append(f"not idle after the load: {idle}")
+    first, last = memory[len(memory) // 3], memory[-1]
+    print(f"clients: {dict(load.counts)}; idle: {idle}")
+    print(f"resident MB after a third of the time {first / 1e6:.1f}, at the end {last / 1e6:.1f}")
+    return load.faults
+
+
+async def ended_by(server: Server, client: httpx.AsyncClient, cases: list[Case], kill: str) -> None:
+    """End the server in mid-load; print how it went."""
+    load = Load(client, cases, 1)
+
+    async def request(case: Case) -> str:
+        try:
+            answer = await asyncio.wait_for(client.post(PATH, json=case.body), 30)
+        except httpx.TransportError as error:
+            return type(error).__name__
+        except TimeoutError:
+            return "no answer in 30 s"
+        if answer.status_code == 200:
+            load._check(case, answer.json()["choices"][0]["message"]["content"])
+        return str(answer.status_code)
+
+    tasks = [asyncio.create_task(request(case)) for case in cases]
+    while sum(task.done() for task in tasks) < len(tasks) // 8:
+        await asyncio.sleep(0.01)
+    start = time.monotonic()
+    if kill == "SIGTERM":
+        server.process.send_signal(signal.SIGTERM)
+    else:
+        ranks = server.process.children(recursive=True)
+        ranks = [rank for rank in ranks if "spawn_main" in " ".join(rank.cmdline())]
+        ranks[-1].kill()
+    outcomes = Counter(await asyncio.gather(*tasks))
+    status = await asyncio.to_thread(server.process.wait, DRAIN_SECONDS + 15)
+    print(
+        f"{kill}: exit status {status} after {time.monotonic() - start:.1f} s; "
+        f"answers {dict(outcomes)}; wrong ones: {load.faults or 'none'}"
+    )
+
+
+async def run(args: argparse.Namespace) -> None:
+    """Serve, load and end the server once for each way to end it."""
+    flags = ("--max-num-seqs", "64", "--num-kvcache-blocks", str(args.blocks))
+    limits = httpx.Limits(max_connections=None)
+    options: dict[str, Any] = {"headers": {"authorization": f"Bearer {KEY}"}, "limits": limits}
+    server = Server(*flags)
+    async with httpx.AsyncClient(base_url=server.url, timeout=None, **options) as client:
+        print(f"ready after {await server.wait_until_ready(client):.1f} s")
+        faults = await mixed_load(server, client, args)
+        print(f"faults: {len(faults)}", *faults[:10], sep="\n  ")
+        await ended_by(server, client, make_cases(200), "SIGTERM")
+    if args.kill_rank:
+        server = Server(*flags, "--tensor-parallel-size", "2")
+        async with httpx.AsyncClient(base_url=server.url, timeout=None, **options) as client:
+            await server.wait_until_ready(client)
+            await ended_by(server, client, make_cases(200), "SIGKILL of a rank")
+
+
+def main() -> None:
+    """Parse the arguments and run."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
+    parser.add_argument("--requests", type=int, default=2000, help="at least so many")
+    parser.add_argument("--minutes", type=float, default=0.0, help="at least so long")
+    parser.add_argument("--concurrency", type=int, default=64)
+    parser.add_argument("--cases", type=int, default=300, help="different requests")
+    parser.add_argument("--blocks", type=int, default=200, help="of the KV pool: few preempt")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kill-rank", action="store_true")
+    asyncio.run(run(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()
