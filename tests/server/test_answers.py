@@ -285,6 +285,26 @@ def test_a_grammar_that_cannot_come_after_reasoning() -> None:
         answer_format(QWEN).params(given, "<think>", [], "auto")
 
 
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize(("template", "one", "two"), CALLS)
+def test_json_or_calls(template: str, one: str, two: str, special: bool) -> None:
+    """With a form of the text, a model may still call tools: agents ask for both."""
+    found = answer_format(template, special=special)
+    given = SamplingParams(structured_outputs={"json": {"type": "array", "items": {"const": 1}}})
+    either = Grammar(found.params(given, "", TOOLS, "auto"), special=special).takes
+    assert either("[1, 1]")
+    assert either(one)
+    assert either(two)
+    assert not either("[2]")
+    assert not either(one.replace("Rome", 'Rome", "x": "y'))
+    single = found.params(given, "", TOOLS, "auto", parallel_tool_calls=False)
+    assert not Grammar(single, special=special).takes(two)
+    neither = found.params(given, "</think>", TOOLS, "none")
+    assert neither.structured_outputs == given.structured_outputs
+    choice = SamplingParams(structured_outputs={"choice": ["a"]})
+    assert not Grammar(found.params(choice, "", TOOLS, "auto"), special=special).takes(one)
+
+
 def test_params_of_a_request() -> None:
     given = SamplingParams(structured_outputs={"json": CITY})
     special = answer_format(MISTRAL, special=True)
