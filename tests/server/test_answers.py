@@ -37,6 +37,7 @@ def make_tokenizer(*, special: bool) -> Tokenizer:
     return tokenizer
 
 
+PLAIN = Tokenizer.from_file(str(Path(demo_model.MODEL) / "tokenizer.json"))
 TOKENIZERS = {special: make_tokenizer(special=special) for special in (False, True)}
 
 
@@ -48,8 +49,10 @@ def answer_format(template: str, *, special: bool = False) -> AnswerFormat:
 class Grammar:
     """What an answer must be."""
 
-    def __init__(self, params: SamplingParams, *, special: bool = False) -> None:
-        self._tokenizer = TOKENIZERS[special]
+    def __init__(
+        self, params: SamplingParams, *, special: bool = False, without_tags: bool = False
+    ) -> None:
+        self._tokenizer = PLAIN if without_tags else TOKENIZERS[special]
         end = self._tokenizer.token_to_id("<|im_end|>")
         assert end is not None
         size = self._tokenizer.get_vocab_size()
@@ -277,6 +280,16 @@ def test_forms_come_after_reasoning(
     assert takes(right) != inside
     assert not takes(f"\n{right}")
     assert answer_format(LLAMA).params(given, prompt, [], "auto") == given
+
+
+def test_a_tag_that_is_no_token() -> None:
+    """The vocabulary lacks it, so the model spells it."""
+    found = find_answer_format("{% if tools %}[TOOL_CALLS][/THINK]", "auto", "auto")
+    given = SamplingParams(structured_outputs={"choice": ["yes"]})
+    takes = Grammar(found.params(given, "[THINK]", [], "auto"), without_tags=True).takes
+    assert takes("Hm. [/THIN] no\n[/THINK]\n\nyes")
+    assert not takes("yes")
+    assert not takes("Hm.[/THINK]no")
 
 
 def test_a_grammar_that_cannot_come_after_reasoning() -> None:
