@@ -89,7 +89,6 @@ class ResponseBuilder:
 
     def __init__(self, response: ResponseObject) -> None:
         self.response = response
-        self.reasoning = ""
         self._num_events = 0
         self._item: OutputItem | None = None  # the last of the output, while it grows
 
@@ -105,7 +104,6 @@ class ResponseBuilder:
                     yield from self._open_message()
                 yield from self._grow_text("output_text", part.text)
             case ReasoningDelta():
-                self.reasoning += part.text
                 if not isinstance(self._item, OutputReasoning):
                     yield from self.close("completed")
                     yield from self._open(OutputReasoning(id=new_id("rs")))

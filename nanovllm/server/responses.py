@@ -147,6 +147,7 @@ class _Answer:
         self, server: ServerState, body: ResponsesRequest, params: SamplingParams, prompt: str
     ) -> None:
         self._tokenizer: Any = server.llm.get_tokenizer()
+        self._reasoning = ""
         self._with_reasoning = body.include_reasoning is not False
         self._parser: AnswerParser = server.answer_format.parser(
             has_tools=bool(body.tools) and body.tool_choice != "none",
@@ -225,6 +226,7 @@ class _Answer:
         parts = self._parser.feed(completion.text)
         if completion.finish_reason is not None:
             parts += self._parser.finish()
+        self._reasoning += "".join(part.text for part in parts if isinstance(part, ReasoningDelta))
         if not self._with_reasoning:
             parts = [part for part in parts if not isinstance(part, ReasoningDelta)]
         return parts
@@ -241,7 +243,7 @@ class _Answer:
             response.error = ResponseError(code="server_error", message="the request was aborted")
         response.status = status
         response.completed_at = int(time.time()) if status == "completed" else None
-        num_prompt, reasoning = len(output.prompt_token_ids), self._builder.reasoning
+        num_prompt, reasoning = len(output.prompt_token_ids), self._reasoning
         num_reasoning = len(self._tokenizer.encode(reasoning)) if reasoning else 0
         response.usage = ResponseUsage(
             input_tokens=num_prompt,

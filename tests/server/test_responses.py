@@ -199,7 +199,7 @@ def test_reasoning_text_and_calls_are_items() -> None:
     reasoning, message, *calls = response.output
     assert isinstance(reasoning, OutputReasoning)
     assert isinstance(message, OutputMessage)
-    assert reasoning.content[0].text == builder.reasoning == "The user asks."
+    assert reasoning.content[0].text == "The user asks."
     assert message.content[0].text == "Let me look."
     assert [(call.name, call.arguments) for call in calls if isinstance(call, OutputCall)] == [
         ("now", "{}"),
@@ -223,6 +223,27 @@ def test_reasoning_text_and_calls_are_items() -> None:
     adapter: Any = TypeAdapter(ResponseStreamEvent)
     for event in events:
         adapter.validate_python(event.model_dump())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_is_split_off(client: OpenAI, stream: bool) -> None:
+    """The shipped model does not reason: a grammar makes it write the tags, which are tokens."""
+    grammar = 'start: <think> "\\nThe user asks.\\n" </think> "\\n\\nLet me look."'
+    options: dict[str, Any] = {"structured_outputs": {"grammar": grammar}}
+    fields: dict[str, Any] = {"input": "Hi", "extra_body": options}
+    events, found = events_of(client, **fields) if stream else ([], respond(client, **fields))
+    reasoning, message = found.output
+    assert reasoning.content[0].text == "The user asks."
+    assert message.content[0].text == found.output_text == "Let me look."
+    counted = found.usage.output_tokens_details.reasoning_tokens
+    assert 0 < counted < found.usage.output_tokens
+    deltas = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
+    assert "".join(deltas) == ("The user asks." if stream else "")
+    options["include_reasoning"] = False
+    (message,) = respond(client, **fields).output
+    assert message.content[0].text == "Let me look."
+    again = respond(client, input=[{"role": "user", "content": QUESTIONS[0]}, *found.output])
+    assert again.status == "completed"
 
 
 def test_items_become_messages() -> None:
@@ -293,7 +314,15 @@ def test_items_become_messages() -> None:
         ({"input": "Hi", "guided_regex": "(a"}, "guided_regex", "cannot be used"),
         ({"input": "Hi " * 2000}, "input", "1024"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "text only"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "item_reference"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "must be of type message"),
+        ({"input": [{"role": "me", "content": ""}]}, "input[0].role", "'assistant'"),
+        ({"input": [{"role": "user", "content": "", "x": 1}]}, "input[0].x", "no field 'x'"),
+        ({"input": 5}, "input", "valid string"),
+        (
+            {"input": "Hi", "tools": [TOOL], "tool_choice": {"type": "allowed_tools", "tools": []}},
+            "tool_choice.tools",
+            "leave other tools out",
+        ),
         (
             {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "x"}]},
             "input",

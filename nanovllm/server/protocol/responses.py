@@ -59,6 +59,8 @@ class InputCall(InputItem):
 class InputCallOutput(InputItem):
     """What a function returned."""
 
+    ignored: ClassVar[frozenset[str]] = InputItem.ignored | {"name"}
+
     type: Literal["function_call_output"]
     call_id: str
     output: str | list[dict[str, Any]]
@@ -73,18 +75,29 @@ AnyInputItem = Annotated[
     | Annotated[InputReasoning, Tag("reasoning")]
     | Annotated[InputCall, Tag("function_call")]
     | Annotated[InputCallOutput, Tag("function_call_output")],
-    Discriminator(_item_type),
+    Discriminator(
+        _item_type,
+        custom_error_type="item_type",
+        custom_error_message="must be of type message, reasoning, function_call or "
+        f"function_call_output: {_NOT_STORED}",
+    ),
 ]
 
 
 class FunctionTool(Tool):
     """A function that the model may call."""
 
+    ignored: ClassVar[frozenset[str]] = frozenset(["allowed_callers", "output_schema"])
+
     type: Literal["function"]
 
 
 class NamedFunction(RequestModel):
     """The function that the answer must call."""
+
+    others: ClassVar[Mapping[str, OtherName]] = other_names(
+        ("mode tools", (), "allowed_tools is not known; leave other tools out of the request"),
+    )
 
     type: Literal["function"]
     name: str
@@ -120,9 +133,10 @@ class ReasoningOptions(RequestModel):
     """How the model should reason."""
 
     others: ClassVar[Mapping[str, OtherName]] = other_names(
-        ("generate_summary summary", ("auto", "detailed"), "reasoning is returned as it is"),
+        ("mode", ("standard",), "there is one mode only; leave it out"),
     )
-    ignored: ClassVar[frozenset[str]] = frozenset(["context"])
+    # The reasoning is returned as it is, without a summary.
+    ignored: ClassVar[frozenset[str]] = frozenset(["context", "summary", "generate_summary"])
 
     effort: str | None = None
     """Passed to the chat template as reasoning_effort."""
@@ -142,12 +156,20 @@ class ResponsesRequest(GenerationRequest):
         ),
     }
 
-    input: str | list[AnyInputItem] = Field(min_length=1)
+    input: Annotated[
+        Annotated[str, Field(min_length=1), Tag("text")]
+        | Annotated[list[AnyInputItem], Field(min_length=1), Tag("items")],
+        Discriminator(lambda value: "items" if isinstance(value, list) else "text"),
+    ]
     instructions: str | None = None
     max_output_tokens: int | None = None
     text: TextOptions | None = None
     tools: list[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    tool_choice: Annotated[
+        Annotated[Literal["none", "auto", "required"] | None, Tag("word")]
+        | Annotated[NamedFunction, Tag("function")],
+        Discriminator(lambda value: "function" if isinstance(value, dict | BaseModel) else "word"),
+    ] = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     include_reasoning: bool | None = None
