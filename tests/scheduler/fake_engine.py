@@ -277,9 +277,9 @@ class Engine:
         *,
         ignore_eos: bool = False,
         priority: int = 0,
-        forces: bool = False,
         user: str = "",
         cache_salt: str | None = None,
+        forces: bool = False,
     ) -> Sequence:
         max_model_len = self.scheduler.max_model_len
         grammar = {"regex": "the fake worker does not read it"} if forces else None

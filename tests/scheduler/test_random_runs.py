@@ -99,9 +99,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_tokens,
             ignore_eos=ignore_eos,
             priority=priority,
-            forces=forces,
             user=self.users[index % len(self.users)],
             cache_salt=self.salts[index % len(self.salts)],
+            forces=forces,
         )
 
     @precondition(lambda self: self.engine.sequences)
