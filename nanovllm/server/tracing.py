@@ -53,13 +53,17 @@ def parse_traceparent(value: str) -> TraceContext | None:
 
 
 class OpenTelemetry:
-    """Makes a span of each request; `opentelemetry` must be installed."""
+    """Makes a span of each request; `opentelemetry` must be installed.
 
-    def __init__(self) -> None:
+    Args:
+        provider: where the spans go; None is the process's own tracer provider.
+    """
+
+    def __init__(self, provider: Any = None) -> None:
         from opentelemetry import propagate, trace
 
         self._propagate, self._trace = propagate, trace
-        self._tracer = trace.get_tracer("nanovllm")
+        self._tracer = trace.get_tracer("nanovllm", tracer_provider=provider)
 
     def start(self, headers: Mapping[str, str], method: str, path: str) -> Any:
         """Return a new span, a child of the one that the request's headers name."""

@@ -16,7 +16,7 @@ from starlette.routing import Route
 from starlette.types import Message
 
 from nanovllm.server.request_log import RequestLog, RequestRecord, record_of
-from nanovllm.server.tracing import parse_traceparent
+from nanovllm.server.tracing import OpenTelemetry, _make_provider, parse_traceparent
 
 LOGGER = "nanovllm.server.request_log"
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -48,9 +48,9 @@ def all_levels(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
         yield
 
 
-def get(path: str = "/", headers: Any = None) -> httpx.Response:
+def get(path: str = "/", headers: Any = None, **options: Any) -> httpx.Response:
     async def run() -> httpx.Response:
-        transport = httpx.ASGITransport(RequestLog(APP), raise_app_exceptions=False)
+        transport = httpx.ASGITransport(RequestLog(APP, **options), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             return await client.get(path, headers=headers)
 
@@ -206,7 +206,6 @@ def test_the_shortest_time_to_a_first_token_counts() -> None:
 def test_spans_of_open_telemetry(caplog: pytest.LogCaptureFixture) -> None:
     """The exporter is OpenTelemetry's own, in memory."""
     pytest.importorskip("opentelemetry.sdk")
-    from opentelemetry import trace
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -214,9 +213,11 @@ def test_spans_of_open_telemetry(caplog: pytest.LogCaptureFixture) -> None:
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    trace.set_tracer_provider(provider)
-    answer = get("/some/path", headers={"traceparent": PARENT})
-    (span,) = exporter.get_finished_spans()
+    telemetry = OpenTelemetry(provider)
+    answer = get("/some/path", {"traceparent": PARENT}, open_telemetry=telemetry)
+    get("/broken", open_telemetry=telemetry)
+    span, failed = exporter.get_finished_spans()
+    assert (span.status.is_ok, failed.status.is_ok) == (True, False)
     attributes = json.loads(span.to_json())["attributes"]
     assert attributes["http.response.status_code"] == 200
     assert attributes["url.path"] == "/some/path"
@@ -225,4 +226,27 @@ def test_spans_of_open_telemetry(caplog: pytest.LogCaptureFixture) -> None:
     assert int(found.span_id, 16) == span.context.span_id
     assert span.parent is not None
     assert f"{span.parent.span_id:016x}" == "b7ad6b7169203331"
-    assert line(caplog)["trace"] == found.trace_id == f"{span.context.trace_id:032x}"
+    fields = vars(caplog.records[0])["request"]
+    assert fields["trace"] == found.trace_id == f"{span.context.trace_id:032x}"
+
+
+@pytest.mark.parametrize(
+    ("environment", "has_provider"),
+    [
+        ({}, False),
+        ({"OTEL_TRACES_EXPORTER": "none"}, False),
+        ({"OTEL_TRACES_EXPORTER": "console"}, True),
+        ({"OTEL_TRACES_EXPORTER": "console", "OTEL_SDK_DISABLED": "true"}, False),
+        ({"OTEL_TRACES_EXPORTER": "nowhere"}, False),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}, True),
+    ],
+)
+def test_the_environment_says_where_spans_go(
+    environment: dict[str, str], has_provider: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("opentelemetry.sdk")
+    provider = _make_provider(environment)
+    assert (provider is not None) == has_provider
+    assert ("'nowhere' is not installed" in caplog.text) == ("nowhere" in str(environment))
+    if provider is not None:
+        provider.shutdown()

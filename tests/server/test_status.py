@@ -132,6 +132,9 @@ def test_a_request_in_the_log(server: Running, caplog: pytest.LogCaptureFixture)
         answer = server.send("/v1/chat/completions", CHAT, X_Request_Id="my-id")
         other = server.send("/v1/completions", COMPLETIONS)
         stream = server.send("/v1/chat/completions", {**CHAT, "stream": True})
+        deadline = time.monotonic() + 5  # the line of a stream comes after its last byte
+        while len(caplog.records) < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
     assert answer.headers["x-request-id"] == "my-id"
     assert stream.status == 200
     first, second, third = (vars(record)["request"] for record in caplog.records)
