@@ -8,11 +8,14 @@ RUN python -m venv /opt/nanovllm
 WORKDIR /src
 COPY constraints.txt pyproject.toml README.md LICENSE ./
 COPY nanovllm nanovllm
-# torch without CUDA, from PyTorch's own index: a tenth of the size. Its headers are not needed.
+# torch without CUDA, from PyTorch's own index: a tenth of the size. Its headers, tests and tools
+# are a fifth of the rest.
 RUN /opt/nanovllm/bin/pip install --extra-index-url https://download.pytorch.org/whl/cpu \
         -c constraints.txt '.[server]' \
     && /opt/nanovllm/bin/pip uninstall -y pip \
-    && rm -rf /opt/nanovllm/lib/python3.12/site-packages/torch/include
+    && torch=/opt/nanovllm/lib/python3.12/site-packages/torch \
+    && rm -r "$torch/include" "$torch/test" \
+    && find "$torch/bin" -type f ! -name torch_shm_manager -delete
 
 FROM python:3.12-slim-bookworm
 # gcc compiles the kernels for the processor of the machine that runs the container, at the first
