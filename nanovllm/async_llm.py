@@ -1,157 +1,32 @@
-"""`AsyncLLM`: the methods of `LLM` for asyncio. One thread runs the engine for all tasks.
+"""`AsyncLLM`: the methods of `LLM` for asyncio, for many tasks at once.
 
-Knows no tensors and no scheduling: it passes on the engine's outputs.
+One thread runs the engine. Another makes requests, so that neither the engine nor an event loop
+waits while a long prompt is tokenized. Knows no tensors and no scheduling.
 """
 
 import asyncio
 import contextlib
-import queue
 import threading
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence as Seq
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, NoReturn
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from nanovllm.config import Config
 from nanovllm.engine.chat import Message, template_options
+from nanovllm.engine.engine_thread import EngineThread
 from nanovllm.engine.input_processor import Prompt
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.reader import Reader, send
 from nanovllm.errors import EngineDeadError
-from nanovllm.outputs import RequestOutput
+from nanovllm.outputs import Metric, RequestOutput, Vector
 from nanovllm.sampling_params import SamplingParams, default_sampling_params
 from nanovllm.unsupported import refuse_attribute
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Item = RequestOutput | BaseException
-"""What a request's reader receives: an output, or the error that ended the request."""
-
-
-class _Reader:
-    """Receives one request's items: a queue in the event loop of the task that made the request."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.queue: asyncio.Queue[Item] = asyncio.Queue()
-        self.request_id: int | str | None = None  # read and set by the engine thread only
-
-
-class _EngineThread(threading.Thread):
-    """Owns the engine and runs its steps.
-
-    Other threads submit commands; only this thread calls the engine, and runs commands in order
-    between steps.
-    """
-
-    def __init__(self, engine: LLMEngine) -> None:
-        super().__init__(name="nanovllm-engine", daemon=True)
-        self.engine = engine
-        self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self.readers: dict[int | str, _Reader] = {}  # by request id
-        self.has_ended = False
-
-    def run(self) -> None:
-        while self._run_commands():
-            try:
-                outputs = self.engine.step()
-            except Exception as error:
-                self._fail_all(error)
-            else:
-                self._deliver(outputs)
-        self._fail_all(EngineDeadError("the engine was shut down; make a new AsyncLLM"))
-        self.engine.shutdown()
-        self.has_ended = True
-        self._drain_inbox()
-
-    def submit(self, command: Callable[[], None]) -> None:
-        """Make the thread run `command` between two steps.
-
-        After the thread has ended, the command runs here, and the engine raises EngineDeadError.
-        """
-        self.inbox.put(command)
-        if self.has_ended:  # the thread may not look into its inbox again
-            self._drain_inbox()
-
-    def start_request(self, reader: _Reader, add_request: Callable[[], int | str]) -> None:
-        """Add a request to the engine; its reader gets the outputs, or the error if it fails."""
-        try:
-            reader.request_id = add_request()
-        except Exception as error:
-            _send([(reader, error)])
-        else:
-            self.readers[reader.request_id] = reader
-
-    def abort(self, request_id: int | str) -> None:
-        """End a request if it is running; its reader gets what was not sent yet."""
-        output = self.engine.abort(request_id)
-        if output is not None:
-            self._deliver([output])
-
-    def close(self, reader: _Reader) -> None:
-        """End a reader's request if it is running."""
-        request_id = reader.request_id
-        if request_id is not None and self.readers.get(request_id) is reader:
-            del self.readers[request_id]  # first, because nobody reads what abort() sends
-            self.abort(request_id)
-
-    def _run_commands(self) -> bool:
-        """Run the submitted commands; wait for one while no request runs.
-
-        Returns:
-            False if the thread must stop.
-        """
-        while True:
-            try:
-                command = self.inbox.get(block=self.engine.is_finished())
-            except queue.Empty:
-                return True
-            if command is None:
-                return False
-            command()
-
-    def _drain_inbox(self) -> None:
-        """Run the commands that came too late; a new request fails, as the engine is down."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                command = self.inbox.get_nowait()
-                if command is not None:
-                    command()
-
-    def _deliver(self, outputs: list[RequestOutput]) -> None:
-        """Send each output to its reader; an output without a reader is of an aborted request."""
-        deliveries: list[tuple[_Reader, Item]] = []
-        for output in outputs:
-            reader = self.readers.get(output.request_id)
-            if reader is not None:
-                deliveries.append((reader, output))
-                if output.finished:
-                    del self.readers[output.request_id]
-        _send(deliveries)
-
-    def _fail_all(self, error: BaseException) -> None:
-        """Abort every request and send `error` to its reader."""
-        deliveries: list[tuple[_Reader, Item]] = []
-        for request_id, reader in self.readers.items():
-            self.engine.abort(request_id)
-            deliveries.append((reader, error))
-        self.readers.clear()
-        _send(deliveries)
-
-
-def _send(deliveries: list[tuple[_Reader, Item]]) -> None:
-    """Put items into their readers' queues; wake each event loop once."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Reader, Item]]] = {}
-    for reader, item in deliveries:
-        by_loop.setdefault(reader.loop, []).append((reader, item))
-
-    def put(items: list[tuple[_Reader, Item]]) -> None:
-        for reader, item in items:
-            reader.queue.put_nowait(item)
-
-    for loop, items in by_loop.items():
-        with contextlib.suppress(RuntimeError):  # the loop is closed, so its readers are gone
-            loop.call_soon_threadsafe(put, items)
+Result = TypeVar("Result")
 
 
 class AsyncLLM:
@@ -167,9 +42,10 @@ class AsyncLLM:
 
     def __init__(self, model: str, **options: Any) -> None:
         self.engine = LLMEngine(Config(model=model, **options))
-        self._thread = _EngineThread(self.engine)
+        self._thread = EngineThread(self.engine)
         self._thread.start()
-        self._finalizer = weakref.finalize(self, _stop, self._thread)
+        self._input = ThreadPoolExecutor(1, "nanovllm-input")  # makes requests, in their order
+        self._finalizer = weakref.finalize(self, _stop, self._thread, self._input)
 
     def __getattr__(self, name: str) -> NoReturn:
         refuse_attribute(self, name)
@@ -181,8 +57,11 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        user: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Generate for one prompt and yield the delta of each step, as `LLM.stream` does.
+
+        Deltas that come while the task does not read are joined into one.
 
         Arguments are as for `generate`.
         Cancelling the task, or closing the iterator, aborts the request and frees its blocks.
@@ -191,7 +70,9 @@ class AsyncLLM:
             InvalidRequestError: the prompt or a parameter is invalid or unsupported.
             EngineDeadError: the engine is down.
         """
-        deltas = self._run_request(prompt, sampling_params, request_id, priority, stream=True)
+        deltas = self._run_request(
+            lambda: prompt, sampling_params, request_id, priority, user, stream=True
+        )
         async with contextlib.aclosing(deltas):
             async for delta in deltas:
                 yield delta
@@ -203,12 +84,15 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        user: str | None = None,
     ) -> RequestOutput:
         """Generate for one prompt and return the whole output.
 
         Args:
             request_id: the caller's own id, for `abort` and the output; None gives it a number.
             priority: lower values go first.
+            user: whose request it is. Waiting requests of one priority are admitted so that all
+                users get as many tokens; those without a user count as one user's.
 
         Cancelling the task aborts the request and frees its blocks.
 
@@ -216,7 +100,9 @@ class AsyncLLM:
             InvalidRequestError: the prompt or a parameter is invalid or unsupported.
             EngineDeadError: the engine is down.
         """
-        outputs = self._run_request(prompt, sampling_params, request_id, priority, stream=False)
+        outputs = self._run_request(
+            lambda: prompt, sampling_params, request_id, priority, user, stream=False
+        )
         async with contextlib.aclosing(outputs):
             return await anext(outputs)
 
@@ -227,6 +113,7 @@ class AsyncLLM:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        user: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
@@ -249,8 +136,17 @@ class AsyncLLM:
             chat_template,
             chat_template_kwargs,
         )
-        prompt = self.engine.input_processor.render(messages, options)
-        return await self.generate(prompt, sampling_params, request_id, priority=priority)
+        render = self.engine.input_processor.render
+        outputs = self._run_request(
+            lambda: render(messages, options),
+            sampling_params,
+            request_id,
+            priority,
+            user,
+            stream=False,
+        )
+        async with contextlib.aclosing(outputs):
+            return await anext(outputs)
 
     def render(self, messages: Seq[Message], **options: Any) -> list[int]:
         """Return the token ids of a conversation, as `LLM.render` does."""
@@ -262,11 +158,15 @@ class AsyncLLM:
 
         If no request with this id is running, this does nothing.
         """
-        await self._between_steps(lambda: self._thread.abort(request_id))
+        await self._between_steps(lambda: self._thread.abort(request_id), after_input=True)
 
     async def check_health(self) -> None:
         """Raise EngineDeadError if the engine is down."""
         await self._between_steps(self.engine.executor.check_health)
+
+    async def get_metrics(self) -> list[Metric | Vector]:
+        """Return the engine's counts and its load now, as `LLM.get_metrics` does."""
+        return await self._between_steps(self.engine.get_metrics)
 
     def get_tokenizer(self) -> "PreTrainedTokenizerBase | None":
         """Return the checkpoint's transformers tokenizer, None if it has none."""
@@ -280,58 +180,80 @@ class AsyncLLM:
         """End the engine; running requests raise EngineDeadError. May be called again."""
         self._finalizer()
 
-    async def _between_steps(self, command: Callable[[], None]) -> None:
-        """Run a command on the engine's thread and wait for its end."""
+    async def _between_steps(
+        self, command: Callable[[], Result], *, after_input: bool = False
+    ) -> Result:
+        """Run a command on the engine's thread and return its result.
+
+        Args:
+            after_input: run it behind the requests that are being made.
+        """
         self.engine.check_process()
-        done: Future[None] = Future()
+        thread, done = self._thread, Future[Result]()
 
         def run() -> None:
             if done.set_running_or_notify_cancel():
                 try:
-                    command()
+                    done.set_result(command())
                 except Exception as error:
                     done.set_exception(error)
-                else:
-                    done.set_result(None)
 
-        self._thread.submit(run)
-        await asyncio.wrap_future(done)
+        if after_input:
+            self._submit_input(lambda: thread.submit(run))
+        else:
+            thread.submit(run)
+        return await asyncio.wrap_future(done)
+
+    def _submit_input(self, command: Callable[[], None]) -> None:
+        """Run a command on the thread that makes requests; after its end, run it here."""
+        try:
+            self._input.submit(command)
+        except RuntimeError:
+            command()
 
     async def _run_request(
         self,
-        prompt: Prompt,
+        make_prompt: Callable[[], Prompt],
         params: SamplingParams | None,
         request_id: str | None,
         priority: int,
+        user: str | None,
         *,
         stream: bool,
     ) -> AsyncGenerator[RequestOutput, None]:
         self.engine.check_process()
-        thread, reader = self._thread, _Reader()
         if not self._finalizer.alive:
             raise EngineDeadError("the engine was shut down; make a new AsyncLLM")
+        thread, processor, reader = self._thread, self.engine.input_processor, Reader()
 
-        def add_request() -> int | str:
-            return thread.engine.add_request(
-                prompt, params, priority=priority, stream=stream, request_id=request_id
-            )
+        def make_request() -> None:
+            if reader.is_closed:
+                return
+            try:
+                request = processor.make_request(
+                    make_prompt(), params, priority=priority, stream=stream, user=user
+                )
+            except BaseException as error:  # a panic of tokenizers is no Exception
+                send([(reader, error)])
+            else:
+                thread.submit(lambda: thread.start_request(reader, request, request_id))
 
-        thread.submit(lambda: thread.start_request(reader, add_request))
+        self._submit_input(make_request)
         finished = False
         try:
             while not finished:
-                item = await reader.queue.get()
-                if isinstance(item, BaseException):
-                    finished = True
-                    raise item
-                finished = item.finished
-                yield item
+                output = await reader.get()
+                finished = output.finished
+                yield output
         finally:
-            if not finished:
+            if not finished:  # also after an error, when the request is not running
+                reader.is_closed = True
                 thread.submit(lambda: thread.close(reader))
 
 
-def _stop(thread: _EngineThread) -> None:
+def _stop(thread: EngineThread, input_thread: ThreadPoolExecutor) -> None:
+    """End both threads. Requests that are still being made fail, as the engine is down."""
     thread.inbox.put(None)
+    input_thread.shutdown(wait=False)
     if thread is not threading.current_thread():
         thread.join()

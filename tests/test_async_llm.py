@@ -18,6 +18,8 @@ import pytest
 
 from nanovllm import LLM, AsyncLLM, SamplingParams, demo_model
 from nanovllm.errors import EngineDeadError, InvalidRequestError
+from nanovllm.outputs import RequestOutput
+from nanovllm.sampling_params import RequestOutputKind
 from tests.glossary import ANSWER_TO, GREEDY, QUESTIONS
 
 ENDLESS = SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True)
@@ -213,7 +215,7 @@ def test_chat_takes_priorities(llm: AsyncLLM, sync_llm: LLM) -> None:
 def test_chat_has_the_arguments_of_llm_chat() -> None:
     theirs, ours = (inspect.signature(owner.chat).parameters for owner in (LLM, AsyncLLM))
     assert theirs.keys() - ours.keys() == {"use_tqdm"}
-    assert ours.keys() - theirs.keys() == {"request_id"}
+    assert ours.keys() - theirs.keys() == {"request_id", "user"}
     both = theirs.keys() & ours.keys()
     assert all(ours[name].default == theirs[name].default for name in both)
 
@@ -259,6 +261,179 @@ def test_slow_reader_gets_every_piece(llm: AsyncLLM) -> None:
         return text
 
     assert run(main()) == " " + ANSWER_TO[QUESTIONS[0]]
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE])
+def test_pieces_that_nobody_reads_are_one(llm: AsyncLLM, kind: RequestOutputKind) -> None:
+    params = SamplingParams(
+        temperature=1.3, seed=3, n=3, max_tokens=60, stop=["token"], logprobs=1, output_kind=kind
+    )
+    whole_params = params.clone(output_kind=RequestOutputKind.DELTA)
+
+    async def main() -> None:
+        whole = await llm.generate("What is the KV cache?", whole_params)
+        first, rest = [], []
+        async for piece in llm.stream("What is the KV cache?", params):
+            if not first:
+                first.append(piece)
+                await asyncio.to_thread(wait_until_idle, llm)
+            else:
+                rest.append(piece)
+        (last,) = rest
+        assert last.finished
+        for completion in whole.outputs:
+            pieces = [c for p in (*first, last) for c in p.outputs if c.index == completion.index]
+            if kind is RequestOutputKind.CUMULATIVE:
+                assert pieces[-1] == completion
+                continue
+            assert "".join(piece.text for piece in pieces) == completion.text
+            tokens = [token for piece in pieces for token in piece.token_ids]
+            logprobs = [found for piece in pieces for found in piece.logprobs or ()]
+            assert (tokens, logprobs) == (completion.token_ids, completion.logprobs)
+            assert pieces[-1].cumulative_logprob == completion.cumulative_logprob
+            assert pieces[-1].finish_reason == completion.finish_reason
+            assert pieces[-1].stop_reason == completion.stop_reason
+
+    run(main())
+
+
+class Gate:
+    """Holds up the tokenizing of one prompt, like a very long one, until it is opened."""
+
+    PROMPT = "a long prompt"
+
+    def __init__(self, llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_open, self.is_reached = threading.Event(), threading.Event()
+        encode = llm.engine.input_processor.encode
+
+        def wait_and_encode(prompt: str) -> list[int]:
+            if prompt == self.PROMPT:
+                self.is_reached.set()
+                assert self.is_open.wait(20)
+            return encode(prompt)
+
+        monkeypatch.setattr(llm.engine.input_processor, "encode", wait_and_encode)
+
+
+def test_long_prompt_holds_up_neither_steps_nor_the_event_loop(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(llm, monkeypatch)
+
+    async def main() -> None:
+        running = llm.stream(QUESTIONS[0], ENDLESS)
+        await anext(running)
+        long = asyncio.create_task(llm.generate(gate.PROMPT, GREEDY))
+        behind = asyncio.create_task(llm.generate(QUESTIONS[1], GREEDY))
+        await asyncio.to_thread(gate.is_reached.wait, 20)
+        for _ in range(20):
+            await anext(running)
+        assert not any(task.done() for task in (long, behind))
+        gate.is_open.set()
+        first, second = await asyncio.gather(long, behind)
+        assert first.request_id < second.request_id
+        assert second.text == " " + ANSWER_TO[QUESTIONS[1]]
+        await running.aclose()  # type: ignore[attr-defined]
+
+    run(main())
+
+
+def test_cancelled_while_it_is_tokenized(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(llm, monkeypatch)
+    num_tokens = llm.engine.stats.num_prompt_tokens
+
+    async def main() -> None:
+        tasks = [asyncio.create_task(llm.generate(gate.PROMPT, GREEDY)) for _ in range(3)]
+        await asyncio.to_thread(gate.is_reached.wait, 20)
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(result, asyncio.CancelledError) for result in results)
+        gate.is_open.set()
+        await llm.abort("nobody's")  # runs behind the three
+        assert llm.engine.stats.num_prompt_tokens == num_tokens
+        assert llm.engine.is_finished()
+
+    run(main())
+
+
+def test_aborted_while_it_is_tokenized(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(llm, monkeypatch)
+
+    async def main() -> RequestOutput:
+        task = asyncio.create_task(llm.generate(gate.PROMPT, ENDLESS, "mine"))
+        await asyncio.to_thread(gate.is_reached.wait, 20)
+        abort = asyncio.create_task(llm.abort("mine"))
+        await asyncio.sleep(0)
+        gate.is_open.set()
+        await abort
+        return await task
+
+    output = run(main())
+    assert (output.finish_reason, output.finished) == ("abort", True)
+
+
+def test_shutdown_while_a_prompt_is_tokenized(
+    own_llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(own_llm, monkeypatch)
+
+    async def main() -> None:
+        tasks = [
+            asyncio.create_task(own_llm.generate(prompt, GREEDY)) for prompt in (gate.PROMPT, "Hi")
+        ]
+        await asyncio.to_thread(gate.is_reached.wait, 20)
+        await asyncio.to_thread(own_llm.shutdown)
+        gate.is_open.set()
+        for error in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(error, EngineDeadError)
+
+    run(main())
+
+
+def test_one_user_with_many_requests_does_not_hold_up_another(llm: AsyncLLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    finished: list[str] = []
+
+    async def one(user: str) -> None:
+        await llm.generate(QUESTIONS[0], params, user=user)
+        finished.append(user)
+
+    async def main() -> None:
+        many = [asyncio.create_task(one("many")) for _ in range(400)]
+        await llm.abort("nobody's")  # runs behind them, so they are queued
+        await one("one")
+        assert finished.index("one") < 200
+        await asyncio.gather(*many)
+        with pytest.raises(InvalidRequestError, match="user must be a string or None, got 5"):
+            await llm.generate("Hi", params, user=5)  # type: ignore[arg-type]
+
+    run(main())
+
+
+def test_salts_separate_cached_prefixes_and_metrics_count_them(llm: AsyncLLM) -> None:
+    prompt = [random.Random(7).randrange(1000) for _ in range(200)]
+
+    async def num_cached(salt: str | None) -> int:
+        before = {metric.name: metric for metric in await llm.get_metrics()}
+        output = await llm.generate({"prompt_token_ids": prompt, "cache_salt": salt}, GREEDY)
+        change = {
+            metric.name.removeprefix("vllm:"): getattr(metric, "value", 0)
+            - getattr(before[metric.name], "value", 0)
+            for metric in await llm.get_metrics()
+        }
+        assert change["prompt_tokens"] == change["prefix_cache_queries"] == len(prompt)
+        assert change["prefix_cache_hits"] == output.num_cached_tokens
+        return output.num_cached_tokens
+
+    async def main() -> list[Any]:
+        return [await num_cached(salt) for salt in (None, "a", None, "a", "b", "b")]
+
+    first, *others = run(main())
+    assert first == 0
+    block = llm.engine.cache_info.block_size
+    full = (len(prompt) - 1) // block * block
+    assert others == [0, full, full, 0, full]
 
 
 @pytest.mark.parametrize("delay", [None, 0, 0.05])
@@ -512,13 +687,20 @@ def test_dead_worker_ends_every_stream() -> None:
     async def main() -> None:
         assert await read(llm, QUESTIONS[0]) == " " + ANSWER_TO[QUESTIONS[0]]
         streams = await start(llm, 8)
+        waiting = [asyncio.create_task(llm.generate("Hi", ENDLESS)) for _ in range(80)]
+        await llm.abort("nobody's")  # runs behind them, so they are queued
+        metrics = {metric.name: metric for metric in await llm.get_metrics()}
+        assert metrics["vllm:num_requests_waiting"].value > 0  # type: ignore[union-attr]
         started = time.monotonic()
         llm.engine.executor._processes[1].kill()  # type: ignore[attr-defined]
-        for error in await asyncio.gather(*map(drain, streams), return_exceptions=True):
+        ends = (*map(drain, streams), *waiting)
+        for error in await asyncio.gather(*ends, return_exceptions=True):
             assert isinstance(error, EngineDeadError)
             assert "rank1 exited with -9" in str(error)
         with pytest.raises(EngineDeadError, match="rank1"):
             await llm.generate("Hi", GREEDY)
+        with pytest.raises(EngineDeadError, match="rank1"):
+            await llm.check_health()
         assert time.monotonic() - started < 10
 
     run(main())

@@ -63,6 +63,10 @@ def works_after(llm: LLM) -> Any:
         ({"prompt": None}, r"got neither"),
         ({"prompt": [1]}, r'the "prompt" of a prompt dictionary must be a string, got \[1\]'),
         ({"prompt_token_ids": "text"}, r"prompt_token_ids must be a list of token ids, got 'text'"),
+        ({"prompt": "x", "cache_salt": 5}, r"cache_salt must be a string of 1 to 128 .*, got int"),
+        ({"prompt": "x", "cache_salt": ""}, r"cache_salt must be a string of 1 to 128 .*, got 0"),
+        ({"prompt": "x", "cache_salt": "s" * 129}, r"1 to 128 characters, got 129"),
+        ({"cache_salt": "s"}, r'"prompt_token_ids", got neither'),
         ({"prompt_token_ids": 5}, r"must be a string or a list of token ids, got int 5"),
         (b"x" * 10**7, r"got bytes b'x+\.\.\.x+'$"),
         ([[1], {1}], r"prompt 1: a prompt must be a string or a list of token ids, got set"),
@@ -225,6 +229,7 @@ def test_all_errors_share_one_base_class() -> None:
         list(torch.arange(1, 4)),
         {"prompt_token_ids": numpy.arange(1, 4)},
         {"prompt_token_ids": [1, 2, 3], "prompt": None},
+        {"prompt_token_ids": [1, 2, 3], "cache_salt": "salt"},
         [{"prompt_token_ids": (1, 2, 3)}],
     ],
 )

@@ -97,6 +97,10 @@ def test_metrics_and_names_of_vllm(make_llm: Any) -> None:
         "vllm:num_requests_running": 2,
         "vllm:num_requests_waiting": 1,
         "vllm:kv_cache_usage_perc": 2 / OPTIONS["num_kvcache_blocks"],
+        "vllm:prefix_cache_queries": 2 * 3,
+        "vllm:prefix_cache_hits": 0,
+        "vllm:num_preemptions": 0,
+        "vllm:prompt_tokens": 2 * 3,
         "vllm:generation_tokens": 2 * len(pieces),
         "nanovllm:prefill_tokens": 2 * 2,
     }

@@ -28,7 +28,11 @@ if TYPE_CHECKING:
 
 Prompt = str | Seq[int] | Mapping[str, Any]
 """Text; token ids, also as a numpy array or torch tensor; or vLLM's {"prompt": text} or
-{"prompt_token_ids": ids}, which may have the text as "prompt" beside them."""
+{"prompt_token_ids": ids}, which may have the text as "prompt" beside them. With a "cache_salt" in
+the dictionary, cached blocks are shared only with prompts of the same salt."""
+
+_MAX_SALT_LENGTH = 128
+"""Characters, as in vLLM: the prefix cache keeps the salts of its blocks."""
 
 
 class InputProcessor:
@@ -70,8 +74,12 @@ class InputProcessor:
         *,
         priority: int = 0,
         stream: bool = False,
+        user: str | None = None,
     ) -> Request:
         """Return a checked request with its sequences; nothing is queued yet.
+
+        Args:
+            user: whose request it is, see `WaitingQueue`; None counts as a user, too.
 
         Raises:
             InvalidRequestError: the prompt or a parameter is invalid or unsupported.
@@ -81,6 +89,9 @@ class InputProcessor:
         params = self._bound_logprobs(params)
         stream = stream and params.output_kind is not RequestOutputKind.FINAL_ONLY
         priority = check_int(InvalidRequestError, "priority", priority, -(2**31), 2**31)
+        if not (user is None or isinstance(user, str)):
+            raise InvalidRequestError(f"user must be a string or None, got {shown(user)}")
+        salt = _cache_salt(prompt)
         text, token_ids = self._tokenize(prompt, params.truncate_prompt_tokens)
         bad_words = self.encode_bad_words(params.bad_words)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
@@ -94,6 +105,8 @@ class InputProcessor:
                 seed=(seed + index) % 2**63,
                 priority=priority,
                 bad_words=bad_words,
+                user=user or "",
+                cache_salt=salt,
             )
             for index in range(params.n)
         ]
@@ -290,6 +303,7 @@ def array_to_list(value: Any) -> Any:
 def _text_and_tokens(prompt: Mapping[str, Any]) -> tuple[str | None, Any]:
     """Return (text, prompt) of a prompt dictionary: token ids if it has them, else the text."""
     given = {key: value for key, value in prompt.items() if value is not None}
+    given.pop("cache_salt", None)
     unknown = [key for key in given if key not in ("prompt", "prompt_token_ids")]
     if unknown or not given:
         found = f"got {shown(unknown[0])}" if unknown else "got neither"
@@ -310,6 +324,17 @@ def _text_and_tokens(prompt: Mapping[str, Any]) -> tuple[str | None, Any]:
             f"prompt_token_ids must be a list of token ids, got {shown(token_ids)}"
         )
     return text, token_ids
+
+
+def _cache_salt(prompt: Prompt) -> str | None:
+    """Return the "cache_salt" of a prompt dictionary, None if it has none."""
+    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+    if salt is None or (isinstance(salt, str) and 0 < len(salt) <= _MAX_SALT_LENGTH):
+        return salt
+    found = f"{len(salt)}" if isinstance(salt, str) else type(salt).__name__  # it is a secret
+    raise InvalidRequestError(
+        f"cache_salt must be a string of 1 to {_MAX_SALT_LENGTH} characters, got {found}"
+    )
 
 
 def _check_unicode(what: str, text: str) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from nanovllm.config import Config
 from nanovllm.engine.delayed_interrupt import DelayedInterrupt
 from nanovllm.engine.input_processor import InputProcessor, Prompt
+from nanovllm.engine.metrics import read_metrics
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.request import Request
 from nanovllm.engine.tokenizer import check_same_vocabulary, grammar_compiler, load_tokenizer
@@ -112,8 +113,12 @@ class LLMEngine:
         priority: int = 0,
         stream: bool = False,
         request_id: str | None = None,
+        user: str | None = None,
     ) -> int | str:
-        """Queue a request and return its id. Lower priority values go first, then earlier arrivals.
+        """Queue a request and return its id.
+
+        Lower priority values go first; within one, users take turns, and then earlier arrivals go
+        first.
 
         Args:
             request_id: the caller's own id; None lets the engine count.
@@ -124,27 +129,33 @@ class LLMEngine:
             EngineDeadError: the engine is down.
         """
         request = self.input_processor.make_request(
-            prompt, sampling_params, priority=priority, stream=stream
+            prompt, sampling_params, priority=priority, stream=stream, user=user
         )
-        if request_id is not None:
-            self._check_request_id(request_id)
-            request.request_id = request_id
-        self.queue(request)
+        self.queue(request, request_id=request_id)
         return request.request_id
 
     def queue(
-        self, request: Request, deliver: Callable[[RequestOutput], object] | None = None
+        self,
+        request: Request,
+        deliver: Callable[[RequestOutput], object] | None = None,
+        *,
+        request_id: str | None = None,
     ) -> None:
         """Queue a request that `input_processor.make_request` made.
 
         Args:
             deliver: receives the request's outputs; None lets `step` return them.
+            request_id: as for `add_request`.
 
         Raises:
+            InvalidRequestError: the id is no string, or that of a running request.
             EngineDeadError: the engine is down.
         """
         self.check_process()
         self.executor.check_health()
+        if request_id is not None:
+            self._check_request_id(request_id)
+            request.request_id = request_id
         request.deliver = deliver
         self.output_processor.add_request(request)
         # The others follow once the first has computed the prompt: they find its blocks cached.
@@ -199,27 +210,7 @@ class LLMEngine:
         A request is here one continuation, as in vLLM. Counts of drafts are there only with
         speculation.
         """
-        scheduler = self.scheduler
-        free = scheduler.block_manager.num_free_blocks / self.cache_info.num_blocks
-        found: list[Metric | Vector] = [
-            Metric("vllm:num_requests_running", len(scheduler.running)),
-            Metric("vllm:num_requests_waiting", scheduler.num_waiting),
-            Metric("vllm:kv_cache_usage_perc", 1 - free),
-            Metric("vllm:generation_tokens", self.stats.num_decode_tokens),
-            Metric("nanovllm:prefill_tokens", self.stats.num_prefill_tokens),
-        ]
-        if scheduler.draft_controller is not None:
-            drafts, prefix = self.stats.drafts, "vllm:spec_decode_num"
-            found += [
-                Metric(f"{prefix}_drafts", drafts.num_drafts),
-                Metric(f"{prefix}_draft_tokens", drafts.num_draft_tokens),
-                Metric(f"{prefix}_accepted_tokens", drafts.num_accepted_tokens),
-                Vector(
-                    f"{prefix}_accepted_tokens_per_pos", list(drafts.num_accepted_tokens_per_pos)
-                ),
-                Metric("nanovllm:mean_acceptance_length", drafts.mean_acceptance_length),
-            ]
-        return found
+        return read_metrics(self.scheduler)
 
     def check_process(self) -> None:
         """Raise EngineDeadError in a process that was forked after the engine was made.

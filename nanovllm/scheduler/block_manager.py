@@ -2,7 +2,7 @@
 
 The prefix cache is a trie. The key of a cached block is (unique id of its parent block, xxh64 of
 its own tokens). A hit also compares the tokens, so a hash collision costs a miss and never gives a
-wrong prefix. Knows no tensors.
+wrong prefix. Each `cache_salt` is the root of a trie of its own. Knows no tensors.
 """
 
 from array import array
@@ -13,6 +13,9 @@ from itertools import count
 from xxhash import xxh64_intdigest
 
 from nanovllm.scheduler.sequence import ROOT_UID, Sequence
+
+Key = tuple[int | str, int]
+"""Of a cached block: (uid of its parent block, or the root: ROOT_UID or a salt; hash of tokens)."""
 
 
 class Block:
@@ -27,7 +30,7 @@ class Block:
     def __init__(self) -> None:
         self.ref_count = 0
         self.uid: int | None = None
-        self.key: tuple[int, int] | None = None  # (parent uid, hash of tokens)
+        self.key: Key | None = None
         self.tokens = b""
 
 
@@ -51,7 +54,7 @@ class BlockManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.blocks = [Block() for _ in range(num_blocks)]
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # LRU order
-        self._cached: dict[tuple[int, int], int] = {}  # key -> block id
+        self._cached: dict[Key, int] = {}  # key -> block id
         self._uids = count(ROOT_UID + 1)
 
     @property
@@ -70,7 +73,7 @@ class BlockManager:
         if not self.enable_prefix_caching:
             return []
         matched: list[int] = []
-        parent_uid = ROOT_UID
+        parent_uid: int | str = seq.root_uid
         for key_hash, tokens in self._block_keys(seq, (len(seq.token_ids) - 1) // self.block_size):
             block_id = self._cached.get((parent_uid, key_hash))
             if block_id is None or self.blocks[block_id].tokens != tokens:
@@ -158,7 +161,7 @@ class BlockManager:
                     self._free.move_to_end(block_id, last=False)
         seq.block_table = []
         seq.num_published_blocks = 0
-        seq.parent_uid = ROOT_UID
+        seq.parent_uid = seq.root_uid
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks; return False, and forget none, while a sequence owns blocks."""
@@ -181,6 +184,11 @@ class BlockManager:
         for seq in sequences:
             assert len(set(seq.block_table)) == len(seq.block_table), "a table holds a block twice"
             assert seq.num_published_blocks <= len(seq.block_table)
+            parent_uid: int | str | None = seq.root_uid
+            for block in map(self.blocks.__getitem__, seq.block_table):
+                if block.key is not None and parent_uid is not None:
+                    assert block.key[0] == parent_uid, "a table holds a block of another prefix"
+                parent_uid = block.uid
             owners.update(seq.block_table)
         for block_id, block in enumerate(self.blocks):
             assert block.ref_count == owners[block_id], f"block {block_id}: wrong ref_count"

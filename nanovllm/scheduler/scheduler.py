@@ -5,7 +5,6 @@ scheduler knows no phases (prefill, decode, resumption and draft verification ar
 arithmetic), no tensors and no text.
 """
 
-import heapq
 from bisect import insort
 from itertools import count
 
@@ -16,6 +15,7 @@ from nanovllm.scheduler.drafts import add_drafts
 from nanovllm.scheduler.messages import Admission, NewBlocks, Row, Schedule, StepResult
 from nanovllm.scheduler.sequence import Sequence
 from nanovllm.scheduler.stats import SchedulerStats
+from nanovllm.scheduler.waiting_queue import WaitingQueue
 
 
 class Scheduler:
@@ -25,13 +25,13 @@ class Scheduler:
     - Every unfinished sequence is either running or waiting.
     - A running sequence owns a table row, and KV blocks for its computed tokens at least. A waiting
       sequence owns neither.
-    - Running sequences are sorted by (priority, arrival).
+    - Running sequences are sorted by `Sequence.order`: (priority, turn of the user, arrival).
     - `0 <= num_computed_tokens <= num_tokens <= max_model_len`.
 
-    Waiting sequences are admitted in the same order, up to the first that does not fit. If the pool
-    is full, the last running sequence is preempted: it loses its KV and waits again. Steps may
-    overlap: tokens that a launched step will sample are counted as pending. The cost of a step
-    depends on the running sequences, not on how many are waiting.
+    Waiting sequences are admitted in the order of `WaitingQueue`, up to the first that does not
+    fit. If the pool is full, the last running sequence is preempted: it loses its KV and waits
+    again. Steps may overlap: tokens that a launched step will sample are counted as pending. The
+    cost of a step depends on the running sequences, not on how many are waiting.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Scheduler:
         self.draft_controller = draft_controller
         self.stats = SchedulerStats()
         self.running: list[Sequence] = []  # sorted by `Sequence.order`
-        self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # heap, with finished ones too
+        self._waiting = WaitingQueue()
         self._sequences: dict[int, Sequence] = {}  # unfinished, by id
         self._free_table_indices = list(reversed(range(max_num_seqs)))
         self._step_ids = count()
@@ -72,7 +72,7 @@ class Scheduler:
         longest = seq.num_prompt_tokens + seq.params.max_tokens
         seq.max_num_tokens = min(longest, self.max_model_len)
         self._sequences[seq.seq_id] = seq
-        self._enqueue(seq)
+        self._waiting.push(seq)
 
     def schedule(self) -> Schedule | None:
         """Return the next step, with blocks allocated for its rows; None if nothing can run now.
@@ -191,7 +191,7 @@ class Scheduler:
             "a table row is lost or owned twice"
         )
         assert self.running == sorted(self.running, key=lambda s: s.order)
-        waiting = [seq for _, seq in self._waiting if not seq.is_finished]
+        waiting = list(self._waiting)
         ids = [seq.seq_id for seq in self.running + waiting]
         assert sorted(ids) == sorted(self._sequences), "a sequence is lost or queued twice"
         assert all(not seq.block_table and seq.table_idx is None for seq in waiting)
@@ -234,7 +234,7 @@ class Scheduler:
         """Admit waiting sequences in order until one does not fit; append their rows."""
         admissions: list[Admission] = []
         while budget > 0 and self._free_table_indices:
-            seq = self._first_waiting()
+            seq = self._waiting.first()
             # A preempted sequence resumes only when the tokens of its steps in flight are known.
             if seq is None or seq.num_in_flight_steps:
                 break
@@ -244,7 +244,7 @@ class Scheduler:
             blocks = self.block_manager.allocate_blocks(seq, seq.num_tokens, cached)
             if blocks is None:
                 break
-            heapq.heappop(self._waiting)
+            self._waiting.pop()
             num_cached_tokens = len(cached) * self.block_manager.block_size
             admissions.append(self._admit(seq, blocks, num_cached_tokens))
             num_scheduled = min(self._num_tokens_to_schedule(seq), budget)
@@ -256,8 +256,12 @@ class Scheduler:
         """Give a sequence a table row, add it to the running ones and return its admission."""
         seq.num_computed_tokens = num_cached_tokens
         seq.num_unsent_tokens = 0
-        if seq.num_cached_tokens is None:
+        if not seq.was_admitted:
             seq.num_cached_tokens = num_cached_tokens
+            self.stats.num_prompt_tokens += seq.num_prompt_tokens
+            self.stats.num_cached_tokens += num_cached_tokens
+            if self.block_manager.enable_prefix_caching and seq.params.prompt_logprobs is None:
+                self.stats.num_queried_tokens += seq.num_prompt_tokens
         seq.table_idx = self._free_table_indices.pop()
         insort(self.running, seq, key=lambda s: s.order)
         return Admission(
@@ -306,13 +310,14 @@ class Scheduler:
     def _preempt_last(self) -> Sequence:
         victim = self.running[-1]
         self._preempt(victim)
+        self.stats.num_preemptions += 1
         return victim
 
     def _preempt(self, seq: Sequence) -> None:
         self.running.remove(seq)
         self._release(seq)
         seq.num_computed_tokens = seq.num_draft_tokens = 0
-        self._enqueue(seq)
+        self._waiting.push(seq)
 
     def _release(self, seq: Sequence) -> None:
         self.block_manager.free(seq, keep_cached=seq.finish_reason != "error")
@@ -325,14 +330,5 @@ class Scheduler:
         if seq.table_idx is not None:
             self.running.remove(seq)
             self._release(seq)
-        elif len(self._waiting) > 2 * self.num_waiting + 16:  # most entries are finished
-            self._waiting = [entry for entry in self._waiting if not entry[1].is_finished]
-            heapq.heapify(self._waiting)
-
-    def _enqueue(self, seq: Sequence) -> None:
-        heapq.heappush(self._waiting, (seq.order, seq))
-
-    def _first_waiting(self) -> Sequence | None:
-        while self._waiting and self._waiting[0][1].is_finished:
-            heapq.heappop(self._waiting)
-        return self._waiting[0][1] if self._waiting else None
+        else:
+            self._waiting.remove(seq)

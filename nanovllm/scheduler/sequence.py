@@ -9,7 +9,8 @@ from nanovllm.scheduler.acceptance import Acceptance
 from nanovllm.scheduler.messages import TokenLogprobs
 
 ROOT_UID = 0
-"""Unique id of the prefix cache's root, the parent of each sequence's first block."""
+"""Unique id of the prefix cache's root, the parent of the first block of sequences without a salt.
+"""
 
 
 class Sequence:
@@ -27,6 +28,7 @@ class Sequence:
         "bad_words",
         "block_keys",
         "block_table",
+        "cache_salt",
         "draft_counts",
         "finish_reason",
         "logprobs",
@@ -49,6 +51,8 @@ class Sequence:
         "stop_token_ids",
         "table_idx",
         "token_ids",
+        "turn",
+        "user",
     )
 
     def __init__(
@@ -60,6 +64,8 @@ class Sequence:
         seed: int = 0,
         priority: int = 0,
         bad_words: tuple[tuple[int, ...], ...] = (),
+        user: str = "",
+        cache_salt: str | None = None,
     ) -> None:
         self.seq_id = seq_id  # increases with arrival, so it orders arrivals
         self.token_ids = list(prompt_token_ids)  # known tokens: prompt, then output
@@ -68,6 +74,9 @@ class Sequence:
         self.seed = seed
         self.priority = priority
         self.bad_words = bad_words  # params.bad_words as token ids
+        self.user = user  # users take turns, see WaitingQueue
+        self.turn = 0  # counts admissions that followed one of another user; set at the first one
+        self.cache_salt = cache_salt  # only sequences of the same salt share blocks
         self.stop_token_ids: frozenset[int] = frozenset()  # set by Scheduler.add
         self.max_num_tokens = 0  # set by Scheduler.add
 
@@ -89,7 +98,8 @@ class Sequence:
         self.block_table: list[int] = []
         self.block_keys: list[tuple[int, bytes]] = []  # (hash, tokens) of each full block
         self.num_published_blocks = 0
-        self.parent_uid: int | None = ROOT_UID  # of the next block; None after a hash collision
+        # Of the next block; None after a hash collision.
+        self.parent_uid: int | str | None = self.root_uid
 
     @property
     def num_tokens(self) -> int:
@@ -115,6 +125,21 @@ class Sequence:
         return self.finish_reason is not None
 
     @property
-    def order(self) -> tuple[int, int]:
-        """Sort key: lower priority values first, then earlier arrivals."""
-        return (self.priority, self.seq_id)
+    def was_admitted(self) -> bool:
+        """Whether it was running before, so that it waits because it was preempted."""
+        return self.num_cached_tokens is not None
+
+    @property
+    def root_uid(self) -> int | str:
+        """Parent of the first block: each salt is the root of a trie of its own."""
+        return ROOT_UID if self.cache_salt is None else self.cache_salt
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Sort key of running sequences: priority, then the turn of its user, then arrival.
+
+        With one user this is (priority, arrival). With several, arrival alone would make a user
+        who came late the victim of each preemption, until all that another user sent before is
+        done.
+        """
+        return (self.priority, self.turn, self.seq_id)

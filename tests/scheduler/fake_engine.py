@@ -277,6 +277,8 @@ class Engine:
         *,
         ignore_eos: bool = False,
         priority: int = 0,
+        user: str = "",
+        cache_salt: str | None = None,
         forces: bool = False,
     ) -> Sequence:
         max_model_len = self.scheduler.max_model_len
@@ -285,7 +287,15 @@ class Engine:
             max_tokens=max_tokens, ignore_eos=ignore_eos, structured_outputs=grammar
         )
         seq_id = len(self.sequences)
-        seq = Sequence(seq_id, prompt, params, seed=100 + seq_id, priority=priority)
+        seq = Sequence(
+            seq_id,
+            prompt,
+            params,
+            seed=100 + seq_id,
+            priority=priority,
+            user=user,
+            cache_salt=cache_salt,
+        )
         self.sequences.append(seq)
         self.contexts.append(list(islice(chain(prompt, continuation(prompt)), max_model_len)))
         self.scheduler.add(seq)
@@ -295,10 +305,10 @@ class Engine:
         """Schedule a step and execute it."""
         running = list(self.scheduler.running)
         held = {id(seq) for seq in running}
-        waiting = [s.seq_id for s in self.sequences if not s.is_finished and id(s) not in held]
-        waiting.sort(key=lambda seq_id: self.sequences[seq_id].order)
+        waiting = [s for s in self.sequences if not s.is_finished and id(s) not in held]
+        resuming = {s.seq_id for s in waiting if s.was_admitted}
         schedule = self.scheduler.schedule()
-        self._check_order(running, waiting, schedule)
+        self._check_order(running, waiting, resuming, schedule)
         if schedule is None:
             assert self.in_flight or not self.scheduler.num_unfinished, "waiting requests never run"
             return None
@@ -375,7 +385,7 @@ class Engine:
             assert seq.is_finished
             self._check_output(seq)
         self._check_stats()
-        if len({seq.priority for seq in self.sequences}) == 1:
+        if len({(seq.priority, seq.user) for seq in self.sequences}) == 1:
             assert self.admitted == sorted(self.admitted), "a waiting sequence was passed over"
 
     def _check_output(self, seq: Sequence) -> None:
@@ -401,6 +411,12 @@ class Engine:
     def _check_stats(self) -> None:
         stats, counts = self.scheduler.stats, [seq.draft_counts for seq in self.sequences]
         assert stats.num_decode_tokens == sum(seq.num_output_tokens for seq in self.sequences)
+        admitted = [seq for seq in self.sequences if seq.was_admitted]
+        assert stats.num_prompt_tokens == sum(seq.num_prompt_tokens for seq in admitted)
+        assert stats.num_cached_tokens == sum(seq.num_cached_tokens or 0 for seq in admitted)
+        caching = self.manager.enable_prefix_caching
+        assert stats.num_queried_tokens == (stats.num_prompt_tokens if caching else 0)
+        assert stats.num_preemptions == len(self.preempted)
         assert stats.drafts.num_drafts == sum(c.num_drafts for c in counts)
         assert stats.drafts.num_draft_tokens == sum(c.num_draft_tokens for c in counts)
         assert stats.drafts.num_accepted_tokens == sum(c.num_accepted_tokens for c in counts)
@@ -415,7 +431,11 @@ class Engine:
         return num_cached in range(0, num_prompt_tokens, self.manager.block_size)
 
     def _check_order(
-        self, running: list[Sequence], waiting: list[int], schedule: Schedule | None
+        self,
+        running: list[Sequence],
+        waiting: list[Sequence],
+        resuming: set[int],
+        schedule: Schedule | None,
     ) -> None:
         victims = [seq for seq in running if seq.table_idx is None]
         kept = [seq for seq in running if seq.table_idx is not None]
@@ -427,7 +447,7 @@ class Engine:
         kept_ids = [seq.seq_id for seq in kept]
         admitted = [r.seq_id for r in schedule.rows if r.seq_id not in kept_ids]
         assert not (victims and admitted), "admission in a step that preempts"
-        assert admitted == waiting[: len(admitted)], "a waiting sequence was passed over"
+        self._check_turns(admitted, waiting, resuming)
         self.admitted += [seq_id for seq_id in admitted if seq_id not in self.admitted]
         rows = [row.seq_id for row in schedule.rows]
         assert rows == [seq_id for seq_id in kept_ids if seq_id in rows] + admitted
@@ -435,6 +455,28 @@ class Engine:
         assert [(new.table_idx, new.seed) for new in schedule.admissions] == [
             (table_indices[seq_id], 100 + seq_id) for seq_id in admitted
         ]
+
+    def _check_turns(
+        self, admitted: list[int], waiting: list[Sequence], resuming: set[int]
+    ) -> None:
+        """Check that the admitted sequences are the first of their users, and go by priority."""
+        waiting = sorted(waiting, key=lambda seq: (seq.priority, seq.seq_id))
+        for seq_id in admitted:
+            seq = self.sequences[seq_id]
+            firsts: dict[str, Sequence] = {}  # of each user's waiting sequences
+            for other in waiting:
+                firsts.setdefault(other.user, other)
+            assert seq is firsts[seq.user], "an earlier sequence of the user was passed over"
+            assert seq.priority == waiting[0].priority
+            first_resuming = min(
+                (first.order for first in firsts.values() if self._resumes(first, seq, resuming)),
+                default=seq.order,
+            )
+            assert first_resuming == seq.order, "a preempted sequence was passed over"
+            waiting.remove(seq)
+
+    def _resumes(self, seq: Sequence, other: Sequence, resuming: set[int]) -> bool:
+        return seq.seq_id in resuming and seq.priority == other.priority
 
     def _check_budgets(self, schedule: Schedule) -> None:
         budget = self.scheduler.max_num_batched_tokens

@@ -34,10 +34,17 @@ PROMPT = st.builds(
     TOKENS,
 )
 INDEX = st.integers(0, 7)
+SALT = st.sampled_from([None, None, "salt", "other salt"])
+Prefix = tuple[str | int | None, ...]
 
 
-def make_seq(token_ids: list[int]) -> Sequence:
-    return Sequence(next(SEQ_IDS), token_ids, SamplingParams())
+def make_seq(token_ids: list[int], salt: str | None = None) -> Sequence:
+    return Sequence(next(SEQ_IDS), token_ids, SamplingParams(), cache_salt=salt)
+
+
+def prefix(seq: Sequence, num_tokens: int) -> Prefix:
+    """Return what makes two prefixes equal: the salt and the first tokens of `seq`."""
+    return (seq.cache_salt, *seq.token_ids[:num_tokens])
 
 
 def admit(manager: BlockManager, seq: Sequence) -> list[int] | None:
@@ -45,16 +52,16 @@ def admit(manager: BlockManager, seq: Sequence) -> list[int] | None:
     return manager.allocate_blocks(seq, len(seq.token_ids), manager.match_prefix(seq))
 
 
-def publish_all(manager: BlockManager, token_ids: list[int]) -> Sequence:
+def publish_all(manager: BlockManager, token_ids: list[int], salt: str | None = None) -> Sequence:
     """Admit a sequence and publish all its full blocks, as after a step that computed it."""
-    seq = make_seq(token_ids)
+    seq = make_seq(token_ids, salt)
     assert admit(manager, seq) is not None
     manager.publish(seq, len(token_ids))
     return seq
 
 
-def num_hits(manager: BlockManager, token_ids: list[int]) -> int:
-    return len(manager.match_prefix(make_seq(token_ids)))
+def num_hits(manager: BlockManager, token_ids: list[int], salt: str | None = None) -> int:
+    return len(manager.match_prefix(make_seq(token_ids, salt)))
 
 
 def snapshot(manager: BlockManager, seq: Sequence) -> list[object]:
@@ -97,8 +104,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
             block_manager.xxh64_intdigest = lambda data: xxh64_intdigest(data) % num_hashes
         self.owners: list[Owner] = []
         self.waiting: list[Sequence] = []
-        self.kv: dict[int, tuple[int, ...]] = {}
-        self.entries: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}  # (number, block)
+        self.kv: dict[int, Prefix] = {}
+        self.entries: dict[tuple[int, Prefix], tuple[int, int]] = {}  # (number, block)
         self.entry_numbers = count(1)
 
     def teardown(self) -> None:
@@ -108,10 +115,10 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.manager.check([])
         assert self.manager.num_free_blocks == len(self.manager.blocks)
 
-    @rule(prompt=PROMPT, num_copies=st.sampled_from([1, 1, 2]))
-    def arrive(self, prompt: list[int], num_copies: int) -> None:
+    @rule(prompt=PROMPT, salt=SALT, num_copies=st.sampled_from([1, 1, 2]))
+    def arrive(self, prompt: list[int], salt: str | None, num_copies: int) -> None:
         for _ in range(num_copies):
-            self.waiting.append(make_seq(prompt))
+            self.waiting.append(make_seq(prompt, salt))
             self.admit(-1)
 
     @precondition(lambda self: self.waiting)
@@ -159,7 +166,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         for position in range(owner.num_written, end):
             block_id = seq.block_table[position // block_size]
             assert self.manager.blocks[block_id].ref_count == 1, "a shared block is written"
-            self.kv[block_id] = tuple(seq.token_ids[: position + 1])
+            self.kv[block_id] = prefix(seq, position + 1)
         owner.num_written = end
 
     @precondition(lambda self: self.owners)
@@ -172,7 +179,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         while self.caching and owner.num_published + block_size <= num_tokens:
             owned = seq.block_table[owner.num_published // block_size]
             owner.num_published += block_size
-            key = (owner.parent, tuple(seq.token_ids[: owner.num_published]))
+            key = (owner.parent, prefix(seq, owner.num_published))
             if key not in self.entries:
                 self.entries[key] = (next(self.entry_numbers), owned)
             owner.parent = self.entries[key][0]
@@ -208,6 +215,12 @@ class BlockManagerMachine(RuleBasedStateMachine):
         if comes_back:
             self.waiting.append(owner.seq)
 
+    @precondition(lambda self: not self.owners)
+    @rule()
+    def reset(self) -> None:
+        assert self.manager.reset_prefix_cache()
+        self.entries = {}
+
     @invariant()
     def blocks_add_up(self) -> None:
         self.manager.check(owner.seq for owner in self.owners)
@@ -221,7 +234,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             for start in range(0, owner.num_written, block_size):
                 end = min(start + block_size, owner.num_written)
                 block_id = owner.seq.block_table[start // block_size]
-                assert self.kv[block_id] == tuple(owner.seq.token_ids[:end])
+                assert self.kv[block_id] == prefix(owner.seq, end)
 
     def check_hits(self, seq: Sequence, hits: list[int]) -> int:
         """Compare a match with both models; return the number of the last matched entry."""
@@ -229,14 +242,14 @@ class BlockManagerMachine(RuleBasedStateMachine):
         assert len(hits) * block_size < len(seq.token_ids), "the match leaves no token to compute"
         parent = 0
         for index, block_id in enumerate(hits):
-            prefix = tuple(seq.token_ids[: (index + 1) * block_size])
-            assert self.kv[block_id] == prefix, "the block holds another prefix"
+            expected_prefix = prefix(seq, (index + 1) * block_size)
+            assert self.kv[block_id] == expected_prefix, "the block holds another prefix"
             if not self.collides:
-                parent, expected = self.entries[parent, prefix]
+                parent, expected = self.entries[parent, expected_prefix]
                 assert block_id == expected
-        longer = tuple(seq.token_ids[: (len(hits) + 1) * block_size])
-        if not self.collides and len(longer) < len(seq.token_ids):
-            assert (parent, longer) not in self.entries, "a cached block was missed"
+        longer = (len(hits) + 1) * block_size
+        if not self.collides and longer < len(seq.token_ids):
+            assert (parent, prefix(seq, longer)) not in self.entries, "a cached block was missed"
         return parent
 
     def evict(self, block_ids: list[int]) -> None:
@@ -292,6 +305,29 @@ def test_same_tokens_under_another_prefix_do_not_match() -> None:
     assert num_hits(manager, [3, 4, 5]) == 0
     assert num_hits(manager, [6, 7, 3, 4, 5]) == 0
     assert num_hits(manager, [1, 2, 3, 4, 5]) == 2
+
+
+def test_salts_share_no_blocks() -> None:
+    """Symptom: the time of a first token tells whether someone else sent the same prompt."""
+    manager = BlockManager(16, 2)
+    for num_cached, salt in enumerate([None, "a", "b", "0"]):
+        assert num_hits(manager, [1, 2, 3, 4, 5], salt) == 0
+        manager.free(publish_all(manager, [1, 2, 3, 4, 5], salt))
+        assert num_hits(manager, [1, 2, 3, 4, 5], salt) == 2
+        assert len(manager._cached) == 2 * num_cached + 2
+    manager.check([])
+    assert manager.reset_prefix_cache()
+    assert num_hits(manager, [1, 2, 3, 4, 5], "a") == 0
+
+
+def test_salts_without_cached_blocks_are_forgotten() -> None:
+    """Symptom: memory grows with each new salt."""
+    manager = BlockManager(8, 2)
+    for index in range(100):
+        manager.free(publish_all(manager, [1, 2, 3, 4, 5], f"salt {index}"))
+    salts = {parent for parent, _ in manager._cached if isinstance(parent, str)}
+    assert salts == {"salt 96", "salt 97", "salt 98", "salt 99"}
+    manager.check([])
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 4])

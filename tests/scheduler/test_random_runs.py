@@ -23,6 +23,7 @@ from tests.scheduler.fake_engine import VOCAB_SIZE, Engine, random_guesses, rand
 PROMPT = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=20)
 
 INDEX = st.integers(0, 15)
+USERS = ["", "ann", "bob"]
 
 
 def make_controller(seed: int) -> DraftController:
@@ -38,6 +39,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     """Random arrivals, aborts, failures and steps; the KV pool is often too small."""
 
     with_drafts = False
+    users = USERS[:1]  # these take turns
+    salts: tuple[str | None, ...] = (None,)
 
     @initialize(
         max_model_len=st.integers(2, 24),
@@ -80,6 +83,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         ignore_eos=st.booleans(),
         priority=st.sampled_from([0, 0, 0, -1, 1]),
         forces=st.sampled_from([False, False, True]),
+        index=INDEX,
     )
     def add(
         self,
@@ -87,10 +91,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens: int,
         ignore_eos: bool,
         priority: int,
+        index: int,
         forces: bool = False,
     ) -> None:
-        prompt = prompt[: self.engine.scheduler.max_model_len - 1]
-        self.engine.add(prompt, max_tokens, ignore_eos=ignore_eos, priority=priority, forces=forces)
+        self.engine.add(
+            prompt[: self.engine.scheduler.max_model_len - 1],
+            max_tokens,
+            ignore_eos=ignore_eos,
+            priority=priority,
+            user=self.users[index % len(self.users)],
+            cache_salt=self.salts[index % len(self.salts)],
+            forces=forces,
+        )
 
     @precondition(lambda self: self.engine.sequences)
     @rule(
@@ -101,13 +113,17 @@ class SchedulerMachine(RuleBasedStateMachine):
     ) -> None:
         known = self.engine.sequences[index % len(self.engine.sequences)].token_ids
         for _ in range(num_alike):
-            self.add(known[:num_kept] + more[:3], max_tokens=8, ignore_eos=False, priority=0)
+            self.add(
+                known[:num_kept] + more[:3], max_tokens=8, ignore_eos=False, priority=0, index=index
+            )
 
     @precondition(lambda self: self.engine.scheduler.num_unfinished < 4)
     @rule(firsts=st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=2, max_size=3))
     def add_some_that_grow(self, firsts: list[int]) -> None:
-        for first in firsts:
-            self.engine.add([first], max_tokens=24, ignore_eos=True)
+        for index, first in enumerate(firsts):
+            self.engine.add(
+                [first], max_tokens=24, ignore_eos=True, user=self.users[index % len(self.users)]
+            )
 
     @precondition(lambda self: self.engine.sequences)
     @rule(index=INDEX)
@@ -153,6 +169,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.engine.scheduler.check()
 
 
+class UsersMachine(SchedulerMachine):
+    """The same with users who take turns, and with salts that separate their cached blocks."""
+
+    users = USERS
+    salts = (None, "salt", None, "other salt")
+
+
 class SpeculationMachine(SchedulerMachine):
     """The same with a worker that proposes draft tokens, right and wrong ones.
 
@@ -166,10 +189,16 @@ SchedulerMachine.TestCase.settings = settings(
     max_examples=400, stateful_step_count=40, deadline=None, derandomize=True
 )
 
+UsersMachine.TestCase.settings = settings(
+    max_examples=120, stateful_step_count=40, deadline=None, derandomize=True
+)
+
 SpeculationMachine.TestCase.settings = settings(
     max_examples=200, stateful_step_count=40, deadline=None, derandomize=True
 )
 
 TestScheduler = SchedulerMachine.TestCase
+
+TestUsers = UsersMachine.TestCase
 
 TestSpeculation = SpeculationMachine.TestCase

@@ -738,11 +738,13 @@ def num_lines_run(function: Callable[[], object]) -> int:
         return trace
 
     before = sys.gettrace()
+    gc.disable()  # hypothesis runs code of its own at each collection
     sys.settrace(trace)
     try:
         function()
     finally:
         sys.settrace(before)
+        gc.enable()
     return num_lines
 
 

@@ -1,0 +1,121 @@
+"""`EngineThread`: one thread runs an engine for the asyncio tasks of a process.
+
+Knows no scheduling and no text.
+"""
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.reader import Item, Reader, send
+from nanovllm.engine.request import Request
+from nanovllm.errors import EngineDeadError
+from nanovllm.outputs import RequestOutput
+
+
+class EngineThread(threading.Thread):
+    """Owns the engine and runs its steps.
+
+    Other threads submit commands; only this thread calls the engine, and runs commands in order
+    between steps.
+    """
+
+    def __init__(self, engine: LLMEngine) -> None:
+        super().__init__(name="nanovllm-engine", daemon=True)
+        self.engine = engine
+        self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.readers: dict[int | str, Reader] = {}  # by request id
+        self.has_ended = False
+
+    def run(self) -> None:
+        while self._run_commands():
+            try:
+                outputs = self.engine.step()
+            except Exception as error:
+                self._fail_all(error)
+            else:
+                self._deliver(outputs)
+        self._fail_all(EngineDeadError("the engine was shut down; make a new AsyncLLM"))
+        self.engine.shutdown()
+        self.has_ended = True
+        self._drain_inbox()
+
+    def submit(self, command: Callable[[], None]) -> None:
+        """Make the thread run `command` between two steps.
+
+        After the thread has ended, the command runs here, and the engine raises EngineDeadError.
+        """
+        self.inbox.put(command)
+        if self.has_ended:  # the thread may not look into its inbox again
+            self._drain_inbox()
+
+    def start_request(self, reader: Reader, request: Request, request_id: str | None) -> None:
+        """Queue a request; its reader gets the outputs, or the error if it fails."""
+        if reader.is_closed:
+            return
+        try:
+            self.engine.queue(request, request_id=request_id)
+        except Exception as error:
+            send([(reader, error)])
+        else:
+            reader.request_id = request.request_id
+            reader.sends_all = request.sends_all
+            self.readers[request.request_id] = reader
+
+    def abort(self, request_id: int | str) -> None:
+        """End a request if it is running; its reader gets what was not sent yet."""
+        output = self.engine.abort(request_id)
+        if output is not None:
+            self._deliver([output])
+
+    def close(self, reader: Reader) -> None:
+        """End a reader's request if it is running."""
+        request_id = reader.request_id
+        if request_id is not None and self.readers.get(request_id) is reader:
+            del self.readers[request_id]  # first, because nobody reads what abort() sends
+            self.abort(request_id)
+
+    def _run_commands(self) -> bool:
+        """Run the submitted commands; wait for one while no request runs.
+
+        Returns:
+            False if the thread must stop.
+        """
+        while True:
+            try:
+                command = self.inbox.get(block=self.engine.is_finished())
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command()
+
+    def _drain_inbox(self) -> None:
+        """Run the commands that came too late; a new request fails, as the engine is down."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                command = self.inbox.get_nowait()
+                if command is not None:
+                    command()
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        """Send each output to its reader; an output without a reader is of an aborted request."""
+        deliveries: list[tuple[Reader, Item]] = []
+        for output in outputs:
+            reader = self.readers.get(output.request_id)
+            if reader is not None:
+                deliveries.append((reader, output))
+                if output.finished:
+                    del self.readers[output.request_id]
+        send(deliveries)
+
+    def _fail_all(self, error: BaseException) -> None:
+        """Abort every request and send `error` to its reader."""
+        deliveries: list[tuple[Reader, Item]] = []
+        for request_id, reader in self.readers.items():
+            self.engine.abort(request_id)
+            deliveries.append((reader, error))
+        self.readers.clear()
+        send(deliveries)

@@ -1,0 +1,110 @@
+"""`Reader`: where an asyncio task receives the outputs of its request. It holds little of each.
+
+Knows no engine and no scheduling.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Sequence as Seq
+from itertools import chain
+
+from nanovllm.outputs import CompletionOutput, RequestOutput
+
+Item = RequestOutput | BaseException
+"""What a request's reader receives: an output, or the error that ended the request."""
+
+_MAX_OUTPUTS = 32
+"""Outputs that wait for their reader before they are merged into one."""
+
+
+class Reader:
+    """Receives one request's items, in the event loop of the task that makes it.
+
+    Outputs that come while nobody reads are merged into one, so a reader that stops reading costs
+    the memory of its text. One that keeps up gets each output.
+    """
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.is_closed = False  # set by the task; read by the engine's thread
+        # Set and read by the engine's thread only, before the first output.
+        self.request_id: int | str | None = None
+        self.sends_all = False  # each output holds all so far
+        self._outputs: list[RequestOutput] = []
+        self._error: BaseException | None = None
+        self._has_item = asyncio.Event()
+
+    async def get(self) -> RequestOutput:
+        """Wait until there is something to read, and return all of it as one output.
+
+        Raises:
+            BaseException: the error that ended the request, once all outputs before it are read.
+        """
+        await self._has_item.wait()
+        if self._outputs:
+            outputs, self._outputs = self._outputs, []
+            if self._error is None:
+                self._has_item.clear()
+            return merge_outputs(outputs, sends_all=self.sends_all)
+        assert self._error is not None
+        raise self._error
+
+    def put(self, item: Item) -> None:
+        """Add an item; in the reader's event loop only."""
+        if isinstance(item, BaseException):
+            self._error = item
+        else:
+            self._outputs.append(item)
+            if len(self._outputs) >= _MAX_OUTPUTS:
+                self._outputs = [merge_outputs(self._outputs, sends_all=self.sends_all)]
+        self._has_item.set()
+
+
+def send(deliveries: Iterable[tuple[Reader, Item]]) -> None:
+    """Give items to their readers, from any thread; wake each event loop once."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Reader, Item]]] = {}
+    for reader, item in deliveries:
+        by_loop.setdefault(reader.loop, []).append((reader, item))
+
+    def put(items: list[tuple[Reader, Item]]) -> None:
+        for reader, item in items:
+            reader.put(item)
+
+    for loop, items in by_loop.items():
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so its readers are gone
+            loop.call_soon_threadsafe(put, items)
+
+
+def merge_outputs(outputs: Seq[RequestOutput], *, sends_all: bool) -> RequestOutput:
+    """Return one output that says the same as successive outputs of a request.
+
+    Args:
+        outputs: at least one.
+        sends_all: whether each output holds all so far, not only what is new.
+    """
+    if len(outputs) == 1:
+        return outputs[0]
+    by_index: dict[int, list[CompletionOutput]] = {}
+    for output in outputs:
+        for completion in output.outputs:
+            by_index.setdefault(completion.index, []).append(completion)
+    found = [output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None]
+    return dataclasses.replace(
+        outputs[-1],  # with the last metrics
+        outputs=[
+            pieces[-1] if sends_all else _join(pieces) for _, pieces in sorted(by_index.items())
+        ],
+        prompt_logprobs=found[-1] if found else None,
+    )
+
+
+def _join(pieces: Seq[CompletionOutput]) -> CompletionOutput:
+    """Return one delta for successive deltas of one continuation."""
+    logprobs = [piece.logprobs for piece in pieces if piece.logprobs is not None]
+    return dataclasses.replace(
+        pieces[-1],  # with the end and the sum of log-probabilities
+        text="".join(piece.text for piece in pieces),
+        token_ids=list(chain.from_iterable(piece.token_ids for piece in pieces)),
+        logprobs=list(chain.from_iterable(logprobs)) if logprobs else None,
+    )
