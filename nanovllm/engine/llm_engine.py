@@ -10,8 +10,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING
 
 from nanovllm.config import Config
 from nanovllm.engine.delayed_interrupt import DelayedInterrupt
@@ -19,7 +17,7 @@ from nanovllm.engine.input_processor import InputProcessor, Prompt
 from nanovllm.engine.metrics import read_metrics
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.request import Request
-from nanovllm.engine.tokenizer import check_same_vocabulary, load_tokenizer, tokenizer_text
+from nanovllm.engine.tokenizer import check_same_vocabulary, grammar_compiler, load_tokenizer
 from nanovllm.engine.trace import Trace
 from nanovllm.errors import EngineDeadError, InvalidRequestError
 from nanovllm.outputs import Metric, RequestOutput, Vector
@@ -29,13 +27,9 @@ from nanovllm.scheduler.draft_controller import DraftController
 from nanovllm.scheduler.drafts import record_step
 from nanovllm.scheduler.messages import Schedule, StepResult
 from nanovllm.scheduler.scheduler import Scheduler
-from nanovllm.utils.grammar import GrammarCompiler
 from nanovllm.utils.hub import configured_checkpoint, draft_checkpoint
 from nanovllm.validation import shown
 from nanovllm.worker.executor import Executor, Future, make_executor
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +62,8 @@ class LLMEngine:
         self._pid = os.getpid()
         self._finalizer = weakref.finalize(self, _shut_down, self.executor, self.trace, self._pid)
         self.cache_info = self.executor.start()
-        grammars = self._grammar_compiler(tokenizer, checkpoint.eos_token_ids)
+        eos_token_ids, vocab_size = checkpoint.eos_token_ids, self.cache_info.vocab_size
+        grammars = grammar_compiler(tokenizer, eos_token_ids, vocab_size)
         if grammars is not None:
             self.executor.set_grammars(grammars)
         # "vllm" means no recommended parameters; the end-of-sequence tokens stay the checkpoint's.
@@ -76,7 +71,7 @@ class LLMEngine:
         self.generation_config = checkpoint.generation_config if recommends else {}
         self.input_processor = InputProcessor(
             tokenizer,
-            vocab_size=self.cache_info.vocab_size,
+            vocab_size=vocab_size,
             max_model_len=self.cache_info.max_model_len,
             seed=config.seed,
             max_logprobs=config.max_logprobs,
@@ -92,7 +87,7 @@ class LLMEngine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=self.cache_info.max_num_batched_tokens,
             max_model_len=self.cache_info.max_model_len,
-            eos_token_ids=checkpoint.eos_token_ids,
+            eos_token_ids=eos_token_ids,
             draft_controller=self._draft_controller(),
         )
         self.output_processor = OutputProcessor(tokenizer)
@@ -106,15 +101,6 @@ class LLMEngine:
         if spec is None:
             return None
         return DraftController(spec.max_draft_tokens, info.step_seconds, info.draft_seconds)
-
-    def _grammar_compiler(
-        self, tokenizer: "PreTrainedTokenizerBase | None", eos_token_ids: frozenset[int]
-    ) -> GrammarCompiler | None:
-        if tokenizer is None:
-            return None
-        eos = sorted(eos_token_ids, key=lambda token: (token != tokenizer.eos_token_id, token))
-        text = partial(tokenizer_text, tokenizer)
-        return GrammarCompiler(text, self.cache_info.vocab_size, tuple(eos))
 
     @property
     def is_own_process(self) -> bool:

@@ -6,6 +6,7 @@ Knows no prompts and no requests.
 import copy
 import json
 import logging
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from tokenizers import models, pre_tokenizers
 from nanovllm.engine.gguf_tokenizer import convert_gguf_tokenizer
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.utils.gguf import is_gguf
+from nanovllm.utils.grammar import GrammarCompiler
 from nanovllm.utils.hub import Checkpoint, check_tokenizer_files
 from nanovllm.validation import shown
 
@@ -92,7 +94,17 @@ def _load_directory(checkpoint: Checkpoint, path: Path) -> Any:
     return AutoTokenizer.from_pretrained(path, config=config, trust_remote_code=False)
 
 
-def tokenizer_text(tokenizer: "PreTrainedTokenizerBase") -> str:
+def grammar_compiler(
+    tokenizer: "PreTrainedTokenizerBase | None", eos_token_ids: frozenset[int], vocab_size: int
+) -> GrammarCompiler | None:
+    """Return what compiles structured_outputs for `tokenizer`; None without one."""
+    if tokenizer is None:
+        return None
+    eos = sorted(eos_token_ids, key=lambda token: (token != tokenizer.eos_token_id, token))
+    return GrammarCompiler(partial(_tokenizer_text, tokenizer), vocab_size, tuple(eos))
+
+
+def _tokenizer_text(tokenizer: "PreTrainedTokenizerBase") -> str:
     """Return the tokenizer as the text of a tokenizer.json, without padding and truncation."""
     backend: Any = copy.copy(tokenizer.backend_tokenizer)
     backend.no_padding()

@@ -776,3 +776,35 @@ def test_cost_does_not_depend_on_how_many_wait(num_blocks: int, max_num_seqs: in
         return num_lines_run(step), num_lines_run(lambda: scheduler.abort(5))
 
     assert costs(num_waiting=2_000) == costs(num_waiting=2)
+
+
+@pytest.mark.parametrize("queue_depth", [0, 1])
+def test_forced_tokens_are_computed_as_one_chunk(queue_depth: int) -> None:
+    """Symptom: a token that a grammar forces takes a step of its own, or is sampled twice."""
+    engine = Engine(queue_depth=queue_depth, block_size=4)
+    seq = engine.add([1, 2, 3], max_tokens=12, ignore_eos=True, forces=True)
+    engine.run()
+    rows = [row for schedule, _ in engine.launched for row in schedule.rows]
+    assert len(rows) < seq.num_output_tokens
+    assert all(row.samples for row in rows)
+    sent = {
+        new.start: len(new.token_ids)
+        for schedule, _ in engine.launched
+        for new in schedule.new_tokens
+    }
+    chunks = {row.num_computed_tokens + 1: row.num_scheduled_tokens - 1 for row in rows[1:]}
+    assert sent == {start: count for start, count in chunks.items() if count}
+    assert max(sent.values()) > 1
+
+
+def test_sequence_waits_for_the_token_that_others_may_follow() -> None:
+    """Symptom: a step is launched at a position that forced tokens take."""
+    engine = Engine(queue_depth=1)
+    seq = engine.add([1, 2], max_tokens=9, forces=True)
+    other = engine.add([2, 3], max_tokens=9)
+    engine.launch()
+    schedule = engine.launch()
+    assert schedule is not None
+    assert [row.seq_id for row in schedule.rows] == [other.seq_id]
+    assert seq.num_pending_tokens == 1
+    engine.run()

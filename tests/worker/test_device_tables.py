@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.scheduler.messages import Admission, CacheInfo, NewBlocks, Row, Schedule
+from nanovllm.scheduler.messages import Admission, CacheInfo, NewBlocks, NewTokens, Row, Schedule
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.sampling import SamplingRows
 
@@ -311,3 +311,13 @@ def test_a_batch_is_a_snapshot():
     apply(tables, [admit(0, [8, 9], [6])])
     assert batch.input_ids.tolist() == [1, 2]
     assert batch.block_tables.tolist() == [[3]]
+
+
+def test_new_tokens_follow_the_sampled_one():
+    tables = make_tables()
+    apply(tables, [admit(0, [1, 2], [3])])
+    SamplingRows(tables, [Row(1, 0, 0, 2, samples=True)]).store(torch.tensor([40]))
+    tables.apply(Schedule(1, [], [NewBlocks(0, 1, [8])], [], new_tokens=[NewTokens(0, 3, [7, 9])]))
+    batch = tables.batch([Row(1, 0, 2, 3, samples=True)])
+    assert batch.input_ids.tolist() == [40, 7, 9]
+    assert batch.slot_mapping.tolist() == [14, 15, 32]
