@@ -51,7 +51,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-_ONLY_CALLS = "start: calls\n"
+_NO_REASONING = "start: answer\n"
 
 
 class NamedTool(NamedTuple):
@@ -131,7 +131,8 @@ class AnswerFormat:
     ) -> SamplingParams:
         """Return the parameters with which a request runs.
 
-        What the answer must be, calls or a form of the text, comes after the reasoning.
+        What the answer must be, calls or a form of the text, comes after the reasoning. Where the
+        text must be JSON and the model may call tools, the answer is either of them.
 
         Args:
             prompt: the rendered conversation.
@@ -144,7 +145,13 @@ class AnswerFormat:
         )
         changes: dict[str, Any] = {}
         if form is None and params.structured_outputs is not None:
-            form = self._behind_reasoning(structured_outputs(params.structured_outputs), prompt)
+            given, calls = structured_outputs(params.structured_outputs), ""
+            is_json = given.form in ("json", "json_object")
+            if is_json and tools and tool_choice == "auto" and self._tools is not None:
+                calls = self._tools.grammar(
+                    tools, several=parallel_tool_calls, tag_ids=self._tag_ids
+                )
+            form = self._behind_reasoning(given, prompt, calls)
         if form is not None:
             changes["structured_outputs"] = form
         if self.needs_special_tokens:
@@ -185,14 +192,18 @@ class AnswerFormat:
             name = f" named {shown(tool_choice.name)}" if isinstance(tool_choice, NamedTool) else ""
             raise InvalidRequestError(f"tool_choice needs a tool{name}, but tools has none")
         rules = self._tools.grammar(tools, several=parallel_tool_calls, tag_ids=self._tag_ids)
-        return StructuredOutputsParams(grammar=self._start(prompt) + rules)
+        return StructuredOutputsParams(grammar=f"{self._start(prompt)}answer: calls\n{rules}")
 
     def _behind_reasoning(
-        self, form: StructuredOutputsParams, prompt: str
+        self, form: StructuredOutputsParams, prompt: str, calls: str
     ) -> StructuredOutputsParams:
-        """Return a form whose text may follow reasoning, or must if the prompt opens it."""
+        """Return a form whose text may follow reasoning, or must if the prompt opens it.
+
+        Args:
+            calls: rules of the calls that may come instead; "" for none.
+        """
         start = self._start(prompt)
-        if start == _ONLY_CALLS:
+        if start == _NO_REASONING and not calls:
             return form
         if form.form in ("json", "json_object"):
             try:
@@ -207,29 +218,30 @@ class AnswerFormat:
         elif form.regex is not None:
             rule = "/{}/".format(re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\/", form.regex))
         else:
-            rules, num_starts = re.subn(r"(?m)^\s*start\s*:", "calls:", form.text)
+            rules, num_starts = re.subn(r"(?m)^\s*start\s*:", "answer:", form.text)
             if num_starts != 1:
                 raise InvalidRequestError(
                     "structured_outputs.grammar must be in Lark's notation, with one rule named "
                     "start, because this model reasons before it answers"
                 )
             return StructuredOutputsParams(grammar=start + rules)
-        return StructuredOutputsParams(grammar=f"{start}calls: {rule}\n")
+        either = f"answer: form | calls\n{calls}" if calls else "answer: form\n"
+        return StructuredOutputsParams(grammar=f"{start}{either}form: {rule}\n")
 
     def _start(self, prompt: str) -> str:
-        """Return the rule `start` of a grammar: `calls`, with reasoning before."""
+        """Return the rule `start` of a grammar: `answer`, with reasoning before."""
         inside = self.starts_in_reasoning(prompt)
         if self._reasoning is None or not (inside or self._may_reason):
-            return _ONLY_CALLS
+            return _NO_REASONING
         opening, closing = (tag_literal(tag, self._tag_ids) for tag in self._reasoning)
         if prompt.rstrip().endswith(self._reasoning.closing):
-            return _ONLY_CALLS
+            return _NO_REASONING
         if self._reasoning.closing in self._tag_ids:
-            thought = f"thought: TEXT {closing} LINES?\n"
+            thought = f"thought: THOUGHT {closing} LINES?\n"
         else:
-            thought = f"thought: text LINES?\ntext[suffix={closing}]: TEXT\n"
+            thought = f"thought: closed LINES?\nclosed[suffix={closing}]: THOUGHT\n"
         begin = "thought" if inside else f"({opening} thought)?"
-        return f"start: {begin} calls\nTEXT: /(?s:.*)/\nLINES: /\\n{{1,2}}/\n{thought}"
+        return f"start: {begin} answer\n{thought}THOUGHT: /(?s:.*)/\nLINES: /\\n{{1,2}}/\n"
 
 
 def find_answer_format(

@@ -92,7 +92,6 @@ def _render(server: ServerState, body: ChatRequest) -> RenderedChat:
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         chat_template_kwargs=variables,
-        is_cut=body.truncate_prompt_tokens is not None,
     )
 
 

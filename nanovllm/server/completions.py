@@ -44,7 +44,7 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
     server.check_model(body.model)
     answer = _Answer(server, body)
     with naming_params(CompletionRequest.model_fields, "prompt", structured_names(body)):
-        prompts, params = _prompts(body), _params(server, body)
+        prompts, params = _prompts(server, body), _params(server, body)
         outputs = generation.run_all(
             request,
             prompts,
@@ -58,11 +58,14 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
         return json_response(await answer.whole(outputs))
 
 
-def _prompts(body: CompletionRequest) -> list[Prompt]:
+def _prompts(server: ServerState, body: CompletionRequest) -> list[Prompt]:
     """Return the prompts, each with the salt of its cached prefixes."""
     given: Any = body.prompt
     if isinstance(given, str) or isinstance(given[0], int):
         given = [given]
+    for prompt in given:
+        if isinstance(prompt, str):  # also one that is to be cut: to tokenize it takes seconds
+            server.llm.engine.input_processor.check_length("the prompt", len(prompt))
     if body.cache_salt is None:
         return list(given)
     keys = ("prompt" if isinstance(prompt, str) else "prompt_token_ids" for prompt in given)

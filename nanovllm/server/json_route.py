@@ -18,7 +18,7 @@ from nanovllm.validation import shown
 
 MAX_DEPTH = 100
 """Of arrays and objects in each other."""
-MAX_COMMAS = 2**20
+MAX_COMMAS = 2**18
 """In a body. It bounds the number of values, which take longer to read than text."""
 _LARGE_BYTES = 2**16
 

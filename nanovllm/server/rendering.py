@@ -22,12 +22,8 @@ def render(
     add_generation_prompt: bool | None = None,
     continue_final_message: bool | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
-    is_cut: bool = False,
 ) -> RenderedChat:
     """Return the text of a conversation, rendered by the model's chat template.
-
-    Args:
-        is_cut: whether the start of a prompt that is too long is cut off.
 
     Raises:
         APIError, InvalidRequestError: a message is invalid, or the template refuses it.
@@ -41,8 +37,8 @@ def render(
         chat_template_kwargs,
     )
     processor = server.llm.engine.input_processor
-    if not is_cut:  # before the template, which takes its time
-        processor.check_length("the conversation", sum(map(_num_chars, messages)))
+    # Before the template, which takes its time; also for one that is to be cut.
+    processor.check_length("the conversation", sum(map(_num_chars, messages)))
     given = [_template_message(index, message) for index, message in enumerate(messages)]
     return processor.render(given, options)
 

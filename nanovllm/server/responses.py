@@ -88,7 +88,6 @@ def _render(server: ServerState, body: ResponsesRequest) -> str:
                 for tool in tools
             ],
             chat_template_kwargs=variables,
-            is_cut=body.truncation == "auto",
         )
     except (APIError, InvalidRequestError) as error:  # it names a place in the messages
         raise APIError(400, getattr(error, "detail", str(error)), param="input") from None

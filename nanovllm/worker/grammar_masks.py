@@ -37,6 +37,11 @@ class Masks:
         """Write as mask `index` the tokens that `matcher` allows."""
         matcher.unsafe_compute_mask_ptr(self._address + index * self._num_bytes, self._num_bytes)
 
+    def forbidden(self) -> npt.NDArray[np.bool_]:
+        """Return [n, 8 * mask_bytes]: whether a token is forbidden."""
+        bits = np.unpackbits(self._masks, axis=1, bitorder="little")
+        return ~bits.view(np.bool_)
+
     def clear(self, index: int) -> None:
         """Forbid every token in mask `index`."""
         self._masks[index] = 0
@@ -217,28 +222,31 @@ class StepMasks:
         self._unread, self._copied = self._unread_tokens()
         # On CUDA the forward pass is only launched here, and the device computes it meanwhile. The
         # other thread must not use torch: its number of threads there would be torch's default.
-        self._written: Future[None] | None = None
+        self._written: Future[npt.NDArray[np.bool_]] | None = None
         if not on_cuda:
-            self._written = thread.submit(self._write, Masks(self._masks), self._unread.tolist())
+            self._written = thread.submit(self._find, Masks(self._masks), self._unread.tolist())
 
     def apply(self, logits: torch.Tensor) -> None:
         """Set the logits [S, vocab_size] of the tokens that no grammar allows to -inf."""
         if self._written is not None:
-            self._written.result()
+            forbidden = torch.from_numpy(self._written.result())
         else:
-            if self._copied is not None:
-                self._copied.synchronize()
-            self._write(Masks(self._masks), self._unread.tolist())
-        masks = self._masks.to(logits.device, non_blocking=True)
-        bits = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8)
-        if masks.is_cuda:
-            bits = bits.pin_memory().to(masks.device, non_blocking=True)
-        forbidden = (masks[:, :, None] & bits).flatten(1)[:, : logits.shape[1]] == 0
+            forbidden = self._upload()
+        forbidden = forbidden[:, : logits.shape[1]]
         if len(self._samples) == len(logits):
             logits.masked_fill_(forbidden, -torch.inf)
             return
         samples = self._tables.upload(self._samples)
         logits[samples] = logits[samples].masked_fill(forbidden, -torch.inf)
+
+    def _upload(self) -> torch.Tensor:
+        """Write all masks; return what they forbid, on the device, without waiting for it."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        self._write(Masks(self._masks), self._unread.tolist())
+        masks = self._masks.to(self._tables.device, non_blocking=True)
+        bits = 1 << torch.arange(8, dtype=torch.uint8, device=masks.device)
+        return (masks[:, :, None] & bits).flatten(1) == 0
 
     def _unread_tokens(self) -> tuple[torch.Tensor, Any]:
         """Return the tokens and drafts that the grammars have not read, and when they are here."""
@@ -259,6 +267,10 @@ class StepMasks:
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record()
         return host, copied
+
+    def _find(self, masks: Masks, tokens: list[int]) -> npt.NDArray[np.bool_]:
+        self._write(masks, tokens)
+        return masks.forbidden()
 
     def _write(self, masks: Masks, tokens: list[int]) -> None:
         """Write all masks.

@@ -37,6 +37,7 @@ def make_tokenizer(*, special: bool) -> Tokenizer:
     return tokenizer
 
 
+PLAIN = Tokenizer.from_file(str(Path(demo_model.MODEL) / "tokenizer.json"))
 TOKENIZERS = {special: make_tokenizer(special=special) for special in (False, True)}
 
 
@@ -48,8 +49,10 @@ def answer_format(template: str, *, special: bool = False) -> AnswerFormat:
 class Grammar:
     """What an answer must be."""
 
-    def __init__(self, params: SamplingParams, *, special: bool = False) -> None:
-        self._tokenizer = TOKENIZERS[special]
+    def __init__(
+        self, params: SamplingParams, *, special: bool = False, without_tags: bool = False
+    ) -> None:
+        self._tokenizer = PLAIN if without_tags else TOKENIZERS[special]
         end = self._tokenizer.token_to_id("<|im_end|>")
         assert end is not None
         size = self._tokenizer.get_vocab_size()
@@ -279,10 +282,40 @@ def test_forms_come_after_reasoning(
     assert answer_format(LLAMA).params(given, prompt, [], "auto") == given
 
 
+def test_a_tag_that_is_no_token() -> None:
+    """The vocabulary lacks it, so the model spells it."""
+    found = find_answer_format("{% if tools %}[TOOL_CALLS][/THINK]", "auto", "auto")
+    given = SamplingParams(structured_outputs={"choice": ["yes"]})
+    takes = Grammar(found.params(given, "[THINK]", [], "auto"), without_tags=True).takes
+    assert takes("Hm. [/THIN] no\n[/THINK]\n\nyes")
+    assert not takes("yes")
+    assert not takes("Hm.[/THINK]no")
+
+
 def test_a_grammar_that_cannot_come_after_reasoning() -> None:
     given = SamplingParams(structured_outputs={"grammar": 'root ::= "a"'})
     with pytest.raises(InvalidRequestError, match="must be in Lark's notation"):
         answer_format(QWEN).params(given, "<think>", [], "auto")
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize(("template", "one", "two"), CALLS)
+def test_json_or_calls(template: str, one: str, two: str, special: bool) -> None:
+    """With a form of the text, a model may still call tools: agents ask for both."""
+    found = answer_format(template, special=special)
+    given = SamplingParams(structured_outputs={"json": {"type": "array", "items": {"const": 1}}})
+    either = Grammar(found.params(given, "", TOOLS, "auto"), special=special).takes
+    assert either("[1, 1]")
+    assert either(one)
+    assert either(two)
+    assert not either("[2]")
+    assert not either(one.replace("Rome", 'Rome", "x": "y'))
+    single = found.params(given, "", TOOLS, "auto", parallel_tool_calls=False)
+    assert not Grammar(single, special=special).takes(two)
+    neither = found.params(given, "</think>", TOOLS, "none")
+    assert neither.structured_outputs == given.structured_outputs
+    choice = SamplingParams(structured_outputs={"choice": ["a"]})
+    assert not Grammar(found.params(choice, "", TOOLS, "auto"), special=special).takes(one)
 
 
 def test_params_of_a_request() -> None:

@@ -195,3 +195,24 @@ def test_drains_and_ends_what_takes_too_long(async_llm: AsyncLLM) -> None:
             assert server.send(path, body).error["code"] == "shutting_down"
         with pytest.raises(openai.APIError, match="shutting down"):
             list(stream)
+
+
+def test_whose_request_it_is(async_llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`user` of the request; with several API keys the key, so that no client is many users."""
+    users: list[str | None] = []
+    make_request = async_llm.engine.input_processor.make_request
+
+    def note(*args: Any, user: str | None = None, **options: Any) -> Any:
+        users.append(user)
+        return make_request(*args, user=user, **options)
+
+    monkeypatch.setattr(async_llm.engine.input_processor, "make_request", note)
+    body = {"prompt": "a", "max_tokens": 1, "user": "me"}
+    with running(async_llm, api_keys=("one",)) as server:
+        assert server.send("/v1/completions", body, X_API_Key="one").status == 200
+    with running(async_llm, api_keys=("one", "two")) as server:
+        for key in ("one", "one", "two"):
+            assert server.send("/v1/completions", body, X_API_Key=key).status == 200
+    assert users[0] == "me"
+    assert users[1] == users[2] != users[3]
+    assert {"one", "two", "me"}.isdisjoint(users[1:])

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from nanovllm import SamplingParams
-from nanovllm.scheduler.messages import Admission
+from nanovllm.scheduler.messages import Admission, CacheInfo, Row, Schedule
 from nanovllm.utils.grammar import GrammarCompiler
-from nanovllm.worker.grammar_masks import GrammarRow, Masks
+from nanovllm.worker.device_tables import DeviceTables
+from nanovllm.worker.grammar_masks import GrammarMasks, GrammarRow, Masks
 from tests.utils.test_grammar import EOS, TOKENIZER, VOCAB_SIZE
 
 COMPILER = GrammarCompiler(lambda: TOKENIZER, VOCAB_SIZE, EOS)
@@ -140,3 +141,37 @@ def test_long_forced_text_comes_in_parts() -> None:
         found += more
     assert COMPILER._make_tokenizer().decode_str(found[:-1]) == text
     assert found[-1] == EOS[0]
+
+
+def test_step_masks_logits_of_the_rows_that_have_a_grammar() -> None:
+    """Beside a row without one, a row with drafts; computed in the thread or, as on CUDA, after."""
+    forms = [GRAMMARS["regex"], None, GRAMMARS["choice"]]
+    tables = DeviceTables(CacheInfo(8, 4, 16, VOCAB_SIZE, 64), 3, torch.device("cpu"))
+    masks = GrammarMasks()
+    masks.compiler = COMPILER
+    outputs = ([65], [], [])
+    admissions = []
+    for i, (form, output) in enumerate(zip(forms, outputs, strict=True)):
+        params = SamplingParams(structured_outputs=form)
+        known = PROMPT + output
+        admissions.append(Admission(i, i, known, 3, [i], params, 0, frozenset(EOS), ()))
+    tables.apply(Schedule(0, admissions, [], []))
+    masks.admit(admissions)
+    tables.token_ids[0, 4:6] = torch.tensor([66, 500])  # drafts, the second wrong
+    rows = [Row(0, 0, 3, 3, True, 2), Row(1, 1, 2, 1, True), Row(2, 2, 2, 1, True)]
+    step = masks.begin(tables, rows)
+    assert step is not None
+    expected = torch.zeros(5, VOCAB_SIZE)
+    found = [
+        *allowed(make_row(GRAMMARS["regex"], [65], frozenset(EOS)), [], [66, 500]),
+        set(range(VOCAB_SIZE)),
+        *allowed(make_row(GRAMMARS["choice"], [], frozenset(EOS)), [], []),
+    ]
+    for line, tokens in zip(expected, found, strict=True):
+        line[[token for token in range(VOCAB_SIZE) if token not in tokens]] = -torch.inf
+    logits = torch.zeros(5, VOCAB_SIZE)
+    step.apply(logits)
+    assert torch.equal(logits, expected)
+    assert (step.errors, list(step.forcing)) == ({}, [0, 2])
+    assert torch.equal(step._upload(), expected[[0, 1, 2, 4]] < 0)
+    assert masks.begin(tables, rows[1:2]) is None

@@ -4,7 +4,7 @@ Types only: ranges are checked by `SamplingParams`, which has the better message
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -94,6 +94,12 @@ class ResponseFormat(RequestModel):
     json_schema: JSONSchema | None = None
 
 
+_FEW = Field(max_length=64, fail_fast=True)
+_MANY = Field(max_length=1024, fail_fast=True)
+_MANY_KEYS = Field(max_length=1024)
+ShortText = Annotated[str, Field(max_length=1024)]
+
+
 class GenerationRequest(RequestModel):
     """The fields that completions and chats share; names and meanings are OpenAI's and vLLM's."""
 
@@ -111,14 +117,14 @@ class GenerationRequest(RequestModel):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Annotated[list[ShortText], _FEW] | None = None
+    stop_token_ids: Annotated[list[int], _MANY] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
-    logit_bias: dict[str, float] | None = None
+    bad_words: Annotated[list[ShortText], _MANY] | None = None
+    allowed_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
+    logit_bias: Annotated[dict[str, float], _MANY_KEYS] | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
@@ -127,7 +133,7 @@ class GenerationRequest(RequestModel):
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Annotated[list[str], _MANY] | None = None
     guided_grammar: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
