@@ -401,6 +401,7 @@ def test_one_user_with_many_requests_does_not_hold_up_another(llm: AsyncLLM) -> 
 
     async def main() -> None:
         many = [asyncio.create_task(one("many")) for _ in range(400)]
+        await asyncio.sleep(0)  # they begin
         await llm.abort("nobody's")  # runs behind them, so they are queued
         await one("one")
         assert finished.index("one") < 200
@@ -688,6 +689,7 @@ def test_dead_worker_ends_every_stream() -> None:
         assert await read(llm, QUESTIONS[0]) == " " + ANSWER_TO[QUESTIONS[0]]
         streams = await start(llm, 8)
         waiting = [asyncio.create_task(llm.generate("Hi", ENDLESS)) for _ in range(80)]
+        await asyncio.sleep(0)  # they begin
         await llm.abort("nobody's")  # runs behind them, so they are queued
         metrics = {metric.name: metric for metric in await llm.get_metrics()}
         states = [metrics[f"vllm:num_requests_{state}"] for state in ("running", "waiting")]
