@@ -14,6 +14,8 @@ from nanovllm.validation import check_bool, shown, strict_keywords
 
 _FORMS = ("json", "regex", "choice", "grammar", "json_object")
 _LONGEST_SHOWN = 200
+_MAX_CHARS = 1 << 16
+"""Longest text of a schema, an expression, a choice or a grammar."""
 
 
 @strict_keywords(InvalidRequestError, STRUCTURED_NAMES)
@@ -24,7 +26,8 @@ class StructuredOutputsParams:
     Names and meanings are vLLM's.
 
     Raises:
-        InvalidRequestError: a field is unknown or of the wrong type, or not exactly one is given.
+        InvalidRequestError: a field is unknown, of the wrong type or too long, or not exactly one
+            is given.
     """
 
     json: str | dict[str, Any] | None = None
@@ -57,6 +60,11 @@ class StructuredOutputsParams:
             object.__setattr__(self, "json", _schema_text(self.json))
         if self.choice is not None:
             object.__setattr__(self, "choice", _choice(self.choice))
+        if len(self.text) > _MAX_CHARS:
+            raise error(
+                f"structured_outputs.{self.form} has {len(self.text)} characters; "
+                f"the limit is {_MAX_CHARS}: {shown(self.text)}"
+            )
 
     @property
     def form(self) -> str:

@@ -292,8 +292,15 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "look-ahead": ({"regex": "(?=a)b"}, "look-around"),
     "surrogate": ({"regex": "\ud800"}, "surrogates not allowed"),
     "lark": ({"grammar": "start: a"}, 'unknown name: "a"'),
-    "long": ({"regex": "a" * 100_000}, "the limit is 65536"),
 }
+
+
+@pytest.mark.parametrize(
+    "given", [{"grammar": "\n" * 10**6}, {"regex": "a" * 65_537}, {"choice": ["a" * 65_536]}]
+)
+def test_a_long_form_is_refused_when_made(given: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError, match=r"structured_outputs\.\w+ has .* limit is 65536"):
+        SamplingParams(structured_outputs=given)
 
 
 @pytest.mark.parametrize("case", BAD)

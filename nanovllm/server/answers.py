@@ -218,7 +218,7 @@ class AnswerFormat:
         elif form.regex is not None:
             rule = "/{}/".format(re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\/", form.regex))
         else:
-            rules, num_starts = re.subn(r"(?m)^\s*start\s*:", "answer:", form.text)
+            rules, num_starts = re.subn(r"(?m)^[ \t]*start[ \t]*:", "answer:", form.text)
             if num_starts != 1:
                 raise InvalidRequestError(
                     "structured_outputs.grammar must be in Lark's notation, with one rule named "

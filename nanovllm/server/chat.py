@@ -61,8 +61,7 @@ async def answer_chat(request: Request, body: ChatRequest) -> Response:
     if body.max_completion_tokens is not None:
         renamed["max_tokens"] = "max_completion_tokens"
     with naming_params(ChatRequest.model_fields, "messages", renamed):
-        prompt = await asyncio.to_thread(_render, server, body)
-        params = _params(server, body, prompt)
+        prompt, params = await asyncio.to_thread(_prepare, server, body)
         answer = _Answer(server, body, prompt)
         outputs = generation.run(
             request,
@@ -77,6 +76,12 @@ async def answer_chat(request: Request, body: ChatRequest) -> Response:
         if body.stream:
             return sse(answer.chunks(await generation.started(outputs)))
         return json_response(answer.whole(await anext(outputs)))
+
+
+def _prepare(server: ServerState, body: ChatRequest) -> tuple[RenderedChat, SamplingParams]:
+    """Return the prompt and the parameters. To make them takes a while: call it in a thread."""
+    prompt = _render(server, body)
+    return prompt, _params(server, body, prompt)
 
 
 def _render(server: ServerState, body: ChatRequest) -> RenderedChat:

@@ -54,8 +54,7 @@ async def respond(request: Request, body: ResponsesRequest) -> Response:
     if form is not None:
         renamed |= dict.fromkeys(("structured_outputs", "StructuredOutputsParams"), "text.format")
     with naming_params(ResponsesRequest.model_fields, "input", renamed):
-        prompt = await asyncio.to_thread(_render, server, body)
-        params = _params(server, body, prompt, form)
+        prompt, params = await asyncio.to_thread(_prepare, server, body, form)
         answer = _Answer(server, body, params, prompt)
         outputs = generation.run(
             request,
@@ -71,6 +70,14 @@ async def respond(request: Request, body: ResponsesRequest) -> Response:
             return sse(answer.frames(await generation.started(outputs)), done="")
         text = answer.whole(await anext(outputs)).model_dump_json()
         return Response(text, media_type="application/json")
+
+
+def _prepare(
+    server: ServerState, body: ResponsesRequest, form: dict[str, Any] | None
+) -> tuple[str, SamplingParams]:
+    """Return the prompt and the parameters. To make them takes a while: call it in a thread."""
+    prompt = _render(server, body)
+    return prompt, _params(server, body, prompt, form)
 
 
 def _render(server: ServerState, body: ResponsesRequest) -> str:

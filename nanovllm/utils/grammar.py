@@ -25,8 +25,6 @@ _WHITE_SPACE = r" |\n[ \t]{0,20}"
 """Between the parts of a JSON text. Bounded, because small models would write no end of it."""
 _NUM_CACHED = 128
 """Compiled grammars that are kept."""
-_MAX_CHARS = 1 << 16
-"""Longest text of a schema, an expression or a grammar."""
 _MAX_REMAINDERS = 100_000
 """Of the divisors in a schema: their least common multiple, times their number."""
 _LIMITS: dict[str, Any] = {
@@ -106,11 +104,6 @@ class GrammarCompiler:
             raise InvalidRequestError(
                 "structured_outputs needs llguidance: pip install 'nanovllm[structured]'"
             ) from None
-        if len(params.text) > _MAX_CHARS:
-            raise InvalidRequestError(
-                f"structured_outputs.{params.form} has {len(params.text)} characters; "
-                f"the limit is {_MAX_CHARS}: {shown(params.text)}"
-            )
         try:
             _check_divisors(params.text)
             grammar = _llguidance_grammar(params)

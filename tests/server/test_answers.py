@@ -1,6 +1,7 @@
 """Whole answers: the format of a model, its parser and its grammars."""
 
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -296,6 +297,14 @@ def test_a_grammar_that_cannot_come_after_reasoning() -> None:
     given = SamplingParams(structured_outputs={"grammar": 'root ::= "a"'})
     with pytest.raises(InvalidRequestError, match="must be in Lark's notation"):
         answer_format(QWEN).params(given, "<think>", [], "auto")
+
+
+def test_the_longest_grammar_takes_no_time() -> None:
+    given = SamplingParams(structured_outputs={"grammar": "\n" * 65_536})
+    begin = time.monotonic()
+    with pytest.raises(InvalidRequestError, match="must be in Lark's notation"):
+        answer_format(QWEN).params(given, "<think>", [], "auto")
+    assert time.monotonic() - begin < 1
 
 
 @pytest.mark.parametrize("special", [False, True])
