@@ -26,8 +26,16 @@ def render(
     """Return the text of a conversation, rendered by the model's chat template.
 
     Raises:
-        APIError, InvalidRequestError: a message is invalid, or the template refuses it.
+        APIError, InvalidRequestError: a message is invalid, the template refuses it, or the
+            request brings a template: a template is a program.
     """
+    if "chat_template" in (chat_template_kwargs or {}):
+        raise APIError(
+            400,
+            "chat_template_kwargs must not have a chat_template: templates are not taken from "
+            "requests",
+            param="chat_template_kwargs",
+        )
     continues = bool(continue_final_message)
     options = template_options(
         not continues if add_generation_prompt is None else add_generation_prompt,

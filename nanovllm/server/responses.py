@@ -96,8 +96,11 @@ def _render(server: ServerState, body: ResponsesRequest) -> str:
             ],
             chat_template_kwargs=variables,
         )
-    except (APIError, InvalidRequestError) as error:  # it names a place in the messages
-        raise APIError(400, getattr(error, "detail", str(error)), param="input") from None
+    except (APIError, InvalidRequestError) as error:
+        found = as_api_error(error).body["error"]
+        is_field = found["param"] in ResponsesRequest.model_fields  # else a place in the messages
+        param = found["param"] if is_field else "input"
+        raise APIError(400, found["message"] or "", param=param) from None
 
 
 def _params(

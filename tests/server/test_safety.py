@@ -213,6 +213,18 @@ def test_template_code_in_a_message_is_not_run(server: Running) -> None:
     assert text in rendered.body["prompt"]
 
 
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [("/tokenize", "messages"), ("/v1/chat/completions", "messages"), ("/v1/responses", "input")],
+)
+def test_no_route_takes_a_template(server: Running, path: str, field: str) -> None:
+    body = {field: [{"role": "user", "content": "Hi"}]}
+    kwargs = {"chat_template": "{% for i in range(10**9) %}{% endfor %}"}
+    reply = server.send(path, {**body, "chat_template_kwargs": kwargs})
+    assert (reply.status, reply.error["param"]) == (400, "chat_template_kwargs")
+    assert server.send(path, {**body, "chat_template_kwargs": {"other": 1}}).status == 200
+
+
 def test_cors_is_off_unless_asked_for(server: Running, async_llm: AsyncLLM) -> None:
     reply = server.send("/health", Origin="https://a.example")
     assert "access-control-allow-origin" not in reply.headers

@@ -121,8 +121,6 @@ class ChatRequest(GenerationRequest):
             raise refused("top_logprobs", "top_logprobs needs logprobs=true")
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
             raise refused("tool_choice", "tool_choice needs tools")
-        if "chat_template" in (self.chat_template_kwargs or {}):
-            raise refused("chat_template_kwargs", _NO_TEMPLATE)
         return self
 
 

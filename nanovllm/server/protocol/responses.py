@@ -205,8 +205,6 @@ class ResponsesRequest(GenerationRequest):
             raise refused("tool_choice", "tool_choice needs tools")
         if "message.output_text.logprobs" in (self.include or ()):
             raise refused("include", "log-probabilities are returned by /v1/chat/completions")
-        if "chat_template" in (self.chat_template_kwargs or {}):
-            raise refused("chat_template_kwargs", "templates are not taken from requests")
         return self
 
 
