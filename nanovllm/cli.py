@@ -41,6 +41,8 @@ if typing.TYPE_CHECKING:
 
 MAX_TOKENS = 512
 """max_tokens if neither a flag nor the checkpoint sets it."""
+MAX_LOGPROBS = 20
+"""max_logprobs of a server if no flag sets it, as OpenAI's."""
 RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens")
 """The fields of SamplingParams that a checkpoint may set."""
 
@@ -273,8 +275,10 @@ def _add_command(
         parser.add_argument("prompt", metavar="PROMPT", nargs="*", help=about)
         parser.add_argument("--chat", action="store_true", help="Apply the chat template.")
         parser.add_argument("--json", action="store_true", help="Print one JSON object an output.")
-    add_flags(parser.add_argument_group("engine"), Config, but={"model"}, defaults={})
+    defaults = {"max_logprobs": str(MAX_LOGPROBS)} if command is serve else {}
+    add_flags(parser.add_argument_group("engine"), Config, but={"model"}, defaults=defaults)
     if command is serve:
+        parser.set_defaults(max_logprobs=MAX_LOGPROBS)
         _add_server_flags(parser)
         return
     own = {name: field.default for name, field in fields_of(SamplingParams).items()}

@@ -20,7 +20,7 @@ import pytest
 import nanovllm
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams, cli, demo_model, terminal
 from nanovllm.config import Config
-from nanovllm.flags import Parser, add_flags, fields_of
+from nanovllm.flags import Parser, add_flags, fields_of, given_fields
 from nanovllm.llm import default_sampling_params
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from tests.glossary import ANSWER_TO, ANSWERS, ENTRIES, QUESTION, QUESTIONS
@@ -306,6 +306,15 @@ def test_every_field_has_a_help_text(capsys: pytest.CaptureFixture[str]) -> None
         for flag in re.split(r"\n  (?=--)", capsys.readouterr().out)[1:]:
             text = " ".join(flag.split()).partition(" (default:")[0]
             assert len(text.split()) > 4, f"no help: {flag}"
+
+
+def test_a_server_has_its_own_default_of_max_logprobs() -> None:
+    """A flag wins over it."""
+    found = [
+        given_fields(Config, cli._parse([*words, "m"])).get("max_logprobs")
+        for words in (["serve"], ["serve", "--max-logprobs", "7"], ["chat"])
+    ]
+    assert found == [20, 7, None]
 
 
 def test_help_tells_what_a_checkpoint_may_recommend() -> None:

@@ -19,7 +19,7 @@ from nanovllm.server import generation
 from nanovllm.server.answers import NamedTool, ToolChoice
 from nanovllm.server.errors import naming_params
 from nanovllm.server.json_route import JSONRoute
-from nanovllm.server.params import sampling_params, structured_names
+from nanovllm.server.params import check_logprobs, sampling_params, structured_names
 from nanovllm.server.parts import (
     Part,
     ReasoningDelta,
@@ -75,13 +75,18 @@ async def answer_chat(request: Request, body: ChatRequest) -> Response:
         )
         if body.stream:
             return sse(answer.chunks(await generation.started(outputs)))
-        return json_response(answer.whole(await anext(outputs)))
+        output = await anext(outputs)
+        if body.logprobs or body.prompt_logprobs is not None:  # the answer may be large
+            return await asyncio.to_thread(lambda: json_response(answer.whole(output)))
+        return json_response(answer.whole(output))
 
 
 def _prepare(server: ServerState, body: ChatRequest) -> tuple[RenderedChat, SamplingParams]:
     """Return the prompt and the parameters. To make them takes a while: call it in a thread."""
     prompt = _render(server, body)
-    return prompt, _params(server, body, prompt)
+    params = _params(server, body, prompt)
+    check_logprobs(server, params, [len(prompt)])
+    return prompt, params
 
 
 def _render(server: ServerState, body: ChatRequest) -> RenderedChat:

@@ -3,6 +3,7 @@
 Knows no queue and no connection: `generation` does.
 """
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence as Seq
@@ -17,7 +18,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.server import generation
 from nanovllm.server.errors import naming_params
 from nanovllm.server.json_route import JSONRoute
-from nanovllm.server.params import sampling_params, structured_names
+from nanovllm.server.params import check_logprobs, sampling_params, structured_names
 from nanovllm.server.protocol.common import Usage, usage
 from nanovllm.server.protocol.completions import (
     Completion,
@@ -45,9 +46,10 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
     answer = _Answer(server, body)
     with naming_params(CompletionRequest.model_fields, "prompt", structured_names(body)):
         prompts, params = _prompts(server, body), _params(server, body)
+        check_logprobs(server, params, map(len, prompts))
         outputs = generation.run_all(
             request,
-            prompts,
+            _salted(prompts, body.cache_salt),
             params,
             stream=bool(body.stream),
             priority=body.priority or 0,
@@ -55,24 +57,29 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
         )
         if body.stream:
             return sse(answer.chunks(await generation.started(outputs)))
-        return json_response(await answer.whole(outputs))
+        whole = await answer.whole(outputs)
+        if answer.may_be_large:
+            return await asyncio.to_thread(json_response, whole)
+        return json_response(whole)
 
 
-def _prompts(server: ServerState, body: CompletionRequest) -> list[Prompt]:
-    """Return the prompts, each with the salt of its cached prefixes."""
+def _prompts(server: ServerState, body: CompletionRequest) -> list[str | list[int]]:
+    """Return the prompts, whose lengths are checked."""
     given: Any = body.prompt
     if isinstance(given, str) or isinstance(given[0], int):
         given = [given]
     for prompt in given:
         if isinstance(prompt, str):  # also one that is to be cut: to tokenize it takes seconds
             server.llm.engine.input_processor.check_length("the prompt", len(prompt))
-    if body.cache_salt is None:
-        return list(given)
-    keys = ("prompt" if isinstance(prompt, str) else "prompt_token_ids" for prompt in given)
-    return [
-        {key: prompt, "cache_salt": body.cache_salt}
-        for key, prompt in zip(keys, given, strict=True)
-    ]
+    return list(given)
+
+
+def _salted(prompts: Seq[str | list[int]], salt: str | None) -> list[Prompt]:
+    """Return the prompts, each with the salt of its cached prefixes."""
+    if salt is None:
+        return list(prompts)
+    keys = ("prompt" if isinstance(prompt, str) else "prompt_token_ids" for prompt in prompts)
+    return [{key: prompt, "cache_salt": salt} for key, prompt in zip(keys, prompts, strict=True)]
 
 
 def _params(server: ServerState, body: CompletionRequest) -> SamplingParams:
@@ -94,6 +101,8 @@ class _Answer:
         self._body = body
         self._tokenizer: Any = server.llm.get_tokenizer()
         self._n = body.n or 1
+        self.may_be_large = body.logprobs is not None or body.prompt_logprobs is not None
+        """Whether to make the whole answer takes so long that a thread does it."""
         self._keeps_output = not (body.echo and body.max_tokens == 0)
         self._head: dict[str, Any] = {
             "id": f"cmpl-{body.request_id or uuid.uuid4().hex}",
@@ -109,10 +118,13 @@ class _Answer:
 
     async def whole(self, outputs: AsyncIterator[tuple[int, RequestOutput]]) -> Completion:
         """Return the whole answer."""
-        choices = []
+        choices: list[CompletionChoice] = []
         async for prompt_index, output in outputs:
             self._count(prompt_index, output)
-            choices += [self._choice(prompt_index, output, c) for c in output.outputs]
+            if self.may_be_large:
+                choices += await asyncio.to_thread(self._choices, prompt_index, output)
+            else:
+                choices += self._choices(prompt_index, output)
         choices.sort(key=lambda choice: choice.index)
         return Completion(**self._head, choices=choices, usage=self._usage())
 
@@ -142,6 +154,9 @@ class _Answer:
     def _usage(self) -> Usage:
         cached = sum(self._num_cached.values())
         return usage(sum(self._num_prompt.values()), self._num_output, cached)
+
+    def _choices(self, prompt_index: int, output: RequestOutput) -> list[CompletionChoice]:
+        return [self._choice(prompt_index, output, c) for c in output.outputs]
 
     def _choice(
         self,

@@ -1,14 +1,20 @@
-"""Requests of the protocol to `SamplingParams`. Knows no prompts and no answers."""
+"""Requests of the protocol to `SamplingParams`. Knows of prompts their lengths, and no answers."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
+from nanovllm.errors import InvalidRequestError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.errors import APIError
 from nanovllm.server.protocol.common import GenerationRequest
+from nanovllm.server.state import ServerState
 
 MAX_N = 128
 """Of answers to one prompt, as OpenAI's."""
+
+MANY_LOGPROBS = 2**20
+"""Log-probabilities that any answer may have; an answer takes some 500 bytes for each."""
 
 _FIELDS = [
     name
@@ -51,6 +57,36 @@ def sampling_params(
         fields["structured_outputs"] = found
     fields = {"max_tokens": default_max_tokens, **fields, "logprobs": logprobs, **changes}
     return dataclasses.replace(defaults, **fields)
+
+
+def check_logprobs(server: ServerState, params: SamplingParams, lengths: Iterable[int]) -> None:
+    """Refuse a request whose answer could have too many log-probabilities.
+
+    It may have as many as one sequence with max_logprobs, so only `n` and the number of prompts
+    are limited.
+
+    Args:
+        lengths: of the prompts, in tokens or, where they are not known yet, in characters.
+
+    Raises:
+        InvalidRequestError: there are too many.
+    """
+    info, longest = server.llm.engine.cache_info, server.max_model_len
+
+    def at_position(count: int | None) -> int:  # the token's own, and the most likely
+        return 0 if count is None else (info.vocab_size if count == -1 else count) + 1
+
+    of_prompt, of_output = at_position(params.prompt_logprobs), at_position(params.logprobs)
+    most = longest * max(of_prompt, of_output)
+    output = min(params.max_tokens, longest) * of_output
+    total = params.n * sum(min(length * of_prompt + output, most) for length in lengths)
+    limit = max(MANY_LOGPROBS, longest * at_position(server.llm.engine.config.max_logprobs))
+    if total > limit:
+        name = "prompt_logprobs" if params.logprobs is None else "logprobs"
+        raise InvalidRequestError(
+            f"{name}: the answer could have {total} log-probabilities; the limit is {limit}: ask "
+            "for fewer of each token, fewer tokens, prompts or continuations"
+        )
 
 
 def structured_outputs(given: GenerationRequest) -> dict[str, Any] | None:

@@ -225,6 +225,20 @@ def test_no_route_takes_a_template(server: Running, path: str, field: str) -> No
     assert server.send(path, {**body, "chat_template_kwargs": {"other": 1}}).status == 200
 
 
+def test_log_probabilities_of_one_answer_are_limited(server: Running) -> None:
+    """64 prompts of 1000 tokens and 128 continuations of each would take 80 GB."""
+    body = {"prompt": [[1] * 1000] * 64, "max_tokens": 1, "prompt_logprobs": 20}
+    reply = server.send("/v1/completions", {**body, "n": 128})
+    assert (reply.status, reply.error["param"]) == (400, "prompt_logprobs")
+    assert "172032000" in reply.error["message"]
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_logprobs": 20}
+    reply = server.send("/v1/chat/completions", {**chat, "n": 128})
+    assert (reply.status, reply.error["param"]) == (400, "top_logprobs")
+    reply = server.send("/v1/chat/completions", {**chat, "n": 40, "max_tokens": 1})
+    assert len(reply.body["choices"]) == 40
+    assert len(reply.body["choices"][0]["logprobs"]["content"][0]["top_logprobs"]) == 20
+
+
 def test_cors_is_off_unless_asked_for(server: Running, async_llm: AsyncLLM) -> None:
     reply = server.send("/health", Origin="https://a.example")
     assert "access-control-allow-origin" not in reply.headers
