@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from nanovllm.server.errors import APIError, naming_params
 from nanovllm.server.json_route import JSONRoute
-from nanovllm.server.protocol.chat import ChatTool, Message
+from nanovllm.server.protocol.chat import ChatTools, Messages
 from nanovllm.server.protocol.common import RequestModel, refused
 from nanovllm.server.rendering import render
 from nanovllm.server.state import ServerState, state_of
@@ -21,8 +21,8 @@ class TokenizeRequest(RequestModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(default=None, min_length=1)
-    tools: list[ChatTool] | None = None
+    messages: Messages | None = None
+    tools: ChatTools | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -45,6 +45,7 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"stop_token_ids": [10**6]}, "stop_token_ids"),
     ({"allowed_token_ids": []}, "allowed_token_ids"),
     ({"allowed_token_ids": [99999]}, "allowed_token_ids"),
+    ({"allowed_token_ids": [1] * 65537}, "allowed_token_ids"),
     ({"bad_words": [""]}, "bad_words"),
     ({"logit_bias": {"x": 1}}, "logit_bias"),
     ({"logit_bias": {"99999": 1}}, "logit_bias"),
@@ -282,6 +283,32 @@ def test_only_json_is_taken(server: Running, kind: str) -> None:
     reply = server.send(CHAT, body_of(CHAT), Content_Type=kind)
     assert reply.status == 415
     assert "Content-Type" in reply.error["message"]
+
+
+ITEM = {"role": "user", "content": ""}
+CALL = {"function": {"name": "f", "arguments": ""}}
+TOOL = {"type": "function", "name": "f"}
+FUNCTION = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/responses", {"input": [ITEM] * 100000}, "input"),
+        ("/v1/responses", {"input": [{}] * 100000}, "input[0].role"),
+        ("/v1/responses", {"input": [{**ITEM, "content": [{}] * 5000}]}, "input[0].content"),
+        ("/v1/responses", {"input": "a", "tools": [TOOL] * 129}, "tools"),
+        ("/tokenize", {"messages": [ITEM] * 100000}, "messages"),
+        ("/tokenize", {"prompt": "a", "tools": [FUNCTION] * 129}, "tools"),
+        (CHAT, {"messages": [{**ITEM, "tool_calls": [CALL] * 100}] * 50}, "messages"),
+        (CHAT, {"messages": [{**ITEM, "tool_calls": [CALL] * 129}]}, "messages[0].tool_calls"),
+        (CHAT, {"messages": [{**ITEM, "content": [{}] * 5000}]}, "messages[0].content"),
+        (CHAT, {"messages": MESSAGES, "documents": [{}] * 5000}, "documents"),
+    ],
+)
+def test_lists_are_bounded(server: Running, path: str, fields: dict[str, Any], param: str) -> None:
+    reply = server.send(path, fields)
+    assert (reply.status, reply.error["param"]) == (400, param)
 
 
 def test_the_schema_knows_no_422(server: Running) -> None:

@@ -1,14 +1,22 @@
 """Requests and answers of /v1/chat/completions."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
-from nanovllm.server.protocol.common import GenerationRequest, RequestModel, Usage, refused
+from nanovllm.server.protocol.common import (
+    GenerationRequest,
+    Objects,
+    RequestModel,
+    Usage,
+    refused,
+)
 from nanovllm.validation import OtherName, other_names
 
 _NO_TEMPLATE = "templates are not taken from requests; use chat_template_kwargs"
+_MAX_ITEMS = 4096
 _NO_SOUND = "the models here read and write text only; leave it out"
 
 
@@ -35,9 +43,9 @@ class Message(RequestModel):
     model_config = ConfigDict(extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Objects | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[ToolCall] | None = Field(default=None, max_length=128, fail_fast=True)
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -48,6 +56,25 @@ class Message(RequestModel):
     def _check_names(cls, given: Any) -> Any:
         """Let every field pass."""
         return given
+
+
+def _few_calls(messages: Any) -> Any:
+    """Refuse messages with very many calls in all: to check each of them takes its time."""
+    if isinstance(messages, list):
+        calls = [m.get("tool_calls") for m in messages if isinstance(m, dict)]
+        if sum(len(given) for given in calls if isinstance(given, list)) > _MAX_ITEMS:
+            raise PydanticCustomError(
+                "too_many_calls", "must have at most {limit} tool_calls", {"limit": _MAX_ITEMS}
+            )
+    return messages
+
+
+Messages = Annotated[
+    list[Message],
+    BeforeValidator(_few_calls),
+    Field(min_length=1, max_length=_MAX_ITEMS, fail_fast=True),
+]
+"""A conversation."""
 
 
 class Tool(RequestModel):
@@ -65,6 +92,9 @@ class ChatTool(RequestModel):
 
     type: Literal["function"]
     function: Tool
+
+
+ChatTools = Annotated[list[ChatTool], Field(max_length=128, fail_fast=True)]
 
 
 class FunctionName(RequestModel):
@@ -99,11 +129,11 @@ class ChatRequest(GenerationRequest):
         ),
     }
 
-    messages: list[Message] = Field(min_length=1, max_length=4096, fail_fast=True)
+    messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[ChatTool] | None = Field(default=None, max_length=128)
+    tools: ChatTools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
@@ -113,7 +143,7 @@ class ChatRequest(GenerationRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Objects | None = None
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> "ChatRequest":

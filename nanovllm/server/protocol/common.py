@@ -98,6 +98,8 @@ _FEW = Field(max_length=64, fail_fast=True)
 _MANY = Field(max_length=1024, fail_fast=True)
 _MANY_KEYS = Field(max_length=1024)
 ShortText = Annotated[str, Field(max_length=1024)]
+Objects = Annotated[list[dict[str, Any]], Field(max_length=4096, fail_fast=True)]
+"""Parts of a content, documents, and the like."""
 
 
 class GenerationRequest(RequestModel):
@@ -123,7 +125,7 @@ class GenerationRequest(RequestModel):
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     bad_words: Annotated[list[ShortText], _MANY] | None = None
-    allowed_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
+    allowed_token_ids: Annotated[list[int], Field(max_length=65536, fail_fast=True)] | None = None
     logit_bias: Annotated[dict[str, float], _MANY_KEYS] | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from nanovllm.server.protocol.chat import Tool
-from nanovllm.server.protocol.common import GenerationRequest, RequestModel, refused
+from nanovllm.server.protocol.common import GenerationRequest, Objects, RequestModel, refused
 from nanovllm.validation import OtherName, other_names, shown
 
 _NOT_STORED = "responses are not stored; send the whole conversation in input"
@@ -34,15 +34,15 @@ class InputMessage(InputItem):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[dict[str, Any]]
+    content: str | Objects
 
 
 class InputReasoning(InputItem):
     """What the model thought before it said something. Of an encrypted item nothing is read."""
 
     type: Literal["reasoning"]
-    content: list[dict[str, Any]] | None = None
-    summary: list[dict[str, Any]] | None = None
+    content: Objects | None = None
+    summary: Objects | None = None
     encrypted_content: str | None = None
 
 
@@ -63,7 +63,7 @@ class InputCallOutput(InputItem):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[dict[str, Any]]
+    output: str | Objects
 
 
 def _item_type(item: Any) -> Any:
@@ -142,6 +142,10 @@ class ReasoningOptions(RequestModel):
     """Passed to the chat template as reasoning_effort."""
 
 
+_MANY_ITEMS = Field(min_length=1, max_length=4096, fail_fast=True)
+_FEW = Field(max_length=128, fail_fast=True)
+
+
 class ResponsesRequest(GenerationRequest):
     """What to answer, and how."""
 
@@ -158,13 +162,13 @@ class ResponsesRequest(GenerationRequest):
 
     input: Annotated[
         Annotated[str, Field(min_length=1), Tag("text")]
-        | Annotated[list[AnyInputItem], Field(min_length=1), Tag("items")],
+        | Annotated[list[AnyInputItem], _MANY_ITEMS, Tag("items")],
         Discriminator(lambda value: "items" if isinstance(value, list) else "text"),
     ]
     instructions: str | None = None
     max_output_tokens: int | None = None
     text: TextOptions | None = None
-    tools: list[FunctionTool] | None = None
+    tools: Annotated[list[FunctionTool], _FEW] | None = None
     tool_choice: Annotated[
         Annotated[Literal["none", "auto", "required"] | None, Tag("word")]
         | Annotated[NamedFunction, Tag("function")],
@@ -174,11 +178,11 @@ class ResponsesRequest(GenerationRequest):
     reasoning: ReasoningOptions | None = None
     include_reasoning: bool | None = None
     """False leaves the reasoning out of the answer."""
-    include: list[str] | None = None
+    include: Annotated[list[str], _FEW] | None = None
     """Parts of answers that only hosted tools and encrypted reasoning have; ignored."""
     truncation: Literal["auto", "disabled"] | None = None
     """"auto" keeps the end of a conversation that is too long."""
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=128)] | None = None
     """Returned with the answer."""
     chat_template_kwargs: dict[str, Any] | None = None
 
