@@ -16,6 +16,8 @@ from nanovllm.validation import check_bool, check_float, check_int, shown, stric
 
 MAX_TOKEN_ID = 2**31 - 1
 
+MAX_TOKENS = 2**31 - 1
+"""The largest max_tokens."""
 GREEDY_BELOW = 1e-5
 """Lower temperatures sample greedily: dividing the logits by them would overflow."""
 
@@ -117,7 +119,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         error = InvalidRequestError
         self._set("temperature", check_float(error, "temperature", self.temperature, 0.0))
-        self._set("max_tokens", check_int(error, "max_tokens", self.max_tokens, 1))
+        self._set("max_tokens", check_int(error, "max_tokens", self.max_tokens, 1, MAX_TOKENS))
         self._set("n", check_int(error, "n", self.n, 1, 16384))
         self._set("top_k", max(check_int(error, "top_k", self.top_k, -1), 0))
         self._set("top_p", check_float(error, "top_p", self.top_p, 0.0, 1.0))

@@ -102,7 +102,7 @@ def test_sampling_params_of_the_wrong_type_are_refused(llm: LLM, params: Any) ->
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_tokens": 0}, r"max_tokens must be an integer >= 1, got 0"),
+        ({"max_tokens": 0}, r"max_tokens must be an integer from 1 to 2147483647, got 0"),
         ({"temperature": float("nan")}, r"temperature must be a finite number >= 0, got nan"),
         ({"temprature": 1}, r"no field 'temprature'; did you mean 'temperature'"),
     ],

@@ -154,7 +154,7 @@ def test_generate_uses_the_checkpoints_parameters_and_512_tokens(run: Run) -> No
     ("arguments", "message"),
     [
         (["--temperature", "-1"], "temperature must be a finite number >= 0, got -1.0"),
-        (["--max-tokens", "0"], "max_tokens must be an integer >= 1, got 0"),
+        (["--max-tokens", "0"], "max_tokens must be an integer from 1 to 2147483647, got 0"),
         (["--top-p", "2"], "top_p must be from 0 to 1, got 2.0"),
         (["--stop", ""], "stop must not hold an empty string"),
         (["--stop-token-ids", "5"], "stop_token_ids must be a list of token ids, got 5"),

@@ -32,7 +32,9 @@ def test_first_three_fields_have_nano_vllms_order():
 
 @pytest.mark.parametrize("value", [0, -1, True, False, 1.5, 2.0, "3", None, [1], np.float64(2.0)])
 def test_max_tokens_must_be_a_positive_integer(value):
-    with pytest.raises(InvalidRequestError, match="^max_tokens must be an integer >= 1, got "):
+    with pytest.raises(
+        InvalidRequestError, match="^max_tokens must be an integer from 1 to 2147483647, got "
+    ):
         SamplingParams(max_tokens=value)
 
 

@@ -208,11 +208,11 @@ class AnswerFormat:
         if form.form in ("json", "json_object"):
             try:
                 schema = json.loads(form.text) if form.form == "json" else {"type": "object"}
-            except ValueError:
+                if isinstance(schema, dict):
+                    schema = {"x-guidance": SPACING, **schema}
+                rule = f"%json {json.dumps(schema)}"
+            except (ValueError, RecursionError):
                 return form  # it is refused where it is compiled
-            if isinstance(schema, dict):
-                schema = {"x-guidance": SPACING, **schema}
-            rule = f"%json {json.dumps(schema)}"
         elif form.choice is not None:
             rule = " | ".join(map(quoted, form.choice))
         elif form.regex is not None:

@@ -307,6 +307,15 @@ def test_the_longest_grammar_takes_no_time() -> None:
     assert time.monotonic() - begin < 1
 
 
+@pytest.mark.parametrize("text", ["{", "[" * 60_000, "[" * 30_000 + "]" * 30_000])
+def test_a_schema_that_is_none_is_left_to_the_compiler(text: str) -> None:
+    given = SamplingParams(structured_outputs={"json": text})
+    params = answer_format(QWEN).params(given, "<think>", [], "auto")
+    assert params.structured_outputs == given.structured_outputs
+    with pytest.raises(InvalidRequestError, match=r"^structured_outputs\.json "):
+        Grammar(params)
+
+
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize(("template", "one", "two"), CALLS)
 def test_json_or_calls(template: str, one: str, two: str, special: bool) -> None:

@@ -29,6 +29,8 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"n": 1.5}, "n"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": -5}, "max_tokens"),
+    ({"max_tokens": 2**31}, "max_tokens"),
+    ({"max_tokens": 10**400}, "max_tokens"),
     ({"max_tokens": "7"}, "max_tokens"),
     ({"min_tokens": 9, "max_tokens": 4}, "min_tokens"),
     ({"seed": -1}, "seed"),
@@ -76,6 +78,7 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"guided_grammar": "start: nothing"}, "guided_grammar"),
     ({"guided_choice": []}, "guided_choice"),
     ({"guided_json": {"type": "nothing"}}, "guided_json"),
+    ({"guided_json": "[" * 60000}, "guided_json"),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
     ({"structured_outputs": {"regxe": "a"}}, "structured_outputs"),
     (
