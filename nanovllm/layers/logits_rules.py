@@ -8,9 +8,13 @@ batch.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from nanovllm.sampling_params import SamplingParams, takes_prompt
 from nanovllm.validation import shown
+
+_ANY, _NONE = -1, -2
+"""In place of a token: matches every token, and none."""
 
 
 class LogitsRules:
@@ -38,7 +42,15 @@ class LogitsRules:
         self._allowed = None
         if params.allowed_token_ids is not None:
             self._allowed = tensor(params.allowed_token_ids)
-        self._bad_words = [tensor(word) for word in bad_words]
+        single = [word[0] for word in bad_words if len(word) == 1]
+        longer = [word for word in bad_words if len(word) > 1]
+        width = max(map(len, longer), default=1) - 1
+        self._bad_tokens = tensor(single) if single else None
+        # The tokens before each longer word's last one; _ANY fills the rows of shorter words.
+        before = [[_ANY] * (width + 1 - len(word)) + list(word[:-1]) for word in longer]
+        self._longer = None
+        if longer:
+            self._longer = tensor(before), tensor([word[-1] for word in longer])
         self._processors = [(f, takes_prompt(f)) for f in params.logits_processors]
         self._stops = tensor(sorted(stop_token_ids)) if params.min_tokens else None
         self._biased = self._biases = None
@@ -95,8 +107,10 @@ class LogitsRules:
             kept = logits[self._allowed]
             logits.fill_(-torch.inf)
             logits[self._allowed] = kept
-        for word in self._bad_words:
-            self._forbid(logits, word, output)
+        if self._bad_tokens is not None:
+            logits.index_fill_(0, self._bad_tokens, -torch.inf)
+        if self._longer is not None:
+            self._forbid(logits, *self._longer, output)
         if self._stops is not None and len(output) < params.min_tokens:
             # Assigning a number, `logits[self._stops] = -inf`, would wait for the GPU.
             logits.index_fill_(0, self._stops, -torch.inf)
@@ -116,11 +130,20 @@ class LogitsRules:
             penalties = params.frequency_penalty * counts + params.presence_penalty
             logits[output] = logits[output] - penalties
 
-    def _forbid(self, logits: torch.Tensor, word: torch.Tensor, output: torch.Tensor) -> None:
-        """Forbid the last token of `word` if the output ends with the tokens before it."""
-        before = word[:-1]
-        if len(output) < len(before):
-            return
-        matches = (output[len(output) - len(before) :] == before).all()
-        last = word[-1:]
-        logits[last] = torch.where(matches, -torch.inf, logits[last])
+    @staticmethod
+    def _forbid(
+        logits: torch.Tensor, before: torch.Tensor, last: torch.Tensor, output: torch.Tensor
+    ) -> None:
+        """Forbid the last token of each word whose other tokens end the output.
+
+        All words at once: a kernel or two for each word would take longer than the model.
+
+        Args:
+            before: [words, longest - 1] int64, the other tokens, at the end of each row.
+            last: [words] int64.
+        """
+        end = output[-before.shape[1] :]
+        end = F.pad(end, (before.shape[1] - len(end), 0), value=_NONE)
+        matches = ((before == end) | (before == _ANY)).all(1)
+        scores = logits[last].masked_fill_(matches, -torch.inf)
+        logits.scatter_reduce_(0, last, scores, "amin")  # several words may end with one token

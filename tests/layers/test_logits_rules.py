@@ -162,6 +162,19 @@ def test_bad_words_by_hand(output, forbidden):
     assert torch.equal(changed[kept], logits[kept])
 
 
+def test_many_bad_words_take_few_operations():
+    """As many with 1024 words as with two."""
+    chooser = random.Random(0)
+    words = [tuple(chooser.choices(range(VOCAB), k=1 + i % 4)) for i in range(1024)]
+    counts = []
+    for few in (words[:4], words):
+        rules = make_rules(SamplingParams(bad_words="given as tokens"), 3, few)
+        with torch.profiler.profile() as profile:
+            apply(rules, random_logits(3), [7, 7, 8, 1, 2])
+        counts.append(len(profile.events()))
+    assert counts[0] == counts[1]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_all_rules_apply_in_vllms_order(seed):
     """Allowed tokens, bad words, min_tokens, bias, repetition, then frequency and presence."""

@@ -98,6 +98,10 @@ _FEW = Field(max_length=64, fail_fast=True)
 _MANY = Field(max_length=1024, fail_fast=True)
 _MANY_KEYS = Field(max_length=1024)
 ShortText = Annotated[str, Field(max_length=1024)]
+BadWords = Annotated[
+    list[Annotated[str, Field(max_length=64)]], Field(max_length=256, fail_fast=True)
+]
+"""Bounded more, because each sequence keeps them as a table on the device."""
 Objects = Annotated[list[dict[str, Any]], Field(max_length=4096, fail_fast=True)]
 """Parts of a content, documents, and the like."""
 
@@ -124,7 +128,7 @@ class GenerationRequest(RequestModel):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
-    bad_words: Annotated[list[ShortText], _MANY] | None = None
+    bad_words: BadWords | None = None
     allowed_token_ids: Annotated[list[int], Field(max_length=65536, fail_fast=True)] | None = None
     logit_bias: Annotated[dict[str, float], _MANY_KEYS] | None = None
     skip_special_tokens: bool | None = None
