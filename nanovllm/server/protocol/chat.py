@@ -71,8 +71,8 @@ def _few_calls(messages: Any) -> Any:
 
 Messages = Annotated[
     list[Message],
-    BeforeValidator(_few_calls),
     Field(min_length=1, max_length=_MAX_ITEMS, fail_fast=True),
+    BeforeValidator(_few_calls),
 ]
 """A conversation."""
 
