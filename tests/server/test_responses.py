@@ -294,7 +294,7 @@ def test_items_become_messages() -> None:
         ),
         ({"input": "Hi", "n": 2}, "n", "one answer"),
         ({"input": "Hi", "max_tokens": 2}, "max_tokens", "max_output_tokens"),
-        ({"input": "Hi", "max_output_tokens": 0}, "max_output_tokens", ">= 1, got 0"),
+        ({"input": "Hi", "max_output_tokens": 0}, "max_output_tokens", "from 1 to"),
         ({"input": "Hi", "temperature": -1}, "temperature", ">= 0, got -1"),
         (
             {"input": "Hi", "text": {"format": {"type": "json_schema"}}},

@@ -41,7 +41,7 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"stop": ["x" * 2000]}, "stop"),
     ({"stop_token_ids": [1] * 2000}, "stop_token_ids"),
     ({"bad_words": ["x"] * 2000}, "bad_words"),
-    ({"bad_words": ["x", "x" * 65]}, "bad_words"),
+    ({"bad_words": ["x", "x" * 65]}, "bad_words[1]"),
     ({"guided_choice": ["x"] * 2000}, "guided_choice"),
     ({"logit_bias": dict.fromkeys(map(str, range(2000)), 1)}, "logit_bias"),
     ({"stop_token_ids": [-1]}, "stop_token_ids"),
