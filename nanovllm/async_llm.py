@@ -162,7 +162,7 @@ class AsyncLLM:
 
     async def check_health(self) -> None:
         """Raise EngineDeadError if the engine is down."""
-        await self._between_steps(self.engine.executor.check_health)
+        await self._between_steps(self._thread.check_health)
 
     async def get_metrics(self) -> list[Metric | Vector]:
         """Return the engine's counts and its load now, as `LLM.get_metrics` does."""
@@ -195,7 +195,7 @@ class AsyncLLM:
             if done.set_running_or_notify_cancel():
                 try:
                     done.set_result(command())
-                except Exception as error:
+                except BaseException as error:  # a panic of a library is no Exception
                     done.set_exception(error)
 
         if after_input:

@@ -530,6 +530,50 @@ def test_failed_step_fails_only_the_requests_that_run(
     run(main())
 
 
+class Panic(BaseException):
+    """As Rust's panics reach Python: no `Exception`."""
+
+
+def test_a_panic_ends_the_requests_and_no_thread_unnoticed(
+    own_llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a step, in a command, and last in the thread itself, while it aborts."""
+    engine, thread = own_llm.engine, own_llm._thread
+
+    def panic(*_: Any, **__: Any) -> Any:
+        raise Panic("index out of range")
+
+    async def failures() -> list[Any]:
+        tasks = [asyncio.create_task(own_llm.generate("Hi", ENDLESS)) for _ in range(3)]
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def main() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "run_step", panic)
+            for error in await failures():
+                assert isinstance(error, RuntimeError)
+                assert str(error) == "Panic: index out of range"
+            patch.setattr(engine, "queue", panic)
+            assert {type(error) for error in await failures()} == {RuntimeError}
+            thread.submit(panic)
+        output = await own_llm.generate(QUESTIONS[0], GREEDY)
+        assert output.text == " " + ANSWER_TO[QUESTIONS[0]]
+        await own_llm.check_health()
+
+        monkeypatch.setattr(engine, "run_step", panic)
+        monkeypatch.setattr(engine, "abort", panic)
+        for error in await failures():
+            assert isinstance(error, RuntimeError | EngineDeadError)
+        with pytest.raises(EngineDeadError, match="the engine's thread failed"):
+            await own_llm.check_health()
+        with pytest.raises(EngineDeadError):
+            await own_llm.generate("Hi", GREEDY)
+
+    run(main(), 20)
+    thread.join(5)
+    assert not thread.is_alive()
+
+
 async def start(llm: AsyncLLM, num: int) -> list[AsyncIterator[Any]]:
     """Start streams that do not end by themselves; read the first piece of each."""
     streams = [llm.stream(question, ENDLESS) for question in QUESTIONS[:num]]

@@ -4,6 +4,7 @@ Knows no scheduling and no text.
 """
 
 import contextlib
+import logging
 import queue
 import threading
 from collections.abc import Callable
@@ -14,12 +15,18 @@ from nanovllm.engine.request import Request
 from nanovllm.errors import EngineDeadError
 from nanovllm.outputs import RequestOutput
 
+logger = logging.getLogger(__name__)
+
 
 class EngineThread(threading.Thread):
     """Owns the engine and runs its steps.
 
     Other threads submit commands; only this thread calls the engine, and runs commands in order
     between steps.
+
+    An exception in a step ends the requests that run; one in a command is logged. After an
+    exception elsewhere the thread ends, and tells every reader. `BaseException` is caught, because
+    a panic of a Rust library is no `Exception`.
     """
 
     def __init__(self, engine: LLMEngine) -> None:
@@ -28,19 +35,25 @@ class EngineThread(threading.Thread):
         self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.readers: dict[int | str, Reader] = {}  # by request id
         self.has_ended = False
+        self._failure: EngineDeadError | None = None
 
     def run(self) -> None:
-        while self._run_commands():
-            try:
-                outputs = self.engine.step()
-            except Exception as error:
-                self._fail_all(error)
-            else:
-                self._deliver(outputs)
-        self._fail_all(EngineDeadError("the engine was shut down; make a new AsyncLLM"))
-        self.engine.shutdown()
-        self.has_ended = True
-        self._drain_inbox()
+        end = EngineDeadError("the engine was shut down; make a new AsyncLLM")
+        try:
+            self._run_steps()
+        except BaseException as error:
+            logger.exception("the engine's thread failed")
+            end = EngineDeadError("the engine's thread failed; the log says why: make a new engine")
+            end.__cause__ = error
+            self._failure = end
+        finally:
+            self._end(end)
+
+    def check_health(self) -> None:
+        """Raise EngineDeadError if the engine is down, or this thread has failed."""
+        if self._failure is not None:
+            raise self._failure
+        self.engine.executor.check_health()
 
     def submit(self, command: Callable[[], None]) -> None:
         """Make the thread run `command` between two steps.
@@ -57,7 +70,7 @@ class EngineThread(threading.Thread):
             return
         try:
             self.engine.queue(request, request_id=request_id)
-        except Exception as error:
+        except BaseException as error:
             send([(reader, error)])
         else:
             reader.request_id = request.request_id
@@ -77,6 +90,26 @@ class EngineThread(threading.Thread):
             del self.readers[request_id]  # first, because nobody reads what abort() sends
             self.abort(request_id)
 
+    def _run_steps(self) -> None:
+        while self._run_commands():
+            try:
+                outputs = self.engine.step()
+            except BaseException as error:
+                self._fail_all(error)
+            else:
+                self._deliver(outputs)
+
+    def _end(self, error: EngineDeadError) -> None:
+        """Fail what runs or still comes, and end the engine, whatever of this fails."""
+        try:
+            self._fail_all(error)
+        finally:
+            try:
+                self.engine.shutdown()
+            finally:
+                self.has_ended = True
+                self._drain_inbox()
+
     def _run_commands(self) -> bool:
         """Run the submitted commands; wait for one while no request runs.
 
@@ -90,7 +123,7 @@ class EngineThread(threading.Thread):
                 return True
             if command is None:
                 return False
-            command()
+            _run(command)
 
     def _drain_inbox(self) -> None:
         """Run the commands that came too late; a new request fails, as the engine is down."""
@@ -98,7 +131,7 @@ class EngineThread(threading.Thread):
             while True:
                 command = self.inbox.get_nowait()
                 if command is not None:
-                    command()
+                    _run(command)
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         """Send each output to its reader; an output without a reader is of an aborted request."""
@@ -112,10 +145,16 @@ class EngineThread(threading.Thread):
         send(deliveries)
 
     def _fail_all(self, error: BaseException) -> None:
-        """Abort every request and send `error` to its reader."""
-        deliveries: list[tuple[Reader, Item]] = []
-        for request_id, reader in self.readers.items():
+        """Send `error` to every reader, and then abort the requests, which may fail."""
+        readers, self.readers = self.readers, {}
+        send((reader, error) for reader in readers.values())
+        for request_id in readers:
             self.engine.abort(request_id)
-            deliveries.append((reader, error))
-        self.readers.clear()
-        send(deliveries)
+
+
+def _run(command: Callable[[], None]) -> None:
+    """Run a command; one that fails must not end the thread that runs it."""
+    try:
+        command()
+    except BaseException:
+        logger.exception("a command to the engine failed")

@@ -32,14 +32,14 @@ class Reader:
         self.request_id: int | str | None = None
         self.sends_all = False  # each output holds all so far
         self._outputs: list[RequestOutput] = []
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
         self._has_item = asyncio.Event()
 
     async def get(self) -> RequestOutput:
         """Wait until there is something to read, and return all of it as one output.
 
         Raises:
-            BaseException: the error that ended the request, once all outputs before it are read.
+            Exception: the error that ended the request, once all outputs before it are read.
         """
         await self._has_item.wait()
         if self._outputs:
@@ -52,8 +52,11 @@ class Reader:
 
     def put(self, item: Item) -> None:
         """Add an item; in the reader's event loop only."""
-        if isinstance(item, BaseException):
+        if isinstance(item, Exception):
             self._error = item
+        elif isinstance(item, BaseException):  # a panic of Rust: nobody expects such in a task
+            self._error = RuntimeError(f"{type(item).__name__}: {item}")
+            self._error.__cause__ = item
         else:
             self._outputs.append(item)
             if len(self._outputs) >= _MAX_OUTPUTS:

@@ -21,7 +21,7 @@ import uvicorn
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.config import Config
-from nanovllm.errors import ConfigError, EngineDeadError
+from nanovllm.errors import ConfigError
 from nanovllm.flags import given_fields
 from nanovllm.server.admission import shutting_down
 from nanovllm.server.answers import find_answer_format
@@ -134,7 +134,7 @@ class Server(uvicorn.Server):
             while True:
                 await asyncio.sleep(_WATCH_SECONDS)
                 await self._server.llm.check_health()
-        except EngineDeadError as error:
+        except Exception as error:  # a watch that ended unnoticed would be none
             self._server.failure = str(error)
             complain(f"nanovllm: the engine is dead, so the server ends: {error}")
             self.should_exit = True
