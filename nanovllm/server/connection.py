@@ -49,6 +49,13 @@ class _Connection(H11Protocol):
         super().data_received(data)
         self._watch_arrival()
 
+    def on_response_complete(self) -> None:
+        """Go on with a request that was sent before this answer; start its clock."""
+        super().on_response_complete()
+        has_begun = self.conn.their_state is h11.SEND_BODY or self.conn.trailing_data[0]
+        if has_begun and not self.transport.is_closing():
+            self._watch_arrival()
+
     def pause_writing(self) -> None:
         """Give a client that reads nothing a while."""
         super().pause_writing()
