@@ -5,7 +5,11 @@ Knows no app.
 """
 
 import asyncio
+import contextlib
+import fcntl
 import json
+import sys
+import termios
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -59,7 +63,7 @@ class _Connection(H11Protocol):
     def pause_writing(self) -> None:
         """Give a client that reads nothing a while."""
         super().pause_writing()
-        self._stuck = self.loop.call_later(self.timeout, self.transport.abort)
+        self._watch_reader()
 
     def resume_writing(self) -> None:
         """Stop the clock: the client reads again."""
@@ -79,6 +83,23 @@ class _Connection(H11Protocol):
         elif not is_arriving and self._arriving is not None:
             self._arriving.cancel()
             self._arriving = None
+
+    def _watch_reader(self) -> None:
+        self._stuck = self.loop.call_later(self.timeout, self._check_reader, self._num_unread())
+
+    def _check_reader(self, num_before: int) -> None:
+        """Cut the client off if it has read nothing since there were `num_before` bytes."""
+        if self._num_unread() < num_before:
+            self._watch_reader()
+        else:
+            self.transport.abort()
+
+    def _num_unread(self) -> int:
+        """Return how many bytes wait for the client, here and in the kernel's socket."""
+        num_here, held = self.transport.get_write_buffer_size(), bytearray(4)
+        with contextlib.suppress(OSError):  # without it, progress shows in steps of a megabyte
+            fcntl.ioctl(self.transport.get_extra_info("socket"), termios.TIOCOUTQ, held)
+        return num_here + int.from_bytes(held, sys.byteorder)
 
     def _arrived_too_slowly(self) -> None:
         if self.transport.is_closing():

@@ -165,24 +165,6 @@ def test_a_client_that_sends_a_byte_now_and_then_is_cut_off(guarded: Running, st
     assert guarded.send("/health").status == 200
 
 
-@pytest.mark.parametrize(
-    "second", [b"POST /v1/comple", head("Content-Length: 1000")], ids=["line", "body"]
-)
-def test_a_request_behind_another_has_as_long(guarded: Running, second: bytes) -> None:
-    """It begins in the packet of the first, so nothing arrives once its turn has come."""
-    begin = time.monotonic()
-    found = raw(guarded, b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n" + second)
-    assert 0.9 < time.monotonic() - begin < 8
-    assert found.startswith(b"HTTP/1.1 200")
-    assert found.count(b"HTTP/1.1 408") == 1
-
-
-def test_a_connection_may_idle_between_requests(guarded: Running) -> None:
-    get = b"GET /health HTTP/1.1\r\nHost: a\r\n"
-    found = raw(guarded, get + b"\r\n", get + b"Connection: close\r\n\r\n", pause=1.5)
-    assert found.count(b"HTTP/1.1 200") == 2
-
-
 def test_a_client_that_reads_nothing_is_cut_off(
     guarded: Running, async_llm: AsyncLLM, idle_afterwards: None
 ) -> None:

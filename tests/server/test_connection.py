@@ -1,0 +1,85 @@
+"""The time limits of a connection, with an app that only answers."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+import uvicorn
+
+from nanovllm.server.connection import connection_class
+
+LIMIT = 0.5
+LARGE = 5 * 2**19
+GET = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
+
+
+async def app(scope: Any, receive: Any, send: Any) -> None:
+    """Read the request and answer: /large with many bytes."""
+    while (await receive()).get("more_body"):
+        pass
+    body = bytes(LARGE) if scope["path"] == "/large" else b"ok"
+    length = (b"content-length", b"%d" % len(body))
+    await send({"type": "http.response.start", "status": 200, "headers": [length]})
+    await send({"type": "http.response.body", "body": body})
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[Any]:
+    http = connection_class(LIMIT)
+    server = uvicorn.Server(uvicorn.Config(app, http=http, lifespan="off", log_config=None))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**18)  # for its connections
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        yield listener.getsockname()
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture
+def connection(address: Any) -> Iterator[socket.socket]:
+    with socket.socket() as found:
+        found.settimeout(10)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+        found.connect(address)
+        yield found
+
+
+@pytest.mark.parametrize(
+    "second",
+    [b"POST / HT", b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 10\r\n\r\n"],
+    ids=["line", "body"],
+)
+def test_a_request_behind_another_has_as_long(connection: socket.socket, second: bytes) -> None:
+    """It begins in the packet of the first, so nothing arrives once its turn has come."""
+    begin, found = time.monotonic(), b""
+    connection.sendall(GET + second)
+    while piece := connection.recv(65536):
+        found += piece
+    assert 0.9 * LIMIT < time.monotonic() - begin < 8
+    assert found.startswith(b"HTTP/1.1 200")
+    assert found.count(b"HTTP/1.1 408") == 1
+
+
+def test_a_connection_may_idle_between_requests(connection: socket.socket) -> None:
+    for _ in range(2):
+        connection.sendall(GET)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+        time.sleep(1.2 * LIMIT)
+
+
+def test_a_slow_reader_that_goes_on_gets_all(connection: socket.socket) -> None:
+    """It takes twice the limit, and the server's buffer is not empty meanwhile."""
+    connection.sendall(b"GET /large HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+    begin, found = time.monotonic(), 0
+    while piece := connection.recv(LARGE // 25, socket.MSG_WAITALL):
+        found += len(piece)
+        time.sleep(0.05)
+    assert time.monotonic() - begin > 2 * LIMIT
+    assert found > LARGE
