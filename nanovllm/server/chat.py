@@ -70,7 +70,7 @@ async def answer_chat(request: Request, body: ChatRequest) -> Response:
             else {"prompt": prompt, "cache_salt": body.cache_salt},
             params,
             stream=bool(body.stream),
-            priority=body.priority or 0,
+            priority=server.check_priority(body.priority),
             user=body.user,
         )
         if body.stream:

@@ -52,7 +52,7 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
             _salted(prompts, body.cache_salt),
             params,
             stream=bool(body.stream),
-            priority=body.priority or 0,
+            priority=server.check_priority(body.priority),
             user=body.user,
         )
         if body.stream:

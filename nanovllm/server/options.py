@@ -37,6 +37,9 @@ class ServerOptions:
     max_waiting: int = 2048
     """Maximum number of sequences that wait for the engine beside those that run; further requests
     get status 503."""
+    min_priority: int = 0
+    """Lowest priority that a request may ask for. Lower values go first, before the turns of users,
+    so a value below 0 is for clients that are trusted."""
     max_body_bytes: int = 16 * 2**20
     """Maximum size of a request's body in bytes."""
     read_timeout: float = 30.0
@@ -62,6 +65,8 @@ class ServerOptions:
         self._set("port", check_int(ConfigError, "port", self.port, 0, 65535))
         for name in ("max_waiting", "max_body_bytes"):
             self._set(name, check_int(ConfigError, name, getattr(self, name), 1))
+        lowest = check_int(ConfigError, "min_priority", self.min_priority, -(2**31), 0)
+        self._set("min_priority", lowest)
         for name in ("read_timeout", "request_timeout"):
             if getattr(self, name) is not None:
                 self._set(name, check_float(ConfigError, name, getattr(self, name), 0.001))

@@ -63,7 +63,7 @@ async def respond(request: Request, body: ResponsesRequest) -> Response:
             else {"prompt": prompt, "cache_salt": body.cache_salt},
             params,
             stream=bool(body.stream),
-            priority=body.priority or 0,
+            priority=server.check_priority(body.priority),
             user=body.user,
         )
         if body.stream:

@@ -48,6 +48,17 @@ class ServerState:
                 code="model_not_found",
             )
 
+    def check_priority(self, priority: int | None) -> int:
+        """Return a request's priority; raise APIError, status 400, if it may not go so early."""
+        if priority is not None and priority < self.options.min_priority:
+            raise APIError(
+                400,
+                f"priority must be at least {self.options.min_priority}, this server's "
+                f"min_priority, got {priority}: lower values go first",
+                param="priority",
+            )
+        return priority or 0
+
 
 def make_state(llm: AsyncLLM, options: ServerOptions) -> ServerState:
     """Return the state of a server that answers with `llm`."""

@@ -18,7 +18,8 @@ KEYS = ("first-key", "second-key")
 @pytest.fixture(scope="module")
 def guarded(async_llm: AsyncLLM) -> Iterator[Running]:
     """A server with API keys, small limits and short deadlines."""
-    with running(async_llm, api_keys=KEYS, max_body_bytes=20000, read_timeout=1.0) as found:
+    limits = {"max_body_bytes": 20000, "read_timeout": 1.0, "min_priority": -5}
+    with running(async_llm, api_keys=KEYS, **limits) as found:
         yield found
 
 
@@ -204,6 +205,14 @@ def test_health_answers_while_a_large_prompt_is_refused(server: Running) -> None
         assert large[-1].status == 400
         assert large[-1].error["param"] in ("prompt", "messages")
         assert slowest < 0.5  # of which most is this process's own work
+
+
+def test_a_priority_below_the_lowest_is_refused(guarded: Running) -> None:
+    for priority, status in ((-6, 400), (-5, 200), (2**31, 200)):
+        body = {"prompt": "a", "max_tokens": 1, "priority": priority}
+        reply = guarded.send("/v1/completions", body, X_API_Key=KEYS[0])
+        assert reply.status == status
+        assert status == 200 or "min_priority" in reply.error["message"]
 
 
 def test_template_code_in_a_message_is_not_run(server: Running) -> None:

@@ -60,6 +60,7 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"skip_special_tokens": 1}, "skip_special_tokens"),
     ({"priority": 2**40}, "priority"),
     ({"priority": "high"}, "priority"),
+    ({"priority": -1}, "priority"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
