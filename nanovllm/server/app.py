@@ -47,7 +47,10 @@ def make_app(llm: AsyncLLM, options: ServerOptions) -> FastAPI:
         app.include_router(module.router)
     add_error_handlers(app)
     app.add_middleware(
-        GuardMiddleware, api_keys=options.api_keys, max_body_bytes=options.max_body_bytes
+        GuardMiddleware,
+        api_keys=options.api_keys,
+        allowed_hosts=options.allowed_hosts,
+        max_body_bytes=options.max_body_bytes,
     )
     if options.cors_origins:
         app.add_middleware(

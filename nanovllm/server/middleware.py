@@ -1,14 +1,16 @@
-"""What a request must pass before a route sees it: headers, API key, size of the body.
+"""What a request must pass before a route sees it: headers, host, API key, size of the body.
 
 Pure ASGI. Knows no routes but those that are open to everyone.
 """
 
 import hashlib
 import hmac
+import re
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanovllm.server.errors import APIError
+from nanovllm.validation import shown
 
 OPEN_PATHS = frozenset({"/", "/health", "/ready"})
 """What needs no API key; / is a page without data, which asks for the key."""
@@ -18,10 +20,22 @@ MAX_HEAD_BYTES = 32 * 2**10
 
 
 class GuardMiddleware:
-    """Refuses requests with dangerous headers, without an API key, or with too large a body."""
+    """Refuses requests with dangerous headers, without an API key, or with too large a body.
 
-    def __init__(self, app: ASGIApp, *, api_keys: tuple[str, ...], max_body_bytes: int) -> None:
+    Args:
+        allowed_hosts: names in the header Host, without the port; None is any.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        api_keys: tuple[str, ...],
+        allowed_hosts: frozenset[str] | None,
+        max_body_bytes: int,
+    ) -> None:
         self._app = app
+        self._allowed_hosts = allowed_hosts
         self._keys = [key.encode() for key in api_keys]
         self._max_body_bytes = max_body_bytes
 
@@ -32,6 +46,7 @@ class GuardMiddleware:
             return
         try:
             length = _content_length(scope["headers"])
+            self._check_host(scope["headers"])
             if self._keys and scope["path"] not in OPEN_PATHS:
                 scope.setdefault("state", {})["key_digest"] = self._key_digest(scope["headers"])
             if length is not None and length > self._max_body_bytes:
@@ -41,6 +56,19 @@ class GuardMiddleware:
             await error.response()(scope, receive, send)
             return
         await self._app(scope, self._limited(receive), send)
+
+    def _check_host(self, headers: list[tuple[bytes, bytes]]) -> None:
+        """Raise APIError, status 421, if a header names another host than this server."""
+        for name, value in headers:
+            if name == b"host" and self._allowed_hosts is not None:
+                given = value.decode("latin-1").lower()
+                if re.sub(r":\d*$", "", given) not in self._allowed_hosts:
+                    raise APIError(
+                        421,
+                        f"the header Host is {shown(given)}; without API keys this server answers "
+                        f"only to {', '.join(sorted(self._allowed_hosts))}: give it an --api-key",
+                        code="wrong_host",
+                    )
 
     def _limited(self, receive: Receive) -> Receive:
         """Return `receive` with a limit on the bytes, for bodies that do not say their length."""

@@ -80,6 +80,22 @@ class ServerOptions:
             if not key or not key.isascii() or not key.isprintable() or " " in key:
                 raise ConfigError("an API key must be printable ASCII characters without spaces")
 
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach the server."""
+        return bool(self.uds) or self.host in ("localhost", "::1") or self.host[:4] == "127."
+
+    @property
+    def allowed_hosts(self) -> frozenset[str] | None:
+        """Names by which requests may call the server; None is any.
+
+        A page whose name leads to 127.0.0.1 is of the server's origin to a browser. Its name in the
+        header Host gives it away; a key, which such a page does not have, does as well.
+        """
+        if self.uds or self.api_keys or not self.is_local:
+            return None
+        return frozenset({"localhost", "127.0.0.1", "[::1]", self.host})
+
     def _check_text(self, name: str) -> None:
         value = getattr(self, name)
         if not isinstance(value, str) or not value:

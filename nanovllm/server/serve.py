@@ -216,8 +216,7 @@ def _banner(server: ServerState, listener: socket.socket, seconds: float) -> lis
         f"  try: {curl}/v1/chat/completions -H 'Content-Type: application/json'{key} \\",
         """       -d '{"messages": [{"role": "user", "content": "What is paged attention?"}]}'""",
     ]
-    is_local = options.uds or options.host in ("localhost", "::1") or options.host[:4] == "127."
-    if not (is_local or options.api_keys):
+    if not (options.is_local or options.api_keys):
         lines.append(
             f"  WARNING: anyone who can reach {options.host} can use it: give --api-key, or leave "
             "--host out"

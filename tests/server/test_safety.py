@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from nanovllm import AsyncLLM
+from nanovllm.server.options import ServerOptions
 from tests.server.conftest import Reply, Running, running
 
 KEYS = ("first-key", "second-key")
@@ -246,6 +247,28 @@ def test_log_probabilities_of_one_answer_are_limited(server: Running) -> None:
     reply = server.send("/v1/chat/completions", {**chat, "n": 40, "max_tokens": 1})
     assert len(reply.body["choices"]) == 40
     assert len(reply.body["choices"][0]["logprobs"]["content"][0]["top_logprobs"]) == 20
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "localhost.evil.example"])
+def test_a_page_whose_name_was_led_here_gets_nothing(server: Running, host: str) -> None:
+    """Its browser takes this server for the page's own, so CORS does not count."""
+    for path in ("/", "/health", "/v1/models"):
+        reply = server.send(path, Host=host)
+        assert reply.status == 421
+        assert reply.error["code"] == "wrong_host"
+
+
+def test_names_of_this_machine_are_let_in(server: Running, guarded: Running) -> None:
+    for host in ("localhost", "LOCALHOST:80", "127.0.0.1:1", "[::1]:8000", "[::1]"):
+        assert server.send("/health", Host=host).status == 200
+    assert guarded.send("/health", Host="with-a-key.example").status == 200
+    assert "127.0.0.7" in (ServerOptions(host="127.0.0.7").allowed_hosts or ())
+    for options in (
+        ServerOptions(host="0.0.0.0"),
+        ServerOptions(uds="a.sock"),
+        ServerOptions(api_keys=("a",)),
+    ):
+        assert options.allowed_hosts is None
 
 
 def test_cors_is_off_unless_asked_for(server: Running, async_llm: AsyncLLM) -> None:
