@@ -106,6 +106,11 @@ class Server(uvicorn.Server):
         self._tasks.append(asyncio.create_task(self._server.metrics.watch_event_loop()))
         self._on_start()
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop to listen, and close the connections."""
+        _remove(self._listener)  # while it is open: its path may be another server's afterwards
+        await super().shutdown(sockets)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drain; at the second signal, end the process."""
         if self._was_asked or not self.started:
@@ -154,8 +159,10 @@ def bound_socket(options: ServerOptions) -> Iterator[socket.socket]:
         advice = "name another --uds" if options.uds else "choose another --port, or 0 for any"
         raise ConfigError(f"cannot listen on {where}: {error.strerror}; {advice}") from None
     with listener:
-        yield listener
-    _remove(listener)
+        try:
+            yield listener
+        finally:
+            _remove(listener)
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -18,10 +18,15 @@ from typing import Any
 import psutil
 import pytest
 
-from nanovllm import cli, demo_model
+from nanovllm import AsyncLLM, cli, demo_model
+from nanovllm.errors import ConfigError
+from nanovllm.server.options import ServerOptions
 from tests.helpers import ROOT, environment
 
 pytest.importorskip("fastapi")
+
+from nanovllm.server.app import make_app
+from nanovllm.server.serve import Server, bound_socket
 
 FLAGS = ["--num-kvcache-blocks", "64", "--max-model-len", "4096", "--enforce-eager"]
 ENDLESS = {"prompt": [1], "max_tokens": 4000, "ignore_eos": True}
@@ -162,6 +167,30 @@ def test_a_dead_worker_ends_the_server() -> None:
         assert later.answer["error"]["code"] == "engine_dead"
         assert server.process.wait(10) == 1
         assert "the engine is dead" in server.log
+
+
+def test_the_file_of_a_unix_socket_goes_with_the_server(
+    async_llm: AsyncLLM, tmp_path: Path
+) -> None:
+    path = tmp_path / "server.sock"
+    options = ServerOptions(uds=str(path))
+    with bound_socket(options) as listener:
+        server = Server(make_app(async_llm, options), listener)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        assert path.exists()
+        server.should_exit = True
+        thread.join()
+        assert listener.fileno() < 0
+        assert not path.exists()
+        path.write_text("another server's by now")
+    assert path.exists()
+    path.unlink()
+    with pytest.raises(ConfigError, match="no model"), bound_socket(options):
+        raise ConfigError("no model")
+    assert not path.exists()
 
 
 def run(*argv: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
