@@ -6,6 +6,7 @@ no text. It never stops the engine: if the file cannot be written any more, it w
 
 import json
 import logging
+import os
 import time
 from collections import deque
 from typing import IO
@@ -34,7 +35,7 @@ class _TraceFile:
 
     def __init__(self, path: str) -> None:
         try:
-            self._file: IO[bytes] = open(path, "wb")  # noqa: SIM115
+            self._file: IO[bytes] = open(path, "wb", opener=_open_private)  # noqa: SIM115
             self._file.seek(0)
         except OSError as error:
             raise ConfigError(
@@ -64,6 +65,11 @@ class _TraceFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _open_private(path: str, flags: int) -> int:
+    """Open a file; a new one is for its owner only."""
+    return os.open(path, flags, 0o600)
 
 
 class _Lane:

@@ -1,6 +1,7 @@
 """The timeline of `Config.trace`, read back as JSON."""
 
 import json
+import os
 import random
 from collections import defaultdict
 from itertools import pairwise
@@ -283,6 +284,15 @@ def test_a_full_disk_ends_the_trace_and_not_the_engine(
     for _ in range(2):
         assert len(generate(llm, [1, 2, 3], SamplingParams(max_tokens=5)).token_ids) == 5
     assert caplog.text.count("the trace ends here") == 1
+
+
+def test_a_new_file_is_for_its_owner_only(tmp_path: Path) -> None:
+    path, umask = tmp_path / "trace.json", os.umask(0)
+    try:
+        trace_module.Trace(str(path)).close()
+    finally:
+        os.umask(umask)
+    assert path.stat().st_mode & 0o777 == 0o600
 
 
 def test_a_file_that_cannot_be_written(random_model: str, tmp_path: Path) -> None:
