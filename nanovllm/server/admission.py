@@ -5,7 +5,7 @@ Knows no engine and no HTTP connection: it is told how many sequences run.
 
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -26,6 +26,8 @@ class Endable(Protocol):
 class Admission:
     """Admits requests while there is room.
 
+    A user may hold half of the queue, so that no one keeps out all others.
+
     Args:
         max_waiting: most sequences beside those that run.
         num_running: returns how many sequences run in the engine now.
@@ -33,6 +35,8 @@ class Admission:
 
     def __init__(self, max_waiting: int, num_running: Callable[[], int]) -> None:
         self._max_waiting = max_waiting
+        self._share = -(-max_waiting // 2)
+        self._held: Counter[str] = Counter()  # sequences of each user in the server
         self._num_running = num_running
         self._active: dict[Endable, int] = {}  # sequences of each request in the server
         self._num_active = 0
@@ -50,54 +54,83 @@ class Admission:
         return max(0, self._num_active - self._num_running())
 
     @contextmanager
-    def admit(self, request: Endable, num_sequences: int) -> Iterator[None]:
+    def admit(
+        self, request: Endable, num_sequences: int, user: str | None = None
+    ) -> Iterator[None]:
         """Count a request's sequences while it is in the server.
 
+        Args:
+            user: whose request it is; None is nobody's, and has no share.
+
         Raises:
-            APIError: status 503, the server is shutting down or its queue is full; status 400, the
-                request has more sequences than the queue holds.
+            APIError: status 503, the server is shutting down or its queue is full; status 429, the
+                user holds half of the queue; status 400, the request has more sequences than it
+                may ever have.
         """
         if self.is_draining:
             raise shutting_down()
-        if num_sequences > self._max_waiting:
-            raise APIError(
-                400,
-                f"the request asks for {num_sequences} answers (n times the prompts) and the queue "
-                f"holds {self._max_waiting}: send fewer at once",
-                param="n",
-            )
-        if self.num_waiting + num_sequences > self._max_waiting:
-            raise APIError(
-                503,
-                f"the queue is full: {self.num_waiting} sequences wait, max_waiting is "
-                f"{self._max_waiting}; try again later",
-                type="overloaded_error",
-                code="queue_full",
-                headers={"Retry-After": str(self._retry_seconds())},
-            )
+        self._check_room(num_sequences, user)
         self._active[request] = num_sequences
         self._num_active += num_sequences
+        if user is not None:
+            self._held[user] += num_sequences
         try:
             yield
         finally:
             del self._active[request]
             self._num_active -= num_sequences
+            if user is not None:
+                self._held[user] -= num_sequences
+                if not self._held[user]:
+                    del self._held[user]
             self._ended.append((time.monotonic(), num_sequences))
             self._forget_old()
+
+    def _check_room(self, num_sequences: int, user: str | None) -> None:
+        limit = self._max_waiting if user is None else self._share
+        if num_sequences > limit:
+            who = "the queue holds" if user is None else "a user may have in the queue"
+            raise APIError(
+                400,
+                f"the request asks for {num_sequences} answers (n times the prompts) and "
+                f"{who} {limit}: send fewer at once",
+                param="n",
+            )
+        num_waiting = self.num_waiting
+        if num_waiting + num_sequences > self._max_waiting:
+            raise APIError(
+                503,
+                f"the queue is full: {num_waiting} sequences wait, max_waiting is "
+                f"{self._max_waiting}; try again later",
+                type="overloaded_error",
+                code="queue_full",
+                headers=self._retry_after(),
+            )
+        # Which of a user's sequences run is not known: no more of them wait than this.
+        if user is not None and min(num_waiting, self._held[user]) + num_sequences > limit:
+            raise APIError(
+                429,
+                f"too many of this user's requests are in the server: {self._held[user]} "
+                f"sequences, and {limit} may wait, half of max_waiting; try again later",
+                type="rate_limit_error",
+                code="user_queue_full",
+                headers=self._retry_after(),
+            )
 
     def end_all(self, error: APIError) -> None:
         """End every request; each client gets the error."""
         for request in list(self._active):
             request.end(error)
 
-    def _retry_seconds(self) -> int:
+    def _retry_after(self) -> dict[str, str]:
         """Return after how many whole seconds half of the queue will have ended, as of late."""
         self._forget_old()
         if not self._ended:
-            return 1
+            return {"Retry-After": "1"}
         seconds = max(1.0, time.monotonic() - self._ended[0][0])
         rate = sum(count for _, count in self._ended) / seconds
-        return max(1, min(_MAX_RETRY_SECONDS, math.ceil(self.num_waiting / 2 / rate)))
+        wait = math.ceil(self.num_waiting / 2 / rate)
+        return {"Retry-After": str(max(1, min(_MAX_RETRY_SECONDS, wait)))}
 
     def _forget_old(self) -> None:
         oldest = time.monotonic() - _WINDOW_SECONDS

@@ -67,12 +67,12 @@ class _Guard:
 
 
 @contextmanager
-def _admitted(request: Request, num_sequences: int) -> Iterator[_Guard]:
+def _admitted(request: Request, num_sequences: int, user: str | None) -> Iterator[_Guard]:
     """Admit a request and guard it."""
     server, guard = state_of(request), _Guard()
     with ExitStack() as stack:
         try:
-            stack.enter_context(server.admission.admit(guard, num_sequences))
+            stack.enter_context(server.admission.admit(guard, num_sequences, user or None))
         except APIError as error:
             server.metrics.refused(error.body["error"]["code"] or "too_many_sequences")
             raise
@@ -110,8 +110,8 @@ async def run(
         InvalidRequestError: the prompt or a parameter is invalid or unsupported.
         EngineDeadError: the engine is down.
     """
-    with _admitted(request, params.n) as guard:
-        fair = {"priority": priority, "user": _fair_user(request, user)}
+    fair: dict[str, Any] = {"priority": priority, "user": _fair_user(request, user)}
+    with _admitted(request, params.n, fair["user"]) as guard:
         outputs = _outputs(request, guard, prompt, params, stream, **fair)
         async with aclosing(outputs):
             async for output in outputs:
@@ -128,8 +128,8 @@ async def run_all(
     user: str | None = None,
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Generate for many prompts as `run` does; yield (index of the prompt, output) as they come."""
-    with _admitted(request, params.n * len(prompts)) as guard:
-        fair = {"priority": priority, "user": _fair_user(request, user)}
+    fair: dict[str, Any] = {"priority": priority, "user": _fair_user(request, user)}
+    with _admitted(request, params.n * len(prompts), fair["user"]) as guard:
         # One output a prompt at most waits here, so the engine merges those of a slow reader.
         ready: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue(1)
 

@@ -63,6 +63,31 @@ def test_admission_refuses_what_never_fits_and_all_while_draining() -> None:
     assert refused.value.status_code == 503
 
 
+def test_a_user_holds_half_of_the_queue() -> None:
+    """Symptom: one request with n=128 for 16 prompts kept everybody else out."""
+    num_running = 0
+    admission = Admission(4, lambda: num_running)
+
+    def refusal(count: int, user: str | None) -> int | None:
+        try:
+            with admission.admit(Ended(), count, user):
+                return None
+        except APIError as error:
+            return error.status_code
+
+    assert refusal(3, "a") == 400
+    assert refusal(4, None) is None
+    with admission.admit(Ended(), 2, "a"):
+        assert refusal(1, "a") == 429
+        with admission.admit(Ended(), 1, "b"):
+            assert refusal(1, "b") is None
+            assert refusal(2, "b") == 503
+            num_running = 3  # nothing waits, so there is room for all
+            assert refusal(2, "a") is None
+    num_running = 0
+    assert refusal(2, "a") is None
+
+
 @pytest.fixture(scope="module")
 def small(async_llm: AsyncLLM) -> Iterator[Running]:
     """A server with a short queue and a short deadline."""
