@@ -60,7 +60,7 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self._max_logprobs = max_logprobs
         self._in_process = in_process
-        self._grammars = grammars
+        self.grammars = grammars
         self._last_token_id = vocab_size - 1
         self._max_model_len = max_model_len
         self._seeds = random.Random(seed)
@@ -199,11 +199,11 @@ class InputProcessor:
             _check_unicode("a stop string", stop)
         structured = params.structured_outputs
         if isinstance(structured, StructuredOutputsParams):
-            if self._grammars is None:
+            if self.grammars is None:
                 raise InvalidRequestError(
                     "this engine has no tokenizer, so structured_outputs cannot be used"
                 )
-            self._grammars.compile(structured)
+            self.grammars.compile(structured)
         last = self._last_token_id
         for name, token_ids in (
             ("stop_token_ids", params.stop_token_ids),

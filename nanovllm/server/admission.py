@@ -1,4 +1,5 @@
-"""The bounded queue: counts the sequences in the server and refuses what is too much.
+"""The bounded queue: counts the sequences in the server, and the bytes of large bodies, and refuses
+what is too much.
 
 Knows no engine and no HTTP connection: it is told how many sequences run.
 """
@@ -10,10 +11,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+from starlette.types import Message, Receive
+
 from nanovllm.server.errors import APIError
 
 _WINDOW_SECONDS = 30.0
 _MAX_RETRY_SECONDS = 60
+_SMALL_BODY = 2**16
+"""Bytes of each body that are not counted, so that large ones do not keep out small ones."""
 
 
 class Endable(Protocol):
@@ -136,6 +141,49 @@ class Admission:
         oldest = time.monotonic() - _WINDOW_SECONDS
         while self._ended and self._ended[0][0] < oldest:
             self._ended.popleft()
+
+
+class BodyBudget:
+    """Bounds the bytes of all bodies that are in memory at the same time.
+
+    Args:
+        max_bytes: of all bodies together; the first 64 KiB of each are not counted.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+
+    @contextmanager
+    def reading(self, receive: Receive) -> Iterator[Receive]:
+        """Count a body that is read by the `receive` of this block, until the block ends.
+
+        The new `receive` raises APIError, status 503, when there is no room.
+        """
+        size = held = 0
+
+        async def counted() -> Message:
+            nonlocal size, held
+            message = await receive()
+            size += len(message.get("body", b""))
+            more = max(0, size - _SMALL_BODY) - held
+            if self._num_bytes + more > self._max_bytes:
+                raise APIError(
+                    503,
+                    f"the requests in the server have over {self._max_bytes} bytes; try again "
+                    "later, or with a smaller one",
+                    type="overloaded_error",
+                    code="bodies_full",
+                    headers={"Retry-After": "1", "Connection": "close"},
+                )
+            self._num_bytes += more
+            held += more
+            return message
+
+        try:
+            yield counted
+        finally:
+            self._num_bytes -= held
 
 
 def shutting_down() -> APIError:

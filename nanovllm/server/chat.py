@@ -19,7 +19,12 @@ from nanovllm.server import generation
 from nanovllm.server.answers import NamedTool, ToolChoice
 from nanovllm.server.errors import naming_params
 from nanovllm.server.json_route import JSONRoute
-from nanovllm.server.params import check_logprobs, sampling_params, structured_names
+from nanovllm.server.params import (
+    check_logprobs,
+    num_answers,
+    sampling_params,
+    structured_names,
+)
 from nanovllm.server.parts import (
     Part,
     ReasoningDelta,
@@ -60,18 +65,20 @@ async def answer_chat(request: Request, body: ChatRequest) -> Response:
     renamed = {**structured_names(body), "logprobs": "top_logprobs"}
     if body.max_completion_tokens is not None:
         renamed["max_tokens"] = "max_completion_tokens"
-    with naming_params(ChatRequest.model_fields, "messages", renamed):
-        prompt, params = await asyncio.to_thread(_prepare, server, body)
+    with (
+        naming_params(ChatRequest.model_fields, "messages", renamed),
+        generation.admitted(request, num_answers(body), body.user) as place,
+    ):
+        prompt, params = await place.prepare(_prepare, server, body)
         answer = _Answer(server, body, prompt)
         outputs = generation.run(
-            request,
+            place,
             prompt
             if body.cache_salt is None
             else {"prompt": prompt, "cache_salt": body.cache_salt},
             params,
             stream=bool(body.stream),
             priority=server.check_priority(body.priority),
-            user=body.user,
         )
         if body.stream:
             return sse(answer.chunks(await generation.started(outputs)))

@@ -47,20 +47,20 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
     with naming_params(CompletionRequest.model_fields, "prompt", structured_names(body)):
         prompts, params = _prompts(server, body), _params(server, body)
         check_logprobs(server, params, map(len, prompts))
-        outputs = generation.run_all(
-            request,
-            _salted(prompts, body.cache_salt),
-            params,
-            stream=bool(body.stream),
-            priority=server.check_priority(body.priority),
-            user=body.user,
-        )
-        if body.stream:
-            return sse(answer.chunks(await generation.started(outputs)))
-        whole = await answer.whole(outputs)
-        if answer.may_be_large:
-            return await asyncio.to_thread(json_response, whole)
-        return json_response(whole)
+        with generation.admitted(request, params.n * len(prompts), body.user) as place:
+            outputs = generation.run_all(
+                place,
+                _salted(prompts, body.cache_salt),
+                params,
+                stream=bool(body.stream),
+                priority=server.check_priority(body.priority),
+            )
+            if body.stream:
+                return sse(answer.chunks(await generation.started(outputs)))
+            whole = await answer.whole(outputs)
+            if answer.may_be_large:
+                return await asyncio.to_thread(json_response, whole)
+            return json_response(whole)
 
 
 def _prompts(server: ServerState, body: CompletionRequest) -> list[str | list[int]]:

@@ -4,7 +4,9 @@ Knows no JSON and no route: it takes prompts and yields the engine's outputs.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence as Seq
+import dataclasses
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence as Seq
+from concurrent.futures import Executor
 from contextlib import ExitStack, aclosing, contextmanager, suppress
 from types import TracebackType
 from typing import Any, TypeVar
@@ -17,8 +19,12 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.errors import APIError
 from nanovllm.server.request_log import record_of
 from nanovllm.server.state import state_of
+from nanovllm.structured_outputs import StructuredOutputsParams
 
 T = TypeVar("T")
+
+_COMPILE_SECONDS = 10.0
+"""For a grammar, with its wait for a thread. Compiling takes some 100 ms at most."""
 
 
 class _Guard:
@@ -66,75 +72,95 @@ class _Guard:
             raise self._error from None
 
 
+@dataclasses.dataclass
+class Place:
+    """An admitted request's place in the server, which `run` or `run_all` takes over."""
+
+    request: Request
+    guard: _Guard
+    user: str | None
+    """The key of fairness."""
+    held: ExitStack
+    """What ends with the request."""
+
+    async def prepare(self, function: Callable[..., T], *args: Any) -> T:
+        """Run what takes a while before the engine has the request, beside the event loop.
+
+        Raises:
+            APIError: the time is over, or the client is gone; or what the function raises.
+        """
+        return await self.in_pool(state_of(self.request).preparing, function, *args)
+
+    async def in_pool(self, pool: Executor, function: Callable[..., T], *args: Any) -> T:
+        """Run a function in a pool of threads, as `prepare` does."""
+        with self.guard:
+            return await asyncio.get_running_loop().run_in_executor(pool, function, *args)
+
+
 @contextmanager
-def _admitted(request: Request, num_sequences: int, user: str | None) -> Iterator[_Guard]:
-    """Admit a request and guard it."""
-    server, guard = state_of(request), _Guard()
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(server.admission.admit(guard, num_sequences, user or None))
-        except APIError as error:
-            server.metrics.refused(error.body["error"]["code"] or "too_many_sequences")
-            raise
-        watch = asyncio.create_task(guard.watch(request))
-        timer = None
-        if server.options.request_timeout is not None:
-            late = _timeout(server.options.request_timeout)
-            timer = watch.get_loop().call_later(server.options.request_timeout, guard.end, late)
-        try:
-            yield guard
-        finally:
-            watch.cancel()
-            if timer is not None:
-                timer.cancel()
+def admitted(request: Request, num_sequences: int, user: str | None = None) -> Iterator[Place]:
+    """Admit a request before anything is done for it, and watch its client and its deadline.
 
-
-async def run(
-    request: Request,
-    prompt: Prompt,
-    params: SamplingParams,
-    *,
-    stream: bool,
-    priority: int = 0,
-    user: str | None = None,
-) -> AsyncGenerator[RequestOutput, None]:
-    """Generate for one prompt and yield deltas, or one whole output if `stream` is False.
-
-    The request is aborted when the client goes away, and when the iterator is closed.
+    Its place is free at the end of the block, or at the end of the `run` that was begun in it.
 
     Args:
         user: the key of fairness; with several API keys it is the request's key.
 
     Raises:
-        APIError: the queue is full, the time is over, or the client is gone.
+        APIError: the queue is full, or holds too much of this user.
+    """
+    server, guard, user = state_of(request), _Guard(), _fair_user(request, user)
+    with ExitStack() as held:
+        try:
+            held.enter_context(server.admission.admit(guard, num_sequences, user or None))
+        except APIError as error:
+            server.metrics.refused(error.body["error"]["code"] or "too_many_sequences")
+            raise
+        watch = asyncio.create_task(guard.watch(request))
+        held.callback(watch.cancel)
+        if server.options.request_timeout is not None:
+            late = _timeout(server.options.request_timeout)
+            timer = watch.get_loop().call_later(server.options.request_timeout, guard.end, late)
+            held.callback(timer.cancel)
+        yield Place(request, guard, user, held)
+
+
+async def run(
+    place: Place, prompt: Prompt, params: SamplingParams, *, stream: bool, priority: int = 0
+) -> AsyncGenerator[RequestOutput, None]:
+    """Generate for one prompt and yield deltas, or one whole output if `stream` is False.
+
+    The request is aborted when the client goes away, and when the iterator is closed.
+
+    Raises:
+        APIError: the time is over, or the client is gone.
         InvalidRequestError: the prompt or a parameter is invalid or unsupported.
         EngineDeadError: the engine is down.
     """
-    fair: dict[str, Any] = {"priority": priority, "user": _fair_user(request, user)}
-    with _admitted(request, params.n, fair["user"]) as guard:
-        outputs = _outputs(request, guard, prompt, params, stream, **fair)
+    with place.held.pop_all():
+        await _compile_grammar(place, params)
+        outputs = _outputs(place, prompt, params, stream, priority)
         async with aclosing(outputs):
             async for output in outputs:
                 yield output
 
 
 async def run_all(
-    request: Request,
+    place: Place,
     prompts: Seq[Prompt],
     params: SamplingParams,
     *,
     stream: bool,
     priority: int = 0,
-    user: str | None = None,
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Generate for many prompts as `run` does; yield (index of the prompt, output) as they come."""
-    fair: dict[str, Any] = {"priority": priority, "user": _fair_user(request, user)}
-    with _admitted(request, params.n * len(prompts), fair["user"]) as guard:
+    with place.held.pop_all():
+        await _compile_grammar(place, params)
         # One output a prompt at most waits here, so the engine merges those of a slow reader.
         ready: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue(1)
 
         async def pump(index: int) -> None:
-            outputs = _outputs(request, guard, prompts[index], params, stream, **fair)
+            outputs = _outputs(place, prompts[index], params, stream, priority)
             end: BaseException | None = None
             try:
                 async with aclosing(outputs):
@@ -162,16 +188,39 @@ async def run_all(
                 await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def _compile_grammar(place: Place, params: SamplingParams) -> None:
+    """Compile the request's grammar, so that the one thread that makes requests finds it compiled.
+
+    Raises:
+        APIError: it takes too long.
+        InvalidRequestError: the grammar cannot be used.
+    """
+    server = state_of(place.request)
+    grammars, form = server.llm.engine.input_processor.grammars, params.structured_outputs
+    if grammars is None or not isinstance(form, StructuredOutputsParams):
+        return
+    if grammars.is_compiled(form):
+        return
+    try:
+        async with asyncio.timeout(_COMPILE_SECONDS):
+            await place.in_pool(server.compiling, grammars.compile, form)
+    except TimeoutError:
+        raise APIError(
+            503,
+            f"structured_outputs was not compiled within {_COMPILE_SECONDS:g} s: use a simpler "
+            f"{form.form}, or try again when the server is less busy",
+            type="overloaded_error",
+            code="grammar_timeout",
+            headers={"x-should-retry": "false"},
+        ) from None
+
+
 async def _outputs(
-    request: Request,
-    guard: _Guard,
-    prompt: Prompt,
-    params: SamplingParams,
-    stream: bool,
-    **fair: Any,
+    place: Place, prompt: Prompt, params: SamplingParams, stream: bool, priority: int
 ) -> AsyncGenerator[RequestOutput, None]:
-    server = state_of(request)
-    with server.metrics.meter(params, record_of(request.scope)) as meter:
+    server, guard = state_of(place.request), place.guard
+    fair: dict[str, Any] = {"priority": priority, "user": place.user}
+    with server.metrics.meter(params, record_of(place.request.scope)) as meter:
         if not stream:
             with guard:
                 output = await server.llm.generate(prompt, params, **fair)

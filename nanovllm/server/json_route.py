@@ -14,6 +14,7 @@ from fastapi.routing import APIRoute
 from starlette.responses import Response
 
 from nanovllm.server.errors import APIError
+from nanovllm.server.state import state_of
 from nanovllm.validation import shown
 
 MAX_DEPTH = 100
@@ -31,9 +32,11 @@ class JSONRoute(APIRoute):
         has_body = self.body_field is not None
 
         async def handle_strictly(request: Request) -> Response:
-            if has_body:
-                _check_content_type(request)
-            return await handle(_JSONRequest(request.scope, request.receive))
+            if not has_body:
+                return await handle(request)
+            _check_content_type(request)
+            with state_of(request).bodies.reading(request.receive) as receive:
+                return await handle(_JSONRequest(request.scope, receive))
 
         return handle_strictly
 

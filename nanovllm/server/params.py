@@ -89,6 +89,11 @@ def check_logprobs(server: ServerState, params: SamplingParams, lengths: Iterabl
         )
 
 
+def num_answers(given: GenerationRequest) -> int:
+    """Return n as it counts in the queue, before `sampling_params` checks it."""
+    return max(1, min(given.n or 1, MAX_N))
+
+
 def structured_outputs(given: GenerationRequest) -> dict[str, Any] | None:
     """Return what the answer must fit, by vLLM's names; None if it is free.
 

@@ -3,7 +3,6 @@
 Knows no queue and no connection: `generation` does. Knows no format of tool calls: `answers` does.
 """
 
-import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator
@@ -53,18 +52,20 @@ async def respond(request: Request, body: ResponsesRequest) -> Response:
     renamed = {"max_tokens": "max_output_tokens", **structured_names(body)}
     if form is not None:
         renamed |= dict.fromkeys(("structured_outputs", "StructuredOutputsParams"), "text.format")
-    with naming_params(ResponsesRequest.model_fields, "input", renamed):
-        prompt, params = await asyncio.to_thread(_prepare, server, body, form)
+    with (
+        naming_params(ResponsesRequest.model_fields, "input", renamed),
+        generation.admitted(request, 1, body.user) as place,
+    ):
+        prompt, params = await place.prepare(_prepare, server, body, form)
         answer = _Answer(server, body, params, prompt)
         outputs = generation.run(
-            request,
+            place,
             prompt
             if body.cache_salt is None
             else {"prompt": prompt, "cache_salt": body.cache_salt},
             params,
             stream=bool(body.stream),
             priority=server.check_priority(body.priority),
-            user=body.user,
         )
         if body.stream:
             return sse(answer.frames(await generation.started(outputs)), done="")

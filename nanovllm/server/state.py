@@ -4,17 +4,21 @@ import dataclasses
 import hashlib
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 from fastapi import Request
 
 from nanovllm import __version__
 from nanovllm.async_llm import AsyncLLM
-from nanovllm.server.admission import Admission
+from nanovllm.server.admission import Admission, BodyBudget
 from nanovllm.server.answers import AnswerFormat, find_answer_format
 from nanovllm.server.errors import APIError
 from nanovllm.server.metrics import ServerMetrics
 from nanovllm.server.options import ServerOptions
 from nanovllm.validation import shown
+
+_MANY_BODIES = 16
+"""So many bodies of max_body_bytes are in memory at most."""
 
 
 @dataclasses.dataclass
@@ -26,6 +30,7 @@ class ServerState:
     model_name: str
     """Name of the model in answers."""
     admission: Admission
+    bodies: BodyBudget
     answer_format: AnswerFormat
     """How the model marks reasoning and tool calls."""
     metrics: ServerMetrics
@@ -34,6 +39,14 @@ class ServerState:
     """Names what makes the answers: version and model."""
     failure: str | None = None
     """Why the engine is dead; None while it lives."""
+    preparing: ThreadPoolExecutor = dataclasses.field(
+        default_factory=lambda: ThreadPoolExecutor(2, "nanovllm-prepare")
+    )
+    """Renders conversations, and tokenizes for /tokenize."""
+    compiling: ThreadPoolExecutor = dataclasses.field(
+        default_factory=lambda: ThreadPoolExecutor(2, "nanovllm-grammar")
+    )
+    """Compiles grammars, so that nothing but other grammars waits for a heavy one."""
     start_time: int = dataclasses.field(default_factory=lambda: int(time.time()))
     """Unix time in seconds."""
 
@@ -73,6 +86,7 @@ def make_state(llm: AsyncLLM, options: ServerOptions) -> ServerState:
         answer_format=_answer_format(llm, options),
         metrics=ServerMetrics(name, llm),
         admission=Admission(options.max_waiting, lambda: len(engine.scheduler.running)),
+        bodies=BodyBudget(_MANY_BODIES * options.max_body_bytes),
         max_model_len=engine.cache_info.max_model_len,
     )
 

@@ -1,11 +1,11 @@
 """POST /tokenize and /detokenize, in vLLM's form."""
 
-import asyncio
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, model_validator
 
+from nanovllm.server import generation
 from nanovllm.server.errors import APIError, naming_params
 from nanovllm.server.json_route import JSONRoute
 from nanovllm.server.protocol.chat import ChatTools, Messages
@@ -63,8 +63,11 @@ async def tokenize(request: Request, body: TokenizeRequest) -> TokenizeAnswer:
     """Return the token ids of a text or a conversation."""
     server = state_of(request)
     server.check_model(body.model)
-    with naming_params(TokenizeRequest.model_fields, "messages" if body.messages else "prompt"):
-        tokens, texts = await asyncio.to_thread(_tokenize, server, body)
+    with (
+        naming_params(TokenizeRequest.model_fields, "messages" if body.messages else "prompt"),
+        generation.admitted(request, 1) as place,
+    ):
+        tokens, texts = await place.prepare(_tokenize, server, body)
     return TokenizeAnswer(
         count=len(tokens), max_model_len=server.max_model_len, tokens=tokens, token_strs=texts
     )
@@ -75,13 +78,8 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> DetokenizeAns
     """Return the text of token ids."""
     server = state_of(request)
     server.check_model(body.model)
-    tokenizer, size = _tokenizer(server), server.llm.engine.cache_info.vocab_size
-    for index, token in enumerate(body.tokens):
-        if not 0 <= token < size:
-            message = f"tokens[{index}] is {token}; the vocabulary is 0 to {size - 1}"
-            raise APIError(400, message, param=f"tokens[{index}]")
-    text = await asyncio.to_thread(tokenizer.decode, body.tokens)
-    return DetokenizeAnswer(prompt=text)
+    with generation.admitted(request, 1) as place:
+        return DetokenizeAnswer(prompt=await place.prepare(_detokenize, server, body.tokens))
 
 
 def _tokenize(server: ServerState, body: TokenizeRequest) -> tuple[list[int], list[str] | None]:
@@ -106,6 +104,16 @@ def _tokenize(server: ServerState, body: TokenizeRequest) -> tuple[list[int], li
         return tokens, None
     texts: list[str] = _tokenizer(server).convert_ids_to_tokens(tokens)
     return tokens, texts
+
+
+def _detokenize(server: ServerState, tokens: list[int]) -> str:
+    tokenizer, size = _tokenizer(server), server.llm.engine.cache_info.vocab_size
+    for index, token in enumerate(tokens):
+        if not 0 <= token < size:
+            message = f"tokens[{index}] is {token}; the vocabulary is 0 to {size - 1}"
+            raise APIError(400, message, param=f"tokens[{index}]")
+    text: str = tokenizer.decode(tokens)
+    return text
 
 
 def _tokenizer(server: ServerState) -> Any:

@@ -84,7 +84,7 @@ class GrammarCompiler:
         Raises:
             InvalidRequestError: llguidance is not installed, or refuses the grammar.
         """
-        key = (params.form, params.text, params.disable_any_whitespace)
+        key = _key(params)
         with self._lock:
             matcher = self._compiled.get(key)
             if matcher is not None:
@@ -96,6 +96,10 @@ class GrammarCompiler:
                 while len(self._compiled) > _NUM_CACHED:
                     self._compiled.popitem(last=False)
         return matcher
+
+    def is_compiled(self, params: StructuredOutputsParams) -> bool:
+        """Return whether `compile` only has to find it. Never waits for another thread."""
+        return _key(params) in self._compiled
 
     def _compile(self, params: StructuredOutputsParams) -> "LLMatcher":
         try:
@@ -132,6 +136,10 @@ class GrammarCompiler:
                         f"tokenizer: {error!s:.200}"
                     ) from error
             return self._tokenizer
+
+
+def _key(params: StructuredOutputsParams) -> tuple[str, str, bool]:
+    return params.form, params.text, params.disable_any_whitespace
 
 
 def _check_divisors(text: str) -> None:

@@ -3,8 +3,10 @@
 import asyncio
 import http.client
 import json
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -12,7 +14,8 @@ import openai
 import pytest
 
 from nanovllm import AsyncLLM
-from nanovllm.server.admission import Admission
+from nanovllm.server import generation
+from nanovllm.server.admission import Admission, BodyBudget
 from nanovllm.server.errors import APIError
 from tests.glossary import ANSWER_TO, QUESTIONS
 from tests.server.conftest import Running, running
@@ -63,6 +66,82 @@ def test_admission_refuses_what_never_fits_and_all_while_draining() -> None:
     assert refused.value.status_code == 503
 
 
+@pytest.fixture(scope="module")
+def small(async_llm: AsyncLLM) -> Iterator[Running]:
+    """A server with a short queue and a short deadline."""
+    with running(async_llm, max_waiting=4, request_timeout=0.5) as found:
+        yield found
+
+
+def test_bodies_share_a_budget(small: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Symptom: many large bodies at once took all memory, each of an allowed size."""
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": bytes(2**16 + 60)}
+
+    async def read_all() -> None:
+        budget = BodyBudget(100)
+        with budget.reading(receive) as first, budget.reading(receive) as second:
+            await first()
+            with pytest.raises(APIError) as refused:
+                await second()
+            assert refused.value.status_code == 503
+        with budget.reading(receive) as third:
+            await third()
+
+    asyncio.run(read_all())
+    monkeypatch.setattr(small.state.bodies, "_max_bytes", 1000)
+    body = {"prompt": "a", "max_tokens": 1}
+    large = json.dumps(body).encode() + b" " * 2**17
+    assert small.send("/v1/completions", large).error["code"] == "bodies_full"
+    assert small.send("/v1/completions", body).status == 200
+
+
+def test_the_queue_comes_before_all_work(small: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Symptom: with a full queue, conversations were rendered and texts tokenized all the same."""
+    processor = small.state.llm.engine.input_processor
+    work: list[str] = []
+    for name in ("render", "encode"):
+        monkeypatch.setattr(processor, name, lambda *args, name=name: work.append(name))
+    monkeypatch.setattr(small.state.admission, "_num_running", lambda: 0)
+    messages = [{"role": "user", "content": "a"}]
+    with small.state.admission.admit(Ended(), 4):
+        for path, body in (
+            ("/v1/chat/completions", {"messages": messages}),
+            ("/v1/responses", {"input": "a"}),
+            ("/v1/completions", {"prompt": "a"}),
+            ("/tokenize", {"messages": messages}),
+            ("/tokenize", {"prompt": "a"}),
+            ("/detokenize", {"tokens": [1]}),
+        ):
+            assert small.send(path, body).error["code"] == "queue_full", path
+    assert work == []
+
+
+def test_a_heavy_grammar_stalls_nobody_else(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Symptom: the one thread that tokenizes compiled grammars, too."""
+    grammars: Any = server.state.llm.engine.input_processor.grammars
+    compile_grammar, may_go_on = grammars.compile, threading.Event()
+
+    def compile_slowly(params: Any) -> Any:
+        may_go_on.wait(30)
+        return compile_grammar(params)
+
+    monkeypatch.setattr(grammars, "compile", compile_slowly)
+    monkeypatch.setattr(generation, "_COMPILE_SECONDS", 0.5)
+    heavy = {"prompt": "a", "max_tokens": 8, "guided_regex": "heavy"}
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(server.send, "/v1/completions", heavy)
+        assert server.send("/v1/completions", {"prompt": "a", "max_tokens": 1}).status == 200
+        assert not late.done()
+        assert late.result().error["code"] == "grammar_timeout"
+    may_go_on.set()
+    answer = server.send("/v1/completions", heavy)
+    assert answer.body["choices"][0]["text"] == "heavy"
+
+
 def test_a_user_holds_half_of_the_queue() -> None:
     """Symptom: one request with n=128 for 16 prompts kept everybody else out."""
     num_running = 0
@@ -86,13 +165,6 @@ def test_a_user_holds_half_of_the_queue() -> None:
             assert refusal(2, "a") is None
     num_running = 0
     assert refusal(2, "a") is None
-
-
-@pytest.fixture(scope="module")
-def small(async_llm: AsyncLLM) -> Iterator[Running]:
-    """A server with a short queue and a short deadline."""
-    with running(async_llm, max_waiting=4, request_timeout=0.5) as found:
-        yield found
 
 
 def test_a_full_queue_answers_503(small: Running, monkeypatch: pytest.MonkeyPatch) -> None:
