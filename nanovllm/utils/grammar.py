@@ -4,6 +4,7 @@ The only module that knows llguidance. Compiling is bounded in time and memory, 
 compiled is kept. Knows no request and no batch.
 """
 
+import contextlib
 import functools
 import json
 import math
@@ -27,6 +28,8 @@ _NUM_CACHED = 128
 """Compiled grammars that are kept."""
 _MAX_REMAINDERS = 100_000
 """Of the divisors in a schema: their least common multiple, times their number."""
+_MAX_PATTERNS = 64
+"""Keys of all patternProperties in a schema, of which each is compared with each."""
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
@@ -110,6 +113,7 @@ class GrammarCompiler:
             ) from None
         try:
             _check_divisors(params.text)
+            _check_patterns(params)
             grammar = _llguidance_grammar(params)
         except ValueError as error:
             raise _refused(params, str(error)) from error
@@ -162,6 +166,29 @@ def _check_divisors(text: str) -> None:
         raise ValueError(
             f"multipleOf: the divisors together have over {_MAX_REMAINDERS} remainders"
         )
+
+
+def _check_patterns(params: StructuredOutputsParams) -> None:
+    """Refuse what takes minutes without reaching llguidance's limits: many patternProperties.
+
+    Raises:
+        ValueError: there are too many, in a schema or in the schemas of a grammar.
+    """
+    text, count = params.text, 0
+
+    def note(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        nonlocal count
+        found = (value for key, value in pairs if key == "patternProperties")
+        count += sum(len(value) for value in found if isinstance(value, dict))
+        return dict(pairs)
+
+    starts = {text.find("{", match.end()) for match in re.finditer("%json", text)} - {-1}
+    decoder = json.JSONDecoder(object_pairs_hook=note)
+    for start in {text.find("{")} if params.form == "json" else starts:
+        with contextlib.suppress(ValueError, RecursionError):  # llguidance says what is wrong
+            decoder.raw_decode(text, start)
+    if count > _MAX_PATTERNS:
+        raise ValueError(f"patternProperties: {count} keys, the limit is {_MAX_PATTERNS}")
 
 
 def _llguidance_grammar(params: StructuredOutputsParams) -> str:

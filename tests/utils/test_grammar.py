@@ -1,5 +1,6 @@
 """Grammars compiled for the demo model's tokenizer: kept, copied, bounded and refused."""
 
+import json
 import pickle
 import re
 import time
@@ -129,6 +130,21 @@ def test_divisors_are_bounded(compiler: GrammarCompiler, schema: str, is_refused
     else:
         compiler.compile(StructuredOutputsParams(json=schema))
     assert time.monotonic() - start < 1
+
+
+@pytest.mark.parametrize("form", ["json", "grammar"])
+def test_patterns_of_properties_are_bounded(compiler: GrammarCompiler, form: str) -> None:
+    """Symptom: 600 of them take minutes, which llguidance's limits do not cover."""
+    for count in (64, 600):
+        patterns = {f"^{index}x.*$": {"type": "integer"} for index in range(count)}
+        schema = json.dumps({"allOf": [{"type": "object", "patternProperties": patterns}]})
+        text = schema if form == "json" else f"start: %json {schema}"
+        params = StructuredOutputsParams(**{form: text})
+        if count == 64:
+            compiler.compile(params)
+        else:
+            with pytest.raises(InvalidRequestError, match="600 keys, the limit is 64"):
+                compiler.compile(params)
 
 
 def test_tokenizer_of_another_model_is_refused() -> None:
