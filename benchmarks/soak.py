@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import json
 import random
 import signal
 import socket
@@ -135,7 +136,7 @@ class Load:
             await asyncio.sleep(min(1.0, float(answer.headers["retry-after"])))
         found = answer.json()
         text = found["choices"][0]["message"]["content"] if "choices" in found else answer.text
-        self._check(case, text)
+        self.check(case, text)
 
     async def streamed(self, case: Case, seconds: float = 0.0, most: float = float("inf")) -> None:
         """Read a stream, with a pause of `seconds` behind each of its lines; leave after `most`."""
@@ -150,11 +151,11 @@ class Load:
                 if count >= most:
                     return
                 if line.startswith("data: ") and line != "data: [DONE]":
-                    choices = httpx.Response(200, content=line[6:].encode()).json()["choices"]
+                    choices = json.loads(line[6:])["choices"]
                     text += (choices[0]["delta"].get("content") or "") if choices else ""
                     count += 1
                     await asyncio.sleep(seconds)
-        self._check(case, text)
+        self.check(case, text)
 
     async def slow(self, case: Case) -> None:
         """Read a stream slowly."""
@@ -177,7 +178,8 @@ class Load:
         if answer.status_code != 400 or "message" not in answer.json().get("error", {}):
             self.faults.append(f"{what}: {answer.status_code} {answer.text[:200]}")
 
-    def _check(self, case: Case, text: str) -> None:
+    def check(self, case: Case, text: str) -> None:
+        """Note a fault if `text` is not the answer of `case`."""
         if text != case.text:
             self.faults.append(f"{case.body}: {shown(text)} is not {shown(case.text)}")
 
@@ -200,9 +202,11 @@ async def is_idle(client: httpx.AsyncClient, seconds: float = 10.0) -> dict[str,
         await asyncio.sleep(0.1)
 
 
-async def mixed_load(server: Server, client: httpx.AsyncClient, args: Any) -> list[str]:
+async def mixed_load(
+    server: Server, client: httpx.AsyncClient, cases: list[Case], args: Any
+) -> list[str]:
     """Run the clients; return the faults."""
-    load = Load(client, make_cases(args.cases), args.seed)
+    load = Load(client, cases, args.seed)
     end = time.monotonic() + 60 * args.minutes
     memory: list[int] = []
     left = args.requests
@@ -244,7 +248,7 @@ async def ended_by(server: Server, client: httpx.AsyncClient, cases: list[Case],
         except TimeoutError:
             return "no answer in 30 s"
         if answer.status_code == 200:
-            load._check(case, answer.json()["choices"][0]["message"]["content"])
+            load.check(case, answer.json()["choices"][0]["message"]["content"])
         return str(answer.status_code)
 
     tasks = [asyncio.create_task(request(case)) for case in cases]
@@ -267,20 +271,21 @@ async def ended_by(server: Server, client: httpx.AsyncClient, cases: list[Case],
 
 async def run(args: argparse.Namespace) -> None:
     """Serve, load and end the server once for each way to end it."""
+    cases = make_cases(args.cases)
     flags = ("--max-num-seqs", "64", "--num-kvcache-blocks", str(args.blocks))
     limits = httpx.Limits(max_connections=None)
     options: dict[str, Any] = {"headers": {"authorization": f"Bearer {KEY}"}, "limits": limits}
     server = Server(*flags)
     async with httpx.AsyncClient(base_url=server.url, timeout=None, **options) as client:
         print(f"ready after {await server.wait_until_ready(client):.1f} s")
-        faults = await mixed_load(server, client, args)
+        faults = await mixed_load(server, client, cases, args)
         print(f"faults: {len(faults)}", *faults[:10], sep="\n  ")
-        await ended_by(server, client, make_cases(200), "SIGTERM")
+        await ended_by(server, client, cases, "SIGTERM")
     if args.kill_rank:
         server = Server(*flags, "--tensor-parallel-size", "2")
         async with httpx.AsyncClient(base_url=server.url, timeout=None, **options) as client:
             await server.wait_until_ready(client)
-            await ended_by(server, client, make_cases(200), "SIGKILL of a rank")
+            await ended_by(server, client, cases, "SIGKILL of a rank")
 
 
 def main() -> None:

@@ -31,7 +31,6 @@ from benchmarks.shapes import checkpoint, described, read_config
 from benchmarks.speedups import Speedup, Speedups, ideal_speedup, rising
 from nanovllm import LLM, SamplingParams
 from nanovllm.outputs import DraftCounts
-from nanovllm.scheduler.draft_controller import DraftController
 from nanovllm.scheduler.messages import MAX_SAMPLES, Row
 from nanovllm.scheduler.sequence import Sequence
 from nanovllm.worker import model_runner
@@ -109,11 +108,8 @@ def race(plain: LLM, drafting: LLM, work: Work) -> float:
 
 def forget(llm: LLM) -> None:
     """Let the controller and the counts of `llm` begin again."""
-    info, scheduler = llm.engine.cache_info, llm.engine.scheduler
-    assert scheduler.draft_controller is not None
-    scheduler.draft_controller = DraftController(
-        scheduler.draft_controller.max_draft_tokens, info.step_seconds, info.draft_seconds
-    )
+    scheduler = llm.engine.scheduler
+    scheduler.draft_controller = llm.engine._draft_controller()
     scheduler.stats.drafts = DraftCounts()
 
 

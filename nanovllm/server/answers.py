@@ -11,13 +11,6 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 from nanovllm.errors import ConfigError, InvalidRequestError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.answer_parser import AnswerParser
-from nanovllm.server.parts import (
-    Part,
-    ReasoningDelta,
-    TextDelta,
-    ToolCallArguments,
-    ToolCallStart,
-)
 from nanovllm.server.reasoning import (
     REASONING_FORMATS,
     ReasoningFormat,
@@ -35,19 +28,6 @@ from nanovllm.server.tool_formats import (
 )
 from nanovllm.structured_outputs import StructuredOutputsParams, structured_outputs
 from nanovllm.validation import shown
-
-__all__ = [
-    "AnswerFormat",
-    "AnswerParser",
-    "NamedTool",
-    "Part",
-    "ReasoningDelta",
-    "TextDelta",
-    "ToolCallArguments",
-    "ToolCallStart",
-    "ToolChoice",
-    "find_answer_format",
-]
 
 T = TypeVar("T")
 

@@ -19,12 +19,7 @@ from nanovllm.server import generation
 from nanovllm.server.answers import NamedTool, ToolChoice
 from nanovllm.server.errors import naming_params
 from nanovllm.server.json_route import JSONRoute
-from nanovllm.server.params import (
-    check_logprobs,
-    num_answers,
-    sampling_params,
-    structured_names,
-)
+from nanovllm.server.params import chat_params, check_logprobs, num_answers, structured_names
 from nanovllm.server.parts import (
     Part,
     ReasoningDelta,
@@ -73,9 +68,7 @@ async def answer_chat(request: Request, body: ChatRequest) -> Response:
         answer = _Answer(server, body, prompt)
         outputs = generation.run(
             place,
-            prompt
-            if body.cache_salt is None
-            else {"prompt": prompt, "cache_salt": body.cache_salt},
+            generation.salted(prompt, body.cache_salt),
             params,
             stream=bool(body.stream),
             priority=server.check_priority(body.priority),
@@ -113,18 +106,11 @@ def _render(server: ServerState, body: ChatRequest) -> RenderedChat:
 
 
 def _params(server: ServerState, body: ChatRequest, prompt: str) -> SamplingParams:
-    defaults = server.llm.get_default_sampling_params()
     changes: dict[str, Any] = {}
     if body.max_completion_tokens is not None:
         changes["max_tokens"] = body.max_completion_tokens
-    # A sequence ends at max_model_len anyway: so this is what the context has room for.
-    recommended = server.llm.engine.generation_config.get("max_new_tokens")
-    params = sampling_params(
-        body,
-        defaults,
-        default_max_tokens=server.max_model_len if recommended is None else defaults.max_tokens,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        **changes,
+    params = chat_params(
+        server, body, logprobs=(body.top_logprobs or 0) if body.logprobs else None, **changes
     )
     tools = [tool.function for tool in body.tools or ()]
     return server.answer_format.params(

@@ -12,7 +12,6 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from nanovllm.engine.input_processor import Prompt
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server import generation
@@ -50,7 +49,7 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
         with generation.admitted(request, params.n * len(prompts), body.user) as place:
             outputs = generation.run_all(
                 place,
-                _salted(prompts, body.cache_salt),
+                [generation.salted(prompt, body.cache_salt) for prompt in prompts],
                 params,
                 stream=bool(body.stream),
                 priority=server.check_priority(body.priority),
@@ -72,14 +71,6 @@ def _prompts(server: ServerState, body: CompletionRequest) -> list[str | list[in
         if isinstance(prompt, str):  # also one that is to be cut: to tokenize it takes seconds
             server.llm.engine.input_processor.check_length("the prompt", len(prompt))
     return list(given)
-
-
-def _salted(prompts: Seq[str | list[int]], salt: str | None) -> list[Prompt]:
-    """Return the prompts, each with the salt of its cached prefixes."""
-    if salt is None:
-        return list(prompts)
-    keys = ("prompt" if isinstance(prompt, str) else "prompt_token_ids" for prompt in prompts)
-    return [{key: prompt, "cache_salt": salt} for key, prompt in zip(keys, prompts, strict=True)]
 
 
 def _params(server: ServerState, body: CompletionRequest) -> SamplingParams:

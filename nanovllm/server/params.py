@@ -59,6 +59,19 @@ def sampling_params(
     return dataclasses.replace(defaults, **fields)
 
 
+def chat_params(server: ServerState, given: GenerationRequest, **options: Any) -> SamplingParams:
+    """Return the parameters of a conversation, as `sampling_params` does.
+
+    Args:
+        options: `logprobs`, `structured` and `changes` of `sampling_params`.
+    """
+    defaults = server.llm.get_default_sampling_params()
+    recommended = server.llm.engine.generation_config.get("max_new_tokens")
+    # A sequence ends at max_model_len anyway: so this is what the context has room for.
+    most = server.max_model_len if recommended is None else defaults.max_tokens
+    return sampling_params(given, defaults, default_max_tokens=most, **options)
+
+
 def check_logprobs(server: ServerState, params: SamplingParams, lengths: Iterable[int]) -> None:
     """Refuse a request whose answer could have too many log-probabilities.
 

@@ -16,10 +16,11 @@ from nanovllm.errors import InvalidRequestError
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server import generation
-from nanovllm.server.answers import AnswerParser, NamedTool, ToolChoice
+from nanovllm.server.answer_parser import AnswerParser
+from nanovllm.server.answers import NamedTool, ToolChoice
 from nanovllm.server.errors import APIError, as_api_error, naming_params
 from nanovllm.server.json_route import JSONRoute
-from nanovllm.server.params import sampling_params, structured_names, structured_outputs
+from nanovllm.server.params import chat_params, structured_names, structured_outputs
 from nanovllm.server.parts import Part, ReasoningDelta
 from nanovllm.server.protocol.chat import ChatTool, Tool
 from nanovllm.server.protocol.responses import (
@@ -60,9 +61,7 @@ async def respond(request: Request, body: ResponsesRequest) -> Response:
         answer = _Answer(server, body, params, prompt)
         outputs = generation.run(
             place,
-            prompt
-            if body.cache_salt is None
-            else {"prompt": prompt, "cache_salt": body.cache_salt},
+            generation.salted(prompt, body.cache_salt),
             params,
             stream=bool(body.stream),
             priority=server.check_priority(body.priority),
@@ -107,24 +106,13 @@ def _render(server: ServerState, body: ResponsesRequest) -> str:
 def _params(
     server: ServerState, body: ResponsesRequest, prompt: str, form: dict[str, Any] | None
 ) -> SamplingParams:
-    defaults = server.llm.get_default_sampling_params()
-    recommended = server.llm.engine.generation_config.get("max_new_tokens")
-    # A sequence ends at max_model_len anyway: so this is what the context has room for.
-    max_tokens = server.max_model_len if recommended is None else defaults.max_tokens
     changes: dict[str, Any] = {}
     if body.max_output_tokens is not None:
         changes["max_tokens"] = body.max_output_tokens
     if body.truncation == "auto":
         changes["truncate_prompt_tokens"] = -1
     return server.answer_format.params(
-        sampling_params(
-            body,
-            defaults,
-            default_max_tokens=max_tokens,
-            logprobs=None,
-            structured=form,
-            **changes,
-        ),
+        chat_params(server, body, logprobs=None, structured=form, **changes),
         prompt,
         body.tools or [],
         _tool_choice(body),

@@ -16,9 +16,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from nanovllm import __version__
-from nanovllm.async_llm import AsyncLLM
 from nanovllm.outputs import Metric
-from nanovllm.server.metrics import ServerMetrics
+from nanovllm.server.state import state_of
 
 router = APIRouter()
 
@@ -76,9 +75,8 @@ async def status_page() -> Response:
 @router.get("/status.json", include_in_schema=False)
 async def status(request: Request) -> dict[str, Any]:
     """Return counts since the start and the load now; the page makes rates of them."""
-    server = request.app.state.server
-    metrics: ServerMetrics = server.metrics
-    llm: AsyncLLM = server.llm
+    server = state_of(request)
+    metrics, llm = server.metrics, server.llm
     values = {m.name: m.value for m in await llm.get_metrics() if isinstance(m, Metric)}
     info = llm.engine.cache_info
     first_tokens = metrics.histograms["vllm:time_to_first_token_seconds"]
