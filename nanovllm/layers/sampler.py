@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import pad
 
 from nanovllm.kernels.cpu import ops as cpu_ops
-from nanovllm.kernels.cpu.library import supports, torch_on_one_thread
+from nanovllm.kernels.cpu.library import supports
 from nanovllm.kernels.selector import triton_kernels
 from nanovllm.layers.sampling_tensors import SamplingTensors
 from nanovllm.sampling_params import GREEDY_BELOW
@@ -22,9 +22,6 @@ CHUNK = 128
 NO_TOKEN = -1
 """Stands for the token of a row whose logits are no distribution: some are NaN or +inf, or all are
 -inf. Then the largest logit is not finite, where NaN counts as the largest."""
-
-_FEW_LOGITS = 2**18
-"""Torch computes so many candidates' weights on one thread as fast as on several."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,16 +50,15 @@ def draw(logits: torch.Tensor, sampling: Sampling, num_candidates: int = 0) -> t
         logits: [R, vocab_size], any float dtype.
         num_candidates: 0 if no row has a top_k or top_p. Else how many of the largest logits to
             examine first, at least the largest top_k below vocab_size. A row that may keep more
-            tokens than these is sorted, so the number changes the speed and no token. The GPU
-            kernels ignore it: they examine all logits, sort nothing and never wait for the host.
+            tokens than these is sorted, so the number changes the speed and no token. The
+            package's own kernels ignore it; see `draws_all_rows`.
 
     Returns:
         [R] int64, NO_TOKEN for a row whose logits are no distribution. A row's token depends only
         on its own logits and sampling parameters.
     """
-    if (gpu := _gpu_kernels(logits, sampling.native)) is not None:
-        return gpu.sample(
-            logits,
+    if draws_all_rows(logits, sampling.native):
+        columns = (
             sampling.temperatures,
             sampling.seeds,
             sampling.positions,
@@ -70,10 +66,9 @@ def draw(logits: torch.Tensor, sampling: Sampling, num_candidates: int = 0) -> t
             sampling.top_ps,
             sampling.min_ps,
         )
-    few = len(logits) * num_candidates * CHUNK <= _FEW_LOGITS
-    if few and torch.get_num_threads() > 1 and _c_kernels_support(logits, sampling.native):
-        with torch_on_one_thread():  # the C kernels compute all that is large
-            return draw(logits, sampling, num_candidates)
+        if (gpu := _gpu_kernels(logits, sampling.native)) is not None:
+            return gpu.sample(logits, *columns)
+        return cpu_ops.sample(logits, *columns, greedy_below=GREEDY_BELOW)
     if sampling.any_greedy:
         temperatures = sampling.temperatures.clamp(min=GREEDY_BELOW)
         sampled = dataclasses.replace(sampling, temperatures=temperatures, any_greedy=False)
@@ -84,7 +79,7 @@ def draw(logits: torch.Tensor, sampling: Sampling, num_candidates: int = 0) -> t
     if vocab_size % CHUNK:
         logits = pad(logits, (0, -vocab_size % CHUNK), value=-torch.inf)
     chunks = logits.view(len(logits), -1, CHUNK)
-    maxima = _chunk_maxima(chunks, sampling)
+    maxima = chunks.amax(-1)
     largest = maxima.amax(-1).float()
     if num_candidates == 0:
         sums = _chunk_sums(chunks, largest, sampling)
@@ -113,6 +108,13 @@ def _checked(tokens: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
     return torch.where(largest.isfinite(), tokens, NO_TOKEN)
 
 
+def draws_all_rows(logits: torch.Tensor, native: bool) -> bool:
+    """Return whether one call of `draw` is best for all rows of `logits`, however they differ: the
+    package's own kernels give each row its own work, and sort nothing.
+    """
+    return _gpu_kernels(logits, native) is not None or _c_kernels_support(logits, native)
+
+
 def _gpu_kernels(logits: torch.Tensor, native: bool) -> ModuleType | None:
     """Return the Triton kernels for `logits`, or None."""
     return triton_kernels("sampling") if native and logits.is_cuda else None
@@ -120,7 +122,8 @@ def _gpu_kernels(logits: torch.Tensor, native: bool) -> ModuleType | None:
 
 def _c_kernels_support(logits: torch.Tensor, native: bool) -> bool:
     """Return whether the C kernels support `logits`."""
-    return native and logits.is_contiguous() and supports(logits.device, logits.dtype)
+    dtype = torch.bfloat16 if logits.dtype == torch.float32 else logits.dtype
+    return native and logits.is_contiguous() and supports(logits.device, dtype)
 
 
 def _thresholds(
@@ -174,18 +177,8 @@ def _kept_weights(
     return weights
 
 
-def _chunk_maxima(chunks: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Return the largest logit of each chunk: [R, chunks]; not finite if one is NaN."""
-    if _c_kernels_support(chunks, sampling.native):
-        return cpu_ops.chunk_maxima(chunks.flatten(1))
-    return chunks.amax(-1)
-
-
 def _chunk_sums(chunks: torch.Tensor, largest: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """Return the sum of the weights of each chunk: [R, chunks]."""
-    if _c_kernels_support(chunks, sampling.native):
-        temperatures, min_ps = sampling.temperatures.contiguous(), sampling.min_ps.contiguous()
-        return cpu_ops.chunk_sums(chunks.flatten(1), largest, temperatures, min_ps)
     return _weights(chunks, largest, sampling).sum(-1, dtype=torch.float64)
 
 

@@ -14,6 +14,8 @@ import numpy.typing as npt
 import torch
 
 from nanovllm.errors import InvalidRequestError
+from nanovllm.kernels.cpu import ops as cpu_ops
+from nanovllm.kernels.cpu.library import supports
 from nanovllm.scheduler.messages import Admission, Row
 from nanovllm.utils.grammar import GrammarCompiler
 from nanovllm.worker.device_tables import DeviceTables
@@ -36,11 +38,6 @@ class Masks:
     def compute(self, index: int, matcher: "LLMatcher") -> None:
         """Write as mask `index` the tokens that `matcher` allows."""
         matcher.unsafe_compute_mask_ptr(self._address + index * self._num_bytes, self._num_bytes)
-
-    def forbidden(self) -> npt.NDArray[np.bool_]:
-        """Return [n, 8 * mask_bytes]: whether a token is forbidden."""
-        bits = np.unpackbits(self._masks, axis=1, bitorder="little")
-        return ~bits.view(np.bool_)
 
     def clear(self, index: int) -> None:
         """Forbid every token in mask `index`."""
@@ -218,35 +215,32 @@ class StepMasks:
         ]
         on_cuda = tables.device.type == "cuda"
         size = (len(self._samples), mask_bytes)
-        self._masks = torch.full(size, 255, dtype=torch.uint8, pin_memory=on_cuda)
+        self._masks = torch.empty(size, dtype=torch.uint8, pin_memory=on_cuda)
+        self._masks.numpy().fill(255)  # torch would wake threads that then spin beside the kernels
         self._unread, self._copied = self._unread_tokens()
         # On CUDA the forward pass is only launched here, and the device computes it meanwhile. The
         # other thread must not use torch: its number of threads there would be torch's default.
-        self._written: Future[npt.NDArray[np.bool_]] | None = None
+        self._written: Future[None] | None = None
         if not on_cuda:
-            self._written = thread.submit(self._find, Masks(self._masks), self._unread.tolist())
+            masks = Masks(self._masks)
+            self._written = thread.submit(self._write, masks, self._unread.tolist())
 
     def apply(self, logits: torch.Tensor) -> None:
-        """Set the logits [S, vocab_size] of the tokens that no grammar allows to -inf."""
+        """Set the logits [S, vocab_size] float32 of the tokens that no grammar allows to -inf."""
         if self._written is not None:
-            forbidden = torch.from_numpy(self._written.result())
+            self._written.result()
         else:
-            forbidden = self._upload()
-        forbidden = forbidden[:, : logits.shape[1]]
-        if len(self._samples) == len(logits):
-            logits.masked_fill_(forbidden, -torch.inf)
-            return
+            if self._copied is not None:
+                self._copied.synchronize()
+            self._write(Masks(self._masks), self._unread.tolist())
         samples = self._tables.upload(self._samples)
-        logits[samples] = logits[samples].masked_fill(forbidden, -torch.inf)
-
-    def _upload(self) -> torch.Tensor:
-        """Write all masks; return what they forbid, on the device, without waiting for it."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        self._write(Masks(self._masks), self._unread.tolist())
-        masks = self._masks.to(self._tables.device, non_blocking=True)
+        if self._tables.native and supports(logits.device, torch.bfloat16):
+            cpu_ops.forbid(logits, samples, self._masks)
+            return
+        masks = self._masks.to(logits.device, non_blocking=True)
         bits = 1 << torch.arange(8, dtype=torch.uint8, device=masks.device)
-        return (masks[:, :, None] & bits).flatten(1) == 0
+        forbidden = ((masks[:, :, None] & bits).flatten(1) == 0)[:, : logits.shape[1]]
+        logits[samples] = logits[samples].masked_fill(forbidden, -torch.inf)
 
     def _unread_tokens(self) -> tuple[torch.Tensor, Any]:
         """Return the tokens and drafts that the grammars have not read, and when they are here."""
@@ -267,10 +261,6 @@ class StepMasks:
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record()
         return host, copied
-
-    def _find(self, masks: Masks, tokens: list[int]) -> npt.NDArray[np.bool_]:
-        self._write(masks, tokens)
-        return masks.forbidden()
 
     def _write(self, masks: Masks, tokens: list[int]) -> None:
         """Write all masks.

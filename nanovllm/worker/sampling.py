@@ -11,7 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.layers.sampler import Sampling, draw, greedy as greedy_tokens
+from nanovllm.kernels.cpu.library import torch_on_one_thread
+from nanovllm.layers.logits_rules import float32_copy
+from nanovllm.layers.sampler import Sampling, draw, draws_all_rows, greedy as greedy_tokens
 from nanovllm.scheduler.messages import Row, TokenLogprobs
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.grammar_masks import StepMasks
@@ -137,6 +139,14 @@ class SamplingRows:
         logits are no distribution after its rules.
         """
         logits = self.apply_rules(logits)
+        if all(params.is_greedy for params in self._params):
+            return greedy_tokens(logits, native=self._tables.native)
+        if draws_all_rows(logits, self._tables.native):
+            return draw(logits, self._sampling(self._table_indices, self._positions))
+        return self._sample_by_group(logits)
+
+    def _sample_by_group(self, logits: torch.Tensor) -> torch.Tensor:
+        """Do the same in plain torch: rows with the same kind of filters in one call each."""
         vocab_size = logits.shape[-1]
         greedy: list[int] = []
         plain: list[int] = []
@@ -153,8 +163,6 @@ class SamplingRows:
                 with_top_p.append(index)
             else:
                 plain.append(index)
-        if len(greedy) == len(self.rows):
-            return greedy_tokens(logits, native=self._tables.native)
         tokens = torch.empty_like(self._table_indices)
         if greedy:
             rows = self._tables.upload(greedy)
@@ -167,7 +175,11 @@ class SamplingRows:
             if group:
                 rows = self._tables.upload(group)
                 group_logits = logits if len(group) == len(self.rows) else logits[rows]
-                sampling = self._sampling(group, rows, of_all=group is with_top_p)
+                sampling = dataclasses.replace(
+                    self._sampling(self._table_indices[rows], self._positions[rows]),
+                    any_min_p=any(self._params[index].min_p > 0 for index in group),
+                    any_top_p_of_all=group is with_top_p,
+                )
                 tokens[rows] = draw(group_logits, sampling, num_candidates)
         return tokens
 
@@ -210,7 +222,7 @@ class SamplingRows:
         ]
         if not ruled and self._masks is None:
             return logits
-        changed = logits.to(torch.float32, copy=True)
+        changed = float32_copy(logits, native=tables.native)
         for index, rules, tokens in ruled:
             try:
                 rules.run_processors(changed[index], tokens)
@@ -220,21 +232,13 @@ class SamplingRows:
         if self._masks is not None:
             self._masks.apply(changed)
             self.errors |= self._masks.errors
-        for index, rules, tokens in ruled:
-            rules.apply(changed[index], tokens)
+        with torch_on_one_thread():  # a row takes microseconds
+            for index, rules, tokens in ruled:
+                rules.apply(changed[index], tokens)
         return changed
 
-    def _sampling(self, group: list[int], rows: torch.Tensor, of_all: bool) -> Sampling:
-        """Return how to sample the rows `group`, which are also on the device as `rows` [n] int64.
-
-        Args:
-            of_all: whether some row has a top_p and a top_k that keeps all.
-        """
-        tables, table_indices = self._tables, self._table_indices[rows]
-        return Sampling(
-            *(column[table_indices] for column in tables.sampling_tensors.columns),
-            positions=self._positions[rows],
-            any_min_p=any(self._params[index].min_p > 0 for index in group),
-            any_top_p_of_all=of_all,
-            native=tables.native,
-        )
+    def _sampling(self, table_indices: torch.Tensor, positions: torch.Tensor) -> Sampling:
+        """Return how to sample rows; both arguments are [n] int64."""
+        tables = self._tables
+        columns = (column[table_indices] for column in tables.sampling_tensors.columns)
+        return Sampling(*columns, positions=positions, native=tables.native)

@@ -130,8 +130,13 @@ def filtered(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     return scores, clear
 
 
+def in_torch(sampling):
+    """Return `sampling` without the package's own kernels, of which tests/kernels has the tests."""
+    return dataclasses.replace(sampling, native=False)
+
+
 def kept_logits(monkeypatch, logits, sampling, num_candidates):
-    """Draw, and return for each row the logits that kept a weight, in ascending order.
+    """Draw in plain torch; return for each row the logits that kept a weight, in ascending order.
 
     The rows of `sampling` must be numbered by their positions. A row that is sorted is drawn twice;
     the last draw counts.
@@ -148,7 +153,7 @@ def kept_logits(monkeypatch, logits, sampling, num_candidates):
 
     with monkeypatch.context() as patch:
         patch.setattr(sampler, "_invert", record)
-        tokens = draw(logits, sampling, num_candidates)
+        tokens = draw(logits, in_torch(sampling), num_candidates)
     for row, token in enumerate(tokens.tolist()):
         assert (kept[row] == logits[row, token]).any()
     return [kept[row] for row in range(len(logits))]
@@ -330,9 +335,11 @@ def test_the_narrowest_filters_leave_the_most_likely_token(dtype, filters):
 def test_the_number_of_candidates_changes_no_draw(vocab_size, dtype):
     logits, sampling = random_rows(200, vocab_size, dtype, filters=True)
     logits[::3] *= 0.01  # flat ones
+    sampling = in_torch(sampling)
     drawn = [draw(logits, sampling, count) for count in (61, 64, 256, 999, vocab_size)]
     assert all(torch.equal(drawn[0], other) for other in drawn[1:])
     plain = make_sampling(200, seeds=sampling.seeds, positions=sampling.positions, min_p=0.01)
+    plain = in_torch(plain)
     drawn = [draw(logits, plain, count) for count in (0, 8, 256, vocab_size)]
     assert all(torch.equal(drawn[0], other) for other in drawn[1:])
 
@@ -353,6 +360,7 @@ def test_a_row_does_not_depend_on_its_batch_mates(vocab_size, filters):
 def test_what_is_known_on_the_host_changes_no_draw():
     """The two flags save work where no row needs it; else they may as well be set."""
     logits, sampling = random_rows(200, 1003)
+    sampling = in_torch(sampling)
     needless = Sampling(**{**vars(sampling), "any_min_p": True, "any_top_p_of_all": True})
     assert (sampling.any_min_p, sampling.any_top_p_of_all) == (False, False)
     for num_candidates in (0, 64):
@@ -456,7 +464,7 @@ def test_extreme_numbers_choose_the_first_and_the_last_possible_token(
     )
     inf = torch.inf
     logits = torch.tensor([[-inf, -inf, 0.3, 1.0, -inf, 0.1, -inf, -inf]])
-    sampling = make_sampling(1, top_p=0.99 if num_candidates else 1.0)
+    sampling = in_torch(make_sampling(1, top_p=0.99 if num_candidates else 1.0))
     assert draw(logits, sampling, num_candidates).tolist() == [expected]
 
 
@@ -475,15 +483,17 @@ def test_a_number_between_two_chunks_chooses_no_masked_token(monkeypatch):
         assert draw(logits, make_sampling(1)).item() in (0, 130)
 
 
-def test_each_of_many_unlikely_tokens_can_be_chosen(monkeypatch):
+@pytest.mark.parametrize("native", [False, True])
+def test_each_of_many_unlikely_tokens_can_be_chosen(native):
     """Sums in float32 tell tokens of a hundred-millionth apart no better than by the dozen."""
-    numbers = torch.linspace(0.9986, 0.9999, 20, dtype=torch.float64)
-    monkeypatch.setattr(sampler, "uniform", lambda seeds, positions: numbers)
+    seeds = torch.arange(40_000)
+    seeds = seeds[(uniform(seeds, torch.zeros_like(seeds)) - 0.99925).abs() < 0.00065][:20]
+    numbers = uniform(seeds, torch.zeros_like(seeds))
     logits = torch.full((20, 150_001), math.log(1e-8))
     logits[:, 0] = 0
     weight = math.exp(logits[0, 1])
     expected = (numbers * (1 + 150_000 * weight) - 1) / weight
-    chosen = draw(logits, make_sampling(20))
+    chosen = draw(logits, dataclasses.replace(make_sampling(20, seeds=seeds), native=native))
     beyond = chosen - expected  # the first token whose sum is larger, to a tenth of a token
     assert beyond.min() > -0.1
     assert beyond.max() < 1.1

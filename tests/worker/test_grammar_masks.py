@@ -173,5 +173,8 @@ def test_step_masks_logits_of_the_rows_that_have_a_grammar() -> None:
     step.apply(logits)
     assert torch.equal(logits, expected)
     assert (step.errors, list(step.forcing)) == ({}, [0, 2])
-    assert torch.equal(step._upload(), expected[[0, 1, 2, 4]] < 0)
+    step._written, tables.native = None, False  # as on CUDA
+    logits = torch.zeros(5, VOCAB_SIZE)
+    step.apply(logits)
+    assert torch.equal(logits, expected)
     assert masks.begin(tables, rows[1:2]) is None

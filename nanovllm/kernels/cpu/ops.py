@@ -9,8 +9,8 @@ from nanovllm.kernels.cpu import library
 from nanovllm.kernels.cpu.build import PANEL
 from nanovllm.utils.memory import lazy_zeros
 
-_SEGMENT = 8192
-"""Logits whose maximum `nv_greedy` finds in one go; see csrc/sampling.c."""
+_CHUNK = 128
+"""Logits of a chunk; see csrc/sampling.c."""
 
 
 def linear(
@@ -266,43 +266,69 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
     It is -1 for a row with NaN or +inf, or of -inf only.
 
     Args:
-        logits: [r, n] contiguous.
+        logits: [r, n] bfloat16 or float32, contiguous.
 
     Returns:
         [r] int64.
     """
-    out = torch.empty(len(logits), dtype=torch.int64)
-    largest = torch.empty(len(logits), -(-logits.shape[1] // _SEGMENT), dtype=torch.float32)
-    library.call("nv_greedy", logits, largest, out, *logits.shape)
-    return out
+    return _sample(logits, None, 0.0)
 
 
-def chunk_maxima(logits: torch.Tensor, chunk: int = 128) -> torch.Tensor:
-    """Return the largest logit of each chunk: [r, n] float32. NaN counts as +inf.
-
-    Args:
-        logits: [r, n * 128] contiguous.
-    """
-    out = torch.empty(len(logits), logits.shape[1] // chunk, dtype=torch.float32)
-    library.call("nv_chunk_maxima", logits, out, out.numel())
-    return out
-
-
-def chunk_sums(
+def sample(
     logits: torch.Tensor,
-    largest: torch.Tensor,
     temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    top_ks: torch.Tensor,
+    top_ps: torch.Tensor,
     min_ps: torch.Tensor,
-    chunk: int = 128,
+    *,
+    greedy_below: float,
 ) -> torch.Tensor:
-    """Return each chunk's sum of exp((logit - largest) / temperature): [r, n] float32.
+    """Draw a token for each row, as `layers.sampler.draw` does in torch.
 
     Args:
-        logits: [r, n * 128] contiguous.
-        largest: [r] float32, each row's largest logit.
-        temperatures: [r] float32.
-        min_ps: [r] float32; the sum leaves out terms below the row's min_p.
+        logits: [r, n] bfloat16 or float32, contiguous; so are the others.
+        temperatures, top_ps, min_ps: [r] float32.
+        seeds, positions, top_ks: [r] int64.
+        greedy_below: a row with a temperature below it is greedy.
+
+    Returns:
+        [r] int64, -1 for a row with NaN or +inf, or of -inf only.
     """
-    out = torch.empty(len(logits), logits.shape[1] // chunk, dtype=torch.float32)
-    library.call("nv_chunk_sums", logits, largest, temperatures, min_ps, out, *out.shape)
+    columns = (temperatures, seeds, positions, top_ks, top_ps, min_ps)
+    return _sample(logits, columns, greedy_below)
+
+
+def _sample(
+    logits: torch.Tensor, columns: tuple[torch.Tensor, ...] | None, greedy_below: float
+) -> torch.Tensor:
+    rows, n = logits.shape
+    out = torch.empty(rows, dtype=torch.int64)
+    maxima = torch.empty(rows, -(-n // _CHUNK), dtype=torch.float32)
+    sums = scratch = None
+    if columns is not None:
+        sums = torch.empty_like(maxima)
+        scratch = torch.empty(rows, n, dtype=torch.float32)
+    bits = 8 * logits.element_size()
+    inputs = (logits, bits, *(columns or (None,) * 6))
+    library.call("nv_sample", *inputs, maxima, sums, scratch, out, rows, n, greedy_below)
     return out
+
+
+def to_float(x: torch.Tensor) -> torch.Tensor:
+    """Return a copy of x, contiguous and bfloat16, in float32."""
+    out = torch.empty(x.shape, dtype=torch.float32)
+    library.call("nv_to_float", x, out, x.numel())
+    return out
+
+
+def forbid(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
+    """Set logits to -inf in place where a mask has a 0.
+
+    Args:
+        logits: [r, n] float32, contiguous.
+        rows: [m] int64, the row of each mask.
+        masks: [m, at least n / 8] uint8: a bit for each token, the lowest bits first.
+    """
+    library.call("nv_forbid", logits, rows, masks, *masks.shape, logits.shape[1])

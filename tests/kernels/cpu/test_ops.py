@@ -2,6 +2,7 @@
 
 import functools
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from nanovllm.kernels.cpu import build, library as library_module, ops as cpu_op
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.quantization import IntTensor, quantize
 from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
+from nanovllm.layers.sampler import Sampling, draw
 from tests.kernels.cpu.helpers import native, randn
 
 EMULATED = Path(__file__).with_name("emulated.h")
@@ -450,8 +452,10 @@ def test_what_is_no_number_stays_so():
     assert found.isnan().nonzero().tolist() == [[5]]
     logits = torch.zeros(1, 256, dtype=torch.bfloat16)
     logits[0, 130] = torch.nan
-    one, zero = torch.ones(1), torch.zeros(1)
-    assert cpu_ops.chunk_sums(logits, zero, one, zero).tolist() == [[128.0, 127.0]]
+    assert cpu_ops.greedy(logits).tolist() == [-1]
+    assert draws(logits) == [-1]
+    logits[0, 130] = -torch.inf
+    assert draws(logits, positions=range(300), num_rows=300).count(130) == 0
 
 
 @native
@@ -479,10 +483,10 @@ def test_one_logit_that_is_no_number_shows_in_the_largest(n, value):
     for row, place in enumerate(places):
         logits[row, place] = value
     logits[-2] = -torch.inf
-    assert cpu_ops.greedy(logits).tolist() == [-1] * (len(places) + 1) + [logits[-1].argmax()]
-    if n % 128 == 0:
-        maxima = cpu_ops.chunk_maxima(logits).isfinite().all(-1)
-        assert maxima.tolist() == [False] * (len(places) + 1) + [True]
+    expected = [-1] * (len(places) + 1) + [logits[-1].argmax()]
+    assert cpu_ops.greedy(logits).tolist() == expected
+    assert cpu_ops.greedy(logits.float()).tolist() == expected
+    assert [token < 0 for token in draws(logits)] == [token < 0 for token in expected]
 
 
 @native
@@ -511,18 +515,71 @@ def test_batch_is_what_the_tables_hold():
         assert blocks[row][: -(-end // 16)] == block_tables[table_idx, : -(-end // 16)].tolist()
 
 
+def draws(logits, *, positions=None, num_rows=None, **columns):
+    """Return what `sample` draws for each row, or for the first row `num_rows` times."""
+    num_rows = num_rows or len(logits)
+    columns = {
+        "temperatures": torch.ones(num_rows),
+        "seeds": torch.zeros(num_rows, dtype=torch.int64),
+        "positions": torch.as_tensor(positions or range(num_rows)),
+        "top_ks": torch.full((num_rows,), 2**31 - 1),
+        "top_ps": torch.ones(num_rows),
+        "min_ps": torch.zeros(num_rows),
+        **columns,
+    }
+    logits = logits if len(logits) == num_rows else logits[:1].repeat(num_rows, 1)
+    return cpu_ops.sample(logits, **columns, greedy_below=1e-5).tolist()
+
+
+FILTERS = {
+    "temperature": {},
+    "min_p": {"min_p": 0.03},
+    "top_k": {"top_k": 20},
+    "top_k of many": {"top_k": 700},
+    "top_p": {"top_p": 0.6},
+    "top_p of many": {"top_p": 0.998},
+    "all": {"top_k": 60, "top_p": 0.9, "min_p": 0.01},
+}
+
+
 @native
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize(("rows", "chunks"), [(1, 1), (3, 7), (16, 1187)])
-def test_chunk_maxima_and_sums(rows, chunks):
-    logits = randn(rows, chunks * 128) * 5
-    logits[0, 5] = -torch.inf
-    maxima = cpu_ops.chunk_maxima(logits)
-    assert torch.equal(maxima, logits.view(rows, chunks, 128).amax(-1).float())
-    largest, temperatures = maxima.amax(-1), torch.rand(rows) + 0.3
-    min_ps = torch.linspace(0, 0.1, rows)
-    weights = (logits.double() - largest[:, None].double()).div(temperatures[:, None]).exp()
-    weights[weights < min_ps[:, None] * (1 - 1e-6)] = 0
-    expected = weights.view(rows, chunks, 128).sum(-1)
-    sums = cpu_ops.chunk_sums(logits, largest, temperatures, min_ps)
-    assert torch.allclose(sums.double(), expected, rtol=1e-5, atol=1e-30)
+@pytest.mark.parametrize("filters", FILTERS)
+@pytest.mark.parametrize("n", [1, 100, 1003, 40_000])
+def test_sample_draws_what_torch_draws(n, filters):
+    """Of rows that are flat, wide and peaked, with ties, greedy ones among them."""
+    rows = 300 if n < 40_000 else 60
+    logits = randn(rows, n) * torch.tensor([0.05, 2.0, 6.0]).repeat(rows // 3)[:, None]
+    logits[::7, : n // 2] = -torch.inf
+    chosen = FILTERS[filters]
+    sampling = Sampling(
+        temperatures=torch.rand(rows) * 1.5 + 0.2,
+        seeds=torch.randint(2**63 - 1, (rows,)),
+        positions=torch.randint(5000, (rows,)),
+        top_ks=torch.full((rows,), chosen.get("top_k", 2**31 - 1)),
+        top_ps=torch.full((rows,), chosen.get("top_p", 1.0)),
+        min_ps=torch.full((rows,), chosen.get("min_p", 0.0)),
+        any_greedy=True,
+        native=False,
+    )
+    sampling.temperatures[::11] = 0.0
+    expected = draw(logits.float(), sampling, 0 if filters in ("temperature", "min_p") else n)
+    for native_logits in (logits, logits.float()):
+        assert torch.equal(draw(native_logits, replace(sampling, native=True)), expected)
+
+
+@native
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("n", [1, 77, 8192, 16_450])
+def test_rules_on_logits(n):
+    logits = randn(5, n)
+    logits[0, 0] = torch.nan
+    changed = cpu_ops.to_float(logits)
+    assert torch.equal(changed.nan_to_num(99), logits.float().nan_to_num(99))
+    allowed = torch.rand(2, n) < 0.5
+    mask_bytes = -(-n // 32) * 4
+    padded = torch.nn.functional.pad(allowed, (0, 8 * mask_bytes - n)).view(2, -1, 8)
+    masks = (padded.int() << torch.arange(8)).sum(-1).to(torch.uint8)
+    cpu_ops.forbid(changed, torch.tensor([3, 1]), masks)
+    assert torch.equal(changed[[3, 1]], logits[[3, 1]].float().masked_fill(~allowed, -torch.inf))
+    assert torch.equal(changed[[2, 4]], logits[[2, 4]].float())

@@ -44,10 +44,12 @@ void nv_attention(team *t, const bf16 *q, bf16 *out, const uint8_t *cache, ptrdi
                   ptrdiff_t kv_heads, ptrdiff_t dim, ptrdiff_t block, ptrdiff_t bits, float scale);
 
 /* sampling.c */
-void nv_greedy(team *t, const bf16 *logits, float *largest, int64_t *out, ptrdiff_t rows, ptrdiff_t n);
-void nv_chunk_maxima(team *t, const bf16 *logits, float *out, ptrdiff_t chunks);
-void nv_chunk_sums(team *t, const bf16 *logits, const float *largest, const float *temperatures, const float *min_ps, float *out,
-                   ptrdiff_t rows, ptrdiff_t chunks);
+void nv_sample(team *t, const void *logits, ptrdiff_t bits, const float *temperatures, const int64_t *seeds,
+               const int64_t *positions, const int64_t *top_ks, const float *top_ps, const float *min_ps, float *maxima,
+               float *sums, float *scratch, int64_t *out, ptrdiff_t rows, ptrdiff_t n, float coldest);
+void nv_to_float(team *t, const bf16 *x, float *y, ptrdiff_t n);
+void nv_forbid(team *t, float *logits, const int64_t *rows, const uint8_t *masks, ptrdiff_t num_masks, ptrdiff_t mask_bytes,
+               ptrdiff_t n);
 
 /* batch.c */
 void nv_batch(team *t, const int32_t *table, ptrdiff_t stride, ptrdiff_t columns, const int64_t *rows, ptrdiff_t num_rows,

@@ -38,9 +38,12 @@ static void run_call(team *t, const word *call, ptrdiff_t tokens, ptrdiff_t rows
         nv_attention(t, a[0].p, a[1].p, a[2].p, a[3].n, a[4].p, a[5].n, a[6].p, a[7].p, rows < 0 ? a[8].n : rows, a[9].n, a[10].n,
                      a[11].n, a[12].n, a[13].n, (float)a[14].f);
         break;
-    case 10: nv_greedy(t, a[0].p, a[1].p, a[2].p, a[3].n, a[4].n); break;
-    case 11: nv_chunk_maxima(t, a[0].p, a[1].p, a[2].n); break;
-    case 12: nv_chunk_sums(t, a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].n, a[6].n); break;
+    case 10:
+        nv_sample(t, a[0].p, a[1].n, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, a[7].p, a[8].p, a[9].p, a[10].p, a[11].p, a[12].n,
+                  a[13].n, (float)a[14].f);
+        break;
+    case 11: nv_to_float(t, a[0].p, a[1].p, a[2].n); break;
+    case 12: nv_forbid(t, a[0].p, a[1].p, a[2].p, a[3].n, a[4].n, a[5].n); break;
     case 13:
         nv_batch(t, a[0].p, a[1].n, a[2].n, a[3].p, a[4].n, a[5].n, a[6].p, a[7].p, a[8].p, a[9].p, a[10].p, a[11].p, a[12].n);
         break;
