@@ -73,7 +73,7 @@ class Config:
     head; CPU only), or "auto" for the model's dtype."""
     max_num_batched_tokens: int | None = None
     """Maximum number of tokens computed in one step; longer prompts are computed in chunks. None is
-    16384 on CUDA and 2048 on a CPU."""
+    16384 on CUDA and 1024 on a CPU."""
     max_num_seqs: int = 512
     """Maximum number of sequences that run at once; each owns a table row and KV blocks."""
     max_model_len: int = 4096

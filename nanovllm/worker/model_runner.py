@@ -53,7 +53,7 @@ class ModelRunner:
                 self.max_model_len,
             )
         # Larger steps take more memory; on a CPU they do not make a token cheaper.
-        default_num_tokens = 2048 if device.type == "cpu" else 16384
+        default_num_tokens = 1024 if device.type == "cpu" else 16384
         self._max_num_batched_tokens = config.max_num_batched_tokens or default_num_tokens
         self.network = Network(target, self.max_model_len, device)
         self._proposer: Proposer | None = None
