@@ -1,5 +1,5 @@
-"""uvicorn's HTTP/1.1 connection with time limits: for requests that trickle in, for answers that
-are not read. Errors of the protocol itself leave as OpenAI's JSON, too.
+"""uvicorn's HTTP/1.1 connection with limits: of their number, and of time, for requests that
+trickle in and for answers that are not read. Errors of the protocol leave as OpenAI's JSON, too.
 
 Knows no app.
 """
@@ -17,29 +17,35 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from nanovllm.server.errors import APIError
 
 
-def connection_class(read_timeout: float) -> type[H11Protocol]:
-    """Return a class of connections with a limit in seconds.
+def connection_class(read_timeout: float, most: int) -> type[H11Protocol]:
+    """Return a class of connections with limits.
 
     Args:
+        most: how many connections there may be; one more is refused with status 503.
         read_timeout: in which a request must have arrived whole, and in which a client must go on
             reading when it has stopped.
     """
 
     class Connection(_Connection):
         timeout = read_timeout
+        max_connections = most
 
     return Connection
 
 
 class _Connection(H11Protocol):
     timeout: float
+    max_connections: int
     _arriving: asyncio.TimerHandle | None = None
     _stuck: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the clock of the first request."""
+        """Start the clock of the first request; refuse a connection too many."""
         super().connection_made(transport)
-        self._watch_arrival()
+        if len(self.connections) > self.max_connections:
+            self._refuse(503, f"the server has {self.max_connections} connections; try again later")
+        else:
+            self._watch_arrival()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the clocks."""

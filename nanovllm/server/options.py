@@ -37,6 +37,8 @@ class ServerOptions:
     max_waiting: int = 2048
     """Maximum number of sequences that wait for the engine beside those that run; further requests
     get status 503."""
+    max_connections: int = 4096
+    """Maximum number of open connections; further ones get status 503 and are closed."""
     min_priority: int = 0
     """Lowest priority that a request may ask for. Lower values go first, before the turns of users,
     so a value below 0 is for clients that are trusted."""
@@ -63,7 +65,7 @@ class ServerOptions:
             if getattr(self, name) is not None:
                 self._check_text(name)
         self._set("port", check_int(ConfigError, "port", self.port, 0, 65535))
-        for name in ("max_waiting", "max_body_bytes"):
+        for name in ("max_waiting", "max_connections", "max_body_bytes"):
             self._set(name, check_int(ConfigError, name, getattr(self, name), 1))
         lowest = check_int(ConfigError, "min_priority", self.min_priority, -(2**31), 0)
         self._set("min_priority", lowest)

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import socket
 import stat
 import sys
@@ -41,6 +42,8 @@ _FLUSH_SECONDS = 2
 _EXIT_SECONDS = 10
 """For the engine to end."""
 _WATCH_SECONDS = 0.5
+_OTHER_FILES = 256
+"""Files that the process opens besides its connections."""
 
 
 def serve(args: argparse.Namespace) -> int:
@@ -53,6 +56,7 @@ def serve(args: argparse.Namespace) -> int:
     find_answer_format(None, options.tool_call_parser, options.reasoning_parser)  # checks them
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("nanovllm.server").setLevel(logging.INFO)  # a line for each request
+    _allow_files(options.max_connections + _OTHER_FILES)
     with bound_socket(options) as listener:
         start = time.monotonic()
         complain(f"nanovllm: loading {model_name(args.model)}")
@@ -71,6 +75,14 @@ def serve(args: argparse.Namespace) -> int:
     return 0 if app.state.server.failure is None else 1
 
 
+def _allow_files(number: int) -> None:
+    """Let the process open so many files, as far as the system lets it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < number:
+        most = number if hard == resource.RLIM_INFINITY else min(number, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 class Server(uvicorn.Server):
     """uvicorn's server, which drains at the first signal and ends at once at the second."""
 
@@ -78,6 +90,7 @@ class Server(uvicorn.Server):
         self, app: Any, listener: socket.socket, on_start: Callable[[], object] = lambda: None
     ) -> None:
         self._server: ServerState = app.state.server
+        options = self._server.options
         self._listener = listener
         self._on_start = on_start
         self._tasks: list[asyncio.Task[None]] = []
@@ -85,7 +98,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=connection_class(self._server.options.read_timeout),
+                http=connection_class(options.read_timeout, options.max_connections),
                 ws="none",
                 lifespan="off",
                 log_config=None,

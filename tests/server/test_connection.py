@@ -1,4 +1,4 @@
-"""The time limits of a connection, with an app that only answers."""
+"""The limits of connections, with an app that only answers."""
 
 import socket
 import threading
@@ -15,6 +15,7 @@ import uvicorn
 from nanovllm.server.connection import connection_class
 
 LIMIT = 0.5
+MOST = 4
 LARGE = 5 * 2**19
 GET = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
 
@@ -31,7 +32,7 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[Any]:
-    http = connection_class(LIMIT)
+    http = connection_class(LIMIT, MOST)
     server = uvicorn.Server(uvicorn.Config(app, http=http, lifespan="off", log_config=None))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**18)  # for its connections
@@ -83,3 +84,22 @@ def test_a_slow_reader_that_goes_on_gets_all(connection: socket.socket) -> None:
         time.sleep(0.05)
     assert time.monotonic() - begin > 2 * LIMIT
     assert found > LARGE
+
+
+def test_a_connection_too_many_is_refused(address: Any) -> None:
+    others = [socket.create_connection(address) for _ in range(MOST)]
+    with socket.create_connection(address, timeout=10) as one_too_many:
+        reply = b""
+        while piece := one_too_many.recv(65536):
+            reply += piece
+    assert reply.startswith(b"HTTP/1.1 503")
+    assert b"has 4 connections" in reply
+    for other in others:
+        other.close()
+    for _ in range(100):  # the server notices a little later
+        with socket.create_connection(address, timeout=10) as again:
+            again.sendall(GET)
+            if again.recv(65536).startswith(b"HTTP/1.1 200"):
+                return
+        time.sleep(0.05)
+    raise AssertionError("a connection is refused after others have ended")
