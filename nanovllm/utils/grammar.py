@@ -42,8 +42,14 @@ _LIMITS: dict[str, Any] = {
 50 MB for a request."""
 
 
+_Key = tuple[str, str, bool]
+"""A grammar's form, its text, and whether it disables any white space."""
+
+
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer. Several threads may use it at the same time.
+    """Compiles grammars for one tokenizer, and keeps them, or why they are refused.
+
+    Several threads may use it at the same time.
 
     A pickled copy has the tokenizer's text, and an empty cache.
 
@@ -61,7 +67,7 @@ class GrammarCompiler:
         self._tokenizer_text = tokenizer_text
         self._vocab_size = vocab_size
         self._tokenizer: LLTokenizer | None = None
-        self._compiled: OrderedDict[tuple[str, str, bool], LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[_Key, LLMatcher | str] = OrderedDict()
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -89,16 +95,21 @@ class GrammarCompiler:
         """
         key = _key(params)
         with self._lock:
-            matcher = self._compiled.get(key)
-            if matcher is not None:
+            found = self._compiled.get(key)
+            if found is not None:
                 self._compiled.move_to_end(key)
-        if matcher is None:
-            matcher = self._compile(params)
+        if found is None:
+            try:
+                found = self._compile(params)
+            except InvalidRequestError as error:  # which may have taken as long
+                found = str(error)
             with self._lock:
-                self._compiled[key] = matcher
+                self._compiled[key] = found
                 while len(self._compiled) > _NUM_CACHED:
                     self._compiled.popitem(last=False)
-        return matcher
+        if isinstance(found, str):
+            raise InvalidRequestError(found)
+        return found
 
     def is_compiled(self, params: StructuredOutputsParams) -> bool:
         """Return whether `compile` only has to find it. Never waits for another thread."""
@@ -142,7 +153,7 @@ class GrammarCompiler:
             return self._tokenizer
 
 
-def _key(params: StructuredOutputsParams) -> tuple[str, str, bool]:
+def _key(params: StructuredOutputsParams) -> _Key:
     return params.form, params.text, params.disable_any_whitespace
 
 

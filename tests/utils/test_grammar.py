@@ -71,6 +71,19 @@ def test_compiled_grammars_are_kept_and_copied(
         compiler.matcher(StructuredOutputsParams(regex="ab", disable_any_whitespace=True))
 
 
+def test_refused_grammar_is_not_compiled_again(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = StructuredOutputsParams(regex="(a")
+    with pytest.raises(InvalidRequestError) as first:
+        compiler.compile(params)
+    monkeypatch.delattr(GrammarCompiler, "_compile")
+    with pytest.raises(InvalidRequestError) as second:
+        compiler.matcher(params)
+    assert str(first.value) == str(second.value)
+    assert compiler.is_compiled(params)
+
+
 def test_few_compiled_grammars_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar, "_NUM_CACHED", 2)
     compiler = GrammarCompiler(lambda: TOKENIZER, VOCAB_SIZE, EOS)
