@@ -1,82 +1,153 @@
-"""Test and measure on a CUDA machine in under ten minutes: writes a JSON file for each part and one
-page of tables to --out. Weights are random, in the shapes of Qwen3; nothing is downloaded.
+"""Test and measure on a CUDA machine: `python -m benchmarks.gpu --parts bandwidth,nano --out DIR`.
 
-Each part is a process with a time limit and saves its figures as they come, so a failure costs no
-other part. Exits with 1 if a part failed, and with 2 without a CUDA device.
+Each part is a process with a time limit. Its figures are saved as they come, so a part that fails
+or is cut costs no other part. Weights are random, in the shapes of Qwen3; nothing is downloaded.
+Writes results.json, page.md and log.txt. Exits with 1 if a part or a test failed, and with 2
+without a CUDA device.
 """
 
 import argparse
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.engines import write_models
-from benchmarks.gpu.machine import describe_machine
-from benchmarks.gpu.part import Record
-from benchmarks.gpu.report import PARTS, page
+from benchmarks.gpu.part import ROOT, Record
+from benchmarks.gpu.report import PARTS, page, section
 
 MODULE = "benchmarks.gpu"
+_EXIT_SECONDS = 5
+"""Of a part's limit, the seconds that are left to end its process."""
+_LEAST_SECONDS = 15
+"""A part is not begun with less."""
 
 
-def run_part(name: str, out: Path, seconds: float) -> dict[str, Any]:
-    """Run a part in a process of its own and return its figures and how it ended."""
-    path = out / f"{name}.json"
+def run_part(name: str, out: Path, scratch: Path, seconds: float) -> dict[str, Any]:
+    """Run a part in a process of its own, at most `seconds`; return its figures and its end."""
+    path = out / "part.json"
     path.unlink(missing_ok=True)
     start = time.monotonic()
     command = [sys.executable, "-m", MODULE, "--out", str(out), "--part", name]
-    command += ["--seconds", str(seconds - 3)]
-    with (out / f"{name}.log").open("w") as log:
+    command += ["--scratch", str(scratch), "--seconds", str(seconds - _EXIT_SECONDS)]
+    ended = run_limited(command, out / "log.txt", seconds)
+    figures = json.loads(path.read_text()) if path.exists() else {}
+    path.unlink(missing_ok=True)
+    taken = time.monotonic() - start
+    return {**figures, "ended": ended, "seconds": taken, "limit": PARTS[name].seconds}
+
+
+def run_limited(command: Sequence[str], log: Path, seconds: float) -> str:
+    """Run a command, append its output to `log`, and return how it ended.
+
+    Kills the process after `seconds`, and then whatever processes it has started.
+    """
+    with log.open("a") as output:
+        print("===", *command, file=output, flush=True)
         process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
             code = process.wait(seconds)
-            ended = "done" if code == 0 else f"exit status {code}"
         except subprocess.TimeoutExpired:
-            ended = f"out of time after {seconds:.0f} s"
-        with contextlib.suppress(ProcessLookupError):  # its children too
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    figures = json.loads(path.read_text()) if path.exists() else {}
-    return {**figures, "ended": ended, "seconds": time.monotonic() - start}
+            return f"cut after {seconds:.0f} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return "done" if code == 0 else f"exit status {code}"
 
 
-def run_parts(parts: list[str], minutes: float, out: Path, deadline: float) -> dict[str, Any]:
-    """Run the parts in turn, write the page again after each, and return their results."""
-    machine = describe_machine()
-    name = f"{machine['GPU']}-{machine['date']}".lower().replace(" ", "-")
-    command = f"python -m {MODULE} --parts {' '.join(parts)} --minutes {minutes:g}"
-    results: dict[str, Any] = {}
-    stretch = max(1.0, 60 * minutes / sum(PARTS[part].seconds for part in parts))
-    for part in parts:
-        seconds = min(PARTS[part].seconds * stretch, deadline - time.monotonic())
-        if seconds < 10:
-            results[part] = {"ended": "not begun: no time was left", "seconds": 0.0}
-        else:
-            results[part] = run_part(part, out, seconds)
-        print(f"{part}: {results[part]['ended']}, {results[part]['seconds']:.0f} s", flush=True)
-        whole = {"machine": machine, "command": command, "results": results}
-        (out / f"{name}.json").write_text(json.dumps(whole, indent=1))
-        (out / f"{name}.md").write_text(page(machine, command, results), encoding="utf-8")
-    return results
+def run_parts(call: dict[str, Any], parts: list[str], out: Path, deadline: float) -> None:
+    """Run the parts in turn; write the results and the page again after each.
+
+    Args:
+        call: receives the results.
+        deadline: of time.monotonic(). A part that does not fit before it gets what is left.
+    """
+    results = call["results"]
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in parts:
+            limit = PARTS[name].seconds
+            seconds = min(limit, deadline - time.monotonic())
+            if seconds < _LEAST_SECONDS:
+                ended = "not begun: the call's time was over"
+                results[name] = {"ended": ended, "seconds": 0.0, "limit": limit}
+            else:
+                results[name] = run_part(name, out, Path(scratch), seconds)
+            write(out / "results.json", json.dumps(call, indent=1))
+            write(out / "page.md", page([call]))
+            print(f"{name}: {results[name]['ended']}, {results[name]['seconds']:.0f} s")
+            print(*section(name, results), sep="\n", flush=True)
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file; a reader never sees half of it."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+def failed(results: Mapping[str, Any]) -> bool:
+    """Return whether a part did not end as it should, or a test file did not pass."""
+    files = [file for part in results.values() for file in part.get("files", {}).values()]
+    return any(part["ended"] != "done" for part in results.values()) or any(
+        file["ended"] not in ("passed", "left out") for file in files
+    )
+
+
+def names_of_parts(text: str) -> list[str]:
+    """Return the parts named in `text`, in its order.
+
+    Raises:
+        argparse.ArgumentTypeError: a name is unknown or given twice.
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in PARTS:
+            known = ", ".join(PARTS)
+            raise argparse.ArgumentTypeError(f"there is no part {name!r}; the parts are {known}")
+        if names.count(name) > 1:
+            raise argparse.ArgumentTypeError(f"part {name!r} is given twice")
+    if not names:
+        raise argparse.ArgumentTypeError("no part is named")
+    return names
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """Return the options."""
+    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__)
+    out = os.environ.get("OUT")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path(out) if out else None,
+        required=not out,
+        help="directory for results; default: the variable OUT",
+    )
+    parser.add_argument(
+        "--parts",
+        type=names_of_parts,
+        default=list(PARTS),
+        help=f"names with commas between them; default: all, {','.join(PARTS)}",
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=9.0, help="limit for all parts together; default: 9"
+    )
+    for hidden in ("--part", "--scratch", "--seconds"):
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
 
 
 def main() -> int:
     """Run the parts and return the exit status."""
-    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="directory for results")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--minutes", type=float, default=9, help="limit for all parts together")
-    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
-    parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parse()
     deadline = time.monotonic() + 60 * args.minutes
     import torch
 
@@ -86,16 +157,25 @@ def main() -> int:
     out: Path = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     if args.part is not None:
-        PARTS[args.part].run(Record(out / f"{args.part}.json", args.seconds))
+        record = Record(out / "part.json", Path(args.scratch), float(args.seconds))
+        record.listen()
+        PARTS[args.part].run(record)
+        record.save()
         return 0
     os.environ["HF_HUB_OFFLINE"] = "1"
-    write_models(out / "models")
-    results = run_parts(args.parts, args.minutes, out, deadline)
-    shutil.rmtree(out / "models")
-    failed_files = any(
-        file["ended"] != "passed" for file in results.get("tests", {}).get("files", {}).values()
-    )
-    return int(failed_files or any(part["ended"] != "done" for part in results.values()))
+    # For what the tests start elsewhere: the package need not be installed.
+    places = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(places)
+    from benchmarks.gpu.machine import describe_machine
+
+    (out / "log.txt").unlink(missing_ok=True)
+    call: dict[str, Any] = {
+        "machine": describe_machine(),
+        "command": f"python -m {MODULE} --parts {','.join(args.parts)} --minutes {args.minutes:g}",
+        "results": {},
+    }
+    run_parts(call, args.parts, out, deadline)
+    return int(failed(call["results"]))
 
 
 if __name__ == "__main__":

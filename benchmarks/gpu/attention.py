@@ -1,40 +1,65 @@
-"""Part `attention`: decode attention by each backend, then the Triton kernel with other options."""
+"""Part `attention`: each backend, then the Triton kernels with other options."""
 
 import dataclasses
+import functools
 import importlib
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bench import QWEN3_06B
 from benchmarks.gpu.bandwidth import gpu_seconds
-from benchmarks.gpu.part import Part, Record, describe
+from benchmarks.gpu.part import Part, Record
 from benchmarks.gpu.tables import percent, table
 
 if TYPE_CHECKING:
     from nanovllm.attention.batch import Batch
     from nanovllm.attention.paged import PagedBackend
 
-SHAPES = ((256, 600), (128, 1060), (37, 1490), (1, 4096))
-"""Rows of a batch, and tokens of each row."""
-SWEEP: tuple[dict[str, int], ...] = (
-    {"SPLIT_TOKENS": 128},
-    {"SPLIT_TOKENS": 512},
-    {"_PROGRAMS": 1024},
-    {"_PROGRAMS": 4096},
-    {"N": 32},
-    {"N": 128},
-    {"num_warps": 2},
-    {"num_warps": 8},
-    {"num_stages": 2},
-    {"num_stages": 4},
+
+class Case(NamedTuple):
+    """`rows` rows, each of `tokens` new tokens at the end of `length`."""
+
+    rows: int
+    tokens: int
+    length: int
+
+
+DECODE = (
+    Case(256, 1, 600),
+    Case(128, 1, 1060),
+    Case(37, 1, 1490),
+    Case(1, 1, 600),
+    Case(1, 1, 4096),
 )
-"""Options of the Triton decode kernel to try, each in place of its present value. An option is a
-constant of kernels/triton/decode_attention.py or a launch argument of the kernel.
+PREFILL = (Case(8, 512, 512), Case(1, 4096, 4096), Case(4, 256, 4352), Case(1, 64, 32832))
+CASES: dict[str, Sequence[Case]] = {"decode": DECODE, "prefill": PREFILL}
+"""By kind of attention."""
+SWEPT = (
+    ("decode", "SPLIT_TOKENS"),
+    ("prefill", "N"),
+    ("decode", "N"),
+    ("prefill", "M"),
+    ("decode", "SHORT_SPLIT_TOKENS"),
+    ("prefill", "num_stages"),
+    ("decode", "num_stages"),
+    ("prefill", "num_warps"),
+    ("decode", "num_warps"),
+    ("prefill", "SPLIT_TOKENS"),
+    ("decode", "_PROGRAMS_PER_SM"),
+    ("prefill", "SPLIT_PROGRAMS"),
+)
+"""Options of the Triton kernels, the most promising first: constants of the module
+kernels/triton/<kind>_attention.py, or launch options of its kernel. Those that it does not have are
+passed over.
 """
+_SECONDS = 5
+"""For the cases of one value of an option; most of it is compiling."""
 
 
 def attention(record: Record) -> None:
-    """Measure each backend, then the Triton backend with each option of SWEEP."""
+    """Measure each backend, then the Triton backend with each choice of options."""
     import torch
 
     from nanovllm.attention.backend import AttentionSpec
@@ -48,25 +73,52 @@ def attention(record: Record) -> None:
         label = {"backend": kind.name, "options": ""}
         reason = kind.unsupported(spec)
         if reason is None:
-            measure(record, kind(spec), label)
+            for cases in CASES.values():
+                measure(record, kind(spec), label, cases)
         else:
             record.add("rows", {**label, "error": reason})
-    for options in SWEEP:
-        text = ", ".join(f"{name}={value}" for name, value in options.items())
-        label = {"backend": TritonBackend.name, "options": text}
-        set_decode_options(options)
-        measure(record, kinds[0](spec), label)
+    for name, option in SWEPT:
+        for value in values_to_try(name, option):
+            label = {"backend": TritonBackend.name, "options": f"{name}: {option}={value}"}
+            if record.has_time(_SECONDS, label["options"]):
+                set_options(name, {option: value})
+                measure(record, kinds[0](spec), label, CASES[name])
+        set_options(name, {})
 
 
-def set_decode_options(options: dict[str, int]) -> None:
-    """Reload the Triton kernels with other constants or launch arguments."""
+def values_to_try(kind: str, option: str) -> list[int]:
+    """Return half and twice the present value of an option, for tiles of keys four times too; for
+    stages, one less and one more. None if the kernel has no such option.
+    """
+    module = importlib.import_module(f"nanovllm.kernels.triton.{kind}_attention")
+    now = {**vars(module), **launch_options(module, kind)}.get(option)
+    if not isinstance(now, int):
+        return []
+    if option == "num_stages":
+        return [now - 1, now + 1]
+    values = [now // 2, 2 * now, 4 * now]
+    return values if option == "N" else values[:2]
+
+
+def launch_options(module: ModuleType, kind: str) -> dict[str, int]:
+    """Return the launch options at Qwen3-0.6B's shape."""
+    import torch
+
+    function: Callable[..., dict[str, int]] = vars(module)[f"_{kind}_options"]
+    known = {"dtype": torch.bfloat16, "head_dim": 128, "group": 2}
+    return function(*(known[name] for name in inspect.signature(function).parameters))
+
+
+def set_options(kind: str, options: Mapping[str, int]) -> None:
+    """Load the kernels of "decode" or "prefill" again with other constants or launch options.
+
+    A launch refuses options that the kernel does not have.
+    """
     import triton.language as tl
 
-    from nanovllm.kernels.triton import decode_attention
-
+    module = importlib.import_module(f"nanovllm.kernels.triton.{kind}_attention")
     # A compiled kernel rejects a changed constant, so the module is loaded again.
-    names = vars(importlib.reload(decode_attention))
-    launched: Callable[..., dict[str, int]] = names["_decode_options"]
+    names = vars(importlib.reload(module))
     chosen: dict[str, int] = {}
     for name, value in options.items():
         if name in names:
@@ -76,30 +128,34 @@ def set_decode_options(options: dict[str, int]) -> None:
                 names[twin] = tl.constexpr(value)
         else:
             chosen[name] = value
-    names["_decode_options"] = lambda *args: {**launched(*args), **chosen}
+    function: Callable[..., dict[str, int]] = names[f"_{kind}_options"]
+
+    @functools.wraps(function)
+    def replaced(*args: Any, **kwargs: Any) -> dict[str, int]:
+        own = function(*args, **kwargs)
+        if unknown := chosen.keys() - own.keys():
+            raise ValueError(f"{kind} attention has no option {', '.join(sorted(unknown))}")
+        return {**own, **chosen}
+
+    names[f"_{kind}_options"] = replaced
 
 
-def measure(record: Record, backend: "PagedBackend", label: dict[str, str]) -> None:
-    """Add a row for each of SHAPES: its time, or its error."""
-    import torch
-
-    for batch, length in SHAPES:
-        try:
-            seconds, num_bytes = time_attention(backend, batch, length)
-        except Exception as error:
-            record.add("rows", {**label, "error": f"{batch} x {length}: {describe(error)}"})
-            if isinstance(error, torch.AcceleratorError):
-                raise  # the CUDA context is lost: this process can run nothing more
-            continue
-        row = {"batch": batch, "length": length, "seconds": seconds, "bytes": num_bytes}
-        record.add("rows", {**label, **row})
+def measure(
+    record: Record, backend: "PagedBackend", label: Mapping[str, str], cases: Sequence[Case]
+) -> None:
+    """Add a row for each case: its time, or its error."""
+    for case in cases:
+        here = {**label, **case._asdict()}
+        record.attempt("rows", here, functools.partial(time_attention, backend, case))
 
 
-def time_attention(backend: "PagedBackend", batch: int, length: int) -> tuple[float, int]:
-    """Return one layer's seconds, and the bytes of keys and values that it reads.
+def time_attention(backend: "PagedBackend", case: Case) -> dict[str, Any]:
+    """Return the seconds of one layer, the bytes of keys and values that it reads at least, and its
+    floating-point operations.
 
     Times a CUDA graph of all layers of a model. Each layer has a cache of its own, as in a model,
-    so that no layer finds its keys and values in the L2 cache.
+    so that no layer finds its keys and values in the L2 cache. Decoding includes the plan, which
+    the host computes for prefill.
     """
     import torch
 
@@ -107,15 +163,19 @@ def time_attention(backend: "PagedBackend", batch: int, length: int) -> tuple[fl
     layers = QWEN3_06B["num_hidden_layers"]
     assert isinstance(layers, int)
     with torch.inference_mode():
-        rows, num_blocks = decode_batch(backend, batch, length)
-        shape = backend.kv_cache_shape(num_blocks)
-        caches = torch.empty(layers, *shape, dtype=spec.dtype, device=spec.device).normal_()
-        q = torch.randn(batch, spec.num_heads, spec.head_dim, dtype=spec.dtype, device=spec.device)
+        batch, num_blocks = make_batch(backend, case)
+        shape = (layers, *backend.kv_cache_shape(num_blocks))
+        caches = torch.empty(shape, dtype=spec.dtype, device=spec.device).normal_()
+        tokens = case.rows * case.tokens
+        q = torch.randn(tokens, spec.num_heads, spec.head_dim, dtype=spec.dtype, device=spec.device)
+        planned = dataclasses.replace(batch, metadata=backend.plan(batch))
 
         def step() -> None:
-            planned = dataclasses.replace(rows, metadata=backend.plan(rows))
+            rows = planned
+            if case.tokens == 1:
+                rows = dataclasses.replace(batch, metadata=backend.plan(batch))
             for cache in caches:
-                backend.attend(q, cache, planned)
+                backend.attend(q, cache, rows)
 
         step()
         torch.cuda.synchronize()
@@ -124,51 +184,64 @@ def time_attention(backend: "PagedBackend", batch: int, length: int) -> tuple[fl
             step()
         seconds = gpu_seconds(graph.replay) / layers
     token_bytes = 2 * spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize
-    return seconds, batch * length * token_bytes
+    seen = sum(range(case.length - case.tokens + 1, case.length + 1))  # keys, over the new tokens
+    return {
+        "seconds": seconds,
+        "bytes": case.rows * case.length * token_bytes,
+        "flop": 4 * case.rows * seen * spec.num_heads * spec.head_dim,
+    }
 
 
-def decode_batch(backend: "PagedBackend", batch: int, length: int) -> tuple["Batch", int]:
-    """Return `batch` rows of one token each at position `length` - 1, and their number of blocks.
+def make_batch(backend: "PagedBackend", case: Case) -> tuple["Batch", int]:
+    """Return a batch, and its number of blocks.
 
-    The blocks of a row are in random order, as in a pool that has been in use for a while.
+    The blocks of a row are in random order, as in a pool that has been in use for a while. Rows of
+    one token have no lengths on the host, as in a CUDA graph.
     """
     import torch
 
     from nanovllm.attention.batch import Batch
 
-    device = backend.spec.device
-    per_row = -(-length // backend.block_size)
-    tables = torch.zeros(batch, 4096 // backend.block_size, dtype=torch.int32, device=device)
-    tables[:, :per_row] = torch.randperm(batch * per_row, device=device).view(batch, per_row)
-    positions = torch.full((batch,), length - 1, device=device)
+    device, block_size = backend.spec.device, backend.block_size
+    per_row = -(-case.length // block_size)
+    width = max(per_row, 4096 // block_size)
+    tables = torch.zeros(case.rows, width, dtype=torch.int32, device=device)
+    blocks = torch.randperm(case.rows * per_row, device=device)
+    tables[:, :per_row] = blocks.view(case.rows, per_row)
+    positions = torch.arange(case.length - case.tokens, case.length, device=device)
+    positions = positions.repeat(case.rows)
+    starts = torch.arange(case.rows + 1, dtype=torch.int32, device=device) * case.tokens
+    known = case.rows if case.tokens > 1 else 0
     rows = Batch(
         input_ids=positions,
         positions=positions,
         slot_mapping=positions,
-        cu_seqlens_q=torch.arange(batch + 1, dtype=torch.int32, device=device),
-        seq_lens=torch.full((batch,), length, dtype=torch.int32, device=device),
+        cu_seqlens_q=starts,
+        seq_lens=torch.full((case.rows,), case.length, dtype=torch.int32, device=device),
         block_tables=tables,
-        query_lens_host=(),
-        seq_lens_host=(),
+        query_lens_host=(case.tokens,) * known,
+        seq_lens_host=(case.length,) * known,
     )
-    return rows, batch * per_row
+    return rows, case.rows * per_row
 
 
 def lines(figures: Mapping[str, Any], bandwidth: Mapping[str, Any]) -> list[str]:
-    """Return a table of times and read rates."""
+    """Return a table of times and rates."""
     copy = bandwidth.get("copy")
     rows = []
-    for row in figures["rows"]:
+    for row in figures.get("rows", []):
         cells = [row["backend"], row["options"]]
+        if "rows" in row:
+            cells.append(f"{row['rows']} x {row['tokens']} of {row['length']}")
         if "error" in row:
-            rows.append([*cells, row["error"], "", "", ""])
+            rows.append([*cells, *[""] * (3 - len(cells)), row["error"], "", "", ""])
             continue
         rate = row["bytes"] / row["seconds"]
-        shape = f"{row['batch']} x {row['length']}"
         us = f"{1e6 * row['seconds']:.1f}"
-        rows.append([*cells, shape, us, f"{rate / 1e12:.2f}", percent(copy and rate / copy)])
-    head = ["backend", "options", "rows x tokens", "us a layer", "TB/s", "of the copy's"]
-    return table(head, rows)
+        flops = f"{row['flop'] / row['seconds'] / 1e12:.0f}"
+        rows.append([*cells, us, f"{rate / 1e12:.2f}", percent(copy and rate / copy), flops])
+    head = ["backend", "options", "rows x new tokens of all", "us a layer", "TB/s", "of the copy's"]
+    return table([*head, "TFLOP/s"], rows)
 
 
-PART = Part(attention, 80, "Decode attention, a layer of Qwen3-0.6B", lines)
+PART = Part(attention, 125, "Attention, a layer of Qwen3-0.6B", lines)

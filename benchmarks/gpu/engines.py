@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench import QWEN3_06B
 from benchmarks.gpu.part import Record
 from benchmarks.shapes import CONFIGS, kv_bytes
 
@@ -20,22 +19,30 @@ BATCHES = (1, 64, 256)
 WARM_STEPS = 16
 
 
-def write_models(directory: Path) -> None:
-    """Write each model's config, and a byte-level tokenizer in which each token is a word."""
+def model_path(record: Record, name: str) -> str:
+    """Return the directory of a model's config and tokenizer, written on first use.
+
+    The tokenizer is a byte-level one in which each token is a word.
+    """
+    path = record.scratch / "models" / name
+    if not (path / "config.json").exists():
+        write_model(path, CONFIGS[name])
+    return str(path)
+
+
+def write_model(path: Path, config: dict[str, Any]) -> None:
+    """Write a tokenizer, then the config: where a config is, all is."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    size: Any = QWEN3_06B["vocab_size"]
-    vocab = {f"Ġw{token}": token for token in range(size)}
+    vocab = {f"Ġw{token}": token for token in range(config["vocab_size"])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
     tokenizer.decoder = decoders.ByteLevel()
-    for name, config in CONFIGS.items():
-        path = directory / name
-        path.mkdir(parents=True, exist_ok=True)
-        (path / "config.json").write_text(json.dumps(config))
-        tokenizer.save(str(path / "tokenizer.json"))
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
-        (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    path.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(path / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (path / "config.json").write_text(json.dumps(config))
 
 
 def make_engine(
@@ -46,7 +53,10 @@ def make_engine(
     from nanovllm.engine.llm_engine import LLMEngine
 
     config = Config(
-        model=record.model(name), load_format="dummy", enable_prefix_caching=False, **options
+        model=model_path(record, name),
+        load_format="dummy",
+        enable_prefix_caching=False,
+        **options,
     )
     return LLMEngine(config, queue_depth=queue_depth)
 

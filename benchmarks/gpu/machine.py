@@ -6,11 +6,12 @@ import os
 import platform
 import subprocess
 
+from benchmarks.gpu.packages import missing_packages
 from benchmarks.gpu.part import ROOT
 
 
 def describe_machine() -> dict[str, str]:
-    """Return the GPU, the date and the versions, by name."""
+    """Return the GPU, the time and the versions, by name."""
     import torch
 
     query = "name,memory.total,driver_version,power.limit,clocks.max.sm"
@@ -24,12 +25,13 @@ def describe_machine() -> dict[str, str]:
             versions[package] = "not installed"
     return {
         "GPU": name,
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "began": datetime.datetime.now(datetime.UTC).isoformat(" ", "minutes"),
         "memory, driver, power limit, clock": ", ".join(details) or "unknown",
         "CPU": f"{os.cpu_count()} cores, {platform.machine()}",
         "Python": platform.python_version(),
         "CUDA": str(torch.version.cuda),
         **versions,
+        "packages that are missing": ", ".join(missing_packages()) or "none",
         "commit": output_of(["git", "-C", str(ROOT), "rev-parse", "HEAD"]) or "unknown",
     }
 

@@ -1,7 +1,4 @@
-"""Part `models`: decode steps of each model at each batch size.
-
-The small model is measured without CUDA graphs too.
-"""
+"""Part `models`: decode steps of each model at each batch size, with and without options."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,33 +17,43 @@ from benchmarks.gpu.part import Part, Record, describe
 from benchmarks.gpu.tables import percent, table
 from benchmarks.shapes import CONFIGS, SMALL
 
+CASES: tuple[tuple[str, float, dict[str, Any]], ...] = (
+    ("Qwen3-8B", 40, {}),
+    ("Qwen3-32B", 75, {}),
+    (SMALL, 25, {"enforce_eager": True}),
+    ("Qwen3-8B", 40, {"quantization": "fp8"}),
+)
+"""A model, the seconds that it needs (a guess), and options of `Config`."""
+
 
 def models(record: Record) -> None:
-    """Measure each model. Record an error for a model that does not fit the GPU."""
-    for name, eager in ((SMALL, False), (SMALL, True), ("Qwen3-8B", False), ("Qwen3-32B", False)):
-        try:
-            measure_model(record, name, eager)
-        except Exception as error:
-            record.add("rows", {"model": name, "eager": eager, "error": describe(error)})
-        release()
+    """Measure each case. Record an error for a model that does not fit the GPU."""
+    for name, seconds, options in CASES:
+        if record.has_time(seconds, f"{name} {options}"):
+            label = {"model": name, "options": options}
+            try:
+                measure_model(record, label, options)
+            except Exception as error:
+                record.add("rows", {**label, "error": describe(error)})
+            release()
 
 
-def measure_model(record: Record, name: str, eager: bool) -> None:
+def measure_model(record: Record, label: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     """Add a row for each batch size."""
     length, steps = 256, 64
     engine = make_engine(
         record,
-        name,
+        label["model"],
         max_num_seqs=max(BATCHES),
         max_model_len=1024,
-        kv_cache_memory_bytes=pool_bytes(name, max(BATCHES), length),
-        enforce_eager=eager,
+        kv_cache_memory_bytes=pool_bytes(label["model"], max(BATCHES), length),
+        **options,
     )
     for batch in BATCHES:
         with decoding(engine, batch, length):
             seconds = step_seconds(engine, batch, steps)
         row = {"batch": batch, "length": length + WARM_STEPS + steps / 2, "seconds": seconds}
-        record.add("rows", {"model": name, "eager": eager, **row})
+        record.add("rows", {**label, **row})
     engine.shutdown()
 
 
@@ -55,12 +62,15 @@ def lines(figures: Mapping[str, Any], bandwidth: Mapping[str, Any]) -> list[str]
     copy = bandwidth.get("copy")
     rows = []
     for row in figures["rows"]:
-        cells = [row["model"], "no" if row["eager"] else "yes"]
+        options = ", ".join(f"{key}={value}" for key, value in row["options"].items())
+        cells = [row["model"], options]
         if "error" in row:
             rows.append([*cells, row["error"], "", "", "", ""])
             continue
         batch, seconds = row["batch"], row["seconds"]
         floor = copy and step_bytes(CONFIGS[row["model"]], batch, row["length"]) / copy
+        if "quantization" in row["options"]:
+            floor = None  # it reads fewer bytes
         rows.append(
             [
                 *cells,
@@ -71,8 +81,8 @@ def lines(figures: Mapping[str, Any], bandwidth: Mapping[str, Any]) -> list[str]
                 percent(floor and floor / seconds),
             ]
         )
-    head = ["model", "graphs", "rows x tokens", "ms a step", "floor", "tokens/s", "of the floor"]
+    head = ["model", "options", "rows x tokens", "ms a step", "floor", "tokens/s", "of the floor"]
     return table(head, rows)
 
 
-PART = Part(models, 130, "Decode steps by model", lines)
+PART = Part(models, 160, "Decode steps by model", lines)

@@ -1,24 +1,27 @@
-"""Part `nano`: nano-vllm's workload three times, then once with the profiler."""
+"""Part `nano`: nano-vllm's workload, three times."""
 
 import time
 from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
+from benchmarks.gpu.engines import model_path
 from benchmarks.gpu.floors import tokens_read, workload, workload_floor
 from benchmarks.gpu.part import Part, Record
 from benchmarks.gpu.tables import percent, table
-from benchmarks.gpu.trace import profile, shares
 from benchmarks.shapes import CONFIGS, SMALL, kv_bytes
 
 
 def nano(record: Record) -> None:
-    """Record three runs' seconds, and where the time of a profiled fourth run goes."""
+    """Record three runs' seconds."""
     from nanovllm import LLM, SamplingParams
 
     prompts, output_lens = workload()
     llm = LLM(
-        record.model(SMALL), load_format="dummy", enable_prefix_caching=False, max_model_len=4096
+        model_path(record, SMALL),
+        load_format="dummy",
+        enable_prefix_caching=False,
+        max_model_len=4096,
     )
     record.figures |= {
         "model": SMALL,
@@ -36,15 +39,13 @@ def nano(record: Record) -> None:
         return time.perf_counter() - start
 
     llm.generate(prompts[:32], params[0], use_tqdm=False)
-    for _ in range(3):
-        record.add("runs", run())
-    seconds, kernels = profile(run, record.directory / "nano-trace.json")
-    record.figures |= {"shares": shares(kernels), "profiled": seconds}
-    record.save()
+    for number in range(3):
+        if record.has_time(8, f"run {number + 1}"):
+            record.add("runs", run())
 
 
 def lines(figures: Mapping[str, Any], bandwidth: Mapping[str, Any]) -> list[str]:
-    """Return the throughput, a table of the floor, and the shares of the GPU's time."""
+    """Return the throughput, and a table of the floor."""
     prompt_lens, output_lens = figures["prompt_lens"], figures["output_lens"]
     config, tokens = CONFIGS[figures["model"]], sum(output_lens)
     if "runs" not in figures:
@@ -65,14 +66,8 @@ def lines(figures: Mapping[str, Any], bandwidth: Mapping[str, Any]) -> list[str]
         rows = [[name, f"{s:.2f}", f"{tokens / s:,.0f}"] for name, s in floor.items()]
         rows.append(["measured", f"{seconds:.2f}", f"{tokens / seconds:,.0f}"])
         text += table(["floor", "seconds", "tokens/s"], rows)
-        text += ["", f"{percent(floor['all'] / seconds)} of the floor.", ""]
-    if "shares" in figures:
-        text += table(
-            ["GPU time of a profiled run", "share"],
-            ([kind, percent(share, 1)] for kind, share in figures["shares"].items()),
-        )
-        text += ["", f"Profiled, the run took {figures['profiled']:.2f} s."]
+        text += ["", f"{percent(floor['all'] / seconds)} of the floor."]
     return text
 
 
-PART = Part(nano, 80, "nano-vllm's workload, Qwen3-0.6B's shape", lines)
+PART = Part(nano, 70, "nano-vllm's workload, Qwen3-0.6B's shape", lines)

@@ -1,6 +1,7 @@
 """What a part of the run is, and the record into which it writes its figures."""
 
 import json
+import logging
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,17 +12,36 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 class Record:
-    """A part's figures, saved to disk as they come, and its deadline."""
+    """A part's figures, saved to disk as they come, and its deadline.
 
-    def __init__(self, path: Path, seconds: float) -> None:
+    Args:
+        path: the file of the figures.
+        scratch: a directory for what nobody wants to keep.
+        seconds: until the deadline.
+    """
+
+    def __init__(self, path: Path, scratch: Path, seconds: float) -> None:
         self.figures: dict[str, Any] = {}
-        self.directory = path.parent
+        self.scratch = scratch
         self._path = path
         self._deadline = time.monotonic() + seconds
+
+    def listen(self) -> None:
+        """Keep what nanovllm logs from now on in the list "log"."""
+        logger = logging.getLogger("nanovllm")
+        logger.setLevel(logging.DEBUG)
+        logger.addHandler(_Messages(self.figures))
 
     def left(self) -> float:
         """Return the seconds until the deadline."""
         return self._deadline - time.monotonic()
+
+    def has_time(self, seconds: float, what: str) -> bool:
+        """Return whether `seconds` are left; if not, note that `what` is left out."""
+        if self.left() >= seconds:
+            return True
+        self.add("left_out", what)
+        return False
 
     def save(self) -> None:
         """Write the figures to disk; a reader never sees half a file."""
@@ -35,9 +55,40 @@ class Record:
         print(name, row, flush=True)
         self.save()
 
-    def model(self, name: str) -> str:
-        """Return the directory that holds a model's config and tokenizer."""
-        return str(self.directory / "models" / name)
+    def attempt(self, name: str, label: Mapping[str, Any], work: Callable[[], Any]) -> None:
+        """Add the mapping that `work` returns to the list `name`, or why it failed.
+
+        Raises:
+            torch.AcceleratorError: the CUDA context is lost, so this process can run nothing more.
+        """
+        import torch
+
+        try:
+            row = work()
+        except Exception as error:
+            self.add(name, {**label, "error": describe(error)})
+            if isinstance(error, torch.AcceleratorError):
+                raise
+        else:
+            self.add(name, {**label, **row})
+
+
+class _Messages(logging.Handler):
+    """Keeps each message once in the list "log" of `figures`, up to a number of them."""
+
+    def __init__(self, figures: dict[str, Any]) -> None:
+        super().__init__()
+        self._figures = figures
+
+    def emit(self, record: logging.LogRecord) -> None:
+        log = self._figures.setdefault("log", [])
+        message = f"{record.name.removeprefix('nanovllm.')}: {record.getMessage()}"
+        if message not in log and len(log) < _MESSAGES:
+            log.append(message)
+            print(message, flush=True)
+
+
+_MESSAGES = 30
 
 
 class Part(NamedTuple):
@@ -45,7 +96,7 @@ class Part(NamedTuple):
 
     run: Callable[[Record], None]
     seconds: float
-    """Time limit. It grows where --minutes leaves room."""
+    """Time limit, enforced: the part is killed when it is over."""
     title: str
     lines: Callable[[Mapping[str, Any], Mapping[str, Any]], list[str]]
     """Returns the part's section of the page, from its figures and those of `bandwidth`."""

@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 from bench import Prompts, vllm as start_vllm
+from benchmarks.gpu.engines import model_path
 from benchmarks.gpu.floors import workload
 from benchmarks.gpu.part import Part, Record, describe
 from benchmarks.gpu.tables import table
@@ -27,7 +28,7 @@ def peers(record: Record) -> None:
         round_seconds = 0.0
         for name, make in PEERS.items():
             try:
-                run = make(record.model(SMALL), stack)
+                run = make(model_path(record, SMALL), stack)
                 run(trial[:2], [8, 8])
                 start = time.perf_counter()
                 run(trial, lens)
@@ -156,7 +157,7 @@ def lines(figures: Mapping[str, Any], bandwidth: Mapping[str, Any]) -> list[str]
         rate = figures["tokens"] / median(times)
         rows.append([name, ", ".join(f"{t:.2f}" for t in times), f"{rate:,.0f}", f"{ratio:.2f}"])
     text += table(["engine", "seconds", "tokens/s", "time / our time"], rows)
-    text += [f"- {name}: {reason}" for name, reason in figures["absent"].items()]
+    text += ["", *(f"- {name}: {reason}" for name, reason in figures["absent"].items())]
     return text
 
 

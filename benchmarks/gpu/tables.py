@@ -7,7 +7,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
     """Return the lines of a Markdown table."""
     lines = []
     for row in (head, ["---"] * len(head), *rows):
-        cells = [str(cell).replace("|", "\\|") for cell in row]
+        cells = [" ".join(str(cell).split()).replace("|", "\\|") for cell in row]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 

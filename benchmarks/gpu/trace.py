@@ -1,13 +1,19 @@
-"""The kernels of a step, from a trace of torch.profiler: idle time, and each kind's share.
+"""The kernels of a step, from a trace of torch.profiler: their durations, the gaps, idle time.
 
 Analysis is pure; only `profile` needs torch and a GPU.
 """
 
+import functools
+import itertools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple, TypeVar
+
+from benchmarks.gpu.part import ROOT
 
 Result = TypeVar("Result")
 
@@ -15,15 +21,14 @@ PAUSE = 5e-6
 """Seconds. In a longer gap the GPU waits for the host, not for its next kernel."""
 
 KINDS = {
-    "attention": r"^_decode|^_prefill|^_plan_decode|flash|fmha|attention",
-    "sampler": r"^_reduce_blocks|^_choose",
-    "norm, activation, store": r"^_add_rms_norm|^_silu_and_mul|^_store|^_quantize_fp8",
-    "step state": r"^_gather|^_advance",
-    "GEMM": r"^_multiply_fp8|gemm|gemv|nvjet|cutlass|cublas|splitk|xmma",
-    "drafts": r"^_find|^_copy",
+    "attention of others": r"flash|fmha|attention",
+    "GEMM": r"gemm|gemv|nvjet|cutlass|cublas|splitk|xmma",
     "copies": r"^memcpy|^memset",
 }
-"""Patterns of kernel names, by kind of work. The first match counts; without one it is "other"."""
+"""Patterns of the names of kernels that are not ours, by kind of work. The first match counts;
+without one it is "other".
+"""
+_COPIES = ("gpu_memcpy", "gpu_memset")
 
 
 class Kernel(NamedTuple):
@@ -40,6 +45,15 @@ class Idle(NamedTuple):
     all: float
     paused: float
     """In gaps longer than PAUSE."""
+
+
+class Node(NamedTuple):
+    """One kernel of a step; the numbers are means over steps, in seconds."""
+
+    name: str
+    duration: float
+    gap: float
+    """From the end of all kernels before it to its start; negative where they overlap."""
 
 
 def profile(work: Callable[[], Result], trace: Path) -> tuple[Result, list[Kernel]]:
@@ -63,7 +77,7 @@ def kernels_of_trace(trace: Mapping[str, Any]) -> list[Kernel]:
     kernels = [
         Kernel(event["name"], event["ts"] * 1e-6, (event["ts"] + event["dur"]) * 1e-6)
         for event in trace["traceEvents"]
-        if event.get("ph") == "X" and event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+        if event.get("ph") == "X" and event.get("cat") in ("kernel", *_COPIES)
     ]
     return sorted(kernels, key=lambda kernel: kernel.start)
 
@@ -82,26 +96,94 @@ def idle(kernels: Sequence[Kernel]) -> Idle:
     `kernels` are sorted by start and may overlap.
     """
     assert kernels, "no GPU work in the trace"
-    first = until = kernels[0].start
-    gaps = []
+    span = max(kernel.end for kernel in kernels) - kernels[0].start
+    waits = [max(gap, 0.0) for gap in gaps(kernels)]
+    return Idle(sum(waits) / span, sum(gap for gap in waits if gap > PAUSE) / span)
+
+
+def gaps(kernels: Iterable[Kernel]) -> list[float]:
+    """Return for each kernel the seconds since all kernels before it had ended; 0 for the first."""
+    found: list[float] = []
+    until = None
     for kernel in kernels:
-        gaps.append(max(kernel.start - until, 0.0))
-        until = max(until, kernel.end)
-    span = until - first
-    return Idle(sum(gaps) / span, sum(gap for gap in gaps if gap > PAUSE) / span)
+        found.append(0.0 if until is None else kernel.start - until)
+        until = kernel.end if until is None else max(until, kernel.end)
+    return found
+
+
+def one_step(kernels: Sequence[Kernel], steps: int) -> list[Node]:
+    """Return the kernels of one of about `steps` equal steps, in order.
+
+    A step begins with a kernel that runs once in each, and of these with the one that is waited for
+    longest. The result is that of the most common sequence of kernels: a step that also uploads new
+    blocks does not count.
+
+    Raises:
+        ValueError: no kernel runs once a step.
+    """
+    waits: dict[str, float] = {}
+    counts = Counter(kernel.name for kernel in kernels)
+    all_gaps = gaps(kernels)
+    for kernel, gap in zip(kernels, all_gaps, strict=True):
+        if abs(counts[kernel.name] - steps) <= max(1, steps // 10):
+            waits[kernel.name] = waits.get(kernel.name, 0.0) + gap
+    if not waits:
+        raise ValueError(f"no kernel runs once in each of {steps} steps")
+    first = max(waits, key=waits.__getitem__)
+    starts = [index for index, kernel in enumerate(kernels) if kernel.name == first]
+    by_names: dict[tuple[str, ...], list[range]] = {}
+    for start, stop in itertools.pairwise(starts):
+        names = tuple(kernel.name for kernel in kernels[start:stop])
+        by_names.setdefault(names, []).append(range(start, stop))
+    if not by_names:
+        raise ValueError(f"the trace has no whole step that begins with {first}")
+    names, places = max(by_names.items(), key=lambda item: len(item[1]))
+    return [
+        Node(
+            name,
+            fmean(kernels[place[at]].end - kernels[place[at]].start for place in places),
+            fmean(all_gaps[place[at]] for place in places),
+        )
+        for at, name in enumerate(names)
+    ]
+
+
+def by_name(step: Iterable[Node]) -> list[dict[str, Any]]:
+    """Return a row for each kernel of a step in order of appearance; seconds are sums of a step."""
+    rows: dict[str, dict[str, Any]] = {}
+    for node in step:
+        row = rows.setdefault(node.name, {"name": node.name, "count": 0, "seconds": 0.0, "gaps": 0})
+        row["count"] += 1
+        row["seconds"] += node.duration
+        row["gaps"] += node.gap
+    return list(rows.values())
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of work of a kernel, by its name."""
+    """Return the kind of work of a kernel by its name: for ours, the module that has it."""
+    if name in own_kernels():
+        return own_kernels()[name]
     found = (kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.IGNORECASE))
     return next(found, "other")
+
+
+@functools.cache
+def own_kernels() -> dict[str, str]:
+    """Return the modules of nanovllm/kernels/triton by the names of their kernels."""
+    found = {}
+    for path in sorted((ROOT / "nanovllm" / "kernels" / "triton").glob("*.py")):
+        source = path.read_text(encoding="utf-8")
+        for name in re.findall(r"^def (_\w+)\(", source, re.MULTILINE):
+            found[name] = path.stem.replace("_", " ")
+    return found
 
 
 def shares(kernels: Sequence[Kernel]) -> dict[str, float]:
     """Return each kind's share of the span, and the idle share."""
     idle_share = idle(kernels).all
     span = max(kernel.end for kernel in kernels) - kernels[0].start
-    seconds = dict.fromkeys([*KINDS, "other"], 0.0)
+    seconds: dict[str, float] = {}
     for kernel in kernels:
-        seconds[kind_of(kernel.name)] += kernel.end - kernel.start
+        kind = kind_of(kernel.name)
+        seconds[kind] = seconds.get(kind, 0.0) + kernel.end - kernel.start
     return {**{kind: value / span for kind, value in seconds.items()}, "idle": idle_share}

@@ -1,8 +1,7 @@
-"""What benchmarks.gpu does without a GPU: floors, idle time, the page, and its error."""
+"""What benchmarks.gpu does without a GPU: workloads, floors, traces and its tables."""
 
 import json
-import subprocess
-import sys
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,11 @@ import pytest
 import torch
 
 from benchmarks import shapes
-from benchmarks.gpu import attention, floors, report, tests, trace
+from benchmarks.gpu import attention, floors, grammars, replays, report, trace
 
-ROOT = Path(__file__).parent.parent.parent
+HERE = Path(__file__).parent
+SAMPLE = HERE / "kineto_sample.json"
+"""Five steps of a small graph, as torch.profiler exports them; the third uploads a block before."""
 
 
 def test_the_workload_is_nano_vllms() -> None:
@@ -104,7 +105,7 @@ def test_trace() -> None:
     assert [kernel.name for kernel in found] == ["nvjet_tst_64x8", "_decode", "Memcpy DtoH"]
     shares = trace.shares(found)
     assert {kind: round(share, 6) for kind, share in shares.items() if share} == {
-        "attention": 0.6,
+        "decode attention": 0.6,
         "GEMM": 0.2,
         "copies": 0.1,
         "idle": 0.1,
@@ -114,11 +115,10 @@ def test_trace() -> None:
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("_plan_decode", "attention"),
-        ("void flash_fwd_kernel<cutlass::bfloat16_t>", "attention"),
-        ("_reduce_blocks", "sampler"),
-        ("_add_rms_norm", "norm, activation, store"),
-        ("_advance", "step state"),
+        ("_plan_decode", "decode attention"),
+        ("void flash_fwd_kernel<cutlass::bfloat16_t>", "attention of others"),
+        ("_add_rms_norm", "ops"),
+        ("_advance", "decode step"),
         ("void cublasLt::splitKreduce_kernel", "GEMM"),
         ("void at::native::elementwise_kernel", "other"),
     ],
@@ -127,175 +127,190 @@ def test_kinds(name: str, kind: str) -> None:
     assert trace.kind_of(name) == kind
 
 
-def test_our_kernels_have_a_kind() -> None:
-    import re
-
-    for path in (ROOT / "nanovllm" / "kernels" / "triton").glob("*.py"):
-        source = path.read_text(encoding="utf-8")
-        for name in re.findall(r"\b(_\w+)\[\s*[\w(]", source):
-            if re.search(rf"^def {name}\(", source, re.MULTILINE):
-                assert trace.kind_of(name) != "other", name
-
-
-RESULTS: dict[str, Any] = {
-    "tests": {
-        "files": {
-            "tests/a.py": {
-                "passed": 3,
-                "failed": 0,
-                "errors": 0,
-                "skipped": 1,
-                "ended": "passed",
-                "failures": [],
-            },
-            "tests/b.py": {
-                "passed": 1,
-                "failed": 2,
-                "errors": 0,
-                "skipped": 0,
-                "ended": "exit status 1",
-                "failures": ["x: assert 0"],
-            },
-        },
-        "sanitizer": {"tests/k.py": "exit status 0; ERROR SUMMARY: 0 errors"},
-    },
-    "bandwidth": {"copy": 4e12, "read": 4.5e12, "matmul": 7e14},
-    "attention": {
-        "rows": [
-            {
-                "backend": "triton",
-                "options": "",
-                "batch": 256,
-                "length": 600,
-                "seconds": 200e-6,
-                "bytes": 600_000_000,
-            },
-            {"backend": "triton", "options": "N=128", "error": "OutOfResources: 1 | 2"},
-        ]
-    },
-    "nano": {
-        "model": "Qwen3-0.6B",
-        "prompt_lens": [100, 200],
-        "output_lens": [30, 10],
-        "runs": [0.5, 0.25, 1.0],
-        "shares": {"GEMM": 0.75, "idle": 0.25},
-        "profiled": 2.0,
-    },
-    "single": {
-        "model": "Qwen3-0.6B",
-        "latency": [{"length": 100, "queue_depth": 1, "seconds": 6e-4}],
-        "idle": [
-            {
-                "batch": 64,
-                "seconds": 1e-3,
-                "profiled": 2e-3,
-                "kernels": 255.0,
-                "idle": 0.125,
-                "paused": 0.015,
-                "shares": {"GEMM": 0.5, "other": 0.1},
-            }
-        ],
-    },
-    "models": {
-        "rows": [
-            {
-                "model": "Qwen3-8B",
-                "eager": False,
-                "batch": 64,
-                "length": 300.0,
-                "seconds": 8e-3,
-            },
-            {"model": "Qwen3-32B", "eager": False, "error": "OutOfMemoryError: no"},
-        ]
-    },
-    "peers": {
-        "requests": 32,
-        "tokens": 1000,
-        "absent": {"vllm": "ModuleNotFoundError: No module"},
-        "rounds": {"nanovllm": [1.0, 2.0, 1.0], "transformers": [5.0, 6.0], "other": []},
-    },
-}
+def test_one_step_of_a_sample() -> None:
+    kernels = trace.kernels_of_trace(json.loads(SAMPLE.read_text()))
+    nodes = trace.one_step(kernels, 5)
+    assert len(nodes) == 14
+    assert [node.name for node in nodes[:5]] == [
+        "_gather",
+        "_add_rms_norm",
+        "nvjet_tst_64x8_64x16_4x1_v_bz_TNT",
+        "_store",
+        "_decode",
+    ]
+    assert nodes[-1].name == "Memcpy DtoH (Device -> Pinned)"
+    # 3.2, 3.2 and 3.3 us. The second step ends with an upload, so it does not count.
+    assert nodes[2].duration == pytest.approx(3.2333e-6, abs=2e-9)
+    assert nodes[2].gap == pytest.approx(1.1e-6, abs=2e-9)
+    rows = trace.by_name(nodes)
+    decode = next(row for row in rows if row["name"] == "_decode")
+    assert decode["count"] == 2
+    assert decode["seconds"] == pytest.approx(8e-6, abs=4e-9)
+    assert decode["gaps"] == pytest.approx(2.2e-6, abs=4e-9)
 
 
-def page_of(results: dict[str, Any]) -> str:
-    machine = {"GPU": "NVIDIA H200", "date": "2026-01-02", "torch": "2.11"}
-    ended = {name: {**part, "ended": "done", "seconds": 9.0} for name, part in results.items()}
-    return report.page(machine, "python -m benchmarks.gpu", ended)
+def test_a_trace_without_steps() -> None:
+    with pytest.raises(ValueError, match="no kernel runs once in each of 40 steps"):
+        trace.one_step(kernels((0, 1), (2, 3)), 40)
+    with pytest.raises(ValueError, match="no whole step that begins with k"):
+        trace.one_step(kernels((0, 1)), 1)
+
+
+def test_gaps_of_overlapping_kernels() -> None:
+    found = trace.gaps(kernels((0, 10), (8, 12), (9, 11), (13, 14)))
+    assert [round(gap * 1e6) for gap in found] == [0, -2, -3, 1]
+
+
+def test_where_a_run_begins_to_differ() -> None:
+    first = [[1, 2, 3], [4, 5], [6]]
+    assert replays.differences(3, first, [[1, 2, 3], [4, 5], [6]]) == []
+    assert replays.differences(3, first, [[1, 9, 3], [4, 5], []]) == [
+        {"run": 3, "row": 0, "token": 1},
+        {"run": 3, "row": 2, "token": 0},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "valid"),
+    [
+        ('{"name":"a","kind":"red","size":0}', True),
+        ('{"name":"a","kind":"red","size":100}', False),
+        ('{"name":"a","kind":"pink","size":1}', False),
+        ('{"name":"a","kind":"red"}', False),
+        ('{"name":"a"', False),
+        ("[]", False),
+    ],
+)
+def test_validity(text: str, valid: bool) -> None:
+    assert grammars.is_object(text) is valid
+
+
+RESULTS: dict[str, Any] = json.loads((HERE / "gpu_results.json").read_text())
+"""Invented figures of each part, some with errors."""
+LINES = (
+    "# NVIDIA H200",
+    "| torch | 2.11 |",
+    "| nano | done | 9 | 60 |",
+    "3 files: 4 passed, 2 failed, 0 errors, 1 skipped.",
+    "| tests/b.py | exit status 1 | 1 | 2 | 0 | 0 | x: a b |",
+    "| tests/c.py | left out | 0 | 0 | 0 | 0 | needs gguf |",
+    "| copy | 4.00 TB/s |",
+    "| 100 | 1 | 0.600 | 0.301 | 50% |",
+    "Left out, because the time was over: queue depth 2.",
+    "| measured | 0.50 | 80 |",
+    "| triton |  | 256 x 1 of 600 | 200.0 | 3.00 | 75% | 20 |",
+    "| triton | N=128 | 256 x 1 of 600 | OutOfResources: 1 \\| 2 |  |  |  |",
+    "| varlen |  |  | no block table |  |  |  |",
+    "| 64 | 1.000 | 2.000 | 28 | 12.5% | 1.5% | GEMM 50%, other 10% |",
+    "| `_decode` | 28 | 20.00 | 1.00 | 588.00 |",
+    "| sum | 28 | 560.00 | 28.00 | 588.00 |",
+    "no kernel runs once",
+    "| plain | 1 | 1.50 | yes |",
+    "| dependent | 1 | ValueError: no |  |",
+    "| 132 | 1.25 |",
+    "| 16 | 128 | 1.00 | 5.00 | 4.00 | 3.00 |",
+    "| qkv | cuBLAS | 4.00 (50%) | RuntimeError: no | – | – |",
+    "| qkv | bf16 reductions | 1.0e-03 | 2.0e-03 | 3.0e-03 | 4.0e-03 | 1, 16 |",
+    "| Qwen3-8B |  | 64 x 300 | 8.00 | 4.49 | 8,000 | 56% |",
+    "| Qwen3-8B | quantization=fp8 | 64 x 300 | 5.00 | – | 12,800 | – |",
+    "| Qwen3-32B |  | OutOfMemoryError: no |  |  |  |  |",
+    "| transformers | 5.00, 6.00 | 182 | 4.00 |",
+    "| other | no round ended | – | – |",
+    "- vllm: ModuleNotFoundError: No module",
+    "| 1 | 2 | 77 |",
+    "| memcheck | tests/k.py | clean | 0 errors |",
+    "| float32 | ngram | 23 of 24 | 90 | 60 | 1.50 |",
+    "| json | yes | 64 | 60 | 60 |",
+    "| 1 | 1.000 | 2.000 |",
+)
+"""Lines of the page of RESULTS."""
+
+
+def call_of(results: dict[str, Any]) -> dict[str, Any]:
+    ended = {"ended": "done", "seconds": 9.0, "limit": 60.0}
+    return {
+        "machine": {"GPU": "NVIDIA H200", "torch": "2.11"},
+        "command": f"python -m benchmarks.gpu --parts {','.join(results)}",
+        "results": {name: {**part, **ended} for name, part in results.items()},
+    }
 
 
 def test_page() -> None:
-    assert set(RESULTS) == set(report.PARTS)
-    page = page_of(json.loads(json.dumps(RESULTS)))
-    for line in (
-        "# NVIDIA H200, 2026-01-02",
-        "| torch | 2.11 |",
-        "2 files: 4 passed, 2 failed, 0 errors, 1 skipped.",
-        "| tests/b.py | exit status 1 | 1 | 2 | 0 | 0 |",
-        "- compute-sanitizer, tests/k.py: exit status 0; ERROR SUMMARY: 0 errors",
-        "| copy | 4.00 TB/s |",
-        "| triton |  | 256 x 600 | 200.0 | 3.00 | 75% |",
-        "| triton | N=128 | OutOfResources: 1 \\| 2 |  |  |  |",
-        "| measured | 0.50 | 80 |",
-        "| GEMM | 75.0% |",
-        "| 100 | 1 | 0.600 | 0.301 | 50% |",
-        "| 64 | 1.000 | 2.000 | 255 | 12.5% | 1.5% | GEMM 50%, other 10% |",
-        "| Qwen3-8B | yes | 64 x 300 | 8.00 | 4.49 | 8,000 | 56% |",
-        "| Qwen3-32B | yes | OutOfMemoryError: no |  |  |  |  |",
-        "| transformers | 5.00, 6.00 | 182 | 4.00 |",
-        "| other | no round ended | – | – |",
-        "- vllm: ModuleNotFoundError: No module",
-    ):
+    assert list(RESULTS) == list(report.PARTS)
+    page = report.page([json.loads(json.dumps(call_of(RESULTS)))])
+    for line in LINES:
         assert line in page.splitlines(), line
     assert "the median is **80 output tokens/s**" in page
+    for head, rule in re.findall(r"^(\|.*\|)\n(\| ---.*\|)$", page, re.MULTILINE):
+        assert head.count("|") == rule.count("|")
+
+
+def test_every_row_of_a_table_has_as_many_cells() -> None:
+    page = report.page([call_of(RESULTS)])
+    for lines in re.findall(r"(?:^\|.*\|\n)+", page, re.MULTILINE):
+        cells = {len(re.findall(r"(?<!\\)\|", line)) for line in lines.splitlines()}
+        assert len(cells) == 1, lines
 
 
 @pytest.mark.parametrize("part", [name for name in RESULTS if name != "bandwidth"])
 def test_page_of_one_part_without_bandwidth(part: str) -> None:
-    page = page_of({part: RESULTS[part]})
+    page = report.page([call_of({part: RESULTS[part]})])
     assert report.PARTS[part].title in page
+    assert "Not enough" not in page
 
 
 def test_page_of_parts_that_recorded_little() -> None:
     nano = {key: RESULTS["nano"][key] for key in ("model", "prompt_lens", "output_lens")}
     peers = {**RESULTS["peers"], "rounds": {}}
-    single = {"model": "Qwen3-8B"}
-    page = page_of({"bandwidth": {}, "nano": nano, "single": single, "peers": peers})
+    results = {"bandwidth": {}, "nano": nano, "single": {"left_out": ["a"]}, "peers": peers}
+    results["launches"] = {"processors": 132}
+    results["step"] = {"nothing": 1}
+    page = report.page([call_of(results)])
     assert "No run ended." in page
+    assert "Left out, because the time was over: a." in page
+    assert "Not enough was recorded for a table: there is no 'unprofiled'." in page
 
 
-def test_a_test_files_counts(tmp_path: Path) -> None:
-    test = tmp_path / "test_it.py"
-    test.write_text(
-        "import pytest\ndef test_a(): pass\ndef test_b(): assert 0, 'why'\n"
-        "@pytest.mark.skip\ndef test_c(): pass\n"
-    )
-    found = tests.run_test_file(str(test), tmp_path, 60)
-    assert (found["passed"], found["failed"], found["skipped"]) == (1, 1, 1)
-    assert found["ended"] == "exit status 1"
-    assert found["failures"][0].startswith("test_b: AssertionError: why")
-    assert tests.run_test_file(str(test), tmp_path, 0)["ended"] == "out of time"
+def test_a_page_of_two_calls(tmp_path: Path) -> None:
+    calls = [call_of({name: RESULTS[name]}) for name in ("bandwidth", "models")]
+    paths = []
+    for number, call in enumerate(calls):
+        paths.append(tmp_path / f"{number}.json")
+        paths[-1].write_text(json.dumps(call))
+    output = tmp_path / "page.md"
+    report.main([*map(str, paths), "-o", str(output)])
+    page = output.read_text()
+    assert "## Call 1: bandwidth" in page
+    assert "## Call 2: models" in page
+    assert page.count("| torch | 2.11 |") == 2
+    assert "| Qwen3-8B |  | 64 x 300 | 8.00 | – | 8,000 | – |" in page  # of another call
 
 
-def test_swept_options_exist() -> None:
+def test_values_of_the_swept_options() -> None:
+    pytest.importorskip("triton")
+    found = {
+        (kind, option): attention.values_to_try(kind, option) for kind, option in attention.SWEPT
+    }
+    assert found["prefill", "N"] == [16, 64, 128]
+    for kind in ("decode", "prefill"):
+        for option in ("N", "num_warps", "num_stages"):
+            assert len(found[kind, option]) >= 2
+    assert found["decode", "SPLIT_TOKENS"] == [128, 512]
+    assert attention.values_to_try("decode", "NO_SUCH") == []
+
+
+def test_set_options() -> None:
     pytest.importorskip("triton")
     from nanovllm.kernels.triton import decode_attention
 
-    launched = decode_attention._decode_options(torch.bfloat16, 128)
-    for options in attention.SWEEP:
-        for name, value in options.items():
-            now = launched[name] if name in launched else getattr(decode_attention, name)
-            assert isinstance(now, int)
-            assert now != value, f"{name}={value} is what there is already"
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_refused_without_a_gpu(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu", "--out", tmp_path / "out"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2
-    assert done.stderr == "benchmarks.gpu: there is no CUDA device here\n"
-    assert not (tmp_path / "out").exists()
+    try:
+        attention.set_options("decode", {"SPLIT_TOKENS": 64, "num_warps": 8})
+        assert decode_attention.SPLIT_TOKENS == 64
+        assert vars(decode_attention)["_SPLIT_TOKENS"].value == 64
+        assert attention.launch_options(decode_attention, "decode")["num_warps"] == 8
+        attention.set_options("decode", {"num_cats": 8})
+        assert decode_attention.SPLIT_TOKENS != 64
+        with pytest.raises(ValueError, match="decode attention has no option num_cats"):
+            attention.launch_options(decode_attention, "decode")
+    finally:
+        attention.set_options("decode", {})

@@ -1,0 +1,8 @@
+"""A plugin of pytest that turns CUDA graphs off: `pytest -p benchmarks.gpu.no_graphs`."""
+
+
+def pytest_configure() -> None:
+    """Let no network of this process capture graphs."""
+    from nanovllm.worker import network
+
+    vars(network)["can_capture"] = lambda device: False

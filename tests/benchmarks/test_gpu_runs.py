@@ -1,0 +1,281 @@
+"""How benchmarks.gpu runs parts and test files: options, time limits, missing packages."""
+
+import argparse
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from benchmarks.gpu import __main__ as gpu, engines, no_graphs, packages, report, sanitizer, tests
+from benchmarks.gpu.part import Record
+
+ROOT = Path(__file__).parent.parent.parent
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+LIMIT = 550
+"""Seconds of a call."""
+
+
+def record(path: Path, seconds: float = 60.0) -> Record:
+    return Record(path / "part.json", path, seconds)
+
+
+# --- options and the plan of calls
+
+
+def test_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("OUT", str(tmp_path))
+    found = gpu.parse(["--parts", "nano, step"])
+    assert found.parts == ["nano", "step"]
+    assert found.out == tmp_path
+    assert gpu.parse([]).parts == list(report.PARTS)
+    monkeypatch.delenv("OUT")
+    with pytest.raises(SystemExit):
+        gpu.parse(["--parts", "nano"])
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("nano,stepp", "there is no part 'stepp'; the parts are kernels, bandwidth,"),
+        ("nano,step,nano", "part 'nano' is given twice"),
+        (" ,", "no part is named"),
+    ],
+)
+def test_parts_that_are_refused(text: str, error: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=error):
+        gpu.names_of_parts(text)
+
+
+def test_the_plan_of_calls_has_every_part_and_fits() -> None:
+    page = (ROOT / "docs" / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    calls = [gpu.names_of_parts(text) for text in re.findall(r"--parts (\S+)", page)]
+    assert len(calls) == 3
+    assert {name for call in calls for name in call} == set(report.PARTS)
+    for call in calls:
+        assert sum(report.PARTS[name].seconds for name in call) <= LIMIT
+    limits = dict(re.findall(r"^\| `(\w+)` \| (\d+) \|", page, re.MULTILINE))
+    assert limits == {name: f"{part.seconds:g}" for name, part in report.PARTS.items()}
+
+
+# --- time limits
+
+
+def test_a_command_that_overruns_is_cut_with_its_children(tmp_path: Path) -> None:
+    started = tmp_path / "pid"
+    script = f"sleep 60 & echo $! >{started}; echo begun; wait"
+    log = tmp_path / "log.txt"
+    start = time.monotonic()
+    assert gpu.run_limited(["sh", "-c", script], log, 1) == "cut after 1 s"
+    assert time.monotonic() - start < 10
+    assert "begun" in log.read_text()
+    child = Path(f"/proc/{int(started.read_text())}/stat")
+    while child.exists() and child.read_text().split()[2] != "Z":  # init has not reaped it yet
+        assert time.monotonic() - start < 10, "the child runs on"
+        time.sleep(0.01)
+
+
+def test_how_a_command_ended(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    assert gpu.run_limited(["true"], log, 60) == "done"
+    assert gpu.run_limited(["sh", "-c", "exit 3"], log, 60) == "exit status 3"
+    assert log.read_text().splitlines() == ["=== true", "=== sh -c exit 3"]
+
+
+@NO_GPU
+def test_a_call_writes_what_it_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    call: dict[str, Any] = {"machine": {"GPU": "none"}, "command": "a command", "results": {}}
+    gpu.run_parts(call, ["bandwidth"], tmp_path, time.monotonic() + 60)
+    gpu.run_parts(call, ["nano"], tmp_path, time.monotonic() + 1)
+    results = json.loads((tmp_path / "results.json").read_text())["results"]
+    assert results["bandwidth"]["ended"] == "exit status 2"  # there is no GPU
+    assert results["nano"]["ended"] == "not begun: the call's time was over"
+    assert gpu.failed(results)
+    assert "there is no CUDA device here" in (tmp_path / "log.txt").read_text()
+    page = (tmp_path / "page.md").read_text()
+    assert "| nano | not begun: the call's time was over | 0 | 70 |" in page
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "log.txt",
+        "page.md",
+        "results.json",
+    ]
+    assert "bandwidth: exit status 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("results", "failed"),
+    [
+        ({"nano": {"ended": "done"}}, False),
+        ({"nano": {"ended": "cut after 70 s"}}, True),
+        ({"suite": {"ended": "done", "files": {"a": {"ended": "passed"}}}}, False),
+        ({"suite": {"ended": "done", "files": {"a": {"ended": "left out"}}}}, False),
+        ({"suite": {"ended": "done", "files": {"a": {"ended": "out of time"}}}}, True),
+    ],
+)
+def test_what_counts_as_failed(results: dict[str, Any], failed: bool) -> None:
+    assert gpu.failed(results) is failed
+
+
+def test_a_part_notes_what_it_has_no_time_for(tmp_path: Path) -> None:
+    part = record(tmp_path, 5.0)
+    assert part.has_time(1, "a")
+    assert not part.has_time(10, "b")
+    assert json.loads((tmp_path / "part.json").read_text()) == {"left_out": ["b"]}
+
+
+def test_a_part_notes_why_a_measurement_failed(tmp_path: Path) -> None:
+    part = record(tmp_path)
+    part.attempt("rows", {"case": 1}, lambda: {"seconds": 0.5})
+    part.attempt("rows", {"case": 2}, lambda: {"seconds": 1 / 0})
+    assert json.loads((tmp_path / "part.json").read_text())["rows"] == [
+        {"case": 1, "seconds": 0.5},
+        {"case": 2, "error": "ZeroDivisionError: division by zero"},
+    ]
+
+
+def test_a_part_keeps_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = logging.getLogger("nanovllm")
+    for name, value in (("handlers", []), ("level", logger.level)):  # restored afterwards
+        monkeypatch.setattr(logger, name, value)
+    part = record(tmp_path)
+    part.listen()
+    for _ in range(2):
+        logging.getLogger("nanovllm.here").info("chosen: %s", "triton")
+    assert part.figures == {"log": ["here: chosen: triton"]}
+
+
+def test_a_model_is_written_once(tmp_path: Path) -> None:
+    part = record(tmp_path)
+    path = Path(engines.model_path(part, "Qwen3-0.6B"))
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    assert tokenizer.decode([7, 151935]) == " w7 w151935"
+    assert json.loads((path / "config.json").read_text())["num_hidden_layers"] == 28
+    written = (path / "tokenizer.json").stat().st_mtime_ns
+    assert engines.model_path(part, "Qwen3-0.6B") == str(path)
+    assert (path / "tokenizer.json").stat().st_mtime_ns == written
+
+
+@NO_GPU
+def test_refused_without_a_gpu(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", "--out", tmp_path / "out"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stderr == "benchmarks.gpu: there is no CUDA device here\n"
+    assert not (tmp_path / "out").exists()
+
+
+# --- test files
+
+
+def test_files_that_run_and_files_that_cannot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A package named `tests` is installed, and gguf is not."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "__init__.py").touch()
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    without(monkeypatch, "gguf")
+    test = tmp_path / "test_it.py"
+    test.write_text(
+        "import pytest\nfrom tests.glossary import QUESTIONS\n"
+        "def test_a(): assert QUESTIONS\n"
+        "def test_b(): assert 0, 'why'\n"
+        "@pytest.mark.skip\ndef test_c(): pass\n"
+        "def test_d(no_such_fixture): pass\n"
+    )
+    tests.run_files(record(tmp_path), ["tests/test_fuzz_gguf.py", str(test)])
+    files = json.loads((tmp_path / "part.json").read_text())["files"]
+    left_out, found = files["tests/test_fuzz_gguf.py"], files[str(test)]
+    assert (left_out["ended"], left_out["failures"]) == ("left out", ["needs gguf"])
+    assert found["ended"] == "exit status 1"
+    assert [found[count] for count in tests.COUNTS] == [1, 1, 1, 1]
+    assert found["failures"][0].startswith("test_b: AssertionError: why")
+    assert "no_such_fixture" in found["failures"][1]
+
+
+def test_results_before_a_death_count(tmp_path: Path) -> None:
+    test = tmp_path / "test_it.py"
+    test.write_text(
+        "import os\ndef test_a(): pass\ndef test_b(): os.kill(os.getpid(), 9)\ndef test_c(): pass\n"
+    )
+    found = tests.run_file(str(test), tmp_path, 120)
+    assert (found["passed"], found["failed"]) == (1, 0)
+    assert found["ended"] == "exit status -9"
+
+
+def test_commands_end_with_their_time(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert tests.run_logged(["sleep", "60"], log, 0.1) is None
+    assert tests.run_logged(["true"], log, 0) is None
+    assert log.read_text() == "no time was left\n"
+
+
+def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Let the packages `names` be missing."""
+    find = packages.importlib.util.find_spec
+    monkeypatch.setattr(
+        packages.importlib.util, "find_spec", lambda name: None if name in names else find(name)
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [
+        ("tests/test_fuzz_gguf.py", {"gguf"}),  # at its top
+        ("tests/utils/test_gguf.py", {"gguf"}),  # through tests/gguf_files.py
+        ("tests/server/test_metrics.py", {"fastapi", "openai"}),  # through conftest.py
+        ("tests/test_config.py", set()),
+        ("tests/worker/test_cuda_graph.py", set()),
+    ],
+)
+def test_imports_that_are_missing(
+    monkeypatch: pytest.MonkeyPatch, name: str, missing: set[str]
+) -> None:
+    assert (ROOT / name).exists()
+    without(monkeypatch, "gguf", "fastapi", "openai", "llguidance", "jsonschema")
+    assert packages.missing_imports(ROOT / name) == missing
+
+
+def test_packages_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages, "_is_installed", lambda name: name not in ("gguf", "openai"))
+    assert packages.missing_packages() == ["gguf", "openai"]
+
+
+def test_every_test_file_has_a_part() -> None:
+    kernels = tests.kernel_files()
+    assert "tests/kernels/triton/test_ops.py" in kernels
+    assert "tests/kernels/triton/test_compile.py" not in kernels
+    assert "tests/attention/test_gpu_backends.py" in kernels
+    files = tests.test_files("**/test_*.py")
+    assert set(kernels) < set(files)
+    assert set(tests.ALONE) <= set(kernels)
+    sanitized = {Path(name).name for name in sanitizer.sanitized_files()}
+    assert set(sanitizer.SELECTED) <= sanitized
+
+
+def test_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nanovllm.worker import network
+
+    monkeypatch.setattr(network, "can_capture", network.can_capture)  # restored afterwards
+    assert network.can_capture(torch.device("cuda"))
+    no_graphs.pytest_configure()
+    assert not network.can_capture(torch.device("cuda"))
+
+
+def test_the_machine_is_described_without_git(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.gpu import machine
+
+    monkeypatch.setenv("PATH", os.devnull)
+    assert machine.output_of(["git", "rev-parse", "HEAD"]) == ""
