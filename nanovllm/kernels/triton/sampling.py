@@ -11,13 +11,15 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.triton.inverse_cdf import invert, uniform, weigh
-from nanovllm.kernels.triton.top_k_top_p import choose_filtered, is_filtered, sort_key
+from nanovllm.kernels.triton.top_k_top_p import find_threshold, has_filter, sort_key
 from nanovllm.sampling_params import GREEDY_BELOW
 
 _BLOCK = 2048
 """Logits that one program reduces."""
 _CHUNK = 128
 """Logits that the search for top_k and top_p reads, or skips, together."""
+_TILE = 32
+"""Chunks that the search reads at once."""
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
@@ -36,9 +38,9 @@ def sample(
 ) -> torch.Tensor:
     """Draw a token for each row, as `layers.sampler.draw` does in torch.
 
-    The first kernel reduces each block of logits. The second kernel runs one program per row: it
-    chooses a block with the row's uniform number, then a token in the block. The third kernel
-    chooses the tokens of rows with top_k or top_p.
+    The first kernel reduces each block of logits. The second weighs the chunks of rows whose
+    weights depend on the row's largest logit or on its total weight. The third runs one program per
+    row: it chooses a block or a chunk with the row's uniform number, then a token in it.
 
     Args:
         logits: [R, vocab_size], any float dtype; rows contiguous.
@@ -66,10 +68,12 @@ def _choose_tokens(
     num_blocks = triton.cdiv(vocab_size, block)
     chunk = min(block, _CHUNK)
     num_chunks = num_blocks * (block // chunk)
+    all_blocks, all_chunks = map(triton.next_power_of_2, (num_blocks, num_chunks))
     block_maxima = logits.new_empty(rows, num_blocks, dtype=torch.float32)
     block_sums = torch.empty_like(block_maxima)
     block_argmaxes = torch.empty_like(block_maxima, dtype=torch.int32)
     chunk_keys = logits.new_empty(rows, num_chunks, dtype=torch.int32)
+    chunk_sums = torch.empty_like(chunk_keys, dtype=torch.float32)
     tokens = logits.new_empty(rows, dtype=torch.int64)
     if rows == 0:
         return tokens
@@ -78,14 +82,21 @@ def _choose_tokens(
         block_maxima, block_sums, block_argmaxes, chunk_keys,
         GREEDY_BELOW=GREEDY_BELOW, BLOCK=block, CHUNK=chunk,
     )  # fmt: skip
+    if parameters is not None:
+        _weigh_chunks[(rows, num_blocks)](
+            logits, logits.stride(0), vocab_size, temperatures, top_ks, top_ps, min_ps,
+            block_maxima, chunk_sums,
+            GREEDY_BELOW=GREEDY_BELOW, BLOCK=block, CHUNK=chunk, NUM_BLOCKS=num_blocks,
+            ALL_BLOCKS=all_blocks,
+        )  # fmt: skip
     _choose[(rows,)](
         logits, logits.stride(0), vocab_size, temperatures, seeds, positions, top_ks, top_ps,
-        min_ps, block_maxima, block_sums, block_argmaxes, tokens,
-        GREEDY_BELOW=GREEDY_BELOW, BLOCK=block, NUM_BLOCKS=num_blocks,
-        ALL_BLOCKS=triton.next_power_of_2(num_blocks),
+        min_ps, block_maxima, block_sums, block_argmaxes,
+        chunk_keys, torch.empty_like(chunk_keys), chunk_sums, tokens,
+        GREEDY_BELOW=GREEDY_BELOW, BLOCK=block, NUM_BLOCKS=num_blocks, ALL_BLOCKS=all_blocks,
+        CHUNK=chunk, NUM_CHUNKS=num_chunks, ALL_CHUNKS=all_chunks, TILE=min(all_chunks, _TILE),
+        num_warps=4 if parameters is None else 8,
     )  # fmt: skip
-    if parameters is not None:
-        choose_filtered(logits, parameters, block_maxima, chunk_keys, chunk, tokens)
     return tokens
 
 
@@ -111,63 +122,109 @@ def _reduce_blocks(
     tl.store(block_maxima + place, largest)
     tl.store(block_argmaxes + place, block * BLOCK + first)
     if temperatures is not None:
-        scale = 1 / tl.maximum(tl.load(temperatures + row), GREEDY_BELOW)
+        temperature = tl.load(temperatures + row)
+        scale = 1 / tl.maximum(temperature, GREEDY_BELOW)
         # In a block of -inf only, x - largest would be NaN.
         base = tl.where(largest > -float("inf"), largest, 0.0)
         tl.store(block_sums + place, tl.sum(tl.exp((x - base) * scale)))
-        if is_filtered(row, vocab_size, temperatures, top_ks, top_ps, GREEDY_BELOW):
+        top_k, top_p = tl.load(top_ks + row), tl.load(top_ps + row)
+        if (temperature >= GREEDY_BELOW) & has_filter(vocab_size, top_k, top_p):
             keys = tl.max(tl.reshape(sort_key(logit), (BLOCK // CHUNK, CHUNK)), 1)
             chunks = place * (BLOCK // CHUNK) + tl.arange(0, BLOCK // CHUNK)
             tl.store(chunk_keys + chunks, keys.to(tl.int32, bitcast=True))
 
 
 @triton.jit
-def _choose(
-    logits, stride, vocab_size, temperatures, seeds, positions, top_ks, top_ps, min_ps,
-    block_maxima, block_sums, block_argmaxes, tokens,
-    GREEDY_BELOW: tl.constexpr, BLOCK: tl.constexpr, NUM_BLOCKS: tl.constexpr,
-    ALL_BLOCKS: tl.constexpr,
+def _weigh_chunks(
+    logits, stride, vocab_size, temperatures, top_ks, top_ps, min_ps, block_maxima, chunk_sums,
+    GREEDY_BELOW: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr, ALL_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Choose the token of one row: the block, then the token, where the sum passes a random share.
+    """Sum the weights of each chunk of one block, in a row with min_p or top_p and without top_k.
 
-    A row with top_k or top_p gets its first largest token here; `choose_filtered` replaces it. A
-    row whose largest logit is not finite gets -1.
+    The weights are relative to the row's largest logit, which `_reduce_blocks` has left in memory.
+    A row with top_k keeps few chunks; `find_threshold` sums those.
     """
-    row = tl.program_id(0).to(tl.int64)
-    blocks = tl.arange(0, ALL_BLOCKS)
-    place = row * NUM_BLOCKS + blocks
-    maxima = tl.load(block_maxima + place, blocks < NUM_BLOCKS, -float("inf"))
-    largest, block = tl.max(maxima, 0, return_indices=True)
-    token = tl.load(block_argmaxes + row * NUM_BLOCKS + block)
-    if temperatures is not None:
-        temperature = tl.load(temperatures + row)
-        filtered = is_filtered(row, vocab_size, temperatures, top_ks, top_ps, GREEDY_BELOW)
-        if (temperature >= GREEDY_BELOW) & ~filtered:
-            logits += row * stride
-            scale = 1 / temperature
-            min_p = tl.load(min_ps + row)
-            mass = tl.load(block_sums + place, blocks < NUM_BLOCKS, 0.0)
-            mass *= tl.exp((maxima - largest) * scale)
-            if min_p > 0:  # relative to the row's largest weight, so sum the blocks again
-                for i in range(NUM_BLOCKS):
-                    weights = _block_weights(logits, vocab_size, i, largest, scale, min_p, BLOCK)
-                    mass = tl.where(blocks == i, tl.sum(weights), mass)
-            mass = mass.to(tl.float64)
-            number = uniform(tl.load(seeds + row), tl.load(positions + row))
-            block, before = invert(mass, number * tl.sum(mass))
-            share = number * tl.sum(mass) - before
-            share /= tl.sum(tl.where(blocks == block, mass, 0.0))
-            weights = _block_weights(logits, vocab_size, block, largest, scale, min_p, BLOCK)
-            weights = weights.to(tl.float64)
-            column, _ = invert(weights, share * tl.sum(weights))
-            token = tl.minimum(block * BLOCK + column, vocab_size - 1)
-    token = tl.where(tl.abs(largest) < float("inf"), token, -1)
-    tl.store(tokens + row, token.to(tl.int64))
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    temperature, min_p = tl.load(temperatures + row), tl.load(min_ps + row)
+    needed = (min_p > 0) | (tl.load(top_ps + row) < 1)
+    needed &= (temperature >= GREEDY_BELOW) & (tl.load(top_ks + row) >= vocab_size)
+    if needed:
+        blocks = tl.arange(0, ALL_BLOCKS)
+        places = row * NUM_BLOCKS + blocks
+        largest = tl.max(tl.load(block_maxima + places, blocks < NUM_BLOCKS, -float("inf")))
+        columns = block * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(logits + row * stride + columns, columns < vocab_size, -float("inf"))
+        weights = weigh(x, largest, 1 / temperature, min_p)
+        sums = tl.sum(tl.reshape(weights, (BLOCK // CHUNK, CHUNK)), 1)
+        chunks = (row * NUM_BLOCKS + block) * (BLOCK // CHUNK) + tl.arange(0, BLOCK // CHUNK)
+        tl.store(chunk_sums + chunks, sums)
 
 
 @triton.jit
-def _block_weights(logits, vocab_size, block, largest, scale, min_p, BLOCK: tl.constexpr):
-    """Return [BLOCK] float32, the weights of one block of a row; see `weigh`."""
-    columns = block * BLOCK + tl.arange(0, BLOCK)
+def _choose(
+    logits, stride, vocab_size, temperatures, seeds, positions, top_ks, top_ps, min_ps,
+    block_maxima, block_sums, block_argmaxes, chunk_keys, candidates, chunk_sums, tokens,
+    GREEDY_BELOW: tl.constexpr, BLOCK: tl.constexpr, NUM_BLOCKS: tl.constexpr,
+    ALL_BLOCKS: tl.constexpr, CHUNK: tl.constexpr, NUM_CHUNKS: tl.constexpr,
+    ALL_CHUNKS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Choose the token of one row. A row whose largest logit is not finite gets -1.
+
+    ALL_BLOCKS and ALL_CHUNKS are NUM_BLOCKS and NUM_CHUNKS rounded up to a power of two.
+    """
+    index = tl.program_id(0).to(tl.int64)
+    blocks = tl.arange(0, ALL_BLOCKS)
+    places = index * NUM_BLOCKS + blocks
+    maxima = tl.load(block_maxima + places, blocks < NUM_BLOCKS, -float("inf"))
+    largest, block = tl.max(maxima, 0, return_indices=True)
+    is_distribution = tl.abs(largest) < float("inf")
+    token = tl.load(block_argmaxes + index * NUM_BLOCKS + block)
+    if temperatures is not None:
+        temperature = tl.load(temperatures + index)
+        if (temperature >= GREEDY_BELOW) & is_distribution:
+            scale, min_p = 1 / temperature, tl.load(min_ps + index)
+            row = (logits + index * stride, vocab_size, largest, scale, min_p)
+            top_k, top_p = tl.load(top_ks + index), tl.load(top_ps + index)
+            number = uniform(tl.load(seeds + index), tl.load(positions + index))
+            first = index * NUM_CHUNKS
+            threshold = tl.full((), 0, tl.uint32)
+            if has_filter(vocab_size, top_k, top_p) | (min_p > 0):
+                if has_filter(vocab_size, top_k, top_p):
+                    chunks = (chunk_keys + first, candidates + first, chunk_sums + first)
+                    threshold = find_threshold(
+                        row, chunks, top_k, top_p, NUM_CHUNKS, ALL_CHUNKS, CHUNK, TILE
+                    )
+                indices = tl.arange(0, ALL_CHUNKS)
+                sums = tl.load(chunk_sums + first + indices, indices < NUM_CHUNKS, 0.0)
+                token = _draw(row, sums, threshold, number, CHUNK)
+            else:
+                mass = tl.load(block_sums + places, blocks < NUM_BLOCKS, 0.0)
+                mass *= tl.exp((maxima - largest) * scale)
+                token = _draw(row, mass, threshold, number, BLOCK)
+    token = tl.where(is_distribution, token, -1)
+    tl.store(tokens + index, token.to(tl.int64))
+
+
+@triton.jit
+def _draw(row, mass, threshold, number, SIZE: tl.constexpr):
+    """Return the token at which the sum of the kept weights exceeds `number` times their total.
+
+    Find the part of the row first, then the token in it.
+
+    Args:
+        row: see `find_threshold`.
+        mass: the sum of the kept weights of each part of SIZE logits.
+        threshold: the key of the smallest logit that top_k and top_p keep.
+    """
+    logits, vocab_size, largest, scale, min_p = row
+    mass = mass.to(tl.float64)
+    part, before = invert(mass, number * tl.sum(mass))
+    share = number * tl.sum(mass) - before
+    share /= tl.sum(tl.where(tl.arange(0, mass.shape[0]) == part, mass, 0.0))
+    columns = part * SIZE + tl.arange(0, SIZE)
     x = tl.load(logits + columns, columns < vocab_size, -float("inf"))
-    return weigh(x, largest, scale, min_p)
+    weights = tl.where(sort_key(x) >= threshold, weigh(x, largest, scale, min_p), 0.0)
+    weights = weights.to(tl.float64)
+    column, _ = invert(weights, share * tl.sum(weights))
+    return tl.minimum(part * SIZE + column, vocab_size - 1)

@@ -1,12 +1,19 @@
-"""Inputs of the Triton kernels' tests: the device, the dtypes that it computes, random tensors."""
+"""Inputs of the Triton kernels' tests: the device, the dtypes that it computes, random logits and
+sampling parameters.
+"""
 
 import pytest
 import torch
+
+from nanovllm.kernels.triton import sampling as triton_sampling
+from nanovllm.layers.sampler import Sampling
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 DTYPES = [torch.float16, torch.float32, *([torch.bfloat16] if CUDA else [])]
 """Without bfloat16 in the interpreter, which computes it wrongly."""
+EVERYTHING = 2**31 - 1
+"""The top_k of rows without one."""
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 
@@ -14,3 +21,31 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).remov
 def randn(*shape, dtype=torch.float32, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+
+def make_sampling(rows, *, temperature=1.0, top_k=EVERYTHING, top_p=1.0, min_p=0.0, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def column(value):
+        return torch.as_tensor(value).float().expand(rows).to(DEVICE).contiguous()
+
+    return Sampling(
+        temperatures=column(temperature),
+        seeds=torch.randint(2**63 - 1, (rows,), generator=generator).to(DEVICE),
+        positions=torch.randint(5000, (rows,), generator=generator).to(DEVICE),
+        top_ks=torch.as_tensor(top_k).long().expand(rows).to(DEVICE).contiguous(),
+        top_ps=column(top_p),
+        min_ps=column(min_p),
+    )
+
+
+def sample(logits, sampling):
+    return triton_sampling.sample(
+        logits,
+        sampling.temperatures,
+        sampling.seeds,
+        sampling.positions,
+        sampling.top_ks,
+        sampling.top_ps,
+        sampling.min_ps,
+    )

@@ -71,7 +71,7 @@ def test_sampling(dtype):
         (triton_sampling.greedy, logits),
     )
     sample, greedy = (
-        ("_reduce_blocks", "_choose", "_choose_filtered"),
+        ("_reduce_blocks", "_weigh_chunks", "_choose"),
         ("_reduce_blocks", "_choose"),
     )
     assert_fits(compiled, *sample, *greedy)

@@ -9,44 +9,21 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.triton import inverse_cdf, sampling as triton_sampling, top_k_top_p
-from nanovllm.layers.sampler import Sampling, draw, greedy, uniform
-from tests.kernels.triton.inputs import CUDA, DEVICE, each_dtype, randn
+from nanovllm.kernels.triton import inverse_cdf, sampling as triton_sampling
+from nanovllm.layers.sampler import NO_TOKEN, Sampling, draw, greedy, uniform
+from tests.kernels.triton.inputs import (
+    CUDA,
+    DEVICE,
+    EVERYTHING,
+    each_dtype,
+    make_sampling,
+    randn,
+    sample,
+)
 from tests.kernels.triton.interpreter import patch_interpreter
-
-EVERYTHING = 2**31 - 1
-"""The top_k of rows without one."""
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 patch_interpreter()
-
-
-def make_sampling(rows, *, temperature=1.0, top_k=EVERYTHING, top_p=1.0, min_p=0.0, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-
-    def column(value):
-        return torch.as_tensor(value).float().expand(rows).to(DEVICE).contiguous()
-
-    return Sampling(
-        temperatures=column(temperature),
-        seeds=torch.randint(2**63 - 1, (rows,), generator=generator).to(DEVICE),
-        positions=torch.randint(5000, (rows,), generator=generator).to(DEVICE),
-        top_ks=torch.as_tensor(top_k).long().expand(rows).to(DEVICE).contiguous(),
-        top_ps=column(top_p),
-        min_ps=column(min_p),
-    )
-
-
-def sample(logits, sampling):
-    return triton_sampling.sample(
-        logits,
-        sampling.temperatures,
-        sampling.seeds,
-        sampling.positions,
-        sampling.top_ks,
-        sampling.top_ps,
-        sampling.min_ps,
-    )
 
 
 def assert_inverts(tokens, logits, sampling):
@@ -108,12 +85,14 @@ def test_the_uniform_numbers_are_those_of_the_sampler():
 
 
 def test_a_row_does_not_depend_on_the_others():
-    top_k = torch.tensor([30, *[EVERYTHING] * 8])
-    top_p = torch.tensor([0.9, 0.5, *[1.0] * 7])
-    sampling = make_sampling(9, temperature=0.9, top_k=top_k, top_p=top_p)
-    logits = randn(9, 5000) * 2
+    """Top_k, top_p, both, min_p with and without top_p, and rows without any."""
+    top_k = torch.tensor([30, EVERYTHING, 9, *[EVERYTHING] * 4])
+    top_p = torch.tensor([1.0, 0.5, 0.9, 1.0, 0.95, 1.0, 1.0])
+    min_p = torch.tensor([0.0, 0.0, 0.0, 0.1, 0.01, 0.0, 0.0])
+    sampling = make_sampling(7, temperature=0.9, top_k=top_k, top_p=top_p, min_p=min_p)
+    logits = randn(7, 4200, dtype=torch.float16) * 2
     together = sample(logits, sampling)
-    for row in range(9):
+    for row in range(7):
         alone = sampling.take(torch.tensor([row], device=DEVICE))
         assert torch.equal(sample(logits[row : row + 1], alone), together[row : row + 1])
 
@@ -180,183 +159,53 @@ def test_no_rows():
     assert triton_sampling.greedy(randn(0, 100)).dtype == torch.int64
 
 
-# --- top_k and top_p
-
-
-@triton.jit
-def store_threshold(
-    logits, vocab_size, largest, temperatures, chunk_keys, candidates, top_ks, top_ps, min_ps, out,
-    NUM_CHUNKS: tl.constexpr, ALL_CHUNKS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    index = tl.program_id(0).to(tl.int64)
-    row = (
-        logits + index * vocab_size,
-        vocab_size,
-        tl.load(largest + index),
-        1 / tl.load(temperatures + index),
-        tl.load(min_ps + index),
-    )
-    first = index * NUM_CHUNKS
-    chunks = (chunk_keys + first, candidates + first, candidates)
-    top_k, top_p = tl.load(top_ks + index), tl.load(top_ps + index)
-    threshold = top_k_top_p.find_threshold(
-        row, chunks, top_k, top_p, NUM_CHUNKS, ALL_CHUNKS, CHUNK, TILE
-    )
-    tl.store(out + index, threshold.to(tl.int64))
-
-
-def keys_of(logits):
-    """Return int64 `sort_key` of the logits, computed in torch."""
-    width = 8 * logits.element_size()
-    bits = (logits + 0.0).view(torch.int16 if width == 16 else torch.int32).long()
-    return torch.where(bits < 0, -1 - bits - 2 ** (width - 1), bits) + 2 ** (width - 1)
-
-
-def thresholds(logits, sampling, chunk=128):
-    """Return the key of the smallest kept logit of each row, as the kernel finds it."""
-    rows, vocab_size = logits.shape
-    num_chunks = -(-vocab_size // chunk)
-    padding = (0, -vocab_size % chunk)
-    chunk_keys = torch.nn.functional.pad(keys_of(logits), padding)
-    chunk_keys = chunk_keys.view(rows, num_chunks, chunk).amax(-1).int()
-    all_chunks = triton.next_power_of_2(num_chunks)
-    out = torch.empty(rows, dtype=torch.int64, device=DEVICE)
-    store_threshold[(rows,)](
-        logits,
-        vocab_size,
-        logits.float().amax(-1),
-        sampling.temperatures,
-        chunk_keys,
-        torch.empty_like(chunk_keys),
-        sampling.top_ks,
-        sampling.top_ps,
-        sampling.min_ps,
-        out,
-        NUM_CHUNKS=num_chunks,
-        ALL_CHUNKS=all_chunks,
-        CHUNK=chunk,
-        TILE=min(all_chunks, 4),
-    )
-    return out
-
-
-def kept_by_sorting(logits, temperature, top_k, top_p, min_p):
-    """Return [V], whether top_k, top_p and min_p keep each token of a row, computed in float64.
-
-    Return too whether the result is clear, that is, rounding in float32 cannot change it.
-    """
-    weights = ((logits.double() - logits.double().max()) / temperature).exp()
-    allowed = weights >= min_p
-    clear = (((weights / min_p - 1).abs() > 1e-5) | (weights == 1)).all() if min_p else True
-    ordered, order = logits.double().sort(descending=True, stable=True)
-    in_top_k = ordered >= ordered[min(top_k, len(ordered)) - 1]
-    mass = torch.where(in_top_k & allowed[order], weights[order], 0.0).cumsum(0)
-    if top_p < 1:
-        clear &= ((mass / mass[-1] - top_p).abs() > 1e-6).all()
-        before = mass - torch.where(in_top_k & allowed[order], weights[order], 0.0)
-        in_top_k &= before < top_p * mass[-1]
-    return (logits >= logits[order[in_top_k][-1]]) & allowed, bool(clear)
-
-
-FILTERS = [
-    {"top_k": 1},
-    {"top_k": 17, "top_p": 0.8},
-    {"top_k": EVERYTHING, "top_p": 0.9},
-    {"top_k": 40, "top_p": 0.95, "min_p": 0.05},
-    {"top_k": EVERYTHING, "top_p": 1e-6},
-    {"top_k": EVERYTHING, "top_p": 0.999, "min_p": 0.01},
-    {"top_k": 10**6, "top_p": 0.5},
-    {"top_k": 700},
-]
-"""The parameters of each row."""
-
-
-def make_filtered(vocab_size, dtype, decimals=None):
-    """Return logits with one row for each of FILTERS, and the parameters. `decimals` makes ties."""
-    rows = len(FILTERS)
-    logits = torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * 3
-    if decimals is not None:
-        logits = logits.round(decimals=decimals)
-    columns = {
-        name: torch.tensor([filters.get(name, none) for filters in FILTERS])
-        for name, none in (("top_k", EVERYTHING), ("top_p", 1.0), ("min_p", 0.0))
-    }
-    temperature = torch.linspace(0.5, 1.5, rows)
-    return logits.to(DEVICE, dtype), make_sampling(rows, temperature=temperature, **columns)
-
-
-@pytest.mark.parametrize(
-    ("vocab_size", "decimals", "dtype"),
-    [
-        (1, None, torch.float32),
-        (331, 1, torch.float32),
-        (331, 1, torch.bfloat16),
-        (1203, None, torch.float16),
-    ],
-)
-def test_thresholds_equal_those_of_a_sort(vocab_size, decimals, dtype):
-    logits, sampling = make_filtered(vocab_size, dtype, decimals)
-    if vocab_size > 1:
-        logits[::2, ::3] = -torch.inf
-        logits[0, 1:3] = 0.0
-        logits[0, 2] *= -1.0
-    keys, num_clear = keys_of(logits), 0
-    for row, threshold in enumerate(thresholds(logits, sampling)):
-        columns = (sampling.temperatures, sampling.top_ks, sampling.top_ps, sampling.min_ps)
-        values = [column[row].item() for column in columns]
-        expected, clear = kept_by_sorting(logits[row].cpu(), *values)
-        num_clear += clear
-        kept = (keys[row] >= threshold).cpu()
-        if sampling.top_ps[row] == 1 and sampling.top_ks[row] >= vocab_size:
-            assert kept.all()
-        elif clear:
-            weights = (logits[row].double() - logits[row].double().max()) / values[0]
-            assert torch.equal(kept & (weights.exp() >= values[3]).cpu(), expected)
-    assert num_clear >= len(FILTERS) - 2
-
-
-@pytest.mark.parametrize(
-    ("vocab_size", "dtype"),
-    [(1203, torch.float32), (77, torch.float16), (4500, torch.bfloat16)],
-)
-def test_top_k_and_top_p_draw_what_torch_draws(vocab_size, dtype):
-    logits, sampling = make_filtered(vocab_size, dtype, decimals=1)
-    columns = {name: x.cpu() for name, x in vars(sampling).items() if hasattr(x, "cpu")}
-    expected = draw(logits.cpu(), Sampling(**columns), vocab_size)
-    assert torch.equal(sample(logits, sampling).cpu(), expected)
-
-
-def test_rows_without_a_filter_do_not_depend_on_filtered_rows():
-    """A greedy row ignores its own top_k and top_p."""
-    logits, rows = randn(6, 3000) * 3, torch.tensor([0, 2, 4], device=DEVICE)
-    temperature = torch.tensor([0.0, 0.7, 1.0, 0.7, 1.3, 0.7])
-    mixed = make_sampling(
-        6,
-        temperature=temperature,
-        top_k=torch.tensor([5, 5, EVERYTHING, EVERYTHING, 3000, 2]),
-        top_p=torch.tensor([0.5, 1.0, 1.0, 0.5, 1.0, 0.5]),
-    )
-    without = make_sampling(6, temperature=temperature)
-    together, alone = sample(logits, mixed), sample(logits[rows], without.take(rows))
-    assert torch.equal(together[rows], alone)
-    assert together[0] == logits[0].argmax()
+PLACES = [[0], [2047], [2048], [4095], [4096], [4199], [2048, 4199], list(range(4200))]
+"""Where logits are replaced: block borders, and the last block, of which most is padding."""
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("filters", [{}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.5}], ids=str)
-def test_rows_that_are_no_distribution_get_no_token(filters):
-    logits = randn(7, 2100)
-    sampling = make_sampling(7, temperature=torch.tensor([1.0] * 6 + [0.0]), **filters)
-    expected, likeliest = sample(logits, sampling), triton_sampling.greedy(logits)
-    logits[0], logits[1], logits[2, 7], logits[3, 7] = -torch.inf, torch.nan, torch.nan, torch.inf
-    logits[6, -1] = torch.nan
-    sound = torch.tensor([4, 5], device=logits.device)
-    for found, before in (
-        (sample(logits, sampling), expected),
-        (triton_sampling.greedy(logits), likeliest),
+@each_dtype
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_rows_that_are_no_distribution_get_no_token(value, dtype):
+    """Symptom: an index in the padding behind the vocabulary, which the next embedding looks up.
+
+    Pairs of rows are greedy, plain, have min_p, have top_k and top_p. The second row of each keeps
+    its token.
+    """
+    rows = 2 * len(PLACES)
+    columns = {
+        "temperature": [0.0, 1.0, 1.0, 1.0],
+        "min_p": [0.0, 0.0, 0.1, 0.0],
+        "top_k": [EVERYTHING, EVERYTHING, EVERYTHING, 20],
+        "top_p": [1.0, 1.0, 1.0, 0.5],
+    }
+    pairs = {name: torch.tensor(column).repeat_interleave(2) for name, column in columns.items()}
+    sampling = make_sampling(rows, **{name: x.repeat(rows // 8) for name, x in pairs.items()})
+    logits = randn(rows, 4200, dtype=dtype)
+    expected = [sample(logits, sampling), triton_sampling.greedy(logits)]
+    for row, places in enumerate(PLACES):
+        logits[2 * row, places] = value
+    for found, tokens in zip(
+        [sample(logits, sampling), triton_sampling.greedy(logits)], expected, strict=True
     ):
-        assert torch.equal(found[sound], before[sound])
-        assert found.tolist().count(-1) == 5
+        assert (found[::2] == NO_TOKEN).all()
+        assert torch.equal(found[1::2], tokens[1::2])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_the_argmax_of_a_block_lies_in_the_vocabulary(value):
+    """Also before a row's largest logit tells that the row is no distribution."""
+    logits = torch.full((1, 4200), value, device=DEVICE)
+    maxima = torch.empty(1, 3, device=DEVICE)
+    argmaxes = torch.full((1, 3), -1, dtype=torch.int32, device=DEVICE)
+    triton_sampling._reduce_blocks[(1, 3)](
+        logits, 4200, 4200, None, None, None, maxima, None, argmaxes, None,
+        GREEDY_BELOW=1e-5, BLOCK=2048, CHUNK=128,
+    )  # fmt: skip
+    assert argmaxes.tolist() == [[0, 2048, 4096]]
+    assert maxima.isinf().all()
+    assert triton_sampling.greedy(logits).tolist() == [NO_TOKEN]
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")
