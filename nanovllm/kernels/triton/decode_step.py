@@ -9,6 +9,19 @@ import torch
 import triton
 import triton.language as tl
 
+_ROWS = 128
+"""Rows that one program of `advance` processes."""
+
+# One variant of each kernel serves all graphs and views. By default Triton compiles another one for
+# an integer that is 1 or a multiple of 16, and for a pointer that is not aligned to 16 bytes.
+_jit = triton.jit(
+    do_not_specialize=["num_rows"],
+    do_not_specialize_on_alignment=[
+        *("token_ids", "block_tables", "table_indices", "positions", "moves", "tokens", "out"),
+        *("input_ids", "slot_mapping", "following"),
+    ],
+)
+
 
 def gather(
     token_ids: torch.Tensor,
@@ -70,8 +83,7 @@ def advance(
     `moves` to `positions`. All tensors are int64, except `token_ids` (int32).
     """
     rows = len(table_indices)
-    block = min(triton.next_power_of_2(rows), 128)
-    _advance[(triton.cdiv(rows, block),)](
+    _advance[(triton.cdiv(rows, _ROWS),)](
         token_ids,
         token_ids.stride(0),
         table_indices,
@@ -80,11 +92,11 @@ def advance(
         tokens,
         out,
         rows,
-        BLOCK=block,
+        ROWS=_ROWS,
     )
 
 
-@triton.jit
+@_jit
 def _gather(
     token_ids,
     token_stride,
@@ -122,7 +134,7 @@ def _gather(
         tl.store(tables + row.to(tl.int64) * WIDTH + offsets, blocks, inside)
 
 
-@triton.jit
+@_jit
 def _advance(
     token_ids,
     token_stride,
@@ -132,10 +144,10 @@ def _advance(
     tokens,
     out,
     num_rows,
-    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    """Advance a block of rows. All padding rows write to the scratch table row."""
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    """Advance ROWS rows. All padding rows write to the scratch table row."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < num_rows
     table_idx = tl.load(table_indices + rows, inside, 0)
     position = tl.load(positions + rows, inside, 0)

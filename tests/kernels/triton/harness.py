@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Any, NamedTuple
@@ -74,6 +75,15 @@ def compile_launches(
     }
 
 
+def count_variants(function: Callable[..., object], *args: object, arch: int = 90) -> Counter[str]:
+    """Return how many variants of each kernel `function` would compile. No kernel runs.
+
+    Triton compiles a variant for each combination of types, constants and alignments that it meets.
+    So pass tensors with memory, and a function as for `compile_launches`.
+    """
+    return _children().submit(_count_variants, function, *args, arch=arch).result()
+
+
 @functools.cache
 def _children() -> ProcessPoolExecutor:
     # One per core and process of pytest-xdist. More would only cost their imports.
@@ -114,6 +124,16 @@ def _compile(
 
 
 def _compile_launches(function: Callable[..., object], *args: object, arch: int) -> list[Resources]:
+    return [_resources(kernel, arch) for kernel in _launched(function, *args, arch=arch)]
+
+
+def _count_variants(function: Callable[..., object], *args: object, arch: int) -> Counter[str]:
+    variants = {id(kernel): kernel.name for kernel in _launched(function, *args, arch=arch)}
+    return Counter(variants.values())
+
+
+def _launched(function: Callable[..., object], *args: object, arch: int) -> list[Any]:
+    """Return the compiled kernel of each launch. Launches of one variant share the object."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
@@ -140,7 +160,7 @@ def _compile_launches(function: Callable[..., object], *args: object, arch: int)
         function(*args)
     finally:
         JITFunction.run = run
-    return [_resources(kernel, arch) for kernel in compiled]
+    return compiled
 
 
 def _resources(compiled: Any, arch: int) -> Resources:

@@ -2,12 +2,19 @@
 they are interpreted. They also compile for GPUs that this machine does not have.
 """
 
+from unittest.mock import patch
+
 import pytest
 import torch
 
-from nanovllm.kernels.triton import decode_step
-from nanovllm.worker.device_tables import gather_rows
-from tests.kernels.triton.harness import ARCHS, compile_launches
+from nanovllm.attention.backend import AttentionSpec
+from nanovllm.attention.triton import TritonBackend
+from nanovllm.kernels.triton import decode_step, sampling as triton_sampling
+from nanovllm.layers import sampler
+from nanovllm.scheduler.messages import CacheInfo
+from nanovllm.worker.cuda_graph import GraphRunner, graph_sizes
+from nanovllm.worker.device_tables import DeviceTables, gather_rows
+from tests.kernels.triton.harness import ARCHS, compile_launches, count_variants
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -85,3 +92,46 @@ def test_compiles_without_spills(rows):
         for kernel in kernels:
             assert kernel.n_spills == 0, kernel
             assert 0 < kernel.n_regs <= 128, kernel
+
+
+def capture_steps(max_tokens):
+    """Run what the graphs of up to `max_tokens` tokens capture, but for the layers of the model."""
+    cpu = torch.device("cpu")
+    spec = AttentionSpec(16, 8, 128, torch.bfloat16, cpu, block_size=64)
+    info = CacheInfo(1000, 64, 4096, 151936, 4096)
+
+    def compute_logits(batch):
+        return torch.empty(len(batch.input_ids), info.vocab_size, dtype=torch.bfloat16)
+
+    def capture(step):
+        return None, step()
+
+    with (
+        patch.object(DeviceTables, "_step_kernels", lambda self: decode_step),
+        patch.object(sampler, "_gpu_kernels", lambda logits, native: triton_sampling),
+    ):
+        tables = DeviceTables(info, max_tokens, cpu)
+        runner = GraphRunner(compute_logits, TritonBackend(spec), tables, max_tokens, capture)
+        runner.capture(graph_sizes(max_tokens))
+
+
+@pytest.mark.parametrize("max_tokens", [512, 509])
+def test_all_graphs_share_the_compiled_kernels(max_tokens):
+    """Symptom: a kernel is compiled again for sizes of 1 and multiples of 16, for other blocks, and
+    where columns of an odd number of rows are not aligned: 11 times `_advance`, at each start.
+    """
+    variants = count_variants(capture_steps, max_tokens)
+    assert {"_gather", "_advance", "_reduce_blocks", "_weigh_chunks", "_choose"} <= set(variants)
+    assert set(variants.values()) == {1}, variants
+
+
+def gather_both():
+    token_ids, block_tables, columns = make_tables(width=8)
+    index = torch.arange(9)
+    for tokens in (token_ids, token_ids[:, 1:]):
+        decode_step.gather(tokens, block_tables, 16, index, index, columns)
+
+
+def test_a_shifted_table_shares_the_compiled_kernel():
+    """A draft head reads the tokens of the next positions, which are not aligned."""
+    assert count_variants(gather_both) == {"_gather": 1}
