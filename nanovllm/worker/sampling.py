@@ -6,7 +6,7 @@ rows no time. Knows no model.
 
 import dataclasses
 import itertools
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Sequence as Seq
 from typing import NamedTuple
 
 import torch
@@ -22,6 +22,8 @@ _SPARE = 8
 """Candidates in addition to top_k, so that logits equal to the k-th are candidates too."""
 _TOP_P_CANDIDATES = 256
 """Candidates for top_p without top_k. A row that keeps more tokens than that is sorted."""
+_PIECE = 2**23
+"""Logits whose log-probabilities are in memory at the same time: 32 MiB in float32."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,19 +67,40 @@ def to_host(x: torch.Tensor) -> torch.Tensor:
     return copy.copy_(x, non_blocking=True)
 
 
-def gather_logprobs(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> GatheredLogprobs:
+def gather_logprobs(
+    logits: torch.Tensor, tokens: torch.Tensor, count: int, rows: torch.Tensor | None = None
+) -> GatheredLogprobs:
     """Return the log-probabilities of `tokens` [L] and of the `count` most likely tokens.
+
+    The rows are processed in pieces, so the memory does not grow with their number.
 
     Args:
         logits: [L, vocab_size].
+        rows: [L] int64, which rows of `logits` to use instead.
     """
+    size = max(_PIECE // logits.shape[-1], 1)
+    pieces: Iterable[torch.Tensor]
+    if rows is None:
+        pieces = torch.split(logits, size)
+    else:
+        pieces = (logits[piece] for piece in torch.split(rows, size))
+    gathered = [
+        _gather_piece(piece, own, count)
+        for piece, own in zip(pieces, torch.split(tokens, size), strict=True)
+    ]
+    return GatheredLogprobs(*map(torch.cat, zip(*gathered, strict=True)))
+
+
+def _gather_piece(
+    logits: torch.Tensor, tokens: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the columns of `GatheredLogprobs`."""
     logprobs = logits.float().log_softmax(-1)
     own = logprobs.gather(1, tokens[:, None])
-    ranks = (logprobs > own).sum(-1) + 1
+    # Not in int64: torch converts the mask to the dtype of the sum.
+    ranks = (logprobs > own).sum(-1, dtype=torch.int32).long() + 1
     values, ids = logprobs.topk(min(count, logits.shape[-1]))
-    return GatheredLogprobs(
-        torch.cat([tokens[:, None], ids], 1), torch.cat([own, values], 1), ranks
-    )
+    return torch.cat([tokens[:, None], ids], 1), torch.cat([own, values], 1), ranks
 
 
 class SamplingRows:
@@ -199,7 +222,7 @@ class SamplingRows:
             return None
         rows = self._tables.upload(list(counts))
         own = tokens[rows].clamp(min=0)  # a row with NO_TOKEN fails, so its numbers do not count
-        gathered = gather_logprobs(logits[rows], own, max(counts.values()))
+        gathered = gather_logprobs(logits, own, max(counts.values()), rows)
         seq_ids = [self.rows[index].seq_id for index in counts]
         return SampledLogprobs(seq_ids, list(counts.values()), gathered)
 

@@ -2,15 +2,17 @@
 whatever parameters the other rows have.
 """
 
+import itertools
 import random
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import Admission, CacheInfo, Row, Schedule
 from nanovllm.worker.device_tables import DeviceTables
-from nanovllm.worker.sampling import SamplingRows, gather_logprobs
+from nanovllm.worker.sampling import _PIECE, SamplingRows, gather_logprobs
 
 VOCAB = 5003
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -274,6 +276,40 @@ def test_logprobs_for_the_rows_that_ask():
         assert value.logprobs == pytest.approx(expected, abs=1e-5)
     assert tokens[asking[1]] == 7
     assert gathered.ranks[1] > 1  # by the logits without the bias that made it the most likely
+
+
+def test_pieces_of_rows_give_the_same_logprobs(monkeypatch):
+    logits = random_logits(20, torch.bfloat16)
+    tokens, rows = torch.arange(20), torch.tensor([3, 1, 19, 4, 5, 9, 0])
+    whole = gather_logprobs(logits, tokens, 4)
+    monkeypatch.setattr("nanovllm.worker.sampling._PIECE", 3 * VOCAB)
+    found = gather_logprobs(logits, tokens, 4)
+    chosen = gather_logprobs(logits, tokens[rows], 4, rows)
+    for name in ("token_ids", "logprobs", "ranks"):
+        expected = getattr(whole, name)
+        assert torch.equal(getattr(found, name), expected)
+        assert torch.equal(getattr(chosen, name), expected[rows])
+
+
+def peak_bytes(function):
+    """Return the most bytes that torch allocates at a time during `function`."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        function()
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    return max(itertools.accumulate(event.nbytes() for event in events))
+
+
+def test_logprobs_of_512_rows_take_little_memory():
+    """Symptom: 20 bytes for each logit of all rows, which the warm-up of a GPU does not see."""
+    vocab_size = 2**15
+    params = [SamplingParams(temperature=0, logprobs=5)] * 512
+    tables, rows = make_rows(params, vocab_size=vocab_size)
+    sampling = SamplingRows(tables, rows)
+    logits = torch.zeros(512, vocab_size, dtype=torch.bfloat16)
+    tokens = torch.zeros(512, dtype=torch.int64)
+    peak = peak_bytes(lambda: sampling.logprobs(logits, tokens))
+    assert 8 * _PIECE < peak < 12 * _PIECE  # float32 twice, and less than bfloat16 and a mask
 
 
 def test_nobody_asks_for_logprobs():
