@@ -1,15 +1,21 @@
 """Choose the kernels for a device: C on CPUs, Triton on CUDA GPUs, else plain torch.
 
-Log a warning with the reason where the Triton kernels cannot run. Knows no layer and no model.
+Log a warning with the reason where the Triton kernels cannot run, or raise an error that says what
+to install. Knows no layer and no model.
 """
 
 import functools
-import importlib
+import importlib.util
 import logging
+import os
+import shutil
+import sysconfig
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 
+from nanovllm.errors import ConfigError
 from nanovllm.kernels.cpu import ops as cpu_ops
 from nanovllm.kernels.cpu.library import supports
 
@@ -35,27 +41,67 @@ def triton_kernels(module: str) -> ModuleType | None:
 @functools.cache
 def triton_available() -> bool:
     """Return whether the Triton kernels run on the current GPU; log why if they do not."""
-    reason = _why_no_triton()
-    if reason is not None:
+    refusal = _refusal()
+    if refusal is not None:
+        reason = refusal.reason
         logger.warning("Triton kernels are off, using plain torch, which is slower: %s", reason)
         return False
     logger.info("Triton kernels are on")
     return True
 
 
-def _why_no_triton() -> str | None:
+def require_triton(device: str) -> None:
+    """Check that nothing is missing that a user can install for the Triton kernels.
+
+    Args:
+        device: as the user named it, for the message.
+
+    Raises:
+        ConfigError: there is.
+    """
+    refusal = _refusal()
+    if refusal is not None and refusal.missing is not None:
+        raise ConfigError(
+            f"device {device!r}: the Triton kernels cannot be compiled, because "
+            f"{refusal.missing}; or choose plain torch, which is slower and has no CUDA graphs, "
+            f"with native_kernels=False ({refusal.reason:.300})"
+        )
+
+
+class _Refusal(NamedTuple):
+    """Why the Triton kernels cannot run."""
+
+    reason: str
+    missing: str | None = None
+    """What is missing and how to install it; None if nothing can be installed."""
+
+
+@functools.cache
+def _refusal() -> _Refusal | None:
     """Return why the Triton kernels cannot run, or None. Run one of them to find out."""
     if not torch.cuda.is_available():
-        return "there is no CUDA device"
+        return _Refusal("there is no CUDA device")
     capability = torch.cuda.get_device_capability()
     if capability < _MIN_CAPABILITY:
-        return f"compute capability {capability} is below {_MIN_CAPABILITY}"
+        return _Refusal(f"compute capability {capability} is below {_MIN_CAPABILITY}")
     try:
         from nanovllm.kernels.triton import ops as triton_ops
 
         ones = torch.ones(1, 64, dtype=torch.float32, device="cuda")
         expected = torch.nn.functional.silu(ones[:, :32])
         difference = (triton_ops.silu_and_mul(ones) - expected).abs().max()
-        return None if difference < 1e-5 else "the compiled kernels compute wrong numbers"
     except Exception as error:  # the compilers and the driver raise many types
-        return f"{type(error).__name__}: {error}"
+        return _Refusal(f"{type(error).__name__}: {error}", _missing_tool())
+    return None if difference < 1e-5 else _Refusal("the compiled kernels compute wrong numbers")
+
+
+def _missing_tool() -> str | None:
+    """Return which of the tools is missing with which Triton compiles, and how to install it."""
+    if importlib.util.find_spec("triton") is None:
+        return "the triton package is missing: pip install triton"
+    if "CC" not in os.environ and not (shutil.which("gcc") or shutil.which("clang")):
+        return "there is no C compiler: install gcc, or name another one in CC"
+    include = sysconfig.get_path("include", "posix_prefix")  # where Triton looks
+    if not os.path.isfile(os.path.join(include, "Python.h")):
+        return f"{include} has no Python.h: install Python's headers (python3-dev, python3-devel)"
+    return None

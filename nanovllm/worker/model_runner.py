@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from nanovllm.kernels.selector import require_triton
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import MAX_SAMPLES, CacheInfo, Row, Schedule
 from nanovllm.utils.distributed import broadcast_from_first, tensor_parallel
@@ -37,6 +38,9 @@ class ModelRunner:
 
     Args:
         draft: the draft network, if speculation has one.
+
+    Raises:
+        ConfigError: the options name a GPU, and its kernels need a tool that is not installed.
     """
 
     def __init__(
@@ -44,6 +48,8 @@ class ModelRunner:
     ) -> None:
         config = self.config = target.config
         self.device = device
+        if config.native_kernels and device.type == "cuda" and config.device != "auto":
+            require_triton(config.device)
         max_position = target.model_config.max_position
         self.max_model_len = min(config.max_model_len, max_position)
         if self.max_model_len < config.max_model_len and tensor_parallel().rank == 0:
