@@ -33,6 +33,9 @@ from nanovllm.worker.model_loader import check_eagle3, check_weights
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.network import NetworkSpec
 
+_REDUCED = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
+"""Where cuBLAS cuts a long sum into parts, torch by default allows it to add them up in 16 bits."""
+
 
 def find_weights(config: Config, checkpoint: Checkpoint) -> list[Path]:
     """Return the weight files to read. First check that the model can run with `config`.
@@ -138,14 +141,15 @@ def rank_device(config: Config, rank: int = 0) -> torch.device:
 
 @contextlib.contextmanager
 def on_device(device: torch.device, num_threads: int) -> Iterator[None]:
-    """Use `num_threads` CPU threads inside and, for a GPU, make `device` current.
+    """Use `num_threads` CPU threads inside and, for a GPU, make `device` current and forbid
+    `_REDUCED`.
 
-    Both settings are restored afterwards, because the caller's own torch code uses them too.
+    The settings are restored afterwards, because the caller's own torch code uses them too.
     Hazard: a thread that first uses torch while another thread is inside starts with
     `num_threads`.
     """
     before = torch.get_num_threads()  # in a new thread this call also applies torch's default
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+    with _on_gpu(device) if device.type == "cuda" else contextlib.nullcontext():
         if before != num_threads:
             torch.set_num_threads(num_threads)
         try:
@@ -153,6 +157,21 @@ def on_device(device: torch.device, num_threads: int) -> Iterator[None]:
         finally:
             if before != num_threads:
                 torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def _on_gpu(device: torch.device) -> Iterator[None]:
+    """Make `device` current inside, and forbid `_REDUCED`."""
+    matmul = torch.backends.cuda.matmul
+    allowed = [name for name in _REDUCED if getattr(matmul, name)]
+    with torch.cuda.device(device):
+        try:
+            for name in allowed:
+                setattr(matmul, name, False)
+            yield
+        finally:
+            for name in allowed:
+                setattr(matmul, name, True)
 
 
 def run_worker(
@@ -179,6 +198,8 @@ def run_worker(
         device = rank_device(config, rank)
         if device.type == "cuda":
             torch.cuda.set_device(device)
+            for name in _REDUCED:
+                setattr(torch.backends.cuda.matmul, name, False)
         else:
             torch.set_num_threads(num_threads)
             loopback = "lo0" if sys.platform == "darwin" else "lo"
