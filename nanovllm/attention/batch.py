@@ -4,6 +4,7 @@ Knows no sequence and no scheduling.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,3 +35,6 @@ class Batch:
     """Indices of the tokens whose hidden states the model returns; None means all tokens."""
     metadata: Any = None
     """What the backend's `plan` returned for this batch."""
+    attend: Callable[[Callable[..., torch.Tensor], torch.Tensor, torch.Tensor], None] | None = None
+    """Called in place of each layer's attention: takes the layer's computation, which is a function
+    of qkv and a batch, then qkv, then the tensor for the result. None: the layers compute it."""

@@ -7,10 +7,9 @@ scheduling. `ModelRunner` and the proposers run the steps that fit no graph.
 
 import dataclasses
 import functools
-import threading
 from bisect import bisect_left
 from collections.abc import Callable, Sequence as Seq
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from tqdm.auto import tqdm
@@ -20,25 +19,9 @@ from nanovllm.attention.batch import Batch
 from nanovllm.layers.sampler import Sampling, draw
 from nanovllm.scheduler.messages import Row
 from nanovllm.utils.distributed import broadcast_from_first
+from nanovllm.worker.cuda_capture import Capture, Graph
 from nanovllm.worker.device_tables import DeviceTables
 
-_CAPTURING = threading.Lock()
-"""Held while the capture stream is in use: several threads may build engines."""
-
-
-class Graph(Protocol):
-    """Captured work."""
-
-    def replay(self) -> None:
-        """Launch the work again, on the same memory."""
-        ...
-
-
-Step = Callable[[], torch.Tensor | None]
-"""The work that a graph captures. Returns logits, or None on a rank without logits."""
-Capture = Callable[[Step], tuple[Graph, torch.Tensor | None]]
-"""Captures a step; returns the graph and its logits. Graphs share memory: a replay of any graph may
-overwrite the logits. The capture may also run the step."""
 ComputeLogits = Callable[[Batch], torch.Tensor | None]
 """Computes a planned batch of T rows of one token; returns logits [T, vocab_size], or None on a
 rank without logits."""
@@ -217,79 +200,3 @@ def _tokens_of(rows: Seq[Row], scratch_idx: int) -> _Tokens:
         tokens.targets.extend([row.table_idx] * num_samples)
         tokens.positions.extend(range(row.num_computed_tokens, row.end))
     return tokens
-
-
-class CUDACapture:
-    """Captures graphs into one memory pool.
-
-    All captures of a GPU use the same stream, because cuBLAS allocates a workspace for each stream
-    and never frees it.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = _capture_stream(device)
-
-    def __call__(self, step: Step) -> tuple[Graph, torch.Tensor | None]:
-        """Run `step` once, then capture it.
-
-        The first run does what a capture cannot: compile kernels, create communicators and
-        workspaces. The capture mode is thread_local, because other threads (NCCL's watchdog) may
-        use CUDA during the capture.
-        """
-        before = torch.cuda.current_stream(self._stream.device)
-        graph = torch.cuda.CUDAGraph()
-        with _CAPTURING:
-            self._stream.wait_stream(before)
-            with torch.cuda.stream(self._stream):
-                step()
-            before.wait_stream(self._stream)
-            with torch.cuda.graph(
-                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-            ):
-                logits = step()
-        return graph, None if logits is None else unowned(logits)
-
-
-@functools.cache
-def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
-def can_capture(device: torch.device) -> bool:
-    """Return whether `device` supports CUDA graphs."""
-    return device.type == "cuda"
-
-
-def make_capture(device: torch.device) -> Capture:
-    """Return a `Capture` for `device` with its own memory pool."""
-    return CUDACapture(device)
-
-
-def unowned(x: torch.Tensor) -> torch.Tensor:
-    """Return a view of the CUDA tensor `x` that does not own its memory.
-
-    The memory of a graph's output belongs to the graph's pool, which outlives the view. If a tensor
-    owned the memory, no other graph of the pool could use it, and each size would keep its own
-    logits.
-    """
-    integers = {1: "|i1", 2: "<i2", 4: "<i4"}
-    return torch.as_tensor(
-        _Memory(
-            {
-                "data": (x.data_ptr(), False),
-                "shape": tuple(x.shape),
-                "strides": tuple(stride * x.itemsize for stride in x.stride()),
-                "typestr": integers[x.itemsize],
-                "version": 3,
-            }
-        ),
-        device=x.device,
-    ).view(x.dtype)
-
-
-class _Memory:
-    """Device memory described by the CUDA array interface (version 3)."""
-
-    def __init__(self, interface: dict[str, Any]) -> None:
-        self.__cuda_array_interface__ = interface

@@ -19,6 +19,7 @@ from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.grammar_masks import GrammarMasks
 from nanovllm.worker.kv_cache import graph_bytes, num_blocks_that_fit
 from nanovllm.worker.network import Network, NetworkSpec
+from nanovllm.worker.piecewise_graphs import piece_sizes
 from nanovllm.worker.proposers.costs import DRAFT_SIZES, STEP_SIZES, measure_seconds
 from nanovllm.worker.proposers.proposer import Proposer
 from nanovllm.worker.proposers.registry import make_proposer
@@ -108,7 +109,9 @@ class ModelRunner:
             self._proposer.allocate(tables, info.num_blocks)
         if self.network.uses_graphs:
             graphs = self._graphs = self.network.make_graphs(tables, self._max_graph_tokens)
-            graphs.capture(graph_sizes(graphs.max_tokens), progress=tensor_parallel().rank == 0)
+            progress = tensor_parallel().rank == 0
+            graphs.capture(graph_sizes(graphs.max_tokens), progress=progress)
+            self.network.capture_pieces(tables, self._max_num_batched_tokens, progress=progress)
         else:
             self.network.record(tables)
         if self._proposer is None:
@@ -294,4 +297,6 @@ class ModelRunner:
     def _graph_bytes(self, tables: DeviceTables) -> int:
         graphs = self.network.make_graphs(tables, self._max_graph_tokens)
         sizes = graph_sizes(graphs.max_tokens)
-        return graph_bytes(sizes, lambda size: graphs.capture([size]), self.device)
+        num_bytes = graph_bytes(sizes, lambda size: graphs.capture([size]), self.device)
+        pieces, sizes = self.network.make_pieces(), piece_sizes(self._max_num_batched_tokens)
+        return num_bytes + graph_bytes(sizes, lambda size: pieces.capture([size]), self.device)

@@ -4,6 +4,7 @@ The target is one, and so is a draft network. Knows no sampling and no schedule.
 """
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,10 +21,12 @@ from nanovllm.layers.quantization import FP8
 from nanovllm.models.config import ModelConfig
 from nanovllm.scheduler.messages import Row
 from nanovllm.worker.cpu_graph import Forward, RecordedModel, record
-from nanovllm.worker.cuda_graph import ComputeLogits, GraphRunner, can_capture, make_capture
+from nanovllm.worker.cuda_capture import can_capture, make_capture
+from nanovllm.worker.cuda_graph import ComputeLogits, GraphRunner
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.kv_cache import zeros
 from nanovllm.worker.model_loader import build_model, load_model
+from nanovllm.worker.piecewise_graphs import PiecewiseGraphs, piece_sizes, seconds_of
 
 
 class NetworkSpec(NamedTuple):
@@ -58,6 +61,7 @@ class Network:
         self._pool: torch.Tensor | None = None
         self._records = self.backend.supports_recording and not config.enforce_eager
         self._recorded: RecordedModel | None = None
+        self._pieces: PiecewiseGraphs | None = None
         self.uses_graphs = (
             self.backend.supports_graph and not config.enforce_eager and can_capture(device)
         )
@@ -127,6 +131,30 @@ class Network:
         capture = make_capture(self.device)
         return GraphRunner(compute_logits, self.backend, tables, max_tokens, capture, **options)
 
+    def make_pieces(self) -> PiecewiseGraphs:
+        """Return a runner for the forward pass of any rows, with no graph captured yet."""
+        assert self._pool is not None, "make_pool() comes first"
+        padding_slot = (self._pool.shape[2] - 1) * self.backend.block_size
+        capture = make_capture(self.device)
+        return PiecewiseGraphs(self.model, capture, padding_slot, self.device)
+
+    def capture_pieces(self, tables: DeviceTables, max_tokens: int, *, progress: bool) -> None:
+        """Let graphs run the forward pass of steps of up to `max_tokens` tokens, except for
+        attention, where they are faster.
+        """
+        pieces = self.make_pieces()
+        pieces.capture(piece_sizes(max_tokens), progress=progress)
+
+        def make_batch(num_tokens: int) -> Batch:
+            whole, rest = divmod(num_tokens, self.max_model_len)
+            lengths = [self.max_model_len] * whole + [rest] * (rest > 0)
+            rows = [Row(-1, tables.scratch_idx, 0, length, False) for length in lengths]
+            return self.batch(tables, rows, None)
+
+        if self.device.type == "cuda":
+            pieces.keep_faster(make_batch, partial(seconds_of, device=self.device))
+        self._pieces = pieces
+
     def forward(
         self, tables: DeviceTables, rows: list[Row], wanted: torch.Tensor | None
     ) -> torch.Tensor:
@@ -139,6 +167,9 @@ class Network:
         """
         if self._recorded is not None and self._recorded.fits(rows):
             return self._recorded.run(rows)
+        num_tokens = sum(row.num_scheduled_tokens for row in rows)
+        if self._pieces is not None and self._pieces.fits(num_tokens):
+            return self._pieces.run(self.batch(tables, rows, None))
         hidden: torch.Tensor = self.model(self.batch(tables, rows, wanted))
         return hidden
 

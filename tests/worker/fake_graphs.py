@@ -2,7 +2,8 @@
 step. A replay runs them again on the same memory, and does not run the host's code again.
 """
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import pytest
@@ -15,7 +16,7 @@ from nanovllm.attention.backend import AttentionSpec
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.torch_sdpa import TorchBackend, _Decode
 from nanovllm.worker import network
-from nanovllm.worker.cuda_graph import Step
+from nanovllm.worker.cuda_capture import Step
 
 HOST = {"aten::_local_scalar_dense", "aten::nonzero", "aten::lift_fresh", "aten::equal"}
 """Operations that wait for the device, or copy from host memory that a replay no longer has."""
@@ -28,9 +29,9 @@ def tensors(tree: Any) -> Iterator[torch.Tensor]:
 class RecordedGraph(TorchDispatchMode):
     """Records a step's operations with their argument and result tensors."""
 
-    def __init__(self, pool: list["RecordedGraph"]) -> None:
+    def __init__(self, capture: "FakeCapture") -> None:
         super().__init__()
-        self.pool = pool
+        self.capture: FakeCapture = weakref.proxy(capture)  # which holds this graph
         self.calls: list[tuple[Any, Any, Any, list[tuple[int, torch.Tensor]]]] = []
         self.num_replays = 0
 
@@ -68,7 +69,9 @@ class RecordedGraph(TorchDispatchMode):
 
     def replay(self) -> None:
         self.num_replays += 1
-        for graph in self.pool:  # graphs share memory: a replay may overwrite any graph's tensors
+        for (
+            graph
+        ) in self.capture.graphs:  # they share memory: a replay may overwrite any graph's tensors
             graph.spoil()
         for func, args, kwargs, made in self.calls:
             leaves = tree_leaves(func(*args, **kwargs))  # empty for a Triton kernel
@@ -88,15 +91,21 @@ class FakeCapture:
 
     def __init__(self) -> None:
         self.graphs: list[RecordedGraph] = []
+        self._open: RecordedGraph | None = None
         self.made.append(self)
 
     def __call__(self, step: Step) -> tuple[RecordedGraph, torch.Tensor | None]:
         step()
-        graph = RecordedGraph(self.graphs)
+        graph = self._open = RecordedGraph(self)
         with graph:
             logits = step()
+        self._open = None
         self.graphs.append(graph)
         return graph, logits
+
+    def leave_out(self, function: Callable[..., object], *tensors: torch.Tensor) -> None:
+        if self._open is not None:
+            self._open.calls.append((function, tensors, {}, []))
 
 
 class StaticBackend(TorchBackend):
@@ -127,4 +136,6 @@ def use_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> list[FakeCapture]:
     monkeypatch.setattr(network, "can_capture", lambda device: True)
     monkeypatch.setattr(network, "make_capture", lambda device: FakeCapture())
     monkeypatch.setattr(network, "select_backend", select_static)
+    few = [16, 64]  # capturing more takes time
+    monkeypatch.setattr(network, "piece_sizes", lambda most: [size for size in few if size <= most])
     return FakeCapture.made

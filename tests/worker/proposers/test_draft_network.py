@@ -191,7 +191,8 @@ def test_few_graphs_and_a_block_for_padding(method: str, monkeypatch: pytest.Mon
     assert sizes == [draft_graph_sizes(48), draft_graph_sizes(3)][: len(sizes)]
     assert len(sizes) == (1 if method == "draft_model" else 2)
     made = [len(capture.graphs) for capture in captures]
-    assert made == [*map(len, sizes), len(runner._graphs.sizes)]
+    pieces = runner.network._pieces
+    assert made == [*map(len, sizes), len(runner._graphs.sizes), len(pieces.sizes)]
     assert {layer.kv_cache.shape[1] for layer in draft._network.attentions} == {101}
     engine.shutdown()
 
@@ -218,7 +219,7 @@ def test_warming_up_leaves_nothing(
     engine = LLMEngine(config, queue_depth=0)
     runner: Any = engine.executor._runner  # type: ignore[attr-defined]
     with torch.inference_mode():
-        num_captures = graphs * (2 if method == "draft_model" else 3)
+        num_captures = graphs * (3 if method == "draft_model" else 4)
         assert runner._warm_up() == 1000 * num_captures
     assert len(seen) == num_captures
     for held in (runner.network, runner._proposer._network):
