@@ -25,6 +25,7 @@ from nanovllm.worker.proposers.proposer import Proposer
 from nanovllm.worker.proposers.registry import make_proposer
 from nanovllm.worker.sampling import SampledLogprobs, SamplingRows, gather_logprobs
 from nanovllm.worker.step_output import PendingResult, PromptLogprobs, Step, StepOutput, StepTimer
+from nanovllm.worker.warm_up import emptying_step, warm_up_steps
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +108,8 @@ class ModelRunner:
         tables = self._tables = self._make_pool_and_tables(info)
         if self._proposer is not None:
             self._proposer.allocate(tables, info.num_blocks)
+        if self.device.type == "cuda":
+            self.warm_up_kernels(info, tables)
         if self.network.uses_graphs:
             graphs = self._graphs = self.network.make_graphs(tables, self._max_graph_tokens)
             progress = tensor_parallel().rank == 0
@@ -117,6 +120,14 @@ class ModelRunner:
         if self._proposer is None:
             return info
         return self._with_costs(info, tables, self._proposer)
+
+    def warm_up_kernels(self, info: CacheInfo, tables: DeviceTables) -> None:
+        """Run steps like those of requests, for which kernels compile; leave nothing of them."""
+        spec = self.config.speculation
+        for schedule in warm_up_steps(info, 0 if spec is None else spec.max_draft_tokens):
+            self.execute(schedule).result()
+        tables.apply(emptying_step(info))
+        self.network.zero_blocks([0], tables)
 
     @torch.inference_mode()
     def execute(self, schedule: Schedule) -> PendingResult:

@@ -23,12 +23,13 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.kernels.triton import decode_step, sampling as triton_sampling
 from nanovllm.layers import sampler
 from nanovllm.scheduler.draft_controller import DraftController
-from nanovllm.scheduler.messages import Row
+from nanovllm.scheduler.messages import CacheInfo, Row
 from nanovllm.worker import network
 from nanovllm.worker.cuda_graph import draft_graph_sizes
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.proposers.draft_network import DraftNetwork
+from nanovllm.worker.warm_up import KINDS as KINDS_AT_START
 from tests.glossary import QUESTIONS
 from tests.kernels.triton.interpreter import patch_interpreter
 from tests.worker.fake_graphs import FakeCapture, use_fake_graphs
@@ -226,6 +227,30 @@ def test_warming_up_leaves_nothing(
         assert not any(hasattr(layer, "kv_cache") for layer in held.attentions)
     assert getattr(runner._proposer, "_features", None) is None
     engine.shutdown()
+
+
+@pytest.mark.usefixtures("every_draft")
+@pytest.mark.parametrize("method", METHODS)
+def test_steps_at_start_draft_and_change_no_request(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All kernels of a draft network compile there as well."""
+    expected = generate(method, count=3)
+    proposals = Proposals()
+    allocate = ModelRunner.allocate
+
+    def warm(runner: ModelRunner, info: CacheInfo) -> CacheInfo:
+        allocated = allocate(runner, info)
+        assert runner._tables is not None
+        with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
+            proposals.watch(patch)
+            runner.warm_up_kernels(info, runner._tables)
+        return allocated
+
+    monkeypatch.setattr(ModelRunner, "allocate", warm)
+    assert generate(method, count=3) == expected
+    assert len(proposals.drafts) == len(KINDS_AT_START)
+    assert {len(drafts) for step in proposals.drafts for drafts in step} == {4}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted, which a GPU turns off")
