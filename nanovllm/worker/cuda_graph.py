@@ -7,6 +7,7 @@ scheduling. `ModelRunner` and the proposers run the steps that fit no graph.
 
 import dataclasses
 import functools
+import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence as Seq
 from typing import NamedTuple
@@ -21,6 +22,11 @@ from nanovllm.scheduler.messages import Row
 from nanovllm.utils.distributed import broadcast_from_first
 from nanovllm.worker.cuda_capture import Capture, Graph
 from nanovllm.worker.device_tables import DeviceTables
+
+logger = logging.getLogger(__name__)
+
+LAPS = 3
+"""A run overwrites the sampled tokens of the run that is so many runs back."""
 
 ComputeLogits = Callable[[Batch], torch.Tensor | None]
 """Computes a planned batch of T rows of one token; returns logits [T, vocab_size], or None on a
@@ -40,10 +46,10 @@ def draft_graph_sizes(max_tokens: int) -> list[int]:
 
 
 class GraphOutput(NamedTuple):
-    """The outputs of a graph for T tokens. The next run overwrites the first two."""
+    """The outputs of a graph for T tokens. The next run overwrites the logits."""
 
     tokens: torch.Tensor
-    """[T] int64, what follows each token."""
+    """[T] int64, what follows each token. May be on the host: valid when the device is done."""
     logits: torch.Tensor | None
     """[T, vocab_size]; None on a rank without logits."""
     draft_ids: torch.Tensor | None
@@ -58,10 +64,14 @@ class GraphRunner:
     stored before any attends: see `Backend.supports_graph`.
 
     A graph reads its static state: for each token the table index, the table index that takes the
-    token sampled behind it, the position, and the move, by which the step advances the position.
-    The second is the scratch table row's for a token whose successor is known. Padding uses the
-    scratch table row for both, with a move of 0 instead of 1. The step itself advances the state,
-    so a following step with the same rows needs no upload.
+    token sampled behind it, the position, the move, by which the step advances the position, and
+    its place in the buffer of sampled tokens. The second is the scratch table row's for a token
+    whose successor is known. Padding uses the scratch table row for both, with a move of 0 instead
+    of 1. The step itself advances the state, so a following step with the same rows needs no
+    upload.
+
+    The buffer has LAPS parts, which steps take in turn. If the GPU can write to the host's memory,
+    it lies there: a copy between two steps would cost more than the last kernel's write.
 
     Args:
         max_tokens: size of the largest graph.
@@ -91,10 +101,11 @@ class GraphRunner:
         self._graphs: dict[int, tuple[Graph, torch.Tensor | None]] = {}
         device = tables.device
         self._max_known_tokens = max_known_tokens
-        # A graph of `size` tokens reads the first 4 * size numbers as [4, size]: table indices,
-        # table indices that take tokens, positions, moves. So one copy fills them.
-        self._state = torch.zeros(4 * max_tokens, dtype=torch.int64, device=device)
-        self._tokens = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+        # A graph of `size` tokens reads the first 5 * size numbers as [5, size]: table indices,
+        # table indices that take tokens, positions, moves, places. So one copy fills them.
+        self._state = torch.zeros(5 * max_tokens, dtype=torch.int64, device=device)
+        self._tokens = _token_buffer(tables, max_tokens)
+        self._lap = 0  # the part of the buffer that the next run writes
         self._cu_seqlens_q = torch.arange(max_tokens + 1, dtype=torch.int32, device=device)
         self._held: _Tokens | None = None  # the host's copy of what the state holds; None: unknown
 
@@ -129,14 +140,16 @@ class GraphRunner:
         self._held = None  # in case the replay fails
         draft_ids = None
         if num_tokens > len(rows) and any(row.num_draft_tokens for row in rows):
-            table_indices, _, positions, _ = self._columns(size)
+            table_indices, _, positions, _, _ = self._columns(size)
             draft_ids = self._tables.token_ids[table_indices, positions + 1][:num_tokens].long()
         graph, logits = self._graphs[size]
         graph.replay()
         self._held = tokens._replace(positions=[position + 1 for position in tokens.positions])
         if logits is not None:
             logits = logits[:num_tokens]
-        return GraphOutput(self._tokens[:num_tokens], logits, draft_ids)
+        sampled = self._tokens.view(LAPS, -1)[self._lap, :num_tokens]
+        self._lap = (self._lap + 1) % LAPS
+        return GraphOutput(sampled, logits, draft_ids)
 
     def _upload(self, tokens: "_Tokens", size: int) -> None:
         num_tokens = len(tokens.positions)
@@ -144,16 +157,17 @@ class GraphRunner:
         scratch = [self._tables.scratch_idx] * padding
         state = [*tokens.table_indices, *scratch, *tokens.targets, *scratch]
         state += [*tokens.positions, *[0] * padding, *[1] * num_tokens, *[0] * padding]
+        state += range(self._lap * self.max_tokens, self._lap * self.max_tokens + size)
         pinned = self._state.is_cuda
         host = torch.tensor(state, dtype=torch.int64, pin_memory=pinned)
-        self._state[: 4 * size].copy_(host, non_blocking=True)
+        self._state[: 5 * size].copy_(host, non_blocking=True)
 
     def _columns(self, size: int) -> tuple[torch.Tensor, ...]:
         """Return the parts of the state that a graph of `size` tokens reads."""
-        return self._state[: 4 * size].view(4, size).unbind()
+        return self._state[: 5 * size].view(5, size).unbind()
 
     def _step(self, size: int) -> torch.Tensor | None:
-        table_indices, targets, positions, moves = self._columns(size)
+        table_indices, targets, positions, moves, places = self._columns(size)
         tables = self._tables
         batch, sampling = tables.decode_inputs(
             table_indices, positions, self._cu_seqlens_q[: size + 1]
@@ -165,13 +179,38 @@ class GraphRunner:
         else:
             tokens = self._choose(logits, sampling)
         broadcast_from_first(tokens)
-        tables.advance(targets, positions, moves, tokens, self._tokens[:size])
+        tables.advance(targets, positions, moves, places, tokens, self._tokens, self.max_tokens)
         return logits
 
 
 def _draw(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """All tokens are candidates: a graph cannot return to the host to look for more."""
     return draw(logits, sampling, num_candidates=logits.shape[-1])
+
+
+def _token_buffer(tables: DeviceTables, max_tokens: int) -> torch.Tensor:
+    """Return a buffer [LAPS * max_tokens] int64: memory of the host if a step can write to it, else
+    of the device.
+    """
+    device = tables.device
+    buffer = torch.zeros(LAPS * max_tokens, dtype=torch.int64, device=device)
+    if device.type == "cpu":
+        return buffer
+    host = torch.empty(len(buffer), dtype=torch.int64, pin_memory=True)
+    # Because of this copy torch waits for the stream before it uses freed memory again.
+    host.copy_(buffer, non_blocking=True)
+    reason = "what was written did not arrive"
+    state = torch.tensor([[tables.scratch_idx], [0], [0], [0], [1]], device=device)
+    targets, positions, moves, places, tokens = state.unbind()
+    try:
+        tables.advance(targets, positions, moves, places, tokens, host, max_tokens)
+        torch.cuda.synchronize(device)
+    except ValueError as error:  # Triton's, if the driver has no address of `host` for the GPU
+        reason = str(error)
+    if host[0] == 1:
+        return host
+    logger.info("steps do not write to the host's memory: %s", reason)
+    return buffer
 
 
 class _Tokens(NamedTuple):

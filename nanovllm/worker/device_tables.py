@@ -155,21 +155,28 @@ class DeviceTables:
         table_indices: torch.Tensor,
         positions: torch.Tensor,
         moves: torch.Tensor,
+        places: torch.Tensor,
         tokens: torch.Tensor,
         out: torch.Tensor,
+        stride: int,
     ) -> None:
-        """Write `tokens` at `positions` + 1 and to `out`, then add `moves` to `positions`.
+        """Write `tokens` at `positions` + 1, and to the elements `places` of `out`.
 
-        The tables get 0 for NO_TOKEN, because the next step looks up its embedding. All tensors
-        are [R] int64. No two rows write the same cell, except in the scratch table row.
+        Then add `moves` to `positions`, and `stride` to `places`, modulo the length of `out`. The
+        tables get 0 for NO_TOKEN, because the next step looks up its embedding. All tensors but
+        `out` [n] are [R]; all are int64. No two rows write the same cell, except in the scratch
+        table row. With the kernels, `out` may be pinned memory of the host.
         """
         kernels = self._step_kernels()
         if kernels is not None:
-            kernels.advance(self.token_ids, table_indices, positions, moves, tokens, out)
+            kernels.advance(
+                self.token_ids, table_indices, positions, moves, places, tokens, out, stride
+            )
             return
-        out.copy_(tokens)
+        out[places] = tokens
         self.token_ids[table_indices, positions + 1] = tokens.clamp(min=0).int()
         positions.add_(moves)
+        places.add_(stride).remainder_(len(out))
 
     def upload(self, values: Seq[int]) -> torch.Tensor:
         """Return host numbers as [len(values)] int64 on the device; on CUDA, do not wait."""

@@ -5,6 +5,7 @@ Knows no queue and no text, and no other rank except through the layers' collect
 
 import dataclasses
 import logging
+from collections import deque
 from functools import partial
 
 import torch
@@ -14,7 +15,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import MAX_SAMPLES, CacheInfo, Row, Schedule
 from nanovllm.utils.distributed import broadcast_from_first, tensor_parallel
 from nanovllm.utils.memory import keep_freed
-from nanovllm.worker.cuda_graph import GraphRunner, graph_sizes
+from nanovllm.worker.cuda_graph import LAPS, GraphRunner, graph_sizes
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.grammar_masks import GrammarMasks
 from nanovllm.worker.kv_cache import graph_bytes, num_blocks_that_fit
@@ -73,6 +74,7 @@ class ModelRunner:
         self.grammars = GrammarMasks()
         self._tables: DeviceTables | None = None
         self._graphs: GraphRunner | None = None
+        self._launched: deque[PendingResult] = deque()  # the last LAPS steps at most
 
     @torch.inference_mode()
     def measure(self) -> CacheInfo:
@@ -132,6 +134,13 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, schedule: Schedule) -> PendingResult:
         """Launch a step. Steps run in the order in which they are launched."""
+        if len(self._launched) == LAPS:  # this step may write to where its tokens are
+            self._launched.popleft().keep()
+        pending = self._execute(schedule)
+        self._launched.append(pending)
+        return pending
+
+    def _execute(self, schedule: Schedule) -> PendingResult:
         assert self._tables is not None, "allocate() comes first"
         self._tables.apply(schedule)
         self.grammars.admit(schedule.admissions)
@@ -198,7 +207,8 @@ class ModelRunner:
         if self._graphs is not None and self._graphs.fits(rows):
             tokens, graph_logits, draft_ids = self._graphs.run(rows)
             if all(tables.plain[row.table_idx] for row in rows):
-                return StepOutput(tokens, None, [], draft_ids=draft_ids)
+                on_host = tokens.device.type != self.device.type
+                return StepOutput(tokens, None, [], draft_ids=draft_ids, on_host=on_host)
             sampling = SamplingRows(tables, rows, masks=masks, draft_ids=draft_ids)
             sampled = self._sample(sampling, graph_logits)
             return StepOutput(*sampled, [], sampling.errors, draft_ids, forcing)

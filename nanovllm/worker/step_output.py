@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import threading
 import time
 from typing import Any, NamedTuple
 
@@ -44,6 +45,8 @@ class StepOutput:
     """[S] int64, the draft that the sample may confirm; None if no row has any."""
     forcing: dict[int, GrammarRow] = dataclasses.field(default_factory=dict)
     """By sequence id: the grammars that may force tokens behind the sampled ones."""
+    on_host: bool = False
+    """Whether `token_ids` is memory of the host to which the step itself writes."""
 
     def to_host(self) -> "StepOutput":
         """Return a copy on the host. On CUDA the copy is asynchronous."""
@@ -51,7 +54,7 @@ class StepOutput:
         if logprobs is not None:
             logprobs = logprobs._replace(values=logprobs.values.to_host())
         return StepOutput(
-            to_host(self.token_ids),
+            self.token_ids if self.on_host else to_host(self.token_ids),
             logprobs,
             [part._replace(values=part.values.to_host()) for part in self.prompt_logprobs],
             self.errors,
@@ -166,13 +169,29 @@ class PendingResult:
     def __init__(self, step: Step, output: StepOutput) -> None:
         self._step = step
         self._output = output.to_host()
+        self._lock = threading.Lock()  # one thread of a rank launches steps, another reads results
+        self._overwritten = output.on_host
         self._copied: torch.cuda.Event | None = None
-        if output.token_ids.is_cuda:
+        if output.on_host or output.token_ids.is_cuda:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
 
     def result(self) -> StepResult:
         """Wait for the step and return its result."""
+        with self._lock:
+            self._wait()
+            self._overwritten = False
+            return self._output.result(self._step)
+
+    def keep(self) -> None:
+        """Copy the tokens if nobody has read them yet and a later step may overwrite them."""
+        with self._lock:
+            if self._overwritten:
+                self._wait()
+                tokens = self._output.token_ids.clone()
+                self._output = dataclasses.replace(self._output, token_ids=tokens)
+                self._overwritten = False
+
+    def _wait(self) -> None:
         if self._copied is not None:
             self._copied.synchronize()
-        return self._output.result(self._step)

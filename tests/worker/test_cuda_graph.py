@@ -21,11 +21,12 @@ from nanovllm.models.config import ModelConfig
 from nanovllm.scheduler.messages import Admission, CacheInfo, NewBlocks, Row, Schedule
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.utils.hub import open_checkpoint, weight_files
-from nanovllm.worker import network
-from nanovllm.worker.cuda_graph import GraphRunner, graph_sizes
+from nanovllm.worker import model_runner, network
+from nanovllm.worker.cuda_graph import LAPS, GraphRunner, graph_sizes
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.network import NetworkSpec
+from nanovllm.worker.step_output import StepOutput
 from tests.kernels.triton.interpreter import patch_interpreter
 from tests.worker.fake_graphs import FakeCapture, use_fake_graphs
 
@@ -457,6 +458,47 @@ def test_a_failed_replay_is_not_believed(bench: Bench, monkeypatch: pytest.Monke
     assert [bench.decode(0, 1), bench.decode(0, 1)] == expected[1:]
 
 
+def test_tokens_stay_for_some_runs(bench: Bench) -> None:
+    """The host reads them when later steps are running, with the same rows or with others."""
+    fill(bench, 3)
+    seen = []
+    for index, table_indices in enumerate([(0, 1, 2)] * 5 + [(1,), (2, 0), (2, 0)]):
+        rows = [Row(i, i, bench.lengths[i], 1, samples=True) for i in table_indices]
+        for i in table_indices:
+            bench.lengths[i] += 1
+        with torch.inference_mode():
+            tokens = bench.graphs.run(rows).tokens
+        seen.append((tokens, tokens.tolist()))
+        for earlier, expected in seen[-LAPS:]:
+            assert earlier.tolist() == expected, index
+    assert len({tuple(expected) for _, expected in seen}) > 3
+
+
+def test_no_step_overwrites_tokens_that_nobody_has_read(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Symptom: a deep queue reads the tokens of a later step, where steps write to the host."""
+
+    class Event:
+        def record(self) -> None: ...
+
+        def synchronize(self) -> None: ...
+
+    fill(bench, 2)
+    expected = [bench.decode(0, 1) for _ in range(3 * LAPS)]
+    fill(bench, 2)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(
+        model_runner, "StepOutput", lambda *args, **kw: StepOutput(*args, **{**kw, "on_host": True})
+    )
+    pending = []
+    for _ in range(3 * LAPS):
+        rows = [Row(i, i, bench.lengths[i], 1, samples=True) for i in range(2)]
+        bench.lengths = {i: length + 1 for i, length in bench.lengths.items()}
+        pending.append(bench.runner.execute(Schedule(0, [], [], rows)))
+    assert [[token for (token,) in step.result().token_ids] for step in pending] == expected
+
+
 def test_only_rules_and_logprobs_leave_the_graph(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -502,6 +544,7 @@ def test_cuda_graphs_are_used_and_freed(gpu_model: str) -> None:
     runner = llm.engine.executor._runner  # type: ignore[attr-defined]
     assert runner._graphs is not None
     assert runner._graphs.sizes == graph_sizes(64)
+    assert runner._graphs._tokens.is_pinned()  # the last kernel writes to the host's memory
     llm.generate([[1, 2, 3]] * 5, SamplingParams(max_tokens=8), use_tqdm=False)
     del llm, runner
     torch.cuda.empty_cache()

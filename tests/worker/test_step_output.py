@@ -194,6 +194,29 @@ def test_a_result_has_the_durations(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (result.draft_seconds, result.seconds) == pytest.approx((2.5, 3.5))
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_tokens_that_the_step_writes_to_the_host_are_read_when_it_is_done(
+    monkeypatch: pytest.MonkeyPatch, kept: bool
+) -> None:
+    """Symptom: they are copied at launch, before the device has written them."""
+    tokens = torch.tensor([0])
+
+    class Event:
+        def record(self) -> None: ...
+
+        def synchronize(self) -> None:
+            if not tokens.item():
+                tokens.fill_(7)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    output = StepOutput(tokens, None, [], on_host=True)
+    pending = PendingResult(Step(0, [Row(0, 0, 4, 1, True)]), output)
+    if kept:
+        pending.keep()
+        tokens.fill_(9)  # a later step
+    assert pending.result().token_ids == [[7]]
+
+
 @pytest.mark.parametrize("speculative", [None, {"method": "ngram"}])
 def test_only_speculation_is_timed(
     make_llm: Any, monkeypatch: pytest.MonkeyPatch, speculative: dict[str, str] | None

@@ -74,13 +74,17 @@ def advance(
     table_indices: torch.Tensor,
     positions: torch.Tensor,
     moves: torch.Tensor,
+    places: torch.Tensor,
     tokens: torch.Tensor,
     out: torch.Tensor,
+    stride: int,
 ) -> None:
-    """Write `tokens` [R] at `positions` + 1 of the table rows `table_indices`, and to `out`.
+    """Write `tokens` [R] at `positions` + 1 of the table rows `table_indices`, and to the elements
+    `places` of `out`.
 
     The tables get 0 for a negative token, because the next step looks up its embedding. Then add
-    `moves` to `positions`. All tensors are int64, except `token_ids` (int32).
+    `moves` to `positions`, and `stride` to `places`, modulo the length of `out`. All tensors are
+    int64, except `token_ids` (int32). `out` may be pinned memory of the host.
     """
     rows = len(table_indices)
     _advance[(triton.cdiv(rows, _ROWS),)](
@@ -89,8 +93,11 @@ def advance(
         table_indices,
         positions,
         moves,
+        places,
         tokens,
         out,
+        len(out),
+        stride,
         rows,
         ROWS=_ROWS,
     )
@@ -141,8 +148,11 @@ def _advance(
     table_indices,
     positions,
     moves,
+    places,
     tokens,
     out,
+    out_size,
+    stride,
     num_rows,
     ROWS: tl.constexpr,
 ):
@@ -154,5 +164,7 @@ def _advance(
     token = tl.load(tokens + rows, inside, 0)
     known = tl.maximum(token, 0).to(tl.int32)
     tl.store(token_ids + table_idx * token_stride + position + 1, known, inside)
-    tl.store(out + rows, token, inside)
+    place = tl.load(places + rows, inside, 0)
+    tl.store(out + place, token, inside)
+    tl.store(places + rows, (place + stride) % out_size, inside)
     tl.store(positions + rows, position + tl.load(moves + rows, inside, 0), inside)

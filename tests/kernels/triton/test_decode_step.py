@@ -56,21 +56,41 @@ def test_gather(rows, block_size, shift):
 @pytest.mark.parametrize("rows", [1, 8, 200])
 def test_advance(rows):
     """Only the given cells change; a row with move 0 keeps its position. A row without a token (-1)
-    reads token 0 in the next step, which may be launched before the host knows.
+    reads token 0 in the next step, which may be launched before the host knows. The tokens' places
+    go round in the buffer.
     """
     token_ids, _, _ = make_tables(width=4, num_table_rows=201)
     table_indices = torch.randperm(200)[:rows].to(DEVICE)
     positions = torch.randint(70, (rows,)).to(DEVICE)
     moves = torch.randint(2, (rows,)).to(DEVICE)
-    tokens, out = torch.randint(1000, (rows,)).to(DEVICE), torch.zeros_like(table_indices)
+    tokens = torch.randint(1000, (rows,)).to(DEVICE)
     tokens[0] = -1
+    lap, stride = rows % 3, rows + 2
+    buffer = torch.full((3, stride), 5).to(DEVICE)
+    expected = buffer.clone()
+    expected[lap, :rows] = tokens
+    places = torch.arange(rows).to(DEVICE) + lap * stride
     table = token_ids.clone()
     table[table_indices, positions + 1] = tokens.clamp(min=0).int()
     moved = positions + moves
-    decode_step.advance(token_ids, table_indices, positions, moves, tokens, out)
+    following = torch.arange(rows).to(DEVICE) + (lap + 1) % 3 * stride
+    rows_of = (table_indices, positions, moves, places, tokens)
+    decode_step.advance(token_ids, *rows_of, buffer.view(-1), stride)
     assert torch.equal(token_ids, table)
-    assert torch.equal(out, tokens)
+    assert torch.equal(buffer, expected)
     assert torch.equal(positions, moved)
+    assert torch.equal(places, following)
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a CUDA GPU")
+def test_advance_writes_to_pinned_memory_of_the_host():
+    token_ids, _, _ = make_tables(width=4)
+    indices = torch.arange(5, device=DEVICE)
+    out = torch.zeros(10, dtype=torch.int64, pin_memory=True)
+    zeros = torch.zeros(3, 5, dtype=torch.int64, device=DEVICE)
+    decode_step.advance(token_ids, indices, *zeros[:2], indices + 5, indices + 7, out, 0)
+    torch.cuda.synchronize()
+    assert out.tolist() == [0] * 5 + [7, 8, 9, 10, 11]
 
 
 @pytest.mark.parametrize("rows", [1, 256])
@@ -84,7 +104,8 @@ def test_compiles_without_spills(rows):
     columns = (floats, ints, ints, floats, floats)
     args = (token_ids, block_tables, 16, meta(rows), meta(rows), columns)
     compiled = compile_launches(
-        (decode_step.gather, *args), (decode_step.advance, token_ids, *[meta(rows)] * 5)
+        (decode_step.gather, *args),
+        (decode_step.advance, token_ids, *[meta(rows)] * 5, meta(3 * rows), rows),
     )
     assert list(compiled) == list(ARCHS)
     for kernels in compiled.values():
