@@ -15,10 +15,10 @@ _ROWS = 128
 # One variant of each kernel serves all graphs and views. By default Triton compiles another one for
 # an integer that is 1 or a multiple of 16, and for a pointer that is not aligned to 16 bytes.
 _jit = triton.jit(
-    do_not_specialize=["num_rows"],
+    do_not_specialize=["num_rows", "out_size", "stride"],
     do_not_specialize_on_alignment=[
-        *("token_ids", "block_tables", "table_indices", "positions", "moves", "tokens", "out"),
-        *("input_ids", "slot_mapping", "following"),
+        *("token_ids", "block_tables", "table_indices", "positions", "moves", "places", "tokens"),
+        *("out", "input_ids", "slot_mapping", "following"),
     ],
 )
 
