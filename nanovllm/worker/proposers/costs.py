@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence as Seq
 
 import torch
 
+from nanovllm.utils.distributed import broadcast_from_first
+
 _MIN_REPEATS = 2
 _MIN_SECONDS = 5e-3
 """Shorter runs are repeated until they took so long in sum."""
@@ -23,18 +25,22 @@ def measure_seconds(
 ) -> tuple[tuple[int, float], ...]:
     """Return (size, seconds of `run(size)`) for each of `sizes`: the least of a few runs.
 
-    Every rank makes the same calls, so `run` may use collectives.
+    The first rank decides how often, so that every rank makes the same calls: `run` may use
+    collectives.
     """
     found = []
     run(sizes[0])  # the first run compiles, allocates and reads weights
     for size in sizes:
         seconds: list[float] = []
-        while len(seconds) < _MIN_REPEATS or sum(seconds) < _MIN_SECONDS:
+        is_enough = torch.zeros(1, dtype=torch.int64, device=device)
+        while not is_enough:
             _wait_for(device)
             start = time.perf_counter()
             run(size)
             _wait_for(device)
             seconds.append(time.perf_counter() - start)
+            is_enough.fill_(len(seconds) >= _MIN_REPEATS and sum(seconds) >= _MIN_SECONDS)
+            broadcast_from_first(is_enough)
         found.append((size, min(seconds)))
     return tuple(found)
 
