@@ -24,6 +24,7 @@ from nanovllm.worker.cpu_graph import Forward, RecordedModel, record
 from nanovllm.worker.cuda_capture import can_capture, make_capture
 from nanovllm.worker.cuda_graph import ComputeLogits, GraphRunner
 from nanovllm.worker.device_tables import DeviceTables
+from nanovllm.worker.fused_step import faster_logits
 from nanovllm.worker.kv_cache import zeros
 from nanovllm.worker.model_loader import build_model, load_model
 from nanovllm.worker.piecewise_graphs import PiecewiseGraphs, piece_sizes, seconds_of
@@ -118,16 +119,25 @@ class Network:
         """Return a runner for steps of up to `max_tokens` tokens, with no graph captured yet.
 
         Args:
-            compute_logits: None: the model does.
+            compute_logits: None: the model does, or fused kernels where those are faster.
             options: of `GraphRunner`.
         """
-        model = self.model
+        model, pool = self.model, self._pool
+        assert pool is not None, "make_pool() comes first"
         if compute_logits is None:
 
-            def compute_logits(batch: Batch) -> torch.Tensor | None:
+            def unfused(batch: Batch) -> torch.Tensor | None:
                 logits: torch.Tensor | None = model.compute_logits(model(batch))  # type: ignore[operator]
                 return logits
 
+            compute_logits = faster_logits(
+                unfused,
+                model,
+                self.backend,
+                num_blocks=pool.shape[2],
+                max_model_len=self.max_model_len,
+                max_tokens=max_tokens,
+            )
         capture = make_capture(self.device)
         return GraphRunner(compute_logits, self.backend, tables, max_tokens, capture, **options)
 

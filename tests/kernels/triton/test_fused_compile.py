@@ -1,0 +1,131 @@
+"""The kernels of fused steps compile for GPUs that are not present: at the shapes of Qwen3-0.6B and
+Llama-3-8B they spill no register. A chained one touches only weights before it waits.
+"""
+
+import re
+
+import pytest
+import torch
+
+from nanovllm.kernels.triton import fused_attention, fused_layer
+from tests.kernels.triton import harness
+from tests.kernels.triton.harness import compile_launches
+
+BF16, F32 = torch.bfloat16, torch.float32
+SHARED = {80: 163, 90: 227, 100: 227}
+"""KiB of shared memory that a program may use."""
+# hidden size, intermediate size, heads, vocabulary, whether q and k have norms
+QWEN3, LLAMA = (1024, 3072, 16, 151936, True), (4096, 14336, 32, 128256, False)
+KV_HEADS, HEAD_DIM = 8, 128
+NAMES = [
+    *("_norm_linear", "_attend_rows", "_linear_partials"),
+    *("_norm_linear", "_linear_partials", "_norm_linear"),
+]
+
+
+def meta(*shape, dtype):
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def layer(model, rows, dtype, chained):
+    """Launch the five kernels of a layer, then the head's."""
+    hidden, intermediate, heads, vocab_size, qk_norm = model
+    x, norm = meta(rows, hidden, dtype=dtype), meta(hidden, dtype=dtype)
+    width = (heads + 2 * KV_HEADS) * HEAD_DIM
+
+    def norm_linear(partials, outputs, gated=False):
+        weight = meta(outputs, hidden, dtype=dtype)
+        return fused_layer.norm_linear(
+            x, partials, None, norm, 1e-6, weight, None, gated=gated, chained=chained
+        )[0]
+
+    def partials(inputs):
+        weight = meta(hidden, inputs.shape[1], dtype=dtype)
+        return fused_layer.linear_partials(inputs, weight, chained=chained)
+
+    qkv = norm_linear(meta(2, rows, hidden, dtype=F32), width)
+    index, head_norm = meta(rows, dtype=torch.int64), meta(HEAD_DIM, dtype=dtype)
+    done = meta(fused_layer.MAX_ROWS, KV_HEADS, dtype=torch.int32)
+    attended = fused_attention.attend_rows(
+        qkv, *[head_norm if qk_norm else None] * 2, 1e-6, meta(40960, HEAD_DIM, dtype=F32),
+        index, index, meta(rows, 640, dtype=torch.int32),
+        meta(2, 1000, 64, KV_HEADS, HEAD_DIM, dtype=dtype), heads,
+        fused_attention.make_scratch(done, rows, heads, HEAD_DIM), chained=chained,
+    )  # fmt: skip
+    product = norm_linear(partials(attended.flatten(1)), intermediate * 2, gated=True)
+    norm_linear(partials(product), vocab_size)
+
+
+@pytest.mark.parametrize(
+    ("model", "rows", "dtype", "archs"),
+    [
+        (QWEN3, 16, BF16, [90, 100]),
+        (QWEN3, 16, BF16, [80]),
+        (LLAMA, 16, BF16, [90, 100]),
+        (LLAMA, 16, BF16, [80]),
+        (QWEN3, 1, BF16, [90]),
+        (QWEN3, 16, F32, [90]),
+    ],
+    ids=str,
+)
+def test_no_spills(model, rows, dtype, archs):
+    compiled = compile_launches((layer, model, rows, dtype, archs[0] >= 90), archs=archs)
+    assert list(compiled) == archs
+    for arch, kernels in compiled.items():
+        assert [kernel.name for kernel in kernels] == NAMES
+        for kernel in kernels:
+            assert kernel.n_spills == 0, kernel
+            assert kernel.shared <= SHARED[arch] * 1024, kernel
+
+
+def code_of(kind, *case):
+    """Return the code of the kernels of a layer; called in a child process of the harness.
+
+    Args:
+        kind: "ptx", or "ttgir", which has the layout of each tensor.
+    """
+    resources = harness._resources
+    harness._resources = lambda compiled, _: compiled.asm[kind]
+    try:
+        *call, arch = case
+        return harness._compile_launches(layer, *call, arch=arch)
+    finally:
+        harness._resources = resources
+
+
+def in_child(*args):
+    return harness._children().submit(code_of, *args).result()
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+def test_only_weights_are_touched_before_the_wait(arch):
+    for name, code in zip(NAMES, in_child("ptx", QWEN3, 16, BF16, True, arch), strict=True):
+        before, wait, after = code.partition("griddepcontrol.wait")
+        assert wait
+        assert "griddepcontrol.wait" not in after
+        assert "griddepcontrol.launch_dependents" in after
+        touched = re.findall(r"(?:ld|st|atom|red)\.global[\w.:]*|cp\.async[\w.:]*", before)
+        prefetch = "cp.async.bulk.prefetch.L2.global"
+        assert set(touched) == (set() if name == "_attend_rows" else {prefetch})
+
+
+def test_unchained_kernels_do_not_wait():
+    for code in in_child("ptx", QWEN3, 16, BF16, False, 80):
+        assert "griddepcontrol" not in code
+        assert "prefetch" not in code
+
+
+def test_a_row_has_the_same_bits_in_any_batch():
+    """Whatever the number of rows, the same threads sum the same squares, and the tensor cores
+    multiply with the same instruction.
+    """
+    layouts, products = set(), set()
+    for rows in (1, 16):
+        for code in in_child("ttgir", QWEN3, rows, BF16, True, 90):
+            named = dict(re.findall(r"^(#\w+) = (.*)$", code, re.MULTILINE))
+            of_sums = re.findall(rf"\}}\) : \(tensor<{rows}x1024xf32, (#\w+)>\)", code)
+            layouts |= {named[layout] for layout in of_sums}
+            products |= set(re.findall(r"#ttg.nvidia_mma<.*instrShape = (\[.*?\])", code))
+    assert len(layouts) == 1
+    assert "warpsPerCTA = [1, 4]" in layouts.pop()
+    assert products == {"[16, 8]"}
