@@ -16,6 +16,7 @@ from nanovllm.kernels.selector import triton_available
 
 if TYPE_CHECKING:
     from nanovllm.kernels.triton.decode_attention import DecodePlan
+    from nanovllm.kernels.triton.prefill_attention import PrefillPlan
 
 _FP8_CAPABILITY = (8, 9)
 """Minimum compute capability for float8_e4m3fn in Triton."""
@@ -27,8 +28,8 @@ class _Plan:
 
     decode: "DecodePlan | None"
     """For the rows of one token."""
-    tiles: torch.Tensor | None
-    """[N, 2] int32, for the rows of several tokens: see `prefill_tiles`."""
+    prefill: "PrefillPlan | None"
+    """For the rows of several tokens."""
 
 
 class TritonBackend(PagedBackend):
@@ -62,38 +63,31 @@ class TritonBackend(PagedBackend):
     def plan(self, batch: Batch) -> _Plan:
         """In a CUDA graph the host tuples are empty; then each row has one token or none."""
         spec, query_lens = self.spec, batch.query_lens_host
-        decode = tiles = None
+        heads = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        decode = None
         if not query_lens or 1 in query_lens:
+            max_seq_len = batch.block_tables.shape[1] * self.block_size
             decode = self._decode.plan_decode(
-                batch.cu_seqlens_q,
-                batch.seq_lens,
-                batch.block_tables.shape[1] * self.block_size,
-                spec.num_heads,
-                spec.num_kv_heads,
-                spec.head_dim,
+                batch.cu_seqlens_q, batch.seq_lens, max_seq_len, *heads
             )
-        group = spec.num_heads // spec.num_kv_heads
-        tile_list = self._prefill.prefill_tiles(
-            query_lens, batch.seq_lens_host, group, spec.head_dim, spec.dtype
+        prefill = self._prefill.plan_prefill(
+            query_lens, batch.seq_lens_host, *heads, spec.dtype, spec.device
         )
-        if tile_list:
-            host = torch.tensor(tile_list, dtype=torch.int32, pin_memory=spec.device.type == "cuda")
-            tiles = host.to(spec.device, non_blocking=True)
-        return _Plan(decode, tiles)
+        return _Plan(decode, prefill)
 
     def attend(self, q: torch.Tensor, kv_cache: torch.Tensor, batch: Batch) -> torch.Tensor:
         plan: _Plan = batch.metadata
         out = torch.empty_like(q)
         if plan.decode is not None:
             self._decode.decode(q, kv_cache, batch.block_tables, plan.decode, out)
-        if plan.tiles is not None:
+        if plan.prefill is not None:
             self._prefill.prefill(
                 q,
                 kv_cache,
                 batch.block_tables,
                 batch.cu_seqlens_q,
                 batch.seq_lens,
-                plan.tiles,
+                plan.prefill,
                 out,
             )
         return out

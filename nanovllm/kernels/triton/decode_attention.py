@@ -5,26 +5,38 @@ no batches, no models. docs/cuda.md says how the sizes below were chosen.
 """
 
 import dataclasses
+import functools
 
 import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.triton.online_softmax import LOG2_E, attend, register_limit
+from nanovllm.kernels.triton.online_softmax import (
+    LOG2_E,
+    MAX_SPLITS,
+    attend,
+    merge,
+    register_limit,
+)
 
-MAX_SPLITS = 32
-"""Maximum number of splits of a row's keys. Bounds the scratch memory."""
 SPLIT_TOKENS = 256
 """Maximum keys in a split, unless the row would then need more than MAX_SPLITS."""
+SHORT_SPLIT_TOKENS = 128
+"""Maximum keys in a split of a short row."""
+SHORT_SPLITS = 8
+"""Maximum splits of SHORT_SPLIT_TOKENS. A longer row has as many until it needs more anyway."""
 
-_PROGRAMS = 2048
-"""Maximum programs in a decode launch. A program processes splits until none is left."""
+_PROGRAMS_PER_SM = 3
+"""Programs of a launch for each SM, as many as run on it at once. Each takes splits from a queue
+until none is left."""
 _PLAN_ROWS = tl.constexpr(16)
 """Rows that one program of `_plan_decode` plans."""
 _PLAN_COLUMNS = tl.constexpr(128)
 """Rows that it compares them with at once."""
 _MAX_SPLITS = tl.constexpr(MAX_SPLITS)
 _SPLIT_TOKENS = tl.constexpr(SPLIT_TOKENS)
+_SHORT_SPLIT_TOKENS = tl.constexpr(SHORT_SPLIT_TOKENS)
+_SHORT_SPLITS = tl.constexpr(SHORT_SPLITS)
 
 
 # Values that change from batch to batch must not cause a recompilation. By default Triton compiles
@@ -33,7 +45,8 @@ _SPLIT_TOKENS = tl.constexpr(SPLIT_TOKENS)
 _jit = triton.jit(
     do_not_specialize=["num_rows", "max_splits", "table_stride"],
     do_not_specialize_on_alignment=[
-        *("cu_seqlens_q", "seq_lens", "block_tables", "splits", "num_splits", "splits_done"),
+        *("cu_seqlens_q", "seq_lens", "block_tables"),
+        *("splits", "num_splits", "splits_taken", "splits_done"),
     ],
 )
 
@@ -49,6 +62,8 @@ class DecodePlan:
     """[R * max_splits, 4] int32: row, split of the row, seq_len, query token; longest first."""
     num_splits: torch.Tensor
     """[1] int32, the number of entries in `splits`."""
+    splits_taken: torch.Tensor
+    """[1] int32, the splits that programs have taken after their first; 0 between two launches."""
     splits_done: torch.Tensor
     """[R, num_kv_heads] int32, the finished splits of a row; 0 between two launches."""
     partial_out: torch.Tensor
@@ -56,6 +71,7 @@ class DecodePlan:
     partial_stats: torch.Tensor
     """[R, max_splits, num_heads, 2] float32: maximum score (log2), and sum of weights."""
     max_splits: int
+    max_programs: int
 
 
 def plan_decode(
@@ -77,21 +93,36 @@ def plan_decode(
         max_seq_len: together with R, it determines the shapes of the plan and of every launch.
     """
     rows, device = len(seq_lens), seq_lens.device
-    max_splits = min(MAX_SPLITS, triton.cdiv(max_seq_len, SPLIT_TOKENS))
+    max_splits = splits_of_row(max_seq_len)
     per_head = (rows, max_splits, num_heads)
     plan = DecodePlan(
         splits=torch.empty(rows * max_splits, 4, dtype=torch.int32, device=device),
         num_splits=torch.empty(1, dtype=torch.int32, device=device),
+        splits_taken=torch.empty(1, dtype=torch.int32, device=device),
         splits_done=torch.empty(rows, num_kv_heads, dtype=torch.int32, device=device),
         partial_out=torch.empty(*per_head, head_dim, dtype=torch.float32, device=device),
         partial_stats=torch.empty(*per_head, 2, dtype=torch.float32, device=device),
         max_splits=max_splits,
+        max_programs=_PROGRAMS_PER_SM * _multiprocessors(device),
     )
     _plan_decode[(triton.cdiv(rows, _PLAN_ROWS.value),)](
-        cu_seqlens_q, seq_lens, plan.splits, plan.num_splits, plan.splits_done, rows,
-        KV_HEADS=num_kv_heads,
+        cu_seqlens_q, seq_lens, plan.splits, plan.num_splits, plan.splits_taken, plan.splits_done,
+        rows, KV_HEADS=num_kv_heads,
     )  # fmt: skip
     return plan
+
+
+def splits_of_row(seq_len: int) -> int:
+    """Return the number of splits of a row. It never falls with the length."""
+    short = min(triton.cdiv(seq_len, SHORT_SPLIT_TOKENS), SHORT_SPLITS)
+    return min(max(triton.cdiv(seq_len, SPLIT_TOKENS), short), MAX_SPLITS)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 132  # an H100's; the interpreter runs any number of programs
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def decode(
@@ -118,11 +149,11 @@ def decode(
     block_size, num_kv_heads = kv_cache.shape[2:4]
     group = num_heads // num_kv_heads
     k_cache, v_cache = kv_cache.unbind()
-    grid = (min(len(plan.splits) * num_kv_heads, _PROGRAMS),)
+    grid = (min(len(plan.splits) * num_kv_heads, plan.max_programs),)
     _decode[grid](
         q, k_cache, v_cache, out, block_tables, block_tables.stride(0),
-        plan.splits, plan.num_splits, plan.splits_done, plan.partial_out, plan.partial_stats,
-        plan.max_splits, head_dim**-0.5 * LOG2_E,
+        plan.splits, plan.num_splits, plan.splits_taken, plan.splits_done,
+        plan.partial_out, plan.partial_stats, plan.max_splits, head_dim**-0.5 * LOG2_E,
         KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         M=max(16, triton.next_power_of_2(group)), D=triton.next_power_of_2(head_dim),
         **_decode_options(q.dtype, head_dim), **register_limit(q.dtype, kv_cache.dtype),
@@ -140,7 +171,9 @@ def _decode_options(dtype: torch.dtype, head_dim: int) -> dict[str, int]:
 
 @triton.jit
 def _splits_of_row(seq_len):
-    return tl.minimum(tl.cdiv(seq_len, _SPLIT_TOKENS), _MAX_SPLITS)
+    """Return what `splits_of_row` returns."""
+    short = tl.minimum(tl.cdiv(seq_len, _SHORT_SPLIT_TOKENS), _SHORT_SPLITS)
+    return tl.minimum(tl.maximum(tl.cdiv(seq_len, _SPLIT_TOKENS), short), _MAX_SPLITS)
 
 
 @triton.jit
@@ -159,8 +192,9 @@ def _load_rows(cu_seqlens_q, seq_lens, row, num_rows):
 
 @_jit
 def _plan_decode(
-    cu_seqlens_q, seq_lens, splits, num_splits, splits_done, num_rows, KV_HEADS: tl.constexpr
-):
+    cu_seqlens_q, seq_lens, splits, num_splits, splits_taken, splits_done, num_rows,
+    KV_HEADS: tl.constexpr,
+):  # fmt: skip
     """List the splits of _PLAN_ROWS rows. The splits of all rows with longer ones come before.
 
     This is a counting sort without communication: each program reads the lengths of all rows.
@@ -188,24 +222,30 @@ def _plan_decode(
     for head in range(KV_HEADS):
         tl.store(splits_done + row * KV_HEADS + head, 0, mask=row < num_rows)
     tl.store(num_splits, total, mask=tl.program_id(0) == 0)
+    tl.store(splits_taken, 0, mask=tl.program_id(0) == 0)
 
 
 @_jit
 def _decode(
     q, k_cache, v_cache, out, block_tables, table_stride,
-    splits, num_splits, splits_done, partial_out, partial_stats, max_splits, scale,
+    splits, num_splits, splits_taken, splits_done, partial_out, partial_stats, max_splits, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Process splits, each for one KV head. The M rows of a tile are the head's query heads."""
+    """Process splits, each for one KV head. The M rows of a tile are the head's query heads.
+
+    The first split of a program is the one of its own number. Any other comes from the queue.
+    """
     dims = tl.arange(0, D)
     member = tl.arange(0, M)
     mask = (member < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-    for index in range(tl.program_id(0), tl.load(num_splits) * KV_HEADS, tl.num_programs(0)):
-        entry = splits + index // KV_HEADS * 4
+    programs = tl.num_programs(0)
+    index = tl.program_id(0)
+    # Loaded before it is known whether there is such a split: so the two loads do not wait in turn.
+    row, split, seq_len, token = _load_entry(splits + index // KV_HEADS * 4)
+    total = tl.load(num_splits) * KV_HEADS
+    while index < total:
         head = index % KV_HEADS
-        row, split = tl.load(entry).to(tl.int64), tl.load(entry + 1)
-        seq_len, token = tl.load(entry + 2), tl.load(entry + 3).to(tl.int64)
         tiles, count = tl.cdiv(seq_len, N), _splits_of_row(seq_len)
         first_head = (token * KV_HEADS + head) * GROUP
         place = (first_head + member)[:, None] * HEAD_DIM + dims[None, :]
@@ -217,6 +257,12 @@ def _decode(
             seq_len, tiles * split // count, tiles * (split + 1) // count, scale,
             MASKED=True, KV_HEADS=KV_HEADS, HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE, N=N, D=D,
         )  # fmt: skip
+        index = total
+        if total > programs:
+            # Each program finds the queue empty once. The last to do so leaves it as it was.
+            index = programs + tl.atomic_add(splits_taken, 1, sem="relaxed")
+            if index == total + programs - 1:
+                tl.store(splits_taken, 0)
         if count == 1:
             tl.store(out + place, acc / weight_sum[:, None], mask=mask)
         else:
@@ -227,37 +273,18 @@ def _decode(
             tl.debug_barrier()  # all threads must have stored before the split counts as done
             done = tl.atomic_add(splits_done + row * KV_HEADS + head, 1, sem="acq_rel")
             if done == count - 1:
-                _merge(
+                merge(
                     out + first_head * HEAD_DIM, partial_out, partial_stats,
                     (row * max_splits * KV_HEADS + head) * GROUP, count,
                     KV_HEADS=KV_HEADS, GROUP=GROUP, HEAD_DIM=HEAD_DIM, D=D,
                 )  # fmt: skip
                 tl.store(splits_done + row * KV_HEADS + head, 0)
+        if index < total:
+            row, split, seq_len, token = _load_entry(splits + index // KV_HEADS * 4)
 
 
 @triton.jit
-def _merge(
-    out, partial_out, partial_stats, first, count,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
-    """Merge the `count` splits of a row for one KV head.
-
-    Always sum over MAX_SPLITS, whatever `count` is, so that the order of the sum is fixed.
-    """
-    dims = tl.arange(0, D)
-    split = tl.arange(0, _MAX_SPLITS)
-    valid = split < count
-    for member in range(GROUP):
-        # ".cg" reads from the L2. The other programs' stores are there, and the L1 may be stale.
-        scratch = first + member + split * KV_HEADS * GROUP
-        score_max = tl.load(partial_stats + scratch * 2, valid, float("-inf"), cache_modifier=".cg")
-        weight_sum = tl.load(partial_stats + scratch * 2 + 1, valid, 0.0, cache_modifier=".cg")
-        values = tl.load(
-            partial_out + scratch[:, None] * HEAD_DIM + dims[None, :],
-            mask=valid[:, None] & (dims < HEAD_DIM)[None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        weights = tl.exp2(score_max - tl.max(score_max, 0))
-        value = tl.sum(weights[:, None] * values, 0) / tl.sum(weights * weight_sum, 0)
-        tl.store(out + member * HEAD_DIM + dims, value, mask=dims < HEAD_DIM)
+def _load_entry(entry):
+    """Return row, split of the row, sequence length and query token of an entry of the list."""
+    row, split = tl.load(entry).to(tl.int64), tl.load(entry + 1)
+    return row, split, tl.load(entry + 2), tl.load(entry + 3).to(tl.int64)

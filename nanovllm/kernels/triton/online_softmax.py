@@ -1,4 +1,5 @@
-"""The loop of both attention kernels: a tile of queries against tiles of keys in paged memory.
+"""What both attention kernels share: a tile of queries against tiles of keys in paged memory, and
+the merge of results over parts of a row's keys, its splits.
 
 k_cache and v_cache are [num_blocks, block_size, num_kv_heads, head_dim]. Knows no batches, and not
 how the kernels divide the work.
@@ -10,6 +11,10 @@ import triton.language as tl
 
 LOG2_E = 1.4426950408889634
 """Factor of the scores, because weights are computed with exp2."""
+MAX_SPLITS = 32
+"""Maximum number of splits of a row's keys. Bounds the scratch memory."""
+
+_MAX_SPLITS = tl.constexpr(MAX_SPLITS)
 
 
 def register_limit(dtype: torch.dtype, kv_dtype: torch.dtype) -> dict[str, int]:
@@ -91,3 +96,42 @@ def _block_ids(table, tile, last, seq_len, BLOCK_SIZE: tl.constexpr, N: tl.const
         keys = tile * N + tl.arange(0, N)
         block = tl.load(table + keys // BLOCK_SIZE, mask=(keys < seq_len) & (tile < last), other=0)
     return block.to(tl.int64)
+
+
+@triton.jit
+def merge(
+    out, partial_out, partial_stats, first, count,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Merge the results of the `count` splits of a query token's keys, for the heads of a KV head.
+
+    Always sum over MAX_SPLITS, whatever `count` is, so that the order of the sum is fixed.
+
+    Args:
+        out: where the result of the first head goes. The other heads' follow it.
+        partial_out: [., KV_HEADS * GROUP, HEAD_DIM] float32, the weighted sum of values of each
+            split; the splits of a token follow one another.
+        partial_stats: [., KV_HEADS * GROUP, 2] float32: maximum score (log2), and sum of weights.
+        first: index of the first split's first head among all rows of `partial_out`.
+    """
+    # Two heads at once, if the group is even: their loads are under way together.
+    HEADS: tl.constexpr = 2 - GROUP % 2
+    dims = tl.arange(0, D)[None, None, :]
+    split = tl.arange(0, _MAX_SPLITS)[None, :]
+    valid = split < count
+    for member in range(0, GROUP, HEADS):
+        heads = member + tl.arange(0, HEADS)
+        # ".cg" reads from the L2. The other programs' stores are there, and the L1 may be stale.
+        scratch = first + heads[:, None] + split * KV_HEADS * GROUP
+        score_max = tl.load(partial_stats + scratch * 2, valid, float("-inf"), cache_modifier=".cg")
+        weight_sum = tl.load(partial_stats + scratch * 2 + 1, valid, 0.0, cache_modifier=".cg")
+        values = tl.load(
+            partial_out + scratch[:, :, None] * HEAD_DIM + dims,
+            mask=valid[:, :, None] & (dims < HEAD_DIM),
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        weights = tl.exp2(score_max - tl.max(score_max, 1)[:, None])
+        value = tl.sum(weights[:, :, None] * values, 1) / tl.sum(weights * weight_sum, 1)[:, None]
+        at = tl.arange(0, D)[None, :]
+        tl.store(out + heads[:, None] * HEAD_DIM + at, value, mask=at < HEAD_DIM)

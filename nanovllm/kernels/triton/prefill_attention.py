@@ -1,37 +1,150 @@
-"""Paged attention for rows with several query tokens, in Triton, as in FlashAttention-2.
+"""Paged attention for rows with several query tokens, in Triton, as in FlashAttention-2. A row with
+few tiles of queries after a long prefix gets its keys split.
 
 The KV cache of a layer is [2, num_blocks, block_size, num_kv_heads, head_dim]. Knows tensors only:
 no batches, no models. docs/cuda.md says how the sizes below were chosen.
 """
 
+import dataclasses
+
 import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.triton.online_softmax import LOG2_E, attend, register_limit
+from nanovllm.kernels.triton.online_softmax import (
+    LOG2_E,
+    MAX_SPLITS,
+    attend,
+    merge,
+    register_limit,
+)
+
+SPLIT_TOKENS = 512
+"""Minimum computed keys in a split."""
+SPLIT_PROGRAMS = 256
+"""Maximum programs of a row whose keys are split: nearly two for each SM of an H100."""
+
+_MAX_PARTIAL_ROWS = 2**17
+"""Maximum results of splits, of a head and a query token each, in one launch: 64 MiB at a head_dim
+of 128. A batch with more takes several launches. One row has at most 256 * M."""
+_MERGED_TOKENS = tl.constexpr(8)
+"""Maximum query tokens of an entry of `PrefillLaunch.merges`. Each has programs of its own."""
 
 
-def prefill_tiles(
+@dataclasses.dataclass(frozen=True)
+class PrefillLaunch:
+    """The query tiles of one launch, and the tokens whose splits the next launch merges."""
+
+    tiles: torch.Tensor
+    """[N, 5] int32: row, offset of the first token in the row's query tokens, split, number of
+    splits, place of the first token's results in `partial_out`; most keys first."""
+    merges: torch.Tensor
+    """[N, 4] int32: first query token, number of tokens, number of splits, place of the first
+    token's results in `partial_out`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillPlan:
+    """The query tiles of the rows with several query tokens, and scratch memory for split keys.
+
+    The layers of a step share one plan, so they must run one after another.
+    """
+
+    launches: tuple[PrefillLaunch, ...]
+    partial_out: torch.Tensor
+    """[P, num_heads, head_dim] float32, the weighted sum of values of each split. The splits of a
+    token follow one another, then come those of the next. P is 0 if no row is split."""
+    partial_stats: torch.Tensor
+    """[P, num_heads, 2] float32: maximum score (log2), and sum of weights."""
+
+
+@dataclasses.dataclass
+class _Part:
+    """One launch, while it is planned."""
+
+    tiles: list[tuple[int, tuple[int, ...]]] = dataclasses.field(default_factory=list)
+    """Keys that are read, to within a tile of keys, and the entry of `PrefillLaunch.tiles`."""
+    merges: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
+    partials: int = 0
+
+
+def plan_prefill(
     query_lens: tuple[int, ...],
     seq_lens: tuple[int, ...],
-    group: int,
+    num_heads: int,
+    num_kv_heads: int,
     head_dim: int,
     dtype: torch.dtype,
-) -> list[tuple[int, int]]:
-    """Return the query tiles of the rows with several query tokens, those with most keys first.
+    device: torch.device,
+) -> PrefillPlan | None:
+    """Return the query tiles of the rows with several query tokens, or None if there is none.
 
-    A tile is (row, offset of its first token in the row's query tokens). `group` query heads share
-    a KV head.
+    The tiles and splits of a row depend on its own lengths only.
     """
+    group = num_heads // num_kv_heads
     tokens = _tile_rows(group, dtype, head_dim) // group
-    tiles = [
-        (seq_len - query_len + min(first + tokens, query_len), row, first)
-        for row, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True))
-        if query_len > 1
-        for first in range(0, query_len, tokens)
-    ]
-    tiles.sort(key=lambda tile: -tile[0])
-    return [(row, first) for _, row, first in tiles]
+    parts, start = [_Part()], 0
+    for row, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        if query_len > 1:
+            tiles = triton.cdiv(query_len, tokens)
+            splits = splits_of_row(seq_len - query_len, tiles * num_kv_heads)
+            partials = query_len * splits if splits > 1 else 0
+            if (parts[-1].partials + partials) * num_heads > _MAX_PARTIAL_ROWS:
+                parts.append(_Part())
+            _add_row(parts[-1], row, start, (query_len, seq_len), tokens, splits)
+        start += query_len
+    if not parts[0].tiles:
+        return None
+    most = max(part.partials for part in parts)
+    return PrefillPlan(
+        _upload(parts, device),
+        torch.empty(most, num_heads, head_dim, dtype=torch.float32, device=device),
+        torch.empty(most, num_heads, 2, dtype=torch.float32, device=device),
+    )
+
+
+def splits_of_row(num_computed: int, programs: int) -> int:
+    """Return the number of splits of a row's keys.
+
+    Args:
+        num_computed: keys before the row's query tokens.
+        programs: those that the row has without splits.
+    """
+    return max(1, min(num_computed // SPLIT_TOKENS, SPLIT_PROGRAMS // programs, MAX_SPLITS))
+
+
+def _add_row(
+    part: _Part, row: int, start: int, lens: tuple[int, int], tokens: int, splits: int
+) -> None:
+    """Add a row of lengths `lens`, whose query tokens begin at token `start` of the batch."""
+    query_len, seq_len = lens
+    for first in range(0, query_len, tokens):
+        keys = (seq_len - query_len + min(first + tokens, query_len)) // splits
+        place = part.partials + first * splits
+        part.tiles += [(keys, (row, first, split, splits, place)) for split in range(splits)]
+    if splits > 1:
+        step = _MERGED_TOKENS.value
+        part.merges += [
+            (start + first, min(query_len - first, step), splits, part.partials + first * splits)
+            for first in range(0, query_len, step)
+        ]
+        part.partials += query_len * splits
+
+
+def _upload(parts: list[_Part], device: torch.device) -> tuple[PrefillLaunch, ...]:
+    """Copy all lists to the device at once, without waiting for it."""
+    entries: list[tuple[int, ...]] = []
+    for part in parts:
+        part.tiles.sort(key=lambda tile: -tile[0])
+        entries += [entry for _, entry in part.tiles] + part.merges
+    sizes = [size for part in parts for size in (5 * len(part.tiles), 4 * len(part.merges))]
+    numbers = [number for entry in entries for number in entry]
+    host = torch.tensor(numbers, dtype=torch.int32, pin_memory=device.type == "cuda")
+    lists = iter(host.to(device, non_blocking=True).split(sizes))
+    return tuple(
+        PrefillLaunch(tiles.view(-1, 5), merges.view(-1, 4))
+        for tiles, merges in zip(lists, lists, strict=True)
+    )
 
 
 def prefill(
@@ -40,13 +153,13 @@ def prefill(
     block_tables: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     seq_lens: torch.Tensor,
-    tiles: torch.Tensor,
+    plan: PrefillPlan,
     out: torch.Tensor,
 ) -> None:
-    """Compute attention for the rows in `tiles`, as in FlashAttention-2 (arXiv 2307.08691).
+    """Compute attention for the rows of `plan`, as in FlashAttention-2 (arXiv 2307.08691).
 
-    Tiles of keys are counted from the start of the sequence, so the result for a query token does
-    not depend on where its chunk starts.
+    Tiles of keys are counted from the start of the sequence, so the result for a query token of a
+    row without splits does not depend on where its chunk starts.
 
     Args:
         q: [T, num_heads, head_dim].
@@ -54,8 +167,7 @@ def prefill(
         block_tables: [R, width] int32. Columns past a row's last block are not read.
         cu_seqlens_q: [R + 1] int32.
         seq_lens: [R] int32.
-        tiles: [N, 2] int32, from `prefill_tiles`.
-        out: like `q`. Only the tokens of the tiles are written.
+        out: like `q`. Only the tokens of the plan's rows are written.
     """
     assert q.is_contiguous()
     assert kv_cache.is_contiguous()
@@ -64,13 +176,19 @@ def prefill(
     group = num_heads // num_kv_heads
     rows = _tile_rows(group, q.dtype, head_dim)
     k_cache, v_cache = kv_cache.unbind()
-    _prefill[(len(tiles) * num_kv_heads,)](
-        q, k_cache, v_cache, out, block_tables, block_tables.stride(0),
-        cu_seqlens_q, seq_lens, tiles, head_dim**-0.5 * LOG2_E,
-        KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        TOKENS=rows // group, M=rows, D=triton.next_power_of_2(head_dim),
-        **_prefill_options(q.dtype, head_dim), **register_limit(q.dtype, kv_cache.dtype),
-    )  # fmt: skip
+    partial = plan.partial_out, plan.partial_stats
+    shape = {"KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_DIM": head_dim}
+    shape["D"] = triton.next_power_of_2(head_dim)
+    for launch in plan.launches:
+        _prefill[(len(launch.tiles) * num_kv_heads,)](
+            q, k_cache, v_cache, out, block_tables, block_tables.stride(0),
+            cu_seqlens_q, seq_lens, launch.tiles, *partial, head_dim**-0.5 * LOG2_E,
+            **shape, BLOCK_SIZE=block_size, TOKENS=rows // group, M=rows,
+            **_prefill_options(q.dtype, head_dim), **register_limit(q.dtype, kv_cache.dtype),
+        )  # fmt: skip
+        if len(launch.merges):
+            grid = (len(launch.merges) * _MERGED_TOKENS.value * num_kv_heads,)
+            _merge_prefill[grid](out, *partial, launch.merges, **shape, num_warps=4)
 
 
 def _prefill_options(dtype: torch.dtype, head_dim: int) -> dict[str, int]:
@@ -97,17 +215,20 @@ def _tile_rows(group: int, dtype: torch.dtype, head_dim: int) -> int:
     do_not_specialize_on_alignment=["cu_seqlens_q", "seq_lens", "block_tables", "tiles"],
 )
 def _prefill(
-    q, k_cache, v_cache, out, block_tables, table_stride, cu_seqlens_q, seq_lens, tiles, scale,
+    q, k_cache, v_cache, out, block_tables, table_stride, cu_seqlens_q, seq_lens, tiles,
+    partial_out, partial_stats, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Process one query tile for one KV head: TOKENS query tokens times GROUP query heads.
 
-    The M - TOKENS * GROUP rows at the end of the tile are padding.
+    The M - TOKENS * GROUP rows at the end of the tile are padding. Splits divide the key tiles that
+    every query sees, so each split has some. The last one takes the other key tiles, too.
     """
-    tile = tiles + tl.program_id(0) // KV_HEADS * 2
+    tile = tiles + tl.program_id(0) // KV_HEADS * 5
     head = tl.program_id(0) % KV_HEADS
     row, first = tl.load(tile).to(tl.int64), tl.load(tile + 1)
+    split, splits, partial = tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
     start = tl.load(cu_seqlens_q + row)
     query_len = tl.load(cu_seqlens_q + row + 1) - start
     seq_len = tl.load(seq_lens + row)
@@ -123,18 +244,46 @@ def _prefill(
     num_keys = tl.minimum(num_computed + first + TOKENS, seq_len)
     # Every query of the tile sees every key of these key tiles.
     unmasked_tiles = (num_computed + first + 1) // N
+    begin, end = unmasked_tiles * split // splits, unmasked_tiles * (split + 1) // splits
+    last = tl.where(split == splits - 1, tl.cdiv(num_keys, N), end)
     acc = tl.zeros([M, D], tl.float32)
     score_max = tl.full([M], float("-inf"), tl.float32)
     weight_sum = tl.zeros([M], tl.float32)
     table = block_tables + row * table_stride
     acc, score_max, weight_sum = attend(
         acc, score_max, weight_sum, queries, k_cache, v_cache, table, head, num_computed + token,
-        seq_len, 0, unmasked_tiles, scale,
+        seq_len, begin, end, scale,
         MASKED=False, KV_HEADS=KV_HEADS, HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE, N=N, D=D,
     )  # fmt: skip
     acc, score_max, weight_sum = attend(
         acc, score_max, weight_sum, queries, k_cache, v_cache, table, head, num_computed + token,
-        seq_len, unmasked_tiles, tl.cdiv(num_keys, N), scale,
+        seq_len, end, last, scale,
         MASKED=True, KV_HEADS=KV_HEADS, HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE, N=N, D=D,
     )  # fmt: skip
-    tl.store(out + place, acc / weight_sum[:, None], mask=mask)
+    if splits == 1:
+        tl.store(out + place, acc / weight_sum[:, None], mask=mask)
+    else:
+        partial += member // GROUP * splits + split
+        heads = (partial * KV_HEADS + head) * GROUP + member % GROUP
+        tl.store(partial_out + heads[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
+        tl.store(partial_stats + heads * 2, score_max, mask=valid)
+        tl.store(partial_stats + heads * 2 + 1, weight_sum, mask=valid)
+
+
+@triton.jit(do_not_specialize_on_alignment=["merges"])
+def _merge_prefill(
+    out, partial_out, partial_stats, merges,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Merge the splits of one query token for one KV head. An entry has _MERGED_TOKENS programs."""
+    head = tl.program_id(0) % KV_HEADS
+    index = tl.program_id(0) // KV_HEADS
+    entry, token = merges + index // _MERGED_TOKENS * 4, index % _MERGED_TOKENS
+    splits = tl.load(entry + 2)
+    if token < tl.load(entry + 1):
+        place = ((tl.load(entry) + token).to(tl.int64) * KV_HEADS + head) * GROUP
+        partial = ((tl.load(entry + 3) + token * splits) * KV_HEADS + head) * GROUP
+        merge(
+            out + place * HEAD_DIM, partial_out, partial_stats, partial, splits,
+            KV_HEADS=KV_HEADS, GROUP=GROUP, HEAD_DIM=HEAD_DIM, D=D,
+        )  # fmt: skip

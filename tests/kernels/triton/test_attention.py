@@ -12,7 +12,13 @@ import pytest
 import torch
 
 from nanovllm.kernels.triton import decode_attention, prefill_attention
-from nanovllm.kernels.triton.decode_attention import MAX_SPLITS, SPLIT_TOKENS
+from nanovllm.kernels.triton.decode_attention import (
+    SHORT_SPLIT_TOKENS,
+    SHORT_SPLITS,
+    SPLIT_TOKENS,
+    splits_of_row,
+)
+from nanovllm.kernels.triton.online_softmax import MAX_SPLITS
 from nanovllm.worker.kv_cache import zeros
 from tests.attention.cases import contiguous_sdpa, make_case, random_rows, reference
 from tests.kernels.triton.interpreter import patch_interpreter
@@ -32,32 +38,29 @@ def case_of(rows, num_kv_heads, group, head_dim, block_size, dtype=torch.float32
 
 
 def plan_of(case):
+    """Return the decode plan and the prefill plan."""
     spec, batch = case.spec, case.batch
     width = batch.block_tables.shape[1] * spec.block_size
     heads = spec.num_heads, spec.num_kv_heads, spec.head_dim
-    return decode_attention.plan_decode(batch.cu_seqlens_q, batch.seq_lens, width, *heads)
+    decode = decode_attention.plan_decode(batch.cu_seqlens_q, batch.seq_lens, width, *heads)
+    lens = batch.query_lens_host, batch.seq_lens_host
+    return decode, prefill_attention.plan_prefill(*lens, *heads, spec.dtype, spec.device)
 
 
 def attend(case, cache=None):
     """Decode the rows of one token and prefill the others. Return NaN where neither writes."""
-    spec, batch = case.spec, case.batch
+    batch = case.batch
     cache = case.stored() if cache is None else cache
     out = torch.full_like(case.q, NAN)
-    plan = plan_of(case)
-    decode_attention.decode(case.q, cache, batch.block_tables, plan, out)
-    assert not plan.splits_done.any(), "the next layer must find no split done"
-    tiles = prefill_attention.prefill_tiles(
-        batch.query_lens_host,
-        batch.seq_lens_host,
-        spec.num_heads // spec.num_kv_heads,
-        spec.head_dim,
-        spec.dtype,
-    )
-    if tiles:
-        tiles = torch.tensor(tiles, dtype=torch.int32, device=DEVICE)
-        prefill_attention.prefill(
-            case.q, cache, batch.block_tables, batch.cu_seqlens_q, batch.seq_lens, tiles, out
-        )
+    decode, prefill = plan_of(case)
+    decode_attention.decode(case.q, cache, batch.block_tables, decode, out)
+    assert not decode.splits_done.any(), "the next layer must find no split done"
+    assert not decode.splits_taken.any(), "the next layer must find a full queue"
+    if prefill is not None:
+        prefill.partial_out.fill_(NAN)
+        prefill.partial_stats.fill_(NAN)
+        lens = batch.cu_seqlens_q, batch.seq_lens
+        prefill_attention.prefill(case.q, cache, batch.block_tables, *lens, prefill, out)
     return out
 
 
@@ -97,10 +100,11 @@ def test_groups(group):
     "lengths",
     [
         (1, 2, 63, 64, 65),
-        [splits * SPLIT_TOKENS + more for splits in (1, 2) for more in (-1, 0, 1)],
+        [splits * SHORT_SPLIT_TOKENS + more for splits in (1, 2) for more in (-1, 0, 1)],
+        [SHORT_SPLITS * SPLIT_TOKENS + more for more in (-1, 0, 1)],
         [MAX_SPLITS * SPLIT_TOKENS + 300],
     ],
-    ids=["tiles", "splits", "most splits"],
+    ids=["tiles", "short splits", "long splits", "most splits"],
 )
 def test_single_tokens_at_the_edges_of_tiles_and_splits(lengths):
     case = case_of([(1, length) for length in lengths], 1, 2, 16, 64)
@@ -125,6 +129,42 @@ def test_float8_keys_and_values_are_widened():
     case.keys = [key.to(narrow.dtype).to(key.dtype) for key in case.keys]
     case.values = [value.to(narrow.dtype).to(value.dtype) for value in case.values]
     assert_close(case, attend(case, narrow))
+
+
+# --- split keys of rows with several query tokens
+
+
+MODELS = [(2, 128), (4, 128), (8, 128), (5, 128), (4, 64), (3, 128), (1, 128)]
+"""Query heads to a KV head, and head_dim: Qwen3-0.6B, 8B, 32B and 14B, Llama-3.2-1B and 3B,
+Llama-2-7B. (Llama-3.1-8B and 70B are like Qwen3-8B and 32B.)"""
+
+
+@each_dtype
+@pytest.mark.parametrize(("group", "head_dim"), MODELS)
+def test_chunks_after_a_long_prefix(group, head_dim, dtype):
+    """Beside single tokens, a prompt and a chunk after a short prefix."""
+    rows = [(1, 300), (5, 1100), (3, 3), (34, 1060), (4, 200)]
+    case = case_of(rows, 1, group, head_dim, 64, dtype)
+    (launch,) = plan_of(case)[1].launches
+    assert {row for row, _, _, splits, _ in launch.tiles.tolist() if splits > 1} == {1, 3}
+    assert_close(case, attend(case))
+
+
+@each_dtype
+def test_a_chunk_after_32k_tokens(dtype):
+    case = case_of([(3, 32770)], 1, 2, 16, 256, dtype)
+    (launch,) = plan_of(case)[1].launches
+    assert len(launch.tiles) == MAX_SPLITS
+    assert_close(case, attend(case))
+
+
+def test_split_chunks_at_the_edges_of_key_tiles():
+    """Tiles have 8 tokens here, and 32 keys. The first token of a tile may see fewer key tiles than
+    the others: a split without a key for it would give NaN.
+    """
+    for computed in (1024, 1047, 1054, 1055, 1056):
+        case = case_of([(17, computed + 17)], 1, 2, 16, 16)
+        assert_close(case, attend(case))
 
 
 # --- a row does not depend on the rest of the batch
@@ -160,10 +200,10 @@ def part_of(case, rows):
 
 def test_a_row_is_the_same_in_every_batch():
     """A row has the same bits alone, in another order, and with a narrower block table."""
-    rows = [(1, 520), (1, 256), (40, 100), (1, 257), (3, 3), (1, 1), (9, 70)]
+    rows = [(1, 520), (1, 256), (40, 100), (1, 257), (3, 3), (1, 1), (9, 1100), (9, 70)]
     case = case_of(rows, 1, 2, 32, 16, torch.float16)
     cache, expected = case.stored(), attend(case).split([query for query, _ in rows])
-    for order in ([3, 0, 6, 2, 5, 1, 4], *([row] for row in range(len(rows)))):
+    for order in ([3, 0, 7, 6, 2, 5, 1, 4], *([row] for row in range(len(rows)))):
         part = part_of(case, [(row, 0, rows[row][0]) for row in order])
         got = attend(part, cache).split(part.batch.query_lens_host)
         assert all(torch.equal(got[i], expected[row]) for i, row in enumerate(order))
@@ -172,7 +212,24 @@ def test_a_row_is_the_same_in_every_batch():
 def test_programs_that_process_many_splits_give_the_same_bits(monkeypatch):
     case = case_of([(1, n) for n in (300, 5, 600, 257, 1)], 2, 2, 16, 64)
     expected = attend(case)
-    monkeypatch.setattr(decode_attention, "_PROGRAMS", 3)
+    for programs in (1, 5):  # programs per SM of a GPU with one SM
+        monkeypatch.setattr(decode_attention, "_multiprocessors", lambda device: 1)
+        monkeypatch.setattr(decode_attention, "_PROGRAMS_PER_SM", programs)
+        assert plan_of(case)[0].max_programs == programs
+        assert torch.equal(attend(case), expected)
+
+
+def test_more_split_rows_than_the_scratch_holds_take_several_launches(monkeypatch):
+    case = case_of([(5, 5), (2, 1100), (7, 1400), (1, 9), (3, 1030), (2, 2)], 1, 2, 16, 64)
+    expected, plan = attend(case), plan_of(case)[1]
+    assert len(plan.launches) == 1
+    assert len(plan.partial_out) == 2 * (2 + 7 + 3)
+    monkeypatch.setattr(prefill_attention, "_MAX_PARTIAL_ROWS", 2 * 2 * 7)
+    plan = plan_of(case)[1]
+    assert [sorted(set(launch.tiles[:, 0].tolist())) for launch in plan.launches] == [
+        *([0, 1], [2], [4, 5])
+    ]
+    assert len(plan.partial_out) == 2 * 7
     assert torch.equal(attend(case), expected)
 
 
@@ -237,7 +294,7 @@ def test_splits_are_sorted_by_length_and_cover_each_row():
     expected = []
     for row, (query_len, _) in enumerate(rows):
         length = lengths[row].item()
-        count = min(-(-length // SPLIT_TOKENS), MAX_SPLITS) if query_len == 1 else 0
+        count = splits_of_row(length) if query_len == 1 else 0
         expected += [[row, split, length, starts[row].item()] for split in range(count)]
     assert sorted(splits) == expected
     count_of = {row: split + 1 for row, split, *_ in expected}
@@ -245,9 +302,50 @@ def test_splits_are_sorted_by_length_and_cover_each_row():
     assert sizes == sorted(sizes, reverse=True)
 
 
+def test_the_number_of_splits_never_falls_with_the_length():
+    """A plan has room for the splits of its longest row in each row."""
+    counts = [splits_of_row(length) for length in range(20000)]
+    assert counts == sorted(counts)
+    assert counts[-1] == MAX_SPLITS
+    samples = {0: 0, 1: 1, 128: 1, 129: 2, 600: 5, 1024: 8, 2048: 8, 2049: 9, 8192: 32}
+    assert {length: counts[length] for length in samples} == samples
+
+
+def plan_tiles(rows, num_heads=16, num_kv_heads=8):
+    """Return the tiles of the one launch for `rows`, at a head_dim of 128 in float16."""
+    lens = zip(*rows, strict=True)
+    heads = num_heads, num_kv_heads, 128
+    plan = prefill_attention.plan_prefill(*lens, *heads, torch.float16, torch.device("cpu"))
+    assert plan is not None
+    (launch,) = plan.launches
+    return launch.tiles.tolist(), launch.merges.tolist()
+
+
 def test_query_tiles_cover_the_chunks_and_start_with_the_most_keys():
-    tiles = prefill_attention.prefill_tiles(
-        (1, 100, 200, 1, 2), (900, 100, 5000, 1, 64), 2, 128, torch.float16
+    tiles, merges = plan_tiles([(1, 900), (100, 100), (200, 1200), (1, 1), (2, 64)])
+    assert [(row, first) for row, first, *_ in tiles] == [
+        *((2, 192), (2, 128), (2, 64), (2, 0), (1, 64), (1, 0), (4, 0))
+    ]
+    assert all(splits == 1 for *_, splits, _ in tiles)
+    assert merges == []
+    single = prefill_attention.plan_prefill(
+        (1, 1), (5, 9), 2, 1, 16, torch.float16, torch.device("cpu")
     )
-    assert sorted(tiles) == [(1, 0), (1, 64), *((2, 64 * i) for i in range(4)), (4, 0)]
-    assert tiles == [(2, 192), (2, 128), (2, 64), (2, 0), (1, 64), (1, 0), (4, 0)]
+    assert single is None
+
+
+def test_a_split_chunk_has_a_place_for_each_token_and_split():
+    """64 tokens after 32k keys are one tile for each of 8 KV heads, so 32 splits; 1024 tokens are
+    16 tiles, and more are not split.
+    """
+    tiles, merges = plan_tiles([(64, 32768 + 64)])
+    assert [tile[:4] for tile in tiles] == [[0, 0, split, 32] for split in range(32)]
+    assert merges == [[first, 8, 32, 32 * first] for first in range(0, 64, 8)]
+    tiles, merges = plan_tiles([(1, 1), (70, 5000), (3, 1024 + 3)])
+    assert sorted(tiles) == [
+        *([1, first, split, 9, first * 9] for first in (0, 64) for split in range(9)),
+        *([2, 0, split, 2, 70 * 9] for split in range(2)),
+    ]
+    assert merges[-2:] == [[1 + 64, 6, 9, 64 * 9], [1 + 70, 3, 2, 70 * 9]]
+    for query_len, splits in ((1024, 2), (1025, 1)):
+        assert {tile[3] for tile in plan_tiles([(query_len, 40000)])[0]} == {splits}
