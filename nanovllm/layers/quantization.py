@@ -278,6 +278,7 @@ class Fp8Weight:
     ) -> None:
         self._values, self._scales = values, scales
         self._group_size, self._dtype = group_size, dtype
+        self._counters: torch.Tensor | None = None
         has_fp8 = values.is_cuda and torch.cuda.get_device_capability(values.device) >= _FP8_MATMUL
         self._kernels = triton_kernels("fp8") if has_fp8 and native else None
         self._rowwise = (  # the requirements of torch._scaled_mm with a scale for each row
@@ -311,7 +312,10 @@ class Fp8Weight:
         """Round each group of `x` with one scale and multiply with `kernels` (triton.fp8)."""
         group_size = self._group_size
         values, scales = kernels.quantize(x, group_size)
-        return kernels.multiply(values, scales, self._values, self._scales, group_size, self._dtype)
+        if self._counters is None:
+            self._counters = kernels.new_counters(self._values)
+        weight = self._values, self._scales, group_size, self._dtype
+        return kernels.multiply(values, scales, *weight, self._counters)
 
     def embedding(self, ids: torch.Tensor) -> torch.Tensor:
         return self._dequantize(self._values[ids], self._scales[ids])

@@ -16,6 +16,12 @@ _MAX_INPUTS = 128
 """Maximum inputs of one `tl.dot`, whose products the tensor cores sum with few bits."""
 _MIN_INPUTS = 32
 """Minimum inputs of one `tl.dot` with FP8 operands."""
+_SPLIT_PROGRAMS = 264
+"""Maximum programs of a tile of rows whose inputs are split: two for each SM of an H100."""
+_MIN_STEPS = 2
+"""Minimum `tl.dot` of a split."""
+_MAX_SPLITS = 16
+"""Maximum splits, whose sums one program adds up."""
 
 
 def quantize(x: torch.Tensor, group: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,6 +57,7 @@ def multiply(
     weight_scales: torch.Tensor,
     group: int,
     dtype: torch.dtype,
+    splits_done: torch.Tensor,
 ) -> torch.Tensor:
     """Return x times the transpose of `weight`: [t, n] of `dtype`.
 
@@ -58,36 +65,54 @@ def multiply(
     them in float32. This bounds the error of the tensor cores, whose sums have fewer bits
     (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
 
+    With few rows and few outputs the inputs are split as well. The program that finishes the last
+    split of a tile adds up all of them, in their order.
+
     Args:
         x: [t, k] float8_e4m3fn, contiguous.
         x_scales: [t, ceil(k / group)] float32, contiguous.
         weight: [n, k] float8_e4m3fn, contiguous.
         weight_scales: [n, ceil(k / group)] float32, contiguous.
         group: number of inputs that share a scale; `inputs_of_a_step(group)` must not be 0.
+        splits_done: from `new_counters`. Launches that share it must run one after another.
     """
     (rows, size), outputs = x.shape, len(weight)
     assert all(t.is_contiguous() for t in (x, x_scales, weight, weight_scales))
     y = torch.empty(rows, outputs, dtype=dtype, device=x.device)
-    options = _options(rows)
-    grid = (triton.cdiv(rows, options["M"]) * triton.cdiv(outputs, options["N"]),)
+    step = inputs_of_a_step(group)
+    options = _options(rows, outputs, triton.cdiv(size, step))
+    tiles = triton.cdiv(rows, options["M"]) * triton.cdiv(outputs, options["N"])
+    programs = tiles * options["SPLITS"]
+    partial = x_scales.new_empty(
+        programs if options["SPLITS"] > 1 else 0, options["M"], options["N"]
+    )
     if rows:
-        _multiply_fp8[grid](
-            x, x_scales, weight, weight_scales, y, rows, OUTPUTS=outputs, SIZE=size, GROUP=group,
-            STEP=inputs_of_a_step(group), **options,
+        _multiply_fp8[(programs,)](
+            x, x_scales, weight, weight_scales, y, partial, splits_done, rows,
+            OUTPUTS=outputs, SIZE=size, GROUP=group, STEP=step, **options,
         )  # fmt: skip
     return y
 
 
-def _options(rows: int) -> dict[str, int]:
-    """Return the launch options. A tile is M rows times N outputs.
+def new_counters(weight: torch.Tensor) -> torch.Tensor:
+    """Return the counters that `multiply` needs for `weight`, all 0 between two launches.
 
-    With few rows the tiles are narrow, so that more programs read the weight.
+    They count the finished splits of each tile.
     """
-    if rows <= 16:
-        return {"M": 16, "N": 32, "num_warps": 4, "num_stages": 4}
-    if rows <= 64:
-        return {"M": 32, "N": 64, "num_warps": 4, "num_stages": 4}
-    return {"M": 64, "N": 128, "num_warps": 4, "num_stages": 3}
+    return torch.zeros(2 * triton.cdiv(len(weight), 64), dtype=torch.int32, device=weight.device)
+
+
+def _options(rows: int, outputs: int, steps: int) -> dict[str, int]:
+    """Return the launch options. A tile is M rows times N outputs, of SPLITS parts of the inputs.
+
+    With few rows the tiles are narrow, so that more programs read the weight. SPLITS depends on
+    the shape of the weight, so the bits of a row do not depend on the number of rows up to 16.
+    """
+    if rows > 64:
+        return {"M": 64, "N": 128, "SPLITS": 1, "num_warps": 4, "num_stages": 3}
+    m, n = (16, 32) if rows <= 16 else (32, 64)
+    most = _SPLIT_PROGRAMS // triton.cdiv(outputs, n), steps // _MIN_STEPS, _MAX_SPLITS
+    return {"M": m, "N": n, "SPLITS": max(1, min(most)), "num_warps": 4, "num_stages": 4}
 
 
 @triton.jit
@@ -116,22 +141,25 @@ def _quantize_fp8(
 
 @triton.jit(do_not_specialize=["rows"])
 def _multiply_fp8(
-    x, x_scales, weight, weight_scales, y, rows,
+    x, x_scales, weight, weight_scales, y, partial, splits_done, rows,
     OUTPUTS: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of y.
+    """Compute one split of a tile of y, and y if it is the tile's last split to end.
 
     Programs with neighbouring ids read the same rows of the weight, which the L2 then holds.
     """
     GROUPS: tl.constexpr = (SIZE + GROUP - 1) // GROUP
+    STEPS: tl.constexpr = (SIZE + STEP - 1) // STEP
+    tile, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
     row_tiles = tl.cdiv(rows, M)
-    row = (tl.program_id(0) % row_tiles * M + tl.arange(0, M)).to(tl.int64)
-    output = (tl.program_id(0) // row_tiles * N + tl.arange(0, N)).to(tl.int64)
+    row = (tile % row_tiles * M + tl.arange(0, M)).to(tl.int64)
+    output = (tile // row_tiles * N + tl.arange(0, N)).to(tl.int64)
     inputs = tl.arange(0, STEP)
     is_row, is_output = row < rows, output < OUTPUTS
     acc = tl.zeros([M, N], tl.float32)
-    for start in range(0, SIZE, STEP):
+    for step in range(STEPS * split // SPLITS, STEPS * (split + 1) // SPLITS):
+        start = step * STEP
         of_x, of_weight = is_row[:, None], is_output[:, None]
         if SIZE % STEP:
             inside = (start + inputs < SIZE)[None, :]
@@ -143,4 +171,18 @@ def _multiply_fp8(
         b_scale = tl.load(weight_scales + output * GROUPS + group, is_output, 0.0)
         acc += tl.dot(a, tl.trans(b)) * a_scale[:, None] * b_scale[None, :]
     place = y + row[:, None] * OUTPUTS + output[None, :]
-    tl.store(place, acc.to(y.dtype.element_ty), is_row[:, None] & is_output[None, :])
+    is_y = is_row[:, None] & is_output[None, :]
+    if SPLITS == 1:
+        tl.store(place, acc.to(y.dtype.element_ty), is_y)
+    else:
+        cell = tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :]
+        first = partial + tile * SPLITS * M * N + cell
+        tl.store(first + split * M * N, acc)
+        tl.debug_barrier()  # all threads must have stored before the split counts as done
+        if tl.atomic_add(splits_done + tile, 1, sem="acq_rel") == SPLITS - 1:
+            total = tl.zeros([M, N], tl.float32)
+            for part in tl.static_range(SPLITS):
+                # ".cg" reads from the L2. The other programs' stores are there.
+                total += tl.load(first + part * M * N, cache_modifier=".cg")
+            tl.store(place, total.to(y.dtype.element_ty), is_y)
+            tl.store(splits_done + tile, 0)

@@ -56,13 +56,16 @@ def test_quantize(shape, group, dtype):
     [
         *[(1, 64, 128, 128), (16, 33, 256, 128), (17, 64, 128, 64), (65, 130, 300, 128)],
         *[(3, 1, 77, 32), (5, 40, 512, 256), (2, 16, 100, 96), (0, 32, 128, 128)],
+        *[(16, 70, 900, 128), (33, 100, 640, 128)],
     ],
 )
 def test_multiply(rows, outputs, inputs, group, dtype):
     x, x_scales = triton_fp8.quantize(randn(rows, inputs), group)
     weight, weight_scales = triton_fp8.quantize(randn(outputs, inputs, seed=1), group)
     weight_scales *= torch.rand_like(weight_scales) * 5  # neighbours of very different magnitudes
-    y = triton_fp8.multiply(x, x_scales, weight, weight_scales, group, dtype)
+    counters = triton_fp8.new_counters(weight)
+    y = triton_fp8.multiply(x, x_scales, weight, weight_scales, group, dtype, counters)
+    assert not counters.any()
     wide_x, wide_weight = (
         values.double() * scales.repeat_interleave(group, 1)[:, :inputs].double()
         for values, scales in ((x, x_scales), (weight, weight_scales))
@@ -73,8 +76,45 @@ def test_multiply(rows, outputs, inputs, group, dtype):
     bound = max(torch.finfo(dtype).eps, 2.0**-13 if CUDA else 1e-6)
     assert ((y.double() - expected).abs() <= bound * (wide_x.abs() @ wide_weight.abs().T)).all()
     if not CUDA:  # on a GPU each tile size may use another instruction, with other rounding
-        alone = triton_fp8.multiply(x[:1], x_scales[:1], weight, weight_scales, group, dtype)
+        alone = triton_fp8.multiply(
+            x[:1], x_scales[:1], weight, weight_scales, group, dtype, counters
+        )
         assert torch.allclose(alone, y[:1], rtol=1e-5)
+
+
+@has_fp8
+def test_a_row_has_the_same_bits_in_every_batch_of_up_to_16():
+    """The inputs are split, by the shape of the weight alone."""
+    x, x_scales = triton_fp8.quantize(randn(16, 1024), 128)
+    weight, weight_scales = triton_fp8.quantize(randn(96, 1024, seed=1), 128)
+    counters = triton_fp8.new_counters(weight)
+
+    def rows(some):
+        args = x[some], x_scales[some], weight, weight_scales, 128, torch.float32, counters
+        return triton_fp8.multiply(*args)
+
+    expected = rows(slice(16))
+    for some in (slice(1), slice(3, 8), slice(9, 16)):
+        assert torch.equal(rows(some), expected[some])
+
+
+def test_inputs_are_split_where_outputs_are_few():
+    """Outputs, steps of 128 inputs, and splits: linears of Qwen3-0.6B, then of 8B."""
+    splits = {
+        (4096, 8): 2,
+        (1024, 16): 8,
+        (6144, 8): 1,
+        (1024, 24): 8,
+        (6144, 32): 1,
+        (4096, 32): 2,
+        (24576, 32): 1,
+        (4096, 96): 2,
+        (32, 2): 1,
+        (32, 1000): 16,
+    }
+    assert {case: triton_fp8._options(16, *case)["SPLITS"] for case in splits} == splits
+    assert triton_fp8._options(64, 1024, 24)["SPLITS"] == 12
+    assert triton_fp8._options(65, 1024, 24)["SPLITS"] == 1
 
 
 @has_fp8
@@ -106,7 +146,8 @@ def multiply(rows, outputs, inputs, dtype):
     """Launch the product of a linear layer whose checkpoint has blocks of 128."""
     x, weight = (meta(n, inputs, dtype=triton_fp8.FP8) for n in (rows, outputs))
     scales = [meta(n, inputs // 128, dtype=torch.float32) for n in (rows, outputs)]
-    triton_fp8.multiply(x, scales[0], weight, scales[1], 128, dtype)
+    counters = triton_fp8.new_counters(weight)
+    triton_fp8.multiply(x, scales[0], weight, scales[1], 128, dtype, counters)
 
 
 FP8_ARCHS = ARCHS[1:]
@@ -115,7 +156,9 @@ FP8_ARCHS = ARCHS[1:]
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rows", [1, 64, 4096])
-@pytest.mark.parametrize(("outputs", "inputs"), [(4096, 1024), (24576, 4096)])
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(4096, 1024), (1024, 3072), (24576, 4096), (4096, 12288)]
+)
 def test_compiles(rows, outputs, inputs, dtype):
     """For GPUs that are not present, at shapes of Qwen3-0.6B and 8B; no register is spilled."""
     x = meta(rows, inputs, dtype=dtype)
