@@ -15,6 +15,7 @@ from nanovllm.kernels.triton.online_softmax import (
     LOG2_E,
     MAX_SPLITS,
     attend,
+    block_ids,
     merge,
     register_limit,
 )
@@ -234,35 +235,41 @@ def _decode(
 ):  # fmt: skip
     """Process splits, each for one KV head. The M rows of a tile are the head's query heads.
 
-    The first split of a program is the one of its own number. Any other comes from the queue.
+    The first split of a program is the one of its own number. Any other comes from the queue: it is
+    taken, and its entry loaded, while the block table of the split before it is on its way.
     """
     dims = tl.arange(0, D)
     member = tl.arange(0, M)
     mask = (member < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     programs = tl.num_programs(0)
     index = tl.program_id(0)
-    # Loaded before it is known whether there is such a split: so the two loads do not wait in turn.
-    row, split, seq_len, token = _load_entry(splits + index // KV_HEADS * 4)
+    # Loaded before it is known that there is such a split, so that the two loads do not take turns.
+    row, split, seq_len, token = _load_entry(splits, index // KV_HEADS, True)
     total = tl.load(num_splits) * KV_HEADS
     while index < total:
         head = index % KV_HEADS
         tiles, count = tl.cdiv(seq_len, N), _splits_of_row(seq_len)
+        first, last = tiles * split // count, tiles * (split + 1) // count
+        table = block_tables + row * table_stride
+        block = block_ids(table, first, last, seq_len, BLOCK_SIZE, N)
         first_head = (token * KV_HEADS + head) * GROUP
         place = (first_head + member)[:, None] * HEAD_DIM + dims[None, :]
         queries = tl.load(q + place, mask=mask, other=0.0)
-        acc, score_max, weight_sum = attend(
-            tl.zeros([M, D], tl.float32), tl.full([M], float("-inf"), tl.float32),
-            tl.zeros([M], tl.float32), queries, k_cache, v_cache,
-            block_tables + row * table_stride, head, tl.full([M], 0, tl.int32) + seq_len - 1,
-            seq_len, tiles * split // count, tiles * (split + 1) // count, scale,
-            MASKED=True, KV_HEADS=KV_HEADS, HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE, N=N, D=D,
-        )  # fmt: skip
         index = total
         if total > programs:
             # Each program finds the queue empty once. The last to do so leaves it as it was.
             index = programs + tl.atomic_add(splits_taken, 1, sem="relaxed")
             if index == total + programs - 1:
                 tl.store(splits_taken, 0)
+        next_row, next_split, next_seq_len, next_token = _load_entry(
+            splits, index // KV_HEADS, index < total
+        )
+        acc, score_max, weight_sum = attend(
+            tl.zeros([M, D], tl.float32), tl.full([M], float("-inf"), tl.float32),
+            tl.zeros([M], tl.float32), queries, k_cache, v_cache, table, block, head,
+            tl.full([M], 0, tl.int32) + seq_len - 1, seq_len, first, last, scale,
+            MASKED=True, KV_HEADS=KV_HEADS, HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE, N=N, D=D,
+        )  # fmt: skip
         if count == 1:
             tl.store(out + place, acc / weight_sum[:, None], mask=mask)
         else:
@@ -279,12 +286,15 @@ def _decode(
                     KV_HEADS=KV_HEADS, GROUP=GROUP, HEAD_DIM=HEAD_DIM, D=D,
                 )  # fmt: skip
                 tl.store(splits_done + row * KV_HEADS + head, 0)
-        if index < total:
-            row, split, seq_len, token = _load_entry(splits + index // KV_HEADS * 4)
+        row, split, seq_len, token = next_row, next_split, next_seq_len, next_token
 
 
 @triton.jit
-def _load_entry(entry):
-    """Return row, split of the row, sequence length and query token of an entry of the list."""
-    row, split = tl.load(entry).to(tl.int64), tl.load(entry + 1)
-    return row, split, tl.load(entry + 2), tl.load(entry + 3).to(tl.int64)
+def _load_entry(splits, index, valid):
+    """Return row, split of the row, sequence length and query token of an entry of `splits`."""
+    entry = splits + index * 4
+    row = tl.load(entry, mask=valid, other=0).to(tl.int64)
+    split = tl.load(entry + 1, mask=valid, other=0)
+    seq_len = tl.load(entry + 2, mask=valid, other=0)
+    token = tl.load(entry + 3, mask=valid, other=0).to(tl.int64)
+    return row, split, seq_len, token

@@ -28,7 +28,7 @@ def register_limit(dtype: torch.dtype, kv_dtype: torch.dtype) -> dict[str, int]:
 
 @triton.jit
 def attend(
-    acc, score_max, weight_sum, q, k_cache, v_cache, table, head, position, seq_len,
+    acc, score_max, weight_sum, q, k_cache, v_cache, table, block, head, position, seq_len,
     first, last, scale,
     MASKED: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
@@ -40,6 +40,7 @@ def attend(
             of values, the maximum score and the sum of weights. Return their new values.
         q: [M, D].
         table: the row's block table.
+        block: what `block_ids` returns for tile `first`.
         head: the KV head.
         position: [M], the last key that each query sees.
         scale: factor of the scores, including LOG2_E.
@@ -48,7 +49,6 @@ def attend(
     dims = tl.arange(0, D)
     inside = (dims < HEAD_DIM)[None, :]
     offsets = tl.arange(0, N)
-    block = _block_ids(table, first, last, seq_len, BLOCK_SIZE, N)
     for tile in range(first, last):
         keys = tile * N + offsets
         if BLOCK_SIZE % N == 0:
@@ -59,7 +59,7 @@ def attend(
             slots = block * BLOCK_SIZE + keys % BLOCK_SIZE
             places = ((slots * KV_HEADS + head) * HEAD_DIM)[:, None] + dims[None, :]
             k_places, v_places = k_cache + places, v_cache + places
-        block = _block_ids(table, tile + 1, last, seq_len, BLOCK_SIZE, N)
+        block = block_ids(table, tile + 1, last, seq_len, BLOCK_SIZE, N)
         if MASKED:
             mask = (keys < seq_len)[:, None] & inside
             k = tl.load(k_places, mask=mask, other=0.0)
@@ -85,7 +85,7 @@ def attend(
 
 
 @triton.jit
-def _block_ids(table, tile, last, seq_len, BLOCK_SIZE: tl.constexpr, N: tl.constexpr):
+def block_ids(table, tile, last, seq_len, BLOCK_SIZE: tl.constexpr, N: tl.constexpr):
     """Return the block id of a key tile as int64, or of each key if the tile may span blocks.
 
     Load 0 for tiles from `last` on: the loop fetches block ids one tile ahead.

@@ -15,6 +15,7 @@ from nanovllm.kernels.triton.online_softmax import (
     LOG2_E,
     MAX_SPLITS,
     attend,
+    block_ids,
     merge,
     register_limit,
 )
@@ -26,7 +27,7 @@ SPLIT_PROGRAMS = 256
 
 _MAX_PARTIAL_ROWS = 2**17
 """Maximum results of splits, of a head and a query token each, in one launch: 64 MiB at a head_dim
-of 128. A batch with more takes several launches. One row has at most 256 * M."""
+of 128. A batch with more takes several launches. One row has at most SPLIT_PROGRAMS * M."""
 _MERGED_TOKENS = tl.constexpr(8)
 """Maximum query tokens of an entry of `PrefillLaunch.merges`. Each has programs of its own."""
 
@@ -82,14 +83,15 @@ def plan_prefill(
     The tiles and splits of a row depend on its own lengths only.
     """
     group = num_heads // num_kv_heads
-    tokens = _tile_rows(group, dtype, head_dim) // group
+    tokens = _prefill_options(dtype, head_dim, group)["M"] // group
     parts, start = [_Part()], 0
     for row, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
         if query_len > 1:
             tiles = triton.cdiv(query_len, tokens)
             splits = splits_of_row(seq_len - query_len, tiles * num_kv_heads)
             partials = query_len * splits if splits > 1 else 0
-            if (parts[-1].partials + partials) * num_heads > _MAX_PARTIAL_ROWS:
+            needed = (parts[-1].partials + partials) * num_heads
+            if parts[-1].partials and needed > _MAX_PARTIAL_ROWS:
                 parts.append(_Part())
             _add_row(parts[-1], row, start, (query_len, seq_len), tokens, splits)
         start += query_len
@@ -174,7 +176,7 @@ def prefill(
     num_heads, head_dim = q.shape[1:]
     block_size, num_kv_heads = kv_cache.shape[2:4]
     group = num_heads // num_kv_heads
-    rows = _tile_rows(group, q.dtype, head_dim)
+    options = _prefill_options(q.dtype, head_dim, group)
     k_cache, v_cache = kv_cache.unbind()
     partial = plan.partial_out, plan.partial_stats
     shape = {"KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_DIM": head_dim}
@@ -183,28 +185,26 @@ def prefill(
         _prefill[(len(launch.tiles) * num_kv_heads,)](
             q, k_cache, v_cache, out, block_tables, block_tables.stride(0),
             cu_seqlens_q, seq_lens, launch.tiles, *partial, head_dim**-0.5 * LOG2_E,
-            **shape, BLOCK_SIZE=block_size, TOKENS=rows // group, M=rows,
-            **_prefill_options(q.dtype, head_dim), **register_limit(q.dtype, kv_cache.dtype),
+            **shape, BLOCK_SIZE=block_size, TOKENS=options["M"] // group, **options,
+            **register_limit(q.dtype, kv_cache.dtype),
         )  # fmt: skip
         if len(launch.merges):
             grid = (len(launch.merges) * _MERGED_TOKENS.value * num_kv_heads,)
             _merge_prefill[grid](out, *partial, launch.merges, **shape, num_warps=4)
 
 
-def _prefill_options(dtype: torch.dtype, head_dim: int) -> dict[str, int]:
-    """Return the launch options. N is the number of keys in a tile.
+def _prefill_options(dtype: torch.dtype, head_dim: int, group: int) -> dict[str, int]:
+    """Return the launch options.
 
-    float32 takes smaller tiles: `tf32x3` keeps each operand in registers in several parts.
+    M is the number of rows of a query tile, tokens times the query heads of a KV head. N is the
+    number of keys in a tile. float32 takes smaller tiles: `tf32x3` keeps each operand in registers
+    in several parts.
     """
     if dtype == torch.float32:
-        return {"N": 16 if head_dim > 128 else 32, "num_warps": 4, "num_stages": 2}
-    return {"N": 32, "num_warps": 8, "num_stages": 2}
-
-
-def _tile_rows(group: int, dtype: torch.dtype, head_dim: int) -> int:
-    """Return the rows of a query tile: query tokens times the query heads of a group."""
-    rows = 16 if dtype == torch.float32 else 64 if head_dim > 128 else 128
-    return max(rows, int(triton.next_power_of_2(group)))
+        options = {"M": 16, "N": 16 if head_dim > 128 else 32, "num_warps": 4, "num_stages": 2}
+    else:
+        options = {"M": 64 if head_dim > 128 else 128, "N": 32, "num_warps": 8, "num_stages": 2}
+    return {**options, "M": max(options["M"], triton.next_power_of_2(group))}
 
 
 # Values that change from batch to batch must not cause a recompilation. By default Triton compiles
@@ -251,12 +251,14 @@ def _prefill(
     weight_sum = tl.zeros([M], tl.float32)
     table = block_tables + row * table_stride
     acc, score_max, weight_sum = attend(
-        acc, score_max, weight_sum, queries, k_cache, v_cache, table, head, num_computed + token,
+        acc, score_max, weight_sum, queries, k_cache, v_cache, table,
+        block_ids(table, begin, end, seq_len, BLOCK_SIZE, N), head, num_computed + token,
         seq_len, begin, end, scale,
         MASKED=False, KV_HEADS=KV_HEADS, HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE, N=N, D=D,
     )  # fmt: skip
     acc, score_max, weight_sum = attend(
-        acc, score_max, weight_sum, queries, k_cache, v_cache, table, head, num_computed + token,
+        acc, score_max, weight_sum, queries, k_cache, v_cache, table,
+        block_ids(table, end, last, seq_len, BLOCK_SIZE, N), head, num_computed + token,
         seq_len, end, last, scale,
         MASKED=True, KV_HEADS=KV_HEADS, HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE, N=N, D=D,
     )  # fmt: skip
