@@ -28,8 +28,8 @@ SHORT_SPLITS = 8
 """Maximum splits of SHORT_SPLIT_TOKENS. A longer row has as many until it needs more anyway."""
 
 _PROGRAMS_PER_SM = 3
-"""Programs of a launch for each SM, as many as run on it at once. Each takes splits from a queue
-until none is left."""
+"""Programs of a launch for each SM, as many as it runs at once in half precision. Each takes splits
+from a queue until none is left."""
 _PLAN_ROWS = tl.constexpr(16)
 """Rows that one program of `_plan_decode` plans."""
 _PLAN_COLUMNS = tl.constexpr(128)
@@ -157,7 +157,7 @@ def decode(
         plan.partial_out, plan.partial_stats, plan.max_splits, head_dim**-0.5 * LOG2_E,
         KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         M=max(16, triton.next_power_of_2(group)), D=triton.next_power_of_2(head_dim),
-        **_decode_options(q.dtype, head_dim), **register_limit(q.dtype, kv_cache.dtype),
+        **_decode_options(q.dtype, head_dim) | register_limit(q.dtype, kv_cache.dtype),
     )  # fmt: skip
 
 
@@ -165,9 +165,11 @@ def _decode_options(dtype: torch.dtype, head_dim: int) -> dict[str, int]:
     """Return the launch options. N is the number of keys in a tile.
 
     A tile of keys and values takes at most 32 KiB of shared memory, and loads of two are in flight.
+    In half precision, 160 registers let an SM run _PROGRAMS_PER_SM programs.
     """
     row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
-    return {"N": min(64, 16384 // row_bytes), "num_warps": 4, "num_stages": 3}
+    options = {"N": min(64, 16384 // row_bytes), "num_warps": 4, "num_stages": 3}
+    return options | ({"maxnreg": 160} if dtype.itemsize == 2 else {})
 
 
 @triton.jit
@@ -236,7 +238,8 @@ def _decode(
     """Process splits, each for one KV head. The M rows of a tile are the head's query heads.
 
     The first split of a program is the one of its own number. Any other comes from the queue: it is
-    taken, and its entry loaded, while the block table of the split before it is on its way.
+    taken while the block table of the split before it is on its way, and its entry is loaded while
+    the results of that split are stored.
     """
     dims = tl.arange(0, D)
     member = tl.arange(0, M)
@@ -250,9 +253,9 @@ def _decode(
         head = index % KV_HEADS
         tiles, count = tl.cdiv(seq_len, N), _splits_of_row(seq_len)
         first, last = tiles * split // count, tiles * (split + 1) // count
-        table = block_tables + row * table_stride
+        table = block_tables + row.to(tl.int64) * table_stride
         block = block_ids(table, first, last, seq_len, BLOCK_SIZE, N)
-        first_head = (token * KV_HEADS + head) * GROUP
+        first_head = (token.to(tl.int64) * KV_HEADS + head) * GROUP
         place = (first_head + member)[:, None] * HEAD_DIM + dims[None, :]
         queries = tl.load(q + place, mask=mask, other=0.0)
         index = total
@@ -261,19 +264,20 @@ def _decode(
             index = programs + tl.atomic_add(splits_taken, 1, sem="relaxed")
             if index == total + programs - 1:
                 tl.store(splits_taken, 0)
-        next_row, next_split, next_seq_len, next_token = _load_entry(
-            splits, index // KV_HEADS, index < total
-        )
         acc, score_max, weight_sum = attend(
             tl.zeros([M, D], tl.float32), tl.full([M], float("-inf"), tl.float32),
             tl.zeros([M], tl.float32), queries, k_cache, v_cache, table, block, head,
             tl.full([M], 0, tl.int32) + seq_len - 1, seq_len, first, last, scale,
             MASKED=True, KV_HEADS=KV_HEADS, HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE, N=N, D=D,
         )  # fmt: skip
+        next_row, next_split, next_seq_len, next_token = _load_entry(
+            splits, index // KV_HEADS, index < total
+        )
         if count == 1:
             tl.store(out + place, acc / weight_sum[:, None], mask=mask)
         else:
-            scratch = ((row * max_splits + split) * KV_HEADS + head) * GROUP + member
+            scratch = row.to(tl.int64) * max_splits
+            scratch = ((scratch + split) * KV_HEADS + head) * GROUP + member
             tl.store(partial_out + scratch[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
             tl.store(partial_stats + scratch * 2, score_max, mask=member < GROUP)
             tl.store(partial_stats + scratch * 2 + 1, weight_sum, mask=member < GROUP)
@@ -282,7 +286,7 @@ def _decode(
             if done == count - 1:
                 merge(
                     out + first_head * HEAD_DIM, partial_out, partial_stats,
-                    (row * max_splits * KV_HEADS + head) * GROUP, count,
+                    (row.to(tl.int64) * max_splits * KV_HEADS + head) * GROUP, count,
                     KV_HEADS=KV_HEADS, GROUP=GROUP, HEAD_DIM=HEAD_DIM, D=D,
                 )  # fmt: skip
                 tl.store(splits_done + row * KV_HEADS + head, 0)
@@ -293,8 +297,7 @@ def _decode(
 def _load_entry(splits, index, valid):
     """Return row, split of the row, sequence length and query token of an entry of `splits`."""
     entry = splits + index * 4
-    row = tl.load(entry, mask=valid, other=0).to(tl.int64)
+    row = tl.load(entry, mask=valid, other=0)
     split = tl.load(entry + 1, mask=valid, other=0)
     seq_len = tl.load(entry + 2, mask=valid, other=0)
-    token = tl.load(entry + 3, mask=valid, other=0).to(tl.int64)
-    return row, split, seq_len, token
+    return row, split, seq_len, tl.load(entry + 3, mask=valid, other=0)

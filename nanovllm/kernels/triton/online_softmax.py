@@ -114,24 +114,20 @@ def merge(
         partial_stats: [., KV_HEADS * GROUP, 2] float32: maximum score (log2), and sum of weights.
         first: index of the first split's first head among all rows of `partial_out`.
     """
-    # Two heads at once, if the group is even: their loads are under way together.
-    HEADS: tl.constexpr = 2 - GROUP % 2
-    dims = tl.arange(0, D)[None, None, :]
-    split = tl.arange(0, _MAX_SPLITS)[None, :]
+    dims = tl.arange(0, D)
+    split = tl.arange(0, _MAX_SPLITS)
     valid = split < count
-    for member in range(0, GROUP, HEADS):
-        heads = member + tl.arange(0, HEADS)
+    for member in range(GROUP):
         # ".cg" reads from the L2. The other programs' stores are there, and the L1 may be stale.
-        scratch = first + heads[:, None] + split * KV_HEADS * GROUP
+        scratch = first + member + split * KV_HEADS * GROUP
         score_max = tl.load(partial_stats + scratch * 2, valid, float("-inf"), cache_modifier=".cg")
         weight_sum = tl.load(partial_stats + scratch * 2 + 1, valid, 0.0, cache_modifier=".cg")
         values = tl.load(
-            partial_out + scratch[:, :, None] * HEAD_DIM + dims,
-            mask=valid[:, :, None] & (dims < HEAD_DIM),
+            partial_out + scratch[:, None] * HEAD_DIM + dims[None, :],
+            mask=valid[:, None] & (dims < HEAD_DIM)[None, :],
             other=0.0,
             cache_modifier=".cg",
         )
-        weights = tl.exp2(score_max - tl.max(score_max, 1)[:, None])
-        value = tl.sum(weights[:, :, None] * values, 1) / tl.sum(weights * weight_sum, 1)[:, None]
-        at = tl.arange(0, D)[None, :]
-        tl.store(out + heads[:, None] * HEAD_DIM + at, value, mask=at < HEAD_DIM)
+        weights = tl.exp2(score_max - tl.max(score_max, 0))
+        value = tl.sum(weights[:, None] * values, 0) / tl.sum(weights * weight_sum, 0)
+        tl.store(out + member * HEAD_DIM + dims, value, mask=dims < HEAD_DIM)

@@ -185,7 +185,8 @@ def prefill(
         _prefill[(len(launch.tiles) * num_kv_heads,)](
             q, k_cache, v_cache, out, block_tables, block_tables.stride(0),
             cu_seqlens_q, seq_lens, launch.tiles, *partial, head_dim**-0.5 * LOG2_E,
-            **shape, BLOCK_SIZE=block_size, TOKENS=options["M"] // group, **options,
+            **shape, BLOCK_SIZE=block_size, TOKENS=options["M"] // group,
+            SPLIT=len(launch.merges) > 0, **options,
             **register_limit(q.dtype, kv_cache.dtype),
         )  # fmt: skip
         if len(launch.merges):
@@ -218,17 +219,17 @@ def _prefill(
     q, k_cache, v_cache, out, block_tables, table_stride, cu_seqlens_q, seq_lens, tiles,
     partial_out, partial_stats, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    TOKENS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+    TOKENS: tl.constexpr, SPLIT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Process one query tile for one KV head: TOKENS query tokens times GROUP query heads.
 
     The M - TOKENS * GROUP rows at the end of the tile are padding. Splits divide the key tiles that
     every query sees, so each split has some. The last one takes the other key tiles, too.
+    SPLIT says whether any row of the launch is split: without splits, fewer registers are needed.
     """
     tile = tiles + tl.program_id(0) // KV_HEADS * 5
     head = tl.program_id(0) % KV_HEADS
     row, first = tl.load(tile).to(tl.int64), tl.load(tile + 1)
-    split, splits, partial = tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
     start = tl.load(cu_seqlens_q + row)
     query_len = tl.load(cu_seqlens_q + row + 1) - start
     seq_len = tl.load(seq_lens + row)
@@ -244,8 +245,11 @@ def _prefill(
     num_keys = tl.minimum(num_computed + first + TOKENS, seq_len)
     # Every query of the tile sees every key of these key tiles.
     unmasked_tiles = (num_computed + first + 1) // N
-    begin, end = unmasked_tiles * split // splits, unmasked_tiles * (split + 1) // splits
-    last = tl.where(split == splits - 1, tl.cdiv(num_keys, N), end)
+    begin, end, last = 0, unmasked_tiles, tl.cdiv(num_keys, N)
+    if SPLIT:
+        split, splits = tl.load(tile + 2), tl.load(tile + 3)
+        begin, end = unmasked_tiles * split // splits, unmasked_tiles * (split + 1) // splits
+        last = tl.where(split == splits - 1, last, end)
     acc = tl.zeros([M, D], tl.float32)
     score_max = tl.full([M], float("-inf"), tl.float32)
     weight_sum = tl.zeros([M], tl.float32)
@@ -262,14 +266,14 @@ def _prefill(
         seq_len, end, last, scale,
         MASKED=True, KV_HEADS=KV_HEADS, HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE, N=N, D=D,
     )  # fmt: skip
-    if splits == 1:
+    if not SPLIT or splits == 1:
         tl.store(out + place, acc / weight_sum[:, None], mask=mask)
     else:
-        partial += member // GROUP * splits + split
-        heads = (partial * KV_HEADS + head) * GROUP + member % GROUP
-        tl.store(partial_out + heads[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
-        tl.store(partial_stats + heads * 2, score_max, mask=valid)
-        tl.store(partial_stats + heads * 2 + 1, weight_sum, mask=valid)
+        scratch = tl.load(tile + 4) + member // GROUP * splits + split
+        scratch = (scratch * KV_HEADS + head) * GROUP + member % GROUP
+        tl.store(partial_out + scratch[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
+        tl.store(partial_stats + scratch * 2, score_max, mask=valid)
+        tl.store(partial_stats + scratch * 2 + 1, weight_sum, mask=valid)
 
 
 @triton.jit(do_not_specialize_on_alignment=["merges"])

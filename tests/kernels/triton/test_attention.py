@@ -143,7 +143,7 @@ Llama-2-7B. (Llama-3.1-8B and 70B are like Qwen3-8B and 32B.)"""
 @pytest.mark.parametrize(("group", "head_dim"), MODELS)
 def test_chunks_after_a_long_prefix(group, head_dim, dtype):
     """Beside single tokens, a prompt and a chunk after a short prefix."""
-    rows = [(1, 300), (5, 1100), (3, 3), (34, 1060), (4, 200)]
+    rows = [(1, 300), (5, 1100), (3, 3), (18, 1060), (4, 200)]
     case = case_of(rows, 1, group, head_dim, 64, dtype)
     (launch,) = plan_of(case)[1].launches
     assert {row for row, _, _, splits, _ in launch.tiles.tolist() if splits > 1} == {1, 3}
@@ -162,7 +162,7 @@ def test_split_chunks_at_the_edges_of_key_tiles():
     """Tiles have 8 tokens here, and 32 keys. The first token of a tile may see fewer key tiles than
     the others: a split without a key for it would give NaN.
     """
-    for computed in (1024, 1047, 1054, 1055, 1056):
+    for computed in (1054, 1055):
         case = case_of([(17, computed + 17)], 1, 2, 16, 16)
         assert_close(case, attend(case))
 
