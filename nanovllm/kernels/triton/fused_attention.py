@@ -11,9 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.triton.decode_attention import MAX_SPLITS, _merge as merge
 from nanovllm.kernels.triton.fused_layer import MAX_ROWS, launch_options, wait_for_previous
-from nanovllm.kernels.triton.online_softmax import LOG2_E, attend
+from nanovllm.kernels.triton.online_softmax import LOG2_E, MAX_SPLITS, attend, block_ids, merge
 
 _PROGRAMS = 256
 """Programs of a launch, at least, unless the rows have fewer splits."""
@@ -126,11 +125,12 @@ def _attend_rows(
         cos_sin + tl.load(positions + row) * HEAD_DIM, (member < GROUP)[:, None], HEAD_DIM, D,
     )  # fmt: skip
     for split in range(tl.program_id(1), count, tl.num_programs(1)):
+        first, last = tiles * split // count, tiles * (split + 1) // count
+        block = block_ids(table, first, last, stored, BLOCK_SIZE, N)
         acc, score_max, weight_sum = attend(
             tl.zeros([M, D], tl.float32), tl.full([M], float("-inf"), tl.float32),
-            tl.zeros([M], tl.float32), queries, k_cache, v_cache, table, head,
-            tl.full([M], 0, tl.int32) + stored - 1, stored,
-            tiles * split // count, tiles * (split + 1) // count, scale,
+            tl.zeros([M], tl.float32), queries, k_cache, v_cache, table, block, head,
+            tl.full([M], 0, tl.int32) + stored - 1, stored, first, last, scale,
             MASKED=True, KV_HEADS=KV_HEADS, HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE, N=N, D=D,
         )  # fmt: skip
         if split == count - 1:

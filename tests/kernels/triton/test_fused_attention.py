@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nanovllm.kernels.triton import fused_attention, ops as triton_ops
-from nanovllm.kernels.triton.decode_attention import MAX_SPLITS
+from nanovllm.kernels.triton.online_softmax import MAX_SPLITS
 from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
 from tests.attention.cases import make_case, reference
 from tests.kernels.triton.inputs import DEVICE, each_dtype, randn
