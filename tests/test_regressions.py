@@ -1,13 +1,13 @@
 """What broke in nano-vllm and its relatives: each is a test, named for what holds here.
 
 Some are tested elsewhere: a directory without safetensors and lists of unequal length in
-test_bad_input.py, a slow worker in test_tensor_parallel.py, `del llm` and a failed generate in
-engine/test_llm_engine.py, prefix hits before the KV is written in scheduler/test_scheduler.py.
+test_bad_input.py, a slow worker and a port that is taken in test_tensor_parallel.py, more ranks
+than KV heads in test_invariance.py, `del llm` and a failed generate in engine/test_llm_engine.py,
+prefix hits before the KV is written in scheduler/test_scheduler.py.
 """
 
 import dataclasses
 import pickle
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -134,14 +134,6 @@ def test_rope_scaling_is_applied_or_refused(
 # Several ranks.
 
 
-def test_starts_while_port_2333_is_taken(make_llm: Any, random_model: str) -> None:
-    with socket.socket() as taken:
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        taken.bind(("127.0.0.1", 2333))
-        taken.listen()
-        assert len(tokens(make_llm(random_model, tensor_parallel_size=2), [[1]])[0]) == 8
-
-
 def test_schedule_may_exceed_a_mebibyte(random_model: str, tmp_path: Path) -> None:
     """nano-vllm sends schedules through a mebibyte of shared memory."""
     model = copy_checkpoint(random_model, tmp_path, max_position_embeddings=500_000)
@@ -221,18 +213,9 @@ def test_preemption_under_tensor_parallelism_keeps_the_tokens(
     assert preempted
 
 
-def test_ranks_may_outnumber_kv_heads(
-    make_llm: Any, tensor_parallel_llm: Any, random_model: str
-) -> None:
-    """The random model has 2 KV heads."""
-    prompts = [[1, 2, 3], [4] * 30]
-    assert tokens(tensor_parallel_llm(random_model, 4), prompts) == tokens(
-        make_llm(random_model), prompts
-    )
-
-
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("ending", ["llm.shutdown(); llm.shutdown()", "pass"])
+@pytest.mark.parametrize(
+    ("size", "ending"), [(1, "llm.shutdown(); llm.shutdown()"), (1, "pass"), (2, "pass")]
+)
 def test_process_exits_cleanly_with_or_without_shutdown(
     random_model: str, tmp_path: Path, size: int, ending: str
 ) -> None:

@@ -264,15 +264,13 @@ def test_ngram_on_two_ranks(
     monkeypatch.setattr(DraftController, "choose", every_draft)
     prompts = [[5, 6, 7, 8] * 4, [300, 301, 302] * 6, *QUESTIONS[:14]]
     params = [SamplingParams(temperature=i % 2 / 2, seed=i, max_tokens=48) for i in range(16)]
-    options: dict[str, Any] = {**OPTIONS, "dtype": "float32", "tensor_parallel_size": 2}
+    speculating = {"speculative_config": REAL_METHODS["ngram"], "tensor_parallel_size": 2}
     found = []
-    for spec in (None, REAL_METHODS["ngram"]):
-        llm: LLM = make_llm(demo_model.MODEL, speculative_config=spec, **options)
+    for options in ({}, speculating):
+        llm: LLM = make_llm(demo_model.MODEL, dtype="float32", **OPTIONS, **options)
         found.append(generate_all(llm, list(zip(prompts, params, strict=True))))
-        drafts = llm.engine.stats.drafts
-        llm.shutdown()
     assert [output.outputs for output in found[0]] == [output.outputs for output in found[1]]
-    assert drafts.num_accepted_tokens > 10
+    assert llm.engine.stats.drafts.num_accepted_tokens > 10
 
 
 @NATIVE
