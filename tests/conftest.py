@@ -4,6 +4,7 @@ without it.
 
 import ctypes
 import functools
+import gc
 import importlib.util
 import os
 import signal
@@ -34,6 +35,17 @@ if not has_cuda():
     os.environ["TRITON_INTERPRET"] = "1"  # triton reads it when it is imported
 if importlib.util.find_spec("triton") is None:  # there are no wheels for this system
     collect_ignore_glob = ["kernels/triton/*"]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """Keep the garbage collector from the million objects that imports make and never free."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)
