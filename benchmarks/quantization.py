@@ -35,9 +35,8 @@ def divergence(expected: torch.Tensor, found: torch.Tensor) -> Divergence:
     return Divergence(each.mean().item(), each.quantile(0.99).item(), same)
 
 
-def logprobs(model: str, texts: list[str], **options: Any) -> torch.Tensor:
+def logprobs(llm: LLM, texts: list[str]) -> torch.Tensor:
     """Return the log-probabilities [positions, vocab_size] of the token after each prefix."""
-    llm = LLM(model, **options)
     vocab_size = llm.engine.cache_info.vocab_size
     rows = torch.empty(0, vocab_size)
     params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=min(_LARGEST, vocab_size))
@@ -54,8 +53,15 @@ def logprobs(model: str, texts: list[str], **options: Any) -> torch.Tensor:
             row.fill_(rest.log().item())
             row[list(entry)] = known
         rows = torch.cat([rows, block])
-    llm.shutdown()
     return rows
+
+
+def _logprobs_of(model: str, texts: list[str], **options: Any) -> torch.Tensor:
+    llm = LLM(model, **options)
+    try:
+        return logprobs(llm, texts)
+    finally:
+        llm.shutdown()
 
 
 def main() -> None:
@@ -69,10 +75,10 @@ def main() -> None:
     texts = [" ".join(entry) for entry in demo_model.entries()]
     if args.text is not None:
         texts = [line for line in args.text.read_text().splitlines() if line.strip()]
-    expected = logprobs(args.model, texts, quantization="none")
+    expected = _logprobs_of(args.model, texts, quantization="none")
     print(f"{len(texts)} texts, {len(expected)} positions, {expected.shape[1]} tokens")
     for options in ({"quantization": "int8"}, {"quantization": "int4"}, {"kv_cache_dtype": "int8"}):
-        found = logprobs(args.model, texts, **{"quantization": "none", **options})
+        found = _logprobs_of(args.model, texts, **{"quantization": "none", **options})
         mean, high, same = divergence(expected, found)
         ((name, value),) = options.items()
         print(
