@@ -35,6 +35,12 @@ VARIANTS = {
     "emulated-amx": (("avx2", "fma"), *EMULATE, "-DEMULATE_AMX"),
     "portable": ((), "-O2"),
 }
+EMULATES = {
+    "emulated-avx512": "avx512bw",
+    "emulated-avx512-bf16": "avx512_bf16",
+    "emulated-amx": "amx_bf16",
+}
+"""By variant: what it is for. A processor that has it runs the real instructions instead."""
 load = functools.cache(build.load)
 
 
@@ -44,6 +50,8 @@ def kernels(request, monkeypatch):
     needed, *flags = VARIANTS[request.param]
     if missing := set(needed) - build.processor_flags():
         pytest.skip(f"no {missing} here")
+    if EMULATES.get(request.param) in build.processor_flags():
+        pytest.skip(f"{EMULATES[request.param]} need not be emulated here")
     built = load(*flags)
     monkeypatch.setattr(library_module, "library", lambda: built)
 
