@@ -100,10 +100,6 @@ def test_answers_stay_exact_with_any_options(make_llm: Any, options: dict[str, A
     assert ask(make_llm(demo_model.MODEL, **options)) == demo_model.entries()
 
 
-def test_answers_stay_exact_on_two_ranks(tensor_parallel_llm: Any) -> None:
-    assert ask(tensor_parallel_llm(demo_model.MODEL, 2)) == demo_model.entries()
-
-
 def variants(topic: Topic) -> list[str]:
     """Return ten other ways to ask for an entry. Three sentences about a term are held out."""
     question = topic.question
@@ -129,14 +125,16 @@ def test_every_entry_has_ten_variants() -> None:
     assert not trained & {sentence.replace("{a} ", "") for sentence in HELD_OUT}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_answers_variants_of_every_question(make_llm: Any, dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "step"), [("bfloat16", 1), ("float32", 4)])
+def test_answers_variants_of_every_question(make_llm: Any, dtype: str, step: int) -> None:
+    """float32 takes four times as long, so it answers each fourth variant."""
     llm = make_llm(demo_model.MODEL, dtype=dtype, max_model_len=256)
-    conversations = [[{"role": "user", "content": variant}] for variant, _ in VARIANTS]
+    asked = VARIANTS[::step]
+    conversations = [[{"role": "user", "content": variant}] for variant, _ in asked]
     outputs = llm.chat(conversations, GREEDY, use_tqdm=False)
     wrong = [
         (variant, output.text)
-        for (variant, topic), output in zip(VARIANTS, outputs, strict=True)
+        for (variant, topic), output in zip(asked, outputs, strict=True)
         if output.text != topic.answer
     ]
     assert wrong == []

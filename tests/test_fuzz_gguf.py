@@ -1,7 +1,7 @@
 """Mutations of a small GGUF file: each ends in our error or in a right answer.
 
 As test_fuzz_checkpoint.py, with the same limits. `FUZZ_EXAMPLES=2000 pytest
-tests/test_fuzz_gguf.py` runs that many new mutations instead of 150.
+tests/test_fuzz_gguf.py` runs that many new mutations instead of 100.
 """
 
 import struct
@@ -17,7 +17,7 @@ from nanovllm import LLM, NanoVLLMError, SamplingParams
 from tests.gguf_files import make_gguf
 from tests.test_fuzz_checkpoint import alarm, damaged, fuzz_settings, measured  # noqa: F401 - a fixture
 
-SETTINGS = fuzz_settings(150)
+SETTINGS = fuzz_settings(100)
 TOKENS = [259, 5, 30]
 OPTIONS: dict[str, Any] = {"max_model_len": 64, "num_kvcache_blocks": 16, "kvcache_block_size": 16}
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)

@@ -87,25 +87,33 @@ def one_by_one(model: str, **options: Any) -> list[list[int]]:
     return generate(model, make_workload(), max_num_seqs=1, enable_prefix_caching=False, **options)
 
 
+EACH_FAMILY: list[tuple[str | None, dict[str, Any]]] = [
+    (None, {}),
+    (None, {"max_num_batched_tokens": 17}),
+    (None, {"enforce_eager": True}),
+    ("int8", {"max_num_batched_tokens": 17}),
+    ("int4", {"max_num_batched_tokens": 17}),
+    (None, {"kv_cache_dtype": "int8", "max_num_batched_tokens": 17}),
+]
+ONE_FAMILY: list[tuple[str | None, dict[str, Any]]] = [
+    (None, {"max_num_seqs": 3}),
+    (None, {"max_num_batched_tokens": 1}),
+    (None, {"max_num_batched_tokens": 50, "kvcache_block_size": 32}),
+    (None, {"kvcache_block_size": 32}),
+    (None, {"enable_prefix_caching": False}),
+    ("int8", {"enforce_eager": True}),
+    ("int4", {"max_num_seqs": 3}),
+    (None, {"kv_cache_dtype": "int8", "enforce_eager": True, "kvcache_block_size": 32}),
+    ("int4", {"kv_cache_dtype": "int8", "max_num_seqs": 3}),
+]
+"""These are about batches and blocks, which no family sees."""
+
+
 @pytest.mark.parametrize(
-    ("quantization", "options"),
-    [
-        (None, {}),
-        (None, {"max_num_seqs": 3}),
-        (None, {"max_num_batched_tokens": 1}),
-        (None, {"max_num_batched_tokens": 17}),
-        (None, {"max_num_batched_tokens": 50, "kvcache_block_size": 32}),
-        (None, {"kvcache_block_size": 32}),
-        (None, {"enable_prefix_caching": False}),
-        (None, {"enforce_eager": True}),
-        ("int8", {"max_num_batched_tokens": 17}),
-        ("int8", {"enforce_eager": True}),
-        ("int4", {"max_num_batched_tokens": 17}),
-        ("int4", {"max_num_seqs": 3}),
-        (None, {"kv_cache_dtype": "int8", "max_num_batched_tokens": 17}),
-        (None, {"kv_cache_dtype": "int8", "enforce_eager": True, "kvcache_block_size": 32}),
-        ("int4", {"kv_cache_dtype": "int8", "max_num_seqs": 3}),
-    ],
+    ("each_model", "quantization", "options"),
+    [(family, *case) for family in FAMILIES for case in EACH_FAMILY]
+    + [("qwen3", *case) for case in ONE_FAMILY],
+    indirect=["each_model"],
 )
 def test_tokens_do_not_depend_on_the_batch(
     each_model: str, workload: Any, options: dict[str, Any], quantization: str | None
@@ -114,7 +122,10 @@ def test_tokens_do_not_depend_on_the_batch(
     kept = {"kvcache_block_size": 64, "quantization": quantization, "kv_cache_dtype": "auto"}
     options = {**kept, **options}
     kept = {name: options[name] for name in kept}
-    assert generate(each_model, workload, **options) == one_by_one(each_model, **kept)
+    prompts, params = workload
+    num = 8 if options.get("max_num_batched_tokens") == 1 else len(prompts)  # a step for each token
+    found = generate(each_model, (prompts[:num], params[:num]), **options)
+    assert found == one_by_one(each_model, **kept)[:num]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

@@ -184,6 +184,7 @@ def test_in_8_and_4_bits(check: Callable[..., LLM], base: dict[str, Any]) -> Non
     check(base)
 
 
+@pytest.mark.parametrize("scripted", [0.6], ids=["wrong at random"], indirect=True)
 def test_in_float32_with_plain_torch(
     expected_of: Callable[..., Expected], scripted: Scripted, make_llm: Any
 ) -> None:

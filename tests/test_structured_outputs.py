@@ -4,7 +4,6 @@ import itertools
 import json
 import pickle
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -343,11 +342,6 @@ def test_without_a_tokenizer_they_are_refused(random_llm: LLM) -> None:
     params = SamplingParams(structured_outputs={"regex": "a"})
     with pytest.raises(NanoVLLMError, match="no tokenizer, so structured_outputs cannot be used"):
         random_llm.generate([[1, 2]], params, use_tqdm=False)
-
-
-def test_importing_the_package_imports_no_llguidance() -> None:
-    code = "import nanovllm.llm, sys; sys.exit('llguidance' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def make_requests() -> list[Request]:

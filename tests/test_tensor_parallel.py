@@ -144,9 +144,9 @@ def test_slow_worker_catches_up(make_llm: Any, tensor_parallel_llm: Any, random_
     def stutter() -> None:
         for _ in range(3):
             os.kill(slow, signal.SIGSTOP)
-            time.sleep(0.7)
+            time.sleep(0.3)
             os.kill(slow, signal.SIGCONT)
-            time.sleep(0.2)
+            time.sleep(0.1)
 
     thread = threading.Thread(target=stutter)
     thread.start()
@@ -191,9 +191,7 @@ def script(random_model: str) -> str:
     """)
 
 
-@pytest.mark.parametrize(
-    ("number", "to_group"), [(signal.SIGINT, True), (signal.SIGKILL, False)]
-)
+@pytest.mark.parametrize(("number", "to_group"), [(signal.SIGINT, True), (signal.SIGKILL, False)])
 def test_ctrl_c_and_death_of_the_parent_end_everything(
     random_model: str, tmp_path: Path, number: signal.Signals, to_group: bool
 ) -> None:

@@ -260,7 +260,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
 
 BlockManagerMachine.TestCase.settings = settings(
-    max_examples=500, stateful_step_count=50, deadline=None, derandomize=True
+    max_examples=300, stateful_step_count=50, deadline=None, derandomize=True
 )
 TestBlockManager = BlockManagerMachine.TestCase
 

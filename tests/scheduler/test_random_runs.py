@@ -186,7 +186,7 @@ class SpeculationMachine(SchedulerMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=400, stateful_step_count=40, deadline=None, derandomize=True
+    max_examples=250, stateful_step_count=40, deadline=None, derandomize=True
 )
 
 UsersMachine.TestCase.settings = settings(

@@ -38,6 +38,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "chunks of 33, preemption": {**PREEMPTING, "max_num_batched_tokens": 33},
     "no prefix cache, preemption": {**PREEMPTING, "enable_prefix_caching": False},
 }
+IN_BATCHES = {name: options for name, options in OPTIONS.items() if name != "batches of 1"}
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +104,7 @@ def test_the_target_as_its_own_draft_is_always_right(
     assert num_proposed - num_accepted <= 4 * ended
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", IN_BATCHES.values(), ids=IN_BATCHES)
 def test_the_target_is_right_after_steps_without_drafts(
     options: dict[str, Any], random_model: str, make_llm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,7 +120,7 @@ def test_the_target_is_right_after_steps_without_drafts(
     assert num_accepted == num_proposed > 20
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", IN_BATCHES.values(), ids=IN_BATCHES)
 def test_another_draft_model_changes_no_token(
     options: dict[str, Any],
     random_model: str,
