@@ -56,7 +56,7 @@ def test_quantize(shape, group, dtype):
     [
         *[(1, 64, 128, 128), (16, 33, 256, 128), (17, 64, 128, 64), (65, 130, 300, 128)],
         *[(3, 1, 77, 32), (5, 40, 512, 256), (2, 16, 100, 96), (0, 32, 128, 128)],
-        *[(16, 70, 900, 128), (33, 100, 640, 128)],
+        (33, 40, 512, 128),
     ],
 )
 def test_multiply(rows, outputs, inputs, group, dtype):
@@ -85,8 +85,8 @@ def test_multiply(rows, outputs, inputs, group, dtype):
 @has_fp8
 def test_a_row_has_the_same_bits_in_every_batch_of_up_to_16():
     """The inputs are split, by the shape of the weight alone."""
-    x, x_scales = triton_fp8.quantize(randn(16, 1024), 128)
-    weight, weight_scales = triton_fp8.quantize(randn(96, 1024, seed=1), 128)
+    x, x_scales = triton_fp8.quantize(randn(16, 512), 128)
+    weight, weight_scales = triton_fp8.quantize(randn(40, 512, seed=1), 128)
     counters = triton_fp8.new_counters(weight)
 
     def rows(some):
