@@ -116,7 +116,7 @@ def plan_decode(
 def splits_of_row(seq_len: int) -> int:
     """Return the number of splits of a row. It never falls with the length."""
     short = min(triton.cdiv(seq_len, SHORT_SPLIT_TOKENS), SHORT_SPLITS)
-    return min(max(triton.cdiv(seq_len, SPLIT_TOKENS), short), MAX_SPLITS)
+    return int(min(max(triton.cdiv(seq_len, SPLIT_TOKENS), short), MAX_SPLITS))
 
 
 @functools.cache

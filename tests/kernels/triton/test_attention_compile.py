@@ -19,14 +19,17 @@ def meta(*shape, dtype=torch.int32):
 
 
 def launch(num_heads, head_dim, dtype, cache_dtype, block_size):
-    """Decode and prefill, with a row whose keys are split. All models have 8 KV heads."""
+    """Decode; prefill, without and with a row whose keys are split. All models have 8 KV heads."""
     cache = meta(2, 1000, block_size, 8, head_dim, dtype=cache_dtype)
     q = meta(64, num_heads, head_dim, dtype=dtype)
     heads = num_heads, 8, head_dim
     decode = decode_attention.plan_decode(meta(9), meta(8), 4096, *heads)
     decode_attention.decode(q, cache, meta(8, 64), decode, q)
-    prefill = prefill_attention.plan_prefill((3,), (2000,), *heads, dtype, torch.device("meta"))
-    prefill_attention.prefill(q, cache, meta(8, 64), meta(9), meta(8), prefill, q)
+    for seq_len in (3, 2000):
+        prefill = prefill_attention.plan_prefill(
+            (3,), (seq_len,), *heads, dtype, torch.device("meta")
+        )
+        prefill_attention.prefill(q, cache, meta(8, 64), meta(9), meta(8), prefill, q)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +53,7 @@ def test_attention(num_heads, head_dim, dtype, cache_dtype, block_size, archs):
     compiled = compile_launches(call, archs=archs)
     assert list(compiled) == list(archs)
     for arch, kernels in compiled.items():
-        names = ["_plan_decode", "_decode", "_prefill", "_merge_prefill"]
+        names = ["_plan_decode", "_decode", "_prefill", "_prefill", "_merge_prefill"]
         assert [kernel.name for kernel in kernels] == names
         for kernel in kernels:
             assert kernel.n_spills == 0, kernel
