@@ -237,12 +237,10 @@ def _decode(
 ):  # fmt: skip
     """Process splits, each for one KV head. The M rows of a tile are the head's query heads.
 
-    The first split of a program is the one of its own number. Any other comes from the queue: it is
-    taken while the block table of the split before it is on its way, and its entry is loaded while
-    the results of that split are stored.
+    A program's first split has the program's number. The others come from the queue: each is taken
+    while the block table of the one before is on its way, and looked up while results are stored.
     """
-    dims = tl.arange(0, D)
-    member = tl.arange(0, M)
+    dims, member = tl.arange(0, D), tl.arange(0, M)
     mask = (member < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     programs = tl.num_programs(0)
     index = tl.program_id(0)
@@ -276,8 +274,7 @@ def _decode(
         if count == 1:
             tl.store(out + place, acc / weight_sum[:, None], mask=mask)
         else:
-            scratch = row.to(tl.int64) * max_splits
-            scratch = ((scratch + split) * KV_HEADS + head) * GROUP + member
+            scratch = ((row.to(tl.int64) * max_splits + split) * KV_HEADS + head) * GROUP + member
             tl.store(partial_out + scratch[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
             tl.store(partial_stats + scratch * 2, score_max, mask=member < GROUP)
             tl.store(partial_stats + scratch * 2 + 1, weight_sum, mask=member < GROUP)
