@@ -12,6 +12,7 @@ import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from statistics import median
 from typing import Any
 
 from jsonschema import Draft202012Validator
@@ -175,17 +176,17 @@ def main() -> None:
         "JSON, no token forced": {"structured_outputs": {"json": _ANSWER}, "min_tokens": 1},
         "JSON": {"structured_outputs": {"json": _ANSWER}},
     }
-    best = {
-        name: min(time_steps(llm, args.batch, **options) for _ in range(args.rounds))
-        for name, options in kinds.items()
-    }
-    plain = best["no grammar"][0]
-    print(f"\na step of {args.batch} sequences, best of {args.rounds} rounds:")
-    for name, (seconds, tokens) in best.items():
-        share = 1 - plain / seconds
+    rounds = [
+        {name: time_steps(llm, args.batch, **options) for name, options in kinds.items()}
+        for _ in range(args.rounds)
+    ]
+    print(f"\na step of {args.batch} sequences, medians of {args.rounds} rounds:")
+    for name in kinds:
+        seconds, tokens = zip(*(found[name] for found in rounds), strict=True)
+        more = median(found[name][0] / found["no grammar"][0] for found in rounds) - 1
         print(
-            f"{name:24} {seconds * 1e3:7.3f} ms ({share:4.0%} more than without), "
-            f"{tokens:.2f} tokens of a sequence"
+            f"{name:24} {median(seconds) * 1e3:7.3f} ms ({more:4.0%} more than without), "
+            f"{median(tokens):.2f} tokens of a sequence"
         )
 
 

@@ -4,7 +4,6 @@ Owns the tokenizer. Knows no scheduling and no output.
 """
 
 import dataclasses
-import math
 import random
 from collections.abc import Iterable, Mapping, Sequence as Seq
 from functools import cached_property
@@ -15,7 +14,7 @@ from nanovllm.engine import chat
 from nanovllm.engine.chat import Message, RenderedChat
 from nanovllm.engine.request import Request
 from nanovllm.engine.template_process import TemplateProcess
-from nanovllm.engine.tokenizer import max_chars_per_token
+from nanovllm.engine.tokenizer import TokenBound, token_bound
 from nanovllm.errors import InvalidRequestError
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.scheduler.sequence import Sequence
@@ -160,7 +159,7 @@ class InputProcessor:
                     "this engine has no tokenizer, so bad_words cannot be used"
                 )
             _check_unicode("a word of bad_words", word)
-            self.check_length("a word of bad_words", len(word))
+            self.check_length("a word of bad_words", word)
             bare = word.lstrip() or word  # a word of white space only stays as it is
             plain = tuple(self._encode(self.tokenizer, bare, add_special_tokens=False))
             spaced = tuple(self._encode(self.tokenizer, " " + bare, add_special_tokens=False))
@@ -246,7 +245,7 @@ class InputProcessor:
             text, prompt = _text_and_tokens(prompt)
         if isinstance(prompt, str):
             if kept is None:
-                self.check_length("the prompt", len(prompt))
+                self.check_length("the prompt", prompt)
             text, prompt = str(prompt), self.encode(prompt)
         prompt = array_to_list(prompt)
         if not isinstance(prompt, Seq) or isinstance(prompt, bytes):
@@ -271,20 +270,22 @@ class InputProcessor:
             for index, token in enumerate(prompt)
         ]
 
-    def check_length(self, what: str, num_chars: int) -> None:
-        """Raise InvalidRequestError if a text is surely too long: tokenizing it takes seconds."""
-        limit = self._max_model_len
-        if num_chars > limit and num_chars > (limit - 1) * self._max_chars_per_token:
+    def check_length(self, what: str, *texts: str) -> None:
+        """Raise InvalidRequestError if texts are surely too long: tokenizing them takes seconds."""
+        limit, bound = self._max_model_len, self._token_bound
+        num_chars = sum(map(len, texts))
+        if num_chars <= limit or bound is None or num_chars <= (limit - 1) * bound.chars_per_token:
+            return
+        if bound.least_tokens(texts) > limit - 1:
             raise InvalidRequestError(
                 f"{what} has {num_chars} characters, and no token has more than "
-                f"{self._max_chars_per_token:g}: it cannot fit into max_model_len {limit}; "
-                "shorten it, or raise the limit"
+                f"{bound.chars_per_token:g}: it cannot fit into max_model_len {limit}; shorten it, "
+                "or raise the limit"
             )
 
     @cached_property
-    def _max_chars_per_token(self) -> float:
-        bound = None if self.tokenizer is None else max_chars_per_token(self.tokenizer)
-        return math.inf if bound is None else bound
+    def _token_bound(self) -> TokenBound | None:
+        return None if self.tokenizer is None else token_bound(self.tokenizer)
 
 
 def array_to_list(value: Any) -> Any:

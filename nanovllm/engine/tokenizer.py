@@ -4,13 +4,15 @@ Knows no prompts and no requests.
 """
 
 import copy
+import itertools
 import json
 import logging
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tokenizers import models, pre_tokenizers
+from tokenizers import models
 
 from nanovllm.engine.gguf_tokenizer import convert_gguf_tokenizer
 from nanovllm.errors import CheckpointError, ConfigError
@@ -113,22 +115,43 @@ def _tokenizer_text(tokenizer: "PreTrainedTokenizerBase") -> str:
     return text
 
 
-def max_chars_per_token(tokenizer: "PreTrainedTokenizerBase") -> float | None:
-    """Return how many characters one token can hold at most; None if there is no sure bound.
+class TokenBound(NamedTuple):
+    """How little a tokenizer can make of a text."""
 
-    Byte-level BPE has one: each byte of the normalised text is in one token, and no token is longer
-    than the longest entry of the vocabulary. NFC makes at least 2 bytes of 3 characters. Other
-    tokenizers may drop text, or make one token of any number of unknown characters.
+    chars_per_token: float
+    """One token holds no more characters."""
+    lost_bytes: bytes = b""
+    """Bytes of UTF-8 that are in no token: the vocabulary lacks them."""
+
+    def least_tokens(self, texts: Iterable[str]) -> float:
+        """Return how many tokens the texts have at least."""
+        num_chars = 0
+        for text in texts:
+            num_chars += len(text)
+            if self.lost_bytes:  # a character has one of them or more
+                data = text.encode()
+                num_chars -= len(data) - len(data.translate(None, self.lost_bytes))
+        return num_chars / self.chars_per_token
+
+
+def token_bound(tokenizer: "PreTrainedTokenizerBase") -> TokenBound | None:
+    """Return the bound of a tokenizer; None if there is no sure one.
+
+    Byte-level BPE has one: each byte of the normalised text that the vocabulary has is in one
+    token, and no token is longer than the longest entry of the vocabulary. NFC makes at least 2
+    bytes of 3 characters. Other tokenizers may drop text, or make one token of any number of
+    unknown characters.
     """
     backend: Any = tokenizer.backend_tokenizer
     model, vocab = backend.model, backend.get_vocab(with_added_tokens=False)
     added = backend.get_added_tokens_decoder().values()
     normalizer, pre_tokenizer = _steps(backend.normalizer), _steps(backend.pre_tokenizer)
-    keeps_every_byte = (
+    lost = bytes(byte for byte, char in _byte_level_chars().items() if char not in vocab)
+    keeps_other_bytes = (
         type(model) is models.BPE
         and not (model.continuing_subword_prefix or model.end_of_word_suffix)
-        and vocab.keys() >= set(pre_tokenizers.ByteLevel.alphabet())
         and all(step["type"] == "NFC" for step in normalizer)
+        and not (normalizer and lost)
         and any(step["type"] == "ByteLevel" for step in pre_tokenizer)
         and all(
             step["type"] in ("ByteLevel", "Digits")
@@ -137,11 +160,20 @@ def max_chars_per_token(tokenizer: "PreTrainedTokenizerBase") -> float | None:
         )
         and not any(token.lstrip or token.rstrip for token in added)
     )
-    if not keeps_every_byte:
+    if not keeps_other_bytes:
         return None
     # An entry of a byte-level vocabulary has one character for each byte.
     longest = max(*map(len, vocab), *(len(token.content.encode()) for token in added))
-    return longest * 1.5
+    return TokenBound(longest * 1.5, lost)
+
+
+def _byte_level_chars() -> dict[int, str]:
+    """Return the character that stands for each byte in a byte-level vocabulary: itself if it is
+    printable, else one from 256 on (Radford et al., 2019).
+    """
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = itertools.count(256)
+    return {byte: chr(byte if byte in printable else next(others)) for byte in range(256)}
 
 
 def _steps(component: Any) -> list[dict[str, Any]]:

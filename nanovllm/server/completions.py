@@ -69,7 +69,7 @@ def _prompts(server: ServerState, body: CompletionRequest) -> list[str | list[in
         given = [given]
     for prompt in given:
         if isinstance(prompt, str):  # also one that is to be cut: to tokenize it takes seconds
-            server.llm.engine.input_processor.check_length("the prompt", len(prompt))
+            server.llm.engine.input_processor.check_length("the prompt", prompt)
     return list(given)
 
 

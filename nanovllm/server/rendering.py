@@ -5,6 +5,7 @@ Blocks while the template runs: call it in a thread.
 
 import json
 from collections.abc import Mapping, Sequence as Seq
+from itertools import chain
 from typing import Any
 
 from nanovllm.engine.chat import RenderedChat, template_options
@@ -46,15 +47,15 @@ def render(
     )
     processor = server.llm.engine.input_processor
     # Before the template, which takes its time; also for one that is to be cut.
-    processor.check_length("the conversation", sum(map(_num_chars, messages)))
+    processor.check_length("the conversation", *chain.from_iterable(map(_texts, messages)))
     given = [_template_message(index, message) for index, message in enumerate(messages)]
     return processor.render(given, options)
 
 
-def _num_chars(message: Message) -> int:
+def _texts(message: Message) -> list[str]:
     if not isinstance(message.content, list):
-        return len(message.content or "")
-    return sum(len(text) for part in message.content if isinstance(text := part.get("text"), str))
+        return [message.content or ""]
+    return [text for part in message.content if isinstance(text := part.get("text"), str)]
 
 
 def _template_message(index: int, message: Message) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def _tokenize(server: ServerState, body: TokenizeRequest) -> tuple[list[int], li
     processor = server.llm.engine.input_processor
     if body.messages is None:
         assert body.prompt is not None
-        processor.check_length("the prompt", len(body.prompt))
+        processor.check_length("the prompt", body.prompt)
         tokens = processor.encode(body.prompt)
     else:
         tokens = processor.encode(

@@ -3,7 +3,7 @@
 import pytest
 
 from nanovllm import SamplingParams
-from nanovllm.engine.tokenizer import load_tokenizer, max_chars_per_token
+from nanovllm.engine.tokenizer import load_tokenizer, token_bound
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.utils.hub import open_checkpoint
 from tests.gguf_files import make_gguf
@@ -27,7 +27,7 @@ def test_text_and_special_tokens(tmp_path):
     assert tokenizer.decode(ids) == text
     assert 2 in ids
     assert tokenizer.convert_ids_to_tokens(tokenizer.encode("he 12")) == ["he", "Ġ", "1", "2"]
-    assert max_chars_per_token(tokenizer) is not None
+    assert token_bound(tokenizer) is not None
 
 
 @pytest.mark.parametrize(("add", "first"), [(True, 4), (False, None), (None, None)])

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nanovllm import demo_model
-from nanovllm.engine.tokenizer import max_chars_per_token
+from nanovllm.engine.tokenizer import token_bound
 
 DEMO: Any = AutoTokenizer.from_pretrained(demo_model.MODEL)
 LONGEST = sorted(DEMO.get_vocab(), key=len)[-8:]
@@ -20,9 +20,26 @@ PIECES += ["<|im_start|>", " ", "\n", "é", "e\u0301", "α\u0313\u0300\u0345", "
 @given(st.lists(st.sampled_from(PIECES), min_size=1, max_size=9).map("".join) | st.text(min_size=1))
 @settings(deadline=None)
 def test_no_token_holds_more_characters(text: str) -> None:
-    bound = max_chars_per_token(DEMO)
+    bound = token_bound(DEMO)
     assert bound is not None
-    assert len(text) <= bound * len(DEMO.encode(text))
+    assert len(text) <= bound.chars_per_token * len(DEMO.encode(text))
+
+
+@given(st.text(alphabet="ab\n é日👋\U000f0000\x04", min_size=1))
+@settings(deadline=None)
+def test_bytes_that_the_vocabulary_lacks_count_for_nothing(text: str) -> None:
+    """As in SmolLM2's vocabulary: they are in no token, so a text of them may have none."""
+    backend = byte_level()
+    vocab = [token for token in backend.get_vocab() if token not in "\u0104é¥ó"]  # 4, e9, a5, f3
+    model = models.BPE({token: index for index, token in enumerate(vocab)}, [("a", "b")])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level(model=model))
+    bound = token_bound(tokenizer)
+    assert bound is not None
+    assert bound.lost_bytes == b"\x04\xa5\xe9\xf3"
+    assert bound.least_tokens([text, text]) <= 2 * len(tokenizer.encode(text))
+    assert bound.least_tokens([text]) == (
+        (len(text) - sum(text.encode().count(byte) for byte in bound.lost_bytes)) / 6
+    )
 
 
 def test_nfc_makes_at_least_two_bytes_of_three_characters() -> None:
@@ -47,7 +64,8 @@ def byte_level(**changes: Any) -> Tokenizer:
 
 
 def bound_of(backend: Tokenizer) -> float | None:
-    return max_chars_per_token(PreTrainedTokenizerFast(tokenizer_object=backend))
+    bound = token_bound(PreTrainedTokenizerFast(tokenizer_object=backend))
+    return None if bound is None else bound.chars_per_token
 
 
 def test_longest_entry_sets_the_bound() -> None:
@@ -69,7 +87,7 @@ SPLITS = [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel()]
         {"pre_tokenizer": pre_tokenizers.Whitespace()},
         {"pre_tokenizer": pre_tokenizers.Sequence(SPLITS)},
         {"pre_tokenizer": None},
-        {"model": models.BPE({"a": 0}, [])},
+        {"model": models.BPE({"a": 0}, []), "normalizer": normalizers.NFC()},
         {"model": models.WordLevel({"a": 0}, unk_token="a")},
     ],
     ids=repr,
