@@ -65,7 +65,7 @@ def faults_of_a_tensor():
 faults_of_a_tensor()
 given_back = faults_of_a_tensor()
 keep_freed()
-for _ in range(8):  # the block just freed may not fit an aligned one, until neighbours merge
+for _ in range(32):  # the block just freed may not fit an aligned one, until neighbours merge
     kept = faults_of_a_tensor()
 print(given_back, kept)
 """

@@ -15,6 +15,7 @@ from triton.runtime.interpreter import GridExecutor
 from nanovllm.attention.backend import AttentionSpec
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.torch_sdpa import TorchBackend, _Decode
+from nanovllm.layers import sampler
 from nanovllm.worker import network
 from nanovllm.worker.cuda_capture import Step
 
@@ -69,9 +70,7 @@ class RecordedGraph(TorchDispatchMode):
 
     def replay(self) -> None:
         self.num_replays += 1
-        for (
-            graph
-        ) in self.capture.graphs:  # they share memory: a replay may overwrite any graph's tensors
+        for graph in self.capture.graphs:  # sharing memory: a replay may overwrite all tensors
             graph.spoil()
         for func, args, kwargs, made in self.calls:
             leaves = tree_leaves(func(*args, **kwargs))  # empty for a Triton kernel
@@ -136,6 +135,7 @@ def use_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> list[FakeCapture]:
     monkeypatch.setattr(network, "can_capture", lambda device: True)
     monkeypatch.setattr(network, "make_capture", lambda device: FakeCapture())
     monkeypatch.setattr(network, "select_backend", select_static)
+    monkeypatch.setattr(sampler, "_c_kernels_support", lambda logits, native: False)  # as on CUDA
     few = [16, 64]  # capturing more takes time
     monkeypatch.setattr(network, "piece_sizes", lambda most: [size for size in few if size <= most])
     return FakeCapture.made

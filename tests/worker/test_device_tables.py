@@ -147,6 +147,11 @@ def check_batch(batch, rows, shadow):
         assert table[:needed] == shadow.blocks[row.table_idx][:needed]
 
 
+def sampling_of(rows):
+    """Return how to sample `rows`, as the sampler gets it."""
+    return rows._sampling(rows._table_indices, rows._positions)
+
+
 def check_sampling(tables, sampling, rows, shadow):
     """Compare which logits each sampling row reads, and its sampling parameters."""
     last_tokens, wanted = [], []
@@ -165,8 +170,7 @@ def check_sampling(tables, sampling, rows, shadow):
     assert sampling.last_tokens.tolist() == last_tokens
     if not wanted:
         return
-    everyone = list(range(len(wanted)))
-    drawn = sampling._sampling(everyone, torch.tensor(everyone), of_all=False)
+    drawn = sampling_of(sampling)
     temperatures, seeds, positions, top_ps, min_ps = zip(*wanted, strict=True)
     assert drawn.temperatures.tolist() == pytest.approx(temperatures)
     assert drawn.seeds.tolist() == list(seeds)
@@ -201,7 +205,7 @@ def test_dtypes():
     apply(tables, [admit(2, [5, 6, 7], [9], seed=2**63 - 1)])
     rows = [Row(1, 2, 0, 3, samples=True)]
     batch = tables.batch(rows)
-    sampling = SamplingRows(tables, rows)._sampling([0], torch.tensor([0]), of_all=False)
+    sampling = sampling_of(SamplingRows(tables, rows))
     for tensor in (batch.input_ids, batch.positions, batch.slot_mapping):
         assert tensor.dtype == torch.int64
     for tensor in (batch.cu_seqlens_q, batch.seq_lens, batch.block_tables):
@@ -273,7 +277,7 @@ def test_a_table_row_taken_again_shows_nothing_of_the_sequence_before():
     batch, sampling_rows = tables.batch(rows), SamplingRows(tables, rows)
     assert batch.input_ids.tolist() == [1, 2]
     assert batch.slot_mapping.tolist() == [12, 13]
-    sampling = sampling_rows._sampling([0], torch.tensor([0]), of_all=False)
+    sampling = sampling_of(sampling_rows)
     assert sampling.temperatures.tolist() == [0.25]
     assert sampling.seeds.tolist() == [22]
     assert sampling.top_ks.item() >= VOCAB

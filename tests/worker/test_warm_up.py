@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from nanovllm.layers import sampler
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import CacheInfo
 from nanovllm.worker import sampling
@@ -52,7 +53,8 @@ def test_every_way_of_choosing_a_token_is_used(
         monkeypatch.setattr(module, name, watched)
 
     watch(sampling, "greedy_tokens", lambda logits: [logits.dtype])
-    watch(sampling, "draw", lambda logits, _, count: [logits.dtype, bool(count)])
+    watch(sampling, "draw", lambda logits, _, count=0: [logits.dtype, bool(count)])
+    monkeypatch.setattr(sampler, "_c_kernels_support", lambda logits, native: False)  # as on CUDA
     watch(sampling, "gather_logprobs", lambda *_: [])
     watch(Network, "forward", lambda _, tables, rows, wanted: [rows[0].samples])
     watch(Ngram, "propose", lambda _, rows: [rows[0].num_draft_tokens > 0])
