@@ -194,7 +194,7 @@ def _token_buffer(tables: DeviceTables, max_tokens: int) -> torch.Tensor:
     """
     device = tables.device
     buffer = torch.zeros(LAPS * max_tokens, dtype=torch.int64, device=device)
-    if device.type == "cpu":
+    if device.type != "cuda":
         return buffer
     host = torch.empty(len(buffer), dtype=torch.int64, pin_memory=True)
     # Because of this copy torch waits for the stream before it uses freed memory again.

@@ -88,7 +88,7 @@ def attend_rows(
         head_dim**-0.5 * LOG2_E,
         KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         ROWS=MAX_ROWS, M=max(16, triton.next_power_of_2(group)), D=width,
-        N=min(64, 16384 // (width * qkv.itemsize)), num_warps=4, num_stages=3,
+        N=min(64, 16384 // (width * qkv.itemsize)), num_warps=2 * qkv.itemsize, num_stages=3,
         **launch_options(chained),
     )  # fmt: skip
     return out

@@ -130,8 +130,8 @@ def _inputs_per_step(x: torch.Tensor) -> int:
 
 
 def _tile(x: torch.Tensor, weight: torch.Tensor, width: int, inputs: int) -> dict[str, int]:
-    """Return the sizes of a program's tiles: R rows, N outputs, K inputs at once; and FETCH, how
-    many inputs of each output it fetches ahead.
+    """Return the size of a program: R rows, N outputs, K inputs at once; FETCH, how many inputs of
+    each output it fetches ahead; and its warps.
 
     Few values of R, because each is another compilation.
 
@@ -148,6 +148,7 @@ def _tile(x: torch.Tensor, weight: torch.Tensor, width: int, inputs: int) -> dic
         "N": width,
         "K": _inputs_per_step(x),
         "FETCH": fetch // x.itemsize if is_aligned else 0,
+        "num_warps": 2 * x.itemsize,  # float32 takes twice the registers
     }
 
 

@@ -117,9 +117,9 @@ def merge(
     dims = tl.arange(0, D)
     split = tl.arange(0, _MAX_SPLITS)
     valid = split < count
-    # Times 1, the size of the grid's second axis, which the compiler does not know. It would unroll
+    # Times 1, the size of the grid's third axis, which the compiler does not know. It would unroll
     # the loop, and hold the values of all heads in registers.
-    for member in range(GROUP * tl.num_programs(1)):
+    for member in range(GROUP * tl.num_programs(2)):
         # ".cg" reads from the L2. The other programs' stores are there, and the L1 may be stale.
         scratch = first + member + split * KV_HEADS * GROUP
         score_max = tl.load(partial_stats + scratch * 2, valid, float("-inf"), cache_modifier=".cg")

@@ -64,7 +64,7 @@ def layer(model, rows, dtype, chained):
         (LLAMA, 16, BF16, [90, 100]),
         (LLAMA, 16, BF16, [80]),
         (QWEN3, 1, BF16, [90]),
-        (QWEN3, 16, F32, [90]),
+        (LLAMA, 16, F32, [90]),
     ],
     ids=str,
 )
