@@ -177,6 +177,25 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW
 
     @property
+    def has_rules(self) -> bool:
+        """Whether some rule changes the logits, grammars aside."""
+        return bool(
+            self.allowed_token_ids is not None
+            or self.logits_processors
+            or self.bad_words
+            or self.min_tokens
+            or self.logit_bias
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1.0
+        )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a step gives only a token, from the logits as they are."""
+        return not self.has_rules and self.structured_outputs is None and self.logprobs is None
+
+    @property
     def forces_tokens(self) -> bool:
         """Whether tokens that the grammar forces are appended without a step of the model each.
 

@@ -74,16 +74,7 @@ class LogitsRules:
     @staticmethod
     def needed(params: SamplingParams) -> bool:
         """Return whether `params` set any rule."""
-        return bool(
-            params.allowed_token_ids is not None
-            or params.logits_processors
-            or params.bad_words
-            or params.min_tokens
-            or params.logit_bias
-            or params.presence_penalty
-            or params.frequency_penalty
-            or params.repetition_penalty != 1.0
-        )
+        return params.has_rules
 
     def run_processors(self, logits: torch.Tensor, tokens: torch.Tensor) -> None:
         """Change `logits` [vocab_size] float32 in place by the request's logits processors.

@@ -1,4 +1,5 @@
-"""Adds draft tokens to the rows of a step, and tells the controller what the step showed.
+"""Adds draft tokens to the rows of a step, decides which rows may follow drafts in flight, and
+tells the controller what the step showed.
 
 Knows no draft's value: the workers propose, verify and keep them.
 """
@@ -36,7 +37,7 @@ def add_drafts(
     seqs = [sequences[rows[index].seq_id] for index in indices]
     candidates = []
     for seq in seqs:
-        limit = min(seq.room - seq.num_pending_tokens, budget)
+        limit = min(seq.room - seq.num_pending_tokens - seq.num_draft_tokens, budget)
         # Logits processors are the user's code: no draft may show them tokens that do not count.
         candidates.append((seq.acceptance, 0 if seq.params.logits_processors else limit))
     num_tokens = sum(row.num_scheduled_tokens for row in rows)
@@ -51,10 +52,40 @@ def add_drafts(
         elif appended:
             new_blocks.append(NewBlocks(row.table_idx, start, appended))
         rows[index] = row._replace(num_scheduled_tokens=1 + count, num_draft_tokens=count)
-        seq.num_draft_tokens = count
+        seq.num_draft_tokens += count
         seq.num_computed_tokens += count
         budget -= count
     return new_blocks
+
+
+def take_back_followers(
+    rows: list[Row],
+    new_blocks: list[NewBlocks],
+    sequences: Mapping[int, Sequence],
+    block_manager: BlockManager,
+) -> tuple[list[Row], list[NewBlocks]]:
+    """Return `rows` and `new_blocks` without those of rows whose positions only the device knows,
+    unless such rows can run in this step: see `CacheInfo.follows_drafts`.
+
+    Args:
+        sequences: by id.
+    """
+    if not any(row.num_unverified_tokens for row in rows) or all(
+        row.samples and row.num_scheduled_tokens == 1 and sequences[row.seq_id].params.is_plain
+        for row in rows
+    ):
+        return rows, new_blocks
+    taken = {row.table_idx: row for row in rows if row.num_unverified_tokens}
+    for row in taken.values():
+        seq = sequences[row.seq_id]
+        seq.num_computed_tokens -= row.num_scheduled_tokens
+        seq.num_in_flight_steps -= 1
+        seq.num_pending_tokens -= 1
+        block_manager.trim(seq, seq.num_computed_tokens)
+    return (
+        [row for row in rows if row.table_idx not in taken],
+        [new for new in new_blocks if new.table_idx not in taken],
+    )
 
 
 def record_step(

@@ -64,6 +64,10 @@ class Row(NamedTuple):
     num_draft_tokens: int = 0
     """So many of the row's last tokens are drafts: the worker proposes at most as many and verifies
     them in this step. Before them the row has one known token."""
+    num_unverified_tokens: int = 0
+    """How many drafts the steps in flight verify before this row. Each one that is rejected moves
+    the row one position back, and only the device knows how many that are. The row's counts are
+    those without rejections: no position is larger."""
 
     @property
     def end(self) -> int:
@@ -151,6 +155,9 @@ class CacheInfo:
     runs_ahead: bool = False
     """Whether steps run asynchronously to the host. If so, the engine launches a step before it
     knows the tokens of the previous one."""
+    follows_drafts: bool = False
+    """Whether rows with `num_unverified_tokens` can run: in steps of rows with one known token
+    each, whose parameters are plain."""
     step_seconds: tuple[tuple[int, float], ...] = ()
     """(tokens, seconds) of decode steps, ascending; measured only for speculation."""
     draft_seconds: tuple[tuple[int, float, float], ...] = ()

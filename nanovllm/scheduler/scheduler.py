@@ -11,7 +11,7 @@ from itertools import count
 from nanovllm.scheduler.appending import append_forced, append_tokens, send_tokens
 from nanovllm.scheduler.block_manager import BlockManager
 from nanovllm.scheduler.draft_controller import DraftController
-from nanovllm.scheduler.drafts import add_drafts
+from nanovllm.scheduler.drafts import add_drafts, take_back_followers
 from nanovllm.scheduler.messages import Admission, NewBlocks, Row, Schedule, StepResult
 from nanovllm.scheduler.sequence import Sequence
 from nanovllm.scheduler.stats import SchedulerStats
@@ -43,12 +43,14 @@ class Scheduler:
         max_model_len: int,
         eos_token_ids: frozenset[int] = frozenset(),
         draft_controller: DraftController | None = None,
+        follows_drafts: bool = False,
     ) -> None:
         self.block_manager = block_manager
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
         self.draft_controller = draft_controller
+        self.follows_drafts = follows_drafts  # see CacheInfo
         self.stats = SchedulerStats()
         self.running: list[Sequence] = []  # sorted by `Sequence.order`
         self._waiting = WaitingQueue()
@@ -84,6 +86,10 @@ class Scheduler:
         admissions = [] if preempted else self._admit_waiting(rows, budget)
         if not rows:
             return None
+        if self.follows_drafts:
+            rows, new_blocks = take_back_followers(
+                rows, new_blocks, self._sequences, self.block_manager
+            )
         controller = self.draft_controller
         may_draft = controller is not None and not controller.skips_step()
         if controller is not None and may_draft:
@@ -121,10 +127,11 @@ class Scheduler:
             if row.samples:
                 num_rejected = row.num_draft_tokens + 1 - len(tokens)
                 assert 0 <= num_rejected <= row.num_draft_tokens
-                num_written -= num_rejected
+                num_written = len(seq.token_ids) + len(tokens) - 1  # the last token has no KV yet
                 seq.num_pending_tokens -= 1
                 if seq.table_idx is not None:
                     seq.num_computed_tokens -= num_rejected
+                    seq.num_draft_tokens -= row.num_draft_tokens
                 num_appended = append_tokens(seq, tokens, self.eos_token_ids)
                 forced = result.forced.get(row.seq_id, [])
                 self.stats.num_decode_tokens += append_forced(seq, forced, self.eos_token_ids)
@@ -137,7 +144,6 @@ class Scheduler:
                     self.draft_controller.record(
                         seq.acceptance, row.num_draft_tokens, num_proposed, num_accepted
                     )
-                    seq.num_draft_tokens = 0
                     for counts in (seq.draft_counts, self.stats.drafts):
                         counts.add(num_proposed, min(num_appended, num_accepted))
                 advanced.append(seq)
@@ -277,11 +283,16 @@ class Scheduler:
         )
 
     def _num_tokens_to_schedule(self, seq: Sequence) -> int:
-        """Return how many tokens can be computed now; 0 once the last token is known or pending."""
+        """Return how many tokens can be computed now; 0 once the last token is known, or may be in
+        flight.
+        """
         # While drafts or a token that others may follow by force are in flight, the position of the
-        # next token is not known.
-        pending = seq.num_pending_tokens
-        if seq.num_draft_tokens or (pending and (seq.room <= pending or seq.params.forces_tokens)):
+        # next token is not known. Behind drafts the device may know it.
+        drafts = seq.num_draft_tokens
+        if drafts and not (self.follows_drafts and seq.params.is_plain):
+            return 0
+        pending = seq.num_pending_tokens + drafts
+        if pending and (seq.room <= pending or seq.params.forces_tokens):
             return 0
         return seq.num_tokens - seq.num_computed_tokens
 
@@ -290,7 +301,8 @@ class Scheduler:
         start = seq.num_computed_tokens
         samples = start + num_scheduled == seq.num_tokens
         assert seq.table_idx is not None
-        row = Row(seq.seq_id, seq.table_idx, start, num_scheduled, samples)
+        behind = seq.num_draft_tokens
+        row = Row(seq.seq_id, seq.table_idx, start, num_scheduled, samples, 0, behind)
         seq.num_computed_tokens += num_scheduled
         seq.num_in_flight_steps += 1
         seq.num_pending_tokens += samples

@@ -17,8 +17,8 @@ class Sequence:
     """A prompt and the tokens generated for it.
 
     Invariants:
-    - `num_tokens` is the number of known, pending and draft tokens. A launched step verifies the
-      drafts.
+    - `num_tokens` is the number of known, pending and draft tokens. Launched steps verify the
+      drafts. Until a result is there, all of its drafts count as accepted.
     - `num_computed_tokens <= num_tokens`; the difference is what is left to compute.
     - A sequence owns KV blocks only while it owns a table row, that is, while it is running.
     """
@@ -83,7 +83,7 @@ class Sequence:
         self.num_computed_tokens = 0  # tokens with KV written, or being written by a launched step
         self.num_pending_tokens = 0  # tokens that launched steps will sample
         self.num_in_flight_steps = 0  # launched steps with a row of this sequence
-        self.num_draft_tokens = 0  # that a launched step verifies
+        self.num_draft_tokens = 0  # that launched steps verify
         self.num_unsent_tokens = 0  # last known tokens, which the workers' table row lacks
         self.acceptance = Acceptance()  # how its drafts fare; changed by the controller
         self.draft_counts = DraftCounts()

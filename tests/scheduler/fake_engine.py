@@ -140,6 +140,8 @@ class FakeWorker:
         width = -(-max_model_len // block_size)
         self.token_ids = [[UNWRITTEN] * (max_model_len + 1) for _ in range(num_table_rows)]
         self.block_tables = [[UNWRITTEN] * width for _ in range(num_table_rows)]
+        self.last_positions = [UNWRITTEN] * num_table_rows  # of the last step that sampled
+        self.rows: list[Row] = []  # of the last step, at their true positions
         self.kv: dict[tuple[int, int], int] = {}  # (block, offset) -> hash of the prefix written
         self.writers: dict[tuple[int, int], int] = {}  # (block, offset) -> sequence; none if zero
         self.is_broken = False
@@ -161,7 +163,8 @@ class FakeWorker:
                 self.kv.pop((block_id, offset), None)
                 self.writers.pop((block_id, offset), None)
         result = StepResult(schedule.step_id, [], seconds=0.01, draft_seconds=0.001)
-        for row in map(self._with_drafts, schedule.rows):
+        self.rows = [self._placed(row) for row in schedule.rows]
+        for row in map(self._with_drafts, self.rows):
             if self.is_broken:
                 self._write_garbage(row)
             else:
@@ -172,6 +175,15 @@ class FakeWorker:
         """Return the (block, offset) of a position."""
         block_id = self.block_tables[row.table_idx][position // self.block_size]
         return block_id, position % self.block_size
+
+    def _placed(self, row: Row) -> Row:
+        """Move a row back by the drafts that were rejected since its step was scheduled."""
+        if row.num_unverified_tokens == 0:
+            return row
+        start = self.last_positions[row.table_idx]
+        moved = row.num_computed_tokens - start
+        assert 0 <= moved <= row.num_unverified_tokens, (row, start)
+        return row._replace(num_computed_tokens=start)
 
     def _with_drafts(self, row: Row) -> Row:
         """Write the drafts of `row`; return it with as many as there are."""
@@ -202,6 +214,7 @@ class FakeWorker:
             self._store(tokens, num_known, sampled)  # also what follows a wrong draft
             accepted = self._accepted(row, drafts, sampled, result.errors)
             result.token_ids.append(accepted)
+            self.last_positions[row.table_idx] = num_known - 1 + max(1, len(accepted))
             if accepted and self.forces[row.table_idx]:
                 known = tokens[:num_known] + accepted
                 count = (prefix_hashes(known)[-1] >> 4) % 4
@@ -223,6 +236,7 @@ class FakeWorker:
             self.kv[self.location(row, position)] = UNWRITTEN
             self.writers[self.location(row, position)] = row.seq_id
         self._store(self.token_ids[row.table_idx], row.end, [UNWRITTEN])
+        self.last_positions[row.table_idx] = row.num_known_tokens
 
     def _store(self, table: list[int], start: int, values: list[int]) -> None:
         assert start + len(values) <= len(table), "written past the end of a table"
@@ -245,6 +259,7 @@ class Engine:
         queue_depth: int = 0,
         propose: Proposer | None = None,
         controller: DraftController | None = None,
+        follows_drafts: bool = False,
     ) -> None:
         if propose is not None and controller is None:
             controller = FakeController(lambda most: most)
@@ -256,6 +271,7 @@ class Engine:
             max_model_len=max_model_len,
             eos_token_ids=eos_token_ids,
             draft_controller=controller,
+            follows_drafts=follows_drafts,
         )
         self.worker = FakeWorker(
             max_num_seqs, max_model_len, block_size, propose or (lambda token_ids: [])
@@ -269,6 +285,7 @@ class Engine:
         self.admitted: list[int] = []  # ids, in order of first admission
         self.preempted: list[int] = []  # ids, in order of preemption
         self.num_drafts_accepted = 0
+        self.num_followers = 0  # rows behind drafts in flight
 
     def add(
         self,
@@ -319,8 +336,9 @@ class Engine:
             return schedule
         result = self.worker.execute(schedule)
         if result is not None:
-            for row in schedule.rows:
+            for row in self.worker.rows:
                 self._check_row(row)
+        self.num_followers += sum(row.num_unverified_tokens > 0 for row in schedule.rows)
         self.in_flight.append((schedule, result))
         return schedule
 
@@ -489,8 +507,15 @@ class Engine:
         assert all(row.num_known_tokens == row.num_computed_tokens + 1 for row in drafting)
         num_samples = sum(row.samples + row.num_draft_tokens for row in schedule.rows)
         assert num_samples <= MAX_SAMPLES or not drafting
+        followers = [row for row in schedule.rows if row.num_unverified_tokens]
+        decodes = all(row.samples and row.num_scheduled_tokens == 1 + row.num_draft_tokens
+                      for row in schedule.rows)
+        params = [self.sequences[row.seq_id].params for row in schedule.rows]
+        assert not followers or (decodes and all(p.is_plain for p in params))
         if not all(row.samples for row in schedule.rows):  # the budget may cut only the last row
-            assert schedule.num_tokens == budget
+            # Rows behind drafts in flight, of one token each, may have been taken back.
+            waiting = sum(seq.num_draft_tokens > 0 for seq in self.scheduler.running)
+            assert budget - waiting <= schedule.num_tokens <= budget
             assert all(row.samples for row in schedule.rows[:-1])
 
     def _check_row(self, row: Row) -> None:

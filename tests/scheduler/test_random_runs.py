@@ -52,6 +52,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_caching=st.sampled_from([True, True, False]),
         queue_depth=st.sampled_from([0, 1, 1, 2, 4]),
         seed=st.integers(0, 2**32),
+        follows_drafts=st.booleans(),
     )
     def start(
         self,
