@@ -15,6 +15,7 @@ class Scripted:
     """Proposes each next token rightly with probability `acceptance`."""
 
     block_bytes = 0
+    follows_drafts = True
 
     def __init__(self, acceptance: float = 1.0) -> None:
         self.acceptance = acceptance
@@ -33,6 +34,7 @@ class Scripted:
 
     def allocate(self, tables: DeviceTables, num_blocks: int) -> None:
         self._tables = tables.token_ids.numpy()
+        self._last_positions = tables.last_positions.numpy()
 
     def admit(self, schedule: Schedule) -> None:
         for new in schedule.admissions:
@@ -42,7 +44,10 @@ class Scripted:
     def propose(self, rows: list[Row]) -> list[int]:
         for row in rows:
             table_row, expected = self._tables[row.table_idx], self._expected.get(row.table_idx, [])
-            for position in range(row.num_known_tokens, row.end):
+            first = row.num_known_tokens
+            if row.num_unverified_tokens:
+                first = int(self._last_positions[row.table_idx]) + 1
+            for position in range(first, first + row.num_draft_tokens):
                 token = expected[position] if position < len(expected) else 0
                 right = self._random.random() < self.acceptance
                 table_row[position] = token if right else token ^ 1

@@ -89,6 +89,7 @@ class LLMEngine:
             max_model_len=self.cache_info.max_model_len,
             eos_token_ids=eos_token_ids,
             draft_controller=self._draft_controller(),
+            follows_drafts=self.cache_info.follows_drafts,
         )
         self.output_processor = OutputProcessor(tokenizer)
         self.stats = self.scheduler.stats

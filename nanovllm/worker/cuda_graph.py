@@ -75,6 +75,7 @@ class GraphRunner:
 
     Args:
         max_tokens: size of the largest graph.
+        accepts: whether `DeviceTables.accept` counts the drafts that each step confirms.
         max_known_tokens: how many tokens a row may have that are no drafts. Rows of a decode step
             have one.
         choose: returns tokens [T] for logits of T rows; None: draw them.
@@ -88,11 +89,13 @@ class GraphRunner:
         max_tokens: int,
         capture: Capture,
         *,
+        accepts: bool = False,
         max_known_tokens: int = 1,
         choose: Choose | None = None,
     ) -> None:
         self.max_tokens = max_tokens
         self.sizes: list[int] = []
+        self._accepts = accepts
         self._compute_logits = compute_logits
         self._choose = choose or _draw
         self._backend = backend
@@ -102,8 +105,9 @@ class GraphRunner:
         device = tables.device
         self._max_known_tokens = max_known_tokens
         # A graph of `size` tokens reads the first 5 * size numbers as [5, size]: table indices,
-        # table indices that take tokens, positions, moves, places. So one copy fills them.
-        self._state = torch.zeros(5 * max_tokens, dtype=torch.int64, device=device)
+        # table indices that take tokens, positions, moves, places. `follows` of `_Tokens` is behind
+        # them. So one copy fills them.
+        self._state = torch.zeros(6 * max_tokens, dtype=torch.int64, device=device)
         self._tokens = _token_buffer(tables, max_tokens)
         self._lap = 0  # the part of the buffer that the next run writes
         self._cu_seqlens_q = torch.arange(max_tokens + 1, dtype=torch.int32, device=device)
@@ -113,7 +117,7 @@ class GraphRunner:
         """Capture a graph of each size, the largest first: the others then reuse its memory."""
         order = sorted(sizes, reverse=True)
         for size in tqdm(order, desc="Capturing CUDA graphs", disable=not progress):
-            self._upload(_Tokens([], [], []), size)
+            self._upload(_Tokens([], [], [], []), size)
             self._graphs[size] = self._capture(functools.partial(self._step, size))
         self.sizes = sorted(self._graphs)
 
@@ -135,16 +139,20 @@ class GraphRunner:
         tokens = _tokens_of(rows, self._tables.scratch_idx)
         num_tokens = len(tokens.positions)
         size = self.sizes[bisect_left(self.sizes, num_tokens)]
-        if tokens != self._held:
+        follows = any(tokens.follows)
+        if follows or tokens != self._held:
             self._upload(tokens, size)
         self._held = None  # in case the replay fails
+        table_indices, _, positions, _, _, offsets = self._columns(size)
+        if follows:
+            self._tables.follow(positions, table_indices, offsets)
         draft_ids = None
         if num_tokens > len(rows) and any(row.num_draft_tokens for row in rows):
-            table_indices, _, positions, _, _ = self._columns(size)
             draft_ids = self._tables.token_ids[table_indices, positions + 1][:num_tokens].long()
         graph, logits = self._graphs[size]
         graph.replay()
-        self._held = tokens._replace(positions=[position + 1 for position in tokens.positions])
+        if not follows:
+            self._held = tokens._replace(positions=[position + 1 for position in tokens.positions])
         if logits is not None:
             logits = logits[:num_tokens]
         sampled = self._tokens.view(LAPS, -1)[self._lap, :num_tokens]
@@ -158,16 +166,17 @@ class GraphRunner:
         state = [*tokens.table_indices, *scratch, *tokens.targets, *scratch]
         state += [*tokens.positions, *[0] * padding, *[1] * num_tokens, *[0] * padding]
         state += range(self._lap * self.max_tokens, self._lap * self.max_tokens + size)
+        state += [*tokens.follows, *[0] * padding]
         pinned = self._state.is_cuda
         host = torch.tensor(state, dtype=torch.int64, pin_memory=pinned)
-        self._state[: 5 * size].copy_(host, non_blocking=True)
+        self._state[: 6 * size].copy_(host, non_blocking=True)
 
     def _columns(self, size: int) -> tuple[torch.Tensor, ...]:
-        """Return the parts of the state that a graph of `size` tokens reads."""
-        return self._state[: 5 * size].view(5, size).unbind()
+        """Return the parts of the state for a graph of `size` tokens."""
+        return self._state[: 6 * size].view(6, size).unbind()
 
     def _step(self, size: int) -> torch.Tensor | None:
-        table_indices, targets, positions, moves, places = self._columns(size)
+        table_indices, targets, positions, moves, places, _ = self._columns(size)
         tables = self._tables
         batch, sampling = tables.decode_inputs(
             table_indices, positions, self._cu_seqlens_q[: size + 1]
@@ -179,6 +188,8 @@ class GraphRunner:
         else:
             tokens = self._choose(logits, sampling)
         broadcast_from_first(tokens)
+        if self._accepts:
+            tables.accept(targets, sampling.positions, batch.input_ids, tokens)
         tables.advance(targets, positions, moves, places, tokens, self._tokens, self.max_tokens)
         return logits
 
@@ -215,12 +226,13 @@ def _token_buffer(tables: DeviceTables, max_tokens: int) -> torch.Tensor:
 
 class _Tokens(NamedTuple):
     """The tokens of a step, each with its table index, the table index that takes the token sampled
-    behind it, and its position.
+    behind it, its position, and whether that counts from the table row's last position, 0 or 1.
     """
 
     table_indices: list[int]
     targets: list[int]
     positions: list[int]
+    follows: list[int]
 
 
 def _tokens_of(rows: Seq[Row], scratch_idx: int) -> _Tokens:
@@ -228,14 +240,16 @@ def _tokens_of(rows: Seq[Row], scratch_idx: int) -> _Tokens:
     sampled: `scratch_idx` takes it.
     """
     table_indices = [row.table_idx for row in rows]
-    positions = [row.num_computed_tokens for row in rows]
+    follows = [int(row.num_unverified_tokens > 0) for row in rows]
+    starts = [0 if row.num_unverified_tokens else row.num_computed_tokens for row in rows]
     if all(row.num_scheduled_tokens == 1 for row in rows):
-        return _Tokens(table_indices, table_indices, positions)
-    tokens = _Tokens([], [], [])
-    for row in rows:
+        return _Tokens(table_indices, table_indices, starts, follows)
+    tokens = _Tokens([], [], [], [])
+    for row, start, follow in zip(rows, starts, follows, strict=True):
         num_samples = 1 + row.num_draft_tokens
         tokens.table_indices.extend([row.table_idx] * row.num_scheduled_tokens)
         tokens.targets.extend([scratch_idx] * (row.num_scheduled_tokens - num_samples))
         tokens.targets.extend([row.table_idx] * num_samples)
-        tokens.positions.extend(range(row.num_computed_tokens, row.end))
+        tokens.positions.extend(range(start, start + row.num_scheduled_tokens))
+        tokens.follows.extend([follow] * row.num_scheduled_tokens)
     return tokens

@@ -47,6 +47,8 @@ class DeviceTables:
         self.block_tables = self._table[:, num_columns:]
         self.block_tables[self.scratch_idx] = info.num_blocks
         self.sampling_tensors = SamplingTensors.greedy(num_rows, device)
+        # Of each row's last token, behind accepted drafts, after a step that called `accept`.
+        self.last_positions = zeros((num_rows,), torch.int64, device)
         # On the host, by table row:
         self.params = [SamplingParams()] * max_num_seqs
         self.num_prompt_tokens = [0] * max_num_seqs
@@ -178,6 +180,71 @@ class DeviceTables:
         positions.add_(moves)
         places.add_(stride).remainder_(len(out))
 
+    def accept(
+        self,
+        table_indices: torch.Tensor,
+        following: torch.Tensor,
+        inputs: torch.Tensor,
+        tokens: torch.Tensor,
+    ) -> None:
+        """Set `last_positions` by the drafts that `tokens` confirm, as `StepOutput.result` counts.
+
+        Two neighbours with one table index and consecutive positions belong to one row: the input
+        of the second is a draft, which the token of the first confirms or not. A row whose first
+        token is NO_TOKEN moves on as if it had one; it ends with an error. All tensors are [S]
+        int64.
+
+        Args:
+            following: positions of `tokens`.
+            inputs: tokens at the positions before; not read for the first of a row.
+        """
+        kernels = self._step_kernels()
+        if kernels is not None:
+            kernels.accept(self.last_positions, table_indices, following, inputs, tokens)
+            return
+        first = torch.ones_like(table_indices, dtype=torch.bool)
+        first[1:] = table_indices[1:] != table_indices[:-1]
+        first[1:] |= following[1:] != following[:-1] + 1
+        wrong = torch.zeros_like(first)
+        wrong[1:] = ~first[1:] & (inputs[1:] != tokens[:-1])
+        # A token counts if the last event up to it is the beginning of a row, not a wrong draft.
+        index = torch.arange(len(tokens), device=self.device)
+        events = torch.where(first | wrong, 2 * index + first, 0)
+        counts = events.cummax(0).values % 2 == 1
+        last = counts.clone()
+        last[:-1] &= ~counts[1:] | first[1:]
+        places = torch.where(last, table_indices, self.scratch_idx)
+        failed = (tokens < 0) & ~first
+        self.last_positions[places] = following - failed.long()
+
+    def accept_rows(
+        self, rows: list[Row], tokens: torch.Tensor, draft_ids: torch.Tensor | None
+    ) -> None:
+        """Do `accept` for the samples of `rows`.
+
+        Args:
+            tokens, draft_ids: as in `StepOutput`.
+        """
+        sampling = [row for row in rows if row.samples]
+        if not sampling:
+            return
+        spans = [range(row.num_known_tokens, row.end + 1) for row in sampling]
+        table_indices = [
+            row.table_idx for row, span in zip(sampling, spans, strict=True) for _ in span
+        ]
+        inputs = tokens if draft_ids is None else draft_ids.roll(1)
+        following = self.upload([position for span in spans for position in span])
+        self.accept(self.upload(table_indices), following, inputs, tokens)
+
+    def follow(
+        self, positions: torch.Tensor, table_indices: torch.Tensor, follows: torch.Tensor
+    ) -> None:
+        """Add the last positions of `table_indices` to `positions` where `follows` is 1, not 0.
+
+        All tensors are [R] int64.
+        """
+        positions.addcmul_(self.last_positions[table_indices], follows)
+
     def upload(self, values: Seq[int]) -> torch.Tensor:
         """Return host numbers as [len(values)] int64 on the device; on CUDA, do not wait."""
         if not values:
@@ -197,7 +264,7 @@ class DeviceTables:
             self.params[new.table_idx] = new.params
             self.num_prompt_tokens[new.table_idx] = new.num_prompt_tokens
             self.rules[new.table_idx] = None
-            self.plain[new.table_idx] = _is_plain(new.params)
+            self.plain[new.table_idx] = new.params.is_plain
             if LogitsRules.needed(new.params):
                 self.rules[new.table_idx] = LogitsRules(
                     new.params,
@@ -228,8 +295,3 @@ def gather_rows(
         following,
     )
     return inputs, tuple(column[table_indices] for column in columns)
-
-
-def _is_plain(params: SamplingParams) -> bool:
-    ruled = LogitsRules.needed(params) or params.structured_outputs is not None
-    return params.logprobs is None and not ruled

@@ -113,7 +113,7 @@ class ModelRunner:
         if self.device.type == "cuda":
             self.warm_up_kernels(info, tables)
         if self.network.uses_graphs:
-            graphs = self._graphs = self.network.make_graphs(tables, self._max_graph_tokens)
+            graphs = self._graphs = self._make_graphs(tables)
             progress = tensor_parallel().rank == 0
             graphs.capture(graph_sizes(graphs.max_tokens), progress=progress)
             self.network.capture_pieces(tables, self._max_num_batched_tokens, progress=progress)
@@ -121,6 +121,8 @@ class ModelRunner:
             self.network.record(tables)
         if self._proposer is None:
             return info
+        follows_drafts = self._graphs is not None and self._accepts
+        info = dataclasses.replace(info, follows_drafts=follows_drafts)
         return self._with_costs(info, tables, self._proposer)
 
     def warm_up_kernels(self, info: CacheInfo, tables: DeviceTables) -> None:
@@ -220,6 +222,8 @@ class ModelRunner:
         if len(sampling):
             logits = self.network.logits(hidden, sampling.last_tokens)
         tokens, logprobs = self._sample(sampling, logits)
+        if self._graphs is not None and self._accepts:
+            tables.accept_rows(rows, tokens, sampling.draft_ids)
         return StepOutput(
             tokens, logprobs, prompt_logprobs, sampling.errors, sampling.draft_ids, forcing
         )
@@ -264,6 +268,14 @@ class ModelRunner:
                         found.append(PromptLogprobs(row.seq_id, start, count, gathered))
             offset += row.num_scheduled_tokens
         return found
+
+    @property
+    def _accepts(self) -> bool:
+        """Whether the device counts accepted drafts, for rows that follow them."""
+        return self._proposer is not None and self._proposer.follows_drafts
+
+    def _make_graphs(self, tables: DeviceTables) -> GraphRunner:
+        return self.network.make_graphs(tables, self._max_graph_tokens, accepts=self._accepts)
 
     @property
     def _max_graph_tokens(self) -> int:
@@ -316,7 +328,7 @@ class ModelRunner:
         return num_bytes
 
     def _graph_bytes(self, tables: DeviceTables) -> int:
-        graphs = self.network.make_graphs(tables, self._max_graph_tokens)
+        graphs = self._make_graphs(tables)
         sizes = graph_sizes(graphs.max_tokens)
         num_bytes = graph_bytes(sizes, lambda size: graphs.capture([size]), self.device)
         pieces, sizes = self.network.make_pieces(), piece_sizes(self._max_num_batched_tokens)

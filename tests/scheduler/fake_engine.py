@@ -508,8 +508,10 @@ class Engine:
         num_samples = sum(row.samples + row.num_draft_tokens for row in schedule.rows)
         assert num_samples <= MAX_SAMPLES or not drafting
         followers = [row for row in schedule.rows if row.num_unverified_tokens]
-        decodes = all(row.samples and row.num_scheduled_tokens == 1 + row.num_draft_tokens
-                      for row in schedule.rows)
+        decodes = all(
+            row.samples and row.num_scheduled_tokens == 1 + row.num_draft_tokens
+            for row in schedule.rows
+        )
         params = [self.sequences[row.seq_id].params for row in schedule.rows]
         assert not followers or (decodes and all(p.is_plain for p in params))
         if not all(row.samples for row in schedule.rows):  # the budget may cut only the last row

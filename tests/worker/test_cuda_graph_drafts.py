@@ -41,6 +41,7 @@ class NoProposer:
     """Leaves the drafts that a test wrote into the tables."""
 
     block_bytes = 0
+    follows_drafts = False
 
     def allocate(self, tables: DeviceTables, num_blocks: int) -> None:
         pass
@@ -260,6 +261,20 @@ def script(monkeypatch: pytest.MonkeyPatch, sequences: list[Sequence]) -> None:
     )
 
 
+@pytest.fixture
+def followers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of each step that were launched before their positions were known."""
+    found: list[int] = []
+    execute = ModelRunner.execute
+
+    def watched(self: ModelRunner, schedule: Schedule) -> Any:
+        found.append(sum(row.num_unverified_tokens > 0 for row in schedule.rows))
+        return execute(self, schedule)
+
+    monkeypatch.setattr(ModelRunner, "execute", watched)
+    return found
+
+
 @pytest.mark.parametrize("queue_depth", [0, 1, 4])
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_an_engine_with_drafts_and_graphs(
@@ -267,6 +282,7 @@ def test_an_engine_with_drafts_and_graphs(
     eager: Any,
     captures: Any,
     graph_steps: list[int],
+    followers: list[int],
     monkeypatch: pytest.MonkeyPatch,
     name: str,
     queue_depth: int,
@@ -276,6 +292,7 @@ def test_an_engine_with_drafts_and_graphs(
     options = {"queue_depth": queue_depth, "speculative_config": SPECULATIVE}
     assert generate(random_model, WORKLOADS[name], **options) == expected
     assert sum(count > 0 for count in graph_steps) > 10
+    assert sum(followers) > 10 if queue_depth else not any(followers)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted, which a GPU turns off")

@@ -1,8 +1,9 @@
-"""The first and the last Triton kernel of a decode step in a CUDA graph: `gather` reads the device
-tables, `advance` writes them.
+"""The first and the last Triton kernels of a decode step in a CUDA graph: `gather` reads the device
+tables, `advance` writes them, and `accept` notes where rows with drafts end.
 
-Each is one launch; torch would need about two dozen launches for both. Importing this module
-imports triton: get it from `kernels.selector.triton_kernels`. Knows no meaning of the columns.
+Each is one launch; torch would need about two dozen launches for the first two. Importing this
+module imports triton: get it from `kernels.selector.triton_kernels`. Knows no meaning of the
+columns.
 """
 
 import torch
@@ -12,13 +13,16 @@ import triton.language as tl
 _ROWS = 128
 """Rows that one program of `advance` processes."""
 
+_SAMPLES = 256
+"""Samples that `accept` looks at in one turn."""
+
 # One variant of each kernel serves all graphs and views. By default Triton compiles another one for
 # an integer that is 1 or a multiple of 16, and for a pointer that is not aligned to 16 bytes.
 _jit = triton.jit(
-    do_not_specialize=["num_rows", "out_size", "stride"],
+    do_not_specialize=["num_rows", "num_samples", "out_size", "stride"],
     do_not_specialize_on_alignment=[
         *("token_ids", "block_tables", "table_indices", "positions", "moves", "places", "tokens"),
-        *("out", "input_ids", "slot_mapping", "following"),
+        *("out", "input_ids", "slot_mapping", "following", "last_positions", "inputs"),
     ],
 )
 
@@ -103,6 +107,19 @@ def advance(
     )
 
 
+def accept(
+    last_positions: torch.Tensor,
+    table_indices: torch.Tensor,
+    following: torch.Tensor,
+    inputs: torch.Tensor,
+    tokens: torch.Tensor,
+) -> None:
+    """Set `last_positions` [table rows] as `DeviceTables.accept` says. All tensors are int64."""
+    _accept[(1,)](
+        last_positions, table_indices, following, inputs, tokens, len(tokens), BLOCK=_SAMPLES
+    )
+
+
 @_jit
 def _gather(
     token_ids,
@@ -168,3 +185,43 @@ def _advance(
     tl.store(out + place, token, inside)
     tl.store(places + rows, (place + stride) % out_size, inside)
     tl.store(positions + rows, position + tl.load(moves + rows, inside, 0), inside)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@_jit
+def _accept(
+    last_positions, table_indices, following, inputs, tokens, num_samples, BLOCK: tl.constexpr
+):
+    """Find the last token of each row that counts. One program, for what is before a block matters.
+
+    An event is the beginning of a row, with an odd number, or a wrong draft, with an even one. A
+    token counts if the last event up to it is odd.
+    """
+    before = tl.zeros([], tl.int32)  # the last event of the blocks before
+    for start in range(0, num_samples, BLOCK):
+        samples = start + tl.arange(0, BLOCK)
+        inside = samples < num_samples
+        table_idx = tl.load(table_indices + samples, inside, -1)
+        place = tl.load(following + samples, inside, 0)
+        token = tl.load(tokens + samples, inside, -1)
+        has_previous = inside & (samples > 0)
+        previous = samples - 1
+        joined = has_previous & (tl.load(table_indices + previous, has_previous, -1) == table_idx)
+        joined &= tl.load(following + previous, has_previous, -1) + 1 == place
+        confirmed = tl.load(tokens + previous, has_previous, -1)
+        wrong = joined & (tl.load(inputs + samples, inside, 0) != confirmed)
+        event = tl.where(joined, tl.where(wrong, 2 * samples, 0), 2 * samples + 1)
+        event = tl.maximum(tl.associative_scan(event, 0, _larger), before)
+        behind = samples + 1
+        has_next = behind < num_samples
+        goes_on = has_next & (tl.load(table_indices + behind, has_next, -1) == table_idx)
+        goes_on &= tl.load(following + behind, has_next, -1) == place + 1
+        goes_on &= tl.load(inputs + behind, has_next, -2) == token
+        last = inside & (event % 2 == 1) & (goes_on == 0)
+        failed = (token < 0) & joined
+        tl.store(last_positions + table_idx, place - failed.to(tl.int64), last)
+        before = tl.max(event)

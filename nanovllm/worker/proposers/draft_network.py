@@ -31,6 +31,8 @@ class DraftNetwork:
         keeps_drafts: whether the KV of an accepted draft is right.
     """
 
+    follows_drafts = False
+
     def __init__(
         self, network: Network, max_num_batched_tokens: int, *, lag: int, keeps_drafts: bool
     ) -> None:

@@ -32,6 +32,7 @@ class Ngram:
     """
 
     block_bytes = 0
+    follows_drafts = False
 
     def __init__(self, prompt_lookup_min: int, prompt_lookup_max: int) -> None:
         self._sizes = prompt_lookup_min, prompt_lookup_max
@@ -46,6 +47,7 @@ class Ngram:
         device, native = tables.device.type, tables.native
         self._uses_c = device == "cpu" and native and library() is not None
         self._triton = triton_kernels("ngram") if device == "cuda" and native else None
+        self.follows_drafts = self._triton is not None
 
     def admit(self, schedule: Schedule) -> None:
         for admission in schedule.admissions:
@@ -61,10 +63,17 @@ class Ngram:
             ]
             return table_ops.ngram(tables.token_ids, items, self._sizes)
         if self._triton is not None:
-            known = (row.num_known_tokens for row in rows)
-            numbers = tables.upload([*(row.table_idx for row in rows), *known, *limits])
-            columns = numbers.view(3, len(rows)).unbind()
-            self._triton.propose(tables.token_ids, *columns, self._sizes)
+            follows = [int(row.num_unverified_tokens > 0) for row in rows]
+            # Behind the last position; one token is known there, before the drafts.
+            known = (1 if row.num_unverified_tokens else row.num_known_tokens for row in rows)
+            numbers = [*(row.table_idx for row in rows), *known, *limits, *follows]
+            columns = tables.upload(numbers).view(4, len(rows))
+            table_indices, num_known, num_drafts, offsets = columns.unbind()
+            if any(follows):
+                tables.follow(num_known, table_indices, offsets)
+            self._triton.propose(
+                tables.token_ids, table_indices, num_known, num_drafts, self._sizes
+            )
             return limits
         found = [
             lookup(tables.token_ids[row.table_idx], row.num_known_tokens, limit, self._sizes)

@@ -16,6 +16,10 @@ class Proposer(Protocol):
     block_bytes: int
     """Bytes that the proposer itself needs for each KV block on this rank."""
 
+    follows_drafts: bool
+    """Whether `propose` takes rows with `num_unverified_tokens`, whose first position is
+    `DeviceTables.last_positions`. It may be set in `allocate`."""
+
     def warm_up(self, tables: DeviceTables, num_blocks: int, rows: list[Row]) -> int:
         """Reach the peak of memory, on pools of `num_blocks` blocks that do not stay; return the
         bytes that CUDA graphs will take in addition.

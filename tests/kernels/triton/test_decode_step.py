@@ -2,6 +2,7 @@
 they are interpreted. They also compile for GPUs that this machine does not have.
 """
 
+import random
 from unittest.mock import patch
 
 import pytest
@@ -93,6 +94,45 @@ def test_advance_writes_to_pinned_memory_of_the_host():
     assert out.tolist() == [0] * 5 + [7, 8, 9, 10, 11]
 
 
+def make_samples(seed, num_rows, max_drafts):
+    """Return samples of rows with 0 to `max_drafts` drafts, and the last position of each row."""
+    rng = random.Random(seed)
+    indices = rng.sample(range(2 * num_rows), num_rows)
+    columns, expected = [[], [], [], []], [-5] * (2 * num_rows + 1)
+    for table_idx in indices:
+        start, count = rng.randrange(50), rng.randint(0, max_drafts)
+        inputs = [rng.randrange(3) for _ in range(count + 1)]
+        drafts = inputs[1:]
+        tokens = [rng.choice([draft, draft, draft, rng.randint(-1, 2)]) for draft in drafts]
+        tokens.append(rng.randint(-1, 2))
+        num_tokens = 0
+        for token, draft in zip(tokens, [*drafts, None], strict=True):
+            num_tokens += token >= 0 or num_tokens == 0
+            if token != draft:
+                break
+        expected[table_idx] = start + num_tokens
+        following = range(start + 1, start + count + 2)
+        found = ([table_idx] * (count + 1), following, inputs, tokens)
+        for column, values in zip(columns, found, strict=True):
+            column += values
+    return [torch.tensor(column, device=DEVICE) for column in columns], expected
+
+
+@pytest.mark.parametrize(("num_rows", "max_drafts"), [(1, 0), (1, 9), (7, 1), (40, 4), (70, 24)])
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_accept(num_rows, max_drafts, native, seed):
+    """The last position of a row is that of the token behind its right drafts. A token that could
+    not be drawn (-1) ends its row; the first one counts, because its sequence ends anyway.
+    """
+    (table_indices, following, inputs, tokens), expected = make_samples(seed, num_rows, max_drafts)
+    tables = DeviceTables(CacheInfo(8, 4, 100, 10, 16), 2 * num_rows, DEVICE)
+    tables._step_kernels = lambda: decode_step if native else None
+    tables.last_positions.fill_(-5)
+    tables.accept(table_indices, following, inputs, tokens)
+    assert tables.last_positions.tolist()[:-1] == expected[:-1]  # the last one is scratch
+
+
 @pytest.mark.parametrize("rows", [1, 256])
 def test_compiles_without_spills(rows):
     def meta(*shape, dtype=torch.int64):
@@ -106,10 +146,11 @@ def test_compiles_without_spills(rows):
     compiled = compile_launches(
         (decode_step.gather, *args),
         (decode_step.advance, token_ids, *[meta(rows)] * 5, meta(3 * rows), rows),
+        (decode_step.accept, meta(513), *[meta(rows)] * 4),
     )
     assert list(compiled) == list(ARCHS)
     for kernels in compiled.values():
-        assert [kernel.name for kernel in kernels] == ["_gather", "_advance"]
+        assert [kernel.name for kernel in kernels] == ["_gather", "_advance", "_accept"]
         for kernel in kernels:
             assert kernel.n_spills == 0, kernel
             assert 0 < kernel.n_regs <= 128, kernel
