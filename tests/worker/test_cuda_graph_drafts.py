@@ -13,7 +13,7 @@ import torch
 from benchmarks.scripted import Scripted
 from nanovllm import SamplingParams
 from nanovllm.attention.triton import TritonBackend
-from nanovllm.kernels.triton import decode_step, sampling as triton_sampling
+from nanovllm.kernels.triton import decode_step, ngram, sampling as triton_sampling
 from nanovllm.layers import sampler
 from nanovllm.scheduler.draft_controller import DraftController
 from nanovllm.scheduler.messages import Row, Schedule
@@ -23,6 +23,7 @@ from nanovllm.worker import model_runner, network
 from nanovllm.worker.cuda_graph import GraphRunner, draft_graph_sizes, graph_sizes
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.model_runner import ModelRunner
+from nanovllm.worker.proposers.ngram import Ngram
 from tests.kernels.triton.interpreter import patch_interpreter
 from tests.worker.fake_graphs import FakeCapture, use_fake_graphs
 from tests.worker.test_cuda_graph import WORKLOADS, Bench, Outputs, Workload, generate
@@ -254,11 +255,11 @@ def script(monkeypatch: pytest.MonkeyPatch, sequences: list[Sequence]) -> None:
     proposer = Scripted(0.7)
     proposer.learn(sequences)
     monkeypatch.setattr(model_runner, "make_proposer", lambda *_: proposer)
-    monkeypatch.setattr(
-        DraftController,
-        "choose",
-        lambda self, candidates, _: [max(0, min(limit, 5)) for _, limit in candidates],
-    )
+    monkeypatch.setattr(DraftController, "choose", every_draft)
+
+
+def every_draft(self: DraftController, candidates: Any, num_tokens: int) -> list[int]:
+    return [max(0, min(limit, 5)) for _, limit in candidates]
 
 
 @pytest.fixture
@@ -292,7 +293,67 @@ def test_an_engine_with_drafts_and_graphs(
     options = {"queue_depth": queue_depth, "speculative_config": SPECULATIVE}
     assert generate(random_model, WORKLOADS[name], **options) == expected
     assert sum(count > 0 for count in graph_steps) > 10
-    assert sum(followers) > 10 if queue_depth else not any(followers)
+    if queue_depth == 0:
+        assert not any(followers)
+    elif name == "plain":  # in the other, most steps have a row with rules or log-probabilities
+        assert sum(followers) > 20
+
+
+@pytest.mark.parametrize("queue_depth", [1, 3])
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_an_engine_that_preempts_and_aborts(
+    random_model: str,
+    eager: Any,
+    captures: Any,
+    followers: list[int],
+    preempted: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    queue_depth: int,
+) -> None:
+    """With few blocks, chunks of prompts and arrivals in random order."""
+    expected, sequences = eager(WORKLOADS[name])
+    script(monkeypatch, sequences)
+    options: dict[str, Any] = {
+        "num_kvcache_blocks": 16,
+        "max_num_batched_tokens": 30,
+        "speculative_config": SPECULATIVE,
+    }
+    for seed in range(2):
+        outputs = generate(
+            random_model, WORKLOADS[name], queue_depth=queue_depth, seed=seed, **options
+        )
+        assert outputs == expected
+    assert preempted
+    assert any(followers)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted, which a GPU turns off")
+@pytest.mark.parametrize("queue_depth", [1, 3])
+def test_n_grams_behind_drafts_through_the_kernels_of_a_gpu(
+    random_model: str,
+    captures: Any,
+    followers: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    queue_depth: int,
+) -> None:
+    """The n-gram, gather, accept and advance kernels: none knows the positions from the host."""
+    patch_interpreter()
+    prompts = [[5, 6, 7, 8] * 4, [300, 301] * 6, [9, 9, 9], [1, 2, 3, 1, 2]]
+    params = [SamplingParams(temperature=0.0, max_tokens=24 + i) for i in range(4)]
+    expected = generate(random_model, (prompts, params), enforce_eager=True)
+
+    def allocate(self: Ngram, tables: DeviceTables, num_blocks: int) -> None:
+        self._tables, self._uses_c, self._triton = tables, False, ngram
+        self.follows_drafts = True
+
+    monkeypatch.setattr(Ngram, "allocate", allocate)
+    monkeypatch.setattr(model_runner, "make_proposer", lambda *_: Ngram(1, 4))
+    monkeypatch.setattr(DeviceTables, "_step_kernels", lambda self: decode_step)
+    monkeypatch.setattr(DraftController, "choose", every_draft)
+    options: dict[str, Any] = {"queue_depth": queue_depth, "speculative_config": SPECULATIVE}
+    assert generate(random_model, (prompts, params), **options) == expected
+    assert sum(followers) > 20
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted, which a GPU turns off")
