@@ -219,6 +219,7 @@ class Scheduler:
         index = 0
         while index < len(self.running) and budget > 0:
             seq = self.running[index]
+            index += 1
             num_scheduled = min(self._num_tokens_to_schedule(seq), budget)
             if num_scheduled > 0:
                 table_idx = seq.table_idx
@@ -226,14 +227,17 @@ class Scheduler:
                 end = seq.num_computed_tokens + num_scheduled
                 start = len(seq.block_table)
                 while (appended := self.block_manager.allocate_blocks(seq, end)) is None:
+                    if seq.num_draft_tokens:  # it waits: these preempt nobody
+                        break
                     preempted = True  # the last in order, so it has no row in this step
                     if self._preempt_last() is seq:
                         return new_blocks, budget, preempted
+                if appended is None:
+                    continue
                 if appended:
                     new_blocks.append(NewBlocks(table_idx, start, appended))
                 rows.append(self._schedule_row(seq, num_scheduled))
                 budget -= num_scheduled
-            index += 1
         return new_blocks, budget, preempted
 
     def _admit_waiting(self, rows: list[Row], budget: int) -> list[Admission]:

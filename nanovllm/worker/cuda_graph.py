@@ -105,8 +105,8 @@ class GraphRunner:
         device = tables.device
         self._max_known_tokens = max_known_tokens
         # A graph of `size` tokens reads the first 5 * size numbers as [5, size]: table indices,
-        # table indices that take tokens, positions, moves, places. `follows` of `_Tokens` is behind
-        # them. So one copy fills them.
+        # table indices that take tokens, positions, moves, places. So one copy fills them. Behind
+        # them are the marks of `_relative`, if there are any.
         self._state = torch.zeros(6 * max_tokens, dtype=torch.int64, device=device)
         self._tokens = _token_buffer(tables, max_tokens)
         self._lap = 0  # the part of the buffer that the next run writes
@@ -117,7 +117,7 @@ class GraphRunner:
         """Capture a graph of each size, the largest first: the others then reuse its memory."""
         order = sorted(sizes, reverse=True)
         for size in tqdm(order, desc="Capturing CUDA graphs", disable=not progress):
-            self._upload(_Tokens([], [], [], []), size)
+            self._upload(_Tokens([], [], []), size, [])
             self._graphs[size] = self._capture(functools.partial(self._step, size))
         self.sizes = sorted(self._graphs)
 
@@ -134,20 +134,24 @@ class GraphRunner:
         """Compute the tokens of `rows`; draw and store what follows, without logits rules.
 
         The tables keep the known tokens. Each draft is overwritten by the token drawn in its place:
-        behind the first wrong draft they do not count, as in `SamplingRows.store`.
+        behind the first wrong draft they do not count, as in `SamplingRows.store`. A row with
+        `num_unverified_tokens` begins where the device says.
         """
+        follows: list[int] = []
+        if self._accepts and any(row.num_unverified_tokens for row in rows):
+            rows, follows = _relative(rows)
         tokens = _tokens_of(rows, self._tables.scratch_idx)
         num_tokens = len(tokens.positions)
         size = self.sizes[bisect_left(self.sizes, num_tokens)]
-        follows = any(tokens.follows)
         if follows or tokens != self._held:
-            self._upload(tokens, size)
+            self._upload(tokens, size, follows)
         self._held = None  # in case the replay fails
-        table_indices, _, positions, _, _, offsets = self._columns(size)
         if follows:
-            self._tables.follow(positions, table_indices, offsets)
+            table_indices, _, positions, _, _ = self._columns(size)
+            self._tables.follow(positions, table_indices, self._state[5 * size : 6 * size])
         draft_ids = None
         if num_tokens > len(rows) and any(row.num_draft_tokens for row in rows):
+            table_indices, _, positions, _, _ = self._columns(size)
             draft_ids = self._tables.token_ids[table_indices, positions + 1][:num_tokens].long()
         graph, logits = self._graphs[size]
         graph.replay()
@@ -159,24 +163,25 @@ class GraphRunner:
         self._lap = (self._lap + 1) % LAPS
         return GraphOutput(sampled, logits, draft_ids)
 
-    def _upload(self, tokens: "_Tokens", size: int) -> None:
+    def _upload(self, tokens: "_Tokens", size: int, follows: list[int]) -> None:
         num_tokens = len(tokens.positions)
         padding = size - num_tokens
         scratch = [self._tables.scratch_idx] * padding
         state = [*tokens.table_indices, *scratch, *tokens.targets, *scratch]
         state += [*tokens.positions, *[0] * padding, *[1] * num_tokens, *[0] * padding]
         state += range(self._lap * self.max_tokens, self._lap * self.max_tokens + size)
-        state += [*tokens.follows, *[0] * padding]
+        if follows:
+            state += [*follows, *[0] * padding]
         pinned = self._state.is_cuda
         host = torch.tensor(state, dtype=torch.int64, pin_memory=pinned)
-        self._state[: 6 * size].copy_(host, non_blocking=True)
+        self._state[: len(state)].copy_(host, non_blocking=True)
 
     def _columns(self, size: int) -> tuple[torch.Tensor, ...]:
-        """Return the parts of the state for a graph of `size` tokens."""
-        return self._state[: 6 * size].view(6, size).unbind()
+        """Return the parts of the state that a graph of `size` tokens reads."""
+        return self._state[: 5 * size].view(5, size).unbind()
 
     def _step(self, size: int) -> torch.Tensor | None:
-        table_indices, targets, positions, moves, places, _ = self._columns(size)
+        table_indices, targets, positions, moves, places = self._columns(size)
         tables = self._tables
         batch, sampling = tables.decode_inputs(
             table_indices, positions, self._cu_seqlens_q[: size + 1]
@@ -226,13 +231,23 @@ def _token_buffer(tables: DeviceTables, max_tokens: int) -> torch.Tensor:
 
 class _Tokens(NamedTuple):
     """The tokens of a step, each with its table index, the table index that takes the token sampled
-    behind it, its position, and whether that counts from the table row's last position, 0 or 1.
+    behind it, and its position.
     """
 
     table_indices: list[int]
     targets: list[int]
     positions: list[int]
-    follows: list[int]
+
+
+def _relative(rows: Seq[Row]) -> tuple[list[Row], list[int]]:
+    """Let the rows that follow drafts in flight begin at 0. Return all rows, and 1 for each token
+    of these, 0 for each other.
+    """
+    relative = [
+        row._replace(num_computed_tokens=0) if row.num_unverified_tokens else row for row in rows
+    ]
+    counts = [(int(row.num_unverified_tokens > 0), row.num_scheduled_tokens) for row in rows]
+    return relative, [follows for follows, count in counts for _ in range(count)]
 
 
 def _tokens_of(rows: Seq[Row], scratch_idx: int) -> _Tokens:
@@ -240,16 +255,14 @@ def _tokens_of(rows: Seq[Row], scratch_idx: int) -> _Tokens:
     sampled: `scratch_idx` takes it.
     """
     table_indices = [row.table_idx for row in rows]
-    follows = [int(row.num_unverified_tokens > 0) for row in rows]
-    starts = [0 if row.num_unverified_tokens else row.num_computed_tokens for row in rows]
+    positions = [row.num_computed_tokens for row in rows]
     if all(row.num_scheduled_tokens == 1 for row in rows):
-        return _Tokens(table_indices, table_indices, starts, follows)
-    tokens = _Tokens([], [], [], [])
-    for row, start, follow in zip(rows, starts, follows, strict=True):
+        return _Tokens(table_indices, table_indices, positions)
+    tokens = _Tokens([], [], [])
+    for row in rows:
         num_samples = 1 + row.num_draft_tokens
         tokens.table_indices.extend([row.table_idx] * row.num_scheduled_tokens)
         tokens.targets.extend([scratch_idx] * (row.num_scheduled_tokens - num_samples))
         tokens.targets.extend([row.table_idx] * num_samples)
-        tokens.positions.extend(range(start, start + row.num_scheduled_tokens))
-        tokens.follows.extend([follow] * row.num_scheduled_tokens)
+        tokens.positions.extend(range(row.num_computed_tokens, row.end))
     return tokens

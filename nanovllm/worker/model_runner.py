@@ -121,8 +121,7 @@ class ModelRunner:
             self.network.record(tables)
         if self._proposer is None:
             return info
-        follows_drafts = self._graphs is not None and self._accepts
-        info = dataclasses.replace(info, follows_drafts=follows_drafts)
+        info = dataclasses.replace(info, follows_drafts=self._follows_drafts)
         return self._with_costs(info, tables, self._proposer)
 
     def warm_up_kernels(self, info: CacheInfo, tables: DeviceTables) -> None:
@@ -212,7 +211,7 @@ class ModelRunner:
                 on_host = tokens.device.type != self.device.type
                 return StepOutput(tokens, None, [], draft_ids=draft_ids, on_host=on_host)
             sampling = SamplingRows(tables, rows, masks=masks, draft_ids=draft_ids)
-            sampled = self._sample(sampling, graph_logits)
+            sampled = self._sample(tables, rows, sampling, graph_logits)
             return StepOutput(*sampled, [], sampling.errors, draft_ids, forcing)
         sampling = SamplingRows(tables, rows, masks=masks)
         needs_all = any(tables.params[r.table_idx].prompt_logprobs is not None for r in rows)
@@ -221,15 +220,17 @@ class ModelRunner:
         logits = None
         if len(sampling):
             logits = self.network.logits(hidden, sampling.last_tokens)
-        tokens, logprobs = self._sample(sampling, logits)
-        if self._graphs is not None and self._accepts:
-            tables.accept_rows(rows, tokens, sampling.draft_ids)
+        tokens, logprobs = self._sample(tables, rows, sampling, logits)
         return StepOutput(
             tokens, logprobs, prompt_logprobs, sampling.errors, sampling.draft_ids, forcing
         )
 
     def _sample(
-        self, sampling: SamplingRows, logits: torch.Tensor | None
+        self,
+        tables: DeviceTables,
+        rows: list[Row],
+        sampling: SamplingRows,
+        logits: torch.Tensor | None,
     ) -> tuple[torch.Tensor, SampledLogprobs | None]:
         """Choose and store the rows' tokens; return them and the requested log-probabilities."""
         logprobs = None
@@ -241,6 +242,8 @@ class ModelRunner:
         if len(sampling):
             broadcast_from_first(token_ids)
             sampling.store(token_ids)
+            if self._follows_drafts:
+                tables.accept_rows(rows, token_ids, sampling.draft_ids)
         return token_ids, logprobs
 
     def _prompt_logprobs(
@@ -270,12 +273,14 @@ class ModelRunner:
         return found
 
     @property
-    def _accepts(self) -> bool:
-        """Whether the device counts accepted drafts, for rows that follow them."""
-        return self._proposer is not None and self._proposer.follows_drafts
+    def _follows_drafts(self) -> bool:
+        """Whether the device counts accepted drafts, so that rows may follow drafts in flight."""
+        proposer = self._proposer
+        return proposer is not None and proposer.follows_drafts and self.network.uses_graphs
 
     def _make_graphs(self, tables: DeviceTables) -> GraphRunner:
-        return self.network.make_graphs(tables, self._max_graph_tokens, accepts=self._accepts)
+        accepts = self._follows_drafts
+        return self.network.make_graphs(tables, self._max_graph_tokens, accepts=accepts)
 
     @property
     def _max_graph_tokens(self) -> int:

@@ -703,6 +703,83 @@ def test_drafts_in_flight_survive_the_result_before_them() -> None:
     engine.run()
 
 
+def one_right_guess(token_ids: list[int]) -> list[int]:
+    return [*islice(continuation(token_ids), 1), VOCAB_SIZE, VOCAB_SIZE]
+
+
+def following_engine(**options: Any) -> Engine:
+    """Return an engine whose rows follow drafts in flight, 3 in each step."""
+    controller = FakeController(lambda most: min(most, 3))
+    options = {"max_model_len": 32, **options}
+    return Engine(queue_depth=1, follows_drafts=True, controller=controller, **options)
+
+
+def test_rows_follow_drafts_in_flight() -> None:
+    """Symptom: a step waits for the host, or counts rejected drafts as computed."""
+    engine = following_engine(propose=one_right_guess)
+    seq = engine.add([1, 2, 3], max_tokens=20)
+    engine.step()
+    engine.step()  # known 4: three drafts in flight, of which one is right
+    follower = engine.launch()
+    assert follower is not None
+    (row,) = follower.rows
+    # As if all drafts were right. The step before them is in flight, too.
+    assert (row.num_computed_tokens, row.num_known_tokens, row.num_unverified_tokens) == (7, 8, 3)
+    assert row.num_draft_tokens == 3
+    assert engine.worker.rows[0].num_computed_tokens == 5
+    engine.retire()
+    assert (len(seq.token_ids), seq.num_computed_tokens, seq.num_draft_tokens) == (6, 9, 3)
+    engine.scheduler.check()
+    engine.run()
+
+
+def test_rows_that_follow_drafts_leave_room_for_all_of_them() -> None:
+    """Symptom: more tokens than max_tokens are drawn, because all drafts in flight were right."""
+    engine = following_engine(propose=three_right_guesses)
+    engine.add([1, 2, 3], max_tokens=5)
+    engine.step()
+    schedule = engine.launch()
+    assert schedule is not None
+    assert schedule.rows[0].num_draft_tokens == 3
+    assert engine.launch() is None  # the last token may be among those in flight
+    engine.run()
+
+
+def test_rows_that_follow_drafts_wait_beside_a_prompt() -> None:
+    """Symptom: a row whose position only the device knows is in a step that no graph can run; or
+    what it got for the step is lost.
+    """
+    engine = following_engine(propose=three_right_guesses)
+    seq = engine.add([1, 2, 3], max_tokens=20)
+    engine.step()
+    engine.step()
+    blocks = list(seq.block_table)
+    engine.add([2, 3, 4], max_tokens=20)
+    schedule = engine.launch()
+    assert schedule is not None
+    assert [row.seq_id for row in schedule.rows] == [1]
+    assert seq.block_table == blocks
+    engine.scheduler.check()
+    engine.run()
+    assert engine.num_followers > 0
+
+
+def test_rows_that_follow_drafts_preempt_nobody() -> None:
+    """Symptom: drafts that are rejected cost another sequence its KV."""
+    engine = following_engine(propose=three_wrong_guesses, num_blocks=6, max_model_len=12)
+    engine.add([1, 2], max_tokens=10)
+    last = engine.add([2, 3], max_tokens=10)
+    engine.step()
+    engine.step()
+    assert engine.manager.num_free_blocks == 0
+    assert engine.launch() is None  # both would need a block if their drafts were right
+    engine.retire()
+    assert engine.launch() is not None
+    assert engine.preempted == []
+    engine.abort(last)
+    engine.run()
+
+
 def test_depth_one_runs_ahead_where_no_drafts_pay() -> None:
     """Symptom: with speculation, steps without drafts wait for their results, too."""
     engine = Engine(

@@ -26,7 +26,14 @@ from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.proposers.ngram import Ngram
 from tests.kernels.triton.interpreter import patch_interpreter
 from tests.worker.fake_graphs import FakeCapture, use_fake_graphs
-from tests.worker.test_cuda_graph import WORKLOADS, Bench, Outputs, Workload, generate
+from tests.worker.test_cuda_graph import (
+    NEEDS_CUDA,
+    WORKLOADS,
+    Bench,
+    Outputs,
+    Workload,
+    generate,
+)
 
 SPECULATIVE: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 5}
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "seed": 3}
@@ -36,6 +43,10 @@ RULES: dict[str, Any] = {
     "frequency_penalty": 1.5,
 }
 BLOCKS_PER_ROW = 10
+REPEATING: Workload = (
+    [[5, 6, 7, 8] * 4, [300, 301] * 6, [9, 9, 9], [1, 2, 3, 1, 2]],
+    [SamplingParams(temperature=0.0, max_tokens=24 + i) for i in range(4)],
+)
 
 
 class NoProposer:
@@ -328,6 +339,18 @@ def test_an_engine_that_preempts_and_aborts(
     assert any(followers)
 
 
+@pytest.fixture(scope="module")
+def gpu_model(shared_checkpoint: Callable[..., str]) -> str:
+    """A random checkpoint whose head size the Triton kernels support."""
+    return shared_checkpoint(
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        head_dim=16,
+        max_position_embeddings=64,
+    )
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted, which a GPU turns off")
 @pytest.mark.parametrize("queue_depth", [1, 3])
 def test_n_grams_behind_drafts_through_the_kernels_of_a_gpu(
@@ -339,9 +362,7 @@ def test_n_grams_behind_drafts_through_the_kernels_of_a_gpu(
 ) -> None:
     """The n-gram, gather, accept and advance kernels: none knows the positions from the host."""
     patch_interpreter()
-    prompts = [[5, 6, 7, 8] * 4, [300, 301] * 6, [9, 9, 9], [1, 2, 3, 1, 2]]
-    params = [SamplingParams(temperature=0.0, max_tokens=24 + i) for i in range(4)]
-    expected = generate(random_model, (prompts, params), enforce_eager=True)
+    expected = generate(random_model, REPEATING, enforce_eager=True)
 
     def allocate(self: Ngram, tables: DeviceTables, num_blocks: int) -> None:
         self._tables, self._uses_c, self._triton = tables, False, ngram
@@ -352,32 +373,49 @@ def test_n_grams_behind_drafts_through_the_kernels_of_a_gpu(
     monkeypatch.setattr(DeviceTables, "_step_kernels", lambda self: decode_step)
     monkeypatch.setattr(DraftController, "choose", every_draft)
     options: dict[str, Any] = {"queue_depth": queue_depth, "speculative_config": SPECULATIVE}
-    assert generate(random_model, (prompts, params), **options) == expected
+    assert generate(random_model, REPEATING, **options) == expected
     assert sum(followers) > 20
+
+
+@NEEDS_CUDA
+@pytest.mark.parametrize("queue_depth", [0, 1, 4])
+def test_cuda_n_grams_behind_drafts(
+    gpu_model: str, followers: list[int], monkeypatch: pytest.MonkeyPatch, queue_depth: int
+) -> None:
+    """The same on a GPU, where launching a step waits for nothing."""
+    options: dict[str, Any] = {"device": "cuda", "kvcache_block_size": None}
+    expected = generate(gpu_model, REPEATING, enforce_eager=True, **options)
+    monkeypatch.setattr(DraftController, "choose", every_draft)
+    execute = ModelRunner.execute
+
+    def watched(self: ModelRunner, schedule: Schedule) -> Any:
+        torch.cuda.set_sync_debug_mode("error" if schedule.step_id > 0 else "default")
+        try:
+            return execute(self, schedule)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(ModelRunner, "execute", watched)
+    options |= {"queue_depth": queue_depth, "speculative_config": SPECULATIVE}
+    assert generate(gpu_model, REPEATING, **options) == expected
+    assert any(followers) == (queue_depth > 0)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted, which a GPU turns off")
 def test_through_the_kernels_of_a_gpu(
-    shared_checkpoint: Callable[..., str],
+    gpu_model: str,
     captures: Any,
     monkeypatch: pytest.MonkeyPatch,
     graph_steps: list[int],
 ) -> None:
     """A verifying step with all Triton kernels that a GPU would run."""
     patch_interpreter()
-    model = shared_checkpoint(
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        head_dim=16,
-        max_position_embeddings=64,
-    )
-    right = right_tokens(model, [SAMPLED, SAMPLED], 4)
+    right = right_tokens(gpu_model, [SAMPLED, SAMPLED], 4)
     monkeypatch.setattr(network, "select_backend", lambda spec, **_: TritonBackend(spec))
     monkeypatch.setattr(DeviceTables, "_step_kernels", lambda self: decode_step)
     monkeypatch.setattr(sampler, "_gpu_kernels", lambda logits, native: triton_sampling)
     monkeypatch.setattr(ModelRunner, "_with_costs", lambda self, info, *_: info)
-    bench = DraftBench(model, max_num_seqs=2)
+    bench = DraftBench(gpu_model, max_num_seqs=2)
     assert bench.start(SAMPLED, SAMPLED) == [tokens[0] for tokens in right]
     result = bench.verify({0: right[0][1:3], 1: [right[1][1] ^ 1, 5]}).result()
     assert graph_steps == [4]
