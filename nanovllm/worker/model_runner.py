@@ -213,6 +213,7 @@ class ModelRunner:
             sampling = SamplingRows(tables, rows, masks=masks, draft_ids=draft_ids)
             sampled = self._sample(tables, rows, sampling, graph_logits)
             return StepOutput(*sampled, [], sampling.errors, draft_ids, forcing)
+        assert not (self._follows_drafts and any(row.num_unverified_tokens for row in rows))
         sampling = SamplingRows(tables, rows, masks=masks)
         needs_all = any(tables.params[r.table_idx].prompt_logprobs is not None for r in rows)
         hidden = self.network.forward(tables, rows, None if needs_all else sampling.last_tokens)
