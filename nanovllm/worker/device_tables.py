@@ -217,25 +217,6 @@ class DeviceTables:
         failed = (tokens < 0) & ~first
         self.last_positions[places] = following - failed.long()
 
-    def accept_rows(
-        self, rows: list[Row], tokens: torch.Tensor, draft_ids: torch.Tensor | None
-    ) -> None:
-        """Do `accept` for the samples of `rows`.
-
-        Args:
-            tokens, draft_ids: as in `StepOutput`.
-        """
-        sampling = [row for row in rows if row.samples]
-        if not sampling:
-            return
-        spans = [range(row.num_known_tokens, row.end + 1) for row in sampling]
-        table_indices = [
-            row.table_idx for row, span in zip(sampling, spans, strict=True) for _ in span
-        ]
-        inputs = tokens if draft_ids is None else draft_ids.roll(1)
-        following = self.upload([position for span in spans for position in span])
-        self.accept(self.upload(table_indices), following, inputs, tokens)
-
     def follow(
         self, positions: torch.Tensor, table_indices: torch.Tensor, follows: torch.Tensor
     ) -> None:

@@ -211,7 +211,7 @@ class ModelRunner:
                 on_host = tokens.device.type != self.device.type
                 return StepOutput(tokens, None, [], draft_ids=draft_ids, on_host=on_host)
             sampling = SamplingRows(tables, rows, masks=masks, draft_ids=draft_ids)
-            sampled = self._sample(tables, rows, sampling, graph_logits)
+            sampled = self._sample(sampling, graph_logits)
             return StepOutput(*sampled, [], sampling.errors, draft_ids, forcing)
         assert not (self._follows_drafts and any(row.num_unverified_tokens for row in rows))
         sampling = SamplingRows(tables, rows, masks=masks)
@@ -221,17 +221,13 @@ class ModelRunner:
         logits = None
         if len(sampling):
             logits = self.network.logits(hidden, sampling.last_tokens)
-        tokens, logprobs = self._sample(tables, rows, sampling, logits)
+        tokens, logprobs = self._sample(sampling, logits)
         return StepOutput(
             tokens, logprobs, prompt_logprobs, sampling.errors, sampling.draft_ids, forcing
         )
 
     def _sample(
-        self,
-        tables: DeviceTables,
-        rows: list[Row],
-        sampling: SamplingRows,
-        logits: torch.Tensor | None,
+        self, sampling: SamplingRows, logits: torch.Tensor | None
     ) -> tuple[torch.Tensor, SampledLogprobs | None]:
         """Choose and store the rows' tokens; return them and the requested log-probabilities."""
         logprobs = None
@@ -244,7 +240,7 @@ class ModelRunner:
             broadcast_from_first(token_ids)
             sampling.store(token_ids)
             if self._follows_drafts:
-                tables.accept_rows(rows, token_ids, sampling.draft_ids)
+                sampling.accept(token_ids)
         return token_ids, logprobs
 
     def _prompt_logprobs(
