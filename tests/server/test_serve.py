@@ -169,6 +169,14 @@ def test_a_dead_worker_ends_the_server() -> None:
         assert "the engine is dead" in server.log
 
 
+def test_small_packets_are_sent_at_once() -> None:
+    """Symptom: an answer takes 40 ms longer, until the client confirms its first packet. asyncio
+    looks for the protocol of the socket that listens.
+    """
+    with bound_socket(ServerOptions(port=0)) as listener:
+        assert listener.proto == socket.IPPROTO_TCP
+
+
 def test_the_file_of_a_unix_socket_goes_with_the_server(
     async_llm: AsyncLLM, tmp_path: Path
 ) -> None:
