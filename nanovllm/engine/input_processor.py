@@ -272,7 +272,7 @@ class InputProcessor:
 
     def check_length(self, what: str, *texts: str) -> None:
         """Raise InvalidRequestError if texts are surely too long: tokenizing them takes seconds."""
-        limit, bound = self._max_model_len, self._token_bound
+        limit, bound = self._max_model_len, self.length_bound
         num_chars = sum(map(len, texts))
         if num_chars <= limit or bound is None or num_chars <= (limit - 1) * bound.chars_per_token:
             return
@@ -284,7 +284,10 @@ class InputProcessor:
             )
 
     @cached_property
-    def _token_bound(self) -> TokenBound | None:
+    def length_bound(self) -> TokenBound | None:
+        """What a text's length says of its tokens. The first call takes a microsecond a token of
+        the vocabulary.
+        """
         return None if self.tokenizer is None else token_bound(self.tokenizer)
 
 

@@ -17,6 +17,7 @@ OPEN_PATHS = frozenset({"/", "/health", "/ready"})
 MAX_HEADERS = 100
 MAX_HEAD_BYTES = 32 * 2**10
 """Of a request's line and headers."""
+_MAX_DROPPED_BYTES = 64 * 2**20
 
 
 class GuardMiddleware:
@@ -50,6 +51,7 @@ class GuardMiddleware:
             if self._keys and scope["path"] not in OPEN_PATHS:
                 scope.setdefault("state", {})["key_digest"] = self._key_digest(scope["headers"])
             if length is not None and length > self._max_body_bytes:
+                await _drop_body(scope["headers"], receive, length)
                 raise self._too_large()
         except APIError as error:
             error.headers = {**(error.headers or {}), "Connection": "close"}
@@ -112,6 +114,18 @@ class GuardMiddleware:
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
+
+
+async def _drop_body(headers: list[tuple[bytes, bytes]], receive: Receive, length: int) -> None:
+    """Read a body of `length` bytes that nobody wants, unless it is huge.
+
+    A client that is still sending when the connection closes never reads the answer. One that sent
+    "Expect" reads it before it sends.
+    """
+    if length > _MAX_DROPPED_BYTES or any(name == b"expect" for name, _ in headers):
+        return
+    while (await receive()).get("more_body"):
+        pass
 
 
 def _content_length(headers: list[tuple[bytes, bytes]]) -> int | None:

@@ -17,7 +17,7 @@ from nanovllm.server.metrics import ServerMetrics
 from nanovllm.server.options import ServerOptions
 from nanovllm.validation import shown
 
-_MANY_BODIES = 16
+_MANY_BODIES = 64
 """So many bodies of max_body_bytes are in memory at most."""
 
 
@@ -76,6 +76,7 @@ class ServerState:
 def make_state(llm: AsyncLLM, options: ServerOptions) -> ServerState:
     """Return the state of a server that answers with `llm`."""
     engine = llm.engine
+    _ = engine.input_processor.length_bound  # computed now, so that no request waits for it
     name = options.served_model_name or model_name(engine.config.model)
     digest = hashlib.sha256(repr((engine.config, engine.cache_info.num_blocks)).encode())
     return ServerState(
