@@ -7,11 +7,17 @@ import contextlib
 import ctypes
 import math
 import mmap
+import os
+import sys
+import threading
+from collections.abc import Sequence as Seq
 
 import torch
 
-_LARGE = 2 * 2**20
+HUGE_PAGE = 2 * 2**20
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
+_MADV_POPULATE_WRITE = 23  # from mman-common.h, since Linux 5.14
+_LOW_PRIORITY = 10
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -21,12 +27,31 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     address translation of 4 KiB pages costs up to a third of its time.
     """
     size = math.prod(shape) * dtype.itemsize
-    if size < _LARGE or not hasattr(mmap, "MAP_ANONYMOUS"):
+    if size < HUGE_PAGE or not hasattr(mmap, "MAP_ANONYMOUS"):
         return torch.zeros(shape, dtype=dtype)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+def populate(parts: Seq[torch.Tensor]) -> None:
+    """Let the system allocate the pages of `parts` in a thread that gives way to others.
+
+    Whoever first writes to a huge page waits until it is zeroed, and until the system has found the
+    memory: 0.3 to 6 ms on a virtual machine. Systems other than Linux go on allocating then.
+    """
+    if sys.platform == "linux":
+        threading.Thread(target=_populate, args=(parts,), name="populate", daemon=True).start()
+
+
+def _populate(parts: Seq[torch.Tensor]) -> None:
+    madvise = ctypes.CDLL(None).madvise
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)
+    for part in parts:
+        start = part.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+        size = part.data_ptr() + part.nbytes - start
+        madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_POPULATE_WRITE)
 
 
 def return_freed() -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 from collections import deque
 from functools import partial
+from itertools import chain
 
 import torch
 
@@ -146,6 +147,10 @@ class ModelRunner:
         self._tables.apply(schedule)
         self.grammars.admit(schedule.admissions)
         self.network.zero_blocks(schedule.blocks_to_zero, self._tables)
+        added = [new.block_ids for new in schedule.admissions]
+        added += [new.block_ids for new in schedule.new_blocks]
+        if added:
+            self.network.populate_beyond(max(chain.from_iterable(added)))
         if self._proposer is not None:
             self._proposer.admit(schedule)
         if self._proposer is None or not schedule.is_timed:

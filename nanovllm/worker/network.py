@@ -20,6 +20,7 @@ from nanovllm.layers.linear import QKVParallelLinear
 from nanovllm.layers.quantization import FP8
 from nanovllm.models.config import ModelConfig
 from nanovllm.scheduler.messages import Row
+from nanovllm.utils.memory import HUGE_PAGE, populate
 from nanovllm.worker.cpu_graph import Forward, RecordedModel, record
 from nanovllm.worker.cuda_capture import can_capture, make_capture
 from nanovllm.worker.cuda_graph import ComputeLogits, GraphRunner
@@ -60,6 +61,7 @@ class Network:
         self.attentions = [m for m in self.model.modules() if isinstance(m, Attention)]
         self.device = device
         self._pool: torch.Tensor | None = None
+        self._num_populated = 0  # blocks of the pool
         self._records = self.backend.supports_recording and not config.enforce_eager
         self._recorded: RecordedModel | None = None
         self._pieces: PiecewiseGraphs | None = None
@@ -82,8 +84,24 @@ class Network:
         """
         shape = self._pool_shape(num_blocks + self.uses_graphs)
         self._pool = zeros(shape, self._kv_dtype, self.device)
+        self._num_populated = 0
+        self.populate_beyond(0)
         for attention, kv_cache in zip(self.attentions, self._pool, strict=True):
             attention.bind(self.backend, kv_cache)
+
+    def populate_beyond(self, block: int) -> None:
+        """Have memory ready for the blocks behind `block`, which is in use or the first.
+
+        On a CPU the pool takes memory as blocks are used, in their order. A huge page holds blocks
+        of many tokens, so the first of these tokens would wait for one huge page in each layer.
+        """
+        pool = self._pool
+        assert pool is not None, "make_pool() comes first"
+        count = max(HUGE_PAGE // pool[0, 0, 0].nbytes, 1)
+        start = self._num_populated
+        if pool.device.type == "cpu" and start < pool.shape[2] and block + 1 + count // 2 >= start:
+            self._num_populated += count
+            populate([part for layer in pool for part in layer[:, start : start + count]])
 
     def free_pool(self) -> None:
         self._pool = None

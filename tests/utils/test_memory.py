@@ -3,12 +3,13 @@
 import platform
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from nanovllm.utils.memory import lazy_zeros, return_freed
+from nanovllm.utils.memory import lazy_zeros, populate, return_freed
 
 MIB = 2**20
 linux = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc")
@@ -36,6 +37,17 @@ def test_pages_are_taken_when_they_are_written() -> None:
     assert resident() - before < 32 * MIB
     zeros[:128] = 1
     assert resident() - before > 100 * MIB
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs MADV_POPULATE_WRITE")
+def test_pages_are_taken_in_the_background() -> None:
+    zeros = lazy_zeros((256, MIB), torch.int8)
+    zeros[9] = 1
+    before, deadline = resident(), time.monotonic() + 30
+    populate([zeros[:64], zeros[128:192]])
+    while resident() - before < 120 * MIB:
+        assert time.monotonic() < deadline
+    assert zeros.sum(dtype=torch.int64) == MIB
 
 
 @linux
