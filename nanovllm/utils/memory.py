@@ -42,13 +42,15 @@ def populate(parts: Seq[torch.Tensor]) -> None:
     memory: 0.3 to 6 ms on a virtual machine. Systems other than Linux go on allocating then.
     """
     if sys.platform == "linux":
-        threading.Thread(target=_populate, args=(parts,), name="populate", daemon=True).start()
+        threading.Thread(target=_populate, args=(parts,), name="populate").start()
 
 
 def _populate(parts: Seq[torch.Tensor]) -> None:
     madvise = ctypes.CDLL(None).madvise
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)
     for part in parts:
+        if not threading.main_thread().is_alive():
+            return  # the interpreter waits for this thread before it ends
         start = part.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
         size = part.data_ptr() + part.nbytes - start
         madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_POPULATE_WRITE)

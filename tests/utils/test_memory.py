@@ -50,6 +50,25 @@ def test_pages_are_taken_in_the_background() -> None:
     assert zeros.sum(dtype=torch.int64) == MIB
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs MADV_POPULATE_WRITE")
+def test_process_ends_while_pages_are_taken() -> None:
+    """Symptom: "terminate called without an active exception" at the end of a short script.
+
+    The last reference to the memory was the thread's. It waited in munmap() when the interpreter
+    ended, and a thread that then asks for the GIL ends amid the destructors of a tensor.
+    """
+    code = f"""
+import torch
+from nanovllm.utils.memory import lazy_zeros, populate
+
+parts = [lazy_zeros((256, {MIB}), torch.int8).fill_(1)]
+populate(parts)
+del parts
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 @linux
 @glibc
 def test_freed_memory_goes_back() -> None:
