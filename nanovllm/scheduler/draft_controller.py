@@ -33,7 +33,9 @@ _PROBE_PAUSE = 8
 """Number of steps that save time for the next probes."""
 _MAX_PROBE_INTERVAL = 64
 _CHOICE_SECONDS = 40e-6
-"""What a choice costs the host, with all that follows from it. It matters for tiny models."""
+"""What a choice costs the host, with all that follows from it, until that is measured."""
+_CHOICE_RATE = 0.05
+"""Share of a new measurement in what a choice costs; it counts as ten times the cost at most."""
 _CHOICE_SHARE = 0.005
 """Share of the time that may go to choices that are not expected to pay."""
 _FEW_DRAFTS = 64
@@ -66,6 +68,8 @@ class DraftController:
         self._experience = Acceptance()
         self._experience.prior_weight = _GUESS_WEIGHT
         self._num_steps = 0
+        self._choice_seconds = _CHOICE_SECONDS
+        self._host_seconds = 0.0  # what the last choice has cost so far
         self._next_choice = 0  # step from which drafts may be chosen again
         self._num_skipped = 0  # steps since the last choice
         self._probe_seconds = 0.0  # what probes may spend now
@@ -82,6 +86,11 @@ class DraftController:
         self._num_steps += 1
         if not candidates:
             return []
+        if self._host_seconds > 0:
+            most = 10 * self._choice_seconds
+            change = min(self._host_seconds, most) - self._choice_seconds
+            self._choice_seconds += _CHOICE_RATE * change
+            self._host_seconds = 0.0
         limits = [min(limit, self.max_draft_tokens) for _, limit in candidates]
         prior = self._experience.rates((1.0, _FIRST_GUESS, _FIRST_GUESS))
         rates = [acceptance.rates(prior) for acceptance, _ in candidates]
@@ -101,6 +110,10 @@ class DraftController:
         self._num_steps += skips
         self._num_skipped += skips
         return skips
+
+    def add_host_seconds(self, seconds: float) -> None:
+        """Count time that the last choice, or what follows from it, took beside the steps."""
+        self._host_seconds += seconds
 
     def record(
         self, acceptance: Acceptance, num_allowed: int, num_proposed: int, num_accepted: int
@@ -159,7 +172,10 @@ class DraftController:
     ) -> list[int]:
         """Return the drafts of each row with the largest expected tokens per second."""
         num_rows = len(rates)
-        speed = _MARGIN * num_rows / self._step_costs.at(num_rows)
+        plain_seconds = self._step_costs.at(num_rows)
+        # Steps without drafts need no choice, and save its time.
+        plain_seconds -= min(self._choice_seconds, plain_seconds / 2)
+        speed = _MARGIN * num_rows / plain_seconds
         choice = [0] * num_rows
         least = max(_LEAST_GAIN, speed * self._step_costs.least_slope(num_tokens))
         rows = [i for i in range(num_rows) if rates[i][1] > least and limits[i] > 0]
@@ -243,8 +259,8 @@ class DraftController:
             for count, (found, first, later) in zip(choice, rates, strict=True)
             if count
         )
-        if gain * step_seconds / len(choice) < _CHOICE_SECONDS:
-            pause = int(_CHOICE_SECONDS / (_CHOICE_SHARE * step_seconds))
+        if gain * step_seconds / len(choice) < self._choice_seconds:
+            pause = int(self._choice_seconds / (_CHOICE_SHARE * step_seconds))
             self._next_choice = self._num_steps + pause
 
     def _add_probes(

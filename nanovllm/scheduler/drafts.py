@@ -4,6 +4,7 @@ tells the controller what the step showed.
 Knows no draft's value: the workers propose, verify and keep them.
 """
 
+import time
 from collections.abc import Mapping
 
 from nanovllm.scheduler.block_manager import BlockManager
@@ -41,7 +42,9 @@ def add_drafts(
         # Logits processors are the user's code: no draft may show them tokens that do not count.
         candidates.append((seq.acceptance, 0 if seq.params.logits_processors else limit))
     num_tokens = sum(row.num_scheduled_tokens for row in rows)
+    start_choice = time.perf_counter()
     counts = controller.choose(candidates, num_tokens)
+    controller.add_host_seconds(time.perf_counter() - start_choice)
     new_blocks = []
     for index, seq, count in zip(indices, seqs, counts, strict=True):
         row, start = rows[index], len(seq.block_table)
@@ -96,6 +99,7 @@ def record_step(
     Args:
         host_seconds: what the host adds to `result.seconds`.
     """
+    start = time.perf_counter()
     num_allowed = sum(row.num_draft_tokens for row in schedule.rows)
     num_proposed = sum(result.num_draft_tokens)
     controller.record_step(
@@ -105,3 +109,6 @@ def record_step(
         num_proposed,
         result.draft_seconds,
     )
+    # A proposer that looked and found nothing took its time for the choice alone.
+    in_vain = 0.0 if num_proposed else result.draft_seconds
+    controller.add_host_seconds(time.perf_counter() - start + in_vain)

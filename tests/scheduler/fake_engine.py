@@ -99,6 +99,9 @@ class FakeController(DraftController):
     def skips_step(self) -> bool:
         return False
 
+    def add_host_seconds(self, seconds: float) -> None:
+        assert seconds >= 0
+
     def record(
         self, acceptance: Acceptance, num_allowed: int, num_proposed: int, num_accepted: int
     ) -> None:
