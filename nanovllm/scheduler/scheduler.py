@@ -133,9 +133,10 @@ class Scheduler:
                     seq.num_computed_tokens -= num_rejected
                     seq.num_draft_tokens -= row.num_draft_tokens
                 num_appended = append_tokens(seq, tokens, self.eos_token_ids)
-                forced = result.forced.get(row.seq_id, [])
-                self.stats.num_decode_tokens += append_forced(seq, forced, self.eos_token_ids)
                 self.stats.num_decode_tokens += num_appended
+                if row.seq_id in result.forced:
+                    forced = result.forced[row.seq_id]
+                    self.stats.num_decode_tokens += append_forced(seq, forced, self.eos_token_ids)
                 if row.seq_id in result.logprobs:
                     num_missing = seq.num_output_tokens - len(seq.logprobs)
                     seq.logprobs += result.logprobs[row.seq_id][:num_missing]
@@ -315,11 +316,13 @@ class Scheduler:
     def _begun_blocks(self, rows: list[Row]) -> list[int]:
         """Return the blocks that `rows` begin and may not fill: some drafts may be missing."""
         found: list[int] = []
+        size = self.block_manager.block_size
         for row in rows:
-            first = self.block_manager.blocks_for(row.num_computed_tokens)
-            first = max(first, row.num_known_tokens // self.block_manager.block_size)
-            last = self.block_manager.blocks_for(row.end)
-            if first < last:
+            end = row.end
+            num_known = end - row.num_draft_tokens
+            first = max(-(-row.num_computed_tokens // size), num_known // size)
+            if first * size < end:
+                last = self.block_manager.blocks_for(end)
                 found += self._sequences[row.seq_id].block_table[first:last]
         return found
 

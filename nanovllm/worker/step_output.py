@@ -79,7 +79,10 @@ class StepOutput:
         sampled = self.token_ids.tolist()
         drafts = sampled if self.draft_ids is None else self.draft_ids.tolist()
         first = 0
-        for row in step.rows:
+        rows = step.rows
+        if drafts is sampled and not (self.errors or self.forcing or NO_TOKEN in sampled):
+            rows, token_ids = [], [[token] for token in sampled]  # the usual step, without a loop
+        for row in rows:
             if row.samples:
                 last = first + row.num_draft_tokens
                 tokens, error = self._accepted(sampled, drafts, first, last)
