@@ -134,8 +134,7 @@ class Scheduler:
                     seq.num_draft_tokens -= row.num_draft_tokens
                 num_appended = append_tokens(seq, tokens, self.eos_token_ids)
                 self.stats.num_decode_tokens += num_appended
-                if row.seq_id in result.forced:
-                    forced = result.forced[row.seq_id]
+                if forced := result.forced.get(row.seq_id):
                     self.stats.num_decode_tokens += append_forced(seq, forced, self.eos_token_ids)
                 if row.seq_id in result.logprobs:
                     num_missing = seq.num_output_tokens - len(seq.logprobs)
@@ -318,11 +317,9 @@ class Scheduler:
         found: list[int] = []
         size = self.block_manager.block_size
         for row in rows:
-            end = row.end
-            num_known = end - row.num_draft_tokens
-            first = max(-(-row.num_computed_tokens // size), num_known // size)
-            if first * size < end:
-                last = self.block_manager.blocks_for(end)
+            first = max(-(-row.num_computed_tokens // size), row.num_known_tokens // size)
+            if first * size < row.end:
+                last = self.block_manager.blocks_for(row.end)
                 found += self._sequences[row.seq_id].block_table[first:last]
         return found
 
