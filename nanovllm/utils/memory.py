@@ -10,6 +10,7 @@ import mmap
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Sequence as Seq
 
 import torch
@@ -35,25 +36,32 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
-def populate(parts: Seq[torch.Tensor]) -> None:
+def populate(whole: torch.Tensor, parts: Seq[torch.Tensor]) -> None:
     """Let the system allocate the pages of `parts` in a thread that gives way to others.
 
     Whoever first writes to a huge page waits until it is zeroed, and until the system has found the
     memory: 0.3 to 6 ms on a virtual machine. Systems other than Linux go on allocating then.
+
+    The thread keeps no memory alive, and stops when `whole`, of which the parts are views, is gone.
     """
     if sys.platform == "linux":
-        threading.Thread(target=_populate, args=(parts,), name="populate").start()
+        ranges = [(part.data_ptr(), part.nbytes) for part in parts]
+        args = (weakref.ref(whole), ranges)
+        threading.Thread(target=_populate, args=args, name="populate", daemon=True).start()
 
 
-def _populate(parts: Seq[torch.Tensor]) -> None:
+def _populate(whole: weakref.ref[torch.Tensor], ranges: Seq[tuple[int, int]]) -> None:
+    """A daemon thread must not own a tensor: at the interpreter's end it would end in a destructor
+    of the tensor, which ends the process. Memory freed amid a call costs nothing but an error code.
+    """
     madvise = ctypes.CDLL(None).madvise
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)
-    for part in parts:
-        if not threading.main_thread().is_alive():
-            return  # the interpreter waits for this thread before it ends
-        start = part.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-        size = part.data_ptr() + part.nbytes - start
-        madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_POPULATE_WRITE)
+    for address, size in ranges:
+        if whole() is None:
+            return
+        start = address // mmap.PAGESIZE * mmap.PAGESIZE
+        length = ctypes.c_size_t(address + size - start)
+        madvise(ctypes.c_void_p(start), length, _MADV_POPULATE_WRITE)
 
 
 def return_freed() -> None:

@@ -101,7 +101,7 @@ class Network:
         start = self._num_populated
         if pool.device.type == "cpu" and start < pool.shape[2] and block + 1 + count // 2 >= start:
             self._num_populated += count
-            populate([part for layer in pool for part in layer[:, start : start + count]])
+            populate(pool, [part for layer in pool for part in layer[:, start : start + count]])
 
     def free_pool(self) -> None:
         self._pool = None

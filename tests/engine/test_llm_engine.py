@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -260,10 +259,7 @@ def test_del_llm_frees_memory(random_model: str) -> None:
     del llm, pool
     assert gone() is None, "a reference cycle keeps the engine until the next collection"
     gc.collect()
-    deadline = time.monotonic() + 30  # a thread that takes pages for the pool may still hold it
-    while held - process.memory_info().rss <= size / 8:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert held - process.memory_info().rss > size / 8
 
 
 def test_shutdown_may_be_called_twice(random_model: str) -> None:

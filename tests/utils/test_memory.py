@@ -44,7 +44,7 @@ def test_pages_are_taken_in_the_background() -> None:
     zeros = lazy_zeros((256, MIB), torch.int8)
     zeros[9] = 1
     before, deadline = resident(), time.monotonic() + 30
-    populate([zeros[:64], zeros[128:192]])
+    populate(zeros, [zeros[:64], zeros[128:192]])
     while resident() - before < 120 * MIB:
         assert time.monotonic() < deadline
     assert zeros.sum(dtype=torch.int64) == MIB
@@ -61,9 +61,9 @@ def test_process_ends_while_pages_are_taken() -> None:
 import torch
 from nanovllm.utils.memory import lazy_zeros, populate
 
-parts = [lazy_zeros((256, {MIB}), torch.int8).fill_(1)]
-populate(parts)
-del parts
+zeros = lazy_zeros((256, {MIB}), torch.int8).fill_(1)
+populate(zeros, [zeros])
+del zeros
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -14,7 +14,7 @@ def test_memory_is_ready_ahead_of_the_blocks_in_use(
 ) -> None:
     """Symptom: one token in thousands waits for a new huge page in each layer."""
     populated: list[list[torch.Tensor]] = []
-    monkeypatch.setattr(network, "populate", populated.append)
+    monkeypatch.setattr(network, "populate", lambda whole, parts: populated.append(parts))
     monkeypatch.setattr(network, "HUGE_PAGE", 1)
     options = {"num_kvcache_blocks": 12, "kvcache_block_size": 4, "max_model_len": 48}
     llm = make_llm(random_model, dtype="float32", **options)
