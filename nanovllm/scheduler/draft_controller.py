@@ -35,7 +35,8 @@ _MAX_PROBE_INTERVAL = 64
 _CHOICE_SECONDS = 40e-6
 """What a choice costs the host, with all that follows from it, until that is measured."""
 _CHOICE_RATE = 0.05
-"""Share of a new measurement in what a choice costs; it counts as ten times the cost at most."""
+"""Weight of a new measurement in the running mean of what a choice costs. A measurement counts as
+ten times the mean at most."""
 _CHOICE_SHARE = 0.005
 """Share of the time that may go to choices that are not expected to pay."""
 _FEW_DRAFTS = 64

@@ -73,25 +73,7 @@ class StepOutput:
         for part in self.prompt_logprobs:
             values = part.values.tolist([part.num_top] * len(part.values.ranks))
             prompt_logprobs.setdefault(part.seq_id, []).extend(enumerate(values, part.position))
-        token_ids: list[list[int]] = []
-        errors: dict[int, str] = {}
-        forced: dict[int, list[int]] = {}
-        sampled = self.token_ids.tolist()
-        drafts = sampled if self.draft_ids is None else self.draft_ids.tolist()
-        first = 0
-        rows = step.rows
-        if drafts is sampled and not (self.errors or self.forcing or NO_TOKEN in sampled):
-            rows, token_ids = [], [[token] for token in sampled]  # the usual step, without a loop
-        for row in rows:
-            if row.samples:
-                last = first + row.num_draft_tokens
-                tokens, error = self._accepted(sampled, drafts, first, last)
-                token_ids.append(tokens)
-                if error is not None:
-                    errors[row.seq_id] = error
-                elif row.seq_id in self.forcing:
-                    forced[row.seq_id] = self.forcing[row.seq_id].forced(tokens)
-                first = last + 1
+        token_ids, errors, forced = self._tokens(step.rows)
         draft_seconds, seconds = (0.0, 0.0) if step.timer is None else step.timer.seconds()
         return StepResult(
             step.step_id,
@@ -104,6 +86,30 @@ class StepOutput:
             seconds=seconds,
             draft_seconds=draft_seconds,
         )
+
+    def _tokens(
+        self, rows: list[Row]
+    ) -> tuple[list[list[int]], dict[int, str], dict[int, list[int]]]:
+        """Return the tokens of each row that samples, the rows' errors and the forced tokens."""
+        sampled = self.token_ids.tolist()
+        errors: dict[int, str] = {}
+        forced: dict[int, list[int]] = {}
+        if self.draft_ids is None and not (self.errors or self.forcing or NO_TOKEN in sampled):
+            return [[token] for token in sampled], errors, forced  # most steps: one token a row
+        drafts = sampled if self.draft_ids is None else self.draft_ids.tolist()
+        token_ids: list[list[int]] = []
+        first = 0
+        for row in rows:
+            if row.samples:
+                last = first + row.num_draft_tokens
+                tokens, error = self._accepted(sampled, drafts, first, last)
+                token_ids.append(tokens)
+                if error is not None:
+                    errors[row.seq_id] = error
+                elif row.seq_id in self.forcing:
+                    forced[row.seq_id] = self.forcing[row.seq_id].forced(tokens)
+                first = last + 1
+        return token_ids, errors, forced
 
     def _accepted(
         self, sampled: list[int], drafts: list[int], first: int, last: int
