@@ -2,8 +2,11 @@
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
 
 
 class DelayedInterrupt:
@@ -16,13 +19,15 @@ class DelayedInterrupt:
         self._handler: Any = None
         self._frame: FrameType | None = None
         self._came = False
+        self._delays = True
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> "DelayedInterrupt":
         if threading.current_thread() is threading.main_thread():
             handler = signal.getsignal(signal.SIGINT)
             if callable(handler):
                 self._handler = handler
-                signal.signal(signal.SIGINT, self._delay)
+                signal.signal(signal.SIGINT, self._handle)
+        return self
 
     def __exit__(
         self,
@@ -32,8 +37,25 @@ class DelayedInterrupt:
     ) -> None:
         if self._handler is not None:
             signal.signal(signal.SIGINT, self._handler)
-            if self._came:
-                self._handler(signal.SIGINT, self._frame)
+            self._pass_on()
 
-    def _delay(self, signum: int, frame: FrameType | None) -> None:
+    def interruptible(self, function: Callable[..., Result], *args: object) -> Result:
+        """Call a function of the block that Ctrl-C may interrupt at once."""
+        self._delays = False
+        try:
+            self._pass_on()
+            return function(*args)
+        finally:
+            self._delays = True
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
         self._came, self._frame = True, frame
+        if not self._delays:
+            self._delays = True  # also while the exception of the handler ends the function
+            self._pass_on()
+            self._delays = False
+
+    def _pass_on(self) -> None:
+        if self._came:
+            self._came = False
+            self._handler(signal.SIGINT, self._frame)

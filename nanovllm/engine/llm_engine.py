@@ -179,12 +179,13 @@ class LLMEngine:
                 again.
         """
         self.check_process()
-        self.trace.begin_step()
-        start = time.perf_counter()
-        launched = self._launch_step()
-        if self._in_flight and (not launched or len(self._in_flight) > self._queue_depth):
-            self._process_oldest_step(start)
-        self.trace.end_step(self.scheduler)
+        with DelayedInterrupt() as interrupt:
+            self.trace.begin_step()
+            start = time.perf_counter()
+            launched = self._launch_step(interrupt)
+            if self._in_flight and (not launched or len(self._in_flight) > self._queue_depth):
+                self._process_oldest_step(start, interrupt)
+            self.trace.end_step(self.scheduler)
 
     def abort(self, request_id: int | str) -> RequestOutput | None:
         """End a request and return its output that was not sent yet; None if it is not running.
@@ -249,26 +250,21 @@ class LLMEngine:
                 f"request_id {shown(request_id)} is that of a running request: give each its own"
             )
 
-    def _launch_step(self) -> bool:
+    def _launch_step(self, interrupt: DelayedInterrupt) -> bool:
         """Launch the next step; return False if there is nothing to compute now."""
-        schedule = None
+        schedule = self.scheduler.schedule()
+        if schedule is None:
+            return False
         try:
-            with DelayedInterrupt():
-                schedule = self.scheduler.schedule()
-                if schedule is None:
-                    return False
-                # Before execute(), which computes the whole step if it runs in this process.
-                self._set_first_scheduled_times(schedule)
-                self.trace.scheduled(schedule, self.scheduler)
-            self._in_flight.append((schedule, self.executor.execute(schedule)))
-            self.trace.launched(schedule)
+            # Before execute(), which computes the whole step if it runs in this process.
+            self._set_first_scheduled_times(schedule)
+            self.trace.scheduled(schedule, self.scheduler)
+            future = interrupt.interruptible(self.executor.execute, schedule)
         except BaseException:
-            if schedule is not None:
-                with DelayedInterrupt():
-                    if self._in_flight and self._in_flight[-1][0] is schedule:
-                        self._in_flight.pop()
-                    self.scheduler.abandon(schedule)
+            self.scheduler.abandon(schedule)
             raise
+        self._in_flight.append((schedule, future))
+        self.trace.launched(schedule)
         return True
 
     def _set_first_scheduled_times(self, schedule: Schedule) -> None:
@@ -277,7 +273,7 @@ class LLMEngine:
             if request is not None and request.first_scheduled_time is None:
                 request.first_scheduled_time = time.monotonic()
 
-    def _process_oldest_step(self, start: float) -> None:
+    def _process_oldest_step(self, start: float, interrupt: DelayedInterrupt) -> None:
         """Wait for the oldest step in flight, process its tokens and deliver the outputs.
 
         Args:
@@ -285,11 +281,10 @@ class LLMEngine:
         """
         schedule, future = self._in_flight[0]
         try:
-            result = future.result()
+            result = interrupt.interruptible(future.result)
             self.trace.waited(result)
-            with DelayedInterrupt():
-                self._in_flight.popleft()
-                self._process_result(schedule, result)
+            self._in_flight.popleft()
+            self._process_result(schedule, result)
             controller = self.scheduler.draft_controller
             if controller is not None and schedule.is_timed:
                 host_seconds = 0.0
@@ -299,9 +294,8 @@ class LLMEngine:
                 record_step(controller, schedule, result, host_seconds)
         except BaseException:
             # The steps launched after a failed one may have read KV that it did not write.
-            with DelayedInterrupt():
-                while self._in_flight:
-                    self.scheduler.abandon(self._in_flight.popleft()[0])
+            while self._in_flight:
+                self.scheduler.abandon(self._in_flight.popleft()[0])
             raise
 
     def _process_result(self, schedule: Schedule, result: StepResult) -> None:
@@ -309,12 +303,12 @@ class LLMEngine:
         now = time.monotonic()
         for seq in self.scheduler.update(schedule, result):
             request, stop_string = self.output_processor.process_tokens(seq, now)
-            if seq.finish_reason == "error":
-                logger.warning("request %s ended: %s", request.request_id, seq.stop_reason)
             if stop_string is not None:
                 self.scheduler.finish(seq.seq_id, "stop", stop_string)
             if seq.is_finished:
                 self.trace.end(seq)
+                if seq.finish_reason == "error":
+                    logger.warning("request %s ended: %s", request.request_id, seq.stop_reason)
             self._queue_remaining(request)
             if request.stream or seq.is_finished:
                 updated[request.request_id] = request
