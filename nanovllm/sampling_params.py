@@ -201,10 +201,12 @@ class SamplingParams:
 
         They get no log-probabilities, and no other rule can forbid one.
         """
-        ruled = self.allowed_token_ids is not None or self.bad_words or self.min_tokens
-        if self.structured_outputs is None or self.logprobs is not None or ruled:
-            return False
-        return not self.logits_processors
+        return (
+            self.structured_outputs is not None
+            and self.logprobs is None
+            and self.allowed_token_ids is None
+            and not (self.bad_words or self.min_tokens or self.logits_processors)
+        )
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)

@@ -59,14 +59,15 @@ class OutputProcessor:
         """
         completion = self._completions[seq.seq_id]
         request, detokenizer = completion.request, completion.detokenizer
-        if completion.num_tokens < seq.num_output_tokens:  # an error brings no token
+        num_output_tokens = seq.num_output_tokens
+        if completion.num_tokens < num_output_tokens:  # an error brings no token
             request.first_token_time = request.first_token_time or now
             request.last_token_time = now
         params = request.params
         if detokenizer is None or not (request.stream or params.stop):
-            completion.num_tokens = seq.num_output_tokens  # decoded all at once at the end
+            completion.num_tokens = num_output_tokens  # decoded all at once at the end
             return request, None
-        while completion.num_tokens < seq.num_output_tokens:
+        while completion.num_tokens < num_output_tokens:
             token = seq.token_ids[seq.num_prompt_tokens + completion.num_tokens]
             completion.num_tokens += 1
             search = completion.num_tokens >= params.min_tokens

@@ -18,7 +18,7 @@ def append_tokens(seq: Sequence, tokens: list[int], eos_token_ids: frozenset[int
             seq.finish_reason = "stop"
             is_eos = token in eos_token_ids and not seq.params.ignore_eos
             seq.stop_reason = None if is_eos else token
-        elif seq.room <= 0:
+        elif len(seq.token_ids) >= seq.max_num_tokens:
             seq.finish_reason = "length"
         else:
             continue

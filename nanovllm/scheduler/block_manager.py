@@ -93,9 +93,10 @@ class BlockManager:
         Returns:
             The ids of the blocks appended; None, with nothing changed, if too few blocks are free.
         """
-        num_new = self.blocks_for(num_tokens) - len(seq.block_table) - len(cached_blocks)
-        if num_new <= 0 and not cached_blocks:
+        num_owned = len(seq.block_table)
+        if num_tokens <= num_owned * self.block_size and not cached_blocks:
             return []
+        num_new = self.blocks_for(num_tokens) - num_owned - len(cached_blocks)
         num_revived = sum(self.blocks[b].ref_count == 0 for b in cached_blocks)
         if num_new + num_revived > len(self._free):
             return None

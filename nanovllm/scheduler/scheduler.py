@@ -108,8 +108,11 @@ class Scheduler:
         sampled = iter(result.token_ids)
         drafts = iter(result.num_draft_tokens)
         advanced: list[Sequence] = []
+        for seq_id, found in result.prompt_logprobs.items():
+            if seq_id in self._sequences:
+                self._sequences[seq_id].prompt_logprobs.update(found)
         for row in schedule.rows:
-            num_known = row.num_known_tokens - row.num_computed_tokens
+            num_known = row.num_scheduled_tokens - row.num_draft_tokens
             self.stats.num_prefill_tokens += num_known - row.samples
             if row.samples:
                 tokens, num_proposed = next(sampled), next(drafts, 0)
@@ -121,8 +124,6 @@ class Scheduler:
                 self.finish(row.seq_id, "error", result.errors[row.seq_id])
                 advanced.append(seq)
                 continue
-            if row.seq_id in result.prompt_logprobs:
-                seq.prompt_logprobs.update(result.prompt_logprobs[row.seq_id])
             num_written = row.end
             if row.samples:
                 num_rejected = row.num_draft_tokens + 1 - len(tokens)
@@ -139,11 +140,10 @@ class Scheduler:
                 if row.seq_id in result.logprobs:
                     num_missing = seq.num_output_tokens - len(seq.logprobs)
                     seq.logprobs += result.logprobs[row.seq_id][:num_missing]
-                if self.draft_controller is not None and row.num_draft_tokens:
+                if row.num_draft_tokens and self.draft_controller is not None:
                     num_accepted = len(tokens) - 1  # the last token is no draft
-                    self.draft_controller.record(
-                        seq.acceptance, row.num_draft_tokens, num_proposed, num_accepted
-                    )
+                    tried = row.num_draft_tokens, num_proposed, num_accepted
+                    self.draft_controller.record(seq.acceptance, *tried)
                     for counts in (seq.draft_counts, self.stats.drafts):
                         counts.add(num_proposed, min(num_appended, num_accepted))
                 advanced.append(seq)
@@ -220,24 +220,26 @@ class Scheduler:
         while index < len(self.running) and budget > 0:
             seq = self.running[index]
             index += 1
-            num_scheduled = min(self._num_tokens_to_schedule(seq), budget)
-            if num_scheduled > 0:
-                table_idx = seq.table_idx
-                assert table_idx is not None
-                end = seq.num_computed_tokens + num_scheduled
+            num_missing = self._num_tokens_to_schedule(seq)
+            if num_missing > 0:
+                end = seq.num_computed_tokens + min(num_missing, budget)
                 start = len(seq.block_table)
                 while (appended := self.block_manager.allocate_blocks(seq, end)) is None:
                     if seq.num_draft_tokens:  # it waits: these preempt nobody
                         break
-                    preempted = True  # the last in order, so it has no row in this step
-                    if self._preempt_last() is seq:
+                    preempted = True
+                    victim = self.running[-1]  # the last in order, so it has no row in this step
+                    self._preempt(victim)
+                    self.stats.num_preemptions += 1
+                    if victim is seq:
                         return new_blocks, budget, preempted
                 if appended is None:
                     continue
+                row = self._schedule_row(seq, num_missing, budget)
                 if appended:
-                    new_blocks.append(NewBlocks(table_idx, start, appended))
-                rows.append(self._schedule_row(seq, num_scheduled))
-                budget -= num_scheduled
+                    new_blocks.append(NewBlocks(row.table_idx, start, appended))
+                rows.append(row)
+                budget -= row.num_scheduled_tokens
         return new_blocks, budget, preempted
 
     def _admit_waiting(self, rows: list[Row], budget: int) -> list[Admission]:
@@ -257,9 +259,8 @@ class Scheduler:
             self._waiting.pop()
             num_cached_tokens = len(cached) * self.block_manager.block_size
             admissions.append(self._admit(seq, blocks, num_cached_tokens))
-            num_scheduled = min(self._num_tokens_to_schedule(seq), budget)
-            rows.append(self._schedule_row(seq, num_scheduled))
-            budget -= num_scheduled
+            rows.append(self._schedule_row(seq, self._num_tokens_to_schedule(seq), budget))
+            budget -= rows[-1].num_scheduled_tokens
         return admissions
 
     def _admit(self, seq: Sequence, block_ids: list[int], num_cached_tokens: int) -> Admission:
@@ -296,38 +297,37 @@ class Scheduler:
         if drafts and not (self.follows_drafts and seq.params.is_plain):
             return 0
         pending = seq.num_pending_tokens + drafts
-        if pending and (seq.room <= pending or seq.params.forces_tokens):
+        num_tokens = len(seq.token_ids) + pending
+        if pending and (num_tokens >= seq.max_num_tokens or seq.params.forces_tokens):
             return 0
-        return seq.num_tokens - seq.num_computed_tokens
+        return num_tokens - seq.num_computed_tokens
 
-    def _schedule_row(self, seq: Sequence, num_scheduled: int) -> Row:
-        """Return a row of the next `num_scheduled` tokens and count them as computed."""
-        start = seq.num_computed_tokens
-        samples = start + num_scheduled == seq.num_tokens
+    def _schedule_row(self, seq: Sequence, num_missing: int, budget: int) -> Row:
+        """Return a row of the next tokens, at most `budget`, and count them as computed.
+
+        Args:
+            num_missing: the tokens up to the sequence's end.
+        """
         assert seq.table_idx is not None
-        behind = seq.num_draft_tokens
-        row = Row(seq.seq_id, seq.table_idx, start, num_scheduled, samples, 0, behind)
-        seq.num_computed_tokens += num_scheduled
+        start, behind = seq.num_computed_tokens, seq.num_draft_tokens
+        num_scheduled = num_missing if num_missing < budget else budget
+        samples = num_scheduled == num_missing
+        seq.num_computed_tokens = start + num_scheduled
         seq.num_in_flight_steps += 1
         seq.num_pending_tokens += samples
-        return row
+        return Row(seq.seq_id, seq.table_idx, start, num_scheduled, samples, 0, behind)
 
     def _begun_blocks(self, rows: list[Row]) -> list[int]:
         """Return the blocks that `rows` begin and may not fill: some drafts may be missing."""
         found: list[int] = []
         size = self.block_manager.block_size
         for row in rows:
-            first = max(-(-row.num_computed_tokens // size), row.num_known_tokens // size)
-            if first * size < row.end:
+            if -row.num_computed_tokens % size < row.num_scheduled_tokens:  # it begins a block
+                first = self.block_manager.blocks_for(row.num_computed_tokens)
+                first = max(first, row.num_known_tokens // size)
                 last = self.block_manager.blocks_for(row.end)
                 found += self._sequences[row.seq_id].block_table[first:last]
         return found
-
-    def _preempt_last(self) -> Sequence:
-        victim = self.running[-1]
-        self._preempt(victim)
-        self.stats.num_preemptions += 1
-        return victim
 
     def _preempt(self, seq: Sequence) -> None:
         self.running.remove(seq)

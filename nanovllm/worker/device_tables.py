@@ -61,6 +61,8 @@ class DeviceTables:
         No cell is written twice: an admitted table row gets no new blocks or tokens in the same
         step.
         """
+        if not (schedule.admissions or schedule.new_tokens or schedule.new_blocks):
+            return
         cells, values = array("q"), array("q")
         num_columns, stride = self.token_ids.shape[1], self._table.shape[1]
 
@@ -76,8 +78,6 @@ class DeviceTables:
             write(tokens.start, tokens.table_idx, tokens.token_ids)
         for blocks in schedule.new_blocks:
             write(num_columns + blocks.start, blocks.table_idx, blocks.block_ids)
-        if not cells:
-            return
         admissions = schedule.admissions
         admitted = array("q", [new.table_idx for new in admissions])
         parameters = pack([new.params for new in admissions], [new.seed for new in admissions])
