@@ -12,6 +12,7 @@ from itertools import chain
 import torch
 
 from nanovllm.kernels.selector import require_triton
+from nanovllm.layers.logits_rules import LogitsRules
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import MAX_SAMPLES, CacheInfo, Row, Schedule
 from nanovllm.utils.distributed import broadcast_from_first, tensor_parallel
@@ -319,7 +320,10 @@ class ModelRunner:
         num_seqs = self.config.max_num_seqs
         tables = self._make_pool_and_tables(info)
         tables.block_tables[:num_seqs, :num_blocks] = torch.arange(num_blocks, device=self.device)
-        tables.params = [SamplingParams(temperature=1.0)] * num_seqs
+        ruled = SamplingParams(temperature=1.0, logit_bias=((0, 1.0),))
+        tables.params = [ruled] * num_seqs
+        # With rules in one row, all rows' logits are copied to float32.
+        tables.rules[0] = LogitsRules(ruled, 0, (), frozenset(), self.device)
         prompts = [Row(i, i, 0, length, samples=True) for i in range(count)]
         self._run_rows(tables, prompts)
         drafts = 0

@@ -91,3 +91,21 @@ def test_a_request_afterwards_is_that_of_a_new_engine(random_model: str) -> None
     for bench in (warm, fresh):
         bench.admit(0, [1, 2, 3], params, [0, 1, 2])
     assert [warm.decode(0) for _ in range(4)] == [fresh.decode(0) for _ in range(4)]
+
+
+def test_peak_memory_includes_a_float32_copy_of_all_logits(
+    random_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Symptom: 512 rows, one of them with rules, need 311 MB on a GPU that the KV pool has filled."""
+    bench = Bench(random_model, dtype="bfloat16", max_num_seqs=24)
+    shapes: list[tuple[int, ...]] = []
+
+    def watched(logits: torch.Tensor, **options: Any) -> torch.Tensor:
+        shapes.append(tuple(logits.shape))
+        return copy(logits, **options)
+
+    copy = sampling.float32_copy
+    monkeypatch.setattr(sampling, "float32_copy", watched)
+    with torch.inference_mode():
+        bench.runner._warm_up()
+    assert (24, bench.runner.network.model_config.vocab_size) in shapes
