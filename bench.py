@@ -113,6 +113,12 @@ def transformers(model: str, args: argparse.Namespace) -> Run:
     return run
 
 
+def llamacpp(model: str, args: argparse.Namespace) -> Run:
+    from benchmarks.llamacpp import LlamaCpp
+
+    return LlamaCpp(model, args.option).run
+
+
 def workload(
     num_seqs: int, input_len: tuple[int, int], output_len: tuple[int, int], seed: int
 ) -> tuple[Prompts, list[int]]:
@@ -137,6 +143,7 @@ ENGINES: dict[str, Callable[[str, argparse.Namespace], Run]] = {
     "nanovllm": nanovllm,
     "vllm": vllm,
     "transformers": transformers,
+    "llamacpp": llamacpp,
 }
 
 

@@ -4,7 +4,8 @@ its ratio to the first engine's time (the median over rounds).
 An engine is NAME or NAME=PYTHON: one of bench.py's engines, and an interpreter that has it
 installed. Each engine is a process of its own. It is stopped while another engine runs, because an
 idle engine may spin. Prefix caching is off, because `nano` and `sampled` have the same prompts.
-Without --model: random weights in the shape of Qwen3-0.6B.
+Without --model: random weights in the shape of Qwen3-0.6B; with --gguf, in a GGUF file, which
+llamacpp needs.
 """
 
 import argparse
@@ -175,6 +176,9 @@ def engine_parser(prog: str, description: str | None, cases: list[str]) -> argpa
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model", help=f"a checkpoint or {', '.join(CONFIGS)} (default: {SMALL})")
     parser.add_argument("--load-format", choices=["auto", "dummy"], default="dummy")
+    parser.add_argument(
+        "--gguf", metavar="TYPE", help="no --model, but a GGUF file: Q8_0, Q4_0 ..."
+    )
     return parser
 
 
@@ -184,11 +188,16 @@ def started(args: argparse.Namespace) -> Iterator[list[Engine]]:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(1))  # so that `finally` stops the engines
     with tempfile.TemporaryDirectory() as directory:
-        model, _ = checkpoint(args.model, directory)
+        model, load_format = checkpoint(args.model, directory)[0], args.load_format
+        if args.gguf:
+            from benchmarks.random_gguf import write_random_gguf  # an engine may lack the package
+
+            model, load_format = str(Path(directory, "model.gguf")), "auto"
+            write_random_gguf(Path(model), CONFIGS[SMALL], args.gguf)
         engines: list[Engine] = []
         try:
             for given in args.engines:
-                engines.append(Engine(given, model, args.load_format))
+                engines.append(Engine(given, model, load_format))
             yield engines
         finally:
             for engine in engines:
@@ -204,6 +213,8 @@ def parse_args() -> argparse.Namespace:
     names = [given.partition("=")[0] for given in args.engines]
     if len(set(names) & set(bench.ENGINES)) < len(names):
         parser.error(f"name each of {', '.join(bench.ENGINES)} once at most, not {names}")
+    if args.gguf and args.model:
+        parser.error("--gguf makes a model of its own: leave out --model")
     return args
 
 
@@ -213,7 +224,7 @@ def main() -> None:
     if args.serve:
         serve(args.engines[0], args.model, args.load_format)
         return
-    comparison = Comparison.begin(described(args.model))
+    comparison = Comparison.begin(described(args.model) + (f", {args.gguf}" if args.gguf else ""))
     with started(args) as engines:
         compare(engines, args.cases, args.rounds, comparison, args.json)
 

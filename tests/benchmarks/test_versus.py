@@ -11,6 +11,9 @@ import pytest
 from bench import QWEN3_06B
 from benchmarks import versus
 from benchmarks.comparison import Comparison, Row
+from benchmarks.random_gguf import write_random_gguf
+from nanovllm import LLM, SamplingParams
+from nanovllm.utils.gguf import read_gguf
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -97,6 +100,24 @@ def test_json_has_the_tables_rows(tmp_path: Path) -> None:
     assert found.cases == {"decode1": "1 sequence, 32 tokens in, 64 out"}
     assert found.command.startswith(f"python -m benchmarks.versus vllm={two} ")
     assert "random weights" in found.model
+
+
+def test_random_gguf_is_a_model(tmp_path: Path) -> None:
+    small = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    path = tmp_path / "model.gguf"
+    config = {**QWEN3_06B, **small, "head_dim": 32, "eos_token_id": 0}
+    write_random_gguf(path, config, "Q8_0")
+    found = read_gguf(path).config
+    assert {name: found[name] for name in small} == small
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    first, second = LLM(str(path), max_model_len=64).generate([[1, 2, 3], [4, 5, 6]], params)
+    assert first.token_ids != second.token_ids
+
+
+def test_gguf_and_a_model_exclude_each_other() -> None:
+    done = run("nanovllm", "--gguf", "Q8_0", "--model", "other")
+    assert done.returncode == 2
+    assert "leave out --model" in done.stderr
 
 
 def test_an_engine_that_does_not_start() -> None:
