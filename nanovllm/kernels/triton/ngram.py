@@ -15,6 +15,8 @@ _PARTS = 128
 """Blocks whose results are compared at once."""
 _DRAFTS = 32
 """Drafts that are written at once."""
+_COLUMNS = ["table_indices", "num_known", "num_drafts"]
+"""Of one upload: whether they are aligned depends on the number of rows."""
 
 
 def propose(
@@ -50,7 +52,7 @@ def propose(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_COLUMNS)
 def _find(
     token_ids, stride, table_indices, num_known, best, smallest, largest, BLOCK: tl.constexpr
 ):
@@ -73,7 +75,7 @@ def _find(
     tl.store(best + row * tl.num_programs(1) + part, tl.max(keys))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_COLUMNS)
 def _copy(
     token_ids,
     stride,

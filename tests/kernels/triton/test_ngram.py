@@ -12,7 +12,7 @@ from nanovllm.kernels.triton import ngram
 from nanovllm.scheduler.messages import Row
 from nanovllm.worker.proposers import ngram as proposers_ngram
 from nanovllm.worker.proposers.ngram import Ngram, lookup
-from tests.kernels.triton.harness import ARCHS, compile_launches
+from tests.kernels.triton.harness import ARCHS, compile_launches, count_variants
 from tests.kernels.triton.inputs import DEVICE
 from tests.kernels.triton.interpreter import patch_interpreter
 
@@ -106,3 +106,16 @@ def test_compiles_without_spills(sizes, monkeypatch):
         for kernel in kernels:
             assert kernel.n_spills == 0, kernel
             assert 0 < kernel.n_regs <= 128, kernel
+
+
+def propose_for_few_rows():
+    """Propose as `Ngram` does: the columns are parts of one upload."""
+    for rows in (1, 2, 3, 16):
+        table_indices, num_known, num_drafts = torch.ones(3, rows, dtype=torch.int64).unbind()
+        tokens = torch.zeros(rows + 1, WIDTH, dtype=torch.int32)
+        ngram.propose(tokens, table_indices, num_known, num_drafts, (2, 4))
+
+
+def test_any_number_of_rows_shares_the_compiled_kernels():
+    """Symptom: a request waits for a compiler, because the warm-up has one row."""
+    assert count_variants(propose_for_few_rows) == {"_find": 1, "_copy": 1}
