@@ -12,6 +12,8 @@ _LONGEST_INTERVAL = 128
 """Steps after which a size counts as unobserved."""
 _KNOWN = 3
 """Number of observations from which a size's seconds are known."""
+_TRIALS = 2
+"""Number of observations that end a size's discount."""
 _MAX_ADDED = 32
 """Number of sizes that may be added to the measured ones."""
 
@@ -30,10 +32,15 @@ class CostCurve:
     of a stair.
 
     Without measurements the cost is taken as proportional to the size, so no draft ever pays.
+
+    Args:
+        discount: share by which a size that was not tried yet counts as cheaper, down to the next
+            smaller size. So a size is tried, even if the machine was slow while it was measured.
     """
 
-    def __init__(self, measured: Sequence[tuple[int, float]]) -> None:
+    def __init__(self, measured: Sequence[tuple[int, float]], discount: float = 0.0) -> None:
         measured = measured or ((1, 1.0),)
+        self._discount = discount
         self.sizes = [size for size, _ in measured]
         self._start = [log(max(seconds, 1e-9)) for _, seconds in measured]
         self._logs = list(self._start)
@@ -147,6 +154,10 @@ class CostCurve:
         """Set the seconds, which never fall with the size, and the slopes behind each size."""
         largest_first = (exp(x + self._log_scale) for x in reversed(self._logs))
         self._seconds = list(accumulate(largest_first, min))[::-1]
+        for i in range(1, len(self.sizes)):
+            if self._num_seen[i] < _TRIALS:
+                cheaper = (1 - self._discount) * self._seconds[i]
+                self._seconds[i] = max(cheaper, self._seconds[i - 1])
         points = pairwise(zip(self.sizes, self._seconds, strict=True))
         self._slopes = [(t1 - t0) / (n1 - n0) for (n0, t0), (n1, t1) in points]
         if self._tail is None:

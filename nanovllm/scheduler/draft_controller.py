@@ -23,6 +23,8 @@ _GUESS_WEIGHT = 2.0
 _FEW_RECORDS = 4
 """Until drafts of so many rows were tried, all but one may add at most _FIRST_SHARE to a step."""
 _FIRST_SHARE = 0.25
+_DISCOUNT = 0.2
+"""Of steps of a size that was not tried yet."""
 _LEAST_GAIN = 0.01
 """A draft that is accepted less often than this is never worth its bookkeeping."""
 _MARGIN = 1.01
@@ -59,7 +61,7 @@ class DraftController:
         draft_seconds: Sequence[tuple[int, float, float]],
     ) -> None:
         self.max_draft_tokens = max_draft_tokens
-        self._step_costs = CostCurve(step_seconds)
+        self._step_costs = CostCurve(step_seconds, _DISCOUNT)
         # Of each row's first draft, and of each further one; they get the same corrections.
         self._draft_costs = [
             CostCurve([(costs[0], costs[part]) for costs in draft_seconds])

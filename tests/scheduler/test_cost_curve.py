@@ -99,3 +99,11 @@ def test_asks_for_sizes_that_are_not_observed() -> None:
     assert not curve.is_stale(100)
     curve.observe(8, 1.0)
     assert not curve.is_stale(8)
+
+
+def test_sizes_that_were_not_tried_are_cheaper() -> None:
+    curve = CostCurve(MEASURED, discount=0.2)
+    assert [curve.at(size) for size in (1, 8, 16, 32)] == pytest.approx([1, 1, 1.6, 3.2])
+    for _ in range(2):
+        curve.observe(16, 2.0)
+    assert [curve.at(size) for size in (1, 8, 16, 32)] == pytest.approx([1, 1, 2, 3.2])

@@ -214,6 +214,17 @@ def test_a_wrong_measurement_is_repaired(curve: Curve, wrong: int, error: float)
         assert found >= (0.97 if rate == 0 else 0.85) * ideal(curve, rate, 8)
 
 
+@pytest.mark.parametrize("slow", [(2, 128), (8, 16), (12, 48)])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_a_slow_moment_at_start_is_found_out(slow: tuple[int, int], batch: int) -> None:
+    """Symptom: no draft, or too few, for as long as the engine runs."""
+    curve = CURVES["flat to 12 tokens"]
+    measured = tuple((n, curve(n) * (1.6 if slow[0] <= n <= slow[1] else 1)) for n in SIZES)
+    for rate in (0.6, 0.9):
+        found = speedup(Simulation(curve, step_seconds=measured), rate, batch, 300)
+        assert found >= 0.85 * ideal(curve, rate, batch)
+
+
 def test_a_network_that_catches_up_slowly_is_probed_less() -> None:
     """Time beyond the plan is taken from the time for probes."""
     curve = CURVES["flat to 12 tokens"]
