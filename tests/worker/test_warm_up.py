@@ -96,7 +96,7 @@ def test_a_request_afterwards_is_that_of_a_new_engine(random_model: str) -> None
 def test_peak_memory_includes_a_float32_copy_of_all_logits(
     random_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Symptom: 512 rows, one of them with rules, need 311 MB on a GPU that the KV pool has filled."""
+    """Symptom: 512 rows, one with rules, need 311 MB on a GPU that the KV pool has filled."""
     bench = Bench(random_model, dtype="bfloat16", max_num_seqs=24)
     shapes: list[tuple[int, ...]] = []
 
