@@ -22,10 +22,15 @@ def handler_stays() -> Iterator[None]:
 
 def test_it_comes_at_the_end_of_the_block() -> None:
     done = []
-    with pytest.raises(KeyboardInterrupt), DelayedInterrupt():
-        press()
-        press()
-        done.append(True)
+
+    def block() -> None:
+        with DelayedInterrupt():
+            press()
+            press()
+            done.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        block()
     assert done
 
 
@@ -43,21 +48,31 @@ def test_it_interrupts_a_function_at_once() -> None:
 
 def test_one_that_came_before_interrupts_the_next_function() -> None:
     done = []
-    with pytest.raises(KeyboardInterrupt), DelayedInterrupt() as interrupt:
-        press()
-        interrupt.interruptible(done.append, True)
+
+    def block() -> None:
+        with DelayedInterrupt() as interrupt:
+            press()
+            interrupt.interruptible(done.append, True)
+
+    with pytest.raises(KeyboardInterrupt):
+        block()
     assert not done
 
 
 def test_a_second_one_waits_for_what_the_first_one_began() -> None:
     done = []
-    with pytest.raises(KeyboardInterrupt), DelayedInterrupt() as interrupt:
-        try:
-            interrupt.interruptible(press)
-        except KeyboardInterrupt:
-            press()
-            done.append(True)
-            raise
+
+    def block() -> None:
+        with DelayedInterrupt() as interrupt:
+            try:
+                interrupt.interruptible(press)
+            except KeyboardInterrupt:
+                press()
+                done.append(True)
+                raise
+
+    with pytest.raises(KeyboardInterrupt):
+        block()
     assert done
 
 
