@@ -34,8 +34,9 @@ class CostCurve:
     Without measurements the cost is taken as proportional to the size, so no draft ever pays.
 
     Args:
-        discount: share by which a size that was not tried yet counts as cheaper, down to the next
-            smaller size. So a size is tried, even if the machine was slow while it was measured.
+        discount: share by which an untried size counts as cheaper, but never as cheaper than the
+            next smaller size. So a size is tried, even if the machine was slow while it was
+            measured.
     """
 
     def __init__(self, measured: Sequence[tuple[int, float]], discount: float = 0.0) -> None:
@@ -132,13 +133,14 @@ class CostCurve:
         self.sizes.insert(i, size)
         self._start.insert(i, expected)
         self._logs.insert(i, expected + min(max(change, -0.3), 0.3))
-        self._num_seen.insert(i, 1.0)
+        self._num_seen.insert(i, float(_TRIALS))
         self._last_seen.insert(i, self._num_observed)
         self._residuals.insert(i, 0.0)
         return True
 
     def _observe_tail(self, size: int, seconds: float) -> None:
-        slope = max(seconds - self._seconds[-1], 0.0) / (size - self.sizes[-1])
+        largest = exp(self._logs[-1] + self._log_scale)
+        slope = max(seconds - largest, 0.0) / (size - self.sizes[-1])
         slope *= exp(-self._log_scale)
         agreed, self._tail_seen = min(slope, self._tail_seen), slope
         before = self._slopes[-1] * exp(-self._log_scale)
@@ -149,6 +151,7 @@ class CostCurve:
         for i, last_seen in enumerate(self._last_seen):
             if self._num_observed - last_seen > _LONGEST_INTERVAL:
                 self._logs[i] += 0.1 * (self._start[i] - self._logs[i])
+                self._num_seen[i] = 0.9 * min(self._num_seen[i], 10.0)
 
     def _rebuild(self) -> None:
         """Set the seconds, which never fall with the size, and the slopes behind each size."""

@@ -24,7 +24,7 @@ _FEW_RECORDS = 4
 """Until drafts of so many rows were tried, all but one may add at most _FIRST_SHARE to a step."""
 _FIRST_SHARE = 0.25
 _DISCOUNT = 0.2
-"""Of steps of a size that was not tried yet."""
+"""Share by which a step of an untried size counts as cheaper."""
 _LEAST_GAIN = 0.01
 """A draft that is accepted less often than this is never worth its bookkeeping."""
 _MARGIN = 1.01

@@ -225,6 +225,17 @@ def test_a_slow_moment_at_start_is_found_out(slow: tuple[int, int], batch: int) 
         assert found >= 0.85 * ideal(curve, rate, batch)
 
 
+def test_a_slow_moment_at_start_is_found_out_again() -> None:
+    """What was learned of a size is forgotten while it is not used; so it must be tried again."""
+    curve = CURVES["flat to 12 tokens"]
+    measured = tuple((n, curve(n) * (1.6 if 8 <= n <= 48 else 1)) for n in SIZES)
+    simulation = Simulation(curve, step_seconds=measured)
+    simulation.run([Acceptance() for _ in range(4)], [0.6] * 4, 300)
+    simulation.run([Acceptance()], [0.3], 3000)
+    simulation.tokens = simulation.seconds = 0.0
+    assert speedup(simulation, 0.6, 4, 300) >= 0.85 * ideal(curve, 0.6, 4)
+
+
 def test_a_network_that_catches_up_slowly_is_probed_less() -> None:
     """Time beyond the plan is taken from the time for probes."""
     curve = CURVES["flat to 12 tokens"]
