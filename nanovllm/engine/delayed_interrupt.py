@@ -36,11 +36,17 @@ class DelayedInterrupt:
         at: TracebackType | None,
     ) -> None:
         if self._handler is not None:
-            signal.signal(signal.SIGINT, self._handler)
+            found = signal.signal(signal.SIGINT, self._handler)
+            if found != self._handle:  # the block has set another handler
+                signal.signal(signal.SIGINT, found)
+            self._delays = False  # for code that keeps `_handle` and sets it again
             self._pass_on()
 
     def interruptible(self, function: Callable[..., Result], *args: object) -> Result:
-        """Call a function of the block that Ctrl-C may interrupt at once."""
+        """Call `function`, which Ctrl-C interrupts at once.
+
+        If Ctrl-C came before, in the block, its handler runs first.
+        """
         self._delays = False
         try:
             self._pass_on()
@@ -51,11 +57,14 @@ class DelayedInterrupt:
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         self._came, self._frame = True, frame
         if not self._delays:
-            self._delays = True  # also while the exception of the handler ends the function
-            self._pass_on()
+            # A second Ctrl-C waits while the exception of the first one leaves the function.
+            self._delays = True
+            while self._came:
+                self._pass_on()
             self._delays = False
 
     def _pass_on(self) -> None:
         if self._came:
-            self._came = False
-            self._handler(signal.SIGINT, self._frame)
+            # The frame leads to the caller's variables, which may hold this object.
+            self._came, frame, self._frame = False, self._frame, None
+            self._handler(signal.SIGINT, frame)

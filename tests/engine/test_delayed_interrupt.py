@@ -3,9 +3,11 @@
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
+from nanovllm import LLM, SamplingParams
 from nanovllm.engine.delayed_interrupt import DelayedInterrupt
 
 
@@ -116,3 +118,41 @@ def test_another_thread_changes_nothing() -> None:
     thread.start()
     thread.join()
     assert seen == [before]
+
+
+def test_a_handler_that_the_block_sets_stays() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with DelayedInterrupt():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("owner", ["executor", "scheduler"])
+def test_a_step_is_interrupted_where_it_computes(demo_llm: LLM, owner: str) -> None:
+    """Ctrl-C while the step is scheduled waits until the step is to be computed."""
+    engine, computed = demo_llm.engine, []
+    params = SamplingParams(temperature=0, max_tokens=4)
+    expected = demo_llm.generate("What is a KV cache?", params)[0].token_ids
+    part: Any = getattr(engine, owner)
+    name = "execute" if owner == "executor" else "schedule"
+    function = getattr(part, name)
+
+    def pressed(*args: Any) -> Any:
+        press()
+        computed.append(owner == "executor")
+        return function(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(part, name, pressed)
+        engine.add_request("What is a KV cache?", params)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    assert computed == ([] if owner == "executor" else [False])
+    engine.scheduler.check()
+    outputs = []
+    while not engine.is_finished():
+        outputs += engine.step()
+    assert outputs[0].token_ids == expected
