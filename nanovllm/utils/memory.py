@@ -46,18 +46,25 @@ def populate(whole: torch.Tensor, parts: Seq[torch.Tensor]) -> None:
     """
     if sys.platform == "linux":
         ranges = [(part.data_ptr(), part.nbytes) for part in parts]
-        args = (weakref.ref(whole), ranges)
+        gone: list[object] = []
+        args = (weakref.ref(whole, gone.append), gone, ranges)
         threading.Thread(target=_populate, args=args, name="populate", daemon=True).start()
 
 
-def _populate(whole: weakref.ref[torch.Tensor], ranges: Seq[tuple[int, int]]) -> None:
-    """A daemon thread must not own a tensor: at the interpreter's end it would end in a destructor
-    of the tensor, which ends the process. Memory freed amid a call costs nothing but an error code.
+def _populate(whole: object, gone: list[object], ranges: Seq[tuple[int, int]]) -> None:
+    """Take the pages of `ranges` until there is something in `gone`.
+
+    The thread owns no tensor: if it ran a tensor's destructor while the interpreter ends, the
+    process would abort. If the memory is freed during a call, the call fails. If other memory is
+    there by then, some of its pages are taken early. Contents never change.
+
+    Args:
+        whole: the weak reference that fills `gone`; it must live as long as the thread.
     """
     madvise = ctypes.CDLL(None).madvise
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)
     for address, size in ranges:
-        if whole() is None:
+        if gone:
             return
         start = address // mmap.PAGESIZE * mmap.PAGESIZE
         length = ctypes.c_size_t(address + size - start)

@@ -3,13 +3,14 @@
 import platform
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from nanovllm.utils.memory import lazy_zeros, populate, return_freed
+from nanovllm.utils.memory import _populate, lazy_zeros, populate, return_freed
 
 MIB = 2**20
 linux = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc")
@@ -48,6 +49,18 @@ def test_pages_are_taken_in_the_background() -> None:
     while resident() - before < 120 * MIB:
         assert time.monotonic() < deadline
     assert zeros.sum(dtype=torch.int64) == MIB
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs MADV_POPULATE_WRITE")
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_pages_are_taken_while_the_tensor_lives(is_gone: bool) -> None:
+    zeros = lazy_zeros((128, MIB), torch.int8)
+    args = (None, [None] * is_gone, [(zeros.data_ptr(), zeros.nbytes)])
+    before = resident()
+    thread = threading.Thread(target=_populate, args=args)  # it lowers its own priority
+    thread.start()
+    thread.join()
+    assert (resident() - before > 64 * MIB) == (not is_gone)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs MADV_POPULATE_WRITE")
