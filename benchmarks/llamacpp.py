@@ -74,7 +74,7 @@ class LlamaCpp:
             lib.llama_sampler_free(sampler)
 
     def _prepare(self, prompts: list[list[int]], output_lens: list[int]) -> None:
-        """Empty the context; make a new one if the requests do not fit it."""
+        """Empty the context of these sizes; make it if the last one had others."""
         lengths = [len(prompt) + count for prompt, count in zip(prompts, output_lens, strict=True)]
         sizes = len(prompts), -(-max(lengths) // 256) * 256
         if sizes != self._sizes:
@@ -87,6 +87,8 @@ class LlamaCpp:
             for name, value in self._options.items():
                 setattr(params, name, value)
             self._context, self._sizes = lib.llama_init_from_model(self._model, params), sizes
+            if not self._context:
+                sys.exit("llama.cpp has no memory for these requests")
         lib.llama_memory_clear(lib.llama_get_memory(self._context), False)
 
     def _compute(self, tokens: list[Token], sampler: Any) -> dict[int, int]:

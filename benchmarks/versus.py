@@ -174,11 +174,10 @@ def engine_parser(prog: str, description: str | None, cases: list[str]) -> argpa
     parser.add_argument("engines", nargs="+", metavar="NAME[=PYTHON]")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=cases)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--model", help=f"a checkpoint or {', '.join(CONFIGS)} (default: {SMALL})")
+    models = parser.add_mutually_exclusive_group()
+    models.add_argument("--model", help=f"a checkpoint or {', '.join(CONFIGS)} (default: {SMALL})")
+    models.add_argument("--gguf", choices=["BF16", "Q8_0", "Q4_0"], help="a random GGUF file")
     parser.add_argument("--load-format", choices=["auto", "dummy"], default="dummy")
-    parser.add_argument(
-        "--gguf", metavar="TYPE", help="no --model, but a GGUF file: Q8_0, Q4_0 ..."
-    )
     return parser
 
 
@@ -213,8 +212,6 @@ def parse_args() -> argparse.Namespace:
     names = [given.partition("=")[0] for given in args.engines]
     if len(set(names) & set(bench.ENGINES)) < len(names):
         parser.error(f"name each of {', '.join(bench.ENGINES)} once at most, not {names}")
-    if args.gguf and args.model:
-        parser.error("--gguf makes a model of its own: leave out --model")
     return args
 
 

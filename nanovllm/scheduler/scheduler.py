@@ -109,7 +109,7 @@ class Scheduler:
         drafts = iter(result.num_draft_tokens)
         advanced: list[Sequence] = []
         for seq_id, found in result.prompt_logprobs.items():
-            if seq_id in self._sequences:
+            if seq_id in self._sequences and seq_id not in result.errors:
                 self._sequences[seq_id].prompt_logprobs.update(found)
         for row in schedule.rows:
             num_known = row.num_scheduled_tokens - row.num_draft_tokens
@@ -142,8 +142,9 @@ class Scheduler:
                     seq.logprobs += result.logprobs[row.seq_id][:num_missing]
                 if row.num_draft_tokens and self.draft_controller is not None:
                     num_accepted = len(tokens) - 1  # the last token is no draft
-                    tried = row.num_draft_tokens, num_proposed, num_accepted
-                    self.draft_controller.record(seq.acceptance, *tried)
+                    self.draft_controller.record(
+                        seq.acceptance, row.num_draft_tokens, num_proposed, num_accepted
+                    )
                     for counts in (seq.draft_counts, self.stats.drafts):
                         counts.add(num_proposed, min(num_appended, num_accepted))
                 advanced.append(seq)
@@ -215,8 +216,7 @@ class Scheduler:
         """
         budget = self.max_num_batched_tokens
         new_blocks: list[NewBlocks] = []
-        preempted = False
-        index = 0
+        index, preempted = 0, False
         while index < len(self.running) and budget > 0:
             seq = self.running[index]
             index += 1

@@ -16,7 +16,7 @@ _PARTS = 128
 _DRAFTS = 32
 """Drafts that are written at once."""
 _COLUMNS = ["table_indices", "num_known", "num_drafts"]
-"""Of one upload: whether they are aligned depends on the number of rows."""
+"""Arguments that are parts of one upload. Their alignment depends on the number of rows."""
 
 
 def propose(
