@@ -3,8 +3,12 @@
 Imports no torch.
 """
 
+from collections.abc import Iterator
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from hypothesis import (
     settings,
     strategies as st,
@@ -17,6 +21,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from nanovllm.scheduler import drafts
 from nanovllm.scheduler.draft_controller import DraftController
 from tests.scheduler.fake_engine import VOCAB_SIZE, Engine, random_guesses, random_limits
 
@@ -24,6 +29,17 @@ PROMPT = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=20)
 
 INDEX = st.integers(0, 15)
 USERS = ["", "ann", "bob"]
+TICK = 2.0**-14  # its multiples have exact differences
+
+
+@pytest.fixture(autouse=True, scope="module")
+def clock() -> Iterator[None]:
+    """Let each look at the clock take as long: the same run then always has the same drafts."""
+    ticks = count()
+    with pytest.MonkeyPatch.context() as patch:
+        fake = SimpleNamespace(perf_counter=lambda: next(ticks) * TICK)
+        patch.setattr(drafts, "time", fake)
+        yield
 
 
 def make_controller(seed: int) -> DraftController:
