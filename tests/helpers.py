@@ -4,6 +4,7 @@ Makes no model: tests/checkpoints.py does. Holds no fixture: conftest.py does.
 """
 
 import dataclasses
+import importlib.util
 import os
 import random
 from collections.abc import Iterable, Sequence as Seq
@@ -20,6 +21,20 @@ VOCAB = 1003
 
 Request = tuple[Any, SamplingParams]
 """A prompt and its parameters."""
+
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "languages": {"type": "array", "items": {"enum": ["C", "Python"]}, "maxItems": 2},
+        "age": {"type": "integer", "minimum": 0, "maximum": 130},
+    },
+    "required": ["name", "languages", "age"],
+    "additionalProperties": False,
+}
+COMPACT = {"json": PERSON, "disable_any_whitespace": True}
+HAS_GRAMMARS = importlib.util.find_spec("llguidance") is not None
+"""Without llguidance, workloads leave out their structured outputs."""
 
 
 def random_prompt(rng: random.Random, length: int) -> list[int]:

@@ -17,6 +17,8 @@ from nanovllm.engine.llm_engine import LLMEngine
 from tests.checkpoints import FAMILIES
 from tests.glossary import QUESTIONS
 from tests.helpers import (
+    COMPACT,
+    HAS_GRAMMARS,
     Request,
     assert_idle,
     generate_all,
@@ -24,7 +26,6 @@ from tests.helpers import (
     random_prompt,
     token_ids,
 )
-from tests.test_structured_outputs import COMPACT
 
 COLD: dict[str, dict[str, Any]] = {
     "batches of 2": {"max_num_seqs": 2},
@@ -90,7 +91,7 @@ def glossary_workload() -> Workload:
     in_json = params.clone(structured_outputs=COMPACT, temperature=1.0, seed=7)
     options = {"dtype": "float32", "max_model_len": 256}
     requests: list[Request] = [
-        (question, in_json if index % 6 == 0 else params)
+        (question, in_json if HAS_GRAMMARS and index % 6 == 0 else params)
         for index, question in enumerate(QUESTIONS[:18])
     ]
     return Workload(demo_model.MODEL, options, requests, RANKS["glossary"])

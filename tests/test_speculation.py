@@ -23,8 +23,14 @@ from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.sequence import Sequence
 from nanovllm.worker import model_runner
 from tests.glossary import QUESTIONS
-from tests.helpers import Request, assert_idle, generate_all, generate_in_random_order
-from tests.test_structured_outputs import COMPACT
+from tests.helpers import (
+    COMPACT,
+    HAS_GRAMMARS,
+    Request,
+    assert_idle,
+    generate_all,
+    generate_in_random_order,
+)
 
 NATIVE = pytest.mark.skipif(library() is None, reason="no compiler here")
 OPTIONS: dict[str, Any] = {"max_model_len": 192, "kvcache_block_size": 32}
@@ -55,10 +61,11 @@ def make_requests() -> list[Request]:
         {"logits_processors": [lower_even]},
         {"max_tokens": 1},
         {"skip_special_tokens": False},
-        {"structured_outputs": COMPACT},
-        {"structured_outputs": {"regex": "[A-Z][a-z ]+"}, "logprobs": 1},
         {},
     ]
+    if HAS_GRAMMARS:
+        regex = {"structured_outputs": {"regex": "[A-Z][a-z ]+"}, "logprobs": 1}
+        special += [{"structured_outputs": COMPACT}, regex]
     requests: list[Request] = []
     for index, options in enumerate(special * 2):
         question = QUESTIONS[index % len(QUESTIONS)]

@@ -19,19 +19,15 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import InvalidRequestError
 from nanovllm.structured_outputs import structured_outputs
 from tests.glossary import QUESTIONS
-from tests.helpers import Request, assert_idle, generate_all, generate_in_random_order
+from tests.helpers import (
+    COMPACT,
+    PERSON,
+    Request,
+    assert_idle,
+    generate_all,
+    generate_in_random_order,
+)
 
-PERSON: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 12},
-        "languages": {"type": "array", "items": {"enum": ["C", "Python"]}, "maxItems": 2},
-        "age": {"type": "integer", "minimum": 0, "maximum": 130},
-    },
-    "required": ["name", "languages", "age"],
-    "additionalProperties": False,
-}
-COMPACT = {"json": PERSON, "disable_any_whitespace": True}
 SUM = 'start: term (" + " term)~1..3\nterm: NUMBER | "(" start ")"\nNUMBER: /[1-9][0-9]?/'
 
 

@@ -9,6 +9,8 @@ from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.utils import gguf_header
 from nanovllm.utils.gguf_header import read_gguf_header
 
+pytest.importorskip("gguf")  # messages name its types
+
 U32, F32, STRING, ARRAY = 4, 6, 8, 9
 
 

@@ -15,6 +15,8 @@ from nanovllm.errors import InvalidRequestError
 from nanovllm.utils import grammar
 from nanovllm.utils.grammar import GrammarCompiler
 
+pytest.importorskip("llguidance")
+
 TOKENIZER = (Path(demo_model.MODEL) / "tokenizer.json").read_text(encoding="utf-8")
 VOCAB_SIZE = 1024
 EOS = (1021, 1019)
