@@ -4,9 +4,10 @@ Each is timed in a CUDA graph of as many products as the model has layers, each 
 own, so that none finds them in the L2 cache.
 """
 
+import contextlib
 import functools
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from bench import QWEN3_06B
@@ -24,12 +25,12 @@ SHAPES = {
 }
 """Outputs and inputs of the linear layers of Qwen3-0.6B."""
 ROWS = (1, 16, 128, 256)
-REDUCTIONS: dict[str, Any] = {
-    "bf16 reductions": True,
-    "float32 reductions": False,
-    "float32 reductions, no split K": (False, False),
+REDUCTIONS: dict[str, tuple[str, Any]] = {
+    "cuBLAS, bf16 reductions": ("cublas", True),
+    "cuBLAS, float32 reductions": ("cublas", False),
+    "cuBLASLt, float32 reductions, no split K": ("cublaslt", (False, False)),
 }
-"""Values of torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction."""
+"""Arguments of `using`."""
 FUSED = "nanovllm.kernels.triton.fused_layer"
 TRITON_WAYS = {
     "Triton": {"dependent": False, "prefetch": False},
@@ -54,10 +55,30 @@ def matrices(record: Record) -> None:
                 label = {"shape": shape, "rows": rows, "way": way}
                 record.attempt("times", label, functools.partial(time_products, run, weights))
         x = torch.randn(max(ROWS), inputs, dtype=torch.bfloat16, device="cuda")
-        for name, value in REDUCTIONS.items():
+        for name, settings in REDUCTIONS.items():
             label = {"shape": shape, "reductions": name}
-            record.attempt("errors", label, functools.partial(errors, x, weights[0], value))
+            record.attempt("errors", label, functools.partial(errors, x, weights[0], *settings))
         del weights
+
+
+@contextlib.contextmanager
+def using(library: str, reductions: Any) -> Iterator[None]:
+    """Let torch multiply with `library`.
+
+    Args:
+        reductions: allow_bf16_reduced_precision_reduction of torch.backends.cuda.matmul.
+    """
+    import torch
+
+    matmul, choose = torch.backends.cuda.matmul, torch.backends.cuda.preferred_blas_library
+    before, reduced = choose(), matmul.allow_bf16_reduced_precision_reduction
+    choose(library)
+    try:
+        matmul.allow_bf16_reduced_precision_reduction = reductions
+        yield
+    finally:
+        matmul.allow_bf16_reduced_precision_reduction = reduced
+        choose(before)
 
 
 def ways(x: Any, weights: Any) -> dict[str, Callable[[], None]]:
@@ -73,17 +94,9 @@ def ways(x: Any, weights: Any) -> dict[str, Callable[[], None]]:
         out = torch.empty(len(x), outputs, dtype=x.dtype, device=x.device)
 
         def run() -> None:
-            matmul = torch.backends.cuda.matmul
-            before = torch.backends.cuda.preferred_blas_library()
-            reduced = matmul.allow_bf16_reduced_precision_reduction
-            torch.backends.cuda.preferred_blas_library(name)
-            matmul.allow_bf16_reduced_precision_reduction = reductions
-            try:
+            with using(name, reductions):
                 for weight in weights:
                     torch.mm(x, weight.T, out=out)
-            finally:
-                torch.backends.cuda.preferred_blas_library(before)
-                matmul.allow_bf16_reduced_precision_reduction = reduced
 
         return run
 
@@ -127,20 +140,15 @@ def time_products(run: Callable[[], None], weights: Any) -> dict[str, Any]:
     return {"seconds": seconds, "bytes": weights[0].nbytes}
 
 
-def errors(x: Any, weight: Any, reductions: Any) -> dict[str, Any]:
+def errors(x: Any, weight: Any, library: str, reductions: Any) -> dict[str, Any]:
     """Return by number of rows the largest error against float64, relative to the largest output;
     and the numbers of rows at which row 0 has the bits that it has alone.
     """
     import torch
 
     exact = x.double() @ weight.double().T
-    matmul = torch.backends.cuda.matmul
-    before = matmul.allow_bf16_reduced_precision_reduction
-    matmul.allow_bf16_reduced_precision_reduction = reductions
-    try:
+    with using(library, reductions):
         products = {rows: torch.nn.functional.linear(x[:rows], weight) for rows in ROWS}
-    finally:
-        matmul.allow_bf16_reduced_precision_reduction = before
     return {
         "errors": {
             str(rows): float((found.double() - exact[:rows]).abs().max() / exact.abs().max())
@@ -175,7 +183,7 @@ def lines(figures: Mapping[str, Any], bandwidth: Mapping[str, Any]) -> list[str]
             continue
         cells += [f"{row['errors'][str(count)]:.1e}" for count in ROWS]
         rows.append([*cells, ", ".join(map(str, row["same_bits"]))])
-    head = ["error against float64", "by cuBLAS with", *(f"{count} rows" for count in ROWS)]
+    head = ["error against float64", "by", *(f"{count} rows" for count in ROWS)]
     return text + table([*head, "row 0 as alone at"], rows)
 
 

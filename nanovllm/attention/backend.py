@@ -53,7 +53,7 @@ class QKNorm:
 class Backend(Protocol):
     """An attention kernel with its KV cache layout.
 
-    A backend with `fuses_qk_norm` implements `store` and `attend`. Any other implements `forward`.
+    A backend with `fuses_qk_norm` implements `store`. Any other implements `forward`.
     """
 
     name: ClassVar[str]
@@ -128,8 +128,26 @@ class Backend(Protocol):
             kv_cache,
             self.spec.num_heads,
         )
+        return self.attend_or_leave_out(q, kv_cache, batch)
+
+    def attend_or_leave_out(
+        self, q: torch.Tensor, kv_cache: torch.Tensor, batch: Batch
+    ) -> torch.Tensor:
+        """Attend, unless `batch` has something to be called in place of that."""
+        if batch.attend is not None:
+            return batch.attend(self.attend, q, kv_cache)
         return self.attend(q, kv_cache, batch)
 
-    def attend(self, q: torch.Tensor, kv_cache: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Return attention [T, num_heads, head_dim] of `q` over the cache, which holds all KV."""
-        raise NotImplementedError
+    def attend(
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        batch: Batch,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return attention [T, num_heads, head_dim] of `q` over the cache, which holds all KV.
+
+        Args:
+            out: contiguous, for the result; None: a new tensor.
+        """
+        ...

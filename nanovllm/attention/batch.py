@@ -35,6 +35,8 @@ class Batch:
     """Indices of the tokens whose hidden states the model returns; None means all tokens."""
     metadata: Any = None
     """What the backend's `plan` returned for this batch."""
-    attend: Callable[[Callable[..., torch.Tensor], torch.Tensor, torch.Tensor], None] | None = None
-    """Called in place of each layer's attention: takes the layer's computation, which is a function
-    of qkv and a batch, then qkv, then the tensor for the result. None: the layers compute it."""
+    attend: (
+        Callable[[Callable[..., torch.Tensor], torch.Tensor, torch.Tensor], torch.Tensor] | None
+    ) = None
+    """Called in place of the backend's `attend`: takes that, q and the layer's KV cache. None: the
+    backend attends."""

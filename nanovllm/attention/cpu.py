@@ -50,7 +50,14 @@ class CPUBackend(Backend):
     def plan(self, batch: Batch) -> None:
         return None
 
-    def attend(self, q: torch.Tensor, kv_cache: torch.Tensor, batch: Batch) -> torch.Tensor:
-        return cpu_ops.attention(
+    def attend(
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        batch: Batch,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        found = cpu_ops.attention(
             q, kv_cache, batch.block_tables, batch.cu_seqlens_q, batch.seq_lens
         )
+        return found if out is None else out.copy_(found)

@@ -60,12 +60,18 @@ class FlashAttnBackend(PagedBackend):
         torch.cumsum(batch.seq_lens, 0, out=cu_seqlens_k[1:])
         return _Chunks(cu_seqlens_k, max(batch.query_lens_host), max(batch.seq_lens_host))
 
-    def attend(self, q: torch.Tensor, kv_cache: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def attend(
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        batch: Batch,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         keys, values = kv_cache.unbind()
         chunks: _Chunks | None = batch.metadata
-        out: torch.Tensor
+        found: torch.Tensor
         if chunks is None:
-            out = self._with_kvcache(
+            found = self._with_kvcache(
                 q[:, None],
                 keys,
                 values,
@@ -73,16 +79,17 @@ class FlashAttnBackend(PagedBackend):
                 block_table=batch.block_tables,
                 causal=True,
             )
-            return out[:, 0]
-        out = self._varlen(
-            q,
-            keys,
-            values,
-            cu_seqlens_q=batch.cu_seqlens_q,
-            cu_seqlens_k=chunks.cu_seqlens_k,
-            max_seqlen_q=chunks.max_query_len,
-            max_seqlen_k=chunks.max_seq_len,
-            causal=True,
-            block_table=batch.block_tables,
-        )
-        return out
+            found = found[:, 0]
+        else:
+            found = self._varlen(
+                q,
+                keys,
+                values,
+                cu_seqlens_q=batch.cu_seqlens_q,
+                cu_seqlens_k=chunks.cu_seqlens_k,
+                max_seqlen_q=chunks.max_query_len,
+                max_seqlen_k=chunks.max_seq_len,
+                causal=True,
+                block_table=batch.block_tables,
+            )
+        return found if out is None else out.copy_(found)

@@ -100,7 +100,16 @@ class TorchBackend(Backend):
         keys, values = kv_cache.flatten(1, 2).unbind()  # [slots, num_kv_heads, head_dim]
         keys.index_copy_(0, batch.slot_mapping, k)
         values.index_copy_(0, batch.slot_mapping, v)
-        out = torch.empty_like(q)
+        return self.attend_or_leave_out(q, kv_cache, batch)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        batch: Batch,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        out = torch.empty_like(q) if out is None else out
         for plan in batch.metadata:
             if isinstance(plan, _Chunk):
                 out[plan.start : plan.stop] = self._chunk(q[plan.start : plan.stop], kv_cache, plan)

@@ -75,9 +75,15 @@ class TritonBackend(PagedBackend):
         )
         return _Plan(decode, prefill)
 
-    def attend(self, q: torch.Tensor, kv_cache: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def attend(
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        batch: Batch,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         plan: _Plan = batch.metadata
-        out = torch.empty_like(q)
+        out = torch.empty_like(q) if out is None else out
         if plan.decode is not None:
             self._decode.decode(q, kv_cache, batch.block_tables, plan.decode, out)
         if plan.prefill is not None:

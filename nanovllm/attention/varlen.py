@@ -48,10 +48,16 @@ class VarlenBackend(PagedBackend):
             max(batch.seq_lens_host, default=batch.block_tables.shape[1] * self.block_size),
         )
 
-    def attend(self, q: torch.Tensor, kv_cache: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def attend(
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        batch: Batch,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         keys, values = kv_cache.unbind()
         lengths: _Lengths = batch.metadata
-        out = _varlen_attn()(
+        found = _varlen_attn()(
             q,
             keys,
             values,
@@ -65,8 +71,8 @@ class VarlenBackend(PagedBackend):
             block_table=batch.block_tables,
             num_splits=1,  # more leave rows after the first one unwritten (pytorch #194167)
         )
-        assert isinstance(out, torch.Tensor)
-        return out
+        assert isinstance(found, torch.Tensor)
+        return found if out is None else out.copy_(found)
 
 
 def _varlen_attn() -> Callable[..., Any]:

@@ -39,20 +39,12 @@ class Attention(nn.Module):
         Returns:
             [T, num_heads, head_dim].
         """
-        head_dim = rotary_emb.cos_sin.shape[-1]
-        if batch.attend is not None:
-            out = qkv.new_empty(len(qkv), split_sizes[0] // head_dim, head_dim)
-            batch.attend(
-                lambda qkv, batch: self(qkv, split_sizes, q_norm, k_norm, rotary_emb, batch),
-                qkv,
-                out,
-            )
-            return out
         if self.backend.fuses_qk_norm:
             norm = QKNorm(None, None, 0.0, rotary_emb.cos_sin)
             if q_norm is not None and k_norm is not None:
                 norm = QKNorm(q_norm.weight, k_norm.weight, q_norm.eps, rotary_emb.cos_sin)
             return self.backend.forward_qkv(qkv, norm, self.kv_cache, batch)
+        head_dim = rotary_emb.cos_sin.shape[-1]
         parts = torch.split(qkv, list(split_sizes), dim=-1)
         q, k, v = (part.reshape(len(qkv), -1, head_dim) for part in parts)
         if q_norm is not None and k_norm is not None:

@@ -23,18 +23,19 @@ logger = logging.getLogger(__name__)
 Forward = Callable[[Batch], torch.Tensor]
 """Returns hidden states [T, hidden_size]."""
 
-MAX_TOKENS = 512
+MAX_TOKENS = 1280
 """Larger steps keep a GPU busy for longer than their launches take."""
 
 
 def piece_sizes(max_tokens: int) -> list[int]:
-    """Return the tokens of the graphs: 16 to 256, each twice the last, then every 64 to 512; none
-    larger than `max_tokens`, which is the last if it is less than 512.
+    """Return the tokens of the graphs: 16 to 256, each twice the last, then every 64 to 512 and
+    every 128 to 1280; none larger than `max_tokens`, which is the last if it is less than 1280.
 
     Up to about 256 tokens a matrix product takes the time of reading the weight, so that padding
     costs little.
     """
-    sizes = {16, 32, 64, 128, *range(256, MAX_TOKENS + 1, 64), min(max_tokens, MAX_TOKENS)}
+    sizes = {16, 32, 64, 128, *range(256, 512, 64), *range(512, MAX_TOKENS + 1, 128)}
+    sizes.add(min(max_tokens, MAX_TOKENS))
     return sorted(size for size in sizes if size <= max_tokens)
 
 
@@ -58,6 +59,7 @@ class PiecewiseGraphs:
         self._padding_slot = padding_slot
         self._graphs: dict[int, tuple[Graph, torch.Tensor | None]] = {}
         self._input_ids = torch.zeros(MAX_TOKENS, dtype=torch.int64, device=device)
+        self._positions = torch.zeros_like(self._input_ids)
         self._slot_mapping = torch.full_like(self._input_ids, padding_slot)
         self._step = _Step()
 
@@ -103,6 +105,7 @@ class PiecewiseGraphs:
         num_tokens = len(batch.input_ids)
         size = self.sizes[bisect_left(self.sizes, num_tokens)]
         self._input_ids[:num_tokens].copy_(batch.input_ids)
+        self._positions[:num_tokens].copy_(batch.positions)
         self._slot_mapping[:num_tokens].copy_(batch.slot_mapping)
         self._slot_mapping[num_tokens:size].fill_(self._padding_slot)
         graph, hidden = self._graphs[size]
@@ -118,7 +121,7 @@ class PiecewiseGraphs:
         return self._model(
             Batch(
                 input_ids=self._input_ids[:size],
-                positions=rows,
+                positions=self._positions[:size],
                 slot_mapping=self._slot_mapping[:size],
                 cu_seqlens_q=rows,
                 seq_lens=rows,
@@ -130,9 +133,11 @@ class PiecewiseGraphs:
         )
 
     def _leave_out(
-        self, compute: Callable[..., torch.Tensor], qkv: torch.Tensor, out: torch.Tensor
-    ) -> None:
-        self._capture.leave_out(functools.partial(self._step.attend, compute), qkv, out)
+        self, attend: Callable[..., torch.Tensor], q: torch.Tensor, kv_cache: torch.Tensor
+    ) -> torch.Tensor:
+        out = torch.empty_like(q)
+        self._capture.leave_out(functools.partial(self._step.attend, attend), q, kv_cache, out)
+        return out
 
 
 class _Step:
@@ -141,11 +146,15 @@ class _Step:
     batch: Batch
 
     def attend(
-        self, compute: Callable[..., torch.Tensor], qkv: torch.Tensor, out: torch.Tensor
+        self,
+        attend: Callable[..., torch.Tensor],
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        out: torch.Tensor,
     ) -> None:
         """Write the attention of the step's tokens to the first rows of `out`."""
         num_tokens = len(self.batch.input_ids)
-        out[:num_tokens] = compute(qkv[:num_tokens], self.batch)
+        attend(q[:num_tokens], kv_cache, self.batch, out[:num_tokens])
 
 
 def seconds_of(run: Callable[[], object], device: torch.device) -> float:

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.triton.launch import Arguments, Launch
 from nanovllm.kernels.triton.online_softmax import (
     LOG2_E,
     MAX_SPLITS,
@@ -73,6 +74,7 @@ class DecodePlan:
     """[R, max_splits, num_heads, 2] float32: maximum score (log2), and sum of weights."""
     max_splits: int
     max_programs: int
+    launch: Launch
 
 
 def plan_decode(
@@ -105,6 +107,7 @@ def plan_decode(
         partial_stats=torch.empty(*per_head, 2, dtype=torch.float32, device=device),
         max_splits=max_splits,
         max_programs=_PROGRAMS_PER_SM * _multiprocessors(device),
+        launch=Launch(_decode),
     )
     _plan_decode[(triton.cdiv(rows, _PLAN_ROWS.value),)](
         cu_seqlens_q, seq_lens, plan.splits, plan.num_splits, plan.splits_taken, plan.splits_done,
@@ -146,19 +149,27 @@ def decode(
     """
     assert q.is_contiguous()
     assert kv_cache.is_contiguous()
-    num_heads, head_dim = q.shape[1:]
-    block_size, num_kv_heads = kv_cache.shape[2:4]
-    group = num_heads // num_kv_heads
     k_cache, v_cache = kv_cache.unbind()
-    grid = (min(len(plan.splits) * num_kv_heads, plan.max_programs),)
-    _decode[grid](
-        q, k_cache, v_cache, out, block_tables, block_tables.stride(0),
-        plan.splits, plan.num_splits, plan.splits_taken, plan.splits_done,
-        plan.partial_out, plan.partial_stats, plan.max_splits, head_dim**-0.5 * LOG2_E,
-        KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        M=max(16, triton.next_power_of_2(group)), D=triton.next_power_of_2(head_dim),
-        **_decode_options(q.dtype, head_dim) | register_limit(q.dtype, kv_cache.dtype),
-    )  # fmt: skip
+
+    def arguments() -> Arguments:
+        num_heads, head_dim = q.shape[1:]
+        block_size, num_kv_heads = kv_cache.shape[2:4]
+        group = num_heads // num_kv_heads
+        fixed = (
+            block_tables, block_tables.stride(0),
+            plan.splits, plan.num_splits, plan.splits_taken, plan.splits_done,
+            plan.partial_out, plan.partial_stats, plan.max_splits, head_dim**-0.5 * LOG2_E,
+        )  # fmt: skip
+        options = {
+            "KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_DIM": head_dim,
+            "BLOCK_SIZE": block_size, "M": max(16, triton.next_power_of_2(group)),
+            "D": triton.next_power_of_2(head_dim),
+            **_decode_options(q.dtype, head_dim), **register_limit(q.dtype, kv_cache.dtype),
+        }  # fmt: skip
+        grid = (min(len(plan.splits) * num_kv_heads, plan.max_programs),)
+        return Arguments(grid, fixed, options)
+
+    plan.launch(q, k_cache, v_cache, out, arguments=arguments)
 
 
 def _decode_options(dtype: torch.dtype, head_dim: int) -> dict[str, int]:

@@ -6,11 +6,13 @@ no batches, no models. docs/cuda.md says how the sizes below were chosen.
 """
 
 import dataclasses
+import functools
 
 import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.triton.launch import Arguments, Launch
 from nanovllm.kernels.triton.online_softmax import (
     LOG2_E,
     MAX_SPLITS,
@@ -42,6 +44,8 @@ class PrefillLaunch:
     merges: torch.Tensor
     """[N, 4] int32: first query token, number of tokens, number of splits, place of the first
     token's results in `partial_out`."""
+    launch_tiles: Launch
+    launch_merges: Launch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +148,9 @@ def _upload(parts: list[_Part], device: torch.device) -> tuple[PrefillLaunch, ..
     host = torch.tensor(numbers, dtype=torch.int32, pin_memory=device.type == "cuda")
     lists = iter(host.to(device, non_blocking=True).split(sizes))
     return tuple(
-        PrefillLaunch(tiles.view(-1, 5), merges.view(-1, 4))
+        PrefillLaunch(
+            tiles.view(-1, 5), merges.view(-1, 4), Launch(_prefill), Launch(_merge_prefill)
+        )
         for tiles, merges in zip(lists, lists, strict=True)
     )
 
@@ -173,25 +179,35 @@ def prefill(
     """
     assert q.is_contiguous()
     assert kv_cache.is_contiguous()
-    num_heads, head_dim = q.shape[1:]
-    block_size, num_kv_heads = kv_cache.shape[2:4]
-    group = num_heads // num_kv_heads
-    options = _prefill_options(q.dtype, head_dim, group)
     k_cache, v_cache = kv_cache.unbind()
     partial = plan.partial_out, plan.partial_stats
-    shape = {"KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_DIM": head_dim}
-    shape["D"] = triton.next_power_of_2(head_dim)
-    for launch in plan.launches:
-        _prefill[(len(launch.tiles) * num_kv_heads,)](
-            q, k_cache, v_cache, out, block_tables, block_tables.stride(0),
-            cu_seqlens_q, seq_lens, launch.tiles, *partial, head_dim**-0.5 * LOG2_E,
-            **shape, BLOCK_SIZE=block_size, TOKENS=options["M"] // group,
-            SPLIT=len(launch.merges) > 0, **options,
-            **register_limit(q.dtype, kv_cache.dtype),
+    num_kv_heads, head_dim = kv_cache.shape[3:]
+    group = q.shape[1] // num_kv_heads
+
+    def constants() -> dict[str, int]:
+        shape = {"KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_DIM": head_dim}
+        return shape | {"D": triton.next_power_of_2(head_dim)}
+
+    def tiles(launch: PrefillLaunch) -> Arguments:
+        options = _prefill_options(q.dtype, head_dim, group)
+        fixed = (
+            block_tables, block_tables.stride(0), cu_seqlens_q, seq_lens, launch.tiles, *partial,
+            head_dim**-0.5 * LOG2_E,
         )  # fmt: skip
+        options = {
+            **constants(), "BLOCK_SIZE": kv_cache.shape[2], "TOKENS": options["M"] // group,
+            "SPLIT": len(launch.merges) > 0, **options, **register_limit(q.dtype, kv_cache.dtype),
+        }  # fmt: skip
+        return Arguments((len(launch.tiles) * num_kv_heads,), fixed, options)
+
+    def merges(launch: PrefillLaunch) -> Arguments:
+        grid = (len(launch.merges) * _MERGED_TOKENS.value * num_kv_heads,)
+        return Arguments(grid, (*partial, launch.merges), {**constants(), "num_warps": 4})
+
+    for launch in plan.launches:
+        launch.launch_tiles(q, k_cache, v_cache, out, arguments=functools.partial(tiles, launch))
         if len(launch.merges):
-            grid = (len(launch.merges) * _MERGED_TOKENS.value * num_kv_heads,)
-            _merge_prefill[grid](out, *partial, launch.merges, **shape, num_warps=4)
+            launch.launch_merges(out, arguments=functools.partial(merges, launch))
 
 
 def _prefill_options(dtype: torch.dtype, head_dim: int, group: int) -> dict[str, int]:

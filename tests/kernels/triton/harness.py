@@ -84,6 +84,16 @@ def count_variants(function: Callable[..., object], *args: object, arch: int = 9
     return _children().submit(_count_variants, function, *args, arch=arch).result()
 
 
+def relaunches(
+    function: Callable[..., object], *args: object, arch: int = 90
+) -> list[tuple[str, tuple[int, ...], dict[str, object]]]:
+    """Return kernel, grid and arguments of each launch of an already compiled kernel.
+
+    In place of a tensor there is its shape. No kernel runs.
+    """
+    return _children().submit(_relaunches, function, *args, arch=arch).result()
+
+
 @functools.cache
 def _children() -> ProcessPoolExecutor:
     # One per core and process of pytest-xdist. More would only cost their imports.
@@ -132,8 +142,41 @@ def _count_variants(function: Callable[..., object], *args: object, arch: int) -
     return Counter(variants.values())
 
 
-def _launched(function: Callable[..., object], *args: object, arch: int) -> list[Any]:
-    """Return the compiled kernel of each launch. Launches of one variant share the object."""
+def _relaunches(function: Callable[..., object], *args: object, arch: int) -> list[Any]:
+    import torch
+    from triton.compiler import CompiledKernel
+
+    found = []
+
+    def run(self: Any) -> Callable[..., None]:
+        def record(*given: Any) -> None:
+            grid, values = given[:3], given[9:]  # between them: stream, handles and hooks
+            shown = [tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in values]
+            names = self.src.fn.arg_names
+            found.append((self.name, grid, dict(zip(names, shown, strict=True))))
+
+        return record
+
+    replaced = {"_init_handles": lambda self: None, "run": property(run)}
+    originals = {name: getattr(CompiledKernel, name) for name in replaced}
+    for name, value in replaced.items():
+        setattr(CompiledKernel, name, value)
+    try:
+        _launched(function, *args, arch=arch, shown=True)
+    finally:
+        for name, value in originals.items():
+            setattr(CompiledKernel, name, value)
+    return found
+
+
+def _launched(
+    function: Callable[..., object], *args: object, arch: int, shown: bool = False
+) -> list[Any]:
+    """Return the compiled kernel of each launch. Launches of one variant share the object.
+
+    Args:
+        shown: a launch returns the compiled kernel to `function`.
+    """
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
@@ -151,8 +194,9 @@ def _launched(function: Callable[..., object], *args: object, arch: int) -> list
     compiled = []
     run = JITFunction.run
 
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         compiled.append(run(self, *args, grid=grid, warmup=True, **kwargs))
+        return compiled[-1] if shown else None
 
     driver.set_active(AbsentGPU())
     JITFunction.run = compile_only

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanovllm.kernels.triton import decode_attention, prefill_attention
-from tests.kernels.triton.harness import ARCHS, compile_launches
+from tests.kernels.triton.harness import ARCHS, compile_launches, relaunches
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -58,3 +58,28 @@ def test_attention(num_heads, head_dim, dtype, cache_dtype, block_size, archs):
         for kernel in kernels:
             assert kernel.n_spills == 0, kernel
             assert kernel.shared <= SHARED[arch] * 1024, kernel
+
+
+def launch_in_two_layers():
+    """One step: rows of one token, a chunk after 2,000 tokens. Only the caches' blocks differ."""
+    q, out, tables = meta(64, 16, 128, dtype=BF16), meta(63, 16, 128, dtype=BF16), meta(8, 70)
+    decode = decode_attention.plan_decode(meta(9), meta(8), 4096, 16, 8, 128)
+    prefill = prefill_attention.plan_prefill((3,), (2000,), 16, 8, 128, BF16, torch.device("meta"))
+    for num_blocks in (1000, 2000):
+        cache = meta(2, num_blocks, 64, 8, 128, dtype=BF16)
+        decode_attention.decode(q, cache, tables, decode, out)
+        prefill_attention.prefill(q, cache, tables, meta(9), meta(8), prefill, out)
+
+
+def test_later_layers_launch_the_compiled_kernels():
+    """Symptom: a step with a prompt waits for Triton's Python in every layer."""
+    decode, prefill, merge = relaunches(launch_in_two_layers)
+    tensors = {"q": (64, 16, 128), "k_cache": (2000, 64, 8, 128), "out": (63, 16, 128)}
+    shape = {"KV_HEADS": 8, "GROUP": 2, "HEAD_DIM": 128, "D": 128}
+    paged = {"block_tables": (8, 70), "table_stride": 70, "BLOCK_SIZE": 64}
+    assert decode[:2] == ("_decode", (396, 1, 1))
+    assert decode[2].items() >= {**tensors, **shape, **paged, "M": 16, "max_splits": 16}.items()
+    assert prefill[:2] == ("_prefill", (24, 1, 1))
+    assert prefill[2].items() >= {**tensors, **shape, **paged, "SPLIT": True, "M": 128}.items()
+    assert merge[:2] == ("_merge_prefill", (64, 1, 1))
+    assert merge[2].items() >= {**shape, "out": (63, 16, 128), "merges": (1, 4)}.items()

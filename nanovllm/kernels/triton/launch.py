@@ -1,0 +1,50 @@
+"""Launches a compiled kernel again without the time that Triton takes to choose it."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Arguments(NamedTuple):
+    """What a launch needs besides the tensors that differ from layer to layer."""
+
+    grid: tuple[int, ...]
+    """One to three dimensions."""
+    fixed: tuple[Any, ...]
+    """Arguments that follow the tensors."""
+    options: dict[str, Any]
+    """The kernel's constants, and options of the launch such as num_warps."""
+
+
+class Launch:
+    """Launches `kernel`, a function with `triton.jit`, in one layer after the other.
+
+    From its arguments Triton finds out which compiled variant of the kernel to launch: from dtypes,
+    alignment, constants, and whether numbers are 1 or multiples of 16. That takes the host longer
+    than the launch itself. The first call does it, and later ones launch the same variant. So the
+    tensors of all calls need the same dtypes and the same alignment.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._launch: Callable[..., None] | None = None
+        self._rest: tuple[Any, ...] = ()
+
+    def __call__(self, *tensors: torch.Tensor, arguments: Callable[[], Arguments]) -> None:
+        """Launch the kernel.
+
+        Args:
+            tensors: its first arguments.
+            arguments: returns the others, which are the same in all calls; not called if a kernel
+                is to be launched again.
+        """
+        if self._launch is not None:
+            return self._launch(*tensors, *self._rest)
+        grid, fixed, options = arguments()
+        compiled = self._kernel[grid](*tensors, *fixed, **options)
+        if compiled is not None:  # None if it is interpreted
+            names = self._kernel.arg_names[len(tensors) + len(fixed) :]
+            self._rest = (*fixed, *(options[name] for name in names))
+            self._launch = compiled[(*grid, 1, 1)]
+        return None
