@@ -53,7 +53,8 @@ class QKNorm:
 class Backend(Protocol):
     """An attention kernel with its KV cache layout.
 
-    A backend with `fuses_qk_norm` implements `store`. Any other implements `forward`.
+    All implement `attend`; a backend with `fuses_qk_norm` also implements `store`, and any other
+    `forward`, which ends with `attend_or_leave_out`.
     """
 
     name: ClassVar[str]
