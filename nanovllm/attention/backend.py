@@ -134,7 +134,7 @@ class Backend(Protocol):
     def attend_or_leave_out(
         self, q: torch.Tensor, kv_cache: torch.Tensor, batch: Batch
     ) -> torch.Tensor:
-        """Attend, unless `batch` has something to be called in place of that."""
+        """Call `attend`, or `batch.attend` in its place if the batch has one."""
         if batch.attend is not None:
             return batch.attend(self.attend, q, kv_cache)
         return self.attend(q, kv_cache, batch)

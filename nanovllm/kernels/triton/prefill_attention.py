@@ -189,14 +189,14 @@ def prefill(
         return shape | {"D": triton.next_power_of_2(head_dim)}
 
     def tiles(launch: PrefillLaunch) -> Arguments:
-        options = _prefill_options(q.dtype, head_dim, group)
+        sizes = _prefill_options(q.dtype, head_dim, group)
         fixed = (
             block_tables, block_tables.stride(0), cu_seqlens_q, seq_lens, launch.tiles, *partial,
             head_dim**-0.5 * LOG2_E,
         )  # fmt: skip
         options = {
-            **constants(), "BLOCK_SIZE": kv_cache.shape[2], "TOKENS": options["M"] // group,
-            "SPLIT": len(launch.merges) > 0, **options, **register_limit(q.dtype, kv_cache.dtype),
+            **constants(), "BLOCK_SIZE": kv_cache.shape[2], "TOKENS": sizes["M"] // group,
+            "SPLIT": len(launch.merges) > 0, **sizes, **register_limit(q.dtype, kv_cache.dtype),
         }  # fmt: skip
         return Arguments((len(launch.tiles) * num_kv_heads,), fixed, options)
 

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Any, NamedTuple
+from unittest import mock
 
 ARCHS = (80, 90, 100)
 """Ampere, Hopper and Blackwell, by compute capability."""
@@ -157,15 +158,9 @@ def _relaunches(function: Callable[..., object], *args: object, arch: int) -> li
 
         return record
 
-    replaced = {"_init_handles": lambda self: None, "run": property(run)}
-    originals = {name: getattr(CompiledKernel, name) for name in replaced}
-    for name, value in replaced.items():
-        setattr(CompiledKernel, name, value)
-    try:
+    fakes: dict[str, Any] = {"_init_handles": lambda self: None, "run": property(run)}
+    with mock.patch.multiple(CompiledKernel, **fakes):
         _launched(function, *args, arch=arch, shown=True)
-    finally:
-        for name, value in originals.items():
-            setattr(CompiledKernel, name, value)
     return found
 
 
