@@ -275,18 +275,19 @@ def test_many_clients_of_whom_a_third_go_away(server: Running) -> None:
 
 def test_drains_and_ends_what_takes_too_long(async_llm: AsyncLLM) -> None:
     """As at SIGTERM: a stream that is not done in time ends with an error event."""
-    with running(async_llm, drain_seconds=0.3) as server:
+    with running(async_llm, drain_seconds=1) as server:
         stream = server.client().completions.create(
             model="model",
             prompt=[1],
             max_tokens=1000,
-            n=32,
+            n=64,
             stream=True,
             extra_body={"ignore_eos": True},
         )
         next(stream)
         server.drain()
-        time.sleep(0.1)
+        while not server.state.admission.is_draining:
+            time.sleep(0.001)
         for path in ("/ready", "/v1/completions"):
             body = {"prompt": "a"} if path != "/ready" else None
             assert server.send(path, body).error["code"] == "shutting_down"
