@@ -26,6 +26,7 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
 from nanovllm.worker import network
 from tests.attention.cases import make_case, random_rows
+from tests.kernels.triton.inputs import has_fp8
 from tests.kernels.triton.interpreter import patch_interpreter
 
 CUDA = torch.cuda.is_available()
@@ -100,6 +101,7 @@ def test_a_single_token_is_the_same_beside_chunks():
     assert torch.equal(attend(backend, case, alone)[0], together[:2])
 
 
+@has_fp8
 def test_an_fp8_cache():
     """Keys and values are rounded to FP8 when stored, and read exactly as stored."""
     for rows in ([(1, 30), (1, 1), (1, 270)], [(9, 9), (5, 40), (1, 33)]):
@@ -393,6 +395,7 @@ class RoundingBackend(TorchBackend):
         return super().forward(q, *(x.to(FP8).to(q.dtype) for x in (k, v)), kv_cache, batch)
 
 
+@has_fp8
 def test_the_engine_with_an_fp8_cache(monkeypatch):
     """A block takes a quarter of float32's bytes; log-probabilities are those of rounded KV."""
     pools = []

@@ -16,6 +16,9 @@ EVERYTHING = 2**31 - 1
 """The top_k of rows without one."""
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+has_fp8 = pytest.mark.skipif(
+    CUDA and torch.cuda.get_device_capability() < (8, 9), reason="the GPU has no float8_e4m3fn"
+)
 
 
 def randn(*shape, dtype=torch.float32, seed=0):

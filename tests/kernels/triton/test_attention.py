@@ -21,15 +21,12 @@ from nanovllm.kernels.triton.decode_attention import (
 from nanovllm.kernels.triton.online_softmax import MAX_SPLITS
 from nanovllm.worker.kv_cache import zeros
 from tests.attention.cases import contiguous_sdpa, make_case, random_rows, reference
+from tests.kernels.triton.inputs import CUDA, DEVICE, DTYPES, each_dtype, has_fp8
 from tests.kernels.triton.interpreter import patch_interpreter
 
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
-DTYPES = [torch.float16, torch.float32, *([torch.bfloat16] if CUDA else [])]
 NAN = float("nan")
 
 patch_interpreter()
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 
 
 def case_of(rows, num_kv_heads, group, head_dim, block_size, dtype=torch.float32, seed=0):
@@ -120,9 +117,7 @@ def test_chunks_at_the_edges_of_tiles(group):
     assert_close(case, attend(case))
 
 
-@pytest.mark.skipif(
-    CUDA and torch.cuda.get_device_capability() < (8, 9), reason="the GPU has no float8_e4m3fn"
-)
+@has_fp8
 def test_float8_keys_and_values_are_widened():
     case = case_of([(1, 300), (20, 50), (1, 3)], 2, 2, 64, 64, torch.float16)
     narrow = case.stored().nan_to_num(0).to(torch.float8_e4m3fn)
@@ -271,7 +266,7 @@ def test_slots_past_32_bits():
     """The blocks are the last of a cache, where the offset of a key does not fit into 32 bits."""
     case = case_of([(1, 20), (2, 30)], 8, 1, 256, 64, torch.float16)
     num_blocks = 2**31 // (64 * 8 * 256) + 16
-    cache = zeros((2, num_blocks, 64, 8, 256), torch.float16, torch.device(DEVICE))
+    cache = zeros((2, num_blocks, 64, 8, 256), torch.float16, DEVICE)
     moved = num_blocks - case.cache.shape[1]
     cache[:, moved:] = case.stored()
     case.batch.block_tables[:, :1] += moved

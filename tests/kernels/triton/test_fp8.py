@@ -6,23 +6,10 @@ import torch
 from nanovllm.kernels.triton import fp8 as triton_fp8
 from nanovllm.layers.quantization import Fp8Weight, quantize_fp8
 from tests.kernels.triton.harness import ARCHS, compile_launches
+from tests.kernels.triton.inputs import CUDA, DEVICE, each_dtype, has_fp8, randn
 from tests.kernels.triton.interpreter import patch_interpreter
 
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
-DTYPES = [torch.float16, torch.float32, *([torch.bfloat16] if CUDA else [])]
-
 patch_interpreter()
-
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
-has_fp8 = pytest.mark.skipif(
-    CUDA and torch.cuda.get_device_capability() < (8, 9), reason="this GPU has no FP8"
-)
-
-
-def randn(*shape, dtype=torch.float32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
 
 
 @has_fp8

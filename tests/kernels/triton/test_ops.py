@@ -16,7 +16,7 @@ from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
 from nanovllm.worker.kv_cache import zeros
-from tests.kernels.triton.inputs import CUDA, DEVICE, each_dtype, randn
+from tests.kernels.triton.inputs import CUDA, DEVICE, each_dtype, has_fp8, randn
 from tests.kernels.triton.interpreter import patch_interpreter
 
 EPS = 1e-6
@@ -179,6 +179,7 @@ def assert_in_eight_bits(stored, exact):
     assert close.float().mean() > 0.999
 
 
+@has_fp8
 def test_slots_past_32_bits():
     """Keys and values are stored more than 2**31 elements from the start of the cache.
 
@@ -193,6 +194,7 @@ def test_slots_past_32_bits():
     assert_in_eight_bits(values, case.v)
 
 
+@has_fp8
 @each_dtype
 def test_eight_bits_saturate(dtype):
     case = StoreCase(3, 4, 2, 64, dtype)
