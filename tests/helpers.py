@@ -7,7 +7,8 @@ import dataclasses
 import importlib.util
 import os
 import random
-from collections.abc import Iterable, Sequence as Seq
+import time
+from collections.abc import Callable, Iterable, Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,14 @@ PERSON: dict[str, Any] = {
 COMPACT = {"json": PERSON, "disable_any_whitespace": True}
 HAS_GRAMMARS = importlib.util.find_spec("llguidance") is not None
 """Without llguidance, workloads leave out their structured outputs."""
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    """Wait until `condition()` is true; fail if it is not within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.001)
 
 
 def random_prompt(rng: random.Random, length: int) -> list[int]:

@@ -19,7 +19,7 @@ import torch
 
 from nanovllm import LLM, SamplingParams, demo_model
 from nanovllm.errors import ConfigError, EngineDeadError, OutOfMemoryError
-from tests.helpers import environment, token_ids
+from tests.helpers import environment, token_ids, wait_until
 
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -57,15 +57,6 @@ def shared_memory(processes: list[Any]) -> set[int]:
         lines = maps.read_text().splitlines() if maps.exists() else ()
         found |= {int(line.split()[4]) for line in lines if " /dev/shm/" in line}
     return found
-
-
-def wait_until(condition: Any, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.05)
-    return False
 
 
 def generate_forever(llm: Any) -> None:
@@ -160,7 +151,7 @@ def test_del_llm_ends_the_workers(random_model: str) -> None:
     assert len(workers()) == 2
     del llm
     gc.collect()
-    assert wait_until(lambda: not workers(), 10)
+    wait_until(lambda: not workers(), 10)
 
 
 def test_error_of_a_rank_at_start_is_raised_and_leaves_nothing(
@@ -171,7 +162,7 @@ def test_error_of_a_rank_at_start_is_raised_and_leaves_nothing(
         LLM(three_heads, tensor_parallel_size=2)
     with pytest.raises(OutOfMemoryError, match="max_model_len"):
         LLM(random_model, tensor_parallel_size=2, num_kvcache_blocks=2)
-    assert wait_until(lambda: not workers(), 10)
+    wait_until(lambda: not workers(), 10)
 
 
 def script(random_model: str) -> str:
@@ -216,6 +207,6 @@ def test_ctrl_c_and_death_of_the_parent_end_everything(
     (os.killpg if to_group else os.kill)(process.pid, number)
     _, errors = process.communicate(timeout=10)
     assert process.returncode != 0
-    assert wait_until(lambda: not any(c.is_running() for c in children), 10)
+    wait_until(lambda: not any(c.is_running() for c in children), 10)
     if number == signal.SIGINT:
         assert "KeyboardInterrupt" in errors

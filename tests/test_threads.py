@@ -8,7 +8,6 @@ import gc
 import random
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,7 +17,7 @@ import pytest
 from nanovllm import LLM, NanoVLLMError, SamplingParams, demo_model
 from nanovllm.errors import EngineDeadError
 from tests.glossary import ANSWER_TO, GREEDY, OPTIONS, QUESTIONS
-from tests.helpers import assert_idle, generate, join
+from tests.helpers import assert_idle, generate, join, wait_until
 
 ENDLESS = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 FORTY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -53,13 +52,6 @@ def in_threads(jobs: list[Callable[[], Any]], seconds: float = 60) -> list[Any]:
         return [future.exception(seconds) or future.result() for future in futures]
     finally:
         pool.shutdown(wait=False, cancel_futures=True)  # a thread that hangs fails the test above
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def test_24_threads_with_shared_prefixes_get_the_texts_of_one(llm: LLM) -> None:
@@ -144,7 +136,7 @@ def test_abort_in_another_thread_ends_generate(llm: LLM) -> None:
     """Symptom: generate waits for ever for a request that is gone."""
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(llm.generate, QUESTIONS[0], ENDLESS, False)
-        wait_until(lambda: bool(llm.engine.scheduler.running))
+        wait_until(lambda: bool(llm.engine.scheduler.running), 20)
         request = llm.engine.scheduler.running[0].seq_id
         rest = llm.abort(request)
         (output,) = running.result(20)
@@ -248,7 +240,7 @@ def test_shutdown_ends_the_requests_of_all_threads(make_llm: Any) -> None:
 
     with ThreadPoolExecutor(6) as pool:
         futures = [pool.submit(job) for _ in range(6)]
-        wait_until(lambda: len(llm.engine.scheduler.running) == 6)
+        wait_until(lambda: len(llm.engine.scheduler.running) == 6, 20)
         llm.shutdown()
         assert {future.result(20) for future in futures} == {
             "the engine was shut down; make a new LLM"

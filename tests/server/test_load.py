@@ -18,6 +18,7 @@ from nanovllm.server import generation
 from nanovllm.server.admission import Admission, BodyBudget
 from nanovllm.server.errors import APIError
 from tests.glossary import ANSWER_TO, QUESTIONS
+from tests.helpers import wait_until
 from tests.server.conftest import Running, running
 
 ENDLESS: dict[str, Any] = {"prompt": [1], "max_tokens": 1000, "ignore_eos": True}
@@ -223,9 +224,7 @@ def test_a_client_that_goes_away_ends_its_request(server: Running, path: str, st
     connection = http.client.HTTPConnection(server.host, server.port)
     connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
     engine = server.state.llm.engine
-    deadline = time.monotonic() + 10
-    while engine.is_finished():
-        assert time.monotonic() < deadline
+    wait_until(lambda: not engine.is_finished(), 10)
     if stream:
         connection.getresponse().read(100)
     connection.close()
@@ -286,8 +285,7 @@ def test_drains_and_ends_what_takes_too_long(async_llm: AsyncLLM) -> None:
         )
         next(stream)
         server.drain()
-        while not server.state.admission.is_draining:
-            time.sleep(0.001)
+        wait_until(lambda: server.state.admission.is_draining, 10)
         for path in ("/ready", "/v1/completions"):
             body = {"prompt": "a"} if path != "/ready" else None
             assert server.send(path, body).error["code"] == "shutting_down"

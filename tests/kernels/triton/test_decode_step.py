@@ -16,8 +16,7 @@ from nanovllm.scheduler.messages import CacheInfo
 from nanovllm.worker.cuda_graph import GraphRunner, graph_sizes
 from nanovllm.worker.device_tables import DeviceTables, gather_rows
 from tests.kernels.triton.harness import ARCHS, compile_launches, count_variants
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+from tests.kernels.triton.inputs import DEVICE
 
 
 def make_tables(width, num_table_rows=9, max_model_len=70, seed=0):
