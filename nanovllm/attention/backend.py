@@ -92,7 +92,11 @@ class Backend(Protocol):
         ...
 
     def plan(self, batch: Batch) -> Any:
-        """Return the batch's `metadata`, computed once for all layers."""
+        """Return the batch's `metadata`, computed once for all layers.
+
+        The tensors of all layers must have the same dtypes and the same alignment: a plan may keep
+        the kernel that was compiled for the first layer.
+        """
         ...
 
     def forward(
