@@ -11,7 +11,12 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.triton.fused_layer import MAX_ROWS, launch_options, wait_for_previous
+from nanovllm.kernels.triton.fused_layer import (
+    MAX_ROWS,
+    launch_options,
+    let_next_begin,
+    wait_for_previous,
+)
 from nanovllm.kernels.triton.online_softmax import LOG2_E, MAX_SPLITS, attend, block_ids, merge
 
 _PROGRAMS = 256
@@ -105,6 +110,7 @@ def _attend_rows(
     ROWS: tl.constexpr, M: tl.constexpr, D: tl.constexpr, N: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Process splits of one row for one KV head. The M rows of a tile are its query heads."""
+    let_next_begin(CHAINED)
     wait_for_previous(CHAINED)
     row, head = (tl.program_id(0) // KV_HEADS).to(tl.int64), tl.program_id(0) % KV_HEADS
     table = block_tables + row * table_stride

@@ -103,21 +103,21 @@ def test_only_weights_are_touched_before_the_wait(arch):
         before, wait, after = code.partition("griddepcontrol.wait")
         assert wait
         assert "griddepcontrol.wait" not in after
-        assert "griddepcontrol.launch_dependents" in after
-        touched = re.findall(r"(?:ld|st|atom|red)\.global[\w.:]*|cp\.async[\w.:]*", before)
-        prefetch = "cp.async.bulk.prefetch.L2.global"
-        assert set(touched) == (set() if name == "_attend_rows" else {prefetch})
+        assert "griddepcontrol.launch_dependents" in before
+        touched = re.findall(r"(ld|st|atom|red)\.global|(cp)\.async", before)
+        assert {op for ops in touched for op in ops if op} == (
+            set() if name == "_attend_rows" else {"ld"}
+        )
 
 
 def test_unchained_kernels_do_not_wait():
     for code in in_child("ptx", QWEN3, 16, BF16, False, 80):
         assert "griddepcontrol" not in code
-        assert "prefetch" not in code
 
 
 def test_a_row_has_the_same_bits_in_any_batch():
-    """Whatever the number of rows, the same threads sum the same squares, and the tensor cores
-    multiply with the same instruction.
+    """Whatever the number of rows, the same threads sum the same squares, the tensor cores multiply
+    with the same instruction, and in the linears each warp has a part of the inputs.
     """
     layouts, products = set(), set()
     for rows in (1, 16):
@@ -125,7 +125,7 @@ def test_a_row_has_the_same_bits_in_any_batch():
             named = dict(re.findall(r"^(#\w+) = (.*)$", code, re.MULTILINE))
             of_sums = re.findall(rf"\}}\) : \(tensor<{rows}x1024xf32, (#\w+)>\)", code)
             layouts |= {named[layout] for layout in of_sums}
-            products |= set(re.findall(r"#ttg.nvidia_mma<.*instrShape = (\[.*?\])", code))
+            products |= set(re.findall(r"warpsPerCTA = (\[.*\]), instrShape = (\[.*\])", code))
     assert len(layouts) == 1
-    assert "warpsPerCTA = [1, 4]" in layouts.pop()
-    assert products == {"[16, 8]"}
+    assert "warpsPerCTA = [1, 8]" in layouts.pop()
+    assert products == {("[8, 1, 1]", "[1, 16, 8]"), ("[1, 4]", "[16, 8]")}
