@@ -162,7 +162,7 @@ def decode(
         )  # fmt: skip
         options = {
             "KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_DIM": head_dim,
-            "BLOCK_SIZE": block_size, "M": max(16, triton.next_power_of_2(group)),
+            "BLOCK_SIZE": block_size, "M": max(8, triton.next_power_of_2(group)),
             "D": triton.next_power_of_2(head_dim),
             **_decode_options(q.dtype, head_dim), **register_limit(q.dtype, kv_cache.dtype),
         }  # fmt: skip

@@ -17,10 +17,11 @@ from nanovllm.kernels.triton.fused_layer import (
     let_next_begin,
     wait_for_previous,
 )
-from nanovllm.kernels.triton.online_softmax import LOG2_E, MAX_SPLITS, attend, block_ids, merge
+from nanovllm.kernels.triton.online_softmax import LOG2_E, MAX_SPLITS, block_ids, merge
 
-_PROGRAMS = 256
-"""Programs of a launch, at least, unless the rows have fewer splits."""
+_WARPS = 4
+"""Warps of a program. Each attends to some keys of a tile: 16, as many as an instruction of the
+tensor cores takes."""
 _MAX_SPLITS = tl.constexpr(MAX_SPLITS)
 
 
@@ -65,7 +66,7 @@ def attend_rows(
 
     A row sees the keys in the cache and those of the rows that share its sequence, up to its own
     position. These rows must have consecutive positions. A row's splits follow from the number of
-    its keys in the cache, never from the batch.
+    its keys in the cache, never from the batch; the other keys are one split more.
 
     Args:
         qkv: [R, (heads + 2 kv_heads) * dim], R at most MAX_ROWS.
@@ -85,16 +86,14 @@ def attend_rows(
     k_cache, v_cache = kv_cache.unbind()
     out = qkv.new_empty(rows, num_heads, head_dim)
     width = triton.next_power_of_2(head_dim)
-    pairs = rows * num_kv_heads
-    _attend_rows[(pairs, min(triton.cdiv(_PROGRAMS, pairs), MAX_SPLITS))](
+    _attend_rows[(rows * num_kv_heads, MAX_SPLITS)](
         qkv, q_weight, k_weight, eps, cos_sin, positions, slot_mapping,
         block_tables, block_tables.stride(0), k_cache, v_cache, out,
         scratch.splits_done, scratch.partial_out, scratch.partial_stats, rows,
         head_dim**-0.5 * LOG2_E,
         KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        ROWS=MAX_ROWS, M=max(16, triton.next_power_of_2(group)), D=width,
-        N=min(64, 16384 // (width * qkv.itemsize)), num_warps=2 * qkv.itemsize, num_stages=3,
-        **launch_options(chained),
+        ROWS=MAX_ROWS, M=triton.next_power_of_2(group), D=width, W=_WARPS, N=16 * _WARPS,
+        num_warps=_WARPS, num_stages=2, **launch_options(chained),
     )  # fmt: skip
     return out
 
@@ -107,66 +106,114 @@ def _attend_rows(
     qkv, q_weight, k_weight, eps, cos_sin, positions, slot_mapping, block_tables, table_stride,
     k_cache, v_cache, out, splits_done, partial_out, partial_stats, rows, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr, M: tl.constexpr, D: tl.constexpr, N: tl.constexpr, CHAINED: tl.constexpr,
+    ROWS: tl.constexpr, M: tl.constexpr, D: tl.constexpr, W: tl.constexpr, N: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Process splits of one row for one KV head. The M rows of a tile are its query heads."""
-    let_next_begin(CHAINED)
-    wait_for_previous(CHAINED)
-    row, head = (tl.program_id(0) // KV_HEADS).to(tl.int64), tl.program_id(0) % KV_HEADS
-    table = block_tables + row * table_stride
-    new = _new_keys(row, positions, slot_mapping, table, rows, BLOCK_SIZE, ROWS)
-    stored = new[4]
-    tiles = tl.cdiv(stored, N)
-    count = tl.minimum(tl.maximum(tiles, 1), _MAX_SPLITS)
-    if tl.program_id(1) >= count:
-        return
+    """Process a split of one row for one KV head. The M rows of a tile are its query heads.
 
-    member = tl.arange(0, M)
-    dims = tl.arange(0, D)
-    mask = (member < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-    first_head = (row * KV_HEADS + head) * GROUP
+    Positions, slots and block tables are read before the wait: no kernel of the chain stores them.
+    """
+    let_next_begin(CHAINED)
+    row, head = (tl.program_id(0) // KV_HEADS).to(tl.int64), tl.program_id(0) % KV_HEADS
+    split, position = tl.program_id(1), tl.load(positions + row, cache_modifier=".cg")
+    if split > tl.cdiv(position, N):  # most programs without a split end here
+        return
+    table = block_tables + row * table_stride
+    new = _new_keys(row, position, positions, slot_mapping, table, rows, BLOCK_SIZE, ROWS)
+    tiles = tl.cdiv(new[4], N)
+    count = tl.minimum(tiles, _MAX_SPLITS - 1)
+    if split > count:
+        return
+    angles = cos_sin + position * HEAD_DIM
+    wait_for_previous(CHAINED)
+
     token = qkv + row * (GROUP + 2) * KV_HEADS * HEAD_DIM
+    member = tl.arange(0, W * M)[:, None] % M  # each warp has all heads
     queries = _norm_and_rotate(
-        token + (head * GROUP + member)[:, None] * HEAD_DIM, q_weight, eps,
-        cos_sin + tl.load(positions + row) * HEAD_DIM, (member < GROUP)[:, None], HEAD_DIM, D,
+        token + (head * GROUP + member) * HEAD_DIM, q_weight, eps, angles, member < GROUP,
+        HEAD_DIM, D,
     )  # fmt: skip
-    for split in range(tl.program_id(1), count, tl.num_programs(1)):
-        first, last = tiles * split // count, tiles * (split + 1) // count
-        block = block_ids(table, first, last, stored, BLOCK_SIZE, N)
-        acc, score_max, weight_sum = attend(
-            tl.zeros([M, D], tl.float32), tl.full([M], float("-inf"), tl.float32),
-            tl.zeros([M], tl.float32), queries, k_cache, v_cache, table, block, head,
-            tl.full([M], 0, tl.int32) + stored - 1, stored, first, last, scale,
-            MASKED=True, KV_HEADS=KV_HEADS, HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE, N=N, D=D,
+    queries = tl.reshape(queries, [W, M, D])
+    acc, score_max, weight_sum = _attend_split(
+        split, count, tiles, queries, qkv, k_weight, eps, cos_sin, new, row, head,
+        k_cache, v_cache, table, scale, KV_HEADS, GROUP, HEAD_DIM, BLOCK_SIZE, M, D, W, N,
+    )  # fmt: skip
+    first = (row * KV_HEADS + head) * GROUP
+    if count == 0:
+        heads, dims = tl.arange(0, M)[:, None], tl.arange(0, D)[None, :]
+        inside = (heads < GROUP) & (dims < HEAD_DIM)
+        tl.store(out + (first + heads) * HEAD_DIM + dims, acc / weight_sum[:, None], inside)
+    else:
+        scratch = (row * _MAX_SPLITS * KV_HEADS + head) * GROUP
+        is_last = _store_partial(
+            acc, score_max, weight_sum, partial_out, partial_stats,
+            scratch + split * KV_HEADS * GROUP, splits_done + row * KV_HEADS + head, count,
+            GROUP, HEAD_DIM, M, D,
         )  # fmt: skip
-        if split == count - 1:
-            acc, score_max, weight_sum = _attend_new_keys(
-                acc, score_max, weight_sum, queries, qkv, k_weight, eps, cos_sin, new, row, head,
-                k_cache, v_cache, scale, KV_HEADS, GROUP, HEAD_DIM, D,
+        if is_last:
+            merge(
+                out + first * HEAD_DIM, partial_out, partial_stats, scratch, count + 1,
+                KV_HEADS=KV_HEADS, GROUP=GROUP, HEAD_DIM=HEAD_DIM, D=D,
             )  # fmt: skip
-        if count == 1:
-            place = (first_head + member)[:, None] * HEAD_DIM + dims[None, :]
-            tl.store(out + place, acc / weight_sum[:, None], mask=mask)
-        else:
-            scratch = ((row * _MAX_SPLITS + split) * KV_HEADS + head) * GROUP + member
-            tl.store(partial_out + scratch[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
-            tl.store(partial_stats + scratch * 2, score_max, mask=member < GROUP)
-            tl.store(partial_stats + scratch * 2 + 1, weight_sum, mask=member < GROUP)
-            tl.debug_barrier()  # all threads must have stored before the split counts as done
-            done = tl.atomic_add(splits_done + row * KV_HEADS + head, 1, sem="acq_rel")
-            if done == count - 1:
-                merge(
-                    out + first_head * HEAD_DIM, partial_out, partial_stats,
-                    (row * _MAX_SPLITS * KV_HEADS + head) * GROUP, count,
-                    KV_HEADS=KV_HEADS, GROUP=GROUP, HEAD_DIM=HEAD_DIM, D=D,
-                )  # fmt: skip
-                tl.store(splits_done + row * KV_HEADS + head, 0)
+            tl.store(splits_done + row * KV_HEADS + head, 0)
+
+
+@triton.jit
+def _attend_split(
+    split, count, tiles, queries, qkv, k_weight, eps, cos_sin, new, row, head,
+    k_cache, v_cache, table, scale,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    M: tl.constexpr, D: tl.constexpr, W: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Process tiles of the keys in the cache, or as the last split the new keys.
+
+    Returns:
+        The weighted sum of values [M, D], the maximum score [M] and the sum of weights [M].
+    """
+    acc = tl.zeros([W, M, D], tl.float32)
+    score_max = tl.full([M], float("-inf"), tl.float32)
+    weight_sum = tl.zeros([W, M], tl.float32)
+    if split == count:
+        k, v, seen = _load_new_keys(
+            qkv, k_weight, eps, cos_sin, new, row, head, k_cache, v_cache,
+            KV_HEADS, GROUP, HEAD_DIM, D, W,
+        )  # fmt: skip
+        acc, score_max, weight_sum = _attend_tile(
+            acc, score_max, weight_sum, queries, k, v, seen, scale
+        )
+    else:
+        acc, score_max, weight_sum = _attend_stored_keys(
+            acc, score_max, weight_sum, queries,
+            tiles * split // count, tiles * (split + 1) // count, k_cache, v_cache, table,
+            new[4], head, scale, KV_HEADS, HEAD_DIM, BLOCK_SIZE, D, W, N,
+        )  # fmt: skip
+    return tl.sum(acc, 0), score_max, tl.sum(weight_sum, 0)
+
+
+@triton.jit
+def _store_partial(
+    acc, score_max, weight_sum, partial_out, partial_stats, first, done, count,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Store the results of a split from head `first` of the scratch memory on.
+
+    Returns:
+        Whether `count` other splits of the row are done, that is, all.
+    """
+    member, dims = tl.arange(0, M), tl.arange(0, D)[None, :]
+    place = (first + member)[:, None] * HEAD_DIM + dims
+    tl.store(partial_out + place, acc, (member < GROUP)[:, None] & (dims < HEAD_DIM))
+    tl.store(partial_stats + (first + member) * 2, score_max, member < GROUP)
+    tl.store(partial_stats + (first + member) * 2 + 1, weight_sum, member < GROUP)
+    tl.debug_barrier()  # all threads must have stored before the split counts as done
+    return tl.atomic_add(done, 1, sem="acq_rel") == count
 
 
 @triton.jit
 def _new_keys(
-    row, positions, slot_mapping, table, rows, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr
-):
+    row, position, positions, slot_mapping, table, rows,
+    BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Return which rows of the batch have keys that `row` sees.
 
     They are the tokens of its sequence up to its own position. A slot that its block table leads to
@@ -177,11 +224,11 @@ def _new_keys(
         number of keys in the cache, those before the first of them.
     """
     other = tl.arange(0, ROWS)
-    position = tl.load(positions + row)
-    theirs = tl.load(positions + other, other < rows, 0)
-    slot = tl.load(slot_mapping + other, other < rows, -1)
+    # ".cg" reads from the L2: before the wait, the L1 may hold what the last step read.
+    theirs = tl.load(positions + other, other < rows, 0, cache_modifier=".cg")
+    slot = tl.load(slot_mapping + other, other < rows, -1, cache_modifier=".cg")
     earlier = (other < rows) & (theirs <= position)
-    block = tl.load(table + theirs // BLOCK_SIZE, earlier, 0).to(tl.int64)
+    block = tl.load(table + theirs // BLOCK_SIZE, earlier, 0, cache_modifier=".cg").to(tl.int64)
     seen = earlier & (block * BLOCK_SIZE + theirs % BLOCK_SIZE == slot)
     seen = seen | (other == row)
     stored = tl.min(tl.where(seen, theirs, position)).to(tl.int32)
@@ -198,49 +245,95 @@ def _norm_and_rotate(heads, weight, eps, angles, inside, HEAD_DIM: tl.constexpr,
         inside: [X, 1], the heads to load; the others are 0.
     """
     HALF: tl.constexpr = HEAD_DIM // 2
-    dims = tl.arange(0, D)[None, :]
+    dims = tl.broadcast_to(tl.arange(0, D)[None, :], [heads.shape[0], D])
     is_first = dims < HALF
     partner = tl.where(is_first, dims + HALF, dims - HALF)
+    angle = angles + tl.where(is_first, dims, dims - HALF)
+    cos = tl.load(angle, dims < HEAD_DIM, 0.0)
+    sin = tl.load(angle + HALF, dims < HEAD_DIM, 0.0)
+    if weight is not None:
+        x_factor = tl.load(weight + dims, dims < HEAD_DIM, 0.0).to(tl.float32)
+        y_factor = tl.load(weight + partner, dims < HEAD_DIM, 0.0).to(tl.float32)
     inside = inside & (dims < HEAD_DIM)
     x, y = tl.load(heads + dims, inside, 0.0), tl.load(heads + partner, inside, 0.0)
     dtype = x.dtype
     x, y = x.to(tl.float32), y.to(tl.float32)
     if weight is not None:
         scale = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / HEAD_DIM + eps)
-        x_factor = tl.load(weight + dims, dims < HEAD_DIM, 0.0).to(tl.float32)
-        y_factor = tl.load(weight + partner, dims < HEAD_DIM, 0.0).to(tl.float32)
         x = ((x * scale).to(dtype).to(tl.float32) * x_factor).to(dtype).to(tl.float32)
         y = ((y * scale).to(dtype).to(tl.float32) * y_factor).to(dtype).to(tl.float32)
-    angle = angles + tl.where(is_first, dims, dims - HALF)
-    cos = tl.load(angle, dims < HEAD_DIM, 0.0)
-    sin = tl.load(angle + HALF, dims < HEAD_DIM, 0.0)
     return (x * cos + tl.where(is_first, -y, y) * sin).to(dtype)
 
 
 @triton.jit
-def _attend_new_keys(
-    acc, score_max, weight_sum, queries, qkv, k_weight, eps, cos_sin, new, row, head,
-    k_cache, v_cache, scale,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
+def _attend_stored_keys(
+    acc, score_max, weight_sum, queries, first, last, k_cache, v_cache, table, stored, head, scale,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    D: tl.constexpr, W: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Process the keys of `_new_keys`, as `attend` does those in the cache. Store the row's own."""
+    """Process the key tiles [first, last). Args and results are those of `_attend_tile`."""
+    offsets = tl.arange(0, W)[:, None] * (N // W) + tl.arange(0, N // W)[None, :]
+    dims = tl.arange(0, D)[None, None, :]
+    block = block_ids(table, first, last, stored, BLOCK_SIZE, N)
+    for tile in range(first, last):
+        keys = offsets + tile * N
+        if BLOCK_SIZE % N == 0:
+            slots = block * BLOCK_SIZE + keys % BLOCK_SIZE
+        else:
+            slots = tl.reshape(block, [W, N // W]) * BLOCK_SIZE + keys % BLOCK_SIZE
+        block = block_ids(table, tile + 1, last, stored, BLOCK_SIZE, N)
+        places = ((slots * KV_HEADS + head) * HEAD_DIM)[:, :, None] + dims
+        mask = (keys < stored)[:, :, None] & (dims < HEAD_DIM)
+        k = tl.load(k_cache + places, mask=mask, other=0.0)
+        v = tl.load(v_cache + places, mask=mask, other=0.0)
+        acc, score_max, weight_sum = _attend_tile(
+            acc, score_max, weight_sum, queries, k, v, keys < stored, scale
+        )
+    return acc, score_max, weight_sum
+
+
+@triton.jit
+def _load_new_keys(
+    qkv, k_weight, eps, cos_sin, new, row, head, k_cache, v_cache,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    D: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """Return the keys of `_new_keys` as `_attend_tile` takes them. Store the row's own."""
     other, positions, slots, seen, _ = new
+    ROWS: tl.constexpr = other.shape[0]
     dims = tl.arange(0, D)[None, :]
     inside = seen[:, None] & (dims < HEAD_DIM)
     tokens = qkv + other[:, None] * (GROUP + 2) * KV_HEADS * HEAD_DIM
     keys = tokens + (GROUP * KV_HEADS + head) * HEAD_DIM
+    v = tl.load(keys + KV_HEADS * HEAD_DIM + dims, inside, 0.0)
     angles = cos_sin + positions[:, None] * HEAD_DIM
     k = _norm_and_rotate(keys, k_weight, eps, angles, seen[:, None], HEAD_DIM, D)
-    v = tl.load(keys + KV_HEADS * HEAD_DIM + dims, inside, 0.0)
     place = (slots[:, None] * KV_HEADS + head) * HEAD_DIM + dims
     is_own = inside & ((other == row) & (slots >= 0))[:, None]
     tl.store(k_cache + place, k, is_own)
     tl.store(v_cache + place, v, is_own)
-    scores = tl.dot(queries, tl.trans(k), input_precision="tf32x3")
-    scores = tl.where(seen[None, :], scores, float("-inf"))
-    new_max = tl.maximum(score_max, tl.max(scores, 1) * scale)
-    weights = tl.exp2(tl.fma(scores, scale, -new_max[:, None]))
+    of_first_warp = seen[None, :] & (tl.arange(0, W)[:, None] == 0)
+    k = tl.broadcast_to(k[None, :, :], [W, ROWS, D])
+    return k, tl.broadcast_to(v[None, :, :], [W, ROWS, D]), of_first_warp
+
+
+@triton.jit
+def _attend_tile(acc, score_max, weight_sum, queries, k, v, seen, scale):
+    """Process a tile of keys as `online_softmax.attend` does, but each warp sums up its own keys.
+
+    Args:
+        acc, score_max, weight_sum: [W, M, D], [M] and [W, M] float32, the state so far. Return
+            their new values.
+        queries: [W, M, D], the same for each warp.
+        k, v: [W, keys, D].
+        seen: [W, keys], which of them count.
+        scale: factor of the scores, including LOG2_E.
+    """
+    scores = tl.dot(queries, tl.permute(k, (0, 2, 1)), input_precision="tf32x3")
+    scores = tl.where(seen[:, None, :], scores, float("-inf"))
+    new_max = tl.maximum(score_max, tl.max(tl.max(scores, 2), 0) * scale)
+    weights = tl.exp2(tl.fma(scores, scale, -new_max[None, :, None]))
     shrink = tl.exp2(score_max - new_max)
-    weight_sum = tl.fma(weight_sum, shrink, tl.sum(weights, 1))
-    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="tf32x3")
+    weight_sum = tl.fma(weight_sum, shrink[None, :], tl.sum(weights, 2))
+    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[None, :, None], input_precision="tf32x3")
     return acc, new_max, weight_sum

@@ -125,8 +125,8 @@ def _tile(x: torch.Tensor, weight: torch.Tensor, width: int, inputs: int) -> dic
     """Return the size of a program: R rows, N outputs, and K inputs at once.
 
     A thread keeps the weights of a tile in at most 64 registers, or in 32 while it has the next
-    tile in another 32. Up to 4 rows, 128 registers let an SM run two programs. Few values of R,
-    because each is another compilation.
+    tile in another 32. Up to 4 rows in half precision, 128 registers let an SM run two programs.
+    Few values of R, because each is another compilation.
 
     Args:
         inputs: that a program reads.
@@ -142,7 +142,7 @@ def _tile(x: torch.Tensor, weight: torch.Tensor, width: int, inputs: int) -> dic
         "num_warps": _WARPS,
         "num_stages": 1,
     }
-    return options | ({"maxnreg": 128} if options["R"] <= 4 else {})
+    return options | ({"maxnreg": 128} if options["R"] <= 4 and x.itemsize == 2 else {})
 
 
 @triton.jit

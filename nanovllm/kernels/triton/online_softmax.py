@@ -14,7 +14,8 @@ LOG2_E = 1.4426950408889634
 MAX_SPLITS = 32
 """Maximum number of splits of a row's keys. Bounds the scratch memory."""
 
-_MAX_SPLITS = tl.constexpr(MAX_SPLITS)
+_MERGED_AT_ONCE = tl.constexpr(4)
+"""Splits whose results are loaded at once."""
 
 
 def register_limit(dtype: torch.dtype, kv_dtype: torch.dtype) -> dict[str, int]:
@@ -105,7 +106,7 @@ def merge(
 ):  # fmt: skip
     """Merge the results of the `count` splits of a query token's keys, for the heads of a KV head.
 
-    Always sum over MAX_SPLITS, whatever `count` is, so that the order of the sum is fixed.
+    The splits are added up one after another, so the order of the sum is fixed.
 
     Args:
         out: where the result of the first head goes. The other heads' follow it.
@@ -114,22 +115,26 @@ def merge(
         partial_stats: [., KV_HEADS * GROUP, 2] float32: maximum score (log2), and sum of weights.
         first: index of the first split's first head among all rows of `partial_out`.
     """
-    dims = tl.arange(0, D)
-    split = tl.arange(0, _MAX_SPLITS)
-    valid = split < count
-    # Times 1, the size of the grid's third axis, which the compiler does not know. It would unroll
-    # the loop, and hold the values of all heads in registers.
-    for member in range(GROUP * tl.num_programs(2)):
-        # ".cg" reads from the L2. The other programs' stores are there, and the L1 may be stale.
-        scratch = first + member + split * KV_HEADS * GROUP
-        score_max = tl.load(partial_stats + scratch * 2, valid, float("-inf"), cache_modifier=".cg")
-        weight_sum = tl.load(partial_stats + scratch * 2 + 1, valid, 0.0, cache_modifier=".cg")
-        values = tl.load(
-            partial_out + scratch[:, None] * HEAD_DIM + dims[None, :],
-            mask=valid[:, None] & (dims < HEAD_DIM)[None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        weights = tl.exp2(score_max - tl.max(score_max, 0))
-        value = tl.sum(weights[:, None] * values, 0) / tl.sum(weights * weight_sum, 0)
-        tl.store(out + member * HEAD_DIM + dims, value, mask=dims < HEAD_DIM)
+    HEADS: tl.constexpr = triton.next_power_of_2(GROUP)
+    dims = tl.broadcast_to(tl.arange(0, D)[None, :], [HEADS, D])
+    member = tl.broadcast_to(tl.arange(0, HEADS)[:, None], [HEADS, D])
+    inside = (member < GROUP) & (dims < HEAD_DIM)
+    score_max = tl.full([HEADS, D], float("-inf"), tl.float32)
+    weight_sum = tl.zeros([HEADS, D], tl.float32)
+    value = tl.zeros([HEADS, D], tl.float32)
+    for start in range(0, count, _MERGED_AT_ONCE):
+        for split in tl.static_range(0, _MERGED_AT_ONCE):
+            valid = inside & (start + split < count)
+            head = first + (start + split) * KV_HEADS * GROUP + member
+            # ".cg" reads from the L2. The other programs' stores are there, the L1 may be stale.
+            split_max = tl.load(partial_stats + head * 2, valid, -1e30, cache_modifier=".cg")
+            split_sum = tl.load(partial_stats + head * 2 + 1, valid, 1.0, cache_modifier=".cg")
+            # A thread gets single numbers, as of the statistics. No layout has to be converted.
+            place = tl.max_contiguous(head * HEAD_DIM + dims, [1, 1])
+            part = tl.load(partial_out + place, valid, 0.0, cache_modifier=".cg")
+            new_max = tl.maximum(score_max, split_max)
+            shrink, weight = tl.exp2(score_max - new_max), tl.exp2(split_max - new_max)
+            weight_sum = weight_sum * shrink + split_sum * weight
+            value = value * shrink + part * weight
+            score_max = new_max
+    tl.store(out + member * HEAD_DIM + dims, value / weight_sum, mask=inside)
