@@ -60,7 +60,7 @@ def norm_linear(
     _norm_linear[(triton.cdiv(outputs, width),)](
         x, partials, partials_bias, total, norm_weight, eps, weight, bias, out, rows,
         SIZE=size, OUTPUTS=outputs, SPLITS=0 if partials is None else len(partials), GATED=gated,
-        **_tile(x, weight, width, size), **launch_options(chained),
+        **_tile(x, weight, width, size, most=1024 // x.itemsize), **launch_options(chained),
     )  # fmt: skip
     return out, total
 
@@ -85,7 +85,7 @@ def linear_partials(x: torch.Tensor, weight: torch.Tensor, *, chained: bool) -> 
     partials = x.new_empty(splits, rows, outputs, dtype=torch.float32)
     _linear_partials[(tiles, splits)](
         x, weight, partials, rows, SIZE=size, OUTPUTS=outputs, SPLIT=split,
-        **_tile(x, weight, width, split), **launch_options(chained),
+        **_tile(x, weight, width, split, most=2048 // x.itemsize), **launch_options(chained),
     )  # fmt: skip
     return partials
 
@@ -121,7 +121,9 @@ def _outputs_per_program(outputs: int, gated: bool) -> int:
     return 32 if outputs >= 32 * _PROGRAMS and not gated else 16
 
 
-def _tile(x: torch.Tensor, weight: torch.Tensor, width: int, inputs: int) -> dict[str, int]:
+def _tile(
+    x: torch.Tensor, weight: torch.Tensor, width: int, inputs: int, most: int
+) -> dict[str, int]:
     """Return the size of a program: R rows, N outputs, and K inputs at once.
 
     A thread keeps the weights of a tile in at most 64 registers, or in 32 while it has the next
@@ -130,15 +132,15 @@ def _tile(x: torch.Tensor, weight: torch.Tensor, width: int, inputs: int) -> dic
 
     Args:
         inputs: that a program reads.
+        most: inputs of a tile, if there are several.
     """
     assert x.is_contiguous()
     assert weight.is_contiguous()
-    most = 2048 // x.itemsize
     size = triton.next_power_of_2(min(inputs, x.shape[1]))
     options = {
         "R": next(rows for rows in (1, 4, MAX_ROWS) if len(x) <= rows),
         "N": width,
-        "K": max(size if size <= most else most // 2, 16 * _WARPS),
+        "K": max(size if size <= 2048 // x.itemsize else most, 16 * _WARPS),
         "num_warps": _WARPS,
         "num_stages": 1,
     }
@@ -212,16 +214,16 @@ def _norm_linear(
     wait_for_previous(CHAINED)
     row = tl.arange(0, R)[:, None]
     stride = rows * SIZE
-    squares = tl.zeros([R], tl.float32)
+    squares = tl.zeros([R, K], tl.float32)
     total = tl.zeros([R, K], tl.float32)
-    for start in range(0, SIZE, K):
+    for start in tl.range(0, SIZE, K, num_stages=3 if R <= 4 else 1):
         place, column, inside = _places(row, start, rows, SIZE, K)
         total = _sum(x, partials, partials_bias, place, column, inside, stride, SIZE, SPLITS)
         if SPLITS:  # each tile is stored by one program
             is_ours = start // K % tl.num_programs(0) == tl.program_id(0)
             tl.store(total_out + place, total.to(dtype), inside & is_ours)
-        squares += tl.sum(total * total, 1)
-    scale = tl.rsqrt(squares / SIZE + eps)[:, None]
+        squares += total * total
+    scale = tl.rsqrt(tl.sum(squares, 1) / SIZE + eps)[:, None]
 
     acc = tl.zeros([_PARTS, R, N], tl.float32)
     up_acc = tl.zeros([_PARTS, R, N], tl.float32)
