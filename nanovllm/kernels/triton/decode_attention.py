@@ -256,9 +256,10 @@ def _decode(
     programs = tl.num_programs(0)
     index = tl.program_id(0)
     # Loaded before it is known that there is such a split, so that the two loads do not take turns.
+    # ptxas would let them, if the test did not need both. No split has seq_len 0.
     row, split, seq_len, token = _load_entry(splits, index // KV_HEADS, True)
     total = tl.load(num_splits) * KV_HEADS
-    while index < total:
+    while (index < total) & (seq_len != 0):
         head = index % KV_HEADS
         tiles, count = tl.cdiv(seq_len, N), _splits_of_row(seq_len)
         first, last = tiles * split // count, tiles * (split + 1) // count
