@@ -31,7 +31,11 @@ def has_cuda() -> bool:
         return False
 
 
-if not has_cuda():
+if "SIMULATED_GPU" in os.environ:  # a compute capability, such as 90
+    from tests.kernels.triton.simulator import driver
+
+    driver.install(int(os.environ["SIMULATED_GPU"]))
+elif not has_cuda():
     os.environ["TRITON_INTERPRET"] = "1"  # triton reads it when it is imported
 if importlib.util.find_spec("triton") is None:  # there are no wheels for this system
     collect_ignore_glob = ["kernels/triton/*"]

@@ -2,6 +2,8 @@
 sampling parameters.
 """
 
+import os
+
 import pytest
 import torch
 
@@ -10,15 +12,17 @@ from nanovllm.layers.sampler import Sampling
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
-DTYPES = [torch.float16, torch.float32, *([torch.bfloat16] if CUDA else [])]
+SIMULATED = int(os.environ.get("SIMULATED_GPU", 0))
+"""The compute capability of a simulated GPU, such as 90; else 0."""
+CAPABILITY = torch.cuda.get_device_capability() if CUDA else divmod(SIMULATED, 10)
+"""(0, 0) in the interpreter."""
+DTYPES = [torch.float16, torch.float32, *([torch.bfloat16] if CAPABILITY > (0, 0) else [])]
 """Without bfloat16 in the interpreter, which computes it wrongly."""
 EVERYTHING = 2**31 - 1
 """The top_k of rows without one."""
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
-has_fp8 = pytest.mark.skipif(
-    CUDA and torch.cuda.get_device_capability() < (8, 9), reason="the GPU has no float8_e4m3fn"
-)
+has_fp8 = pytest.mark.skipif((0, 0) < CAPABILITY < (8, 9), reason="the GPU has no float8_e4m3fn")
 
 
 def randn(*shape, dtype=torch.float32, seed=0):
