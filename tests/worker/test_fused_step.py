@@ -308,6 +308,8 @@ def test_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "torch has another KV cache" in reason(module, TorchBackend(spec_of(SMALL)))
     narrow = TritonBackend(dataclasses.replace(backend.spec, kv_dtype=FP8))
     assert "8 bits" in reason(module, narrow)
+    wide = TritonBackend(dataclasses.replace(backend.spec, head_dim=256))
+    assert "head_dim 256 in float32" in reason(module, wide)
     other = of(head_dim=24)
     assert "head_dim 24" in reason(other.module, other.backend)
     module.capture_features([1], torch.zeros(8, SMALL.hidden_size))

@@ -14,7 +14,8 @@ MAX_ROWS = 16
 """Rows of a tile of the tensor cores."""
 
 _PROGRAMS = 192
-"""Programs that read one weight, at least, where its shape allows. Two fit an SM of a large GPU."""
+"""Programs that shall read one weight. Two fit an SM of a large GPU. Some weights get fewer,
+because splits are multiples of _SPLIT_STEP: 2048 inputs of 1024 outputs get 128."""
 _WARPS = 8
 """Warps of a program. Each multiplies a part of the inputs, so that no warp waits for another, and
 a long sum is many short ones."""
@@ -85,7 +86,8 @@ def linear_partials(x: torch.Tensor, weight: torch.Tensor, *, chained: bool) -> 
     partials = x.new_empty(splits, rows, outputs, dtype=torch.float32)
     _linear_partials[(tiles, splits)](
         x, weight, partials, rows, SIZE=size, OUTPUTS=outputs, SPLIT=split,
-        **_tile(x, weight, width, split, most=2048 // x.itemsize), **launch_options(chained),
+        **_tile(x, weight, width, split, most=32768 // (width * x.itemsize)),
+        **launch_options(chained),
     )  # fmt: skip
     return partials
 
@@ -93,8 +95,8 @@ def linear_partials(x: torch.Tensor, weight: torch.Tensor, *, chained: bool) -> 
 def launch_options(chained: bool) -> dict[str, bool]:
     """Return launch options: whether the kernel may begin before the previous one has ended.
 
-    A chained kernel touches nothing but weights before it waits. This is programmatic dependent
-    launch, which needs compute capability 9.0.
+    Before it waits, a chained kernel reads only what no kernel of the chain stores, and stores
+    nothing. This is programmatic dependent launch, which needs compute capability 9.0.
     """
     return {"CHAINED": True, "launch_pdl": True} if chained else {"CHAINED": False}
 
@@ -110,7 +112,8 @@ def let_next_begin(CHAINED: tl.constexpr):
 def wait_for_previous(CHAINED: tl.constexpr):
     """Wait until the previous kernel has ended and its stores are visible.
 
-    Each kernel of a chain waits. So when the previous one has ended, those before it have as well.
+    Of each kernel of a chain at least one program waits. So when the previous kernel has ended,
+    those before it have as well.
     """
     if CHAINED:
         tl.extra.cuda.gdc_wait()

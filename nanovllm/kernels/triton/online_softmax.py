@@ -14,8 +14,8 @@ LOG2_E = 1.4426950408889634
 MAX_SPLITS = 32
 """Maximum number of splits of a row's keys. Bounds the scratch memory."""
 
-_MERGED_AT_ONCE = tl.constexpr(4)
-"""Splits whose results are loaded at once."""
+_MERGED_NUMBERS = tl.constexpr(4096)
+"""Numbers of a KV head's splits that are loaded at once, at most."""
 
 
 def register_limit(dtype: torch.dtype, kv_dtype: torch.dtype) -> dict[str, int]:
@@ -119,11 +119,12 @@ def merge(
     dims = tl.broadcast_to(tl.arange(0, D)[None, :], [HEADS, D])
     member = tl.broadcast_to(tl.arange(0, HEADS)[:, None], [HEADS, D])
     inside = (member < GROUP) & (dims < HEAD_DIM)
+    AT_ONCE: tl.constexpr = max(1, min(4, _MERGED_NUMBERS // (HEADS * D)))
     score_max = tl.full([HEADS, D], float("-inf"), tl.float32)
     weight_sum = tl.zeros([HEADS, D], tl.float32)
     value = tl.zeros([HEADS, D], tl.float32)
-    for start in range(0, count, _MERGED_AT_ONCE):
-        for split in tl.static_range(0, _MERGED_AT_ONCE):
+    for start in range(0, count, AT_ONCE):
+        for split in tl.static_range(0, AT_ONCE):
             valid = inside & (start + split < count)
             head = first + (start + split) * KV_HEADS * GROUP + member
             # ".cg" reads from the L2. The other programs' stores are there, the L1 may be stale.

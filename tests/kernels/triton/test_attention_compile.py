@@ -37,7 +37,7 @@ def launch(num_heads, head_dim, dtype, cache_dtype, block_size):
     [
         *((16, 128, dtype, dtype, 64, ARCHS) for dtype in DTYPES),
         *((num_heads, 128, BF16, BF16, 64, ARCHS) for num_heads in (32, 64)),
-        *((num_heads, 128, BF16, BF16, 64, [90]) for num_heads in (24, 40)),
+        *((num_heads, 128, BF16, BF16, 64, [90]) for num_heads in (24, 40, 128)),
         (32, 64, BF16, BF16, 64, ARCHS),
         (64, 128, BF16, BF16, 256, [90]),
         (16, 128, BF16, BF16, 16, [90]),
@@ -48,7 +48,7 @@ def launch(num_heads, head_dim, dtype, cache_dtype, block_size):
     ids=str,
 )
 def test_attention(num_heads, head_dim, dtype, cache_dtype, block_size, archs):
-    """Shapes of Qwen3-0.6B, 8B, 32B and 14B, of Llama-3.1-8B and 70B, Llama-3.2-1B and 3B."""
+    """Shapes of Qwen3-0.6B, 8B, 32B and 14B, of Llama-3.1-8B, 70B and 405B, Llama-3.2-1B and 3B."""
     call = (launch, num_heads, head_dim, dtype, cache_dtype, block_size)
     compiled = compile_launches(call, archs=archs)
     assert list(compiled) == list(archs)
