@@ -22,6 +22,8 @@ from nanovllm.kernels.triton.online_softmax import LOG2_E, MAX_SPLITS, block_ids
 _WARPS = 4
 """Warps of a program. Each attends to some keys of a tile: 16, as many as an instruction of the
 tensor cores takes."""
+_PROGRAMS = 512
+"""Programs of a launch, at most: two turns of a large GPU. More would often have no split."""
 _MAX_SPLITS = tl.constexpr(MAX_SPLITS)
 
 
@@ -85,15 +87,18 @@ def attend_rows(
     group = num_heads // num_kv_heads
     k_cache, v_cache = kv_cache.unbind()
     out = qkv.new_empty(rows, num_heads, head_dim)
-    width = triton.next_power_of_2(head_dim)
-    _attend_rows[(rows * num_kv_heads, MAX_SPLITS)](
+    programs = MAX_SPLITS
+    if qkv.itemsize == 2:  # float32 has no registers left for a loop over splits
+        programs = min(max(_PROGRAMS // (rows * num_kv_heads), 1), MAX_SPLITS)
+    _attend_rows[(rows * num_kv_heads, programs)](
         qkv, q_weight, k_weight, eps, cos_sin, positions, slot_mapping,
         block_tables, block_tables.stride(0), k_cache, v_cache, out,
         scratch.splits_done, scratch.partial_out, scratch.partial_stats, rows,
         head_dim**-0.5 * LOG2_E,
         KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        ROWS=MAX_ROWS, M=triton.next_power_of_2(group), D=width, W=_WARPS, N=16 * _WARPS,
-        num_warps=_WARPS, num_stages=2, **launch_options(chained),
+        MANY_SPLITS=programs < MAX_SPLITS,
+        ROWS=MAX_ROWS, M=triton.next_power_of_2(group), D=triton.next_power_of_2(head_dim),
+        W=_WARPS, N=16 * _WARPS, num_warps=_WARPS, num_stages=2, **launch_options(chained),
     )  # fmt: skip
     return out
 
@@ -106,10 +111,11 @@ def _attend_rows(
     qkv, q_weight, k_weight, eps, cos_sin, positions, slot_mapping, block_tables, table_stride,
     k_cache, v_cache, out, splits_done, partial_out, partial_stats, rows, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr, M: tl.constexpr, D: tl.constexpr, W: tl.constexpr, N: tl.constexpr,
-    CHAINED: tl.constexpr,
+    MANY_SPLITS: tl.constexpr, ROWS: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+    W: tl.constexpr, N: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Process a split of one row for one KV head. The M rows of a tile are its query heads.
+    """Process a split of one row for one KV head, or if MANY_SPLITS every split that is
+    num_programs(1) after the last one. The M rows of a tile are the KV head's query heads.
 
     Positions, slots and block tables are read before the wait: no kernel of the chain stores them.
     """
@@ -134,10 +140,47 @@ def _attend_rows(
         HEAD_DIM, D,
     )  # fmt: skip
     queries = tl.reshape(queries, [W, M, D])
-    acc, score_max, weight_sum = _attend_split(
-        split, count, tiles, queries, qkv, k_weight, eps, cos_sin, new, row, head,
-        k_cache, v_cache, table, scale, KV_HEADS, GROUP, HEAD_DIM, BLOCK_SIZE, M, D, W, N,
-    )  # fmt: skip
+    if MANY_SPLITS:
+        for each in range(split, count + 1, tl.num_programs(1)):
+            _process_split(
+                each, count, tiles, queries, qkv, k_weight, eps, cos_sin, new, row, head,
+                k_cache, v_cache, table, out, splits_done, partial_out, partial_stats, scale,
+                KV_HEADS, GROUP, HEAD_DIM, BLOCK_SIZE, M, D, W, N,
+            )  # fmt: skip
+    else:  # a loop of one turn computes all addresses before it
+        _process_split(
+            split, count, tiles, queries, qkv, k_weight, eps, cos_sin, new, row, head,
+            k_cache, v_cache, table, out, splits_done, partial_out, partial_stats, scale,
+            KV_HEADS, GROUP, HEAD_DIM, BLOCK_SIZE, M, D, W, N,
+        )  # fmt: skip
+
+
+@triton.jit
+def _process_split(
+    split, count, tiles, queries, qkv, k_weight, eps, cos_sin, new, row, head,
+    k_cache, v_cache, table, out, splits_done, partial_out, partial_stats, scale,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    M: tl.constexpr, D: tl.constexpr, W: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Attend to keys in the cache, or as the last split to the new ones. Merge after all splits."""
+    acc = tl.zeros([W, M, D], tl.float32)
+    score_max = tl.full([M], float("-inf"), tl.float32)
+    weight_sum = tl.zeros([W, M], tl.float32)
+    if split == count:
+        k, v, seen = _load_new_keys(
+            qkv, k_weight, eps, cos_sin, new, row, head, k_cache, v_cache,
+            KV_HEADS, GROUP, HEAD_DIM, D, W,
+        )  # fmt: skip
+        acc, score_max, weight_sum = _attend_tile(
+            acc, score_max, weight_sum, queries, k, v, seen, scale
+        )
+    else:
+        acc, score_max, weight_sum = _attend_stored_keys(
+            acc, score_max, weight_sum, queries,
+            tiles * split // count, tiles * (split + 1) // count, k_cache, v_cache, table,
+            new[4], head, scale, KV_HEADS, HEAD_DIM, BLOCK_SIZE, D, W, N,
+        )  # fmt: skip
+    acc, weight_sum = tl.sum(acc, 0), tl.sum(weight_sum, 0)
     first = (row * KV_HEADS + head) * GROUP
     if count == 0:
         heads, dims = tl.arange(0, M)[:, None], tl.arange(0, D)[None, :]
@@ -156,38 +199,6 @@ def _attend_rows(
                 KV_HEADS=KV_HEADS, GROUP=GROUP, HEAD_DIM=HEAD_DIM, D=D,
             )  # fmt: skip
             tl.store(splits_done + row * KV_HEADS + head, 0)
-
-
-@triton.jit
-def _attend_split(
-    split, count, tiles, queries, qkv, k_weight, eps, cos_sin, new, row, head,
-    k_cache, v_cache, table, scale,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    M: tl.constexpr, D: tl.constexpr, W: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """Process tiles of the keys in the cache, or as the last split the new keys.
-
-    Returns:
-        The weighted sum of values [M, D], the maximum score [M] and the sum of weights [M].
-    """
-    acc = tl.zeros([W, M, D], tl.float32)
-    score_max = tl.full([M], float("-inf"), tl.float32)
-    weight_sum = tl.zeros([W, M], tl.float32)
-    if split == count:
-        k, v, seen = _load_new_keys(
-            qkv, k_weight, eps, cos_sin, new, row, head, k_cache, v_cache,
-            KV_HEADS, GROUP, HEAD_DIM, D, W,
-        )  # fmt: skip
-        acc, score_max, weight_sum = _attend_tile(
-            acc, score_max, weight_sum, queries, k, v, seen, scale
-        )
-    else:
-        acc, score_max, weight_sum = _attend_stored_keys(
-            acc, score_max, weight_sum, queries,
-            tiles * split // count, tiles * (split + 1) // count, k_cache, v_cache, table,
-            new[4], head, scale, KV_HEADS, HEAD_DIM, BLOCK_SIZE, D, W, N,
-        )  # fmt: skip
-    return tl.sum(acc, 0), score_max, tl.sum(weight_sum, 0)
 
 
 @triton.jit

@@ -124,6 +124,17 @@ def test_a_row_has_the_same_bits_in_any_batch():
         assert torch.equal(alone[0], together[index])
 
 
+@pytest.mark.parametrize("programs", [1, 7])
+def test_programs_with_several_splits_give_the_same_bits(programs, monkeypatch):
+    """Where a batch has many rows, each one has fewer programs than splits."""
+    case = Case([(1, 640), (2, 130), (1, 1)], 1, 2, 16, 64, torch.float16)
+    expected, cache = case.attend()
+    monkeypatch.setattr(fused_attention, "_PROGRAMS", 4 * programs)
+    out, same_cache = case.attend()
+    assert torch.equal(out, expected)
+    assert torch.equal(same_cache.nan_to_num(), cache.nan_to_num())
+
+
 def test_padding_rows_share_a_slot():
     """They are at position 0 of one block and must end with finite numbers."""
     case = Case([(1, 1), (1, 20)], 1, 2, 16, 16, torch.float16)
