@@ -248,6 +248,7 @@ _FUNCTIONS: dict[str, tuple[int, Callable[..., Array]]] = {
     "div.f": (2, np.divide),
     "rem": (2, lambda a, b: a - _divide(a, b) * b),
     "prmt": (3, _permute),
+    "popc": (1, np.bitwise_count),
     "ex2": (1, np.exp2),
     "lg2": (1, np.log2),
     "rcp": (1, np.reciprocal),

@@ -263,6 +263,7 @@ def test_integers_agree_with_pythons(x, y, z):
     [
         ("prmt.b32", (0x44332211, 0x88776655, 0x7531), 0x88664422),
         ("prmt.b32", (0x44332291, 0, 0x8888), 0xFFFFFFFF),  # the sign of byte 0
+        ("popc.b32", (0xF0F0F001,), 13),
         ("cvt.s64.s32", (-3,), 2**64 - 3),
         ("cvt.u64.u32", (-3,), 2**32 - 3),
         ("cvt.s16.s8", (0x1FE,), 0xFFFE),
