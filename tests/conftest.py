@@ -32,6 +32,7 @@ def has_cuda() -> bool:
 
 
 if "SIMULATED_GPU" in os.environ:  # a compute capability, such as 90
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     from tests.kernels.triton.simulator import driver
 
     driver.install(int(os.environ["SIMULATED_GPU"]))

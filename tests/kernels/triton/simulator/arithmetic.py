@@ -15,6 +15,9 @@ import torch
 Array = np.ndarray[Any, Any]
 
 
+_OTHER_WIDTHS = {"pred": 1, "e4m3": 1, "e4m3x2": 2}
+
+
 class Operation(NamedTuple):
     """An instruction that computes `function` from operands of the types `sources`."""
 
@@ -26,8 +29,8 @@ class Operation(NamedTuple):
 @functools.cache
 def width(type: str) -> int:
     """Return the bytes of a number of a type such as "s32", "bf16x2" or "b8"."""
-    if type in ("e4m3x2", "pred"):
-        return 2 if type == "e4m3x2" else 1
+    if type in _OTHER_WIDTHS:
+        return _OTHER_WIDTHS[type]
     bits = re.fullmatch(r"(?:tf|bf|[a-z])(\d+)(x2)?", type)
     assert bits, type
     return int(bits[1]) * (2 if bits[2] else 1) // 8
@@ -69,7 +72,8 @@ def encode(numbers: Array, type: str) -> Array:
         return np.where(np.isnan(numbers), 0x7FFF, rounded).astype(np.uint16)
     if type == "tf32":  # cvt.rna: to nearest, ties away from zero
         bits = numbers.astype(np.float32).view(np.uint32)
-        return (bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)
+        rounded = (bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)
+        return np.where(np.isnan(numbers), 0x7FFFFFFF, rounded).astype(np.uint32)
     kind = {"s": "i", "f": "f"}.get(type[0], "u")
     return np.asarray(numbers).astype(f"{kind}{width(type)}", copy=False).view(bits_type(type))
 
@@ -93,10 +97,17 @@ def find(op: str) -> Operation:
     """
     name, *suffixes = op.split(".")
     type = suffixes[-1] if suffixes else ""
+    parts = [suffix for suffix in suffixes[:-1] if suffix not in _WITHOUT_EFFECT]
     if name == "cvt":
-        return _conversion(suffixes)
-    if name == "setp":
-        return Operation(_COMPARISONS[suffixes[0]], (type, type), "pred")
+        return _conversion(op, parts, type)
+    if name == "setp" and len(parts) == 1 and parts[0] in _COMPARISONS:
+        return Operation(_COMPARISONS[parts[0]], (type, type), "pred")
+    if name in ("mul", "mad") and parts in (["wide"], ["hi"], ["lo"]):
+        return _product(name, parts[0], type)
+    if (name, parts) == ("min", ["xorsign", "abs"]):
+        return Operation(_min_xorsign, (type, type), type)
+    if parts:
+        raise NotImplementedError(op)
     if name == "selp":
         bits = f"b{8 * width(type)}"
         return Operation(lambda a, b, p: np.where(p, a, b), (bits, bits, "pred"), bits)
@@ -104,32 +115,22 @@ def find(op: str) -> Operation:
         return Operation(_shift_left if name == "shl" else _shift_right, (type, "u32"), type)
     if name == "bfe":
         return Operation(_bit_field, (type, "u32", "u32"), type)
-    if name in ("mul", "mad") and suffixes[0] in ("wide", "hi", "lo"):
-        return _product(name, suffixes[0], type)
-    if name in ("min", "max") and len(suffixes) > 1:
-        function = {"NaN": np.minimum if name == "min" else np.maximum, "xorsign": _min_xorsign}
-        return Operation(function[suffixes[0]], (type, type), type)
-    if (name, type[0]) in _BY_KIND:
-        name = f"{name}.{type[0]}"
+    if name == "div" and type[0] == "f":
+        return Operation(np.divide, (type, type), type)
     if name not in _FUNCTIONS:
         raise NotImplementedError(op)
     count, function = _FUNCTIONS[name]
     return Operation(function, (type,) * count, type)
 
 
-def _conversion(suffixes: list[str]) -> Operation:
-    to, of = suffixes[-2:]
+def _conversion(op: str, parts: list[str], of: str) -> Operation:
+    *rounding, to = parts
+    allowed = {"tf32": ["rna"], "e4m3x2": ["satfinite"]}.get(to, [])
+    if rounding != allowed or (of[0] == "f" and to[0] in "su") or to == of:
+        raise NotImplementedError(op)
     if of == "f32" and to.endswith("x2"):  # the first operand is the upper half
         return Operation(lambda a, b: np.stack(np.broadcast_arrays(b, a), -1), (of, of), to)
-    if of[0] == "f" and to[0] in "su":
-        assert "rzi" in suffixes, suffixes
-        return Operation(functools.partial(_truncate, np.dtype(f"{to[0]}{width(to)}")), (of,), to)
     return Operation(lambda a: a, (of,), to)
-
-
-def _truncate(type: np.dtype[Any], a: Array) -> Array:
-    limits = np.iinfo(type)
-    return np.clip(np.nan_to_num(np.trunc(a.astype(np.float64))), limits.min, limits.max)
 
 
 def _product(name: str, part: str, type: str) -> Operation:
@@ -211,7 +212,7 @@ def _fma(a: Array, b: Array, c: Array) -> Array:
 
 
 def _min_xorsign(a: Array, b: Array) -> Array:
-    smaller = np.minimum(np.abs(a), np.abs(b))
+    smaller = np.fmin(np.abs(a), np.abs(b))
     return np.copysign(smaller, np.where(np.signbit(a) ^ np.signbit(b), -1, 1).astype(a.dtype))
 
 
@@ -219,6 +220,8 @@ def _unordered(compare: Callable[[Array, Array], Array]) -> Callable[[Array, Arr
     return lambda a, b: compare(a, b) | np.isnan(a) | np.isnan(b)
 
 
+_WITHOUT_EFFECT = ("rn", "approx", "full", "ftz")
+"""Suffixes of what is done anyway, and of what the module's docstring says."""
 _ORDERED = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal,
     "gt": np.greater, "ge": np.greater_equal,
@@ -228,7 +231,6 @@ _COMPARISONS: dict[str, Callable[..., Array]] = {
     **{f"{name}u": _unordered(compare) for name, compare in _ORDERED.items()},
     "ne": lambda a, b: (a < b) | (a > b),  # false where one is NaN
     "num": lambda a, b: ~(np.isnan(a) | np.isnan(b)),
-    "nan": lambda a, b: np.isnan(a) | np.isnan(b),
 }
 _FUNCTIONS: dict[str, tuple[int, Callable[..., Array]]] = {
     "mov": (1, lambda a: a),
@@ -245,14 +247,10 @@ _FUNCTIONS: dict[str, tuple[int, Callable[..., Array]]] = {
     "xor": (2, np.bitwise_xor),
     "not": (1, np.invert),
     "div": (2, _divide),
-    "div.f": (2, np.divide),
     "rem": (2, lambda a, b: a - _divide(a, b) * b),
     "prmt": (3, _permute),
     "popc": (1, np.bitwise_count),
     "ex2": (1, np.exp2),
-    "lg2": (1, np.log2),
-    "rcp": (1, np.reciprocal),
     "sqrt": (1, np.sqrt),
     "rsqrt": (1, lambda a: (1 / np.sqrt(a.astype(np.float64))).astype(a.dtype)),
 }
-_BY_KIND = {("div", "f")}

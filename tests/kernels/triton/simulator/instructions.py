@@ -1,4 +1,4 @@
-"""What each instruction of PTX does to a machine, but for those of whole warps."""
+"""What each instruction of PTX does to a machine, except those of whole warps."""
 
 import functools
 from typing import Any
@@ -7,10 +7,10 @@ import numpy as np
 
 from tests.kernels.triton.simulator import arithmetic, warp
 from tests.kernels.triton.simulator.arithmetic import Array
-from tests.kernels.triton.simulator.machine import Copy, Machine, Step
+from tests.kernels.triton.simulator.machine import Machine, Step
 from tests.kernels.triton.simulator.parser import Instruction, Kernel
 
-_CONTROL_FLOW = ("bra", "ret", "bar.sync")
+_CONTROL_FLOW = ("bra", "bra.uni", "ret", "bar.sync")
 """The machine does these itself."""
 _NOTHING = (
     "bar.warp.sync", "fence", "membar", "prefetch", "griddepcontrol.launch_dependents",
@@ -31,14 +31,20 @@ def translate(kernel: Kernel) -> list[Step]:
 
 def _translate(instruction: Instruction) -> Step:
     op = instruction.op
-    if op.startswith((*_CONTROL_FLOW, *_NOTHING)):
+    if op in _CONTROL_FLOW or f"{op}.".startswith(tuple(f"{name}." for name in _NOTHING)):
         return _do_nothing
     if op == "griddepcontrol.wait":
         return _wait_for_previous
     for name, function in _STEPS.items():
-        if op == name or op.startswith(f"{name}."):
+        if f"{op}.".startswith(f"{name}."):
             return functools.partial(function, instruction)
-    return functools.partial(_compute, instruction, arithmetic.find(op))
+    operation = arithmetic.find(op)
+    pairs = operation.sources[0].endswith("x2") and operation.result == "pred"
+    if len(instruction.operands) != 1 + len(operation.sources) or (
+        "|" in instruction.text and not pairs
+    ):
+        raise NotImplementedError(instruction.text)
+    return functools.partial(_compute, instruction, operation)
 
 
 def _do_nothing(machine: Machine, mask: Array) -> None:
@@ -71,6 +77,7 @@ def _load(instruction: Instruction, machine: Machine, mask: Array) -> None:
     space, type = instruction.op.split(".")[1], instruction.op.split(".")[-1]
     targets, address = _parts(instruction.operands[0]), instruction.operands[1]
     if space == "param":
+        assert (address.offset, len(targets)) == (0, 1), instruction.text
         value = machine.read(machine.parameter(address.base), type)
         machine.write(targets[0], value, type, mask)
         return
@@ -100,7 +107,7 @@ def _atomic(instruction: Instruction, machine: Machine, mask: Array) -> None:
     places = machine.addresses(address, threads)
     dtype = machine.read(0, type).dtype
     cells, index = machine.cells(space, places, threads, dtype, 1)
-    assert machine.has_waited[threads].all(), "an atomic operation before the wait"
+    machine.check_wait(threads)
     operands = machine.read_all(operand, type)
     before = np.zeros(len(mask), dtype)
     update = {"add": np.add, "max": np.maximum, "min": np.minimum}[name]
@@ -111,35 +118,26 @@ def _atomic(instruction: Instruction, machine: Machine, mask: Array) -> None:
 
 
 def _copy(instruction: Instruction, machine: Machine, mask: Array) -> None:
-    """cp.async, cp.async.commit_group, cp.async.wait_group. A copy is made as late as possible."""
+    """cp.async, cp.async.commit_group, cp.async.wait_group. A copy is made at once, but nobody may
+    read it before its thread has waited for it.
+    """
     if instruction.op == "cp.async.commit_group":
         machine.copy_group = machine.copy_group + mask
         return
     if instruction.op == "cp.async.wait_group":
-        _finish_copies(machine, mask, instruction.operands[0])
+        machine.finish_copies(mask, instruction.operands[0])
         return
     target, source, size, *bytes_read = instruction.operands
-    threads = np.arange(len(mask))
+    threads = np.flatnonzero(mask)
     count = machine.read_all(bytes_read[0] if bytes_read else size, "u32")
     assert np.isin(count[mask], (0, size)).all()
-    targets = machine.addresses(target, threads)
-    machine.check_writes(targets[mask], threads[mask], size)
-    sources = machine.addresses(source, threads)
-    machine.copies.append(Copy(size, mask.copy(), machine.copy_group, targets, sources, count == 0))
-
-
-def _finish_copies(machine: Machine, mask: Array, open_groups: int) -> None:
-    for copy in machine.copies:
-        done = copy.mask & mask & (copy.group < machine.copy_group - open_groups)
-        copy.mask[done] = False
-        read = np.flatnonzero(done & ~copy.is_zero)
-        word = np.dtype("u4") if copy.size >= 4 else np.dtype(f"u{copy.size}")
-        count = copy.size // word.itemsize
-        numbers = np.zeros((len(mask), count), word)
-        numbers[read] = machine.load("global", copy.source[read], read, word, count)
-        threads = np.flatnonzero(done)
-        machine.store("shared", copy.target[threads], threads, numbers[threads])
-    machine.copies = [copy for copy in machine.copies if copy.mask.any()]
+    read = np.flatnonzero(mask & (count > 0))
+    word = np.dtype("u4")
+    numbers = np.zeros((len(mask), size // word.itemsize), word)
+    places = machine.addresses(source, read)
+    numbers[read] = machine.load("global", places, read, word, numbers.shape[1])
+    machine.store("shared", machine.addresses(target, threads), threads, numbers[threads])
+    machine.begin_copies(machine.addresses(target, np.arange(len(mask))), size, mask)
 
 
 _STEPS = {

@@ -1,8 +1,8 @@
 """Threads of a kernel's programs, in step as far as their branches allow: registers, control flow,
 barriers and memory.
 
-A register is an array with a number for each thread. An access that leaves the memory of the
-arguments, an unaligned one, and a read of shared memory behind no barrier are errors.
+A register is an array with a number for each thread. An access outside of the arguments' memory, an
+unaligned one, and a missing barrier between accesses of shared memory are errors.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,21 +29,15 @@ class KernelError(AssertionError):
     """A kernel did what a GPU does not allow, or does not define."""
 
 
-class Copy(NamedTuple):
-    """Asynchronous copies to shared memory that one instruction has begun. An array has an entry
-    for each thread.
-    """
+class _Copies(NamedTuple):
+    """Asynchronous copies to shared memory that one instruction has begun."""
 
     size: int
-    mask: Array
-    """Threads whose copy is not done."""
+    """Bytes of each."""
     group: Array
+    """The group of each thread's copy; -1: it has none, or has waited for it."""
     target: Array
-    """Addresses in shared memory."""
-    source: Array
-    """Addresses in global memory."""
-    is_zero: Array
-    """Whether zeros are written, and nothing is read."""
+    """Their addresses in shared memory."""
 
 
 class GlobalMemory:
@@ -116,7 +110,8 @@ class Machine:
         # Of each byte of shared memory: the epoch and the warp of the last write and reads.
         self._written = np.full((count, size), -1, np.int32)
         self._read = np.full((count, size), -1, np.int32)
-        self.copies: list[Copy] = []
+        self._in_flight = np.zeros((count, size), bool)  # bytes that asynchronous copies write
+        self._copies: list[_Copies] = []
         self.copy_group = np.zeros(len(thread), np.int32)  # to which a new copy belongs
         waits = any(x.op == "griddepcontrol.wait" for x in kernel.instructions)
         self.has_waited = np.full(len(thread), not waits)  # for the previous kernel
@@ -137,7 +132,7 @@ class Machine:
             self._drop_ended_programs()
 
     def _run_from(self, pc: int, mask: Array) -> None:
-        """Run the threads of `mask` until they part, wait, end, or may meet others."""
+        """Run the threads of `mask` until they diverge, wait, end, or may meet others."""
         start = pc
         while pc == start or pc not in self._branches or mask.all():
             start = -1
@@ -203,7 +198,11 @@ class Machine:
         self._shared, self._epoch = self._shared[live], self._epoch[live]
         self._written, self._read = self._written[live], self._read[live]
         self.has_waited = self.has_waited[threads]
-        self.copies = [Copy(copy.size, *(x[threads] for x in copy[1:])) for copy in self.copies]
+        self._in_flight = self._in_flight[live]
+        self._copies = [
+            _Copies(copies.size, copies.group[threads], copies.target[threads])
+            for copies in self._copies
+        ]
 
     # Registers.
 
@@ -278,19 +277,22 @@ class Machine:
         """Return [T, count] numbers in memory from the `address` of each thread on."""
         cells, index = self.cells(space, address, threads, np.dtype(dtype), count)
         if space == "shared":
-            self._check_reads(index, threads, np.dtype(dtype).itemsize)
+            self._note_reads(_bytes(index, np.dtype(dtype).itemsize), threads)
         return cells[index]
 
     def store(self, space: str, address: Array, threads: Array, numbers: Array) -> None:
         """Write [T, count] numbers to memory."""
         cells, index = self.cells(space, address, threads, numbers.dtype, numbers.shape[1])
-        if space == "global" and not self.has_waited[threads].all():
-            raise KernelError("a store before the wait for the previous kernel")
         if space == "shared":
-            self.check_writes(address, threads, numbers.shape[1] * numbers.itemsize)
-            stamps = self._stamps(threads)[:, None]
-            self._written.reshape(-1)[_bytes(index, numbers.itemsize)] = stamps
+            self._note_writes(_bytes(index, numbers.itemsize), threads)
+        else:
+            self.check_wait(threads)
         cells[index] = numbers
+
+    def check_wait(self, threads: Array) -> None:
+        """Raise an error for a thread that has not waited for the previous kernel."""
+        if not self.has_waited[threads].all():
+            raise KernelError("a store before the wait for the previous kernel")
 
     def cells(
         self, space: str, address: Array, threads: Array, dtype: np.dtype[Any], count: int
@@ -303,37 +305,84 @@ class Machine:
             self.memory.check(address, size)
             first = address // np.uint64(dtype.itemsize) - np.uint64(1)
             return self.memory.view(dtype), first[:, None] + np.arange(count, dtype=np.uint64)
+        if space != "shared":
+            raise NotImplementedError(space)
+        place = self._places(address, threads, size)[:, None] // dtype.itemsize
+        return self._shared.reshape(-1).view(dtype), place + np.arange(count)
+
+    def _places(self, address: Array, threads: Array, size: int) -> Array:
+        """Return the places in shared memory of accesses of `size` bytes."""
         place = address.astype(np.int64) - SHARED_BASE
         if ((place < 0) | (place + size > self._shared_bytes)).any():
             raise KernelError("an access lies outside of shared memory")
-        place += threads // self.program_size * self._shared.shape[1]
-        return self._shared.reshape(-1).view(dtype), place[:, None] // dtype.itemsize + np.arange(
-            count
-        )
+        return place + threads // self.program_size * self._shared.shape[1]
 
     def _stamps(self, threads: Array) -> Array:
-        """Return epoch and warp of each thread as one number."""
+        """Return epoch and warp of each thread as one number [T, 1]."""
         program = threads // self.program_size
-        return self._epoch[program] * 64 + threads % self.program_size // WARP
+        stamps = self._epoch[program] * 64 + threads % self.program_size // WARP
+        return stamps[:, None]
 
-    def _check_reads(self, index: Array, threads: Array, itemsize: int) -> None:
-        """Raise an error for what another warp has written since the last barrier."""
-        place, stamps = _bytes(index, itemsize), self._stamps(threads)[:, None]
-        written = self._written.reshape(-1)[place]
-        if ((written >= 0) & (written // 64 == stamps // 64) & (written != stamps)).any():
+    def _note_reads(self, place: Array, threads: Array) -> None:
+        """Raise an error for bytes [T, n] that another warp has written since the last barrier,
+        that a copy may still write, or that nothing has written.
+        """
+        stamps, written = self._stamps(threads), self._written.reshape(-1)[place]
+        if (written == -1).any():
+            raise KernelError("shared memory is read that nothing has written")
+        if (self._in_flight.reshape(-1)[place]).any():
+            raise KernelError("a copy is read that its thread has not waited for")
+        if _by_another(written, stamps).any():
             raise KernelError("a warp reads what another one wrote, with no barrier between them")
-        read = self._read.reshape(-1)
-        others = (read[place] // 64 == stamps // 64) & (read[place] != stamps)
-        read[place] = np.where(others, stamps // 64 * 64 + _MANY, stamps)
+        _note(self._read, place, stamps)
 
-    def check_writes(self, address: Array, threads: Array, size: int) -> None:
-        """Raise an error for shared memory that another warp has read since the last barrier."""
-        place = address.astype(np.int64) - SHARED_BASE
-        place += threads // self.program_size * self._shared.shape[1]
-        read = self._read.reshape(-1)[place[:, None] + np.arange(size)]
-        stamps = self._stamps(threads)[:, None]
-        if ((read >= 0) & (read // 64 == stamps // 64) & (read != stamps)).any():
-            raise KernelError("a warp overwrites what another one read, with no barrier between")
+    def _note_writes(self, place: Array, threads: Array) -> None:
+        """Raise an error for bytes [T, n] that another warp has used since the last barrier."""
+        stamps = self._stamps(threads)
+        for verb, earlier in (("read", self._read), ("wrote", self._written)):
+            if _by_another(earlier.reshape(-1)[place], stamps).any():
+                raise KernelError(f"a warp overwrites what another one {verb}, with no barrier")
+        _note(self._written, place, stamps)
+
+    # Asynchronous copies.
+
+    def begin_copies(self, target: Array, size: int, mask: Array) -> None:
+        """Note copies of `size` bytes of the threads of `mask`, which are in flight now."""
+        threads = np.flatnonzero(mask)
+        self._in_flight.reshape(-1)[self._target_bytes(target, size, threads)] = True
+        self._copies.append(_Copies(size, np.where(mask, self.copy_group, -1), target))
+
+    def finish_copies(self, mask: Array, open_groups: int) -> None:
+        """Let the threads of `mask` wait until only their last `open_groups` groups are in flight.
+
+        What the copies wrote counts as written now.
+        """
+        for copies in self._copies:
+            done = mask & (copies.group >= 0) & (copies.group < self.copy_group - open_groups)
+            threads = np.flatnonzero(done)
+            copies.group[done] = -1
+            place = self._target_bytes(copies.target, copies.size, threads)
+            self._in_flight.reshape(-1)[place] = False
+            _note(self._written, place, self._stamps(threads))
+        self._copies = [copies for copies in self._copies if (copies.group >= 0).any()]
+
+    def _target_bytes(self, target: Array, size: int, threads: Array) -> Array:
+        return self._places(target[threads], threads, size)[:, None] + np.arange(size)
+
+
+def _by_another(earlier: Array, stamps: Array) -> Array:
+    """Return where an access of another warp in the same epoch left the stamp `earlier`."""
+    return (earlier // 64 == stamps // 64) & (earlier != stamps)
+
+
+def _note(cells: Array, place: Array, stamps: Array) -> None:
+    """Leave stamps [T, 1] at `place` [T, n], or that several warps have been there."""
+    cells = cells.reshape(-1)
+    many = np.broadcast_to(stamps // 64 * 64 + _MANY, place.shape)
+    new = np.where(_by_another(cells[place], stamps), many, stamps)
+    cells[place] = new
+    lost = cells[place] != new  # to another warp with the same place
+    cells[place[lost]] = many[lost]
 
 
 def _bytes(index: Array, itemsize: int) -> Array:

@@ -36,7 +36,7 @@ class Kernel(NamedTuple):
     num_threads: int
     instructions: list[Instruction]
     labels: dict[str, int]
-    """The index of the instruction behind each label."""
+    """The index of the instruction after each label."""
     registers: dict[str, str]
     """The type of each register, such as "b32"."""
 

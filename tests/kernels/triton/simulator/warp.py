@@ -20,7 +20,8 @@ _WARPS = 4
 def shuffle(instruction: Instruction, machine: Machine, mask: Array) -> None:
     """shfl.sync: each thread gets the value of another one."""
     machine.warps(mask)
-    target, value, offset, clamp, _ = instruction.operands
+    target, value, offset, clamp, members = instruction.operands
+    assert members == -1
     of, offsets, clamps = (
         machine.read_all(x, "u32").reshape(-1, WARP).astype(np.int64)
         for x in (value, offset, clamp)
@@ -46,6 +47,7 @@ def reduce(instruction: Instruction, machine: Machine, mask: Array) -> None:
     """redux.sync: all threads get the sum, minimum or maximum of a warp."""
     machine.warps(mask)
     *_, name, type = instruction.op.split(".")
+    assert type[0] in "su"
     values = machine.read_all(instruction.operands[1], type).reshape(-1, WARP)
     function = {"add": np.add, "min": np.minimum, "max": np.maximum}[name]
     result = np.repeat(function.reduce(values, 1, dtype=values.dtype), WARP)
@@ -82,6 +84,8 @@ def _row_addresses(
 ) -> tuple[Array, Array]:
     """Return the threads of the warps of `mask`, and the addresses [W, 32] of their lanes."""
     machine.warps(mask)
+    assert ".m8n8." in instruction.op
+    assert instruction.op.endswith(".b16")
     threads = np.flatnonzero(mask)
     rows = machine.addresses(operand, threads).reshape(-1, WARP)
     count = 8 * int(re.search(r"\.x(\d)", instruction.op)[1])  # type: ignore[index]
@@ -166,6 +170,8 @@ def multiply_group(instruction: Instruction, machine: Machine, mask: Array) -> N
     rows, columns, depth = map(int, re.findall(r"\d+", parts[4]))
     type = parts[6]
     target, of_a, of_b, adds, *scales = instruction.operands
+    assert parts[5:] == ["f32", type, type]
+    assert scales[:2] == [1, 1]
     transposed = scales[2:]  # of A if it lies in shared memory, and of B
     threads = groups * _WARPS * WARP
     if isinstance(of_a, tuple):
@@ -199,7 +205,8 @@ def _read_shared(
     start, leading, stride = (((bits >> shift) & 0x3FFF) << 4 for shift in (0, 16, 32))
     mode = int(bits[0, 0, 0] >> 62 & 3)
     assert mode, "a layout without swizzling"
-    row_bytes, size = 256 >> mode, arithmetic.width("b8" if type == "e4m3" else type)
+    assert not (bits >> 49 & 7).any(), "an offset of the base"
+    row_bytes, size = 256 >> mode, arithmetic.width(type)
     index, k = np.arange(shape[0])[:, None], np.arange(shape[1])[None, :]
     if transposed:
         per_row = row_bytes // size
