@@ -116,6 +116,21 @@ def _options(rows: int, outputs: int, steps: int) -> dict[str, int]:
 
 
 @triton.jit
+def to_fp8(x, LIMIT: tl.constexpr):
+    """Return float32 numbers in float8_e4m3fn: to nearest, ties to even, at most LIMIT. NaN stays.
+
+    Triton then converts what 8 bits can hold. Else, for compute capability 8.9, it would truncate
+    to float16 first.
+    """
+    x = tl.clamp(x, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    bits = x.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + (bits >> 20 & 1)) & -0x100000).to(tl.float32, bitcast=True)
+    subnormal = (x + 24576.0) - 24576.0  # 1.5 * 2^14: rounds to multiples of 2^-9
+    rounded = tl.where(tl.abs(x) < 0.015625, subnormal, normal)
+    return tl.where(x == x, rounded, x).to(tl.float8e4nv)
+
+
+@triton.jit
 def _quantize_fp8(
     x, values, scales,
     LIMIT: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
@@ -135,8 +150,7 @@ def _quantize_fp8(
     for start in range(0, GROUP, BLOCK):
         at = group * GROUP + start + columns
         part = tl.load(x + row * SIZE + at, at < end, 0.0).to(tl.float32)
-        part = tl.clamp(part / scale, -LIMIT, LIMIT)
-        tl.store(values + row * SIZE + at, part.to(values.dtype.element_ty), at < end)
+        tl.store(values + row * SIZE + at, to_fp8(part / scale, LIMIT), at < end)
 
 
 @triton.jit(do_not_specialize=["rows"])

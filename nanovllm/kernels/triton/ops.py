@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.triton.fp8 import to_fp8
+
 _HEADS = 8
 """Heads that one program of `store` processes."""
 _FP8 = torch.float8_e4m3fn
@@ -178,8 +180,8 @@ def _store(
     first = tl.where(is_value, first, rotated_first)
     second = tl.where(is_value, second, rotated_second)
     if LIMIT is not None:
-        first = tl.clamp(first.to(tl.float32), -LIMIT, LIMIT)
-        second = tl.clamp(second.to(tl.float32), -LIMIT, LIMIT)
+        first = to_fp8(first.to(tl.float32), LIMIT)
+        second = to_fp8(second.to(tl.float32), LIMIT)
     kv_head = head - NUM_HEADS
     offset = tl.where(is_value, value_offset - NUM_KV_HEADS * (2 * HALF), 0)
     target = kv_cache + offset + (slot * NUM_KV_HEADS + kv_head) * (2 * HALF) + column

@@ -208,6 +208,24 @@ def test_eight_bits_saturate(dtype):
     assert torch.equal(values, case.v.float().clamp(-448, 448))
 
 
+@has_fp8
+def test_eight_bits_are_the_nearest():
+    """Numbers between two of 8 bits: the middle, and next to it on both sides. NaN stays NaN."""
+    eight_bits = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    middle = (eight_bits[1:] + eight_bits[:-1]) / 2
+    between = [middle, middle.nextafter(eight_bits[1:]), middle.nextafter(eight_bits[:-1])]
+    x = torch.cat([eight_bits, *between])
+    x = torch.cat([x, -x, torch.tensor([1e9, -float("inf"), float("nan")])])
+    case = StoreCase(8, 4, 2, 64, torch.float32)
+    values = torch.zeros(case.v.shape)
+    values.view(-1)[: len(x)] = x
+    case.v.copy_(values)
+    kv_cache = torch.zeros(2, 1, 8, 2, 64, device=DEVICE).to(torch.float8_e4m3fn)
+    case.store(torch.arange(8, device=DEVICE), kv_cache)
+    expected = values.clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    assert torch.equal(kv_cache[1, 0].float().cpu().nan_to_num(1000), expected.nan_to_num(1000))
+
+
 # --- choosing the kernels
 
 

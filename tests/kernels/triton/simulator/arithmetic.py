@@ -104,8 +104,11 @@ def find(op: str) -> Operation:
         return Operation(_COMPARISONS[parts[0]], (type, type), "pred")
     if name in ("mul", "mad") and parts in (["wide"], ["hi"], ["lo"]):
         return _product(name, parts[0], type)
-    if (name, parts) == ("min", ["xorsign", "abs"]):
-        return Operation(_min_xorsign, (type, type), type)
+    if name in ("min", "max") and parts == ["NaN"]:
+        return Operation(np.minimum if name == "min" else np.maximum, (type, type), type)
+    if name == "min" and parts[-2:] == ["xorsign", "abs"] and parts[:-2] in ([], ["NaN"]):
+        minimum = np.minimum if "NaN" in parts else np.fmin
+        return Operation(functools.partial(_min_xorsign, minimum), (type, type), type)
     if parts:
         raise NotImplementedError(op)
     if name == "selp":
@@ -126,11 +129,20 @@ def find(op: str) -> Operation:
 def _conversion(op: str, parts: list[str], of: str) -> Operation:
     *rounding, to = parts
     allowed = {"tf32": ["rna"], "e4m3x2": ["satfinite"]}.get(to, [])
+    if (rounding, to, of) == (["rz"], "f16", "f32"):
+        return Operation(_truncate, (of,), to)
     if rounding != allowed or (of[0] == "f" and to[0] in "su") or to == of:
         raise NotImplementedError(op)
     if of == "f32" and to.endswith("x2"):  # the first operand is the upper half
         return Operation(lambda a, b: np.stack(np.broadcast_arrays(b, a), -1), (of, of), to)
     return Operation(lambda a: a, (of,), to)
+
+
+def _truncate(a: Array) -> Array:
+    """Return float16 numbers, rounded towards 0."""
+    nearest = a.astype(np.float16)
+    is_larger = np.abs(nearest.astype(np.float32)) > np.abs(a)
+    return np.where(is_larger, np.nextafter(nearest, np.float16(0)), nearest)
 
 
 def _product(name: str, part: str, type: str) -> Operation:
@@ -211,8 +223,8 @@ def _fma(a: Array, b: Array, c: Array) -> Array:
     return (a.astype(wide) * b.astype(wide) + c.astype(wide)).astype(a.dtype)
 
 
-def _min_xorsign(a: Array, b: Array) -> Array:
-    smaller = np.fmin(np.abs(a), np.abs(b))
+def _min_xorsign(minimum: Callable[..., Array], a: Array, b: Array) -> Array:
+    smaller = minimum(np.abs(a), np.abs(b))
     return np.copysign(smaller, np.where(np.signbit(a) ^ np.signbit(b), -1, 1).astype(a.dtype))
 
 

@@ -226,7 +226,7 @@ def test_shared_memory_that_nothing_has_written():
     [
         "frobnicate.b32 %r0, %tid;",
         "add.sat.f32 %r0, %r1, %r2;",
-        "cvt.rz.f16.f32 %h0, %r1;",
+        "cvt.rz.bf16.f32 %h0, %r1;",
         "cvt.rmi.f32.f32 %r0, %r1;",
         "fma.rn.f32.bf16 %r0, %h1, %h2, %r3;",
         "max.f32 %r0, %r1, %r2, %r3;",
@@ -306,9 +306,12 @@ def test_integers_agree_with_pythons(x, y, z):
         ("cvt.s16.s8", (0x1FE,), 0xFFFE),
         ("cvt.rn.bf16x2.f32", (0x3F800000, 0x3F808000), 0x3F803F80),  # 1.00390625: to even
         ("cvt.rn.f16x2.f32", (0x3F800000, 0xC0000000), 0x3C00C000),
+        ("cvt.rz.f16.f32", (0x3F801FFF,), 0x3C00),
+        ("max.NaN.f32", (0x7FC00000, 0x3F800000), 0x7FC00000),
         ("cvt.rna.tf32.f32", (0x3F801000,), 0x3F802000),  # away from zero
         ("cvt.rna.tf32.f32", (0xFFFFFFFF,), 0x7FFFFFFF),  # NaN stays NaN
         ("min.xorsign.abs.f32", (0x7FC00000, 0xC3E00000), 0xC3E00000),
+        ("min.NaN.xorsign.abs.f32", (0x7FC00000, 0x43E00000), 0x7FC00000),
         ("cvt.rn.satfinite.e4m3x2.f32", (0x44000000, 0x3F800000), 0x7E38),  # 512 becomes 448
         ("cvt.rn.f16x2.e4m3x2", (0x7E38,), 0x5F003C00),
         ("fma.rn.f32", (0x3F800001, 0x3F800001, 0xBF800002), 0x28800000),  # 2^-46: rounded once
