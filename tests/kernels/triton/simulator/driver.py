@@ -19,7 +19,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from tests.kernels.triton.simulator.instructions import translate
-from tests.kernels.triton.simulator.machine import GlobalMemory, Machine, Step
+from tests.kernels.triton.simulator.machine import Machine, Step
+from tests.kernels.triton.simulator.memory import GlobalMemory
 from tests.kernels.triton.simulator.parser import Kernel, parse
 
 _MAX_THREADS = 2**15

@@ -122,10 +122,10 @@ def _copy(instruction: Instruction, machine: Machine, mask: Array) -> None:
     read it before its thread has waited for it.
     """
     if instruction.op == "cp.async.commit_group":
-        machine.copy_group = machine.copy_group + mask
+        machine.shared.commit_copies(mask)
         return
     if instruction.op == "cp.async.wait_group":
-        machine.finish_copies(mask, instruction.operands[0])
+        machine.shared.finish_copies(mask, instruction.operands[0])
         return
     target, source, size, *bytes_read = instruction.operands
     threads = np.flatnonzero(mask)
@@ -137,7 +137,7 @@ def _copy(instruction: Instruction, machine: Machine, mask: Array) -> None:
     places = machine.addresses(source, read)
     numbers[read] = machine.load("global", places, read, word, numbers.shape[1])
     machine.store("shared", machine.addresses(target, threads), threads, numbers[threads])
-    machine.begin_copies(machine.addresses(target, np.arange(len(mask))), size, mask)
+    machine.shared.begin_copies(machine.addresses(target, np.arange(len(mask))), size, mask)
 
 
 _STEPS = {

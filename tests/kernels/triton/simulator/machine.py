@@ -1,71 +1,27 @@
-"""Threads of a kernel's programs, in step as far as their branches allow: registers, control flow,
-barriers and memory.
-
-A register is an array with a number for each thread. An access outside of the arguments' memory, an
-unaligned one, and a missing barrier between accesses of shared memory are errors.
+"""Threads of a kernel's programs, in step as far as their branches allow: registers, control flow
+and barriers. A register is an array with a number for each thread.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from tests.kernels.triton.simulator import arithmetic
 from tests.kernels.triton.simulator.arithmetic import Array
+from tests.kernels.triton.simulator.memory import (
+    SHARED_BASE,
+    WARP,
+    GlobalMemory,
+    KernelError,
+    SharedMemory,
+)
 from tests.kernels.triton.simulator.parser import Address, Instruction, Kernel, Operand
 
-WARP = 32
-SHARED_BASE = 1024
-"""The address of shared memory. Swizzled layouts need a multiple of 1024."""
 _RUNNING, _WAITING, _ENDED = range(3)
-_MANY = 63
-"""In place of a warp's number: several warps."""
 
 Step = Callable[["Machine", Array], None]
 """Runs an instruction for the threads of a mask."""
-
-
-class KernelError(AssertionError):
-    """A kernel did what a GPU does not allow, or does not define."""
-
-
-class _Copies(NamedTuple):
-    """Asynchronous copies to shared memory that one instruction has begun."""
-
-    size: int
-    """Bytes of each."""
-    group: Array
-    """The group of each thread's copy; -1: it has none, or has waited for it."""
-    target: Array
-    """Their addresses in shared memory."""
-
-
-class GlobalMemory:
-    """The memory of this process, as far as it belongs to the arguments of a kernel.
-
-    Args:
-        areas: address and bytes of each.
-    """
-
-    def __init__(self, areas: Sequence[tuple[int, int]]) -> None:
-        areas = sorted({area for area in areas if area[0]})  # without tensors on the meta device
-        self._starts = np.array([0, *(start for start, _ in areas)], np.uint64)
-        self._stops = np.array([0, *(start + size for start, size in areas)], np.uint64)
-
-    def view(self, dtype: np.dtype[Any]) -> Array:
-        """Return all of memory as numbers of a type, from address 0 on."""
-        interface = {"data": (dtype.itemsize, False), "shape": (2**47 // dtype.itemsize,)}
-        whole = type("Whole", (), {})()
-        whole.__array_interface__ = interface | {"typestr": dtype.str, "version": 3}
-        return np.asarray(whole)
-
-    def check(self, address: Array, size: int) -> None:
-        """Raise an error for an access of `size` bytes outside of the arguments."""
-        area = np.searchsorted(self._starts, address, "right") - 1
-        stop = self._stops[area]
-        outside = (address >= stop) | (stop - address < size)
-        if outside.any():
-            raise KernelError(f"{outside.sum()} accesses lie outside of the arguments' memory")
 
 
 class Machine:
@@ -91,11 +47,11 @@ class Machine:
         memory: GlobalMemory,
     ) -> None:
         self.kernel, self._steps = kernel, steps
-        self.memory, self._shared_bytes = memory, shared_bytes
-        self._parameters = parameters
+        self._memory, self._parameters = memory, parameters
         self._branches = frozenset(kernel.labels.values())
         self.program_size = kernel.num_threads
         count = len(programs)
+        self.shared = SharedMemory(count, self.program_size, shared_bytes)
         thread = np.tile(np.arange(self.program_size, dtype=np.uint32), count)
         self.registers: dict[str, Array] = {"%tid.x": thread, "%laneid": thread % WARP}
         for axis, name in enumerate("xyz"):
@@ -104,15 +60,6 @@ class Machine:
             self.registers[f"%nctaid.{name}"] = np.uint32(grid[axis])  # type: ignore[assignment]
         self.pc = np.zeros(len(thread), np.int32)
         self.state = np.zeros(len(thread), np.uint8)
-        size = -(-shared_bytes // 128) * 128
-        self._shared = np.full((count, size), 255, np.uint8)
-        self._epoch = np.zeros(count, np.int32)  # barriers that the program has passed
-        # Of each byte of shared memory: the epoch and the warp of the last write and reads.
-        self._written = np.full((count, size), -1, np.int32)
-        self._read = np.full((count, size), -1, np.int32)
-        self._in_flight = np.zeros((count, size), bool)  # bytes that asynchronous copies write
-        self._copies: list[_Copies] = []
-        self.copy_group = np.zeros(len(thread), np.int32)  # to which a new copy belongs
         waits = any(x.op == "griddepcontrol.wait" for x in kernel.instructions)
         self.has_waited = np.full(len(thread), not waits)  # for the previous kernel
 
@@ -179,7 +126,7 @@ class Machine:
         same = (by_program == by_program.max(1, keepdims=True)) | (by_program == -1)
         if not same.all():
             raise KernelError(f"threads wait at different barriers: {self.kernel.name}")
-        self._epoch += by_program.max(1) >= 0
+        self.shared.pass_barrier(by_program.max(1) >= 0)
         self.pc[waiting] += 1
         self.state[waiting] = _RUNNING
 
@@ -194,15 +141,8 @@ class Machine:
             for name, value in self.registers.items()
         }
         self.pc, self.state = self.pc[threads], self.state[threads]
-        self.copy_group = self.copy_group[threads]
-        self._shared, self._epoch = self._shared[live], self._epoch[live]
-        self._written, self._read = self._written[live], self._read[live]
         self.has_waited = self.has_waited[threads]
-        self._in_flight = self._in_flight[live]
-        self._copies = [
-            _Copies(copies.size, copies.group[threads], copies.target[threads])
-            for copies in self._copies
-        ]
+        self.shared.keep(live, threads)
 
     # Registers.
 
@@ -275,16 +215,17 @@ class Machine:
 
     def load(self, space: str, address: Array, threads: Array, dtype: Any, count: int) -> Array:
         """Return [T, count] numbers in memory from the `address` of each thread on."""
-        cells, index = self.cells(space, address, threads, np.dtype(dtype), count)
+        dtype = np.dtype(dtype)
+        cells, index = self.cells(space, address, threads, dtype, count)
         if space == "shared":
-            self._note_reads(_bytes(index, np.dtype(dtype).itemsize), threads)
+            self.shared.note_reads(index, dtype.itemsize, threads)
         return cells[index]
 
     def store(self, space: str, address: Array, threads: Array, numbers: Array) -> None:
         """Write [T, count] numbers to memory."""
         cells, index = self.cells(space, address, threads, numbers.dtype, numbers.shape[1])
         if space == "shared":
-            self._note_writes(_bytes(index, numbers.itemsize), threads)
+            self.shared.note_writes(index, numbers.itemsize, threads)
         else:
             self.check_wait(threads)
         cells[index] = numbers
@@ -302,92 +243,7 @@ class Machine:
         if (address % np.uint64(size)).any():
             raise KernelError(f"an access of {size} bytes is not aligned")
         if space == "global":
-            self.memory.check(address, size)
-            first = address // np.uint64(dtype.itemsize) - np.uint64(1)
-            return self.memory.view(dtype), first[:, None] + np.arange(count, dtype=np.uint64)
-        if space != "shared":
-            raise NotImplementedError(space)
-        place = self._places(address, threads, size)[:, None] // dtype.itemsize
-        return self._shared.reshape(-1).view(dtype), place + np.arange(count)
-
-    def _places(self, address: Array, threads: Array, size: int) -> Array:
-        """Return the places in shared memory of accesses of `size` bytes."""
-        place = address.astype(np.int64) - SHARED_BASE
-        if ((place < 0) | (place + size > self._shared_bytes)).any():
-            raise KernelError("an access lies outside of shared memory")
-        return place + threads // self.program_size * self._shared.shape[1]
-
-    def _stamps(self, threads: Array) -> Array:
-        """Return epoch and warp of each thread as one number [T, 1]."""
-        program = threads // self.program_size
-        stamps = self._epoch[program] * 64 + threads % self.program_size // WARP
-        return stamps[:, None]
-
-    def _note_reads(self, place: Array, threads: Array) -> None:
-        """Raise an error for bytes [T, n] that another warp has written since the last barrier,
-        that a copy may still write, or that nothing has written.
-        """
-        stamps, written = self._stamps(threads), self._written.reshape(-1)[place]
-        if (written == -1).any():
-            raise KernelError("shared memory is read that nothing has written")
-        if (self._in_flight.reshape(-1)[place]).any():
-            raise KernelError("a copy is read that its thread has not waited for")
-        if _by_another(written, stamps).any():
-            raise KernelError("a warp reads what another one wrote, with no barrier between them")
-        _note(self._read, place, stamps)
-
-    def _note_writes(self, place: Array, threads: Array) -> None:
-        """Raise an error for bytes [T, n] that another warp has used since the last barrier."""
-        stamps = self._stamps(threads)
-        for verb, earlier in (("read", self._read), ("wrote", self._written)):
-            if _by_another(earlier.reshape(-1)[place], stamps).any():
-                raise KernelError(f"a warp overwrites what another one {verb}, with no barrier")
-        _note(self._written, place, stamps)
-
-    # Asynchronous copies.
-
-    def begin_copies(self, target: Array, size: int, mask: Array) -> None:
-        """Note copies of `size` bytes of the threads of `mask`, which are in flight now."""
-        threads = np.flatnonzero(mask)
-        self._in_flight.reshape(-1)[self._target_bytes(target, size, threads)] = True
-        self._copies.append(_Copies(size, np.where(mask, self.copy_group, -1), target))
-
-    def finish_copies(self, mask: Array, open_groups: int) -> None:
-        """Let the threads of `mask` wait until only their last `open_groups` groups are in flight.
-
-        What the copies wrote counts as written now.
-        """
-        for copies in self._copies:
-            done = mask & (copies.group >= 0) & (copies.group < self.copy_group - open_groups)
-            threads = np.flatnonzero(done)
-            copies.group[done] = -1
-            place = self._target_bytes(copies.target, copies.size, threads)
-            self._in_flight.reshape(-1)[place] = False
-            _note(self._written, place, self._stamps(threads))
-        self._copies = [copies for copies in self._copies if (copies.group >= 0).any()]
-
-    def _target_bytes(self, target: Array, size: int, threads: Array) -> Array:
-        return self._places(target[threads], threads, size)[:, None] + np.arange(size)
-
-
-def _by_another(earlier: Array, stamps: Array) -> Array:
-    """Return where an access of another warp in the same epoch left the stamp `earlier`."""
-    return (earlier // 64 == stamps // 64) & (earlier != stamps)
-
-
-def _note(cells: Array, place: Array, stamps: Array) -> None:
-    """Leave stamps [T, 1] at `place` [T, n], or that several warps have been there."""
-    cells = cells.reshape(-1)
-    many = np.broadcast_to(stamps // 64 * 64 + _MANY, place.shape)
-    new = np.where(_by_another(cells[place], stamps), many, stamps)
-    cells[place] = new
-    lost = cells[place] != new  # to another warp with the same place
-    cells[place[lost]] = many[lost]
-
-
-def _bytes(index: Array, itemsize: int) -> Array:
-    """Return the places of the bytes of numbers [T, count]."""
-    if itemsize == 1:
-        return index
-    place = index[:, :, None] * itemsize + np.arange(itemsize)
-    return place.reshape(len(index), index.shape[1] * itemsize)
+            return self._memory.cells(address, dtype, count)
+        if space == "shared":
+            return self.shared.cells(address, threads, dtype, count)
+        raise NotImplementedError(space)

@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies
 
 from tests.kernels.triton.simulator import arithmetic
 from tests.kernels.triton.simulator.driver import launch
-from tests.kernels.triton.simulator.machine import KernelError
+from tests.kernels.triton.simulator.memory import KernelError
 
 
 def run(code, *tensors, threads=64, programs=1, shared=512):

@@ -8,7 +8,8 @@ import numpy as np
 
 from tests.kernels.triton.simulator import arithmetic
 from tests.kernels.triton.simulator.arithmetic import Array
-from tests.kernels.triton.simulator.machine import WARP, Machine
+from tests.kernels.triton.simulator.machine import Machine
+from tests.kernels.triton.simulator.memory import WARP
 from tests.kernels.triton.simulator.parser import Instruction, Operand
 
 _LANE = np.arange(WARP)
