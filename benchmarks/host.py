@@ -5,9 +5,8 @@ time is hidden while it is shorter than the step. The calls of the CUDA runtime 
 """
 
 import argparse
-import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 from unittest import mock
@@ -62,9 +61,20 @@ def _select(spec: AttentionSpec, **options: Any) -> Any:
     return backend(spec)
 
 
-@contextlib.contextmanager
-def _idle_graphs() -> Iterator[None]:
-    """Let engines on a CPU capture such graphs, and none for prompts."""
+def make_engine(batch: int, output_len: int) -> LLMEngine:
+    """Return an engine that launches a step before it handles the last one's tokens.
+
+    Its decode steps are graphs, as on a GPU. Its prompts are not.
+    """
+    config = Config(
+        demo_model.MODEL,
+        device="cpu",
+        max_num_seqs=batch,
+        max_model_len=64 + output_len,
+        num_kvcache_blocks=batch * (4 + output_len // 16),
+        kvcache_block_size=16,
+        enable_prefix_caching=False,
+    )
     with mock.patch.multiple(
         network,
         can_capture=lambda device: True,
@@ -72,21 +82,6 @@ def _idle_graphs() -> Iterator[None]:
         select_backend=_select,
         piece_sizes=lambda most: [],
     ):
-        yield
-
-
-def make_engine(batch: int, output_len: int) -> LLMEngine:
-    """Return an engine that launches a step before it handles the last one's tokens."""
-    with _idle_graphs():
-        config = Config(
-            demo_model.MODEL,
-            device="cpu",
-            max_num_seqs=batch,
-            max_model_len=64 + output_len,
-            num_kvcache_blocks=batch * (4 + output_len // 16),
-            kvcache_block_size=16,
-            enable_prefix_caching=False,
-        )
         return LLMEngine(config, queue_depth=1)
 
 

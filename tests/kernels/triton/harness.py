@@ -18,6 +18,8 @@ from unittest import mock
 
 ARCHS = (80, 90, 100)
 """Ampere, Hopper and Blackwell, by compute capability."""
+SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227}
+"""KiB of shared memory that a program may use, by compute capability."""
 _MAX_CHILDREN = 2
 """Each imports torch and triton: 2 s of CPU time, half a gigabyte."""
 

@@ -10,11 +10,9 @@ import torch
 from nanovllm.kernels.triton import fused_attention, fused_layer
 from tests.kernels.triton import harness
 from tests.kernels.triton.critical_path import paths_of_launches
-from tests.kernels.triton.harness import compile_launches
+from tests.kernels.triton.harness import SHARED, compile_launches
 
 BF16, F32 = torch.bfloat16, torch.float32
-SHARED = {80: 163, 90: 227, 100: 227}
-"""KiB of shared memory that a program may use."""
 # hidden size, intermediate size, heads, vocabulary, whether q and k have norms
 QWEN3, LLAMA = (1024, 3072, 16, 151936, True), (4096, 14336, 32, 128256, False)
 KV_HEADS, HEAD_DIM = 8, 128

@@ -42,6 +42,13 @@ def bits_type(type: str) -> np.dtype[Any]:
     return np.dtype(bool) if type == "pred" else np.dtype(f"u{width(type)}")
 
 
+@functools.cache
+def _number_type(type: str) -> np.dtype[Any]:
+    """Return the dtype of numbers of `type`, which numpy has."""
+    kind = {"s": "i", "f": "f"}.get(type[0], "u")
+    return np.dtype(f"{kind}{width(type)}")
+
+
 def decode(bits: Array, type: str) -> Array:
     """Return the numbers in a register. bf16 becomes float32; pairs get a last dimension of 2."""
     if type == "pred":
@@ -52,8 +59,7 @@ def decode(bits: Array, type: str) -> Array:
     bits = bits.astype(bits_type(type), copy=False)
     if type == "bf16":
         return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    kind = {"s": "i", "f": "f"}.get(type[0], "u")
-    return bits.view(f"{kind}{width(type)}")
+    return bits.view(_number_type(type))
 
 
 def encode(numbers: Array, type: str) -> Array:
@@ -74,8 +80,7 @@ def encode(numbers: Array, type: str) -> Array:
         bits = numbers.astype(np.float32).view(np.uint32)
         rounded = (bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)
         return np.where(np.isnan(numbers), 0x7FFFFFFF, rounded).astype(np.uint32)
-    kind = {"s": "i", "f": "f"}.get(type[0], "u")
-    return np.asarray(numbers).astype(f"{kind}{width(type)}", copy=False).view(bits_type(type))
+    return np.asarray(numbers).astype(_number_type(type), copy=False).view(bits_type(type))
 
 
 def _from_e4m3(bits: Array) -> Array:
@@ -156,8 +161,8 @@ def _product(name: str, part: str, type: str) -> Operation:
         return Operation(lambda a, b, c: a * b + c, (type, type, type), type)
 
     def multiply(a: Array, b: Array, c: Array | int = 0) -> Array:
-        kind = f"{'i' if type[0] == 's' else 'u'}{2 * width(type)}"
-        return a.astype(kind) * b.astype(kind) + np.asarray(c).astype(kind)
+        dtype = _number_type(wide)
+        return a.astype(dtype) * b.astype(dtype) + np.asarray(c).astype(dtype)
 
     sources = (type, type) if name == "mul" else (type, type, wide)
     return Operation(multiply, sources, wide)

@@ -18,6 +18,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from tests.kernels.triton.harness import SHARED
 from tests.kernels.triton.simulator.instructions import translate
 from tests.kernels.triton.simulator.machine import Machine, Step
 from tests.kernels.triton.simulator.memory import GlobalMemory
@@ -25,8 +26,6 @@ from tests.kernels.triton.simulator.parser import Kernel, parse
 
 _MAX_THREADS = 2**15
 """Threads that run in step. More are slower, because their registers leave the caches."""
-_SHARED = {80: 163, 86: 99, 89: 99}
-"""KiB of shared memory that a program may use, where it is not 227."""
 
 
 def install(arch: int) -> None:
@@ -39,7 +38,7 @@ class _Driver:
 
     def __init__(self, arch: int) -> None:
         self._arch = arch
-        self.utils = _Utils(_SHARED.get(arch, 227) * 1024)
+        self.utils = _Utils(SHARED[arch] * 1024)
         self.launcher_cls = _Launcher
         knobs.runtime.kernel_load_start_hook.add(self.utils.note_files)
 
