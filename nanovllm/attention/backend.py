@@ -69,6 +69,9 @@ class Backend(Protocol):
     supports_recording: ClassVar[bool]
     """Whether `kernels.cpu.recording` can record the attention: C kernels compute all of it, and
     it needs no plan."""
+    blocks_lie_apart: ClassVar[bool] = False
+    """Whether between two blocks of a layer's cache are those of the other layers; else the cache is
+    contiguous. A block's parts are contiguous in any case."""
     spec: AttentionSpec
     store: Callable[..., torch.Tensor]
     """The kernel that normalises and rotates queries and keys, stores keys and values in the cache

@@ -21,6 +21,7 @@ class CPUBackend(Backend):
     name: ClassVar[str] = "cpu"
     fuses_qk_norm: ClassVar[bool] = True
     supports_graph: ClassVar[bool] = False
+    blocks_lie_apart: ClassVar[bool] = True
     supports_recording: ClassVar[bool] = True
 
     def __init__(self, spec: AttentionSpec) -> None:

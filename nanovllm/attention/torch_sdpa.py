@@ -51,6 +51,7 @@ class TorchBackend(Backend):
     name: ClassVar[str] = "torch"
     fuses_qk_norm: ClassVar[bool] = False
     supports_graph: ClassVar[bool] = False
+    blocks_lie_apart: ClassVar[bool] = True
     supports_recording: ClassVar[bool] = False
 
     def __init__(self, spec: AttentionSpec) -> None:
@@ -97,9 +98,10 @@ class TorchBackend(Backend):
         kv_cache: torch.Tensor,
         batch: Batch,
     ) -> torch.Tensor:
-        keys, values = kv_cache.flatten(1, 2).unbind()  # [slots, num_kv_heads, head_dim]
-        keys.index_copy_(0, batch.slot_mapping, k)
-        values.index_copy_(0, batch.slot_mapping, v)
+        blocks = batch.slot_mapping // self.block_size  # they may lie apart
+        places = blocks, batch.slot_mapping % self.block_size
+        for cached, new in zip(kv_cache, (k, v), strict=True):
+            cached.index_put_(places, new)
         return self.attend_or_leave_out(q, kv_cache, batch)
 
     def attend(

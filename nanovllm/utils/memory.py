@@ -11,7 +11,6 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Sequence as Seq
 
 import torch
 
@@ -36,23 +35,22 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
-def populate(whole: torch.Tensor, parts: Seq[torch.Tensor]) -> None:
-    """Let the system allocate the pages of `parts` in a thread that gives way to others.
+def populate(whole: torch.Tensor, part: torch.Tensor) -> None:
+    """Let the system allocate the pages of `part` in a thread that gives way to others.
 
     Whoever first writes to a huge page waits until it is zeroed, and until the system has found the
     memory: 0.3 to 6 ms on a virtual machine. Systems other than Linux go on allocating then.
 
-    The thread keeps no memory alive, and stops when `whole`, of which the parts are views, is gone.
+    The thread keeps no memory alive, and stops when `whole`, of which `part` is a view, is gone.
     """
     if sys.platform == "linux":
-        ranges = [(part.data_ptr(), part.nbytes) for part in parts]
         gone: list[object] = []
-        args = (weakref.ref(whole, gone.append), gone, ranges)
+        args = (weakref.ref(whole, gone.append), gone, part.data_ptr(), part.nbytes)
         threading.Thread(target=_populate, args=args, name="populate", daemon=True).start()
 
 
-def _populate(whole: object, gone: list[object], ranges: Seq[tuple[int, int]]) -> None:
-    """Take the pages of `ranges` until there is something in `gone`.
+def _populate(whole: object, gone: list[object], address: int, size: int) -> None:
+    """Take the pages of `size` bytes at `address` until there is something in `gone`.
 
     The thread owns no tensor: if it ran a tensor's destructor while the interpreter ends, the
     process would abort. If the memory is freed during a call, the call fails. If other memory is
@@ -63,12 +61,14 @@ def _populate(whole: object, gone: list[object], ranges: Seq[tuple[int, int]]) -
     """
     madvise = ctypes.CDLL(None).madvise
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)
-    for address, size in ranges:
+    end = address + size
+    start = address // HUGE_PAGE * HUGE_PAGE
+    for page in range(start, end, HUGE_PAGE):
         if gone:
             return
-        start = address // mmap.PAGESIZE * mmap.PAGESIZE
-        length = ctypes.c_size_t(address + size - start)
-        madvise(ctypes.c_void_p(start), length, _MADV_POPULATE_WRITE)
+        first = max(page, address // mmap.PAGESIZE * mmap.PAGESIZE)
+        length = ctypes.c_size_t(min(page + HUGE_PAGE, end) - first)
+        madvise(ctypes.c_void_p(first), length, _MADV_POPULATE_WRITE)
 
 
 def return_freed() -> None:

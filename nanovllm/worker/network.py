@@ -20,7 +20,7 @@ from nanovllm.layers.linear import QKVParallelLinear
 from nanovllm.layers.quantization import FP8
 from nanovllm.models.config import ModelConfig
 from nanovllm.scheduler.messages import Row
-from nanovllm.utils.memory import HUGE_PAGE, populate
+from nanovllm.utils.memory import populate
 from nanovllm.worker.cpu_graph import Forward, RecordedModel, record
 from nanovllm.worker.cuda_capture import can_capture, make_capture
 from nanovllm.worker.cuda_graph import ComputeLogits, GraphRunner
@@ -29,6 +29,10 @@ from nanovllm.worker.fused_step import faster_logits
 from nanovllm.worker.kv_cache import zeros
 from nanovllm.worker.model_loader import build_model, load_model
 from nanovllm.worker.piecewise_graphs import PiecewiseGraphs, piece_sizes, seconds_of
+
+
+_BYTES_AHEAD = 32 * 2**20
+"""Memory that is ready behind the last block in use."""
 
 
 class NetworkSpec(NamedTuple):
@@ -82,8 +86,7 @@ class Network:
         it has one more block, for the tokens that pad a step: they write and see its first slot
         only.
         """
-        shape = self._pool_shape(num_blocks + self.uses_graphs)
-        self._pool = zeros(shape, self._kv_dtype, self.device)
+        self._pool = self._zeroed_pool(num_blocks + self.uses_graphs)
         self._num_populated = 0
         self.populate_beyond(0)
         for attention, kv_cache in zip(self.attentions, self._pool, strict=True):
@@ -92,16 +95,15 @@ class Network:
     def populate_beyond(self, block: int) -> None:
         """Have memory ready for the blocks behind `block`, which is in use or the first.
 
-        On a CPU the pool takes memory as blocks are used, in their order. A huge page holds blocks
-        of many tokens, so the first of these tokens would wait for one huge page in each layer.
+        On a CPU the pool takes memory as blocks are used, in their order.
         """
-        pool = self._pool
+        pool, start = self._pool, self._num_populated
         assert pool is not None, "make_pool() comes first"
-        count = max(HUGE_PAGE // pool[0, 0, 0].nbytes, 1)
-        start = self._num_populated
-        if pool.device.type == "cpu" and start < pool.shape[2] and block + 1 + count // 2 >= start:
-            self._num_populated += count
-            populate(pool, [part for layer in pool for part in layer[:, start : start + count]])
+        if pool.device.type != "cpu" or not self.backend.blocks_lie_apart:
+            return
+        if start < pool.shape[2] and block + 1 >= start:
+            self._num_populated = block + 1 + -(-_BYTES_AHEAD // self.block_bytes)
+            populate(pool, pool.movedim(2, 0)[start : self._num_populated])
 
     def free_pool(self) -> None:
         self._pool = None
@@ -236,6 +238,18 @@ class Network:
             ),
             native=config.native_kernels,
         )
+
+    def _zeroed_pool(self, num_blocks: int) -> torch.Tensor:
+        """Return a new pool [layers, *a layer's shape].
+
+        If the backend allows it, all layers' parts of a block lie side by side, so that the first
+        token of a block waits for few new pages.
+        """
+        shape = self._pool_shape(num_blocks)
+        if not self.backend.blocks_lie_apart:
+            return zeros(shape, self._kv_dtype, self.device)
+        layers, first, blocks, *rest = shape
+        return zeros((blocks, layers, first, *rest), self._kv_dtype, self.device).movedim(0, 2)
 
     def _pool_shape(self, num_blocks: int) -> tuple[int, ...]:
         return (len(self.attentions), *self.backend.kv_cache_shape(num_blocks))

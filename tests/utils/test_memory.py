@@ -45,7 +45,7 @@ def test_pages_are_taken_in_the_background() -> None:
     zeros = lazy_zeros((256, MIB), torch.int8)
     zeros[9] = 1
     before, deadline = resident(), time.monotonic() + 30
-    populate(zeros, [zeros[:64], zeros[128:192]])
+    populate(zeros, zeros[64:192])
     while resident() - before < 120 * MIB:
         assert time.monotonic() < deadline
     assert zeros.sum(dtype=torch.int64) == MIB
@@ -55,7 +55,7 @@ def test_pages_are_taken_in_the_background() -> None:
 @pytest.mark.parametrize("is_gone", [True, False])
 def test_pages_are_taken_while_the_tensor_lives(is_gone: bool) -> None:
     zeros = lazy_zeros((128, MIB), torch.int8)
-    args = (None, [None] * is_gone, [(zeros.data_ptr(), zeros.nbytes)])
+    args = (None, [None] * is_gone, zeros.data_ptr(), zeros.nbytes)
     before = resident()
     thread = threading.Thread(target=_populate, args=args)  # it lowers its own priority
     thread.start()
@@ -75,7 +75,7 @@ import torch
 from nanovllm.utils.memory import lazy_zeros, populate
 
 zeros = lazy_zeros((256, {MIB}), torch.int8).fill_(1)
-populate(zeros, [zeros])
+populate(zeros, zeros)
 del zeros
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -3,8 +3,8 @@
 import struct
 from collections.abc import Sequence
 
-CALL_BYTES = 8 * 17
-"""A call has 17 words of 64 bits: the kernel's number, its arguments, padding."""
+CALL_BYTES = 8 * 18
+"""A call has 18 words of 64 bits: the kernel's number, its arguments, padding."""
 
 # Kernels in the order of their numbers, and the types of their arguments: p pointer, n size,
 # f float. Upper case: the number of tokens (nv_attention: of rows), which `nv_run` can replace.
@@ -17,8 +17,8 @@ _KERNELS = {
     "nv_gather_int": "ppppNnnnn",
     "nv_add_rms_norm": "ppppNnf",
     "nv_silu_and_mul": "pNn",
-    "nv_store": "ppppppppnNnnnnnf",
-    "nv_attention": "pppnpnppNnnnnnf",
+    "nv_store": "ppppppppnnNnnnnnf",
+    "nv_attention": "pppnnpnppNnnnnnf",
     "nv_sample": "pnppppppppppnnf",
     "nv_to_float": "ppn",
     "nv_forbid": "pppnnn",

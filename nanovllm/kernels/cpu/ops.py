@@ -194,10 +194,11 @@ def store(
         qkv: [t, (heads + 2 kv_heads) * dim], contiguous.
         q_weight, k_weight: [dim], of the RMSNorms; None for both: no norm, only the rotation.
         cos_sin: [positions, dim] float32.
-        kv_cache: [kv_heads, blocks, 2, block_size, width] bfloat16, in the layout of cache.h. An
-            8-bit KV cache is int8 and has two more bytes per token: the token's scale.
+        kv_cache: [kv_heads, blocks, 2, block_size, width] bfloat16, in the layout of cache.h; its
+            heads and its blocks may lie apart. An 8-bit KV cache is int8 and has two more bytes per
+            token: the token's scale.
     """
-    num_kv_heads, num_blocks, _, block_size, _ = kv_cache.shape
+    num_kv_heads, _, _, block_size, _ = kv_cache.shape
     head_dim = cos_sin.shape[1]
     q = torch.empty(len(qkv), num_heads, head_dim, dtype=torch.bfloat16)
     library.call(
@@ -210,7 +211,7 @@ def store(
         slot_mapping,
         q,
         kv_cache,
-        num_blocks,
+        *_distances(kv_cache),
         len(qkv),
         num_heads,
         num_kv_heads,
@@ -236,7 +237,7 @@ def attention(
         cu_seqlens_q: [rows + 1] int32.
         seq_lens: [rows] int32.
     """
-    num_kv_heads, num_blocks, _, block_size, _ = kv_cache.shape
+    num_kv_heads, _, _, block_size, _ = kv_cache.shape
     _, num_heads, head_dim = q.shape
     out = torch.empty_like(q)
     library.call(
@@ -244,7 +245,7 @@ def attention(
         q,
         out,
         kv_cache,
-        num_blocks,
+        *_distances(kv_cache),
         block_tables,
         block_tables.shape[1],
         cu_seqlens_q,
@@ -258,6 +259,12 @@ def attention(
         head_dim**-0.5,
     )
     return out
+
+
+def _distances(kv_cache: torch.Tensor) -> tuple[int, int]:
+    """Return the bytes from one KV head of a layer's cache to the next, and from block to block."""
+    head, block, *_ = kv_cache.stride()
+    return head * kv_cache.element_size(), block * kv_cache.element_size()
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:

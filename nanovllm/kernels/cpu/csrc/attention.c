@@ -16,7 +16,8 @@ typedef struct {
 
 /* The keys and values of a sequence in one KV head. attend() advances block_table by the blocks of each pass. */
 typedef struct {
-    const uint8_t *cache; /* the KV head's blocks */
+    const uint8_t *cache; /* the KV head's part of block 0 */
+    ptrdiff_t block_bytes; /* from a block to the next */
     const int32_t *block_table;
     ptrdiff_t num_keys;
 } kv_sequence;
@@ -42,9 +43,7 @@ typedef struct {
     ptrdiff_t k;    /* keys of the pass, rounded up to K_MULTIPLE: the k of the product with the values */
 } key_pass;
 
-INLINE const uint8_t *block_at(const cache_layout *c, kv_sequence kv, ptrdiff_t b) {
-    return kv.cache + kv.block_table[b] * 2 * c->half_bytes;
-}
+INLINE const uint8_t *block_at(kv_sequence kv, ptrdiff_t b) { return kv.cache + kv.block_table[b] * kv.block_bytes; }
 
 /* Return where row r begins in q and in the output, counted from the tile's first row. */
 INLINE ptrdiff_t row_offset(const cache_layout *c, const query_tile *t, int r) {
@@ -72,9 +71,9 @@ INLINE void load_queries(const cache_layout *c, const query_tile *t, const bf16 
 INLINE void score_keys(const cache_layout *c, const query_tile *t, kv_sequence kv, kv_sequence next_kv, key_pass pass) {
     for (ptrdiff_t j = 0; j < pass.keys; j += PANEL) {
         ptrdiff_t b = j / c->block, in_block = j % c->block;
-        const uint8_t *keys = block_at(c, kv, b), *values = keys + c->half_bytes, *next = values;
-        if (t->pass_keys + j < pass.left) next = block_at(c, kv, t->pass_blocks + b);
-        else if (t->pass_keys >= pass.left && j < next_kv.num_keys) next = block_at(c, next_kv, b);
+        const uint8_t *keys = block_at(kv, b), *values = keys + c->half_bytes, *next = values;
+        if (t->pass_keys + j < pass.left) next = block_at(kv, t->pass_blocks + b);
+        else if (t->pass_keys >= pass.left && j < next_kv.num_keys) next = block_at(next_kv, b);
         t->values[b] = (const bf16 *)values, t->prefetch[b] = (const bf16 *)next;
         output_rows scores = {t->scores + j, t->pass_keys};
         if (c->bits == 16) {
@@ -216,13 +215,13 @@ static ptrdiff_t cut_row(const int32_t *cu_seqlens, const int32_t *seq_lens, int
 }
 
 /* Compute causal attention of a batch. Row r has the tokens [cu_seqlens[r], cu_seqlens[r + 1]), the last of its seq_lens[r]. */
-void nv_attention(team *team, const bf16 *q, bf16 *out, const uint8_t *cache, ptrdiff_t blocks, const int32_t *block_tables,
-                  ptrdiff_t table_width, const int32_t *cu_seqlens, const int32_t *seq_lens, ptrdiff_t num_rows, ptrdiff_t heads,
-                  ptrdiff_t kv_heads, ptrdiff_t dim, ptrdiff_t block, ptrdiff_t bits, float scale) {
+void nv_attention(team *team, const bf16 *q, bf16 *out, const uint8_t *cache, ptrdiff_t head_bytes, ptrdiff_t block_bytes,
+                  const int32_t *block_tables, ptrdiff_t table_width, const int32_t *cu_seqlens, const int32_t *seq_lens,
+                  ptrdiff_t num_rows, ptrdiff_t heads, ptrdiff_t kv_heads, ptrdiff_t dim, ptrdiff_t block, ptrdiff_t bits, float scale) {
     int group = heads / kv_heads, max_tokens = TILE_ROWS / group;
     cache_layout layout = layout_of(dim, block, bits);
     query_shape shape = {heads, group, scale * 1.44269504f};
-    ptrdiff_t head_bytes = blocks * 2 * layout.half_bytes, num_tiles = 0, n = 0;
+    ptrdiff_t num_tiles = 0, n = 0;
     for (ptrdiff_t r = 0; r < num_rows; r++) num_tiles += (cu_seqlens[r + 1] - cu_seqlens[r] + max_tokens - 1) / max_tokens;
     token_tile *tiles = malloc(num_tiles * sizeof *tiles);
     for (ptrdiff_t r = 0; r < num_rows; r++) n += cut_row(cu_seqlens, seq_lens, r, max_tokens, tiles + n);
@@ -230,8 +229,8 @@ void nv_attention(team *team, const bf16 *q, bf16 *out, const uint8_t *cache, pt
     FOR_ITEMS(item, team, num_tiles * kv_heads) { /* tiles of a KV head share keys: adjacent ones meet in a thread's cache */
         ptrdiff_t head = item / num_tiles, next_head = (item + 1) / num_tiles % kv_heads;
         token_tile t = tiles[item % num_tiles], next = tiles[(item + 1) % num_tiles];
-        kv_sequence kv = {cache + head * head_bytes, block_tables + t.row * table_width, t.num_keys};
-        kv_sequence next_kv = {cache + next_head * head_bytes, block_tables + next.row * table_width, next.num_keys};
+        kv_sequence kv = {cache + head * head_bytes, block_bytes, block_tables + t.row * table_width, t.num_keys};
+        kv_sequence next_kv = {cache + next_head * head_bytes, block_bytes, block_tables + next.row * table_width, next.num_keys};
         ptrdiff_t offset = (t.first * heads + head * group) * dim;
         attend(layout, shape, q + offset, out + offset, kv, next_kv, t.count);
     }

@@ -1,5 +1,6 @@
-/* The layout of a layer's KV cache: [kv_heads][blocks], where each block has the keys of `block` tokens, then their values. A KV
- * head's blocks are adjacent, so that a head reads one stretch of memory if its sequence has adjacent blocks.
+/* The layout of a layer's KV cache: for each KV head and each block, at the distances that the caller gives, the keys of `block`
+ * tokens, then their values. The heads' parts of a block are adjacent in a model's pool, and so are the layers' parts, so that
+ * the first token of a block writes to few new pages.
  * Keys are [block/32][width/2][32][2], values [width/32][block/2][32][2]: for a tile both are panels of weights.
  * width is dim rounded up to a multiple of 32; the padding stays zero. block is a multiple of 32.
  * 16 bits: bfloat16. 8 bits: int8, and after the keys, and after the values, [block] bfloat16 scales, one for each token.

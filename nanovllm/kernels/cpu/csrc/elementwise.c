@@ -130,15 +130,16 @@ INLINE void store_vl_tokens(const cache_layout *c, const bf16 *key, const bf16 *
 /* Normalise q and k, unless the weights are NULL, rotate them, and store k and v. A row of qkv has the q heads, the k heads, then
  * the v heads. Work is divided into chunks of a KV head's tokens; VL tokens in adjacent cells of a block are stored together. */
 void nv_store(team *team, const bf16 *qkv, const bf16 *q_weight, const bf16 *k_weight, const float *cos_sin,
-              const int64_t *positions, const int64_t *slot_mapping, bf16 *q_out, uint8_t *cache, ptrdiff_t blocks,
-              ptrdiff_t tokens, ptrdiff_t heads, ptrdiff_t kv_heads, ptrdiff_t dim, ptrdiff_t block, ptrdiff_t bits, float eps) {
+              const int64_t *positions, const int64_t *slot_mapping, bf16 *q_out, uint8_t *cache, ptrdiff_t head_bytes,
+              ptrdiff_t block_bytes, ptrdiff_t tokens, ptrdiff_t heads, ptrdiff_t kv_heads, ptrdiff_t dim, ptrdiff_t block,
+              ptrdiff_t bits, float eps) {
     const cache_layout c = layout_of(dim, block, bits);
-    ptrdiff_t ld = (heads + 2 * kv_heads) * dim, group = heads / kv_heads, block_bytes = 2 * c.half_bytes;
+    ptrdiff_t ld = (heads + 2 * kv_heads) * dim, group = heads / kv_heads;
     ptrdiff_t even = tokens * kv_heads / team->threads, chunk = even < 1 ? 1 : even < 64 ? even : 64;
     ptrdiff_t chunks = (tokens + chunk - 1) / chunk;
     FOR_ITEMS(item, team, chunks * kv_heads) {
         ptrdiff_t head = item % kv_heads, t = item / kv_heads * chunk, end = t + chunk < tokens ? t + chunk : tokens, n;
-        uint8_t *head_cache = cache + head * blocks * block_bytes;
+        uint8_t *head_cache = cache + head * head_bytes;
         bf16 key[VL * c.width];
         memset(key, 0, sizeof key);
         for (; t < end; t += n) {

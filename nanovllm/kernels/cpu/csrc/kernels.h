@@ -35,13 +35,14 @@ void nv_silu_and_mul(team *t, bf16 *x, ptrdiff_t rows, ptrdiff_t n);
 void nv_copy_rows(team *t, const bf16 *x, ptrdiff_t ldx, const int64_t *x_rows, bf16 *y, ptrdiff_t ldy,
                   const int64_t *y_rows, ptrdiff_t rows, ptrdiff_t n);
 void nv_store(team *t, const bf16 *qkv, const bf16 *q_weight, const bf16 *k_weight, const float *cos_sin,
-              const int64_t *positions, const int64_t *slot_mapping, bf16 *q_out, uint8_t *cache, ptrdiff_t blocks,
-              ptrdiff_t tokens, ptrdiff_t heads, ptrdiff_t kv_heads, ptrdiff_t dim, ptrdiff_t block, ptrdiff_t bits, float eps);
+              const int64_t *positions, const int64_t *slot_mapping, bf16 *q_out, uint8_t *cache, ptrdiff_t head_bytes,
+              ptrdiff_t block_bytes, ptrdiff_t tokens, ptrdiff_t heads, ptrdiff_t kv_heads, ptrdiff_t dim, ptrdiff_t block,
+              ptrdiff_t bits, float eps);
 
 /* attention.c */
-void nv_attention(team *t, const bf16 *q, bf16 *out, const uint8_t *cache, ptrdiff_t blocks, const int32_t *block_tables,
-                  ptrdiff_t table_width, const int32_t *cu_seqlens, const int32_t *seq_lens, ptrdiff_t num_rows, ptrdiff_t heads,
-                  ptrdiff_t kv_heads, ptrdiff_t dim, ptrdiff_t block, ptrdiff_t bits, float scale);
+void nv_attention(team *t, const bf16 *q, bf16 *out, const uint8_t *cache, ptrdiff_t head_bytes, ptrdiff_t block_bytes,
+                  const int32_t *block_tables, ptrdiff_t table_width, const int32_t *cu_seqlens, const int32_t *seq_lens,
+                  ptrdiff_t num_rows, ptrdiff_t heads, ptrdiff_t kv_heads, ptrdiff_t dim, ptrdiff_t block, ptrdiff_t bits, float scale);
 
 /* sampling.c */
 void nv_sample(team *t, const void *logits, ptrdiff_t bits, const float *temperatures, const int64_t *seeds,

@@ -9,7 +9,7 @@ typedef union {
     double f;
 } word;
 
-enum { CALL_WORDS = 17 }; /* of the longest call, and so of every call */
+enum { CALL_WORDS = 18 }; /* of the longest call, and so of every call */
 
 typedef struct {
     const word (*calls)[CALL_WORDS];
@@ -31,12 +31,12 @@ static void run_call(team *t, const word *call, ptrdiff_t tokens, ptrdiff_t rows
     case 6: nv_add_rms_norm(t, a[0].p, a[1].p, a[2].p, a[3].p, TOKENS(4), a[5].n, (float)a[6].f); break;
     case 7: nv_silu_and_mul(t, a[0].p, TOKENS(1), a[2].n); break;
     case 8:
-        nv_store(t, a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, a[7].p, a[8].n, TOKENS(9), a[10].n, a[11].n, a[12].n,
-                 a[13].n, a[14].n, (float)a[15].f);
+        nv_store(t, a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, a[7].p, a[8].n, a[9].n, TOKENS(10), a[11].n, a[12].n,
+                 a[13].n, a[14].n, a[15].n, (float)a[16].f);
         break;
     case 9:
-        nv_attention(t, a[0].p, a[1].p, a[2].p, a[3].n, a[4].p, a[5].n, a[6].p, a[7].p, rows < 0 ? a[8].n : rows, a[9].n, a[10].n,
-                     a[11].n, a[12].n, a[13].n, (float)a[14].f);
+        nv_attention(t, a[0].p, a[1].p, a[2].p, a[3].n, a[4].n, a[5].p, a[6].n, a[7].p, a[8].p, rows < 0 ? a[9].n : rows, a[10].n,
+                     a[11].n, a[12].n, a[13].n, a[14].n, (float)a[15].f);
         break;
     case 10:
         nv_sample(t, a[0].p, a[1].n, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, a[7].p, a[8].p, a[9].p, a[10].p, a[11].p, a[12].n,
