@@ -20,7 +20,7 @@ from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import InvalidRequestError, UnsupportedModelError
 from nanovllm.utils.hub import open_checkpoint
-from nanovllm.worker.executor import SpawnedExecutor
+from nanovllm.worker.spawned_executor import SpawnedExecutor
 from tests.checkpoints import copy_checkpoint
 from tests.helpers import environment, token_ids
 

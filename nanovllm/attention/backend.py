@@ -70,8 +70,8 @@ class Backend(Protocol):
     """Whether `kernels.cpu.recording` can record the attention: C kernels compute all of it, and
     it needs no plan."""
     blocks_lie_apart: ClassVar[bool] = False
-    """Whether between two blocks of a layer's cache are those of the other layers; else the cache is
-    contiguous. A block's parts are contiguous in any case."""
+    """Whether a layer's cache may be a view whose blocks, dimension 1, lie apart; else it is
+    contiguous."""
     spec: AttentionSpec
     store: Callable[..., torch.Tensor]
     """The kernel that normalises and rotates queries and keys, stores keys and values in the cache

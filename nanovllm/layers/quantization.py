@@ -10,8 +10,10 @@ import torch.nn.functional as F
 
 from nanovllm.errors import ConfigError
 from nanovllm.kernels.cpu import ops as cpu_ops
+from nanovllm.kernels.cpu.build import PANEL
 from nanovllm.kernels.cpu.library import supports
 from nanovllm.kernels.selector import triton_kernels
+from nanovllm.utils.pages import PageReserve
 
 GROUP_SIZES = {"int8": (128, 64, 32), "int4": (32,)}
 """Allowed numbers of inputs that share a scale, preferred first."""
@@ -71,13 +73,14 @@ def make_quant_method(
     if quantization == "fp8":
         values, scales = quantize_fp8(weight)
         return Fp8Weight(values, scales, weight.shape[1], weight.dtype, native=native)
-    has_kernels = native and supports(weight.device, weight.dtype)
     if quantization is not None:
         bits = int(quantization.removeprefix("int"))
         rounded = quantize(weight, bits, choose_group_size(quantization, weight.shape[1]))
         return make_int_method(rounded, weight.dtype, native=native)
-    if has_kernels and weight.shape[1] % 32 == 0:
-        return PackedWeight(weight)
+    if native and can_pack(weight):
+        packed = PackedWeight(*weight.shape)
+        packed.store(0, weight)
+        return packed
     return OneDnnWeight(weight) if native and not is_embedding and use_onednn(weight) else None
 
 
@@ -169,12 +172,28 @@ def quantize_fp8(
     return values, scales
 
 
-class PackedWeight:
-    """An unquantised bfloat16 weight in the layout of the C kernels."""
+def can_pack(weight: torch.Tensor) -> bool:
+    """Return whether `weight` can become a `PackedWeight`."""
+    return supports(weight.device, weight.dtype) and weight.shape[1] % PANEL == 0
 
-    def __init__(self, weight: torch.Tensor) -> None:
-        self._packed = cpu_ops.pack(weight)
-        self._output_size = len(weight)
+
+class PackedWeight:
+    """An unquantised bfloat16 weight [n, k] in the layout of the C kernels, of zeros at first.
+
+    Args:
+        reserve: gives the memory while it lasts.
+    """
+
+    def __init__(self, n: int, k: int, reserve: PageReserve | None = None) -> None:
+        self._packed = cpu_ops.packed_zeros(n, k, reserve)
+        self._output_size = n
+
+    def store(self, start: int, rows: torch.Tensor) -> None:
+        """Store `rows` [m, k]; the first is row `start`, a multiple of 32.
+
+        m is a multiple of 32, too, unless these are the last rows.
+        """
+        cpu_ops.pack_rows(rows.to(torch.bfloat16), self._packed, start)
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return cpu_ops.linear(x, self._packed, self._output_size, bias)

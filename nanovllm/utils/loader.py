@@ -23,6 +23,8 @@ from nanovllm.validation import shown
 
 _MAPPED_BYTES = 128 * 2**20
 """Bytes read before a file is mapped again, which releases the pages that were read."""
+_ROWS = 32
+"""A chunk's rows are a multiple of it, except for a tensor's last: packed weights are cut there."""
 _MAX_LISTED = 20
 """Mismatches that one error lists."""
 _MAX_NAME = 200
@@ -33,6 +35,12 @@ _FP8_DTYPES = ("F8_E4M3",)
 """What an FP8 parameter takes."""
 _INT_DTYPES = ("I64", "I32")
 """What a table of integers takes."""
+
+
+Store = Callable[[nn.Module, torch.Tensor, torch.Tensor], bool]
+"""Gets a module, a part of one of its parameters, and the values that belong there. Returns whether
+it has stored them; else they are copied to the parameter."""
+_Keep = Callable[[str, torch.Tensor, torch.Tensor], None]
 
 
 class TensorInfo(NamedTuple):
@@ -108,12 +116,14 @@ def load_weights(
     ignored: frozenset[str] = frozenset(),
     progress: bool = True,
     on_loaded: Callable[[nn.Module], None] = lambda module: None,
+    store: Store | None = None,
 ) -> None:
     """Fill `model` from `files`: safetensors, or one GGUF file.
 
     Args:
         ignored: checkpoint names that are not read, and may be present or absent.
         on_loaded: called with each module once its parameters are complete; may replace them.
+        store: keeps some rows of a module's parameter elsewhere, or returns False.
 
     Raises:
         CheckpointError: a file is corrupt, or tensors do not match (see `check_tensors`). No
@@ -121,6 +131,11 @@ def load_weights(
     """
     file_of = check_tensors(model, {file: read_header(file) for file in files}, ignored)
     chunks, owners = _plan(model, file_of, ignored)
+
+    def keep(name: str, target: torch.Tensor, values: torch.Tensor) -> None:
+        if store is None or not store(owners[name], target, values):
+            target.copy_(values)
+
     # Only the chunks refer to the targets: a parameter that on_loaded replaces is freed at once.
     num_unread = Counter({module: 0 for module, _ in model_shards(model)})
     num_unread.update(owners[chunk.name] for queue in chunks.values() for chunk in queue)
@@ -134,7 +149,7 @@ def load_weights(
         delay=1,
     ) as bar:
         for file in files:
-            for name, size in _read_chunks(file, chunks.pop(file, deque())):
+            for name, size in _read_chunks(file, chunks.pop(file, deque()), keep):
                 bar.update(size)
                 module = owners[name]
                 num_unread[module] -= 1
@@ -283,7 +298,7 @@ class _Chunk(NamedTuple):
 def _chunks(shard: Shard) -> Iterator[_Chunk]:
     unpadded = shard.target.narrow(shard.dim, 0, shard.unpadded_size)
     row_bytes = math.prod(shard.shape[1:]) * 4
-    num_rows = max(1, _MAPPED_BYTES // 2 // row_bytes)
+    num_rows = max(1, _MAPPED_BYTES // 2 // row_bytes // _ROWS) * _ROWS
     for row in range(0, unpadded.shape[0], num_rows):
         target = unpadded[row : row + num_rows]
         slices = [slice(0, size) for size in target.shape]
@@ -293,13 +308,13 @@ def _chunks(shard: Shard) -> Iterator[_Chunk]:
         yield _Chunk(shard.name, tuple(slices), target)
 
 
-def _read_chunks(file: Path, chunks: deque[_Chunk]) -> Iterator[tuple[str, int]]:
+def _read_chunks(file: Path, chunks: deque[_Chunk], keep: _Keep) -> Iterator[tuple[str, int]]:
     """Read `chunks` in the order of the file's bytes; yield each one's name and bytes.
 
     Empties `chunks`, and keeps no reference to a target that is already filled.
     """
     if is_gguf(file):
-        yield from _read_gguf_chunks(file, chunks)
+        yield from _read_gguf_chunks(file, chunks, keep)
         return
     with safe_open(file, framework="pt") as tensors:
         order = {name: index for index, name in enumerate(tensors.offset_keys())}
@@ -312,13 +327,13 @@ def _read_chunks(file: Path, chunks: deque[_Chunk]) -> Iterator[tuple[str, int]]
                 name, slices, target = queue.popleft()
                 values = tensors.get_slice(name)[slices]
                 mapped += values.nbytes
-                target.copy_(values)
+                keep(name, target, values)
                 size = target.nbytes
                 del target, values
                 yield name, size
 
 
-def _read_gguf_chunks(file: Path, chunks: deque[_Chunk]) -> Iterator[tuple[str, int]]:
+def _read_gguf_chunks(file: Path, chunks: deque[_Chunk], keep: _Keep) -> Iterator[tuple[str, int]]:
     """Read `chunks` of a GGUF file, as `_read_chunks` does. A uint8 target receives the blocks."""
     weights = read_gguf(file).weights
     queue = deque(sorted(chunks, key=lambda chunk: weights[chunk.name].tensor.offset))
@@ -326,7 +341,7 @@ def _read_gguf_chunks(file: Path, chunks: deque[_Chunk]) -> Iterator[tuple[str, 
     while queue:
         name, (rows, *columns), target = queue.popleft()
         values = read_rows(file, weights[name], rows, raw=target.dtype == torch.uint8)
-        target.copy_(torch.from_numpy(values[(slice(None), *columns)]))
+        keep(name, target, torch.from_numpy(values[(slice(None), *columns)]))
         size = target.nbytes
         del target, values
         yield name, size

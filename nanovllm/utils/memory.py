@@ -14,25 +14,30 @@ import weakref
 
 import torch
 
-HUGE_PAGE = 2 * 2**20
+from nanovllm.utils.pages import HUGE_PAGE, PageReserve, huge_pages
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 _MADV_POPULATE_WRITE = 23  # from mman-common.h, since Linux 5.14
 _LOW_PRIORITY = 10
 
 
-def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def lazy_zeros(
+    shape: tuple[int, ...], dtype: torch.dtype, reserve: PageReserve | None = None
+) -> torch.Tensor:
     """Return zeros on the CPU. The system allocates a page when it is first written.
 
     Large tensors use huge pages if the system grants them: a step reads all weights once, and the
     address translation of 4 KiB pages costs up to a third of its time.
+
+    Args:
+        reserve: has pages already; used while it lasts.
     """
     size = math.prod(shape) * dtype.itemsize
+    if reserve is not None and (memory := reserve.take(size)) is not None:
+        return torch.frombuffer(memory, dtype=dtype).view(shape)
     if size < HUGE_PAGE or not hasattr(mmap, "MAP_ANONYMOUS"):
         return torch.zeros(shape, dtype=dtype)
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+    return torch.frombuffer(huge_pages(size), dtype=dtype).view(shape)
 
 
 def populate(whole: torch.Tensor, part: torch.Tensor) -> None:

@@ -17,13 +17,20 @@ from torch import nn
 
 from nanovllm.config import Config
 from nanovllm.errors import CheckpointError, ConfigError
+from nanovllm.kernels.cpu.build import PANEL
 from nanovllm.kernels.selector import kernels_for
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.gguf_blocks import BLOCK_BITS, BLOCK_TYPES, unpack_blocks
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import LinearBase, Matrix
-from nanovllm.layers.quantization import QuantizeMethod, make_int_method, make_quant_method
+from nanovllm.layers.quantization import (
+    PackedWeight,
+    QuantizeMethod,
+    can_pack,
+    make_int_method,
+    make_quant_method,
+)
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.eagle3_config import Eagle3Config, read_eagle3_config
 from nanovllm.models.registry import model_class
@@ -31,6 +38,7 @@ from nanovllm.utils.distributed import tensor_parallel
 from nanovllm.utils.gguf import is_gguf
 from nanovllm.utils.loader import check_tensors, init_dummy_weights, load_weights, read_header
 from nanovllm.utils.memory import return_freed
+from nanovllm.utils.pages import PageReserve
 
 logger = logging.getLogger(__name__)
 
@@ -174,21 +182,40 @@ def _keeps(block_type: str, matrix: Matrix, config: Config, model_config: ModelC
 
 
 def load_model(
-    model: nn.Module, config: Config, model_config: ModelConfig, files: list[Path]
+    model: nn.Module,
+    config: Config,
+    model_config: ModelConfig,
+    files: list[Path],
+    reserve: PageReserve | None = None,
 ) -> None:
     """Load the weights of a model made by `build_model`.
 
     Each weight gets its final form (packed or quantised) before the next one is read, so memory
-    never holds all weights in both forms.
+    never holds all weights in both forms. A weight that is packed as it is, row by row, takes no
+    memory in its first form.
+
+    Args:
+        reserve: gives packed weights their memory while it lasts; closed then.
     """
     sharing = _matrices(model)
+    packed: dict[nn.Parameter, PackedWeight] = {}
+
+    def store(module: nn.Module, target: torch.Tensor, values: torch.Tensor) -> bool:
+        weight = module.weight if isinstance(module, Matrix) else None
+        if weight is None or weight not in packable or target.ndim != 2:
+            return False
+        if weight not in packed:
+            n, k = weight.shape
+            packed[weight] = PackedWeight(n, k, reserve)
+        packed[weight].store(target.storage_offset() // weight.shape[1], values)
+        return True
 
     def finish(module: nn.Module) -> None:
         weight = module.weight if isinstance(module, Matrix) else None
         if weight is None or weight not in sharing:
             return
         matrices = [matrix for _, matrix in sharing.pop(weight)]
-        method = _quant_method(weight, matrices, config, model_config)
+        method = packed.pop(weight, None) or _quant_method(weight, matrices, config, model_config)
         if method is not None:
             for matrix in matrices:
                 matrix.replace_weight(method)
@@ -200,8 +227,31 @@ def load_model(
     else:
         ignored: frozenset[str] = model.ignored_weights  # type: ignore[assignment]
         progress = tensor_parallel().rank == 0
-        load_weights(model, files, ignored=ignored, progress=progress, on_loaded=finish)
+        packable = _packable(sharing, config, model_config)
+        options: dict[str, Any] = {"ignored": ignored, "progress": progress}
+        load_weights(model, files, on_loaded=finish, store=store, **options)
+    if reserve is not None:
+        reserve.close()
     return_freed()
+
+
+def _packable(
+    sharing: dict[nn.Parameter, list[tuple[str, Matrix]]], config: Config, model_config: ModelConfig
+) -> set[nn.Parameter]:
+    """Return the weights that are packed as they are, in parts of whole panels."""
+    if not config.native_kernels or config.quantization not in (None, "none"):
+        return set()
+    return {
+        weight
+        for weight, matrices in sharing.items()
+        if weight.dtype == model_config.dtype  # neither FP8 nor a GGUF file's blocks
+        and can_pack(weight)
+        and all(
+            shard.target.storage_offset() // weight.shape[1] % PANEL == 0
+            for shard in matrices[0][1].shards(matrices[0][0])
+            if shard.target.ndim == 2
+        )
+    }
 
 
 def check_eagle3(

@@ -21,6 +21,7 @@ from nanovllm.layers.quantization import FP8
 from nanovllm.models.config import ModelConfig
 from nanovllm.scheduler.messages import Row
 from nanovllm.utils.memory import populate
+from nanovllm.utils.pages import PageReserve
 from nanovllm.worker.cpu_graph import Forward, RecordedModel, record
 from nanovllm.worker.cuda_capture import can_capture, make_capture
 from nanovllm.worker.cuda_graph import ComputeLogits, GraphRunner
@@ -29,7 +30,6 @@ from nanovllm.worker.fused_step import faster_logits
 from nanovllm.worker.kv_cache import zeros
 from nanovllm.worker.model_loader import build_model, load_model
 from nanovllm.worker.piecewise_graphs import PiecewiseGraphs, piece_sizes, seconds_of
-
 
 _BYTES_AHEAD = 32 * 2**20
 """Memory that is ready behind the last block in use."""
@@ -43,6 +43,8 @@ class NetworkSpec(NamedTuple):
     model_config: ModelConfig
     files: list[Path]
     """The weight files; none for dummy weights."""
+    reserve: PageReserve | None = None
+    """Has memory for the weights already."""
 
 
 class Network:
@@ -53,7 +55,7 @@ class Network:
     """
 
     def __init__(self, spec: NetworkSpec, max_model_len: int, device: torch.device) -> None:
-        config, model_config, files = spec
+        config, model_config, files, reserve = spec
         self.model_config = model_config
         self.max_model_len = max_model_len
         self.model = build_model(config, model_config, files, max_model_len, device)
@@ -61,7 +63,7 @@ class Network:
             config.kv_cache_dtype, model_config.dtype
         )
         self.backend = self._select_backend(config, device)
-        load_model(self.model, config, model_config, files)
+        load_model(self.model, config, model_config, files, reserve)
         self.attentions = [m for m in self.model.modules() if isinstance(m, Attention)]
         self.device = device
         self._pool: torch.Tensor | None = None

@@ -6,6 +6,7 @@ Knows neither the scheduler nor the other ranks' results.
 
 import contextlib
 import dataclasses
+import math
 import os
 import queue
 import signal
@@ -277,3 +278,31 @@ def _die_with_parent() -> None:
     if parent is not None:
         parent.join()
         os._exit(1)
+
+
+def num_threads(config: Config) -> int:
+    """Return the CPU threads of each rank: a share of config.num_threads or of `num_cores`."""
+    total = config.num_threads or min(torch.get_num_threads(), num_cores())
+    return max(1, total // config.tensor_parallel_size)
+
+
+def num_cores() -> int:
+    """Return the number of cores that affinity and cgroup quota leave to this process."""
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    for limit in _cpu_limits():
+        cores = min(cores, math.ceil(limit))
+    return max(1, cores)
+
+
+def _cpu_limits() -> Iterator[float]:
+    """Yield the CPU quotas of this process's cgroup (version 1 or 2), in cores."""
+    root = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = (root / "cpu.max").read_text().split()
+        yield int(quota) / int(period)  # the quota "max" means no limit; int() refuses it
+    with contextlib.suppress(OSError, ValueError):
+        microseconds = int((root / "cpu/cpu.cfs_quota_us").read_text())
+        if microseconds > 0:  # -1 means no limit
+            yield microseconds / int((root / "cpu/cpu.cfs_period_us").read_text())

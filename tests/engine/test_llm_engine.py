@@ -14,7 +14,8 @@ from nanovllm import LLM, SamplingParams, demo_model
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import EngineDeadError
-from nanovllm.worker.executor import InProcessExecutor, num_cores
+from nanovllm.worker.in_process_executor import InProcessExecutor
+from nanovllm.worker.worker import num_cores
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 

@@ -37,7 +37,6 @@ def test_memory_is_ready_ahead_of_the_blocks_in_use(
         params = SamplingParams(max_tokens=1, temperature=0.0)
         llm.generate([[5] * (4 * num_blocks - 1)], params, use_tqdm=False)
         assert sum(map(len, populated)) == min(num_blocks + 1, 12)
-    blocks = torch.cat(populated)
     assert [block.data_ptr() for part in populated for block in part] == [
         pool[0, 0, block].data_ptr() for block in range(12)
     ]

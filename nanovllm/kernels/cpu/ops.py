@@ -8,6 +8,7 @@ import torch
 from nanovllm.kernels.cpu import library
 from nanovllm.kernels.cpu.build import PANEL
 from nanovllm.utils.memory import lazy_zeros
+from nanovllm.utils.pages import PageReserve
 
 _CHUNK = 128
 """Logits of a chunk; see csrc/sampling.c."""
@@ -37,10 +38,23 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     Args:
         weight: bfloat16; k a multiple of 32.
     """
-    n, k = weight.shape
-    packed = lazy_zeros((-(-n // PANEL), k // 2, PANEL, 2), torch.bfloat16)
-    library.call("nv_pack", weight.contiguous(), packed, n, k)
+    packed = packed_zeros(*weight.shape)
+    pack_rows(weight, packed, 0)
     return packed
+
+
+def packed_zeros(n: int, k: int, reserve: PageReserve | None = None) -> torch.Tensor:
+    """Return a weight [n, k] of zeros in the layout of `pack`, in memory of `reserve` if given."""
+    return lazy_zeros((-(-n // PANEL), k // 2, PANEL, 2), torch.bfloat16, reserve)
+
+
+def pack_rows(rows: torch.Tensor, packed: torch.Tensor, start: int) -> None:
+    """Write `rows` [m, k] of a weight, the first of which is its row `start`, to `packed`.
+
+    Args:
+        start: a multiple of 32; so is m, unless these are the last rows of the weight.
+    """
+    library.call("nv_pack", rows.contiguous(), packed[start // PANEL :], *rows.shape)
 
 
 def gather(ids: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
@@ -112,7 +126,7 @@ def linear_int(
         k,
         k // scales.shape[1],
         bits,
-        _has_minimums(scales),
+        scales.dim() == 4,  # with minimums
     )
     return y
 
@@ -123,14 +137,9 @@ def gather_int(
     """Return rows `ids` [t] int64 of a weight from `pack_int`: [t, k]."""
     k = packed.shape[1] * 8 // (PANEL * bits)
     y = torch.empty(len(ids), k, dtype=torch.bfloat16)
-    sizes = len(ids), k, k // scales.shape[1], bits, _has_minimums(scales)
+    sizes = len(ids), k, k // scales.shape[1], bits, scales.dim() == 4
     library.call("nv_gather_int", ids.contiguous(), packed, scales, y, *sizes)
     return y
-
-
-def _has_minimums(scales: torch.Tensor) -> bool:
-    """Return whether there are minimums among scales from `pack_int`."""
-    return scales.dim() == 4
 
 
 def add_rms_norm(

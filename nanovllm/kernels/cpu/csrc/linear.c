@@ -12,17 +12,20 @@ int nv_enable(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
 int nv_enable(void) { return 1; }
 #endif
 
-/* packed[ceil(n/32)][k/2][32][2] = w[n][k]. Zeros fill the last panel. */
+/* packed[ceil(n/32)][k/2][32][2] = w[n][k]. Zeros fill the last panel. k is a multiple of 32: a cache line of each of 32 rows is
+ * read, and what it becomes stays in the first cache until all rows are there. */
 void nv_pack(team *t, const bf16 *w, bf16 *packed, ptrdiff_t n, ptrdiff_t k) {
     FOR_ITEMS(p, t, (n + PANEL - 1) / PANEL)
-        for (ptrdiff_t c = 0; c < PANEL; c++) {
-            ptrdiff_t row = p * PANEL + c;
-            bf16 *out = packed + p * PANEL * k + c * 2;
-            for (ptrdiff_t i = 0; i < k; i += 2, out += 2 * PANEL) {
-                out[0] = row < n ? w[row * k + i] : 0;
-                out[1] = row < n ? w[row * k + i + 1] : 0;
+        for (ptrdiff_t first = 0; first < k; first += PANEL)
+            for (ptrdiff_t c = 0; c < PANEL; c++) {
+                ptrdiff_t row = p * PANEL + c;
+                const bf16 *pairs = w + row * k + first;
+                bf16 *out = packed + p * PANEL * k + first * PANEL + c * 2;
+                for (ptrdiff_t i = 0; i < PANEL; i += 2) {
+                    if (row < n) memcpy(out + i * PANEL, pairs + i, 2 * sizeof *out);
+                    else memset(out + i * PANEL, 0, 2 * sizeof *out);
+                }
             }
-        }
 }
 
 /* Return the panels of a weight that fit a thread's cache, fewer if `threads` threads would not share the weight evenly. */

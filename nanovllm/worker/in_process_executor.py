@@ -1,0 +1,56 @@
+"""Runs the only rank in this process. Knows no requests and no text."""
+
+from nanovllm.config import Config
+from nanovllm.errors import EngineDeadError
+from nanovllm.scheduler.messages import CacheInfo, Schedule
+from nanovllm.utils.grammar import GrammarCompiler
+from nanovllm.utils.hub import Checkpoint
+from nanovllm.utils.pages import PageReserve
+from nanovllm.worker.kv_cache import require_one_sequence
+from nanovllm.worker.model_runner import ModelRunner
+from nanovllm.worker.step_output import PendingResult
+from nanovllm.worker.worker import check_networks, num_threads, on_device, rank_device
+
+
+class InProcessExecutor:
+    """Runs the only rank in this process."""
+
+    def __init__(
+        self,
+        config: Config,
+        checkpoint: Checkpoint,
+        draft: Checkpoint | None = None,
+        reserve: PageReserve | None = None,
+    ) -> None:
+        self._config = config
+        target, self._draft = check_networks(config, checkpoint, draft)
+        self._target = target._replace(reserve=reserve)
+        self._runner: ModelRunner | None = None
+        self._num_threads = num_threads(config)
+
+    def start(self) -> CacheInfo:
+        device = rank_device(self._config)
+        with on_device(device, self._num_threads):
+            runner = ModelRunner(self._target, device, self._draft)
+            info = runner.measure()
+            require_one_sequence(info.num_blocks, info.block_size, info.max_model_len)
+            info = runner.allocate(info)
+        self._runner = runner
+        return info
+
+    def set_grammars(self, compiler: GrammarCompiler) -> None:
+        assert self._runner is not None
+        self._runner.grammars.compiler = compiler
+
+    def execute(self, schedule: Schedule) -> PendingResult:
+        self.check_health()
+        assert self._runner is not None
+        with on_device(self._runner.device, self._num_threads):
+            return self._runner.execute(schedule)
+
+    def check_health(self) -> None:
+        if self._runner is None:
+            raise EngineDeadError("the engine was shut down; make a new LLM")
+
+    def shutdown(self) -> None:
+        self._runner = None
