@@ -193,7 +193,7 @@ class LLM:
 
     def get_tokenizer(self) -> "PreTrainedTokenizerBase | None":
         """Return the checkpoint's transformers tokenizer, None if it has none."""
-        return self.engine.input_processor.tokenizer
+        return self.engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the sampling parameters recommended in the checkpoint's generation_config.json."""

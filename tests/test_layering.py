@@ -55,7 +55,9 @@ FOLDERS = {
     "layers": Folder("utils kernels attention", torch=True),
     "models": Folder("utils kernels attention layers", torch=True),
     "worker": Folder("utils kernels attention layers models scheduler.messages", torch=True),
-    "engine": Folder("scheduler worker.executor utils.hub utils.gguf utils.grammar", torch=False),
+    "engine": Folder(
+        "scheduler worker.executor utils.hub utils.gguf utils.grammar utils.disk_cache", torch=False
+    ),
     "front": Folder("engine demo_model server", torch=False),
     "server": Folder("engine async_llm flags terminal demo_model", torch=False),
 }

@@ -4,15 +4,13 @@ Knows no requests and no token ids.
 """
 
 from collections.abc import Mapping, Sequence as Seq
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from nanovllm.engine.kept_tokenizer import KeptTokenizer
 from nanovllm.engine.template_process import TemplateError, TemplateProcess
 from nanovllm.engine.tool_messages import knows_tools, plain_calls, with_tools_as_text
 from nanovllm.errors import InvalidRequestError
 from nanovllm.validation import shown
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 Message = Mapping[str, Any]
 """One message of a conversation, such as {"role": "user", "content": "Hello!"}. A pydantic object
@@ -85,7 +83,7 @@ def template_options(
 
 
 def render(
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: KeptTokenizer,
     process: TemplateProcess,
     messages: Seq[Message],
     options: Mapping[str, Any],

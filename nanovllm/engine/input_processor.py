@@ -8,10 +8,11 @@ import random
 from collections.abc import Iterable, Mapping, Sequence as Seq
 from functools import cached_property
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanovllm.engine import chat
 from nanovllm.engine.chat import Message, RenderedChat
+from nanovllm.engine.kept_tokenizer import KeptTokenizer
 from nanovllm.engine.request import Request
 from nanovllm.engine.template_process import TemplateProcess
 from nanovllm.engine.tokenizer import TokenBound, token_bound
@@ -21,9 +22,6 @@ from nanovllm.scheduler.sequence import Sequence
 from nanovllm.structured_outputs import StructuredOutputsParams
 from nanovllm.utils.grammar import GrammarCompiler
 from nanovllm.validation import check_int, shown
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 Prompt = str | Seq[int] | Mapping[str, Any]
 """Text; token ids, also as a numpy array or torch tensor; or vLLM's {"prompt": text} or
@@ -47,7 +45,7 @@ class InputProcessor:
 
     def __init__(
         self,
-        tokenizer: "PreTrainedTokenizerBase | None",
+        tokenizer: KeptTokenizer | None,
         *,
         vocab_size: int,
         max_model_len: int,
@@ -168,7 +166,7 @@ class InputProcessor:
                 found.append(spaced)
         return tuple(found)
 
-    def _encode(self, tokenizer: "PreTrainedTokenizerBase", text: str, **options: Any) -> list[int]:
+    def _encode(self, tokenizer: KeptTokenizer, text: str, **options: Any) -> list[int]:
         """Return the text's token ids: all of them are tokens of the model."""
         token_ids: list[int] = tokenizer.encode(text, **options)
         if max(token_ids, default=0) > self._last_token_id:

@@ -10,6 +10,8 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from nanovllm.config import Config
 from nanovllm.engine.delayed_interrupt import DelayedInterrupt
@@ -17,7 +19,12 @@ from nanovllm.engine.input_processor import InputProcessor, Prompt
 from nanovllm.engine.metrics import read_metrics
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.request import Request
-from nanovllm.engine.tokenizer import check_same_vocabulary, grammar_compiler, load_tokenizer
+from nanovllm.engine.tokenizer import (
+    check_same_vocabulary,
+    grammar_compiler,
+    load_tokenizer,
+    serving_tokenizer,
+)
 from nanovllm.engine.trace import Trace
 from nanovllm.errors import EngineDeadError, InvalidRequestError
 from nanovllm.outputs import Metric, RequestOutput, Vector
@@ -30,6 +37,9 @@ from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.utils.hub import configured_checkpoint, draft_checkpoint
 from nanovllm.validation import shown
 from nanovllm.worker.executor import Executor, Future, make_executor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +66,8 @@ class LLMEngine:
         self.config = config
         self.trace = Trace(config.trace)
         self.executor = make_executor(config, checkpoint, draft)
-        tokenizer = load_tokenizer(checkpoint)
+        tokenizer = serving_tokenizer(checkpoint)
+        self._checkpoint = checkpoint
         if tokenizer is not None and draft is not None:
             check_same_vocabulary(tokenizer, draft)
         self._pid = os.getpid()
@@ -96,6 +107,11 @@ class LLMEngine:
         self._queue_depth = int(self.cache_info.runs_ahead) if queue_depth is None else queue_depth
         self._in_flight: deque[tuple[Schedule, Future]] = deque()  # oldest first
         self._outputs: list[RequestOutput] = []  # for the next step() to return
+
+    @cached_property
+    def tokenizer(self) -> "PreTrainedTokenizerBase | None":
+        """The checkpoint's transformers tokenizer, which the engine itself does not need."""
+        return load_tokenizer(self._checkpoint)
 
     def _draft_controller(self) -> DraftController | None:
         spec, info = self.config.speculation, self.cache_info

@@ -3,9 +3,8 @@
 Knows no prompts and no scheduling.
 """
 
-from typing import TYPE_CHECKING
-
 from nanovllm.engine.detokenizer import Detokenizer
+from nanovllm.engine.kept_tokenizer import KeptTokenizer
 from nanovllm.engine.request import Completion, Request
 from nanovllm.outputs import (
     CompletionOutput,
@@ -18,9 +17,6 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import TokenLogprobs
 from nanovllm.scheduler.sequence import Sequence
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 
 class OutputProcessor:
     """Follows requests from `add_request` until their last output.
@@ -29,7 +25,7 @@ class OutputProcessor:
         tokenizer: None if the checkpoint has none; all texts are then empty.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase | None") -> None:
+    def __init__(self, tokenizer: KeptTokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._requests: dict[int | str, Request] = {}
         self._completions: dict[int, Completion] = {}  # by sequence id

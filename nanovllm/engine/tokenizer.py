@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tokenizers import models
 
 from nanovllm.engine.gguf_tokenizer import convert_gguf_tokenizer
+from nanovllm.engine.kept_tokenizer import KeptTokenizer, fields_of, keep, read_kept
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.utils.gguf import is_gguf
 from nanovllm.utils.grammar import GrammarCompiler
@@ -62,7 +63,25 @@ def load_tokenizer(checkpoint: Checkpoint) -> "PreTrainedTokenizerBase | None":
     return found
 
 
-def check_same_vocabulary(tokenizer: "PreTrainedTokenizerBase", draft: Checkpoint) -> None:
+def serving_tokenizer(checkpoint: Checkpoint) -> KeptTokenizer | None:
+    """Return what `load_tokenizer` returns, as far as the engine needs it.
+
+    From the second start on, transformers is not imported for it.
+
+    Raises:
+        CheckpointError: as for `load_tokenizer`.
+    """
+    if checkpoint.tokenizer_path is not None and (found := read_kept(checkpoint)) is not None:
+        return found
+    tokenizer = load_tokenizer(checkpoint)
+    if tokenizer is None:
+        return None
+    fields = fields_of(tokenizer)
+    keep(checkpoint, fields)
+    return KeptTokenizer(fields)
+
+
+def check_same_vocabulary(tokenizer: KeptTokenizer, draft: Checkpoint) -> None:
     """Check that `draft`, the checkpoint of a draft network, has the tokens of `tokenizer`.
 
     A draft without tokenizer files is taken to have them.
@@ -73,7 +92,7 @@ def check_same_vocabulary(tokenizer: "PreTrainedTokenizerBase", draft: Checkpoin
     """
     if draft.tokenizer_path is None:
         return
-    other = load_tokenizer(draft)
+    other = serving_tokenizer(draft)
     assert other is not None
     found, expected = other.get_vocab(), tokenizer.get_vocab()
     different = expected.items() ^ found.items()
@@ -97,7 +116,7 @@ def _load_directory(checkpoint: Checkpoint, path: Path) -> Any:
 
 
 def grammar_compiler(
-    tokenizer: "PreTrainedTokenizerBase | None", eos_token_ids: frozenset[int], vocab_size: int
+    tokenizer: KeptTokenizer | None, eos_token_ids: frozenset[int], vocab_size: int
 ) -> GrammarCompiler | None:
     """Return what compiles structured_outputs for `tokenizer`; None without one."""
     if tokenizer is None:
@@ -106,7 +125,7 @@ def grammar_compiler(
     return GrammarCompiler(partial(_tokenizer_text, tokenizer), vocab_size, tuple(eos))
 
 
-def _tokenizer_text(tokenizer: "PreTrainedTokenizerBase") -> str:
+def _tokenizer_text(tokenizer: KeptTokenizer) -> str:
     """Return the tokenizer as the text of a tokenizer.json, without padding and truncation."""
     backend: Any = copy.copy(tokenizer.backend_tokenizer)
     backend.no_padding()
@@ -134,7 +153,7 @@ class TokenBound(NamedTuple):
         return num_chars / self.chars_per_token
 
 
-def token_bound(tokenizer: "PreTrainedTokenizerBase") -> TokenBound | None:
+def token_bound(tokenizer: KeptTokenizer) -> TokenBound | None:
     """Return the bound of a tokenizer; None if there is no sure one.
 
     Byte-level BPE has one: each byte of the normalised text that the vocabulary has is in one

@@ -90,7 +90,7 @@ class _Answer:
 
     def __init__(self, server: ServerState, body: CompletionRequest) -> None:
         self._body = body
-        self._tokenizer: Any = server.llm.get_tokenizer()
+        self._tokenizer: Any = server.llm.engine.input_processor.tokenizer
         self._n = body.n or 1
         self.may_be_large = body.logprobs is not None or body.prompt_logprobs is not None
         """Whether to make the whole answer takes so long that a thread does it."""

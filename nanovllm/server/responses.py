@@ -145,7 +145,7 @@ class _Answer:
     def __init__(
         self, server: ServerState, body: ResponsesRequest, params: SamplingParams, prompt: str
     ) -> None:
-        self._tokenizer: Any = server.llm.get_tokenizer()
+        self._tokenizer: Any = server.llm.engine.input_processor.tokenizer
         self._reasoning = ""
         self._with_reasoning = body.include_reasoning is not False
         self._parser: AnswerParser = server.answer_format.parser(

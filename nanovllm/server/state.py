@@ -93,7 +93,7 @@ def make_state(llm: AsyncLLM, options: ServerOptions) -> ServerState:
 
 
 def _answer_format(llm: AsyncLLM, options: ServerOptions) -> AnswerFormat:
-    tokenizer = llm.get_tokenizer()
+    tokenizer = llm.engine.input_processor.tokenizer
     parsers = options.tool_call_parser, options.reasoning_parser
     if tokenizer is None:
         return find_answer_format(None, *parsers)

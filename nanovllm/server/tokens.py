@@ -117,7 +117,7 @@ def _detokenize(server: ServerState, tokens: list[int]) -> str:
 
 
 def _tokenizer(server: ServerState) -> Any:
-    tokenizer = server.llm.get_tokenizer()
+    tokenizer = server.llm.engine.input_processor.tokenizer
     if tokenizer is None:
         raise APIError(400, "this model has no tokenizer: use token ids")
     return tokenizer

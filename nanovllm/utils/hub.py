@@ -230,6 +230,20 @@ def _indexed_files(index: Path) -> list[Path]:
     return [path / name for name in names]
 
 
+def opened_files(path: Path) -> list[str]:
+    """Return the names of the files in directory `path` that decide its tokenizer, sorted."""
+    named = read_json(path / "tokenizer_config.json")
+    other = {
+        name
+        for key, value in named.items()
+        if key.endswith(("_file", "_files"))
+        for name in (value if isinstance(value, list) else [value])
+        if isinstance(name, str)
+    }
+    matching = {str(f.relative_to(path)) for p in _OPENED_PATTERNS for f in path.glob(p)}
+    return sorted(name for name in matching | other if (path / name).is_file())
+
+
 def check_tokenizer_files(path: Path) -> None:
     """Check a tokenizer's JSON files, all but tokenizer.json, which only its library can check.
 

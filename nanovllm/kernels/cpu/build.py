@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from nanovllm.kernels.cpu import build_cache
 from nanovllm.kernels.cpu.calls import pack_call
+from nanovllm.utils import disk_cache
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def load(*architecture: str) -> ctypes.CDLL:
     try:
         compiler = find_compiler()
         (version,) = _run([*compiler, "--version"])
-        cache = build_cache.cache_directory()
+        cache = disk_cache.cache_directory()
         for extra in ((), _WITHOUT_TILES):
             command = [*compiler, *_FLAGS, *flags, *extra]
             kernels = _load_or_build(cache, f"cpu-{_key(command, version)}.so", command)
@@ -68,7 +68,7 @@ def _load_or_build(cache: Path | None, name: str, command: list[str]) -> ctypes.
     """Open `name` in `cache`. If it is missing or unusable, build it again."""
     if cache is not None:
         try:
-            build_cache.check_file(cache / name)
+            disk_cache.check_file(cache / name)
             return _open(cache / name)
         except FileNotFoundError:
             pass
@@ -76,13 +76,13 @@ def _load_or_build(cache: Path | None, name: str, command: list[str]) -> ctypes.
             logger.warning("compiling the kernels again: %s", reason)
         except (OSError, ValueError, Unavailable) as reason:
             logger.info("compiling the kernels again: %s", reason)
-    with build_cache.new_directory(cache) as directory:
+    with disk_cache.new_directory(cache) as directory:
         library = Path(directory, name)
         _compile(command, library)
-        build_cache.seal(library)
+        disk_cache.seal(library)
         # Under this path: the loader takes a path that it knows for the library it has loaded.
         kernels = _open(library)
-        build_cache.store(library, cache)
+        disk_cache.store(library, cache)
     return kernels
 
 

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm.kernels.cpu import build, build_cache
+from nanovllm.kernels.cpu import build
 from nanovllm.kernels.cpu.library import library
+from nanovllm.utils import disk_cache
 from tests.kernels.cpu.helpers import built_library, fake_compiler, native, num_links
 
 pytestmark = native
@@ -62,7 +63,7 @@ def replace(file: Path, content: bytes, *, sealed: bool) -> None:
     file.write_bytes(content)
     file.chmod(0o600)
     if sealed:
-        build_cache.seal(file)
+        disk_cache.seal(file)
 
 
 def planted(file: Path, marker: Path) -> None:
@@ -76,7 +77,7 @@ def assert_rebuilt(cached: Path, compiler: str) -> None:
     """Check that the next load builds the file again, once, and leaves nothing else."""
     build.load()
     assert num_links(compiler) == 2
-    build_cache.check_file(cached)
+    disk_cache.check_file(cached)
     assert cached.read_bytes().startswith(built_library())
     assert [*cached.parent.iterdir()] == [cached]
 
@@ -149,7 +150,7 @@ def test_two_builds_at_once_both_end_well(cache, tmp_path, monkeypatch):
         assert first.result(60).nv_enable() == second.result(60).nv_enable() == 1
     assert num_links(compiler) == 2
     (file,) = cache.iterdir()
-    build_cache.check_file(file)
+    disk_cache.check_file(file)
     assert file.stat().st_mode & 0o777 == 0o600
 
 
@@ -203,15 +204,15 @@ def test_a_file_that_others_could_have_written_is_replaced(
     ("mode", "safe"), [(0o755, True), (0o1777, True), (0o777, False), (0o775, False)]
 )
 def test_others_must_not_rename_the_directory(tmp_path, monkeypatch, mode, safe):
-    monkeypatch.setattr(build_cache, "_is_private", lambda gid: False)
+    monkeypatch.setattr(disk_cache, "_is_private", lambda gid: False)
     directory = tmp_path / "parent" / "nanovllm"
     directory.mkdir(parents=True, mode=0o700)
     directory.parent.chmod(mode)
     if safe:
-        build_cache.check_directory(directory)
+        disk_cache.check_directory(directory)
     else:
         with pytest.raises(PermissionError, match=f"chmod go-w {directory.parent}$"):
-            build_cache.check_directory(directory)
+            disk_cache.check_directory(directory)
 
 
 @as_root
@@ -220,19 +221,19 @@ def test_the_owner_of_a_directory_above_is_this_user_or_root(tmp_path):
     directory.mkdir(parents=True, mode=0o700)
     os.chown(directory.parent, OTHER_USER, OTHER_USER)
     with pytest.raises(PermissionError, match=f"parent belongs to user {OTHER_USER}"):
-        build_cache.check_directory(directory)
+        disk_cache.check_directory(directory)
 
 
 def test_a_private_group_may_write_above_the_directory_and_not_in_it(tmp_path, monkeypatch):
     """Where each user has a group, such as "ann", ~/.cache is often writable by this group."""
-    monkeypatch.setattr(build_cache, "_is_private", lambda gid: True)
+    monkeypatch.setattr(disk_cache, "_is_private", lambda gid: True)
     directory = tmp_path / "parent" / "nanovllm"
     directory.mkdir(parents=True, mode=0o700)
     directory.parent.chmod(0o775)
-    build_cache.check_directory(directory)
+    disk_cache.check_directory(directory)
     directory.chmod(0o770)
     with pytest.raises(PermissionError, match="chmod go-w"):
-        build_cache.check_directory(directory)
+        disk_cache.check_directory(directory)
 
 
 @pytest.mark.parametrize(
@@ -245,7 +246,7 @@ def test_a_private_group_has_the_users_name_and_no_other_member(
     user = pwd.struct_passwd(("ann", "x", 1000, 1000, "", "/home/ann", "/bin/sh"))
     monkeypatch.setattr("pwd.getpwuid", lambda uid: user)
     monkeypatch.setattr("grp.getgrgid", lambda gid: build_group(name, members))
-    assert build_cache._is_private(1000) is private
+    assert disk_cache._is_private(1000) is private
 
 
 def build_group(name: str, members: list[str]):
@@ -259,9 +260,9 @@ def test_a_link_is_followed_once_and_what_it_names_is_checked(cache, compiler, t
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     cache.parent.symlink_to(elsewhere)
-    assert build_cache.cache_directory() == elsewhere / "nanovllm"
+    assert disk_cache.cache_directory() == elsewhere / "nanovllm"
     elsewhere.chmod(0o777)
-    assert build_cache.cache_directory() is None
+    assert disk_cache.cache_directory() is None
     (warning,) = warnings()
     assert f"chmod go-w {elsewhere}" in warning
 
@@ -287,7 +288,7 @@ def test_a_user_without_a_home_has_no_cache(monkeypatch, warnings):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr("pwd.getpwuid", unknown)
-    assert build_cache.cache_directory() is None
+    assert disk_cache.cache_directory() is None
     assert len(warnings()) == 1
 
 
@@ -295,11 +296,11 @@ def test_a_relative_xdg_cache_home_is_ignored(monkeypatch, tmp_path):
     """The XDG base directory specification says so."""
     monkeypatch.setenv("XDG_CACHE_HOME", "here")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert build_cache.cache_directory() == tmp_path / ".cache" / "nanovllm"
+    assert disk_cache.cache_directory() == tmp_path / ".cache" / "nanovllm"
 
 
 def test_a_cache_that_cannot_be_written_costs_only_time(warnings):
-    with build_cache.new_directory(Path("/proc")) as directory:
+    with disk_cache.new_directory(Path("/proc")) as directory:
         assert Path(directory).stat().st_mode & 0o777 == 0o700
     (warning,) = warnings()
     assert "/proc is not used" in warning

@@ -1,7 +1,7 @@
-"""Keeps compiled files between processes: finds a directory and checks what is in it.
+"""Keeps files between processes: finds a directory and checks what is in it.
 
-A file counts only if this user alone could have written it, and if it is whole. Knows no kernel and
-no compiler.
+A file counts only if this user alone could have written it, and if it is whole. Knows no kernel, no
+compiler and no tokenizer.
 """
 
 import hashlib
@@ -20,8 +20,8 @@ _ROOTS = (0, 65534)
 """root, and what the host's root is called within a user namespace that lacks it."""
 
 
-def cache_directory() -> Path | None:
-    """Return the directory of compiled files, made if needed; None if there is no safe one.
+def cache_directory(*, warn: bool = True) -> Path | None:
+    """Return the directory of kept files, made if needed; None if there is no safe one.
 
     It is $XDG_CACHE_HOME/nanovllm, or ~/.cache/nanovllm. A warning in the log says why it is None.
     """
@@ -34,7 +34,8 @@ def cache_directory() -> Path | None:
         resolved = path.resolve(strict=True)
         check_directory(resolved)
     except (OSError, RuntimeError) as reason:  # RuntimeError: this user has no home
-        _warn_not_kept(path, reason)
+        if warn:
+            _warn_not_kept(path, reason)
         return None
     return resolved
 
@@ -65,8 +66,10 @@ def check_directory(directory: Path) -> None:
     _check_ours(directory, _lstat(directory))
 
 
-def check_file(path: Path) -> None:
+def check_file(path: Path) -> bytes:
     """Check that `path`, in a directory that passed `check_directory`, is what `seal` left.
+
+    Returns its content without the digest.
 
     Raises:
         PermissionError: others could have written it.
@@ -86,6 +89,7 @@ def check_file(path: Path) -> None:
     digest = hashlib.new(_DIGEST, content[:-_DIGEST_BYTES]).digest()
     if digest != content[-_DIGEST_BYTES:]:
         raise ValueError(f"{path} is damaged")
+    return bytes(content[:-_DIGEST_BYTES])
 
 
 def seal(path: Path) -> None:
