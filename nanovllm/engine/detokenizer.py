@@ -3,11 +3,15 @@
 Knows no requests and no scheduling.
 """
 
+import io
 import itertools
 from collections.abc import Sequence as Seq
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
+
+_MAX_UNREAD = 32
+"""Tokens that may wait for the end of their last character, which has 4 bytes at most."""
 
 
 class Detokenizer:
@@ -15,9 +19,10 @@ class Detokenizer:
 
     The text is the same as that of all tokens decoded at once, with one exception: text is never
     taken back. With byte fallback, a byte can make the characters before it invalid; here only that
-    byte becomes U+FFFD.
+    byte becomes U+FFFD. A token costs the same however long the output is.
 
     Args:
+        skipped: tokens that have no text, besides those of `skip_special_tokens`.
         spaces_between_special_tokens: False leaves out what the decoder writes between two adjacent
             added tokens.
         stop: strings that end the text.
@@ -29,12 +34,14 @@ class Detokenizer:
         tokenizer: Tokenizer,
         *,
         skip_special_tokens: bool = True,
+        skipped: frozenset[int] = frozenset(),
         spaces_between_special_tokens: bool = True,
         stop: Seq[str] = (),
         include_stop: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
+        self._skipped = skipped
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._added_tokens: dict[int, str] = {}  # those that join the one before without a space
         if not (skip_special_tokens or spaces_between_special_tokens):
@@ -47,8 +54,19 @@ class Detokenizer:
         self._num_read = 0  # tokens whose text is in self.text; the rest is part of a character
         # A stop string may begin in these last characters of the text.
         self._num_held_back = 0 if include_stop else max(self._stop_lengths, default=1) - 1
-        self.text = ""
+        self._text = io.StringIO()  # grows in place: a str would be copied for each token
+        self.num_chars = 0
         self.stop_string: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The whole text so far."""
+        return self._text.getvalue()
+
+    def read(self, start: int, end: int) -> str:
+        """Return the characters of the text from `start` to `end`."""
+        self._text.seek(start)
+        return self._text.read(max(0, end - start))
 
     def add(self, token_id: int, *, search: bool = True) -> bool:
         """Append a token; return whether a stop string is now complete, which ends the text.
@@ -56,13 +74,17 @@ class Detokenizer:
         Args:
             search: False to ignore stop strings that this token completes, now and later.
         """
+        if token_id in self._skipped:
+            return False
         self._token_ids.append(token_id)
-        num_searched = len(self.text)
-        self.text += self._step(token_id)
+        num_searched = self.num_chars
+        self._write(self._step(token_id))
         return search and self._find_stop(num_searched)
 
     def add_all(self, token_ids: list[int]) -> None:
         """Append all tokens of an output at once, without searching; faster than one by one."""
+        if self._skipped:
+            token_ids = [token_id for token_id in token_ids if token_id not in self._skipped]
         whole = self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
         joined = any(self._is_joined(*pair) for pair in itertools.pairwise(token_ids))
         # Or a byte may have made characters before it invalid: see the class.
@@ -70,7 +92,8 @@ class Detokenizer:
             for token_id in token_ids:
                 self.add(token_id, search=False)
         else:
-            self._token_ids, self._num_read, self.text = list(token_ids), len(token_ids), whole
+            self._token_ids, self._num_read = list(token_ids), len(token_ids)
+            self._write(whole)
 
     def finish(self, *, search: bool = True) -> bool:
         """Add the rest of the text: an incomplete character at the end becomes U+FFFD.
@@ -79,10 +102,10 @@ class Detokenizer:
             Whether a stop string is complete.
         """
         if self.stop_string is None:
-            num_searched = len(self.text)
+            num_searched = self.num_chars
             whole = self._decode(0)
             kept = whole.startswith(self.text)
-            self.text = whole if kept else self.text + self._decode(self._num_read)
+            self._write(whole[num_searched:] if kept else self._decode(self._num_read))
             self._num_read = len(self._token_ids)
             if search:
                 self._find_stop(num_searched)
@@ -91,31 +114,59 @@ class Detokenizer:
     def safe_length(self, *, finished: bool) -> int:
         """Return how many characters of the text are final, so that they can be sent."""
         if finished:
-            return len(self.text)
-        return max(0, len(self.text) - self._num_held_back)
+            return self.num_chars
+        return max(0, self.num_chars - self._num_held_back)
+
+    def _write(self, piece: str) -> None:
+        """Append to the text."""
+        self._text.seek(self.num_chars)
+        self._text.write(piece)
+        self.num_chars += len(piece)
 
     def _step(self, token_id: int) -> str:
         """Return the text that the next token adds; "" while its last character is incomplete."""
         try:
             piece = self._stream.step(self._tokenizer, token_id) or ""
         except Exception:  # the new bytes change the text of the old ones: decode them apart
-            unread = self._token_ids[self._num_read :]
-            self._stream = DecodeStream(unread, skip_special_tokens=self._skip_special_tokens)
             piece = self._decode(self._num_read)
+            self._restart(self._num_read)
             if piece.endswith("\ufffd"):  # incomplete: a later step returns it
-                return ""
+                piece = ""
         if len(self._token_ids) > 1 and self._is_joined(*self._token_ids[-2:]):
             piece = self._added_tokens[token_id]
         if piece:
             self._num_read = len(self._token_ids)
+        elif len(self._token_ids) - self._num_read >= _MAX_UNREAD:
+            piece = self._read_broken()
         return piece
+
+    def _read_broken(self) -> str:
+        """Return the text of the unread tokens but the last few: no token to come completes them.
+
+        The stream would decode all of them again with each token.
+        """
+        start, whole = self._num_read, self._decode(self._num_read)
+        # One of four neighbouring places is between two characters.
+        for end in range(len(self._token_ids) - 3, len(self._token_ids) - 7, -1):
+            piece = self._decode(start, end)
+            if piece + self._decode(end) == whole:
+                break
+        self._num_read = end
+        self._restart(end)
+        return piece
+
+    def _restart(self, start: int) -> None:
+        """Make a stream of which the tokens from `start` on are not read yet."""
+        self._stream = DecodeStream(
+            self._token_ids[start:], skip_special_tokens=self._skip_special_tokens
+        )
 
     def _is_joined(self, token_id: int, next_token_id: int) -> bool:
         return token_id in self._added_tokens and next_token_id in self._added_tokens
 
-    def _decode(self, start: int) -> str:
+    def _decode(self, start: int, end: int | None = None) -> str:
         skip = self._skip_special_tokens
-        return self._tokenizer.decode(self._token_ids[start:], skip_special_tokens=skip)
+        return self._tokenizer.decode(self._token_ids[start:end], skip_special_tokens=skip)
 
     def _find_stop(self, num_searched: int) -> bool:
         """Cut the text at the stop string that is complete first; return whether there is one.
@@ -123,11 +174,16 @@ class Detokenizer:
         Args:
             num_searched: length of the text that was searched before.
         """
-        for end in range(num_searched + 1, len(self.text) + 1):
+        if not self._stop_lengths:
+            return False
+        first = max(0, num_searched + 1 - self._stop_lengths[0])
+        text = self.read(first, self.num_chars)  # all in which a stop string may lie
+        for end in range(num_searched + 1 - first, len(text) + 1):
             for length in self._stop_lengths:  # longest first; one look for all stops of a length
-                stop = self.text[max(0, end - length) : end]
+                stop = text[max(0, end - length) : end]
                 if stop in self._stop:
                     self.stop_string = stop
-                    self.text = self.text[: end if self._include_stop else end - len(stop)]
+                    self.num_chars = first + (end if self._include_stop else end - len(stop))
+                    self._text.truncate(self.num_chars)
                     return True
         return False

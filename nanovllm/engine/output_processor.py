@@ -3,6 +3,8 @@
 Knows no prompts and no scheduling.
 """
 
+from functools import cached_property
+
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.kept_tokenizer import KeptTokenizer
 from nanovllm.engine.request import Completion, Request
@@ -35,7 +37,7 @@ class OutputProcessor:
         """Begin to follow a request."""
         self._requests[request.request_id] = request
         for index, seq in enumerate(request.sequences):
-            detokenizer = self._make_detokenizer(request.params)
+            detokenizer = self.make_detokenizer(request.params)
             self._completions[seq.seq_id] = Completion(request, index, seq, detokenizer)
 
     def get_request(self, request_id: int | str) -> Request | None:
@@ -116,7 +118,9 @@ class OutputProcessor:
         """Return what was read of a completion and not sent yet, and mark it as sent."""
         seq, detokenizer, request = completion.seq, completion.detokenizer, completion.request
         params = request.params
-        tokens = seq.output_token_ids[: completion.num_tokens]
+        num_sent = 0 if request.sends_all else completion.num_sent_tokens
+        first = seq.num_prompt_tokens
+        tokens = seq.token_ids[first + num_sent : first + completion.num_tokens]
         text, stop_string = "", None
         if detokenizer is not None:
             if not (request.stream or params.stop):
@@ -125,37 +129,46 @@ class OutputProcessor:
                 detokenizer.finish(search=False)
             end = detokenizer.safe_length(finished=seq.is_finished)
             start = 0 if request.sends_all else completion.num_sent_chars
-            text = detokenizer.text[start:end]
+            text = detokenizer.read(start, end)
             completion.num_sent_chars = max(end, completion.num_sent_chars)
             stop_string = detokenizer.stop_string
-        num_sent = 0 if request.sends_all else completion.num_sent_tokens
         logprobs, cumulative = None, None
         if params.logprobs is not None:
-            known = seq.logprobs[: completion.num_tokens]
-            cumulative = sum(found.logprobs[0] for found in known)
-            logprobs = [self._logprobs(found) for found in known[num_sent:]]
-        completion.num_sent_tokens = len(tokens)
+            for found in seq.logprobs[completion.num_sent_tokens : completion.num_tokens]:
+                completion.cumulative_logprob += found.logprobs[0]
+            cumulative = completion.cumulative_logprob
+            known = seq.logprobs[num_sent : completion.num_tokens]
+            logprobs = [self._logprobs(found) for found in known]
+        completion.num_sent_tokens = completion.num_tokens
         completion.sent_end = seq.is_finished
         return CompletionOutput(
             index=completion.index,
             text=text,
-            token_ids=tokens[num_sent:],
+            token_ids=tokens,
             finish_reason="stop" if stop_string else seq.finish_reason,
             stop_reason=stop_string or seq.stop_reason,
             cumulative_logprob=cumulative,
             logprobs=logprobs,
         )
 
-    def _make_detokenizer(self, params: SamplingParams) -> Detokenizer | None:
+    def make_detokenizer(self, params: SamplingParams) -> Detokenizer | None:
+        """Return what makes the text of an output; None if it has none."""
         if self._tokenizer is None or not params.detokenize:
             return None
         return Detokenizer(
             self._tokenizer.backend_tokenizer,
             skip_special_tokens=params.skip_special_tokens,
+            skipped=self._special_tokens if params.skip_special_tokens else frozenset(),
             spaces_between_special_tokens=params.spaces_between_special_tokens,
             stop=params.stop,
             include_stop=params.include_stop_str_in_output,
         )
+
+    @cached_property
+    def _special_tokens(self) -> frozenset[int]:
+        assert self._tokenizer is not None
+        added = self._tokenizer.backend_tokenizer.get_added_tokens_decoder()
+        return frozenset(token_id for token_id, token in added.items() if token.special)
 
     def _take_prompt_logprobs(self, request: Request) -> list[dict[int, Logprob] | None] | None:
         """Return the prompt's log-probabilities: once, or with each output that has all so far."""

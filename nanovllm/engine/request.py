@@ -67,6 +67,7 @@ class Completion:
         self.num_tokens = 0  # output tokens read; tokens after a stop string are never read
         self.num_sent_tokens = 0
         self.num_sent_chars = 0
+        self.cumulative_logprob = 0.0  # of the tokens sent
         self.sent_end = False  # whether an output with the finish reason was sent
 
     @property

@@ -384,3 +384,30 @@ def test_spaces_between_special_tokens(spaces: bool, skip_special_tokens: bool) 
                 detokenizer.add(token_id)
         detokenizer.finish()
         assert detokenizer.text == expected
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+def test_broken_bytes_do_not_wait_for_ever(kind: str) -> None:
+    """Symptom: each token decodes all broken bytes before it again; 8,000 of them take 8 s."""
+    tokenizer = MAKERS[kind]()
+    broken = tokenizer.encode("👋", add_special_tokens=False).ids[-1:]
+    after = tokenizer.encode("👋 the cat", add_special_tokens=False).ids
+    detokenizer = Detokenizer(tokenizer)
+    token_ids = [*broken * 200, *after]
+    shown = read(detokenizer, token_ids)
+    assert all(len(text) > count - 32 for count, text in enumerate(shown[:200], start=1))
+    detokenizer.finish()
+    assert detokenizer.text == decode(kind, token_ids, skip_special_tokens=True)
+    assert detokenizer.text.endswith("👋 the cat")
+
+
+@every_tokenizer
+def test_many_special_tokens_that_are_left_out(kind: str) -> None:
+    tokenizer = MAKERS[kind]()
+    added = tokenizer.get_added_tokens_decoder()
+    special = [token_id for token_id, token in added.items() if token.special]
+    the, cat = (tokenizer.encode(word, add_special_tokens=False).ids for word in (" the", " cat"))
+    token_ids = [*special * 30, *the, *special * 30, *cat]
+    detokenizer = Detokenizer(tokenizer, skipped=frozenset(special))
+    read(detokenizer, token_ids)
+    assert detokenizer.text == decode(kind, token_ids, skip_special_tokens=True)
