@@ -1,4 +1,4 @@
-"""The checkpoint's tokenizer: how it is loaded, and how much text one of its tokens can hold.
+"""The checkpoint's tokenizer: how it is loaded, and what text one of its tokens holds.
 
 Knows no prompts and no requests.
 """
@@ -7,8 +7,9 @@ import copy
 import itertools
 import json
 import logging
-from collections.abc import Iterable
-from functools import partial
+import re
+from collections.abc import Callable, Iterable
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -186,6 +187,35 @@ def token_bound(tokenizer: KeptTokenizer) -> TokenBound | None:
     return TokenBound(longest * 1.5, lost)
 
 
+def token_bytes(tokenizer: "PreTrainedTokenizerBase") -> Callable[[int], bytes]:
+    """Return a function that gives the bytes of a token, also where a character has several tokens.
+
+    They are those of the vocabulary's entry. So a space that a decoder leaves out at the start of a
+    text is there.
+    """
+    backend: Any = tokenizer.backend_tokenizer
+    added = backend.get_added_tokens_decoder()
+    kinds = {step["type"] for step in _steps(backend.decoder)}
+    byte_of = {char: byte for byte, char in _byte_level_chars().items()}
+
+    @cache
+    def bytes_of(token_id: int) -> bytes:
+        entry: str = backend.id_to_token(token_id) or ""
+        if token_id in added:
+            return entry.encode()
+        if "ByteLevel" in kinds:
+            known = all(char in byte_of for char in entry)
+            return bytes(byte_of[char] for char in entry) if known else entry.encode()
+        if "ByteFallback" in kinds and (byte := re.fullmatch("<0x([0-9A-F]{2})>", entry)):
+            return bytes.fromhex(byte[1])
+        # What the decoder adds for it behind another token.
+        once, twice = (backend.decode([token_id] * count) for count in (1, 2))
+        text: str = twice[len(once) :]
+        return text.encode()
+
+    return bytes_of
+
+
 def _byte_level_chars() -> dict[int, str]:
     """Return the character that stands for each byte in a byte-level vocabulary: itself if it is
     printable, else one from 256 on (Radford et al., 2019).
@@ -196,10 +226,11 @@ def _byte_level_chars() -> dict[int, str]:
 
 
 def _steps(component: Any) -> list[dict[str, Any]]:
-    """Return the settings of each step of a normalizer or pre-tokenizer; none if it is None."""
+    """Return the settings of each step of a normalizer, pre-tokenizer or decoder; none for None."""
     if component is None:
         return []
     settings = json.loads(component.__getstate__())
     steps: list[dict[str, Any]]
-    steps = settings.get("normalizers", settings.get("pretokenizers", [settings]))
+    names = [name for name in ("normalizers", "pretokenizers", "decoders") if name in settings]
+    steps = settings[names[0]] if names else [settings]
     return steps

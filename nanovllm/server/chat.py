@@ -46,7 +46,7 @@ from nanovllm.server.protocol.chat import (
 )
 from nanovllm.server.protocol.common import Usage, usage
 from nanovllm.server.rendering import render
-from nanovllm.server.sse import json_response, sse
+from nanovllm.server.sse import frame, json_response, sse
 from nanovllm.server.state import ServerState, state_of
 
 router = APIRouter(tags=["chat"], route_class=JSONRoute)
@@ -167,6 +167,7 @@ class _Answer:
 
     def __init__(self, server: ServerState, body: ChatRequest, prompt: str) -> None:
         self._body = body
+        self._token_bytes = server.token_bytes
         self._choices = [_Choice(server, body, prompt) for _ in range(body.n or 1)]
         self._head: dict[str, Any] = {
             "id": f"chatcmpl-{body.request_id or uuid.uuid4().hex}",
@@ -177,11 +178,6 @@ class _Answer:
 
     def whole(self, output: RequestOutput) -> ChatCompletion:
         """Return the whole answer."""
-        fields: dict[str, Any] = {}
-        if self._body.return_token_ids:
-            fields["prompt_token_ids"] = output.prompt_token_ids
-        if self._body.prompt_logprobs is not None:
-            fields["prompt_logprobs"] = output.prompt_logprobs
         num_output = sum(len(c.token_ids) for c in output.outputs)
         return ChatCompletion(
             object="chat.completion",
@@ -189,21 +185,20 @@ class _Answer:
             service_tier="default",
             choices=[self._choice(completion) for completion in output.outputs],
             usage=_usage(output, num_output),
-            **fields,
+            prompt_token_ids=output.prompt_token_ids if self._body.return_token_ids else None,
+            prompt_logprobs=output.prompt_logprobs,
         )
 
     def _choice(self, completion: CompletionOutput) -> ChatChoice:
         choice = self._choices[completion.index]
         parts = choice.parts(completion)
-        message = _message(parts)
-        fields = {"token_ids": completion.token_ids} if self._body.return_token_ids else {}
         return ChatChoice(
             index=completion.index,
-            message=message,
+            message=_message(parts),
             logprobs=self._logprobs(completion),
             finish_reason=choice.finish_reason(completion),
             stop_reason=completion.stop_reason,
-            **fields,
+            token_ids=completion.token_ids if self._body.return_token_ids else None,
         )
 
     async def chunks(
@@ -213,68 +208,93 @@ class _Answer:
         options, num_output = self._body.stream_options, 0
         async for output in outputs:
             for completion in output.outputs:
+                choice = self._choices[completion.index]
+                if not choice.has_begun:
+                    choice.has_begun = True
+                    first = self._first_chunk(completion.index, output, num_output)
+                    if first.prompt_logprobs is None:
+                        yield first
+                    else:  # it may be large
+                        yield await asyncio.to_thread(frame, first)
                 num_output += len(completion.token_ids)
                 for chunk_choice in self._chunk_choices(completion):
-                    chunk = self._chunk([chunk_choice])
-                    if options is not None and options.continuous_usage_stats:
-                        chunk.usage = _usage(output, num_output)
-                    if self._body.return_token_ids and chunk_choice.delta.role:
-                        chunk.prompt_token_ids = output.prompt_token_ids
-                    yield chunk
+                    yield self._chunk(chunk_choice, output, num_output)
         if options is not None and options.include_usage:
-            chunk = self._chunk([])
-            chunk.usage = _usage(output, num_output)
-            yield chunk
+            last = ChatChunk(object="chat.completion.chunk", **self._head, choices=[])
+            last.usage = _usage(output, num_output)
+            yield last
 
-    def _chunk(self, choices: list[ChunkChoice]) -> ChatChunk:
-        return ChatChunk(object="chat.completion.chunk", **self._head, choices=choices)
+    def _first_chunk(self, index: int, output: RequestOutput, num_output: int) -> ChatChunk:
+        """Return an answer's first chunk: its role, and what is asked for of the prompt."""
+        delta = Delta(role="assistant", content="")
+        choice = ChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)
+        chunk = self._chunk(choice, output, num_output)
+        chunk.prompt_token_ids = output.prompt_token_ids if self._body.return_token_ids else None
+        if self._body.prompt_logprobs is not None and output.prompt_logprobs is not None:
+            chunk.prompt_logprobs = output.prompt_logprobs
+        return chunk
+
+    def _chunk(self, choice: ChunkChoice, output: RequestOutput, num_output: int) -> ChatChunk:
+        chunk = ChatChunk(object="chat.completion.chunk", **self._head, choices=[choice])
+        options = self._body.stream_options
+        if options is not None and options.with_each_chunk:
+            chunk.usage = _usage(output, num_output)
+        return chunk
 
     def _chunk_choices(self, completion: CompletionOutput) -> list[ChunkChoice]:
-        """Return what is new of an answer: the role first, then the parts, then the end."""
-        choice, index = self._choices[completion.index], completion.index
+        """Return what is new of an answer: the parts, then the end.
+
+        Ids and log-probabilities of tokens come with the first part. Where no part is certain yet,
+        they come alone.
+        """
+        body, choice = self._body, self._choices[completion.index]
         deltas = [_delta(part) for part in choice.parts(completion)]
-        if not choice.has_begun:
-            choice.has_begun = True
-            deltas.insert(0, Delta(role="assistant", content=""))
-        if completion.finish_reason is not None or (completion.logprobs and len(deltas) == 0):
+        has_data = bool(completion.token_ids and (body.logprobs or body.return_token_ids))
+        if completion.finish_reason is not None or (has_data and not deltas):
             deltas.append(Delta())
         choices = [
-            ChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)
+            ChunkChoice(
+                index=completion.index,
+                delta=delta,
+                logprobs=None,
+                finish_reason=None,
+                token_ids=[] if body.return_token_ids else None,
+            )
             for delta in deltas
         ]
-        if choices:
-            last = choices[-1]
-            last.logprobs = self._logprobs(completion) if completion.token_ids else None
-            last.finish_reason = choice.finish_reason(completion)
-            if completion.finish_reason is not None:
-                last.stop_reason = completion.stop_reason
-            if self._body.return_token_ids:
-                last.token_ids = completion.token_ids
+        if has_data:
+            choices[0].logprobs = self._logprobs(completion)
+            if body.return_token_ids:
+                choices[0].token_ids = completion.token_ids
+        if completion.finish_reason is not None:
+            choices[-1].finish_reason = choice.finish_reason(completion)
+            choices[-1].stop_reason = completion.stop_reason
         return choices
 
     def _logprobs(self, completion: CompletionOutput) -> ChoiceLogprobs | None:
         if not self._body.logprobs:
             return None
-        count = self._body.top_logprobs or 0
         found = zip(completion.token_ids, completion.logprobs or [], strict=True)
         return ChoiceLogprobs(
-            content=[self._token_logprobs(token, entries, count) for token, entries in found]
+            content=[self._token_logprobs(token, entries) for token, entries in found]
         )
 
-    def _token_logprobs(
-        self, token: int, entries: Mapping[int, Logprob], count: int
-    ) -> ContentLogprob:
-        top = sorted(entries.items(), key=lambda item: item[1].rank)[:count]
+    def _token_logprobs(self, token: int, entries: Mapping[int, Logprob]) -> ContentLogprob:
+        count = self._body.top_logprobs or 0
+        top = sorted(entries.items(), key=lambda item: item[1].rank)
         return ContentLogprob(
             **self._token_logprob(token, entries[token]),
-            top_logprobs=[TokenLogprob(**self._token_logprob(*item)) for item in top],
+            top_logprobs=[
+                TokenLogprob(**self._token_logprob(*item))
+                for item in (top if count == -1 else top[:count])
+            ],
         )
 
     def _token_logprob(self, token: int, entry: Logprob) -> dict[str, Any]:
-        text = entry.decoded_token
+        text = entry.decoded_token or ""
         if self._body.return_tokens_as_token_ids:
             text = f"token_id:{token}"
-        return {"token": text, "logprob": entry.logprob, "bytes": list(text.encode())}
+        return {"token": text, "logprob": entry.logprob, "bytes": list(self._token_bytes(token))}
 
 
 def _usage(output: RequestOutput, num_output: int) -> Usage:

@@ -6,12 +6,13 @@ Knows no queue and no connection: `generation` does.
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence as Seq
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence as Seq
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server import generation
@@ -25,7 +26,7 @@ from nanovllm.server.protocol.completions import (
     CompletionLogprobs,
     CompletionRequest,
 )
-from nanovllm.server.sse import json_response, sse
+from nanovllm.server.sse import frame, json_response, sse
 from nanovllm.server.state import ServerState, state_of
 
 MAX_TOKENS = 16
@@ -33,7 +34,7 @@ MAX_TOKENS = 16
 
 router = APIRouter(tags=["completions"], route_class=JSONRoute)
 
-TokenLogprobs = Mapping[int, Logprob] | None
+TokenLogprobs = dict[int, Logprob] | None
 """Log-probabilities at one position, the position's own token first; None for the first one."""
 
 
@@ -42,9 +43,9 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
     """Continue one prompt or many."""
     server = state_of(request)
     server.check_model(body.model)
-    answer = _Answer(server, body)
     with naming_params(CompletionRequest.model_fields, "prompt", structured_names(body)):
         prompts, params = _prompts(server, body), _params(server, body)
+        answer = _Answer(server, body, params)
         check_logprobs(server, params, map(len, prompts))
         with generation.admitted(request, params.n * len(prompts), body.user) as place:
             outputs = generation.run_all(
@@ -88,8 +89,12 @@ def _params(server: ServerState, body: CompletionRequest) -> SamplingParams:
 class _Answer:
     """Puts the outputs of one request into the protocol's form."""
 
-    def __init__(self, server: ServerState, body: CompletionRequest) -> None:
+    def __init__(
+        self, server: ServerState, body: CompletionRequest, params: SamplingParams
+    ) -> None:
         self._body = body
+        self._params = params
+        self._make_detokenizer = server.llm.engine.output_processor.make_detokenizer
         self._tokenizer: Any = server.llm.engine.input_processor.tokenizer
         self._n = body.n or 1
         self.may_be_large = body.logprobs is not None or body.prompt_logprobs is not None
@@ -105,7 +110,10 @@ class _Answer:
         self._num_prompt: dict[int, int] = {}  # tokens, by prompt
         self._num_cached: dict[int, int] = {}
         self._num_output = 0
-        self._offsets: dict[int, int] = {}  # by choice: where the next token's text begins
+        # What a stream sends with the first chunk of each continuation, by prompt.
+        self._prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        # For text_offset, by choice: where the output begins in the text, and what reads it.
+        self._texts: dict[int, tuple[int, Detokenizer | None]] = {}
 
     async def whole(self, outputs: AsyncIterator[tuple[int, RequestOutput]]) -> Completion:
         """Return the whole answer."""
@@ -123,16 +131,19 @@ class _Answer:
         self, outputs: AsyncIterator[tuple[int, RequestOutput]]
     ) -> AsyncGenerator[Completion | str, None]:
         """Yield a chunk for what is new of each continuation; the usage at the end if asked for."""
-        options = self._body.stream_options
-        has_begun: set[int] = set()
+        options, has_begun = self._body.stream_options, set[int]()
         async for prompt_index, output in outputs:
             self._count(prompt_index, output)
             for completion in output.outputs:
-                choice = self._choice(prompt_index, output, completion, has_begun)
-                chunk = Completion(**self._head, choices=[choice])
-                if options is not None and options.continuous_usage_stats:
-                    chunk.usage = self._usage()
-                yield chunk
+                index = self._index(prompt_index, completion)
+                is_first = index not in has_begun
+                has_begun.add(index)
+                new = (prompt_index, output, completion, is_first)
+                if is_first and self._params.prompt_logprobs is not None:  # it may be large
+                    chunk = await asyncio.to_thread(self._chunk, *new)
+                    yield await asyncio.to_thread(frame, chunk)
+                else:
+                    yield self._chunk(*new)
         if options is not None and options.include_usage:
             yield Completion(**self._head, choices=[], usage=self._usage())
 
@@ -141,6 +152,22 @@ class _Answer:
         self._num_cached[prompt_index] = output.num_cached_tokens
         if self._keeps_output:
             self._num_output += sum(len(c.token_ids) for c in output.outputs)
+        if self._n > 1 and output.prompt_logprobs is not None:
+            self._prompt_logprobs[prompt_index] = output.prompt_logprobs
+
+    def _index(self, prompt_index: int, completion: CompletionOutput) -> int:
+        """Return the index of a continuation's choice."""
+        return prompt_index * self._n + completion.index
+
+    def _chunk(
+        self, prompt_index: int, output: RequestOutput, completion: CompletionOutput, is_first: bool
+    ) -> Completion:
+        choice = self._choice(prompt_index, output, completion, is_first=is_first)
+        chunk = Completion(**self._head, choices=[choice])
+        options = self._body.stream_options
+        if options is not None and options.with_each_chunk:
+            chunk.usage = self._usage()
+        return chunk
 
     def _usage(self) -> Usage:
         cached = sum(self._num_cached.values())
@@ -154,62 +181,77 @@ class _Answer:
         prompt_index: int,
         output: RequestOutput,
         completion: CompletionOutput,
-        has_begun: set[int] | None = None,
+        *,
+        is_first: bool = True,
     ) -> CompletionChoice:
         """Return a continuation, or what is new of it.
 
         Args:
-            has_begun: indices of the choices that were sent before, for a stream.
+            is_first: whether nothing of the continuation was sent before.
         """
-        body, index = self._body, prompt_index * self._n + completion.index
-        is_first = has_begun is None or index not in has_begun
-        if has_begun is not None:
-            has_begun.add(index)
+        body, index = self._body, self._index(prompt_index, completion)
         text, tokens = (completion.text, completion.token_ids) if self._keeps_output else ("", [])
-        fields: dict[str, Any] = {}
-        if body.return_token_ids:
-            fields["token_ids"] = tokens
-            if is_first:
-                fields["prompt_token_ids"] = output.prompt_token_ids
-        if body.prompt_logprobs is not None and output.prompt_logprobs is not None:
-            fields["prompt_logprobs"] = output.prompt_logprobs
-        prompt_text = ""
+        of_prompt = None
+        if is_first:
+            of_prompt = output.prompt_logprobs or self._prompt_logprobs.get(prompt_index)
+        with_prompt_ids, echo = body.return_token_ids and is_first, ""
         if body.echo and is_first:
-            prompt_text = output.prompt or self._decode(output.prompt_token_ids)
-        return CompletionChoice(
+            echo = output.prompt or self._decode(output.prompt_token_ids)
+        choice = CompletionChoice(
             index=index,
-            text=prompt_text + text,
-            logprobs=self._logprobs(index, output, completion),
+            text=echo + text,
+            logprobs=None,
             finish_reason=completion.finish_reason if self._keeps_output else "length",
             stop_reason=completion.stop_reason,
-            **fields,
+            token_ids=tokens if body.return_token_ids else None,
+            prompt_token_ids=output.prompt_token_ids if with_prompt_ids else None,
+            prompt_logprobs=None if body.prompt_logprobs is None else of_prompt,
         )
+        if body.logprobs is not None:
+            found: list[TokenLogprobs] = []
+            if self._keeps_output:
+                found += completion.logprobs or []
+            offsets = self._offsets(index, tokens, len(echo))
+            if body.echo and is_first:
+                offsets = self._prompt_offsets(output.prompt_token_ids, len(echo)) + offsets
+                tokens = output.prompt_token_ids + tokens
+                found = (of_prompt or []) + found
+            choice.logprobs = self._logprobs(tokens, found, offsets)
+        return choice
+
+    def _offsets(self, index: int, token_ids: list[int], num_chars: int) -> list[int]:
+        """Return where new tokens of a continuation begin in its text.
+
+        Args:
+            num_chars: length of the text before its first token.
+        """
+        if index not in self._texts:
+            self._texts[index] = num_chars, self._make_detokenizer(self._params)
+        start, detokenizer = self._texts[index]
+        return [start + place for place in _places(detokenizer, token_ids)]
+
+    def _prompt_offsets(self, token_ids: list[int], num_chars: int) -> list[int]:
+        """Return where the tokens of a prompt begin in its text, which has so many characters.
+
+        Both end together. The first tokens may have no text, as that of a tokenizer's beginning of
+        sequence; and of a prompt that was cut only the last tokens are there.
+        """
+        params = self._params.clone(skip_special_tokens=False, spaces_between_special_tokens=True)
+        detokenizer = self._make_detokenizer(params)
+        places = _places(detokenizer, token_ids)
+        if detokenizer is None:
+            return places
+        detokenizer.finish(search=False)
+        return [max(0, place + num_chars - detokenizer.num_chars) for place in places]
 
     def _logprobs(
-        self, index: int, output: RequestOutput, completion: CompletionOutput
-    ) -> CompletionLogprobs | None:
-        if self._body.logprobs is None:
-            return None
-        tokens: list[int] = []
-        found: list[TokenLogprobs] = []
-        if self._body.echo:
-            tokens += output.prompt_token_ids
-            found += output.prompt_logprobs or []
-        if self._keeps_output:
-            tokens += completion.token_ids
-            found += completion.logprobs or []
-        return self._protocol_logprobs(index, tokens, found)
-
-    def _protocol_logprobs(
-        self, index: int, tokens: Seq[int], found: Seq[TokenLogprobs]
+        self, tokens: Seq[int], found: Seq[TokenLogprobs], offsets: list[int]
     ) -> CompletionLogprobs:
-        logprobs = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
-        offset = self._offsets.get(index, 0)
+        logprobs = CompletionLogprobs(
+            tokens=[], token_logprobs=[], top_logprobs=[], text_offset=offsets
+        )
         for token, entries in zip(tokens, found, strict=True):
-            text = self._token_text(token, entries)
-            logprobs.tokens.append(text)
-            logprobs.text_offset.append(offset)
-            offset += len(text)
+            logprobs.tokens.append(self._token_text(token, entries))
             if entries is None:
                 logprobs.token_logprobs.append(None)
                 logprobs.top_logprobs.append(None)
@@ -219,15 +261,28 @@ class _Answer:
                     tops.setdefault(self._token_text(other, entries), entry.logprob)
                 logprobs.token_logprobs.append(entries[token].logprob)
                 logprobs.top_logprobs.append(tops)
-        self._offsets[index] = offset
         return logprobs
 
     def _token_text(self, token: int, entries: TokenLogprobs) -> str:
         if self._body.return_tokens_as_token_ids:
             return f"token_id:{token}"
-        return self._decode([token]) if entries is None else entries[token].decoded_token
+        return self._decode([token]) if entries is None else entries[token].decoded_token or ""
 
     def _decode(self, token_ids: Seq[int]) -> str:
         if self._tokenizer is None:
             return ""
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+
+
+def _places(detokenizer: Detokenizer | None, token_ids: Seq[int]) -> list[int]:
+    """Return where each of the next tokens begins in a text; a character's tokens begin with it.
+
+    Args:
+        detokenizer: None if tokens have no text.
+    """
+    places = []
+    for token_id in token_ids:
+        places.append(0 if detokenizer is None else detokenizer.num_chars)
+        if detokenizer is not None:
+            detokenizer.add(token_id, search=False)
+    return places

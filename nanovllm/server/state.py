@@ -4,12 +4,14 @@ import dataclasses
 import hashlib
 import os
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from fastapi import Request
 
 from nanovllm import __version__
 from nanovllm.async_llm import AsyncLLM
+from nanovllm.engine.tokenizer import token_bytes
 from nanovllm.server.admission import Admission, BodyBudget
 from nanovllm.server.answers import AnswerFormat, find_answer_format
 from nanovllm.server.errors import APIError
@@ -37,6 +39,8 @@ class ServerState:
     max_model_len: int
     fingerprint: str
     """Names what makes the answers: version and model."""
+    token_bytes: Callable[[int], bytes]
+    """The bytes of a token; none without a tokenizer."""
     failure: str | None = None
     """Why the engine is dead; None while it lives."""
     preparing: ThreadPoolExecutor = dataclasses.field(
@@ -77,6 +81,7 @@ def make_state(llm: AsyncLLM, options: ServerOptions) -> ServerState:
     """Return the state of a server that answers with `llm`."""
     engine = llm.engine
     _ = engine.input_processor.length_bound  # computed now, so that no request waits for it
+    tokenizer = llm.get_tokenizer()
     name = options.served_model_name or model_name(engine.config.model)
     digest = hashlib.sha256(repr((engine.config, engine.cache_info.num_blocks)).encode())
     return ServerState(
@@ -89,6 +94,7 @@ def make_state(llm: AsyncLLM, options: ServerOptions) -> ServerState:
         admission=Admission(options.max_waiting, lambda: len(engine.scheduler.running)),
         bodies=BodyBudget(_MANY_BODIES * options.max_body_bytes),
         max_model_len=engine.cache_info.max_model_len,
+        token_bytes=(lambda token_id: b"") if tokenizer is None else token_bytes(tokenizer),
     )
 
 

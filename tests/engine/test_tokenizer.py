@@ -1,4 +1,7 @@
-"""How much text one token can hold: never too little, and unknown where text may vanish."""
+"""How much text one token can hold: never too little, and unknown where text may vanish.
+
+And the bytes of each token, which are those of the text.
+"""
 
 import unicodedata
 from typing import Any
@@ -9,7 +12,8 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nanovllm import demo_model
-from nanovllm.engine.tokenizer import token_bound
+from nanovllm.engine.tokenizer import token_bound, token_bytes
+from tests.engine.test_detokenizer import MAKERS
 
 DEMO: Any = AutoTokenizer.from_pretrained(demo_model.MODEL)
 LONGEST = sorted(DEMO.get_vocab(), key=len)[-8:]
@@ -100,3 +104,26 @@ def test_added_token_that_takes_spaces_has_no_bound() -> None:
     backend = byte_level()
     backend.add_tokens([STRIPPED])
     assert bound_of(backend) is None
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("text", ["the cat's", "é 日本語 👋 <x>", "a<s>cat</s>", "  a\n\tdo"])
+def test_bytes_of_tokens_are_those_of_the_text(kind: str, text: str) -> None:
+    backend = MAKERS[kind]()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    token_ids = backend.encode(text, add_special_tokens=False).ids
+    found = [token_bytes(tokenizer)(token_id) for token_id in token_ids]
+    whole = backend.decode(token_ids, skip_special_tokens=False)
+    if kind == "word_piece":  # its decoder joins some tokens behind others
+        assert b"".join(found).replace(b" ", b"").decode() == whole.replace(" ", "")
+    else:  # the decoder leaves out the first space
+        assert b"".join(found).removeprefix(b" " * (found[0][:1] == b" ")).decode() in (
+            whole,
+            whole.removeprefix(" "),
+        )
+
+
+def test_bytes_of_a_token_that_the_vocabulary_lacks() -> None:
+    """Models have more logits than their tokenizers have tokens."""
+    assert token_bytes(DEMO)(10**6) == b""
+    assert token_bytes(DEMO)(DEMO.convert_tokens_to_ids("<|im_end|>")) == b"<|im_end|>"

@@ -160,7 +160,6 @@ OF_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": True}, "logprobs"),
     ({"best_of": 3}, "best_of"),
     ({"suffix": "end"}, "suffix"),
-    ({"echo": True, "stream": True, "logprobs": 1}, "echo"),
     ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
 ]
 

@@ -258,3 +258,4 @@ class ChatChunk(BaseModel):
     choices: list[ChunkChoice]
     usage: Usage | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[int, Any] | None] | None = None

@@ -73,9 +73,14 @@ class StreamOptions(RequestModel):
     include_usage: bool | None = None
     """Send one more chunk with the usage at the end."""
     continuous_usage_stats: bool | None = None
-    """Send the usage so far with each chunk."""
+    """Send the usage so far with each chunk, too; with include_usage only, as in vLLM."""
     include_obfuscation: bool | None = None
     """OpenAI's padding of chunks; there is none."""
+
+    @property
+    def with_each_chunk(self) -> bool:
+        """Whether each chunk has the usage so far."""
+        return bool(self.include_usage and self.continuous_usage_stats)
 
 
 class JSONSchema(RequestModel):

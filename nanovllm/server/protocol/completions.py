@@ -57,8 +57,6 @@ class CompletionRequest(GenerationRequest):
             raise refused("best_of", f"best_of={self.best_of} is not supported: use n")
         if self.suffix:
             raise refused("suffix", "suffix is not supported: the models continue a text only")
-        if self.echo and self.stream and self.logprobs is not None:
-            raise refused("echo", "echo with logprobs cannot be streamed: set stream=false")
         return self
 
 
@@ -69,7 +67,8 @@ class CompletionLogprobs(BaseModel):
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
-    """Where each token begins in the text."""
+    """Where each token begins in the text: that of a hidden stop string begins at its end or behind
+    it."""
 
 
 class CompletionChoice(BaseModel):
