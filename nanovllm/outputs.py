@@ -16,7 +16,8 @@ class Logprob:
     logprob: float
     rank: int
     """Rank of the token in the whole vocabulary; 1 is the most likely."""
-    decoded_token: str
+    decoded_token: str | None
+    """The token's text, decoded alone; None with detokenize=False, and without a tokenizer."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -138,7 +138,7 @@ class OutputProcessor:
                 completion.cumulative_logprob += found.logprobs[0]
             cumulative = completion.cumulative_logprob
             known = seq.logprobs[num_sent : completion.num_tokens]
-            logprobs = [self._logprobs(found) for found in known]
+            logprobs = [self._logprobs(found, params) for found in known]
         completion.num_sent_tokens = completion.num_tokens
         completion.sent_end = seq.is_finished
         return CompletionOutput(
@@ -178,20 +178,23 @@ class OutputProcessor:
         request.sent_prompt_logprobs = True
         first = request.sequences[0]
         return [
-            self._logprobs(found) if (found := first.prompt_logprobs.get(position)) else None
+            self._logprobs(found, request.params)
+            if (found := first.prompt_logprobs.get(position))
+            else None
             for position in range(first.num_prompt_tokens)
         ]
 
-    def _logprobs(self, found: TokenLogprobs) -> dict[int, Logprob]:
+    def _logprobs(self, found: TokenLogprobs, params: SamplingParams) -> dict[int, Logprob]:
         ranks = [found.rank, *range(1, len(found.token_ids))]
         entries: dict[int, Logprob] = {}
         for token, logprob, rank in zip(found.token_ids, found.logprobs, ranks, strict=True):
-            entries.setdefault(token, Logprob(logprob, rank, self._decode_token(token)))
+            text = self._decode_token(token) if params.detokenize else None
+            entries.setdefault(token, Logprob(logprob, rank, text))
         return entries
 
-    def _decode_token(self, token_id: int) -> str:
+    def _decode_token(self, token_id: int) -> str | None:
         if self._tokenizer is None:
-            return ""
+            return None
         if token_id not in self._decoded_tokens:
             decode = self._tokenizer.backend_tokenizer.decode
             self._decoded_tokens[token_id] = decode([token_id], skip_special_tokens=False)

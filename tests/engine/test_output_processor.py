@@ -104,3 +104,16 @@ def test_prompt_logprobs_are_sent_once(count: int | None, kind: RequestOutputKin
         assert first is not None
         assert [entries and entries[7].logprob for entries in first] == [None, -1.0, -1.0]
         assert second == (None if kind is RequestOutputKind.DELTA else first)
+
+
+@pytest.mark.parametrize("detokenize", [True, False])
+def test_logprobs_have_text_only_with_detokenize(detokenize: bool) -> None:
+    streamed = Streamed(logprobs=0, prompt_logprobs=0, detokenize=detokenize)
+    streamed.seq.prompt_logprobs = {1: TokenLogprobs([64], [-1.0], 1)}
+    streamed.generate([64])
+    output = streamed.send()
+    assert output.outputs[0].logprobs is not None
+    assert output.prompt_logprobs is not None
+    for entries in (output.outputs[0].logprobs[0], output.prompt_logprobs[1]):
+        assert entries is not None
+        assert entries[64].decoded_token == ("a" if detokenize else None)
