@@ -19,7 +19,7 @@ from nanovllm.engine.input_processor import Prompt
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.reader import Reader, send
 from nanovllm.errors import EngineDeadError
-from nanovllm.outputs import Metric, RequestOutput, Vector
+from nanovllm.outputs import Histogram, Metric, RequestOutput, Vector
 from nanovllm.sampling_params import SamplingParams, default_sampling_params
 from nanovllm.unsupported import refuse_attribute
 
@@ -164,7 +164,7 @@ class AsyncLLM:
         """Raise EngineDeadError if the engine is down."""
         await self._between_steps(self._thread.check_health)
 
-    async def get_metrics(self) -> list[Metric | Vector]:
+    async def get_metrics(self) -> list[Metric | Vector | Histogram]:
         """Return the engine's counts and its load now, as `LLM.get_metrics` does."""
         return await self._between_steps(self.engine.get_metrics)
 

@@ -18,7 +18,7 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Request
 from nanovllm.engine.shared_engine import Mailbox, SharedEngine
 from nanovllm.errors import InvalidRequestError
-from nanovllm.outputs import DraftCounts, Metric, RequestOutput, Vector
+from nanovllm.outputs import DraftCounts, Histogram, Metric, RequestOutput, Vector
 from nanovllm.sampling_params import SamplingParams, default_sampling_params
 from nanovllm.unsupported import refuse_attribute
 from nanovllm.validation import shown
@@ -203,7 +203,7 @@ class LLM:
         """Forget all cached prefixes; return False, and forget none, while requests run."""
         return self._shared.call(self.engine.reset_prefix_cache)
 
-    def get_metrics(self) -> list[Metric | Vector]:
+    def get_metrics(self) -> list[Metric | Vector | Histogram]:
         """Return the engine's counts and rates; those that vLLM has too have vLLM's names."""
         return self._shared.call(self.engine.get_metrics)
 

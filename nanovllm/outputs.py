@@ -112,6 +112,17 @@ class Vector:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Histogram:
+    """How values since the engine's start are distributed; as in vLLM."""
+
+    name: str
+    count: int
+    sum: float
+    buckets: dict[str, int]
+    """By upper bound, and "+Inf": how many values are not above it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class CompletionOutput:
     """One continuation of a request; in a stream, its delta since the previous output, unless
     `SamplingParams.output_kind` asks for all so far.

@@ -6,7 +6,7 @@ import pytest
 
 from nanovllm import LLM, AsyncLLM, SamplingParams, demo_model
 from nanovllm.errors import EngineDeadError, InvalidRequestError
-from nanovllm.outputs import DraftCounts, Metric, Vector
+from nanovllm.outputs import DraftCounts, Histogram, Metric, Vector
 from nanovllm.unsupported import NOT_IMPLEMENTED
 from tests.glossary import GREEDY, OPTIONS, QUESTION, QUESTIONS
 from tests.helpers import generate
@@ -88,7 +88,8 @@ def test_metrics_and_names_of_vllm(make_llm: Any) -> None:
     assert llm.llm_engine is llm.engine
 
     def metrics() -> dict[str, float]:
-        return {metric.name: metric.value for metric in llm.get_metrics()}
+        found = llm.get_metrics()
+        return {metric.name: metric.value for metric in found if isinstance(metric, Metric)}
 
     assert set(metrics().values()) == {0}
     streams = [llm.stream([1, 2, 3], GREEDY) for _ in range(3)]
@@ -107,6 +108,17 @@ def test_metrics_and_names_of_vllm(make_llm: Any) -> None:
     llm.exit()
     with pytest.raises(EngineDeadError, match="shut down"):
         llm.generate(QUESTION)
+
+
+def test_metrics_have_the_tokens_of_steps(make_llm: Any) -> None:
+    llm = make_llm(demo_model.MODEL, **OPTIONS)
+    for prompt in ([1, 2, 3], [4] * 9):
+        llm.generate([prompt], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
+    (found,) = [metric for metric in llm.get_metrics() if isinstance(metric, Histogram)]
+    assert found.name == "vllm:iteration_tokens_total"
+    assert (found.count, found.sum) == (2 * 4, 3 + 9 + 2 * 3)
+    assert list(found.buckets.values()) == [6, 7, *[8] * 12]
+    assert list(found.buckets)[:2] == ["1.0", "8.0"]
 
 
 def test_metrics_of_speculation_have_vllms_names(make_llm: Any) -> None:

@@ -27,7 +27,7 @@ from nanovllm.engine.tokenizer import (
 )
 from nanovllm.engine.trace import Trace
 from nanovllm.errors import EngineDeadError, InvalidRequestError
-from nanovllm.outputs import Metric, RequestOutput, Vector
+from nanovllm.outputs import Histogram, Metric, RequestOutput, Vector
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler.block_manager import BlockManager
 from nanovllm.scheduler.draft_controller import DraftController
@@ -228,7 +228,7 @@ class LLMEngine:
         """Forget all cached prefixes; return False, and forget none, while requests hold blocks."""
         return self.scheduler.block_manager.reset_prefix_cache()
 
-    def get_metrics(self) -> list[Metric | Vector]:
+    def get_metrics(self) -> list[Metric | Vector | Histogram]:
         """Return the engine's counts since its start, and its load now, by vLLM's names.
 
         A request is here one continuation, as in vLLM. Counts of drafts are there only with
@@ -280,6 +280,7 @@ class LLMEngine:
             self.scheduler.abandon(schedule)
             raise
         self._in_flight.append((schedule, future))
+        self.stats.step_sizes[schedule.num_tokens] += 1
         self.trace.launched(schedule)
         return True
 

@@ -1,13 +1,18 @@
 """The engine's numbers by their names: vLLM's where vLLM has them. Owns and changes nothing."""
 
-from nanovllm.outputs import Metric, Vector
+from collections.abc import Mapping
+
+from nanovllm.outputs import Histogram, Metric, Vector
 from nanovllm.scheduler.scheduler import Scheduler
 
+_STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Upper bounds of the buckets, in tokens: vLLM's."""
 
-def read_metrics(scheduler: Scheduler) -> list[Metric | Vector]:
+
+def read_metrics(scheduler: Scheduler) -> list[Metric | Vector | Histogram]:
     """Return what `LLMEngine.get_metrics` returns."""
     stats, pool = scheduler.stats, scheduler.block_manager
-    found: list[Metric | Vector] = [
+    found: list[Metric | Vector | Histogram] = [
         Metric("vllm:num_requests_running", len(scheduler.running)),
         Metric("vllm:num_requests_waiting", scheduler.num_waiting),
         Metric("vllm:kv_cache_usage_perc", 1 - pool.num_free_blocks / len(pool.blocks)),
@@ -17,6 +22,7 @@ def read_metrics(scheduler: Scheduler) -> list[Metric | Vector]:
         Metric("vllm:prompt_tokens", stats.num_prompt_tokens),
         Metric("vllm:generation_tokens", stats.num_decode_tokens),
         Metric("nanovllm:prefill_tokens", stats.num_prefill_tokens),
+        _step_sizes(stats.step_sizes),
     ]
     if scheduler.draft_controller is not None:
         drafts, prefix = stats.drafts, "vllm:spec_decode_num"
@@ -28,3 +34,15 @@ def read_metrics(scheduler: Scheduler) -> list[Metric | Vector]:
             Metric("nanovllm:mean_acceptance_length", drafts.mean_acceptance_length),
         ]
     return found
+
+
+def _step_sizes(counts: Mapping[int, int]) -> Histogram:
+    """Return how many tokens the steps computed, from the number of steps by their tokens."""
+    num_steps = sum(counts.values())
+    buckets = {
+        str(float(bound)): sum(count for size, count in counts.items() if size <= bound)
+        for bound in _STEP_SIZES
+    }
+    num_tokens = sum(size * count for size, count in counts.items())
+    name = "vllm:iteration_tokens_total"
+    return Histogram(name, num_steps, num_tokens, {**buckets, "+Inf": num_steps})

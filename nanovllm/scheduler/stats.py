@@ -1,6 +1,7 @@
 """`SchedulerStats`: what the scheduler counts. Knows no sequence."""
 
 import dataclasses
+from collections import Counter
 
 from nanovllm.outputs import DraftCounts
 
@@ -21,4 +22,6 @@ class SchedulerStats:
     """Those of them whose KV came from the prefix cache."""
     num_preemptions: int = 0
     """Sequences that lost their KV because the pool was full."""
+    step_sizes: Counter[int] = dataclasses.field(default_factory=Counter)
+    """Launched steps, by the number of tokens that they compute."""
     drafts: DraftCounts = dataclasses.field(default_factory=DraftCounts)

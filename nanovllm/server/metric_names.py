@@ -86,6 +86,7 @@ ENGINE_HELP = {
     "vllm:spec_decode_num_draft_tokens": "Proposed tokens.",
     "vllm:spec_decode_num_accepted_tokens": "Proposed tokens that were right.",
     "vllm:spec_decode_num_accepted_tokens_per_pos": "The same by position in the draft.",
+    "vllm:iteration_tokens_total": "Tokens that a step computed.",
     "nanovllm:prefill_tokens": "Computed tokens from which no output token was sampled.",
     "nanovllm:mean_acceptance_length": "Mean tokens of a step with a draft.",
 }

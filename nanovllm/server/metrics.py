@@ -24,7 +24,14 @@ from prometheus_client.metrics_core import (
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
-from nanovllm.outputs import CompletionOutput, Metric, RequestMetrics, RequestOutput, Vector
+from nanovllm.outputs import (
+    CompletionOutput,
+    Histogram as EngineHistogram,
+    Metric,
+    RequestMetrics,
+    RequestOutput,
+    Vector,
+)
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.metric_names import (
     ENGINE_HELP,
@@ -86,7 +93,7 @@ class ServerMetrics:
         """Requests that were refused, by reason."""
         self.answers: Counter[tuple[str, int]] = Counter()
         """HTTP requests that were answered, by path and status."""
-        self._engine_values: list[Metric | Vector] = []
+        self._engine_values: list[Metric | Vector | EngineHistogram] = []
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
@@ -152,7 +159,7 @@ class ServerMetrics:
         yield answers
         yield self._cache_info()
 
-    def _engine_family(self, metric: Metric | Vector) -> Family:
+    def _engine_family(self, metric: Metric | Vector | EngineHistogram) -> Family:
         names, values = list(self._labels), list(self._labels.values())
         text = ENGINE_HELP.get(metric.name, "Of the engine.")
         if isinstance(metric, Vector):
@@ -160,6 +167,10 @@ class ServerMetrics:
             for position, count in enumerate(metric.values):
                 vector.add_metric([*values, str(position)], count)
             return vector
+        if isinstance(metric, EngineHistogram):
+            histogram = HistogramMetricFamily(metric.name, text, labels=names)
+            histogram.add_metric(values, list(metric.buckets.items()), metric.sum)
+            return histogram
         kind = GaugeMetricFamily if metric.name in GAUGES else CounterMetricFamily
         family = kind(metric.name, text, labels=names)
         family.add_metric(values, metric.value)

@@ -106,6 +106,9 @@ def test_counts_are_those_of_the_requests(llm: AsyncLLM, metrics: ServerMetrics)
         # Nothing was lost between the first token of a continuation and its last.
         gaps = added("vllm:inter_token_latency_seconds_count")
         assert gaps == num_tokens - 8
+        assert added("vllm:iteration_tokens_total_sum") >= num_tokens - 8 + sum(prompts)
+        num_steps = added("vllm:iteration_tokens_total_count")
+        assert 0 < num_steps == added("vllm:iteration_tokens_total_bucket{le=+Inf}")
         assert added("vllm:request_params_n_sum") == 1 + 3 + 1 + 3
         assert added("vllm:request_params_max_tokens_sum") == 2 * (160 + 7)
         assert added("vllm:e2e_request_latency_seconds_count") == 8
