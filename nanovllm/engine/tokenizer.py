@@ -187,7 +187,7 @@ def token_bound(tokenizer: KeptTokenizer) -> TokenBound | None:
     return TokenBound(longest * 1.5, lost)
 
 
-def token_bytes(tokenizer: "PreTrainedTokenizerBase") -> Callable[[int], bytes]:
+def token_bytes(tokenizer: KeptTokenizer) -> Callable[[int], bytes]:
     """Return a function that gives the bytes of a token, also where a character has several tokens.
 
     They are those of the vocabulary's entry. So a space that a decoder leaves out at the start of a

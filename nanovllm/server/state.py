@@ -81,7 +81,7 @@ def make_state(llm: AsyncLLM, options: ServerOptions) -> ServerState:
     """Return the state of a server that answers with `llm`."""
     engine = llm.engine
     _ = engine.input_processor.length_bound  # computed now, so that no request waits for it
-    tokenizer = llm.get_tokenizer()
+    tokenizer = llm.engine.input_processor.tokenizer
     name = options.served_model_name or model_name(engine.config.model)
     digest = hashlib.sha256(repr((engine.config, engine.cache_info.num_blocks)).encode())
     return ServerState(
