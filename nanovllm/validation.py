@@ -3,6 +3,7 @@
 Knows nothing of what the values mean; the caller gives the error class to raise.
 """
 
+import dataclasses
 import difflib
 import functools
 import inspect
@@ -11,7 +12,7 @@ import numbers
 import operator
 import reprlib
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from nanovllm.errors import NanoVLLMError
 
@@ -43,6 +44,13 @@ class OtherName(NamedTuple):
     advice: str
     """What to use instead of any other value."""
 
+    def accepts(self, value: Any) -> bool:
+        """Whether `value` asks for what happens anyway."""
+        if value is None:
+            return True
+        plain = isinstance(value, bool | int | float | str | list | tuple | dict)
+        return plain and any(value == item for item in self.accepted)
+
 
 def other_names(*rows: tuple[str, tuple[Any, ...], str]) -> dict[str, OtherName]:
     """Return an `OtherName` for each of the names in `rows`: (names, accepted values, advice)."""
@@ -56,13 +64,15 @@ def other_names(*rows: tuple[str, tuple[Any, ...], str]) -> dict[str, OtherName]
 def strict_keywords(
     error: type[NanoVLLMError], others: Mapping[str, OtherName]
 ) -> Callable[[type[T]], type[T]]:
-    """Make a dataclass raise `error` for a keyword that is neither a field nor one of `others`.
+    """Make a frozen dataclass raise `error` for a keyword that is no field nor one of `others`.
 
-    The message names the field that was meant, or says what to use.
+    The message names the field that was meant, or says what to use. That of an assignment says how
+    to make a changed copy.
     """
 
     def decorate(cls: type[T]) -> type[T]:
         init, known = cls.__init__, inspect.signature(cls).parameters
+        copy = "x = x.clone(" if hasattr(cls, "clone") else "x = dataclasses.replace(x, "
 
         @functools.wraps(init)
         def __init__(self: T, *args: Any, **kwargs: Any) -> None:
@@ -71,11 +81,21 @@ def strict_keywords(
                 if other is None:
                     hint = did_you_mean(name, known)
                     raise error(f"{cls.__name__} has no field {shown(name)}{hint}")
-                if not _is_one_of(value, other.accepted):
+                if not other.accepts(value):
                     raise error(f"{name}={shown(value)} is not supported: {other.advice}")
             init(self, *args, **kwargs)
 
+        def __setattr__(self: T, name: str, value: Any) -> NoReturn:
+            if name not in known:
+                hint = f": {others[name].advice}" if name in others else did_you_mean(name, known)
+                raise AttributeError(f"{cls.__name__} has no field {shown(name)}{hint}")
+            raise dataclasses.FrozenInstanceError(
+                f"{cls.__name__} never changes once made; for a copy with another {name} use "
+                f"{copy}{name}={shown(value)})"
+            )
+
         cls.__init__ = __init__  # type: ignore[method-assign, assignment]
+        cls.__setattr__ = __setattr__  # type: ignore[method-assign, assignment]
         return cls
 
     return decorate
@@ -148,13 +168,6 @@ def check_choice(
         hint = f": {advice}" if advice else did_you_mean(shown(value).strip("'"), choices)
         raise error(f"{name} must be one of {', '.join(choices)}, got {shown(value)}{hint}")
     return value
-
-
-def _is_one_of(value: Any, accepted: tuple[Any, ...]) -> bool:
-    if value is None:
-        return True
-    plain = isinstance(value, bool | int | float | str | list | tuple | dict)
-    return plain and any(value == item for item in accepted)
 
 
 def _letters(name: str) -> str:

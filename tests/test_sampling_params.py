@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from nanovllm.config import Config
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
 from nanovllm.other_names import SAMPLING_NAMES
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams, takes_prompt
@@ -489,3 +490,16 @@ def test_messages_are_short_whatever_the_value(wrong):
 def test_item_of_a_wrong_type_is_named():
     with pytest.raises(InvalidRequestError, match=r"with b'bytes' at index 2$"):
         SamplingParams(bad_words=["one", "two", b"bytes"])
+
+
+def test_an_assignment_to_parameters_says_how_to_copy_them():
+    params = SamplingParams()
+    for name, value, message in (
+        ("max_tokens", 20, r"another max_tokens use x = x\.clone\(max_tokens=20\)"),
+        ("best_of", 2, "no field 'best_of': use n"),
+        ("max_token", 2, "did you mean 'max_tokens'"),
+    ):
+        with pytest.raises(AttributeError, match=message):
+            setattr(params, name, value)
+    with pytest.raises(AttributeError, match=r"x = dataclasses\.replace\(x, seed=1\)"):
+        Config("model").seed = 1
