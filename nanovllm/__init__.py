@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.compat import modules
 from nanovllm.config import Config
 from nanovllm.errors import NanoVLLMError
 from nanovllm.outputs import CompletionOutput, RequestOutput
@@ -35,4 +36,7 @@ def __getattr__(name: str) -> Any:
         from nanovllm.async_llm import AsyncLLM
 
         return AsyncLLM
-    raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")
+    return modules.attribute("nanovllm", name)
+
+
+modules.install()

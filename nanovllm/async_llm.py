@@ -10,8 +10,11 @@ import threading
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from nanovllm.compat.advice import VLLMNames, check_keywords
+from nanovllm.compat.engine_args import EngineArgs
+from nanovllm.compat.generation import Generation, with_output_kind
 from nanovllm.config import Config
 from nanovllm.engine.chat import Message, template_options
 from nanovllm.engine.engine_thread import EngineThread
@@ -21,7 +24,6 @@ from nanovllm.engine.reader import Reader, send
 from nanovllm.errors import EngineDeadError
 from nanovllm.outputs import Histogram, Metric, RequestOutput, Vector
 from nanovllm.sampling_params import SamplingParams, default_sampling_params
-from nanovllm.unsupported import refuse_attribute
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 
-class AsyncLLM:
+class AsyncLLM(VLLMNames):
     """A model that many asyncio tasks use at once; their requests share the engine's batches.
 
     Args:
@@ -47,8 +49,15 @@ class AsyncLLM:
         self._input = ThreadPoolExecutor(1, "nanovllm-input")  # makes requests, in their order
         self._finalizer = weakref.finalize(self, _stop, self._thread, self._input)
 
-    def __getattr__(self, name: str) -> NoReturn:
-        refuse_attribute(self, name)
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs, **others: Any) -> "AsyncLLM":
+        """Return `AsyncLLM(**options)` with these options, as in vLLM.
+
+        Raises:
+            NanoVLLMError: as `LLM`.
+        """
+        check_keywords("from_engine_args", others)
+        return cls(**vars(engine_args))
 
     async def stream(
         self,
@@ -77,7 +86,7 @@ class AsyncLLM:
             async for delta in deltas:
                 yield delta
 
-    async def generate(
+    def generate(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
@@ -85,14 +94,19 @@ class AsyncLLM:
         *,
         priority: int = 0,
         user: str | None = None,
-    ) -> RequestOutput:
-        """Generate for one prompt and return the whole output.
+        **others: None,
+    ) -> Generation:
+        """Generate for one prompt: `await` gives the whole output, `async for` one for each step.
+
+        An iterated output holds all so far, unless output_kind asks for something else; `stream`
+        gives deltas.
 
         Args:
             request_id: the caller's own id, for `abort` and the output; None gives it a number.
             priority: lower values go first.
             user: whose request it is. Waiting requests of one priority are admitted so that all
                 users get as many tokens; those without a user count as one user's.
+            others: vLLM's other arguments, such as lora_request; None only.
 
         Cancelling the task aborts the request and frees its blocks.
 
@@ -100,11 +114,15 @@ class AsyncLLM:
             InvalidRequestError: the prompt or a parameter is invalid or unsupported.
             EngineDeadError: the engine is down.
         """
-        outputs = self._run_request(
-            lambda: prompt, sampling_params, request_id, priority, user, stream=False
-        )
-        async with contextlib.aclosing(outputs):
-            return await anext(outputs)
+        check_keywords("generate", others)
+
+        def start(stream: bool) -> AsyncGenerator[RequestOutput, None]:
+            params = with_output_kind(sampling_params) if stream else sampling_params
+            return self._run_request(
+                lambda: prompt, params, request_id, priority, user, stream=stream
+            )
+
+        return Generation(start)
 
     async def chat(
         self,
@@ -119,6 +137,7 @@ class AsyncLLM:
         tools: list[dict[str, Any]] | None = None,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        **others: None,
     ) -> RequestOutput:
         """Answer one conversation, rendered by a chat template.
 
@@ -129,6 +148,7 @@ class AsyncLLM:
                 as for `generate`.
             EngineDeadError: the engine is down.
         """
+        check_keywords("chat", others)
         options = template_options(
             add_generation_prompt,
             continue_final_message,

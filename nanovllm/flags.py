@@ -14,11 +14,12 @@ import typing
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, NoReturn
 
+from nanovllm.compat.flags import FlexibleArgumentParser
 from nanovllm.errors import ConfigError
 from nanovllm.validation import did_you_mean, shown
 
 
-class Parser(argparse.ArgumentParser):
+class Parser(FlexibleArgumentParser):
     """An argument parser that raises its errors; flags cannot be abbreviated."""
 
     def __init__(self, **options: Any) -> None:
@@ -31,7 +32,11 @@ class Parser(argparse.ArgumentParser):
     def refuse_flag(self, word: str) -> NoReturn:
         """Raise ConfigError for a flag that is not known, and suggest the one that was meant."""
         name = word.partition("=")[0]
-        known = [flag[2:] for flag in self._option_string_actions if flag.startswith("--")]
+        known = [
+            flag[2:]
+            for flag, action in self._option_string_actions.items()
+            if flag.startswith("--") and action.help != argparse.SUPPRESS
+        ]
         hint = did_you_mean(name.lstrip("-"), known)
         hint = hint.replace("'", "'--", 1) if hint.startswith("; did") else ""  # no list of all
         self.error(f"there is no flag {name:.80}{hint}")
@@ -66,7 +71,7 @@ def fields_of(owner: type[Any]) -> dict[str, _Field]:
 
 
 def add_flags(
-    group: "argparse._ArgumentGroup",
+    group: "argparse._ActionsContainer",
     owner: type[Any],
     *,
     but: Collection[str],

@@ -7,10 +7,12 @@ import contextlib
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence as Seq
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
+from nanovllm.compat.advice import VLLMNames, check_keywords
+from nanovllm.compat.llm_engine import LLMEngine as VLLMEngine
 from nanovllm.config import Config
 from nanovllm.engine.chat import Message, is_message, template_options
 from nanovllm.engine.input_processor import Prompt, array_to_list
@@ -20,14 +22,13 @@ from nanovllm.engine.shared_engine import Mailbox, SharedEngine
 from nanovllm.errors import InvalidRequestError
 from nanovllm.outputs import DraftCounts, Histogram, Metric, RequestOutput, Vector
 from nanovllm.sampling_params import SamplingParams, default_sampling_params
-from nanovllm.unsupported import refuse_attribute
 from nanovllm.validation import shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class LLM:
+class LLM(VLLMNames):
     """A model that is loaded and ready to generate.
 
     Several threads may call its methods at once; their requests share the engine's batches.
@@ -46,9 +47,6 @@ class LLM:
         self.engine = LLMEngine(Config(model=model, **options))
         self._shared = SharedEngine(self.engine)
 
-    def __getattr__(self, name: str) -> NoReturn:
-        refuse_attribute(self, name)
-
     def generate(
         self,
         prompts: Prompt | Seq[Prompt] | None = None,
@@ -57,6 +55,7 @@ class LLM:
         *,
         prompt_token_ids: Seq[int] | Seq[Seq[int]] | None = None,
         priority: int | Seq[int] = 0,
+        **others: None,
     ) -> list[RequestOutput]:
         """Generate for one prompt or many; return the outputs in the order of the prompts.
 
@@ -68,12 +67,14 @@ class LLM:
                 `SamplingParams()`.
             use_tqdm: show a progress bar with tokens per second.
             priority: one for all prompts, or a list with one for each; lower values go first.
+            others: vLLM's other arguments, such as lora_request; None only.
 
         Raises:
             InvalidRequestError: a prompt or a parameter is invalid or unsupported; no request was
                 queued.
             EngineDeadError: the engine is down.
         """
+        check_keywords("generate", others)
         prompts = _as_prompts(prompts, prompt_token_ids)
         if sampling_params is None:
             sampling_params = SamplingParams()
@@ -115,13 +116,14 @@ class LLM:
         tools: list[dict[str, Any]] | None = None,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        **others: None,
     ) -> list[RequestOutput]:
         """Answer one conversation or many, each rendered by a chat template.
 
         Args:
             messages: one conversation (a list of messages), or a list of conversations. A
                 message's content is a string or a list of text parts.
-            sampling_params, use_tqdm, priority: as for `generate`.
+            sampling_params, use_tqdm, priority, others: as for `generate`.
             add_generation_prompt: end the prompt with the start of the assistant's answer.
             continue_final_message: end the prompt inside the last message, so that the model
                 continues it; with add_generation_prompt=False.
@@ -134,6 +136,7 @@ class LLM:
                 as for `generate`.
             EngineDeadError: the engine is down.
         """
+        check_keywords("chat", others)
         conversations: Any = messages
         if not isinstance(messages, list | tuple):
             raise InvalidRequestError(
@@ -215,9 +218,9 @@ class LLM:
         self._shared.submit(self.engine.shutdown)
 
     @property
-    def llm_engine(self) -> LLMEngine:
-        """The engine, under vLLM's name; unlike `LLM` it is for one thread at a time."""
-        return self.engine
+    def llm_engine(self) -> VLLMEngine:
+        """The engine with vLLM's methods; unlike `LLM` it is for one thread at a time."""
+        return VLLMEngine(self.engine)
 
     def add_request(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None

@@ -104,6 +104,16 @@ class Metric:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Counter(Metric):
+    """A count since the engine's start."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gauge(Metric):
+    """A state now."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Vector:
     """Counts since the engine's start, one for each position in a draft; as in vLLM."""
 

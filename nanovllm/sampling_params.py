@@ -112,9 +112,11 @@ class SamplingParams:
     """Leave special tokens out of the text."""
     spaces_between_special_tokens: bool = True
     """Keep the spaces that some tokenizers write between special tokens. False leaves them out."""
-    output_kind: RequestOutputKind = RequestOutputKind.DELTA
+    output_kind: RequestOutputKind | None = None
     """What each output of a stream holds: RequestOutputKind.DELTA is the new part, CUMULATIVE all
-    so far, FINAL_ONLY one output at the end. generate and chat return whole outputs."""
+    so far, FINAL_ONLY one output at the end. None is DELTA for stream, and CUMULATIVE for the names
+    of vLLM's: an iterated AsyncLLM.generate and LLMEngine. generate and chat return whole
+    outputs."""
 
     def __post_init__(self) -> None:
         error = InvalidRequestError
@@ -148,7 +150,7 @@ class SamplingParams:
                 self._set(name, check_int(error, name, getattr(self, name), -1))
         if self.truncate_prompt_tokens is not None:
             self._set("truncate_prompt_tokens", _truncation(self.truncate_prompt_tokens))
-        if not isinstance(self.output_kind, RequestOutputKind):
+        if not isinstance(self.output_kind, RequestOutputKind | None):
             raise error(f"output_kind must be a RequestOutputKind, got {shown(self.output_kind)}")
         self._set("logits_processors", _processors(self.logits_processors))
         if self.structured_outputs is not None:

@@ -18,6 +18,8 @@ from nanovllm import (
     SamplingParams,
     demo_model,
 )
+from nanovllm.compat.advice import KEYWORDS, NOT_IMPLEMENTED
+from nanovllm.compat.flags import SERVE_NAMES
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.errors import CheckpointError, InvalidRequestError
 from nanovllm.other_names import CONFIG_NAMES, SAMPLING_NAMES, SPECULATIVE_NAMES
@@ -310,7 +312,14 @@ def test_page_for_migrating_is_current() -> None:
 
 def test_page_for_migrating_has_every_name() -> None:
     text = migrating.PAGE.read_text("utf-8")
-    names = [*CONFIG_NAMES, *SPECULATIVE_NAMES, *SAMPLING_NAMES, *migrating.other_methods()]
+    names = [
+        *CONFIG_NAMES,
+        *SPECULATIVE_NAMES,
+        *SAMPLING_NAMES,
+        *NOT_IMPLEMENTED,
+        *KEYWORDS,
+        *SERVE_NAMES,
+    ]
     for owner in (Config, SpeculativeConfig, SamplingParams, RequestOutput, CompletionOutput):
         names += migrating.fields(owner)
     for name in names + migrating.methods(LLM) + migrating.methods(AsyncLLM):

@@ -32,7 +32,6 @@ VALUES = (
 FRONT = (
     "llm",
     "async_llm",
-    "unsupported",
     "cli",
     "chat",
     "flags",
@@ -58,7 +57,8 @@ FOLDERS = {
     "engine": Folder(
         "scheduler worker.executor utils.hub utils.gguf utils.grammar utils.disk_cache", torch=False
     ),
-    "front": Folder("engine demo_model server", torch=False),
+    "front": Folder("engine demo_model compat server", torch=False),
+    "compat": Folder("engine demo_model flags llm async_llm", torch=False),
     "server": Folder("engine async_llm flags terminal demo_model", torch=False),
 }
 MAX_FILE_LINES = 350

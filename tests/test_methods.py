@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, AsyncLLM, SamplingParams, demo_model
+from nanovllm.compat.advice import NOT_IMPLEMENTED
 from nanovllm.errors import EngineDeadError, InvalidRequestError
 from nanovllm.outputs import DraftCounts, Histogram, Metric, Vector
-from nanovllm.unsupported import NOT_IMPLEMENTED
 from tests.glossary import GREEDY, OPTIONS, QUESTION, QUESTIONS
 from tests.helpers import generate
 from tests.scheduler.fake_engine import FakeController
@@ -85,7 +85,7 @@ def test_reset_prefix_cache(make_llm: Any) -> None:
 
 def test_metrics_and_names_of_vllm(make_llm: Any) -> None:
     llm = make_llm(demo_model.MODEL, max_num_seqs=2, **OPTIONS)
-    assert llm.llm_engine is llm.engine
+    assert llm.llm_engine.engine is llm.engine
 
     def metrics() -> dict[str, float]:
         found = llm.get_metrics()

@@ -202,7 +202,7 @@ def test_params_copy_the_collections_given():
         ("detokenize", "True or False", [0, 1, None, "no"]),
         ("skip_special_tokens", "True or False", [0, 1, None, "no"]),
         ("spaces_between_special_tokens", "True or False", [0, 1, None, "no"]),
-        ("output_kind", "a RequestOutputKind", [0, 1, None, "DELTA"]),
+        ("output_kind", "a RequestOutputKind", [0, 1, "DELTA"]),
     ],
 )
 def test_refusal_names_the_field_its_range_and_the_value(name, rule, values):
@@ -226,7 +226,7 @@ def test_refusal_names_the_field_its_range_and_the_value(name, rule, values):
         ("logprobs", [None, -1, 0, 10**6]),
         ("prompt_logprobs", [None, -1, 0, 10**6]),
         ("truncate_prompt_tokens", [None, -1, 1, 10**6]),
-        ("output_kind", list(RequestOutputKind)),
+        ("output_kind", [None, *RequestOutputKind]),
     ],
 )
 def test_values_at_the_ends_of_each_range_are_accepted(name, values):

@@ -1,8 +1,6 @@
 """Fills the tables of docs/migrating.md with the names in the code: `python -m tools.migrating`."""
 
-import contextlib
 import dataclasses
-import importlib
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
@@ -10,6 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm import LLM, AsyncLLM, outputs
+from nanovllm.compat.advice import KEYWORDS, NOT_IMPLEMENTED
+from nanovllm.compat.flags import SERVE_NAMES
+from nanovllm.compat.llm_engine import LLMEngine
+from nanovllm.compat.modules import MISSING, MODULES
 from nanovllm.config import Config
 from nanovllm.other_names import (
     CONFIG_NAMES,
@@ -90,12 +92,24 @@ def methods(owner: type[Any]) -> list[str]:
     return [name for name in vars(owner) if not name.startswith("_")]
 
 
-def other_methods() -> Mapping[str, str]:
-    """Return what to use instead of the methods of vLLM's that are not here."""
-    with contextlib.suppress(ModuleNotFoundError):
-        found: Mapping[str, str] = importlib.import_module("nanovllm.unsupported").NOT_IMPLEMENTED
-        return found
-    return {}
+def advices(names: Mapping[str, str]) -> str:
+    """Return a table of names that are not here; those with the same advice share a row."""
+    rows: dict[str, list[str]] = {}
+    for name, advice in names.items():
+        rows.setdefault(advice, []).append(f"`{name}`")
+    return table(("Name", "Here"), ((", ".join(found), advice) for advice, found in rows.items()))
+
+
+def modules() -> str:
+    """Return a table of vLLM's modules that have names, and these."""
+    return table(
+        ("Module", "Names"),
+        (
+            (f"`{module}`", ", ".join(f"`{name}`" for name in names.split()))
+            for module, names in MODULES.items()
+            if names
+        ),
+    )
 
 
 def output_fields() -> str:
@@ -122,6 +136,8 @@ def nano_vllm() -> str:
 
 
 PARTS: dict[str, Callable[[], str]] = {
+    "modules": modules,
+    "missing names": lambda: advices(MISSING),
     "Config's fields": lambda: listed(fields(Config)),
     "Config's other names": lambda: others(CONFIG_NAMES),
     "SpeculativeConfig's fields": lambda: listed(fields(SpeculativeConfig)),
@@ -131,9 +147,10 @@ PARTS: dict[str, Callable[[], str]] = {
     "SamplingParams' other names": lambda: others(SAMPLING_NAMES),
     "LLM's methods": lambda: listed(methods(LLM)),
     "AsyncLLM's methods": lambda: listed(methods(AsyncLLM)),
-    "other methods": lambda: table(
-        ("Name", "Here"), ((f"`{name}`", advice) for name, advice in other_methods().items())
-    ),
+    "LLMEngine's methods": lambda: listed(methods(LLMEngine)),
+    "other keywords": lambda: others(KEYWORDS),
+    "other methods": lambda: advices(NOT_IMPLEMENTED),
+    "flags of the server": lambda: others(SERVE_NAMES),
     "outputs": output_fields,
     "nano-vllm's names": nano_vllm,
 }

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from nanovllm.outputs import Histogram, Metric, Vector
+from nanovllm.outputs import Counter, Gauge, Histogram, Metric, Vector
 from nanovllm.scheduler.scheduler import Scheduler
 
 _STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -13,25 +13,25 @@ def read_metrics(scheduler: Scheduler) -> list[Metric | Vector | Histogram]:
     """Return what `LLMEngine.get_metrics` returns."""
     stats, pool = scheduler.stats, scheduler.block_manager
     found: list[Metric | Vector | Histogram] = [
-        Metric("vllm:num_requests_running", len(scheduler.running)),
-        Metric("vllm:num_requests_waiting", scheduler.num_waiting),
-        Metric("vllm:kv_cache_usage_perc", 1 - pool.num_free_blocks / len(pool.blocks)),
-        Metric("vllm:prefix_cache_queries", stats.num_queried_tokens),
-        Metric("vllm:prefix_cache_hits", stats.num_cached_tokens),
-        Metric("vllm:num_preemptions", stats.num_preemptions),
-        Metric("vllm:prompt_tokens", stats.num_prompt_tokens),
-        Metric("vllm:generation_tokens", stats.num_decode_tokens),
-        Metric("nanovllm:prefill_tokens", stats.num_prefill_tokens),
+        Gauge("vllm:num_requests_running", len(scheduler.running)),
+        Gauge("vllm:num_requests_waiting", scheduler.num_waiting),
+        Gauge("vllm:kv_cache_usage_perc", 1 - pool.num_free_blocks / len(pool.blocks)),
+        Counter("vllm:prefix_cache_queries", stats.num_queried_tokens),
+        Counter("vllm:prefix_cache_hits", stats.num_cached_tokens),
+        Counter("vllm:num_preemptions", stats.num_preemptions),
+        Counter("vllm:prompt_tokens", stats.num_prompt_tokens),
+        Counter("vllm:generation_tokens", stats.num_decode_tokens),
+        Counter("nanovllm:prefill_tokens", stats.num_prefill_tokens),
         _step_sizes(stats.step_sizes),
     ]
     if scheduler.draft_controller is not None:
         drafts, prefix = stats.drafts, "vllm:spec_decode_num"
         found += [
-            Metric(f"{prefix}_drafts", drafts.num_drafts),
-            Metric(f"{prefix}_draft_tokens", drafts.num_draft_tokens),
-            Metric(f"{prefix}_accepted_tokens", drafts.num_accepted_tokens),
+            Counter(f"{prefix}_drafts", drafts.num_drafts),
+            Counter(f"{prefix}_draft_tokens", drafts.num_draft_tokens),
+            Counter(f"{prefix}_accepted_tokens", drafts.num_accepted_tokens),
             Vector(f"{prefix}_accepted_tokens_per_pos", list(drafts.num_accepted_tokens_per_pos)),
-            Metric("nanovllm:mean_acceptance_length", drafts.mean_acceptance_length),
+            Gauge("nanovllm:mean_acceptance_length", drafts.mean_acceptance_length),
         ]
     return found
 

@@ -1,0 +1,1 @@
+"""Names and methods of vLLM and nano-vllm. Without this folder nothing else changes."""

@@ -1,0 +1,91 @@
+"""Methods and keywords of vLLM's and nano-vllm's classes that are not here: what to use instead.
+
+Knows no engine.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from nanovllm.errors import InvalidRequestError
+from nanovllm.validation import other_names, shown
+
+NOT_IMPLEMENTED = {
+    "beam_search": "SamplingParams(n=...) draws several continuations",
+    "score": "SamplingParams(prompt_logprobs=0) gives the log-probabilities of a text",
+    **dict.fromkeys(
+        ("encode", "embed", "classify", "reward"),
+        "nanovllm generates only: use a library for embeddings and classifiers",
+    ),
+    **dict.fromkeys(
+        ("sleep", "wake_up", "is_sleeping"),
+        "shutdown() frees the memory, and a new LLM loads the model again",
+    ),
+    **dict.fromkeys(
+        ("collective_rpc", "apply_model", "update_weights"),
+        "the workers run no code of the caller: save the weights and make a new LLM",
+    ),
+    **dict.fromkeys(
+        ("add_lora", "remove_lora", "list_loras", "pin_lora"),
+        "merge the adapter into the weights, such as with peft's merge_and_unload()",
+    ),
+    **dict.fromkeys(
+        ("enqueue", "enqueue_chat", "wait_for_completion"),
+        "call generate() in several threads, or use AsyncLLM, or add_request() and step()",
+    ),
+    **dict.fromkeys(("start_profile", "stop_profile"), "use torch.profiler around generate()"),
+    "set_tokenizer": "to use another tokenizer, give token ids as prompts",
+    "preprocess_chat": "render() returns the token ids of a conversation",
+    "tokenizer": "get_tokenizer() returns it",
+}
+"""vLLM's and nano-vllm's attributes that `LLM` and `AsyncLLM` lack, and what to use instead."""
+
+
+_LORA = "merge the adapter into the weights (peft's merge_and_unload) and load the result"
+_TEXT_ONLY = "the models here read text only; leave it out"
+
+KEYWORDS = other_names(
+    ("lora_request", (), _LORA),
+    ("prompt_adapter_request", (), "put the text into the prompt"),
+    ("guided_options_request", (), "use SamplingParams(structured_outputs=...)"),
+    ("tokenization_kwargs", ({},), "use truncate_prompt_tokens, or give token ids as prompts"),
+    ("mm_processor_kwargs", ({},), _TEXT_ONLY),
+    ("chat_template_content_format", ("auto", "string"), "content is joined to a string"),
+    ("trace_headers", (), "the server reads a request's trace from its headers; leave it out"),
+    ("data_parallel_rank", (0,), "there is one copy of the model; leave it out"),
+    ("prompt_text", (), 'use {"prompt": text, "prompt_token_ids": ids} as the prompt'),
+)
+"""Keywords of vLLM's methods that the methods here do not have."""
+
+_WITHOUT_EFFECT = (
+    *("usage_context", "start_engine_loop", "stat_loggers", "log_requests", "internal", "device"),
+    *("disable_log_requests", "disable_log_stats", "enable_multiprocessing", "reset_connector"),
+)
+"""Keywords that are about vLLM's own processes and logs: any value is fine."""
+
+
+class VLLMNames:
+    """Base of classes that have vLLM's counterparts: says what to use for what is not there."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        use = f": {NOT_IMPLEMENTED[name]}" if name in NOT_IMPLEMENTED else ""
+        raise AttributeError(
+            f"{type(self).__name__!r} object has no attribute {name!r}{use}", name=name, obj=self
+        )
+
+
+def check_keywords(method: str, given: Mapping[str, Any]) -> None:
+    """Check the further keywords of a method: only vLLM's, asking for what happens anyway.
+
+    Raises:
+        InvalidRequestError: a keyword of vLLM's asks for something else.
+        TypeError: a keyword is unknown, as Python's own error.
+    """
+    for name, value in given.items():
+        if name in _WITHOUT_EFFECT:
+            continue
+        if name not in KEYWORDS:
+            raise TypeError(f"{method}() got an unexpected keyword argument {name!r}")
+        if not KEYWORDS[name].accepts(value):
+            raise InvalidRequestError(
+                f"{name}={shown(value)} is not supported: {KEYWORDS[name].advice}"
+            )

@@ -1,0 +1,80 @@
+"""`Generation`: what `AsyncLLM.generate` returns, to be awaited or iterated.
+
+Knows no engine.
+"""
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator
+from typing import Any
+
+from nanovllm.errors import NanoVLLMError
+from nanovllm.outputs import RequestOutput
+from nanovllm.sampling_params import RequestOutputKind, SamplingParams
+
+
+class Generation(Coroutine[Any, Any, RequestOutput], AsyncIterator[RequestOutput]):
+    """A request that starts when it is awaited or iterated.
+
+    `await` gives the whole output, and `async for` an output for each step, as in vLLM. It is a
+    coroutine, so `asyncio.create_task` takes it.
+
+    Args:
+        start: starts the request; called with whether its steps are wanted.
+    """
+
+    def __init__(self, start: Callable[[bool], AsyncGenerator[RequestOutput, None]]) -> None:
+        self._start = start
+        self._steps: AsyncGenerator[RequestOutput, None] | None = None
+        self._whole: Coroutine[Any, Any, RequestOutput] | None = None
+
+    def __await__(self) -> Generator[Any, Any, RequestOutput]:
+        return self._coroutine().__await__()
+
+    async def __anext__(self) -> RequestOutput:
+        if self._whole is not None:
+            raise NanoVLLMError("this generate() was awaited already: call it again to iterate it")
+        if self._steps is None:
+            self._steps = self._start(True)
+        return await anext(self._steps)
+
+    async def aclose(self) -> None:
+        """Abort the request that is being iterated."""
+        if self._steps is not None:
+            await self._steps.aclose()
+        self.close()
+
+    def send(self, value: Any) -> Any:
+        """Go on, for the event loop; as any coroutine."""
+        return self._coroutine().send(value)
+
+    def throw(self, *error: Any) -> Any:
+        """Raise an error where it waits, for the event loop; as any coroutine."""
+        return self._coroutine().throw(*error)
+
+    def close(self) -> None:
+        """Abort the request that is being awaited."""
+        if self._whole is not None:
+            self._whole.close()
+
+    def _coroutine(self) -> Coroutine[Any, Any, RequestOutput]:
+        if self._steps is not None:
+            raise NanoVLLMError("this generate() was iterated already: call it again to await it")
+        if self._whole is None:
+            self._whole = _only(self._start(False))
+        return self._whole
+
+
+def with_output_kind(params: SamplingParams | None) -> SamplingParams | None:
+    """Return parameters whose outputs hold all so far, as vLLM's do, if they do not say."""
+    if params is None:
+        return SamplingParams(output_kind=RequestOutputKind.CUMULATIVE)
+    if isinstance(params, SamplingParams) and params.output_kind is None:
+        return params.clone(output_kind=RequestOutputKind.CUMULATIVE)
+    return params
+
+
+async def _only(outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
+    """Return the one output of a request; abort the request if it does not come."""
+    try:
+        return await anext(outputs)
+    finally:
+        await outputs.aclose()

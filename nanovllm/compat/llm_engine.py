@@ -1,0 +1,106 @@
+"""`LLMEngine` with vLLM's methods, for scripts that add requests and run the steps themselves.
+
+One thread at a time may use it. It decides nothing: nanovllm's own engine does the work.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from nanovllm.compat.advice import VLLMNames, check_keywords
+from nanovllm.compat.engine_args import EngineArgs
+from nanovllm.compat.generation import with_output_kind
+from nanovllm.config import Config
+from nanovllm.engine import llm_engine
+from nanovllm.engine.input_processor import Prompt
+from nanovllm.outputs import Metric, RequestOutput, Vector
+from nanovllm.sampling_params import SamplingParams
+
+
+class LLMEngine(VLLMNames):
+    """vLLM's view of an engine: the caller names requests, and `step` returns their outputs.
+
+    Args:
+        engine: the engine that does the work; its threads and memory are shared with it.
+    """
+
+    def __init__(self, engine: llm_engine.LLMEngine) -> None:
+        self.engine = engine
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs, **others: Any) -> "LLMEngine":
+        """Return an engine with these options, as `LLM(**options)` makes it.
+
+        Raises:
+            NanoVLLMError: as `LLM`.
+        """
+        check_keywords("from_engine_args", others)
+        return cls(llm_engine.LLMEngine(Config(**vars(engine_args))))
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        arrival_time: float | None = None,
+        *,
+        priority: int = 0,
+        **others: None,
+    ) -> str:
+        """Queue a request under the caller's id; `step` returns its outputs.
+
+        Args:
+            params: an output holds all so far, unless output_kind asks for something else.
+            arrival_time: not used; requests arrive when they are added.
+            priority: lower values go first.
+            others: vLLM's other arguments; None only.
+
+        Raises:
+            InvalidRequestError: the id is that of a running request, or the prompt or a parameter
+                is invalid or unsupported.
+            EngineDeadError: the engine is down.
+        """
+        check_keywords("add_request", others)
+        params = with_output_kind(params)
+        self.engine.add_request(
+            prompt, params, priority=priority, stream=True, request_id=request_id
+        )
+        return request_id
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step and return an output of each request that has something new."""
+        return self.engine.step()
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether a request is unfinished, or an output waits for `step` to return it."""
+        return not self.engine.is_finished()
+
+    def get_num_unfinished_requests(self) -> int:
+        """Return the number of sequences that are not finished."""
+        return self.engine.scheduler.num_unfinished
+
+    def abort_request(self, request_ids: str | Iterable[str], **others: Any) -> None:
+        """End requests; ids that are not running do nothing."""
+        check_keywords("abort_request", others)
+        for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
+            self.engine.abort(request_id)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, **others: Any) -> bool:
+        """Forget all cached prefixes; return False, and forget none, while requests run.
+
+        Args:
+            reset_running_requests: not used; running requests keep their blocks.
+        """
+        check_keywords("reset_prefix_cache", others)
+        return self.engine.reset_prefix_cache()
+
+    def get_metrics(self) -> list[Metric | Vector]:
+        """Return the engine's counts and its load now."""
+        return self.engine.get_metrics()
+
+    def get_tokenizer(self) -> Any:
+        """Return the checkpoint's transformers tokenizer, None if it has none."""
+        return self.engine.input_processor.tokenizer
+
+    def shutdown(self) -> None:
+        """End the workers and free the model. May be called again."""
+        self.engine.shutdown()

@@ -1,0 +1,50 @@
+"""What scripts import from vLLM beside engines and options: types of prompts, metrics, clean-up."""
+
+import gc
+from typing import NotRequired, TypedDict
+
+from nanovllm.async_llm import AsyncLLM
+from nanovllm.engine.input_processor import Prompt
+from nanovllm.outputs import Counter, Gauge, Metric, Vector
+
+__all__ = [
+    "AsyncLLMEngine",
+    "Counter",
+    "Gauge",
+    "Histogram",
+    "Metric",
+    "PromptType",
+    "TextPrompt",
+    "TokensPrompt",
+    "Vector",
+    "cleanup_dist_env_and_memory",
+]
+
+AsyncLLMEngine = AsyncLLM
+PromptType = Prompt
+
+
+class TextPrompt(TypedDict):
+    """A prompt of text."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+
+
+class TokensPrompt(TypedDict):
+    """A prompt of token ids, with its text if the output is to show it."""
+
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
+
+
+class Histogram(Metric):
+    """A metric with buckets; `get_metrics` returns none."""
+
+    __slots__ = ("buckets", "count", "sum")
+
+
+def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
+    """Free engines that nothing refers to any more."""
+    gc.collect()

@@ -1,0 +1,85 @@
+"""Imports of vLLM's names: they work, or say what to use, and hide nothing else."""
+
+import importlib
+import importlib.util
+import sys
+from typing import Any
+
+import pytest
+
+import nanovllm
+from nanovllm import AsyncLLM, Config
+from nanovllm.compat import modules
+from nanovllm.compat.engine_args import AsyncEngineArgs, EngineArgs
+from nanovllm.errors import ConfigError
+
+
+@pytest.mark.parametrize("module", modules.MODULES)
+def test_vllms_modules_can_be_imported(module: str) -> None:
+    for name in modules.MODULES[module].split():
+        names: dict[str, Any] = {}
+        exec(f"from {module} import {name}", names)
+        assert names[name] is getattr(importlib.import_module(modules.HOMES[name]), name)
+    exec(f"import {module}")
+
+
+@pytest.mark.parametrize(
+    ("statement", "message"),
+    [
+        ("from nanovllm import LoRARequest", "merge the adapter"),
+        ("from nanovllm.lora.request import LoRARequest", "merge the adapter"),
+        ("import nanovllm.multimodal.utils", "read text only"),
+        ("from nanovllm import LLM, PoolingParams", "generate text; use sentence-transformers"),
+        (
+            "from nanovllm.sampling_params import GuidedDecodingParams",
+            "StructuredOutputsParams",
+        ),
+        ("from nanovllm.config import VllmConfig", "take all options by name"),
+        ("from nanovllm.v1.sample.logits_processor import BatchUpdate", "logits_processors="),
+        ("from nanovllm.logger import init_logger", "use logging"),
+        ("from nanovllm import Foo", "cannot import name 'Foo' from 'nanovllm'"),
+        ("from nanovllm.utils import foo", "cannot import name 'foo' from 'nanovllm.utils'"),
+        ("from nanovllm.v1 import foo", "cannot import name 'foo' from 'nanovllm.v1'"),
+        ("from nanovllm.config import foo", "cannot import name 'foo' from 'nanovllm.config'"),
+        ("import nanovllm.foo.bar", "No module named 'nanovllm.foo'"),
+    ],
+)
+def test_other_imports_say_what_to_use(statement: str, message: str) -> None:
+    with pytest.raises(ImportError, match=message):
+        exec(statement)
+
+
+def test_attributes_of_the_package() -> None:
+    assert nanovllm.EngineArgs is EngineArgs
+    assert not hasattr(nanovllm, "LoRARequest")
+    with pytest.raises(AttributeError, match="merge the adapter"):
+        nanovllm.LoRARequest  # noqa: B018
+    assert importlib.util.find_spec("nanovllm.zzz") is None
+    modules.install()
+    assert sum(type(finder).__name__ == "_Importer" for finder in sys.meta_path) == 1
+
+
+def test_engine_args_are_options_that_can_be_assigned() -> None:
+    args = AsyncEngineArgs("model", max_model_len=None, seed=None, enable_lora=False)
+    assert vars(args) == vars(Config("model"))
+    assert args.enable_lora is None
+    args.max_model_len = 128
+    args.speculative_config = {"method": "ngram"}
+    args.enable_lora = False
+    assert vars(args) == vars(
+        Config("model", max_model_len=128, speculative_config={"method": "ngram"})
+    )
+    for name, value, message in (
+        ("max_model_len", 0, "max_model_len must be"),
+        ("enable_lora", True, "enable_lora=True is not supported: merge"),
+        ("max_modle_len", 1, "did you mean 'max_model_len'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            setattr(args, name, value)
+    assert args.max_model_len == 128
+    with pytest.raises(AttributeError, match="no field 'foo'"):
+        args.foo  # noqa: B018
+    with pytest.raises(ConfigError, match="no field 'foo'"):
+        EngineArgs("model", foo=None)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'foo'"):
+        AsyncLLM.from_engine_args(args, usage_context="any", foo=1)
