@@ -4,6 +4,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import Receive, Scope, Send
 
 from nanovllm import __version__
 from nanovllm.async_llm import AsyncLLM
@@ -64,6 +65,11 @@ def make_app(llm: AsyncLLM, options: ServerOptions) -> FastAPI:
 
 
 class _App(FastAPI):
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, whose path may begin with the proxy's."""
+        scope["root_path"] = self.state.server.options.root_path
+        await super().__call__(scope, receive, send)
+
     def openapi(self) -> dict[str, Any]:
         """Return the schema, in which every error has the same form."""
         if self.openapi_schema is None:

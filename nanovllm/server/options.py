@@ -6,6 +6,7 @@ Knows no engine option: those are `Config`'s.
 import dataclasses
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from nanovllm.errors import ConfigError
 from nanovllm.validation import check_float, check_int, shown, strict_keywords
@@ -54,6 +55,11 @@ class ServerOptions:
     """Seconds that running requests have to finish after SIGTERM."""
     cors_origins: tuple[str, ...] = ()
     """Origins of web pages that may use the server; "*" is every page."""
+    root_path: str = ""
+    """Path under which a proxy has the server, such as "/llm"; requests may come with it or
+    without."""
+    chat_template: str | None = None
+    """File with a Jinja template to use instead of the checkpoint's, or the template itself."""
     tool_call_parser: str = "auto"
     """Format of tool calls in answers; "auto" recognises it by the chat template."""
     reasoning_parser: str = "auto"
@@ -62,7 +68,14 @@ class ServerOptions:
     def __post_init__(self) -> None:
         for name in ("host", "tool_call_parser", "reasoning_parser"):
             self._check_text(name)
-        for name in ("uds", "served_model_name"):
+        if not isinstance(self.root_path, str) or (
+            self.root_path and (self.root_path[0] != "/" or self.root_path[-1] == "/")
+        ):
+            raise ConfigError(
+                'root_path must begin with "/" and not end with it, such as "/llm", '
+                f"got {shown(self.root_path)}"
+            )
+        for name in ("uds", "served_model_name", "chat_template"):
             if getattr(self, name) is not None:
                 self._check_text(name)
         self._set("port", check_int(ConfigError, "port", self.port, 0, 65535))
@@ -74,6 +87,7 @@ class ServerOptions:
             if getattr(self, name) is not None:
                 self._set(name, check_float(ConfigError, name, getattr(self, name), 0.001))
         self._set("drain_seconds", check_float(ConfigError, "drain_seconds", self.drain_seconds, 0))
+        self.read_chat_template()  # fails now if it cannot be read
         for name in ("api_keys", "cors_origins"):
             value = getattr(self, name)
             if not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value):
@@ -82,6 +96,21 @@ class ServerOptions:
         for key in self.api_keys:
             if not key or not key.isascii() or not key.isprintable() or " " in key:
                 raise ConfigError("an API key must be printable ASCII characters without spaces")
+
+    def read_chat_template(self) -> str | None:
+        """Return the text of the chat template; None is the checkpoint's.
+
+        Raises:
+            ConfigError: the file cannot be read.
+        """
+        given = self.chat_template
+        if given is None or "{{" in given or "{%" in given:
+            return given
+        try:
+            return Path(given).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(f"chat_template {shown(given)} cannot be read: {reason}") from error
 
     @property
     def is_local(self) -> bool:

@@ -24,7 +24,7 @@ def render(
     continue_final_message: bool | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> RenderedChat:
-    """Return the text of a conversation, rendered by the model's chat template.
+    """Return the text of a conversation, rendered by the chat template.
 
     Raises:
         APIError, InvalidRequestError: a message is invalid, the template refuses it, or the
@@ -42,7 +42,7 @@ def render(
         not continues if add_generation_prompt is None else add_generation_prompt,
         continues,
         [tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
-        None,
+        server.chat_template,
         chat_template_kwargs,
     )
     processor = server.llm.engine.input_processor

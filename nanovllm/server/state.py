@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from fastapi import Request
 
@@ -33,6 +34,8 @@ class ServerState:
     """Name of the model in answers."""
     admission: Admission
     bodies: BodyBudget
+    chat_template: str | None
+    """Renders conversations; None is the checkpoint's."""
     answer_format: AnswerFormat
     """How the model marks reasoning and tool calls."""
     metrics: ServerMetrics
@@ -82,6 +85,7 @@ def make_state(llm: AsyncLLM, options: ServerOptions) -> ServerState:
     engine = llm.engine
     _ = engine.input_processor.length_bound  # computed now, so that no request waits for it
     tokenizer = llm.engine.input_processor.tokenizer
+    template = options.read_chat_template()
     name = options.served_model_name or model_name(engine.config.model)
     digest = hashlib.sha256(repr((engine.config, engine.cache_info.num_blocks)).encode())
     return ServerState(
@@ -89,7 +93,8 @@ def make_state(llm: AsyncLLM, options: ServerOptions) -> ServerState:
         options=options,
         model_name=name,
         fingerprint=f"nanovllm-{__version__}-{digest.hexdigest()[:8]}",
-        answer_format=_answer_format(llm, options),
+        chat_template=template,
+        answer_format=_answer_format(llm, options, template),
         metrics=ServerMetrics(name, llm),
         admission=Admission(options.max_waiting, lambda: len(engine.scheduler.running)),
         bodies=BodyBudget(_MANY_BODIES * options.max_body_bytes),
@@ -98,12 +103,12 @@ def make_state(llm: AsyncLLM, options: ServerOptions) -> ServerState:
     )
 
 
-def _answer_format(llm: AsyncLLM, options: ServerOptions) -> AnswerFormat:
+def _answer_format(llm: AsyncLLM, options: ServerOptions, template: Any) -> AnswerFormat:
     tokenizer = llm.engine.input_processor.tokenizer
     parsers = options.tool_call_parser, options.reasoning_parser
     if tokenizer is None:
         return find_answer_format(None, *parsers)
-    template = tokenizer.chat_template
+    template = tokenizer.chat_template if template is None else template
     if isinstance(template, dict):  # several templates by name
         template = template.get("tool_use", template.get("default"))
     return find_answer_format(template, *parsers, tokenizer.added_tokens_decoder)

@@ -1,0 +1,60 @@
+"""`--chat-template` and `--root-path`."""
+
+from pathlib import Path
+
+import pytest
+
+from nanovllm import AsyncLLM
+from nanovllm.errors import ConfigError
+from nanovllm.server.options import ServerOptions
+
+pytest.importorskip("fastapi")
+
+from nanovllm.server.tool_formats import Mistral
+from tests.server.conftest import running
+
+CHAT = {"messages": [{"role": "user", "content": "What is a KV cache?"}], "max_tokens": 2}
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.content }}[TOOL_CALLS]{% endfor %}"
+
+
+def test_template_of_the_server(async_llm: AsyncLLM, tmp_path: Path) -> None:
+    """The file's template renders, and says how tools are called; the LLM keeps its own."""
+    file = tmp_path / "template.jinja"
+    file.write_text(TEMPLATE)
+    tokenizer = async_llm.get_tokenizer()
+    assert tokenizer is not None
+    own, expected = tokenizer.chat_template, tokenizer.encode("<|im_start|>What is a KV cache?")
+    for given in (str(file), TEMPLATE):
+        with running(async_llm, chat_template=given) as server:
+            ids = server.send("/tokenize", {"messages": CHAT["messages"]}).body["tokens"]
+            assert ids[: len(expected)] == expected
+            reply = server.send("/v1/chat/completions", CHAT)
+            assert reply.status == 200
+            assert reply.body["usage"]["prompt_tokens"] == len(ids)
+            assert isinstance(server.state.answer_format._tools, Mistral)
+    assert tokenizer.chat_template == own
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("chat_template", "/no/such/file", "chat_template '/no/such/file' cannot be read: No such"),
+        ("chat_template", "", "chat_template must be a string that is not empty"),
+        ("root_path", "llm", 'root_path must begin with "/" and not end with it'),
+        ("root_path", "/llm/", 'root_path must begin with "/" and not end with it'),
+        ("root_path", None, 'root_path must begin with "/" and not end with it'),
+    ],
+)
+def test_options_that_are_refused(name: str, value: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ServerOptions(**{name: value})  # type: ignore[arg-type]
+
+
+def test_a_proxy_may_leave_its_path_or_not(async_llm: AsyncLLM) -> None:
+    with running(async_llm, root_path="/llm", api_keys=["key"]) as server:
+        for path in ("/llm/v1/models", "/v1/models"):
+            assert server.send(path).status == 401
+            assert server.send(path, Authorization="Bearer key").status == 200
+        assert server.send("/health").status == 200
+        schema = server.send("/llm/openapi.json", Authorization="Bearer key").body
+        assert schema["servers"] == [{"url": "/llm"}]
