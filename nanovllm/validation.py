@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import logging
 import math
 import numbers
 import operator
@@ -15,6 +16,8 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from nanovllm.errors import NanoVLLMError
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -83,6 +86,8 @@ def strict_keywords(
                     raise error(f"{cls.__name__} has no field {shown(name)}{hint}")
                 if not other.accepts(value):
                     raise error(f"{name}={shown(value)} is not supported: {other.advice}")
+                if value is not None:
+                    logger.info("%s=%s changes nothing: %s", name, shown(value), other.advice)
             init(self, *args, **kwargs)
 
         def __setattr__(self: T, name: str, value: Any) -> NoReturn:

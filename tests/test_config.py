@@ -315,6 +315,13 @@ def test_max_logprobs_must_be_a_count_or_minus_1(value):
         Config("model", max_logprobs=value)
 
 
+def test_code_of_a_checkpoint_is_not_run_whatever_is_trusted(caplog):
+    caplog.set_level("INFO", "nanovllm")
+    assert Config("model", trust_remote_code=True, enable_lora=None) == Config("model")
+    expected = "trust_remote_code=True changes nothing: no code of a checkpoint is run"
+    assert caplog.messages == [expected]
+
+
 @pytest.mark.parametrize("name", CONFIG_NAMES)
 def test_names_of_others_are_accepted_where_nothing_changes_and_else_explained(name):
     other = CONFIG_NAMES[name]
