@@ -223,7 +223,7 @@ class LLM(VLLMNames):
         return VLLMEngine(self.engine)
 
     def add_request(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *others: None
     ) -> int | str:
         """Queue a request whose output `step` returns, as in nano-vllm; return its id.
 
@@ -231,6 +231,11 @@ class LLM(VLLMNames):
             InvalidRequestError: the prompt or a parameter is invalid or unsupported, or n is not 1.
             EngineDeadError: the engine is down.
         """
+        if others or isinstance(sampling_params, str):
+            raise InvalidRequestError(
+                "LLM has nano-vllm's add_request(prompt, sampling_params); llm.llm_engine has "
+                "vLLM's add_request(request_id, prompt, params)"
+            )
         if sampling_params is not None and getattr(sampling_params, "n", 1) != 1:
             raise InvalidRequestError(
                 f"step() returns one continuation of a request, so n must be 1, "

@@ -52,6 +52,9 @@ def test_add_request_refuses_what_step_could_not_return(demo_llm: LLM) -> None:
         demo_llm.add_request(QUESTION, SamplingParams(n=2))
     with pytest.raises(InvalidRequestError, match="sampling_params must be SamplingParams"):
         demo_llm.add_request(QUESTION, {"n": 2})  # type: ignore[arg-type]
+    for given in (("0", QUESTION, GREEDY), ("0", QUESTION)):
+        with pytest.raises(InvalidRequestError, match=r"llm\.llm_engine has vLLM's add_request"):
+            demo_llm.add_request(*given)  # type: ignore[arg-type]
     assert demo_llm.is_finished()
 
 

@@ -54,7 +54,8 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         """Return the arguments, as argparse does, with dashes for the underscores in flags."""
         words = sys.argv[1:] if args is None else list(args)
         if self._subparsers is None:  # else the parser of the command does it
-            words = [self._with_dashes(word) for word in words]
+            end = words.index("--") if "--" in words else len(words)
+            words = [*map(self._with_dashes, words[:end]), *words[end:]]
         return super().parse_known_args(words, namespace)
 
     def _with_dashes(self, word: str) -> str:

@@ -57,6 +57,8 @@ def test_parser_of_a_script() -> None:
     assert vars(EngineArgs.from_cli_args(args)) == vars(
         EngineArgs("m", max_model_len=64, tensor_parallel_size=2)
     )
+    parser.add_argument("words", nargs="*")
+    assert parser.parse_args(["--", "--max_model_len"]).words == ["--max_model_len"]
     for words in (["--my-flag", "x"], ["--block-size", "16"], ["--enable-lora"]):
         with pytest.raises(SystemExit):
             parser.parse_args(words)
