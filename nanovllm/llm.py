@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
-from nanovllm.compat.advice import VLLMNames, check_keywords
-from nanovllm.compat.llm_engine import LLMEngine as VLLMEngine
+from nanovllm.compat.advice import check_keywords
+from nanovllm.compat.methods import OtherMethods
 from nanovllm.config import Config
 from nanovllm.engine.chat import Message, is_message, template_options
 from nanovllm.engine.input_processor import Prompt, array_to_list
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class LLM(VLLMNames):
+class LLM(OtherMethods):
     """A model that is loaded and ready to generate.
 
     Several threads may call its methods at once; their requests share the engine's batches.
@@ -216,55 +216,6 @@ class LLM(VLLMNames):
         If another thread is running a step, that step ends first.
         """
         self._shared.submit(self.engine.shutdown)
-
-    @property
-    def llm_engine(self) -> VLLMEngine:
-        """The engine with vLLM's methods; unlike `LLM` it is for one thread at a time."""
-        return VLLMEngine(self.engine)
-
-    def add_request(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *others: None
-    ) -> int | str:
-        """Queue a request whose output `step` returns, as in nano-vllm; return its id.
-
-        Raises:
-            InvalidRequestError: the prompt or a parameter is invalid or unsupported, or n is not 1.
-            EngineDeadError: the engine is down.
-        """
-        if others or isinstance(sampling_params, str):
-            raise InvalidRequestError(
-                "LLM has nano-vllm's add_request(prompt, sampling_params); llm.llm_engine has "
-                "vLLM's add_request(request_id, prompt, params)"
-            )
-        if sampling_params is not None and getattr(sampling_params, "n", 1) != 1:
-            raise InvalidRequestError(
-                f"step() returns one continuation of a request, so n must be 1, "
-                f"got {sampling_params.n}: use generate()"
-            )
-        request = self.engine.input_processor.make_request(prompt, sampling_params)
-        self._shared.call(lambda: self.engine.queue(request))
-        return request.request_id
-
-    def step(self) -> tuple[list[tuple[int | str, list[int]]], int]:
-        """Run one step and return what it finished of `add_request`, as in nano-vllm.
-
-        Returns:
-            (request id, output tokens) of each request that is finished; and the number of prompt
-            tokens that the step computed or, if it computed none, minus that of its output tokens.
-        """
-
-        def step() -> tuple[list[tuple[int | str, list[int]]], int]:
-            stats = self.engine.stats
-            prefill, decode = stats.num_prefill_tokens, stats.num_decode_tokens
-            outputs = [(output.request_id, output.token_ids) for output in self.engine.step()]
-            num_prefill = stats.num_prefill_tokens - prefill
-            return outputs, num_prefill or decode - stats.num_decode_tokens
-
-        return self._shared.call(step)
-
-    def is_finished(self) -> bool:
-        """Whether no request is unfinished, and `step` has returned every output."""
-        return self._shared.call(self.engine.is_finished)
 
     exit = shutdown
     """nano-vllm's name of `shutdown`."""

@@ -154,7 +154,7 @@ def test_every_field_of_an_output_is_listed(owner: type) -> None:
     assert re.findall(r"`(\w+)`", listed) == [field.name for field in dataclasses.fields(owner)]
 
 
-@pytest.mark.parametrize("name", [name for name in vars(LLM) if not name.startswith("_")])
+@pytest.mark.parametrize("name", [name for name in dir(LLM) if not name.startswith("_")])
 def test_every_method_is_explained(name: str) -> None:
     assert re.search(rf"\bllm\.{name}\b", PAGES["generation.md"])
 

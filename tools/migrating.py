@@ -89,7 +89,8 @@ def other_values() -> str:
 
 def methods(owner: type[Any]) -> list[str]:
     """Return the names of the public methods of a class."""
-    return [name for name in vars(owner) if not name.startswith("_")]
+    names = (name for cls in owner.__mro__ if cls is not object for name in vars(cls))
+    return [name for name in names if not name.startswith("_")]
 
 
 def advices(names: Mapping[str, str]) -> str:

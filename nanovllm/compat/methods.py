@@ -1,0 +1,68 @@
+"""`OtherMethods`: methods of `LLM` that only nano-vllm's and vLLM's scripts call.
+
+Decides nothing: the engine and its sharing among threads are those of `LLM`.
+"""
+
+from nanovllm.compat.advice import VLLMNames
+from nanovllm.compat.llm_engine import LLMEngine as VLLMEngine
+from nanovllm.engine.input_processor import Prompt
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.shared_engine import SharedEngine
+from nanovllm.errors import InvalidRequestError
+from nanovllm.sampling_params import SamplingParams
+
+
+class OtherMethods(VLLMNames):
+    """nano-vllm's loop of `add_request` and `step`, and vLLM's engine."""
+
+    engine: LLMEngine
+    _shared: SharedEngine
+
+    @property
+    def llm_engine(self) -> VLLMEngine:
+        """The engine with vLLM's methods; unlike `LLM` it is for one thread at a time."""
+        return VLLMEngine(self.engine)
+
+    def add_request(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *others: None
+    ) -> int | str:
+        """Queue a request whose output `step` returns, as in nano-vllm; return its id.
+
+        Raises:
+            InvalidRequestError: the prompt or a parameter is invalid or unsupported, or n is not 1.
+            EngineDeadError: the engine is down.
+        """
+        if others or isinstance(sampling_params, str):
+            raise InvalidRequestError(
+                "LLM has nano-vllm's add_request(prompt, sampling_params); llm.llm_engine has "
+                "vLLM's add_request(request_id, prompt, params)"
+            )
+        if sampling_params is not None and getattr(sampling_params, "n", 1) != 1:
+            raise InvalidRequestError(
+                f"step() returns one continuation of a request, so n must be 1, "
+                f"got {sampling_params.n}: use generate()"
+            )
+        request = self.engine.input_processor.make_request(prompt, sampling_params)
+        self._shared.call(lambda: self.engine.queue(request))
+        return request.request_id
+
+    def step(self) -> tuple[list[tuple[int | str, list[int]]], int]:
+        """Run one step and return what it finished of `add_request`, as in nano-vllm.
+
+        Returns:
+            (request id, output tokens) of each request that is finished; and the number of prompt
+            tokens that the step computed or, if it computed none, minus that of its output tokens.
+        """
+
+        def step() -> tuple[list[tuple[int | str, list[int]]], int]:
+            stats = self.engine.stats
+            prefill, decode = stats.num_prefill_tokens, stats.num_decode_tokens
+            outputs = [(output.request_id, output.token_ids) for output in self.engine.step()]
+            num_prefill = stats.num_prefill_tokens - prefill
+            return outputs, num_prefill or decode - stats.num_decode_tokens
+
+        return self._shared.call(step)
+
+    def is_finished(self) -> bool:
+        """Whether no request is unfinished, and `step` has returned every output."""
+        return self._shared.call(self.engine.is_finished)
