@@ -12,7 +12,7 @@ from nanovllm.compat.generation import with_output_kind
 from nanovllm.config import Config
 from nanovllm.engine import llm_engine
 from nanovllm.engine.input_processor import Prompt
-from nanovllm.outputs import Metric, RequestOutput, Vector
+from nanovllm.outputs import Histogram, Metric, RequestOutput, Vector
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -93,7 +93,7 @@ class LLMEngine(VLLMNames):
         check_keywords("reset_prefix_cache", others)
         return self.engine.reset_prefix_cache()
 
-    def get_metrics(self) -> list[Metric | Vector]:
+    def get_metrics(self) -> list[Metric | Vector | Histogram]:
         """Return the engine's counts and its load now."""
         return self.engine.get_metrics()
 
