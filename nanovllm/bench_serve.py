@@ -37,7 +37,7 @@ def bench_serve(plan: LoadPlan) -> int:
     for path in (plan.save_result, plan.plot):
         if path is not None and not Path(path).absolute().parent.is_dir():
             raise InvalidRequestError(f"there is no directory for {shown(path)}; make it first")
-    server = find_server(plan.url, plan.api_key)
+    server = find_server(plan.server_url, plan.api_key)
     plan = dataclasses.replace(plan, model=plan.model or first_model(server))
     report = asyncio.run(measure(plan, server))
     write(report.as_text())

@@ -147,7 +147,7 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def bench(args: argparse.Namespace) -> int:
-    """Measure a server that speaks OpenAI's API: `nanovllm bench serve`."""
+    """Put a load on a server that speaks OpenAI's API, and measure it."""
     from nanovllm.bench_serve import bench_serve
 
     return bench_serve(LoadPlan(**given_fields(LoadPlan, args)))
@@ -273,7 +273,7 @@ def _add_command(
     parser.add_argument("--model", dest="model_flag", help=argparse.SUPPRESS)
     if command is chat:
         about = "Talk to the server at this URL; MODEL is then its name there (default: its first)."
-        parser.add_argument("--url", help=about)
+        parser.add_argument("--url", "--base-url", help=about)
         about = "The server's API key (default: the environment variable OPENAI_API_KEY)."
         parser.add_argument("--api-key", metavar="KEY", help=about)
         parser.add_argument("--system", metavar="TEXT", help="A system message.")

@@ -29,17 +29,20 @@ class Parser(FlexibleArgumentParser):
         """Raise ConfigError with the message."""
         raise ConfigError(f"{message} (see {self.prog} --help)")
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Raise ConfigError for a command that is not known, and suggest the one that was meant."""
+        if action.choices is not None and value not in action.choices:
+            hint = did_you_mean(value, list(action.choices))
+            self.error(f"there is no command {shown(f'{self.prog} {value}')}{hint}")
+
     def refuse_flag(self, word: str) -> NoReturn:
         """Raise ConfigError for a flag that is not known, and suggest the one that was meant."""
         name = word.partition("=")[0]
-        known = [
-            flag[2:]
-            for flag, action in self._option_string_actions.items()
-            if flag.startswith("--") and action.help != argparse.SUPPRESS
-        ]
-        hint = did_you_mean(name.lstrip("-"), known)
-        hint = hint.replace("'", "'--", 1) if hint.startswith("; did") else ""  # no list of all
-        self.error(f"there is no flag {name:.80}{hint}")
+        flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        known = {flag[2:].replace("-", "_"): flag for flag in flags}
+        hint = did_you_mean(name.lstrip("-").replace("-", "_"), known)
+        meant = known.get(hint.partition("'")[2].removesuffix("'?"))  # None: it lists them all
+        self.error(f"there is no flag {name:.80}" + (f"; did you mean '{meant}'?" if meant else ""))
 
 
 class _Field(NamedTuple):

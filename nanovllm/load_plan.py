@@ -36,12 +36,12 @@ class LoadPlan:
         ConfigError: a value is out of range, or contradicts another.
     """
 
-    base_url: str | None = None
-    """URL of the server; None is http://HOST:PORT."""
+    url: str | None = None
+    """URL of the server, such as http://127.0.0.1:8000; None is http://HOST:PORT."""
     host: str = "127.0.0.1"
-    """The server's host, without --base-url."""
+    """The server's host, if no URL is given."""
     port: int = 8000
-    """The server's port, without --base-url."""
+    """The server's port, if no URL is given."""
     api_key: str | None = None
     """The server's API key; None is the environment variable OPENAI_API_KEY, if it is set."""
     model: str | None = None
@@ -122,8 +122,8 @@ class LoadPlan:
         return self.endpoint.endswith("/chat/completions")
 
     @property
-    def url(self) -> str:
-        return self.base_url or f"http://{self.host}:{self.port}"
+    def server_url(self) -> str:
+        return self.url or f"http://{self.host}:{self.port}"
 
     def limits(self) -> dict[str, float]:
         """Return the limits of goodput in milliseconds, by latency.
@@ -176,14 +176,22 @@ def add_bench(
     commands: "argparse._SubParsersAction[Parser]", bench: Callable[[argparse.Namespace], int]
 ) -> None:
     """Add `bench serve` with a flag for each field of LoadPlan."""
-    parent = commands.add_parser("bench", help=bench.__doc__, usage="nanovllm bench serve [flags]")
+    usage = "nanovllm bench serve [flags]"
+    parent = commands.add_parser("bench", help=bench.__doc__, usage=usage)
     parent.set_defaults(parser=parent)
-    parser = parent.add_subparsers(metavar="serve").add_parser(
-        "serve", description=bench.__doc__, usage="nanovllm bench serve [flags]"
+    commands = parent.add_subparsers(metavar="serve", prog="nanovllm bench")
+    parser = commands.add_parser(
+        "serve", help=bench.__doc__, description=bench.__doc__, usage=usage
     )
     parser.set_defaults(command=bench, parser=parser)
     group = parser.add_argument_group("flags")
-    add_flags(group, LoadPlan, but={"goodput"}, defaults={})
+    group.add_argument(
+        "--url",
+        "--base-url",  # vLLM's name
+        default=argparse.SUPPRESS,
+        help="The server's URL (default: http://HOST:PORT).",
+    )
+    add_flags(group, LoadPlan, but={"url", "goodput"}, defaults={})
     group.add_argument(
         "--goodput",
         nargs="+",

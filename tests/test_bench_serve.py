@@ -291,7 +291,7 @@ def test_command_writes_text_json_and_a_plot(
     saved, plot = tmp_path / "load.json", tmp_path / "load.svg"
     flags = ["--num-prompts", "6", "--random-input-len", "4", "--goodput", "ttft:5000", "tpot:5000"]
     with WireServer(answer) as wire:
-        flags += ["--base-url", f"{wire.url}/v1", "--api-key", "secret", "--request-rate", "inf"]
+        flags += ["--url", f"{wire.url}/v1", "--api-key", "secret", "--request-rate", "inf"]
         status = cli.main(
             ["bench", "serve", *flags, "--save-result", str(saved), "--plot", str(plot)]
         )
@@ -318,6 +318,7 @@ def test_command_writes_text_json_and_a_plot(
         (["bench", "serve", "x"], "bench serve takes flags only, got 'x'"),
         (["bench", "serve", "--num-prompt", "5"], "did you mean '--num-prompts'?"),
         (["bench", "serve", "--num-prompts", "0"], "num_prompts must be an integer >= 1"),
+        (["bench", "serve", "--url", "localhost"], "the server's URL must be like"),
         (["bench", "serve", "--base-url", "localhost"], "the server's URL must be like"),
         (["bench", "serve", "--save-result", "/no/such/x.json"], "there is no directory for"),
     ],
@@ -336,7 +337,7 @@ def test_a_server_that_refuses_ends_the_command(capsys: pytest.CaptureFixture[st
         return [(0.0, whole(400, {"error": {"message": "max_tokens is too large"}}))]
 
     with WireServer(script) as wire:
-        assert cli.main(["bench", "serve", "--base-url", wire.url]) == 2
+        assert cli.main(["bench", "serve", "--url", wire.url]) == 2
     expected = "nanovllm: the first request failed: the server answers 400: max_tokens is too large"
     assert capsys.readouterr().err == f"{expected}\n"
 
@@ -346,7 +347,7 @@ def test_failed_requests_are_the_exit_status(capsys: pytest.CaptureFixture[str])
         return answer(asked) if len(wire.asked) < 4 else []
 
     with WireServer(script) as wire:
-        flags = ["--base-url", wire.url, "--num-prompts", "2", "--max-concurrency", "1"]
+        flags = ["--url", wire.url, "--num-prompts", "2", "--max-concurrency", "1"]
         assert cli.main(["bench", "serve", *flags, "--random-input-len", "4"]) == 1
     assert "failed 1 times: the server closed" in capsys.readouterr().out
 

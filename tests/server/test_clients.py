@@ -25,7 +25,7 @@ def test_bench_serve_measures_the_server(
     saved = tmp_path / "load.json"
     flags += ["--num-prompts", "24", "--random-input-len", "20", "--random-output-len", "12"]
     flags += ["--max-concurrency", "8", "--ignore-eos", "--save-result", str(saved)]
-    assert cli.main(["bench", "serve", "--base-url", server.url, *flags]) == 0
+    assert cli.main(["bench", "serve", "--url", server.url, *flags]) == 0
     found = json.loads(saved.read_text())
     assert (found["completed"], found["failed"]) == (num_requests, 0)
     assert found["output_lens"] == [12] * num_requests
