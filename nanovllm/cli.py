@@ -23,13 +23,14 @@ from nanovllm.flags import Parser, add_flags, fields_of, given_fields, json_obje
 from nanovllm.load_plan import LoadPlan, add_bench
 from nanovllm.other_names import CONFIG_NAMES
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.server.options import API_KEY_VARIABLE, ServerOptions
+from nanovllm.server.options import API_KEY_VARIABLE, ServerOptions, model_name
 from nanovllm.terminal import (
     OutputError,
     abandon,
     check_text,
     complain,
     is_interactive,
+    note,
     piped_lines,
     prepare_streams,
     typed_lines,
@@ -81,9 +82,10 @@ def generate(args: argparse.Namespace) -> int:
     """Print the continuation of each prompt, from the arguments or the lines of standard input."""
     options, flags = _checked(args)
     given = _prompts(args)
-    if not given:
-        return 0
     llm, params = _load(options, flags)
+    tokenizer = llm.get_tokenizer()
+    if not args.chat and tokenizer is not None and tokenizer.chat_template:
+        note("nanovllm: continuing the text as it is; with --chat the model answers it")
     prompts: list[Any] = given
     if args.chat:
         prompts = [
@@ -122,9 +124,6 @@ def chat(args: argparse.Namespace) -> int:
     if args.url is not None:
         source = _connect(args, options, flags)
     else:
-        if is_interactive():
-            shipped = " (the glossary model that ships with nanovllm; name another to use it)"
-            write(f"Loading {args.model}{shipped if args.model == demo_model.MODEL else ''}\n")
         source = model_source(*_load(options, flags), args.chat_template_kwargs)
     if is_interactive():
         write("Type a message, or /help.\n")
@@ -183,12 +182,25 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     if args.prompt and args.prompt != ["-"]:
         return [check_text(f"prompt {i}", text) for i, text in enumerate(args.prompt)]
     if is_interactive():
-        complain("nanovllm: reading prompts from the terminal, one a line, until Ctrl-D")
-    return [line for line in piped_lines() if line.strip()]
+        complain(f"nanovllm: type prompts for {_shown(args.model)}, one a line, then Ctrl-D")
+    if given := [line for line in piped_lines() if line.strip()]:
+        return given
+    raise InvalidRequestError(
+        f"there is no prompt for {_shown(args.model)}: give one, as in "
+        "nanovllm generate 'The sky is', or lines on standard input"
+    )
+
+
+def _shown(model: str) -> str:
+    """Return how messages call a model."""
+    if model == demo_model.MODEL:
+        return "the glossary model that ships with nanovllm"
+    return model_name(model)
 
 
 def _load(options: dict[str, Any], flags: dict[str, Any]) -> "tuple[LLM, SamplingParams]":
     """Return the model and its recommended sampling parameters, overridden by the flags."""
+    note(f"nanovllm: loading {_shown(options['model'])}")
     try:
         from nanovllm.llm import LLM
 
@@ -228,7 +240,7 @@ def _parse(argv: Seq[str] | None) -> argparse.Namespace:
         args.prompt += rest
     if args.model_flag is not None:
         _take_model_flag(args)
-    elif args.command is generate and args.model is not None and _is_prompt(args.model):
+    elif args.command is generate and args.model is not None and not _is_model(args.model):
         args.prompt.insert(0, args.model)
         args.model = None
     if args.url is None:
@@ -245,13 +257,16 @@ def _take_model_flag(args: argparse.Namespace) -> None:
     args.model = args.model_flag
 
 
-def _is_prompt(word: str) -> bool:
-    """Return whether `word`, where MODEL may stand, is a prompt: "-", or text with spaces."""
-    if word == "-":
-        return True
+def _is_model(word: str) -> bool:
+    """Return whether the first word of `generate` is a model, not a prompt.
+
+    It is if it exists as a path, or could be a path or a hub id: one word with a slash, or with
+    .gguf at its end.
+    """
     with contextlib.suppress(OSError, ValueError):  # no path has such a name
-        return len(word.split()) > 1 and not Path(word).exists()
-    return True
+        is_path = word != "" and Path(word).exists()
+        return is_path or (len(word.split()) == 1 and ("/" in word or word.endswith(".gguf")))
+    return False
 
 
 def _add_command(

@@ -105,6 +105,12 @@ def complain(message: str) -> None:
         abandon(sys.stderr)
 
 
+def note(message: str) -> None:
+    """Write a line to standard error if somebody reads it there; a log needs no such lines."""
+    if sys.stderr.isatty():
+        complain(message)
+
+
 def abandon(stream: TextIO | None) -> None:
     """Drop what a stream still holds: Python would try to write it at exit, and complain."""
     with contextlib.suppress(AttributeError, OSError, ValueError):

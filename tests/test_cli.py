@@ -92,7 +92,6 @@ def test_generate_reads_lines(run: Run) -> None:
     stdin = f"{QUESTIONS[0]}\n\n  \n{QUESTIONS[1]}\n{QUESTIONS[2]}"
     lines = generate(run, stdin=stdin).splitlines()
     assert lines == [f" {answer}" for answer in ANSWERS[:3]]
-    assert generate(run, stdin="") == ""
 
 
 def test_generate_renders_prompts_as_chats(run: Run) -> None:
@@ -226,10 +225,10 @@ def test_bad_usage_is_one_line_and_status_2(run: Run, arguments: list[str], mess
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["generate", "no-model", "Hi", "--temperature", "-1"], "temperature must be"),
-        (["generate", "no-model", "Hi", "--min-tokens", "9", "--max-tokens", "5"], "min_tokens"),
-        (["generate", "no-model", "Hi", "--max-num-seqs", "0"], "max_num_seqs must be"),
-        (["generate", "no-model", "Hi", "a\udcff"], "prompt 1 is not UTF-8 text: it has byte 0xff"),
+        (["generate", "no/model", "Hi", "--temperature", "-1"], "temperature must be"),
+        (["generate", "no/model", "Hi", "--min-tokens", "9", "--max-tokens", "5"], "min_tokens"),
+        (["generate", "no/model", "Hi", "--max-num-seqs", "0"], "max_num_seqs must be"),
+        (["generate", "no/model", "Hi", "a\udcff"], "prompt 1 is not UTF-8 text: it has byte 0xff"),
         (["chat", "no-model", "--n", "2"], "n must be 1, got 2"),
         (["chat", "no-model", "--top-p", "2"], "top_p must be"),
         (["chat", "no-model", "--system", "\udc80"], "the system message is not UTF-8 text"),
@@ -256,7 +255,6 @@ def test_requests_are_checked_before_the_model(
 def test_generate_without_model_takes_the_default(
     run: Run, arguments: list[str], stdin: str
 ) -> None:
-    """A first argument with spaces is a prompt, unless there is a file of that name."""
     assert run("generate", *FAST, *arguments, stdin=stdin) == (0, f" {ANSWER_TO[QUESTION]}\n", "")
 
 
@@ -266,16 +264,71 @@ def test_a_directory_with_a_space_is_a_model(run: Run, recorder: Any, tmp_path: 
     assert [made["model"] for made in recorder.made] == [str(tmp_path / "a model")]
 
 
-def test_no_prompts_load_no_model(run: Run, recorder: Any) -> None:
-    assert run("generate", "no-model", stdin="\n  \n") == (0, "", "")
-    assert recorder.made == []
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [(["no/model"], "no/model"), (["-"], "the glossary model that"), ([], "the glossary model")],
+)
+def test_no_prompt_is_an_error_before_the_model(
+    run: Run, recorder: Any, arguments: list[str], name: str
+) -> None:
+    status, out, err = run("generate", *arguments, stdin="\n  \n")
+    assert (status, out, recorder.made) == (2, "", [])
+    assert err.startswith(f"nanovllm: there is no prompt for {name}")
+    assert "give one, as in nanovllm generate '" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "num_prompts"),
+    [
+        (["Hi"], 1),
+        (["Hi", "there"], 2),
+        (["What's up?"], 1),
+        (["and/or so"], 1),
+        (["x" * 5000], 1),
+        (["here", "Hi"], 1),
+        (["./here", "Hi"], 1),
+        (["Qwen/Qwen3-0.6B", "Hi"], 1),
+        (["missing.gguf", "Hi"], 1),
+        (["/no/where", "Hi", "there"], 2),
+    ],
+)
+def test_a_model_is_a_path_or_has_a_slash(
+    run: Run,
+    recorder: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    words: list[str],
+    num_prompts: int,
+) -> None:
+    """All other first words of `generate` are prompts."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    given: list[list[str]] = []
+    monkeypatch.setattr(cli, "_prompts", lambda args: given.append(args.prompt) or args.prompt)
+    assert run("generate", *words)[0] == 0
+    model = words[0] if len(words) > num_prompts else demo_model.MODEL
+    assert ([made["model"] for made in recorder.made], given) == ([model], [words[-num_prompts:]])
 
 
 def test_min_tokens_may_exceed_the_default_length(run: Run, recorder: Any) -> None:
     """Only the loaded checkpoint knows how many tokens it recommends."""
-    status, _, err = run("generate", "some-model", "Hi", "--min-tokens", "600")
+    status, _, err = run("generate", "some/model", "Hi", "--min-tokens", "600")
     assert (status, len(recorder.made)) == (2, 1)
     assert "min_tokens must be an integer from 0 to 512" in err
+
+
+def test_generate_says_at_a_terminal_what_it_does(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It loads a model, which takes seconds, and it does not answer a chat model's prompt."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    hint = "nanovllm: continuing the text as it is; with --chat the model answers it\n"
+    for flags, hints in (([], 1), (["--chat"], 0)):
+        status, out, err = run("generate", *FAST, *flags, QUESTION)
+        assert (status, out.strip()) == (0, ANSWER_TO[QUESTION])
+        assert err.startswith("nanovllm: loading the glossary model that ships with nanovllm\n")
+        assert err.count(hint) == hints
 
 
 def test_dash_reads_standard_input(run: Run) -> None:
@@ -346,6 +399,9 @@ class Recorder:
         self.made.append(options)
         self.engine = types.SimpleNamespace(generation_config={})
 
+    def get_tokenizer(self) -> None:
+        return None
+
     def get_default_sampling_params(self) -> SamplingParams:
         return cli.SamplingParams(temperature=0.25, max_tokens=77)
 
@@ -405,7 +461,7 @@ def test_every_field_has_a_flag(
             argument, value = '{"regex": "a+"}', StructuredOutputsParams(regex="a+")
         cases = [([flag, argument], value)]
     for arguments, value in cases:
-        assert run("generate", "some-model", "Hi", *arguments)[0] == 0
+        assert run("generate", "some/model", "Hi", *arguments)[0] == 0
         options, params = recorder.made.pop(), recorder.asked.pop()
         if owner is SamplingParams:
             assert getattr(params, name) == value
@@ -417,12 +473,12 @@ def test_every_field_has_a_flag(
         expected.pop(name, None)
         assert untouched == SamplingParams(**expected)
         options.pop("seed", None)
-        assert options == {"model": "some-model"}
+        assert options == {"model": "some/model"}
 
 
 def test_seed_sets_the_engines_and_the_requests(run: Run, recorder: Any) -> None:
-    assert run("generate", "some-model", "Hi", "--seed", "5")[0] == 0
-    assert recorder.made == [{"model": "some-model", "seed": 5}]
+    assert run("generate", "some/model", "Hi", "--seed", "5")[0] == 0
+    assert recorder.made == [{"model": "some/model", "seed": 5}]
     assert recorder.asked[0].seed == 5
 
 
@@ -444,8 +500,8 @@ def test_new_field_gets_a_flag(run: Run, recorder: Any, monkeypatch: pytest.Monk
     assert "--num-spoons INT How many spoons there are; 50% are clean. (default: 1)" in shown
     assert "--hook" not in shown, "a command line cannot hold a function"
     flags = ["--num-spoons", "7", "--polished", "--sweetness", "0.5"]
-    assert run("generate", "some-model", "Hi", *flags)[0] == 0
-    assert recorder.made == [{"model": "some-model", "num_spoons": 7, "polished": True}]
+    assert run("generate", "some/model", "Hi", *flags)[0] == 0
+    assert recorder.made == [{"model": "some/model", "num_spoons": 7, "polished": True}]
     assert recorder.asked[0].sweetness == 0.5
 
 
@@ -579,7 +635,7 @@ def test_interrupt_while_loading_is_one_line(run: Run, monkeypatch: pytest.Monke
 
     monkeypatch.setattr("nanovllm.llm.LLM", interrupted)
     line = "nanovllm: interrupted while loading the model\n"
-    assert run("generate", "some-model", "Hi") == (130, "", line)
+    assert run("generate", "some/model", "Hi") == (130, "", line)
 
 
 def test_interrupted_stream_ends_with_a_newline(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -708,7 +764,7 @@ def test_unusable_stream_is_one_line_at_most(
     assert shown.out == ("" if status else f" {ANSWERS[0]}\n")
 
 
-@pytest.mark.parametrize("command", [["generate", "m"], ["chat"]])
+@pytest.mark.parametrize("command", [["generate", "a/model"], ["chat"]])
 def test_closed_input_is_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: list[str]
 ) -> None:

@@ -236,7 +236,7 @@ def test_session_is_the_stored_one(terminals: list[Terminal], tmp_path: Path) ->
     assert chat.end() == 0
     assert re.search(rb"[|/\\-]\x08", chat.raw), "no spinner"
     assert not re.search(rb"\x1b\[[\d;]*m", chat.raw), "a colour"
-    shown = drawn(chat.raw).replace(demo_model.MODEL, "MODEL").replace(str(saved), "FILE")
+    shown = drawn(chat.raw).replace(str(saved), "FILE")
     assert shown.rstrip() + "\n" == TRANSCRIPT.read_text(encoding="utf-8")
     assert json.loads(saved.read_text(encoding="utf-8")) == [
         {"role": "user", "content": QUESTION},

@@ -140,3 +140,10 @@ class ServerOptions:
 def keys_of_environment(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     """Return the API keys in the environment."""
     return tuple(key for key in environment.get(API_KEY_VARIABLE, "").split(",") if key)
+
+
+def model_name(model: str) -> str:
+    """Return the last part of a local path, or the hub id as it is."""
+    if os.path.exists(model):
+        return os.path.basename(os.path.abspath(model))
+    return model

@@ -29,8 +29,8 @@ from nanovllm.server.answers import find_answer_format
 from nanovllm.server.app import make_app
 from nanovllm.server.connection import connection_class
 from nanovllm.server.middleware import MAX_HEAD_BYTES
-from nanovllm.server.options import ServerOptions, keys_of_environment
-from nanovllm.server.state import ServerState, model_name
+from nanovllm.server.options import ServerOptions, keys_of_environment, model_name
+from nanovllm.server.state import ServerState
 from nanovllm.terminal import complain
 
 logger = logging.getLogger(__name__)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ from nanovllm.server.admission import Admission, BodyBudget
 from nanovllm.server.answers import AnswerFormat, find_answer_format
 from nanovllm.server.errors import APIError
 from nanovllm.server.metrics import ServerMetrics
-from nanovllm.server.options import ServerOptions
+from nanovllm.server.options import ServerOptions, model_name
 from nanovllm.validation import shown
 
 _MANY_BODIES = 64
@@ -112,13 +111,6 @@ def _answer_format(llm: AsyncLLM, options: ServerOptions, template: Any) -> Answ
     if isinstance(template, dict):  # several templates by name
         template = template.get("tool_use", template.get("default"))
     return find_answer_format(template, *parsers, tokenizer.added_tokens_decoder)
-
-
-def model_name(model: str) -> str:
-    """Return the last part of a local path, or the hub id as it is."""
-    if os.path.exists(model):
-        return os.path.basename(os.path.abspath(model))
-    return model
 
 
 def state_of(request: Request) -> ServerState:
