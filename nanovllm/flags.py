@@ -5,18 +5,29 @@ The help is the docstring below the field. Knows no particular field.
 
 import argparse
 import ast
+import contextlib
 import dataclasses
+import decimal
 import inspect
 import json
+import re
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 from nanovllm.compat.flags import FlexibleArgumentParser
-from nanovllm.errors import ConfigError
+from nanovllm.errors import ConfigError, NanoVLLMError, ServerError
 from nanovllm.validation import did_you_mean, shown
+
+UNITS = {"B": 1} | {
+    unit: base**power
+    for power, letter in enumerate("KMGT", 1)
+    for unit, base in ((f"{letter}IB", 1024), (letter, 1024), (f"{letter}B", 1000))
+}
+"""Bytes of the units of a size, in capitals. A letter alone is a power of 1024, as in systemd; a
+small one is none, because it is a power of 1000 in vLLM."""
 
 
 class Parser(FlexibleArgumentParser):
@@ -43,6 +54,45 @@ class Parser(FlexibleArgumentParser):
         hint = did_you_mean(name.lstrip("-").replace("-", "_"), known)
         meant = known.get(hint.partition("'")[2].removesuffix("'?"))  # None: it lists them all
         self.error(f"there is no flag {name:.80}" + (f"; did you mean '{meant}'?" if meant else ""))
+
+    def in_flags(self, text: str) -> str:
+        """Return `text` with its names of fields as flags: `--device cpu` for `device="cpu"`.
+
+        A name that is also an English word is one where "=", " must" or a quote follows it. What
+        stands in quotes is the user's.
+        """
+        spellings = {a.dest: a.option_strings for a in self._actions if a.option_strings}
+        long = [re.escape(name) for name in spellings if "_" in name]
+        short = [rf"{re.escape(name)}(?==| must\b| ['\"])" for name in spellings if "_" not in name]
+        names = rf"(?<![\w./-])({'|'.join(long + short)})\b(?!\.\w|/)"
+        quoted = r"""(?<!\w)'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
+        value = r"""=(True\b|False\b|"[^"\s]+"|'[^'\s]+'|\d[\d.]*(?<!\.))"""
+
+        def spell(match: re.Match[str]) -> str:
+            if match[1] is None:
+                return match[0]
+            on, *off = spellings[match[1]]
+            if match[2] in ("True", "False") and off:
+                return on if match[2] == "True" else off[-1]
+            return " ".join([on, (match[2] or "").strip("\"'")]).rstrip()
+
+        return re.sub(rf"{quoted}|{names}(?:{value})?", spell, text)
+
+    @contextlib.contextmanager
+    def errors_in_flags(self) -> Iterator[None]:
+        """Let the errors of this library name flags; a server's errors stay as they are."""
+        try:
+            yield
+        except ServerError:
+            raise
+        except NanoVLLMError as error:
+            raise type(error)(self.in_flags(str(error))) from error
+
+    def format_help(self) -> str:
+        """Return the help, in which flags have their own spelling."""
+        for action in self._actions:
+            action.help = action.help and self.in_flags(action.help)
+        return super().format_help()
 
 
 class _Field(NamedTuple):
@@ -96,17 +146,15 @@ def add_flags(
             options["action"] = argparse.BooleanOptionalAction
         elif field.kind is str:
             options["metavar"] = "TEXT"
+        elif field.kind is int and name.endswith("_bytes"):
+            options |= {"type": _size, "metavar": "SIZE"}
         elif field.kind in (int, float):
             options |= {"type": _number(field.kind), "metavar": field.kind.__name__.upper()}
         elif field.kind == tuple[str, ...]:
             options |= {"action": "append", "metavar": "TEXT"}
         else:
             options |= {"type": json_value, "metavar": "JSON"}
-        doc = docs.get(name, "")
-        if options.get("action") == "append":
-            doc += " The flag may be repeated."
-        default = defaults.get(name, repr(field.default))
-        help_text = f"{doc} (default: {default})".strip().replace("%", "%%")
+        help_text = _help(docs.get(name, ""), field, defaults.get(name), options)
         group.add_argument("--" + name.replace("_", "-"), help=help_text, **options)
 
 
@@ -133,6 +181,47 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f'not a JSON object, such as {{"a": 1}}: {shown(text)}')
     return value
+
+
+def _help(doc: str, field: _Field, default: str | None, options: Mapping[str, Any]) -> str:
+    """Return the help of a flag: the field's docstring, and the default in words.
+
+    What the docstring calls None at its end ("None is X.") is the default of a flag not given.
+    """
+    doc, found, none = doc.rpartition(" None is ") if field.default is None else (doc, "", "")
+    if not found:
+        doc, none = doc + none, ""
+    if default is None:
+        match field.default:
+            case None:
+                default = none.rstrip(".")
+            case bool(value):
+                default = "on" if value else "off"
+            case ():
+                default = "none"
+            case int(value) if options.get("metavar") == "SIZE" and value % 2**20 == 0:
+                default = f"{value // 2**20}MiB"
+            case value:
+                default = f"{value:g}" if isinstance(value, float) else str(value)
+    if doc.endswith(";"):
+        doc = doc[:-1] + "."
+    if options.get("metavar") == "SIZE":
+        doc += " It may have a unit, as in 512MiB."
+    if options.get("action") == "append":
+        doc += " The flag may be repeated."
+    return (f"{doc} (default: {default})" if default else doc).strip().replace("%", "%%")
+
+
+def _size(text: str) -> int:
+    """Return the bytes of a size such as 1048576, 512MiB or 4 GB."""
+    with contextlib.suppress(ValueError):
+        return int(text)
+    found = re.fullmatch(r"([0-9]{1,19}(?:\.[0-9]{1,19})?) ?([A-Za-z]{1,3})", text.strip())
+    factor = UNITS.get(found[2] if len(found[2]) == 1 else found[2].upper()) if found else None
+    if found is None or factor is None:
+        rule = "must be a number of bytes, or have a unit, as in 512MiB or 4GiB"
+        raise argparse.ArgumentTypeError(f"{rule}; got {shown(text)}")
+    return int(decimal.Decimal(found[1]) * factor)
 
 
 def _number(kind: type[int] | type[float]) -> Callable[[str], int | float]:

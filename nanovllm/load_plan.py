@@ -37,7 +37,7 @@ class LoadPlan:
     """
 
     url: str | None = None
-    """URL of the server, such as http://127.0.0.1:8000; None is http://HOST:PORT."""
+    """URL of the server; None is http://HOST:PORT."""
     host: str = "127.0.0.1"
     """The server's host, if no URL is given."""
     port: int = 8000
@@ -57,7 +57,7 @@ class LoadPlan:
     """Shape of the gamma distribution of the time between arrivals: 1 is a Poisson process, below 1
     has more bursts, above 1 is more even."""
     max_concurrency: int | None = None
-    """Maximum number of requests at once; those above it wait here. None sets no limit."""
+    """Maximum number of requests at once; those above it wait here. None is no limit."""
     random_input_len: int = 1024
     """Tokens of a prompt after the shared prefix, or words of a message."""
     random_output_len: int = 128
@@ -74,9 +74,9 @@ class LoadPlan:
     ignore_eos: bool = False
     """Ask the server to generate to the maximum length, as vLLM and nanovllm can."""
     temperature: float | None = None
-    """Sampling temperature; None leaves it to the server."""
+    """Sampling temperature; None is the server's own."""
     extra_body: dict[str, Any] | None = None
-    """Further fields of each request."""
+    """Further fields of each request, such as {"top_k": 5}; None is none."""
     num_warmups: int = 1
     """Requests of the same kind that are sent before, and not counted."""
     goodput: tuple[str, ...] = ()
@@ -85,9 +85,9 @@ class LoadPlan:
     seed: int = 0
     """Seed of prompts, lengths and arrivals."""
     save_result: str | None = None
-    """JSON file to write, with vLLM's names and all single times."""
+    """JSON file to write, with vLLM's names and all single times; None is no file."""
     plot: str | None = None
-    """SVG file to draw."""
+    """SVG file to draw; None is no file."""
 
     def __post_init__(self) -> None:
         """Check what the types do not tell."""
@@ -189,7 +189,7 @@ def add_bench(
         "--url",
         "--base-url",  # vLLM's name
         default=argparse.SUPPRESS,
-        help="The server's URL (default: http://HOST:PORT).",
+        help="URL of the server, such as http://127.0.0.1:8000. (default: http://HOST:PORT)",
     )
     add_flags(group, LoadPlan, but={"url", "goodput"}, defaults={})
     group.add_argument(
@@ -198,7 +198,7 @@ def add_bench(
         default=argparse.SUPPRESS,
         metavar="NAME:MS",
         help="Limits of a request's latencies in milliseconds, such as ttft:200 tpot:50 e2el:5000. "
-        "Goodput counts the requests that keep all of them.",
+        "Goodput counts the requests that keep all of them. (default: none)",
     )
 
 

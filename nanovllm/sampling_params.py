@@ -74,9 +74,10 @@ class SamplingParams:
     min_tokens: int = 0
     """Minimum number of tokens to generate before the output may stop."""
     stop: tuple[str, ...] = ()
-    """String or list of strings that end the output."""
+    """A string that ends the output, or several."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end the output, besides the model's end-of-sequence tokens."""
+    """Ids of tokens that end the output, such as [7, 8], besides the model's end-of-sequence
+    tokens."""
     include_stop_str_in_output: bool = False
     """Keep the stop string, or the text of the stop token, at the end of the text."""
     presence_penalty: float = 0.0
@@ -86,12 +87,13 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     """For tokens in prompt or output: divides positive logits and multiplies negative ones."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Dictionary of token id to bias, which is added to the logit; clamped to [-100, 100]."""
+    """Numbers to add to the logits of tokens, by token id, such as {"7": -5}; clamped to
+    [-100, 100]."""
     allowed_token_ids: tuple[int, ...] | None = None
-    """If given, only these tokens are generated."""
+    """Ids of the tokens that may be generated, such as [7, 8]; None is all tokens."""
     bad_words: tuple[str, ...] = ()
-    """String or list of strings that are not generated. As in vLLM, the word with a space before it
-    is forbidden too, if that takes as many tokens as the word alone."""
+    """A string that is not generated, or several. As in vLLM, the word with a space before it is
+    forbidden too, if that takes as many tokens as the word alone."""
     logits_processors: tuple[LogitsProcessor, ...] = ()
     """Functions that change the logits before each token, called as f(output token ids, logits) or
     f(prompt token ids, output token ids, logits); not with tensor_parallel_size above 1."""
@@ -100,18 +102,20 @@ class SamplingParams:
     {"choice": ["yes", "no"]}, {"grammar": "..."} or {"json_object": true}. None is any text."""
     logprobs: int | None = None
     """Number of most likely tokens whose log-probabilities to return for each output token, besides
-    the output token's own. -1 is the whole vocabulary; None returns none."""
+    the output token's own; -1 is the whole vocabulary. None is no log-probabilities."""
     prompt_logprobs: int | None = None
-    """The same for each prompt token except the first."""
+    """Number of most likely tokens whose log-probabilities to return for each prompt token except
+    the first, besides the prompt token's own; -1 is the whole vocabulary. None is no
+    log-probabilities."""
     truncate_prompt_tokens: int | None = None
-    """Keep only this many tokens at the end of the prompt. -1 keeps as many as max_model_len has
-    room for; None refuses a prompt that is too long."""
+    """Keep only this many tokens at the end of the prompt; -1 keeps as many as max_model_len has
+    room for. None is to refuse a prompt that is too long."""
     detokenize: bool = True
     """Return text. Stop strings need it."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     spaces_between_special_tokens: bool = True
-    """Keep the spaces that some tokenizers write between special tokens. False leaves them out."""
+    """Keep the spaces that some tokenizers write between special tokens."""
     output_kind: RequestOutputKind | None = None
     """What each output of a stream holds: RequestOutputKind.DELTA is the new part, CUMULATIVE all
     so far, FINAL_ONLY one output at the end. None is DELTA for stream, and CUMULATIVE for the names

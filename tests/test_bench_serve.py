@@ -317,7 +317,7 @@ def test_command_writes_text_json_and_a_plot(
         (["bench"], "COMMAND is missing"),
         (["bench", "serve", "x"], "bench serve takes flags only, got 'x'"),
         (["bench", "serve", "--num-prompt", "5"], "did you mean '--num-prompts'?"),
-        (["bench", "serve", "--num-prompts", "0"], "num_prompts must be an integer >= 1"),
+        (["bench", "serve", "--num-prompts", "0"], "--num-prompts must be an integer >= 1"),
         (["bench", "serve", "--url", "localhost"], "the server's URL must be like"),
         (["bench", "serve", "--base-url", "localhost"], "the server's URL must be like"),
         (["bench", "serve", "--save-result", "/no/such/x.json"], "there is no directory for"),

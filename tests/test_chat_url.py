@@ -186,7 +186,7 @@ def test_ctrl_c_ends_the_wait_for_an_answer(chat: Chat) -> None:
         (["--base-url", "localhost:8000"], "the server's URL must be like http://127.0.0.1:8000"),
         (["--url", "http://127.0.0.1:1"], "cannot reach 127.0.0.1:1: Connection refused"),
         (["--url", "http://a", "--max-num-seqs", "4"], "--max-num-seqs is for a model here"),
-        (["--url", "http://a", "--temperature", "-1"], "temperature must be"),
+        (["--url", "http://a", "--temperature", "-1"], "--temperature must be"),
     ],
 )
 def test_bad_usage_is_one_line(

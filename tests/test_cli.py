@@ -152,14 +152,14 @@ def test_generate_uses_the_checkpoints_parameters_and_512_tokens(run: Run) -> No
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--temperature", "-1"], "temperature must be a finite number >= 0, got -1.0"),
-        (["--max-tokens", "0"], "max_tokens must be an integer from 1 to 2147483647, got 0"),
-        (["--top-p", "2"], "top_p must be from 0 to 1, got 2.0"),
-        (["--stop", ""], "stop must not hold an empty string"),
-        (["--stop-token-ids", "5"], "stop_token_ids must be a list of token ids, got 5"),
-        (["--stop-token-ids", "[5000]"], "stop_token_ids holds token 5000"),
-        (["--max-num-seqs", "0"], "max_num_seqs must be an integer >= 1, got 0"),
-        (["--dtype", "int3"], "dtype must be one of"),
+        (["--temperature", "-1"], "--temperature must be a finite number >= 0, got -1.0"),
+        (["--max-tokens", "0"], "--max-tokens must be an integer from 1 to 2147483647, got 0"),
+        (["--top-p", "2"], "--top-p must be from 0 to 1, got 2.0"),
+        (["--stop", ""], "--stop must not hold an empty string"),
+        (["--stop-token-ids", "5"], "--stop-token-ids must be a list of token ids, got 5"),
+        (["--stop-token-ids", "[5000]"], "--stop-token-ids holds token 5000"),
+        (["--max-num-seqs", "0"], "--max-num-seqs must be an integer >= 1, got 0"),
+        (["--dtype", "int3"], "--dtype must be one of"),
         (["--max-model-len", "2"], "the prompt has"),
         (["--num-kvcache-blocks", "1"], "1 blocks"),
     ],
@@ -202,13 +202,29 @@ def test_missing_model_is_one_line_and_status_2(run: Run) -> None:
         (["generate", "m", "p", "--logit-bias", "[" * 100_000], "--logit-bias: not JSON"),
         (["generate", "m", "p", "--logit-bias", "9" * 5000], "--logit-bias: not JSON"),
         (["generate", "m", "p", "--speculative-config", "{"], "--speculative-config: not JSON"),
-        (["generate", "m", "p", "--speculative-config", "5"], "must be a dictionary of options"),
+        (
+            ["generate", "m", "p", "--speculative-config", "5"],
+            "--speculative-config must be a dict",
+        ),
         (["chat", "m", "--speculative-config", '{"method": "ngrm"}'], "did you mean 'ngram'?"),
         (["generate", "m", "p", "--system", "x"], "there is no flag --system"),
         (["generate", "m", "p", "--stop"], "argument --stop: expected one argument"),
         (["chat", "m", "--json"], "there is no flag --json"),
         (["chat", "m", "--chat-template-kwargs", "{"], "--chat-template-kwargs: not JSON"),
         (["chat", "m", "--chat-template-kwargs", "[1]"], "--chat-template-kwargs: not a JSON obj"),
+        (["serve", "--max-body-bytes", "4g"], "--max-body-bytes: must be a number of bytes, or"),
+        (
+            ["generate", "m", "p", "--kv-cache-memory-bytes", "many"],
+            "as in 512MiB or 4GiB; got 'many'",
+        ),
+        (
+            ["generate", "m", "p", "--kv-cache-memory-bytes", "9" * 5000],
+            "must be a number of bytes",
+        ),
+        (
+            ["generate", "m", "p", "--kv-cache-memory-bytes", "0GiB"],
+            "--kv-cache-memory-bytes must be",
+        ),
         (["chat", "m", "Hi"], "chat takes a MODEL and no prompts, got 'Hi'"),
     ],
 )
@@ -225,12 +241,12 @@ def test_bad_usage_is_one_line_and_status_2(run: Run, arguments: list[str], mess
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["generate", "no/model", "Hi", "--temperature", "-1"], "temperature must be"),
-        (["generate", "no/model", "Hi", "--min-tokens", "9", "--max-tokens", "5"], "min_tokens"),
-        (["generate", "no/model", "Hi", "--max-num-seqs", "0"], "max_num_seqs must be"),
+        (["generate", "no/model", "Hi", "--temperature", "-1"], "--temperature must be"),
+        (["generate", "no/model", "Hi", "--min-tokens", "9", "--max-tokens", "5"], "--min-tokens"),
+        (["generate", "no/model", "Hi", "--max-num-seqs", "0"], "--max-num-seqs must be"),
         (["generate", "no/model", "Hi", "a\udcff"], "prompt 1 is not UTF-8 text: it has byte 0xff"),
-        (["chat", "no-model", "--n", "2"], "n must be 1, got 2"),
-        (["chat", "no-model", "--top-p", "2"], "top_p must be"),
+        (["chat", "no-model", "--n", "2"], "--n must be 1, got 2"),
+        (["chat", "no-model", "--top-p", "2"], "--top-p must be"),
         (["chat", "no-model", "--system", "\udc80"], "the system message is not UTF-8 text"),
     ],
 )
@@ -315,7 +331,7 @@ def test_min_tokens_may_exceed_the_default_length(run: Run, recorder: Any) -> No
     """Only the loaded checkpoint knows how many tokens it recommends."""
     status, _, err = run("generate", "some/model", "Hi", "--min-tokens", "600")
     assert (status, len(recorder.made)) == (2, 1)
-    assert "min_tokens must be an integer from 0 to 512" in err
+    assert "--min-tokens must be an integer from 0 to 512" in err
 
 
 def test_generate_says_at_a_terminal_what_it_does(
@@ -355,6 +371,71 @@ def test_help_explains_every_flag(run: Run, command: str) -> None:
         "--enforce-eager, --no-enforce-eager",
     ):
         assert "".join(text.split()) in shown
+
+
+@pytest.mark.parametrize("command", [["generate"], ["chat"], ["serve"], ["bench", "serve"]])
+def test_help_speaks_no_python(run: Run, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    """Each flag has a help whose defaults and names are words of the command line."""
+    monkeypatch.setenv("COLUMNS", "1000")
+    status, out, _ = run(*command, "--help")
+    flags = re.split(r"\n  (?=-)", out)[2:]
+    assert status == 0
+    assert len(flags) > 20
+    for flag in flags:
+        assert not re.search(r"\bNone\b|\bTrue\b|\bFalse\b|default: [('\"]", flag), flag
+        names = re.findall(r"(?<![\w/\"])[a-z]+(?:_[a-z]+)+(?![\w.'])", flag)
+        spoken = {"num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"}
+        assert set(names) <= spoken, flag
+        is_named = "--help" in flag or "--chat" in flag or "--json" in flag or "--url" in flag
+        assert "(default: " in flag or is_named, flag
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("1048576", 2**20),
+        ("512MiB", 2**29),
+        ("4 gib", 2**32),
+        ("1.5GiB", 3 * 2**29),
+        ("4G", 2**32),
+        ("4GB", 4 * 10**9),
+        ("2kB", 2000),
+        ("7B", 7),
+        ("1TiB", 2**40),
+    ],
+)
+def test_a_size_may_have_a_unit(text: str, size: int) -> None:
+    args = cli._parse(["generate", "--kv-cache-memory-bytes", text, "Hi"])
+    assert given_fields(Config, args)["kv_cache_memory_bytes"] == size
+
+
+@pytest.mark.parametrize(
+    ("text", "spelled"),
+    [
+        ("device 'cuda': no GPU; use device=\"cpu\"", "--device 'cuda': no GPU; use --device cpu"),
+        ("for greedy use temperature=0", "for greedy use --temperature 0"),
+        ("got 0; use temperature=0.", "got 0; use --temperature 0."),
+        ("needs detokenize=True; use stop_token_ids", "needs --detokenize; use --stop-token-ids"),
+        ("with native_kernels=False (why)", "with --no-native-kernels (why)"),
+        ("n must be 1", "--n must be 1"),
+        ("max_model_len 4 leaves", "--max-model-len 4 leaves"),
+        ("model directory '/seed' has no dtype", "model directory '/seed' has no dtype"),
+        (
+            "/a/max_model_len/x or generation_config.json",
+            "/a/max_model_len/x or generation_config.json",
+        ),
+        ("prompt 'max_tokens isn\\'t top_k' is", "prompt 'max_tokens isn\\'t top_k' is"),
+        ("the model's top_k, the user's", "the model's --top-k, the user's"),
+        (
+            "prompt_lookup_max and hf_overrides={'a': 1}",
+            "prompt_lookup_max and --hf-overrides={'a': 1}",
+        ),
+        ("argument --max-tokens: must be", "argument --max-tokens: must be"),
+    ],
+)
+def test_errors_name_flags(text: str, spelled: str) -> None:
+    """The library's errors name fields and Python's values."""
+    assert cli._parse(["generate", "Hi"]).parser.in_flags(text) == spelled
 
 
 def test_every_field_has_a_help_text(capsys: pytest.CaptureFixture[str]) -> None:
@@ -581,7 +662,7 @@ def test_chat_continues_after_a_prompt_that_is_too_long(run: Run, rendered: list
     lines = [QUESTIONS[0], "very " * 600 + "long", QUESTIONS[1]]
     answers, err = chat(run, lines=lines)
     assert answers == ANSWERS[:2]
-    assert "max_model_len 512" in err
+    assert "--max-model-len 512 leaves room" in err
     assert "/reset" in err
     assert rendered[-1] == [*turn(0), *turn(1)[:1]]
 
@@ -589,7 +670,7 @@ def test_chat_continues_after_a_prompt_that_is_too_long(run: Run, rendered: list
 def test_chat_refuses_several_continuations(run: Run) -> None:
     status, out, err = run("chat", *FAST, "--n", "2", stdin="Hi\n")
     assert (status, out) == (2, "")
-    assert "n must be 1, got 2" in err
+    assert "--n must be 1, got 2" in err
 
 
 def test_chat_continues_after_an_interrupted_answer(

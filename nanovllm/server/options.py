@@ -29,7 +29,7 @@ class ServerOptions:
     port: int = 8000
     """Port to listen on; 0 takes a free one."""
     uds: str | None = None
-    """Path of a Unix socket to listen on instead of host and port."""
+    """Path of a Unix socket to listen on instead of host and port. None is no such socket."""
     api_keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
     """Keys, one of which a request must bring; without keys everyone is let in."""
     served_model_name: str | None = None
@@ -44,13 +44,13 @@ class ServerOptions:
     """Lowest priority that a request may ask for. Lower values go first, before the turns of users,
     so a value below 0 is for clients that are trusted."""
     max_body_bytes: int = 4 * 2**20
-    """Maximum size of a request's body in bytes. Nothing else runs while Python reads a string of
-    JSON: 5 ms for a megabyte of escapes."""
+    """Maximum size of a request's body in bytes. While Python reads a string of JSON, nothing else
+    runs: 5 ms for a megabyte of escapes."""
     read_timeout: float = 30.0
     """Seconds in which a request must have arrived, and in which a client must read on when it has
     stopped reading its answer."""
     request_timeout: float | None = None
-    """Seconds after which a request is ended with an error; None never ends one."""
+    """Seconds after which a request is ended with an error; None is no limit."""
     drain_seconds: float = 30.0
     """Seconds that running requests have to finish after SIGTERM."""
     cors_origins: tuple[str, ...] = ()
