@@ -7,6 +7,7 @@ no model. Writes no colours, so NO_COLOR needs no rule.
 import contextlib
 import itertools
 import json
+import locale
 import os
 import signal
 import stat
@@ -167,17 +168,18 @@ def noted_interrupts() -> Iterator[Callable[[], bool]]:
 
 
 def check_text(what: str, text: str) -> str:
-    """Return `text` if it is valid Unicode; Python reads bytes that are not as lone surrogates.
+    """Return `text`, in which Python wrote bytes as lone surrogates, as the UTF-8 that it is.
+
+    Python does so with each byte that is not UTF-8, and in an ASCII locale with all above 127.
 
     Raises:
-        InvalidRequestError: it is not.
+        InvalidRequestError: it is not UTF-8.
     """
     try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        wrong = ord(text[error.start]) - 0xDC00
+        return text.encode(errors="surrogateescape").decode()
+    except UnicodeDecodeError as error:
+        wrong = error.object[error.start]
         raise InvalidRequestError(f"{what} is not UTF-8 text: it has byte {wrong:#x}") from None
-    return text
 
 
 def piped_lines() -> Iterator[str]:
@@ -249,6 +251,10 @@ def _line_editor() -> Any:
         import readline
     except ImportError:
         return None
+    if sys.flags.utf8_mode:  # Python takes UTF-8 for a locale that has none, or is not installed
+        with contextlib.suppress(locale.Error):
+            locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
+            os.environ["LC_ALL"] = "C.UTF-8"  # readline asks there at each line
     readline.set_auto_history(False)  # _History adds the lines
     if not _is_dumb():
         readline.parse_and_bind("set enable-bracketed-paste on")
@@ -284,7 +290,8 @@ class _History:
         if self._editor is None or not line.strip() or line == self._last:
             return
         self._last = line
-        self._editor.add_history(line)
+        with contextlib.suppress(UnicodeEncodeError):  # a locale without these characters
+            self._editor.add_history(line)
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self._open(os.O_WRONLY | os.O_APPEND | os.O_CREAT) as file:

@@ -284,12 +284,25 @@ def test_unusable_history_does_no_harm(terminals: list[Terminal], tmp_path: Path
 
 def test_terminal_without_features(terminals: list[Terminal], tmp_path: Path) -> None:
     """TERM=dumb: no escape sequence; a byte that is not text is named and the session goes on."""
-    typed = start(terminals, tmp_path, "-c", LINES, TERM="dumb", LC_ALL="C")
+    variables = {"TERM": "dumb", "LC_ALL": "C", "PYTHONUTF8": "0"}
+    typed = start(terminals, tmp_path, "-c", LINES, **variables)
     typed.expect(b"> ")
     typed.send(b"caf\xe9\r")
     typed.expect(b"not UTF-8 text: it has byte 0xe9", b"> ")
-    typed.send(b"tea\r")
-    typed.expect(b"got 'tea'", b"> ")
+    typed.send("thé\r".encode())
+    typed.expect("got 'thé'".encode(), b"> ")
     typed.send(CTRL_D)
     assert typed.end() == 0
     assert b"\x1b" not in typed.raw
+
+
+def test_locale_that_is_not_installed(terminals: list[Terminal], tmp_path: Path) -> None:
+    """Symptom: an accent ended the chat with a traceback from readline, as with LC_ALL=C."""
+    typed = start(terminals, tmp_path, "-c", LINES, LC_ALL="xx_XX.UTF-8")
+    typed.expect(b"> ")
+    typed.send("thé\r".encode())
+    typed.expect("got 'thé'".encode(), b"> ")
+    typed.send(UP + b"!\r")
+    typed.expect("got 'thé!'".encode(), b"> ")
+    typed.send(CTRL_D)
+    assert typed.end() == 0
