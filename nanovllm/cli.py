@@ -23,7 +23,7 @@ from nanovllm.flags import Parser, add_flags, fields_of, given_fields, json_obje
 from nanovllm.load_plan import LoadPlan, add_bench
 from nanovllm.other_names import CONFIG_NAMES
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.server.options import API_KEY_VARIABLE, ServerOptions, model_name
+from nanovllm.server.options import add_server_flags, model_name
 from nanovllm.terminal import (
     OutputError,
     abandon,
@@ -118,7 +118,7 @@ def chat(args: argparse.Namespace) -> int:
     if n != 1:
         raise InvalidRequestError(f"a conversation has one answer, so n must be 1, got {n}")
     if args.system is not None:
-        check_text("the system message", args.system)
+        args.system = check_text("the system message", args.system)
     if sys.stdin is None:
         raise InvalidRequestError("standard input is closed, so there is nothing to answer")
     lines = typed_lines() if is_interactive() else piped_lines()
@@ -236,9 +236,7 @@ def _parse(argv: Seq[str] | None) -> argparse.Namespace:
         _add_command(commands, command)
     add_bench(commands, bench)
     args, rest = parser.parse_known_args(argv)
-    for word in rest:
-        if word.startswith("-"):
-            args.parser.refuse_flag(word)
+    rest = args.parser.words(rest)
     if args.command is None:
         args.parser.error("COMMAND is missing: generate, chat, serve or bench serve")
     if rest and args.command is bench:
@@ -324,7 +322,7 @@ def _add_command(
     others = CONFIG_NAMES
     if command is serve:
         parser.set_defaults(max_logprobs=MAX_LOGPROBS)
-        _add_server_flags(parser)
+        add_server_flags(parser)
         others = {**CONFIG_NAMES, **SERVE_NAMES}
     add_other_flags(parser, others, default=argparse.SUPPRESS)
     if command is serve:
@@ -336,20 +334,6 @@ def _add_command(
         SamplingParams,
         but=fields_of(Config),
         defaults={name: f"the checkpoint's, or else {own[name]}" for name in RECOMMENDED},
-    )
-
-
-def _add_server_flags(parser: Parser) -> None:
-    group = parser.add_argument_group("server")
-    add_flags(group, ServerOptions, but={"api_keys"}, defaults={})
-    group.add_argument(
-        "--api-key",
-        action="append",
-        default=argparse.SUPPRESS,
-        dest="api_keys",
-        metavar="TEXT",
-        help=f"A key that requests must bring. The flag may be repeated; {API_KEY_VARIABLE} in the "
-        "environment, which other users of the machine cannot see, does the same. (default: none)",
     )
 
 

@@ -46,6 +46,17 @@ class Parser(FlexibleArgumentParser):
             hint = did_you_mean(value, list(action.choices))
             self.error(f"there is no command {shown(f'{self.prog} {value}')}{hint}")
 
+    def words(self, rest: list[str]) -> list[str]:
+        """Return the words among the arguments that argparse left over; refuse a flag.
+
+        Words are what follows "--", and texts such as "-5" or "- milk".
+        """
+        end = rest.index("--") if "--" in rest else len(rest)
+        for word in rest[:end]:
+            if re.match(r"(--\w|-[^\W\d])[^\s=]*(=|$)", word):
+                self.refuse_flag(word)
+        return rest[:end] + rest[end + 1 :]
+
     def refuse_flag(self, word: str) -> NoReturn:
         """Raise ConfigError for a flag that is not known, and suggest the one that was meant."""
         name = word.partition("=")[0]

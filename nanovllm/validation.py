@@ -170,7 +170,8 @@ def check_choice(
     The message has the `advice`, or else names the choice that was meant.
     """
     if not isinstance(value, str) or value not in choices:
-        hint = f": {advice}" if advice else did_you_mean(shown(value).strip("'"), choices)
+        meant = did_you_mean(shown(value).strip("'"), choices)
+        hint = f": {advice}" if advice else meant * meant.startswith("; did")  # no second list
         raise error(f"{name} must be one of {', '.join(choices)}, got {shown(value)}{hint}")
     return value
 

@@ -347,6 +347,21 @@ def test_generate_says_at_a_terminal_what_it_does(
         assert err.count(hint) == hints
 
 
+def test_words_with_a_dash_are_prompts(run: Run, recorder: Any, monkeypatch: Any) -> None:
+    """Before and after a flag, as long as they do not look like a flag."""
+    given: list[list[str]] = []
+    monkeypatch.setattr(cli, "_prompts", lambda args: given.append(args.prompt) or args.prompt)
+    for words, prompts in (
+        (["a/model", "- milk", "--n", "1", "- eggs", "-5"], ["- milk", "- eggs", "-5"]),
+        (["a/model", "--n", "1", "-"], ["-"]),
+        (["a/model", "Hi", "--n", "1", "--", "--n", "-x"], ["Hi", "--n", "-x"]),
+        (["--n", "1", "--", "--n is"], ["--n is"]),
+    ):
+        status, _, err = run("generate", *words)
+        assert (status, err) == (0, "")
+        assert given.pop() == prompts
+
+
 def test_dash_reads_standard_input(run: Run) -> None:
     assert generate(run, "-", stdin=f"{QUESTIONS[0]}\n") == f" {ANSWERS[0]}\n"
 
@@ -928,6 +943,11 @@ def test_binary_standard_input_is_refused(
     monkeypatch.setattr(sys, "stdin", lines)
     assert cli.main([command, demo_model.MODEL, *FAST]) == 2
     assert capsys.readouterr() == ("", message)
+
+
+def test_text_is_utf8_in_an_ascii_locale() -> None:
+    """Python reads each byte above 127 as a lone surrogate there."""
+    assert terminal.check_text("a prompt", "caf\udcc3\udca9") == "café"
 
 
 def test_command_runs_as_a_process() -> None:

@@ -3,12 +3,14 @@
 Knows no engine option: those are `Config`'s.
 """
 
+import argparse
 import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from nanovllm.errors import ConfigError
+from nanovllm.flags import Parser, add_flags
 from nanovllm.validation import check_float, check_int, shown, strict_keywords
 
 API_KEY_VARIABLE = "NANOVLLM_API_KEY"
@@ -140,6 +142,21 @@ class ServerOptions:
 def keys_of_environment(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     """Return the API keys in the environment."""
     return tuple(key for key in environment.get(API_KEY_VARIABLE, "").split(",") if key)
+
+
+def add_server_flags(parser: Parser) -> None:
+    """Add a flag for each field of ServerOptions."""
+    group = parser.add_argument_group("server")
+    add_flags(group, ServerOptions, but={"api_keys"}, defaults={})
+    group.add_argument(
+        "--api-key",
+        action="append",
+        default=argparse.SUPPRESS,
+        dest="api_keys",
+        metavar="TEXT",
+        help=f"A key that requests must bring. The flag may be repeated; {API_KEY_VARIABLE} in the "
+        "environment, which other users of the machine cannot see, does the same. (default: none)",
+    )
 
 
 def model_name(model: str) -> str:

@@ -6,6 +6,7 @@ Owns the socket, the signals and the exit status. Knows no routes.
 import argparse
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import resource
@@ -169,8 +170,14 @@ def bound_socket(options: ServerOptions) -> Iterator[socket.socket]:
         listener = _bind_unix(options.uds) if options.uds else _bind(options.host, options.port)
     except OSError as error:
         where = options.uds or f"{options.host}:{options.port}"
-        advice = "name another --uds" if options.uds else "choose another --port, or 0 for any"
-        raise ConfigError(f"cannot listen on {where}: {error.strerror}; {advice}") from None
+        if options.uds:
+            advice = "name another --uds"
+        elif isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            advice = "name another --host"
+        else:
+            advice = "choose another --port, or 0 for any"
+        reason = error.strerror or error
+        raise ConfigError(f"cannot listen on {where}: {reason}; {advice}") from None
     with listener:
         try:
             yield listener
