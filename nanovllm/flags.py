@@ -60,8 +60,11 @@ class Parser(FlexibleArgumentParser):
     def refuse_flag(self, word: str) -> NoReturn:
         """Raise ConfigError for a flag that is not known, and suggest the one that was meant."""
         name = word.partition("=")[0]
-        flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
-        known = {flag[2:].replace("-", "_"): flag for flag in flags}
+        known = {
+            flag[2:].replace("-", "_"): flag
+            for flag, action in self._option_string_actions.items()
+            if flag.startswith("--") and action.help != argparse.SUPPRESS
+        }
         hint = did_you_mean(name.lstrip("-").replace("-", "_"), known)
         meant = known.get(hint.partition("'")[2].removesuffix("'?"))  # None: it lists them all
         self.error(f"there is no flag {name:.80}" + (f"; did you mean '{meant}'?" if meant else ""))
@@ -72,7 +75,8 @@ class Parser(FlexibleArgumentParser):
         A name that is also an English word is one where "=", " must" or a quote follows it. What
         stands in quotes is the user's.
         """
-        spellings = {a.dest: a.option_strings for a in self._actions if a.option_strings}
+        actions = [action for action in reversed(self._actions) if action.option_strings]
+        spellings = {action.dest: action.option_strings for action in actions}  # the first counts
         long = [re.escape(name) for name in spellings if "_" in name]
         short = [rf"{re.escape(name)}(?==| must\b| ['\"])" for name in spellings if "_" not in name]
         names = rf"(?<![\w./-])({'|'.join(long + short)})\b(?!\.\w|/)"
