@@ -60,6 +60,8 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
     def _with_dashes(self, word: str) -> str:
         flag, equals, value = word.partition("=")
+        if not flag.startswith("--"):
+            return word
         dashed = f"--{flag[2:].replace('_', '-')}"
         known = self._option_string_actions
         return f"{dashed}{equals}{value}" if flag not in known and dashed in known else word

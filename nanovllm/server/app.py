@@ -67,7 +67,7 @@ def make_app(llm: AsyncLLM, options: ServerOptions) -> FastAPI:
 class _App(FastAPI):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, whose path may begin with the proxy's."""
-        scope["root_path"] = self.state.server.options.root_path
+        scope["root_path"] = self.state.server.options.root_path or ""
         await super().__call__(scope, receive, send)
 
     def openapi(self) -> dict[str, Any]:

@@ -57,11 +57,11 @@ class ServerOptions:
     """Seconds that running requests have to finish after SIGTERM."""
     cors_origins: tuple[str, ...] = ()
     """Origins of web pages that may use the server; "*" is every page."""
-    root_path: str = ""
+    root_path: str | None = None
     """Path under which a proxy has the server, such as "/llm"; requests may come with it or
-    without."""
+    without. None is no path."""
     chat_template: str | None = None
-    """File with a Jinja template to use instead of the checkpoint's, or the template itself."""
+    """File with a Jinja template, or the template itself. None is the checkpoint's template."""
     tool_call_parser: str = "auto"
     """Format of tool calls in answers; "auto" recognises it by the chat template."""
     reasoning_parser: str = "auto"
@@ -70,8 +70,9 @@ class ServerOptions:
     def __post_init__(self) -> None:
         for name in ("host", "tool_call_parser", "reasoning_parser"):
             self._check_text(name)
-        if not isinstance(self.root_path, str) or (
-            self.root_path and (self.root_path[0] != "/" or self.root_path[-1] == "/")
+        path = self.root_path
+        if path is not None and not (
+            isinstance(path, str) and path.startswith("/") and not path.endswith("/")
         ):
             raise ConfigError(
                 'root_path must begin with "/" and not end with it, such as "/llm", '

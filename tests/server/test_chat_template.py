@@ -42,7 +42,7 @@ def test_template_of_the_server(async_llm: AsyncLLM, tmp_path: Path) -> None:
         ("chat_template", "", "chat_template must be a string that is not empty"),
         ("root_path", "llm", 'root_path must begin with "/" and not end with it'),
         ("root_path", "/llm/", 'root_path must begin with "/" and not end with it'),
-        ("root_path", None, 'root_path must begin with "/" and not end with it'),
+        ("root_path", "", 'root_path must begin with "/" and not end with it'),
     ],
 )
 def test_options_that_are_refused(name: str, value: object, message: str) -> None:
