@@ -150,6 +150,7 @@ def check_object(text: str) -> None:
 
 CASES: dict[str, tuple[Any, Callable[[str], object]]] = {
     "choice": ({"choice": ["red", "green", "reddish", "grün 🌱"]}, lambda text: None),
+    "marks": ({"choice": ["ends <|im_end|> so", "a <think>", "<|im_end|>"]}, lambda text: None),
     "regex": ({"regex": r"[A-Z][a-z]{2,5}, \d+\."}, lambda text: None),
     "json": ({"json": PERSON}, check_person),
     "compact json": (COMPACT, check_person),

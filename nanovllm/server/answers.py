@@ -73,7 +73,7 @@ class AnswerFormat:
     ) -> None:
         self._reasoning = reasoning
         self._tools = tools
-        # llguidance takes some added tokens for special ones, which no text matches.
+        # In a grammar no text matches a mark, so tags that are tokens stand there by their ids.
         self._tag_ids = {token.content: i for i, token in added_tokens.items()}
         self._special = [token.content for token in added_tokens.values() if token.special]
         self._may_reason = may_reason

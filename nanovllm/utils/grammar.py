@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.errors import InvalidRequestError
 from nanovllm.structured_outputs import StructuredOutputsParams
+from nanovllm.utils.grammar_tokenizer import GrammarTokenizer, grammar_tokenizer
 from nanovllm.validation import shown
 
 if TYPE_CHECKING:
@@ -42,6 +43,9 @@ _LIMITS: dict[str, Any] = {
 50 MB for a request."""
 
 
+_IS_LARK = re.compile(r"(?m)^[ \t]*(%llguidance\b|start\s*:(?!:=))")
+"""llguidance's own test of it takes time with the square of the number of line ends."""
+
 _Key = tuple[str, str, bool]
 """A grammar's form, its text, and whether it disables any white space."""
 
@@ -66,7 +70,7 @@ class GrammarCompiler:
         self.eos_token_ids = eos_token_ids
         self._tokenizer_text = tokenizer_text
         self._vocab_size = vocab_size
-        self._tokenizer: LLTokenizer | None = None
+        self._tokenizer: tuple[LLTokenizer, GrammarTokenizer] | None = None
         self._compiled: OrderedDict[_Key, LLMatcher | str] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -125,18 +129,25 @@ class GrammarCompiler:
         try:
             _check_divisors(params.text)
             _check_patterns(params)
-            grammar = _llguidance_grammar(params)
+            tokenizer, described = self._make_tokenizer()
+            grammar = _llguidance_grammar(params, described)
         except ValueError as error:
             raise _refused(params, str(error)) from error
         limits = LLParserLimits(**_LIMITS)
-        matcher = LLMatcher(self._make_tokenizer(), grammar, log_level=0, limits=limits)
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+        if described.drops_space and not matcher.is_error():
+            space = tokenizer.greedy_tokenize(" ")
+            if matcher.validate_tokens(space) == len(space):
+                # The text lacks the output's first space, so one stands before the form's own.
+                grammar = _behind_space(grammar)
+                matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()  # copies find done what it takes
         if matcher.is_error():
             raise _refused(params, matcher.get_error())
         return matcher
 
-    def _make_tokenizer(self) -> "LLTokenizer":
+    def _make_tokenizer(self) -> "tuple[LLTokenizer, GrammarTokenizer]":
         from llguidance import LLTokenizer
 
         with self._lock:
@@ -144,7 +155,9 @@ class GrammarCompiler:
                 eos = list(self.eos_token_ids) or None
                 text, size = self._tokenizer_text(), self._vocab_size
                 try:
-                    self._tokenizer = LLTokenizer(text, n_vocab=size, eos_token=eos)
+                    described = grammar_tokenizer(text)
+                    made = LLTokenizer(described.text, n_vocab=size, eos_token=eos)
+                    self._tokenizer = made, described
                 except Exception as error:  # whatever it finds strange in a checkpoint
                     raise InvalidRequestError(
                         "structured_outputs cannot be used: llguidance cannot read the model's "
@@ -202,13 +215,14 @@ def _check_patterns(params: StructuredOutputsParams) -> None:
         raise ValueError(f"patternProperties: {count} keys, the limit is {_MAX_PATTERNS}")
 
 
-def _llguidance_grammar(params: StructuredOutputsParams) -> str:
+def _llguidance_grammar(params: StructuredOutputsParams, tokenizer: GrammarTokenizer) -> str:
     """Return the grammar in llguidance's own form.
 
     Raises:
         ValueError: a schema is no JSON, or a grammar is in no known notation.
     """
-    from llguidance import LLMatcher, grammar_from
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import gbnf_to_lark
 
     if params.form in ("json", "json_object"):
         schema = '{"type": "object"}' if params.form == "json_object" else params.text
@@ -222,7 +236,22 @@ def _llguidance_grammar(params: StructuredOutputsParams) -> str:
         assert params.choice is not None
         rules = " | ".join(json.dumps(item, ensure_ascii=False) for item in params.choice)
         return LLMatcher.grammar_from_lark(f"start: {rules}")
-    return grammar_from("grammar", params.text)
+    if _IS_LARK.search(params.text):
+        return LLMatcher.grammar_from_lark(tokenizer.with_mark_ids(params.text))
+    try:
+        return LLMatcher.grammar_from_lark(gbnf_to_lark(params.text))
+    except Exception as error:  # it raises Exception itself
+        raise ValueError(f"it has no rule `start` of Lark, and is no GBNF: {error}") from error
+
+
+def _behind_space(grammar: str) -> str:
+    """Return llguidance's grammar of a space and then what `grammar` allows."""
+    try:
+        (found,) = json.loads(grammar)["grammars"]
+    except ValueError:  # Lark
+        found = {"lark_grammar": grammar}
+    start = {"lark_grammar": 'start: " " @form'}
+    return json.dumps({"grammars": [start, {**found, "name": "form"}]})
 
 
 def _refused(params: StructuredOutputsParams, reason: str) -> InvalidRequestError:

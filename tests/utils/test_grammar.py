@@ -30,7 +30,7 @@ def compiler() -> GrammarCompiler:
 def accepts(compiler: GrammarCompiler, text: str, **form: Any) -> bool:
     """Return whether a grammar allows `text` as a whole output, one byte a token."""
     matcher = compiler.matcher(StructuredOutputsParams(**form))
-    for token in compiler._make_tokenizer().greedy_tokenize(text):
+    for token in compiler._make_tokenizer()[0].greedy_tokenize(text):
         if matcher.is_stopped() or matcher.try_consume_tokens([token]) != 1:
             return False
     return matcher.is_accepting()
@@ -66,7 +66,7 @@ def test_compiled_grammars_are_kept_and_copied(
     first = compiler.matcher(params)
     monkeypatch.setattr(GrammarCompiler, "_compile", None)  # from now on nothing is compiled
     second = compiler.matcher(StructuredOutputsParams(regex="ab"))
-    (token,) = compiler._make_tokenizer().greedy_tokenize("a")
+    (token,) = compiler._make_tokenizer()[0].greedy_tokenize("a")
     assert first.try_consume_tokens([token]) == 1
     assert second.try_consume_tokens([token]) == 1
     with pytest.raises(TypeError):
@@ -160,6 +160,14 @@ def test_patterns_of_properties_are_bounded(compiler: GrammarCompiler, form: str
         else:
             with pytest.raises(InvalidRequestError, match="600 keys, the limit is 64"):
                 compiler.compile(params)
+
+
+def test_the_longest_grammar_without_rules_is_refused_at_once(compiler: GrammarCompiler) -> None:
+    """Symptom: 65,536 line ends hold up every thread of the process for most of a minute."""
+    start = time.monotonic()
+    with pytest.raises(InvalidRequestError, match="has no rule `start` of Lark, and is no GBNF"):
+        compiler.compile(StructuredOutputsParams(grammar="\n" * 2**16))
+    assert time.monotonic() - start < 1
 
 
 def test_tokenizer_of_another_model_is_refused() -> None:

@@ -27,6 +27,7 @@ GRAMMARS: dict[str, dict[str, Any]] = {
     },
     "choice": {"choice": ["red", "reddish", "green"]},
     "regex": {"regex": "[ab]{2,9}c?"},
+    "marks": {"choice": ["a <think> b", "<|im_end|>", "<|im_end|>!"]},
 }
 
 
@@ -93,11 +94,11 @@ def test_masks_behind_a_forbidden_draft_are_left_alone() -> None:
 
 def test_complete_output_has_one_end() -> None:
     """So that it can be forced; while more may follow, each end is allowed."""
-    tokens = COMPILER._make_tokenizer().greedy_tokenize("red")
+    tokens = COMPILER._make_tokenizer()[0].greedy_tokenize("red")
     form = {"choice": ["red", "reddish"]}
     row = make_row(form, tokens, frozenset(EOS))
     assert set(EOS) < allowed(row, [], [])[0]
-    for token in COMPILER._make_tokenizer().greedy_tokenize("dish"):
+    for token in COMPILER._make_tokenizer()[0].greedy_tokenize("dish"):
         row.forced([token])
     assert allowed(row, [], []) == [{EOS[0]}]
     stopped = make_row(form, tokens, frozenset({3}))  # ends with its own stop token only
@@ -139,7 +140,7 @@ def test_long_forced_text_comes_in_parts() -> None:
     assert 0 < len(found) < 20
     while more := row.forced([]):
         found += more
-    assert COMPILER._make_tokenizer().decode_str(found[:-1]) == text
+    assert COMPILER._make_tokenizer()[0].decode_str(found[:-1]) == text
     assert found[-1] == EOS[0]
 
 
