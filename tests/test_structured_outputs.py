@@ -248,6 +248,24 @@ def test_ignore_eos_repeats_the_end(llm: LLM) -> None:
     assert found.finish_reason == "length"
 
 
+@pytest.mark.parametrize("options", [{}, {"logprobs": 1}, {"ignore_eos": True}, {"stop": ["x"]}])
+def test_a_complete_output_ends_without_an_end_token(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """Symptom: with a checkpoint that names no end-of-sequence token it ends as an error."""
+    grammars = llm.engine.input_processor.grammars
+    assert grammars is not None
+    monkeypatch.setattr(grammars, "eos_token_ids", ())
+    monkeypatch.setattr(llm.engine.scheduler, "eos_token_ids", frozenset())
+    for found in outputs_of(llm, {"regex": "[ab]{2}"}, num=4, **options):
+        assert re.fullmatch("[ab]{2}", found.text)
+        assert (found.finish_reason, found.stop_reason) == ("stop", None)
+        assert found.logprobs is None or len(found.logprobs) == len(found.token_ids)
+    (token,) = llm.get_tokenizer().encode("Z")
+    (found,) = outputs_of(llm, {"choice": ["red"]}, num=1, stop_token_ids=[token])
+    assert (found.finish_reason, found.stop_reason) == ("stop", token)
+
+
 def test_rules_that_leave_no_token_end_the_request(llm: LLM) -> None:
     """Only the end is allowed, and min_tokens forbids it; or no allowed token fits the grammar."""
     for options in ({"min_tokens": 9}, {"allowed_token_ids": [5, 6]}):

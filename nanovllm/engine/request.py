@@ -84,5 +84,6 @@ class Completion:
             seq.finish_reason == "stop"
             and not isinstance(seq.stop_reason, str)
             and self.num_tokens == seq.num_output_tokens
+            and seq.token_ids[-1] in seq.stop_token_ids
             and not self.request.params.include_stop_str_in_output
         )

@@ -135,7 +135,8 @@ class StepResult:
     """By id of the sequences with params.prompt_logprobs: (position, log-probabilities) of prompt
     tokens."""
     errors: dict[int, str] = dataclasses.field(default_factory=dict)
-    """By id of the sequences that got no token and cannot go on: the reason."""
+    """By id of the sequences that got no token and cannot go on: the reason; "" if the output is
+    complete and the model has no token that says so."""
     forced: dict[int, list[int]] = dataclasses.field(default_factory=dict)
     """By id of sequences whose grammar forces tokens behind their `token_ids`: those tokens."""
 

@@ -121,7 +121,8 @@ class Scheduler:
                 continue
             seq.num_in_flight_steps -= 1
             if row.seq_id in result.errors:
-                self.finish(row.seq_id, "error", result.errors[row.seq_id])
+                error = result.errors[row.seq_id]
+                self.finish(row.seq_id, "error" if error else "stop", error or None)
                 advanced.append(seq)
                 continue
             num_written = row.end

@@ -91,7 +91,8 @@ class GrammarRow:
             masks: they are written from index `first` on.
 
         Returns:
-            Why there is no mask of the next token; None if there is one.
+            Why there is no mask of the next token, "" if the output is complete and no token ends
+            the sequence; None if there is one.
         """
         self._tokens += known
         try:
@@ -99,6 +100,8 @@ class GrammarRow:
             self._write_mask(matcher, masks, first)
         except InvalidRequestError as error:
             return str(error)
+        if matcher.is_stopped() and not self._last_tokens:
+            return ""
         if drafts:
             self._write_draft_masks(matcher, drafts, masks, first + 1)
         return None
@@ -205,7 +208,7 @@ class StepMasks:
         thread: ThreadPoolExecutor,
     ) -> None:
         self.errors: dict[int, str] = {}
-        """By sample: why it has no mask."""
+        """By sample: why it has no mask; "" if its output is complete."""
         self.forcing = {row.seq_id: grammar for grammar, row, _ in rows if grammar.forces}
         """By sequence id: grammars that may force tokens behind those that this step gives."""
         self._tables = tables

@@ -40,7 +40,8 @@ class StepOutput:
     """Of the samples whose request wants them; None if none does."""
     prompt_logprobs: list[PromptLogprobs]
     errors: dict[int, str] = dataclasses.field(default_factory=dict)
-    """By sample: why a logits processor or a grammar failed. Its token does not count."""
+    """By sample: why a logits processor or a grammar failed, or "" for an output that is complete.
+    Its token does not count."""
     draft_ids: torch.Tensor | None = None
     """[S] int64, the draft that the sample may confirm; None if no row has any."""
     forcing: dict[int, GrammarRow] = dataclasses.field(default_factory=dict)

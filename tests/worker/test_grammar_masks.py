@@ -124,6 +124,18 @@ def test_draft_that_breaks_the_matcher_changes_no_mask(monkeypatch: pytest.Monke
     )
 
 
+def test_complete_output_without_an_end_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind drafts it is only noted when they have been read."""
+    monkeypatch.setattr(COMPILER, "eos_token_ids", ())
+    tokens = COMPILER._make_tokenizer()[0].greedy_tokenize("ab")
+    row = make_row({"regex": "ab"}, [], frozenset())
+    masks = torch.zeros((3, COMPILER.mask_bytes), dtype=torch.uint8)
+    assert row.write_masks([], tokens, Masks(masks), 0) is None
+    assert not masks[2].any()
+    assert row.forced(tokens) == []
+    assert row.write_masks([], [], Masks(masks), 0) == ""
+
+
 def test_output_that_breaks_its_grammar_is_an_error() -> None:
     row = make_row({"regex": "ab"}, [500], frozenset(EOS))
     masks = torch.zeros((1, COMPILER.mask_bytes), dtype=torch.uint8)
