@@ -226,7 +226,7 @@ class StepMasks:
         self._written: Future[None] | None = None
         if not on_cuda:
             masks = Masks(self._masks)
-            self._written = thread.submit(self._write, masks, self._unread.tolist())
+            self._written = thread.submit(self._write, masks, self._read())
 
     def apply(self, logits: torch.Tensor) -> None:
         """Set the logits [S, vocab_size] float32 of the tokens that no grammar allows to -inf."""
@@ -235,7 +235,7 @@ class StepMasks:
         else:
             if self._copied is not None:
                 self._copied.synchronize()
-            self._write(Masks(self._masks), self._unread.tolist())
+            self._write(Masks(self._masks), self._read())
         samples = self._tables.upload(self._samples)
         if self._tables.native and supports(logits.device, torch.bfloat16):
             cpu_ops.forbid(logits, samples, self._masks)
@@ -245,8 +245,15 @@ class StepMasks:
         forbidden = ((masks[:, :, None] & bits).flatten(1) == 0)[:, : logits.shape[1]]
         logits[samples] = logits[samples].masked_fill(forbidden, -torch.inf)
 
-    def _unread_tokens(self) -> tuple[torch.Tensor, Any]:
-        """Return the tokens and drafts that the grammars have not read, and when they are here."""
+    def _read(self) -> list[int]:
+        """Return the tokens that the grammars have not read, row by row."""
+        return [] if self._unread is None else self._unread.tolist()
+
+    def _unread_tokens(self) -> tuple[torch.Tensor | None, Any]:
+        """Return the tokens and drafts that the grammars have not read, and when they are here.
+
+        Often there are none: the rows whose grammar may force tokens read them with the result.
+        """
         table_indices: list[int] = []
         positions: list[int] = []
         for grammar, row, _ in self._rows:
@@ -254,7 +261,7 @@ class StepMasks:
             table_indices += [row.table_idx] * len(unread)
             positions += unread
         if not positions:
-            return torch.empty(0, dtype=torch.int32), None
+            return None, None
         cells = self._tables.upload(table_indices + positions).view(2, len(positions))
         found = self._tables.token_ids[cells[0], cells[1]]
         if not found.is_cuda:
