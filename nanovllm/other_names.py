@@ -210,7 +210,7 @@ SAMPLING_NAMES = other_names(
 """Names of vLLM's SamplingParams, and of transformers and OpenAI for the same."""
 
 STRUCTURED_NAMES = other_names(
-    ("disable_additional_properties", (False,), 'put "additionalProperties": false in the schema'),
+    ("disable_additional_properties", (True,), 'put "additionalProperties": true in the schema'),
     ("whitespace_pattern", (), "use disable_any_whitespace, or a grammar"),
     ("structural_tag", (), "use grammar"),
     ("json_schema schema", (), "use json"),

@@ -5,17 +5,22 @@ A value, checked for its types when made. Knows no tokenizer: utils/grammar.py c
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nanovllm.errors import InvalidRequestError
+from nanovllm.json_schema import grammar_schema_text
 from nanovllm.other_names import STRUCTURED_NAMES
 from nanovllm.validation import check_bool, shown, strict_keywords
 
 _FORMS = ("json", "regex", "choice", "grammar", "json_object")
 _LONGEST_SHOWN = 200
-_MAX_CHARS = 1 << 16
-"""Longest text of a schema, an expression, a choice or a grammar."""
+MAX_CHARS = 1 << 16
+"""Longest text of a schema without its annotations, an expression, a choice or a grammar."""
+TOO_COMPLEX = "too complex a form"
+"""With this begins the reason of an output that a limit of its grammar has ended."""
+_IS_LARK = re.compile(r"(?m)^[ \t]*(%llguidance\b|start\s*:(?!:=))")
 
 
 @strict_keywords(InvalidRequestError, STRUCTURED_NAMES)
@@ -42,6 +47,8 @@ class StructuredOutputsParams:
     """True for any JSON object."""
     disable_any_whitespace: bool = False
     """For json and json_object: no white space between the parts of the JSON text."""
+    source: str = dataclasses.field(default="", init=False, repr=False, compare=False)
+    """What errors call it; `made_grammar` sets another source than the field that is given."""
 
     def __post_init__(self) -> None:
         error = InvalidRequestError
@@ -60,11 +67,14 @@ class StructuredOutputsParams:
             object.__setattr__(self, "json", _schema_text(self.json))
         if self.choice is not None:
             object.__setattr__(self, "choice", _choice(self.choice))
-        if len(self.text) > _MAX_CHARS:
+        if self.json is not None and len(self.text) > MAX_CHARS:
+            object.__setattr__(self, "json", grammar_schema_text(self.text))
+        if len(self.text) > MAX_CHARS:
             raise error(
                 f"structured_outputs.{self.form} has {len(self.text)} characters; "
-                f"the limit is {_MAX_CHARS}: {shown(self.text)}"
+                f"the limit is {MAX_CHARS}: {shown(self.text)}"
             )
+        object.__setattr__(self, "source", f"structured_outputs.{self.form} {shown(self.text)}")
 
     @property
     def form(self) -> str:
@@ -76,6 +86,23 @@ class StructuredOutputsParams:
         """The field that is given, as a text."""
         value = getattr(self, self.form)
         return value if isinstance(value, str) else json.dumps(value)
+
+    @property
+    def is_lark(self) -> bool:
+        """Whether a grammar is in Lark's notation; else it should be GBNF."""
+        return _IS_LARK.search(self.text) is not None
+
+
+def made_grammar(grammar: str, source: str) -> StructuredOutputsParams:
+    """Return the form of a grammar that was made of what a request has, and is not limited.
+
+    Args:
+        source: what errors call it.
+    """
+    made = StructuredOutputsParams(grammar="start:")
+    object.__setattr__(made, "grammar", grammar)
+    object.__setattr__(made, "source", source)
+    return made
 
 
 def structured_outputs(value: Any) -> StructuredOutputsParams:

@@ -26,6 +26,7 @@ VALUES = (
     "config",
     "speculative_config",
     "sampling_params",
+    "json_schema",
     "structured_outputs",
     "outputs",
 )

@@ -1,5 +1,6 @@
 """Structured outputs: values, and outputs of the demo model that have the form asked for."""
 
+import contextlib
 import itertools
 import json
 import pickle
@@ -339,8 +340,9 @@ def test_bad_grammars_are_refused_at_once(llm: LLM, case: str) -> None:
 )
 def test_catastrophic_expressions_take_no_longer(llm: LLM, regex: str) -> None:
     start = time.monotonic()
-    (found,) = outputs_of(llm, {"regex": regex}, num=1, max_tokens=20)
-    assert found.finish_reason in ("stop", "length", "error")  # the error of a limit
+    with contextlib.suppress(InvalidRequestError):  # of a limit
+        (found,) = outputs_of(llm, {"regex": regex}, num=1, max_tokens=20)
+        assert found.finish_reason in ("stop", "length", "error")
     assert time.monotonic() - start < 2
 
 

@@ -120,8 +120,7 @@ class Scheduler:
             if seq is None:  # finished or aborted while the step was in flight
                 continue
             seq.num_in_flight_steps -= 1
-            if row.seq_id in result.errors:
-                error = result.errors[row.seq_id]
+            if (error := result.errors.get(row.seq_id)) is not None:
                 self.finish(row.seq_id, "error" if error else "stop", error or None)
                 advanced.append(seq)
                 continue

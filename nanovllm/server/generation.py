@@ -19,7 +19,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.errors import APIError
 from nanovllm.server.request_log import record_of
 from nanovllm.server.state import state_of
-from nanovllm.structured_outputs import StructuredOutputsParams
+from nanovllm.structured_outputs import TOO_COMPLEX, StructuredOutputsParams
 
 T = TypeVar("T")
 
@@ -215,8 +215,8 @@ async def _compile_grammar(place: Place, params: SamplingParams) -> None:
     except TimeoutError:
         raise APIError(
             503,
-            f"structured_outputs was not compiled within {_COMPILE_SECONDS:g} s: use a simpler "
-            f"{form.form}, or try again when the server is less busy",
+            f"{form.source} was not compiled within {_COMPILE_SECONDS:g} s: use a simpler one, "
+            "or try again when the server is less busy",
             type="overloaded_error",
             code="grammar_timeout",
             headers={"x-should-retry": "false"},
@@ -258,7 +258,10 @@ def _checked(output: RequestOutput) -> RequestOutput:
     """Return an output; raise APIError if a continuation failed."""
     for completion in output.outputs:
         if completion.finish_reason == "error":
-            raise APIError(500, f"the answer failed: {completion.stop_reason}", type="server_error")
+            reason = str(completion.stop_reason)
+            if reason.startswith(TOO_COMPLEX):
+                raise APIError(400, f"{reason}; use a simpler one")
+            raise APIError(500, f"the answer failed: {reason}", type="server_error")
     return output
 
 

@@ -16,17 +16,17 @@ from decimal import Decimal, InvalidOperation
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.errors import InvalidRequestError
+from nanovllm.json_schema import grammar_schema_text
 from nanovllm.structured_outputs import StructuredOutputsParams
 from nanovllm.utils.grammar_tokenizer import GrammarTokenizer, grammar_tokenizer
-from nanovllm.validation import shown
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 _WHITE_SPACE = r" |\n[ \t]{0,20}"
 """Between the parts of a JSON text. Bounded, because small models would write no end of it."""
-_NUM_CACHED = 128
-"""Compiled grammars that are kept."""
+_MAX_CACHE_BYTES = 1 << 27
+"""Of all compiled grammars that are kept, as `_size` estimates them."""
 _MAX_REMAINDERS = 100_000
 """Of the divisors in a schema: their least common multiple, times their number."""
 _MAX_PATTERNS = 64
@@ -42,9 +42,6 @@ _LIMITS: dict[str, Any] = {
 """Fields of llguidance's LLParserLimits: some 100 ms of compiling, 20 ms for a mask, and
 50 MB for a request."""
 
-
-_IS_LARK = re.compile(r"(?m)^[ \t]*(%llguidance\b|start\s*:(?!:=))")
-"""llguidance's own test of it takes time with the square of the number of line ends."""
 
 _Key = tuple[str, str, bool]
 """A grammar's form, its text, and whether it disables any white space."""
@@ -72,6 +69,7 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._tokenizer: tuple[LLTokenizer, GrammarTokenizer] | None = None
         self._compiled: OrderedDict[_Key, LLMatcher | str] = OrderedDict()
+        self._num_bytes = 0
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -103,36 +101,40 @@ class GrammarCompiler:
             if found is not None:
                 self._compiled.move_to_end(key)
         if found is None:
-            try:
-                found = self._compile(params)
-            except InvalidRequestError as error:  # which may have taken as long
-                found = str(error)
+            found = self._compile(params)
             with self._lock:
-                self._compiled[key] = found
-                while len(self._compiled) > _NUM_CACHED:
-                    self._compiled.popitem(last=False)
+                self._keep(key, found)
         if isinstance(found, str):
-            raise InvalidRequestError(found)
+            raise InvalidRequestError(f"{params.source} cannot be used: {found}")
         return found
 
     def is_compiled(self, params: StructuredOutputsParams) -> bool:
         """Return whether `compile` only has to find it. Never waits for another thread."""
         return _key(params) in self._compiled
 
-    def _compile(self, params: StructuredOutputsParams) -> "LLMatcher":
+    def _keep(self, key: _Key, found: "LLMatcher | str") -> None:
+        """Keep what was compiled, and drop what was not used for longest."""
+        if key not in self._compiled:  # else another thread was faster
+            self._num_bytes += _size(key, found)
+        self._compiled[key] = found
+        while self._num_bytes > _MAX_CACHE_BYTES and len(self._compiled) > 1:
+            self._num_bytes -= _size(*self._compiled.popitem(last=False))
+
+    def _compile(self, params: StructuredOutputsParams) -> "LLMatcher | str":
+        """Return the compiled grammar, or why it is refused, which may take as long."""
         try:
             from llguidance import LLMatcher, LLParserLimits
         except ImportError:
             raise InvalidRequestError(
                 "structured_outputs needs llguidance: pip install 'nanovllm[structured]'"
             ) from None
+        tokenizer, described = self._make_tokenizer()
         try:
             _check_divisors(params.text)
             _check_patterns(params)
-            tokenizer, described = self._make_tokenizer()
             grammar = _llguidance_grammar(params, described)
         except ValueError as error:
-            raise _refused(params, str(error)) from error
+            return _shortened(str(error))
         limits = LLParserLimits(**_LIMITS)
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         if described.drops_space and not matcher.is_error():
@@ -141,11 +143,25 @@ class GrammarCompiler:
                 # The text lacks the output's first space, so one stands before the form's own.
                 grammar = _behind_space(grammar)
                 matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # copies find done what it takes
-        if matcher.is_error():
-            raise _refused(params, matcher.get_error())
-        return matcher
+        reason = matcher.get_error() or self._first_error(matcher)
+        return _shortened(reason) if reason else matcher
+
+    def _first_error(self, matcher: "LLMatcher") -> str:
+        """Compute the first mask, so that copies find done what it takes, and one behind it.
+
+        Returns:
+            Why that fails; "" if it does not. A large object fails only behind its brace.
+        """
+        mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        for token in self.eos_token_ids:
+            mask &= ~(1 << token)
+        if mask and not matcher.is_error():
+            first = matcher.deep_copy()
+            first.try_consume_tokens([(mask & -mask).bit_length() - 1])
+            if not first.is_error():
+                first.compute_bitmask()
+            return first.get_error()
+        return matcher.get_error()
 
     def _make_tokenizer(self) -> "tuple[LLTokenizer, GrammarTokenizer]":
         from llguidance import LLTokenizer
@@ -168,6 +184,16 @@ class GrammarCompiler:
 
 def _key(params: StructuredOutputsParams) -> _Key:
     return params.form, params.text, params.disable_any_whitespace
+
+
+def _size(key: _Key, compiled: "LLMatcher | str") -> int:
+    """Return an estimate of the bytes that a compiled grammar takes, or why there is none.
+
+    Measured: at most 480 bytes for each character of a schema of many short names, and 0.8 MiB for
+    an expression of a few characters with classes of Unicode.
+    """
+    num_chars = len(key[1])
+    return num_chars + 1024 if isinstance(compiled, str) else 512 * num_chars + (1 << 20)
 
 
 def _check_divisors(text: str) -> None:
@@ -225,7 +251,8 @@ def _llguidance_grammar(params: StructuredOutputsParams, tokenizer: GrammarToken
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     if params.form in ("json", "json_object"):
-        schema = '{"type": "object"}' if params.form == "json_object" else params.text
+        any_object = '{"type": "object"}'
+        schema = any_object if params.form == "json_object" else grammar_schema_text(params.text)
         options: Any = {"whitespace_pattern": _WHITE_SPACE}
         if params.disable_any_whitespace:
             options = {"whitespace_flexible": False}
@@ -236,7 +263,7 @@ def _llguidance_grammar(params: StructuredOutputsParams, tokenizer: GrammarToken
         assert params.choice is not None
         rules = " | ".join(json.dumps(item, ensure_ascii=False) for item in params.choice)
         return LLMatcher.grammar_from_lark(f"start: {rules}")
-    if _IS_LARK.search(params.text):
+    if params.is_lark:
         return LLMatcher.grammar_from_lark(tokenizer.with_mark_ids(params.text))
     try:
         return LLMatcher.grammar_from_lark(gbnf_to_lark(params.text))
@@ -254,8 +281,5 @@ def _behind_space(grammar: str) -> str:
     return json.dumps({"grammars": [start, {**found, "name": "form"}]})
 
 
-def _refused(params: StructuredOutputsParams, reason: str) -> InvalidRequestError:
-    reason = " ".join(reason.split())[:300]
-    return InvalidRequestError(
-        f"structured_outputs.{params.form} {shown(params.text)} cannot be used: {reason}"
-    )
+def _shortened(reason: str) -> str:
+    return " ".join(reason.split())[:300]

@@ -17,12 +17,15 @@ from nanovllm.errors import InvalidRequestError
 from nanovllm.kernels.cpu import ops as cpu_ops
 from nanovllm.kernels.cpu.library import supports
 from nanovllm.scheduler.messages import Admission, Row
+from nanovllm.structured_outputs import TOO_COMPLEX
 from nanovllm.utils.grammar import GrammarCompiler
 from nanovllm.worker.device_tables import DeviceTables
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+_ABSENT_STEPS = 64
+"""After so many steps without it a row gives its matcher back: its sequence may have ended."""
 _FORCING_WORK = 4096
 """Tokens that may be tokenized to find those that a grammar forces behind one sampled token."""
 
@@ -63,12 +66,14 @@ class GrammarRow:
         self.num_prompt_tokens = admission.num_prompt_tokens
         self._compiler = compiler
         self._params: Any = admission.params.structured_outputs
-        eos = compiler.eos_token_ids
-        self._end_tokens = admission.stop_token_ids.union(eos)
+        self._stop_token_ids, eos = admission.stop_token_ids, compiler.eos_token_ids
+        self._end_tokens = self._stop_token_ids.union(eos)
         # Behind a complete output there is one choice, so that it can be forced.
-        ends = bool(eos) and eos[0] in admission.stop_token_ids
+        ends = bool(eos) and eos[0] in self._stop_token_ids
         self._last_tokens = {eos[0]} if ends else self._end_tokens
         self._tokens = admission.token_ids[admission.num_prompt_tokens :]
+        self._max_tokens = admission.params.max_tokens
+        self.last_step = 0  # of `GrammarMasks`: the last one that had the row
         self._matcher: LLMatcher | None = None
         self._num_read = 0  # of `_tokens`, by the matcher
         self._num_consumed = 0  # the same without end tokens, which a matcher does not consume
@@ -126,12 +131,21 @@ class GrammarRow:
                 break
             found.append(following[0])
             work += len(following)
-        if matcher.is_stopped() and not self._has_ended and len(self._last_tokens) == 1:
+        if matcher.is_error():  # at a limit, which `write_masks` meets again and tells
+            self.release()
+        elif matcher.is_stopped() and not self._has_ended and len(self._last_tokens) == 1:
             self._has_ended = True
             found += self._last_tokens
         self._tokens += found
         self._num_read += len(found)
+        has_ended = not self._stop_token_ids.isdisjoint([*tokens, *found])
+        if has_ended or len(self._tokens) >= self._max_tokens:
+            self.release()
         return found
+
+    def release(self) -> None:
+        """Give the matcher back; the row makes another one if it needs one."""
+        self._matcher = None
 
     def _read_tokens(self) -> "LLMatcher":
         """Return the matcher behind all known tokens."""
@@ -186,10 +200,12 @@ class GrammarRow:
 
     def _failed(self, matcher: "LLMatcher") -> InvalidRequestError:
         self._matcher = None
-        reason = matcher.get_error() or "it does not allow what was generated"
-        reason = " ".join(reason.split())[:300]
+        reason = " ".join(matcher.get_error().split())[:300]
+        after = f"failed after {self._num_consumed} tokens"
+        if reason:
+            return InvalidRequestError(f"{TOO_COMPLEX}: {self._params.source} {after}: {reason}")
         return InvalidRequestError(
-            f"the grammar of structured_outputs failed after {self._num_consumed} tokens: {reason}"
+            f"the grammar of structured_outputs {after}: it does not allow what was generated"
         )
 
 
@@ -296,6 +312,7 @@ class GrammarMasks:
         self.compiler: GrammarCompiler | None = None
         """Set before the first request with a grammar, on a rank that samples."""
         self._rows: dict[int, GrammarRow] = {}  # by table index
+        self._num_steps = 0
         self._thread = ThreadPoolExecutor(1, "nanovllm-grammar")
 
     def admit(self, admissions: list[Admission]) -> None:
@@ -313,6 +330,11 @@ class GrammarMasks:
         """
         if not self._rows:
             return None
+        self._num_steps += 1
+        if self._num_steps % _ABSENT_STEPS == 0:
+            for absent in self._rows.values():
+                if self._num_steps - absent.last_step > _ABSENT_STEPS:
+                    absent.release()
         found: list[tuple[GrammarRow, Row, int]] = []
         first = 0
         for row in rows:
@@ -320,6 +342,7 @@ class GrammarMasks:
                 grammar = self._rows.get(row.table_idx)
                 if grammar is not None:
                     found.append((grammar, row, first))
+                    grammar.last_step = self._num_steps
                 first += 1 + row.num_draft_tokens
         if not found:
             return None

@@ -86,12 +86,43 @@ def test_refused_grammar_is_not_compiled_again(
     assert compiler.is_compiled(params)
 
 
-def test_few_compiled_grammars_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar, "_NUM_CACHED", 2)
+def test_compiled_grammars_are_kept_up_to_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Symptom: 128 are kept whatever their size, 1.1 GiB of large ones."""
+    monkeypatch.setattr(grammar, "_MAX_CACHE_BYTES", 5 << 20)
     compiler = GrammarCompiler(lambda: TOKENIZER, VOCAB_SIZE, EOS)
-    for regex in ("a", "b", "a", "c"):
-        compiler.compile(StructuredOutputsParams(regex=regex))
-    assert [text for _, text, _ in compiler._compiled] == ["a", "c"]
+
+    def compile_all(*expressions: str) -> list[str]:
+        for regex in expressions:
+            compiler.compile(StructuredOutputsParams(regex=regex))
+        return [text for _, text, _ in compiler._compiled]
+
+    assert compile_all("a", "b", "a", "c", "d") == ["b", "a", "c", "d"]
+    assert compile_all("a", "x" * 4096) == ["a", "x" * 4096]
+    assert compile_all("y" * 16_384) == ["y" * 16_384]  # the newest is kept, however large
+    with pytest.raises(InvalidRequestError):
+        compile_all("(")
+    assert compile_all("a") == ["(", "a"]
+    assert 1 << 20 < compiler._num_bytes < 5 << 20
+
+
+def test_undeclared_properties_come_only_where_the_schema_has_them(
+    compiler: GrammarCompiler,
+) -> None:
+    """Symptom: a model adds keys until max_tokens."""
+    inner = {"type": "object", "properties": {"b": {"const": 1}}}
+    schema = {"type": "object", "properties": {"a": inner}}
+    assert accepts(compiler, '{"a": {"b": 1}}', json=schema)
+    assert not accepts(compiler, '{"a": {"b": 1}, "c": 1}', json=schema)
+    assert not accepts(compiler, '{"a": {"b": 1, "c": 1}}', json=json.dumps(schema))
+    assert accepts(compiler, '{"c": 1}', json={**schema, "additionalProperties": True})
+    assert accepts(compiler, '{"c": 1}', json={"type": "object"})
+    assert accepts(compiler, '{"c": 1}', json_object=True)
+
+
+def test_annotations_count_towards_no_limit(compiler: GrammarCompiler) -> None:
+    schema = {"description": "x" * 2**16, "const": 1}
+    assert accepts(compiler, "1", json=schema)
+    assert accepts(compiler, "1", json=json.dumps(schema))
 
 
 def test_tokenizer_is_read_once_and_only_when_needed() -> None:

@@ -144,6 +144,54 @@ def test_output_that_breaks_its_grammar_is_an_error() -> None:
     assert "failed after 0 tokens: it does not allow what was generated" in error
 
 
+@pytest.mark.parametrize("max_tokens", [16, 2])
+def test_a_row_whose_sequence_has_ended_keeps_no_matcher(max_tokens: int) -> None:
+    row = make_row({"regex": "[ab]{3}"}, [], frozenset(EOS))
+    row._max_tokens = max_tokens
+    (a,) = COMPILER._make_tokenizer()[0].greedy_tokenize("a")
+    assert row.forced([a]) == []
+    assert row._matcher is not None
+    assert row.forced([a]) == []
+    assert (row._matcher is None) == (max_tokens == 2)
+    assert row.forced([a]) == [EOS[0]]
+    assert row._matcher is None
+
+
+def test_a_row_that_no_step_has_keeps_no_matcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sequence was aborted, or ended by a stop string: the worker is not told."""
+    monkeypatch.setattr("nanovllm.worker.grammar_masks._ABSENT_STEPS", 4)
+    tables = DeviceTables(CacheInfo(8, 4, 16, VOCAB_SIZE, 64), 2, torch.device("cpu"))
+    masks = GrammarMasks()
+    masks.compiler = COMPILER
+    params = SamplingParams(structured_outputs=GRAMMARS["regex"])
+    admissions = [Admission(i, i, PROMPT, 3, [i], params, 0, frozenset(EOS), ()) for i in range(2)]
+    tables.apply(Schedule(0, admissions, [], []))
+    masks.admit(admissions)
+    rows = [Row(i, i, 2, 1, True) for i in range(2)]
+    for step in range(10):
+        launched = masks.begin(tables, rows if step == 0 else rows[:1])
+        assert launched is not None
+        launched.apply(torch.zeros(2, VOCAB_SIZE))
+    first, second = masks._rows.values()
+    assert first._matcher is not None
+    assert second._matcher is None
+
+
+def test_a_limit_forces_no_end() -> None:
+    """Symptom: an output whose grammar meets a limit is cut off, and called "stop"."""
+    many = {"type": "object", "properties": {f"k{i}": {"const": i} for i in range(700)}}
+    schema = {"properties": {"a": {"enum": [1, 2]}, "b": many}, "required": ["a", "b"]}
+    form = {"json": {"type": "object", **schema}, "disable_any_whitespace": True}
+    row = make_row(form, [], frozenset(EOS))
+    tokens = COMPILER._make_tokenizer()[0].greedy_tokenize('{"a":1,"b":{"k0":0}}')
+    masks = Masks(torch.zeros((1, COMPILER.mask_bytes), dtype=torch.uint8))
+    while (error := row.write_masks([], [], masks, 0)) is None:
+        known = row.num_known_tokens - len(PROMPT)
+        forced = row.forced(tokens[known : known + 1])
+        assert forced == tokens[known + 1 :][: len(forced)]
+    assert error.startswith("too complex a form: structured_outputs.json '{")
+
+
 def test_long_forced_text_comes_in_parts() -> None:
     """Each forced token costs as much as the text that is left: one step must not take seconds."""
     text = "word " * 300

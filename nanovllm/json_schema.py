@@ -1,0 +1,171 @@
+"""JSON schemas as grammars get them: without annotations, and with closed objects.
+
+Knows what keywords hold schemas, and not what they mean. A value: nothing here is changed.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import unquote
+
+_ANNOTATIONS = {
+    "title",
+    "description",
+    "examples",
+    "default",
+    "deprecated",
+    "readOnly",
+    "writeOnly",
+    "$comment",
+}
+_BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+"""Keywords that hold schemas by name."""
+_LISTS = {"allOf", "anyOf", "oneOf", "prefixItems", "items"}
+"""Keywords that hold lists of schemas."""
+_SINGLE = {
+    "items",
+    "additionalItems",
+    "unevaluatedItems",
+    "contains",
+    "additionalProperties",
+    "unevaluatedProperties",
+    "propertyNames",
+    "not",
+    "if",
+    "then",
+    "else",
+}
+"""Keywords that hold one schema."""
+_IN_PLACE = {"allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas"}
+"""Keywords whose schemas are about the same value as the schema that has them."""
+_OTHERS = {
+    "properties",
+    "patternProperties",
+    "allOf",
+    "anyOf",
+    "oneOf",
+    "if",
+    "dependentSchemas",
+    "$ref",
+}
+"""Keywords that may name properties of the value beside a schema of `_IN_PLACE` or a `$ref`."""
+_SAYS_MORE = _OTHERS - {"properties"} | {
+    "additionalProperties",
+    "unevaluatedProperties",
+    "minProperties",
+    "not",
+    "$dynamicRef",
+}
+"""Keywords with which a schema says itself what other properties there are, or may say it."""
+
+_Place = tuple[str, ...]
+"""Where a schema stands: the keys and indices that lead to it."""
+
+
+def grammar_schema(schema: Any) -> Any:
+    """Return a schema without annotations, whose objects have the declared properties only.
+
+    An object is closed if its schema has `properties` and leaves open whether there are others. It
+    stays open where several schemas say together what it is, such as those of an `allOf`, and where
+    it requires a property that it does not declare.
+
+    Raises:
+        RecursionError: it is nested too deeply.
+    """
+    shared: set[_Place] = set()  # schemas that speak of a value together with others
+    aliases: dict[_Place, list[_Place]] = {}  # by schema: what speaks of the same value
+    _find_shared(schema, (), (), False, shared, aliases)
+    unread = list(shared)
+    while unread:
+        new = set(aliases.get(unread.pop(), ())) - shared
+        shared |= new
+        unread += new
+    return _converted(schema, (), shared)
+
+
+def grammar_schema_text(text: str) -> str:
+    """Return `grammar_schema` of a JSON text; the text itself if it is not JSON."""
+    try:
+        return json.dumps(grammar_schema(json.loads(text)), allow_nan=False)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, _Place, Any]]:
+    """Yield the schemas in a schema: the keyword, their place in it, and themselves."""
+    for key, value in schema.items():
+        if key in _BY_NAME and isinstance(value, dict):
+            for name, part in value.items():
+                yield key, (key, name), part
+        elif key in _LISTS and isinstance(value, list):
+            for index, part in enumerate(value):
+                yield key, (key, str(index)), part
+        elif key in _SINGLE:
+            yield key, (key,), value
+
+
+def _find_shared(
+    schema: Any,
+    place: _Place,
+    owner: _Place,
+    is_shared: bool,
+    shared: set[_Place],
+    aliases: dict[_Place, list[_Place]],
+) -> None:
+    """Note the schemas that speak of a value together with others.
+
+    Args:
+        owner: the outermost schema that speaks of the same value.
+        is_shared: whether others speak of the value beside those between `owner` and this one.
+    """
+    if not isinstance(schema, dict):
+        return
+    if is_shared:
+        shared.add(place)
+    else:
+        aliases.setdefault(owner, []).append(place)
+    others = schema.keys() & _OTHERS
+    if isinstance(ref := schema.get("$ref"), str) and ref.startswith("#"):
+        target = tuple(
+            unquote(key).replace("~1", "/").replace("~0", "~") for key in ref[1:].split("/")[1:]
+        )
+        if is_shared or len(others) > 1:
+            shared.add(target)
+        else:
+            aliases.setdefault(owner, []).append(target)
+    for key, inner, part in _parts(schema):
+        if key not in _IN_PLACE:
+            _find_shared(part, place + inner, place + inner, False, shared, aliases)
+        else:
+            alone = key in ("anyOf", "oneOf") or (key == "allOf" and len(schema[key]) == 1)
+            together = is_shared or not alone or len(others) > 1
+            _find_shared(part, place + inner, owner, together, shared, aliases)
+
+
+def _converted(schema: Any, place: _Place, shared: set[_Place]) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: value for key, value in schema.items() if key not in _ANNOTATIONS}
+    for key, value in found.items():
+        inside = (*place, key)
+        if key in _BY_NAME and isinstance(value, dict):
+            found[key] = {
+                name: _converted(part, (*inside, name), shared) for name, part in value.items()
+            }
+        elif key in _LISTS and isinstance(value, list):
+            found[key] = [
+                _converted(part, (*inside, str(index)), shared) for index, part in enumerate(value)
+            ]
+        elif key in _SINGLE:
+            found[key] = _converted(value, inside, shared)
+    if place not in shared and _declares_all(found):
+        found["additionalProperties"] = False
+    return found
+
+
+def _declares_all(schema: dict[str, Any]) -> bool:
+    """Whether a schema names all properties of its objects, as far as it says."""
+    declared, required = schema.get("properties"), schema.get("required", [])
+    if not isinstance(declared, dict) or not isinstance(required, list):
+        return False
+    return not (schema.keys() & _SAYS_MORE) and all(name in declared for name in required)
