@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from nanovllm.errors import ConfigError, InvalidRequestError
+from nanovllm.json_schema import grammar_schema
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.answer_parser import AnswerParser
 from nanovllm.server.reasoning import (
@@ -26,7 +27,11 @@ from nanovllm.server.tool_formats import (
     quoted,
     tag_literal,
 )
-from nanovllm.structured_outputs import StructuredOutputsParams, structured_outputs
+from nanovllm.structured_outputs import (
+    StructuredOutputsParams,
+    made_grammar,
+    structured_outputs,
+)
 from nanovllm.validation import shown
 
 T = TypeVar("T")
@@ -172,7 +177,7 @@ class AnswerFormat:
             name = f" named {shown(tool_choice.name)}" if isinstance(tool_choice, NamedTool) else ""
             raise InvalidRequestError(f"tool_choice needs a tool{name}, but tools has none")
         rules = self._tools.grammar(tools, several=parallel_tool_calls, tag_ids=self._tag_ids)
-        return StructuredOutputsParams(grammar=f"{self._start(prompt)}answer: calls\n{rules}")
+        return made_grammar(f"{self._start(prompt)}answer: calls\n{rules}", "tools")
 
     def _behind_reasoning(
         self, form: StructuredOutputsParams, prompt: str, calls: str
@@ -188,6 +193,7 @@ class AnswerFormat:
         if form.form in ("json", "json_object"):
             try:
                 schema = json.loads(form.text) if form.form == "json" else {"type": "object"}
+                schema = grammar_schema(schema)
                 if isinstance(schema, dict):
                     schema = {"x-guidance": SPACING, **schema}
                 rule = f"%json {json.dumps(schema)}"
@@ -198,15 +204,15 @@ class AnswerFormat:
         elif form.regex is not None:
             rule = "/{}/".format(re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\/", form.regex))
         else:
-            rules, num_starts = re.subn(r"(?m)^[ \t]*start[ \t]*:", "answer:", form.text)
-            if num_starts != 1:
+            if not form.is_lark:
                 raise InvalidRequestError(
-                    "structured_outputs.grammar must be in Lark's notation, with one rule named "
+                    "structured_outputs.grammar must be in Lark's notation, with a rule named "
                     "start, because this model reasons before it answers"
                 )
-            return StructuredOutputsParams(grammar=start + rules)
+            rule = f"%lark {{\n{form.text}\n}}"  # its rules have names of their own
         either = f"answer: form | calls\n{calls}" if calls else "answer: form\n"
-        return StructuredOutputsParams(grammar=f"{start}{either}form: {rule}\n")
+        source = f"{form.source} beside tools" if calls else form.source
+        return made_grammar(f"{start}{either}form: {rule}\n", source)
 
     def _start(self, prompt: str) -> str:
         """Return the rule `start` of a grammar: `answer`, with reasoning before."""

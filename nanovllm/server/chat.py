@@ -19,7 +19,13 @@ from nanovllm.server import generation
 from nanovllm.server.answers import NamedTool, ToolChoice
 from nanovllm.server.errors import naming_params
 from nanovllm.server.json_route import JSONRoute
-from nanovllm.server.params import chat_params, check_logprobs, num_answers, structured_names
+from nanovllm.server.params import (
+    chat_params,
+    check_logprobs,
+    check_one_form,
+    num_answers,
+    structured_names,
+)
 from nanovllm.server.parts import (
     Part,
     ReasoningDelta,
@@ -112,9 +118,10 @@ def _params(server: ServerState, body: ChatRequest, prompt: str) -> SamplingPara
     params = chat_params(
         server, body, logprobs=(body.top_logprobs or 0) if body.logprobs else None, **changes
     )
-    tools = [tool.function for tool in body.tools or ()]
+    tools, tool_choice = [tool.function for tool in body.tools or ()], _tool_choice(body)
+    check_one_form(body, must_call=tool_choice not in ("none", "auto"))
     return server.answer_format.params(
-        params, prompt, tools, _tool_choice(body), parallel_tool_calls=_may_repeat(body)
+        params, prompt, tools, tool_choice, parallel_tool_calls=_may_repeat(body)
     )
 
 

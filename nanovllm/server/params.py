@@ -137,6 +137,20 @@ def structured_outputs(given: GenerationRequest) -> dict[str, Any] | None:
     return next(iter(found.values()), None)
 
 
+def check_one_form(given: GenerationRequest, *, must_call: bool) -> None:
+    """Refuse a form of the answer beside a tool that must be called.
+
+    A response_format is that of a text, of which such an answer has none: it does not matter.
+
+    Raises:
+        APIError: the request has both.
+    """
+    found = [name for name in ("structured_outputs", *_STRUCTURED) if getattr(given, name)]
+    if must_call and found:
+        message = f'tool_choice and {found[0]} both say what to write: give one, or "auto"'
+        raise APIError(400, message, param=found[0])
+
+
 def structured_names(given: GenerationRequest) -> dict[str, str]:
     """Return, by the engine's names of it, the field that says what the answer must fit."""
     fields = ("response_format", *_STRUCTURED)

@@ -20,7 +20,12 @@ from nanovllm.server.answer_parser import AnswerParser
 from nanovllm.server.answers import NamedTool, ToolChoice
 from nanovllm.server.errors import APIError, as_api_error, naming_params
 from nanovllm.server.json_route import JSONRoute
-from nanovllm.server.params import chat_params, structured_names, structured_outputs
+from nanovllm.server.params import (
+    chat_params,
+    check_one_form,
+    structured_names,
+    structured_outputs,
+)
 from nanovllm.server.parts import Part, ReasoningDelta
 from nanovllm.server.protocol.chat import ChatTool, Tool
 from nanovllm.server.protocol.responses import (
@@ -111,11 +116,13 @@ def _params(
         changes["max_tokens"] = body.max_output_tokens
     if body.truncation == "auto":
         changes["truncate_prompt_tokens"] = -1
+    tool_choice = _tool_choice(body)
+    check_one_form(body, must_call=tool_choice not in ("none", "auto"))
     return server.answer_format.params(
         chat_params(server, body, logprobs=None, structured=form, **changes),
         prompt,
         body.tools or [],
-        _tool_choice(body),
+        tool_choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
     )
 

@@ -22,6 +22,8 @@ _BRACKET_OR_QUOTE = re.compile(r'["{}\[\]]')
 _QUOTE_OR_ESCAPE = re.compile(r'["\\]')
 _SCALAR = re.compile(r"[-+.\w]*")
 _ARGUMENTS = ("arguments", "parameters")
+MAX_CALLS = 128
+"""In an answer: a message of a request may have as many."""
 
 
 class NotACall(Exception):
@@ -33,7 +35,7 @@ class ToolCallParser(ABC):
 
     A call is certain, and begins, once its name and the first character of its arguments are known.
     From then on the arguments are passed on as they arrive. A call that goes wrong before is text,
-    with its tags. White space around calls belongs to them.
+    with its tags, and so is one after `MAX_CALLS` others. White space around calls is theirs.
     """
 
     tag: ClassVar[str]
@@ -194,6 +196,8 @@ class ToolCallParser(ABC):
             self._drop_read()
 
     def _start(self, name: str, call_id: str | None = None) -> None:
+        if self._num_calls == MAX_CALLS:
+            raise NotACall
         self._parts.append(ToolCallStart(self._num_calls, call_id or self._new_call_id(), name))
         self._num_calls += 1
         self._is_behind_call, self._has_sent_text = True, False

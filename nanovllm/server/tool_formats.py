@@ -12,10 +12,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 from nanovllm.engine.tool_messages import knows_tools
-from nanovllm.server.tool_calls import NotACall, Steps, ToolCallParser
+from nanovllm.errors import InvalidRequestError
+from nanovllm.json_schema import grammar_schema
+from nanovllm.server.tool_calls import MAX_CALLS, NotACall, Steps, ToolCallParser
+from nanovllm.structured_outputs import MAX_CHARS
 
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """For llguidance: JSON with the spaces that models know, and no others."""
+
+
+_MORE = f"{{0,{MAX_CALLS - 1}}}"
+"""How often a call may follow the first one in a grammar."""
 
 
 class Function(Protocol):
@@ -135,8 +142,11 @@ class ToolFormat(ABC):
         """Return rules in llguidance's Lark, of which `calls` is one call or more.
 
         Args:
-            several: whether more than one call may be made.
+            several: whether more than one call may be made: `MAX_CALLS` at most.
             tag_ids: ids of the tags that are tokens.
+
+        Raises:
+            InvalidRequestError: the rules are too long.
         """
         rules = [self._calls_rule(several, tag_ids)]
         rules += ["call: " + " | ".join(f"call_{i}" for i in range(len(functions)))]
@@ -145,7 +155,13 @@ class ToolFormat(ABC):
             rules.append(f"call_{index}: {before} arguments_{index} {after}")
             schema = json.dumps(arguments_schema(function.parameters))
             rules.append(f"arguments_{index}: %json {schema}")
-        return "\n".join(rules) + "\n"
+        text = "\n".join(rules) + "\n"
+        if len(text) > MAX_CHARS:
+            raise InvalidRequestError(
+                f"tools: their grammar has {len(text)} characters without descriptions; the limit "
+                f"is {MAX_CHARS}: send fewer tools, simpler ones, or tool_choice='auto'"
+            )
+        return text
 
     @abstractmethod
     def _calls_rule(self, several: bool, tag_ids: Mapping[str, int]) -> str:
@@ -163,7 +179,7 @@ class Hermes(ToolFormat):
     def _calls_rule(self, several: bool, tag_ids: Mapping[str, int]) -> str:
         opening, closing = (tag_literal(tag, tag_ids) for tag in self.tags)
         block = f'{opening} "\\n" call "\\n" {closing}'
-        return f"calls: {block}" + (f' ("\\n" {block})*' if several else "")
+        return f"calls: {block}" + (f' ("\\n" {block}){_MORE}' if several else "")
 
 
 class Llama(ToolFormat):
@@ -171,7 +187,7 @@ class Llama(ToolFormat):
     tags: ClassVar[tuple[str, ...]] = ("<|python_tag|>",)
 
     def _calls_rule(self, several: bool, tag_ids: Mapping[str, int]) -> str:
-        return "calls: call" + (' ("; " call)*' if several else "")
+        return "calls: call" + (f' ("; " call){_MORE}' if several else "")
 
     def _around_arguments(self, name: str, tag_ids: Mapping[str, int]) -> tuple[str, str]:
         return quoted(f'{{"name": {json.dumps(name)}, "parameters": '), quoted("}")
@@ -182,7 +198,7 @@ class Mistral(ToolFormat):
     tags: ClassVar[tuple[str, ...]] = ("[TOOL_CALLS]",)
 
     def _calls_rule(self, several: bool, tag_ids: Mapping[str, int]) -> str:
-        rest = ' (", " call)*' if several else ""
+        rest = f' (", " call){_MORE}' if several else ""
         return f'calls: {tag_literal(self.tags[0], tag_ids)} "[" call{rest} "]"'
 
 
@@ -192,7 +208,7 @@ class MistralArgs(Mistral):
     tags: ClassVar[tuple[str, ...]] = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
 
     def _calls_rule(self, several: bool, tag_ids: Mapping[str, int]) -> str:
-        return "calls: call" + ("+" if several else "")
+        return "calls: call" + (f" call{_MORE}" if several else "")
 
     def _around_arguments(self, name: str, tag_ids: Mapping[str, int]) -> tuple[str, str]:
         opening, _, arguments = (tag_literal(tag, tag_ids) for tag in self.tags)
@@ -226,15 +242,14 @@ def find_tool_format(chat_template: str | None) -> ToolFormat | None:
 
 
 def arguments_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the schema of a call's arguments: an object, without properties not declared.
+    """Return the schema of a call's arguments: an object, as `grammar_schema` has it.
 
-    Properties that are not declared are allowed only by "additionalProperties".
+    A function that declares no properties takes no arguments.
     """
     schema: dict[str, Any] = {"type": "object", **(parameters or {})}
-    composed = schema.keys() & {"$ref", "allOf", "anyOf", "oneOf", "patternProperties"}
-    if not composed:
-        schema = {"properties": {}, "additionalProperties": False, **schema}
-    return {**schema, "x-guidance": SPACING}
+    if not schema.keys() & {"$ref", "allOf", "anyOf", "oneOf", "patternProperties"}:
+        schema = {"properties": {}, **schema}
+    return {**grammar_schema(schema), "x-guidance": SPACING}
 
 
 def tag_literal(tag: str, tag_ids: Mapping[str, int]) -> str:

@@ -169,6 +169,61 @@ def test_schemas_of_arguments() -> None:
     assert grammar.takes('{"name": "any", "parameters": {"x": 1}}')
 
 
+def test_a_nested_object_of_arguments_is_closed() -> None:
+    inner = {"type": "object", "properties": {"b": {"const": 1}}}
+    parameters = {"properties": {"a": inner}, "required": ["a"]}
+    grammar = calls(LLAMA, "required", tools=[SimpleNamespace(name="f", parameters=parameters)])
+    assert grammar.takes('{"name": "f", "parameters": {"a": {"b": 1}}}')
+    assert not grammar.takes('{"name": "f", "parameters": {"a": {"b": 1, "c": 1}}}')
+
+
+def test_annotations_of_tools_count_towards_no_limit() -> None:
+    """Symptom: 40 tools that say what they do are too many for tool_choice="required"."""
+    long = {"type": "string", "description": "x" * 2000, "title": "y", "examples": ["z"]}
+    parameters = {"type": "object", "properties": {"description": long}, "description": "x"}
+    tools = [SimpleNamespace(name=f"f{i}", parameters=parameters) for i in range(40)]
+    grammar = calls(LLAMA, "required", tools=tools)
+    assert grammar.takes('{"name": "f39", "parameters": {"description": "a"}}')
+
+
+def test_errors_of_tools_name_them() -> None:
+    found = answer_format(LLAMA)
+    many = [{"type": "object", "properties": {"x" * 60_000: {}}}] * 2
+    tools = [SimpleNamespace(name="f", parameters=parameters) for parameters in many]
+    given = SamplingParams(structured_outputs={"json": CITY})
+    for tool_choice, params in (("required", SamplingParams()), ("auto", given)):
+        with pytest.raises(InvalidRequestError, match="^tools: their grammar has 12.* is 65536"):
+            found.params(params, "", tools, tool_choice)
+    bad = [SimpleNamespace(name="f", parameters={"properties": {"a": {"not": {}}}})]
+    with pytest.raises(InvalidRequestError, match=r'^tools cannot be used: .*\["not"\]'):
+        Grammar(found.params(SamplingParams(), "", bad, "required"))
+    with pytest.raises(InvalidRequestError, match=r"^structured_outputs.json '{.*}' beside tools"):
+        Grammar(found.params(given, "", bad, "auto"))
+    wrong = SamplingParams(structured_outputs={"regex": "("})
+    with pytest.raises(InvalidRequestError, match=r"^structured_outputs.regex '\(' cannot be used"):
+        Grammar(answer_format(QWEN).params(wrong, "<think>", [], "auto"))
+
+
+@pytest.mark.parametrize(("template", "one", "two"), CALLS)
+def test_no_answer_has_more_calls_than_a_request_may_have(
+    template: str, one: str, two: str
+) -> None:
+    """Symptom: tool_choice="required" gives 285 calls, which cannot be sent back."""
+    after = two.removeprefix(one)
+    if template == MISTRAL:  # a list
+        after, closing = ', {"name": "now", "arguments": {}}', "]"
+        one = one.removesuffix(closing)
+    else:
+        closing = ""
+    grammar = calls(template, "required")
+    assert grammar.takes(one + 127 * after + closing)
+    assert not grammar.takes(one + 128 * after + closing)
+    parts = parse(answer_format(template), one + 130 * after + closing)
+    assert sum(isinstance(part, ToolCallStart) for part in parts) == 128
+    rest = "".join(part.text for part in parts if isinstance(part, TextDelta))
+    assert rest.count("now") == 3
+
+
 def test_tools_that_cannot_be_called() -> None:
     found = answer_format(QWEN)
     assert found.tool_grammar(TOOLS, "auto") is found.tool_grammar(TOOLS, "none") is None
@@ -281,6 +336,25 @@ def test_forms_come_after_reasoning(
     assert takes(right) != inside
     assert not takes(f"\n{right}")
     assert answer_format(LLAMA).params(given, prompt, [], "auto") == given
+
+
+@pytest.mark.parametrize(
+    ("grammar", "right", "wrong"),
+    [
+        ('start: "(" start ")" | "x"', "((x))", "(Hm.\n</think>\n\nx)"),
+        ('start: answer\nanswer: "x"', "x", "y"),
+        ('start: thought\nthought: form // }\nform: "x}"\nTHOUGHT: "y"', "x}", "y"),
+        ('%llguidance {}\n%ignore / /\nstart: "a" LINES\nLINES: "b"', "a   b", "a\nb"),
+        ('start: %json {"const": "}"}', '"}"', "}"),
+    ],
+)
+def test_a_grammar_after_reasoning_is_whole(grammar: str, right: str, wrong: str) -> None:
+    """Symptom: rules that call `start` begin with reasoning again, and names collide."""
+    given = SamplingParams(structured_outputs={"grammar": grammar})
+    takes = Grammar(answer_format(QWEN).params(given, "<think>\n", [], "auto")).takes
+    assert takes(f"Hm.\n</think>\n\n{right}")
+    assert not takes(f"Hm.\n</think>\n\n{wrong}")
+    assert Grammar(given).takes(right)
 
 
 def test_a_tag_that_is_no_token() -> None:

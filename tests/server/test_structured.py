@@ -7,6 +7,8 @@ import jsonschema
 import pytest
 from openai import OpenAI
 
+from tests.server.conftest import Running
+
 MODEL = "model"
 MESSAGES: list[Any] = [{"role": "user", "content": "What is the weather in Rome?"}]
 SCHEMA: dict[str, Any] = {
@@ -89,6 +91,83 @@ def test_an_answer_fits_its_schema(client: OpenAI, form: dict[str, Any]) -> None
     jsonschema.validate(json.loads(chat.choices[0].message.content or ""), SCHEMA)
     text = client.completions.create(model=MODEL, prompt="JSON:", max_tokens=300, extra_body=form)
     jsonschema.validate(json.loads(text.choices[0].text), SCHEMA)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"structured_outputs": {"regex": "a"}},
+        {"guided_choice": ["a"]},
+        {"response_format": {"type": "text"}, "structured_outputs": {"regex": "a"}},
+    ],
+)
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "get_time"}}]
+)
+def test_a_form_beside_a_tool_that_must_be_called_is_refused(
+    server: Running, form: dict[str, Any], choice: Any
+) -> None:
+    """Symptom: structured_outputs is dropped silently."""
+    (field,) = form.keys() - {"response_format"}  # of which "text" says nothing
+    body = {"model": MODEL, "messages": MESSAGES, "tools": TOOLS, "max_tokens": 5, **form}
+    reply = server.send("/v1/chat/completions", {**body, "tool_choice": choice})
+    assert (reply.status, reply.error["param"]) == (400, field)
+    assert f"tool_choice and {field} both say what to write" in reply.error["message"]
+    named = choice if choice == "required" else {"type": "function", "name": "get_time"}
+    tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    body = {"model": MODEL, "input": "Hi", "tools": tools, "tool_choice": named}
+    reply = server.send("/v1/responses", {**body, field: form[field]})
+    assert (reply.status, reply.error["param"]) == (400, field)
+
+
+def test_a_response_format_beside_a_tool_that_must_be_called(client: OpenAI) -> None:
+    """It is the form of a text, and such an answer has none. OpenAI's API takes both."""
+    found = client.chat.completions.create(
+        model=MODEL,
+        messages=MESSAGES,
+        tools=TOOLS,
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_tokens=300,
+        response_format={"type": "json_object"},
+    )
+    assert found.choices[0].finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("is_inner", [False, True])
+def test_a_schema_beyond_a_limit_is_the_clients_error(
+    server: Running, is_inner: bool, stream: bool
+) -> None:
+    """Symptom: it compiles, and fails at a later token with 500, which clients send again."""
+    schema: Any = {"type": "object", "properties": {f"k{i}": {"const": i} for i in range(700)}}
+    if is_inner:
+        before = {"enum": [1, 2]}
+        schema = {"properties": {"a": before, "b": schema}, "required": ["a", "b"]}
+        schema["type"] = "object"
+    form = {"json": schema, "disable_any_whitespace": True}
+    body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 30, "structured_outputs": form}
+    reply = server.send("/v1/chat/completions", {**body, "stream": stream})
+    if is_inner and stream:
+        assert reply.status == 200
+        error = json.loads(reply.body.split("\n\n")[-3].removeprefix("data: "))["error"]
+    else:
+        assert reply.status == 400
+        error = reply.error
+        assert error["param"] == (None if is_inner else "structured_outputs")
+    assert error["type"] == "invalid_request_error"
+    name = "structured_outputs.json '{"
+    assert error["message"].startswith(f"too complex a form: {name}" if is_inner else name)
+    assert "max is 2000" in error["message"]
+
+
+def test_an_error_of_tools_names_them(server: Running) -> None:
+    function = {"name": "f", "parameters": {"properties": {"a": {"not": {}}}}}
+    tools = [{"type": "function", "function": function}]
+    body = {"model": MODEL, "messages": MESSAGES, "tools": tools, "tool_choice": "required"}
+    reply = server.send("/v1/chat/completions", body)
+    assert (reply.status, reply.error["param"]) == (400, "tools")
+    assert reply.error["message"].startswith("tools cannot be used: ")
 
 
 def test_other_forms(client: OpenAI) -> None:
