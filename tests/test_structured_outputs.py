@@ -8,6 +8,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import InvalidRequestError
 from nanovllm.structured_outputs import structured_outputs
+from tests.gguf_files import make_gguf
 from tests.glossary import QUESTIONS
 from tests.helpers import (
     COMPACT,
@@ -195,6 +197,24 @@ def test_forced_tokens_are_those_that_the_model_would_have_to_choose(
     with counted_steps(llm) as num_steps:
         assert [outputs_of(llm, grammar) for grammar, _ in CASES.values()] == forced
     assert num_forced_steps[0] < 0.8 * num_steps[0]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_forced_tokens_of_a_gguf_file(
+    tmp_path: Path, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tokenizer is converted, and its quantised embedding may be the head, too."""
+    marks = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    file, _ = make_gguf(tmp_path, "llama", "Q4_0", tokens=marks, tie_word_embeddings=tied)
+    llm = LLM(file, max_model_len=128, num_kvcache_blocks=40)
+    choice = [*marks, "a <|im_end|> b"]
+    forced = outputs_of(llm, {"choice": choice})
+    assert all(found.text in choice and found.finish_reason == "stop" for found in forced)
+    forced += outputs_of(llm, {"regex": "[ab]{2}<[a-z]{3}>x"})
+    monkeypatch.setattr(SamplingParams, "forces_tokens", property(lambda self: False))
+    chosen = outputs_of(llm, {"choice": choice})
+    assert chosen + outputs_of(llm, {"regex": "[ab]{2}<[a-z]{3}>x"}) == forced
+    llm.shutdown()
 
 
 def test_logprobs_change_no_token(llm: LLM) -> None:
