@@ -9,7 +9,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence as Seq
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanovllm.compat.advice import VLLMNames, check_keywords
@@ -18,8 +18,9 @@ from nanovllm.compat.generation import Generation, with_output_kind
 from nanovllm.config import Config
 from nanovllm.engine.chat import Message, template_options
 from nanovllm.engine.engine_thread import EngineThread
-from nanovllm.engine.input_processor import Prompt
+from nanovllm.engine.fair_executor import FairExecutor
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.prompt import Prompt
 from nanovllm.engine.reader import Reader, send
 from nanovllm.errors import EngineDeadError
 from nanovllm.outputs import Histogram, Metric, RequestOutput, Vector
@@ -46,7 +47,8 @@ class AsyncLLM(VLLMNames):
         self.engine = LLMEngine(Config(model=model, **options))
         self._thread = EngineThread(self.engine)
         self._thread.start()
-        self._input = ThreadPoolExecutor(1, "nanovllm-input")  # makes requests, in their order
+        self._input = FairExecutor(1, "nanovllm-input")  # makes requests
+        self._making: dict[str | None, str] = {}  # users, by id of a request being made
         self._finalizer = weakref.finalize(self, _stop, self._thread, self._input)
 
     @classmethod
@@ -178,7 +180,8 @@ class AsyncLLM(VLLMNames):
 
         If no request with this id is running, this does nothing.
         """
-        await self._between_steps(lambda: self._thread.abort(request_id), after_input=True)
+        user = self._making.get(request_id, "") if isinstance(request_id, str) else ""
+        await self._between_steps(lambda: self._thread.abort(request_id), after_input_of=user)
 
     async def check_health(self) -> None:
         """Raise EngineDeadError if the engine is down."""
@@ -201,12 +204,12 @@ class AsyncLLM(VLLMNames):
         self._finalizer()
 
     async def _between_steps(
-        self, command: Callable[[], Result], *, after_input: bool = False
+        self, command: Callable[[], Result], *, after_input_of: str | None = None
     ) -> Result:
         """Run a command on the engine's thread and return its result.
 
         Args:
-            after_input: run it behind the requests that are being made.
+            after_input_of: a user, behind whose requests that are being made it runs.
         """
         self.engine.check_process()
         thread, done = self._thread, Future[Result]()
@@ -218,16 +221,16 @@ class AsyncLLM(VLLMNames):
                 except BaseException as error:  # a panic of a library is no Exception
                     done.set_exception(error)
 
-        if after_input:
-            self._submit_input(lambda: thread.submit(run))
+        if after_input_of is not None:
+            self._submit_input(after_input_of, lambda: thread.submit(run))
         else:
             thread.submit(run)
         return await asyncio.wrap_future(done)
 
-    def _submit_input(self, command: Callable[[], None]) -> None:
+    def _submit_input(self, user: str, command: Callable[[], None]) -> None:
         """Run a command on the thread that makes requests; after its end, run it here."""
         try:
-            self._input.submit(command)
+            self._input.submit(user, command)
         except RuntimeError:
             command()
 
@@ -245,11 +248,14 @@ class AsyncLLM(VLLMNames):
         if not self._finalizer.alive:
             raise EngineDeadError("the engine was shut down; make a new AsyncLLM")
         thread, processor, reader = self._thread, self.engine.input_processor, Reader()
+        turns_of = user if isinstance(user, str) else ""  # make_request() refuses other types
+        making, own_id = self._making, request_id if isinstance(request_id, str) else None
+        making[own_id] = turns_of
 
         def make_request() -> None:
-            if reader.is_closed:
-                return
             try:
+                if reader.is_closed:
+                    return
                 request = processor.make_request(
                     make_prompt(), params, priority=priority, stream=stream, user=user
                 )
@@ -257,8 +263,10 @@ class AsyncLLM(VLLMNames):
                 send([(reader, error)])
             else:
                 thread.submit(lambda: thread.start_request(reader, request, request_id))
+            finally:
+                making.pop(own_id, None)
 
-        self._submit_input(make_request)
+        self._submit_input(turns_of, make_request)
         finished = False
         try:
             while not finished:
@@ -271,9 +279,9 @@ class AsyncLLM(VLLMNames):
                 thread.submit(lambda: thread.close(reader))
 
 
-def _stop(thread: EngineThread, input_thread: ThreadPoolExecutor) -> None:
+def _stop(thread: EngineThread, input_thread: FairExecutor) -> None:
     """End both threads. Requests that are still being made fail, as the engine is down."""
     thread.inbox.put(None)
-    input_thread.shutdown(wait=False)
+    input_thread.shutdown()
     if thread is not threading.current_thread():
         thread.join()

@@ -15,8 +15,8 @@ from nanovllm.compat.advice import check_keywords
 from nanovllm.compat.methods import OtherMethods
 from nanovllm.config import Config
 from nanovllm.engine.chat import Message, is_message, template_options
-from nanovllm.engine.input_processor import Prompt, array_to_list
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.prompt import Prompt, array_to_list
 from nanovllm.engine.request import Request
 from nanovllm.engine.shared_engine import Mailbox, SharedEngine
 from nanovllm.errors import InvalidRequestError

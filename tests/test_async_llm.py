@@ -691,6 +691,40 @@ def test_abort_by_request_id(llm: AsyncLLM) -> None:
     run(main())
 
 
+def test_users_take_turns_while_prompts_are_tokenized(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Symptom: the long prompts of one user held up another user's short one for seconds."""
+    processor, may_go_on = llm.engine.input_processor, threading.Event()
+    encode, prompts = processor.encode, []
+
+    def encode_slowly(prompt: str) -> list[int]:
+        prompts.append(prompt)
+        may_go_on.wait(20)
+        return encode(prompt)
+
+    monkeypatch.setattr(processor, "encode", encode_slowly)
+
+    async def main() -> None:
+        one = SamplingParams(temperature=0, max_tokens=1)
+        tasks = [
+            asyncio.create_task(llm.generate(name, one, name, user=name[0]))
+            for name in ("a1", "a2", "a3", "b1")
+        ]
+        await asyncio.sleep(0)  # they begin
+        aborted = asyncio.create_task(llm.abort("a3"))
+        await asyncio.sleep(0)
+        assert llm._making.keys() >= {"a2", "a3", "b1"}
+        may_go_on.set()
+        reasons = [output.finish_reason for output in await asyncio.gather(*tasks)]
+        assert reasons[:2] == ["length", "length"]
+        await aborted
+
+    run(main())
+    assert prompts == ["a1", "b1", "a2", "a3"]
+    assert not llm._making
+
+
 def test_health_and_names_of_llm(own_llm: AsyncLLM, sync_llm: LLM) -> None:
     assert own_llm.get_default_sampling_params() == sync_llm.get_default_sampling_params()
     assert type(own_llm.get_tokenizer()) is type(sync_llm.get_tokenizer())

@@ -13,6 +13,13 @@ from typing import Any
 from nanovllm.engine import chat
 from nanovllm.engine.chat import Message, RenderedChat
 from nanovllm.engine.kept_tokenizer import KeptTokenizer
+from nanovllm.engine.prompt import (
+    Prompt,
+    array_to_list,
+    cache_salt,
+    check_unicode,
+    text_and_tokens,
+)
 from nanovllm.engine.request import Request
 from nanovllm.engine.template_process import TemplateProcess
 from nanovllm.engine.tokenizer import TokenBound, token_bound
@@ -23,13 +30,11 @@ from nanovllm.structured_outputs import StructuredOutputsParams
 from nanovllm.utils.grammar import GrammarCompiler
 from nanovllm.validation import check_int, shown
 
-Prompt = str | Seq[int] | Mapping[str, Any]
-"""Text; token ids, also as a numpy array or torch tensor; or vLLM's {"prompt": text} or
-{"prompt_token_ids": ids}, which may have the text as "prompt" beside them. With a "cache_salt" in
-the dictionary, cached blocks are shared only with prompts of the same salt."""
-
-_MAX_SALT_LENGTH = 128
-"""Characters, as in vLLM: the prefix cache keeps the salts of its blocks."""
+_SLICE_CHARS = 8
+"""Characters for each token of max_model_len in the first slice of a long prompt: most texts have
+fewer."""
+_UNSETTLED_TOKENS = 256
+"""Tokens at the end of a slice that the text behind it may change; in truth these are a few."""
 
 
 class InputProcessor:
@@ -88,7 +93,7 @@ class InputProcessor:
         priority = check_int(InvalidRequestError, "priority", priority, -(2**31), 2**31)
         if not (user is None or isinstance(user, str)):
             raise InvalidRequestError(f"user must be a string or None, got {shown(user)}")
-        salt = _cache_salt(prompt)
+        salt = cache_salt(prompt)
         text, token_ids = self._tokenize(prompt, params.truncate_prompt_tokens)
         bad_words = self.encode_bad_words(params.bad_words)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
@@ -120,7 +125,7 @@ class InputProcessor:
                 "this engine has no tokenizer, so prompts must be lists of token ids, not text"
             )
         is_chat = isinstance(prompt, RenderedChat)
-        _check_unicode("the conversation" if is_chat else "the prompt", prompt)
+        check_unicode("the conversation" if is_chat else "the prompt", prompt)
         return self._encode(self.tokenizer, prompt, add_special_tokens=not is_chat)
 
     def render(self, messages: Seq[Message], options: Mapping[str, Any]) -> RenderedChat:
@@ -156,7 +161,7 @@ class InputProcessor:
                 raise InvalidRequestError(
                     "this engine has no tokenizer, so bad_words cannot be used"
                 )
-            _check_unicode("a word of bad_words", word)
+            check_unicode("a word of bad_words", word)
             self.check_length("a word of bad_words", word)
             bare = word.lstrip() or word  # a word of white space only stays as it is
             plain = tuple(self._encode(self.tokenizer, bare, add_special_tokens=False))
@@ -193,7 +198,7 @@ class InputProcessor:
                 "use logit_bias, allowed_token_ids or bad_words"
             )
         for stop in params.stop:
-            _check_unicode("a stop string", stop)
+            check_unicode("a stop string", stop)
         structured = params.structured_outputs
         if isinstance(structured, StructuredOutputsParams):
             if self.grammars is None:
@@ -240,10 +245,11 @@ class InputProcessor:
         """
         text = None
         if isinstance(prompt, Mapping):
-            text, prompt = _text_and_tokens(prompt)
+            text, prompt = text_and_tokens(prompt)
         if isinstance(prompt, str):
             if kept is None:
                 self.check_length("the prompt", prompt)
+                self._check_slices(prompt)
             text, prompt = str(prompt), self.encode(prompt)
         prompt = array_to_list(prompt)
         if not isinstance(prompt, Seq) or isinstance(prompt, bytes):
@@ -257,16 +263,32 @@ class InputProcessor:
         if kept is not None:
             prompt = prompt[-(limit - 1 if kept == -1 else kept) :]
         if len(prompt) >= limit:
-            raise InvalidRequestError(
-                f"the prompt has {len(prompt)} tokens; max_model_len {limit} leaves "
-                f"room for {limit - 1} at most, and one of output: shorten it, or raise the limit"
-            )
+            raise self._too_long(str(len(prompt)))
         return text, [
             token
             if type(token) is int and 0 <= token <= last
             else check_int(InvalidRequestError, f"prompt token {index}", token, 0, last)
             for index, token in enumerate(prompt)
         ]
+
+    def _check_slices(self, prompt: str) -> None:
+        """Raise InvalidRequestError if the first part of a long text has too many tokens.
+
+        So a prompt that is too long costs about what the longest that fits costs.
+        """
+        size = _SLICE_CHARS * self._max_model_len
+        while size < len(prompt):
+            num_tokens = len(self.encode(type(prompt)(prompt[:size]))) - _UNSETTLED_TOKENS
+            if num_tokens >= self._max_model_len:
+                raise self._too_long(f"more than {num_tokens}")
+            size *= 2
+
+    def _too_long(self, num_tokens: str) -> InvalidRequestError:
+        limit = self._max_model_len
+        return InvalidRequestError(
+            f"the prompt has {num_tokens} tokens; max_model_len {limit} leaves "
+            f"room for {limit - 1} at most, and one of output: shorten it, or raise the limit"
+        )
 
     def check_length(self, what: str, *texts: str) -> None:
         """Raise InvalidRequestError if texts are surely too long: tokenizing them takes seconds."""
@@ -287,60 +309,3 @@ class InputProcessor:
         the vocabulary.
         """
         return None if self.tokenizer is None else token_bound(self.tokenizer)
-
-
-def array_to_list(value: Any) -> Any:
-    """Return a numpy array or torch tensor of integers as lists, and anything else as it is.
-
-    Raises:
-        InvalidRequestError: the array holds no integers.
-    """
-    if not (hasattr(value, "tolist") and hasattr(value, "dtype")):
-        return value
-    if "int" not in str(value.dtype):
-        raise InvalidRequestError(f"token ids must be integers, got an array of {value.dtype}")
-    return value.tolist()
-
-
-def _text_and_tokens(prompt: Mapping[str, Any]) -> tuple[str | None, Any]:
-    """Return (text, prompt) of a prompt dictionary: token ids if it has them, else the text."""
-    given = {key: value for key, value in prompt.items() if value is not None}
-    given.pop("cache_salt", None)
-    unknown = [key for key in given if key not in ("prompt", "prompt_token_ids")]
-    if unknown or not given:
-        found = f"got {shown(unknown[0])}" if unknown else "got neither"
-        raise InvalidRequestError(
-            f'a prompt dictionary has the key "prompt" (text) or "prompt_token_ids", {found}; '
-            "the model reads nothing else"
-        )
-    text = given.get("prompt")
-    if text is not None and not isinstance(text, str):
-        raise InvalidRequestError(
-            f'the "prompt" of a prompt dictionary must be a string, got {shown(text)}'
-        )
-    if "prompt_token_ids" not in given:
-        return text, text
-    token_ids = given["prompt_token_ids"]
-    if isinstance(token_ids, str):
-        raise InvalidRequestError(
-            f"prompt_token_ids must be a list of token ids, got {shown(token_ids)}"
-        )
-    return text, token_ids
-
-
-def _cache_salt(prompt: Prompt) -> str | None:
-    """Return the "cache_salt" of a prompt dictionary, None if it has none."""
-    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
-    if salt is None or (isinstance(salt, str) and 0 < len(salt) <= _MAX_SALT_LENGTH):
-        return salt
-    found = f"{len(salt)}" if isinstance(salt, str) else type(salt).__name__  # it is a secret
-    raise InvalidRequestError(
-        f"cache_salt must be a string of 1 to {_MAX_SALT_LENGTH} characters, got {found}"
-    )
-
-
-def _check_unicode(what: str, text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidRequestError(f"{what} is not valid Unicode text: {error}") from error

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 
 from nanovllm.config import Config
 from nanovllm.engine.delayed_interrupt import DelayedInterrupt
-from nanovllm.engine.input_processor import InputProcessor, Prompt
+from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.metrics import read_metrics
 from nanovllm.engine.output_processor import OutputProcessor
+from nanovllm.engine.prompt import Prompt
 from nanovllm.engine.request import Request
 from nanovllm.engine.tokenizer import (
     check_same_vocabulary,

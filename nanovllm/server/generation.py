@@ -6,14 +6,14 @@ Knows no JSON and no route: it takes prompts and yields the engine's outputs.
 import asyncio
 import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence as Seq
-from concurrent.futures import Executor
 from contextlib import ExitStack, aclosing, contextmanager, suppress
 from types import TracebackType
 from typing import Any, TypeVar
 
 from fastapi import Request
 
-from nanovllm.engine.input_processor import Prompt
+from nanovllm.engine.fair_executor import FairExecutor
+from nanovllm.engine.prompt import Prompt
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.errors import APIError
@@ -91,10 +91,10 @@ class Place:
         """
         return await self.in_pool(state_of(self.request).preparing, function, *args)
 
-    async def in_pool(self, pool: Executor, function: Callable[..., T], *args: Any) -> T:
-        """Run a function in a pool of threads, as `prepare` does."""
+    async def in_pool(self, pool: FairExecutor, function: Callable[..., T], *args: Any) -> T:
+        """Run a function in a pool of threads when it is the user's turn, as `prepare` does."""
         with self.guard:
-            return await asyncio.get_running_loop().run_in_executor(pool, function, *args)
+            return await asyncio.wrap_future(pool.submit(self.user or "", function, *args))
 
 
 @contextmanager

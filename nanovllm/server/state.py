@@ -4,13 +4,13 @@ import dataclasses
 import hashlib
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from fastapi import Request
 
 from nanovllm import __version__
 from nanovllm.async_llm import AsyncLLM
+from nanovllm.engine.fair_executor import FairExecutor
 from nanovllm.engine.tokenizer import token_bytes
 from nanovllm.server.admission import Admission, BodyBudget
 from nanovllm.server.answers import AnswerFormat, find_answer_format
@@ -45,12 +45,12 @@ class ServerState:
     """The bytes of a token; none without a tokenizer."""
     failure: str | None = None
     """Why the engine is dead; None while it lives."""
-    preparing: ThreadPoolExecutor = dataclasses.field(
-        default_factory=lambda: ThreadPoolExecutor(2, "nanovllm-prepare")
+    preparing: FairExecutor = dataclasses.field(
+        default_factory=lambda: FairExecutor(2, "nanovllm-prepare")
     )
     """Renders conversations, and tokenizes for /tokenize."""
-    compiling: ThreadPoolExecutor = dataclasses.field(
-        default_factory=lambda: ThreadPoolExecutor(2, "nanovllm-grammar")
+    compiling: FairExecutor = dataclasses.field(
+        default_factory=lambda: FairExecutor(2, "nanovllm-grammar")
     )
     """Compiles grammars, so that nothing but other grammars waits for a heavy one."""
     start_time: int = dataclasses.field(default_factory=lambda: int(time.time()))

@@ -127,3 +127,15 @@ def test_bytes_of_a_token_that_the_vocabulary_lacks() -> None:
     """Models have more logits than their tokenizers have tokens."""
     assert token_bytes(DEMO)(10**6) == b""
     assert token_bytes(DEMO)(DEMO.convert_tokens_to_ids("<|im_end|>")) == b"<|im_end|>"
+
+
+RUNS = st.builds(lambda piece, times: piece * times, st.sampled_from(PIECES), st.integers(1, 300))
+
+
+@given(st.lists(RUNS | st.text(max_size=40), min_size=2, max_size=9).map("".join), st.data())
+@settings(deadline=None)
+def test_what_follows_changes_only_the_end_of_a_slice(text: str, data: st.DataObject) -> None:
+    """What `InputProcessor` rests on when it counts the tokens of a slice; it leaves out 256."""
+    size = data.draw(st.integers(1, len(text) or 1))
+    settled = DEMO.encode(text[:size])[:-64]
+    assert settled == DEMO.encode(text)[: len(settled)]

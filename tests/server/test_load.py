@@ -143,6 +143,34 @@ def test_a_heavy_grammar_stalls_nobody_else(
     assert answer.body["choices"][0]["text"] == "heavy"
 
 
+def test_users_take_turns_while_conversations_are_rendered(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Symptom: the long conversations of one user held up another user's short one."""
+    processor, may_go_on = server.state.llm.engine.input_processor, threading.Event()
+    render, rendered = processor.render, []
+
+    def render_slowly(messages: Any, options: Any) -> Any:
+        rendered.append(messages[0]["content"])
+        may_go_on.wait(20)
+        return render(messages, options)
+
+    monkeypatch.setattr(processor, "render", render_slowly)
+
+    def ask(name: str) -> int:
+        body = {"messages": [{"role": "user", "content": name}], "max_tokens": 1, "user": name[0]}
+        return server.send("/v1/chat/completions", body).status
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = [pool.submit(ask, f"a{number}") for number in range(6)]
+        wait_until(lambda: server.state.admission.num_active == 6, 10)
+        answers.append(pool.submit(ask, "b"))
+        wait_until(lambda: server.state.admission.num_active == 7, 10)
+        may_go_on.set()
+        assert [answer.result() for answer in answers] == [200] * 7
+    assert "b" in rendered[2:4]  # two threads were busy
+
+
 def test_a_user_holds_half_of_the_queue() -> None:
     """Symptom: one request with n=128 for 16 prompts kept everybody else out."""
     num_running = 0
