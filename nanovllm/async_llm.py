@@ -69,12 +69,18 @@ class AsyncLLM(VLLMNames):
         *,
         priority: int = 0,
         user: str | None = None,
+        on_finished: Callable[[], object] | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Generate for one prompt and yield the delta of each step, as `LLM.stream` does.
 
         Deltas that come while the task does not read are joined into one.
 
         Arguments are as for `generate`.
+
+        Args:
+            on_finished: called in the event loop when the engine has ended the request, though its
+                last deltas may not be read yet.
+
         Cancelling the task, or closing the iterator, aborts the request and frees its blocks.
 
         Raises:
@@ -82,7 +88,13 @@ class AsyncLLM(VLLMNames):
             EngineDeadError: the engine is down.
         """
         deltas = self._run_request(
-            lambda: prompt, sampling_params, request_id, priority, user, stream=True
+            lambda: prompt,
+            sampling_params,
+            request_id,
+            priority,
+            user,
+            stream=True,
+            on_finished=on_finished,
         )
         async with contextlib.aclosing(deltas):
             async for delta in deltas:
@@ -243,11 +255,13 @@ class AsyncLLM(VLLMNames):
         user: str | None,
         *,
         stream: bool,
+        on_finished: Callable[[], object] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         self.engine.check_process()
         if not self._finalizer.alive:
             raise EngineDeadError("the engine was shut down; make a new AsyncLLM")
-        thread, processor, reader = self._thread, self.engine.input_processor, Reader()
+        thread, processor = self._thread, self.engine.input_processor
+        reader = Reader(on_finished)
         turns_of = user if isinstance(user, str) else ""  # make_request() refuses other types
         making, own_id = self._making, request_id if isinstance(request_id, str) else None
         making[own_id] = turns_of

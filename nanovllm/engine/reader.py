@@ -6,7 +6,7 @@ Knows no engine and no scheduling.
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Sequence as Seq
+from collections.abc import Callable, Iterable, Sequence as Seq
 from itertools import chain
 
 from nanovllm.outputs import CompletionOutput, RequestOutput
@@ -23,9 +23,13 @@ class Reader:
 
     Outputs that come while nobody reads are merged into one, so a reader that stops reading costs
     the memory of its text. One that keeps up gets each output.
+
+    Args:
+        on_finished: called when the request's last item has come, whether or not it is read.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_finished: Callable[[], object] | None = None) -> None:
+        self.on_finished = on_finished
         self.loop = asyncio.get_running_loop()
         self.is_closed = False  # set by the task; read by the engine's thread
         # Set and read by the engine's thread only, before the first output.
@@ -62,6 +66,8 @@ class Reader:
             if len(self._outputs) >= _MAX_OUTPUTS:
                 self._outputs = [merge_outputs(self._outputs, sends_all=self.sends_all)]
         self._has_item.set()
+        if self.on_finished is not None and (self._error or self._outputs[-1].finished):
+            self.on_finished()
 
 
 def send(deliveries: Iterable[tuple[Reader, Item]]) -> None:

@@ -1,9 +1,10 @@
-"""The bounded queue: counts the sequences in the server, and the bytes of large bodies, and refuses
-what is too much.
+"""The bounded queue: counts sequences, answers that clients have not read and the bytes of large
+bodies, and refuses what is too much.
 
 Knows no engine and no HTTP connection: it is told how many sequences run.
 """
 
+import dataclasses
 import math
 import time
 from collections import Counter, deque
@@ -27,30 +28,57 @@ class Endable(Protocol):
     def end(self, error: APIError) -> None:
         """End the request; its client gets the error."""
 
+    def cut(self) -> None:
+        """End the request although its client has not read its answer."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Admitted:
+    """What a request in the server holds."""
+
+    user: str | None
+    num_active: int
+    """Sequences that wait or run."""
+    num_unread: int = 0
+    """Sequences that the engine has ended, whose client has not read all."""
+    unread_since: float = math.inf
+
 
 class Admission:
     """Admits requests while there is room.
 
-    A user may hold half of the queue, so that no one keeps out all others.
+    A user may hold half of the queue, so that no one keeps out all others. A request gives back its
+    places when the engine has ended it. As many answers again may wait for clients that read
+    slowly; beyond that, those that have waited for long are cut off.
 
     Args:
         max_waiting: most sequences beside those that run.
         num_running: returns how many sequences run in the engine now.
+        read_seconds: how long an answer may wait for its client, whatever others wait.
     """
 
-    def __init__(self, max_waiting: int, num_running: Callable[[], int]) -> None:
+    def __init__(
+        self, max_waiting: int, num_running: Callable[[], int], read_seconds: float = 60.0
+    ) -> None:
         self._max_waiting = max_waiting
         self._share = -(-max_waiting // 2)
-        self._held: Counter[str] = Counter()  # sequences of each user in the server
+        self._held: Counter[str] = Counter()  # active sequences of each user
         self._num_running = num_running
-        self._active: dict[Endable, int] = {}  # sequences of each request in the server
-        self._num_active = 0
+        self._read_seconds = read_seconds
+        self._requests: dict[Endable, _Admitted] = {}
+        self._unread: dict[Endable, None] = {}  # requests with unread answers, the oldest first
+        self._num_active = self._num_unread = 0
         self._ended: deque[tuple[float, int]] = deque()  # time and sequences of recent ends
         self.is_draining = False
 
     @property
+    def num_requests(self) -> int:
+        """How many requests are in the server, with those whose clients still read."""
+        return len(self._requests)
+
+    @property
     def num_active(self) -> int:
-        """How many sequences are in the server, waiting or running."""
+        """How many sequences wait or run."""
         return self._num_active
 
     @property
@@ -62,7 +90,7 @@ class Admission:
     def admit(
         self, request: Endable, num_sequences: int, user: str | None = None
     ) -> Iterator[None]:
-        """Count a request's sequences while it is in the server.
+        """Count a request's sequences: as active until `engine_ended`, then as unread.
 
         Args:
             user: whose request it is; None is nobody's, and has no share.
@@ -75,21 +103,54 @@ class Admission:
         if self.is_draining:
             raise shutting_down()
         self._check_room(num_sequences, user)
-        self._active[request] = num_sequences
-        self._num_active += num_sequences
-        if user is not None:
-            self._held[user] += num_sequences
+        admitted = self._requests[request] = _Admitted(user, num_sequences)
+        self._add_active(admitted, num_sequences)
         try:
             yield
         finally:
-            del self._active[request]
-            self._num_active -= num_sequences
-            if user is not None:
-                self._held[user] -= num_sequences
-                if not self._held[user]:
-                    del self._held[user]
+            del self._requests[request]
+            self._free(admitted, admitted.num_active)
+            self._num_unread -= admitted.num_unread
+            self._unread.pop(request, None)
+
+    def engine_ended(self, request: Endable, num_sequences: int) -> None:
+        """Give back the places of sequences that the engine has ended."""
+        admitted = self._requests.get(request)
+        if admitted is None:  # the client went away first
+            return
+        self._free(admitted, num_sequences)
+        if not admitted.num_unread:
+            admitted.unread_since = time.monotonic()
+            self._unread[request] = None
+        admitted.num_unread += num_sequences
+        self._num_unread += num_sequences
+        self._cut_unread()
+
+    def _add_active(self, admitted: _Admitted, num_sequences: int) -> None:
+        self._num_active += num_sequences
+        if admitted.user is not None:
+            self._held[admitted.user] += num_sequences
+            if not self._held[admitted.user]:
+                del self._held[admitted.user]
+
+    def _free(self, admitted: _Admitted, num_sequences: int) -> None:
+        if num_sequences:
+            admitted.num_active -= num_sequences
+            self._add_active(admitted, -num_sequences)
             self._ended.append((time.monotonic(), num_sequences))
             self._forget_old()
+
+    def _cut_unread(self) -> None:
+        """Cut off the oldest unread answers if there are too many."""
+        oldest = time.monotonic() - self._read_seconds
+        for request in list(self._unread):
+            admitted = self._requests[request]
+            if self._num_unread <= self._max_waiting or admitted.unread_since > oldest:
+                break
+            del self._unread[request]
+            self._num_unread -= admitted.num_unread
+            admitted.num_unread = 0
+            request.cut()
 
     def _check_room(self, num_sequences: int, user: str | None) -> None:
         limit = self._max_waiting if user is None else self._share
@@ -124,7 +185,7 @@ class Admission:
 
     def end_all(self, error: APIError) -> None:
         """End every request; each client gets the error."""
-        for request in list(self._active):
+        for request in list(self._requests):
             request.end(error)
 
     def _retry_after(self) -> dict[str, str]:
@@ -156,7 +217,8 @@ class BodyBudget:
 
     @contextmanager
     def reading(self, receive: Receive) -> Iterator[Receive]:
-        """Count a body that is read by the `receive` of this block, until the block ends.
+        """Count a body that is read by the `receive` of this block, until the block ends: when
+        the answer has been sent.
 
         The new `receive` raises APIError, status 503, when there is no room.
         """

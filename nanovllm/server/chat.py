@@ -66,10 +66,8 @@ async def answer_chat(request: Request, body: ChatRequest) -> Response:
     renamed = {**structured_names(body), "logprobs": "top_logprobs"}
     if body.max_completion_tokens is not None:
         renamed["max_tokens"] = "max_completion_tokens"
-    with (
-        naming_params(ChatRequest.model_fields, "messages", renamed),
-        generation.admitted(request, num_answers(body), body.user) as place,
-    ):
+    with naming_params(ChatRequest.model_fields, "messages", renamed):
+        place = generation.admit(request, num_answers(body), body.user)
         prompt, params = await place.prepare(_prepare, server, body)
         answer = _Answer(server, body, prompt)
         outputs = generation.run(
@@ -173,7 +171,7 @@ class _Answer:
     """Puts the outputs of one request into the protocol's form."""
 
     def __init__(self, server: ServerState, body: ChatRequest, prompt: str) -> None:
-        self._body = body
+        self._body = body.without_large_fields()
         self._token_bytes = server.token_bytes
         self._choices = [_Choice(server, body, prompt) for _ in range(body.n or 1)]
         self._head: dict[str, Any] = {

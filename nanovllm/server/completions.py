@@ -47,20 +47,20 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
         prompts, params = _prompts(server, body), _params(server, body)
         answer = _Answer(server, body, params)
         check_logprobs(server, params, map(len, prompts))
-        with generation.admitted(request, params.n * len(prompts), body.user) as place:
-            outputs = generation.run_all(
-                place,
-                [generation.salted(prompt, body.cache_salt) for prompt in prompts],
-                params,
-                stream=bool(body.stream),
-                priority=server.check_priority(body.priority),
-            )
-            if body.stream:
-                return sse(answer.chunks(await generation.started(outputs)))
-            whole = await answer.whole(outputs)
-            if answer.may_be_large:
-                return await asyncio.to_thread(json_response, whole)
-            return json_response(whole)
+        place = generation.admit(request, params.n * len(prompts), body.user)
+        outputs = generation.run_all(
+            place,
+            [generation.salted(prompt, body.cache_salt) for prompt in prompts],
+            params,
+            stream=bool(body.stream),
+            priority=server.check_priority(body.priority),
+        )
+        if body.stream:
+            return sse(answer.chunks(await generation.started(outputs)))
+        whole = await answer.whole(outputs)
+        if answer.may_be_large:
+            return await asyncio.to_thread(json_response, whole)
+        return json_response(whole)
 
 
 def _prompts(server: ServerState, body: CompletionRequest) -> list[str | list[int]]:
@@ -92,7 +92,7 @@ class _Answer:
     def __init__(
         self, server: ServerState, body: CompletionRequest, params: SamplingParams
     ) -> None:
-        self._body = body
+        self._body = body.without_large_fields()
         self._params = params
         self._make_detokenizer = server.llm.engine.output_processor.make_detokenizer
         self._tokenizer: Any = server.llm.engine.input_processor.tokenizer

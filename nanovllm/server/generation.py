@@ -5,8 +5,9 @@ Knows no JSON and no route: it takes prompts and yields the engine's outputs.
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence as Seq
-from contextlib import ExitStack, aclosing, contextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence as Seq
+from contextlib import ExitStack, aclosing, suppress
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -35,8 +36,10 @@ class _Guard:
     """
 
     def __init__(self) -> None:
+        self._task = asyncio.current_task()
         self._waiting: set[asyncio.Task[object]] = set()
         self._error: APIError | None = None
+        self._is_cut = False
 
     def end(self, error: APIError) -> None:
         """Make every task of the request raise `error`; the first error counts."""
@@ -44,6 +47,20 @@ class _Guard:
             self._error = error
             for task in self._waiting:
                 task.cancel()
+
+    def cut(self) -> None:
+        """End the task that sends the answer; the client, which reads slowly, gets no more."""
+        assert self._task is not None
+        self._is_cut = True
+        self._task.cancel()
+
+    def ends_quietly(self, kind: type[BaseException] | None, *_: object) -> bool:
+        """Whether an exception is the end of a request that was cut: nobody need know of it."""
+        if not self._is_cut or kind is not asyncio.CancelledError:
+            return False
+        assert self._task is not None
+        self._task.uncancel()
+        return True
 
     async def watch(self, request: Request) -> None:
         """Wait until the client is gone, then end the request."""
@@ -74,14 +91,16 @@ class _Guard:
 
 @dataclasses.dataclass
 class Place:
-    """An admitted request's place in the server, which `run` or `run_all` takes over."""
+    """An admitted request's place in the server."""
 
     request: Request
     guard: _Guard
     user: str | None
     """The key of fairness."""
-    held: ExitStack
-    """What ends with the request."""
+
+    def engine_ended(self, num_sequences: int) -> None:
+        """Give back the places of sequences that the engine has ended."""
+        state_of(self.request).admission.engine_ended(self.guard, num_sequences)
 
     async def prepare(self, function: Callable[..., T], *args: Any) -> T:
         """Run what takes a while before the engine has the request, beside the event loop.
@@ -97,11 +116,10 @@ class Place:
             return await asyncio.wrap_future(pool.submit(self.user or "", function, *args))
 
 
-@contextmanager
-def admitted(request: Request, num_sequences: int, user: str | None = None) -> Iterator[Place]:
+def admit(request: Request, num_sequences: int, user: str | None = None) -> Place:
     """Admit a request before anything is done for it, and watch its client and its deadline.
 
-    Its place is free at the end of the block, or at the end of the `run` that was begun in it.
+    Its place is free when the engine has ended its sequences, or else when its answer was sent.
 
     Args:
         user: the key of fairness; with several API keys it is the request's key.
@@ -110,19 +128,20 @@ def admitted(request: Request, num_sequences: int, user: str | None = None) -> I
         APIError: the queue is full, or holds too much of this user.
     """
     server, guard, user = state_of(request), _Guard(), _fair_user(request, user)
-    with ExitStack() as held:
-        try:
-            held.enter_context(server.admission.admit(guard, num_sequences, user or None))
-        except APIError as error:
-            server.metrics.refused(error.body["error"]["code"] or "too_many_sequences")
-            raise
-        watch = asyncio.create_task(guard.watch(request))
-        held.callback(watch.cancel)
-        if server.options.request_timeout is not None:
-            late = _timeout(server.options.request_timeout)
-            timer = watch.get_loop().call_later(server.options.request_timeout, guard.end, late)
-            held.callback(timer.cancel)
-        yield Place(request, guard, user, held)
+    held: ExitStack = request.state.held
+    held.push(guard.ends_quietly)
+    try:
+        held.enter_context(server.admission.admit(guard, num_sequences, user or None))
+    except APIError as error:
+        server.metrics.refused(error.body["error"]["code"] or "too_many_sequences")
+        raise
+    watch = asyncio.create_task(guard.watch(request))
+    held.callback(watch.cancel)
+    if server.options.request_timeout is not None:
+        late = _timeout(server.options.request_timeout)
+        timer = watch.get_loop().call_later(server.options.request_timeout, guard.end, late)
+        held.callback(timer.cancel)
+    return Place(request, guard, user)
 
 
 def salted(prompt: str | list[int], salt: str | None) -> Prompt:
@@ -145,12 +164,11 @@ async def run(
         InvalidRequestError: the prompt or a parameter is invalid or unsupported.
         EngineDeadError: the engine is down.
     """
-    with place.held.pop_all():
-        await _compile_grammar(place, params)
-        outputs = _outputs(place, prompt, params, stream, priority)
-        async with aclosing(outputs):
-            async for output in outputs:
-                yield output
+    await _compile_grammar(place, params)
+    outputs = _outputs(place, prompt, params, stream, priority)
+    async with aclosing(outputs):
+        async for output in outputs:
+            yield output
 
 
 async def run_all(
@@ -162,38 +180,37 @@ async def run_all(
     priority: int = 0,
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Generate for many prompts as `run` does; yield (index of the prompt, output) as they come."""
-    with place.held.pop_all():
-        await _compile_grammar(place, params)
-        # One output a prompt at most waits here, so the engine merges those of a slow reader.
-        ready: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue(1)
+    await _compile_grammar(place, params)
+    # One output a prompt at most waits here, so the engine merges those of a slow reader.
+    ready: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue(1)
 
-        async def pump(index: int) -> None:
-            outputs = _outputs(place, prompts[index], params, stream, priority)
-            end: BaseException | None = None
-            try:
-                async with aclosing(outputs):
-                    async for output in outputs:
-                        await ready.put((index, output))
-            except Exception as error:
-                end = error
-            await ready.put((index, end))
-
-        tasks = [asyncio.create_task(pump(index)) for index in range(len(prompts))]
-        num_running = len(tasks)
+    async def pump(index: int) -> None:
+        outputs = _outputs(place, prompts[index], params, stream, priority)
+        end: BaseException | None = None
         try:
-            while num_running:
-                index, item = await ready.get()
-                if isinstance(item, RequestOutput):
-                    yield index, item
-                elif item is not None:
-                    raise item
-                else:
-                    num_running -= 1
-        finally:
-            for task in tasks:
-                task.cancel()
-            with suppress(asyncio.CancelledError):
-                await asyncio.gather(*tasks, return_exceptions=True)
+            async with aclosing(outputs):
+                async for output in outputs:
+                    await ready.put((index, output))
+        except Exception as error:
+            end = error
+        await ready.put((index, end))
+
+    tasks = [asyncio.create_task(pump(index)) for index in range(len(prompts))]
+    num_running = len(tasks)
+    try:
+        while num_running:
+            index, item = await ready.get()
+            if isinstance(item, RequestOutput):
+                yield index, item
+            elif item is not None:
+                raise item
+            else:
+                num_running -= 1
+    finally:
+        for task in tasks:
+            task.cancel()
+        with suppress(asyncio.CancelledError):
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _compile_grammar(place: Place, params: SamplingParams) -> None:
@@ -232,10 +249,12 @@ async def _outputs(
         if not stream:
             with guard:
                 output = await server.llm.generate(prompt, params, **fair)
+            place.engine_ended(params.n)
             meter.observe(output)
             yield _checked(output)
             return
-        deltas = server.llm.stream(prompt, params, **fair)
+        ended = partial(place.engine_ended, params.n)
+        deltas = server.llm.stream(prompt, params, on_finished=ended, **fair)
         assert isinstance(deltas, AsyncGenerator)
         async with aclosing(deltas):
             finished = False

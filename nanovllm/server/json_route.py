@@ -1,4 +1,4 @@
-"""Bodies of requests: JSON that is read strictly, on routes that take nothing else.
+"""Routes of requests with a body: JSON that is read strictly, and answers that are sent in pieces.
 
 Knows no fields: pydantic checks those.
 """
@@ -7,14 +7,15 @@ import asyncio
 import json
 import math
 from collections.abc import Callable, Coroutine
+from contextlib import ExitStack
 from typing import Any
 
 from fastapi import Request
 from fastapi.routing import APIRoute
 from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
 
 from nanovllm.server.errors import APIError
-from nanovllm.server.state import state_of
 from nanovllm.validation import shown
 
 MAX_DEPTH = 100
@@ -25,7 +26,27 @@ _LARGE_BYTES = 2**16
 
 
 class JSONRoute(APIRoute):
-    """A route whose body is read by `parse`."""
+    """A route whose body is read by `parse`.
+
+    `request.state.held` is a stack of what ends when the answer has been sent.
+    """
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request. A large answer waits here, not with the connection, for its client."""
+
+        async def send_pieces(message: Message) -> None:
+            body = message.get("body", b"")
+            for start in range(0, len(body) - _LARGE_BYTES, _LARGE_BYTES):
+                piece = body[start : start + _LARGE_BYTES]
+                await send({**message, "body": piece, "more_body": True})
+            rest = max(0, len(body) - 1) // _LARGE_BYTES * _LARGE_BYTES
+            await send({**message, "body": body[rest:]} if rest else message)
+
+        with ExitStack() as held:
+            scope.setdefault("state", {})["held"] = held
+            bodies = scope["app"].state.server.bodies
+            counted = held.enter_context(bodies.reading(receive))
+            await super().handle(scope, counted, send_pieces)
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -35,16 +56,19 @@ class JSONRoute(APIRoute):
             if not has_body:
                 return await handle(request)
             _check_content_type(request)
-            with state_of(request).bodies.reading(request.receive) as receive:
-                return await handle(_JSONRequest(request.scope, receive))
+            return await handle(_JSONRequest(request.scope, request.receive))
 
         return handle_strictly
 
 
 class _JSONRequest(Request):
+    async def body(self) -> bytes:
+        """Return the first byte: FastAPI asks whether there is one, and keeps what it gets."""
+        return (await super().body())[:1]
+
     async def json(self) -> Any:
-        """Return the parsed body; a large one is parsed beside the event loop."""
-        body = await self.body()
+        """Return the parsed body, once; a large one is parsed beside the event loop."""
+        body, self._body = await super().body(), b""
         return await asyncio.to_thread(parse, body) if len(body) > _LARGE_BYTES else parse(body)
 
 

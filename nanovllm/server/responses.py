@@ -58,10 +58,8 @@ async def respond(request: Request, body: ResponsesRequest) -> Response:
     renamed = {"max_tokens": "max_output_tokens", **structured_names(body)}
     if form is not None:
         renamed |= dict.fromkeys(("structured_outputs", "StructuredOutputsParams"), "text.format")
-    with (
-        naming_params(ResponsesRequest.model_fields, "input", renamed),
-        generation.admitted(request, 1, body.user) as place,
-    ):
+    with naming_params(ResponsesRequest.model_fields, "input", renamed):
+        place = generation.admit(request, 1, body.user)
         prompt, params = await place.prepare(_prepare, server, body, form)
         answer = _Answer(server, body, params, prompt)
         outputs = generation.run(

@@ -140,9 +140,11 @@ class Server(uvicorn.Server):
         """Refuse new requests, let the others finish for a while, then end the server."""
         admission, seconds = self._server.admission, self._server.options.drain_seconds
         admission.is_draining = True
-        complain(f"nanovllm: finishing {admission.num_active} requests, for {seconds:g} s at most")
+        complain(
+            f"nanovllm: finishing {admission.num_requests} requests, for {seconds:g} s at most"
+        )
         deadline = time.monotonic() + seconds
-        while admission.num_active and time.monotonic() < deadline:
+        while admission.num_requests and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         admission.end_all(shutting_down())
         self.should_exit = True

@@ -95,7 +95,9 @@ def make_state(llm: AsyncLLM, options: ServerOptions) -> ServerState:
         chat_template=template,
         answer_format=_answer_format(llm, options, template),
         metrics=ServerMetrics(name, llm),
-        admission=Admission(options.max_waiting, lambda: len(engine.scheduler.running)),
+        admission=Admission(
+            options.max_waiting, lambda: len(engine.scheduler.running), options.read_timeout
+        ),
         bodies=BodyBudget(_MANY_BODIES * options.max_body_bytes),
         max_model_len=engine.cache_info.max_model_len,
         token_bytes=(lambda token_id: b"") if tokenizer is None else token_bytes(tokenizer),

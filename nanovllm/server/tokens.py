@@ -63,10 +63,8 @@ async def tokenize(request: Request, body: TokenizeRequest) -> TokenizeAnswer:
     """Return the token ids of a text or a conversation."""
     server = state_of(request)
     server.check_model(body.model)
-    with (
-        naming_params(TokenizeRequest.model_fields, "messages" if body.messages else "prompt"),
-        generation.admitted(request, 1) as place,
-    ):
+    place = generation.admit(request, 1)
+    with naming_params(TokenizeRequest.model_fields, "messages" if body.messages else "prompt"):
         tokens, texts = await place.prepare(_tokenize, server, body)
     return TokenizeAnswer(
         count=len(tokens), max_model_len=server.max_model_len, tokens=tokens, token_strs=texts
@@ -78,8 +76,8 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> DetokenizeAns
     """Return the text of token ids."""
     server = state_of(request)
     server.check_model(body.model)
-    with generation.admitted(request, 1) as place:
-        return DetokenizeAnswer(prompt=await place.prepare(_detokenize, server, body.tokens))
+    place = generation.admit(request, 1)
+    return DetokenizeAnswer(prompt=await place.prepare(_detokenize, server, body.tokens))
 
 
 def _tokenize(server: ServerState, body: TokenizeRequest) -> tuple[list[int], list[str] | None]:

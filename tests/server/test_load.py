@@ -31,9 +31,13 @@ class Ended:
 
     def __init__(self) -> None:
         self.errors: list[APIError] = []
+        self.is_cut = False
 
     def end(self, error: APIError) -> None:
         self.errors.append(error)
+
+    def cut(self) -> None:
+        self.is_cut = True
 
 
 def test_admission_counts_what_waits() -> None:

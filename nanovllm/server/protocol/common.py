@@ -4,7 +4,7 @@ Types only: ranges are checked by `SamplingParams`, which has the better message
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -111,6 +111,16 @@ Objects = Annotated[list[dict[str, Any]], Field(max_length=4096, fail_fast=True)
 """Parts of a content, documents, and the like."""
 
 
+_LARGE_FIELDS = frozenset(
+    (
+        *("prompt", "messages", "tools", "documents", "chat_template_kwargs"),
+        *("structured_outputs", "response_format", "bad_words", "allowed_token_ids", "logit_bias"),
+        *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "user"),
+    )
+)
+"""Fields that are not needed any more once the engine has the request."""
+
+
 class GenerationRequest(RequestModel):
     """The fields that completions and chats share; names and meanings are OpenAI's and vLLM's."""
 
@@ -156,6 +166,14 @@ class GenerationRequest(RequestModel):
     request_id: str | None = Field(default=None, min_length=1, max_length=128)
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+
+    def without_large_fields(self) -> Self:
+        """Return a copy for the time of the answer; to read a field that it lacks is an error."""
+        kept = {name: value for name, value in self if name not in _LARGE_FIELDS}
+        light = self.model_construct(**kept)
+        for name in _LARGE_FIELDS & vars(light).keys():
+            delattr(light, name)
+        return light
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> "GenerationRequest":

@@ -1,0 +1,231 @@
+"""Clients that read slowly: they keep nobody out, and what they have not read is bounded.
+
+The app is called without sockets, with a `send` that waits for its client as uvicorn's does.
+"""
+
+import asyncio
+import json
+import tracemalloc
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from nanovllm import AsyncLLM
+from nanovllm.server.admission import Admission, BodyBudget
+from nanovllm.server.app import make_app
+from nanovllm.server.json_route import JSONRoute
+from nanovllm.server.options import ServerOptions
+from nanovllm.server.state import ServerState
+from tests.server.test_load import Ended
+
+pytestmark = pytest.mark.usefixtures("idle_afterwards")
+
+STREAM: dict[str, Any] = {"prompt": [1], "max_tokens": 20, "ignore_eos": True, "stream": True}
+PIECE = 2**16
+
+
+class Client:
+    """Sends one request to an app, and reads the first `num_read` messages until `read_on`."""
+
+    def __init__(self, app: Any, path: str, body: dict[str, Any], num_read: int = 10**9) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self._num_read = num_read
+        self.has_begun = asyncio.Event()
+        self._reads_on, self._is_gone = asyncio.Event(), asyncio.Event()
+        self._data: bytes | None = json.dumps(body).encode()
+        headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
+        scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
+        scope |= {"query_string": b"", "client": None, "state": {}}
+        self.task = asyncio.create_task(app(scope, self._receive, self._send))
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.messages)
+
+    @property
+    def is_whole(self) -> bool:
+        return "body" in self.messages[-1] and not self.messages[-1].get("more_body")
+
+    def read_on(self) -> None:
+        self._reads_on.set()
+
+    def leave(self) -> None:
+        self._is_gone.set()
+        self._reads_on.set()
+
+    async def _receive(self) -> dict[str, Any]:
+        if self._data is not None:
+            data, self._data = self._data, None
+            return {"type": "http.request", "body": data, "more_body": False}
+        await self._is_gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        if len(self.messages) >= self._num_read:
+            await self._reads_on.wait()
+        if not self._is_gone.is_set():
+            self.messages.append(message)
+            self.has_begun.set()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def run(coroutine: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(coroutine, 60))
+
+
+def make(llm: AsyncLLM, **options: Any) -> tuple[Any, ServerState]:
+    app = make_app(llm, ServerOptions(**options))
+    return app, app.state.server
+
+
+def test_a_place_is_free_when_the_engine_has_ended() -> None:
+    admission = Admission(2, lambda: 0)
+    first, second = Ended(), Ended()
+    with admission.admit(first, 2, None):
+        admission.engine_ended(first, 2)
+        with admission.admit(second, 1, "me"):
+            admission.engine_ended(second, 1)
+            assert (admission.num_active, admission.num_requests) == (0, 2)
+            assert not admission._held
+            admission.engine_ended(Ended(), 1)  # one that has gone away
+    assert (admission.num_requests, admission._num_unread, len(admission._unread)) == (0, 0, 0)
+
+
+def test_the_oldest_unread_answers_are_cut_off_if_they_are_too_many() -> None:
+    for seconds, num_cut in ((-1.0, 2), (100.0, 0)):
+        admission = Admission(2, lambda: 0, seconds)
+        requests = [Ended() for _ in range(4)]
+        places = [admission.admit(request, 1) for request in requests]
+        for place, request in zip(places, requests, strict=True):
+            place.__enter__()
+            admission.engine_ended(request, 1)
+        assert [request.is_cut for request in requests] == [i < num_cut for i in range(4)]
+        assert admission._num_unread == 4 - num_cut
+        for place in places:
+            place.__exit__(None, None, None)
+        assert (admission._num_unread, admission.num_active, admission.num_requests) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_answers_that_are_read_slowly_keep_nobody_out(
+    async_llm: AsyncLLM, path: str, stream: bool
+) -> None:
+    """Symptom: finished answers filled the queue of an idle engine, and everybody got 503."""
+    body: dict[str, Any] = {"stream": stream, "ignore_eos": True}
+    if path == "/v1/completions":
+        body |= {"prompt": [1], "max_tokens": 20}
+    elif path == "/v1/responses":
+        body |= {"input": "Hi", "max_output_tokens": 20}
+    else:
+        body |= {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 20}
+
+    async def main() -> None:
+        app, state = make(async_llm, max_waiting=1)
+        slow = [Client(app, path, body, num_read=1) for _ in range(1)]
+        for _ in range(3):
+            await until(lambda: len(slow[-1].messages) == 1 and not state.admission.num_active)
+            slow.append(Client(app, path, body, num_read=1))
+        await until(lambda: len(slow[-1].messages) == 1 and not state.admission.num_active)
+        assert state.admission.num_requests == 4
+        assert {client.messages[0]["status"] for client in slow} == {200}
+        for client in slow:
+            client.read_on()
+            await client.task
+            assert client.is_whole
+        assert state.admission.num_requests == 0
+
+    run(main())
+
+
+def test_a_client_that_is_cut_off_harms_nobody(async_llm: AsyncLLM) -> None:
+    async def main() -> None:
+        app, state = make(async_llm, max_waiting=1)
+        state.admission._read_seconds = -1
+        slow = Client(app, "/v1/completions", STREAM, num_read=2)
+        await until(lambda: bool(slow.messages) and not state.admission.num_active)
+        other = Client(app, "/v1/completions", STREAM)
+        await asyncio.gather(slow.task, other.task)
+        assert other.is_whole
+        assert len(slow.messages) == 2
+        assert state.admission.num_requests == 0
+
+    run(main())
+
+
+def test_bodies_are_counted_until_the_answer_is_sent_and_not_kept(async_llm: AsyncLLM) -> None:
+    """Symptom: 30 streams with bodies of 4 MB kept 268 MiB, of which none was counted."""
+    size = 2 * 2**20
+    body = {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "chat_template_kwargs": {"unused": "a" * size},
+        "max_tokens": 20,
+        "stream": True,
+    }
+
+    async def main() -> None:
+        app, state = make(async_llm, max_waiting=4)
+        for measured in (False, True):  # the first time, things are made that stay
+            tracemalloc.start()
+            before = tracemalloc.get_traced_memory()[0]
+            clients = [Client(app, "/v1/chat/completions", body, num_read=2) for _ in range(3)]
+            for client in clients:
+                await client.has_begun.wait()
+            await until(lambda: not state.admission.num_active)
+            kept = tracemalloc.get_traced_memory()[0] - before
+            tracemalloc.stop()
+            assert state.bodies._num_bytes > 3 * (size - 2**16)
+            assert not measured or kept < size
+            for client in clients:
+                client.read_on()
+                await client.task
+            assert state.bodies._num_bytes == 0
+
+    run(main())
+
+
+def test_a_body_of_exactly_the_limit_is_read() -> None:
+    async def main() -> None:
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": bytes(2**16 + 60)}
+
+        with BodyBudget(60).reading(receive) as counted:
+            assert len((await counted())["body"]) == 2**16 + 60
+
+    run(main())
+
+
+@pytest.mark.parametrize("extra", [-1, 0, 1, PIECE, 3 * PIECE + 5])
+def test_a_large_answer_is_sent_in_pieces(async_llm: AsyncLLM, extra: int) -> None:
+    """So that it waits in the app, which counts it, and not in the connection's buffer."""
+
+    async def main() -> None:
+        app, _ = make(async_llm)
+        text = "x" * (PIECE + extra)
+
+        router = APIRouter(route_class=JSONRoute)
+
+        @router.post("/long")
+        async def long(body: dict[str, str]) -> Response:
+            return Response(text)
+
+        app.include_router(router)
+        client = Client(app, "/long", {})
+        await client.task
+        assert client.body == text.encode()
+        start, *pieces = client.messages
+        assert dict(start["headers"])[b"content-length"] == str(len(text)).encode()
+        assert all(len(piece["body"]) <= PIECE for piece in pieces)
+        assert len(pieces) == -(-len(text) // PIECE)
+        assert all(piece["more_body"] for piece in pieces[:-1])
+        assert not pieces[-1].get("more_body")
+
+    run(main())
