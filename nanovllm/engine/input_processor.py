@@ -86,14 +86,15 @@ class InputProcessor:
         Raises:
             InvalidRequestError: the prompt or a parameter is invalid or unsupported.
         """
-        params = SamplingParams() if params is None else params
-        self._check_params(params)
-        params = self._bound_logprobs(params)
+        params = self.check_params(SamplingParams() if params is None else params)
         stream = stream and params.output_kind is not RequestOutputKind.FINAL_ONLY
         priority = check_int(InvalidRequestError, "priority", priority, -(2**31), 2**31)
         if not (user is None or isinstance(user, str)):
             raise InvalidRequestError(f"user must be a string or None, got {shown(user)}")
         salt = cache_salt(prompt)
+        if isinstance(params.structured_outputs, StructuredOutputsParams):
+            assert self.grammars is not None  # check_params() saw to it
+            self.grammars.compile(params.structured_outputs)
         text, token_ids = self._tokenize(prompt, params.truncate_prompt_tokens)
         bad_words = self.encode_bad_words(params.bad_words)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
@@ -181,8 +182,12 @@ class InputProcessor:
             )
         return token_ids
 
-    def _check_params(self, params: SamplingParams) -> None:
-        """Raise InvalidRequestError for parameters that this checkpoint does not support."""
+    def check_params(self, params: SamplingParams) -> SamplingParams:
+        """Return `params` with the size of the vocabulary for a logprobs of -1. Compiles nothing.
+
+        Raises:
+            InvalidRequestError: this checkpoint or engine does not support a parameter.
+        """
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(
                 "sampling_params must be SamplingParams, "
@@ -199,13 +204,10 @@ class InputProcessor:
             )
         for stop in params.stop:
             check_unicode("a stop string", stop)
-        structured = params.structured_outputs
-        if isinstance(structured, StructuredOutputsParams):
-            if self.grammars is None:
-                raise InvalidRequestError(
-                    "this engine has no tokenizer, so structured_outputs cannot be used"
-                )
-            self.grammars.compile(structured)
+        if self.grammars is None and params.structured_outputs is not None:
+            raise InvalidRequestError(
+                "this engine has no tokenizer, so structured_outputs cannot be used"
+            )
         last = self._last_token_id
         for name, token_ids in (
             ("stop_token_ids", params.stop_token_ids),
@@ -216,6 +218,7 @@ class InputProcessor:
                 raise InvalidRequestError(
                     f"{name} holds token {max(token_ids)}; this model's last is {last}"
                 )
+        return self._bound_logprobs(params)
 
     def _bound_logprobs(self, params: SamplingParams) -> SamplingParams:
         """Return `params` with the size of the vocabulary for a logprobs of -1.

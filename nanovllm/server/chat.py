@@ -63,6 +63,7 @@ async def answer_chat(request: Request, body: ChatRequest) -> Response:
     """Answer a conversation."""
     server = state_of(request)
     server.check_model(body.model)
+    priority = server.check_priority(body.priority)
     renamed = {**structured_names(body), "logprobs": "top_logprobs"}
     if body.max_completion_tokens is not None:
         renamed["max_tokens"] = "max_completion_tokens"
@@ -75,7 +76,7 @@ async def answer_chat(request: Request, body: ChatRequest) -> Response:
             generation.salted(prompt, body.cache_salt),
             params,
             stream=bool(body.stream),
-            priority=server.check_priority(body.priority),
+            priority=priority,
         )
         if body.stream:
             return sse(answer.chunks(await generation.started(outputs)))
@@ -87,9 +88,13 @@ async def answer_chat(request: Request, body: ChatRequest) -> Response:
 
 def _prepare(server: ServerState, body: ChatRequest) -> tuple[RenderedChat, SamplingParams]:
     """Return the prompt and the parameters. To make them takes a while: call it in a thread."""
+    params = _params(server, body)  # first, for its checks cost little
     prompt = _render(server, body)
-    params = _params(server, body, prompt)
     check_logprobs(server, params, [len(prompt)])
+    tools = [tool.function for tool in body.tools or ()]
+    params = server.answer_format.params(
+        params, prompt, tools, _tool_choice(body), parallel_tool_calls=_may_repeat(body)
+    )
     return prompt, params
 
 
@@ -109,18 +114,13 @@ def _render(server: ServerState, body: ChatRequest) -> RenderedChat:
     )
 
 
-def _params(server: ServerState, body: ChatRequest, prompt: str) -> SamplingParams:
+def _params(server: ServerState, body: ChatRequest) -> SamplingParams:
     changes: dict[str, Any] = {}
     if body.max_completion_tokens is not None:
         changes["max_tokens"] = body.max_completion_tokens
-    params = chat_params(
-        server, body, logprobs=(body.top_logprobs or 0) if body.logprobs else None, **changes
-    )
-    tools, tool_choice = [tool.function for tool in body.tools or ()], _tool_choice(body)
-    check_one_form(body, must_call=tool_choice not in ("none", "auto"))
-    return server.answer_format.params(
-        params, prompt, tools, tool_choice, parallel_tool_calls=_may_repeat(body)
-    )
+    check_one_form(body, must_call=_tool_choice(body) not in ("none", "auto"))
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return chat_params(server, body, logprobs=logprobs, **changes)
 
 
 def _tool_choice(body: ChatRequest) -> ToolChoice:

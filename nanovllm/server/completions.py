@@ -43,8 +43,9 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
     """Continue one prompt or many."""
     server = state_of(request)
     server.check_model(body.model)
+    priority = server.check_priority(body.priority)
     with naming_params(CompletionRequest.model_fields, "prompt", structured_names(body)):
-        prompts, params = _prompts(server, body), _params(server, body)
+        params, prompts = _params(server, body), _prompts(server, body)
         answer = _Answer(server, body, params)
         check_logprobs(server, params, map(len, prompts))
         place = generation.admit(request, params.n * len(prompts), body.user)
@@ -53,7 +54,7 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
             [generation.salted(prompt, body.cache_salt) for prompt in prompts],
             params,
             stream=bool(body.stream),
-            priority=server.check_priority(body.priority),
+            priority=priority,
         )
         if body.stream:
             return sse(answer.chunks(await generation.started(outputs)))
@@ -80,9 +81,8 @@ def _params(server: ServerState, body: CompletionRequest) -> SamplingParams:
         changes |= {"max_tokens": 1, "min_tokens": 0}
     if body.echo and body.prompt_logprobs is None:
         changes["prompt_logprobs"] = body.logprobs
-    defaults = server.llm.get_default_sampling_params()
     return sampling_params(
-        body, defaults, default_max_tokens=MAX_TOKENS, logprobs=body.logprobs, **changes
+        server, body, default_max_tokens=MAX_TOKENS, logprobs=body.logprobs, **changes
     )
 
 

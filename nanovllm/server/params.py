@@ -30,8 +30,8 @@ _STRUCTURED = {
 
 
 def sampling_params(
+    server: ServerState,
     given: GenerationRequest,
-    defaults: SamplingParams,
     *,
     default_max_tokens: int,
     logprobs: int | None,
@@ -39,6 +39,8 @@ def sampling_params(
     **changes: Any,
 ) -> SamplingParams:
     """Return the parameters of a request: those given, and the checkpoint's for the others.
+
+    All is checked that can be without the prompt, and without compiling a grammar.
 
     Args:
         default_max_tokens: max_tokens if the request gives none.
@@ -56,7 +58,10 @@ def sampling_params(
     if found is not None:
         fields["structured_outputs"] = found
     fields = {"max_tokens": default_max_tokens, **fields, "logprobs": logprobs, **changes}
-    return dataclasses.replace(defaults, **fields)
+    params = dataclasses.replace(server.llm.get_default_sampling_params(), **fields)
+    server.llm.engine.input_processor.check_params(params)
+    check_logprobs(server, params, [0])
+    return params
 
 
 def chat_params(server: ServerState, given: GenerationRequest, **options: Any) -> SamplingParams:
@@ -69,7 +74,7 @@ def chat_params(server: ServerState, given: GenerationRequest, **options: Any) -
     recommended = server.llm.engine.generation_config.get("max_new_tokens")
     # A sequence ends at max_model_len anyway: so this is what the context has room for.
     most = server.max_model_len if recommended is None else defaults.max_tokens
-    return sampling_params(given, defaults, default_max_tokens=most, **options)
+    return sampling_params(server, given, default_max_tokens=most, **options)
 
 
 def check_logprobs(server: ServerState, params: SamplingParams, lengths: Iterable[int]) -> None:

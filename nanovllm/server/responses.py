@@ -54,6 +54,7 @@ async def respond(request: Request, body: ResponsesRequest) -> Response:
     """Answer an input."""
     server = state_of(request)
     server.check_model(body.model)
+    priority = server.check_priority(body.priority)
     form = _text_format(body)
     renamed = {"max_tokens": "max_output_tokens", **structured_names(body)}
     if form is not None:
@@ -67,7 +68,7 @@ async def respond(request: Request, body: ResponsesRequest) -> Response:
             generation.salted(prompt, body.cache_salt),
             params,
             stream=bool(body.stream),
-            priority=server.check_priority(body.priority),
+            priority=priority,
         )
         if body.stream:
             return sse(answer.frames(await generation.started(outputs)), done="")
@@ -79,8 +80,15 @@ def _prepare(
     server: ServerState, body: ResponsesRequest, form: dict[str, Any] | None
 ) -> tuple[str, SamplingParams]:
     """Return the prompt and the parameters. To make them takes a while: call it in a thread."""
+    params = _params(server, body, form)  # first, for its checks cost little
     prompt = _render(server, body)
-    return prompt, _params(server, body, prompt, form)
+    return prompt, server.answer_format.params(
+        params,
+        prompt,
+        body.tools or [],
+        _tool_choice(body),
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+    )
 
 
 def _render(server: ServerState, body: ResponsesRequest) -> str:
@@ -107,22 +115,15 @@ def _render(server: ServerState, body: ResponsesRequest) -> str:
 
 
 def _params(
-    server: ServerState, body: ResponsesRequest, prompt: str, form: dict[str, Any] | None
+    server: ServerState, body: ResponsesRequest, form: dict[str, Any] | None
 ) -> SamplingParams:
     changes: dict[str, Any] = {}
     if body.max_output_tokens is not None:
         changes["max_tokens"] = body.max_output_tokens
     if body.truncation == "auto":
         changes["truncate_prompt_tokens"] = -1
-    tool_choice = _tool_choice(body)
-    check_one_form(body, must_call=tool_choice not in ("none", "auto"))
-    return server.answer_format.params(
-        chat_params(server, body, logprobs=None, structured=form, **changes),
-        prompt,
-        body.tools or [],
-        tool_choice,
-        parallel_tool_calls=body.parallel_tool_calls is not False,
-    )
+    check_one_form(body, must_call=_tool_choice(body) not in ("none", "auto"))
+    return chat_params(server, body, logprobs=None, structured=form, **changes)
 
 
 def _tool_choice(body: ResponsesRequest) -> ToolChoice:

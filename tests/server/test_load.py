@@ -123,6 +123,42 @@ def test_the_queue_comes_before_all_work(small: Running, monkeypatch: pytest.Mon
     assert work == []
 
 
+BROKEN: list[dict[str, Any]] = [
+    {"priority": -1},
+    {"temperature": -1},
+    {"n": 129},
+    {"stop_token_ids": [10**9]},
+    {"logit_bias": {"1000000000": 1}},
+    {"prompt_logprobs": 1001},
+    {"cache_salt": "a" * 129},
+    {"guided_regex": "a", "guided_choice": ["a"]},
+    {"model": "another"},
+]
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: "-".join(broken))
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/completions"])
+def test_cheap_checks_come_before_all_work(
+    server: Running, monkeypatch: pytest.MonkeyPatch, path: str, broken: dict[str, Any]
+) -> None:
+    """Symptom: a priority that is not allowed was refused after the conversation was rendered."""
+    processor = server.state.llm.engine.input_processor
+    work: list[str] = []
+    for name in ("render", "encode"):
+        monkeypatch.setattr(processor, name, lambda *args, name=name: work.append(name))
+    monkeypatch.setattr(processor.grammars, "compile", lambda params: work.append("compile"))
+    form = {"guided_regex": "a"}
+    inputs = {
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+        "/v1/responses": {"input": "a"},
+        "/v1/completions": {"prompt": "a"},
+    }
+    reply = server.send(path, inputs[path] | form | broken)
+    assert reply.status in (400, 404)
+    assert reply.error["param"] in broken
+    assert work == []
+
+
 def test_a_heavy_grammar_stalls_nobody_else(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:

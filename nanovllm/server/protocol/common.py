@@ -161,7 +161,7 @@ class GenerationRequest(RequestModel):
     priority: int | None = None
     user: str | None = None
     """The key of fairness: users take turns in the queue."""
-    cache_salt: str | None = Field(default=None, min_length=1, max_length=1024)
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=128)
     """Prompts share cached prefixes only with prompts of the same salt."""
     request_id: str | None = Field(default=None, min_length=1, max_length=128)
     return_token_ids: bool | None = None
