@@ -208,26 +208,28 @@ class _Answer:
 
     async def chunks(
         self, outputs: AsyncIterator[RequestOutput]
-    ) -> AsyncGenerator[ChatChunk | str, None]:
-        """Yield a chunk for what is new of each answer; the usage at the end if asked for."""
+    ) -> AsyncGenerator[list[ChatChunk | str], None]:
+        """Yield chunks for what is new of the answers; the usage at the end if asked for."""
         options, num_output = self._body.stream_options, 0
         async for output in outputs:
+            chunks: list[ChatChunk | str] = []
             for completion in output.outputs:
                 choice = self._choices[completion.index]
                 if not choice.has_begun:
                     choice.has_begun = True
                     first = self._first_chunk(completion.index, output, num_output)
                     if first.prompt_logprobs is None:
-                        yield first
+                        chunks.append(first)
                     else:  # it may be large
-                        yield await asyncio.to_thread(frame, first)
+                        chunks.append(await asyncio.to_thread(frame, first))
                 num_output += len(completion.token_ids)
                 for chunk_choice in self._chunk_choices(completion):
-                    yield self._chunk(chunk_choice, output, num_output)
+                    chunks.append(self._chunk(chunk_choice, output, num_output))
+            yield chunks
         if options is not None and options.include_usage:
             last = ChatChunk(object="chat.completion.chunk", **self._head, choices=[])
             last.usage = _usage(output, num_output)
-            yield last
+            yield [last]
 
     def _first_chunk(self, index: int, output: RequestOutput, num_output: int) -> ChatChunk:
         """Return an answer's first chunk: its role, and what is asked for of the prompt."""

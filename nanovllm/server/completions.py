@@ -129,11 +129,12 @@ class _Answer:
 
     async def chunks(
         self, outputs: AsyncIterator[tuple[int, RequestOutput]]
-    ) -> AsyncGenerator[Completion | str, None]:
-        """Yield a chunk for what is new of each continuation; the usage at the end if asked for."""
+    ) -> AsyncGenerator[list[Completion | str], None]:
+        """Yield chunks for what is new of a prompt; the usage at the end if asked for."""
         options, has_begun = self._body.stream_options, set[int]()
         async for prompt_index, output in outputs:
             self._count(prompt_index, output)
+            chunks: list[Completion | str] = []
             for completion in output.outputs:
                 index = self._index(prompt_index, completion)
                 is_first = index not in has_begun
@@ -141,11 +142,12 @@ class _Answer:
                 new = (prompt_index, output, completion, is_first)
                 if is_first and self._params.prompt_logprobs is not None:  # it may be large
                     chunk = await asyncio.to_thread(self._chunk, *new)
-                    yield await asyncio.to_thread(frame, chunk)
+                    chunks.append(await asyncio.to_thread(frame, chunk))
                 else:
-                    yield self._chunk(*new)
+                    chunks.append(self._chunk(*new))
+            yield chunks
         if options is not None and options.include_usage:
-            yield Completion(**self._head, choices=[], usage=self._usage())
+            yield [Completion(**self._head, choices=[], usage=self._usage())]
 
     def _count(self, prompt_index: int, output: RequestOutput) -> None:
         self._num_prompt[prompt_index] = len(output.prompt_token_ids)

@@ -180,6 +180,12 @@ async def run_all(
     priority: int = 0,
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Generate for many prompts as `run` does; yield (index of the prompt, output) as they come."""
+    if len(prompts) == 1:  # no task and no queue between
+        outputs = run(place, prompts[0], params, stream=stream, priority=priority)
+        async with aclosing(outputs):
+            async for output in outputs:
+                yield 0, output
+        return
     await _compile_grammar(place, params)
     # One output a prompt at most waits here, so the engine merges those of a slow reader.
     ready: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue(1)

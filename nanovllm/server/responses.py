@@ -201,19 +201,20 @@ class _Answer:
 
     async def frames(
         self, outputs: AsyncGenerator[RequestOutput, None]
-    ) -> AsyncGenerator[str, None]:
-        """Yield the events of a streamed response."""
+    ) -> AsyncGenerator[list[str], None]:
+        """Yield the events of a streamed response; those that come at once in one list."""
         builder, num_output = self._builder, 0
-        for event in builder.start():
-            yield frame(event, event.type)
+        yield [frame(event, event.type) for event in builder.start()]
         try:
             async with aclosing(outputs):
                 async for output in outputs:
                     (completion,) = output.outputs
                     num_output += len(completion.token_ids)
-                    for part in self._parts(completion):
-                        for event in builder.add(part):
-                            yield frame(event, event.type)
+                    yield [
+                        frame(event, event.type)
+                        for part in self._parts(completion)
+                        for event in builder.add(part)
+                    ]
                     if completion.finish_reason is not None:
                         self._end(output, completion, num_output)
         except Exception as error:
@@ -224,8 +225,7 @@ class _Answer:
                 code=found["code"] or "server_error", message=found["message"] or ""
             )
             builder.response.status = "failed"
-        for event in builder.finish(builder.response.status):
-            yield frame(event, event.type)
+        yield [frame(event, event.type) for event in builder.finish(builder.response.status)]
 
     def _parts(self, completion: CompletionOutput) -> list[Part]:
         parts = self._parser.feed(completion.text)

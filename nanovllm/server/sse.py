@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence as Seq
 from contextlib import aclosing
 
 from pydantic import BaseModel
@@ -32,25 +32,33 @@ class _EventStream(StreamingResponse):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
+Event = BaseModel | str
+"""A model is one event with the fields that were set; a string is an event as it is sent."""
+
+
 def sse(
-    events: AsyncIterator[BaseModel | str], *, done: str = "data: [DONE]\n\n"
+    events: AsyncIterator[Event | Seq[Event]], *, done: str = "data: [DONE]\n\n"
 ) -> StreamingResponse:
     """Return a response that sends `events`, and an error among them as an error event.
 
     Args:
-        events: a model is one event with the fields that were set; a string is sent as it is, with
-            the empty line that ends an event.
+        events: those of a list are written at once.
         done: what to send at the end.
     """
     return _EventStream(_frames(events, done), headers=_HEADERS, media_type="text/event-stream")
 
 
-async def _frames(events: AsyncIterator[BaseModel | str], done: str) -> AsyncGenerator[bytes, None]:
+async def _frames(
+    events: AsyncIterator[Event | Seq[Event]], done: str
+) -> AsyncGenerator[bytes, None]:
     assert isinstance(events, AsyncGenerator)
     try:
         async with aclosing(events):
-            async for event in events:
-                yield frame(event).encode() if isinstance(event, BaseModel) else event.encode()
+            async for found in events:
+                together = [found] if isinstance(found, Event) else found
+                texts = [frame(e) if isinstance(e, BaseModel) else e for e in together]
+                if texts:
+                    yield "".join(texts).encode()
     except Exception as error:
         if not isinstance(error, APIError):
             logger.exception("a stream ended with an error")

@@ -1,4 +1,4 @@
-"""Clients that read slowly: they keep nobody out, and what they have not read is bounded.
+"""How answers leave: slow readers keep nobody out, what is unread is bounded, wake-ups are few.
 
 The app is called without sockets, with a `send` that waits for its client as uvicorn's does.
 """
@@ -227,5 +227,49 @@ def test_a_large_answer_is_sent_in_pieces(async_llm: AsyncLLM, extra: int) -> No
         assert len(pieces) == -(-len(text) // PIECE)
         assert all(piece["more_body"] for piece in pieces[:-1])
         assert not pieces[-1].get("more_body")
+
+    run(main())
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_step_wakes_the_event_loop_once_for_all_streams(
+    async_llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """And each stream has one task, with its watch, and writes once for all that a step brings."""
+    num_streams, n, num_tokens = 8, 4, 20
+    body = {**STREAM, "n": n, "max_tokens": num_tokens, "seed": 1}
+    if "chat" in path:
+        body["messages"] = [{"role": "user", "content": "a"}]
+        del body["prompt"]
+    engine, num_steps, num_deltas = async_llm.engine, 0, 0
+    step = engine.step
+
+    def counting_step() -> list[Any]:
+        nonlocal num_steps, num_deltas
+        outputs = step()
+        num_steps += bool(outputs)
+        num_deltas += len(outputs)
+        return outputs
+
+    monkeypatch.setattr(engine, "step", counting_step)
+
+    async def main() -> None:
+        app, _ = make(async_llm)
+        loop, num_wakes, most_tasks = asyncio.get_running_loop(), 0, 0
+        call_soon = loop.call_soon_threadsafe
+
+        def counting_call(callback: Any, *args: Any, **options: Any) -> Any:
+            nonlocal num_wakes, most_tasks
+            num_wakes += callback.__qualname__.startswith("send.")
+            most_tasks = max(most_tasks, len(asyncio.all_tasks(loop)))
+            return call_soon(callback, *args, **options)
+
+        loop.call_soon_threadsafe = counting_call  # type: ignore[method-assign]
+        clients = [Client(app, path, body) for _ in range(num_streams)]
+        await asyncio.gather(*(client.task for client in clients))
+        assert num_wakes <= num_steps < num_streams * num_tokens
+        assert most_tasks <= 2 + 2 * num_streams
+        num_written = sum(len(client.messages) for client in clients)
+        assert num_written <= num_deltas + 3 * num_streams  # the start, [DONE], and the end
 
     run(main())
