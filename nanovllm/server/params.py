@@ -13,8 +13,8 @@ from nanovllm.server.state import ServerState
 MAX_N = 128
 """Of answers to one prompt, as OpenAI's."""
 
-MANY_LOGPROBS = 2**20
-"""Log-probabilities that any answer may have; an answer takes some 500 bytes for each."""
+MAX_ANSWER_LOGPROBS = 2**20
+"""Log-probabilities of an answer. To make it takes some 250 bytes for each, in a chat 800."""
 
 _FIELDS = [
     name
@@ -64,24 +64,25 @@ def sampling_params(
     return params
 
 
-def chat_params(server: ServerState, given: GenerationRequest, **options: Any) -> SamplingParams:
+def chat_params(
+    server: ServerState, given: GenerationRequest, *, logprobs: int | None, **options: Any
+) -> SamplingParams:
     """Return the parameters of a conversation, as `sampling_params` does.
 
     Args:
-        options: `logprobs`, `structured` and `changes` of `sampling_params`.
+        options: `structured` and `changes` of `sampling_params`.
     """
     defaults = server.llm.get_default_sampling_params()
     recommended = server.llm.engine.generation_config.get("max_new_tokens")
     # A sequence ends at max_model_len anyway: so this is what the context has room for.
     most = server.max_model_len if recommended is None else defaults.max_tokens
-    return sampling_params(server, given, default_max_tokens=most, **options)
+    if count := _at_position(server, logprobs):
+        most = max(1, min(most, MAX_ANSWER_LOGPROBS // count))
+    return sampling_params(server, given, default_max_tokens=most, logprobs=logprobs, **options)
 
 
 def check_logprobs(server: ServerState, params: SamplingParams, lengths: Iterable[int]) -> None:
     """Refuse a request whose answer could have too many log-probabilities.
-
-    It may have as many as one sequence with max_logprobs, so only `n` and the number of prompts
-    are limited.
 
     Args:
         lengths: of the prompts, in tokens or, where they are not known yet, in characters.
@@ -89,22 +90,25 @@ def check_logprobs(server: ServerState, params: SamplingParams, lengths: Iterabl
     Raises:
         InvalidRequestError: there are too many.
     """
-    info, longest = server.llm.engine.cache_info, server.max_model_len
-
-    def at_position(count: int | None) -> int:  # the token's own, and the most likely
-        return 0 if count is None else (info.vocab_size if count == -1 else count) + 1
-
-    of_prompt, of_output = at_position(params.prompt_logprobs), at_position(params.logprobs)
+    longest, limit = server.max_model_len, MAX_ANSWER_LOGPROBS
+    of_prompt = _at_position(server, params.prompt_logprobs)
+    of_output = _at_position(server, params.logprobs)
     most = longest * max(of_prompt, of_output)
     output = min(params.max_tokens, longest) * of_output
     total = params.n * sum(min(length * of_prompt + output, most) for length in lengths)
-    limit = max(MANY_LOGPROBS, longest * at_position(server.llm.engine.config.max_logprobs))
     if total > limit:
         name = "prompt_logprobs" if params.logprobs is None else "logprobs"
         raise InvalidRequestError(
             f"{name}: the answer could have {total} log-probabilities; the limit is {limit}: ask "
             "for fewer of each token, fewer tokens, prompts or continuations"
         )
+
+
+def _at_position(server: ServerState, count: int | None) -> int:
+    """Return how many log-probabilities a token has: its own, and the `count` most likely."""
+    if count is None:
+        return 0
+    return (server.llm.engine.cache_info.vocab_size if count == -1 else count) + 1
 
 
 def num_answers(given: GenerationRequest) -> int:

@@ -4,8 +4,9 @@ import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence as Seq
 from contextlib import aclosing
+from functools import cache
 
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -74,5 +75,10 @@ def frame(event: BaseModel, name: str | None = None) -> str:
 
 def json_response(answer: BaseModel) -> Response:
     """Return a response with the fields of `answer` that were set."""
-    text = answer.model_dump_json(exclude_unset=True)
-    return Response(text, media_type="application/json")
+    data = _adapter(type(answer)).dump_json(answer, exclude_unset=True)  # bytes at once: no text
+    return Response(data, media_type="application/json")
+
+
+@cache
+def _adapter(kind: type[BaseModel]) -> TypeAdapter[BaseModel]:
+    return TypeAdapter(kind)

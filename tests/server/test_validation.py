@@ -7,6 +7,7 @@ import openai
 import pytest
 from openai import OpenAI
 
+from nanovllm.server import params
 from tests.server.conftest import Running
 
 MESSAGES = [{"role": "user", "content": "What is paged attention?"}]
@@ -313,6 +314,23 @@ FUNCTION = {"type": "function", "function": {"name": "f"}}
 def test_lists_are_bounded(server: Running, path: str, fields: dict[str, Any], param: str) -> None:
     reply = server.send(path, fields)
     assert (reply.status, reply.error["param"]) == (400, param)
+
+
+def test_an_answer_has_so_many_logprobs_at_most(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Symptom: one request took 0.6 GiB, and more the larger max_model_len and max_logprobs are."""
+    monkeypatch.setattr(params, "MAX_ANSWER_LOGPROBS", 1000)
+    body = {"prompt": "a", "logprobs": 9, "ignore_eos": True}
+    assert server.send(COMPLETIONS, {**body, "max_tokens": 100}).status == 200
+    for more in ({"max_tokens": 101}, {"max_tokens": 51, "n": 2}, {"prompt_logprobs": 1000}):
+        reply = server.send(COMPLETIONS, {**body, "max_tokens": 100, **more})
+        assert (reply.status, reply.error["param"]) == (400, "logprobs")
+    chat = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 9, "ignore_eos": True}
+    (choice,) = server.send(CHAT, chat).body["choices"]
+    assert (len(choice["logprobs"]["content"]), choice["finish_reason"]) == (100, "length")
+    for more in ({"max_tokens": 101}, {"n": 2}):
+        assert server.send(CHAT, {**chat, **more}).error["param"] == "top_logprobs"
 
 
 def test_the_schema_knows_no_422(server: Running) -> None:
