@@ -1,5 +1,7 @@
 """Ctrl-C waits for the end of a block, except in what the block lets it interrupt."""
 
+import os
+import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -156,3 +158,31 @@ def test_a_step_is_interrupted_where_it_computes(demo_llm: LLM, owner: str) -> N
     while not engine.is_finished():
         outputs += engine.step()
     assert outputs[0].token_ids == expected
+
+
+def test_ctrl_c_at_any_time_leaves_an_engine_that_answers(demo_llm: LLM) -> None:
+    """Also while prompts are tokenized, and with continuations and grammars among the requests."""
+    rng = random.Random(0)
+    prompts = ["What is a KV cache?", "Hi " * 100, "What is a block?"]
+    params = [
+        SamplingParams(temperature=0, max_tokens=12, logprobs=1),
+        SamplingParams(temperature=0, max_tokens=2, n=3),
+        SamplingParams(max_tokens=12, seed=1, structured_outputs={"choice": ["a block", "b"]}),
+    ]
+
+    def generate() -> list[list[list[int]]]:
+        found = demo_llm.generate(prompts, params, use_tqdm=False)
+        return [[completion.token_ids for completion in output.outputs] for output in found]
+
+    def generate_until_interrupted(seconds: float) -> None:
+        threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+        while True:
+            generate()
+
+    expected, engine = generate(), demo_llm.engine
+    for _ in range(12):
+        with pytest.raises(KeyboardInterrupt):
+            generate_until_interrupted(rng.random() * 0.05)
+        assert engine.is_finished()
+        engine.scheduler.check()
+        assert generate() == expected

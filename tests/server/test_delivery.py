@@ -5,6 +5,7 @@ The app is called without sockets, with a `send` that waits for its client as uv
 
 import asyncio
 import json
+import random
 import tracemalloc
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -271,5 +272,64 @@ def test_a_step_wakes_the_event_loop_once_for_all_streams(
         assert most_tasks <= 2 + 2 * num_streams
         num_written = sum(len(client.messages) for client in clients)
         assert num_written <= num_deltas + 3 * num_streams  # the start, [DONE], and the end
+
+    run(main())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whoever_leaves_or_dawdles_the_others_get_theirs_and_nothing_stays(
+    async_llm: AsyncLLM, seed: int
+) -> None:
+    """Clients of three users stop, go on, or leave at random; some are cut off by time."""
+    rng = random.Random(seed)
+
+    def random_body(path: str) -> dict[str, Any]:
+        body: dict[str, Any] = {"stream": rng.random() < 0.6, "temperature": 0, "ignore_eos": True}
+        text, size = rng.choice(["a", "What is a block?"]), rng.choice([1, 5, 30])
+        if path == "/v1/responses":
+            return {**body, "input": text, "max_output_tokens": size}
+        body |= {"max_tokens": size, "n": rng.choice([1, 1, 3]), "user": rng.choice([None, *"abc"])}
+        if path == "/v1/completions":
+            return {**body, "prompt": rng.choice([text, [text, "b"]]), "logprobs": 2}
+        return {**body, "messages": [{"role": "user", "content": text}]}
+
+    async def main() -> None:
+        app, state = make(async_llm, max_waiting=40)
+        state.admission._read_seconds = 0.05
+        found: list[tuple[Client, str, dict[str, Any]]] = []
+
+        async def be_a_client() -> None:
+            path = rng.choice(["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+            body, what = random_body(path), rng.choice(["reads", "reads", "dawdles", "leaves"])
+            num_read = 10**9 if what == "reads" else rng.randint(0, 4)
+            client = Client(app, path, body, num_read)
+            await asyncio.sleep(rng.random() * 0.1)
+            if what == "leaves":
+                client.leave()
+            client.read_on()
+            await client.task
+            if what == "reads":
+                found.append((client, path, body))
+
+        await asyncio.gather(*(be_a_client() for _ in range(40)))
+        for client, path, body in found:
+            assert client.is_whole
+            status = client.messages[0]["status"]
+            assert status in (200, 429, 503)
+            if status == 200 and not body["stream"]:
+                again = Client(app, path, body)
+                await again.task
+                assert texts(again) == texts(client)
+        admission = state.admission
+        counts = (admission.num_requests, admission.num_active, admission._num_unread)
+        assert (*counts, state.bodies._num_bytes) == (0, 0, 0, 0)
+        leftovers = (admission._held, admission._unread, async_llm._making)
+        assert not any((*leftovers, async_llm._input._jobs, state.preparing._jobs))
+
+    def texts(client: Client) -> list[Any]:
+        answer = json.loads(client.body)
+        if "choices" not in answer:
+            return [item["content"] for item in answer["output"]]
+        return [choice.get("text") or choice["message"]["content"] for choice in answer["choices"]]
 
     run(main())
