@@ -84,7 +84,7 @@ def generate(args: argparse.Namespace) -> int:
     options, flags = _checked(args)
     given = _prompts(args)
     llm, params = _load(options, flags)
-    tokenizer = llm.get_tokenizer()
+    tokenizer = llm.engine.input_processor.tokenizer
     if not args.chat and tokenizer is not None and tokenizer.chat_template:
         note("nanovllm: continuing the text as it is; with --chat the model answers it")
     prompts: list[Any] = given

@@ -11,7 +11,7 @@ from nanovllm.compat.engine_args import EngineArgs
 from nanovllm.compat.generation import with_output_kind
 from nanovllm.config import Config
 from nanovllm.engine import llm_engine
-from nanovllm.engine.input_processor import Prompt
+from nanovllm.engine.prompt import Prompt
 from nanovllm.outputs import Histogram, Metric, RequestOutput, Vector
 from nanovllm.sampling_params import SamplingParams
 
@@ -99,7 +99,7 @@ class LLMEngine(VLLMNames):
 
     def get_tokenizer(self) -> Any:
         """Return the checkpoint's transformers tokenizer, None if it has none."""
-        return self.engine.input_processor.tokenizer
+        return self.engine.tokenizer
 
     def shutdown(self) -> None:
         """End the workers and free the model. May be called again."""

@@ -5,8 +5,8 @@ Decides nothing: the engine and its sharing among threads are those of `LLM`.
 
 from nanovllm.compat.advice import VLLMNames
 from nanovllm.compat.llm_engine import LLMEngine as VLLMEngine
-from nanovllm.engine.input_processor import Prompt
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.prompt import Prompt
 from nanovllm.engine.shared_engine import SharedEngine
 from nanovllm.errors import InvalidRequestError
 from nanovllm.sampling_params import SamplingParams

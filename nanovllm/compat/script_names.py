@@ -4,7 +4,7 @@ import gc
 from typing import NotRequired, TypedDict
 
 from nanovllm.async_llm import AsyncLLM
-from nanovllm.engine.input_processor import Prompt
+from nanovllm.engine.prompt import Prompt
 from nanovllm.outputs import Counter, Gauge, Metric, Vector
 
 __all__ = [
