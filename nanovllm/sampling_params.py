@@ -114,6 +114,8 @@ class SamplingParams:
     """Return text. Stop strings need it."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
+    kept_token_ids: tuple[int, ...] = ()
+    """Special tokens that skip_special_tokens leaves in the text, such as tags of tool calls."""
     spaces_between_special_tokens: bool = True
     """Keep the spaces that some tokenizers write between special tokens."""
     output_kind: RequestOutputKind | None = None
@@ -161,8 +163,9 @@ class SamplingParams:
             self._set("structured_outputs", structured_outputs(self.structured_outputs))
         for name in ("stop", "bad_words"):
             self._set(name, _strings(name, getattr(self, name)))
-        stops = () if self.stop_token_ids is None else self.stop_token_ids
-        self._set("stop_token_ids", _token_ids("stop_token_ids", stops))
+        for name in ("stop_token_ids", "kept_token_ids"):
+            given = getattr(self, name)
+            self._set(name, _token_ids(name, () if given is None else given))
         if self.allowed_token_ids is not None:
             allowed = _token_ids("allowed_token_ids", self.allowed_token_ids)
             if not allowed:

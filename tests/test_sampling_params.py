@@ -146,6 +146,7 @@ EVERY_FIELD = {
     "truncate_prompt_tokens": 12,
     "detokenize": True,
     "skip_special_tokens": False,
+    "kept_token_ids": [7, 8],
     "spaces_between_special_tokens": False,
     "output_kind": RequestOutputKind.CUMULATIVE,
 }

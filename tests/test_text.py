@@ -63,6 +63,10 @@ def test_special_tokens_are_skipped_in_the_text(llm: LLM) -> None:
     special = tokenizer.all_special_tokens
     assert any(token in full.text for token in special)
     assert not any(token in plain.text for token in special)
+    (generated,) = {*full.token_ids} & {*tokenizer.all_special_ids}
+    for kept, text in ([generated], full.text), ([generated + 1, 2**20], plain.text):
+        params = dataclasses.replace(params, kept_token_ids=kept)
+        assert generate(llm, QUESTION, params).text == text
 
 
 def test_min_tokens_puts_off_the_end_of_sequence(llm: LLM) -> None:

@@ -155,10 +155,11 @@ class OutputProcessor:
         """Return what makes the text of an output; None if it has none."""
         if self._tokenizer is None or not params.detokenize:
             return None
+        skips, kept = params.skip_special_tokens, params.kept_token_ids
         return Detokenizer(
             self._tokenizer.backend_tokenizer,
-            skip_special_tokens=params.skip_special_tokens,
-            skipped=self._special_tokens if params.skip_special_tokens else frozenset(),
+            skip_special_tokens=skips and not kept,
+            skipped=self._special_tokens.difference(kept) if skips else frozenset(),
             spaces_between_special_tokens=params.spaces_between_special_tokens,
             stop=params.stop,
             include_stop=params.include_stop_str_in_output,

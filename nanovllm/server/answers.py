@@ -80,12 +80,8 @@ class AnswerFormat:
         self._tools = tools
         # In a grammar no text matches a mark, so tags that are tokens stand there by their ids.
         self._tag_ids = {token.content: i for i, token in added_tokens.items()}
-        self._special = [token.content for token in added_tokens.values() if token.special]
+        self._special = {i for i, token in added_tokens.items() if token.special}
         self._may_reason = may_reason
-        tags = {*(reasoning or ()), *(tools.tags if tools is not None else ())}
-        self.needs_special_tokens = not tags.isdisjoint(self._special)
-        """Whether tags are special tokens. Then requests run with skip_special_tokens=False, and
-        the parser drops the special tokens' text."""
 
     def starts_in_reasoning(self, prompt: str) -> bool:
         """Whether a rendered prompt ends with the tag that opens the reasoning."""
@@ -103,7 +99,7 @@ class AnswerFormat:
             reasoning = ReasoningParser(self._reasoning, started=starts_in_reasoning)
         if self._tools is not None and has_tools:
             tools = self._tools.parser()
-        return AnswerParser(reasoning, tools, self._special if self.needs_special_tokens else ())
+        return AnswerParser(reasoning, tools)
 
     def params(
         self,
@@ -117,7 +113,8 @@ class AnswerFormat:
         """Return the parameters with which a request runs.
 
         What the answer must be, calls or a form of the text, comes after the reasoning. Where the
-        text must be JSON and the model may call tools, the answer is either of them.
+        text must be JSON and the model may call tools, the answer is either of them. Tags that are
+        special tokens stay in the text, for the parser.
 
         Args:
             prompt: the rendered conversation.
@@ -139,8 +136,12 @@ class AnswerFormat:
             form = self._behind_reasoning(given, prompt, calls)
         if form is not None:
             changes["structured_outputs"] = form
-        if self.needs_special_tokens:
-            changes["skip_special_tokens"] = False
+        tags = list(self._reasoning or ())
+        if self._tools is not None and tools and tool_choice != "none":
+            tags += self._tools.tags
+        kept = self._special & {self._tag_ids.get(tag) for tag in tags}
+        if kept:
+            changes["kept_token_ids"] = sorted(kept)
         return params.clone(**changes) if changes else params
 
     def tool_grammar(

@@ -235,6 +235,7 @@ def test_rules_are_needed_where_a_parameter_says_so():
         "truncate_prompt_tokens": 5,
         "detokenize": False,
         "skip_special_tokens": False,
+        "kept_token_ids": (1,),
         "spaces_between_special_tokens": False,
         "output_kind": RequestOutputKind.CUMULATIVE,
     }

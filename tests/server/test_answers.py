@@ -12,6 +12,7 @@ from hypothesis import given, settings, strategies as st
 from tokenizers import AddedToken, Tokenizer
 
 from nanovllm import SamplingParams, demo_model
+from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.errors import ConfigError, InvalidRequestError
 from nanovllm.server.answers import AnswerFormat, NamedTool, ToolChoice, find_answer_format
 from nanovllm.server.parts import Part, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
@@ -128,7 +129,6 @@ def test_grammars_take_calls_and_nothing_else(
     assert single.takes(one)
     assert not single.takes(two)
     found = answer_format(template, special=special)
-    assert found.needs_special_tokens == (special and template != LLAMA)
     for text, names in ((one, ["weather"]), (two, ["weather", "now"])):
         parts = parse(found, text)
         assert [part.name for part in parts if isinstance(part, ToolCallStart)] == names
@@ -239,15 +239,35 @@ def test_tools_that_cannot_be_called() -> None:
 @pytest.mark.parametrize("special", [False, True])
 def test_reasoning_text_and_calls(special: bool) -> None:
     text = f"<think>\na</think>\nb<|end|>\n{HERMES_CALL}<|end|>"
-    *parts, start, arguments, last = [*parse(answer_format(QWEN, special=special), text), None][:5]
-    if special:
-        assert parts == [ReasoningDelta("a"), TextDelta("b")]
-        assert last is None
-    else:
-        assert parts == [ReasoningDelta("a"), TextDelta("b<|end|>")]
-        assert last == TextDelta("<|end|>")
+    *parts, start, arguments, last = parse(answer_format(QWEN, special=special), text)
+    assert parts == [ReasoningDelta("a"), TextDelta("b<|end|>")]
+    assert last == TextDelta("<|end|>")
     assert isinstance(start, ToolCallStart)
     assert arguments == ToolCallArguments(0, '{"city": "Rome"}')
+
+
+def test_special_tokens_are_dropped_by_their_ids() -> None:
+    """What merely reads like a special token is text; tags stay for the parser."""
+    found, tokenizer = answer_format(MISTRAL, special=True), TOKENIZERS[True]
+    typed = ["<p>", "<", "|end|", ">", "[TOOL_", "CALLS]"]
+    token_ids = [i for text in typed for i in tokenizer.encode(text).ids]
+    tags = [tokenizer.token_to_id(tag) for tag in ("[TOOL_CALLS]", "<|end|>", "<think>")]
+    with_tools = found.params(SamplingParams(), "", TOOLS, "auto")
+    assert with_tools.skip_special_tokens
+    assert with_tools.kept_token_ids == (tags[0],)
+    skipped = frozenset(tags) - {*with_tools.kept_token_ids}
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=False, skipped=skipped)
+    detokenizer.add_all([tags[1], *token_ids, tags[2], tags[0]])
+    assert detokenizer.text == "<p><|end|>[TOOL_CALLS][TOOL_CALLS]"
+    parser = found.parser(has_tools=False, starts_in_reasoning=False)
+    assert parser.feed("<p><|end|>") + parser.finish() == [TextDelta("<p><|end|>")]
+    for tools, choice in (([], "auto"), (TOOLS, "none")):
+        without: ToolChoice = choice  # type: ignore[assignment]
+        assert found.params(SamplingParams(), "", tools, without).kept_token_ids == ()
+    shown = found.params(SamplingParams(skip_special_tokens=False), "", TOOLS, "auto")
+    assert not shown.skip_special_tokens
+    reasons = answer_format(QWEN, special=True).params(SamplingParams(), "", [], "auto")
+    assert reasons.kept_token_ids == (tags[2], tokenizer.token_to_id("</think>"))
 
 
 def test_calls_are_looked_for_only_with_tools() -> None:
@@ -413,6 +433,5 @@ def test_json_or_calls(template: str, one: str, two: str, special: bool) -> None
 def test_params_of_a_request() -> None:
     given = SamplingParams(structured_outputs={"json": CITY})
     special = answer_format(MISTRAL, special=True)
-    assert not special.params(given, "", [], "auto").skip_special_tokens
     params = special.params(given, "", TOOLS, "required")
     assert params.structured_outputs == special.tool_grammar(TOOLS, "required")
