@@ -87,19 +87,22 @@ class AnswerFormat:
         """Whether a rendered prompt ends with the tag that opens the reasoning."""
         return self._reasoning is not None and prompt.rstrip().endswith(self._reasoning.opening)
 
-    def parser(self, *, has_tools: bool, starts_in_reasoning: bool) -> "AnswerParser":
+    def parser(
+        self, *, has_tools: bool, starts_in_reasoning: bool, parallel_tool_calls: bool = True
+    ) -> AnswerParser:
         """Return a parser for one answer.
 
         Args:
             has_tools: whether to look for tool calls. Names are not compared with the tools': a
                 call of a tool that does not exist is a call, as in vLLM.
+            parallel_tool_calls: False drops the calls after the first.
         """
         reasoning = tools = None
         if self._reasoning is not None:
             reasoning = ReasoningParser(self._reasoning, started=starts_in_reasoning)
         if self._tools is not None and has_tools:
             tools = self._tools.parser()
-        return AnswerParser(reasoning, tools)
+        return AnswerParser(reasoning, tools, several=parallel_tool_calls)
 
     def params(
         self,

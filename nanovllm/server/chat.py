@@ -142,9 +142,9 @@ class _Choice:
         self._parser = answers.parser(
             has_tools=bool(body.tools) and body.tool_choice != "none",
             starts_in_reasoning=answers.starts_in_reasoning(prompt),
+            parallel_tool_calls=_may_repeat(body),
         )
         self._with_reasoning = body.include_reasoning is not False
-        self._may_repeat = _may_repeat(body)
         self.has_begun = False
         self.has_calls = False
 
@@ -152,12 +152,10 @@ class _Choice:
         """Return the parts of what is new."""
         parts = self._parser.feed(completion.text)
         if completion.finish_reason is not None:
-            parts += self._parser.finish()
+            parts += self._parser.finish(cut=completion.finish_reason != "stop")
         self.has_calls |= any(isinstance(part, ToolCallStart) for part in parts)
         if not self._with_reasoning:
             parts = [part for part in parts if not isinstance(part, ReasoningDelta)]
-        if not self._may_repeat:
-            parts = [part for part in parts if getattr(part, "index", 0) == 0]
         return parts
 
     def finish_reason(self, completion: CompletionOutput) -> str | None:

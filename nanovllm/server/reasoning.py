@@ -56,19 +56,23 @@ class ReasoningParser:
 
     def feed(self, delta: str) -> list[Part]:
         """Return what is certain now; only what may belong to a tag is held back."""
-        return self._run(delta, ended=False)
+        return self._run(delta, ended=False, cut=False)
 
-    def finish(self) -> list[Part]:
-        """Return what was held back."""
-        return self._run("", ended=True)
+    def finish(self, *, cut: bool) -> list[Part]:
+        """Return what was held back.
 
-    def _run(self, delta: str, *, ended: bool) -> list[Part]:
+        Args:
+            cut: whether the answer was cut off; then what may be a tag is dropped.
+        """
+        return self._run("", ended=True, cut=cut)
+
+    def _run(self, delta: str, *, ended: bool, cut: bool) -> list[Part]:
         self._held += delta
         parts: list[Part] = []
         if self._state is _State.START:
-            self._state = self._after_start(ended)
+            self._state = self._after_start(ended, cut)
         if self._state is _State.REASONING:
-            self._add_reasoning(parts, ended)
+            self._add_reasoning(parts, ended, cut)
         if self._state is _State.BEHIND:
             self._held = self._held.lstrip("\n")
             self._state = _State.TEXT if self._held else _State.BEHIND
@@ -77,21 +81,24 @@ class ReasoningParser:
             self._held = ""
         return parts
 
-    def _after_start(self, ended: bool) -> _State:
+    def _after_start(self, ended: bool, cut: bool) -> _State:
         """Drop the opening tag if it is there; a model may repeat that of the prompt."""
         begin = self._held.lstrip()
         if begin.startswith(self._tags.opening):
             self._held = begin[len(self._tags.opening) :]
             return _State.REASONING
-        if self._tags.opening.startswith(begin) and not ended:
-            return _State.START
+        if self._tags.opening.startswith(begin):
+            if not ended:
+                return _State.START
+            if cut:
+                self._held = self._held.removesuffix(begin)
         return _State.REASONING if self._started else _State.TEXT
 
-    def _add_reasoning(self, parts: list[Part], ended: bool) -> None:
+    def _add_reasoning(self, parts: list[Part], ended: bool, cut: bool) -> None:
         if self._is_first:
             self._held = self._held.lstrip("\n")
         text, closing, rest = self._held.partition(self._tags.closing)
-        if not (closing or ended):
+        if not closing and (cut or not ended):
             text = text.removesuffix(prefix_at_end(text, self._tags.closing))
         text = text.rstrip("\n")
         if closing:

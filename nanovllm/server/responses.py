@@ -157,6 +157,7 @@ class _Answer:
         self._parser: AnswerParser = server.answer_format.parser(
             has_tools=bool(body.tools) and body.tool_choice != "none",
             starts_in_reasoning=server.answer_format.starts_in_reasoning(prompt),
+            parallel_tool_calls=body.parallel_tool_calls is not False,
         )
         choice, form = body.tool_choice, None if body.text is None else body.text.format
         self._builder = ResponseBuilder(
@@ -230,7 +231,7 @@ class _Answer:
     def _parts(self, completion: CompletionOutput) -> list[Part]:
         parts = self._parser.feed(completion.text)
         if completion.finish_reason is not None:
-            parts += self._parser.finish()
+            parts += self._parser.finish(cut=completion.finish_reason != "stop")
         self._reasoning += "".join(part.text for part in parts if isinstance(part, ReasoningDelta))
         if not self._with_reasoning:
             parts = [part for part in parts if not isinstance(part, ReasoningDelta)]

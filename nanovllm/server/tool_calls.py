@@ -35,7 +35,8 @@ class ToolCallParser(ABC):
 
     A call is certain, and begins, once its name and the first character of its arguments are known.
     From then on the arguments are passed on as they arrive. A call that goes wrong before is text,
-    with its tags, and so is one after `MAX_CALLS` others. White space around calls is theirs.
+    with its tags, and so is one after `MAX_CALLS` others; one that is cut off before is dropped.
+    White space around calls is theirs.
     """
 
     tag: ClassVar[str]
@@ -46,7 +47,7 @@ class ToolCallParser(ABC):
     def __init__(self) -> None:
         self._text = ""  # what is neither returned nor dropped yet
         self._pos = 0  # how much of it was read
-        self._ended = False
+        self._ended = self._cut = False
         self._parts: list[Part] = []
         self._num_calls = 0
         self._is_streaming = False  # the text read is arguments of the last call
@@ -59,9 +60,13 @@ class ToolCallParser(ABC):
         self._text += delta
         return self._advance()
 
-    def finish(self) -> list[Part]:
-        """Return the parts that were held back. Nothing may be fed afterwards."""
-        self._ended = True
+    def finish(self, *, cut: bool) -> list[Part]:
+        """Return the parts that were held back. Nothing may be fed afterwards.
+
+        Args:
+            cut: whether the answer was cut off, so that a tag may have begun at its end.
+        """
+        self._ended, self._cut = True, cut
         return self._advance()
 
     @abstractmethod
@@ -89,22 +94,27 @@ class ToolCallParser(ABC):
             found = self._find()
             if found is not None:
                 begin, end = found
+                has_tag, num_calls = self.tag in self._text[begin:end], self._num_calls
                 num_spaces = begin - len(self._text[:begin].rstrip())
                 self._send_text(begin - num_spaces)
                 self._pos = end - begin + num_spaces
                 try:
                     yield from self._calls()
                 except NotACall:
+                    if self._cut and (has_tag or self._num_calls > num_calls):
+                        return  # of a call that nobody can make
                     self._send_text(self._pos)
                 else:
                     self._drop_read()
-            elif self._ended:
+                continue
+            held = prefix_at_end(self._text, self.tag)
+            if self._ended and not (held and self._cut):
                 self._send_text(len(self._text))
-                return
             else:
-                held = prefix_at_end(self._text, self.tag)
                 self._send_text(len(self._text.removesuffix(held).rstrip()))
-                yield
+            if self._ended:
+                return
+            yield
 
     def _send_text(self, end: int) -> None:
         """Return the text up to `end`, without the white space behind a call."""
@@ -191,7 +201,7 @@ class ToolCallParser(ABC):
                 yield from self._skip_value()
                 yield from self._skip_space()
         except NotACall:
-            self._pos = 0
+            self._pos = len(self._text) if self._cut else 0
         else:
             self._drop_read()
 
@@ -278,11 +288,12 @@ class ToolCallParser(ABC):
         self._pos += 1
 
     def _accept(self, string: str) -> Steps[bool]:
-        """Read a string if it comes next; return whether it does."""
+        """Read a string if it comes next; return whether it does. What is cut off of it is read."""
         start = self._pos
         for character in string:
-            if (yield from self._peek()) != character:
-                self._pos = start
+            found = yield from self._peek()
+            if found != character:
+                self._pos = self._pos if self._cut and not found else start
                 return False
             self._pos += 1
         return True

@@ -6,13 +6,13 @@ from nanovllm.server.parts import ReasoningDelta, TextDelta
 from nanovllm.server.reasoning import THINK, ReasoningParser
 
 
-def split(text: str, size: int, *, started: bool) -> tuple[str, str]:
+def split(text: str, size: int, *, started: bool, cut: bool = False) -> tuple[str, str]:
     """Return the reasoning and the text of an answer that comes `size` characters at a time."""
     parser = ReasoningParser(THINK, started=started)
     parts = []
     for start in range(0, len(text), size):
         parts += parser.feed(text[start : start + size])
-    parts += parser.finish()
+    parts += parser.finish(cut=cut)
     reasoning = "".join(part.text for part in parts if isinstance(part, ReasoningDelta))
     answer = "".join(part.text for part in parts if isinstance(part, TextDelta))
     return reasoning, answer
@@ -41,6 +41,25 @@ def test_reasoning_and_text(
     started: bool, text: str, reasoning: str, answer: str, size: int
 ) -> None:
     assert split(text, size, started=started) == (reasoning, answer)
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize(
+    ("started", "text", "reasoning", "answer"),
+    [
+        (False, "\n<thin", "", "\n"),
+        (False, "<think>a < b </thin", "a < b ", ""),
+        (False, "<think>a</think>\n\nb <", "a", "b <"),
+        (True, "<thin", "", ""),
+        (True, "a <", "a ", ""),
+        (False, "a <", "", "a <"),
+        (False, " ", "", " "),
+    ],
+)
+def test_a_tag_that_is_cut_off(
+    started: bool, text: str, reasoning: str, answer: str, size: int
+) -> None:
+    assert split(text, size, started=started, cut=True) == (reasoning, answer)
 
 
 def test_pieces_arrive_as_soon_as_they_are_certain() -> None:

@@ -347,6 +347,19 @@ def test_a_long_conversation_is_cut_if_asked(client: OpenAI) -> None:
     assert found.truncation == "auto"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_call_if_asked(client: OpenAI, stream: bool) -> None:
+    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    fields: Any = {
+        "input": "Hi",
+        "tools": [TOOL, OTHER_TOOL],
+        "parallel_tool_calls": False,
+        "extra_body": {"structured_outputs": {"choice": [f"{call}\n{call}"]}},
+    }
+    found = events_of(client, **fields)[1] if stream else respond(client, **fields)
+    assert [(item.type, item.name) for item in found.output] == [("function_call", "now")]
+
+
 def test_errors_reach_the_client(client: OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         client.responses.create(model="other", input="Hi")

@@ -87,9 +87,19 @@ def test_text_and_calls_of_an_unasked_call(client: OpenAI, stream: bool) -> None
 
 
 def test_a_call_that_is_cut_off(client: OpenAI) -> None:
-    choice = chat(client, tool_choice=WEATHER, max_tokens=20)
-    assert choice.finish_reason == "length"
-    assert choice.message.content is not None or choice.message.tool_calls
+    for max_tokens in range(1, 22, 4):
+        asked: Any = {"tool_choice": WEATHER, "max_tokens": max_tokens}
+        choice = chat(client, **asked)
+        assert choice.finish_reason == "length"
+        assert not choice.message.content
+        chunks = client.chat.completions.create(
+            model="model",
+            messages=[{"role": "user", "content": "Hi"}],
+            tools=TOOLS,
+            stream=True,
+            **asked,
+        )
+        assert not any(chunk.choices[0].delta.content for chunk in chunks)
 
 
 def test_a_round(client: OpenAI, server: Running) -> None:

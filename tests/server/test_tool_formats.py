@@ -36,11 +36,11 @@ def joined(parts: list[Part]) -> Answer:
     return answer
 
 
-def parse(kind: type[ToolCallParser], pieces: list[str]) -> Answer:
+def parse(kind: type[ToolCallParser], pieces: list[str], *, cut: bool = False) -> Answer:
     """Return the answer that comes in `pieces`."""
     parser = kind()
     parts = [part for piece in pieces for part in parser.feed(piece)]
-    return joined(parts + parser.finish())
+    return joined(parts + parser.finish(cut=cut))
 
 
 def cut(text: str, sizes: list[int]) -> list[str]:
@@ -148,6 +148,31 @@ def test_formats(kind: type[ToolCallParser], text: str, answer: Answer | None) -
         assert parse(kind, pieces) == expected
 
 
+@pytest.mark.parametrize(
+    ("kind", "text", "answer"),
+    [
+        (kind, text, answer)
+        for kind, text, answer in CASES
+        if answer and any(isinstance(item, tuple) for item in answer) and kind.tag in text
+    ],
+)
+def test_nothing_of_a_call_that_is_cut_off_is_text(
+    kind: type[ToolCallParser], text: str, answer: Answer
+) -> None:
+    whole = "".join(item for item in answer if isinstance(item, str))
+    for end in range(len(text)):
+        for pieces in ([text[:end]], list(text[:end])):
+            found = parse(kind, pieces, cut=True)
+            said = "".join(item for item in found if isinstance(item, str))
+            assert whole.startswith(said.rstrip()), text[:end]
+
+
+def test_text_that_is_cut_off_stays() -> None:
+    for text in ('{"name": "An', "a < b", "a\n", '\n{"name": "Ann"'):
+        assert parse(LlamaParser, [text], cut=True) == [text]
+    assert parse(HermesParser, ["a <b>", "\n<tool"], cut=True) == ["a <b>"]
+
+
 FRAGMENTS = [
     *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]x"),
     *('{"name": "f", "arguments": {', '{"name": "g", "parameters": "', '"name": "h"', "}", '"'),
@@ -218,7 +243,7 @@ def test_pieces_arrive_as_soon_as_they_are_certain() -> None:
     assert piece == ToolCallArguments(0, '{"a": "b')
     assert parser.feed(' c"') == [ToolCallArguments(0, ' c"')]
     assert parser.feed("}}\n</tool") == [ToolCallArguments(0, "}")]
-    assert parser.feed("_call>") == parser.finish() == []
+    assert parser.feed("_call>") == parser.finish(cut=False) == []
 
 
 def test_call_ids() -> None:
