@@ -121,9 +121,17 @@ def _params(
     if body.max_output_tokens is not None:
         changes["max_tokens"] = body.max_output_tokens
     if body.truncation == "auto":
-        changes["truncate_prompt_tokens"] = -1
+        room = _room(server.max_model_len, body.max_output_tokens)
+        changes["truncate_prompt_tokens"] = server.max_model_len - room
     check_one_form(body, must_call=_tool_choice(body) not in ("none", "auto"))
     return chat_params(server, body, logprobs=None, structured=form, **changes)
+
+
+def _room(max_model_len: int, max_output_tokens: int | None) -> int:
+    """Return how many tokens a conversation that may be cut leaves to the answer."""
+    if max_output_tokens is None:
+        return max(1, max_model_len // 4)
+    return max(1, min(max_output_tokens, max_model_len // 2))
 
 
 def _tool_choice(body: ResponsesRequest) -> ToolChoice:

@@ -341,10 +341,12 @@ def test_bad_requests_are_refused(
 
 
 def test_a_long_conversation_is_cut_if_asked(client: OpenAI) -> None:
+    """The end of it is kept, with room for the answer: of at most half of the context."""
     given = [{"role": "user", "content": "Hi " * 2000}, {"role": "user", "content": QUESTIONS[0]}]
-    found = respond(client, input=given, truncation="auto", max_output_tokens=2)
-    assert found.usage.input_tokens < 1024
-    assert found.truncation == "auto"
+    for max_tokens, kept in ((2, 1022), (40, 984), (1000, 512), (None, 768)):
+        found = respond(client, input=given, truncation="auto", max_output_tokens=max_tokens)
+        assert found.usage.input_tokens == kept
+        assert found.truncation == "auto"
 
 
 @pytest.mark.parametrize("stream", [False, True])

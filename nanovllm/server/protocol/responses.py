@@ -181,7 +181,7 @@ class ResponsesRequest(GenerationRequest):
     include: Annotated[list[str], _FEW] | None = None
     """Parts of answers that only hosted tools and encrypted reasoning have; ignored."""
     truncation: Literal["auto", "disabled"] | None = None
-    """"auto" keeps the end of a conversation that is too long."""
+    """"auto" keeps the end of a conversation that leaves too little room for the answer."""
     metadata: Annotated[dict[str, str], Field(max_length=128)] | None = None
     """Returned with the answer."""
     chat_template_kwargs: dict[str, Any] | None = None
