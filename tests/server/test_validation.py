@@ -131,6 +131,8 @@ OF_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
     ({"tools": {}}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": "auto"}, "tool_choice"),
+    ({"tool_choice": "none", "tools": []}, "tools"),
     ({"functions": [{"name": "f"}]}, "functions"),
     ({"chat_template": "{{ messages }}"}, "chat_template"),
     ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),

@@ -146,10 +146,12 @@ class ChatRequest(GenerationRequest):
     documents: Objects | None = None
 
     @model_validator(mode="after")
-    def _check_logprobs(self) -> "ChatRequest":
+    def _check_fields(self) -> "ChatRequest":
         if self.top_logprobs and not self.logprobs:
             raise refused("top_logprobs", "top_logprobs needs logprobs=true")
-        if self.tool_choice not in (None, "none", "auto") and not self.tools:
+        if self.tools == []:  # as OpenAI and vLLM
+            raise refused("tools", "tools is empty: give at least one, or leave it out")
+        if self.tool_choice not in (None, "none") and self.tools is None:
             raise refused("tool_choice", "tool_choice needs tools")
         return self
 
