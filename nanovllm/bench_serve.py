@@ -19,7 +19,14 @@ from nanovllm.errors import InvalidRequestError, NanoVLLMError, ServerError
 from nanovllm.load_plan import Conversation, LoadPlan, make_conversations, make_warmups
 from nanovllm.load_plot import draw
 from nanovllm.load_report import Client, Measurement, Report, percentile
-from nanovllm.sse_client import Connections, Server, find_server, first_model, parse_event
+from nanovllm.sse_client import (
+    Connections,
+    Server,
+    choices_of,
+    find_server,
+    first_model,
+    parse_event,
+)
 from nanovllm.terminal import complain, write
 from nanovllm.validation import shown
 
@@ -168,27 +175,25 @@ class _Answer:
         """Take the data of an event.
 
         Raises:
-            ServerError: it reports an error.
+            ServerError: it reports an error, or has another form.
         """
         now = time.perf_counter()
         if data == "[DONE]":
             return
         event = parse_event(data)
-        for choice in event.get("choices") or ():
-            delta = choice.get("delta") or {}
-            text = choice.get("text") or delta.get("content") or ""
-            thought = delta.get("reasoning_content") or delta.get("reasoning")
-            self._reason = choice.get("finish_reason") or self._reason
+        for text, thought, reason, delta in choices_of(event):
+            self._reason = reason or self._reason
             is_head = "role" in delta and self._reason is None
             is_tail = self._reason is not None and bool(self.measured.token_times)
             if text or thought or delta.get("tool_calls") or not (is_head or is_tail):
                 self.measured.token_times.append(now)
             self.measured.end = now
             self._pieces.append(text)
-        if usage := event.get("usage"):
-            self.measured.has_usage = True
-            self.measured.num_prompt_tokens = usage.get("prompt_tokens") or 0
-            self.measured.num_output_tokens = usage.get("completion_tokens") or 0
+        match event.get("usage"):
+            case {"prompt_tokens": int(num_prompt), "completion_tokens": int(num_output)}:
+                self.measured.has_usage = True
+                self.measured.num_prompt_tokens = num_prompt
+                self.measured.num_output_tokens = num_output
 
     def check(self) -> None:
         """Finish the measurement.

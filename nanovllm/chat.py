@@ -163,11 +163,9 @@ def server_source(server: sse_client.Server, model: str, fields: Mapping[str, An
         reason = None
         for data in sse_client.stream(server, "/v1/chat/completions", body):
             event = {} if data in (None, "[DONE]") else sse_client.parse_event(data or "")
-            choice = (event.get("choices") or [{}])[0]
-            delta = choice.get("delta") or {}
-            reason = choice.get("finish_reason") or reason
-            thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
-            text = delta.get("content") or ""
+            choices = sse_client.choices_of(event)
+            text, thought, end, _ = choices[0] if choices else ("", "", None, None)
+            reason = end or reason
             yield THINK * (bool(thought) and not reasons) + thought
             reasons = reasons or bool(thought)
             yield END_THINK * (bool(text) and reasons) + text

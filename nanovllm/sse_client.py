@@ -1,7 +1,8 @@
 """An HTTP client for servers that speak OpenAI's API: requests, answers, server-sent events.
 
 `stream` and `fetch` block, `Connections` is for asyncio; `sse_response` parses the answers. Knows
-no endpoint but /v1/models. Follows no redirect, uses no proxy and checks certificates.
+no endpoint but /v1/models, and of events their form. Follows no redirect, uses no proxy and checks
+certificates.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from nanovllm.errors import ConfigError, ServerError
@@ -143,6 +144,45 @@ def parse_event(data: str) -> dict[str, Any]:
     if event.get("error"):
         raise ServerError(f"the server reports an error: {message_of(data.encode())}")
     return event
+
+
+class Choice(NamedTuple):
+    """What an event says of one answer, of a chat or a completion."""
+
+    text: str
+    reasoning: str
+    finish_reason: str | None
+    delta: dict[str, Any]
+    """What is new of a chat; {} in a completion."""
+
+
+def choices_of(event: dict[str, Any]) -> list[Choice]:
+    """Return what an event says of each answer.
+
+    Raises:
+        ServerError: the event has another form.
+    """
+    choices = event.get("choices") or []
+    found = [_choice(item) for item in choices] if isinstance(choices, list) else [None]
+    whole = [choice for choice in found if choice is not None]
+    if len(whole) < len(found):
+        raise ServerError(
+            f"the server sends an event of an unknown form: {json.dumps(event)[:200]}"
+        )
+    return whole
+
+
+def _choice(given: Any) -> Choice | None:
+    """Return a choice, None if it has another form."""
+    delta = given.get("delta") or {} if isinstance(given, dict) else None
+    if not isinstance(delta, dict):
+        return None
+    text = given.get("text") or delta.get("content") or ""
+    reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
+    reason = given.get("finish_reason") or None
+    if not all(isinstance(value, str) for value in (text, reasoning, reason or "")):
+        return None
+    return Choice(text, reasoning, reason, delta)
 
 
 class Connections:

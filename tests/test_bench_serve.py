@@ -215,6 +215,7 @@ def test_failures_are_counted_and_told() -> None:
         streamed((0, text_event("a"))),
         streamed((0, text_event("a", "abort"))),
         streamed((0, "not JSON")),
+        streamed((0, {"choices": [{"delta": ["x"]}]})),
         streamed((0, usage_event(4, 0))),
         answer(Asked("", "", {}, None)),
     ]
@@ -230,6 +231,7 @@ def test_failures_are_counted_and_told() -> None:
         "it has no finish_reason",
         "the answer broke off: abort",
         "no JSON object: 'not JSON'",
+        "an event of an unknown form",
     ):
         assert message in told
 

@@ -127,6 +127,10 @@ def test_reasoning_is_shown_and_not_sent_back(chat: Chat) -> None:
             "the server reports an error: engine died",
         ),
         (
+            streamed((0, chat_event(content="Half")), (0, {"choices": [{"delta": ["x"]}]})),
+            'the server sends an event of an unknown form: {"choices": [{"delta": ["x"]}]}',
+        ),
+        (
             streamed((0, chat_event(content="Half"))),
             "the server broke off its answer: no reason is given",
         ),

@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 
 from nanovllm import sse_client
 from nanovllm.errors import ConfigError, InvalidRequestError, ServerError
-from nanovllm.sse_client import Connections, find_server
+from nanovllm.sse_client import Connections, choices_of, find_server
 from nanovllm.sse_response import MAX_HEAD_BYTES, Response
 from tests.wire_server import (
     HEAD,
@@ -216,6 +216,38 @@ def test_errors_of_a_server(steps: list[Step], error: type[Exception], message: 
         request = server.request("POST", "/v1/completions", {})
         with pytest.raises(error, match=message):
             asyncio.run(Connections(server).post(request, lambda _: None))
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"a": 1},
+        "x",
+        1,
+        ["x"],
+        [None],
+        [{"delta": "x"}],
+        [{"delta": ["x"]}],
+        [{"delta": {"content": 5}}],
+        [{"delta": {"content": ["a"]}}],
+        [{"delta": {"reasoning": {"a": 1}}}],
+        [{"text": 5}],
+        [{"text": "a"}, {"text": "b", "finish_reason": 1}],
+    ],
+)
+def test_events_of_an_odd_form_are_refused(choices: Any) -> None:
+    with pytest.raises(ServerError, match='an event of an unknown form: {"choices": '):
+        choices_of({"choices": choices})
+
+
+def test_choices_of_events() -> None:
+    assert choices_of({}) == choices_of({"choices": None}) == choices_of({"choices": []}) == []
+    assert choices_of({"choices": [{"text": "a", "finish_reason": "stop"}, {"delta": None}]}) == [
+        ("a", "", "stop", {}),
+        ("", "", None, {}),
+    ]
+    delta = {"content": None, "reasoning": "b", "role": "assistant"}
+    assert choices_of({"choices": [{"delta": delta}]}) == [("", "b", None, delta)]
 
 
 def unused_port() -> int:
