@@ -54,7 +54,7 @@ class LLM(OtherMethods):
         use_tqdm: bool = True,
         *,
         prompt_token_ids: Seq[int] | Seq[Seq[int]] | None = None,
-        priority: int | Seq[int] = 0,
+        priority: int | Seq[int | None] | None = 0,
         **others: None,
     ) -> list[RequestOutput]:
         """Generate for one prompt or many; return the outputs in the order of the prompts.
@@ -67,6 +67,7 @@ class LLM(OtherMethods):
                 `SamplingParams()`.
             use_tqdm: show a progress bar with tokens per second.
             priority: one for all prompts, or a list with one for each; lower values go first.
+                None is 0.
             others: vLLM's other arguments, such as lora_request; None only.
 
         Raises:
@@ -110,7 +111,7 @@ class LLM(OtherMethods):
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
-        priority: int | Seq[int] = 0,
+        priority: int | Seq[int | None] | None = 0,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
@@ -160,7 +161,7 @@ class LLM(OtherMethods):
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         *,
-        priority: int = 0,
+        priority: int | None = 0,
     ) -> Iterator[RequestOutput]:
         """Generate for one prompt and yield the delta of each step.
 

@@ -210,6 +210,9 @@ def test_chat_takes_priorities(llm: AsyncLLM, sync_llm: LLM) -> None:
         sync_llm.chat(messages, GREEDY, priority=[0, 1])
     with pytest.raises(InvalidRequestError, match="priority must be an integer"):
         run(llm.chat(messages, GREEDY, priority="high"))  # type: ignore[arg-type]
+    for priority in (None, [None], [2]):  # None is 0, as in vLLM
+        (output,) = sync_llm.chat(messages, GREEDY, False, priority=priority)
+        assert output.text == ANSWER_TO[QUESTIONS[0]]
 
 
 def test_chat_has_the_arguments_of_llm_chat() -> None:

@@ -74,7 +74,7 @@ class InputProcessor:
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
-        priority: int = 0,
+        priority: int | None = 0,
         stream: bool = False,
         user: str | None = None,
     ) -> Request:
@@ -88,6 +88,7 @@ class InputProcessor:
         """
         params = self.check_params(SamplingParams() if params is None else params)
         stream = stream and params.output_kind is not RequestOutputKind.FINAL_ONLY
+        priority = 0 if priority is None else priority
         priority = check_int(InvalidRequestError, "priority", priority, -(2**31), 2**31)
         if not (user is None or isinstance(user, str)):
             raise InvalidRequestError(f"user must be a string or None, got {shown(user)}")
