@@ -72,18 +72,17 @@ class Checkpoint:
         Raises:
             CheckpointError: an id is not a token of the vocabulary.
         """
-        file, ids = "generation_config.json", self.generation_config.get("eos_token_id")
-        if ids is None:
-            file, ids = "config.json", self.config.get("eos_token_id")
-        if ids is None:
-            return frozenset()
         vocab_size = self.config.get("vocab_size")  # may be invalid: ModelConfig checks it
         last = vocab_size - 1 if type(vocab_size) is int and vocab_size > 0 else None
-        name = f"{file}: eos_token_id"
-        return frozenset(
-            check_int(CheckpointError, name, token, 0, last)
-            for token in (ids if isinstance(ids, list) else [ids])
-        )
+        found = []
+        files = {"generation_config.json": self.generation_config, "config.json": self.config}
+        for file, settings in files.items():  # also those that do not count
+            ids = settings.get("eos_token_id")
+            if ids is not None:
+                name = f"{file}: eos_token_id"
+                ids = ids if isinstance(ids, list) else [ids]
+                found.append(frozenset(check_int(CheckpointError, name, i, 0, last) for i in ids))
+        return found[0] if found else frozenset()
 
 
 def configured_checkpoint(config: Config) -> Checkpoint:

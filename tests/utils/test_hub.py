@@ -181,6 +181,9 @@ def test_end_of_sequence_ids_that_are_no_tokens(directory, ids, said):
     (directory / "config.json").write_text(json.dumps({**CONFIG, "eos_token_id": ids}))
     with pytest.raises(CheckpointError, match=rf"config\.json: {expected}"):
         open_checkpoint(str(directory))
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": 1}))
+    with pytest.raises(CheckpointError, match=rf"^config\.json: {expected}"):
+        open_checkpoint(str(directory))
 
 
 @pytest.mark.parametrize(
