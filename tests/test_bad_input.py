@@ -186,9 +186,13 @@ def test_hub_id_while_offline_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_unknown_architecture_is_refused(random_model: str, tmp_path: Path) -> None:
-    path = copy_checkpoint(random_model, tmp_path / "m", architectures=["GPT5ForCausalLM"])
-    with pytest.raises(UnsupportedModelError, match="GPT5ForCausalLM.*Qwen3ForCausalLM"):
-        LLM(path)
+    """Also where its settings are in another place, such as text_config."""
+    for name, others in {"plain": {}, "nested": {"num_attention_heads": None}}.items():
+        path = copy_checkpoint(
+            random_model, tmp_path / name, architectures=["GPT5ForCausalLM"], **others
+        )
+        with pytest.raises(UnsupportedModelError, match="GPT5ForCausalLM.*Qwen3ForCausalLM"):
+            LLM(path)
 
 
 def test_directory_without_safetensors_is_refused(random_model: str, tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ class ModelConfig:
             UnsupportedModelError: a setting is not implemented.
             CheckpointError: a field is missing or has an invalid value.
         """
-        architecture = _architecture(config)
+        architecture = architecture_of(config)
         _check_supported(config)
         torch_dtype = _dtype(config, dtype)
         num_heads, num_kv_heads, head_dim = _heads(config)
@@ -105,7 +105,12 @@ class ModelConfig:
         )
 
 
-def _architecture(config: dict[str, Any]) -> str:
+def architecture_of(config: dict[str, Any]) -> str:
+    """Return the architecture that a parsed config.json names.
+
+    Raises:
+        CheckpointError: it does not name one.
+    """
     names = config.get("architectures")
     if not (isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)):
         raise CheckpointError(f"config.json must name one architecture, has {shown(names)}")

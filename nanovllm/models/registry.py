@@ -16,22 +16,32 @@ _MODULES = {
 }
 
 
-def model_class(config: ModelConfig) -> type[nn.Module]:
-    """Return the class that implements `config.architecture`.
+def check_architecture(name: str) -> None:
+    """Check that there is a model of this architecture.
 
     Raises:
         UnsupportedModelError: no model file implements it, or it is a draft head alone.
     """
-    module = _MODULES.get(config.architecture)
-    if config.architecture == EAGLE3:
-        if not isinstance(config, Eagle3Config):
-            raise UnsupportedModelError(
-                f"architecture {EAGLE3} is a draft head: name its target as the model, and the "
-                "head in speculative_config"
-            )
-        module = "eagle3"
-    if module is None:
+    if name == EAGLE3:
         raise UnsupportedModelError(
-            f"architecture {shown(config.architecture)} is not supported ({', '.join(_MODULES)})"
+            f"architecture {EAGLE3} is a draft head: name its target as the model, and the head in "
+            "speculative_config"
         )
+    if name not in _MODULES:
+        raise UnsupportedModelError(
+            f"architecture {shown(name)} is not supported ({', '.join(_MODULES)})"
+        )
+
+
+def model_class(config: ModelConfig) -> type[nn.Module]:
+    """Return the class that implements `config.architecture`.
+
+    Raises:
+        UnsupportedModelError: as for `check_architecture`.
+    """
+    if isinstance(config, Eagle3Config):
+        module = "eagle3"
+    else:
+        check_architecture(config.architecture)
+        module = _MODULES[config.architecture]
     return getattr(importlib.import_module(f"nanovllm.models.{module}"), config.architecture)

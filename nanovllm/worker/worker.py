@@ -23,8 +23,8 @@ from tqdm.auto import tqdm
 
 from nanovllm.config import Config
 from nanovllm.errors import CheckpointError, ConfigError, NanoVLLMError
-from nanovllm.models.config import ModelConfig
-from nanovllm.models.registry import model_class
+from nanovllm.models.config import ModelConfig, architecture_of
+from nanovllm.models.registry import check_architecture
 from nanovllm.scheduler.messages import CacheInfo, Schedule
 from nanovllm.utils.distributed import init_tensor_parallel
 from nanovllm.utils.gguf import is_gguf
@@ -47,7 +47,6 @@ def find_weights(config: Config, checkpoint: Checkpoint) -> list[Path]:
         ConfigError: `quantization` is set, but the checkpoint is quantised already.
     """
     model_config = _model_config(config, checkpoint)
-    model_class(model_config)
     if model_config.fp8 is not None and config.quantization not in (None, "fp8"):
         raise ConfigError(
             f"quantization {config.quantization!r}: {config.model} is in FP8 already; leave it out"
@@ -107,6 +106,8 @@ def _check_draft(target: NetworkSpec, checkpoint: Checkpoint) -> NetworkSpec:
 
 def _model_config(config: Config, checkpoint: Checkpoint) -> ModelConfig:
     try:
+        # First: the settings of other architectures have other names and places.
+        check_architecture(architecture_of(checkpoint.config))
         return ModelConfig.from_hf(checkpoint.config, config.dtype)
     except CheckpointError as error:
         if is_gguf(checkpoint.path):  # the message names fields of a config.json
