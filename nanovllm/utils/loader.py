@@ -14,11 +14,11 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from tqdm.auto import tqdm
 
 from nanovllm.errors import CheckpointError
 from nanovllm.utils.gguf import is_gguf, read_gguf, read_rows
 from nanovllm.utils.json_object import MAX_JSON_BYTES, parse_object
+from nanovllm.utils.progress import progress_bar
 from nanovllm.validation import shown
 
 _MAPPED_BYTES = 128 * 2**20
@@ -140,13 +140,8 @@ def load_weights(
     num_unread = Counter({module: 0 for module, _ in model_shards(model)})
     num_unread.update(owners[chunk.name] for queue in chunks.values() for chunk in queue)
     total = sum(chunk.target.nbytes for queue in chunks.values() for chunk in queue)
-    with tqdm(
-        total=total,
-        unit="B",
-        unit_scale=True,
-        desc="Loading weights",
-        disable=not progress,
-        delay=1,
+    with progress_bar(
+        total=total, unit="B", unit_scale=True, desc="Loading weights", delay=1, shown=progress
     ) as bar:
         for file in files:
             for name, size in _read_chunks(file, chunks.pop(file, deque()), keep):

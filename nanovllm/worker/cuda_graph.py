@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence as Seq
 from typing import NamedTuple
 
 import torch
-from tqdm.auto import tqdm
 
 from nanovllm.attention.backend import Backend
 from nanovllm.attention.batch import Batch
 from nanovllm.layers.sampler import Sampling, draw
 from nanovllm.scheduler.messages import Row
 from nanovllm.utils.distributed import broadcast_from_first
+from nanovllm.utils.progress import progress_bar
 from nanovllm.worker.cuda_capture import Capture, Graph
 from nanovllm.worker.device_tables import DeviceTables
 
@@ -116,7 +116,7 @@ class GraphRunner:
     def capture(self, sizes: Seq[int], *, progress: bool = False) -> None:
         """Capture a graph of each size, the largest first: the others then reuse its memory."""
         order = sorted(sizes, reverse=True)
-        for size in tqdm(order, desc="Capturing CUDA graphs", disable=not progress):
+        for size in progress_bar(order, desc="Capturing CUDA graphs", shown=progress):
             self._upload(_Tokens([], [], []), size, [])
             self._graphs[size] = self._capture(functools.partial(self._step, size))
         self.sizes = sorted(self._graphs)

@@ -12,10 +12,10 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence as Seq
 
 import torch
-from tqdm.auto import tqdm
 
 from nanovllm.attention.batch import Batch
 from nanovllm.utils.distributed import broadcast_from_first
+from nanovllm.utils.progress import progress_bar
 from nanovllm.worker.cuda_capture import Capture, Graph
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class PiecewiseGraphs:
     def capture(self, sizes: Seq[int], *, progress: bool = False) -> None:
         """Capture a graph of each size, the largest first: the others then reuse its memory."""
         order = sorted(sizes, reverse=True)
-        for size in tqdm(order, desc="Capturing graphs for prompts", disable=not progress):
+        for size in progress_bar(order, desc="Capturing graphs for prompts", shown=progress):
             self._graphs[size] = self._capture(functools.partial(self._forward, size))
         self.sizes = sorted(self._graphs)
 
