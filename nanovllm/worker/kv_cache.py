@@ -80,10 +80,11 @@ def require_one_sequence(num_blocks: int, block_size: int, max_model_len: int) -
     """
     needed = -(-max_model_len // block_size)
     if num_blocks < needed:
+        room = num_blocks * block_size
+        lower = f"lower max_model_len to {room} or less, or " if room else ""
         raise OutOfMemoryError(
             f"the KV pool holds {num_blocks} blocks of {block_size} tokens, but one sequence of "
-            f"max_model_len {max_model_len} needs {needed}; lower max_model_len to "
-            f"{num_blocks * block_size} or less, or give the pool more ("
+            f"max_model_len {max_model_len} needs {needed}; {lower}give the pool more ("
             "gpu_memory_utilization, kv_cache_memory_bytes, num_kvcache_blocks)"
         )
 

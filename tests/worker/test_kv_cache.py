@@ -152,7 +152,8 @@ def test_too_few_blocks_name_the_numbers_and_the_ways_out(num_blocks, max_model_
     message = str(raised.value)
     assert f"holds {num_blocks} blocks of 16 tokens" in message
     assert f"max_model_len {max_model_len} needs {needed};" in message
-    assert f"lower max_model_len to {num_blocks * 16} or less" in message
+    lower = f"; lower max_model_len to {num_blocks * 16} or less, or give the pool more ("
+    assert (lower if num_blocks else "; give the pool more (") in message
     for option in ("gpu_memory_utilization", "kv_cache_memory_bytes", "num_kvcache_blocks"):
         assert option in message
 
