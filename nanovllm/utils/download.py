@@ -4,6 +4,7 @@ Knows no file by name. Imports no torch.
 """
 
 import functools
+import os
 from pathlib import Path
 
 from nanovllm.errors import CheckpointError
@@ -56,8 +57,18 @@ def download(
     except Exception as error:  # offline, a full disk, ...: huggingface_hub raises many types
         raise CheckpointError(
             f"cannot get {model!r} from the hub: {error} - it is not (wholly) in the local cache; "
-            "connect once, unset HF_HUB_OFFLINE, or give a local directory"
+            f"{way_online()}, or give a local directory"
         ) from error
+
+
+def way_online() -> str:
+    """Return what lets the hub be asked: the variable that forbids it, if one does."""
+    import huggingface_hub
+
+    names = [name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if os.environ.get(name)]
+    if huggingface_hub.constants.HF_HUB_OFFLINE and names:
+        return f"connect once with {names[0]} unset"
+    return "connect once"
 
 
 def hub_files(model: str, revision: str | None) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from nanovllm.config import Config
 from nanovllm.errors import CheckpointError
-from nanovllm.utils.download import download, hub_files
+from nanovllm.utils.download import download, hub_files, way_online
 from nanovllm.utils.files import check_file, local_path, read_json
 from nanovllm.utils.gguf import is_gguf, read_gguf
 from nanovllm.validation import check_int, shown
@@ -192,8 +192,7 @@ def weight_files(
         if from_hub and not others:
             raise CheckpointError(
                 f"no .safetensors weights of {model!r} in the local cache, and none came from the "
-                "hub (offline, or it has none): connect once, unset HF_HUB_OFFLINE, or give a "
-                "local directory"
+                f"hub (offline, or it has none): {way_online()}, or give a local directory"
             )
         if gguf := [name for name in others if name.endswith(".gguf")]:
             raise CheckpointError(

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import huggingface_hub.constants
 import pytest
@@ -476,8 +477,16 @@ def test_names_that_the_file_system_refuses(offline, model):
         open_checkpoint(model)
 
 
-def test_offline_with_nothing_cached(offline):
-    with pytest.raises(CheckpointError, match=r"'org/tiny'.*local cache.*HF_HUB_OFFLINE"):
+def test_offline_with_nothing_cached(offline, monkeypatch):
+    with pytest.raises(CheckpointError, match=r"'org/tiny'.* cache; .* with HF_HUB_OFFLINE unset"):
+        open_checkpoint("org/tiny")
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setenv("TRANSFORMERS_OFFLINE", "1")
+    with pytest.raises(CheckpointError, match="with TRANSFORMERS_OFFLINE unset, or give a local"):
+        open_checkpoint("org/tiny")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", Mock(side_effect=OSError("no route")))
+    with pytest.raises(CheckpointError, match="cache; connect once, or give a local directory"):
         open_checkpoint("org/tiny")
 
 
