@@ -1,10 +1,11 @@
-"""POST /tokenize and /detokenize, in vLLM's form."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info, in vLLM's form."""
 
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, model_validator
 
+from nanovllm.engine.chat import RenderedChat
 from nanovllm.server import generation
 from nanovllm.server.errors import APIError, naming_params
 from nanovllm.server.json_route import JSONRoute
@@ -27,6 +28,8 @@ class TokenizeRequest(RequestModel):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
+    """Whether the tokenizer's own tokens, such as that of the beginning, are put around the text.
+    Without a value they are for a text, and the template writes them for a conversation."""
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")
@@ -58,6 +61,40 @@ class DetokenizeAnswer(BaseModel):
     prompt: str
 
 
+class TokenizerInfo(BaseModel):
+    """The tokenizer, by the names of tokenizer_config.json."""
+
+    tokenizer_class: str
+    bos_token: str | None
+    eos_token: str | None
+    unk_token: str | None
+    pad_token: str | None
+    chat_template: str | None
+    added_tokens_decoder: dict[int, str]
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(request: Request) -> TokenizerInfo:
+    """Describe the tokenizer, so that a client can use it through /tokenize."""
+    server = state_of(request)
+    tokenizer = _tokenizer(server)
+    tokens = tokenizer.special_tokens_map
+    template = tokenizer.chat_template if server.chat_template is None else server.chat_template
+    if isinstance(template, dict):  # several templates by name
+        template = template.get("default")
+    return TokenizerInfo(
+        tokenizer_class="PreTrainedTokenizerFast",  # the class that loads each tokenizer.json
+        bos_token=tokens.get("bos_token"),
+        eos_token=tokens.get("eos_token"),
+        unk_token=tokens.get("unk_token"),
+        pad_token=tokens.get("pad_token"),
+        chat_template=template,
+        added_tokens_decoder={
+            token_id: token.content for token_id, token in tokenizer.added_tokens_decoder.items()
+        },
+    )
+
+
 @router.post("/tokenize")
 async def tokenize(request: Request, body: TokenizeRequest) -> TokenizeAnswer:
     """Return the token ids of a text or a conversation."""
@@ -86,18 +123,19 @@ def _tokenize(server: ServerState, body: TokenizeRequest) -> tuple[list[int], li
     if body.messages is None:
         assert body.prompt is not None
         processor.check_length("the prompt", body.prompt)
-        tokens = processor.encode(body.prompt)
+        prompt = body.prompt
     else:
-        tokens = processor.encode(
-            render(
-                server,
-                body.messages,
-                tools=body.tools,
-                add_generation_prompt=body.add_generation_prompt,
-                continue_final_message=body.continue_final_message,
-                chat_template_kwargs=body.chat_template_kwargs,
-            )
+        prompt = render(
+            server,
+            body.messages,
+            tools=body.tools,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            chat_template_kwargs=body.chat_template_kwargs,
         )
+    if body.add_special_tokens is not None:
+        prompt = str(prompt) if body.add_special_tokens else RenderedChat(prompt)
+    tokens = processor.encode(prompt)
     if not body.return_token_strs:
         return tokens, None
     texts: list[str] = _tokenizer(server).convert_ids_to_tokens(tokens)
