@@ -185,9 +185,14 @@ FRAGMENTS = [
     st.sampled_from([HermesParser, LlamaParser, MistralParser]),
     st.lists(st.sampled_from(FRAGMENTS), max_size=30).map("".join),
     st.lists(st.integers(1, 9), max_size=40),
+    st.booleans(),
 )
-def test_any_cut_gives_the_same(kind: type[ToolCallParser], text: str, sizes: list[int]) -> None:
-    assert parse(kind, cut(text, sizes)) == parse(kind, [text]) == parse(kind, list(text))
+def test_any_cut_gives_the_same(
+    kind: type[ToolCallParser], text: str, sizes: list[int], is_cut: bool
+) -> None:
+    whole = parse(kind, [text], cut=is_cut)
+    assert parse(kind, cut(text, sizes), cut=is_cut) == whole
+    assert parse(kind, list(text), cut=is_cut) == whole
 
 
 @settings(max_examples=200, deadline=None)
