@@ -493,10 +493,8 @@ class Recorder:
 
     def __init__(self, **options: Any) -> None:
         self.made.append(options)
-        self.engine = types.SimpleNamespace(generation_config={})
-
-    def get_tokenizer(self) -> None:
-        return None
+        processor = types.SimpleNamespace(tokenizer=None)
+        self.engine = types.SimpleNamespace(generation_config={}, input_processor=processor)
 
     def get_default_sampling_params(self) -> SamplingParams:
         return cli.SamplingParams(temperature=0.25, max_tokens=77)
