@@ -180,6 +180,8 @@ def check_text(what: str, text: str) -> str:
     except UnicodeDecodeError as error:
         wrong = error.object[error.start]
         raise InvalidRequestError(f"{what} is not UTF-8 text: it has byte {wrong:#x}") from None
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(f"{what} is no Unicode text: {error}") from None
 
 
 def piped_lines() -> Iterator[str]:

@@ -20,6 +20,7 @@ import pytest
 import nanovllm
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams, cli, demo_model, terminal
 from nanovllm.config import Config
+from nanovllm.errors import InvalidRequestError
 from nanovllm.flags import Parser, add_flags, fields_of, given_fields
 from nanovllm.llm import default_sampling_params
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -946,6 +947,8 @@ def test_binary_standard_input_is_refused(
 def test_text_is_utf8_in_an_ascii_locale() -> None:
     """Python reads each byte above 127 as a lone surrogate there."""
     assert terminal.check_text("a prompt", "caf\udcc3\udca9") == "café"
+    with pytest.raises(InvalidRequestError, match="a prompt is no Unicode text"):
+        terminal.check_text("a prompt", "\ud800")
 
 
 def test_command_runs_as_a_process() -> None:
