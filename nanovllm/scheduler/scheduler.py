@@ -25,13 +25,14 @@ class Scheduler:
     - Every unfinished sequence is either running or waiting.
     - A running sequence owns a table row, and KV blocks for its computed tokens at least. A waiting
       sequence owns neither.
-    - Running sequences are sorted by `Sequence.order`: (priority, turn of the user, arrival).
+    - Running sequences are sorted by `Sequence.order`.
+    - `WaitingQueue` has the waiting ones, and the running ones whose prompt is not computed.
     - `0 <= num_computed_tokens <= num_tokens <= max_model_len`.
 
-    Waiting sequences are admitted in the order of `WaitingQueue`, up to the first that does not
-    fit. If the pool is full, the last running sequence is preempted: it loses its KV and waits
-    again. Steps may overlap: tokens that a launched step will sample are counted as pending. The
-    cost of a step depends on the running sequences, not on how many are waiting.
+    A step takes running and waiting sequences in one order. The first that waits and does not fit
+    ends the admissions. If the pool is full, the last running sequence is preempted: it loses its
+    KV and waits again. Steps may overlap: tokens that a launched step will sample are pending.
+    The cost of a step does not depend on how many are waiting.
     """
 
     def __init__(
@@ -81,9 +82,7 @@ class Scheduler:
 
         May be called again before `update()` has taken the result of the previous step.
         """
-        rows: list[Row] = []
-        new_blocks, budget, preempted = self._schedule_running(rows)
-        admissions = [] if preempted else self._admit_waiting(rows, budget)
+        rows, new_blocks, admissions = self._schedule_rows()
         if not rows:
             return None
         if self.follows_drafts:
@@ -91,8 +90,7 @@ class Scheduler:
                 rows, new_blocks, self._sequences, self.block_manager
             )
         controller = self.draft_controller
-        may_draft = controller is not None and not controller.skips_step()
-        if controller is not None and may_draft:
+        if may_draft := controller is not None and not controller.skips_step():
             budget = self.max_num_batched_tokens - sum(row.num_scheduled_tokens for row in rows)
             new_blocks += add_drafts(rows, budget, self._sequences, self.block_manager, controller)
         step_id, zeroed = next(self._step_ids), self._begun_blocks(rows)
@@ -198,73 +196,75 @@ class Scheduler:
             "a table row is lost or owned twice"
         )
         assert self.running == sorted(self.running, key=lambda s: s.order)
-        waiting = list(self._waiting)
+        queued = list(self._waiting)
+        assert {*queued} == {seq for seq in self._sequences.values() if seq.is_queued}
+        waiting = [seq for seq in queued if seq.table_idx is None]
         ids = [seq.seq_id for seq in self.running + waiting]
         assert sorted(ids) == sorted(self._sequences), "a sequence is lost or queued twice"
-        assert all(not seq.block_table and seq.table_idx is None for seq in waiting)
+        assert all(not seq.block_table for seq in waiting)
         for seq in self.running:
             assert 0 <= seq.num_computed_tokens <= seq.num_tokens <= self.max_model_len
             assert len(seq.block_table) >= self.block_manager.blocks_for(seq.num_computed_tokens)
             assert 0 <= seq.num_pending_tokens <= seq.num_in_flight_steps
 
-    def _schedule_running(self, rows: list[Row]) -> tuple[list[NewBlocks], int, bool]:
-        """Append rows for the running sequences, in order; preempt the last ones if blocks run out.
+    def _schedule_rows(self) -> tuple[list[Row], list[NewBlocks], list[Admission]]:
+        """Return rows for sequences in order, the blocks added to block tables, and the admissions.
 
-        Returns:
-            The blocks added to block tables, the tokens left of the step's budget, and whether a
-            sequence was preempted.
+        If blocks run out, the last running ones are preempted, and no more are admitted.
         """
-        budget = self.max_num_batched_tokens
+        rows: list[Row] = []
         new_blocks: list[NewBlocks] = []
-        index, preempted = 0, False
-        while index < len(self.running) and budget > 0:
-            seq = self.running[index]
+        admissions: list[Admission] = []
+        budget, index, head = self.max_num_batched_tokens, 0, self._waiting.first()
+        while budget > 0:
+            seq = self.running[index] if index < len(self.running) else None
+            if head is not None and (seq is None or head.order < seq.order):
+                if (admission := self._admit(head)) is None:
+                    head = None
+                    continue
+                admissions.append(admission)
+                seq = head
+            elif seq is None:
+                break
             index += 1
             num_missing = self._num_tokens_to_schedule(seq)
-            if num_missing > 0:
-                end = seq.num_computed_tokens + min(num_missing, budget)
-                start = len(seq.block_table)
-                while (appended := self.block_manager.allocate_blocks(seq, end)) is None:
-                    if seq.num_draft_tokens:  # it waits: these preempt nobody
-                        break
-                    preempted = True
-                    victim = self.running[-1]  # the last in order, so it has no row in this step
-                    self._preempt(victim)
-                    self.stats.num_preemptions += 1
-                    if victim is seq:
-                        return new_blocks, budget, preempted
-                if appended is None:
-                    continue
-                row = self._schedule_row(seq, num_missing, budget)
-                if appended:
-                    new_blocks.append(NewBlocks(row.table_idx, start, appended))
-                rows.append(row)
-                budget -= row.num_scheduled_tokens
-        return new_blocks, budget, preempted
+            if num_missing <= 0:
+                continue
+            start, end = len(seq.block_table), seq.num_computed_tokens + min(num_missing, budget)
+            while (appended := self.block_manager.allocate_blocks(seq, end)) is None:
+                if seq.num_draft_tokens:  # it waits: these preempt nobody
+                    break
+                head, victim = None, self.running[-1]  # the last in order: no row in this step
+                self._preempt(victim)
+                self.stats.num_preemptions += 1
+                if victim is seq:
+                    break
+            if appended is None:
+                continue
+            row = self._schedule_row(seq, num_missing, budget)
+            if appended:
+                new_blocks.append(NewBlocks(row.table_idx, start, appended))
+            rows.append(row)
+            budget -= row.num_scheduled_tokens
+            if seq.is_queued:
+                self.running.remove(seq)  # its order changes if it leaves the queue
+                self._waiting.advance(seq, num_missing - row.num_scheduled_tokens)
+                insort(self.running, seq, key=lambda s: s.order)
+                head = head and self._waiting.first()
+        return rows, new_blocks, admissions
 
-    def _admit_waiting(self, rows: list[Row], budget: int) -> list[Admission]:
-        """Admit waiting sequences in order until one does not fit; append their rows."""
-        admissions: list[Admission] = []
-        while budget > 0 and self._free_table_indices:
-            seq = self._waiting.first()
-            # A preempted sequence resumes only when the tokens of its steps in flight are known.
-            if seq is None or seq.num_in_flight_steps:
-                break
-            # Prompt log-probabilities need every prompt token's hidden state, so no prefix hits.
-            needs_all = seq.params.prompt_logprobs is not None
-            cached = [] if needs_all else self.block_manager.match_prefix(seq)
-            blocks = self.block_manager.allocate_blocks(seq, seq.num_tokens, cached)
-            if blocks is None:
-                break
-            self._waiting.pop()
-            num_cached_tokens = len(cached) * self.block_manager.block_size
-            admissions.append(self._admit(seq, blocks, num_cached_tokens))
-            rows.append(self._schedule_row(seq, self._num_tokens_to_schedule(seq), budget))
-            budget -= rows[-1].num_scheduled_tokens
-        return admissions
-
-    def _admit(self, seq: Sequence, block_ids: list[int], num_cached_tokens: int) -> Admission:
-        """Give a sequence a table row, add it to the running ones and return its admission."""
+    def _admit(self, seq: Sequence) -> Admission | None:
+        """Give a waiting sequence a table row and blocks; return None if they do not suffice."""
+        # A preempted sequence resumes only when the tokens of its steps in flight are known.
+        if not self._free_table_indices or seq.num_in_flight_steps:
+            return None
+        # Prompt log-probabilities need every prompt token's hidden state, so no prefix hits.
+        needs_all = seq.params.prompt_logprobs is not None
+        cached = [] if needs_all else self.block_manager.match_prefix(seq)
+        blocks = self.block_manager.allocate_blocks(seq, seq.num_tokens, cached)
+        if blocks is None:
+            return None
+        num_cached_tokens = len(cached) * self.block_manager.block_size
         seq.num_computed_tokens = num_cached_tokens
         seq.num_unsent_tokens = 0
         if not seq.was_admitted:
@@ -280,7 +280,7 @@ class Scheduler:
             seq.table_idx,
             list(seq.token_ids),  # a copy: the sequence grows while the step is in flight
             seq.num_prompt_tokens,
-            block_ids,
+            blocks,
             seq.params,
             seq.seed,
             seq.stop_token_ids,
@@ -346,5 +346,5 @@ class Scheduler:
         if seq.table_idx is not None:
             self.running.remove(seq)
             self._release(seq)
-        else:
+        if seq.is_queued:
             self._waiting.remove(seq)

@@ -31,6 +31,7 @@ class Sequence:
         "cache_salt",
         "draft_counts",
         "finish_reason",
+        "is_queued",
         "logprobs",
         "max_num_tokens",
         "num_cached_tokens",
@@ -75,7 +76,8 @@ class Sequence:
         self.priority = priority
         self.bad_words = bad_words  # params.bad_words as token ids
         self.user = user  # users take turns, see WaitingQueue
-        self.turn = 0  # counts admissions that followed one of another user; set at the first one
+        self.turn = 0  # set by WaitingQueue, for good when the sequence is admitted
+        self.is_queued = False  # in WaitingQueue, as its prompt is not computed
         self.cache_salt = cache_salt  # only sequences of the same salt share blocks
         self.stop_token_ids: frozenset[int] = frozenset()  # set by Scheduler.add
         self.max_num_tokens = 0  # set by Scheduler.add
@@ -126,7 +128,7 @@ class Sequence:
 
     @property
     def was_admitted(self) -> bool:
-        """Whether it was running before, so that it waits because it was preempted."""
+        """Whether it is running or was before; if it waits, it was preempted."""
         return self.num_cached_tokens is not None
 
     @property
@@ -135,11 +137,10 @@ class Sequence:
         return ROOT_UID if self.cache_salt is None else self.cache_salt
 
     @property
-    def order(self) -> tuple[int, int, int]:
-        """Sort key of running sequences: priority, then the turn of its user, then arrival.
+    def order(self) -> tuple[int, bool, int, int]:
+        """Sort key: priority, those whose prompt is computed, then the user's turn, then arrival.
 
-        With one user this is (priority, arrival). With several, arrival alone would make a user
-        who came late the victim of each preemption, until all that another user sent before is
-        done.
+        Arrival alone would make a user who came late the victim of each preemption, until all that
+        another user sent before is done.
         """
-        return (self.priority, self.turn, self.seq_id)
+        return (self.priority, self.is_queued, self.turn, self.seq_id)

@@ -1,11 +1,10 @@
-"""The waiting sequences: lower priority values go first, and within a priority users take turns.
+"""The prompts to compute: lower priority values go first, and within a priority users take turns.
 
-Owns the order of admission. Knows no blocks, no steps and no tokens' values.
+Owns the order of waiting and running prompts. Knows no blocks and no tokens' values.
 """
 
 import heapq
 from collections.abc import Iterator
-from itertools import count
 from typing import Generic, TypeVar
 
 from nanovllm.scheduler.sequence import Sequence
@@ -17,15 +16,18 @@ class WaitingQueue:
     """Deficit round robin over users (Shreedhar and Varghese, 1995) within each priority.
 
     In each round every user that waits saves one token. A user's next sequence goes when the user
-    has saved its cost: `max_num_tokens`, the most tokens that it may have. Within a user, earlier
-    arrivals go first. A user whose last sequence leaves the queue loses what it has saved.
+    has saved its cost: `max_num_tokens`, the most tokens that it may have. That round is the
+    sequence's `turn`. Within a user, earlier arrivals go first. A user whose last sequence leaves
+    the queue loses what it has saved.
 
-    So a sequence of a user waits for at most C + M tokens of each other user of its priority: C is
+    A sequence keeps its place until its prompt is computed, and rounds pass with the prompt's
+    tokens. So a user who comes while a long prompt runs may have the earlier turn.
+
+    A sequence of a user waits for at most C + M tokens of each other user of its priority: C is
     the cost of what its own user admits from its arrival on, itself included, and M the cost of the
     other user's largest sequence. How many sequences the other user has does not matter.
 
-    A preempted sequence was paid for. It goes before all sequences that were never admitted, except
-    earlier arrivals of its own user.
+    A preempted sequence was paid for: it comes back with the turn that it had.
 
     Each operation costs amortised O(log n). Rounds in which nobody could go are skipped.
     """
@@ -33,54 +35,54 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._levels: dict[int, _RoundRobin] = {}  # by priority; none is empty
         self._priorities: _Heap[int] = _Heap()
-        self._turn = 0
-        self._last_user: str | None = None
+        self._round = 0  # no turn was later in a level that is gone
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Yield all waiting sequences, in no particular order."""
+        """Yield all sequences, in no particular order."""
         for level in self._levels.values():
             yield from level
 
     def push(self, seq: Sequence) -> None:
-        """Add a sequence: a new one, or one that was preempted."""
+        """Add a sequence, a new one or one that was preempted, unless it still has its place."""
         if seq.priority not in self._levels:
-            self._levels[seq.priority] = _RoundRobin()
+            self._levels[seq.priority] = _RoundRobin(self._round)
             self._priorities.set(seq.priority, (seq.priority,))
         self._levels[seq.priority].push(seq)
 
     def first(self) -> Sequence | None:
-        """Return the sequence to admit next, None if none waits."""
+        """Return the sequence whose prompt comes next, None if there is none."""
         return self._levels[self._priorities.first()].first() if self._levels else None
 
-    def pop(self) -> Sequence:
-        """Remove and return the first sequence. Its user pays for it, if it was never admitted."""
-        level = self._levels[self._priorities.first()]
-        seq = level.first()
-        if not seq.was_admitted:
-            self._turn += self._last_user not in (None, seq.user)
-            self._last_user = seq.user
-            seq.turn = self._turn
-            level.pay(seq)
-        self.remove(seq)
-        return seq
+    def advance(self, seq: Sequence, num_left: int) -> None:
+        """Note that all but `num_left` tokens of a sequence are computed. At 0 it leaves the queue.
+
+        Its user pays for it at the first call.
+        """
+        self._levels[seq.priority].advance(seq, num_left)
+        if num_left == 0:
+            self.remove(seq)
 
     def remove(self, seq: Sequence) -> None:
-        """Remove a waiting sequence."""
+        """Remove a sequence."""
         level = self._levels[seq.priority]
         level.remove(seq)
         if level.is_empty:
             del self._levels[seq.priority]
             self._priorities.remove(seq.priority)
+            self._round = max(self._round, level.round)
 
 
 class _RoundRobin:
-    """The sequences of one priority."""
+    """The sequences of one priority.
 
-    def __init__(self) -> None:
-        self.round = 0  # in which the last sequence went
+    Args:
+        start: the round of the first users that come.
+    """
+
+    def __init__(self, start: int) -> None:
+        self.round = start  # that has passed
         self._users: dict[str, _User] = {}  # those with sequences
         self._turns: _Heap[str] = _Heap()
-        self._numbers = count()
 
     def __iter__(self) -> Iterator[Sequence]:
         for user in self._users.values():
@@ -93,47 +95,43 @@ class _RoundRobin:
     def push(self, seq: Sequence) -> None:
         user = self._users.get(seq.user)
         if user is None:
-            user = self._users[seq.user] = _User(self.round, next(self._numbers))
+            user = self._users[seq.user] = _User(self.round)
         user.sequences.set(seq, (seq.seq_id,))
-        self._turns.set(seq.user, user.turn)
+        self._turns.set(seq.user, user.next_turn())
+        seq.is_queued = True
 
     def first(self) -> Sequence:
         return self._users[self._turns.first()].sequences.first()
 
-    def pay(self, seq: Sequence) -> None:
+    def advance(self, seq: Sequence, num_left: int) -> None:
         user = self._users[seq.user]
-        user.start += seq.max_num_tokens
-        self.round = max(self.round, user.start)
+        user.start = max(user.start, seq.turn)
+        self.round = max(self.round, seq.turn - num_left)
 
     def remove(self, seq: Sequence) -> None:
         user = self._users[seq.user]
         user.sequences.remove(seq)
+        seq.is_queued = False
         if len(user.sequences):
-            self._turns.set(seq.user, user.turn)
+            self._turns.set(seq.user, user.next_turn())
         else:
             del self._users[seq.user]
             self._turns.remove(seq.user)
 
 
 class _User:
-    """A user's sequences, and the round from which it saves for the first of them.
+    """A user's sequences, and the round from which it saves for the first of them."""
 
-    Args:
-        number: breaks ties between users: the one that began to wait earlier goes first.
-    """
-
-    def __init__(self, start: int, number: int) -> None:
+    def __init__(self, start: int) -> None:
         self.start = start
-        self.number = number
         self.sequences: _Heap[Sequence] = _Heap()
 
-    @property
-    def turn(self) -> tuple[int, ...]:
-        """Sort key: users with a preempted sequence first, then by the round of their turn."""
+    def next_turn(self) -> tuple[int, int]:
+        """Return the sort key of the user: the turn of its first sequence, then its arrival."""
         seq = self.sequences.first()
-        if seq.was_admitted:
-            return (0, seq.turn, seq.seq_id)
-        return (1, self.start + seq.max_num_tokens, self.number)
+        if not seq.was_admitted:
+            seq.turn = self.start + seq.max_num_tokens
+        return (seq.turn, seq.seq_id)
 
 
 class _Heap(Generic[Item]):

@@ -4,6 +4,7 @@ Each new token of the fake model depends on all tokens before it. So a request's
 only if the scheduler kept every block, position and table row right. Imports no torch.
 """
 
+import math
 import pickle
 import random
 from collections import deque
@@ -326,9 +327,9 @@ class Engine:
         running = list(self.scheduler.running)
         held = {id(seq) for seq in running}
         waiting = [s for s in self.sequences if not s.is_finished and id(s) not in held]
-        resuming = {s.seq_id for s in waiting if s.was_admitted}
+        prompts = {seq.seq_id for seq in self.sequences if seq.is_queued}
         schedule = self.scheduler.schedule()
-        self._check_order(running, waiting, resuming, schedule)
+        self._check_order(running, waiting, prompts, schedule)
         if schedule is None:
             assert self.in_flight or not self.scheduler.num_unfinished, "waiting requests never run"
             return None
@@ -455,49 +456,51 @@ class Engine:
         self,
         running: list[Sequence],
         waiting: list[Sequence],
-        resuming: set[int],
+        prompts: set[int],
         schedule: Schedule | None,
     ) -> None:
+        """Check that rows, admissions and victims follow one order, and that none is passed over.
+
+        Args:
+            prompts: sequences whose prompt was not computed before the step.
+        """
+
+        def order(seq: Sequence) -> tuple[int, bool, int, int]:
+            return (seq.priority, seq.seq_id in prompts, seq.turn, seq.seq_id)
+
         victims = [seq for seq in running if seq.table_idx is None]
         kept = [seq for seq in running if seq.table_idx is not None]
-        assert all(seq.order < victim.order for seq in kept for victim in victims)
+        assert all(order(seq) < order(victim) for seq in kept for victim in victims)
         assert all(victim.num_computed_tokens == 0 for victim in victims)
         self.preempted += [seq.seq_id for seq in victims]
         if schedule is None:
             return
-        kept_ids = [seq.seq_id for seq in kept]
-        admitted = [r.seq_id for r in schedule.rows if r.seq_id not in kept_ids]
-        assert not (victims and admitted), "admission in a step that preempts"
-        self._check_turns(admitted, waiting, resuming)
-        self.admitted += [seq_id for seq_id in admitted if seq_id not in self.admitted]
-        rows = [row.seq_id for row in schedule.rows]
-        assert rows == [seq_id for seq_id in kept_ids if seq_id in rows] + admitted
+        rows = [self.sequences[row.seq_id] for row in schedule.rows]
+        assert rows == sorted(rows, key=order)
+        admitted = [seq for seq in rows if seq not in running]
+        least = min((victim.priority for victim in victims), default=math.inf)
+        assert all(seq.priority < least for seq in admitted), "admission after a preemption"
+        self._check_turns(admitted, waiting)
+        head = self.scheduler._waiting.first()
+        if head is not None and any(head.order < order(seq) for seq in rows) and not victims:
+            is_free = len(self.scheduler.running) < self.max_num_seqs
+            num_needed = self.manager.blocks_for(head.num_tokens)
+            fits = is_free and num_needed <= self.manager.num_free_blocks
+            assert not fits or head.num_in_flight_steps, "a sequence was passed over"
+        ids = [seq.seq_id for seq in admitted]
+        self.admitted += [seq_id for seq_id in ids if seq_id not in self.admitted]
         table_indices = {row.seq_id: row.table_idx for row in schedule.rows}
         assert [(new.table_idx, new.seed) for new in schedule.admissions] == [
-            (table_indices[seq_id], 100 + seq_id) for seq_id in admitted
+            (table_indices[seq_id], 100 + seq_id) for seq_id in ids
         ]
 
-    def _check_turns(
-        self, admitted: list[int], waiting: list[Sequence], resuming: set[int]
-    ) -> None:
+    def _check_turns(self, admitted: list[Sequence], waiting: list[Sequence]) -> None:
         """Check that the admitted sequences are the first of their users, and go by priority."""
         waiting = sorted(waiting, key=lambda seq: (seq.priority, seq.seq_id))
-        for seq_id in admitted:
-            seq = self.sequences[seq_id]
-            firsts: dict[str, Sequence] = {}  # of each user's waiting sequences
-            for other in waiting:
-                firsts.setdefault(other.user, other)
-            assert seq is firsts[seq.user], "an earlier sequence of the user was passed over"
+        for seq in admitted:
+            assert seq is next(other for other in waiting if other.user == seq.user)
             assert seq.priority == waiting[0].priority
-            first_resuming = min(
-                (first.order for first in firsts.values() if self._resumes(first, seq, resuming)),
-                default=seq.order,
-            )
-            assert first_resuming == seq.order, "a preempted sequence was passed over"
             waiting.remove(seq)
-
-    def _resumes(self, seq: Sequence, other: Sequence, resuming: set[int]) -> bool:
-        return seq.seq_id in resuming and seq.priority == other.priority
 
     def _check_budgets(self, schedule: Schedule) -> None:
         budget = self.scheduler.max_num_batched_tokens

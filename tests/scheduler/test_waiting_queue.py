@@ -5,6 +5,7 @@ Imports no torch.
 
 from collections import Counter
 from itertools import count
+from typing import Any
 
 import pytest
 from hypothesis import (
@@ -31,57 +32,50 @@ def make_seq(seq_id: int, cost: int, user: str = "", priority: int = 0) -> Seque
 
 
 def pop(queue: WaitingQueue) -> Sequence:
-    """Admit the first sequence, as the scheduler does."""
-    first = queue.first()
-    seq = queue.pop()
-    assert seq is first
+    """Admit the first sequence and compute its prompt, as the scheduler does."""
+    seq = queue.first()
+    assert seq is not None
     seq.num_cached_tokens = seq.num_cached_tokens or 0
+    queue.advance(seq, 0)
     return seq
 
 
 class Rounds:
-    """Deficit round robin of one priority as in the paper: round by round, a token for each."""
+    """The prompts of one priority, without heaps: a list, and the rounds that users have used."""
 
     def __init__(self) -> None:
-        self.saved: dict[str, int] = {}  # by user, in the order in which they began to wait
-        self.waiting: dict[str, list[Sequence]] = {}
+        self.now = 0
+        self.used: dict[str, int] = {}  # rounds by user, of those with prompts
+        self.prompts: list[Sequence] = []
+        self.turns: dict[Sequence, int] = {}  # of those that were admitted
 
     def push(self, seq: Sequence) -> None:
-        self.saved.setdefault(seq.user, 0)
-        sequences = self.waiting.setdefault(seq.user, [])
-        sequences.append(seq)
-        sequences.sort(key=lambda s: s.seq_id)
+        self.used.setdefault(seq.user, self.now)
+        if seq not in self.prompts:
+            self.prompts.append(seq)
 
     def remove(self, seq: Sequence) -> None:
-        self.waiting[seq.user].remove(seq)
-        if not self.waiting[seq.user]:
-            del self.waiting[seq.user], self.saved[seq.user]
+        self.prompts.remove(seq)
+        if all(other.user != seq.user for other in self.prompts):
+            del self.used[seq.user]
 
     def first(self) -> Sequence:
-        firsts = [sequences[0] for sequences in self.waiting.values()]
-        preempted = [seq for seq in firsts if seq.was_admitted]
-        if preempted:
-            return min(preempted, key=lambda seq: (seq.turn, seq.seq_id))
-        saved = dict(self.saved)
-        while True:
-            left = {user: saved[user] - self.waiting[user][0].max_num_tokens for user in saved}
-            user = max(left, key=lambda user: left[user])  # the first of those with the most
-            if left[user] >= 0:
-                return self.waiting[user][0]
-            saved = {user: tokens + 1 for user, tokens in saved.items()}
+        users = {seq.user: seq for seq in sorted(self.prompts, key=lambda s: -s.seq_id)}
+        return min(users.values(), key=lambda seq: (self.turn(seq), seq.seq_id))
 
-    def pop(self) -> Sequence:
-        seq = self.first()
-        if not seq.was_admitted:
-            while self.saved[seq.user] < seq.max_num_tokens:
-                self.saved = {user: tokens + 1 for user, tokens in self.saved.items()}
-            self.saved[seq.user] -= seq.max_num_tokens
-        self.remove(seq)
-        return seq
+    def turn(self, seq: Sequence) -> int:
+        return self.turns.get(seq, self.used.get(seq.user, 0) + seq.max_num_tokens)
+
+    def advance(self, seq: Sequence, num_left: int) -> None:
+        self.turns[seq] = self.turn(seq)
+        self.used[seq.user] = max(self.used[seq.user], self.turns[seq])
+        self.now = max(self.now, self.turns[seq] - num_left)
+        if num_left == 0:
+            self.remove(seq)
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """Random arrivals, admissions, preemptions and aborts, beside `Rounds`."""
+    """Random arrivals, chunks of prompts, preemptions and aborts, beside `Rounds`."""
 
     users = ("", "ann", "bob", "eve")
 
@@ -90,16 +84,23 @@ class QueueMachine(RuleBasedStateMachine):
         self.queue = WaitingQueue()
         self.rounds: dict[int, Rounds] = {}  # by priority
         self.seq_ids = count(0, 10)
-        self.waiting: list[Sequence] = []
-        self.running: list[Sequence] = []
+        self.queued: list[Sequence] = []
+        self.running: list[Sequence] = []  # some of them queued, as their prompt is not computed
+        self.served: dict[Sequence, int] = {}  # tokens whose rounds have passed
         self.paid: Counter[tuple[int, str]] = Counter()  # tokens admitted, by priority and user
         self.largest: Counter[tuple[int, str]] = Counter()
-        self.paid_at_arrival: dict[Sequence, Counter[tuple[int, str]]] = {}
+        self.before: dict[Sequence, tuple[Counter[tuple[int, str]], int]] = {}
 
     def push(self, seq: Sequence) -> None:
+        # The rounds of a priority begin again where those of all before have ended.
+        begin = max([0, *(rounds.now for rounds in self.rounds.values())])
+        rounds = self.rounds.setdefault(seq.priority, Rounds())
+        if not rounds.prompts:
+            rounds.now = begin
+        rounds.push(seq)
         self.queue.push(seq)
-        self.rounds.setdefault(seq.priority, Rounds()).push(seq)
-        self.waiting.append(seq)
+        if seq not in self.queued:
+            self.queued.append(seq)
 
     @rule(index=INDEX, cost=COST, priority=st.sampled_from([0, 0, 0, -1, 2]))
     def arrive(self, index: int, cost: int, priority: int) -> None:
@@ -111,38 +112,52 @@ class QueueMachine(RuleBasedStateMachine):
     def arrive_as_a_late_continuation(self, index: int, cost: int) -> None:
         """The second sequence of a request with n > 1: queued late, with an early id."""
         first = self.running[index % len(self.running)]
-        if first.seq_id % 10 == 0:
+        if first.seq_id % 10 == 0 and not first.is_queued:
             self.running.remove(first)
             self.new(make_seq(first.seq_id + 1, cost, first.user, first.priority))
 
     def new(self, seq: Sequence) -> None:
         key = (seq.priority, seq.user)
         self.largest[key] = max(self.largest[key], seq.max_num_tokens)
-        self.paid_at_arrival[seq] = self.paid.copy()
+        self.before[seq] = (self.tokens_served(), self.paid[key])
         self.push(seq)
 
-    @precondition(lambda self: self.waiting)
-    @rule(num=st.integers(1, 3))
-    def admit(self, num: int) -> None:
-        for _ in range(min(num, len(self.waiting))):
-            priority = min(seq.priority for seq in self.waiting)
-            expected = self.rounds[priority].first()
-            is_new = not expected.was_admitted
-            assert self.rounds[priority].pop() is expected
-            assert pop(self.queue) is expected
-            self.waiting.remove(expected)
-            self.running.append(expected)
+    def tokens_served(self) -> Counter[tuple[int, str]]:
+        found: Counter[tuple[int, str]] = Counter()
+        for seq, num_tokens in self.served.items():
+            found[seq.priority, seq.user] += num_tokens
+        return found
+
+    @precondition(lambda self: self.queued)
+    @rule(num=st.integers(1, 3), num_left=st.sampled_from([0, 0, 0, 3, 20]))
+    def compute(self, num: int, num_left: int) -> None:
+        for _ in range(min(num, len(self.queued))):
+            priority = min(seq.priority for seq in self.queued)
+            seq = self.rounds[priority].first()
+            assert self.queue.first() is seq
+            is_new = not seq.was_admitted
+            seq.num_cached_tokens = 0
+            num_left = min(num_left, seq.max_num_tokens - 1)
+            for queue in (self.queue, self.rounds[priority]):
+                queue.advance(seq, num_left)
+            assert seq.is_queued == (num_left > 0)
+            self.served[seq] = max(self.served.get(seq, 0), seq.max_num_tokens - num_left)
+            if seq not in self.running:
+                self.running.append(seq)
+            if num_left == 0:
+                self.queued.remove(seq)
             if is_new:
-                self.check_bound(expected)
+                self.check_bound(seq)
 
     def check_bound(self, seq: Sequence) -> None:
         """Check for how many tokens of others a sequence waited: the bound in `WaitingQueue`."""
-        key, before = (seq.priority, seq.user), self.paid_at_arrival[seq]
+        key = (seq.priority, seq.user)
+        served_before, paid_before = self.before[seq]
         self.paid[key] += seq.max_num_tokens
-        own = self.paid[key] - before[key]
+        own, served = self.paid[key] - paid_before, self.tokens_served()
         for other, largest in self.largest.items():
             if other[0] == seq.priority and other != key:
-                assert self.paid[other] - before[other] <= own + largest
+                assert served[other] - served_before[other] <= own + largest
 
     @precondition(lambda self: self.running)
     @rule(index=INDEX)
@@ -152,24 +167,30 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(index=INDEX)
     def finish(self, index: int) -> None:
-        self.running.pop(index % len(self.running))
+        seq = self.running[index % len(self.running)]
+        if seq.is_queued:
+            self.abort(self.queued.index(seq))
+        else:
+            self.running.remove(seq)
 
-    @precondition(lambda self: self.waiting)
+    @precondition(lambda self: self.queued)
     @rule(index=INDEX)
     def abort(self, index: int) -> None:
-        seq = self.waiting.pop(index % len(self.waiting))
+        seq = self.queued.pop(index % len(self.queued))
+        if seq in self.running:
+            self.running.remove(seq)
         self.queue.remove(seq)
         self.rounds[seq.priority].remove(seq)
 
     @invariant()
-    def holds_who_waits(self) -> None:
-        assert sorted(seq.seq_id for seq in self.queue) == sorted(s.seq_id for s in self.waiting)
-        if not self.waiting:
+    def holds_who_is_queued(self) -> None:
+        assert sorted(seq.seq_id for seq in self.queue) == sorted(s.seq_id for s in self.queued)
+        if not self.queued:
             assert self.queue.first() is None
 
     def teardown(self) -> None:
-        while self.waiting:
-            self.admit(1)
+        while self.queued:
+            self.compute(1, 0)
         assert self.queue.first() is None
 
 
@@ -180,9 +201,8 @@ class OneUserMachine(QueueMachine):
 
     @invariant()
     def goes_by_priority_and_arrival(self) -> None:
-        expected = min(self.waiting, key=lambda seq: (seq.priority, seq.seq_id), default=None)
+        expected = min(self.queued, key=lambda seq: (seq.priority, seq.seq_id), default=None)
         assert self.queue.first() is expected
-        assert all(seq.turn == 0 for seq in self.running)
 
 
 QueueMachine.TestCase.settings = settings(
@@ -250,9 +270,91 @@ def test_late_user_is_not_preempted_for_what_others_sent_before() -> None:
         engine.step()
     late = engine.add([2], max_tokens=12, user="late")
     engine.step_until(lambda: late.is_finished)
-    before = [seq for seq in engine.sequences if seq.turn == 0 and seq.was_admitted]
+    before = [seq for seq in engine.sequences if seq.was_admitted and seq.turn < late.turn]
     assert engine.preempted.count(late.seq_id) <= len(before)
     assert sum(seq.is_finished for seq in engine.sequences) <= len(before) + 4
+    engine.run()
+
+
+@pytest.mark.parametrize("other", [{"priority": -1}, {"user": "other"}])
+def test_first_token_does_not_wait_for_a_running_prompt(other: dict[str, Any]) -> None:
+    """Symptom: an urgent request, or another user's, waits for a whole prompt of 50 tokens."""
+    engine = Engine(num_blocks=64, max_model_len=64, max_num_batched_tokens=4)
+    long = engine.add([1] * 50, max_tokens=2)
+    engine.step()
+    urgent = engine.add([2, 3], max_tokens=2, **other)
+    engine.step()
+    assert urgent.num_output_tokens == 1
+    assert long.num_computed_tokens == 6  # what was left of the step
+    engine.run()
+
+
+PROMPTS = st.lists(
+    st.tuples(st.integers(1, 40), st.integers(-1, 1), st.sampled_from(["", "ann", "bob"])),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(deadline=None, derandomize=True)
+@given(before=PROMPTS, num_steps=st.integers(0, 12), new=PROMPTS, queue_depth=st.integers(0, 1))
+def test_waiting_sequence_before_a_running_prompt_is_in_the_next_step(
+    before: list[tuple[int, int, str]],
+    num_steps: int,
+    new: list[tuple[int, int, str]],
+    queue_depth: int,
+) -> None:
+    engine = Engine(
+        num_blocks=600,
+        max_model_len=50,
+        max_num_batched_tokens=5,
+        max_num_seqs=16,
+        queue_depth=queue_depth,
+    )
+    for length, priority, user in before:
+        engine.add([1] * length, max_tokens=4, priority=priority, user=user)
+    for _ in range(num_steps):
+        engine.step()
+    for length, priority, user in new:
+        engine.add([2] * length, max_tokens=4, priority=priority, user=user)
+    while engine.step():
+        first = engine.scheduler._waiting.first()
+        seqs = [engine.sequences[row.seq_id] for row in engine.launched[-1][0].rows]
+        prompts = [seq for seq in seqs if seq.is_queued]  # at most the last one
+        assert first is None or all(seq is first or seq.order < first.order for seq in prompts)
+    engine.run()
+
+
+@settings(deadline=None, derandomize=True, max_examples=40)
+@given(
+    length=st.integers(1, 200),
+    budget=st.integers(2, 16),
+    others=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 6)), min_size=1, max_size=3),
+)
+def test_no_prompt_starves(length: int, budget: int, others: list[tuple[int, int]]) -> None:
+    """Other users send a new request as soon as they wait for none; each takes its share at most.
+
+    Args:
+        others: lengths of each user's prompts and outputs.
+    """
+    engine = Engine(
+        num_blocks=5000, max_model_len=256, max_num_batched_tokens=budget, max_num_seqs=64
+    )
+
+    def send() -> None:
+        for user, (num_prompt_tokens, max_tokens) in enumerate(others):
+            if not any(s.user == f"{user}" and s.is_queued for s in engine.sequences):
+                engine.add([2] * num_prompt_tokens, max_tokens, user=f"{user}")
+
+    for _ in range(5):
+        send()
+        engine.step()
+    long = engine.add([1] * length, max_tokens=1)
+    most = length + 1 + sum(length + 1 + 2 * sum(other) for other in others)
+    for _ in range(-(-most // budget) + 1):
+        send()
+        engine.step()
+    assert not long.is_queued
     engine.run()
 
 
@@ -271,7 +373,7 @@ def test_cost_of_each_operation_does_not_grow_with_the_queue(num_users: int) -> 
             num_lines_run(operation)
             for operation in (
                 queue.first,
-                queue.pop,
+                lambda: pop(queue),
                 queue.first,
                 lambda: queue.push(other),
                 lambda: queue.remove(last),
