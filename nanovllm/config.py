@@ -27,6 +27,9 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
 QUANTIZATIONS = ("int8", "int4", "fp8", "none")
 KV_CACHE_DTYPES = ("auto", "fp8", "int8")
+MAX_THREADS = 1024
+"""Most CPU threads, as in kernels/cpu/csrc/threads.c. OpenMP's library ends the process if it does
+not get the threads or their memory."""
 
 
 @strict_keywords(ConfigError, CONFIG_NAMES)
@@ -138,25 +141,7 @@ class Config:
             raise ConfigError(
                 f'device must be "auto", "cpu", "cuda" or "cuda:N", got {self.device!r}'
             )
-        for name, low in (
-            ("max_num_seqs", 1),
-            ("max_model_len", 1),
-            ("tensor_parallel_size", 1),
-            ("max_logprobs", -1),
-        ):
-            self._set(name, check_int(ConfigError, name, getattr(self, name), low))
-        self._set("seed", check_int(ConfigError, "seed", self.seed, 0, 2**63 - 1))
-        for name in (
-            "max_num_batched_tokens",
-            "kvcache_block_size",
-            "kv_cache_memory_bytes",
-            "num_threads",
-        ):
-            if getattr(self, name) is not None:
-                self._set(name, check_int(ConfigError, name, getattr(self, name), 1))
-        if self.num_kvcache_blocks != -1:
-            blocks = check_int(ConfigError, "num_kvcache_blocks", self.num_kvcache_blocks, 1)
-            self._set("num_kvcache_blocks", blocks)
+        self._check_integers()
         self._set("speculative_config", _speculative_config(self.speculative_config))
         utilization = check_float(
             ConfigError, "gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0
@@ -178,6 +163,24 @@ class Config:
                 f"device {self.device!r} names one GPU but tensor_parallel_size is "
                 f'{self.tensor_parallel_size}; use device="cuda" and CUDA_VISIBLE_DEVICES'
             )
+
+    def _check_integers(self) -> None:
+        threads = min(max(4 * (os.cpu_count() or 1), 64), MAX_THREADS)
+        for name, low, high, unset in (
+            ("max_num_seqs", 1, 2**20, ()),
+            ("max_model_len", 1, 2**31 - 1, ()),
+            ("tensor_parallel_size", 1, 1024, ()),
+            ("max_logprobs", -1, 2**31 - 1, ()),
+            ("seed", 0, 2**63 - 1, ()),
+            ("max_num_batched_tokens", 1, 2**31 - 1, (None,)),
+            ("kvcache_block_size", 1, 2**31 - 1, (None,)),
+            ("kv_cache_memory_bytes", 1, 2**63 - 1, (None,)),
+            ("num_threads", 1, threads, (None,)),
+            ("num_kvcache_blocks", 1, 2**31 - 1, (-1,)),  # block tables are int32
+        ):
+            value = getattr(self, name)
+            if value not in unset:
+                self._set(name, check_int(ConfigError, name, value, low, high))
 
     def _check_paths(self) -> None:
         """Check the options that name files, and what replaces parts of the checkpoint."""

@@ -26,7 +26,9 @@ class UnsupportedModelError(CheckpointError):
 
 
 class OutOfMemoryError(NanoVLLMError, RuntimeError):
-    """The KV cache pool cannot hold even one sequence of `max_model_len` tokens."""
+    """The system refuses the memory that the engine needs at its start, or the KV pool cannot hold
+    even one sequence of `max_model_len` tokens.
+    """
 
 
 class EngineDeadError(NanoVLLMError, RuntimeError):

@@ -12,6 +12,9 @@ from nanovllm.validation import check_choice, check_int, shown, strict_keywords
 NETWORK_METHODS = ("draft_model", "eagle3")
 """Methods that have a network, and so a model."""
 METHODS = ("ngram", *NETWORK_METHODS, "auto")
+MAX_LOOKUP = 128
+"""Most tokens of an n-gram. A sequence's index takes 16 bytes for each of its tokens and each
+length of n-grams."""
 
 
 @strict_keywords(ConfigError, SPECULATIVE_NAMES)
@@ -38,11 +41,11 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         self._check_method_and_model()
-        counts = ["prompt_lookup_max", "prompt_lookup_min"]
+        counts = {"prompt_lookup_max": MAX_LOOKUP, "prompt_lookup_min": MAX_LOOKUP}
         if self.num_speculative_tokens is not None:
-            counts.append("num_speculative_tokens")
-        for name in counts:
-            self._set(name, check_int(ConfigError, name, getattr(self, name), 1))
+            counts["num_speculative_tokens"] = 1024
+        for name, high in counts.items():
+            self._set(name, check_int(ConfigError, name, getattr(self, name), 1, high))
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ConfigError(
                 f"prompt_lookup_min must be at most prompt_lookup_max, got "

@@ -117,7 +117,7 @@ def test_bad_sampling_params_are_refused(options: dict[str, Any], message: str) 
     [
         ({"max_num_seq": 4}, ConfigError, r"no field 'max_num_seq'; did you mean 'max_num_seqs'"),
         ({"block_size": 4}, ConfigError, r"block_size=4 .*: use kvcache_block_size"),
-        ({"max_num_seqs": 0}, ConfigError, r"max_num_seqs must be an integer >= 1, got 0"),
+        ({"max_num_seqs": 0}, ConfigError, r"max_num_seqs must be an integer from 1 to .*, got 0"),
         ({"dtype": "int3"}, ConfigError, r"dtype must be one of .* got 'int3'"),
         ({"device": "tpu"}, ConfigError, r"device must be .* got 'tpu'"),
         ({"device": "cuda:99"}, ConfigError, r"CUDA|GPUs"),
@@ -128,6 +128,12 @@ def test_bad_sampling_params_are_refused(options: dict[str, Any], message: str) 
             r"3 blocks of 16 .* max_model_len 256 needs 16",
         ),
         ({"kv_cache_memory_bytes": 10}, OutOfMemoryError, r"holds 0 blocks"),
+        (
+            {"num_kvcache_blocks": 2**31 - 1, "kvcache_block_size": 2**31 - 1},
+            OutOfMemoryError,
+            r"refuses the memory .*num_kvcache_blocks 2147483647",
+        ),
+        ({"tensor_parallel_size": 1000}, ConfigError, r"does not divide .*num_attention_heads"),
         ({"tensor_parallel_size": 0}, ConfigError, r"tensor_parallel_size must be"),
         ({"tensor_parallel_size": 2.0}, ConfigError, r"got 2.0 \(float\)"),
     ],

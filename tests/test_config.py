@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import os
 import pickle
 from pathlib import Path
 
@@ -132,8 +133,26 @@ def test_model_may_be_a_path_object(tmp_path):
 @pytest.mark.parametrize("name", POSITIVE_INTEGERS)
 @pytest.mark.parametrize("value", [0, -2, 1.0, 1.5, "8", True, False, [1], np.float64(2.0)])
 def test_counts_must_be_positive_integers(name, value):
-    with pytest.raises(ConfigError, match=f"^{name} must be an integer >= 1, got "):
+    with pytest.raises(ConfigError, match=f"^{name} must be an integer from 1 to [0-9]+, got "):
         Config("model", **{name: value})
+
+
+@pytest.mark.parametrize("name", [*POSITIVE_INTEGERS, "max_logprobs", "num_threads"])
+def test_integers_have_upper_bounds(name):
+    """Symptom: a number of any size ends the process, or raises a bare OSError."""
+    with pytest.raises(ConfigError, match=f"^{name} must be an integer from -?1 to [0-9]+, got "):
+        Config("model", **{name: 10**19})
+
+
+def test_threads_are_bounded_by_the_processors(monkeypatch):
+    """Symptom: OpenMP's library ends the process, because the system refuses it threads."""
+    with pytest.raises(ConfigError, match="num_threads must be an integer from 1 to "):
+        Config("model", num_threads=100_000)
+    monkeypatch.setattr(os, "cpu_count", lambda: 512)
+    with pytest.raises(ConfigError, match="num_threads must be an integer from 1 to 1024, "):
+        Config("model", num_threads=1025)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    assert Config("model", num_threads=64).num_threads == 64
 
 
 @pytest.mark.parametrize("name", ["max_num_seqs", "max_model_len"])
@@ -311,7 +330,7 @@ def test_hf_overrides_are_copied():
 
 @pytest.mark.parametrize("value", [-2, 2.0, True, None, "20"])
 def test_max_logprobs_must_be_a_count_or_minus_1(value):
-    with pytest.raises(ConfigError, match="^max_logprobs must be an integer >= -1, got"):
+    with pytest.raises(ConfigError, match="^max_logprobs must be an integer from -1 to .*, got"):
         Config("model", max_logprobs=value)
 
 

@@ -82,8 +82,11 @@ class ServerOptions:
             if getattr(self, name) is not None:
                 self._check_text(name)
         self._set("port", check_int(ConfigError, "port", self.port, 0, 65535))
-        for name in ("max_waiting", "max_connections", "max_body_bytes"):
+        for name in ("max_waiting", "max_body_bytes"):
             self._set(name, check_int(ConfigError, name, getattr(self, name), 1))
+        # Linux lets a process open 2**20 files, by default.
+        most = check_int(ConfigError, "max_connections", self.max_connections, 1, 10**6)
+        self._set("max_connections", most)
         lowest = check_int(ConfigError, "min_priority", self.min_priority, -(2**31), 0)
         self._set("min_priority", lowest)
         for name in ("read_timeout", "request_timeout"):

@@ -33,6 +33,8 @@ def lazy_zeros(
         reserve: has pages already; used while it lasts.
     """
     size = math.prod(shape) * dtype.itemsize
+    if size > sys.maxsize:
+        raise MemoryError(f"{size} bytes cannot be addressed")
     if reserve is not None and (memory := reserve.take(size)) is not None:
         return torch.frombuffer(memory, dtype=dtype).view(shape)
     if size < HUGE_PAGE or not hasattr(mmap, "MAP_ANONYMOUS"):

@@ -6,7 +6,7 @@ from nanovllm.scheduler.messages import CacheInfo, Schedule
 from nanovllm.utils.grammar import GrammarCompiler
 from nanovllm.utils.hub import Checkpoint
 from nanovllm.utils.pages import PageReserve
-from nanovllm.worker.kv_cache import require_one_sequence
+from nanovllm.worker.kv_cache import memory_errors, require_one_sequence
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.step_output import PendingResult
 from nanovllm.worker.worker import check_networks, num_threads, on_device, rank_device
@@ -30,7 +30,7 @@ class InProcessExecutor:
 
     def start(self) -> CacheInfo:
         device = rank_device(self._config)
-        with on_device(device, self._num_threads):
+        with on_device(device, self._num_threads), memory_errors(self._config):
             runner = ModelRunner(self._target, device, self._draft)
             info = runner.measure()
             require_one_sequence(info.num_blocks, info.block_size, info.max_model_len)

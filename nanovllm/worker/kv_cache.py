@@ -3,10 +3,12 @@
 What other processes hold counts only as memory that is not free.
 """
 
+import contextlib
+import errno
 import itertools
 import logging
 import os
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence as Seq
 
 import torch
 
@@ -89,6 +91,22 @@ def require_one_sequence(num_blocks: int, block_size: int, max_model_len: int) -
         )
 
 
+@contextlib.contextmanager
+def memory_errors(config: Config) -> Iterator[None]:
+    """Raise OutOfMemoryError where memory is refused inside, with the options that size it."""
+    try:
+        yield
+    except (MemoryError, OSError, RuntimeError) as error:
+        refused = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        refused = refused or getattr(error, "errno", None) == errno.ENOMEM
+        if not refused and "DefaultCPUAllocator: can't allocate" not in str(error):
+            raise
+        given = ", ".join(f"{name} {getattr(config, name)}" for name in _SIZES)
+        raise OutOfMemoryError(
+            f"the system refuses the memory that the engine needs ({error}): lower one of {given}"
+        ) from error
+
+
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return zeros; on a CPU, a page takes memory only when it is first written."""
     if device.type != "cpu":
@@ -157,6 +175,17 @@ def _cuda_budget(utilization: float, device: torch.device) -> int:
     budget = int(total * utilization) - peak
     return min(budget, free - (peak - current))
 
+
+_SIZES = (
+    "max_num_seqs",
+    "max_model_len",
+    "max_num_batched_tokens",
+    "num_kvcache_blocks",
+    "kvcache_block_size",
+    "kv_cache_memory_bytes",
+    "gpu_memory_utilization",
+)
+"""The options from which the sizes of the pool, the tables and the largest step follow."""
 
 _CGROUP_FILES = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),

@@ -30,6 +30,7 @@ from nanovllm.utils.distributed import init_tensor_parallel
 from nanovllm.utils.gguf import is_gguf
 from nanovllm.utils.grammar import GrammarCompiler
 from nanovllm.utils.hub import Checkpoint, weight_files
+from nanovllm.worker.kv_cache import memory_errors
 from nanovllm.worker.model_loader import check_eagle3, check_weights
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.network import NetworkSpec
@@ -44,12 +45,18 @@ def find_weights(config: Config, checkpoint: Checkpoint) -> list[Path]:
     Raises:
         CheckpointError: the architecture or a setting is not supported, there are no weights, or
             their names, shapes and dtypes are not what the model needs.
-        ConfigError: `quantization` is set, but the checkpoint is quantised already.
+        ConfigError: `quantization` is set, but the checkpoint is quantised already; or there are
+            more ranks than attention heads.
     """
     model_config = _model_config(config, checkpoint)
     if model_config.fp8 is not None and config.quantization not in (None, "fp8"):
         raise ConfigError(
             f"quantization {config.quantization!r}: {config.model} is in FP8 already; leave it out"
+        )
+    if config.tensor_parallel_size > model_config.num_heads:  # else a process is spawned for each
+        raise ConfigError(
+            f"tensor_parallel_size {config.tensor_parallel_size} does not divide this model's "
+            f"num_attention_heads ({model_config.num_heads})"
         )
     if config.load_format == "dummy":
         return []
@@ -208,11 +215,13 @@ def run_worker(
             loopback = "lo0" if sys.platform == "darwin" else "lo"
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         init_tensor_parallel(rank, config.tensor_parallel_size, port, device)
-        runner = ModelRunner(target, device, draft)
-        measured = runner.measure()
+        with memory_errors(config):
+            runner = ModelRunner(target, device, draft)
+            measured = runner.measure()
         outbox.put(lambda: measured)
         info: CacheInfo = pipe.recv()
-        allocated = runner.allocate(info)
+        with memory_errors(config):
+            allocated = runner.allocate(info)
         outbox.put(lambda: allocated)
         while True:
             message: GrammarCompiler | Schedule = pipe.recv()

@@ -223,6 +223,7 @@ def test_a_taken_port_is_noticed_before_the_model_is_loaded(
     [
         (["--port", "70000"], "port must be"),
         (["--max-waiting", "0"], "--max-waiting must be"),
+        (["--max-connections", "10000000"], "--max-connections must be an integer from 1 to"),
         (["--host", "not a host"], "; name another --host"),
         (["--host", "192.0.2.1"], "Cannot assign requested address; name another --host"),
         (["--uds", "x" * 200], "AF_UNIX path too long; name another --uds"),

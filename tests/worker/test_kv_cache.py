@@ -1,5 +1,6 @@
 """The number of KV blocks by config and free memory, and the error if it is too small."""
 
+import errno
 import io
 import itertools
 
@@ -13,6 +14,7 @@ from nanovllm.worker import kv_cache
 from nanovllm.worker.kv_cache import (
     available_memory,
     graph_bytes,
+    memory_errors,
     num_blocks_that_fit,
     require_one_sequence,
 )
@@ -156,6 +158,31 @@ def test_too_few_blocks_name_the_numbers_and_the_ways_out(num_blocks, max_model_
     assert (lower if num_blocks else "; give the pool more (") in message
     for option in ("gpu_memory_utilization", "kv_cache_memory_bytes", "num_kvcache_blocks"):
         assert option in message
+
+
+REFUSALS = [
+    OSError(errno.ENOMEM, "Cannot allocate memory"),
+    MemoryError("9 bytes"),
+    torch.OutOfMemoryError("CUDA out of memory"),
+    RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 9 bytes"),
+]
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_refused_memory_names_the_options_that_size_it(refusal):
+    """Symptom: the error is a bare OSError, which no handler of NanoVLLMError gets."""
+    config = Config("model", max_num_seqs=7)
+    match = "lower one of max_num_seqs 7, "
+    with pytest.raises(OutOfMemoryError, match=match) as raised, memory_errors(config):
+        raise refusal
+    assert str(refusal) in str(raised.value)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOENT, "none"), RuntimeError("shapes differ")])
+def test_other_errors_keep_their_class(error):
+    with pytest.raises(type(error)) as raised, memory_errors(Config("model")):
+        raise error
+    assert raised.value is error
 
 
 def test_available_memory_is_positive_and_within_the_machine():
