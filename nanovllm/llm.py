@@ -248,7 +248,13 @@ class LLM(OtherMethods):
                     yield output
         finally:
             if unfinished:  # after an error or Ctrl-C, or the iterator was closed
-                self._shared.submit(lambda: [self.engine.abort(r) for r in unfinished])
+                self._shared.submit(lambda: self._abort_all(unfinished))
+
+    def _abort_all(self, request_ids: Iterable[int | str]) -> None:
+        """Abort requests; one that fails stops none."""
+        with contextlib.ExitStack() as stack:
+            for request_id in request_ids:
+                stack.callback(self.engine.abort, request_id)
 
     def _with_progress(
         self, outputs: Iterable[RequestOutput], total: int

@@ -577,6 +577,28 @@ def test_a_panic_ends_the_requests_and_no_thread_unnoticed(
     assert not thread.is_alive()
 
 
+def test_thread_survives_a_failure_that_repeats(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Symptom: ending the requests after a failed step fails, too, and ends the engine's thread."""
+    processor = llm.engine.output_processor
+
+    def fails(*_: Any) -> Any:
+        raise MemoryError("no text just now")
+
+    async def main() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(processor, "_make_completion_output", fails)
+            tasks = [llm.generate("Hi", GREEDY), *(llm.generate("Hi", ENDLESS) for _ in range(3))]
+            for error in await asyncio.gather(*tasks, return_exceptions=True):
+                assert isinstance(error, MemoryError)
+        await llm.check_health()
+        output = await llm.generate(QUESTIONS[0], GREEDY)
+        assert output.text == " " + ANSWER_TO[QUESTIONS[0]]
+
+    run(main())
+
+
 async def start(llm: AsyncLLM, num: int) -> list[AsyncIterator[Any]]:
     """Start streams that do not end by themselves; read the first piece of each."""
     streams = [llm.stream(question, ENDLESS) for question in QUESTIONS[:num]]

@@ -190,6 +190,36 @@ def test_exception_ends_only_the_requests_of_the_thread_that_runs_the_step(
             assert text == generate(llm, question, FORTY).text
 
 
+def test_a_failure_that_repeats_leaves_nobody_waiting(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Symptom: while requests are ended after a failure, a second one keeps the lead for ever, or
+    an assertion ends a thread whose request was lost.
+    """
+    broken = True
+
+    def fails(*args: Any) -> Any:
+        if broken:
+            raise MemoryError("no text just now")
+        return make(*args)
+
+    processor = llm.engine.output_processor
+    make = processor._make_completion_output
+    monkeypatch.setattr(processor, "_make_completion_output", fails)
+
+    def job(question: str) -> Any:
+        with pytest.raises((MemoryError, NanoVLLMError)) as raised:
+            llm.generate([question] * 3, [GREEDY, FORTY, ENDLESS], use_tqdm=False)
+        return raised.type
+
+    found = in_threads([lambda q=q: job(q) for q in QUESTIONS[:4]])
+    broken = False
+    assert MemoryError in found
+    assert "a command to the engine failed" in caplog.text
+    assert llm.engine.is_finished()
+    assert generate(llm, QUESTIONS[0]).text == " " + ANSWER_TO[QUESTIONS[0]]
+
+
 def test_interrupts_at_any_point_leave_nobody_waiting(llm: LLM) -> None:
     """Ctrl-C in the main thread, again and again, while other threads generate."""
     stop = threading.Event()

@@ -8,6 +8,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.reader import Item, Reader, send
@@ -24,9 +25,9 @@ class EngineThread(threading.Thread):
     Other threads submit commands; only this thread calls the engine, and runs commands in order
     between steps.
 
-    An exception in a step ends the requests that run; one in a command is logged. After an
-    exception elsewhere the thread ends, and tells every reader. `BaseException` is caught, because
-    a panic of a Rust library is no `Exception`.
+    An exception in a step ends the requests that run; one in a command, or in ending a request, is
+    logged. If requests cannot be ended, the thread ends, and tells every reader. `BaseException` is
+    caught, because a panic of a Rust library is no `Exception`.
     """
 
     def __init__(self, engine: LLMEngine) -> None:
@@ -93,11 +94,11 @@ class EngineThread(threading.Thread):
     def _run_steps(self) -> None:
         while self._run_commands():
             try:
-                outputs = self.engine.step()
+                self._deliver(self.engine.step())
             except BaseException as error:
                 self._fail_all(error)
-            else:
-                self._deliver(outputs)
+                if self.engine.scheduler.num_unfinished:  # they would fail in each step, for ever
+                    raise
 
     def _end(self, error: EngineDeadError) -> None:
         """Fail what runs or still comes, and end the engine, whatever of this fails."""
@@ -145,14 +146,14 @@ class EngineThread(threading.Thread):
         send(deliveries)
 
     def _fail_all(self, error: BaseException) -> None:
-        """Send `error` to every reader, and then abort the requests, which may fail."""
+        """Send `error` to every reader, and then abort the requests; one that fails stops none."""
         readers, self.readers = self.readers, {}
         send((reader, error) for reader in readers.values())
         for request_id in readers:
-            self.engine.abort(request_id)
+            _run(partial(self.engine.abort, request_id))
 
 
-def _run(command: Callable[[], None]) -> None:
+def _run(command: Callable[[], object]) -> None:
     """Run a command; one that fails must not end the thread that runs it."""
     try:
         command()

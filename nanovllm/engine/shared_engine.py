@@ -3,6 +3,7 @@
 Knows no scheduling and no text.
 """
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -12,6 +13,8 @@ from typing import Any, TypeVar
 from nanovllm.engine.delayed_interrupt import DelayedInterrupt
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import NanoVLLMError
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 Mailbox = SimpleQueue[Any]
@@ -25,7 +28,8 @@ class SharedEngine:
     and steps until its own item has come; then it leaves, and a waiting thread becomes the leader.
     Commands, such as new requests, run between two steps.
 
-    An exception in a step is raised in the leader only. The next leader goes on.
+    An exception in a step is raised in the leader only. The next leader goes on. An exception in a
+    command is raised in the thread that called it, or logged if it does not wait.
 
     Hazard: the garbage collector may call `submit` (by closing a stream) in any thread, between any
     two lines of this class. So the lock is reentrant, and nothing waits while it is held.
@@ -44,7 +48,8 @@ class SharedEngine:
 
         Raises:
             EngineDeadError: the engine is down, or it was made before this process was forked.
-            NanoVLLMError: this thread runs a step already: this is a callback or signal handler.
+            NanoVLLMError: this thread runs a step already: this is a callback or signal handler; or
+                a step of another thread has failed, and the item will not come.
         """
         self._check_caller()
         item = None
@@ -89,7 +94,14 @@ class SharedEngine:
         """
         if not self._engine.is_own_process:
             return
-        self._commands.append(command)
+
+        def run() -> None:
+            try:
+                command()
+            except BaseException:  # one that fails must not keep the next from the lead
+                logger.exception("a command to the engine failed")
+
+        self._commands.append(run)
         turn: Mailbox = SimpleQueue()
         try:
             self._takes_lead(turn)
@@ -123,7 +135,11 @@ class SharedEngine:
         while mailbox.empty():
             self._run_commands()
             if mailbox.empty():
-                assert self._engine.scheduler.num_unfinished, "a thread waits for a lost request"
+                if not self._engine.scheduler.num_unfinished:
+                    raise NanoVLLMError(
+                        "a step that another thread ran has failed, and with it the end of this "
+                        "thread's request: try again"
+                    )
                 self._engine.run_step()
 
     def _run_commands(self) -> None:
