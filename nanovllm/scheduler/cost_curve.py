@@ -157,19 +157,24 @@ class CostCurve:
         """Set the seconds, which never fall with the size, and the slopes behind each size."""
         largest_first = (exp(x + self._log_scale) for x in reversed(self._logs))
         self._seconds = list(accumulate(largest_first, min))[::-1]
+        last = self._last_slope()  # before the discount, which would count again with each token
         for i in range(1, len(self.sizes)):
             if self._num_seen[i] < _TRIALS:
                 cheaper = (1 - self._discount) * self._seconds[i]
                 self._seconds[i] = max(cheaper, self._seconds[i - 1])
         points = pairwise(zip(self.sizes, self._seconds, strict=True))
         self._slopes = [(t1 - t0) / (n1 - n0) for (n0, t0), (n1, t1) in points]
-        if self._tail is None:
-            proportional = self._seconds[-1] / self.sizes[-1]
-            # A curve that ends flat must rise at some size.
-            last = max(self._slopes[-1], proportional / 4) if self._slopes else proportional
-        else:
-            last = self._tail * exp(self._log_scale)
         self._slopes.append(last)
+
+    def _last_slope(self) -> float:
+        """Return the slope behind the largest size, from `_seconds` without discounts."""
+        if self._tail is not None:
+            return self._tail * exp(self._log_scale)
+        proportional = self._seconds[-1] / self.sizes[-1]
+        if len(self.sizes) == 1:
+            return proportional
+        slope = (self._seconds[-1] - self._seconds[-2]) / (self.sizes[-1] - self.sizes[-2])
+        return max(slope, proportional / 4)  # a curve that ends flat must rise at some size
 
 
 def _agreed(residual: float, previous: float) -> float:

@@ -130,6 +130,18 @@ def test_speed_is_near_the_ideal(curve: Curve, draft_seconds: float) -> None:
             assert found >= 0.88 * ideal(curve, rate, batch, draft_seconds), (batch, rate)
 
 
+@pytest.mark.parametrize("rate", [0.0, 0.3, 0.6, 0.8, 0.95])
+def test_little_is_lost_behind_the_largest_measured_size(rate: float) -> None:
+    """Symptom: with 64 sequences, steps of 256 tokens are tried, at three times the cost of a plain
+    one: a size that is untried counts as cheaper, and the slope behind it as a quarter.
+    """
+    curve = through((1, 35), (12, 36), (16, 43), (32, 59), (64, 101), (128, 194), (256, 380))
+    measured = tuple((size, curve(size)) for size in SIZES if size <= 128)
+    simulation = Simulation(curve, step_seconds=measured)
+    assert speedup(simulation, rate, 64, 60) >= 0.97
+    assert max(sum(choice) for choice in simulation.choices) <= 128
+
+
 def test_a_first_draft_that_costs_more_than_the_others() -> None:
     """Symptom: one draft a step for ever, because each further one seemed to cost as much."""
     curve = CURVES["flat to 12 tokens"]
