@@ -19,6 +19,7 @@ import nanovllm
 from nanovllm.outputs import DraftCounts
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import drafts
+from nanovllm.scheduler.appending import append_tokens
 from nanovllm.scheduler.block_manager import BlockManager
 from nanovllm.scheduler.messages import StepResult
 from nanovllm.scheduler.scheduler import Scheduler
@@ -181,6 +182,14 @@ def test_each_of_several_eos_ids_stops(eos: int, queue_depth: int) -> None:
     engine.run()
     assert seq.finish_reason == "stop"
     assert seq.token_ids[-1] == eos
+
+
+@pytest.mark.parametrize("min_tokens", [1, 2, 3])
+def test_stop_token_ends_the_output_from_min_tokens_on(min_tokens: int) -> None:
+    seq = Sequence(0, [1], SamplingParams(max_tokens=9, min_tokens=min_tokens))
+    seq.max_num_tokens, seq.stop_token_ids = 10, frozenset({3})
+    assert append_tokens(seq, [3, 3, 3], frozenset()) == min_tokens
+    assert (seq.finish_reason, seq.stop_reason) == ("stop", 3)
 
 
 def test_ignore_eos_goes_on_to_max_tokens() -> None:
