@@ -292,6 +292,28 @@ def test_preemption_takes_the_lowest_priority_not_the_latest() -> None:
     assert urgent.num_output_tokens == patient.num_output_tokens == 5
 
 
+def test_step_that_preempts_admits_nobody() -> None:
+    """Symptom: blocks that a victim gives up go to a new sequence, which is the next victim."""
+    engine = Engine(num_blocks=11, max_num_batched_tokens=4)
+    victim = engine.add([1] * 12, max_tokens=1, priority=5)
+    engine.step()
+    engine.add([2] * 3, max_tokens=8)
+    prompt = engine.add([3] * 5, max_tokens=1)
+    engine.step()
+    engine.step()
+    waiting = engine.add([4] * 2, max_tokens=1, priority=5, user="other")
+    schedule = engine.launch()
+    assert schedule is not None
+    assert engine.preempted == [victim.seq_id]
+    assert not prompt.is_queued  # its last token is in this step, which has room for two more
+    assert schedule.num_tokens == 2
+    assert schedule.admissions == []
+    engine.retire()
+    engine.step()
+    assert waiting.was_admitted
+    engine.run()
+
+
 def test_aborted_waiting_request_is_never_admitted() -> None:
     """Symptom: an aborted request is still admitted, or blocks the requests behind it."""
     engine = Engine(max_num_seqs=1)
