@@ -4,6 +4,7 @@ module.
 Imports no torch before an executor is made. Knows no requests and no text.
 """
 
+import contextlib
 from pathlib import Path
 from typing import Protocol
 
@@ -96,4 +97,6 @@ def _reserve(config: Config, checkpoint: Checkpoint) -> PageReserve | None:
     whole = checkpoint.path / "model.safetensors"
     files = [whole] if whole.is_file() else list(checkpoint.path.glob("model-*.safetensors"))
     size = sum(file.stat().st_size for file in files)
-    return PageReserve(size) if size >= _MIN_RESERVE else None
+    with contextlib.suppress(OSError):  # not so much memory: loading finds what is missing
+        return PageReserve(size) if size >= _MIN_RESERVE else None
+    return None
