@@ -12,20 +12,24 @@ int nv_enable(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
 int nv_enable(void) { return 1; }
 #endif
 
-/* packed[ceil(n/32)][k/2][32][2] = w[n][k]. Zeros fill the last panel. k is a multiple of 32: a cache line of each of 32 rows is
- * read, and what it becomes stays in the first cache until all rows are there. */
+/* Write rows [0, count) of w, k apart, to a panel; zeros fill it. Squares of VL rows and VL pairs of inputs are transposed. */
+static void pack_panel(const bf16 *w, ptrdiff_t count, ptrdiff_t k, bf16 *panel) {
+    for (ptrdiff_t i = 0; i < k; i += 2 * VL)
+        for (ptrdiff_t first = 0; first < PANEL; first += VL) {
+            vf pairs[VL];
+            for (ptrdiff_t r = 0; r < VL; r++)
+                pairs[r] = first + r < count ? load((const float *)(w + (first + r) * k + i)) : (vf){0};
+            transpose(pairs);
+            for (ptrdiff_t j = 0; j < VL; j++) store((float *)(panel + (i + 2 * j) * PANEL + first * 2), pairs[j]);
+        }
+}
+
+/* packed[ceil(n/32)][k/2][32][2] = w[n][k]. */
 void nv_pack(team *t, const bf16 *w, bf16 *packed, ptrdiff_t n, ptrdiff_t k) {
-    FOR_ITEMS(p, t, (n + PANEL - 1) / PANEL)
-        for (ptrdiff_t first = 0; first < k; first += PANEL)
-            for (ptrdiff_t c = 0; c < PANEL; c++) {
-                ptrdiff_t row = p * PANEL + c;
-                const bf16 *pairs = w + row * k + first;
-                bf16 *out = packed + p * PANEL * k + first * PANEL + c * 2;
-                for (ptrdiff_t i = 0; i < PANEL; i += 2) {
-                    if (row < n) memcpy(out + i * PANEL, pairs + i, 2 * sizeof *out);
-                    else memset(out + i * PANEL, 0, 2 * sizeof *out);
-                }
-            }
+    FOR_ITEMS(p, t, (n + PANEL - 1) / PANEL) {
+        ptrdiff_t first = p * PANEL;
+        pack_panel(w + first * k, n - first < PANEL ? n - first : PANEL, k, packed + first * k);
+    }
 }
 
 /* Return the panels of a weight that fit a thread's cache, fewer if `threads` threads would not share the weight evenly. */
