@@ -204,7 +204,10 @@ class AsyncLLM(VLLMNames):
         return await self._between_steps(self.engine.get_metrics)
 
     def get_tokenizer(self) -> "PreTrainedTokenizerBase | None":
-        """Return the checkpoint's transformers tokenizer, None if it has none."""
+        """Return a transformers tokenizer of the checkpoint, None if it has none.
+
+        The engine has its own: it does not see changes of this one.
+        """
         return self.engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:

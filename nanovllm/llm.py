@@ -196,7 +196,10 @@ class LLM(OtherMethods):
         return processor.encode(processor.render(messages, options))
 
     def get_tokenizer(self) -> "PreTrainedTokenizerBase | None":
-        """Return the checkpoint's transformers tokenizer, None if it has none."""
+        """Return a transformers tokenizer of the checkpoint, None if it has none.
+
+        The engine has its own: it does not see changes of this one.
+        """
         return self.engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:

@@ -74,7 +74,8 @@ def test_a_template_without_tools_gets_them_as_text(demo_llm: LLM) -> None:
     )
     assert last == "<|im_start|>assistant\nBoth."
     parser = HermesParser()
-    parts = parser.feed(assistant.removeprefix("<|im_start|>assistant\n")) + parser.finish(cut=False)
+    parts = parser.feed(assistant.removeprefix("<|im_start|>assistant\n"))
+    parts += parser.finish(cut=False)
     assert [part.name for part in parts if isinstance(part, ToolCallStart)] == ["f", "f"]
     arguments = [part.text for part in parts if isinstance(part, ToolCallArguments)]
     assert arguments == ['{"a": [1, "é"]}', "{}"]
