@@ -17,9 +17,9 @@ from nanovllm.compat.engine_args import EngineArgs, FlexibleArgumentParser
         ("serve m --allowed-origins *", "use --cors-origins ("),
         ("serve m --no-enable-auto-tool-choice", "it is always so; leave it out"),
         ("serve a --model b", "give the model once: 'a' or --model"),
-        ("serve m --enable-auto-tool-choice --max_num_seqs 0", "must be an integer >= 1, got 0"),
-        ("generate m x --pipeline-parallel-size 1 --max_num_seqs 0", "integer >= 1, got 0"),
-        ("serve m --trust-remote-code --max-num-seqs 0", "must be an integer >= 1, got 0"),
+        ("serve m --enable-auto-tool-choice --max_num_seqs 0", "must be an integer from 1 to"),
+        ("generate m x --pipeline-parallel-size 1 --max_num_seqs 0", "integer from 1 to"),
+        ("serve m --trust-remote-code --max-num-seqs 0", "must be an integer from 1 to"),
         ("serve m --swap-spac 4", "there is no flag --swap-spac "),
     ],
 )
