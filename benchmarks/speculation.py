@@ -228,6 +228,7 @@ def main() -> None:
             (draft / "config.json").write_text(json.dumps(config))
             spec["model"] = str(draft)
         options: dict[str, Any] = {"enable_prefix_caching": False, "max_model_len": 1024}
+        options["max_num_batched_tokens"] = 4096  # all prompts in one step
         options |= {"speculative_config": spec, "load_format": load_format}
         engines = LLM(model, **options), LLM(model, **options)
     points = []
