@@ -3,13 +3,12 @@
 Knows no prompts and no requests.
 """
 
-import copy
 import itertools
 import json
 import logging
 import re
 from collections.abc import Callable, Iterable
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -123,16 +122,7 @@ def grammar_compiler(
     if tokenizer is None:
         return None
     eos = sorted(eos_token_ids, key=lambda token: (token != tokenizer.eos_token_id, token))
-    return GrammarCompiler(partial(_tokenizer_text, tokenizer), vocab_size, tuple(eos))
-
-
-def _tokenizer_text(tokenizer: KeptTokenizer) -> str:
-    """Return the tokenizer as the text of a tokenizer.json, without padding and truncation."""
-    backend: Any = copy.copy(tokenizer.backend_tokenizer)
-    backend.no_padding()
-    backend.no_truncation()
-    text: str = backend.to_str()
-    return text
+    return GrammarCompiler(tokenizer.backend_tokenizer.to_str, vocab_size, tuple(eos))
 
 
 class TokenBound(NamedTuple):
