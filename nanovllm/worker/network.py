@@ -67,6 +67,7 @@ class Network:
         self.attentions = [m for m in self.model.modules() if isinstance(m, Attention)]
         self.device = device
         self._pool: torch.Tensor | None = None
+        self._by_block = device.type == "cpu" and self.backend.blocks_lie_apart
         self._num_populated = 0  # blocks of the pool
         self._records = self.backend.supports_recording and not config.enforce_eager
         self._recorded: RecordedModel | None = None
@@ -101,9 +102,7 @@ class Network:
         """
         pool, start = self._pool, self._num_populated
         assert pool is not None, "make_pool() comes first"
-        if pool.device.type != "cpu" or not self.backend.blocks_lie_apart:
-            return
-        if start < pool.shape[2] and block + 1 >= start:
+        if self._by_block and start < pool.shape[2] and block + 1 >= start:
             self._num_populated = block + 1 + -(-_BYTES_AHEAD // self.block_bytes)
             populate(pool, pool.movedim(2, 0)[start : self._num_populated])
 
@@ -244,11 +243,11 @@ class Network:
     def _zeroed_pool(self, num_blocks: int) -> torch.Tensor:
         """Return a new pool [layers, *a layer's shape].
 
-        If the backend allows it, all layers' parts of a block lie side by side, so that the first
-        token of a block waits for few new pages.
+        On a CPU, if the backend allows it, all layers' parts of a block lie side by side, so that
+        the first token of a block waits for few new pages.
         """
         shape = self._pool_shape(num_blocks)
-        if not self.backend.blocks_lie_apart:
+        if not self._by_block:
             return zeros(shape, self._kv_dtype, self.device)
         layers, first, blocks, *rest = shape
         return zeros((blocks, layers, first, *rest), self._kv_dtype, self.device).movedim(0, 2)
