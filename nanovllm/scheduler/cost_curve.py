@@ -3,61 +3,79 @@
 Knows no acceptance and no drafts.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import exp, log
 
 _LONGEST_INTERVAL = 128
 """Steps after which a size counts as unobserved."""
-_KNOWN = 3
-"""Number of observations from which a size's seconds are known."""
-_TRIALS = 2
-"""Number of observations that end a size's discount."""
 _MAX_ADDED = 32
 """Number of sizes that may be added to the measured ones."""
+
+# Variances of natural logarithms: 0.01 stands for about 10%.
+_SCALE_DOUBT = 0.25
+"""Of the scale before the first step: measured steps are of one sequence, real ones of many."""
+_UNKNOWN_SCALE = 0.01
+"""Of a scale of which too little is known to choose drafts by it, as in the first two steps."""
+_SCALE_DRIFT = 1e-4
+"""What each step adds to that doubt: contexts grow, other processes come and go."""
+_MEASURED_DOUBT = 0.04
+"""Of a size that was measured at start."""
+_BETWEEN_DOUBT = 0.09
+"""Of a size between measured ones, where a stair may be."""
+_BEYOND_DOUBT = 0.5
+"""Of a size beyond the measured ones, where the last slope may be wrong."""
+_NOISE = 0.0025
+"""Of the seconds of one step."""
+_SURPRISE = 0.1
+"""Deviation, beyond the one agreed on, from which a step leaves the doubts as they are."""
+
+
+@dataclass(slots=True)
+class _Size:
+    """What is known of one size: its logarithmic seconds, without the common scale."""
+
+    tokens: int
+    start: float
+    seconds: float
+    doubt: float
+    is_added: bool = False
+    num_seen: int = 0
+    last_seen: int = 0
+    deviation: float = 0.0  # of the last observation
 
 
 class CostCurve:
     """Seconds by size: measured at start, interpolated, and corrected by what is observed.
 
-    A scale, common to all sizes, follows for example growing contexts. Each measured size has a
-    correction of its own, which moves slowly once the size is known. If a size is new, its first
-    observations may mean a wrong measurement or another scale. They are then taken so that the
-    sizes not observed yet look cheap: those are tried, and corrected.
+    All sizes have a common scale, and each size has a correction of its own. An observation moves
+    both, each by its share of the doubt (a Kalman filter of two independent states, Kalman 1960).
+    So the first steps move the scale. Once the scale is known, what deviates is the size.
 
-    Scale and corrections move only as far as two observations in a row agree on, so that a single
-    slow step changes nothing. The correction of a size that is no longer observed is slowly
-    forgotten. A size between measured ones is added if interpolation is wrong there, as at the edge
-    of a stair.
+    Both move only as far as two observations in a row agree on, so that a single slow step changes
+    nothing. The correction of a size that is not observed any more is slowly forgotten. An observed
+    size between measured ones, or beyond them, is added: there may be a stair.
 
     Without measurements the cost is taken as proportional to the size, so no draft ever pays.
-
-    Args:
-        discount: share by which an untried size counts as cheaper, but never as cheaper than the
-            next smaller size. So a size is tried, even if the machine was slow while it was
-            measured.
     """
 
-    def __init__(self, measured: Sequence[tuple[int, float]], discount: float = 0.0) -> None:
+    def __init__(self, measured: Sequence[tuple[int, float]]) -> None:
         measured = measured or ((1, 1.0),)
-        self._discount = discount
-        self.sizes = [size for size, _ in measured]
-        self._start = [log(max(seconds, 1e-9)) for _, seconds in measured]
-        self._logs = list(self._start)
-        self._num_seen = [0.0] * len(self.sizes)
-        self._last_seen = [0] * len(self.sizes)
-        self._residuals = [0.0] * len(self.sizes)
-        self._between: dict[int, float] = {}  # last residual of sizes that were not measured
-        self._max_sizes = len(self.sizes) + _MAX_ADDED
-        self._tail: float | None = None  # observed slope beyond the largest size, without scale
-        self._tail_seen = 0.0
-        self._log_scale = self._residual = 0.0
+        logs = [log(max(seconds, 1e-9)) for _, seconds in measured]
+        self._sizes = [
+            _Size(size, start, start, _MEASURED_DOUBT)
+            for (size, _), start in zip(measured, logs, strict=True)
+        ]
+        self._largest_measured = measured[-1][0]
+        self._scale, self._scale_doubt = 0.0, _SCALE_DOUBT
+        self._deviation = 0.0  # of the last observation, whatever its size
         self._num_observed = 0
         self._rebuild()
 
     def at(self, size: float) -> float:
-        """Return the expected seconds; beyond the largest measured size by the last slope."""
+        """Return the expected seconds; beyond the largest known size at least proportional ones."""
         i = max(bisect_right(self.sizes, size) - 1, 0)
         return self._seconds[i] + self._slopes[i] * max(size - self.sizes[i], 0)
 
@@ -70,113 +88,87 @@ class CostCurve:
 
     def is_stale(self, size: int) -> bool:
         """Return whether a step of this size should be observed again, soon after the start."""
-        if not self.sizes[0] <= size <= self.sizes[-1]:
+        if not self.sizes[0] <= size <= self._largest_measured:
             return False
-        i, share = self._position(size)
-        i += share > 0.5
-        interval = min(8 << int(self._num_seen[i]), _LONGEST_INTERVAL)
-        return self._num_observed - self._last_seen[i] >= interval
+        if self._scale_doubt > _UNKNOWN_SCALE:
+            return True
+        known = self._nearest(size)
+        interval = min(8 << known.num_seen, _LONGEST_INTERVAL)
+        return self._num_observed - known.last_seen >= interval
 
-    def observe(self, size: int, seconds: float) -> None:
-        """Learn from a step. Beyond the largest measured size, it tells the slope there."""
-        if seconds <= 0 or size < self.sizes[0]:
-            return
-        if size > self.sizes[-1]:
-            self._observe_tail(size, seconds)
+    def observe(self, tokens: int, seconds: float) -> None:
+        """Learn from a step."""
+        if seconds <= 0 or tokens < self.sizes[0]:
             return
         self._num_observed += 1
-        i, share = self._position(size)
-        expected = exp(self._logs[i]) * (1 - share)
-        if share:
-            expected += exp(self._logs[i + 1]) * share
-        residual = log(seconds / expected) - self._log_scale
-        nearest = i + (share > 0.5)
-        is_known = self._num_seen[nearest] >= _KNOWN
-        others = self._num_seen[:nearest] + self._num_seen[nearest + 1 :]
-        follows = is_known or (residual < 0 and max(others, default=0.0) < _KNOWN)
-        if not (share and self._add_size(i + 1, size, log(expected), residual)):
-            for j, part in ((i, 1 - share), (i + 1, share)):
-                if part > 0:
-                    self._correct(j, part, residual, may_move=is_known or not follows)
+        size = self._find_or_add(tokens)
+        deviation = log(seconds) - size.seconds - self._scale
+        self._scale_doubt += _SCALE_DRIFT
+        doubt = self._scale_doubt + size.doubt + _NOISE
+        if size.num_seen:
+            change = _agreed(deviation, size.deviation)
+        else:
+            change = _agreed(deviation, self._deviation)
+        scale_share, size_share = self._scale_doubt / doubt, size.doubt / doubt
+        self._scale += scale_share * change
+        size.seconds += size_share * change
+        if abs(deviation - change) < _SURPRISE:
+            self._scale_doubt *= 1 - scale_share
+            size.doubt *= 1 - size_share
+        size.deviation = self._deviation = deviation
+        size.num_seen += 1
+        size.last_seen = self._num_observed
         if self._num_observed % 64 == 0:
             self._forget()
-        self.rescale(residual if follows else 0.0)
+        self._rebuild()
 
-    def rescale(self, residual: float) -> None:
+    def rescale(self, deviation: float) -> None:
         """Learn from the logarithm of observed by expected seconds, whatever the sizes."""
-        self._log_scale += 0.5 * _agreed(residual, self._residual)
-        self._residual = residual
+        self._scale += 0.5 * _agreed(deviation, self._deviation)
+        self._deviation = deviation
         self._rebuild()
 
-    def _position(self, size: int) -> tuple[int, float]:
-        """Return the measured size at or below `size`, and how far it is on the way to the next."""
-        i = bisect_right(self.sizes, size) - 1
-        if self.sizes[i] == size:
-            return i, 0.0
-        return i, (size - self.sizes[i]) / (self.sizes[i + 1] - self.sizes[i])
+    def _nearest(self, tokens: int) -> _Size:
+        return min(self._sizes, key=lambda size: abs(size.tokens - tokens))
 
-    def _correct(self, i: int, part: float, residual: float, *, may_move: bool) -> None:
-        """Move one size's seconds towards an observation that concerns it in part."""
-        rate = part * max(1 / max(self._num_seen[i], 1.0), 0.1) * may_move
-        change = _agreed(residual, self._residuals[i])
-        self._logs[i] += rate * min(max(change, -0.5), 0.5)
-        self._residuals[i] = residual
-        self._num_seen[i] += part
-        self._last_seen[i] = self._num_observed
+    def _find_or_add(self, tokens: int) -> _Size:
+        """Return the size of so many tokens; if it is new, it is added with what is expected."""
+        i = bisect_left(self.sizes, tokens)
+        if i < len(self.sizes) and self.sizes[i] == tokens:
+            return self._sizes[i]
+        added = [size for size in self._sizes if size.is_added]
+        if len(added) == _MAX_ADDED:
+            oldest = min(added, key=lambda size: size.last_seen)
+            self._sizes.remove(oldest)
+            i -= oldest.tokens < tokens
+        expected = log(self.at(tokens)) - self._scale
+        size = _Size(tokens, expected, expected, self._doubt(tokens), is_added=True)
+        self._sizes.insert(i, size)
+        return size
 
-    def _add_size(self, i: int, size: int, expected: float, residual: float) -> bool:
-        """Insert a size at index `i` if interpolation is wrong there; return whether it did."""
-        change = _agreed(residual, self._between.get(size, 0.0))
-        self._between[size] = residual
-        if abs(change) < 0.1 or len(self.sizes) >= self._max_sizes:
-            return False
-        self.sizes.insert(i, size)
-        self._start.insert(i, expected)
-        self._logs.insert(i, expected + min(max(change, -0.3), 0.3))
-        self._num_seen.insert(i, float(_TRIALS))
-        self._last_seen.insert(i, self._num_observed)
-        self._residuals.insert(i, 0.0)
-        return True
-
-    def _observe_tail(self, size: int, seconds: float) -> None:
-        largest = exp(self._logs[-1] + self._log_scale)
-        slope = max(seconds - largest, 0.0) / (size - self.sizes[-1])
-        slope *= exp(-self._log_scale)
-        agreed, self._tail_seen = min(slope, self._tail_seen), slope
-        before = self._slopes[-1] * exp(-self._log_scale)
-        self._tail = before + 0.5 * (1 - self.sizes[-1] / size) * (agreed - before)
-        self._rebuild()
+    def _doubt(self, tokens: int) -> float:
+        """Return how much to doubt what is expected of a size that was not measured."""
+        return _BETWEEN_DOUBT if tokens <= self._largest_measured else _BEYOND_DOUBT
 
     def _forget(self) -> None:
-        for i, last_seen in enumerate(self._last_seen):
-            if self._num_observed - last_seen > _LONGEST_INTERVAL:
-                self._logs[i] += 0.1 * (self._start[i] - self._logs[i])
-                self._num_seen[i] = 0.9 * min(self._num_seen[i], 10.0)
+        for size in self._sizes:
+            if self._num_observed - size.last_seen > _LONGEST_INTERVAL:
+                size.seconds += 0.1 * (size.start - size.seconds)
+                size.doubt = self._doubt(size.tokens) if size.is_added else _MEASURED_DOUBT
+                size.num_seen = 0
 
     def _rebuild(self) -> None:
         """Set the seconds, which never fall with the size, and the slopes behind each size."""
-        largest_first = (exp(x + self._log_scale) for x in reversed(self._logs))
+        self.sizes = [size.tokens for size in self._sizes]
+        largest_first = (exp(size.seconds + self._scale) for size in reversed(self._sizes))
         self._seconds = list(accumulate(largest_first, min))[::-1]
-        last = self._last_slope()  # before the discount, which would count again with each token
-        for i in range(1, len(self.sizes)):
-            if self._num_seen[i] < _TRIALS:
-                cheaper = (1 - self._discount) * self._seconds[i]
-                self._seconds[i] = max(cheaper, self._seconds[i - 1])
         points = pairwise(zip(self.sizes, self._seconds, strict=True))
         self._slopes = [(t1 - t0) / (n1 - n0) for (n0, t0), (n1, t1) in points]
-        self._slopes.append(last)
-
-    def _last_slope(self) -> float:
-        """Return the slope behind the largest size, from `_seconds` without discounts."""
-        if self._tail is not None:
-            return self._tail * exp(self._log_scale)
         proportional = self._seconds[-1] / self.sizes[-1]
-        if len(self.sizes) == 1:
-            return proportional
-        slope = (self._seconds[-1] - self._seconds[-2]) / (self.sizes[-1] - self.sizes[-2])
-        return max(slope, proportional / 4)  # a curve that ends flat must rise at some size
+        # A curve that ends flat must rise at some size.
+        self._slopes.append(max([proportional, *self._slopes[-1:]]))
 
 
-def _agreed(residual: float, previous: float) -> float:
+def _agreed(deviation: float, previous: float) -> float:
     """Return the smaller of two deviations in the same direction; 0 for opposite ones."""
-    return min(residual, previous, key=abs) if residual * previous > 0 else 0.0
+    return min(deviation, previous, key=abs) if deviation * previous > 0 else 0.0

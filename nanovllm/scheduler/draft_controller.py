@@ -22,9 +22,7 @@ _GUESS_WEIGHT = 2.0
 """Number of proposals as which the first guess counts."""
 _FEW_RECORDS = 4
 """Until drafts of so many rows were tried, all but one may add at most _FIRST_SHARE to a step."""
-_FIRST_SHARE = 0.25
-_DISCOUNT = 0.2
-"""Share by which a step of an untried size counts as cheaper."""
+_FIRST_SHARE = 0.4
 _LEAST_GAIN = 0.01
 """A draft that is accepted less often than this is never worth its bookkeeping."""
 _MARGIN = 1.01
@@ -33,6 +31,8 @@ _PROBE_SHARE = 0.0075
 """Share of the time that may go to probes, drafts that are not expected to pay."""
 _PROBE_PAUSE = 8
 """Number of steps that save time for the next probes."""
+_PROBE_DEBT = 0.25
+"""Part of a plain step by which probes that succeed may exceed their time before they pause."""
 _MAX_PROBE_INTERVAL = 64
 _CHOICE_SECONDS = 40e-6
 """What a choice costs the host, with all that follows from it, until that is measured."""
@@ -61,7 +61,7 @@ class DraftController:
         draft_seconds: Sequence[tuple[int, float, float]],
     ) -> None:
         self.max_draft_tokens = max_draft_tokens
-        self._step_costs = CostCurve(step_seconds, _DISCOUNT)
+        self._step_costs = CostCurve(step_seconds)
         # Of each row's first draft, and of each further one; they get the same corrections.
         self._draft_costs = [
             CostCurve([(costs[0], costs[part]) for costs in draft_seconds])
@@ -295,9 +295,11 @@ class DraftController:
                 cost += self._draft_costs[0].at(num_rows + 1)
                 cost -= self._draft_costs[0].at(num_rows) if num_rows else 0.0
             # A row whose last probe succeeded goes on, and a row that costs almost nothing beside
-            # others joins them. Their time is made up later.
+            # others joins them. Their time is made up later, so it may not be much.
             joins = num_rows > 0 and cost <= _PROBE_SHARE / 4 * plain_seconds
             if is_new and not joins and not (can_pay and self._probe_seconds > 0):
+                break
+            if self._probe_seconds < -_PROBE_DEBT * plain_seconds:
                 break
             acceptance = candidates[i][0]
             acceptance.next_probe = self._num_steps + max(acceptance.probe_interval, 1)

@@ -25,24 +25,28 @@ def measure_seconds(
 ) -> tuple[tuple[int, float], ...]:
     """Return (size, seconds of `run(size)`) for each of `sizes`: the least of a few runs.
 
-    The first rank decides how often, so that every rank makes the same calls: `run` may use
-    collectives.
+    The sizes take turns, so that a slow moment of the machine meets one run of several sizes and
+    not all runs of one. The first rank decides how often, so that every rank makes the same calls:
+    `run` may use collectives.
     """
-    found = []
     run(sizes[0])  # the first run compiles, allocates and reads weights
-    for size in sizes:
-        seconds: list[float] = []
-        is_enough = torch.zeros(1, dtype=torch.int64, device=device)
-        while not is_enough:
+    seconds: dict[int, list[float]] = {size: [] for size in sizes}
+    unfinished = list(sizes)
+    while unfinished:
+        enough = torch.zeros(len(unfinished), dtype=torch.int64, device=device)
+        for i, size in enumerate(unfinished):
             _wait_for(device)
             start = time.perf_counter()
             run(size)
             _wait_for(device)
-            seconds.append(time.perf_counter() - start)
-            is_enough.fill_(len(seconds) >= _MIN_REPEATS and sum(seconds) >= _MIN_SECONDS)
-            broadcast_from_first(is_enough)
-        found.append((size, min(seconds)))
-    return tuple(found)
+            found = seconds[size]
+            found.append(time.perf_counter() - start)
+            enough[i] = len(found) >= _MIN_REPEATS and sum(found) >= _MIN_SECONDS
+        broadcast_from_first(enough)
+        unfinished = [
+            size for size, ends in zip(unfinished, enough.tolist(), strict=True) if not ends
+        ]
+    return tuple((size, min(found)) for size, found in seconds.items())
 
 
 def _wait_for(device: torch.device) -> None:
