@@ -18,10 +18,8 @@ from nanovllm.config import Config
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import Admission
 from nanovllm.speculative_config import SpeculativeConfig
-from tests.test_layering import FOLDERS
 
 ROOT = Path(__file__).parent.parent
-PACKAGE = ROOT / "nanovllm"
 DOCS = ROOT / "docs"
 PAGES = {page.name: page.read_text(encoding="utf-8") for page in sorted(DOCS.glob("*.md"))}
 LINKED = {
@@ -32,7 +30,6 @@ LINKED = {
 
 ERRORS = [value for value in vars(errors).values() if isinstance(value, type)]
 OUTPUTS = [value for value in vars(outputs).values() if dataclasses.is_dataclass(value)]
-MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 EXAMPLE = re.compile(r"<!-- runs -->\n```(python|sh)\n(.*?)```\n\n```text\n(.*?)```", re.DOTALL)
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 EXAMPLES: dict[str, tuple[str, str, str]] = {
@@ -136,18 +133,6 @@ def test_every_field_of_an_admission_is_explained() -> None:
     assert listed == list(Admission._fields)
 
 
-def test_folders_may_import_what_the_page_says() -> None:
-    listed = {}
-    table = rows("architecture.md", "| Folder | May import | torch |")
-    for folder, rule in list(table.items())[1:]:  # the first is the line below the heading
-        name = re.search(r"\w+", folder)
-        assert name is not None
-        may_import, _, torch = rule.partition(" | ")
-        listed[name[0]] = (set(re.findall(r"`(.+?)`", may_import)), torch == "yes")
-    rules = {name: (set(rule.may_import.split()), rule.torch) for name, rule in FOLDERS.items()}
-    assert listed == rules
-
-
 @pytest.mark.parametrize("owner", OUTPUTS)
 def test_every_field_of_an_output_is_listed(owner: type) -> None:
     listed = rows("generation.md", "| Class | Fields |")[f"`{owner.__name__}`"]
@@ -168,8 +153,3 @@ def test_every_method_for_asyncio_is_explained(name: str) -> None:
 @pytest.mark.parametrize("error", [error.__name__ for error in ERRORS])
 def test_every_error_is_explained(error: str) -> None:
     assert re.search(rf"\b{error}\b", PAGES["errors.md"])
-
-
-def test_every_module_is_named() -> None:
-    named = re.findall(r"^\| `([\w/]+\.py)` \|", PAGES["architecture.md"], re.MULTILINE)
-    assert sorted(named) == MODULES
