@@ -27,7 +27,7 @@ from nanovllm.sse_client import (
     first_model,
     parse_event,
 )
-from nanovllm.terminal import complain, write
+from nanovllm.utils.terminal import complain, write
 from nanovllm.validation import shown
 
 BEAT_SECONDS = 0.01

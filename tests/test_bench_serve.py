@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nanovllm import cli
 from nanovllm.bench_serve import measure
+from nanovllm.cli.main import main as cli
 from nanovllm.errors import ConfigError
 from nanovllm.load_plan import CHAT_COMPLETIONS, LoadPlan, make_conversations, make_warmups
 from nanovllm.load_plot import draw

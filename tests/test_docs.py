@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm import LLM, AsyncLLM, cli, demo_model, errors, outputs
+from nanovllm import LLM, AsyncLLM, demo_model, errors, outputs
+from nanovllm.cli.main import main as cli
 from nanovllm.config import Config
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import Admission

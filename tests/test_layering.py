@@ -31,13 +31,10 @@ VALUES = (
     "outputs",
 )
 FRONT = (
-    "llm",
     "async_llm",
-    "cli",
-    "chat",
-    "flags",
-    "terminal",
     "bench_serve",
+    "flags",
+    "llm",
     "load_plan",
     "load_plot",
     "load_report",
@@ -50,17 +47,16 @@ FOLDERS = {
     "demo_model": Folder("", torch=False),
     "scheduler": Folder("", torch=False),
     "utils": Folder("", torch=True),
+    "attention": Folder("kernels", torch=True),
     "kernels": Folder("utils", torch=True),
-    "attention": Folder("utils kernels", torch=True),
-    "layers": Folder("utils kernels attention", torch=True),
-    "models": Folder("utils kernels attention layers", torch=True),
-    "worker": Folder("utils kernels attention layers models scheduler.messages", torch=True),
-    "engine": Folder(
-        "scheduler worker.executor utils.hub utils.gguf utils.grammar utils.disk_cache", torch=False
-    ),
-    "front": Folder("engine demo_model compat server", torch=False),
-    "compat": Folder("engine demo_model flags llm async_llm", torch=False),
-    "server": Folder("engine async_llm flags terminal demo_model", torch=False),
+    "compat": Folder("demo_model engine front", torch=False),
+    "engine": Folder("scheduler utils worker", torch=False),
+    "front": Folder("compat engine utils", torch=False),
+    "layers": Folder("attention kernels utils", torch=True),
+    "models": Folder("attention layers utils", torch=True),
+    "server": Folder("engine front utils", torch=False),
+    "cli": Folder("compat demo_model front server utils", torch=False),
+    "worker": Folder("attention kernels layers models scheduler utils", torch=True),
 }
 MAX_FILE_LINES = 350
 MAX_PYTHON_LINES = 60

@@ -32,7 +32,7 @@ from nanovllm.server.connection import connection_class
 from nanovllm.server.middleware import MAX_HEAD_BYTES
 from nanovllm.server.options import ServerOptions, keys_of_environment, model_name
 from nanovllm.server.state import ServerState
-from nanovllm.terminal import complain
+from nanovllm.utils.terminal import complain
 
 logger = logging.getLogger(__name__)
 

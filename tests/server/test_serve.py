@@ -18,7 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
-from nanovllm import AsyncLLM, cli, demo_model
+from nanovllm import AsyncLLM, demo_model
+from nanovllm.cli.main import main as cli
 from nanovllm.errors import ConfigError
 from nanovllm.server.options import ServerOptions
 from tests.helpers import ROOT, environment
@@ -36,7 +37,15 @@ class Process:
     """A server in a process, ready to answer."""
 
     def __init__(self, *flags: str, **variables: str) -> None:
-        command = [sys.executable, "-m", "nanovllm.cli", "serve", demo_model.MODEL, "--port", "0"]
+        command = [
+            sys.executable,
+            "-m",
+            "nanovllm.cli.main",
+            "serve",
+            demo_model.MODEL,
+            "--port",
+            "0",
+        ]
         self.process = subprocess.Popen(
             [*command, *FLAGS, *flags],
             stderr=subprocess.PIPE,
@@ -253,7 +262,7 @@ def test_says_what_to_install(
 
 def test_the_library_does_not_need_the_extras() -> None:
     code = (
-        "import nanovllm.cli, sys; nanovllm.LLM, nanovllm.AsyncLLM; "
+        "import nanovllm.cli.main, sys; nanovllm.LLM, nanovllm.AsyncLLM; "
         "sys.exit(bool(sys.modules.keys() & {'fastapi', 'uvicorn', 'pydantic', 'llguidance'}))"
     )
     assert subprocess.run([sys.executable, "-c", code], env=environment()).returncode == 0

@@ -15,7 +15,7 @@ from nanovllm import sse_client
 from nanovllm.errors import InvalidRequestError, ServerError
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.terminal import (
+from nanovllm.utils.terminal import (
     complain,
     is_interactive,
     noted_interrupts,

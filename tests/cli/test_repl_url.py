@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm import cli
+from nanovllm.cli.main import main as cli
 from tests.helpers import environment
 from tests.wire_server import Asked, Script, Step, WireServer, chat_event, streamed, whole
 

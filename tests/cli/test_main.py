@@ -18,12 +18,14 @@ from typing import Any
 import pytest
 
 import nanovllm
-from nanovllm import LLM, SamplingParams, StructuredOutputsParams, cli, demo_model, terminal
+from nanovllm import LLM, SamplingParams, StructuredOutputsParams, demo_model
+from nanovllm.cli.main import main as cli
 from nanovllm.config import Config
 from nanovllm.errors import InvalidRequestError
 from nanovllm.flags import Parser, add_flags, fields_of, given_fields
 from nanovllm.llm import default_sampling_params
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from nanovllm.utils import terminal
 from tests.glossary import ANSWER_TO, ANSWERS, ENTRIES, QUESTION, QUESTIONS
 from tests.helpers import environment
 
@@ -870,7 +872,7 @@ def test_closed_input_is_one_line(
 
 def test_process_with_unusable_streams_ends_in_one_line() -> None:
     """Python itself writes a traceback if it cannot flush a stream when it ends."""
-    program = f"{shlex.quote(sys.executable)} -m nanovllm.cli"
+    program = f"{shlex.quote(sys.executable)} -m nanovllm.cli.main"
     for command, status, err in (
         ("--help >/dev/full", 1, "nanovllm: cannot write the output: No space left on device\n"),
         ("--help >&-", 1, "nanovllm: standard output is closed\n"),
@@ -901,7 +903,7 @@ def test_output_without_unicode_is_escaped(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_closed_output_pipe_ends_without_a_traceback() -> None:
     """Symptom: `nanovllm generate ... | head` ends with a traceback."""
-    command = [sys.executable, "-m", "nanovllm.cli", "generate", demo_model.MODEL, *FAST]
+    command = [sys.executable, "-m", "nanovllm.cli.main", "generate", demo_model.MODEL, *FAST]
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "wb") as out:
@@ -953,7 +955,7 @@ def test_text_is_utf8_in_an_ascii_locale() -> None:
 
 def test_command_runs_as_a_process() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "nanovllm.cli", "generate", demo_model.MODEL, "--chat", *FAST],
+        [sys.executable, "-m", "nanovllm.cli.main", "generate", demo_model.MODEL, "--chat", *FAST],
         input="\n".join(QUESTIONS[:2]),
         capture_output=True,
         text=True,

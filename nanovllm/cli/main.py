@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm import __version__, demo_model, sse_client
-from nanovllm.chat import Chat, Source, awaited, model_source, server_source, texts
+from nanovllm.cli.repl import Chat, Source, awaited, model_source, server_source, texts
 from nanovllm.compat.flags import SERVE_NAMES, add_other_flags
 from nanovllm.config import Config
 from nanovllm.errors import ConfigError, InvalidRequestError, NanoVLLMError
@@ -24,7 +24,7 @@ from nanovllm.load_plan import LoadPlan, add_bench
 from nanovllm.other_names import CONFIG_NAMES
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.options import add_server_flags, model_name
-from nanovllm.terminal import (
+from nanovllm.utils.terminal import (
     OutputError,
     abandon,
     check_text,

@@ -1,0 +1,1 @@
+"""The command line: generate, chat, serve and bench serve."""
