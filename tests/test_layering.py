@@ -32,15 +32,8 @@ VALUES = (
 )
 FRONT = (
     "async_llm",
-    "bench_serve",
     "flags",
     "llm",
-    "load_plan",
-    "load_plot",
-    "load_report",
-    "sse_client",
-    "sse_response",
-    "svg",
 )
 FOLDERS = {
     "values": Folder("", torch=False),
@@ -49,13 +42,14 @@ FOLDERS = {
     "utils": Folder("", torch=True),
     "attention": Folder("kernels", torch=True),
     "kernels": Folder("utils", torch=True),
+    "front": Folder("compat engine", torch=False),
+    "loadtest": Folder("front utils", torch=False),
     "compat": Folder("demo_model engine front", torch=False),
     "engine": Folder("scheduler utils worker", torch=False),
-    "front": Folder("compat engine utils", torch=False),
     "layers": Folder("attention kernels utils", torch=True),
     "models": Folder("attention layers utils", torch=True),
     "server": Folder("engine front utils", torch=False),
-    "cli": Folder("compat demo_model front server utils", torch=False),
+    "cli": Folder("compat demo_model front loadtest server utils", torch=False),
     "worker": Folder("attention kernels layers models scheduler utils", torch=True),
 }
 MAX_FILE_LINES = 350

@@ -9,7 +9,7 @@ from xml.sax.saxutils import escape
 import pytest
 
 from benchmarks.step_times import StepTimes
-from nanovllm.svg import PALETTE, Drawing
+from nanovllm.loadtest.svg import PALETTE, Drawing
 from tools.pictures import block_table, roofline, schedule
 from tools.pictures.gallery import DIRECTORY, PICTURES, read
 

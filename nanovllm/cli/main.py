@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator, Sequence as Seq
 from pathlib import Path
 from typing import Any
 
-from nanovllm import __version__, demo_model, sse_client
+from nanovllm import __version__, demo_model
 from nanovllm.cli.repl import Chat, Source, awaited, model_source, server_source, texts
 from nanovllm.compat.flags import SERVE_NAMES, add_other_flags
 from nanovllm.config import Config
 from nanovllm.errors import ConfigError, InvalidRequestError, NanoVLLMError
 from nanovllm.flags import Parser, add_flags, fields_of, given_fields, json_object
-from nanovllm.load_plan import LoadPlan, add_bench
+from nanovllm.loadtest import sse_client
+from nanovllm.loadtest.load_plan import LoadPlan, add_bench
 from nanovllm.other_names import CONFIG_NAMES
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.options import add_server_flags, model_name
@@ -149,7 +150,7 @@ def serve(args: argparse.Namespace) -> int:
 
 def bench(args: argparse.Namespace) -> int:
     """Put a load on a server that speaks OpenAI's API, and measure it."""
-    from nanovllm.bench_serve import bench_serve
+    from nanovllm.loadtest.bench_serve import bench_serve
 
     return bench_serve(LoadPlan(**given_fields(LoadPlan, args)))
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovllm import sse_client
 from nanovllm.errors import InvalidRequestError, ServerError
+from nanovllm.loadtest import sse_client
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.terminal import (

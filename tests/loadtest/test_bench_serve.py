@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nanovllm.bench_serve import measure
 from nanovllm.cli.main import main as cli
 from nanovllm.errors import ConfigError
-from nanovllm.load_plan import CHAT_COMPLETIONS, LoadPlan, make_conversations, make_warmups
-from nanovllm.load_plot import draw
-from nanovllm.load_report import Client, Measurement, Report, percentile
-from nanovllm.sse_client import find_server
+from nanovllm.loadtest.bench_serve import measure
+from nanovllm.loadtest.load_plan import CHAT_COMPLETIONS, LoadPlan, make_conversations, make_warmups
+from nanovllm.loadtest.load_plot import draw
+from nanovllm.loadtest.load_report import Client, Measurement, Report, percentile
+from nanovllm.loadtest.sse_client import find_server
 from tests.wire_server import (
     Asked,
     Step,

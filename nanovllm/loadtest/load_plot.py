@@ -6,8 +6,8 @@ Knows no server and measures nothing.
 import math
 from collections.abc import Sequence
 
-from nanovllm.load_report import TITLES, Report, percentile
-from nanovllm.svg import Drawing
+from nanovllm.loadtest.load_report import TITLES, Report, percentile
+from nanovllm.loadtest.svg import Drawing
 
 WIDTH, HEIGHT = 800, 480
 BINS = 100

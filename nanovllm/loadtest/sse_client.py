@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from nanovllm.errors import ConfigError, ServerError
-from nanovllm.sse_response import Response, message_of
+from nanovllm.loadtest.sse_response import Response, message_of
 from nanovllm.validation import shown
 
 TICK_SECONDS = 0.1

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nanovllm.load_plan import LoadPlan
+from nanovllm.loadtest.load_plan import LoadPlan
 
 PERCENTILES = (90, 95, 99)
 LATE_SECONDS = 0.01

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from nanovllm import sse_client
 from nanovllm.errors import ConfigError, InvalidRequestError, ServerError
-from nanovllm.sse_client import Connections, choices_of, find_server
-from nanovllm.sse_response import MAX_HEAD_BYTES, Response
+from nanovllm.loadtest import sse_client
+from nanovllm.loadtest.sse_client import Connections, choices_of, find_server
+from nanovllm.loadtest.sse_response import MAX_HEAD_BYTES, Response
 from tests.wire_server import (
     HEAD,
     LAST_CHUNK,

@@ -16,10 +16,10 @@ from typing import Any
 from tqdm import tqdm
 
 from nanovllm.errors import InvalidRequestError, NanoVLLMError, ServerError
-from nanovllm.load_plan import Conversation, LoadPlan, make_conversations, make_warmups
-from nanovllm.load_plot import draw
-from nanovllm.load_report import Client, Measurement, Report, percentile
-from nanovllm.sse_client import (
+from nanovllm.loadtest.load_plan import Conversation, LoadPlan, make_conversations, make_warmups
+from nanovllm.loadtest.load_plot import draw
+from nanovllm.loadtest.load_report import Client, Measurement, Report, percentile
+from nanovllm.loadtest.sse_client import (
     Connections,
     Server,
     choices_of,

@@ -1,0 +1,1 @@
+"""`nanovllm bench serve`: measures any server that speaks OpenAI's protocol."""
