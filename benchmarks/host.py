@@ -17,8 +17,8 @@ from nanovllm import SamplingParams, demo_model
 from nanovllm.attention.backend import AttentionSpec
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.torch_sdpa import TorchBackend
-from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.options.config import Config
 from nanovllm.worker import network
 from nanovllm.worker.cuda_capture import Step
 

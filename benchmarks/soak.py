@@ -27,7 +27,7 @@ import psutil  # type: ignore[import-untyped]
 from tqdm import tqdm
 
 from nanovllm import LLM, SamplingParams, demo_model
-from nanovllm.validation import shown
+from nanovllm.options.validation import shown
 
 KEY = "sk-soak"
 PATH = "/v1/chat/completions"

@@ -3,11 +3,11 @@
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.compat import modules
-from nanovllm.config import Config
 from nanovllm.errors import NanoVLLMError
+from nanovllm.options.config import Config
+from nanovllm.options.sampling_params import RequestOutputKind, SamplingParams
+from nanovllm.options.structured_outputs import StructuredOutputsParams
 from nanovllm.outputs import CompletionOutput, RequestOutput
-from nanovllm.sampling_params import RequestOutputKind, SamplingParams
-from nanovllm.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from nanovllm.async_llm import AsyncLLM

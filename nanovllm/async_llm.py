@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from nanovllm.compat.advice import VLLMNames, check_keywords
 from nanovllm.compat.engine_args import EngineArgs
 from nanovllm.compat.generation import Generation, with_output_kind
-from nanovllm.config import Config
 from nanovllm.engine.chat import Message, template_options
 from nanovllm.engine.engine_thread import EngineThread
 from nanovllm.engine.fair_executor import FairExecutor
@@ -23,8 +22,9 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.prompt import Prompt
 from nanovllm.engine.reader import Reader, send
 from nanovllm.errors import EngineDeadError
+from nanovllm.options.config import Config
+from nanovllm.options.sampling_params import SamplingParams, default_sampling_params
 from nanovllm.outputs import Histogram, Metric, RequestOutput, Vector
-from nanovllm.sampling_params import SamplingParams, default_sampling_params
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

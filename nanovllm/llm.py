@@ -13,16 +13,16 @@ from tqdm.auto import tqdm
 
 from nanovllm.compat.advice import check_keywords
 from nanovllm.compat.methods import OtherMethods
-from nanovllm.config import Config
 from nanovllm.engine.chat import Message, is_message, template_options
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.prompt import Prompt, array_to_list
 from nanovllm.engine.request import Request
 from nanovllm.engine.shared_engine import Mailbox, SharedEngine
 from nanovllm.errors import InvalidRequestError
+from nanovllm.options.config import Config
+from nanovllm.options.sampling_params import SamplingParams, default_sampling_params
+from nanovllm.options.validation import shown
 from nanovllm.outputs import DraftCounts, Histogram, Metric, RequestOutput, Vector
-from nanovllm.sampling_params import SamplingParams, default_sampling_params
-from nanovllm.validation import shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

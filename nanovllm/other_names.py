@@ -3,7 +3,7 @@
 Tables only: `validation.strict_keywords` applies them. docs/migrating.md shows them.
 """
 
-from nanovllm.validation import other_names
+from nanovllm.options.validation import other_names
 
 
 def _values(*rows: tuple[str, str]) -> dict[str, str]:

@@ -18,8 +18,8 @@ import pytest
 
 from nanovllm import LLM, AsyncLLM, SamplingParams, demo_model
 from nanovllm.errors import EngineDeadError, InvalidRequestError
+from nanovllm.options.sampling_params import RequestOutputKind
 from nanovllm.outputs import RequestOutput
-from nanovllm.sampling_params import RequestOutputKind
 from tests.glossary import ANSWER_TO, GREEDY, QUESTIONS
 
 ENDLESS = SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True)

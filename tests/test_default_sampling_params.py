@@ -7,7 +7,7 @@ import pytest
 
 from nanovllm import LLM, SamplingParams, demo_model
 from nanovllm.errors import CheckpointError
-from nanovllm.sampling_params import default_sampling_params
+from nanovllm.options.sampling_params import default_sampling_params
 from tests.checkpoints import copy_checkpoint
 from tests.glossary import OPTIONS
 

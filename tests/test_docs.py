@@ -15,10 +15,10 @@ import pytest
 
 from nanovllm import LLM, AsyncLLM, demo_model, errors, outputs
 from nanovllm.cli.main import main as cli
-from nanovllm.config import Config
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.options.config import Config
+from nanovllm.options.sampling_params import SamplingParams
+from nanovllm.options.speculative_config import SpeculativeConfig
 from nanovllm.scheduler.messages import Admission
-from nanovllm.speculative_config import SpeculativeConfig
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

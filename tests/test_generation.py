@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.options.config import Config
 from nanovllm.outputs import RequestOutput
 from tests.helpers import VOCAB, Request, generate_all, generate_in_random_order, random_prompt
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from nanovllm import LLM, SamplingParams, demo_model
-from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.options.config import Config
 from tests.checkpoints import FAMILIES
 from tests.glossary import QUESTIONS
 from tests.helpers import (

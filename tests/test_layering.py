@@ -21,36 +21,30 @@ class Folder(NamedTuple):
 
 VALUES = (
     "errors",
-    "validation",
     "other_names",
-    "config",
-    "speculative_config",
-    "sampling_params",
-    "json_schema",
-    "structured_outputs",
     "outputs",
 )
 FRONT = (
     "async_llm",
-    "flags",
     "llm",
 )
 FOLDERS = {
-    "values": Folder("", torch=False),
+    "values": Folder("options", torch=False),
     "demo_model": Folder("", torch=False),
-    "scheduler": Folder("", torch=False),
-    "utils": Folder("", torch=True),
     "attention": Folder("kernels", torch=True),
-    "kernels": Folder("utils", torch=True),
-    "front": Folder("compat engine", torch=False),
-    "loadtest": Folder("front utils", torch=False),
-    "compat": Folder("demo_model engine front", torch=False),
-    "engine": Folder("scheduler utils worker", torch=False),
-    "layers": Folder("attention kernels utils", torch=True),
-    "models": Folder("attention layers utils", torch=True),
-    "server": Folder("engine front utils", torch=False),
-    "cli": Folder("compat demo_model front loadtest server utils", torch=False),
-    "worker": Folder("attention kernels layers models scheduler utils", torch=True),
+    "options": Folder("compat", torch=False),
+    "scheduler": Folder("options", torch=False),
+    "utils": Folder("options", torch=True),
+    "kernels": Folder("options utils", torch=True),
+    "loadtest": Folder("options utils", torch=False),
+    "front": Folder("compat engine options", torch=False),
+    "compat": Folder("demo_model engine front options", torch=False),
+    "engine": Folder("options scheduler utils worker", torch=False),
+    "layers": Folder("attention kernels options utils", torch=True),
+    "models": Folder("attention layers options utils", torch=True),
+    "server": Folder("engine front options utils", torch=False),
+    "cli": Folder("compat demo_model front loadtest options server utils", torch=False),
+    "worker": Folder("attention kernels layers models options scheduler utils", torch=True),
 }
 MAX_FILE_LINES = 350
 MAX_PYTHON_LINES = 60

@@ -15,9 +15,9 @@ import torch
 
 from benchmarks.scripted import Scripted
 from nanovllm import LLM, RequestOutput, SamplingParams, demo_model
-from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.kernels.cpu.library import library
+from nanovllm.options.config import Config
 from nanovllm.scheduler.draft_controller import DraftController
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.sequence import Sequence

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, RequestOutput, SamplingParams, demo_model
-from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.options.config import Config
 from tests.glossary import ANSWER_TO, GREEDY, OPTIONS, QUESTION, QUESTIONS, SAMPLED, TINY_POOL
 from tests.helpers import assert_idle, cut, end_of, generate, join, whole
 

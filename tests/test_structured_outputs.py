@@ -16,10 +16,10 @@ from jsonschema import Draft202012Validator
 
 from benchmarks.structured import check_schemas, counted_steps
 from nanovllm import LLM, NanoVLLMError, SamplingParams, StructuredOutputsParams, demo_model
-from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import InvalidRequestError
-from nanovllm.structured_outputs import structured_outputs
+from nanovllm.options.config import Config
+from nanovllm.options.structured_outputs import structured_outputs
 from tests.gguf_files import make_gguf
 from tests.glossary import QUESTIONS
 from tests.helpers import (

@@ -12,7 +12,10 @@ from nanovllm.compat.advice import KEYWORDS, NOT_IMPLEMENTED
 from nanovllm.compat.flags import SERVE_NAMES
 from nanovllm.compat.llm_engine import LLMEngine
 from nanovllm.compat.modules import MISSING, MODULES
-from nanovllm.config import Config
+from nanovllm.options.config import Config
+from nanovllm.options.sampling_params import SamplingParams
+from nanovllm.options.speculative_config import SpeculativeConfig
+from nanovllm.options.validation import OtherName
 from nanovllm.other_names import (
     CONFIG_NAMES,
     CONFIG_VALUES,
@@ -20,9 +23,6 @@ from nanovllm.other_names import (
     SPECULATIVE_METHODS,
     SPECULATIVE_NAMES,
 )
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.speculative_config import SpeculativeConfig
-from nanovllm.validation import OtherName
 
 PAGE = Path(__file__).parent.parent / "docs" / "migrating.md"
 PART = re.compile(r"(<!-- made: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -49,8 +49,8 @@ def make_engine(
     record: Record, name: str, queue_depth: int | None = None, **options: Any
 ) -> "LLMEngine":
     """Return an engine with random weights and without prefix caching."""
-    from nanovllm.config import Config
     from nanovllm.engine.llm_engine import LLMEngine
+    from nanovllm.options.config import Config
 
     config = Config(
         model=model_path(record, name),

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.errors import InvalidRequestError, ServerError
 from nanovllm.loadtest import sse_client
+from nanovllm.options.sampling_params import SamplingParams
+from nanovllm.options.validation import did_you_mean, shown
 from nanovllm.outputs import RequestOutput
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.terminal import (
     complain,
     is_interactive,
@@ -23,7 +24,6 @@ from nanovllm.utils.terminal import (
     write,
     write_stream,
 )
-from nanovllm.validation import did_you_mean, shown
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM

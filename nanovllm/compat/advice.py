@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from nanovllm.errors import InvalidRequestError
-from nanovllm.validation import other_names, shown
+from nanovllm.options.validation import other_names, shown
 
 NOT_IMPLEMENTED = {
     "beam_search": "SamplingParams(n=...) draws several continuations",

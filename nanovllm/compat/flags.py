@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence as Seq
 from typing import Any
 
-from nanovllm.validation import OtherName, other_names, shown
+from nanovllm.options.validation import OtherName, other_names, shown
 
 SHORT_FLAGS = {"tensor_parallel_size": "-tp", "quantization": "-q"}
 """By field of Config: vLLM's short flag."""

@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, 
 from typing import Any
 
 from nanovllm.errors import NanoVLLMError
+from nanovllm.options.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.outputs import RequestOutput
-from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 
 
 class Generation(Coroutine[Any, Any, RequestOutput], AsyncIterator[RequestOutput]):

@@ -9,11 +9,11 @@ from typing import Any
 from nanovllm.compat.advice import VLLMNames, check_keywords
 from nanovllm.compat.engine_args import EngineArgs
 from nanovllm.compat.generation import with_output_kind
-from nanovllm.config import Config
 from nanovllm.engine import llm_engine
 from nanovllm.engine.prompt import Prompt
+from nanovllm.options.config import Config
+from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import Histogram, Metric, RequestOutput, Vector
-from nanovllm.sampling_params import SamplingParams
 
 
 class LLMEngine(VLLMNames):

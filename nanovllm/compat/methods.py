@@ -9,7 +9,7 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.prompt import Prompt
 from nanovllm.engine.shared_engine import SharedEngine
 from nanovllm.errors import InvalidRequestError
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.options.sampling_params import SamplingParams
 
 
 class OtherMethods(VLLMNames):

@@ -82,7 +82,7 @@ MISSING = {
 }
 """By name, or last part of a module's name: what to use instead of vLLM's."""
 
-_WITH_ADVICE = ("nanovllm.sampling_params", "nanovllm.outputs", "nanovllm.config")
+_WITH_ADVICE = ("nanovllm.options.sampling_params", "nanovllm.outputs", "nanovllm.options.config")
 """Modules here that have the name of one of vLLM's, which has more in it."""
 
 

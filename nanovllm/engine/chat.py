@@ -10,7 +10,7 @@ from nanovllm.engine.kept_tokenizer import KeptTokenizer
 from nanovllm.engine.template_process import TemplateError, TemplateProcess
 from nanovllm.engine.tool_messages import knows_tools, plain_calls, with_tools_as_text
 from nanovllm.errors import InvalidRequestError
-from nanovllm.validation import shown
+from nanovllm.options.validation import shown
 
 Message = Mapping[str, Any]
 """One message of a conversation, such as {"role": "user", "content": "Hello!"}. A pydantic object

@@ -11,8 +11,8 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 
 from nanovllm.errors import UnsupportedModelError
+from nanovllm.options.validation import shown
 from nanovllm.utils.gguf import read_gguf
-from nanovllm.validation import shown
 
 logger = logging.getLogger(__name__)
 

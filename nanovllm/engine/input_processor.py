@@ -24,11 +24,11 @@ from nanovllm.engine.request import Request
 from nanovllm.engine.template_process import TemplateProcess
 from nanovllm.engine.tokenizer import TokenBound, token_bound
 from nanovllm.errors import InvalidRequestError
-from nanovllm.sampling_params import RequestOutputKind, SamplingParams
+from nanovllm.options.sampling_params import RequestOutputKind, SamplingParams
+from nanovllm.options.structured_outputs import StructuredOutputsParams
+from nanovllm.options.validation import check_int, shown
 from nanovllm.scheduler.sequence import Sequence
-from nanovllm.structured_outputs import StructuredOutputsParams
 from nanovllm.utils.grammar import GrammarCompiler
-from nanovllm.validation import check_int, shown
 
 _SLICE_CHARS = 8
 """Characters for each token of max_model_len in the first slice of a long prompt: most texts have

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from nanovllm.config import Config
 from nanovllm.engine.delayed_interrupt import DelayedInterrupt
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.metrics import read_metrics
@@ -28,15 +27,16 @@ from nanovllm.engine.tokenizer import (
 )
 from nanovllm.engine.trace import Trace
 from nanovllm.errors import EngineDeadError, InvalidRequestError
+from nanovllm.options.config import Config
+from nanovllm.options.sampling_params import SamplingParams
+from nanovllm.options.validation import shown
 from nanovllm.outputs import Histogram, Metric, RequestOutput, Vector
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler.block_manager import BlockManager
 from nanovllm.scheduler.draft_controller import DraftController
 from nanovllm.scheduler.drafts import record_step
 from nanovllm.scheduler.messages import Schedule, StepResult
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.utils.hub import configured_checkpoint, draft_checkpoint
-from nanovllm.validation import shown
 from nanovllm.worker.executor import Executor, Future, make_executor
 
 if TYPE_CHECKING:

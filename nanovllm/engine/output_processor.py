@@ -8,6 +8,7 @@ from functools import cached_property
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.kept_tokenizer import KeptTokenizer
 from nanovllm.engine.request import Completion, Request
+from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import (
     CompletionOutput,
     DraftCounts,
@@ -15,7 +16,6 @@ from nanovllm.outputs import (
     RequestMetrics,
     RequestOutput,
 )
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import TokenLogprobs
 from nanovllm.scheduler.sequence import Sequence
 

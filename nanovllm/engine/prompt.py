@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence as Seq
 from typing import Any
 
 from nanovllm.errors import InvalidRequestError
-from nanovllm.validation import shown
+from nanovllm.options.validation import shown
 
 Prompt = str | Seq[int] | Mapping[str, Any]
 """Text; token ids, also as a numpy array or torch tensor; or vLLM's {"prompt": text} or

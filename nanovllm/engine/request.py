@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 
 from nanovllm.engine.detokenizer import Detokenizer
+from nanovllm.options.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.outputs import RequestOutput
-from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.scheduler.sequence import Sequence
 
 

@@ -13,10 +13,10 @@ from typing import IO
 
 from nanovllm.engine.request import Request
 from nanovllm.errors import ConfigError
+from nanovllm.options.validation import shown
 from nanovllm.scheduler.messages import Admission, Schedule, StepResult
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.sequence import Sequence
-from nanovllm.validation import shown
 
 logger = logging.getLogger(__name__)
 

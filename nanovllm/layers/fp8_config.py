@@ -7,7 +7,7 @@ import re
 from typing import Any, NamedTuple
 
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.validation import shown
+from nanovllm.options.validation import shown
 
 _MAX_BLOCK = 1024
 _MAX_EXCLUDED = 4096

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 
 from nanovllm.kernels.cpu import ops as cpu_ops
 from nanovllm.kernels.cpu.library import supports
-from nanovllm.sampling_params import SamplingParams, takes_prompt
-from nanovllm.validation import shown
+from nanovllm.options.sampling_params import SamplingParams, takes_prompt
+from nanovllm.options.validation import shown
 
 _ANY, _NONE = -1, -2
 """In place of a token: matches every token, and none."""

@@ -15,7 +15,7 @@ from nanovllm.kernels.cpu import ops as cpu_ops
 from nanovllm.kernels.cpu.library import supports
 from nanovllm.kernels.selector import triton_kernels
 from nanovllm.layers.sampling_tensors import SamplingTensors
-from nanovllm.sampling_params import GREEDY_BELOW
+from nanovllm.options.sampling_params import GREEDY_BELOW
 
 CHUNK = 128
 """Tokens in a chunk. A search over the vocabulary first chooses a chunk, then a token in it."""

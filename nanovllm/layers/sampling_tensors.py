@@ -12,7 +12,7 @@ from typing import NamedTuple, Self
 
 import torch
 
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.options.sampling_params import SamplingParams
 
 KEEP_ALL = 2**31 - 1
 """The top_k of a row without top_k."""

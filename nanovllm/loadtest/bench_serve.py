@@ -27,8 +27,8 @@ from nanovllm.loadtest.sse_client import (
     first_model,
     parse_event,
 )
+from nanovllm.options.validation import shown
 from nanovllm.utils.terminal import complain, write
-from nanovllm.validation import shown
 
 BEAT_SECONDS = 0.01
 """How often the lag of the event loop is measured."""

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from nanovllm.errors import ConfigError
-from nanovllm.flags import Parser, add_flags
-from nanovllm.validation import check_float, check_int, shown
+from nanovllm.options.flags import Parser, add_flags
+from nanovllm.options.validation import check_float, check_int, shown
 
 COMPLETIONS, CHAT_COMPLETIONS = "/v1/completions", "/v1/chat/completions"
 TOKEN_IDS = range(256, 1000)

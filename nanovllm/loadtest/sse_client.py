@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from nanovllm.errors import ConfigError, ServerError
 from nanovllm.loadtest.sse_response import Response, message_of
-from nanovllm.validation import shown
+from nanovllm.options.validation import shown
 
 TICK_SECONDS = 0.1
 """How long a blocking stream waits for data before it yields None."""

@@ -8,7 +8,7 @@ import json
 import re
 
 from nanovllm.errors import InvalidRequestError, ServerError
-from nanovllm.validation import shown
+from nanovllm.options.validation import shown
 
 MAX_HEAD_BYTES = 2**16
 """Limit of an answer's head."""

@@ -11,7 +11,7 @@ import torch
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.layers.fp8_config import Fp8Config
 from nanovllm.layers.rotary_embedding import RopeConfig
-from nanovllm.validation import check_bool, check_float, check_int, shown
+from nanovllm.options.validation import check_bool, check_float, check_int, shown
 
 _DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
 _ROPE_KEYS: dict[str, tuple[str, ...]] = {

@@ -9,7 +9,7 @@ from typing import Any
 
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.models.config import ModelConfig
-from nanovllm.validation import check_bool, check_int, shown
+from nanovllm.options.validation import check_bool, check_int, shown
 
 EAGLE3 = "LlamaForCausalLMEagle3"
 """The architecture of the head, whatever its config.json calls it."""

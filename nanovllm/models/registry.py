@@ -7,7 +7,7 @@ from torch import nn
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.eagle3_config import EAGLE3, Eagle3Config
-from nanovllm.validation import shown
+from nanovllm.options.validation import shown
 
 _MODULES = {
     "LlamaForCausalLM": "llama",

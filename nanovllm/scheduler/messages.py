@@ -7,7 +7,7 @@ its `table_idx` and carries only what changed since the previous step.
 import dataclasses
 from typing import NamedTuple
 
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.options.sampling_params import SamplingParams
 
 MAX_SAMPLES = 256
 """Drafts are added to a step up to so many positions that sample: logits take memory."""

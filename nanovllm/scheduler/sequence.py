@@ -3,8 +3,8 @@
 Only the scheduler and its block manager change it. Knows no phases such as prefill and decode.
 """
 
+from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import DraftCounts
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler.acceptance import Acceptance
 from nanovllm.scheduler.messages import TokenLogprobs
 

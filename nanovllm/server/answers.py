@@ -9,8 +9,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from nanovllm.errors import ConfigError, InvalidRequestError
-from nanovllm.json_schema import grammar_schema
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.options.json_schema import grammar_schema
+from nanovllm.options.sampling_params import SamplingParams
+from nanovllm.options.structured_outputs import (
+    StructuredOutputsParams,
+    made_grammar,
+    structured_outputs,
+)
+from nanovllm.options.validation import shown
 from nanovllm.server.answer_parser import AnswerParser
 from nanovllm.server.reasoning import (
     REASONING_FORMATS,
@@ -27,12 +33,6 @@ from nanovllm.server.tool_formats import (
     quoted,
     tag_literal,
 )
-from nanovllm.structured_outputs import (
-    StructuredOutputsParams,
-    made_grammar,
-    structured_outputs,
-)
-from nanovllm.validation import shown
 
 T = TypeVar("T")
 

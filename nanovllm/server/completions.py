@@ -13,8 +13,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from nanovllm.engine.detokenizer import Detokenizer
+from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.server import generation
 from nanovllm.server.errors import naming_params
 from nanovllm.server.json_route import JSONRoute

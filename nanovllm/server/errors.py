@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from nanovllm.errors import EngineDeadError, InvalidRequestError, NanoVLLMError
-from nanovllm.validation import shown
+from nanovllm.options.validation import shown
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 

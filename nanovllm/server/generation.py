@@ -15,12 +15,12 @@ from fastapi import Request
 
 from nanovllm.engine.fair_executor import FairExecutor
 from nanovllm.engine.prompt import Prompt
+from nanovllm.options.sampling_params import SamplingParams
+from nanovllm.options.structured_outputs import TOO_COMPLEX, StructuredOutputsParams
 from nanovllm.outputs import RequestOutput
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.errors import APIError
 from nanovllm.server.request_log import record_of
 from nanovllm.server.state import state_of
-from nanovllm.structured_outputs import TOO_COMPLEX, StructuredOutputsParams
 
 T = TypeVar("T")
 

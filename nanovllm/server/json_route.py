@@ -15,8 +15,8 @@ from fastapi.routing import APIRoute
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from nanovllm.options.validation import shown
 from nanovllm.server.errors import APIError
-from nanovllm.validation import shown
 
 MAX_DEPTH = 100
 """Of arrays and objects in each other."""

@@ -24,6 +24,7 @@ from prometheus_client.metrics_core import (
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
+from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import (
     CompletionOutput,
     Histogram as EngineHistogram,
@@ -32,7 +33,6 @@ from nanovllm.outputs import (
     RequestOutput,
     Vector,
 )
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.metric_names import (
     ENGINE_HELP,
     GAUGES,

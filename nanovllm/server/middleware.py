@@ -9,8 +9,8 @@ import re
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from nanovllm.options.validation import shown
 from nanovllm.server.errors import APIError
-from nanovllm.validation import shown
 
 OPEN_PATHS = frozenset({"/", "/health", "/ready"})
 """What needs no API key; / is a page without data, which asks for the key."""

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from nanovllm.errors import ConfigError
-from nanovllm.flags import Parser, add_flags
-from nanovllm.validation import check_float, check_int, shown, strict_keywords
+from nanovllm.options.flags import Parser, add_flags
+from nanovllm.options.validation import check_float, check_int, shown, strict_keywords
 
 API_KEY_VARIABLE = "NANOVLLM_API_KEY"
 """Environment variable with an API key, or several with commas between."""

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from nanovllm.errors import InvalidRequestError
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.server.errors import APIError
 from nanovllm.server.protocol.common import GenerationRequest
 from nanovllm.server.state import ServerState

@@ -9,10 +9,10 @@ from itertools import chain
 from typing import Any
 
 from nanovllm.engine.chat import RenderedChat, template_options
+from nanovllm.options.validation import shown
 from nanovllm.server.errors import APIError
 from nanovllm.server.protocol.chat import ChatTool, Message
 from nanovllm.server.state import ServerState
-from nanovllm.validation import shown
 
 
 def render(

@@ -13,8 +13,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from nanovllm.errors import InvalidRequestError
+from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import CompletionOutput, RequestOutput
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.server import generation
 from nanovllm.server.answer_parser import AnswerParser
 from nanovllm.server.answers import NamedTool, ToolChoice

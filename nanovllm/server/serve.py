@@ -22,9 +22,9 @@ from typing import Any
 import uvicorn
 
 from nanovllm.async_llm import AsyncLLM
-from nanovllm.config import Config
 from nanovllm.errors import ConfigError
-from nanovllm.flags import given_fields
+from nanovllm.options.config import Config
+from nanovllm.options.flags import given_fields
 from nanovllm.server.admission import shutting_down
 from nanovllm.server.answers import find_answer_format
 from nanovllm.server.app import make_app

@@ -12,12 +12,12 @@ from nanovllm import __version__
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.engine.fair_executor import FairExecutor
 from nanovllm.engine.tokenizer import token_bytes
+from nanovllm.options.validation import shown
 from nanovllm.server.admission import Admission, BodyBudget
 from nanovllm.server.answers import AnswerFormat, find_answer_format
 from nanovllm.server.errors import APIError
 from nanovllm.server.metrics import ServerMetrics
 from nanovllm.server.options import ServerOptions, model_name
-from nanovllm.validation import shown
 
 _MANY_BODIES = 64
 """So many bodies of max_body_bytes are in memory at most."""

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.errors import CheckpointError
+from nanovllm.options.validation import shown
 from nanovllm.utils.json_object import MAX_JSON_BYTES, parse_object
-from nanovllm.validation import shown
 
 
 def local_path(model: str) -> Path:

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from nanovllm.errors import CheckpointError, UnsupportedModelError
+from nanovllm.options.validation import check_int, shown
 from nanovllm.utils.gguf_config import ROPE_FACTORS, Metadata, make_config, tokenizer_settings
 from nanovllm.utils.gguf_header import GgufTensor, read_gguf_header
-from nanovllm.validation import check_int, shown
 
 _MODULES = {
     "attn_norm": "input_layernorm",

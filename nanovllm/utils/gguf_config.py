@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from nanovllm.errors import CheckpointError, UnsupportedModelError
+from nanovllm.options.validation import check_bool, check_float, check_int, shown
 from nanovllm.utils.gguf_header import GgufHeader
-from nanovllm.validation import check_bool, check_float, check_int, shown
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",

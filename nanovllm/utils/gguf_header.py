@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.validation import shown
+from nanovllm.options.validation import shown
 
 MAX_HEADER_BYTES = 32 * 2**20
 """Of metadata and tensor table. A vocabulary of 150,000 tokens takes 6 MB."""

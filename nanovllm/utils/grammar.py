@@ -16,8 +16,8 @@ from decimal import Decimal, InvalidOperation
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.errors import InvalidRequestError
-from nanovllm.json_schema import grammar_schema_text
-from nanovllm.structured_outputs import StructuredOutputsParams
+from nanovllm.options.json_schema import grammar_schema_text
+from nanovllm.options.structured_outputs import StructuredOutputsParams
 from nanovllm.utils.grammar_tokenizer import GrammarTokenizer, grammar_tokenizer
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from collections import Counter
 from typing import Any
 
 from nanovllm.errors import CheckpointError
-from nanovllm.validation import shown
+from nanovllm.options.validation import shown
 
 MAX_JSON_BYTES = 4 * 2**20
 """Of one JSON text. Python's objects take up to 24 times as much memory. A header or an index of

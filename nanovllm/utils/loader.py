@@ -16,10 +16,10 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from nanovllm.errors import CheckpointError
+from nanovllm.options.validation import shown
 from nanovllm.utils.gguf import is_gguf, read_gguf, read_rows
 from nanovllm.utils.json_object import MAX_JSON_BYTES, parse_object
 from nanovllm.utils.progress import progress_bar
-from nanovllm.validation import shown
 
 _MAPPED_BYTES = 128 * 2**20
 """Bytes read before a file is mapped again, which releases the pages that were read."""

@@ -16,7 +16,7 @@ from nanovllm.kernels.selector import triton_kernels
 from nanovllm.layers.logits_rules import LogitsRules
 from nanovllm.layers.sampler import Sampling
 from nanovllm.layers.sampling_tensors import SamplingTensors, pack
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import Admission, CacheInfo, Row, Schedule
 from nanovllm.worker.kv_cache import zeros
 

@@ -8,7 +8,7 @@ import contextlib
 from pathlib import Path
 from typing import Protocol
 
-from nanovllm.config import Config
+from nanovllm.options.config import Config
 from nanovllm.scheduler.messages import CacheInfo, Schedule, StepResult
 from nanovllm.utils.gguf import is_gguf
 from nanovllm.utils.grammar import GrammarCompiler

@@ -16,8 +16,8 @@ import torch
 from nanovllm.errors import InvalidRequestError
 from nanovllm.kernels.cpu import ops as cpu_ops
 from nanovllm.kernels.cpu.library import supports
+from nanovllm.options.structured_outputs import TOO_COMPLEX
 from nanovllm.scheduler.messages import Admission, Row
-from nanovllm.structured_outputs import TOO_COMPLEX
 from nanovllm.utils.grammar import GrammarCompiler
 from nanovllm.worker.device_tables import DeviceTables
 

@@ -1,7 +1,7 @@
 """Runs the only rank in this process. Knows no requests and no text."""
 
-from nanovllm.config import Config
 from nanovllm.errors import EngineDeadError
+from nanovllm.options.config import Config
 from nanovllm.scheduler.messages import CacheInfo, Schedule
 from nanovllm.utils.grammar import GrammarCompiler
 from nanovllm.utils.hub import Checkpoint

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence as Seq
 
 import torch
 
-from nanovllm.config import Config
 from nanovllm.errors import OutOfMemoryError
+from nanovllm.options.config import Config
 from nanovllm.utils.memory import lazy_zeros
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.config import Config
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.kernels.cpu.build import PANEL
 from nanovllm.kernels.selector import kernels_for
@@ -34,6 +33,7 @@ from nanovllm.layers.quantization import (
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.eagle3_config import Eagle3Config, read_eagle3_config
 from nanovllm.models.registry import model_class
+from nanovllm.options.config import Config
 from nanovllm.utils.distributed import tensor_parallel
 from nanovllm.utils.gguf import is_gguf
 from nanovllm.utils.loader import check_tensors, init_dummy_weights, load_weights, read_header

@@ -13,7 +13,7 @@ import torch
 
 from nanovllm.kernels.selector import require_triton
 from nanovllm.layers.logits_rules import LogitsRules
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import MAX_SAMPLES, CacheInfo, Row, Schedule
 from nanovllm.utils.distributed import broadcast_from_first, tensor_parallel
 from nanovllm.utils.memory import keep_freed

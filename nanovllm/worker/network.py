@@ -13,12 +13,12 @@ import torch
 from nanovllm.attention.backend import AttentionSpec, Backend
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.selector import select_backend
-from nanovllm.config import Config
 from nanovllm.kernels.cpu.library import torch_on_one_thread
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.linear import QKVParallelLinear
 from nanovllm.layers.quantization import FP8
 from nanovllm.models.config import ModelConfig
+from nanovllm.options.config import Config
 from nanovllm.scheduler.messages import Row
 from nanovllm.utils.memory import populate
 from nanovllm.utils.pages import PageReserve

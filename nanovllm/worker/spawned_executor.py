@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from nanovllm.config import Config
 from nanovllm.errors import EngineDeadError, NanoVLLMError
+from nanovllm.options.config import Config
 from nanovllm.scheduler.messages import CacheInfo, Schedule, StepResult
 from nanovllm.utils.grammar import GrammarCompiler
 from nanovllm.utils.hub import Checkpoint

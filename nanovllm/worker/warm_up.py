@@ -6,7 +6,7 @@ kernel and no device.
 
 from collections.abc import Iterator
 
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import Admission, CacheInfo, Row, Schedule
 
 CHUNKS = (100, 40, 2)

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from nanovllm.config import Config
 from nanovllm.errors import CheckpointError, ConfigError, NanoVLLMError
 from nanovllm.models.config import ModelConfig, architecture_of
 from nanovllm.models.registry import check_architecture
+from nanovllm.options.config import Config
 from nanovllm.scheduler.messages import CacheInfo, Schedule
 from nanovllm.utils.distributed import init_tensor_parallel
 from nanovllm.utils.gguf import is_gguf

@@ -235,7 +235,7 @@ def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
         ("tests/test_fuzz_gguf.py", {"gguf"}),  # at its top
         ("tests/utils/test_gguf.py", {"gguf"}),  # through tests/gguf_files.py
         ("tests/server/test_metrics.py", {"fastapi", "openai"}),  # through conftest.py
-        ("tests/test_config.py", set()),
+        ("tests/options/test_config.py", set()),
         ("tests/test_invariance.py", set()),
         ("tests/test_speculation.py", set()),
         ("tests/worker/test_cuda_graph.py", set()),

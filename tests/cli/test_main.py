@@ -20,10 +20,10 @@ import pytest
 import nanovllm
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams, demo_model
 from nanovllm.cli.main import main as cli
-from nanovllm.config import Config
 from nanovllm.errors import InvalidRequestError
-from nanovllm.flags import Parser, add_flags, fields_of, given_fields
 from nanovllm.llm import default_sampling_params
+from nanovllm.options.config import Config
+from nanovllm.options.flags import Parser, add_flags, fields_of, given_fields
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.utils import terminal
 from tests.glossary import ANSWER_TO, ANSWERS, ENTRIES, QUESTION, QUESTIONS

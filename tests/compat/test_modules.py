@@ -31,16 +31,19 @@ def test_vllms_modules_can_be_imported(module: str) -> None:
         ("import nanovllm.multimodal.utils", "read text only"),
         ("from nanovllm import LLM, PoolingParams", "generate text; use sentence-transformers"),
         (
-            "from nanovllm.sampling_params import GuidedDecodingParams",
+            "from nanovllm.options.sampling_params import GuidedDecodingParams",
             "StructuredOutputsParams",
         ),
-        ("from nanovllm.config import VllmConfig", "take all options by name"),
+        ("from nanovllm.options.config import VllmConfig", "take all options by name"),
         ("from nanovllm.v1.sample.logits_processor import BatchUpdate", "logits_processors="),
         ("from nanovllm.logger import init_logger", "use logging"),
         ("from nanovllm import Foo", "cannot import name 'Foo' from 'nanovllm'"),
         ("from nanovllm.utils import foo", "cannot import name 'foo' from 'nanovllm.utils'"),
         ("from nanovllm.v1 import foo", "cannot import name 'foo' from 'nanovllm.v1'"),
-        ("from nanovllm.config import foo", "cannot import name 'foo' from 'nanovllm.config'"),
+        (
+            "from nanovllm.options.config import foo",
+            "cannot import name 'foo' from 'nanovllm.options.config'",
+        ),
         ("import nanovllm.foo.bar", "No module named 'nanovllm.foo'"),
     ],
 )

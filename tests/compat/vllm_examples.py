@@ -145,7 +145,7 @@ import asyncio
 
 from nanovllm import SamplingParams
 from nanovllm.engine.arg_utils import AsyncEngineArgs
-from nanovllm.sampling_params import RequestOutputKind
+from nanovllm.options.sampling_params import RequestOutputKind
 from nanovllm.v1.engine.async_llm import AsyncLLM
 
 async def stream_response(engine: AsyncLLM, prompt: str, request_id: str) -> None:
@@ -240,7 +240,7 @@ from enum import Enum
 from pydantic import BaseModel
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.sampling_params import StructuredOutputsParams
+from nanovllm.options.sampling_params import StructuredOutputsParams
 
 class CarType(str, Enum):
     sedan = "sedan"

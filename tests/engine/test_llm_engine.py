@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams, demo_model
-from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import EngineDeadError
+from nanovllm.options.config import Config
 from nanovllm.worker.in_process_executor import InProcessExecutor
 from nanovllm.worker.worker import num_cores
 

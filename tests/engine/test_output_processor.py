@@ -10,8 +10,8 @@ from transformers import AutoTokenizer
 from nanovllm import RequestOutput, SamplingParams, demo_model
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.request import Request
+from nanovllm.options.sampling_params import RequestOutputKind
 from nanovllm.outputs import CompletionOutput
-from nanovllm.sampling_params import RequestOutputKind
 from nanovllm.scheduler.messages import TokenLogprobs
 from nanovllm.scheduler.sequence import Sequence
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm.config import Config
 from nanovllm.errors import ConfigError
 from nanovllm.kernels import selector
+from nanovllm.options.config import Config
 from nanovllm.worker import model_runner
 from nanovllm.worker.model_runner import ModelRunner
 

@@ -8,7 +8,7 @@ import torch
 from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from nanovllm.layers.logits_rules import LogitsRules
-from nanovllm.sampling_params import RequestOutputKind, SamplingParams
+from nanovllm.options.sampling_params import RequestOutputKind, SamplingParams
 
 VOCAB = 211
 CPU = torch.device("cpu")

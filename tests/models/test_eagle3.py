@@ -13,12 +13,12 @@ from transformers import AutoConfig
 from nanovllm.attention.backend import AttentionSpec
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.selector import select_backend
-from nanovllm.config import Config
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.kernels.cpu.recording import Recording
 from nanovllm.layers.attention import Attention
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.registry import model_class
+from nanovllm.options.config import Config
 from nanovllm.utils import distributed
 from nanovllm.utils.distributed import TensorParallel
 from nanovllm.utils.hub import open_checkpoint, weight_files

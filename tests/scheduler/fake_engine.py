@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence as Seq
 from itertools import chain, count, islice, takewhile
 
+from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import DraftCounts
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler.acceptance import Acceptance
 from nanovllm.scheduler.block_manager import BlockManager
 from nanovllm.scheduler.draft_controller import DraftController

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 )
 from xxhash import xxh64_intdigest
 
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler import block_manager
 from nanovllm.scheduler.block_manager import BlockManager
 from nanovllm.scheduler.sequence import Sequence

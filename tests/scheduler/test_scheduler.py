@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 import nanovllm
+from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import DraftCounts
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import drafts
 from nanovllm.scheduler.appending import append_tokens
 from nanovllm.scheduler.block_manager import BlockManager

@@ -15,7 +15,7 @@ from hypothesis import (
 )
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.sequence import Sequence
 from nanovllm.scheduler.waiting_queue import WaitingQueue
 from tests.scheduler.fake_engine import Engine

@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config
 
 import nanovllm
-from nanovllm.config import Config
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.options.config import Config
 from nanovllm.utils import distributed
 from nanovllm.utils.distributed import TensorParallel
 from nanovllm.utils.hub import open_checkpoint, weight_files

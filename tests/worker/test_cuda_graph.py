@@ -13,11 +13,11 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.triton import TritonBackend
-from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.kernels.triton import decode_step, sampling as triton_sampling
 from nanovllm.layers import sampler
 from nanovllm.models.config import ModelConfig
+from nanovllm.options.config import Config
 from nanovllm.scheduler.messages import Admission, CacheInfo, NewBlocks, Row, Schedule
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.utils.hub import open_checkpoint, weight_files

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import Admission, CacheInfo, NewBlocks, NewTokens, Row, Schedule
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.sampling import SamplingRows

@@ -8,8 +8,8 @@ import psutil
 import pytest
 import torch
 
-from nanovllm.config import Config
 from nanovllm.errors import OutOfMemoryError
+from nanovllm.options.config import Config
 from nanovllm.worker import kv_cache
 from nanovllm.worker.kv_cache import (
     available_memory,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import Admission, CacheInfo, Row, Schedule
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.sampling import _PIECE, SamplingRows, gather_logprobs

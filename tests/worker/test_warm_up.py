@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanovllm.layers import sampler
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import CacheInfo
 from nanovllm.worker import sampling
 from nanovllm.worker.network import Network

@@ -4,7 +4,7 @@ The example is that of docs/paged_attention.md.
 """
 
 from nanovllm.loadtest.svg import Drawing
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.block_manager import BlockManager
 from nanovllm.scheduler.sequence import Sequence
 

@@ -6,7 +6,7 @@ The example is that of docs/scheduler.md.
 import dataclasses
 
 from nanovllm.loadtest.svg import Drawing
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.block_manager import BlockManager
 from nanovllm.scheduler.messages import Row, StepResult
 from nanovllm.scheduler.scheduler import Scheduler

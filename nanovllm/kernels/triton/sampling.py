@@ -12,7 +12,7 @@ import triton.language as tl
 
 from nanovllm.kernels.triton.inverse_cdf import invert, uniform, weigh
 from nanovllm.kernels.triton.top_k_top_p import find_threshold, has_filter, sort_key
-from nanovllm.sampling_params import GREEDY_BELOW
+from nanovllm.options.sampling_params import GREEDY_BELOW
 
 _BLOCK = 2048
 """Logits that one program reduces."""

@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from nanovllm.options.validation import OtherName, other_names
 from nanovllm.server.protocol.common import (
     GenerationRequest,
     Objects,
@@ -13,7 +14,6 @@ from nanovllm.server.protocol.common import (
     Usage,
     refused,
 )
-from nanovllm.validation import OtherName, other_names
 
 _NO_TEMPLATE = "templates are not taken from requests; use chat_template_kwargs"
 _MAX_ITEMS = 4096

@@ -5,8 +5,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
+from nanovllm.options.validation import OtherName, other_names
 from nanovllm.server.protocol.common import GenerationRequest, Usage, refused
-from nanovllm.validation import OtherName, other_names
 
 MAX_PROMPTS = 4096
 """In one request."""

@@ -5,9 +5,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
+from nanovllm.options.validation import OtherName, other_names, shown
 from nanovllm.server.protocol.chat import Tool
 from nanovllm.server.protocol.common import GenerationRequest, Objects, RequestModel, refused
-from nanovllm.validation import OtherName, other_names, shown
 
 _NOT_STORED = "responses are not stored; send the whole conversation in input"
 _ONLY_FUNCTIONS = 'this server calls no tools itself; give functions, of type "function"'

@@ -1,6 +1,6 @@
 """Maps methods of speculation to proposers. A new method is one file here and a branch below."""
 
-from nanovllm.speculative_config import SpeculativeConfig
+from nanovllm.options.speculative_config import SpeculativeConfig
 from nanovllm.worker.network import Network, NetworkSpec
 from nanovllm.worker.proposers.proposer import Proposer
 

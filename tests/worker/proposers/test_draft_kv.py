@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import Admission, NewBlocks, Row, Schedule
 from nanovllm.worker.proposers.draft_kv import DraftKV
 

@@ -18,10 +18,10 @@ import torch
 
 from nanovllm import SamplingParams, demo_model
 from nanovllm.attention.triton import TritonBackend
-from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.kernels.triton import decode_step, sampling as triton_sampling
 from nanovllm.layers import sampler
+from nanovllm.options.config import Config
 from nanovllm.scheduler.draft_controller import DraftController
 from nanovllm.scheduler.messages import CacheInfo, Row
 from nanovllm.worker import network

@@ -12,9 +12,8 @@ from collections.abc import Collection
 from typing import Any
 
 from nanovllm.errors import ConfigError
-from nanovllm.other_names import CONFIG_NAMES, CONFIG_VALUES
-from nanovllm.speculative_config import SpeculativeConfig
-from nanovllm.validation import (
+from nanovllm.options.speculative_config import SpeculativeConfig
+from nanovllm.options.validation import (
     check_bool,
     check_choice,
     check_float,
@@ -22,6 +21,7 @@ from nanovllm.validation import (
     shown,
     strict_keywords,
 )
+from nanovllm.other_names import CONFIG_NAMES, CONFIG_VALUES
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")

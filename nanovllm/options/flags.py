@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from nanovllm.compat.flags import FlexibleArgumentParser
 from nanovllm.errors import ConfigError, NanoVLLMError, ServerError
-from nanovllm.validation import did_you_mean, shown
+from nanovllm.options.validation import did_you_mean, shown
 
 UNITS = {"B": 1} | {
     unit: base**power

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm.json_schema import grammar_schema, grammar_schema_text
+from nanovllm.options.json_schema import grammar_schema, grammar_schema_text
 
 A, B = {"properties": {"a": {}}}, {"properties": {"b": {}}}
 CLOSED = {"additionalProperties": False}

@@ -1,0 +1,1 @@
+"""What users set, and the checks of it: engine options, sampling parameters, flags."""
