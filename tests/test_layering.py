@@ -35,16 +35,19 @@ FOLDERS = {
     "options": Folder("compat", torch=False),
     "scheduler": Folder("options", torch=False),
     "utils": Folder("options", torch=True),
+    "checkpoint": Folder("options utils", torch=True),
     "kernels": Folder("options utils", torch=True),
     "loadtest": Folder("options utils", torch=False),
     "front": Folder("compat engine options", torch=False),
     "compat": Folder("demo_model engine front options", torch=False),
-    "engine": Folder("options scheduler utils worker", torch=False),
-    "layers": Folder("attention kernels options utils", torch=True),
-    "models": Folder("attention layers options utils", torch=True),
     "server": Folder("engine front options utils", torch=False),
+    "engine": Folder("checkpoint options scheduler utils worker", torch=False),
+    "layers": Folder("attention checkpoint kernels options utils", torch=True),
+    "models": Folder("attention checkpoint layers options utils", torch=True),
     "cli": Folder("compat demo_model front loadtest options server utils", torch=False),
-    "worker": Folder("attention kernels layers models options scheduler utils", torch=True),
+    "worker": Folder(
+        "attention checkpoint kernels layers models options scheduler utils", torch=True
+    ),
 }
 MAX_FILE_LINES = 350
 MAX_PYTHON_LINES = 60
@@ -150,7 +153,7 @@ def c_functions(lines: list[str]) -> Iterator[tuple[str, int]]:
 
 @pytest.mark.parametrize(
     "module",
-    ["nanovllm", "nanovllm.demo_model", "nanovllm.scheduler.scheduler", "nanovllm.utils.hub"],
+    ["nanovllm", "nanovllm.demo_model", "nanovllm.scheduler.scheduler", "nanovllm.checkpoint.hub"],
 )
 def test_imports_without_torch(module: str) -> None:
     code = f"import {module}, sys; sys.exit('torch' in sys.modules)"

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.checkpoint.hub import open_checkpoint
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import InvalidRequestError, UnsupportedModelError
 from nanovllm.options.config import Config
-from nanovllm.utils.hub import open_checkpoint
 from nanovllm.worker.spawned_executor import SpawnedExecutor
 from tests.checkpoints import copy_checkpoint
 from tests.helpers import environment, token_ids

@@ -10,9 +10,9 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 
+from nanovllm.checkpoint.gguf import read_gguf
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.options.validation import shown
-from nanovllm.utils.gguf import read_gguf
 
 logger = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Tokenizer
 
+from nanovllm.checkpoint.gguf import is_gguf, read_gguf
+from nanovllm.checkpoint.hub import Checkpoint, opened_files
 from nanovllm.errors import CheckpointError
 from nanovllm.utils import disk_cache
-from nanovllm.utils.gguf import is_gguf, read_gguf
-from nanovllm.utils.hub import Checkpoint, opened_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from nanovllm.checkpoint.hub import configured_checkpoint, draft_checkpoint
 from nanovllm.engine.delayed_interrupt import DelayedInterrupt
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.metrics import read_metrics
@@ -36,7 +37,6 @@ from nanovllm.scheduler.draft_controller import DraftController
 from nanovllm.scheduler.drafts import record_step
 from nanovllm.scheduler.messages import Schedule, StepResult
 from nanovllm.scheduler.scheduler import Scheduler
-from nanovllm.utils.hub import configured_checkpoint, draft_checkpoint
 from nanovllm.worker.executor import Executor, Future, make_executor
 
 if TYPE_CHECKING:

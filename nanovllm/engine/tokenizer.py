@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tokenizers import models
 
+from nanovllm.checkpoint.gguf import is_gguf
+from nanovllm.checkpoint.hub import Checkpoint, check_tokenizer_files
 from nanovllm.engine.gguf_tokenizer import convert_gguf_tokenizer
 from nanovllm.engine.kept_tokenizer import KeptTokenizer, fields_of, keep, read_kept
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.options.validation import shown
-from nanovllm.utils.gguf import is_gguf
 from nanovllm.utils.grammar import GrammarCompiler
-from nanovllm.utils.hub import Checkpoint, check_tokenizer_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import torch
 
+from nanovllm.checkpoint.loader import Shard
 from nanovllm.layers.linear import Matrix
 from nanovllm.utils.distributed import all_reduce, gather_to_first, tensor_parallel
-from nanovllm.utils.loader import Shard
 
 
 class VocabParallelEmbedding(Matrix):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from nanovllm.attention.batch import Batch
+from nanovllm.checkpoint.loader import Shard
 from nanovllm.errors import CheckpointError
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.features import join_columns
@@ -20,7 +21,6 @@ from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models.decoder import GatedMLP, SelfAttention
 from nanovllm.models.eagle3_config import NUM_FEATURES, Eagle3Config
 from nanovllm.utils.distributed import tensor_parallel
-from nanovllm.utils.loader import Shard
 
 
 class Eagle3Layer(nn.Module):

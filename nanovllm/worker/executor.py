@@ -8,11 +8,11 @@ import contextlib
 from pathlib import Path
 from typing import Protocol
 
+from nanovllm.checkpoint.gguf import is_gguf
+from nanovllm.checkpoint.hub import Checkpoint
 from nanovllm.options.config import Config
 from nanovllm.scheduler.messages import CacheInfo, Schedule, StepResult
-from nanovllm.utils.gguf import is_gguf
 from nanovllm.utils.grammar import GrammarCompiler
-from nanovllm.utils.hub import Checkpoint
 from nanovllm.utils.pages import PageReserve
 
 _MIN_RESERVE = 64 * 2**20

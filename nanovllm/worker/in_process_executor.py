@@ -1,10 +1,10 @@
 """Runs the only rank in this process. Knows no requests and no text."""
 
+from nanovllm.checkpoint.hub import Checkpoint
 from nanovllm.errors import EngineDeadError
 from nanovllm.options.config import Config
 from nanovllm.scheduler.messages import CacheInfo, Schedule
 from nanovllm.utils.grammar import GrammarCompiler
-from nanovllm.utils.hub import Checkpoint
 from nanovllm.utils.pages import PageReserve
 from nanovllm.worker.kv_cache import memory_errors, require_one_sequence
 from nanovllm.worker.model_runner import ModelRunner

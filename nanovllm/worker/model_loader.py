@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from nanovllm.checkpoint.gguf import is_gguf
+from nanovllm.checkpoint.loader import check_tensors, init_dummy_weights, load_weights, read_header
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.kernels.cpu.build import PANEL
 from nanovllm.kernels.selector import kernels_for
@@ -35,8 +37,6 @@ from nanovllm.models.eagle3_config import Eagle3Config, read_eagle3_config
 from nanovllm.models.registry import model_class
 from nanovllm.options.config import Config
 from nanovllm.utils.distributed import tensor_parallel
-from nanovllm.utils.gguf import is_gguf
-from nanovllm.utils.loader import check_tensors, init_dummy_weights, load_weights, read_header
 from nanovllm.utils.memory import return_freed
 from nanovllm.utils.pages import PageReserve
 

@@ -21,15 +21,15 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
+from nanovllm.checkpoint.gguf import is_gguf
+from nanovllm.checkpoint.hub import Checkpoint, weight_files
 from nanovllm.errors import CheckpointError, ConfigError, NanoVLLMError
 from nanovllm.models.config import ModelConfig, architecture_of
 from nanovllm.models.registry import check_architecture
 from nanovllm.options.config import Config
 from nanovllm.scheduler.messages import CacheInfo, Schedule
 from nanovllm.utils.distributed import init_tensor_parallel
-from nanovllm.utils.gguf import is_gguf
 from nanovllm.utils.grammar import GrammarCompiler
-from nanovllm.utils.hub import Checkpoint, weight_files
 from nanovllm.worker.kv_cache import memory_errors
 from nanovllm.worker.model_loader import check_eagle3, check_weights
 from nanovllm.worker.model_runner import ModelRunner

@@ -195,9 +195,9 @@ def test_files_that_run_and_files_that_cannot(
         "@pytest.mark.skip\ndef test_c(): pass\n"
         "def test_d(no_such_fixture): pass\n"
     )
-    tests.run_files(record(tmp_path), ["tests/test_fuzz_gguf.py", str(test)])
+    tests.run_files(record(tmp_path), ["tests/checkpoint/test_fuzz_gguf.py", str(test)])
     files = json.loads((tmp_path / "part.json").read_text())["files"]
-    left_out, found = files["tests/test_fuzz_gguf.py"], files[str(test)]
+    left_out, found = files["tests/checkpoint/test_fuzz_gguf.py"], files[str(test)]
     assert (left_out["ended"], left_out["failures"]) == ("left out", ["needs gguf"])
     assert found["ended"] == "exit status 1"
     assert [found[count] for count in tests.COUNTS] == [1, 1, 1, 1]
@@ -232,8 +232,8 @@ def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 @pytest.mark.parametrize(
     ("name", "missing"),
     [
-        ("tests/test_fuzz_gguf.py", {"gguf"}),  # at its top
-        ("tests/utils/test_gguf.py", {"gguf"}),  # through tests/gguf_files.py
+        ("tests/checkpoint/test_fuzz_gguf.py", {"gguf"}),  # at its top
+        ("tests/checkpoint/test_gguf.py", {"gguf"}),  # through tests/gguf_files.py
         ("tests/server/test_metrics.py", {"fastapi", "openai"}),  # through conftest.py
         ("tests/options/test_config.py", set()),
         ("tests/test_invariance.py", set()),

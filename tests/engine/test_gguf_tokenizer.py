@@ -3,9 +3,9 @@
 import pytest
 
 from nanovllm import SamplingParams
+from nanovllm.checkpoint.hub import open_checkpoint
 from nanovllm.engine.tokenizer import load_tokenizer, token_bound
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.utils.hub import open_checkpoint
 from tests.gguf_files import make_gguf
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<s>"]

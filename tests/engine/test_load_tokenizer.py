@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from nanovllm import SamplingParams, demo_model
+from nanovllm.checkpoint.hub import open_checkpoint
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.tokenizer import load_tokenizer
 from nanovllm.errors import CheckpointError, InvalidRequestError
-from nanovllm.utils.hub import open_checkpoint
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanovllm import SamplingParams
+from nanovllm.checkpoint.loader import load_weights
 from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
 from nanovllm.layers.fp8_config import Fp8Config
 from nanovllm.layers.linear import (
@@ -17,7 +18,6 @@ from nanovllm.layers.linear import (
 )
 from nanovllm.utils import distributed
 from nanovllm.utils.distributed import TensorParallel
-from nanovllm.utils.loader import load_weights
 from tests.checkpoints import copy_checkpoint, make_fp8_checkpoint, to_fp8
 
 PROMPTS = [[1, 2, 3], list(range(20, 60))]

@@ -11,12 +11,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from nanovllm import SamplingParams
 from nanovllm.attention.backend import AttentionSpec
 from nanovllm.attention.selector import select_backend
+from nanovllm.checkpoint.hub import open_checkpoint, weight_files
+from nanovllm.checkpoint.loader import load_weights
 from nanovllm.layers.attention import Attention
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.registry import model_class
 from nanovllm.scheduler.messages import Admission, CacheInfo, NewBlocks, Row, Schedule
-from nanovllm.utils.hub import open_checkpoint, weight_files
-from nanovllm.utils.loader import load_weights
 from nanovllm.worker.device_tables import DeviceTables
 from tests.checkpoints import random_model
 

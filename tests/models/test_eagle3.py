@@ -13,6 +13,7 @@ from transformers import AutoConfig
 from nanovllm.attention.backend import AttentionSpec
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.selector import select_backend
+from nanovllm.checkpoint.hub import open_checkpoint, weight_files
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.kernels.cpu.recording import Recording
 from nanovllm.layers.attention import Attention
@@ -21,7 +22,6 @@ from nanovllm.models.registry import model_class
 from nanovllm.options.config import Config
 from nanovllm.utils import distributed
 from nanovllm.utils.distributed import TensorParallel
-from nanovllm.utils.hub import open_checkpoint, weight_files
 from nanovllm.worker.model_loader import build_model, check_eagle3, load_model
 from tests.checkpoints import SMALL, make_checkpoint, random_model, read_json, write_json
 from tests.eagle3_checkpoints import change_tensors, make_eagle3_checkpoint

@@ -13,6 +13,7 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.triton import TritonBackend
+from nanovllm.checkpoint.hub import open_checkpoint, weight_files
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.kernels.triton import decode_step, sampling as triton_sampling
 from nanovllm.layers import sampler
@@ -20,7 +21,6 @@ from nanovllm.models.config import ModelConfig
 from nanovllm.options.config import Config
 from nanovllm.scheduler.messages import Admission, CacheInfo, NewBlocks, Row, Schedule
 from nanovllm.scheduler.scheduler import Scheduler
-from nanovllm.utils.hub import open_checkpoint, weight_files
 from nanovllm.worker import model_runner, network
 from nanovllm.worker.cuda_graph import LAPS, GraphRunner, graph_sizes
 from nanovllm.worker.device_tables import DeviceTables

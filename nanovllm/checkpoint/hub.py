@@ -8,12 +8,12 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from nanovllm.checkpoint.download import download, hub_files, way_online
+from nanovllm.checkpoint.files import check_file, local_path, read_json
+from nanovllm.checkpoint.gguf import is_gguf, read_gguf
 from nanovllm.errors import CheckpointError
 from nanovllm.options.config import Config
 from nanovllm.options.validation import check_int, shown
-from nanovllm.utils.download import download, hub_files, way_online
-from nanovllm.utils.files import check_file, local_path, read_json
-from nanovllm.utils.gguf import is_gguf, read_gguf
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 _CONFIG_PATTERNS = ["*.json", "*.jinja", "merges.txt", "tokenizer.model"]

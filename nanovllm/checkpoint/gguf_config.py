@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from nanovllm.checkpoint.gguf_header import GgufHeader
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.options.validation import check_bool, check_float, check_int, shown
-from nanovllm.utils.gguf_header import GgufHeader
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",

@@ -6,9 +6,9 @@ Knows no file by name. Imports no torch.
 from pathlib import Path
 from typing import Any
 
+from nanovllm.checkpoint.json_object import MAX_JSON_BYTES, parse_object
 from nanovllm.errors import CheckpointError
 from nanovllm.options.validation import shown
-from nanovllm.utils.json_object import MAX_JSON_BYTES, parse_object
 
 
 def local_path(model: str) -> Path:

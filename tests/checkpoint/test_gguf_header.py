@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from nanovllm.checkpoint import gguf_header
+from nanovllm.checkpoint.gguf_header import read_gguf_header
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.utils import gguf_header
-from nanovllm.utils.gguf_header import read_gguf_header
 
 pytest.importorskip("gguf")  # messages name its types
 

@@ -1,7 +1,7 @@
 """Mutations of a small GGUF file: each ends in our error or in a right answer.
 
 As test_fuzz_checkpoint.py, with the same limits. `FUZZ_EXAMPLES=2000 pytest
-tests/test_fuzz_gguf.py` runs that many new mutations instead of 100.
+tests/checkpoint/test_fuzz_gguf.py` runs that many new mutations instead of 100.
 """
 
 import struct
@@ -14,8 +14,8 @@ import pytest
 from hypothesis import assume, given, strategies as st
 
 from nanovllm import LLM, NanoVLLMError, SamplingParams
+from tests.checkpoint.test_fuzz_checkpoint import alarm, damaged, fuzz_settings, measured  # noqa: F401 - a fixture
 from tests.gguf_files import make_gguf
-from tests.test_fuzz_checkpoint import alarm, damaged, fuzz_settings, measured  # noqa: F401 - a fixture
 
 SETTINGS = fuzz_settings(100)
 TOKENS = [259, 5, 30]

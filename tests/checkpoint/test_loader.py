@@ -14,14 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config
 
 import nanovllm
+from nanovllm.checkpoint.hub import open_checkpoint, weight_files
+from nanovllm.checkpoint.loader import init_dummy_weights, load_weights, model_shards
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.options.config import Config
 from nanovllm.utils import distributed
 from nanovllm.utils.distributed import TensorParallel
-from nanovllm.utils.hub import open_checkpoint, weight_files
-from nanovllm.utils.loader import init_dummy_weights, load_weights, model_shards
 from nanovllm.worker.model_loader import build_model
 from nanovllm.worker.worker import find_weights
 from tests.checkpoints import random_model
@@ -557,7 +557,7 @@ import multiprocessing, resource, sys
 from pathlib import Path
 import torch
 from torch import nn
-from nanovllm.utils.loader import load_weights
+from nanovllm.checkpoint.loader import load_weights
 
 def peak():
     try:  # exec does not reset ru_maxrss, so it may be the parent's

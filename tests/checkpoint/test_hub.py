@@ -17,13 +17,13 @@ import huggingface_hub.constants
 import pytest
 
 import nanovllm
-from nanovllm.errors import CheckpointError
-from nanovllm.utils.hub import (
+from nanovllm.checkpoint.hub import (
     Checkpoint,
     check_tokenizer_files,
     open_checkpoint,
     weight_files,
 )
+from nanovllm.errors import CheckpointError
 from tests.gguf_files import make_gguf
 
 CONFIG = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 10}
@@ -32,7 +32,7 @@ COMMITS = ("a" * 40, "b" * 40)
 CLIENT = """
 import json, sys
 from nanovllm.errors import CheckpointError
-from nanovllm.utils.hub import open_checkpoint, weight_files
+from nanovllm.checkpoint.hub import open_checkpoint, weight_files
 
 model, revision = sys.argv[1], sys.argv[2] or None
 try:

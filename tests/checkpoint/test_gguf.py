@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from nanovllm import Config, SamplingParams
+from nanovllm.checkpoint import gguf_header
+from nanovllm.checkpoint.gguf import read_gguf, read_rows
+from nanovllm.checkpoint.hub import open_checkpoint
 from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
 from nanovllm.layers.gguf_blocks import BLOCK_BITS, unpack_blocks
 from nanovllm.layers.quantization import IntWeight
 from nanovllm.models.config import ModelConfig
-from nanovllm.utils import distributed, gguf_header
-from nanovllm.utils.gguf import read_gguf, read_rows
-from nanovllm.utils.hub import open_checkpoint
+from nanovllm.utils import distributed
 from nanovllm.worker.model_loader import build_model
 from nanovllm.worker.worker import find_weights
 from tests.gguf_files import KEPT, TYPES, make_gguf

@@ -7,8 +7,8 @@ import functools
 import os
 from pathlib import Path
 
+from nanovllm.checkpoint.files import local_path
 from nanovllm.errors import CheckpointError
-from nanovllm.utils.files import local_path
 
 
 def download(

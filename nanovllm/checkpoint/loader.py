@@ -15,10 +15,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from nanovllm.checkpoint.gguf import is_gguf, read_gguf, read_rows
+from nanovllm.checkpoint.json_object import MAX_JSON_BYTES, parse_object
 from nanovllm.errors import CheckpointError
 from nanovllm.options.validation import shown
-from nanovllm.utils.gguf import is_gguf, read_gguf, read_rows
-from nanovllm.utils.json_object import MAX_JSON_BYTES, parse_object
 from nanovllm.utils.progress import progress_bar
 
 _MAPPED_BYTES = 128 * 2**20

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from nanovllm.checkpoint.gguf_config import ROPE_FACTORS, Metadata, make_config, tokenizer_settings
+from nanovllm.checkpoint.gguf_header import GgufTensor, read_gguf_header
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.options.validation import check_int, shown
-from nanovllm.utils.gguf_config import ROPE_FACTORS, Metadata, make_config, tokenizer_settings
-from nanovllm.utils.gguf_header import GgufTensor, read_gguf_header
 
 _MODULES = {
     "attn_norm": "input_layernorm",

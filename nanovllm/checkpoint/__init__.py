@@ -1,0 +1,1 @@
+"""Files of a model, from the hub or a directory: nothing in them is trusted."""
