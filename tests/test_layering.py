@@ -40,13 +40,14 @@ FOLDERS = {
     "loadtest": Folder("options utils", torch=False),
     "front": Folder("compat engine options", torch=False),
     "compat": Folder("demo_model engine front options", torch=False),
+    "formats": Folder("checkpoint kernels options utils", torch=True),
     "server": Folder("engine front options utils", torch=False),
     "engine": Folder("checkpoint options scheduler utils worker", torch=False),
-    "layers": Folder("attention checkpoint kernels options utils", torch=True),
-    "models": Folder("attention checkpoint layers options utils", torch=True),
+    "layers": Folder("attention checkpoint formats kernels options utils", torch=True),
+    "models": Folder("attention checkpoint formats layers options utils", torch=True),
     "cli": Folder("compat demo_model front loadtest options server utils", torch=False),
     "worker": Folder(
-        "attention checkpoint kernels layers models options scheduler utils", torch=True
+        "attention checkpoint formats kernels layers models options scheduler utils", torch=True
     ),
 }
 MAX_FILE_LINES = 350

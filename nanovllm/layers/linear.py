@@ -13,8 +13,8 @@ from torch import nn
 
 from nanovllm.checkpoint.loader import Shard
 from nanovllm.errors import ConfigError, UnsupportedModelError
-from nanovllm.layers.fp8_config import Fp8Config
-from nanovllm.layers.quantization import FP8, Fp8Weight, QuantizeMethod
+from nanovllm.formats.fp8_config import Fp8Config
+from nanovllm.formats.quantization import FP8, Fp8Weight, QuantizeMethod
 from nanovllm.utils.distributed import all_reduce, tensor_parallel
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.layers.fp8_config import Fp8Config
+from nanovllm.formats.fp8_config import Fp8Config
 from nanovllm.layers.rotary_embedding import RopeConfig
 from nanovllm.options.validation import check_bool, check_float, check_int, shown
 

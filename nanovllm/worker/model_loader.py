@@ -18,20 +18,20 @@ from torch import nn
 from nanovllm.checkpoint.gguf import is_gguf
 from nanovllm.checkpoint.loader import check_tensors, init_dummy_weights, load_weights, read_header
 from nanovllm.errors import CheckpointError, ConfigError
-from nanovllm.kernels.cpu.build import PANEL
-from nanovllm.kernels.selector import kernels_for
-from nanovllm.layers.activation import SiluAndMul
-from nanovllm.layers.embed_head import VocabParallelEmbedding
-from nanovllm.layers.gguf_blocks import BLOCK_BITS, BLOCK_TYPES, unpack_blocks
-from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import LinearBase, Matrix
-from nanovllm.layers.quantization import (
+from nanovllm.formats.gguf_blocks import BLOCK_BITS, BLOCK_TYPES, unpack_blocks
+from nanovllm.formats.quantization import (
     PackedWeight,
     QuantizeMethod,
     can_pack,
     make_int_method,
     make_quant_method,
 )
+from nanovllm.kernels.cpu.build import PANEL
+from nanovllm.kernels.selector import kernels_for
+from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.embed_head import VocabParallelEmbedding
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import LinearBase, Matrix
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.eagle3_config import Eagle3Config, read_eagle3_config
 from nanovllm.models.registry import model_class

@@ -13,10 +13,10 @@ import torch
 from nanovllm.attention.backend import AttentionSpec, Backend
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.selector import select_backend
+from nanovllm.formats.quantization import FP8
 from nanovllm.kernels.cpu.library import torch_on_one_thread
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.linear import QKVParallelLinear
-from nanovllm.layers.quantization import FP8
 from nanovllm.models.config import ModelConfig
 from nanovllm.options.config import Config
 from nanovllm.scheduler.messages import Row

@@ -14,8 +14,8 @@ from nanovllm.checkpoint import gguf_header
 from nanovllm.checkpoint.gguf import read_gguf, read_rows
 from nanovllm.checkpoint.hub import open_checkpoint
 from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
-from nanovllm.layers.gguf_blocks import BLOCK_BITS, unpack_blocks
-from nanovllm.layers.quantization import IntWeight
+from nanovllm.formats.gguf_blocks import BLOCK_BITS, unpack_blocks
+from nanovllm.formats.quantization import IntWeight
 from nanovllm.models.config import ModelConfig
 from nanovllm.utils import distributed
 from nanovllm.worker.model_loader import build_model

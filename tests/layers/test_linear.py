@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from nanovllm import SamplingParams
 from nanovllm.checkpoint.loader import load_weights
 from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
-from nanovllm.layers.fp8_config import Fp8Config
+from nanovllm.formats.fp8_config import Fp8Config
 from nanovllm.layers.linear import (
     MergedColumnParallelLinear,
     QKVParallelLinear,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.layers.fp8_config import Fp8Config
+from nanovllm.formats.fp8_config import Fp8Config
 from nanovllm.layers.rotary_embedding import RopeConfig, inverse_frequencies
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.llama import LlamaForCausalLM

@@ -19,12 +19,12 @@ from nanovllm.attention.backend import AttentionSpec
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.torch_sdpa import TorchBackend
 from nanovllm.attention.triton import TritonBackend
+from nanovllm.formats.quantization import FP8
 from nanovllm.kernels.triton import decode_step, ops as triton_ops, sampling as triton_sampling
 from nanovllm.layers import sampler
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.quantization import FP8
 from nanovllm.layers.rotary_embedding import RopeConfig
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM

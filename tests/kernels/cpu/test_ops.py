@@ -11,9 +11,9 @@ import torch
 from nanovllm.attention.backend import AttentionSpec, QKNorm
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.cpu import CPUBackend
+from nanovllm.formats.quantization import IntTensor, quantize
 from nanovllm.kernels.cpu import build, library as library_module, ops as cpu_ops, table_ops
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.quantization import IntTensor, quantize
 from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
 from nanovllm.layers.sampler import Sampling, draw
 from tests.kernels.cpu.helpers import native, randn

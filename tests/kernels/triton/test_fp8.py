@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from nanovllm.formats.quantization import Fp8Weight, quantize_fp8
 from nanovllm.kernels.triton import fp8 as triton_fp8
-from nanovllm.layers.quantization import Fp8Weight, quantize_fp8
 from tests.kernels.triton.harness import ARCHS, compile_launches
 from tests.kernels.triton.inputs import CUDA, DEVICE, each_dtype, has_fp8, randn
 from tests.kernels.triton.interpreter import patch_interpreter

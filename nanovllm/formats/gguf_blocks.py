@@ -6,7 +6,7 @@ Layouts: ggml's ggml-common.h. Knows no layer and no file.
 import torch
 
 from nanovllm.checkpoint.gguf_header import GGUF_TYPES
-from nanovllm.layers.quantization import IntTensor
+from nanovllm.formats.quantization import IntTensor
 
 BLOCK_BITS = {"Q8_0": 8, "Q4_0": 4, "Q4_1": 4}
 """Bits of a value, by the name of the type."""

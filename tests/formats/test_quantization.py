@@ -5,10 +5,8 @@ import torch
 
 from nanovllm import SamplingParams
 from nanovllm.errors import ConfigError
-from nanovllm.kernels.cpu.library import library
-from nanovllm.layers import quantization
-from nanovllm.layers.linear import Matrix
-from nanovllm.layers.quantization import (
+from nanovllm.formats import quantization
+from nanovllm.formats.quantization import (
     Fp8Weight,
     IntTensor,
     IntWeight,
@@ -22,6 +20,8 @@ from nanovllm.layers.quantization import (
     quantize_fp8,
     use_onednn,
 )
+from nanovllm.kernels.cpu.library import library
+from nanovllm.layers.linear import Matrix
 
 PACKED_BY_TORCH = {
     dtype: OneDnnWeight if use_onednn(torch.empty(1024, 1024, dtype=dtype)) else type(None)

@@ -5,7 +5,7 @@ import copy
 import pytest
 
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.layers.fp8_config import Fp8Config
+from nanovllm.formats.fp8_config import Fp8Config
 
 BLOCKS = {
     "quant_method": "fp8",
