@@ -31,10 +31,10 @@ FRONT = (
 FOLDERS = {
     "values": Folder("options", torch=False),
     "demo_model": Folder("", torch=False),
+    "utils": Folder("", torch=True),
     "attention": Folder("kernels", torch=True),
     "options": Folder("compat", torch=False),
     "scheduler": Folder("options", torch=False),
-    "utils": Folder("options", torch=True),
     "checkpoint": Folder("options utils", torch=True),
     "kernels": Folder("options utils", torch=True),
     "loadtest": Folder("options utils", torch=False),
@@ -42,12 +42,14 @@ FOLDERS = {
     "compat": Folder("demo_model engine front options", torch=False),
     "formats": Folder("checkpoint kernels options utils", torch=True),
     "server": Folder("engine front options utils", torch=False),
-    "engine": Folder("checkpoint options scheduler utils worker", torch=False),
+    "structured": Folder("kernels options scheduler worker", torch=True),
+    "engine": Folder("checkpoint options scheduler structured utils worker", torch=False),
     "layers": Folder("attention checkpoint formats kernels options utils", torch=True),
     "models": Folder("attention checkpoint formats layers options utils", torch=True),
     "cli": Folder("compat demo_model front loadtest options server utils", torch=False),
     "worker": Folder(
-        "attention checkpoint formats kernels layers models options scheduler utils", torch=True
+        "attention checkpoint formats kernels layers models options scheduler structured utils",
+        torch=True,
     ),
 }
 MAX_FILE_LINES = 350

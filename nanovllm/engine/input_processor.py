@@ -28,7 +28,7 @@ from nanovllm.options.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.options.structured_outputs import StructuredOutputsParams
 from nanovllm.options.validation import check_int, shown
 from nanovllm.scheduler.sequence import Sequence
-from nanovllm.utils.grammar import GrammarCompiler
+from nanovllm.structured.grammar import GrammarCompiler
 
 _SLICE_CHARS = 8
 """Characters for each token of max_model_len in the first slice of a long prompt: most texts have

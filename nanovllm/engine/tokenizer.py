@@ -20,7 +20,7 @@ from nanovllm.engine.gguf_tokenizer import convert_gguf_tokenizer
 from nanovllm.engine.kept_tokenizer import KeptTokenizer, fields_of, keep, read_kept
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.options.validation import shown
-from nanovllm.utils.grammar import GrammarCompiler
+from nanovllm.structured.grammar import GrammarCompiler
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

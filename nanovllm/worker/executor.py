@@ -12,7 +12,7 @@ from nanovllm.checkpoint.gguf import is_gguf
 from nanovllm.checkpoint.hub import Checkpoint
 from nanovllm.options.config import Config
 from nanovllm.scheduler.messages import CacheInfo, Schedule, StepResult
-from nanovllm.utils.grammar import GrammarCompiler
+from nanovllm.structured.grammar import GrammarCompiler
 from nanovllm.utils.pages import PageReserve
 
 _MIN_RESERVE = 64 * 2**20

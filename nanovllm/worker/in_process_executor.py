@@ -4,7 +4,7 @@ from nanovllm.checkpoint.hub import Checkpoint
 from nanovllm.errors import EngineDeadError
 from nanovllm.options.config import Config
 from nanovllm.scheduler.messages import CacheInfo, Schedule
-from nanovllm.utils.grammar import GrammarCompiler
+from nanovllm.structured.grammar import GrammarCompiler
 from nanovllm.utils.pages import PageReserve
 from nanovllm.worker.kv_cache import memory_errors, require_one_sequence
 from nanovllm.worker.model_runner import ModelRunner

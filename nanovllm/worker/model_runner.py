@@ -15,11 +15,11 @@ from nanovllm.kernels.selector import require_triton
 from nanovllm.layers.logits_rules import LogitsRules
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import MAX_SAMPLES, CacheInfo, Row, Schedule
+from nanovllm.structured.grammar_masks import GrammarMasks
 from nanovllm.utils.distributed import broadcast_from_first, tensor_parallel
 from nanovllm.utils.memory import keep_freed
 from nanovllm.worker.cuda_graph import LAPS, GraphRunner, graph_sizes
 from nanovllm.worker.device_tables import DeviceTables
-from nanovllm.worker.grammar_masks import GrammarMasks
 from nanovllm.worker.kv_cache import graph_bytes, num_blocks_that_fit
 from nanovllm.worker.network import Network, NetworkSpec
 from nanovllm.worker.piecewise_graphs import piece_sizes

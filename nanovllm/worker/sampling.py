@@ -15,8 +15,8 @@ from nanovllm.kernels.cpu.library import torch_on_one_thread
 from nanovllm.layers.logits_rules import float32_copy
 from nanovllm.layers.sampler import Sampling, draw, draws_all_rows, greedy as greedy_tokens
 from nanovllm.scheduler.messages import Row, TokenLogprobs
+from nanovllm.structured.grammar_masks import StepMasks
 from nanovllm.worker.device_tables import DeviceTables
-from nanovllm.worker.grammar_masks import StepMasks
 
 _SPARE = 8
 """Candidates in addition to top_k, so that logits equal to the k-th are candidates too."""

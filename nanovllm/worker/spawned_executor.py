@@ -17,7 +17,7 @@ from nanovllm.checkpoint.hub import Checkpoint
 from nanovllm.errors import EngineDeadError, NanoVLLMError
 from nanovllm.options.config import Config
 from nanovllm.scheduler.messages import CacheInfo, Schedule, StepResult
-from nanovllm.utils.grammar import GrammarCompiler
+from nanovllm.structured.grammar import GrammarCompiler
 from nanovllm.worker.kv_cache import require_one_sequence
 from nanovllm.worker.worker import check_networks, num_threads, rank_device, run_worker
 

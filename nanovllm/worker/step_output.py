@@ -10,7 +10,7 @@ import torch
 
 from nanovllm.layers.sampler import NO_TOKEN
 from nanovllm.scheduler.messages import Row, StepResult, TokenLogprobs
-from nanovllm.worker.grammar_masks import GrammarRow
+from nanovllm.structured.grammar_masks import GrammarRow
 from nanovllm.worker.sampling import GatheredLogprobs, SampledLogprobs, to_host
 
 NO_DISTRIBUTION = (

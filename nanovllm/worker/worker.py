@@ -28,8 +28,8 @@ from nanovllm.models.config import ModelConfig, architecture_of
 from nanovllm.models.registry import check_architecture
 from nanovllm.options.config import Config
 from nanovllm.scheduler.messages import CacheInfo, Schedule
+from nanovllm.structured.grammar import GrammarCompiler
 from nanovllm.utils.distributed import init_tensor_parallel
-from nanovllm.utils.grammar import GrammarCompiler
 from nanovllm.worker.kv_cache import memory_errors
 from nanovllm.worker.model_loader import check_eagle3, check_weights
 from nanovllm.worker.model_runner import ModelRunner

@@ -17,7 +17,7 @@ from nanovllm.errors import ConfigError, InvalidRequestError
 from nanovllm.options.structured_outputs import structured_outputs
 from nanovllm.server.answers import AnswerFormat, NamedTool, ToolChoice, find_answer_format
 from nanovllm.server.parts import Part, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
-from nanovllm.utils.grammar import GrammarCompiler
+from nanovllm.structured.grammar import GrammarCompiler
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS = [

@@ -18,7 +18,7 @@ from nanovllm.kernels.cpu import ops as cpu_ops
 from nanovllm.kernels.cpu.library import supports
 from nanovllm.options.structured_outputs import TOO_COMPLEX
 from nanovllm.scheduler.messages import Admission, Row
-from nanovllm.utils.grammar import GrammarCompiler
+from nanovllm.structured.grammar import GrammarCompiler
 from nanovllm.worker.device_tables import DeviceTables
 
 if TYPE_CHECKING:

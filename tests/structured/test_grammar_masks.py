@@ -8,10 +8,10 @@ import torch
 
 from nanovllm import SamplingParams
 from nanovllm.scheduler.messages import Admission, CacheInfo, Row, Schedule
-from nanovllm.utils.grammar import GrammarCompiler
+from nanovllm.structured.grammar import GrammarCompiler
+from nanovllm.structured.grammar_masks import GrammarMasks, GrammarRow, Masks
 from nanovllm.worker.device_tables import DeviceTables
-from nanovllm.worker.grammar_masks import GrammarMasks, GrammarRow, Masks
-from tests.utils.test_grammar import EOS, TOKENIZER, VOCAB_SIZE
+from tests.structured.test_grammar import EOS, TOKENIZER, VOCAB_SIZE
 
 COMPILER = GrammarCompiler(lambda: TOKENIZER, VOCAB_SIZE, EOS)
 PROMPT = [5, 6, 7]
@@ -159,7 +159,7 @@ def test_a_row_whose_sequence_has_ended_keeps_no_matcher(max_tokens: int) -> Non
 
 def test_a_row_that_no_step_has_keeps_no_matcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its sequence was aborted, or ended by a stop string: the worker is not told."""
-    monkeypatch.setattr("nanovllm.worker.grammar_masks._ABSENT_STEPS", 4)
+    monkeypatch.setattr("nanovllm.structured.grammar_masks._ABSENT_STEPS", 4)
     tables = DeviceTables(CacheInfo(8, 4, 16, VOCAB_SIZE, 64), 2, torch.device("cpu"))
     masks = GrammarMasks()
     masks.compiler = COMPILER

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.json_schema import grammar_schema_text
 from nanovllm.options.structured_outputs import StructuredOutputsParams
-from nanovllm.utils.grammar_tokenizer import GrammarTokenizer, grammar_tokenizer
+from nanovllm.structured.grammar_tokenizer import GrammarTokenizer, grammar_tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

@@ -12,8 +12,8 @@ import torch
 
 from nanovllm import StructuredOutputsParams, demo_model
 from nanovllm.errors import InvalidRequestError
-from nanovllm.utils import grammar
-from nanovllm.utils.grammar import GrammarCompiler
+from nanovllm.structured import grammar
+from nanovllm.structured.grammar import GrammarCompiler
 
 pytest.importorskip("llguidance")
 

@@ -1,0 +1,1 @@
+"""Structured outputs: grammars, and the masks that they lay over logits."""
