@@ -35,7 +35,7 @@ from nanovllm.scheduler.messages import MAX_SAMPLES, Row
 from nanovllm.scheduler.sequence import Sequence
 from nanovllm.worker import model_runner
 from nanovllm.worker.model_runner import ModelRunner
-from nanovllm.worker.proposers.costs import measure_seconds
+from nanovllm.worker.timing import measure_seconds
 
 DRAFTS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 15, 19, 23)
 """Numbers of drafts for which the ideal's cost is measured."""

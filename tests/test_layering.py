@@ -34,21 +34,26 @@ FOLDERS = {
     "utils": Folder("", torch=True),
     "attention": Folder("kernels", torch=True),
     "options": Folder("compat", torch=False),
-    "scheduler": Folder("options", torch=False),
     "checkpoint": Folder("options utils", torch=True),
     "kernels": Folder("options utils", torch=True),
     "loadtest": Folder("options utils", torch=False),
+    "scheduler": Folder("options speculation", torch=False),
     "front": Folder("compat engine options", torch=False),
     "compat": Folder("demo_model engine front options", torch=False),
     "formats": Folder("checkpoint kernels options utils", torch=True),
     "server": Folder("engine front options utils", torch=False),
     "structured": Folder("kernels options scheduler worker", torch=True),
-    "engine": Folder("checkpoint options scheduler structured utils worker", torch=False),
+    "models": Folder("attention formats layers options speculation", torch=True),
     "layers": Folder("attention checkpoint formats kernels options utils", torch=True),
-    "models": Folder("attention checkpoint formats layers options utils", torch=True),
     "cli": Folder("compat demo_model front loadtest options server utils", torch=False),
+    "engine": Folder(
+        "checkpoint options scheduler speculation structured utils worker", torch=False
+    ),
+    "speculation": Folder(
+        "attention checkpoint kernels layers models options scheduler utils worker", torch=True
+    ),
     "worker": Folder(
-        "attention checkpoint formats kernels layers models options scheduler structured utils",
+        "attention checkpoint formats kernels layers models options scheduler speculation structured utils",
         torch=True,
     ),
 }

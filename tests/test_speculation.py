@@ -18,9 +18,9 @@ from nanovllm import LLM, RequestOutput, SamplingParams, demo_model
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.kernels.cpu.library import library
 from nanovllm.options.config import Config
-from nanovllm.scheduler.draft_controller import DraftController
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.sequence import Sequence
+from nanovllm.speculation.draft_controller import DraftController
 from nanovllm.worker import model_runner
 from tests.glossary import QUESTIONS
 from tests.helpers import (

@@ -33,10 +33,10 @@ from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.options.validation import shown
 from nanovllm.outputs import Histogram, Metric, RequestOutput, Vector
 from nanovllm.scheduler.block_manager import BlockManager
-from nanovllm.scheduler.draft_controller import DraftController
-from nanovllm.scheduler.drafts import record_step
 from nanovllm.scheduler.messages import Schedule, StepResult
 from nanovllm.scheduler.scheduler import Scheduler
+from nanovllm.speculation.draft_controller import DraftController
+from nanovllm.speculation.drafts import record_step
 from nanovllm.worker.executor import Executor, Future, make_executor
 
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ from nanovllm.attention.batch import Batch
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from nanovllm.layers.features import FeatureStore
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (
     MergedColumnParallelLinear,
@@ -23,6 +22,7 @@ from nanovllm.layers.linear import (
 )
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models.config import ModelConfig
+from nanovllm.speculation.proposers.features import FeatureStore
 
 
 class SelfAttention(nn.Module):

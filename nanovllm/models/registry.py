@@ -6,8 +6,8 @@ from torch import nn
 
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.eagle3_config import EAGLE3, Eagle3Config
 from nanovllm.options.validation import shown
+from nanovllm.speculation.proposers.eagle3_config import EAGLE3, Eagle3Config
 
 _MODULES = {
     "LlamaForCausalLM": "llama",

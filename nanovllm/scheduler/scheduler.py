@@ -10,12 +10,12 @@ from itertools import count
 
 from nanovllm.scheduler.appending import append_forced, append_tokens, send_tokens
 from nanovllm.scheduler.block_manager import BlockManager
-from nanovllm.scheduler.draft_controller import DraftController
-from nanovllm.scheduler.drafts import add_drafts, take_back_followers
 from nanovllm.scheduler.messages import Admission, NewBlocks, Row, Schedule, StepResult
 from nanovllm.scheduler.sequence import Sequence
 from nanovllm.scheduler.stats import SchedulerStats
 from nanovllm.scheduler.waiting_queue import WaitingQueue
+from nanovllm.speculation.draft_controller import DraftController
+from nanovllm.speculation.drafts import add_drafts, take_back_followers
 
 
 class Scheduler:

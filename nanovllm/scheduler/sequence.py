@@ -5,8 +5,8 @@ Only the scheduler and its block manager change it. Knows no phases such as pref
 
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import DraftCounts
-from nanovllm.scheduler.acceptance import Acceptance
 from nanovllm.scheduler.messages import TokenLogprobs
+from nanovllm.speculation.acceptance import Acceptance
 
 ROOT_UID = 0
 """Unique id of the prefix cache's root, the parent of the first block of sequences without a salt.

@@ -20,7 +20,7 @@ from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer
 from nanovllm.utils.distributed import tensor_parallel
 from nanovllm.worker.cuda_capture import Graph, make_capture
 from nanovllm.worker.cuda_graph import ComputeLogits
-from nanovllm.worker.proposers.costs import measure_seconds
+from nanovllm.worker.timing import measure_seconds
 
 if TYPE_CHECKING:
     from nanovllm.kernels.triton.fused_attention import Scratch

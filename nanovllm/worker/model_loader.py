@@ -33,9 +33,9 @@ from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import LinearBase, Matrix
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.eagle3_config import Eagle3Config, read_eagle3_config
 from nanovllm.models.registry import model_class
 from nanovllm.options.config import Config
+from nanovllm.speculation.proposers.eagle3_config import Eagle3Config, read_eagle3_config
 from nanovllm.utils.distributed import tensor_parallel
 from nanovllm.utils.memory import return_freed
 from nanovllm.utils.pages import PageReserve

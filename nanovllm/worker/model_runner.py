@@ -15,6 +15,8 @@ from nanovllm.kernels.selector import require_triton
 from nanovllm.layers.logits_rules import LogitsRules
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import MAX_SAMPLES, CacheInfo, Row, Schedule
+from nanovllm.speculation.proposers.proposer import Proposer
+from nanovllm.speculation.proposers.registry import make_proposer
 from nanovllm.structured.grammar_masks import GrammarMasks
 from nanovllm.utils.distributed import broadcast_from_first, tensor_parallel
 from nanovllm.utils.memory import keep_freed
@@ -23,11 +25,9 @@ from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.kv_cache import graph_bytes, num_blocks_that_fit
 from nanovllm.worker.network import Network, NetworkSpec
 from nanovllm.worker.piecewise_graphs import piece_sizes
-from nanovllm.worker.proposers.costs import DRAFT_SIZES, STEP_SIZES, measure_seconds
-from nanovllm.worker.proposers.proposer import Proposer
-from nanovllm.worker.proposers.registry import make_proposer
 from nanovllm.worker.sampling import SampledLogprobs, SamplingRows, gather_logprobs
 from nanovllm.worker.step_output import PendingResult, PromptLogprobs, Step, StepOutput, StepTimer
+from nanovllm.worker.timing import DRAFT_SIZES, STEP_SIZES, measure_seconds
 from nanovllm.worker.warm_up import emptying_step, warm_up_steps
 
 logger = logging.getLogger(__name__)

@@ -13,13 +13,13 @@ from itertools import chain, count, islice, takewhile
 
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import DraftCounts
-from nanovllm.scheduler.acceptance import Acceptance
 from nanovllm.scheduler.block_manager import BlockManager
-from nanovllm.scheduler.draft_controller import DraftController
-from nanovllm.scheduler.drafts import record_step
 from nanovllm.scheduler.messages import MAX_SAMPLES, Row, Schedule, StepResult
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.sequence import Sequence
+from nanovllm.speculation.acceptance import Acceptance
+from nanovllm.speculation.draft_controller import DraftController
+from nanovllm.speculation.drafts import record_step
 
 VOCAB_SIZE = 5
 

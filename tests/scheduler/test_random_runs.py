@@ -21,8 +21,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from nanovllm.scheduler import drafts
-from nanovllm.scheduler.draft_controller import DraftController
+from nanovllm.speculation import drafts
+from nanovllm.speculation.draft_controller import DraftController
 from tests.scheduler.fake_engine import VOCAB_SIZE, Engine, random_guesses, random_limits
 
 PROMPT = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=20)

@@ -18,12 +18,12 @@ import pytest
 import nanovllm
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import DraftCounts
-from nanovllm.scheduler import drafts
 from nanovllm.scheduler.appending import append_tokens
 from nanovllm.scheduler.block_manager import BlockManager
 from nanovllm.scheduler.messages import StepResult
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.sequence import Sequence
+from nanovllm.speculation import drafts
 from tests.scheduler.fake_engine import (
     VOCAB_SIZE,
     Engine,

@@ -15,15 +15,15 @@ from nanovllm import SamplingParams
 from nanovllm.attention.triton import TritonBackend
 from nanovllm.kernels.triton import decode_step, ngram, sampling as triton_sampling
 from nanovllm.layers import sampler
-from nanovllm.scheduler.draft_controller import DraftController
 from nanovllm.scheduler.messages import Row, Schedule
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.sequence import Sequence
+from nanovllm.speculation.draft_controller import DraftController
+from nanovllm.speculation.proposers.ngram import Ngram
 from nanovllm.worker import model_runner, network
 from nanovllm.worker.cuda_graph import GraphRunner, draft_graph_sizes, graph_sizes
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.model_runner import ModelRunner
-from nanovllm.worker.proposers.ngram import Ngram
 from tests.kernels.triton.interpreter import patch_interpreter
 from tests.worker.fake_graphs import FakeCapture, use_fake_graphs
 from tests.worker.test_cuda_graph import (

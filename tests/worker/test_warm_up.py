@@ -8,9 +8,9 @@ import torch
 from nanovllm.layers import sampler
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import CacheInfo
+from nanovllm.speculation.proposers.ngram import Ngram
 from nanovllm.worker import sampling
 from nanovllm.worker.network import Network
-from nanovllm.worker.proposers.ngram import Ngram
 from nanovllm.worker.warm_up import CHUNKS, KINDS, warm_up_steps
 from tests.worker.test_cuda_graph import BLOCK_SIZE, Bench
 

@@ -10,8 +10,8 @@ import torch
 
 from nanovllm.kernels.triton import ngram
 from nanovllm.scheduler.messages import Row
-from nanovllm.worker.proposers import ngram as proposers_ngram
-from nanovllm.worker.proposers.ngram import Ngram, lookup
+from nanovllm.speculation.proposers import ngram as proposers_ngram
+from nanovllm.speculation.proposers.ngram import Ngram, lookup
 from tests.kernels.triton.harness import ARCHS, compile_launches, count_variants
 from tests.kernels.triton.inputs import DEVICE
 from tests.kernels.triton.interpreter import patch_interpreter

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nanovllm.kernels.cpu import ops as cpu_ops
-from nanovllm.layers.features import FeatureStore, join_columns, take_rows
+from nanovllm.speculation.proposers.features import FeatureStore, join_columns, take_rows
 from tests.kernels.cpu.helpers import native, randn
 
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=native)]

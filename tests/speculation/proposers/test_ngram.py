@@ -8,9 +8,9 @@ from hypothesis import given, settings, strategies as st
 
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import Admission, CacheInfo, Row, Schedule
+from nanovllm.speculation.proposers import ngram
+from nanovllm.speculation.proposers.ngram import Ngram
 from nanovllm.worker.device_tables import DeviceTables
-from nanovllm.worker.proposers import ngram
-from nanovllm.worker.proposers.ngram import Ngram
 from tests.kernels.cpu.helpers import native as needs_compiler
 
 GARBAGE = 7

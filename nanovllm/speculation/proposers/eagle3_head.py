@@ -14,12 +14,12 @@ from nanovllm.attention.batch import Batch
 from nanovllm.checkpoint.loader import Shard
 from nanovllm.errors import CheckpointError
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from nanovllm.layers.features import join_columns
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models.decoder import GatedMLP, SelfAttention
-from nanovllm.models.eagle3_config import NUM_FEATURES, Eagle3Config
+from nanovllm.speculation.proposers.eagle3_config import NUM_FEATURES, Eagle3Config
+from nanovllm.speculation.proposers.features import join_columns
 from nanovllm.utils.distributed import tensor_parallel
 
 

@@ -1,8 +1,8 @@
 """Maps methods of speculation to proposers. A new method is one file here and a branch below."""
 
 from nanovllm.options.speculative_config import SpeculativeConfig
+from nanovllm.speculation.proposers.proposer import Proposer
 from nanovllm.worker.network import Network, NetworkSpec
-from nanovllm.worker.proposers.proposer import Proposer
 
 
 def make_proposer(
@@ -17,13 +17,13 @@ def make_proposer(
         draft: the draft network, for the methods that have one.
     """
     if draft is None:
-        from nanovllm.worker.proposers.ngram import Ngram
+        from nanovllm.speculation.proposers.ngram import Ngram
 
         return Ngram(spec.prompt_lookup_min, spec.prompt_lookup_max)
     if spec.method == "eagle3":
-        from nanovllm.worker.proposers.eagle3 import Eagle3
+        from nanovllm.speculation.proposers.eagle3 import Eagle3
 
         return Eagle3(target, draft, max_num_batched_tokens)
-    from nanovllm.worker.proposers.draft_model import DraftModel
+    from nanovllm.speculation.proposers.draft_model import DraftModel
 
     return DraftModel(target, draft, max_num_batched_tokens)

@@ -14,7 +14,7 @@ from tests.checkpoints import make_checkpoint
 from tests.eagle3_checkpoints import change_tensors, make_eagle3_checkpoint
 from tests.helpers import random_prompt
 from tests.kernels.cpu.helpers import native
-from tests.worker.proposers.drafting import (
+from tests.speculation.proposers.drafting import (
     NATIVE,
     PREEMPTING,
     acceptance,

@@ -22,13 +22,13 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.kernels.triton import decode_step, sampling as triton_sampling
 from nanovllm.layers import sampler
 from nanovllm.options.config import Config
-from nanovllm.scheduler.draft_controller import DraftController
 from nanovllm.scheduler.messages import CacheInfo, Row
+from nanovllm.speculation.draft_controller import DraftController
+from nanovllm.speculation.proposers.draft_network import DraftNetwork
 from nanovllm.worker import network
 from nanovllm.worker.cuda_graph import draft_graph_sizes
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.model_runner import ModelRunner
-from nanovllm.worker.proposers.draft_network import DraftNetwork
 from nanovllm.worker.warm_up import KINDS as KINDS_AT_START
 from tests.glossary import QUESTIONS
 from tests.kernels.triton.interpreter import patch_interpreter
@@ -214,7 +214,7 @@ def test_warming_up_leaves_nothing(
         return 1000
 
     monkeypatch.setattr("nanovllm.worker.model_runner.graph_bytes", measured)
-    monkeypatch.setattr("nanovllm.worker.proposers.draft_network.graph_bytes", measured)
+    monkeypatch.setattr("nanovllm.speculation.proposers.draft_network.graph_bytes", measured)
     speculative = {"method": method, "model": checkpoint(method), "num_speculative_tokens": 4}
     config = Config(demo_model.MODEL, speculative_config=speculative, **OPTIONS)
     engine = LLMEngine(config, queue_depth=0)

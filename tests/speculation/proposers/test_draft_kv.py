@@ -6,7 +6,7 @@ import pytest
 
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import Admission, NewBlocks, Row, Schedule
-from nanovllm.worker.proposers.draft_kv import DraftKV
+from nanovllm.speculation.proposers.draft_kv import DraftKV
 
 SIZE = 4
 

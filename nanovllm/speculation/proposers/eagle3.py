@@ -10,19 +10,19 @@ import itertools
 import torch
 
 from nanovllm.attention.batch import Batch
-from nanovllm.layers.features import take_rows
 from nanovllm.layers.sampler import Sampling, greedy
 from nanovllm.models.decoder import DecoderForCausalLM
-from nanovllm.models.eagle3 import LlamaForCausalLMEagle3
-from nanovllm.models.eagle3_config import Eagle3Config
 from nanovllm.scheduler.messages import Row
+from nanovllm.speculation.proposers.draft_kv import FEW_TOKENS
+from nanovllm.speculation.proposers.draft_network import DraftNetwork
+from nanovllm.speculation.proposers.eagle3_config import Eagle3Config
+from nanovllm.speculation.proposers.eagle3_head import LlamaForCausalLMEagle3
+from nanovllm.speculation.proposers.features import take_rows
 from nanovllm.worker.cpu_graph import MAX_TOKENS, RecordedModel
 from nanovllm.worker.cuda_graph import ComputeLogits, GraphRunner
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.kv_cache import zeros
 from nanovllm.worker.network import Network, NetworkSpec, load_draft
-from nanovllm.worker.proposers.draft_kv import FEW_TOKENS
-from nanovllm.worker.proposers.draft_network import DraftNetwork
 from nanovllm.worker.sampling import SamplingRows
 
 

@@ -17,7 +17,7 @@ from nanovllm.errors import ConfigError
 from tests.checkpoints import copy_checkpoint, make_checkpoint
 from tests.helpers import generate_all, random_prompt, token_ids
 from tests.kernels.cpu.helpers import native
-from tests.worker.proposers.drafting import (
+from tests.speculation.proposers.drafting import (
     MAX_MODEL_LEN,
     NATIVE,
     PREEMPTING,

@@ -8,9 +8,9 @@ import time
 from collections.abc import Mapping
 
 from nanovllm.scheduler.block_manager import BlockManager
-from nanovllm.scheduler.draft_controller import DraftController
 from nanovllm.scheduler.messages import MAX_SAMPLES, NewBlocks, Row, Schedule, StepResult
 from nanovllm.scheduler.sequence import Sequence
+from nanovllm.speculation.draft_controller import DraftController
 
 
 def add_drafts(

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from heapq import heapify, heappop, heapreplace
 from math import inf, log
 
-from nanovllm.scheduler.acceptance import Acceptance
-from nanovllm.scheduler.cost_curve import CostCurve
+from nanovllm.speculation.acceptance import Acceptance
+from nanovllm.speculation.cost_curve import CostCurve
 
 _DECAY = 0.96
 """What a request's counts keep at each new proposal: about the last 25 proposals matter."""

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanovllm.worker.proposers import costs
+from nanovllm.worker import timing
 
 
 def test_a_slow_moment_meets_no_size_in_all_its_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -15,7 +15,7 @@ def test_a_slow_moment_meets_no_size_in_all_its_runs(monkeypatch: pytest.MonkeyP
         num_runs += 1
         now += size * (5.0 if 3 <= num_runs <= 5 else 1.0)
 
-    monkeypatch.setattr(costs.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
     sizes = (1, 2, 4, 8)
-    found = costs.measure_seconds(run, sizes, torch.device("cpu"))
+    found = timing.measure_seconds(run, sizes, torch.device("cpu"))
     assert found == tuple((size, float(size)) for size in sizes)

@@ -1,0 +1,1 @@
+"""Speculative decoding: how many drafts pay, who proposes them."""
