@@ -19,8 +19,8 @@ from nanovllm.attention.batch import Batch
 from nanovllm.attention.torch_sdpa import TorchBackend
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.options.config import Config
+from nanovllm.steps.cuda_capture import Step
 from nanovllm.worker import network
-from nanovllm.worker.cuda_capture import Step
 
 
 class _Backend(TorchBackend):

@@ -18,7 +18,7 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.kernels.cpu.library import library
 from tests.checkpoints import copy_checkpoint
 from tests.helpers import Request, assert_idle, generate, join, random_prompt, token_ids
-from tests.worker.fake_graphs import use_fake_graphs
+from tests.steps.fake_graphs import use_fake_graphs
 
 NATIVE = pytest.mark.skipif(library() is None, reason="no compiler here")
 MODEL: dict[str, Any] = {"head_dim": 32, "max_position_embeddings": 128}

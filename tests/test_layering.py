@@ -49,11 +49,13 @@ FOLDERS = {
     "engine": Folder(
         "checkpoint options scheduler speculation structured utils worker", torch=False
     ),
+    "steps": Folder("attention kernels layers models scheduler utils worker", torch=True),
     "speculation": Folder(
-        "attention checkpoint kernels layers models options scheduler utils worker", torch=True
+        "attention checkpoint kernels layers models options scheduler steps utils worker",
+        torch=True,
     ),
     "worker": Folder(
-        "attention checkpoint formats kernels layers models options scheduler speculation structured utils",
+        "attention checkpoint formats kernels layers models options scheduler speculation steps structured utils",
         torch=True,
     ),
 }

@@ -28,7 +28,7 @@ COMPILE_TESTS = "kernels/triton/test_*compile.py"
 """They compile for GPUs that are not there, so they need none."""
 EAGER_TESTS = ("test_*.py", "engine/test_*.py", "attention/test_gpu_*.py")
 """Patterns of the files that run once more without CUDA graphs."""
-ALONE = {"tests/worker/test_cuda_graph.py": "freed"}
+ALONE = {"tests/steps/test_cuda_graph.py": "freed"}
 """Files with a test that reads the whole GPU's memory, which other processes change, and pytest's
 -k for that test. It runs first, with nothing beside it.
 """

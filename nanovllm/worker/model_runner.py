@@ -17,14 +17,14 @@ from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import MAX_SAMPLES, CacheInfo, Row, Schedule
 from nanovllm.speculation.proposers.proposer import Proposer
 from nanovllm.speculation.proposers.registry import make_proposer
+from nanovllm.steps.cuda_graph import LAPS, GraphRunner, graph_sizes
+from nanovllm.steps.piecewise_graphs import piece_sizes
 from nanovllm.structured.grammar_masks import GrammarMasks
 from nanovllm.utils.distributed import broadcast_from_first, tensor_parallel
 from nanovllm.utils.memory import keep_freed
-from nanovllm.worker.cuda_graph import LAPS, GraphRunner, graph_sizes
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.kv_cache import graph_bytes, num_blocks_that_fit
 from nanovllm.worker.network import Network, NetworkSpec
-from nanovllm.worker.piecewise_graphs import piece_sizes
 from nanovllm.worker.sampling import SampledLogprobs, SamplingRows, gather_logprobs
 from nanovllm.worker.step_output import PendingResult, PromptLogprobs, Step, StepOutput, StepTimer
 from nanovllm.worker.timing import DRAFT_SIZES, STEP_SIZES, measure_seconds

@@ -20,16 +20,16 @@ from nanovllm.layers.linear import QKVParallelLinear
 from nanovllm.models.config import ModelConfig
 from nanovllm.options.config import Config
 from nanovllm.scheduler.messages import Row
+from nanovllm.steps.cuda_capture import can_capture, make_capture
+from nanovllm.steps.cuda_graph import ComputeLogits, GraphRunner
+from nanovllm.steps.fused_step import faster_logits
+from nanovllm.steps.piecewise_graphs import PiecewiseGraphs, piece_sizes, seconds_of
+from nanovllm.steps.recorded_step import Forward, RecordedModel, record
 from nanovllm.utils.memory import populate
 from nanovllm.utils.pages import PageReserve
-from nanovllm.worker.cpu_graph import Forward, RecordedModel, record
-from nanovllm.worker.cuda_capture import can_capture, make_capture
-from nanovllm.worker.cuda_graph import ComputeLogits, GraphRunner
 from nanovllm.worker.device_tables import DeviceTables
-from nanovllm.worker.fused_step import faster_logits
 from nanovllm.worker.kv_cache import zeros
 from nanovllm.worker.model_loader import build_model, load_model
-from nanovllm.worker.piecewise_graphs import PiecewiseGraphs, piece_sizes, seconds_of
 
 _BYTES_AHEAD = 32 * 2**20
 """Memory that is ready behind the last block in use."""

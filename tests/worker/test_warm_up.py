@@ -12,7 +12,7 @@ from nanovllm.speculation.proposers.ngram import Ngram
 from nanovllm.worker import sampling
 from nanovllm.worker.network import Network
 from nanovllm.worker.warm_up import CHUNKS, KINDS, warm_up_steps
-from tests.worker.test_cuda_graph import BLOCK_SIZE, Bench
+from tests.steps.test_cuda_graph import BLOCK_SIZE, Bench
 
 
 @pytest.mark.parametrize("max_model_len", [1, 2, 3, 5, 44, 150, 4096])

@@ -5,7 +5,7 @@ import torch
 from nanovllm.scheduler.messages import Row
 from nanovllm.speculation.proposers.draft_kv import FEW_TOKENS
 from nanovllm.speculation.proposers.draft_network import DraftNetwork
-from nanovllm.worker.cuda_graph import GraphRunner
+from nanovllm.steps.cuda_graph import GraphRunner
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.network import Network, NetworkSpec, load_draft
 from nanovllm.worker.sampling import SamplingRows

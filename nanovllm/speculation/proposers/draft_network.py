@@ -10,8 +10,8 @@ import torch
 
 from nanovllm.scheduler.messages import Row, Schedule
 from nanovllm.speculation.proposers.draft_kv import FEW_TOKENS, DraftKV
+from nanovllm.steps.cuda_graph import GraphRunner, draft_graph_sizes
 from nanovllm.utils.distributed import broadcast_from_first
-from nanovllm.worker.cuda_graph import GraphRunner, draft_graph_sizes
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.kv_cache import graph_bytes
 from nanovllm.worker.network import Network

@@ -18,8 +18,8 @@ from nanovllm.speculation.proposers.draft_network import DraftNetwork
 from nanovllm.speculation.proposers.eagle3_config import Eagle3Config
 from nanovllm.speculation.proposers.eagle3_head import LlamaForCausalLMEagle3
 from nanovllm.speculation.proposers.features import take_rows
-from nanovllm.worker.cpu_graph import MAX_TOKENS, RecordedModel
-from nanovllm.worker.cuda_graph import ComputeLogits, GraphRunner
+from nanovllm.steps.cuda_graph import ComputeLogits, GraphRunner
+from nanovllm.steps.recorded_step import MAX_TOKENS, RecordedModel
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.kv_cache import zeros
 from nanovllm.worker.network import Network, NetworkSpec, load_draft

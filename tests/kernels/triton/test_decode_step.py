@@ -13,7 +13,7 @@ from nanovllm.attention.triton import TritonBackend
 from nanovllm.kernels.triton import decode_step, sampling as triton_sampling
 from nanovllm.layers import sampler
 from nanovllm.scheduler.messages import CacheInfo
-from nanovllm.worker.cuda_graph import GraphRunner, graph_sizes
+from nanovllm.steps.cuda_graph import GraphRunner, graph_sizes
 from nanovllm.worker.device_tables import DeviceTables, gather_rows
 from tests.kernels.triton.harness import ARCHS, compile_launches, count_variants
 from tests.kernels.triton.inputs import DEVICE

@@ -25,14 +25,14 @@ from nanovllm.options.config import Config
 from nanovllm.scheduler.messages import CacheInfo, Row
 from nanovllm.speculation.draft_controller import DraftController
 from nanovllm.speculation.proposers.draft_network import DraftNetwork
+from nanovllm.steps.cuda_graph import draft_graph_sizes
 from nanovllm.worker import network
-from nanovllm.worker.cuda_graph import draft_graph_sizes
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.warm_up import KINDS as KINDS_AT_START
 from tests.glossary import QUESTIONS
 from tests.kernels.triton.interpreter import patch_interpreter
-from tests.worker.fake_graphs import FakeCapture, use_fake_graphs
+from tests.steps.fake_graphs import FakeCapture, use_fake_graphs
 
 OPTIONS: dict[str, Any] = {
     "device": "cpu",

@@ -15,11 +15,11 @@ from nanovllm.attention.batch import Batch
 from nanovllm.attention.selector import select_backend
 from nanovllm.checkpoint.hub import open_checkpoint, weight_files
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.kernels.cpu.recording import Recording
 from nanovllm.layers.attention import Attention
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.registry import model_class
 from nanovllm.options.config import Config
+from nanovllm.steps.recording import Recording
 from nanovllm.utils import distributed
 from nanovllm.utils.distributed import TensorParallel
 from nanovllm.worker.model_loader import build_model, check_eagle3, load_model

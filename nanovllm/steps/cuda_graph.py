@@ -18,9 +18,9 @@ from nanovllm.attention.backend import Backend
 from nanovllm.attention.batch import Batch
 from nanovllm.layers.sampler import Sampling, draw
 from nanovllm.scheduler.messages import Row
+from nanovllm.steps.cuda_capture import Capture, Graph
 from nanovllm.utils.distributed import broadcast_from_first
 from nanovllm.utils.progress import progress_bar
-from nanovllm.worker.cuda_capture import Capture, Graph
 from nanovllm.worker.device_tables import DeviceTables
 
 logger = logging.getLogger(__name__)

@@ -17,9 +17,9 @@ from nanovllm.attention.batch import Batch
 from nanovllm.attention.paged import PagedBackend
 from nanovllm.layers.linear import Matrix
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer
+from nanovllm.steps.cuda_capture import Graph, make_capture
+from nanovllm.steps.cuda_graph import ComputeLogits
 from nanovllm.utils.distributed import tensor_parallel
-from nanovllm.worker.cuda_capture import Graph, make_capture
-from nanovllm.worker.cuda_graph import ComputeLogits
 from nanovllm.worker.timing import measure_seconds
 
 if TYPE_CHECKING:

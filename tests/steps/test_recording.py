@@ -9,8 +9,8 @@ import torch
 
 from nanovllm.formats.quantization import make_quant_method
 from nanovllm.kernels.cpu import ops as cpu_ops
-from nanovllm.kernels.cpu.recording import Recording
 from nanovllm.layers.linear import RowParallelLinear
+from nanovllm.steps.recording import Recording
 from tests.helpers import ROOT
 from tests.kernels.cpu.helpers import native, randn
 

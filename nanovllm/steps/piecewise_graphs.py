@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence as Seq
 import torch
 
 from nanovllm.attention.batch import Batch
+from nanovllm.steps.cuda_capture import Capture, Graph
 from nanovllm.utils.distributed import broadcast_from_first
 from nanovllm.utils.progress import progress_bar
-from nanovllm.worker.cuda_capture import Capture, Graph
 
 logger = logging.getLogger(__name__)
 

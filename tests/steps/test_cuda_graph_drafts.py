@@ -20,13 +20,13 @@ from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.sequence import Sequence
 from nanovllm.speculation.draft_controller import DraftController
 from nanovllm.speculation.proposers.ngram import Ngram
+from nanovllm.steps.cuda_graph import GraphRunner, draft_graph_sizes, graph_sizes
 from nanovllm.worker import model_runner, network
-from nanovllm.worker.cuda_graph import GraphRunner, draft_graph_sizes, graph_sizes
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.model_runner import ModelRunner
 from tests.kernels.triton.interpreter import patch_interpreter
-from tests.worker.fake_graphs import FakeCapture, use_fake_graphs
-from tests.worker.test_cuda_graph import (
+from tests.steps.fake_graphs import FakeCapture, use_fake_graphs
+from tests.steps.test_cuda_graph import (
     NEEDS_CUDA,
     WORKLOADS,
     Bench,

@@ -16,8 +16,8 @@ from nanovllm.attention.backend import AttentionSpec
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.torch_sdpa import TorchBackend, _Decode
 from nanovllm.layers import sampler
+from nanovllm.steps.cuda_capture import Step
 from nanovllm.worker import network
-from nanovllm.worker.cuda_capture import Step
 
 HOST = {"aten::_local_scalar_dense", "aten::nonzero", "aten::lift_fresh", "aten::equal"}
 """Operations that wait for the device, or copy from host memory that a replay no longer has."""

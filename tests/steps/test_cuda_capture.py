@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from nanovllm.worker import cuda_capture
-from nanovllm.worker.cuda_capture import CUDACapture
+from nanovllm.steps import cuda_capture
+from nanovllm.steps.cuda_capture import CUDACapture
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

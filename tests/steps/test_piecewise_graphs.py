@@ -11,9 +11,9 @@ from nanovllm import SamplingParams
 from nanovllm.attention.batch import Batch
 from nanovllm.models.decoder import Decoder, DecoderForCausalLM
 from nanovllm.scheduler.messages import Admission, Row, Schedule
-from nanovllm.worker.piecewise_graphs import PiecewiseGraphs, piece_sizes
-from tests.worker.fake_graphs import FakeCapture, use_fake_graphs
-from tests.worker.test_cuda_graph import BLOCK_SIZE, Bench
+from nanovllm.steps.piecewise_graphs import PiecewiseGraphs, piece_sizes
+from tests.steps.fake_graphs import FakeCapture, use_fake_graphs
+from tests.steps.test_cuda_graph import BLOCK_SIZE, Bench
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=50, logprobs=1, prompt_logprobs=1)
 PADDING_SLOT = 100 * BLOCK_SIZE

@@ -21,14 +21,14 @@ from nanovllm.models.config import ModelConfig
 from nanovllm.options.config import Config
 from nanovllm.scheduler.messages import Admission, CacheInfo, NewBlocks, Row, Schedule
 from nanovllm.scheduler.scheduler import Scheduler
+from nanovllm.steps.cuda_graph import LAPS, GraphRunner, graph_sizes
 from nanovllm.worker import model_runner, network
-from nanovllm.worker.cuda_graph import LAPS, GraphRunner, graph_sizes
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.network import NetworkSpec
 from nanovllm.worker.step_output import StepOutput
 from tests.kernels.triton.interpreter import patch_interpreter
-from tests.worker.fake_graphs import FakeCapture, use_fake_graphs
+from tests.steps.fake_graphs import FakeCapture, use_fake_graphs
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 BLOCK_SIZE = 4

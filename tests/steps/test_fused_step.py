@@ -30,23 +30,24 @@ from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import model_class
 from nanovllm.scheduler.messages import CacheInfo
-from nanovllm.worker import fused_step, network
-from nanovllm.worker.cuda_capture import make_capture
-from nanovllm.worker.cuda_graph import GraphRunner
-from nanovllm.worker.device_tables import DeviceTables
-from nanovllm.worker.fused_step import (
+from nanovllm.steps import fused_step
+from nanovllm.steps.cuda_capture import make_capture
+from nanovllm.steps.cuda_graph import GraphRunner
+from nanovllm.steps.fused_step import (
     SIZES,
     FusedStep,
     faster_logits,
     unsupported,
     unsupported_model,
 )
+from nanovllm.worker import network
+from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.model_runner import ModelRunner
 from tests.kernels.triton.inputs import CUDA, DEVICE
 from tests.kernels.triton.interpreter import patch_interpreter
 from tests.kernels.triton.test_ops import assert_as_good
-from tests.worker.fake_graphs import use_fake_graphs
-from tests.worker.test_cuda_graph import generate
+from tests.steps.fake_graphs import use_fake_graphs
+from tests.steps.test_cuda_graph import generate
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 without_gpu = pytest.mark.skipif(CUDA, reason="needs Triton's interpreter, which a GPU turns off")
@@ -325,7 +326,7 @@ def test_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
 @without_gpu
 def test_an_unsupported_model_is_not_fused(caplog: pytest.LogCaptureFixture) -> None:
     model = Model(SMALL, torch.float32, TritonBackend)
-    with caplog.at_level("INFO", logger="nanovllm.worker.fused_step"):
+    with caplog.at_level("INFO", logger="nanovllm.steps.fused_step"):
         assert model.faster(model.unfused) == model.unfused
     assert "not fused: needs a CUDA GPU" in caplog.text
 

@@ -11,8 +11,8 @@ import torch
 
 from nanovllm.attention.batch import Batch
 from nanovllm.kernels.cpu import table_ops
-from nanovllm.kernels.cpu.recording import Recording, Unrecordable
 from nanovllm.scheduler.messages import Row
+from nanovllm.steps.recording import Recording, Unrecordable
 from nanovllm.worker.device_tables import DeviceTables
 
 logger = logging.getLogger(__name__)
