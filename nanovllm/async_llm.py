@@ -12,10 +12,10 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from nanovllm.chat.templates import Message, template_options
 from nanovllm.compat.advice import VLLMNames, check_keywords
 from nanovllm.compat.engine_args import EngineArgs
 from nanovllm.compat.generation import Generation, with_output_kind
-from nanovllm.engine.chat import Message, template_options
 from nanovllm.engine.engine_thread import EngineThread
 from nanovllm.engine.fair_executor import FairExecutor
 from nanovllm.engine.llm_engine import LLMEngine

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
+from nanovllm.chat.templates import Message, is_message, template_options
 from nanovllm.compat.advice import check_keywords
 from nanovllm.compat.methods import OtherMethods
-from nanovllm.engine.chat import Message, is_message, template_options
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.prompt import Prompt, array_to_list
 from nanovllm.engine.request import Request

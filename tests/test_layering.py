@@ -34,22 +34,23 @@ FOLDERS = {
     "utils": Folder("", torch=True),
     "attention": Folder("kernels", torch=True),
     "options": Folder("compat", torch=False),
+    "chat": Folder("engine options", torch=False),
     "checkpoint": Folder("options utils", torch=True),
     "kernels": Folder("options utils", torch=True),
     "loadtest": Folder("options utils", torch=False),
     "scheduler": Folder("options speculation", torch=False),
-    "front": Folder("compat engine options", torch=False),
     "compat": Folder("demo_model engine front options", torch=False),
     "formats": Folder("checkpoint kernels options utils", torch=True),
-    "server": Folder("engine front options utils", torch=False),
+    "front": Folder("chat compat engine options", torch=False),
     "structured": Folder("kernels options scheduler worker", torch=True),
     "models": Folder("attention formats layers options speculation", torch=True),
+    "server": Folder("chat engine front options utils", torch=False),
     "layers": Folder("attention checkpoint formats kernels options utils", torch=True),
     "cli": Folder("compat demo_model front loadtest options server utils", torch=False),
-    "engine": Folder(
-        "checkpoint options scheduler speculation structured utils worker", torch=False
-    ),
     "steps": Folder("attention kernels layers models scheduler utils worker", torch=True),
+    "engine": Folder(
+        "chat checkpoint options scheduler speculation structured utils worker", torch=False
+    ),
     "speculation": Folder(
         "attention checkpoint kernels layers models options scheduler steps utils worker",
         torch=True,

@@ -10,8 +10,9 @@ from functools import cached_property
 from itertools import count
 from typing import Any
 
-from nanovllm.engine import chat
-from nanovllm.engine.chat import Message, RenderedChat
+from nanovllm.chat import templates as chat
+from nanovllm.chat.template_process import TemplateProcess
+from nanovllm.chat.templates import Message, RenderedChat
 from nanovllm.engine.kept_tokenizer import KeptTokenizer
 from nanovllm.engine.prompt import (
     Prompt,
@@ -21,7 +22,6 @@ from nanovllm.engine.prompt import (
     text_and_tokens,
 )
 from nanovllm.engine.request import Request
-from nanovllm.engine.template_process import TemplateProcess
 from nanovllm.engine.tokenizer import TokenBound, token_bound
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.sampling_params import RequestOutputKind, SamplingParams

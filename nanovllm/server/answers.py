@@ -8,6 +8,22 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
+from nanovllm.chat.answer_parser import AnswerParser
+from nanovllm.chat.reasoning import (
+    REASONING_FORMATS,
+    ReasoningFormat,
+    ReasoningParser,
+    find_reasoning_format,
+)
+from nanovllm.chat.tool_formats import (
+    SPACING,
+    TOOL_FORMATS,
+    Function,
+    ToolFormat,
+    find_tool_format,
+    quoted,
+    tag_literal,
+)
 from nanovllm.errors import ConfigError, InvalidRequestError
 from nanovllm.options.json_schema import grammar_schema
 from nanovllm.options.sampling_params import SamplingParams
@@ -17,22 +33,6 @@ from nanovllm.options.structured_outputs import (
     structured_outputs,
 )
 from nanovllm.options.validation import shown
-from nanovllm.server.answer_parser import AnswerParser
-from nanovllm.server.reasoning import (
-    REASONING_FORMATS,
-    ReasoningFormat,
-    ReasoningParser,
-    find_reasoning_format,
-)
-from nanovllm.server.tool_formats import (
-    SPACING,
-    TOOL_FORMATS,
-    Function,
-    ToolFormat,
-    find_tool_format,
-    quoted,
-    tag_literal,
-)
 
 T = TypeVar("T")
 

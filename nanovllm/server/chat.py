@@ -12,7 +12,14 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from nanovllm.engine.chat import RenderedChat
+from nanovllm.chat.parts import (
+    Part,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallStart,
+)
+from nanovllm.chat.templates import RenderedChat
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 from nanovllm.server import generation
@@ -25,13 +32,6 @@ from nanovllm.server.params import (
     check_one_form,
     num_answers,
     structured_names,
-)
-from nanovllm.server.parts import (
-    Part,
-    ReasoningDelta,
-    TextDelta,
-    ToolCallArguments,
-    ToolCallStart,
 )
 from nanovllm.server.protocol.chat import (
     AnswerMessage,

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence as Seq
 from itertools import chain
 from typing import Any
 
-from nanovllm.engine.chat import RenderedChat, template_options
+from nanovllm.chat.templates import RenderedChat, template_options
 from nanovllm.options.validation import shown
 from nanovllm.server.errors import APIError
 from nanovllm.server.protocol.chat import ChatTool, Message

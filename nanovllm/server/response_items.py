@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from nanovllm.server.parts import Part, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
+from nanovllm.chat.parts import Part, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 from nanovllm.server.protocol.chat import Message
 from nanovllm.server.protocol.responses import (
     AnyInputItem,

@@ -12,11 +12,12 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from nanovllm.chat.answer_parser import AnswerParser
+from nanovllm.chat.parts import Part, ReasoningDelta
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.server import generation
-from nanovllm.server.answer_parser import AnswerParser
 from nanovllm.server.answers import NamedTool, ToolChoice
 from nanovllm.server.errors import APIError, as_api_error, naming_params
 from nanovllm.server.json_route import JSONRoute
@@ -26,7 +27,6 @@ from nanovllm.server.params import (
     structured_names,
     structured_outputs,
 )
-from nanovllm.server.parts import Part, ReasoningDelta
 from nanovllm.server.protocol.chat import ChatTool, Tool
 from nanovllm.server.protocol.responses import (
     IncompleteDetails,

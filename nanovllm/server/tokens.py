@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, model_validator
 
-from nanovllm.engine.chat import RenderedChat
+from nanovllm.chat.templates import RenderedChat
 from nanovllm.server import generation
 from nanovllm.server.errors import APIError, naming_params
 from nanovllm.server.json_route import JSONRoute

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from nanovllm import demo_model
+from nanovllm.chat.templates import RenderedChat
 from nanovllm.checkpoint.hub import open_checkpoint
-from nanovllm.engine.chat import RenderedChat
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.tokenizer import load_tokenizer
 from nanovllm.errors import InvalidRequestError

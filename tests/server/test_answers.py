@@ -12,11 +12,11 @@ from hypothesis import given, settings, strategies as st
 from tokenizers import AddedToken, Tokenizer
 
 from nanovllm import SamplingParams, demo_model
+from nanovllm.chat.parts import Part, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.errors import ConfigError, InvalidRequestError
 from nanovllm.options.structured_outputs import structured_outputs
 from nanovllm.server.answers import AnswerFormat, NamedTool, ToolChoice, find_answer_format
-from nanovllm.server.parts import Part, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 from nanovllm.structured.grammar import GrammarCompiler
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

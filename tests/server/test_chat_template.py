@@ -10,7 +10,7 @@ from nanovllm.server.options import ServerOptions
 
 pytest.importorskip("fastapi")
 
-from nanovllm.server.tool_formats import Mistral
+from nanovllm.chat.tool_formats import Mistral
 from tests.server.conftest import running
 
 CHAT = {"messages": [{"role": "user", "content": "What is a KV cache?"}], "max_tokens": 2}

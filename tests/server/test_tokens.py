@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm.engine.chat import RenderedChat
+from nanovllm.chat.templates import RenderedChat
 from tests.server.conftest import Running
 
 

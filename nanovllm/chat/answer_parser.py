@@ -5,9 +5,9 @@ Pure text: knows no requests, no tokens and no server.
 
 import dataclasses
 
-from nanovllm.server.parts import Part, ReasoningDelta, TextDelta
-from nanovllm.server.reasoning import ReasoningParser
-from nanovllm.server.tool_calls import ToolCallParser
+from nanovllm.chat.parts import Part, ReasoningDelta, TextDelta
+from nanovllm.chat.reasoning import ReasoningParser
+from nanovllm.chat.tool_calls import ToolCallParser
 
 
 class AnswerParser:

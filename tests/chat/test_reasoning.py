@@ -2,8 +2,8 @@
 
 import pytest
 
-from nanovllm.server.parts import ReasoningDelta, TextDelta
-from nanovllm.server.reasoning import THINK, ReasoningParser
+from nanovllm.chat.parts import ReasoningDelta, TextDelta
+from nanovllm.chat.reasoning import THINK, ReasoningParser
 
 
 def split(text: str, size: int, *, started: bool, cut: bool = False) -> tuple[str, str]:

@@ -6,7 +6,7 @@ Pure text: knows no requests, no tokens and no server.
 import enum
 from typing import NamedTuple
 
-from nanovllm.server.parts import Part, ReasoningDelta, TextDelta
+from nanovllm.chat.parts import Part, ReasoningDelta, TextDelta
 
 
 class ReasoningFormat(NamedTuple):

@@ -6,9 +6,9 @@ Knows no requests and no token ids.
 from collections.abc import Mapping, Sequence as Seq
 from typing import Any
 
+from nanovllm.chat.template_process import TemplateError, TemplateProcess
+from nanovllm.chat.tool_messages import knows_tools, plain_calls, with_tools_as_text
 from nanovllm.engine.kept_tokenizer import KeptTokenizer
-from nanovllm.engine.template_process import TemplateError, TemplateProcess
-from nanovllm.engine.tool_messages import knows_tools, plain_calls, with_tools_as_text
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.validation import shown
 

@@ -5,9 +5,9 @@ import json
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from nanovllm.server.parts import Part, TextDelta, ToolCallArguments, ToolCallStart
-from nanovllm.server.tool_calls import ToolCallParser
-from nanovllm.server.tool_formats import (
+from nanovllm.chat.parts import Part, TextDelta, ToolCallArguments, ToolCallStart
+from nanovllm.chat.tool_calls import ToolCallParser
+from nanovllm.chat.tool_formats import (
     HermesParser,
     LlamaParser,
     MistralParser,

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM
-from nanovllm.server.parts import ToolCallArguments, ToolCallStart
-from nanovllm.server.tool_formats import HermesParser
+from nanovllm.chat.parts import ToolCallArguments, ToolCallStart
+from nanovllm.chat.tool_formats import HermesParser
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 

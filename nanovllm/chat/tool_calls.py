@@ -11,8 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator
 from typing import ClassVar, TypeVar
 
-from nanovllm.server.parts import Part, TextDelta, ToolCallArguments, ToolCallStart
-from nanovllm.server.reasoning import prefix_at_end
+from nanovllm.chat.parts import Part, TextDelta, ToolCallArguments, ToolCallStart
+from nanovllm.chat.reasoning import prefix_at_end
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]

@@ -11,8 +11,8 @@ from typing import Any
 import psutil
 import pytest
 
-from nanovllm.engine import template_process
-from nanovllm.engine.template_process import TemplateError, TemplateProcess
+from nanovllm.chat import template_process
+from nanovllm.chat.template_process import TemplateError, TemplateProcess
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 

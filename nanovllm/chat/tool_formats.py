@@ -11,11 +11,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
-from nanovllm.engine.tool_messages import knows_tools
+from nanovllm.chat.tool_calls import MAX_CALLS, NotACall, Steps, ToolCallParser
+from nanovllm.chat.tool_messages import knows_tools
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.json_schema import grammar_schema
 from nanovllm.options.structured_outputs import MAX_CHARS
-from nanovllm.server.tool_calls import MAX_CALLS, NotACall, Steps, ToolCallParser
 
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """For llguidance: JSON with the spaces that models know, and no others."""

@@ -1,0 +1,1 @@
+"""Conversations to prompts, and answers to their parts: templates, tools, reasoning."""
