@@ -17,7 +17,7 @@ from nanovllm.errors import (
     OutOfMemoryError,
     UnsupportedModelError,
 )
-from nanovllm.worker.in_process_executor import InProcessExecutor
+from nanovllm.executors.in_process import InProcessExecutor
 from tests.checkpoints import copy_checkpoint
 from tests.helpers import assert_idle
 

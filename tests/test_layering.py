@@ -47,9 +47,10 @@ FOLDERS = {
     "server": Folder("chat engine front options utils", torch=False),
     "layers": Folder("attention checkpoint formats kernels options utils", torch=True),
     "cli": Folder("compat demo_model front loadtest options server utils", torch=False),
+    "executors": Folder("checkpoint models options scheduler structured utils worker", torch=True),
     "steps": Folder("attention kernels layers models scheduler utils worker", torch=True),
     "engine": Folder(
-        "chat checkpoint options scheduler speculation structured utils worker", torch=False
+        "chat checkpoint executors options scheduler speculation structured utils", torch=False
     ),
     "speculation": Folder(
         "attention checkpoint kernels layers models options scheduler steps utils worker",

@@ -19,8 +19,8 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoint.hub import open_checkpoint
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import InvalidRequestError, UnsupportedModelError
+from nanovllm.executors.spawned import SpawnedExecutor
 from nanovllm.options.config import Config
-from nanovllm.worker.spawned_executor import SpawnedExecutor
 from tests.checkpoints import copy_checkpoint
 from tests.helpers import environment, token_ids
 

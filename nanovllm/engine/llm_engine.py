@@ -28,6 +28,7 @@ from nanovllm.engine.tokenizer import (
 )
 from nanovllm.engine.trace import Trace
 from nanovllm.errors import EngineDeadError, InvalidRequestError
+from nanovllm.executors.executor import Executor, Future, make_executor
 from nanovllm.options.config import Config
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.options.validation import shown
@@ -37,7 +38,6 @@ from nanovllm.scheduler.messages import Schedule, StepResult
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.speculation.draft_controller import DraftController
 from nanovllm.speculation.drafts import record_step
-from nanovllm.worker.executor import Executor, Future, make_executor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

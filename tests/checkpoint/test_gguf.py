@@ -14,12 +14,12 @@ from nanovllm.checkpoint import gguf_header
 from nanovllm.checkpoint.gguf import read_gguf, read_rows
 from nanovllm.checkpoint.hub import open_checkpoint
 from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
+from nanovllm.executors.worker import find_weights
 from nanovllm.formats.gguf_blocks import BLOCK_BITS, unpack_blocks
 from nanovllm.formats.quantization import IntWeight
 from nanovllm.models.config import ModelConfig
 from nanovllm.utils import distributed
 from nanovllm.worker.model_loader import build_model
-from nanovllm.worker.worker import find_weights
 from tests.gguf_files import KEPT, TYPES, make_gguf
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]

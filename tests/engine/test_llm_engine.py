@@ -13,9 +13,9 @@ import torch
 from nanovllm import LLM, SamplingParams, demo_model
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import EngineDeadError
+from nanovllm.executors.in_process import InProcessExecutor
+from nanovllm.executors.worker import num_cores
 from nanovllm.options.config import Config
-from nanovllm.worker.in_process_executor import InProcessExecutor
-from nanovllm.worker.worker import num_cores
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 

@@ -15,11 +15,11 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from nanovllm.checkpoint.hub import Checkpoint
 from nanovllm.errors import EngineDeadError, NanoVLLMError
+from nanovllm.executors.worker import check_networks, num_threads, rank_device, run_worker
 from nanovllm.options.config import Config
 from nanovllm.scheduler.messages import CacheInfo, Schedule, StepResult
 from nanovllm.structured.grammar import GrammarCompiler
 from nanovllm.worker.kv_cache import require_one_sequence
-from nanovllm.worker.worker import check_networks, num_threads, rank_device, run_worker
 
 logger = logging.getLogger(__name__)
 

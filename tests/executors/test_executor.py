@@ -5,7 +5,7 @@ import socket
 import pytest
 from torch.distributed import TCPStore
 
-from nanovllm.worker.spawned_executor import _local_store
+from nanovllm.executors.spawned import _local_store
 
 
 def test_the_ranks_meeting_point_is_closed_to_other_machines():

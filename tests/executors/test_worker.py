@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 
-from nanovllm.worker.worker import on_device
+from nanovllm.executors.worker import on_device
 
 matmul = torch.backends.cuda.matmul
 

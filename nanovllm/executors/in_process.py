@@ -2,6 +2,7 @@
 
 from nanovllm.checkpoint.hub import Checkpoint
 from nanovllm.errors import EngineDeadError
+from nanovllm.executors.worker import check_networks, num_threads, on_device, rank_device
 from nanovllm.options.config import Config
 from nanovllm.scheduler.messages import CacheInfo, Schedule
 from nanovllm.structured.grammar import GrammarCompiler
@@ -9,7 +10,6 @@ from nanovllm.utils.pages import PageReserve
 from nanovllm.worker.kv_cache import memory_errors, require_one_sequence
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.step_output import PendingResult
-from nanovllm.worker.worker import check_networks, num_threads, on_device, rank_device
 
 
 class InProcessExecutor:

@@ -67,11 +67,11 @@ def make_executor(
         CheckpointError, ConfigError: the model, or its draft network, cannot run with `config`.
     """
     if config.tensor_parallel_size > 1:
-        from nanovllm.worker.spawned_executor import SpawnedExecutor
+        from nanovllm.executors.spawned import SpawnedExecutor
 
         return SpawnedExecutor(config, checkpoint, draft)
     reserve = _reserve(config, checkpoint)  # before torch is imported, which takes a second
-    from nanovllm.worker.in_process_executor import InProcessExecutor
+    from nanovllm.executors.in_process import InProcessExecutor
 
     return InProcessExecutor(config, checkpoint, draft, reserve)
 
