@@ -39,6 +39,7 @@ FOLDERS = {
     "kernels": Folder("options utils", torch=True),
     "loadtest": Folder("options utils", torch=False),
     "scheduler": Folder("options speculation", torch=False),
+    "observe": Folder("engine options scheduler", torch=False),
     "compat": Folder("demo_model engine front options", torch=False),
     "formats": Folder("checkpoint kernels options utils", torch=True),
     "front": Folder("chat compat engine options", torch=False),
@@ -50,7 +51,8 @@ FOLDERS = {
     "executors": Folder("checkpoint models options scheduler structured utils worker", torch=True),
     "steps": Folder("attention kernels layers models scheduler utils worker", torch=True),
     "engine": Folder(
-        "chat checkpoint executors options scheduler speculation structured utils", torch=False
+        "chat checkpoint executors observe options scheduler speculation structured utils",
+        torch=False,
     ),
     "speculation": Folder(
         "attention checkpoint kernels layers models options scheduler steps utils worker",

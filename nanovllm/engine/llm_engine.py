@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from nanovllm.checkpoint.hub import configured_checkpoint, draft_checkpoint
 from nanovllm.engine.delayed_interrupt import DelayedInterrupt
 from nanovllm.engine.input_processor import InputProcessor
-from nanovllm.engine.metrics import read_metrics
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.prompt import Prompt
 from nanovllm.engine.request import Request
@@ -26,9 +25,10 @@ from nanovllm.engine.tokenizer import (
     load_tokenizer,
     serving_tokenizer,
 )
-from nanovllm.engine.trace import Trace
 from nanovllm.errors import EngineDeadError, InvalidRequestError
 from nanovllm.executors.executor import Executor, Future, make_executor
+from nanovllm.observe.engine_metrics import read_metrics
+from nanovllm.observe.trace import Trace
 from nanovllm.options.config import Config
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.options.validation import shown

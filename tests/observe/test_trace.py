@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine import trace as trace_module
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import ConfigError
+from nanovllm.observe import trace as trace_module
 from nanovllm.options.config import Config
 from tests.helpers import generate, generate_in_random_order, random_prompt
 from tests.scheduler.fake_engine import FakeController

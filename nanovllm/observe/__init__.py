@@ -1,0 +1,1 @@
+"""What an engine tells of itself: a trace of its steps, and its numbers."""
