@@ -21,10 +21,10 @@ from nanovllm import (
 from nanovllm.checkpoint.hub import configured_checkpoint
 from nanovllm.compat.advice import KEYWORDS, NOT_IMPLEMENTED
 from nanovllm.compat.flags import SERVE_NAMES
+from nanovllm.compat.other_names import CONFIG_NAMES, SAMPLING_NAMES, SPECULATIVE_NAMES
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.errors import CheckpointError, InvalidRequestError
 from nanovllm.options.speculative_config import SpeculativeConfig
-from nanovllm.other_names import CONFIG_NAMES, SAMPLING_NAMES, SPECULATIVE_NAMES
 from tests.checkpoints import copy_checkpoint
 from tests.helpers import environment
 from tools import migrating

@@ -21,7 +21,6 @@ class Folder(NamedTuple):
 
 VALUES = (
     "errors",
-    "other_names",
     "outputs",
 )
 FRONT = (
@@ -29,7 +28,7 @@ FRONT = (
     "llm",
 )
 FOLDERS = {
-    "values": Folder("options", torch=False),
+    "values": Folder("", torch=False),
     "demo_model": Folder("", torch=False),
     "utils": Folder("", torch=True),
     "attention": Folder("kernels", torch=True),
@@ -45,8 +44,8 @@ FOLDERS = {
     "front": Folder("chat compat engine options", torch=False),
     "structured": Folder("kernels options scheduler worker", torch=True),
     "models": Folder("attention formats layers options speculation", torch=True),
-    "server": Folder("chat engine front options utils", torch=False),
     "layers": Folder("attention checkpoint formats kernels options utils", torch=True),
+    "server": Folder("chat compat engine front options utils", torch=False),
     "cli": Folder("compat demo_model front loadtest options server utils", torch=False),
     "executors": Folder("checkpoint models options scheduler structured utils worker", torch=True),
     "steps": Folder("attention kernels layers models scheduler utils worker", torch=True),

@@ -12,17 +12,17 @@ from nanovllm.compat.advice import KEYWORDS, NOT_IMPLEMENTED
 from nanovllm.compat.flags import SERVE_NAMES
 from nanovllm.compat.llm_engine import LLMEngine
 from nanovllm.compat.modules import MISSING, MODULES
-from nanovllm.options.config import Config
-from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.options.speculative_config import SpeculativeConfig
-from nanovllm.options.validation import OtherName
-from nanovllm.other_names import (
+from nanovllm.compat.other_names import (
     CONFIG_NAMES,
     CONFIG_VALUES,
     SAMPLING_NAMES,
     SPECULATIVE_METHODS,
     SPECULATIVE_NAMES,
 )
+from nanovllm.options.config import Config
+from nanovllm.options.sampling_params import SamplingParams
+from nanovllm.options.speculative_config import SpeculativeConfig
+from nanovllm.options.validation import OtherName
 
 PAGE = Path(__file__).parent.parent / "docs" / "migrating.md"
 PART = re.compile(r"(<!-- made: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)

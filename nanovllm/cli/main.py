@@ -17,6 +17,7 @@ from typing import Any
 from nanovllm import __version__, demo_model
 from nanovllm.cli.repl import Chat, Source, awaited, model_source, server_source, texts
 from nanovllm.compat.flags import SERVE_NAMES, add_other_flags
+from nanovllm.compat.other_names import CONFIG_NAMES
 from nanovllm.errors import ConfigError, InvalidRequestError, NanoVLLMError
 from nanovllm.loadtest import sse_client
 from nanovllm.loadtest.load_plan import LoadPlan, add_bench
@@ -24,7 +25,6 @@ from nanovllm.options.config import Config
 from nanovllm.options.flags import Parser, add_flags, fields_of, given_fields, json_object
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.options.validation import shown
-from nanovllm.other_names import CONFIG_NAMES
 from nanovllm.server.options import add_server_flags, model_name
 from nanovllm.utils.terminal import (
     OutputError,

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 from nanovllm import demo_model
 from nanovllm.compat.flags import FlexibleArgumentParser, add_other_flags
+from nanovllm.compat.other_names import CONFIG_NAMES
 from nanovllm.options.config import Config
 from nanovllm.options.flags import add_flags, fields_of
-from nanovllm.other_names import CONFIG_NAMES
 
 __all__ = ["AsyncEngineArgs", "EngineArgs", "FlexibleArgumentParser"]
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection
 from typing import Any
 
+from nanovllm.compat.other_names import CONFIG_NAMES, CONFIG_VALUES
 from nanovllm.errors import ConfigError
 from nanovllm.options.speculative_config import SpeculativeConfig
 from nanovllm.options.validation import (
@@ -21,7 +22,6 @@ from nanovllm.options.validation import (
     shown,
     strict_keywords,
 )
-from nanovllm.other_names import CONFIG_NAMES, CONFIG_VALUES
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")

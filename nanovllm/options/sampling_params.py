@@ -9,10 +9,10 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from nanovllm.compat.other_names import SAMPLING_NAMES
 from nanovllm.errors import CheckpointError, InvalidRequestError
 from nanovllm.options.structured_outputs import StructuredOutputsParams, structured_outputs
 from nanovllm.options.validation import check_bool, check_float, check_int, shown, strict_keywords
-from nanovllm.other_names import SAMPLING_NAMES
 
 MAX_TOKEN_ID = 2**31 - 1
 

@@ -5,9 +5,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from nanovllm.compat.other_names import SPECULATIVE_METHODS, SPECULATIVE_NAMES
 from nanovllm.errors import ConfigError
 from nanovllm.options.validation import check_choice, check_int, shown, strict_keywords
-from nanovllm.other_names import SPECULATIVE_METHODS, SPECULATIVE_NAMES
 
 NETWORK_METHODS = ("draft_model", "eagle3")
 """Methods that have a network, and so a model."""

@@ -9,10 +9,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nanovllm.compat.other_names import STRUCTURED_NAMES
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.json_schema import grammar_schema_text
 from nanovllm.options.validation import check_bool, shown, strict_keywords
-from nanovllm.other_names import STRUCTURED_NAMES
 
 _FORMS = ("json", "regex", "choice", "grammar", "json_object")
 _LONGEST_SHOWN = 200

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from nanovllm.compat.other_names import CONFIG_NAMES, CONFIG_VALUES
 from nanovllm.errors import ConfigError, NanoVLLMError
 from nanovllm.options.config import Config
-from nanovllm.other_names import CONFIG_NAMES, CONFIG_VALUES
 
 BEYOND_FLOAT = pytest.param(10**400, id="integer beyond the floats")
 POSITIVE_INTEGERS = [

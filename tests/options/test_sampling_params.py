@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from nanovllm.compat.other_names import SAMPLING_NAMES
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
 from nanovllm.options.config import Config
 from nanovllm.options.sampling_params import RequestOutputKind, SamplingParams, takes_prompt
 from nanovllm.options.structured_outputs import StructuredOutputsParams
 from nanovllm.options.validation import did_you_mean, shown
-from nanovllm.other_names import SAMPLING_NAMES
 
 BEYOND_FLOAT = pytest.param(10**400, id="integer beyond the floats")
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nanovllm.compat.other_names import SPECULATIVE_METHODS, SPECULATIVE_NAMES
 from nanovllm.errors import ConfigError
 from nanovllm.options.config import Config
 from nanovllm.options.speculative_config import METHODS, SpeculativeConfig
-from nanovllm.other_names import SPECULATIVE_METHODS, SPECULATIVE_NAMES
 
 
 def spec(**options: Any) -> SpeculativeConfig:

@@ -9,8 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from nanovllm.compat.other_names import SAMPLING_NAMES
 from nanovllm.options.validation import OtherName, did_you_mean, other_names, shown
-from nanovllm.other_names import SAMPLING_NAMES
 
 _HINT = "it changes nothing here; leave it out"
 INERT = other_names(
