@@ -28,7 +28,7 @@ from benchmarks.step_times import StepTimes
 from nanovllm import LLM, SamplingParams
 from nanovllm.kernels.cpu import library, ops
 from nanovllm.kernels.cpu.build import processor_flags
-from nanovllm.worker.sampling import SamplingRows
+from nanovllm.worker.sampling_rows import SamplingRows
 
 PARTS = {
     "nv_linear": "products",

@@ -24,7 +24,7 @@ from tqdm.auto import tqdm
 from nanovllm.checkpoint.gguf import is_gguf
 from nanovllm.checkpoint.hub import Checkpoint, weight_files
 from nanovllm.errors import CheckpointError, ConfigError, NanoVLLMError
-from nanovllm.models.config import ModelConfig, architecture_of
+from nanovllm.models.model_config import ModelConfig, architecture_of
 from nanovllm.models.registry import check_architecture
 from nanovllm.options.config import Config
 from nanovllm.scheduler.messages import CacheInfo, Schedule

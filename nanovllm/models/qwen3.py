@@ -1,8 +1,8 @@
 """The Qwen3 family: what its layers have. The decoder itself is in decoder.py."""
 
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
+from nanovllm.models.model_config import ModelConfig
 
 
 class Qwen3ForCausalLM(DecoderForCausalLM):

@@ -5,7 +5,7 @@ import importlib
 from torch import nn
 
 from nanovllm.errors import UnsupportedModelError
-from nanovllm.models.config import ModelConfig
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.options.validation import shown
 from nanovllm.speculation.proposers.eagle3_config import EAGLE3, Eagle3Config
 

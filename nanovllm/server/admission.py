@@ -14,7 +14,7 @@ from typing import Protocol
 
 from starlette.types import Message, Receive
 
-from nanovllm.server.errors import APIError
+from nanovllm.server.error_bodies import APIError
 
 _WINDOW_SECONDS = 30.0
 _MAX_RETRY_SECONDS = 60

@@ -8,8 +8,17 @@ from starlette.types import Receive, Scope, Send
 
 from nanovllm import __version__
 from nanovllm.async_llm import AsyncLLM
-from nanovllm.server import chat, completions, health, metrics, models, responses, status, tokens
-from nanovllm.server.errors import add_error_handlers
+from nanovllm.server import (
+    chat_route as chat,
+    completions_route as completions,
+    health,
+    models_route as models,
+    prometheus as metrics,
+    responses_route as responses,
+    status,
+    tokens,
+)
+from nanovllm.server.error_bodies import add_error_handlers
 from nanovllm.server.middleware import GuardMiddleware
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.request_log import RequestLog

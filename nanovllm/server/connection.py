@@ -14,7 +14,7 @@ import termios
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from nanovllm.server.errors import APIError
+from nanovllm.server.error_bodies import APIError
 
 
 def connection_class(read_timeout: float, most: int) -> type[H11Protocol]:

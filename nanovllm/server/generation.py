@@ -18,7 +18,7 @@ from nanovllm.engine.prompt import Prompt
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.options.structured_outputs import TOO_COMPLEX, StructuredOutputsParams
 from nanovllm.outputs import RequestOutput
-from nanovllm.server.errors import APIError
+from nanovllm.server.error_bodies import APIError
 from nanovllm.server.request_log import record_of
 from nanovllm.server.state import state_of
 

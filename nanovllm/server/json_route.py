@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from nanovllm.options.validation import shown
-from nanovllm.server.errors import APIError
+from nanovllm.server.error_bodies import APIError
 
 MAX_DEPTH = 100
 """Of arrays and objects in each other."""

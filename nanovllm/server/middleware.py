@@ -10,7 +10,7 @@ import re
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanovllm.options.validation import shown
-from nanovllm.server.errors import APIError
+from nanovllm.server.error_bodies import APIError
 
 OPEN_PATHS = frozenset({"/", "/health", "/ready"})
 """What needs no API key; / is a page without data, which asks for the key."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.server.errors import APIError
+from nanovllm.server.error_bodies import APIError
 from nanovllm.server.protocol.common import GenerationRequest
 from nanovllm.server.state import ServerState
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from nanovllm.chat.templates import RenderedChat, template_options
 from nanovllm.options.validation import shown
-from nanovllm.server.errors import APIError
+from nanovllm.server.error_bodies import APIError
 from nanovllm.server.protocol.chat import ChatTool, Message
 from nanovllm.server.state import ServerState
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel, TypeAdapter
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from nanovllm.server.errors import APIError, as_api_error
+from nanovllm.server.error_bodies import APIError, as_api_error
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from nanovllm.engine.tokenizer import token_bytes
 from nanovllm.options.validation import shown
 from nanovllm.server.admission import Admission, BodyBudget
 from nanovllm.server.answers import AnswerFormat, find_answer_format
-from nanovllm.server.errors import APIError
-from nanovllm.server.metrics import ServerMetrics
+from nanovllm.server.error_bodies import APIError
 from nanovllm.server.options import ServerOptions, model_name
+from nanovllm.server.prometheus import ServerMetrics
 
 _MANY_BODIES = 64
 """So many bodies of max_body_bytes are in memory at most."""

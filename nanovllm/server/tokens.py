@@ -7,7 +7,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from nanovllm.chat.templates import RenderedChat
 from nanovllm.server import generation
-from nanovllm.server.errors import APIError, naming_params
+from nanovllm.server.error_bodies import APIError, naming_params
 from nanovllm.server.json_route import JSONRoute
 from nanovllm.server.protocol.chat import ChatTools, Messages
 from nanovllm.server.protocol.common import RequestModel, refused

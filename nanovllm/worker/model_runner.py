@@ -25,7 +25,7 @@ from nanovllm.utils.memory import keep_freed
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.kv_cache import graph_bytes, num_blocks_that_fit
 from nanovllm.worker.network import Network, NetworkSpec
-from nanovllm.worker.sampling import SampledLogprobs, SamplingRows, gather_logprobs
+from nanovllm.worker.sampling_rows import SampledLogprobs, SamplingRows, gather_logprobs
 from nanovllm.worker.step_output import PendingResult, PromptLogprobs, Step, StepOutput, StepTimer
 from nanovllm.worker.timing import DRAFT_SIZES, STEP_SIZES, measure_seconds
 from nanovllm.worker.warm_up import emptying_step, warm_up_steps

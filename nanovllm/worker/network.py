@@ -17,7 +17,7 @@ from nanovllm.formats.quantization import FP8
 from nanovllm.kernels.cpu.library import torch_on_one_thread
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.linear import QKVParallelLinear
-from nanovllm.models.config import ModelConfig
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.options.config import Config
 from nanovllm.scheduler.messages import Row
 from nanovllm.steps.cuda_capture import can_capture, make_capture

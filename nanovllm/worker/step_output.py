@@ -11,7 +11,7 @@ import torch
 from nanovllm.layers.sampler import NO_TOKEN
 from nanovllm.scheduler.messages import Row, StepResult, TokenLogprobs
 from nanovllm.structured.grammar_masks import GrammarRow
-from nanovllm.worker.sampling import GatheredLogprobs, SampledLogprobs, to_host
+from nanovllm.worker.sampling_rows import GatheredLogprobs, SampledLogprobs, to_host
 
 NO_DISTRIBUTION = (
     "no token can be chosen: the logits have NaN or inf, or all are -inf; check the model's "

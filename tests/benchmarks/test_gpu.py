@@ -42,7 +42,7 @@ def test_tokens_read_step_by_step() -> None:
 
 @pytest.mark.parametrize("name", ["Qwen3-0.6B", "Qwen3-8B", "Qwen3-32B"])
 def test_weights_that_a_step_reads(name: str) -> None:
-    from nanovllm.models.config import ModelConfig
+    from nanovllm.models.model_config import ModelConfig
     from nanovllm.models.registry import model_class
 
     config = shapes.CONFIGS[name]

@@ -234,7 +234,7 @@ def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     [
         ("tests/checkpoint/test_fuzz_gguf.py", {"gguf"}),  # at its top
         ("tests/checkpoint/test_gguf.py", {"gguf"}),  # through tests/gguf_files.py
-        ("tests/server/test_metrics.py", {"fastapi", "openai"}),  # through conftest.py
+        ("tests/server/test_prometheus.py", {"fastapi", "openai"}),  # through conftest.py
         ("tests/options/test_config.py", set()),
         ("tests/test_invariance.py", set()),
         ("tests/test_speculation.py", set()),

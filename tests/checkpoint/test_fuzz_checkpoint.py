@@ -20,7 +20,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings, strategies as st
 
 from nanovllm import LLM, NanoVLLMError, SamplingParams, demo_model
-from nanovllm.models.config import ModelConfig
+from nanovllm.models.model_config import ModelConfig
 
 MAX_CPU_SECONDS = 2.0
 MAX_WAIT_SECONDS = 60

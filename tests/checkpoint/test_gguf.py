@@ -17,7 +17,7 @@ from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
 from nanovllm.executors.worker import find_weights
 from nanovllm.formats.gguf_blocks import BLOCK_BITS, unpack_blocks
 from nanovllm.formats.quantization import IntWeight
-from nanovllm.models.config import ModelConfig
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.utils import distributed
 from nanovllm.worker.model_loader import build_model
 from tests.gguf_files import KEPT, TYPES, make_gguf

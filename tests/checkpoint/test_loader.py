@@ -18,7 +18,7 @@ from nanovllm.checkpoint.hub import open_checkpoint, weight_files
 from nanovllm.checkpoint.loader import init_dummy_weights, load_weights, model_shards
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.executors.worker import find_weights
-from nanovllm.models.config import ModelConfig
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.options.config import Config
 from nanovllm.utils import distributed

@@ -14,7 +14,7 @@ from nanovllm.attention.selector import select_backend
 from nanovllm.checkpoint.hub import open_checkpoint, weight_files
 from nanovllm.checkpoint.loader import load_weights
 from nanovllm.layers.attention import Attention
-from nanovllm.models.config import ModelConfig
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import model_class
 from nanovllm.scheduler.messages import Admission, CacheInfo, NewBlocks, Row, Schedule
 from nanovllm.worker.device_tables import DeviceTables

@@ -16,7 +16,7 @@ import pytest
 from nanovllm import AsyncLLM
 from nanovllm.server import generation
 from nanovllm.server.admission import Admission, BodyBudget
-from nanovllm.server.errors import APIError
+from nanovllm.server.error_bodies import APIError
 from tests.glossary import ANSWER_TO, QUESTIONS
 from tests.helpers import wait_until
 from tests.server.conftest import Running, running

@@ -26,8 +26,8 @@ from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RopeConfig
-from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import model_class
 from nanovllm.scheduler.messages import CacheInfo
 from nanovllm.steps import fused_step

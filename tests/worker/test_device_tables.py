@@ -8,7 +8,7 @@ import torch
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import Admission, CacheInfo, NewBlocks, NewTokens, Row, Schedule
 from nanovllm.worker.device_tables import DeviceTables
-from nanovllm.worker.sampling import SamplingRows
+from nanovllm.worker.sampling_rows import SamplingRows
 
 VOCAB = 1000
 PLAIN = SamplingParams()

@@ -11,7 +11,7 @@ import torch
 from nanovllm import LLM, SamplingParams, demo_model
 from nanovllm.layers.sampler import NO_TOKEN
 from nanovllm.scheduler.messages import Row, StepResult
-from nanovllm.worker.sampling import GatheredLogprobs, SampledLogprobs
+from nanovllm.worker.sampling_rows import GatheredLogprobs, SampledLogprobs
 from nanovllm.worker.step_output import (
     NO_DISTRIBUTION,
     PendingResult,

@@ -9,7 +9,7 @@ from nanovllm.layers import sampler
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import CacheInfo
 from nanovllm.speculation.proposers.ngram import Ngram
-from nanovllm.worker import sampling
+from nanovllm.worker import sampling_rows as sampling
 from nanovllm.worker.network import Network
 from nanovllm.worker.warm_up import CHUNKS, KINDS, warm_up_steps
 from tests.steps.test_cuda_graph import BLOCK_SIZE, Bench

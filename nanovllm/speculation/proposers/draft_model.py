@@ -8,7 +8,7 @@ from nanovllm.speculation.proposers.draft_network import DraftNetwork
 from nanovllm.steps.cuda_graph import GraphRunner
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.network import Network, NetworkSpec, load_draft
-from nanovllm.worker.sampling import SamplingRows
+from nanovllm.worker.sampling_rows import SamplingRows
 
 
 class DraftModel(DraftNetwork):

@@ -15,7 +15,7 @@ from nanovllm.utils.distributed import broadcast_from_first
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.kv_cache import graph_bytes
 from nanovllm.worker.network import Network
-from nanovllm.worker.sampling import SamplingRows
+from nanovllm.worker.sampling_rows import SamplingRows
 
 _MAX_GRAPH_TOKENS = 128
 """Tokens of the largest graph: only few rows have drafts."""

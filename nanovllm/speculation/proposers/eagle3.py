@@ -23,7 +23,7 @@ from nanovllm.steps.recorded_step import MAX_TOKENS, RecordedModel
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.kv_cache import zeros
 from nanovllm.worker.network import Network, NetworkSpec, load_draft
-from nanovllm.worker.sampling import SamplingRows
+from nanovllm.worker.sampling_rows import SamplingRows
 
 
 class Eagle3(DraftNetwork):

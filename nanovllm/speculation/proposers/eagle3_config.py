@@ -8,7 +8,7 @@ from collections.abc import Collection
 from typing import Any
 
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.models.config import ModelConfig
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.options.validation import check_bool, check_int, shown
 
 EAGLE3 = "LlamaForCausalLMEagle3"

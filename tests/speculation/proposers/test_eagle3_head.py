@@ -16,7 +16,7 @@ from nanovllm.attention.selector import select_backend
 from nanovllm.checkpoint.hub import open_checkpoint, weight_files
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.layers.attention import Attention
-from nanovllm.models.config import ModelConfig
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import model_class
 from nanovllm.options.config import Config
 from nanovllm.steps.recording import Recording

@@ -9,8 +9,8 @@ import torch
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.formats.fp8_config import Fp8Config
 from nanovllm.layers.rotary_embedding import RopeConfig, inverse_frequencies
-from nanovllm.models.config import ModelConfig
 from nanovllm.models.llama import LlamaForCausalLM
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.qwen2 import Qwen2ForCausalLM
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.models.registry import model_class

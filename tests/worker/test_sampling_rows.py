@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import Admission, CacheInfo, Row, Schedule
 from nanovllm.worker.device_tables import DeviceTables
-from nanovllm.worker.sampling import _PIECE, SamplingRows, gather_logprobs
+from nanovllm.worker.sampling_rows import _PIECE, SamplingRows, gather_logprobs
 
 VOCAB = 5003
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -282,7 +282,7 @@ def test_pieces_of_rows_give_the_same_logprobs(monkeypatch):
     logits = random_logits(20, torch.bfloat16)
     tokens, rows = torch.arange(20), torch.tensor([3, 1, 19, 4, 5, 9, 0])
     whole = gather_logprobs(logits, tokens, 4)
-    monkeypatch.setattr("nanovllm.worker.sampling._PIECE", 3 * VOCAB)
+    monkeypatch.setattr("nanovllm.worker.sampling_rows._PIECE", 3 * VOCAB)
     found = gather_logprobs(logits, tokens, 4)
     chosen = gather_logprobs(logits, tokens[rows], 4, rows)
     for name in ("token_ids", "logprobs", "ranks"):

@@ -24,7 +24,7 @@ from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 from nanovllm.server import generation
 from nanovllm.server.answers import NamedTool, ToolChoice
-from nanovllm.server.errors import naming_params
+from nanovllm.server.error_bodies import naming_params
 from nanovllm.server.json_route import JSONRoute
 from nanovllm.server.params import (
     chat_params,

@@ -16,7 +16,7 @@ from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 from nanovllm.server import generation
-from nanovllm.server.errors import naming_params
+from nanovllm.server.error_bodies import naming_params
 from nanovllm.server.json_route import JSONRoute
 from nanovllm.server.params import check_logprobs, sampling_params, structured_names
 from nanovllm.server.protocol.common import Usage, usage

@@ -4,7 +4,7 @@ from typing import NoReturn
 
 from fastapi import APIRouter, Request
 
-from nanovllm.server.errors import APIError
+from nanovllm.server.error_bodies import APIError
 from nanovllm.server.protocol.models import ModelCard, ModelList
 from nanovllm.server.state import ServerState, state_of
 

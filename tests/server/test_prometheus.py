@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from nanovllm import AsyncLLM, RequestOutput, SamplingParams, demo_model
 from nanovllm.errors import EngineDeadError, InvalidRequestError
 from nanovllm.server.metric_names import token_buckets
-from nanovllm.server.metrics import Histogram, ServerMetrics
+from nanovllm.server.prometheus import Histogram, ServerMetrics
 from tests.glossary import GREEDY, OPTIONS, QUESTION, QUESTIONS
 from tests.scheduler.fake_engine import FakeController
 
