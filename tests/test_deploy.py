@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm.cli.main import main as cli
+from nanovllm.cli import main as cli
 from nanovllm.server import serve
 from nanovllm.server.middleware import OPEN_PATHS
 from nanovllm.server.options import API_KEY_VARIABLE, ServerOptions

@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 
 from nanovllm import LLM, AsyncLLM, demo_model, errors, outputs
-from nanovllm.cli.main import main as cli
+from nanovllm.cli import main as cli
 from nanovllm.options.config import Config
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.options.speculative_config import SpeculativeConfig
 from nanovllm.scheduler.messages import Admission
 
 ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "nanovllm"
 DOCS = ROOT / "docs"
 PAGES = {page.name: page.read_text(encoding="utf-8") for page in sorted(DOCS.glob("*.md"))}
 LINKED = {
@@ -154,3 +155,9 @@ def test_every_method_for_asyncio_is_explained(name: str) -> None:
 @pytest.mark.parametrize("error", [error.__name__ for error in ERRORS])
 def test_every_error_is_explained(error: str) -> None:
     assert re.search(rf"\b{error}\b", PAGES["errors.md"])
+
+
+def test_every_folder_is_in_the_table() -> None:
+    listed = " ".join(rows("architecture.md", "| Folder | What is in it |"))
+    folders = {path.parent.relative_to(PACKAGE).parts[:1] for path in PACKAGE.rglob("*.py")}
+    assert {f"{folder[0]}/" for folder in folders if folder} == set(re.findall(r"\w+/", listed))

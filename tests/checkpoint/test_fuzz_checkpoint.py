@@ -1,7 +1,8 @@
 """1,000 mutations of the shipped model's files: each ends in our error or in a right answer.
 
 Never in another exception, more than 2 s of CPU time, or 200 MB of memory. `FUZZ_EXAMPLES=5000
-pytest tests/checkpoint/test_fuzz_checkpoint.py` runs that many new mutations of each file instead of 200.
+pytest tests/checkpoint/test_fuzz_checkpoint.py` runs that many new mutations of each file instead
+of 200.
 """
 
 import json

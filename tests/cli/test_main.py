@@ -19,7 +19,7 @@ import pytest
 
 import nanovllm
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams, demo_model
-from nanovllm.cli.main import main as cli
+from nanovllm.cli import main as cli
 from nanovllm.errors import InvalidRequestError
 from nanovllm.llm import default_sampling_params
 from nanovllm.options.config import Config

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm.cli.main import main as cli
+from nanovllm.cli import main as cli
 from tests.helpers import environment
 from tests.wire_server import Asked, Script, Step, WireServer, chat_event, streamed, whole
 
@@ -205,7 +205,7 @@ def test_bad_usage_is_one_line(
 def test_it_starts_without_torch() -> None:
     code = """if True:
         import sys
-        from nanovllm import cli
+        from nanovllm.cli import main as cli
         status = cli.main(sys.argv[1:])
         sys.exit(status or "torch" in sys.modules or "numpy" in sys.modules)
     """

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nanovllm.cli.main import main as cli
+from nanovllm.cli import main as cli
 from nanovllm.compat.engine_args import EngineArgs, FlexibleArgumentParser
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nanovllm.cli.main import main as cli
+from nanovllm.cli import main as cli
 from nanovllm.errors import ConfigError
 from nanovllm.loadtest.bench_serve import measure
 from nanovllm.loadtest.load_plan import CHAT_COMPLETIONS, LoadPlan, make_conversations, make_warmups

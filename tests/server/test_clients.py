@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm.cli.main import main as cli
+from nanovllm.cli import main as cli
 from tests.glossary import ANSWERS, QUESTIONS
 from tests.server.conftest import Running
 

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from nanovllm import AsyncLLM, demo_model
-from nanovllm.cli.main import main as cli
+from nanovllm.cli import main as cli
 from nanovllm.errors import ConfigError
 from nanovllm.server.options import ServerOptions
 from tests.helpers import ROOT, environment

@@ -26,7 +26,7 @@ def propose(
     num_drafts: torch.Tensor,
     sizes: tuple[int, int],
 ) -> None:
-    """Write drafts into table rows, as `worker.proposers.ngram.Ngram` chooses them.
+    """Write drafts into table rows, as `speculation.proposers.ngram.Ngram` chooses them.
 
     A row without such an n-gram is unchanged.
 
