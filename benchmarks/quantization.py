@@ -37,7 +37,7 @@ def divergence(expected: torch.Tensor, found: torch.Tensor) -> Divergence:
 
 def logprobs(llm: LLM, texts: list[str]) -> torch.Tensor:
     """Return the log-probabilities [positions, vocab_size] of the token after each prefix."""
-    vocab_size = llm.engine.cache_info.vocab_size
+    vocab_size = llm.engine.worker_info.vocab_size
     rows = torch.empty(0, vocab_size)
     params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=min(_LARGEST, vocab_size))
     for text in texts:

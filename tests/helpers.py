@@ -98,7 +98,7 @@ def assert_idle(llm: Any) -> None:
     engine = llm.engine
     assert engine.is_finished()
     engine.scheduler.check()
-    assert engine.scheduler.block_manager.num_free_blocks == engine.cache_info.num_blocks
+    assert engine.scheduler.block_manager.num_free_blocks == engine.worker_info.num_blocks
 
 
 @dataclasses.dataclass

@@ -102,7 +102,7 @@ def wait_until_idle(llm: AsyncLLM) -> None:
         time.sleep(0.02)
     on_engine_thread(llm, llm.engine.scheduler.check)
     free_blocks = llm.engine.scheduler.block_manager.num_free_blocks
-    assert free_blocks == llm.engine.cache_info.num_blocks
+    assert free_blocks == llm.engine.worker_info.num_blocks
     assert not llm._thread.readers
 
 
@@ -435,7 +435,7 @@ def test_salts_separate_cached_prefixes_and_metrics_count_them(llm: AsyncLLM) ->
 
     first, *others = run(main())
     assert first == 0
-    block = llm.engine.cache_info.block_size
+    block = llm.engine.worker_info.block_size
     full = (len(prompt) - 1) // block * block
     assert others == [0, full, full, 0, full]
 

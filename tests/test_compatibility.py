@@ -183,7 +183,7 @@ def test_hf_overrides_replace_fields_of_config_json(make_llm: Any, random_model:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": limit}
     overrides = {"rope_scaling": yarn}
     llm = make_llm(random_model, hf_overrides=overrides, max_model_len=3 * limit, max_num_seqs=1)
-    assert llm.engine.cache_info.max_model_len == 3 * limit
+    assert llm.engine.worker_info.max_model_len == 3 * limit
     with pytest.raises(CheckpointError, match="num_hidden_layers must be an integer from 1"):
         LLM(random_model, hf_overrides={"num_hidden_layers": 0})
 

@@ -232,7 +232,7 @@ def test_continuations_share_the_blocks_of_the_prompt(
     outputs: list[RequestOutput] = []
     while not engine.is_finished():
         outputs += engine.step()
-        used.append(engine.cache_info.num_blocks - manager.num_free_blocks)
+        used.append(engine.worker_info.num_blocks - manager.num_free_blocks)
         engine.scheduler.check()
     engine.shutdown()
     assert max(used) == most_blocks

@@ -273,7 +273,7 @@ def test_int8_kv_cache_halves_the_bytes_of_a_block(model: str) -> None:
             kv_cache_dtype=kv_cache_dtype,
             kv_cache_memory_bytes=10**6,
         )
-        blocks.append(llm.engine.cache_info.num_blocks)
+        blocks.append(llm.engine.worker_info.num_blocks)
         llm.shutdown()
     # A head has 32 numbers: 64 bytes in bfloat16; in int8, 32 bytes and 2 for the scale.
     assert blocks == [10**6 // (64 * 64 * 12), 10**6 // (64 * 34 * 12)]

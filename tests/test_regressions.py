@@ -195,7 +195,7 @@ def test_spawned_ranks_use_the_configured_block_size(
     prompts = [[i + 1] * (10 + i) for i in range(4)]
     alone = make_llm(random_model)
     llm = tensor_parallel_llm(random_model, 2)
-    assert llm.engine.cache_info.block_size == 4 != alone.engine.cache_info.block_size
+    assert llm.engine.worker_info.block_size == 4 != alone.engine.worker_info.block_size
     assert tokens(llm, prompts) == tokens(alone, prompts)
 
 

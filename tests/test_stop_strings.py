@@ -144,7 +144,7 @@ def test_stop_strings_do_not_depend_on_steps_in_flight(queue_depth: int, include
         engine.scheduler.check()
     joined = [join(pieces[request])[0] for request in ids]
     assert [(one.text, one.stop_reason) for one in joined] == expected
-    assert engine.scheduler.block_manager.num_free_blocks == engine.cache_info.num_blocks
+    assert engine.scheduler.block_manager.num_free_blocks == engine.worker_info.num_blocks
     engine.shutdown()
 
 

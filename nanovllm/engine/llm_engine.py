@@ -73,8 +73,8 @@ class LLMEngine:
             check_same_vocabulary(tokenizer, draft)
         self._pid = os.getpid()
         self._finalizer = weakref.finalize(self, _shut_down, self.executor, self.trace, self._pid)
-        self.cache_info = self.executor.start()
-        eos_token_ids, vocab_size = checkpoint.eos_token_ids, self.cache_info.vocab_size
+        self.worker_info = self.executor.start()
+        eos_token_ids, vocab_size = checkpoint.eos_token_ids, self.worker_info.vocab_size
         grammars = grammar_compiler(tokenizer, eos_token_ids, vocab_size)
         if grammars is not None:
             self.executor.set_grammars(grammars)
@@ -84,7 +84,7 @@ class LLMEngine:
         self.input_processor = InputProcessor(
             tokenizer,
             vocab_size=vocab_size,
-            max_model_len=self.cache_info.max_model_len,
+            max_model_len=self.worker_info.max_model_len,
             seed=config.seed,
             max_logprobs=config.max_logprobs,
             in_process=config.tensor_parallel_size == 1,
@@ -92,20 +92,20 @@ class LLMEngine:
         )
         self.scheduler = Scheduler(
             BlockManager(
-                self.cache_info.num_blocks,
-                self.cache_info.block_size,
+                self.worker_info.num_blocks,
+                self.worker_info.block_size,
                 enable_prefix_caching=config.enable_prefix_caching,
             ),
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=self.cache_info.max_num_batched_tokens,
-            max_model_len=self.cache_info.max_model_len,
+            max_num_batched_tokens=self.worker_info.max_num_batched_tokens,
+            max_model_len=self.worker_info.max_model_len,
             eos_token_ids=eos_token_ids,
             draft_controller=self._draft_controller(),
-            follows_drafts=self.cache_info.follows_drafts,
+            follows_drafts=self.worker_info.follows_drafts,
         )
         self.output_processor = OutputProcessor(tokenizer)
         self.stats = self.scheduler.stats
-        self._queue_depth = int(self.cache_info.runs_ahead) if queue_depth is None else queue_depth
+        self._queue_depth = int(self.worker_info.runs_ahead) if queue_depth is None else queue_depth
         self._in_flight: deque[tuple[Schedule, Future]] = deque()  # oldest first
         self._outputs: list[RequestOutput] = []  # for the next step() to return
 
@@ -115,7 +115,7 @@ class LLMEngine:
         return load_tokenizer(self._checkpoint)
 
     def _draft_controller(self) -> DraftController | None:
-        spec, info = self.config.speculation, self.cache_info
+        spec, info = self.config.speculation, self.worker_info
         if spec is None:
             return None
         return DraftController(spec.max_draft_tokens, info.step_seconds, info.draft_seconds)

@@ -11,7 +11,7 @@ from typing import Protocol
 from nanovllm.checkpoint.gguf import is_gguf
 from nanovllm.checkpoint.hub import Checkpoint
 from nanovllm.options.config import Config
-from nanovllm.scheduler.messages import CacheInfo, Schedule, StepResult
+from nanovllm.scheduler.messages import Schedule, StepResult, WorkerInfo
 from nanovllm.structured.grammar import GrammarCompiler
 from nanovllm.utils.pages import PageReserve
 
@@ -34,7 +34,7 @@ class Future(Protocol):
 class Executor(Protocol):
     """Runs steps on all ranks, in the order of the calls."""
 
-    def start(self) -> CacheInfo:
+    def start(self) -> WorkerInfo:
         """Load the model and allocate the KV pool. Every rank gets the smallest rank's blocks."""
         ...
 

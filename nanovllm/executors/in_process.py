@@ -4,7 +4,7 @@ from nanovllm.checkpoint.hub import Checkpoint
 from nanovllm.errors import EngineDeadError
 from nanovllm.executors.worker import check_networks, num_threads, on_device, rank_device
 from nanovllm.options.config import Config
-from nanovllm.scheduler.messages import CacheInfo, Schedule
+from nanovllm.scheduler.messages import Schedule, WorkerInfo
 from nanovllm.structured.grammar import GrammarCompiler
 from nanovllm.utils.pages import PageReserve
 from nanovllm.worker.kv_cache import memory_errors, require_one_sequence
@@ -28,7 +28,7 @@ class InProcessExecutor:
         self._runner: ModelRunner | None = None
         self._num_threads = num_threads(config)
 
-    def start(self) -> CacheInfo:
+    def start(self) -> WorkerInfo:
         device = rank_device(self._config)
         with on_device(device, self._num_threads), memory_errors(self._config):
             runner = ModelRunner(self._target, device, self._draft)

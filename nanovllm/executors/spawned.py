@@ -17,7 +17,7 @@ from nanovllm.checkpoint.hub import Checkpoint
 from nanovllm.errors import EngineDeadError, NanoVLLMError
 from nanovllm.executors.worker import check_networks, num_threads, rank_device, run_worker
 from nanovllm.options.config import Config
-from nanovllm.scheduler.messages import CacheInfo, Schedule, StepResult
+from nanovllm.scheduler.messages import Schedule, StepResult, WorkerInfo
 from nanovllm.structured.grammar import GrammarCompiler
 from nanovllm.worker.kv_cache import require_one_sequence
 
@@ -45,7 +45,7 @@ class SpawnedExecutor:
         self._dead: str | None = None
         self._grammars: GrammarCompiler | None = None  # not sent yet
 
-    def start(self) -> CacheInfo:
+    def start(self) -> WorkerInfo:
         size = self._config.tensor_parallel_size
         rank_device(self._config, size - 1)
         context = mp.get_context("spawn")
@@ -73,7 +73,7 @@ class SpawnedExecutor:
                 # Else a process forked with os.fork() would end our ranks when it exits.
                 mp.process._children.discard(process)  # type: ignore[attr-defined]
                 theirs.close()  # so that `ours` reads end-of-file when the child dies
-            infos: list[CacheInfo] = [self._receive(rank) for rank in range(size)]
+            infos: list[WorkerInfo] = [self._receive(rank) for rank in range(size)]
             info = min(infos, key=lambda found: found.num_blocks)
             require_one_sequence(info.num_blocks, info.block_size, info.max_model_len)
             self._send(info, self._pipes)
@@ -123,7 +123,7 @@ class SpawnedExecutor:
                 return result
 
     def _send(
-        self, message: CacheInfo | Schedule | GrammarCompiler, pipes: list[Connection]
+        self, message: WorkerInfo | Schedule | GrammarCompiler, pipes: list[Connection]
     ) -> None:
         try:
             for pipe in pipes:

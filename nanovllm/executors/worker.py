@@ -27,7 +27,7 @@ from nanovllm.errors import CheckpointError, ConfigError, NanoVLLMError
 from nanovllm.models.model_config import ModelConfig, architecture_of
 from nanovllm.models.registry import check_architecture
 from nanovllm.options.config import Config
-from nanovllm.scheduler.messages import CacheInfo, Schedule
+from nanovllm.scheduler.messages import Schedule, WorkerInfo
 from nanovllm.structured.grammar import GrammarCompiler
 from nanovllm.utils.distributed import init_tensor_parallel
 from nanovllm.worker.kv_cache import memory_errors
@@ -193,7 +193,7 @@ def run_worker(
 ) -> None:
     """Run a spawned rank: send what it can hold, allocate, then execute schedules.
 
-    The messages in are a CacheInfo, then Schedules, and for a rank that samples a GrammarCompiler
+    The messages in are a WorkerInfo, then Schedules, and for a rank that samples a GrammarCompiler
     before the first with a grammar. Every message out is ("ok", value) or
     ("error", exception). The process exits when the pipe closes or the parent dies: at once,
     because Python takes half a second to take torch apart, and a GPU's driver frees what it has.
@@ -219,7 +219,7 @@ def run_worker(
             runner = ModelRunner(target, device, draft)
             measured = runner.measure()
         outbox.put(lambda: measured)
-        info: CacheInfo = pipe.recv()
+        info: WorkerInfo = pipe.recv()
         with memory_errors(config):
             allocated = runner.allocate(info)
         outbox.put(lambda: allocated)

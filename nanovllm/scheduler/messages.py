@@ -142,7 +142,7 @@ class StepResult:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class CacheInfo:
+class WorkerInfo:
     """Sizes that the workers found at start-up."""
 
     num_blocks: int

@@ -51,7 +51,7 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
         self.draft_controller = draft_controller
-        self.follows_drafts = follows_drafts  # see CacheInfo
+        self.follows_drafts = follows_drafts  # see WorkerInfo
         self.stats = SchedulerStats()
         self.running: list[Sequence] = []  # sorted by `Sequence.order`
         self._waiting = WaitingQueue()

@@ -108,7 +108,7 @@ def _at_position(server: ServerState, count: int | None) -> int:
     """Return how many log-probabilities a token has: its own, and the `count` most likely."""
     if count is None:
         return 0
-    return (server.llm.engine.cache_info.vocab_size if count == -1 else count) + 1
+    return (server.llm.engine.worker_info.vocab_size if count == -1 else count) + 1
 
 
 def num_answers(given: GenerationRequest) -> int:

@@ -82,7 +82,7 @@ class ServerMetrics:
         self._llm = llm
         self.start_time = time.monotonic()
         self._labels = {"model_name": model_name, "engine": "0"}
-        info = llm.engine.cache_info
+        info = llm.engine.worker_info
         tokens = token_buckets(info.max_model_len)
         self.histograms = {
             name: Histogram(bounds or tokens) for name, (_, bounds) in REQUEST_HISTOGRAMS.items()
@@ -178,7 +178,7 @@ class ServerMetrics:
 
     def _cache_info(self) -> Family:
         """Return the sizes of the KV cache as labels of a gauge that is always 1."""
-        config, info = self._llm.engine.config, self._llm.engine.cache_info
+        config, info = self._llm.engine.config, self._llm.engine.worker_info
         labels = {
             "block_size": info.block_size,
             "cache_dtype": config.kv_cache_dtype,

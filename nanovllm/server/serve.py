@@ -229,7 +229,7 @@ def _remove(listener: socket.socket) -> None:
 
 def _banner(server: ServerState, listener: socket.socket, seconds: float) -> list[str]:
     """Return what to tell at the start: what is served, how much it holds and how to try it."""
-    options, info = server.options, server.llm.engine.cache_info
+    options, info = server.options, server.llm.engine.worker_info
     tokens = info.num_blocks * info.block_size
     if options.uds:
         curl, url = f"curl --unix-socket {options.uds} http://localhost", f"unix:{options.uds}"

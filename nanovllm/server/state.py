@@ -86,7 +86,7 @@ def make_state(llm: AsyncLLM, options: ServerOptions) -> ServerState:
     tokenizer = llm.engine.input_processor.tokenizer
     template = options.read_chat_template()
     name = options.served_model_name or model_name(engine.config.model)
-    digest = hashlib.sha256(repr((engine.config, engine.cache_info.num_blocks)).encode())
+    digest = hashlib.sha256(repr((engine.config, engine.worker_info.num_blocks)).encode())
     return ServerState(
         llm=llm,
         options=options,
@@ -99,7 +99,7 @@ def make_state(llm: AsyncLLM, options: ServerOptions) -> ServerState:
             options.max_waiting, lambda: len(engine.scheduler.running), options.read_timeout
         ),
         bodies=BodyBudget(_MANY_BODIES * options.max_body_bytes),
-        max_model_len=engine.cache_info.max_model_len,
+        max_model_len=engine.worker_info.max_model_len,
         token_bytes=(lambda token_id: b"") if tokenizer is None else token_bytes(tokenizer),
     )
 

@@ -78,7 +78,7 @@ async def status(request: Request) -> dict[str, Any]:
     server = state_of(request)
     metrics, llm = server.metrics, server.llm
     values = {m.name: m.value for m in await llm.get_metrics() if isinstance(m, Metric)}
-    info = llm.engine.cache_info
+    info = llm.engine.worker_info
     first_tokens = metrics.histograms["vllm:time_to_first_token_seconds"]
     return {
         "model": server.model_name,

@@ -68,7 +68,7 @@ def take_back_followers(
     block_manager: BlockManager,
 ) -> tuple[list[Row], list[NewBlocks]]:
     """Return `rows` and `new_blocks` without those of rows whose positions only the device knows,
-    unless such rows can run in this step: see `CacheInfo.follows_drafts`.
+    unless such rows can run in this step: see `WorkerInfo.follows_drafts`.
 
     Args:
         sequences: by id.

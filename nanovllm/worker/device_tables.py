@@ -17,7 +17,7 @@ from nanovllm.layers.logits_rules import LogitsRules
 from nanovllm.layers.sampler import Sampling
 from nanovllm.layers.sampling_tensors import SamplingTensors, pack
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.scheduler.messages import Admission, CacheInfo, Row, Schedule
+from nanovllm.scheduler.messages import Admission, Row, Schedule, WorkerInfo
 from nanovllm.worker.kv_cache import zeros
 
 
@@ -32,7 +32,7 @@ class DeviceTables:
     """
 
     def __init__(
-        self, info: CacheInfo, max_num_seqs: int, device: torch.device, *, native: bool = True
+        self, info: WorkerInfo, max_num_seqs: int, device: torch.device, *, native: bool = True
     ) -> None:
         num_rows, width = max_num_seqs + 1, -(-info.max_model_len // info.block_size)
         self.block_size = info.block_size

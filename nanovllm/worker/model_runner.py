@@ -14,7 +14,7 @@ import torch
 from nanovllm.kernels.selector import require_triton
 from nanovllm.layers.logits_rules import LogitsRules
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.scheduler.messages import MAX_SAMPLES, CacheInfo, Row, Schedule
+from nanovllm.scheduler.messages import MAX_SAMPLES, Row, Schedule, WorkerInfo
 from nanovllm.speculation.proposers.proposer import Proposer
 from nanovllm.speculation.proposers.registry import make_proposer
 from nanovllm.steps.cuda_graph import LAPS, GraphRunner, graph_sizes
@@ -79,7 +79,7 @@ class ModelRunner:
         self._launched: deque[PendingResult] = deque()  # the last LAPS steps at most
 
     @torch.inference_mode()
-    def measure(self) -> CacheInfo:
+    def measure(self) -> WorkerInfo:
         """Return what this rank can hold. Allocates nothing that stays."""
         block_size = self.network.backend.block_size
         blocks_per_sequence = -(-self.max_model_len // block_size)
@@ -94,7 +94,7 @@ class ModelRunner:
             num_reserved=int(self.network.uses_graphs),
             warm_up=self._warm_up,
         )
-        return CacheInfo(
+        return WorkerInfo(
             num_blocks,
             block_size,
             self.max_model_len,
@@ -104,7 +104,7 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
-    def allocate(self, info: CacheInfo) -> CacheInfo:
+    def allocate(self, info: WorkerInfo) -> WorkerInfo:
         """Allocate the KV pool and the tables, then capture or record the model.
 
         Returns `info`; with speculation, with the measured costs of steps.
@@ -126,7 +126,7 @@ class ModelRunner:
         info = dataclasses.replace(info, follows_drafts=self._follows_drafts)
         return self._with_costs(info, tables, self._proposer)
 
-    def warm_up_kernels(self, info: CacheInfo, tables: DeviceTables) -> None:
+    def warm_up_kernels(self, info: WorkerInfo, tables: DeviceTables) -> None:
         """Run steps like those of requests, for which kernels compile; leave nothing of them."""
         spec = self.config.speculation
         for schedule in warm_up_steps(info, 0 if spec is None else spec.max_draft_tokens):
@@ -178,7 +178,7 @@ class ModelRunner:
             for row in rows
         ]
 
-    def _with_costs(self, info: CacheInfo, tables: DeviceTables, proposer: Proposer) -> CacheInfo:
+    def _with_costs(self, info: WorkerInfo, tables: DeviceTables, proposer: Proposer) -> WorkerInfo:
         """Return `info` with the measured costs of steps and of proposing.
 
         The steps write to blocks and table rows that nobody owns yet. They are greedy: what
@@ -294,7 +294,7 @@ class ModelRunner:
             num_tokens = max(num_tokens, min(verified, MAX_SAMPLES))
         return min(num_tokens, self._max_num_batched_tokens)
 
-    def _make_pool_and_tables(self, info: CacheInfo) -> DeviceTables:
+    def _make_pool_and_tables(self, info: WorkerInfo) -> DeviceTables:
         """Make the KV pool; return new tables."""
         self.network.make_pool(info.num_blocks)
         native = self.config.native_kernels
@@ -310,7 +310,7 @@ class ModelRunner:
         count = max(1, min(max_tokens // length, self.config.max_num_seqs))
         block_size = self.network.backend.block_size
         num_blocks = -(-length // block_size)
-        info = CacheInfo(
+        info = WorkerInfo(
             num_blocks,
             block_size,
             self.max_model_len,

@@ -7,7 +7,7 @@ kernel and no device.
 from collections.abc import Iterator
 
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.scheduler.messages import Admission, CacheInfo, Row, Schedule
+from nanovllm.scheduler.messages import Admission, Row, Schedule, WorkerInfo
 
 CHUNKS = (100, 40, 2)
 """Tokens of the chunks of the first prompt: kernels may have variants for many, some, few rows."""
@@ -34,7 +34,7 @@ KINDS = (
 """What the requests want."""
 
 
-def warm_up_steps(info: CacheInfo, num_drafts: int) -> Iterator[Schedule]:
+def warm_up_steps(info: WorkerInfo, num_drafts: int) -> Iterator[Schedule]:
     """Yield the steps: prompts, chunks behind a short and a long prefix, single tokens and drafts,
     sampled in each of `KINDS`.
 
@@ -57,14 +57,14 @@ def warm_up_steps(info: CacheInfo, num_drafts: int) -> Iterator[Schedule]:
         yield _step(info, KINDS[0], info.max_model_len - size, size)
 
 
-def emptying_step(info: CacheInfo) -> Schedule:
+def emptying_step(info: WorkerInfo) -> Schedule:
     """Return what makes table row 0 as it was. It has no rows: it is for the tables alone."""
     empty = _admission(info, SamplingParams(temperature=0.0), 0)
     return Schedule(-1, [empty._replace(token_ids=[0] * (info.max_model_len + 1))], [], [])
 
 
 def _step(
-    info: CacheInfo,
+    info: WorkerInfo,
     params: SamplingParams,
     start: int,
     size: int,
@@ -78,7 +78,7 @@ def _step(
     return Schedule(-1, [admission], [], [row], blocks_to_zero=[0], is_timed=num_drafts > 0)
 
 
-def _admission(info: CacheInfo, params: SamplingParams, num_tokens: int) -> Admission:
+def _admission(info: WorkerInfo, params: SamplingParams, num_tokens: int) -> Admission:
     """Return a sequence with block 0 in all places of its block table. Its tokens are those that
     table row 0 holds.
     """

@@ -245,7 +245,7 @@ def test_a_step_is_launched_ahead_if_the_device_runs_ahead(
 
 
 def test_only_cuda_runs_ahead(llm: LLM) -> None:
-    assert llm.engine.cache_info.runs_ahead == torch.cuda.is_available()
+    assert llm.engine.worker_info.runs_ahead == torch.cuda.is_available()
 
 
 def test_del_llm_frees_memory(random_model: str) -> None:

@@ -16,7 +16,7 @@ from nanovllm.checkpoint.loader import load_weights
 from nanovllm.layers.attention import Attention
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import model_class
-from nanovllm.scheduler.messages import Admission, CacheInfo, NewBlocks, Row, Schedule
+from nanovllm.scheduler.messages import Admission, NewBlocks, Row, Schedule, WorkerInfo
 from nanovllm.worker.device_tables import DeviceTables
 from tests.checkpoints import random_model
 
@@ -180,7 +180,7 @@ class Steps:
             if isinstance(module, Attention):
                 module.bind(self.backend, torch.zeros(self.backend.kv_cache_shape(200)))
         self.tables = DeviceTables(
-            CacheInfo(200, block_size, MAX_LENGTH, config.vocab_size, 512), 8, cpu
+            WorkerInfo(200, block_size, MAX_LENGTH, config.vocab_size, 512), 8, cpu
         )
 
     def logits(self, schedule):

@@ -128,4 +128,4 @@ def idle_afterwards(async_llm: AsyncLLM) -> Iterator[None]:
     while not engine.is_finished() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert engine.is_finished()
-    assert engine.scheduler.block_manager.num_free_blocks == engine.cache_info.num_blocks
+    assert engine.scheduler.block_manager.num_free_blocks == engine.worker_info.num_blocks

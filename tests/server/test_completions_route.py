@@ -34,7 +34,7 @@ def test_default_max_tokens_is_that_of_openai(client: OpenAI) -> None:
 
 
 def test_cached_prompt_tokens_are_counted(client: OpenAI, server: Running) -> None:
-    block_size = server.state.llm.engine.cache_info.block_size
+    block_size = server.state.llm.engine.worker_info.block_size
     prompt = [index % 1000 for index in range(2 * block_size + 1)]
     for expected in (0, 2 * block_size):
         found = client.completions.create(model=MODEL, prompt=prompt, max_tokens=1)

@@ -219,8 +219,8 @@ def test_names_are_those_of_vllm(llm: AsyncLLM, metrics: ServerMetrics) -> None:
         assert list(positions) == [f"{prefix}0}}", f"{prefix}1}}"]
         assert sum(positions.values()) == accepted > 0
         (info,) = (name for name in samples if name.startswith("vllm:cache_config_info"))
-        assert f"num_gpu_blocks={llm.engine.cache_info.num_blocks}" in info
-        assert f"block_size={llm.engine.cache_info.block_size}" in info
+        assert f"num_gpu_blocks={llm.engine.worker_info.num_blocks}" in info
+        assert f"block_size={llm.engine.worker_info.block_size}" in info
         assert samples["process_resident_memory_bytes"] > 2**20
 
     asyncio.run(run())

@@ -104,7 +104,7 @@ def test_numbers_are_those_of_the_requests(server: Running) -> None:
     assert after["requests"]["stop"] - before["requests"]["stop"] == 1
     assert after["first_tokens"]["count"] == before["first_tokens"]["count"] + 1
     assert after["running"] == after["waiting"] == after["kv_cache_usage"] == 0
-    assert after["kv_cache_tokens"] == 2048 * server.state.llm.engine.cache_info.block_size
+    assert after["kv_cache_tokens"] == 2048 * server.state.llm.engine.worker_info.block_size
     assert after["mean_acceptance_length"] is None, "there is no speculation"
 
 

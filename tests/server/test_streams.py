@@ -265,7 +265,7 @@ def test_top_logprobs_of_the_whole_vocabulary(
     monkeypatch.setattr(engine.input_processor, "_max_logprobs", -1)
     answer = ask(server, CHAT, chat(max_tokens=1, logprobs=True, top_logprobs=-1))
     (entry,) = answer["choices"][0]["logprobs"]["content"]
-    assert len(entry["top_logprobs"]) == engine.cache_info.vocab_size
+    assert len(entry["top_logprobs"]) == engine.worker_info.vocab_size
 
 
 TEXT = "né 🦊x"

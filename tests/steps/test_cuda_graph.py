@@ -19,7 +19,7 @@ from nanovllm.kernels.triton import decode_step, sampling as triton_sampling
 from nanovllm.layers import sampler
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.options.config import Config
-from nanovllm.scheduler.messages import Admission, CacheInfo, NewBlocks, Row, Schedule
+from nanovllm.scheduler.messages import Admission, NewBlocks, Row, Schedule, WorkerInfo
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.steps.cuda_graph import LAPS, GraphRunner, graph_sizes
 from nanovllm.worker import model_runner, network
@@ -255,7 +255,7 @@ def test_the_user_gets_every_block_asked_for(
     make_llm: Any, random_model: str, captures: Any
 ) -> None:
     llm = make_llm(random_model, **OPTIONS)
-    assert llm.engine.cache_info.num_blocks == 100
+    assert llm.engine.worker_info.num_blocks == 100
     assert llm.engine.executor._runner.network.attentions[0].kv_cache.shape[1] == 101
 
 
@@ -288,7 +288,7 @@ class Bench:
         model_config = ModelConfig.from_hf(checkpoint.config, config.dtype)
         files = weight_files(checkpoint, model, None)
         self.runner = ModelRunner(NetworkSpec(config, model_config, files), torch.device("cpu"))
-        self.runner.allocate(CacheInfo(100, BLOCK_SIZE, 64, model_config.vocab_size, 64))
+        self.runner.allocate(WorkerInfo(100, BLOCK_SIZE, 64, model_config.vocab_size, 64))
         assert self.runner._tables is not None
         self.tables = self.runner._tables
         self.graphs: Any = self.runner._graphs  # None with enforce_eager

@@ -29,7 +29,7 @@ from nanovllm.layers.rotary_embedding import RopeConfig
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import model_class
-from nanovllm.scheduler.messages import CacheInfo
+from nanovllm.scheduler.messages import WorkerInfo
 from nanovllm.steps import fused_step
 from nanovllm.steps.cuda_capture import make_capture
 from nanovllm.steps.cuda_graph import GraphRunner
@@ -251,7 +251,7 @@ def launches(config: ModelConfig, rows: int, monkeypatch: pytest.MonkeyPatch) ->
         if isinstance(module, Attention):
             shape = backend.kv_cache_shape(NUM_BLOCKS)
             module.bind(backend, torch.empty(shape, dtype=config.dtype, device=meta))
-    tables = DeviceTables(CacheInfo(NUM_BLOCKS, BLOCK_SIZE, 512, config.vocab_size, 64), 16, meta)
+    tables = DeviceTables(WorkerInfo(NUM_BLOCKS, BLOCK_SIZE, 512, config.vocab_size, 64), 16, meta)
     count = LaunchCount()
     monkeypatch.setattr(
         GridExecutor, "__call__", lambda self, *_, **__: count.names.append(self.fn.__name__)

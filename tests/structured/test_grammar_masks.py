@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanovllm import SamplingParams
-from nanovllm.scheduler.messages import Admission, CacheInfo, Row, Schedule
+from nanovllm.scheduler.messages import Admission, Row, Schedule, WorkerInfo
 from nanovllm.structured.grammar import GrammarCompiler
 from nanovllm.structured.grammar_masks import GrammarMasks, GrammarRow, Masks
 from nanovllm.worker.device_tables import DeviceTables
@@ -160,7 +160,7 @@ def test_a_row_whose_sequence_has_ended_keeps_no_matcher(max_tokens: int) -> Non
 def test_a_row_that_no_step_has_keeps_no_matcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its sequence was aborted, or ended by a stop string: the worker is not told."""
     monkeypatch.setattr("nanovllm.structured.grammar_masks._ABSENT_STEPS", 4)
-    tables = DeviceTables(CacheInfo(8, 4, 16, VOCAB_SIZE, 64), 2, torch.device("cpu"))
+    tables = DeviceTables(WorkerInfo(8, 4, 16, VOCAB_SIZE, 64), 2, torch.device("cpu"))
     masks = GrammarMasks()
     masks.compiler = COMPILER
     params = SamplingParams(structured_outputs=GRAMMARS["regex"])
@@ -207,7 +207,7 @@ def test_long_forced_text_comes_in_parts() -> None:
 def test_step_masks_logits_of_the_rows_that_have_a_grammar() -> None:
     """Beside a row without one, a row with drafts; computed in the thread or, as on CUDA, after."""
     forms = [GRAMMARS["regex"], None, GRAMMARS["choice"]]
-    tables = DeviceTables(CacheInfo(8, 4, 16, VOCAB_SIZE, 64), 3, torch.device("cpu"))
+    tables = DeviceTables(WorkerInfo(8, 4, 16, VOCAB_SIZE, 64), 3, torch.device("cpu"))
     masks = GrammarMasks()
     masks.compiler = COMPILER
     outputs = ([65], [], [])

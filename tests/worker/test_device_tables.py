@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.scheduler.messages import Admission, CacheInfo, NewBlocks, NewTokens, Row, Schedule
+from nanovllm.scheduler.messages import Admission, NewBlocks, NewTokens, Row, Schedule, WorkerInfo
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.sampling_rows import SamplingRows
 
@@ -15,7 +15,7 @@ PLAIN = SamplingParams()
 
 
 def make_tables(block_size=4, max_model_len=40, max_num_seqs=6):
-    info = CacheInfo(10_000, block_size, max_model_len, VOCAB, 16384)
+    info = WorkerInfo(10_000, block_size, max_model_len, VOCAB, 16384)
     return DeviceTables(info, max_num_seqs, torch.device("cpu"))
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.scheduler.messages import Admission, CacheInfo, Row, Schedule
+from nanovllm.scheduler.messages import Admission, Row, Schedule, WorkerInfo
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.sampling_rows import _PIECE, SamplingRows, gather_logprobs
 
@@ -57,7 +57,7 @@ def make_rows(
     table_indices = table_indices or list(range(count))
     prompt_lengths = prompt_lengths or [1 + len(tokens) // 2 for tokens in histories]
     tables = DeviceTables(
-        CacheInfo(100, 4, 60, vocab_size, 60), max(table_indices) + 1, torch.device("cpu")
+        WorkerInfo(100, 4, 60, vocab_size, 60), max(table_indices) + 1, torch.device("cpu")
     )
     admissions = [
         Admission(

@@ -7,7 +7,7 @@ import torch
 
 from nanovllm.layers import sampler
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.scheduler.messages import CacheInfo
+from nanovllm.scheduler.messages import WorkerInfo
 from nanovllm.speculation.proposers.ngram import Ngram
 from nanovllm.worker import sampling_rows as sampling
 from nanovllm.worker.network import Network
@@ -18,7 +18,7 @@ from tests.steps.test_cuda_graph import BLOCK_SIZE, Bench
 @pytest.mark.parametrize("max_model_len", [1, 2, 3, 5, 44, 150, 4096])
 @pytest.mark.parametrize("max_num_batched_tokens", [1, 2, 64, 2048])
 def test_steps_keep_to_the_limits(max_model_len: int, max_num_batched_tokens: int) -> None:
-    info = CacheInfo(1, 16, max_model_len, 1000, max_num_batched_tokens)
+    info = WorkerInfo(1, 16, max_model_len, 1000, max_num_batched_tokens)
     steps = list(warm_up_steps(info, num_drafts=3))
     assert {step.admissions[0].params for step in steps} == set(KINDS)
     for step in steps:
@@ -30,7 +30,7 @@ def test_steps_keep_to_the_limits(max_model_len: int, max_num_batched_tokens: in
 
 
 def test_a_large_engine_meets_every_shape() -> None:
-    rows = [step.rows[0] for step in warm_up_steps(CacheInfo(9, 16, 4096, 1000, 2048), 3)]
+    rows = [step.rows[0] for step in warm_up_steps(WorkerInfo(9, 16, 4096, 1000, 2048), 3)]
     sizes = {(row.num_scheduled_tokens, row.num_draft_tokens, row.samples) for row in rows}
     assert {(100, 0, False), (40, 0, False), (2, 0, True), (1, 0, True), (4, 3, True)} <= sizes
     assert {row.num_computed_tokens for row in rows} >= {0, CHUNKS[0], 4096 - CHUNKS[0]}
@@ -58,7 +58,7 @@ def test_every_way_of_choosing_a_token_is_used(
     watch(sampling, "gather_logprobs", lambda *_: [])
     watch(Network, "forward", lambda _, tables, rows, wanted: [rows[0].samples])
     watch(Ngram, "propose", lambda _, rows: [rows[0].num_draft_tokens > 0])
-    info = CacheInfo(100, BLOCK_SIZE, 64, 1003, 64)
+    info = WorkerInfo(100, BLOCK_SIZE, 64, 1003, 64)
     with torch.inference_mode():
         bench.runner.warm_up_kernels(info, bench.tables)
     dtypes = torch.bfloat16, torch.float32
@@ -70,7 +70,7 @@ def test_every_way_of_choosing_a_token_is_used(
 
 def test_nothing_is_left(random_model: str) -> None:
     bench, fresh = Bench(random_model), Bench(random_model)
-    info = CacheInfo(100, BLOCK_SIZE, 64, 1003, 64)
+    info = WorkerInfo(100, BLOCK_SIZE, 64, 1003, 64)
     with torch.inference_mode():
         bench.runner.warm_up_kernels(info, bench.tables)
     assert torch.equal(bench.tables._table, fresh.tables._table)
@@ -87,7 +87,7 @@ def test_a_request_afterwards_is_that_of_a_new_engine(random_model: str) -> None
     params = SamplingParams(temperature=0.8, max_tokens=50)
     warm, fresh = Bench(random_model), Bench(random_model)
     with torch.inference_mode():
-        warm.runner.warm_up_kernels(CacheInfo(100, BLOCK_SIZE, 64, 1003, 64), warm.tables)
+        warm.runner.warm_up_kernels(WorkerInfo(100, BLOCK_SIZE, 64, 1003, 64), warm.tables)
     for bench in (warm, fresh):
         bench.admit(0, [1, 2, 3], params, [0, 1, 2])
     assert [warm.decode(0) for _ in range(4)] == [fresh.decode(0) for _ in range(4)]

@@ -12,7 +12,7 @@ from nanovllm.attention.backend import AttentionSpec
 from nanovllm.attention.triton import TritonBackend
 from nanovllm.kernels.triton import decode_step, sampling as triton_sampling
 from nanovllm.layers import sampler
-from nanovllm.scheduler.messages import CacheInfo
+from nanovllm.scheduler.messages import WorkerInfo
 from nanovllm.steps.cuda_graph import GraphRunner, graph_sizes
 from nanovllm.worker.device_tables import DeviceTables, gather_rows
 from tests.kernels.triton.harness import ARCHS, compile_launches, count_variants
@@ -125,7 +125,7 @@ def test_accept(num_rows, max_drafts, native, seed):
     not be drawn (-1) ends its row; the first one counts, because its sequence ends anyway.
     """
     (table_indices, following, inputs, tokens), expected = make_samples(seed, num_rows, max_drafts)
-    tables = DeviceTables(CacheInfo(8, 4, 100, 10, 16), 2 * num_rows, DEVICE)
+    tables = DeviceTables(WorkerInfo(8, 4, 100, 10, 16), 2 * num_rows, DEVICE)
     tables._step_kernels = lambda: decode_step if native else None
     tables.last_positions.fill_(-5)
     tables.accept(table_indices, following, inputs, tokens)
@@ -159,7 +159,7 @@ def capture_steps(max_tokens):
     """Run what the graphs of up to `max_tokens` tokens capture, but for the layers of the model."""
     cpu = torch.device("cpu")
     spec = AttentionSpec(16, 8, 128, torch.bfloat16, cpu, block_size=64)
-    info = CacheInfo(1000, 64, 4096, 151936, 4096)
+    info = WorkerInfo(1000, 64, 4096, 151936, 4096)
 
     def compute_logits(batch):
         return torch.empty(len(batch.input_ids), info.vocab_size, dtype=torch.bfloat16)

@@ -22,7 +22,7 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.kernels.triton import decode_step, sampling as triton_sampling
 from nanovllm.layers import sampler
 from nanovllm.options.config import Config
-from nanovllm.scheduler.messages import CacheInfo, Row
+from nanovllm.scheduler.messages import Row, WorkerInfo
 from nanovllm.speculation.draft_controller import DraftController
 from nanovllm.speculation.proposers.draft_network import DraftNetwork
 from nanovllm.steps.cuda_graph import draft_graph_sizes
@@ -239,7 +239,7 @@ def test_steps_at_start_draft_and_change_no_request(
     proposals = Proposals()
     allocate = ModelRunner.allocate
 
-    def warm(runner: ModelRunner, info: CacheInfo) -> CacheInfo:
+    def warm(runner: ModelRunner, info: WorkerInfo) -> WorkerInfo:
         allocated = allocate(runner, info)
         assert runner._tables is not None
         with pytest.MonkeyPatch.context() as patch, torch.inference_mode():

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.scheduler.messages import Admission, CacheInfo, Row, Schedule
+from nanovllm.scheduler.messages import Admission, Row, Schedule, WorkerInfo
 from nanovllm.speculation.proposers import ngram
 from nanovllm.speculation.proposers.ngram import Ngram
 from nanovllm.worker.device_tables import DeviceTables
@@ -42,7 +42,7 @@ class Tables:
     """
 
     def __init__(self, sizes, native, max_model_len=60, max_num_seqs=3):
-        info = CacheInfo(8, 16, max_model_len, 1000, 16384)
+        info = WorkerInfo(8, 16, max_model_len, 1000, 16384)
         self.tables = DeviceTables(info, max_num_seqs, torch.device("cpu"), native=native)
         self.tables.token_ids.fill_(GARBAGE)
         self.tables.block_tables.fill_(GARBAGE)

@@ -1,1 +1,0 @@
-"""Proposers: what guesses the next tokens of a row, for the model to verify."""
