@@ -8,7 +8,7 @@ from typing import Any
 
 from nanovllm.chat.template_process import TemplateError, TemplateProcess
 from nanovllm.chat.tool_messages import knows_tools, plain_calls, with_tools_as_text
-from nanovllm.engine.kept_tokenizer import KeptTokenizer
+from nanovllm.checkpoint.kept_tokenizer import KeptTokenizer
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.validation import shown
 

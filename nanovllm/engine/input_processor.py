@@ -13,7 +13,8 @@ from typing import Any
 from nanovllm.chat import templates as chat
 from nanovllm.chat.template_process import TemplateProcess
 from nanovllm.chat.templates import Message, RenderedChat
-from nanovllm.engine.kept_tokenizer import KeptTokenizer
+from nanovllm.checkpoint.kept_tokenizer import KeptTokenizer
+from nanovllm.checkpoint.tokenizer import TokenBound, token_bound
 from nanovllm.engine.prompt import (
     Prompt,
     array_to_list,
@@ -22,7 +23,6 @@ from nanovllm.engine.prompt import (
     text_and_tokens,
 )
 from nanovllm.engine.request import Request
-from nanovllm.engine.tokenizer import TokenBound, token_bound
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.options.structured_outputs import StructuredOutputsParams

@@ -14,20 +14,19 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from nanovllm.checkpoint.hub import configured_checkpoint, draft_checkpoint
+from nanovllm.checkpoint.tokenizer import (
+    check_same_vocabulary,
+    load_tokenizer,
+    serving_tokenizer,
+)
 from nanovllm.engine.delayed_interrupt import DelayedInterrupt
+from nanovllm.engine.engine_metrics import read_metrics
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.prompt import Prompt
 from nanovllm.engine.request import Request
-from nanovllm.engine.tokenizer import (
-    check_same_vocabulary,
-    grammar_compiler,
-    load_tokenizer,
-    serving_tokenizer,
-)
 from nanovllm.errors import EngineDeadError, InvalidRequestError
 from nanovllm.executors.executor import Executor, Future, make_executor
-from nanovllm.observe.engine_metrics import read_metrics
 from nanovllm.observe.trace import Trace
 from nanovllm.options.config import Config
 from nanovllm.options.sampling_params import SamplingParams
@@ -38,6 +37,7 @@ from nanovllm.scheduler.messages import Schedule, StepResult
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.speculation.draft_controller import DraftController
 from nanovllm.speculation.drafts import record_step
+from nanovllm.structured.grammar import grammar_compiler
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -5,8 +5,8 @@ Knows no prompts and no scheduling.
 
 from functools import cached_property
 
+from nanovllm.checkpoint.kept_tokenizer import KeptTokenizer
 from nanovllm.engine.detokenizer import Detokenizer
-from nanovllm.engine.kept_tokenizer import KeptTokenizer
 from nanovllm.engine.request import Completion, Request
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import (

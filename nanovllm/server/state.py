@@ -10,8 +10,8 @@ from fastapi import Request
 
 from nanovllm import __version__
 from nanovllm.async_llm import AsyncLLM
+from nanovllm.checkpoint.tokenizer import token_bytes
 from nanovllm.engine.fair_executor import FairExecutor
-from nanovllm.engine.tokenizer import token_bytes
 from nanovllm.options.validation import shown
 from nanovllm.server.admission import Admission, BodyBudget
 from nanovllm.server.answers import AnswerFormat, find_answer_format

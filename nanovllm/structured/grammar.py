@@ -15,6 +15,7 @@ from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.checkpoint.kept_tokenizer import KeptTokenizer
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.json_schema import grammar_schema_text
 from nanovllm.options.structured_outputs import StructuredOutputsParams
@@ -180,6 +181,16 @@ class GrammarCompiler:
                         f"tokenizer: {error!s:.200}"
                     ) from error
             return self._tokenizer
+
+
+def grammar_compiler(
+    tokenizer: KeptTokenizer | None, eos_token_ids: frozenset[int], vocab_size: int
+) -> GrammarCompiler | None:
+    """Return what compiles structured_outputs for `tokenizer`; None without one."""
+    if tokenizer is None:
+        return None
+    eos = sorted(eos_token_ids, key=lambda token: (token != tokenizer.eos_token_id, token))
+    return GrammarCompiler(tokenizer.backend_tokenizer.to_str, vocab_size, tuple(eos))
 
 
 def _key(params: StructuredOutputsParams) -> _Key:

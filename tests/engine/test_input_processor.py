@@ -7,8 +7,8 @@ import pytest
 from nanovllm import demo_model
 from nanovllm.chat.templates import RenderedChat
 from nanovllm.checkpoint.hub import open_checkpoint
+from nanovllm.checkpoint.tokenizer import load_tokenizer
 from nanovllm.engine.input_processor import InputProcessor
-from nanovllm.engine.tokenizer import load_tokenizer
 from nanovllm.errors import InvalidRequestError
 
 LIMIT = 512

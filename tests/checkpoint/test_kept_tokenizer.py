@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from nanovllm import demo_model
+from nanovllm.checkpoint import kept_tokenizer, tokenizer
 from nanovllm.checkpoint.hub import open_checkpoint
-from nanovllm.engine import kept_tokenizer, tokenizer
-from nanovllm.engine.kept_tokenizer import KeptTokenizer, fields_of, read_kept
-from nanovllm.engine.tokenizer import load_tokenizer, serving_tokenizer
+from nanovllm.checkpoint.kept_tokenizer import KeptTokenizer, fields_of, read_kept
+from nanovllm.checkpoint.tokenizer import load_tokenizer, serving_tokenizer
 
 TEXTS = st.text(max_size=40) | st.sampled_from(
     ["<|im_start|>user\nHi<|im_end|>", "né 🦊\u200d", " a  b\t\n", "<|endoftext|>x", "<s>a</s>"]

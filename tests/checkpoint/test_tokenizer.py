@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nanovllm import demo_model
-from nanovllm.engine.tokenizer import token_bound, token_bytes
+from nanovllm.checkpoint.tokenizer import token_bound, token_bytes
 from tests.engine.test_detokenizer import MAKERS
 
 DEMO: Any = AutoTokenizer.from_pretrained(demo_model.MODEL)

@@ -4,7 +4,7 @@ import pytest
 
 from nanovllm import SamplingParams
 from nanovllm.checkpoint.hub import open_checkpoint
-from nanovllm.engine.tokenizer import load_tokenizer, token_bound
+from nanovllm.checkpoint.tokenizer import load_tokenizer, token_bound
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from tests.gguf_files import make_gguf
 

@@ -9,8 +9,8 @@ import pytest
 
 from nanovllm import SamplingParams, demo_model
 from nanovllm.checkpoint.hub import open_checkpoint
+from nanovllm.checkpoint.tokenizer import load_tokenizer
 from nanovllm.engine.input_processor import InputProcessor
-from nanovllm.engine.tokenizer import load_tokenizer
 from nanovllm.errors import CheckpointError, InvalidRequestError
 
 

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tokenizers import models
 
 from nanovllm.checkpoint.gguf import is_gguf
+from nanovllm.checkpoint.gguf_tokenizer import convert_gguf_tokenizer
 from nanovllm.checkpoint.hub import Checkpoint, check_tokenizer_files
-from nanovllm.engine.gguf_tokenizer import convert_gguf_tokenizer
-from nanovllm.engine.kept_tokenizer import KeptTokenizer, fields_of, keep, read_kept
+from nanovllm.checkpoint.kept_tokenizer import KeptTokenizer, fields_of, keep, read_kept
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.options.validation import shown
-from nanovllm.structured.grammar import GrammarCompiler
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -113,16 +112,6 @@ def _load_directory(checkpoint: Checkpoint, path: Path) -> Any:
     is_qwen3 = checkpoint.config.get("model_type") == "qwen3"
     config = AutoConfig.for_model("qwen3") if is_qwen3 else PretrainedConfig()
     return AutoTokenizer.from_pretrained(path, config=config, trust_remote_code=False)
-
-
-def grammar_compiler(
-    tokenizer: KeptTokenizer | None, eos_token_ids: frozenset[int], vocab_size: int
-) -> GrammarCompiler | None:
-    """Return what compiles structured_outputs for `tokenizer`; None without one."""
-    if tokenizer is None:
-        return None
-    eos = sorted(eos_token_ids, key=lambda token: (token != tokenizer.eos_token_id, token))
-    return GrammarCompiler(tokenizer.backend_tokenizer.to_str, vocab_size, tuple(eos))
 
 
 class TokenBound(NamedTuple):
