@@ -15,6 +15,7 @@ from typing import Any
 from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.engine.llm_engine import LLMEngine
 from tests.glossary import GREEDY
+from tests.scheduler.invariants import check_scheduler
 
 ROOT = Path(__file__).parent.parent
 VOCAB = 1003
@@ -89,7 +90,7 @@ def generate_in_random_order(
                 waiting.append(index_of.pop(aborted))
         for output in engine.step():
             found[index_of[output.request_id]] = output
-        engine.scheduler.check()
+        check_scheduler(engine.scheduler)
     return [found[index] for index in range(len(requests))]
 
 
@@ -97,7 +98,7 @@ def assert_idle(llm: Any) -> None:
     """Check that no request is left and that every block of the KV pool is free."""
     engine = llm.engine
     assert engine.is_finished()
-    engine.scheduler.check()
+    check_scheduler(engine.scheduler)
     assert engine.scheduler.block_manager.num_free_blocks == engine.worker_info.num_blocks
 
 

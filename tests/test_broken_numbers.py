@@ -18,6 +18,7 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.kernels.cpu.library import library
 from tests.checkpoints import copy_checkpoint
 from tests.helpers import Request, assert_idle, generate, join, random_prompt, token_ids
+from tests.scheduler.invariants import check_scheduler
 from tests.steps.fake_graphs import use_fake_graphs
 
 NATIVE = pytest.mark.skipif(library() is None, reason="no compiler here")
@@ -64,7 +65,7 @@ def run(engine: LLMEngine, requests: list[Request]) -> list[RequestOutput]:
     found: dict[int, RequestOutput] = {}
     while not engine.is_finished():
         found.update((output.request_id, output) for output in engine.step())
-        engine.scheduler.check()
+        check_scheduler(engine.scheduler)
     return [found[request_id] for request_id in ids]
 
 

@@ -14,6 +14,7 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.options.config import Config
 from nanovllm.outputs import RequestOutput
 from tests.helpers import VOCAB, Request, generate_all, generate_in_random_order, random_prompt
+from tests.scheduler.invariants import check_scheduler
 
 CLOSE = 1e-4
 OPTIONS = {"dtype": "float32", "max_model_len": 48}
@@ -233,7 +234,7 @@ def test_continuations_share_the_blocks_of_the_prompt(
     while not engine.is_finished():
         outputs += engine.step()
         used.append(engine.worker_info.num_blocks - manager.num_free_blocks)
-        engine.scheduler.check()
+        check_scheduler(engine.scheduler)
     engine.shutdown()
     assert max(used) == most_blocks
     assert used[-1] == 0

@@ -11,6 +11,7 @@ from nanovllm.outputs import DraftCounts, Histogram, Metric, Vector
 from tests.glossary import GREEDY, OPTIONS, QUESTION, QUESTIONS
 from tests.helpers import generate
 from tests.scheduler.fake_engine import FakeController
+from tests.scheduler.invariants import check_scheduler
 
 SPECULATION: dict[str, Any] = {"speculative_config": {"method": "ngram"}}
 LOOPING = SamplingParams(0, 24, ignore_eos=True, allowed_token_ids=[7])
@@ -80,10 +81,10 @@ def test_reset_prefix_cache(make_llm: Any) -> None:
     assert not llm.reset_prefix_cache(), "a running request holds blocks"
     stream.close()
     assert llm.reset_prefix_cache()
-    llm.engine.scheduler.check()
+    check_scheduler(llm.engine.scheduler)
     cached += [generate(llm, prompt).num_cached_tokens for _ in range(2)]
     assert cached == [0, 40, 0, 40]
-    llm.engine.scheduler.check()
+    check_scheduler(llm.engine.scheduler)
 
 
 def test_metrics_and_names_of_vllm(make_llm: Any) -> None:

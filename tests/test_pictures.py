@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.step_times import StepTimes
 from nanovllm.loadtest.svg import PALETTE, Drawing
+from tests.scheduler.invariants import check_blocks
 from tools.pictures import block_table, roofline, schedule
 from tools.pictures.gallery import DIRECTORY, PICTURES, read
 
@@ -49,7 +50,7 @@ def test_both_modes_have_a_colour_for_everything() -> None:
 
 def test_block_table_shows_a_shared_prefix() -> None:
     pool, sequences = block_table.run()
-    pool.check(sequences.values())
+    check_blocks(pool, sequences.values())
     tables = [seq.block_table for seq in sequences.values()]
     assert tables == [[0, 1, 2], [0, 1, 3]]
     assert [block.ref_count for block in pool.blocks] == [2, 2, 1, 1, 0, 0, 0, 0]

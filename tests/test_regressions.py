@@ -23,6 +23,7 @@ from nanovllm.executors.spawned import SpawnedExecutor
 from nanovllm.options.config import Config
 from tests.checkpoints import copy_checkpoint
 from tests.helpers import environment, token_ids
+from tests.scheduler.invariants import check_scheduler
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -99,7 +100,7 @@ def test_identical_prompts_in_one_step_give_the_same_tokens(
     (alone,) = tokens(make_llm(random_model, enable_prefix_caching=False), [prompt])
     assert tokens(llm, [prompt, prompt, prompt]) == [alone] * 3
     assert tokens(llm, [prompt, prompt]) == [alone] * 2
-    llm.engine.scheduler.check()
+    check_scheduler(llm.engine.scheduler)
 
 
 def test_every_eos_id_stops(make_llm: Any, random_model: str) -> None:

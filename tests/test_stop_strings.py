@@ -10,6 +10,7 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.options.config import Config
 from tests.glossary import ANSWER_TO, GREEDY, OPTIONS, QUESTION, QUESTIONS, SAMPLED, TINY_POOL
 from tests.helpers import assert_idle, cut, end_of, generate, join, whole
+from tests.scheduler.invariants import check_scheduler
 
 pytestmark = pytest.mark.usefixtures("idle_afterwards", "no_endless_wait")
 
@@ -141,7 +142,7 @@ def test_stop_strings_do_not_depend_on_steps_in_flight(queue_depth: int, include
     while not engine.is_finished():
         for output in engine.step():
             pieces[output.request_id].append(output)
-        engine.scheduler.check()
+        check_scheduler(engine.scheduler)
     joined = [join(pieces[request])[0] for request in ids]
     assert [(one.text, one.stop_reason) for one in joined] == expected
     assert engine.scheduler.block_manager.num_free_blocks == engine.worker_info.num_blocks

@@ -18,6 +18,7 @@ from nanovllm import LLM, NanoVLLMError, SamplingParams, demo_model
 from nanovllm.errors import EngineDeadError
 from tests.glossary import ANSWER_TO, GREEDY, OPTIONS, QUESTIONS
 from tests.helpers import assert_idle, generate, join, wait_until
+from tests.scheduler.invariants import check_scheduler
 
 ENDLESS = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 FORTY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -72,7 +73,7 @@ def test_24_threads_with_shared_prefixes_get_the_texts_of_one(llm: LLM) -> None:
         for outputs, alone in zip(found, expected, strict=True):
             assert [o.token_ids for o in outputs] == [o.token_ids for o in alone]
             assert [o.text for o in outputs] == [o.text for o in alone]
-        llm.engine.scheduler.check()
+        check_scheduler(llm.engine.scheduler)
     assert generate(llm, QUESTIONS[0]).text == " " + ANSWER_TO[QUESTIONS[0]]
 
 

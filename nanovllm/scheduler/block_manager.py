@@ -6,8 +6,8 @@ wrong prefix. Each `cache_salt` is the root of a trie of its own. Knows no tenso
 """
 
 from array import array
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence as Seq
+from collections import OrderedDict
+from collections.abc import Sequence as Seq
 from itertools import count
 
 from xxhash import xxh64_intdigest
@@ -37,7 +37,7 @@ class Block:
 class BlockManager:
     """Allocates KV blocks to sequences and caches full blocks for other sequences.
 
-    Invariants, which `check()` verifies:
+    Invariants, verified by tests/scheduler/invariants.py:
     - A block's `ref_count` is the number of block tables that hold it; at 0 the block is free.
     - Only a cached block has a `ref_count` above 1.
     - A cached block is full, and its key leads to it.
@@ -172,35 +172,6 @@ class BlockManager:
             self._uncache(self.blocks[block_id])
         return True
 
-    def check(self, sequences: Iterable[Sequence]) -> None:
-        """Verify every invariant. For tests only: it reads the whole pool.
-
-        Args:
-            sequences: all sequences that own blocks.
-
-        Raises:
-            AssertionError: a block is leaked, has a wrong `ref_count`, or is wrongly cached.
-        """
-        owners: Counter[int] = Counter()
-        for seq in sequences:
-            assert len(set(seq.block_table)) == len(seq.block_table), "a table holds a block twice"
-            assert seq.num_published_blocks <= len(seq.block_table)
-            parent_uid: int | str | None = seq.root_uid
-            for block in map(self.blocks.__getitem__, seq.block_table):
-                if block.key is not None and parent_uid is not None:
-                    assert block.key[0] == parent_uid, "a table holds a block of another prefix"
-                parent_uid = block.uid
-            owners.update(seq.block_table)
-        for block_id, block in enumerate(self.blocks):
-            assert block.ref_count == owners[block_id], f"block {block_id}: wrong ref_count"
-            assert (block.ref_count == 0) == (block_id in self._free), f"block {block_id}: leaked"
-            assert block.ref_count <= 1 or block.uid is not None, f"block {block_id}: not cached"
-            assert (block.uid is None) == (block.key is None)
-            if block.key is not None:
-                assert self._cached[block.key] == block_id
-                assert len(block.tokens) == self.block_size * _TOKEN_BYTES
-        assert all(self.blocks[b].key == key for key, b in self._cached.items())
-
     def _take_free_block(self) -> int:
         """Return the least recently used free block, removed from the prefix cache."""
         block_id, _ = self._free.popitem(last=False)
@@ -222,6 +193,3 @@ class BlockManager:
             data = array("I", tokens).tobytes()
             seq.block_keys.append((xxh64_intdigest(data), data))
         return seq.block_keys[:num_blocks]
-
-
-_TOKEN_BYTES = array("I").itemsize

@@ -8,7 +8,6 @@ arithmetic), no tensors and no text.
 from bisect import insort
 from itertools import count
 
-from nanovllm.scheduler.appending import append_forced, append_tokens, send_tokens
 from nanovllm.scheduler.block_manager import BlockManager
 from nanovllm.scheduler.messages import Admission, NewBlocks, Row, Schedule, StepResult
 from nanovllm.scheduler.sequence import Sequence
@@ -21,7 +20,7 @@ from nanovllm.speculation.drafts import add_drafts, take_back_followers
 class Scheduler:
     """Continuous batching with chunked prefill, prefix caching and preemption by recomputation.
 
-    Invariants, which `check()` verifies:
+    Invariants, verified by tests/scheduler/invariants.py:
     - Every unfinished sequence is either running or waiting.
     - A running sequence owns a table row, and KV blocks for its computed tokens at least. A waiting
       sequence owns neither.
@@ -70,8 +69,8 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence, whose prompt must be shorter than max_model_len."""
         assert 0 < seq.num_prompt_tokens < self.max_model_len
-        eos = frozenset() if seq.params.ignore_eos else self.eos_token_ids
-        seq.stop_token_ids = eos.union(seq.params.stop_token_ids)
+        seq.eos_token_ids = frozenset() if seq.params.ignore_eos else self.eos_token_ids
+        seq.stop_token_ids = seq.eos_token_ids.union(seq.params.stop_token_ids)
         longest = seq.num_prompt_tokens + seq.params.max_tokens
         seq.max_num_tokens = min(longest, self.max_model_len)
         self._sequences[seq.seq_id] = seq
@@ -94,7 +93,8 @@ class Scheduler:
             budget = self.max_num_batched_tokens - sum(row.num_scheduled_tokens for row in rows)
             new_blocks += add_drafts(rows, budget, self._sequences, self.block_manager, controller)
         step_id, zeroed = next(self._step_ids), self._begun_blocks(rows)
-        tokens = send_tokens(rows, self._sequences)
+        seqs = (self._sequences[row.seq_id] for row in rows)
+        tokens = [seq.take_unsent() for seq in seqs if seq.num_unsent_tokens]
         return Schedule(step_id, admissions, new_blocks, rows, zeroed, tokens, is_timed=may_draft)
 
     def update(self, schedule: Schedule, result: StepResult) -> list[Sequence]:
@@ -131,10 +131,10 @@ class Scheduler:
                 if seq.table_idx is not None:
                     seq.num_computed_tokens -= num_rejected
                     seq.num_draft_tokens -= row.num_draft_tokens
-                num_appended = append_tokens(seq, tokens, self.eos_token_ids)
+                num_appended = seq.append(tokens)
                 self.stats.num_decode_tokens += num_appended
                 if forced := result.forced.get(row.seq_id):
-                    self.stats.num_decode_tokens += append_forced(seq, forced, self.eos_token_ids)
+                    self.stats.num_decode_tokens += seq.force(forced)
                 if row.seq_id in result.logprobs:
                     num_missing = seq.num_output_tokens - len(seq.logprobs)
                     seq.logprobs += result.logprobs[row.seq_id][:num_missing]
@@ -180,32 +180,6 @@ class Scheduler:
             seq.stop_reason = stop_reason
             self._remove(seq)
         return seq
-
-    def check(self) -> None:
-        """Verify every invariant. For tests only: it reads all blocks and sequences.
-
-        Raises:
-            AssertionError: a table row, a block or a sequence is lost or owned twice, or a count is
-                wrong.
-        """
-        self.block_manager.check(self.running)
-        owned = [seq.table_idx for seq in self.running if seq.table_idx is not None]
-        assert len(owned) == len(self.running), "a running sequence has no table row"
-        table_indices = sorted(owned + self._free_table_indices)
-        assert table_indices == list(range(len(table_indices))), (
-            "a table row is lost or owned twice"
-        )
-        assert self.running == sorted(self.running, key=lambda s: s.order)
-        queued = list(self._waiting)
-        assert {*queued} == {seq for seq in self._sequences.values() if seq.is_queued}
-        waiting = [seq for seq in queued if seq.table_idx is None]
-        ids = [seq.seq_id for seq in self.running + waiting]
-        assert sorted(ids) == sorted(self._sequences), "a sequence is lost or queued twice"
-        assert all(not seq.block_table for seq in waiting)
-        for seq in self.running:
-            assert 0 <= seq.num_computed_tokens <= seq.num_tokens <= self.max_model_len
-            assert len(seq.block_table) >= self.block_manager.blocks_for(seq.num_computed_tokens)
-            assert 0 <= seq.num_pending_tokens <= seq.num_in_flight_steps
 
     def _schedule_rows(self) -> tuple[list[Row], list[NewBlocks], list[Admission]]:
         """Return rows for sequences in order, the blocks added to block tables, and the admissions.

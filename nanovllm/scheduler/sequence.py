@@ -5,7 +5,7 @@ Only the scheduler and its block manager change it. Knows no phases such as pref
 
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import DraftCounts
-from nanovllm.scheduler.messages import TokenLogprobs
+from nanovllm.scheduler.messages import NewTokens, TokenLogprobs
 from nanovllm.speculation.acceptance import Acceptance
 
 ROOT_UID = 0
@@ -30,6 +30,7 @@ class Sequence:
         "block_table",
         "cache_salt",
         "draft_counts",
+        "eos_token_ids",
         "finish_reason",
         "is_queued",
         "logprobs",
@@ -79,7 +80,8 @@ class Sequence:
         self.turn = 0  # set by WaitingQueue, for good when the sequence is admitted
         self.is_queued = False  # in WaitingQueue, as its prompt is not computed
         self.cache_salt = cache_salt  # only sequences of the same salt share blocks
-        self.stop_token_ids: frozenset[int] = frozenset()  # set by Scheduler.add
+        self.eos_token_ids: frozenset[int] = frozenset()  # set by Scheduler.add
+        self.stop_token_ids: frozenset[int] = frozenset()  # these and its own; set by Scheduler.add
         self.max_num_tokens = 0  # set by Scheduler.add
 
         self.num_computed_tokens = 0  # tokens with KV written, or being written by a launched step
@@ -144,3 +146,36 @@ class Sequence:
         another user sent before is done.
         """
         return (self.priority, self.is_queued, self.turn, self.seq_id)
+
+    def append(self, tokens: list[int]) -> int:
+        """Append tokens up to the first that finishes the sequence; return how many."""
+        for num_appended, token in enumerate(tokens, start=1):
+            self.token_ids.append(token)
+            if token in self.stop_token_ids and self.num_output_tokens >= self.params.min_tokens:
+                self.finish_reason = "stop"
+                self.stop_reason = None if token in self.eos_token_ids else token
+            elif len(self.token_ids) >= self.max_num_tokens:
+                self.finish_reason = "length"
+            else:
+                continue
+            return num_appended
+        return len(tokens)
+
+    def force(self, tokens: list[int]) -> int:
+        """Append tokens that no step has sampled, unless it is finished; return how many.
+
+        They are known tokens like those of a prompt: the next step computes them as one chunk.
+        """
+        if self.is_finished:
+            return 0
+        num_appended = self.append(tokens)
+        if self.table_idx is not None:  # else its next admission brings all tokens
+            self.num_unsent_tokens += num_appended
+        return num_appended
+
+    def take_unsent(self) -> NewTokens:
+        """Return the tokens that the workers' table row lacks, and count them as sent."""
+        assert self.table_idx is not None
+        start = len(self.token_ids) - self.num_unsent_tokens
+        self.num_unsent_tokens = 0
+        return NewTokens(self.table_idx, start, self.token_ids[start:])

@@ -11,6 +11,7 @@ import pytest
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.delayed_interrupt import DelayedInterrupt
+from tests.scheduler.invariants import check_scheduler
 
 
 def press() -> None:
@@ -153,7 +154,7 @@ def test_a_step_is_interrupted_where_it_computes(demo_llm: LLM, owner: str) -> N
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     assert computed == ([] if owner == "executor" else [False])
-    engine.scheduler.check()
+    check_scheduler(engine.scheduler)
     outputs = []
     while not engine.is_finished():
         outputs += engine.step()
@@ -184,5 +185,5 @@ def test_ctrl_c_at_any_time_leaves_an_engine_that_answers(demo_llm: LLM) -> None
         with pytest.raises(KeyboardInterrupt):
             generate_until_interrupted(rng.random() * 0.05)
         assert engine.is_finished()
-        engine.scheduler.check()
+        check_scheduler(engine.scheduler)
         assert generate() == expected

@@ -16,6 +16,7 @@ from nanovllm.errors import EngineDeadError
 from nanovllm.executors.in_process import InProcessExecutor
 from nanovllm.executors.worker import num_cores
 from nanovllm.options.config import Config
+from tests.scheduler.invariants import check_scheduler
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -103,7 +104,7 @@ def test_failed_generate_leaves_nothing_for_the_next_call(
     with pytest.raises(KeyboardInterrupt):
         llm.generate([[1, 2], [3]], GREEDY, use_tqdm=False)
     assert llm.engine.is_finished()
-    llm.engine.scheduler.check()
+    check_scheduler(llm.engine.scheduler)
     outputs = llm.generate([[1, 2], [3]], GREEDY, use_tqdm=False)
     assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
 
@@ -135,7 +136,7 @@ def test_failed_step_loses_no_token(
             try:
                 outputs |= {o.request_id: o.token_ids for o in engine.step()}
             except MemoryError:
-                engine.scheduler.check()
+                check_scheduler(engine.scheduler)
         tokens = dict(enumerate(outputs[request] for request in ids))
         expected = expected or tokens
         assert tokens == expected

@@ -20,6 +20,7 @@ from nanovllm.scheduler.sequence import Sequence
 from nanovllm.speculation.acceptance import Acceptance
 from nanovllm.speculation.draft_controller import DraftController
 from nanovllm.speculation.drafts import record_step
+from tests.scheduler.invariants import check_blocks, check_scheduler
 
 VOCAB_SIZE = 5
 
@@ -398,8 +399,8 @@ class Engine:
         assert self.scheduler.num_unfinished == 0
         assert self.scheduler.num_waiting == 0
         assert self.scheduler.running == []
-        self.scheduler.check()
-        self.manager.check([])
+        check_scheduler(self.scheduler)
+        check_blocks(self.manager, [])
         assert self.manager.num_free_blocks == len(self.manager.blocks)
         for schedule, as_launched in self.launched:
             assert schedule == as_launched, "a schedule changed after its launch"

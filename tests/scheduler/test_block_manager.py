@@ -23,6 +23,7 @@ from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler import block_manager
 from nanovllm.scheduler.block_manager import BlockManager
 from nanovllm.scheduler.sequence import Sequence
+from tests.scheduler.invariants import check_blocks
 
 SEQ_IDS = count()
 TEXTS = ([0, 1, 0, 0, 1, 1, 0, 1, 0, 0, 1, 0], [0, 1, 0, 0, 0, 1, 1, 1, 0, 1, 0, 0])
@@ -112,7 +113,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         block_manager.xxh64_intdigest = xxh64_intdigest
         for owner in self.owners:
             self.manager.free(owner.seq)
-        self.manager.check([])
+        check_blocks(self.manager, [])
         assert self.manager.num_free_blocks == len(self.manager.blocks)
 
     @rule(prompt=PROMPT, salt=SALT, num_copies=st.sampled_from([1, 1, 2]))
@@ -223,7 +224,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     @invariant()
     def blocks_add_up(self) -> None:
-        self.manager.check(owner.seq for owner in self.owners)
+        check_blocks(self.manager, (owner.seq for owner in self.owners))
         owned = {block_id for owner in self.owners for block_id in owner.seq.block_table}
         assert self.manager.num_free_blocks == len(self.manager.blocks) - len(owned)
 
@@ -284,7 +285,7 @@ def test_hash_collision_is_never_a_hit(monkeypatch: pytest.MonkeyPatch, num_hash
         for i, block_id in enumerate(seq.block_table[num_found:], start=num_found):
             kv[block_id] = prompt[: 2 * i + 2]
         manager.free(seq)
-        manager.check([])
+        check_blocks(manager, [])
     assert num_hits(manager, prompts[0]) == 2  # published first, so its keys do hit
 
 
@@ -315,7 +316,7 @@ def test_salts_share_no_blocks() -> None:
         manager.free(publish_all(manager, [1, 2, 3, 4, 5], salt))
         assert num_hits(manager, [1, 2, 3, 4, 5], salt) == 2
         assert len(manager._cached) == 2 * num_cached + 2
-    manager.check([])
+    check_blocks(manager, [])
     assert manager.reset_prefix_cache()
     assert num_hits(manager, [1, 2, 3, 4, 5], "a") == 0
 
@@ -327,7 +328,7 @@ def test_salts_without_cached_blocks_are_forgotten() -> None:
         manager.free(publish_all(manager, [1, 2, 3, 4, 5], f"salt {index}"))
     salts = {parent for parent, _ in manager._cached if isinstance(parent, str)}
     assert salts == {"salt 96", "salt 97", "salt 98", "salt 99"}
-    manager.check([])
+    check_blocks(manager, [])
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 4])
@@ -365,7 +366,7 @@ def test_two_writers_of_one_prefix_share_what_comes_after() -> None:
         twins[0].block_table[0],
         twins[1].block_table[1],
     ]
-    manager.check(twins)
+    check_blocks(manager, twins)
 
 
 def test_oldest_block_is_evicted_first_and_a_tail_before_its_prefix() -> None:
@@ -406,7 +407,7 @@ def test_reused_block_does_not_inherit_the_old_blocks_children() -> None:
     manager.publish(taker, 2)
     assert num_hits(manager, [8, 2, 0]) == 1
     assert num_hits(manager, [8, 9, 2, 0]) == 2
-    manager.check([twins[1], taker])
+    check_blocks(manager, [twins[1], taker])
 
 
 def test_evicted_sequence_is_published_again_from_the_root() -> None:
@@ -431,7 +432,7 @@ def test_trimmed_blocks_are_reused_before_cached_ones() -> None:
         manager.trim(seq, 1)
     assert len(seq.block_table) == 1
     assert num_hits(manager, [1, 2, 3, 0]) == 3
-    manager.check([seq])
+    check_blocks(manager, [seq])
 
 
 def test_use_makes_a_prefix_recent_again() -> None:
@@ -460,7 +461,7 @@ def test_block_in_use_is_never_evicted() -> None:
     taker = make_seq([7])
     assert manager.allocate_blocks(taker, 1) == [tail]
     assert num_hits(manager, [1, 2, 0]) == 2
-    manager.check([second, taker])
+    check_blocks(manager, [second, taker])
 
 
 def test_allocation_is_all_or_nothing() -> None:
@@ -477,7 +478,7 @@ def test_allocation_is_all_or_nothing() -> None:
     assert snapshot(manager, big) == before
     assert manager.match_prefix(big) == hits
     assert len(resident.block_table) == 1
-    manager.check([resident])
+    check_blocks(manager, [resident])
 
 
 def test_hits_on_free_blocks_count_against_the_free_blocks() -> None:
@@ -531,12 +532,12 @@ def test_without_prefix_caching_nothing_is_hashed_or_hit(hashed: list[bytes]) ->
     seq = publish_all(manager, [1, 2, 3])
     assert num_hits(manager, [1, 2, 3]) == 0
     assert all(block.uid is None for block in manager.blocks)
-    manager.check([seq])
+    check_blocks(manager, [seq])
     manager.free(seq)
     assert num_hits(manager, [1, 2, 3]) == 0
     assert hashed == []
     assert manager.num_free_blocks == 4
-    manager.check([])
+    check_blocks(manager, [])
 
 
 def test_blocks_for_rounds_up() -> None:

@@ -24,6 +24,7 @@ from hypothesis.stateful import (
 from nanovllm.speculation import drafts
 from nanovllm.speculation.draft_controller import DraftController
 from tests.scheduler.fake_engine import VOCAB_SIZE, Engine, random_guesses, random_limits
+from tests.scheduler.invariants import check_scheduler
 
 PROMPT = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=20)
 
@@ -168,7 +169,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def run_steps(self, num_steps: int) -> None:
         for _ in range(num_steps):
             self.engine.step()
-            self.engine.scheduler.check()
+            check_scheduler(self.engine.scheduler)
 
     @rule()
     def fail_to_launch(self) -> None:
@@ -183,7 +184,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def check(self) -> None:
-        self.engine.scheduler.check()
+        check_scheduler(self.engine.scheduler)
 
 
 class UsersMachine(SchedulerMachine):

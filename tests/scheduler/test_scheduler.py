@@ -18,7 +18,6 @@ import pytest
 import nanovllm
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import DraftCounts
-from nanovllm.scheduler.appending import append_tokens
 from nanovllm.scheduler.block_manager import BlockManager
 from nanovllm.scheduler.messages import StepResult
 from nanovllm.scheduler.scheduler import Scheduler
@@ -33,6 +32,7 @@ from tests.scheduler.fake_engine import (
     prompt_that_ends_with,
     random_guesses,
 )
+from tests.scheduler.invariants import check_scheduler
 
 DEPTHS = pytest.mark.parametrize("queue_depth", [0, 1, 4])
 
@@ -188,7 +188,7 @@ def test_each_of_several_eos_ids_stops(eos: int, queue_depth: int) -> None:
 def test_stop_token_ends_the_output_from_min_tokens_on(min_tokens: int) -> None:
     seq = Sequence(0, [1], SamplingParams(max_tokens=9, min_tokens=min_tokens))
     seq.max_num_tokens, seq.stop_token_ids = 10, frozenset({3})
-    assert append_tokens(seq, [3, 3, 3], frozenset()) == min_tokens
+    assert seq.append([3, 3, 3]) == min_tokens
     assert (seq.finish_reason, seq.stop_reason) == ("stop", 3)
 
 
@@ -337,7 +337,7 @@ def test_aborted_running_request_frees_its_blocks() -> None:
     engine.abort(running)
     assert running.table_idx is None
     assert running.block_table == []
-    engine.scheduler.check()
+    check_scheduler(engine.scheduler)
     engine.run()
     assert running.num_output_tokens == 1
 
@@ -354,7 +354,7 @@ def test_result_of_an_aborted_request_is_dropped() -> None:
     engine.launch()  # reuses the aborted one's blocks, after the steps in flight
     for _ in range(3):
         engine.retire()
-        engine.scheduler.check()
+        check_scheduler(engine.scheduler)
     assert other.num_output_tokens == 3
     assert aborted.output_token_ids == []
     engine.run()
@@ -389,7 +389,7 @@ def test_aborted_waiting_requests_free_their_memory() -> None:
         assert scheduler.abort(seq_id) is not None
     assert scheduler.num_waiting == 1
     assert num_sequences() - before < 100
-    scheduler.check()
+    check_scheduler(scheduler)
 
 
 def test_order_survives_many_aborts() -> None:
@@ -402,7 +402,7 @@ def test_order_survives_many_aborts() -> None:
     waiting = [engine.add([1, 2], max_tokens=1, priority=priority) for priority in priorities]
     for seq in random.Random(1).sample(waiting, 60):
         engine.abort(seq)
-        engine.scheduler.check()
+        check_scheduler(engine.scheduler)
     engine.run()
     admitted = [engine.sequences[seq_id].priority for seq_id in engine.admitted[1:]]
     assert len(admitted) == 20
@@ -666,7 +666,7 @@ def test_rejected_drafts_give_their_blocks_back() -> None:
     assert engine.manager.num_free_blocks == 0
     engine.retire()
     assert len(guessing.block_table) == 2  # of 3 computed tokens
-    engine.scheduler.check()
+    check_scheduler(engine.scheduler)
     engine.add([2, 3, 4], max_tokens=1)
     schedule = engine.launch()
     assert schedule is not None
@@ -729,7 +729,7 @@ def test_drafts_in_flight_survive_the_result_before_them() -> None:
     assert schedule.rows[0].num_known_tokens == 4
     assert engine.launch() is None  # where the next token goes is not known yet
     engine.retire()
-    engine.scheduler.check()
+    check_scheduler(engine.scheduler)
     assert seq.num_draft_tokens == schedule.rows[0].num_draft_tokens > 0
     engine.run()
 
@@ -760,7 +760,7 @@ def test_rows_follow_drafts_in_flight() -> None:
     assert engine.worker.rows[0].num_computed_tokens == 5
     engine.retire()
     assert (len(seq.token_ids), seq.num_computed_tokens, seq.num_draft_tokens) == (6, 9, 3)
-    engine.scheduler.check()
+    check_scheduler(engine.scheduler)
     engine.run()
 
 
@@ -790,7 +790,7 @@ def test_rows_that_follow_drafts_wait_beside_a_prompt() -> None:
     assert schedule is not None
     assert [row.seq_id for row in schedule.rows] == [1]
     assert seq.block_table == blocks
-    engine.scheduler.check()
+    check_scheduler(engine.scheduler)
     engine.run()
     assert engine.num_followers > 0
 

@@ -28,6 +28,7 @@ from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.network import NetworkSpec
 from nanovllm.worker.step_output import StepOutput
 from tests.kernels.triton.interpreter import patch_interpreter
+from tests.scheduler.invariants import check_scheduler
 from tests.steps.fake_graphs import FakeCapture, use_fake_graphs
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -106,7 +107,7 @@ def generate(
         for output in engine.step():
             found[index_of[output.request_id]] = (output.token_ids, output.finish_reason)
             check_logprobs(output, params[index_of[output.request_id]])
-        engine.scheduler.check()
+        check_scheduler(engine.scheduler)
     engine.shutdown()
     return [found[index] for index in range(len(prompts))]
 

@@ -75,7 +75,6 @@ def run(sequences: dict[str, Sequence]) -> list[Step]:
         ]
         tokens = [[100] for row in schedule.rows if row.samples]
         scheduler.update(schedule, StepResult(schedule.step_id, tokens))
-        scheduler.check()
         step = Step(
             rows=rows,
             hits={name: rows[name].num_computed_tokens for name in rows if name not in held},

@@ -3,7 +3,6 @@
 import pytest
 
 from nanovllm import SamplingParams
-from nanovllm.scheduler.appending import append_tokens
 from nanovllm.scheduler.sequence import Sequence
 
 
@@ -13,8 +12,9 @@ def test_stop_token_may_be_token_min_tokens(token: int, min_tokens: int) -> None
     """Token 7 is the end of sequence; drafts and forced tokens come as several at once."""
     params = SamplingParams(max_tokens=9, min_tokens=min_tokens, stop_token_ids=[8])
     seq = Sequence(0, [1, 2], params)
-    seq.stop_token_ids, seq.max_num_tokens = frozenset({7, 8}), 11
-    num_appended = append_tokens(seq, [token] * 4, frozenset({7}))
+    seq.eos_token_ids, seq.stop_token_ids = frozenset({7}), frozenset({7, 8})
+    seq.max_num_tokens = 11
+    num_appended = seq.append([token] * 4)
     assert num_appended == seq.num_output_tokens == max(1, min_tokens)
     assert seq.finish_reason == "stop"
     assert seq.stop_reason == (None if token == 7 else 8)

@@ -1,0 +1,64 @@
+"""What must hold between two calls of the scheduler or of its block manager. Imports no torch."""
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable
+
+from nanovllm.scheduler.block_manager import BlockManager
+from nanovllm.scheduler.scheduler import Scheduler
+from nanovllm.scheduler.sequence import Sequence
+
+
+def check_scheduler(scheduler: Scheduler) -> None:
+    """Verify every invariant of the scheduler, and of its pool.
+
+    Raises:
+        AssertionError: a table row, a block or a sequence is lost or owned twice, or a count is
+            wrong.
+    """
+    check_blocks(scheduler.block_manager, scheduler.running)
+    owned = [seq.table_idx for seq in scheduler.running if seq.table_idx is not None]
+    assert len(owned) == len(scheduler.running), "a running sequence has no table row"
+    table_indices = sorted(owned + scheduler._free_table_indices)
+    assert table_indices == list(range(len(table_indices))), "a table row is lost or owned twice"
+    assert scheduler.running == sorted(scheduler.running, key=lambda s: s.order)
+    queued = list(scheduler._waiting)
+    assert {*queued} == {seq for seq in scheduler._sequences.values() if seq.is_queued}
+    waiting = [seq for seq in queued if seq.table_idx is None]
+    ids = [seq.seq_id for seq in scheduler.running + waiting]
+    assert sorted(ids) == sorted(scheduler._sequences), "a sequence is lost or queued twice"
+    assert all(not seq.block_table for seq in waiting)
+    for seq in scheduler.running:
+        assert 0 <= seq.num_computed_tokens <= seq.num_tokens <= scheduler.max_model_len
+        assert len(seq.block_table) >= scheduler.block_manager.blocks_for(seq.num_computed_tokens)
+        assert 0 <= seq.num_pending_tokens <= seq.num_in_flight_steps
+
+
+def check_blocks(manager: BlockManager, sequences: Iterable[Sequence]) -> None:
+    """Verify every invariant of the pool.
+
+    Args:
+        sequences: all sequences that own blocks.
+
+    Raises:
+        AssertionError: a block is leaked, has a wrong `ref_count`, or is wrongly cached.
+    """
+    owners: Counter[int] = Counter()
+    for seq in sequences:
+        assert len(set(seq.block_table)) == len(seq.block_table), "a table holds a block twice"
+        assert seq.num_published_blocks <= len(seq.block_table)
+        parent_uid: int | str | None = seq.root_uid
+        for block in map(manager.blocks.__getitem__, seq.block_table):
+            if block.key is not None and parent_uid is not None:
+                assert block.key[0] == parent_uid, "a table holds a block of another prefix"
+            parent_uid = block.uid
+        owners.update(seq.block_table)
+    for block_id, block in enumerate(manager.blocks):
+        assert block.ref_count == owners[block_id], f"block {block_id}: wrong ref_count"
+        assert (block.ref_count == 0) == (block_id in manager._free), f"block {block_id}: leaked"
+        assert block.ref_count <= 1 or block.uid is not None, f"block {block_id}: not cached"
+        assert (block.uid is None) == (block.key is None)
+        if block.key is not None:
+            assert manager._cached[block.key] == block_id
+            assert len(block.tokens) == manager.block_size * array("I").itemsize
+    assert all(manager.blocks[b].key == key for key, b in manager._cached.items())
