@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.comparison import Comparison, Row
-from nanovllm.loadtest.svg import Drawing
+from tools.svg import Drawing
 
 COLOURS = ("blue", "orange", "green", "muted")
 """Colours of the engines, in order."""

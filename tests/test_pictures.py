@@ -9,10 +9,10 @@ from xml.sax.saxutils import escape
 import pytest
 
 from benchmarks.step_times import StepTimes
-from nanovllm.loadtest.svg import PALETTE, Drawing
 from tests.scheduler.invariants import check_blocks
 from tools.pictures import block_table, roofline, schedule
 from tools.pictures.gallery import DIRECTORY, PICTURES, read
+from tools.svg import PALETTE, Drawing
 
 ROOT = Path(__file__).parent.parent
 

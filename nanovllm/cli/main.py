@@ -7,6 +7,7 @@ is checked before it is loaded.
 import argparse
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import sys
 import typing
@@ -136,13 +137,7 @@ def chat(args: argparse.Namespace) -> int:
 
 def serve(args: argparse.Namespace) -> int:
     """Serve a model over HTTP with OpenAI's API."""
-    try:
-        import fastapi  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            f"{error.name} is not installed: pip install 'nanovllm[server]'"
-        ) from None
+    _need("server", "fastapi", "uvicorn")
     from nanovllm.server import serve as server
 
     return server.serve(args)
@@ -150,9 +145,19 @@ def serve(args: argparse.Namespace) -> int:
 
 def bench(args: argparse.Namespace) -> int:
     """Put a load on a server that speaks OpenAI's API, and measure it."""
+    plan = LoadPlan(**given_fields(LoadPlan, args))
+    if plan.plot is not None:
+        _need("plot", "matplotlib")
     from nanovllm.loadtest.bench_serve import bench_serve
 
-    return bench_serve(LoadPlan(**given_fields(LoadPlan, args)))
+    return bench_serve(plan)
+
+
+def _need(extra: str, *packages: str) -> None:
+    """Raise ConfigError if a package of an extra is not installed."""
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f"{package} is not installed: pip install 'nanovllm[{extra}]'")
 
 
 def _checked(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -17,7 +17,6 @@ from tqdm import tqdm
 
 from nanovllm.errors import InvalidRequestError, NanoVLLMError, ServerError
 from nanovllm.loadtest.load_plan import Conversation, LoadPlan, make_conversations, make_warmups
-from nanovllm.loadtest.load_plot import draw
 from nanovllm.loadtest.load_report import Client, Measurement, Report, percentile
 from nanovllm.loadtest.sse_client import (
     Connections,
@@ -51,9 +50,11 @@ def bench_serve(plan: LoadPlan) -> int:
     if report.client.warning is not None:
         complain(f"nanovllm: {report.client.warning}")
     if plan.save_result is not None:
-        _save(plan.save_result, json.dumps(report.as_json(), indent=1) + "\n")
+        _save(plan.save_result, json.dumps(report.as_json(), indent=1).encode() + b"\n")
     if plan.plot is not None:
-        _save(plan.plot, draw(report))
+        from nanovllm.loadtest.load_plot import draw
+
+        _save(plan.plot, draw(report, Path(plan.plot).suffix[1:]))
     return 1 if report.errors else 0
 
 
@@ -222,8 +223,8 @@ async def _watch(lags: list[float]) -> None:
         lags.append(max(0.0, time.perf_counter() - before - BEAT_SECONDS))
 
 
-def _save(path: str, text: str) -> None:
+def _save(path: str, content: bytes) -> None:
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        Path(path).write_bytes(content)
     except (OSError, ValueError) as error:
         raise InvalidRequestError(f"cannot write {shown(path)}: {error}") from None

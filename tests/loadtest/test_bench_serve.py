@@ -1,6 +1,7 @@
 """`nanovllm bench serve`: its arithmetic by hand, and loads on a server with known delays."""
 
 import asyncio
+import importlib.util
 import json
 import math
 import random
@@ -104,7 +105,7 @@ def test_a_load_without_answers_has_a_report() -> None:
     report = Report(LoadPlan(), [Measurement(0.0, 1.0, end=1.5, error="no")], 0.5, QUICK)
     assert "0 completed, 1 failed" in report.as_text()
     json.dumps(report.as_json(), allow_nan=False)
-    xml.etree.ElementTree.fromstring(draw(report))
+    xml.etree.ElementTree.fromstring(draw(report, "svg"))
 
 
 def test_arrivals_are_a_poisson_process() -> None:
@@ -154,6 +155,7 @@ def test_prompts_have_the_lengths_and_share_prefixes() -> None:
         ({"goodput": ("itl:5",)}, "goodput must be like ttft:200"),
         ({"goodput": ("ttft:-5",)}, "goodput must be like ttft:200"),
         ({"extra_body": [1]}, "extra_body must be a JSON object"),
+        ({"plot": "load.txt"}, "plot must end in one of .svg, .png, .pdf; got 'load.txt'"),
         ({"max_concurrency": 0}, "max_concurrency must be an integer >= 1"),
     ],
 )
@@ -309,7 +311,6 @@ def test_command_writes_text_json_and_a_plot(
     text = plot.read_text()
     xml.etree.ElementTree.fromstring(text)
     assert "wire-model under load" in text
-    assert "prefers-color-scheme:dark" in text
     assert "secret" not in saved.read_text() + shown.out + shown.err
 
 
@@ -332,6 +333,15 @@ def test_bad_usage_is_one_line(
     err = capsys.readouterr().err
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_a_missing_package_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert cli.main(["bench", "serve", "--plot", "load.svg"]) == 2
+    expected = "nanovllm: matplotlib is not installed: pip install 'nanovllm[plot]'\n"
+    assert capsys.readouterr().err == expected
 
 
 def test_a_server_that_refuses_ends_the_command(capsys: pytest.CaptureFixture[str]) -> None:

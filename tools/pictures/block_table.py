@@ -3,10 +3,10 @@
 The example is that of docs/paged_attention.md.
 """
 
-from nanovllm.loadtest.svg import Drawing
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.block_manager import BlockManager
 from nanovllm.scheduler.sequence import Sequence
+from tools.svg import Drawing
 
 NUM_BLOCKS, BLOCK_SIZE = 8, 4
 LEFT, PITCH, CELL = 126, 92, 20

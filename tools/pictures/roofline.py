@@ -7,7 +7,7 @@ from math import ceil, log2
 from pathlib import Path
 
 from benchmarks.step_times import StepTimes
-from nanovllm.loadtest.svg import Drawing
+from tools.svg import Drawing
 
 DATA = Path(__file__).parent.parent.parent / "docs" / "pictures" / "roofline.json"
 WIDTH, HEIGHT = 880, 484

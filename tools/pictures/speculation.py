@@ -8,7 +8,7 @@ from math import log2
 from pathlib import Path
 
 from benchmarks.speedups import Speedup, Speedups
-from nanovllm.loadtest.svg import Drawing
+from tools.svg import Drawing
 
 DATA = Path(__file__).parent.parent.parent / "docs" / "pictures" / "speculation.json"
 WIDTH, HEIGHT = 880, 400
