@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 
-from nanovllm import SamplingParams, demo_model
+from nanovllm import SamplingParams, assembly, demo_model
 from nanovllm.attention.backend import AttentionSpec
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.torch_sdpa import TorchBackend
@@ -82,7 +82,7 @@ def make_engine(batch: int, output_len: int) -> LLMEngine:
         select_backend=_select,
         piece_sizes=lambda most: [],
     ):
-        return LLMEngine(config, queue_depth=1)
+        return assembly.make_engine(config, queue_depth=1)
 
 
 def step_seconds(engine: LLMEngine, batch: int, output_len: int) -> float:

@@ -30,6 +30,7 @@ from benchmarks.scripted import Scripted
 from benchmarks.shapes import checkpoint, described, read_config
 from benchmarks.speedups import Speedup, Speedups, ideal_speedup, rising
 from nanovllm import LLM, SamplingParams
+from nanovllm.assembly import make_draft_controller
 from nanovllm.outputs import DraftCounts
 from nanovllm.scheduler.messages import MAX_SAMPLES, Row
 from nanovllm.scheduler.sequence import Sequence
@@ -108,8 +109,8 @@ def race(plain: LLM, drafting: LLM, work: Work) -> float:
 
 def forget(llm: LLM) -> None:
     """Let the controller and the counts of `llm` begin again."""
-    scheduler = llm.engine.scheduler
-    scheduler.draft_controller = llm.engine._draft_controller()
+    engine, scheduler = llm.engine, llm.engine.scheduler
+    scheduler.draft_controller = make_draft_controller(engine.config, engine.worker_info)
     scheduler.stats.drafts = DraftCounts()
 
 

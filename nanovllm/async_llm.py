@@ -12,13 +12,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from nanovllm.assembly import make_engine
 from nanovllm.chat.templates import Message, template_options
 from nanovllm.compat.advice import VLLMNames, check_keywords
 from nanovllm.compat.engine_args import EngineArgs
 from nanovllm.compat.generation import Generation, with_output_kind
 from nanovllm.engine.engine_thread import EngineThread
 from nanovllm.engine.fair_executor import FairExecutor
-from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.prompt import Prompt
 from nanovllm.engine.reader import Reader, send
 from nanovllm.errors import EngineDeadError
@@ -44,7 +44,7 @@ class AsyncLLM(VLLMNames):
     """
 
     def __init__(self, model: str, **options: Any) -> None:
-        self.engine = LLMEngine(Config(model=model, **options))
+        self.engine = make_engine(Config(model=model, **options))
         self._thread = EngineThread(self.engine)
         self._thread.start()
         self._input = FairExecutor(1, "nanovllm-input")  # makes requests

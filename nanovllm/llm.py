@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
+from nanovllm.assembly import make_engine
 from nanovllm.chat.templates import Message, is_message, template_options
 from nanovllm.compat.advice import check_keywords
 from nanovllm.compat.methods import OtherMethods
-from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.prompt import Prompt, array_to_list
 from nanovllm.engine.request import Request
 from nanovllm.engine.shared_engine import Mailbox, SharedEngine
@@ -44,7 +44,7 @@ class LLM(OtherMethods):
     """
 
     def __init__(self, model: str, **options: Any) -> None:
-        self.engine = LLMEngine(Config(model=model, **options))
+        self.engine = make_engine(Config(model=model, **options))
         self._shared = SharedEngine(self.engine)
 
     def generate(

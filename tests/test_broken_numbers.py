@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, AsyncLLM, Config, RequestOutput, SamplingParams
+from nanovllm.assembly import make_engine
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.kernels.cpu.library import library
 from tests.checkpoints import copy_checkpoint
@@ -96,7 +97,7 @@ def test_nan_ends_its_request_only(poisoned: str, options: Any, queue_depth: int
         params = SamplingParams(seed=index, max_tokens=6, ignore_eos=True, **kind)
         prompt = sound_prompt(index, 12 + 7 * index)
         requests += [(prompt, params), ([*prompt, POISON, 3], params)]
-    engine = LLMEngine(Config(model=poisoned, **OPTIONS, **options), queue_depth=queue_depth)
+    engine = make_engine(Config(model=poisoned, **OPTIONS, **options), queue_depth=queue_depth)
     try:
         alone = run(engine, requests[::2])
         together = run(engine, requests)
@@ -118,7 +119,7 @@ def test_nan_in_a_replayed_graph_ends_its_request_only(
     config = Config(
         model=poisoned, dtype="float32", kvcache_block_size=4, num_kvcache_blocks=50, **OPTIONS
     )
-    engine = LLMEngine(config, queue_depth=1)
+    engine = make_engine(config, queue_depth=1)
     try:
         (alone,) = run(engine, [([1, 2, 3], greedy)])
         failed, beside = run(engine, [([4, 5], to_poison), ([1, 2, 3], greedy)])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.assembly import make_engine
 from nanovllm.options.config import Config
 from nanovllm.outputs import RequestOutput
 from tests.helpers import VOCAB, Request, generate_all, generate_in_random_order, random_prompt
@@ -197,7 +197,7 @@ def test_outputs_do_not_depend_on_arrival_and_priority(
         num_kvcache_blocks=16,
         **OPTIONS,
     )
-    engine = LLMEngine(config, queue_depth=queue_depth)
+    engine = make_engine(config, queue_depth=queue_depth)
     outputs = generate_in_random_order(engine, REQUESTS, seed)
     engine.shutdown()
     assert preempted
@@ -222,7 +222,7 @@ def test_continuations_share_the_blocks_of_the_prompt(
         enable_prefix_caching=enable_prefix_caching,
         **OPTIONS,
     )
-    engine = LLMEngine(config)
+    engine = make_engine(config)
     prompt = random_prompt(random.Random(6), 33)
     params = SamplingParams(
         n=4, seed=1, max_tokens=3, ignore_eos=True, prompt_logprobs=prompt_logprobs

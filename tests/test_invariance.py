@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from nanovllm import LLM, SamplingParams, demo_model
-from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.assembly import make_engine
 from nanovllm.options.config import Config
 from tests.checkpoints import FAMILIES
 from tests.glossary import QUESTIONS
@@ -168,7 +168,7 @@ def test_tokens_do_not_depend_on_arrival_and_priority(
     """Requests arrive in random order, with random priorities; some are aborted and come again."""
     options = {**workload.options, **PREEMPTING, "max_model_len": 256}
     config = Config(model=workload.model, max_num_seqs=8, max_num_batched_tokens=24, **options)
-    engine = LLMEngine(config, queue_depth=queue_depth)
+    engine = make_engine(config, queue_depth=queue_depth)
     outputs = generate_in_random_order(engine, workload.requests, seed)
     engine.shutdown()
     assert token_ids(outputs) == expected

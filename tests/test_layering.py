@@ -33,9 +33,12 @@ FOLDERS = {
     "loadtest": Folder("options utils", torch=False),
     "scheduler": Folder("options speculation", torch=False),
     "observe": Folder("engine options scheduler", torch=False),
-    "compat": Folder("demo_model engine llm async_llm options", torch=False),
+    "assembly": Folder(
+        "checkpoint engine executors observe options scheduler speculation structured", torch=False
+    ),
+    "compat": Folder("assembly demo_model engine llm async_llm options", torch=False),
     "formats": Folder("checkpoint kernels options utils", torch=True),
-    "front": Folder("chat compat engine options", torch=False),
+    "front": Folder("assembly chat compat engine options", torch=False),
     "structured": Folder("checkpoint kernels options scheduler worker", torch=True),
     "models": Folder("attention formats layers options speculation", torch=True),
     "layers": Folder("attention checkpoint formats kernels options utils", torch=True),
@@ -44,7 +47,7 @@ FOLDERS = {
     "executors": Folder("checkpoint models options scheduler structured utils worker", torch=True),
     "steps": Folder("attention kernels layers models scheduler utils worker", torch=True),
     "engine": Folder(
-        "chat checkpoint executors observe options scheduler speculation structured utils",
+        "chat checkpoint executors options scheduler speculation utils",
         torch=False,
     ),
     "speculation": Folder(
@@ -93,7 +96,6 @@ MAX_CORE_LINES = 5_153
 BRANCHES = ("speculation", "structured", "formats", "steps", "observe", "compat", "server")
 """What the trunk knows through its own seams alone."""
 ENTANGLED = (
-    "engine.input_processor",
     "engine.llm_engine",
     "layers.linear",
     "llm",
@@ -106,6 +108,8 @@ ENTANGLED = (
     "worker.step_output",
 )
 """Files of the trunk that still import a branch: this list may only get shorter."""
+STILL_IMPORTED = ("speculation", "structured", "formats", "steps", "compat")
+"""Branches that an engine imports although no option asks for them: shorter only, too."""
 MAX_FILE_LINES = 350
 MAX_PYTHON_LINES = 60
 MAX_C_LINES = 80
@@ -215,6 +219,20 @@ def c_functions(lines: list[str]) -> Iterator[tuple[str, int]]:
 def test_imports_without_torch(module: str) -> None:
     code = f"import {module}, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent).returncode == 0
+
+
+def test_an_engine_without_options_has_no_branch() -> None:
+    """What an option asks for is imported for it, not before."""
+    code = (
+        "import sys; from nanovllm import LLM, SamplingParams, demo_model\n"
+        "llm = LLM(demo_model.MODEL, max_model_len=64)\n"
+        "llm.generate('A cache', SamplingParams(max_tokens=2), use_tqdm=False)\n"
+        "print(*{name.split('.')[1] for name in sys.modules if name.startswith('nanovllm.')})"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, check=True
+    )
+    assert set(found.stdout.split()).isdisjoint(set(BRANCHES) - set(STILL_IMPORTED))
 
 
 def test_the_trunk_keeps_its_budget() -> None:

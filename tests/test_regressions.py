@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.assembly import make_engine
 from nanovllm.checkpoint.hub import open_checkpoint
-from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import InvalidRequestError, UnsupportedModelError
 from nanovllm.executors.spawned import SpawnedExecutor
 from nanovllm.options.config import Config
@@ -74,7 +74,7 @@ def test_empty_prompt_is_refused(make_llm: Any, random_model: str) -> None:
 
 def test_max_num_seqs_counts_half_prefilled_sequences(random_model: str) -> None:
     config = Config(model=random_model, max_num_seqs=2, max_num_batched_tokens=3)
-    engine = LLMEngine(config)
+    engine = make_engine(config)
     for i in range(5):
         engine.add_request([i + 1] * 20, GREEDY)
     while not engine.is_finished():
@@ -145,7 +145,7 @@ def test_schedule_may_exceed_a_mebibyte(random_model: str, tmp_path: Path) -> No
     }
     expected = tokens(LLM(random_model), [[1, 2, 3]])
     config = Config(model=model, tensor_parallel_size=2, max_model_len=450_000, **options)
-    engine = LLMEngine(config)
+    engine = make_engine(config)
     request = engine.add_request([700] * 400_000, GREEDY)
     sizes = []
     execute = engine.executor.execute

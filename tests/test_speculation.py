@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.scripted import Scripted
 from nanovllm import LLM, RequestOutput, SamplingParams, demo_model
-from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.assembly import make_engine
 from nanovllm.kernels.cpu.library import library
 from nanovllm.options.config import Config
 from nanovllm.scheduler.scheduler import Scheduler
@@ -228,7 +228,7 @@ def test_with_arrivals_priorities_and_aborts(
     scripted.learn(expected.sequences)
     options = {**OPTIONS, **PREEMPTING, "max_num_seqs": 8, "max_num_batched_tokens": 24}
     config = Config(model=demo_model.MODEL, speculative_config=SPECULATIVE, **options)
-    engine = LLMEngine(config, queue_depth=queue_depth)
+    engine = make_engine(config, queue_depth=queue_depth)
     outputs = generate_in_random_order(engine, make_requests(), seed)
     engine.shutdown()
     assert results(outputs) == expected.results
@@ -257,7 +257,7 @@ def test_shipped_drafts_change_nothing(
     config = Config(
         model=demo_model.MODEL, speculative_config=REAL_METHODS[method], **OPTIONS | PREEMPTING
     )
-    engine = LLMEngine(config, queue_depth=queue_depth)
+    engine = make_engine(config, queue_depth=queue_depth)
     outputs = generate_in_random_order(engine, make_requests(), seed=3)
     engine.shutdown()
     assert results(outputs) == expected.results

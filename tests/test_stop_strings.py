@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, RequestOutput, SamplingParams, demo_model
-from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.assembly import make_engine
 from nanovllm.options.config import Config
 from tests.glossary import ANSWER_TO, GREEDY, OPTIONS, QUESTION, QUESTIONS, SAMPLED, TINY_POOL
 from tests.helpers import assert_idle, cut, end_of, generate, join, whole
@@ -132,7 +132,7 @@ def test_stop_strings_do_not_depend_on_tensor_parallelism(tensor_parallel_llm: A
 @pytest.mark.parametrize("queue_depth", [0, 1, 3])
 def test_stop_strings_do_not_depend_on_steps_in_flight(queue_depth: int, include: bool) -> None:
     """With a queue, later steps are in flight when the stop string is found."""
-    engine = LLMEngine(Config(model=demo_model.MODEL, **OPTIONS), queue_depth=queue_depth)
+    engine = make_engine(Config(model=demo_model.MODEL, **OPTIONS), queue_depth=queue_depth)
     params, expected = with_stops(include)
     ids = [
         engine.add_request(question, param, stream=index % 2 == 1)

@@ -16,7 +16,7 @@ from jsonschema import Draft202012Validator
 
 from benchmarks.structured import check_schemas, counted_steps
 from nanovllm import LLM, NanoVLLMError, SamplingParams, StructuredOutputsParams, demo_model
-from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.assembly import make_engine
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.config import Config
 from nanovllm.options.structured_outputs import structured_outputs
@@ -436,7 +436,7 @@ def test_outputs_do_not_depend_on_load(
         max_num_batched_tokens=24,
         **METHODS[method],
     )
-    engine = LLMEngine(config, queue_depth=queue_depth)
+    engine = make_engine(config, queue_depth=queue_depth)
     outputs = generate_in_random_order(engine, make_requests(), queue_depth)
     engine.shutdown()
     assert [output.outputs for output in outputs] == expected

@@ -6,6 +6,7 @@ One thread at a time may use it. It decides nothing: nanovllm's own engine does 
 from collections.abc import Iterable
 from typing import Any
 
+from nanovllm.assembly import make_engine
 from nanovllm.compat.advice import VLLMNames, check_keywords
 from nanovllm.compat.engine_args import EngineArgs
 from nanovllm.compat.generation import with_output_kind
@@ -34,7 +35,7 @@ class LLMEngine(VLLMNames):
             NanoVLLMError: as `LLM`.
         """
         check_keywords("from_engine_args", others)
-        return cls(llm_engine.LLMEngine(Config(**vars(engine_args))))
+        return cls(make_engine(Config(**vars(engine_args))))
 
     def add_request(
         self,

@@ -5,7 +5,8 @@ Owns the tokenizer. Knows no scheduling and no output.
 
 import dataclasses
 import random
-from collections.abc import Iterable, Mapping, Sequence as Seq
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
 from functools import cached_property
 from itertools import count
 from typing import Any
@@ -15,6 +16,7 @@ from nanovllm.chat.template_process import TemplateProcess
 from nanovllm.chat.templates import Message, RenderedChat
 from nanovllm.checkpoint.kept_tokenizer import KeptTokenizer
 from nanovllm.checkpoint.tokenizer import TokenBound, token_bound
+from nanovllm.engine.extensions import Grammars
 from nanovllm.engine.prompt import (
     Prompt,
     array_to_list,
@@ -28,7 +30,6 @@ from nanovllm.options.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.options.structured_outputs import StructuredOutputsParams
 from nanovllm.options.validation import check_int, shown
 from nanovllm.scheduler.sequence import Sequence
-from nanovllm.structured.grammar import GrammarCompiler
 
 _SLICE_CHARS = 8
 """Characters for each token of max_model_len in the first slice of a long prompt: most texts have
@@ -45,7 +46,8 @@ class InputProcessor:
         seed: seeds the requests that have no seed of their own.
         max_logprobs: most log-probabilities for each token; -1 is the size of the vocabulary.
         in_process: whether the model runs in this process, and can call logits processors.
-        grammars: compiles structured_outputs; None if there is no tokenizer.
+        make_grammars: makes what compiles structured_outputs, when a request first has one. It
+            is not called without a tokenizer.
     """
 
     def __init__(
@@ -57,12 +59,14 @@ class InputProcessor:
         seed: int,
         max_logprobs: int = -1,
         in_process: bool = True,
-        grammars: GrammarCompiler | None = None,
+        make_grammars: Callable[[], Grammars] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self._max_logprobs = max_logprobs
         self._in_process = in_process
-        self.grammars = grammars
+        self._make_grammars = make_grammars
+        self._grammars: Grammars | None = None
+        self._grammars_lock = threading.Lock()
         self._last_token_id = vocab_size - 1
         self._max_model_len = max_model_len
         self._seeds = random.Random(seed)
@@ -94,8 +98,9 @@ class InputProcessor:
             raise InvalidRequestError(f"user must be a string or None, got {shown(user)}")
         salt = cache_salt(prompt)
         if isinstance(params.structured_outputs, StructuredOutputsParams):
-            assert self.grammars is not None  # check_params() saw to it
-            self.grammars.compile(params.structured_outputs)
+            grammars = self.grammars
+            assert grammars is not None  # check_params() saw to it
+            grammars.compile(params.structured_outputs)
         text, token_ids = self._tokenize(prompt, params.truncate_prompt_tokens)
         bad_words = self.encode_bad_words(params.bad_words)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
@@ -115,6 +120,14 @@ class InputProcessor:
             for index in range(params.n)
         ]
         return Request(text, params, sequences, stream=stream)
+
+    @property
+    def grammars(self) -> Grammars | None:
+        """What compiles structured_outputs; None if there is no tokenizer."""
+        with self._grammars_lock:
+            if self._grammars is None and self.tokenizer is not None and self._make_grammars:
+                self._grammars = self._make_grammars()
+            return self._grammars
 
     def encode(self, prompt: str) -> list[int]:
         """Return the prompt's token ids.
@@ -205,7 +218,7 @@ class InputProcessor:
             )
         for stop in params.stop:
             check_unicode("a stop string", stop)
-        if self.grammars is None and params.structured_outputs is not None:
+        if self.tokenizer is None and params.structured_outputs is not None:
             raise InvalidRequestError(
                 "this engine has no tokenizer, so structured_outputs cannot be used"
             )

@@ -3,41 +3,31 @@
 Knows no tensors: the executor hides what runs the model.
 """
 
-import dataclasses
 import logging
 import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from nanovllm.checkpoint.hub import configured_checkpoint, draft_checkpoint
-from nanovllm.checkpoint.tokenizer import (
-    check_same_vocabulary,
-    load_tokenizer,
-    serving_tokenizer,
-)
 from nanovllm.engine.delayed_interrupt import DelayedInterrupt
 from nanovllm.engine.engine_metrics import read_metrics
+from nanovllm.engine.extensions import Observer
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.prompt import Prompt
 from nanovllm.engine.request import Request
 from nanovllm.errors import EngineDeadError, InvalidRequestError
-from nanovllm.executors.executor import Executor, Future, make_executor
-from nanovllm.observe.trace import Trace
+from nanovllm.executors.executor import Executor, Future
 from nanovllm.options.config import Config
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.options.validation import shown
 from nanovllm.outputs import Histogram, Metric, RequestOutput, Vector
-from nanovllm.scheduler.block_manager import BlockManager
-from nanovllm.scheduler.messages import Schedule, StepResult
+from nanovllm.scheduler.messages import Schedule, StepResult, WorkerInfo
 from nanovllm.scheduler.scheduler import Scheduler
-from nanovllm.speculation.draft_controller import DraftController
 from nanovllm.speculation.drafts import record_step
-from nanovllm.structured.grammar import grammar_compiler
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,77 +38,50 @@ logger = logging.getLogger(__name__)
 class LLMEngine:
     """Continuous batching over one model, for one thread at a time: see `SharedEngine`.
 
-    Args:
-        config: the engine's options.
-        queue_depth: how many more steps to launch before the oldest step's tokens are known; 0
-            waits for each step. None is 1 on CUDA, where a step runs beside the host, and 0 on a
-            CPU.
+    `assembly.make_engine` makes it of its parts.
 
-    Raises:
-        CheckpointError, ConfigError, OutOfMemoryError: the model cannot run with these options.
+    Args:
+        executor: started; the engine shuts it down, and closes the observer.
+        generation_config: the sampling parameters that are recommended for the model.
+        load_tokenizer: returns the checkpoint's transformers tokenizer, None if it has none.
+        queue_depth: how many more steps to launch before the oldest step's tokens are known; 0
+            waits for each step.
     """
 
-    def __init__(self, config: Config, *, queue_depth: int | None = None) -> None:
-        checkpoint = configured_checkpoint(config)
-        draft = draft_checkpoint(config)
-        if draft is not None and config.speculation is not None:
-            spec = config.speculation.for_network(draft.config)
-            config = dataclasses.replace(config, speculative_config=spec)
+    def __init__(
+        self,
+        config: Config,
+        worker_info: WorkerInfo,
+        executor: Executor,
+        scheduler: Scheduler,
+        input_processor: InputProcessor,
+        output_processor: OutputProcessor,
+        *,
+        generation_config: Mapping[str, Any],
+        load_tokenizer: "Callable[[], PreTrainedTokenizerBase | None]",
+        observer: Observer,
+        queue_depth: int,
+    ) -> None:
         self.config = config
-        self.trace = Trace(config.trace)
-        self.executor = make_executor(config, checkpoint, draft)
-        tokenizer = serving_tokenizer(checkpoint)
-        self._checkpoint = checkpoint
-        if tokenizer is not None and draft is not None:
-            check_same_vocabulary(tokenizer, draft)
+        self.worker_info = worker_info
+        self.executor = executor
+        self.scheduler = scheduler
+        self.stats = scheduler.stats
+        self.input_processor = input_processor
+        self.output_processor = output_processor
+        self.generation_config = generation_config
+        self.observer = observer
+        self._load_tokenizer = load_tokenizer
         self._pid = os.getpid()
-        self._finalizer = weakref.finalize(self, _shut_down, self.executor, self.trace, self._pid)
-        self.worker_info = self.executor.start()
-        eos_token_ids, vocab_size = checkpoint.eos_token_ids, self.worker_info.vocab_size
-        grammars = grammar_compiler(tokenizer, eos_token_ids, vocab_size)
-        if grammars is not None:
-            self.executor.set_grammars(grammars)
-        # "vllm" means no recommended parameters; the end-of-sequence tokens stay the checkpoint's.
-        recommends = config.generation_config != "vllm"
-        self.generation_config = checkpoint.generation_config if recommends else {}
-        self.input_processor = InputProcessor(
-            tokenizer,
-            vocab_size=vocab_size,
-            max_model_len=self.worker_info.max_model_len,
-            seed=config.seed,
-            max_logprobs=config.max_logprobs,
-            in_process=config.tensor_parallel_size == 1,
-            grammars=grammars,
-        )
-        self.scheduler = Scheduler(
-            BlockManager(
-                self.worker_info.num_blocks,
-                self.worker_info.block_size,
-                enable_prefix_caching=config.enable_prefix_caching,
-            ),
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=self.worker_info.max_num_batched_tokens,
-            max_model_len=self.worker_info.max_model_len,
-            eos_token_ids=eos_token_ids,
-            draft_controller=self._draft_controller(),
-            follows_drafts=self.worker_info.follows_drafts,
-        )
-        self.output_processor = OutputProcessor(tokenizer)
-        self.stats = self.scheduler.stats
-        self._queue_depth = int(self.worker_info.runs_ahead) if queue_depth is None else queue_depth
+        self._finalizer = weakref.finalize(self, _shut_down, executor, observer, self._pid)
+        self._queue_depth = queue_depth
         self._in_flight: deque[tuple[Schedule, Future]] = deque()  # oldest first
         self._outputs: list[RequestOutput] = []  # for the next step() to return
 
     @cached_property
     def tokenizer(self) -> "PreTrainedTokenizerBase | None":
         """The checkpoint's transformers tokenizer, which the engine itself does not need."""
-        return load_tokenizer(self._checkpoint)
-
-    def _draft_controller(self) -> DraftController | None:
-        spec, info = self.config.speculation, self.worker_info
-        if spec is None:
-            return None
-        return DraftController(spec.max_draft_tokens, info.step_seconds, info.draft_seconds)
+        return self._load_tokenizer()
 
     @property
     def is_own_process(self) -> bool:
@@ -178,7 +141,7 @@ class LLMEngine:
             request.request_id = request_id
         request.deliver = deliver
         self.output_processor.add_request(request)
-        self.trace.add_request(request)
+        self.observer.add_request(request)
         # The others follow once the first has computed the prompt: they find its blocks cached.
         self.scheduler.add(request.unqueued.pop(0))
 
@@ -197,12 +160,12 @@ class LLMEngine:
         """
         self.check_process()
         with DelayedInterrupt() as interrupt:
-            self.trace.begin_step()
+            self.observer.begin_step()
             start = time.perf_counter()
             launched = self._launch_step(interrupt)
             if self._in_flight and (not launched or len(self._in_flight) > self._queue_depth):
                 self._process_oldest_step(start, interrupt)
-            self.trace.end_step(self.scheduler)
+            self.observer.end_step(self.scheduler)
 
     def abort(self, request_id: int | str) -> RequestOutput | None:
         """End a request and return its output that was not sent yet; None if it is not running.
@@ -215,7 +178,7 @@ class LLMEngine:
         self._queue_remaining(request)
         for seq in request.sequences:
             self.scheduler.abort(seq.seq_id)
-            self.trace.end(seq)
+            self.observer.end(seq)
         output = self.output_processor.make_output(request)
         if output is not None and request.deliver is not None:
             request.deliver(output)
@@ -275,14 +238,14 @@ class LLMEngine:
         try:
             # Before execute(), which computes the whole step if it runs in this process.
             self._set_first_scheduled_times(schedule)
-            self.trace.scheduled(schedule, self.scheduler)
+            self.observer.scheduled(schedule, self.scheduler)
             future = interrupt.interruptible(self.executor.execute, schedule)
         except BaseException:
             self.scheduler.abandon(schedule)
             raise
         self._in_flight.append((schedule, future))
         self.stats.step_sizes[schedule.num_tokens] += 1
-        self.trace.launched(schedule)
+        self.observer.launched(schedule)
         return True
 
     def _set_first_scheduled_times(self, schedule: Schedule) -> None:
@@ -300,7 +263,7 @@ class LLMEngine:
         schedule, future = self._in_flight[0]
         try:
             result = interrupt.interruptible(future.result)
-            self.trace.waited(result)
+            self.observer.waited(result)
             self._in_flight.popleft()
             self._process_result(schedule, result)
             controller = self.scheduler.draft_controller
@@ -324,7 +287,7 @@ class LLMEngine:
             if stop_string is not None:
                 self.scheduler.finish(seq.seq_id, "stop", stop_string)
             if seq.is_finished:
-                self.trace.end(seq)
+                self.observer.end(seq)
                 if seq.finish_reason == "error":
                     logger.warning("request %s ended: %s", request.request_id, seq.stop_reason)
             self._queue_remaining(request)
@@ -341,8 +304,8 @@ class LLMEngine:
             self.scheduler.add(request.unqueued.pop(0))
 
 
-def _shut_down(executor: Executor, trace: Trace, pid: int) -> None:
-    """End the workers and the trace, unless this process was forked: they are its parent's."""
+def _shut_down(executor: Executor, observer: Observer, pid: int) -> None:
+    """End the workers and the observer, unless this process was forked: they are its parent's."""
     if os.getpid() == pid:
         executor.shutdown()
-        trace.close()
+        observer.close()

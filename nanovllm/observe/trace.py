@@ -11,6 +11,7 @@ import time
 from collections import deque
 from typing import IO
 
+from nanovllm.engine.extensions import Observer
 from nanovllm.engine.request import Request
 from nanovllm.errors import ConfigError
 from nanovllm.options.validation import shown
@@ -86,22 +87,22 @@ class _Lane:
         self.num_known = 0  # output tokens when the state began
 
 
-class Trace:
-    """Writes what the engine reports into a file; with no file each report costs one `if`.
+class Trace(Observer):
+    """Writes what the engine reports into a file.
 
     The lanes of sequences hold one span from arrival to end, named after the request, and in it the
     states without a gap: waiting, prefill (one for each chunk), decode, preempted. A state lasts
     until the next one begins. A lane is used again when its sequence has ended.
 
     Args:
-        path: the file, which is overwritten; None traces nothing.
+        path: the file, which is overwritten.
 
     Raises:
         ConfigError: the file cannot be written.
     """
 
-    def __init__(self, path: str | None) -> None:
-        self._file = None if path is None else _TraceFile(path)
+    def __init__(self, path: str) -> None:
+        self._file: _TraceFile | None = _TraceFile(path)  # None: it cannot be written any more
         self._start = time.monotonic()
         self._mark = self._start  # end of the last phase of the host
         self._is_in_step = False

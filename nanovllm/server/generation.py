@@ -227,10 +227,11 @@ async def _compile_grammar(place: Place, params: SamplingParams) -> None:
         InvalidRequestError: the grammar cannot be used.
     """
     server = state_of(place.request)
-    grammars, form = server.llm.engine.input_processor.grammars, params.structured_outputs
-    if grammars is None or not isinstance(form, StructuredOutputsParams):
+    form = params.structured_outputs
+    if not isinstance(form, StructuredOutputsParams):
         return
-    if grammars.is_compiled(form):
+    grammars = server.llm.engine.input_processor.grammars
+    if grammars is None or grammars.is_compiled(form):
         return
     try:
         async with asyncio.timeout(_COMPILE_SECONDS):

@@ -184,11 +184,9 @@ class GrammarCompiler:
 
 
 def grammar_compiler(
-    tokenizer: KeptTokenizer | None, eos_token_ids: frozenset[int], vocab_size: int
-) -> GrammarCompiler | None:
-    """Return what compiles structured_outputs for `tokenizer`; None without one."""
-    if tokenizer is None:
-        return None
+    tokenizer: KeptTokenizer, eos_token_ids: frozenset[int], vocab_size: int
+) -> GrammarCompiler:
+    """Return what compiles structured_outputs for `tokenizer`."""
     eos = sorted(eos_token_ids, key=lambda token: (token != tokenizer.eos_token_id, token))
     return GrammarCompiler(tokenizer.backend_tokenizer.to_str, vocab_size, tuple(eos))
 

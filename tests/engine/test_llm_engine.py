@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams, demo_model
-from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.assembly import make_engine
 from nanovllm.errors import EngineDeadError
 from nanovllm.executors.in_process import InProcessExecutor
 from nanovllm.executors.worker import num_cores
@@ -114,7 +114,7 @@ def test_failed_step_loses_no_token(
     random_model: str, queue_depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests of a failed step are computed again and keep the tokens they had."""
-    engine = LLMEngine(Config(model=random_model), queue_depth=queue_depth)
+    engine = make_engine(Config(model=random_model), queue_depth=queue_depth)
     prompts = [[i + 1] * 20 for i in range(6)]
     expected: dict[int, list[int]] = {}
     for broken in (False, True):
@@ -191,7 +191,7 @@ def test_stats_count_every_token(make_llm: Any, random_model: str) -> None:
 @pytest.mark.parametrize("queue_depth", [0, 1, 4])
 def test_stats_exclude_tokens_after_a_stop(random_model: str, queue_depth: int) -> None:
     """Symptom: tokens of steps launched before a stop was known count, so the rate is too high."""
-    engine = LLMEngine(Config(model=random_model), queue_depth=queue_depth)
+    engine = make_engine(Config(model=random_model), queue_depth=queue_depth)
     params = SamplingParams(temperature=1.0, max_tokens=60, stop_token_ids=list(range(200)))
     ids = [engine.add_request([i + 1], params) for i in range(12)]
     outputs = []
@@ -207,7 +207,7 @@ def test_engine_finishes_while_superfluous_steps_are_in_flight(
     random_model: str, queue_depth: int
 ) -> None:
     """Symptom: after the last stop, the engine waits for steps whose tokens are not needed."""
-    engine = LLMEngine(Config(model=random_model), queue_depth=queue_depth)
+    engine = make_engine(Config(model=random_model), queue_depth=queue_depth)
     expected: list[list[int]] = []
     for _ in range(2):
         free = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -236,7 +236,7 @@ def test_a_step_is_launched_ahead_if_the_device_runs_ahead(
         "start",
         lambda self: dataclasses.replace(start(self), runs_ahead=runs_ahead),
     )
-    engine = LLMEngine(Config(model=random_model))
+    engine = make_engine(Config(model=random_model))
     engine.add_request([1, 2, 3], GREEDY)
     in_flight = set()
     while not engine.is_finished():

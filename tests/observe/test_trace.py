@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.assembly import make_engine
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import ConfigError
 from nanovllm.observe import trace as trace_module
@@ -114,7 +115,7 @@ def test_random_load(
         speculative_config={"method": "ngram"} if drafts else None,
         **SMALL,
     )
-    engine = LLMEngine(config, queue_depth=queue_depth)
+    engine = make_engine(config, queue_depth=queue_depth)
     if drafts:
         engine.scheduler.draft_controller = FakeController(lambda most: min(most, 3))
     rng = random.Random(1)
@@ -258,11 +259,12 @@ def test_the_file_is_whole_after_each_write(
     """So the trace of a process that was killed can be read; and memory is bounded."""
     monkeypatch.setattr(trace_module, "_MAX_PENDING", 20)
     llm = make_llm(random_model, trace=path, **SMALL)
+    trace = llm.engine.observer
     llm.engine.add_request([1, 2, 3], SamplingParams(0, 40, ignore_eos=True))
     sizes = []
     while not llm.engine.is_finished():
         llm.engine.step()
-        assert len(llm.engine.trace._file.pending) < 20
+        assert len(trace._file.pending) < 20
         if path.stat().st_size:
             sizes.append(len(read(path)))
     assert len(set(sizes)) > 5
@@ -299,9 +301,3 @@ def test_a_file_that_cannot_be_written(random_model: str, tmp_path: Path) -> Non
     missing = tmp_path / "missing" / "trace.json"
     with pytest.raises(ConfigError, match=r"trace must be a file that can be written, got .*: No"):
         LLM(random_model, trace=missing)
-
-
-def test_without_the_option_nothing_is_kept(random_llm: LLM) -> None:
-    assert random_llm.engine.trace._file is None
-    generate(random_llm, [1, 2], SamplingParams(max_tokens=2))
-    assert not random_llm.engine.trace._lanes

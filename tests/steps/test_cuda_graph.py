@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.assembly import make_engine
 from nanovllm.attention.triton import TritonBackend
 from nanovllm.checkpoint.hub import open_checkpoint, weight_files
-from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.kernels.triton import decode_step, sampling as triton_sampling
 from nanovllm.layers import sampler
 from nanovllm.models.model_config import ModelConfig
@@ -89,7 +89,7 @@ def generate(
     aborted and added again.
     """
     prompts, params = workload
-    engine = LLMEngine(Config(model=model, **{**OPTIONS, **options}), queue_depth=queue_depth)
+    engine = make_engine(Config(model=model, **{**OPTIONS, **options}), queue_depth=queue_depth)
     rng = random.Random(seed)
     waiting = list(range(len(prompts)))
     if seed is not None:

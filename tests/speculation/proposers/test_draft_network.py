@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from nanovllm import SamplingParams, demo_model
+from nanovllm.assembly import make_engine
 from nanovllm.attention.triton import TritonBackend
-from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.kernels.triton import decode_step, sampling as triton_sampling
 from nanovllm.layers import sampler
 from nanovllm.options.config import Config
@@ -107,7 +107,7 @@ def generate(
         "num_speculative_tokens": num_speculative_tokens,
     }
     config = Config(demo_model.MODEL, speculative_config=speculative, **OPTIONS | options)
-    engine = LLMEngine(config, queue_depth=queue_depth)
+    engine = make_engine(config, queue_depth=queue_depth)
     ids = []
     for index in range(count):
         params = SamplingParams(max_tokens=max_tokens, seed=index, **KINDS[index % len(KINDS)])
@@ -185,7 +185,7 @@ def test_few_graphs_and_a_block_for_padding(method: str, monkeypatch: pytest.Mon
     captures: list[FakeCapture] = use_fake_graphs(monkeypatch)
     speculative = {"method": method, "model": checkpoint(method), "num_speculative_tokens": 4}
     config = Config(demo_model.MODEL, speculative_config=speculative, **OPTIONS)
-    engine = LLMEngine(config, queue_depth=0)
+    engine = make_engine(config, queue_depth=0)
     runner: Any = engine.executor._runner  # type: ignore[attr-defined]
     draft = runner._proposer
     sizes = [graphs.sizes for graphs in draft._graphs]
@@ -217,7 +217,7 @@ def test_warming_up_leaves_nothing(
     monkeypatch.setattr("nanovllm.speculation.proposers.draft_network.graph_bytes", measured)
     speculative = {"method": method, "model": checkpoint(method), "num_speculative_tokens": 4}
     config = Config(demo_model.MODEL, speculative_config=speculative, **OPTIONS)
-    engine = LLMEngine(config, queue_depth=0)
+    engine = make_engine(config, queue_depth=0)
     runner: Any = engine.executor._runner  # type: ignore[attr-defined]
     with torch.inference_mode():
         num_captures = graphs * (3 if method == "draft_model" else 4)
@@ -283,7 +283,7 @@ def test_graphs_and_pools_are_freed_with_the_engine(
     gc.collect()
     gc.disable()
     try:
-        engine = LLMEngine(config, queue_depth=0)
+        engine = make_engine(config, queue_depth=0)
         runner: Any = engine.executor._runner  # type: ignore[attr-defined]
         held = [weakref.ref(runner._proposer), weakref.ref(runner._proposer._network._pool)]
         held.append(weakref.ref(runner._proposer._graphs[0]))

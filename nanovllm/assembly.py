@@ -1,0 +1,130 @@
+"""Builds an engine of its parts, among them the branches that the options ask for.
+
+The engine knows a branch only by a seam of its own. Here each is imported, when it is needed.
+"""
+
+import contextlib
+import dataclasses
+from functools import partial
+from typing import TYPE_CHECKING
+
+from nanovllm.checkpoint.hub import Checkpoint, configured_checkpoint, draft_checkpoint
+from nanovllm.checkpoint.kept_tokenizer import KeptTokenizer
+from nanovllm.checkpoint.tokenizer import check_same_vocabulary, load_tokenizer, serving_tokenizer
+from nanovllm.engine.extensions import Grammars, Observer
+from nanovllm.engine.input_processor import InputProcessor
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.output_processor import OutputProcessor
+from nanovllm.executors.executor import Executor, make_executor
+from nanovllm.options.config import Config
+from nanovllm.scheduler.block_manager import BlockManager
+from nanovllm.scheduler.messages import WorkerInfo
+from nanovllm.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from nanovllm.speculation.draft_controller import DraftController
+
+
+def make_engine(config: Config, *, queue_depth: int | None = None) -> LLMEngine:
+    """Return an engine that is ready to run.
+
+    Args:
+        queue_depth: how many more steps to launch before the oldest step's tokens are known; 0
+            waits for each step. None is 1 on CUDA, where a step runs beside the host, and 0 on a
+            CPU.
+
+    Raises:
+        CheckpointError, ConfigError, OutOfMemoryError: the model cannot run with these options.
+    """
+    checkpoint, draft = configured_checkpoint(config), draft_checkpoint(config)
+    if draft is not None and config.speculation is not None:
+        spec = config.speculation.for_network(draft.config)
+        config = dataclasses.replace(config, speculative_config=spec)
+    with contextlib.ExitStack() as undo:
+        observer = _observer(config)
+        undo.callback(observer.close)
+        executor = make_executor(config, checkpoint, draft)
+        undo.callback(executor.shutdown)
+        tokenizer = serving_tokenizer(checkpoint)
+        if tokenizer is not None and draft is not None:
+            check_same_vocabulary(tokenizer, draft)
+        info = executor.start()
+        engine = LLMEngine(
+            config,
+            info,
+            executor,
+            _scheduler(config, info, checkpoint),
+            _input_processor(config, info, checkpoint, tokenizer, executor),
+            OutputProcessor(tokenizer),
+            # "vllm" means no recommended parameters; the end-of-sequence tokens stay the
+            # checkpoint's.
+            generation_config={}
+            if config.generation_config == "vllm"
+            else checkpoint.generation_config,
+            load_tokenizer=partial(load_tokenizer, checkpoint),
+            observer=observer,
+            queue_depth=int(info.runs_ahead) if queue_depth is None else queue_depth,
+        )
+        undo.pop_all()
+    return engine
+
+
+def _observer(config: Config) -> Observer:
+    if config.trace is None:
+        return Observer()
+    from nanovllm.observe.trace import Trace
+
+    return Trace(config.trace)
+
+
+def _scheduler(config: Config, info: WorkerInfo, checkpoint: Checkpoint) -> Scheduler:
+    block_manager = BlockManager(
+        info.num_blocks, info.block_size, enable_prefix_caching=config.enable_prefix_caching
+    )
+    return Scheduler(
+        block_manager,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=info.max_num_batched_tokens,
+        max_model_len=info.max_model_len,
+        eos_token_ids=checkpoint.eos_token_ids,
+        draft_controller=make_draft_controller(config, info),
+        follows_drafts=info.follows_drafts,
+    )
+
+
+def make_draft_controller(config: Config, info: WorkerInfo) -> "DraftController | None":
+    """Return what decides on drafts; None without speculation."""
+    if config.speculation is None:
+        return None
+    from nanovllm.speculation.draft_controller import DraftController
+
+    return DraftController(
+        config.speculation.max_draft_tokens, info.step_seconds, info.draft_seconds
+    )
+
+
+def _input_processor(
+    config: Config,
+    info: WorkerInfo,
+    checkpoint: Checkpoint,
+    tokenizer: KeptTokenizer | None,
+    executor: Executor,
+) -> InputProcessor:
+    def make_grammars() -> Grammars:
+        from nanovllm.structured.grammar import grammar_compiler
+
+        assert tokenizer is not None
+        executor.check_health()
+        grammars = grammar_compiler(tokenizer, checkpoint.eos_token_ids, info.vocab_size)
+        executor.set_grammars(grammars)
+        return grammars
+
+    return InputProcessor(
+        tokenizer,
+        vocab_size=info.vocab_size,
+        max_model_len=info.max_model_len,
+        seed=config.seed,
+        max_logprobs=config.max_logprobs,
+        in_process=config.tensor_parallel_size == 1,
+        make_grammars=make_grammars,
+    )
