@@ -200,7 +200,7 @@ def make_batch(backend: "PagedBackend", case: Case) -> tuple["Batch", int]:
     """
     import torch
 
-    from nanovllm.attention.batch import Batch
+    from nanovllm.attention.batch import Batch, HostLengths
 
     device, block_size = backend.spec.device, backend.block_size
     per_row = -(-case.length // block_size)
@@ -219,8 +219,7 @@ def make_batch(backend: "PagedBackend", case: Case) -> tuple["Batch", int]:
         cu_seqlens_q=starts,
         seq_lens=torch.full((case.rows,), case.length, dtype=torch.int32, device=device),
         block_tables=tables,
-        query_lens_host=(case.tokens,) * known,
-        seq_lens_host=(case.length,) * known,
+        lengths=HostLengths((case.tokens,) * known, (case.length,) * known) if known else None,
     )
     return rows, case.rows * per_row
 

@@ -4,13 +4,14 @@ A backend owns the layout of the KV cache. One causal variable-length call compu
 mixes prompts, chunks and single tokens. Knows no kernel and no model.
 """
 
+import abc
 import dataclasses
-from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from nanovllm.attention.batch import Batch
+from nanovllm.kernels.torch_kernels import rms_norm, rotate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +38,7 @@ NO_QUANTIZED_KV = "does not support an 8-bit KV cache"
 """The reason of the backends that refuse every spec with `quantized_kv`."""
 
 
-@dataclasses.dataclass(frozen=True)
-class QKNorm:
+class QKNorm(NamedTuple):
     """How a layer prepares queries and keys for attention: RMSNorm or none, then rotation."""
 
     q_weight: torch.Tensor | None
@@ -49,23 +49,30 @@ class QKNorm:
     cos_sin: torch.Tensor
     """[positions, head_dim] float32: cosines, then sines."""
 
+    def apply(
+        self, qkv: torch.Tensor, positions: torch.Tensor, num_heads: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return queries, keys and values [T, heads, head_dim] of `qkv`, in plain torch."""
+        head_dim = self.cos_sin.shape[1]
+        num_kv_heads = (qkv.shape[1] // head_dim - num_heads) // 2
+        heads = qkv.view(len(qkv), num_heads + 2 * num_kv_heads, head_dim)
+        q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], 1)
+        if self.q_weight is not None and self.k_weight is not None:
+            q, k = rms_norm(q, self.q_weight, self.eps), rms_norm(k, self.k_weight, self.eps)
+        cos_sin = self.cos_sin[positions]
+        return rotate(q, cos_sin), rotate(k, cos_sin), v
 
-class Backend(Protocol):
-    """An attention kernel with its KV cache layout.
 
-    All implement `attend`; a backend with `fuses_qk_norm` also implements `store`, and any other
-    `forward`, which ends with `attend_or_leave_out`.
-    """
+class Backend(abc.ABC):
+    """An attention kernel with its KV cache layout: it stores keys and values, then attends."""
 
     name: ClassVar[str]
-    fuses_qk_norm: ClassVar[bool]
-    """Whether `store` also normalises and rotates; the layer then calls `forward_qkv`."""
     supports_graph: ClassVar[bool]
     """Whether a CUDA graph can capture `plan` and the attention for rows of one token. In such a
-    batch the host tuples are empty, the tensors keep their addresses, and a row of length 0 does
-    nothing. Several rows may be of one sequence, at consecutive positions, with the same block
-    table: the KV of the whole batch is stored before any row attends. So a graph needs no rows of
-    several tokens."""
+    batch `lengths` is None, the tensors keep their addresses, and a row of length 0 does nothing.
+    Several rows may be of one sequence, at consecutive positions, with the same block table: the KV
+    of the whole batch is stored before any row attends. So a graph needs no rows of several
+    tokens."""
     supports_recording: ClassVar[bool]
     """Whether `kernels.cpu.recording` can record the attention: C kernels compute all of it, and
     it needs no plan."""
@@ -73,79 +80,60 @@ class Backend(Protocol):
     """Whether a layer's cache may be a view whose blocks, dimension 1, lie apart; else it is
     contiguous."""
     spec: AttentionSpec
-    store: Callable[..., torch.Tensor]
-    """The kernel that normalises and rotates queries and keys, stores keys and values in the cache
-    and returns the queries: `store` of `kernels.cpu.ops` or `kernels.triton.ops`."""
     block_size: int
     """Tokens in a KV block: the spec's, or the backend's choice."""
 
     @classmethod
+    @abc.abstractmethod
     def unsupported(cls, spec: AttentionSpec) -> str | None:
         """Return why this backend does not support `spec`, or None if it does."""
-        ...
 
-    def __init__(self, spec: AttentionSpec) -> None: ...
+    @abc.abstractmethod
+    def __init__(self, spec: AttentionSpec) -> None:
+        """Set `spec` and `block_size`."""
 
+    @abc.abstractmethod
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         """Return the shape of one layer's KV cache, which holds keys and values.
 
         Dimension 1 is `num_blocks`. In the last block of a row, the slots past its last token hold
         finite numbers: see `Schedule.blocks_to_zero`.
         """
-        ...
 
+    @abc.abstractmethod
     def plan(self, batch: Batch) -> Any:
         """Return the batch's `metadata`, computed once for all layers.
 
         The tensors of all layers must have the same dtypes and the same alignment: a plan may keep
         the kernel that was compiled for the first layer.
         """
-        ...
 
     def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        kv_cache: torch.Tensor,
-        batch: Batch,
-    ) -> torch.Tensor:
-        """Store `k` and `v` [T, num_kv_heads, head_dim], then attend with `q`.
-
-        Returns [T, num_heads, head_dim], the shape of `q`. A token attends to its own position and
-        all earlier ones.
-        """
-        raise NotImplementedError
-
-    def forward_qkv(
         self, qkv: torch.Tensor, norm: QKNorm, kv_cache: torch.Tensor, batch: Batch
     ) -> torch.Tensor:
-        """Do what `forward` does, from the projection `qkv`, not yet normalised and rotated.
+        """Store the keys and values of `qkv`, then attend with its queries.
+
+        A token attends to its own position and all earlier ones.
 
         Args:
-            qkv: [T, (num_heads + 2 num_kv_heads) * head_dim].
-        """
-        q = self.store(
-            qkv,
-            norm.q_weight,
-            norm.k_weight,
-            norm.eps,
-            norm.cos_sin,
-            batch.positions,
-            batch.slot_mapping,
-            kv_cache,
-            self.spec.num_heads,
-        )
-        return self.attend_or_leave_out(q, kv_cache, batch)
+            qkv: [T, (num_heads + 2 num_kv_heads) * head_dim] contiguous, not yet normalised and
+                rotated.
 
-    def attend_or_leave_out(
-        self, q: torch.Tensor, kv_cache: torch.Tensor, batch: Batch
-    ) -> torch.Tensor:
-        """Call `attend`, or `batch.attend` in its place if the batch has one."""
+        Returns:
+            [T, num_heads, head_dim].
+        """
+        q = self.store(qkv, norm, kv_cache, batch)
         if batch.attend is not None:
             return batch.attend(self.attend, q, kv_cache)
         return self.attend(q, kv_cache, batch)
 
+    @abc.abstractmethod
+    def store(
+        self, qkv: torch.Tensor, norm: QKNorm, kv_cache: torch.Tensor, batch: Batch
+    ) -> torch.Tensor:
+        """Normalise and rotate queries and keys, store keys and values; return the queries."""
+
+    @abc.abstractmethod
     def attend(
         self,
         q: torch.Tensor,
@@ -158,4 +146,3 @@ class Backend(Protocol):
         Args:
             out: contiguous, for the result; None: a new tensor.
         """
-        ...

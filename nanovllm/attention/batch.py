@@ -5,16 +5,25 @@ Knows no sequence and no scheduling.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+
+
+class HostLengths(NamedTuple):
+    """The lengths of a batch's rows on the host, for planning."""
+
+    query_lens: tuple[int, ...]
+    """Tokens of this step."""
+    seq_lens: tuple[int, ...]
+    """Tokens in the KV cache, those of this step included."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
     """The T tokens of R rows, row after row, in the schedule's order.
 
-    Everything is on the device, except the two tuples: copies on the host, for planning.
+    Everything is on the device, except `lengths`.
     """
 
     input_ids: torch.Tensor
@@ -29,8 +38,9 @@ class Batch:
     """[R] int32, the row's tokens in the KV cache, those of this step included."""
     block_tables: torch.Tensor
     """[R, width] int32, block ids. Columns past a row's last block may hold any number."""
-    query_lens_host: tuple[int, ...]
-    seq_lens_host: tuple[int, ...]
+    lengths: HostLengths | None = None
+    """None: the host does not know them, because a graph or a recording will see other rows. If
+    such a batch is planned, each row has one token or none."""
     output_indices: torch.Tensor | None = None
     """Indices of the tokens whose hidden states the model returns; None means all tokens."""
     metadata: Any = None

@@ -4,7 +4,7 @@ from typing import ClassVar
 
 import torch
 
-from nanovllm.attention.backend import AttentionSpec, Backend
+from nanovllm.attention.backend import AttentionSpec, Backend, QKNorm
 from nanovllm.attention.batch import Batch
 from nanovllm.kernels.cpu import ops as cpu_ops
 from nanovllm.kernels.cpu.build import PANEL
@@ -19,7 +19,6 @@ class CPUBackend(Backend):
     """
 
     name: ClassVar[str] = "cpu"
-    fuses_qk_norm: ClassVar[bool] = True
     supports_graph: ClassVar[bool] = False
     blocks_lie_apart: ClassVar[bool] = True
     supports_recording: ClassVar[bool] = True
@@ -27,7 +26,6 @@ class CPUBackend(Backend):
     def __init__(self, spec: AttentionSpec) -> None:
         self.block_size = spec.block_size or 64
         self.spec = spec
-        self.store = cpu_ops.store
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> str | None:
@@ -50,6 +48,12 @@ class CPUBackend(Backend):
 
     def plan(self, batch: Batch) -> None:
         return None
+
+    def store(
+        self, qkv: torch.Tensor, norm: QKNorm, kv_cache: torch.Tensor, batch: Batch
+    ) -> torch.Tensor:
+        places = batch.positions, batch.slot_mapping
+        return cpu_ops.store(qkv, *norm, *places, kv_cache, self.spec.num_heads)
 
     def attend(
         self,

@@ -53,12 +53,12 @@ class FlashAttnBackend(PagedBackend):
         return None
 
     def plan(self, batch: Batch) -> _Chunks | None:
-        """Return None if no row has several tokens. In a CUDA graph the host tuples are empty."""
-        if all(query_len == 1 for query_len in batch.query_lens_host):
+        """Return None if no row has several tokens."""
+        if batch.lengths is None or max(batch.lengths.query_lens) == 1:
             return None
         cu_seqlens_k = torch.zeros_like(batch.cu_seqlens_q)
         torch.cumsum(batch.seq_lens, 0, out=cu_seqlens_k[1:])
-        return _Chunks(cu_seqlens_k, max(batch.query_lens_host), max(batch.seq_lens_host))
+        return _Chunks(cu_seqlens_k, *map(max, batch.lengths))
 
     def attend(
         self,

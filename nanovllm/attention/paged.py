@@ -6,14 +6,14 @@ from typing import ClassVar
 
 import torch
 
-from nanovllm.attention.backend import NO_QUANTIZED_KV, AttentionSpec, Backend
+from nanovllm.attention.backend import NO_QUANTIZED_KV, AttentionSpec, Backend, QKNorm
+from nanovllm.attention.batch import Batch
 from nanovllm.kernels.selector import triton_available
 
 
 class PagedBackend(Backend):
     """KV cache of a layer: [2, num_blocks, block_size, num_kv_heads, head_dim]."""
 
-    fuses_qk_norm: ClassVar[bool] = True
     supports_graph: ClassVar[bool] = True
     supports_recording: ClassVar[bool] = False
     default_block_size: ClassVar[int]
@@ -24,10 +24,16 @@ class PagedBackend(Backend):
 
         self.block_size = spec.block_size or self.default_block_size
         self.spec = spec
-        self.store = triton_ops.store
+        self._store = triton_ops.store
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         return (2, num_blocks, self.block_size, self.spec.num_kv_heads, self.spec.head_dim)
+
+    def store(
+        self, qkv: torch.Tensor, norm: QKNorm, kv_cache: torch.Tensor, batch: Batch
+    ) -> torch.Tensor:
+        places = batch.positions, batch.slot_mapping
+        return self._store(qkv, *norm, *places, kv_cache, self.spec.num_heads)
 
 
 def flash_attention_refusal(spec: AttentionSpec) -> str | None:

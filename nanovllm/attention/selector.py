@@ -10,7 +10,6 @@ import torch
 from nanovllm.attention.backend import AttentionSpec, Backend
 from nanovllm.attention.cpu import CPUBackend
 from nanovllm.attention.flash_attn import FlashAttnBackend
-from nanovllm.attention.paged import PagedBackend
 from nanovllm.attention.torch_sdpa import TorchBackend
 from nanovllm.attention.triton import TritonBackend
 from nanovllm.attention.varlen import VarlenBackend
@@ -29,7 +28,7 @@ def select_backend(spec: AttentionSpec, *, native: bool = True) -> Backend:
         UnsupportedModelError: no backend supports `spec`. The message has every reason.
         ConfigError: the same, and `spec` has an 8-bit KV cache.
     """
-    backends: list[type[CPUBackend | PagedBackend | TorchBackend]] = [TorchBackend]
+    backends: list[type[Backend]] = [TorchBackend]
     if native and spec.device.type == "cuda":
         backends = [FlashAttnBackend, TritonBackend, VarlenBackend, TorchBackend]
     elif native:

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from nanovllm.attention.backend import NO_QUANTIZED_KV, AttentionSpec, Backend
+from nanovllm.attention.backend import NO_QUANTIZED_KV, AttentionSpec, Backend, QKNorm
 from nanovllm.attention.batch import Batch
 
 _PADDING = 1.25
@@ -49,7 +49,6 @@ class TorchBackend(Backend):
     """KV cache of a layer: [2, num_blocks, block_size, num_kv_heads, head_dim]."""
 
     name: ClassVar[str] = "torch"
-    fuses_qk_norm: ClassVar[bool] = False
     supports_graph: ClassVar[bool] = False
     blocks_lie_apart: ClassVar[bool] = True
     supports_recording: ClassVar[bool] = False
@@ -69,9 +68,8 @@ class TorchBackend(Backend):
         plans: list[_Decode | _Chunk] = []
         singles: list[tuple[int, int, int]] = []  # (blocks, row, token)
         start = 0
-        for row, (query_len, seq_len) in enumerate(
-            zip(batch.query_lens_host, batch.seq_lens_host, strict=True)
-        ):
+        assert batch.lengths is not None, "graphs are not supported"
+        for row, (query_len, seq_len) in enumerate(zip(*batch.lengths, strict=True)):
             if query_len == 1:
                 singles.append((-(-seq_len // self.block_size), row, start))
             else:
@@ -90,19 +88,15 @@ class TorchBackend(Backend):
             del singles[:size]
         return plans
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        kv_cache: torch.Tensor,
-        batch: Batch,
+    def store(
+        self, qkv: torch.Tensor, norm: QKNorm, kv_cache: torch.Tensor, batch: Batch
     ) -> torch.Tensor:
+        q, k, v = norm.apply(qkv, batch.positions, self.spec.num_heads)
         blocks = batch.slot_mapping // self.block_size  # they may lie apart
         places = blocks, batch.slot_mapping % self.block_size
         for cached, new in zip(kv_cache, (k, v), strict=True):
             cached.index_put_(places, new)
-        return self.attend_or_leave_out(q, kv_cache, batch)
+        return q
 
     def attend(
         self,

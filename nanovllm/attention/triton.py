@@ -61,18 +61,16 @@ class TritonBackend(PagedBackend):
         return None if interpreted else "needs a CUDA GPU"
 
     def plan(self, batch: Batch) -> _Plan:
-        """In a CUDA graph the host tuples are empty; then each row has one token or none."""
-        spec, query_lens = self.spec, batch.query_lens_host
+        spec = self.spec
         heads = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        decode = None
-        if not query_lens or 1 in query_lens:
+        decode = prefill = None
+        if batch.lengths is None or 1 in batch.lengths.query_lens:
             max_seq_len = batch.block_tables.shape[1] * self.block_size
             decode = self._decode.plan_decode(
                 batch.cu_seqlens_q, batch.seq_lens, max_seq_len, *heads
             )
-        prefill = self._prefill.plan_prefill(
-            query_lens, batch.seq_lens_host, *heads, spec.dtype, spec.device
-        )
+        if batch.lengths is not None:
+            prefill = self._prefill.plan_prefill(*batch.lengths, *heads, spec.dtype, spec.device)
         return _Plan(decode, prefill)
 
     def attend(

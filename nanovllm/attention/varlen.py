@@ -39,14 +39,12 @@ class VarlenBackend(PagedBackend):
         return None
 
     def plan(self, batch: Batch) -> _Lengths:
-        """In a CUDA graph the host tuples are empty; then each row has one token or none."""
         cu_seqlens_k = torch.zeros_like(batch.cu_seqlens_q)
         torch.cumsum(batch.seq_lens, 0, out=cu_seqlens_k[1:])
-        return _Lengths(
-            cu_seqlens_k,
-            max(batch.query_lens_host, default=1),
-            max(batch.seq_lens_host, default=batch.block_tables.shape[1] * self.block_size),
-        )
+        if batch.lengths is None:
+            return _Lengths(cu_seqlens_k, 1, batch.block_tables.shape[1] * self.block_size)
+        query_lens, seq_lens = batch.lengths
+        return _Lengths(cu_seqlens_k, max(query_lens), max(seq_lens))
 
     def attend(
         self,

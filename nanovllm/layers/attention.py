@@ -23,7 +23,6 @@ class Attention(nn.Module):
     def forward(
         self,
         qkv: torch.Tensor,
-        split_sizes: tuple[int, int, int],
         q_norm: RMSNorm | None,
         k_norm: RMSNorm | None,
         rotary_emb: RotaryEmbedding,
@@ -32,22 +31,13 @@ class Attention(nn.Module):
         """Prepare queries and keys, store keys and values, and attend.
 
         Args:
-            qkv: [T, sum(split_sizes)], the projections side by side.
-            split_sizes: widths of q, k and v.
+            qkv: [T, (num_heads + 2 num_kv_heads) * head_dim], the projections side by side.
             q_norm, k_norm: applied to each head before its rotation; None: only rotate.
 
         Returns:
             [T, num_heads, head_dim].
         """
-        if self.backend.fuses_qk_norm:
-            norm = QKNorm(None, None, 0.0, rotary_emb.cos_sin)
-            if q_norm is not None and k_norm is not None:
-                norm = QKNorm(q_norm.weight, k_norm.weight, q_norm.eps, rotary_emb.cos_sin)
-            return self.backend.forward_qkv(qkv, norm, self.kv_cache, batch)
-        head_dim = rotary_emb.cos_sin.shape[-1]
-        parts = torch.split(qkv, list(split_sizes), dim=-1)
-        q, k, v = (part.reshape(len(qkv), -1, head_dim) for part in parts)
+        norm = QKNorm(None, None, 0.0, rotary_emb.cos_sin)
         if q_norm is not None and k_norm is not None:
-            q, k = q_norm(q), k_norm(k)
-        q, k = rotary_emb(batch.positions, q, k)
-        return self.backend.forward(q, k, v, self.kv_cache, batch)
+            norm = QKNorm(q_norm.weight, k_norm.weight, q_norm.eps, rotary_emb.cos_sin)
+        return self.backend.forward(qkv, norm, self.kv_cache, batch)

@@ -1,16 +1,15 @@
-"""RMSNorm, alone or fused with the addition of the residual.
-
-Plain torch computes the mean square in float32, whatever the dtype.
-"""
+"""RMSNorm, alone or fused with the addition of the residual."""
 
 from types import ModuleType
 
 import torch
 from torch import nn
 
+from nanovllm.kernels.torch_kernels import rms_norm
+
 
 class RMSNorm(nn.Module):
-    """Root mean square normalisation (arXiv 1910.07467), rounded as in transformers."""
+    """Root mean square normalisation."""
 
     def __init__(self, hidden_size: int, eps: float) -> None:
         super().__init__()
@@ -20,9 +19,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension of `x`."""
-        x_float = x.float()
-        scale = torch.rsqrt(x_float.square().mean(-1, keepdim=True) + self.eps)
-        return (x_float * scale).to(x.dtype) * self.weight
+        return rms_norm(x, self.weight, self.eps)
 
     def add_norm(
         self, x: torch.Tensor | None, residual: torch.Tensor

@@ -239,7 +239,6 @@ class QKVParallelLinear(ColumnParallelLinear):
             kv_start = rank * self.num_kv_heads
         q_size, kv_size = self.num_heads * head_dim, self.num_kv_heads * head_dim
         kv = OutputSlice(num_kv_heads * head_dim, kv_start * head_dim, kv_size)
-        self.split_sizes = (q_size, kv_size, kv_size)  # of the output, on this rank
         slices = {
             "q_proj": OutputSlice(num_heads * head_dim, rank * q_size, q_size),
             "k_proj": kv,

@@ -34,7 +34,7 @@ class RopeConfig:
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotate each pair (i, i + head_dim / 2) of a head by an angle proportional to the position."""
+    """The angles by which a head's pairs (i, i + head_dim / 2) rotate, for each position."""
 
     cos_sin: torch.Tensor
     """[max_position, head_dim] float32: cosines, then sines."""
@@ -46,13 +46,6 @@ class RotaryEmbedding(nn.Module):
         device = torch.get_default_device()
         cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1) * scale
         self.register_buffer("cos_sin", cos_sin.to(device), persistent=False)
-
-    def forward(
-        self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotate `q` and `k` [T, heads, head_dim] to `positions` [T]."""
-        cos, sin = self.cos_sin[positions, None].chunk(2, dim=-1)
-        return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
 
 def inverse_frequencies(head_dim: int, rope: RopeConfig) -> tuple[torch.Tensor, float]:
@@ -106,9 +99,3 @@ def _yarn(inv_freq: torch.Tensor, head_dim: int, rope: RopeConfig) -> tuple[torc
     if rope.mscale and rope.mscale_all_dim:
         return scaled, mscale(rope.mscale) / mscale(rope.mscale_all_dim)
     return scaled, mscale()
-
-
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    first, second = x.float().chunk(2, dim=-1)
-    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    return rotated.to(x.dtype)

@@ -65,9 +65,7 @@ class SelfAttention(nn.Module):
     ) -> torch.Tensor:
         """Write the KV of all T tokens; return [O, hidden_size] for `hidden` [T, input_size]."""
         qkv = self.qkv_proj(hidden)
-        heads = self.attn(
-            qkv, self.qkv_proj.split_sizes, self.q_norm, self.k_norm, self.rotary_emb, batch
-        )
+        heads = self.attn(qkv, self.q_norm, self.k_norm, self.rotary_emb, batch)
         if output_indices is not None:
             heads = heads[output_indices]
         return self.o_proj(heads.flatten(1))

@@ -276,8 +276,6 @@ def make_batch(
         cu_seqlens_q=torch.arange(rows + 1, dtype=torch.int32, device=device),
         seq_lens=torch.zeros_like(last, dtype=torch.int32),
         block_tables=tables,
-        query_lens_host=(),
-        seq_lens_host=(),
     )
     _set_length(batch, length, block_size)
     return batch

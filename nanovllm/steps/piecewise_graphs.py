@@ -126,8 +126,6 @@ class PiecewiseGraphs:
                 cu_seqlens_q=rows,
                 seq_lens=rows,
                 block_tables=rows,
-                query_lens_host=(),
-                seq_lens_host=(),
                 attend=self._leave_out,
             )
         )

@@ -48,8 +48,6 @@ class RecordedModel:
             cu_seqlens_q=zeros(MAX_TOKENS + 1),
             seq_lens=zeros(MAX_TOKENS),
             block_tables=zeros(MAX_TOKENS, tables.block_tables.shape[1]),
-            query_lens_host=(),
-            seq_lens_host=(),
         )
         with Recording(MAX_TOKENS) as self._recording:
             self._hidden: torch.Tensor = model(batch)

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import torch
 
-from nanovllm.attention.batch import Batch
+from nanovllm.attention.batch import Batch, HostLengths
 from nanovllm.kernels.selector import triton_kernels
 from nanovllm.layers.logits_rules import LogitsRules
 from nanovllm.layers.sampler import Sampling
@@ -113,8 +113,7 @@ class DeviceTables:
             cu_seqlens_q=cu_seqlens.int(),
             seq_lens=ends.int(),
             block_tables=self.block_tables[table_indices, :width],
-            query_lens_host=query_lens,
-            seq_lens_host=seq_lens,
+            lengths=HostLengths(query_lens, seq_lens),
         )
 
     def decode_inputs(
@@ -146,8 +145,6 @@ class DeviceTables:
             cu_seqlens_q=cu_seqlens_q,
             seq_lens=seq_lens,
             block_tables=block_tables,
-            query_lens_host=(),
-            seq_lens_host=(),
         )
         sampling = Sampling(*parameters, positions=following, any_greedy=True, native=self.native)
         return batch, sampling

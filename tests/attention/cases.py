@@ -6,7 +6,7 @@ import random
 import torch
 
 from nanovllm.attention.backend import AttentionSpec
-from nanovllm.attention.batch import Batch
+from nanovllm.attention.batch import Batch, HostLengths
 
 OUT_OF_RANGE = (-1, 2**31 - 1)
 
@@ -87,8 +87,7 @@ def make_case(
         cu_seqlens_q=ends.int().to(device),
         seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
         block_tables=tables.to(device),
-        query_lens_host=query_lens,
-        seq_lens_host=seq_lens,
+        lengths=HostLengths(query_lens, seq_lens),
     )
     queries = normal(len(positions), num_kv_heads * group, head_dim)
     own_keys = torch.cat([key[s - q :] for key, (q, s) in zip(keys, rows, strict=True)])
@@ -112,7 +111,7 @@ def reference(case):
     out = torch.empty(case.q.shape, dtype=torch.float64, device=case.q.device)
     group, head_dim = case.q.shape[1] // case.k.shape[1], case.q.shape[2]
     token = 0
-    for row, query_len in enumerate(case.batch.query_lens_host):
+    for row, query_len in enumerate(case.batch.lengths.query_lens):
         keys = case.keys[row].double().repeat_interleave(group, 1)
         values = case.values[row].double().repeat_interleave(group, 1)
         for seen in range(len(keys) - query_len + 1, len(keys) + 1):
@@ -126,7 +125,7 @@ def reference(case):
 def contiguous_sdpa(case):
     """Return torch's attention over the contiguous tensors, in the case's dtype."""
     parts = []
-    rows = zip(case.q.split(case.batch.query_lens_host), case.keys, case.values, strict=True)
+    rows = zip(case.q.split(case.batch.lengths.query_lens), case.keys, case.values, strict=True)
     for q, k, v in rows:
         visible = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device)
         visible = visible.tril(len(k) - len(q))

@@ -14,7 +14,7 @@ from torch.nn.attention import varlen
 from nanovllm import LLM, SamplingParams, demo_model
 from nanovllm.attention import paged, triton
 from nanovllm.attention.backend import AttentionSpec
-from nanovllm.attention.batch import Batch
+from nanovllm.attention.batch import Batch, HostLengths
 from nanovllm.attention.flash_attn import FlashAttnBackend
 from nanovllm.attention.selector import select_backend
 from nanovllm.attention.torch_sdpa import TorchBackend
@@ -55,7 +55,7 @@ def attend(backend, case, batch=None, qk_norm=True):
     layer = Attention()
     layer.bind(backend, case.cache.clone())
     batch = dataclasses.replace(batch, metadata=backend.plan(batch))
-    out = layer(qkv, sizes, *(norms if qk_norm else (None, None)), rotary, batch)
+    out = layer(qkv, *(norms if qk_norm else (None, None)), rotary, batch)
     return out, layer.kv_cache
 
 
@@ -91,8 +91,7 @@ def test_a_single_token_is_the_same_beside_chunks():
         cu_seqlens_q=batch.cu_seqlens_q[:3],
         seq_lens=batch.seq_lens[:2],
         block_tables=batch.block_tables[:2],
-        query_lens_host=(1, 1),
-        seq_lens_host=(60, 9),
+        lengths=HostLengths((1, 1), (60, 9)),
     )
     backend = TritonBackend(case.spec)
     together, _ = attend(backend, case)
@@ -125,7 +124,7 @@ GPU_BACKENDS = [TritonBackend, FlashAttnBackend, VarlenBackend]
 
 
 def as_in_a_graph(batch, num_padding):
-    """Return the batch as a CUDA graph holds it: no host tuples, a wide block table, and
+    """Return the batch as a CUDA graph holds it: no lengths on the host, a wide block table, and
     `num_padding` last rows of length 0.
     """
     width = batch.block_tables.shape[1] + 5
@@ -140,8 +139,7 @@ def as_in_a_graph(batch, num_padding):
         block_tables=tables,
         seq_lens=seq_lens,
         slot_mapping=slots,
-        query_lens_host=(),
-        seq_lens_host=(),
+        lengths=None,
     )
 
 
@@ -390,8 +388,11 @@ def test_the_engine_generates_the_same_tokens(monkeypatch):
 class RoundingBackend(TorchBackend):
     """Plain torch with keys and values rounded to FP8."""
 
-    def forward(self, q, k, v, kv_cache, batch):
-        return super().forward(q, *(x.to(FP8).to(q.dtype) for x in (k, v)), kv_cache, batch)
+    def store(self, qkv, norm, kv_cache, batch):
+        q = super().store(qkv, norm, kv_cache, batch)
+        slots = kv_cache.flatten(1, 2)[:, batch.slot_mapping]
+        kv_cache.flatten(1, 2)[:, batch.slot_mapping] = slots.to(FP8).to(q.dtype)
+        return q
 
 
 @has_fp8

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanovllm.attention import torch_sdpa
-from nanovllm.attention.backend import AttentionSpec
+from nanovllm.attention.backend import AttentionSpec, QKNorm
 from nanovllm.attention.selector import select_backend
 from nanovllm.attention.torch_sdpa import TorchBackend
 from tests.attention.cases import contiguous_sdpa, make_case, random_rows, reference
@@ -16,7 +16,10 @@ from tests.attention.cases import contiguous_sdpa, make_case, random_rows, refer
 def run(case):
     backend = TorchBackend(case.spec)
     batch = dataclasses.replace(case.batch, metadata=backend.plan(case.batch))
-    return backend.forward(case.q, case.k, case.v, case.cache, batch)
+    size, positions = case.spec.head_dim // 2, int(batch.positions.max()) + 1
+    unrotated = torch.cat([torch.ones(positions, size), torch.zeros(positions, size)], 1)
+    qkv = torch.cat([case.q, case.k, case.v], 1).flatten(1)
+    return backend.forward(qkv, QKNorm(None, None, 0.0, unrotated), case.cache, batch)
 
 
 @pytest.mark.parametrize("seed", range(4))

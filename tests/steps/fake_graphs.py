@@ -113,7 +113,7 @@ class StaticBackend(TorchBackend):
     supports_graph = True
 
     def plan(self, batch: Batch) -> Any:
-        if batch.query_lens_host:
+        if batch.lengths is not None:
             return super().plan(batch)
         device = batch.input_ids.device
         num_rows, width = batch.block_tables.shape

@@ -16,7 +16,7 @@ from triton.runtime.interpreter import GridExecutor
 
 from nanovllm import SamplingParams
 from nanovllm.attention.backend import AttentionSpec
-from nanovllm.attention.batch import Batch
+from nanovllm.attention.batch import Batch, HostLengths
 from nanovllm.attention.torch_sdpa import TorchBackend
 from nanovllm.attention.triton import TritonBackend
 from nanovllm.formats.quantization import FP8
@@ -153,15 +153,13 @@ def make_batch(lengths: list[int]) -> Batch:
         cu_seqlens_q=torch.arange(len(lengths) + 1, dtype=torch.int32, device=DEVICE),
         seq_lens=torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
         block_tables=tables.to(DEVICE),
-        query_lens_host=(),
-        seq_lens_host=(),
     )
 
 
 def in_eager_mode(batch: Batch) -> Batch:
     """Return the batch with what the plain torch backend needs of the host."""
     lengths = tuple(batch.seq_lens.tolist())
-    return dataclasses.replace(batch, query_lens_host=(1,) * len(lengths), seq_lens_host=lengths)
+    return dataclasses.replace(batch, lengths=HostLengths((1,) * len(lengths), lengths))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -167,7 +167,7 @@ def test_only_faster_graphs_are_kept(eager_seconds: list[float], kept: list[int]
     def make_batch(num_tokens: int) -> Batch:
         sizes.append(num_tokens)
         rows, ids = torch.zeros(1, dtype=torch.int32), torch.arange(num_tokens)
-        return Batch(ids, ids, ids, rows, rows, rows, (), ())
+        return Batch(ids, ids, ids, rows, rows, rows)
 
     def seconds(run: Any) -> float:
         before = len(model.calls)

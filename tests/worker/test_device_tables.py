@@ -140,8 +140,8 @@ def check_batch(batch, rows, shadow):
     assert batch.slot_mapping.tolist() == slot_mapping
     assert batch.cu_seqlens_q.tolist() == ends
     assert batch.seq_lens.tolist() == seq_lens
-    assert batch.query_lens_host == tuple(row.num_scheduled_tokens for row in rows)
-    assert batch.seq_lens_host == tuple(seq_lens)
+    assert batch.lengths.query_lens == tuple(row.num_scheduled_tokens for row in rows)
+    assert batch.lengths.seq_lens == tuple(seq_lens)
     for row, table, seq_len in zip(rows, batch.block_tables.tolist(), seq_lens, strict=True):
         needed = -(-seq_len // shadow.block_size)
         assert table[:needed] == shadow.blocks[row.table_idx][:needed]

@@ -239,7 +239,7 @@ def attention(
     cu_seqlens_q: torch.Tensor,
     seq_lens: torch.Tensor,
 ) -> torch.Tensor:
-    """Return causal attention of q [t, heads, dim] over a paged KV cache; see `Backend.forward`.
+    """Return causal attention of q [t, heads, dim] over a paged KV cache; see `Backend.attend`.
 
     Args:
         block_tables: [rows, width] int32.

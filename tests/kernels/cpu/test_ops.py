@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nanovllm.attention.backend import AttentionSpec, QKNorm
-from nanovllm.attention.batch import Batch
+from nanovllm.attention.batch import Batch, HostLengths
 from nanovllm.attention.cpu import CPUBackend
 from nanovllm.formats.quantization import IntTensor, quantize
 from nanovllm.kernels.cpu import build, library as library_module, ops as cpu_ops, table_ops
@@ -310,23 +310,6 @@ def random_qk_norm(head_dim, qk_norm):
     return QKNorm(*weights, 1e-6, cos_sin)
 
 
-def plain_norm_and_rotate(qkv, norm, positions, heads, kv_heads, head_dim):
-    """Return q, k and v after the norms and the rotation that the layers compute in torch."""
-    q, k, v = (
-        x.reshape(len(qkv), -1, head_dim)
-        for x in qkv.split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], -1)
-    )
-    normed = []
-    for heads_of, weight in ((q, norm.q_weight), (k, norm.k_weight)):
-        if weight is not None:
-            layer = RMSNorm(head_dim, norm.eps)
-            layer.weight.data = weight
-            heads_of = layer(heads_of)
-        normed.append(heads_of)
-    rotary = RotaryEmbedding(head_dim, len(norm.cos_sin), RopeConfig(theta=10000.0))
-    return *rotary(positions, *normed), v
-
-
 @native
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("qk_norm", [True, False])
@@ -417,12 +400,11 @@ def test_attention(heads, kv_heads, head_dim, block_size, kv_dtype):
             cu_seqlens_q=torch.tensor([0, *query_lens]).cumsum(0).int(),
             seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
             block_tables=tables[rows].contiguous(),
-            query_lens_host=tuple(query_lens),
-            seq_lens_host=tuple(seq_lens),
+            lengths=HostLengths(tuple(query_lens), tuple(seq_lens)),
         )
         qkv = randn(len(positions), (heads + 2 * kv_heads) * head_dim, seed=len(positions))
-        out = backend.forward_qkv(qkv, norm, cache, batch)
-        q, k, v = plain_norm_and_rotate(qkv, norm, positions, heads, kv_heads, head_dim)
+        out = backend.forward(qkv, norm, cache, batch)
+        q, k, v = norm.apply(qkv, positions, heads)
         if kv_dtype == torch.int8:
             k, v = in_8_bits(cache, batch.slot_mapping, k, v)
         for row, keys, values in zip(rows, k.split(query_lens), v.split(query_lens), strict=True):

@@ -40,7 +40,7 @@ def plan_of(case):
     width = batch.block_tables.shape[1] * spec.block_size
     heads = spec.num_heads, spec.num_kv_heads, spec.head_dim
     decode = decode_attention.plan_decode(batch.cu_seqlens_q, batch.seq_lens, width, *heads)
-    lens = batch.query_lens_host, batch.seq_lens_host
+    lens = batch.lengths
     return decode, prefill_attention.plan_prefill(*lens, *heads, spec.dtype, spec.device)
 
 
@@ -171,7 +171,7 @@ def part_of(case, rows):
     It uses the cache of `case`, `case.stored()`. Its block tables are as wide as its rows need.
     """
     lengths = [
-        (stop - first, case.batch.seq_lens_host[row] - case.batch.query_lens_host[row] + stop)
+        (stop - first, case.batch.lengths.seq_lens[row] - case.batch.lengths.query_lens[row] + stop)
         for row, first, stop in rows
     ]
     spec = case.spec
@@ -200,7 +200,7 @@ def test_a_row_is_the_same_in_every_batch():
     cache, expected = case.stored(), attend(case).split([query for query, _ in rows])
     for order in ([3, 0, 7, 6, 2, 5, 1, 4], *([row] for row in range(len(rows)))):
         part = part_of(case, [(row, 0, rows[row][0]) for row in order])
-        got = attend(part, cache).split(part.batch.query_lens_host)
+        got = attend(part, cache).split(part.batch.lengths.query_lens)
         assert all(torch.equal(got[i], expected[row]) for i, row in enumerate(order))
 
 

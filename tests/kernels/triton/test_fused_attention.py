@@ -37,7 +37,7 @@ class Case:
             randn(head_dim, dtype=dtype, seed=i) + 1 if qk_norm else None for i in (1, 2)
         ]
         self.cos_sin = RotaryEmbedding(head_dim, 8192, RopeConfig(theta=1e6)).to(DEVICE).cos_sin
-        lens = torch.tensor(batch.query_lens_host, device=DEVICE)
+        lens = torch.tensor(batch.lengths.query_lens, device=DEVICE)
         tables = batch.block_tables.repeat_interleave(lens, 0)
         self.tokens = batch.positions, batch.slot_mapping, tables
         self.stored = case.cache.clone()

@@ -11,6 +11,7 @@ from torch.nn.functional import silu
 from nanovllm.kernels.cpu import ops as cpu_ops
 from nanovllm.kernels.cpu.library import library
 from nanovllm.kernels.selector import kernels_for, triton_available, triton_kernels
+from nanovllm.kernels.torch_kernels import rotate
 from nanovllm.kernels.triton import ops as triton_ops
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import RMSNorm
@@ -113,7 +114,7 @@ class StoreCase:
             parts.append(norm(part))
             normed = exact_norm(part.double(), norm.weight)
             exact.append(exact_rotation(normed, self.positions, self.cos_sin))
-        self.q, self.k = rotary(self.positions, *parts)
+        self.q, self.k = (rotate(part, self.cos_sin[self.positions]) for part in parts)
         self.exact_q, self.exact_k = exact
 
     def store(self, slots, kv_cache):

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from nanovllm.attention.backend import AttentionSpec
-from nanovllm.attention.batch import Batch
+from nanovllm.attention.batch import Batch, HostLengths
 from nanovllm.attention.selector import select_backend
 from nanovllm.checkpoint.hub import open_checkpoint, weight_files
 from nanovllm.errors import CheckpointError, UnsupportedModelError
@@ -122,8 +122,7 @@ def make_batch(backend, rows):
         cu_seqlens_q=torch.tensor([0, *itertools.accumulate(query_lens)], dtype=torch.int32),
         seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
         block_tables=torch.tensor(tables, dtype=torch.int32),
-        query_lens_host=query_lens,
-        seq_lens_host=seq_lens,
+        lengths=HostLengths(query_lens, seq_lens),
     )
     return dataclasses.replace(batch, metadata=backend.plan(batch))
 
