@@ -40,11 +40,13 @@ FOLDERS = {
     "formats": Folder("checkpoint kernels options utils", torch=True),
     "front": Folder("assembly chat compat engine options", torch=False),
     "structured": Folder("checkpoint kernels options scheduler worker", torch=True),
-    "models": Folder("attention formats layers options speculation", torch=True),
+    "models": Folder("attention formats layers options", torch=True),
     "layers": Folder("attention checkpoint formats kernels options utils", torch=True),
     "server": Folder("chat checkpoint compat engine llm async_llm options utils", torch=False),
     "cli": Folder("compat demo_model llm async_llm loadtest options server utils", torch=False),
-    "executors": Folder("checkpoint models options scheduler structured utils worker", torch=True),
+    "executors": Folder(
+        "checkpoint models options scheduler speculation structured utils worker", torch=True
+    ),
     "steps": Folder("attention kernels layers models scheduler utils worker", torch=True),
     "engine": Folder(
         "chat checkpoint executors options scheduler speculation utils",
@@ -56,7 +58,7 @@ FOLDERS = {
     ),
     "worker": Folder(
         "attention checkpoint formats kernels layers models options scheduler speculation steps "
-        "structured utils",
+        "utils",
         torch=True,
     ),
 }
@@ -100,13 +102,10 @@ ENTANGLED = (
     "engine.llm_engine",
     "layers.linear",
     "llm",
-    "models.decoder",
     "scheduler.scheduler",
     "scheduler.sequence",
     "worker.model_runner",
     "worker.network",
-    "worker.sampling_rows",
-    "worker.step_output",
 )
 """Files of the trunk that still import a branch: this list may only get shorter."""
 STILL_IMPORTED = ("speculation", "structured", "formats", "steps", "compat")

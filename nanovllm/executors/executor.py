@@ -6,14 +6,16 @@ Imports no torch before an executor is made. Knows no requests and no text.
 
 import contextlib
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from nanovllm.checkpoint.gguf import is_gguf
 from nanovllm.checkpoint.hub import Checkpoint
 from nanovllm.options.config import Config
 from nanovllm.scheduler.messages import Schedule, StepResult, WorkerInfo
-from nanovllm.structured.grammar import GrammarCompiler
 from nanovllm.utils.pages import PageReserve
+
+if TYPE_CHECKING:
+    from nanovllm.structured.grammar import GrammarCompiler
 
 _MIN_RESERVE = 64 * 2**20
 """Bytes of weights below which a thread of its own gains nothing."""
@@ -38,7 +40,7 @@ class Executor(Protocol):
         """Load the model and allocate the KV pool. Every rank gets the smallest rank's blocks."""
         ...
 
-    def set_grammars(self, compiler: GrammarCompiler) -> None:
+    def set_grammars(self, compiler: "GrammarCompiler") -> None:
         """Give the ranks what compiles the grammars of requests; before the first of those."""
         ...
 

@@ -1,15 +1,19 @@
 """Runs the only rank in this process. Knows no requests and no text."""
 
+from typing import TYPE_CHECKING
+
 from nanovllm.checkpoint.hub import Checkpoint
 from nanovllm.errors import EngineDeadError
 from nanovllm.executors.worker import check_networks, num_threads, on_device, rank_device
 from nanovllm.options.config import Config
 from nanovllm.scheduler.messages import Schedule, WorkerInfo
-from nanovllm.structured.grammar import GrammarCompiler
 from nanovllm.utils.pages import PageReserve
 from nanovllm.worker.kv_cache import memory_errors, require_one_sequence
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.step_output import PendingResult
+
+if TYPE_CHECKING:
+    from nanovllm.structured.grammar import GrammarCompiler
 
 
 class InProcessExecutor:
@@ -38,9 +42,11 @@ class InProcessExecutor:
         self._runner = runner
         return info
 
-    def set_grammars(self, compiler: GrammarCompiler) -> None:
+    def set_grammars(self, compiler: "GrammarCompiler") -> None:
+        from nanovllm.structured.grammar_masks import GrammarMasks
+
         assert self._runner is not None
-        self._runner.grammars.compiler = compiler
+        self._runner.masks = GrammarMasks(compiler)
 
     def execute(self, schedule: Schedule) -> PendingResult:
         self.check_health()

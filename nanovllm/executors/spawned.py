@@ -9,7 +9,7 @@ import time
 from collections import deque
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -18,8 +18,10 @@ from nanovllm.errors import EngineDeadError, NanoVLLMError
 from nanovllm.executors.worker import check_networks, num_threads, rank_device, run_worker
 from nanovllm.options.config import Config
 from nanovllm.scheduler.messages import Schedule, StepResult, WorkerInfo
-from nanovllm.structured.grammar import GrammarCompiler
 from nanovllm.worker.kv_cache import require_one_sequence
+
+if TYPE_CHECKING:
+    from nanovllm.structured.grammar import GrammarCompiler
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +85,7 @@ class SpawnedExecutor:
             raise
         return infos[0]
 
-    def set_grammars(self, compiler: GrammarCompiler) -> None:
+    def set_grammars(self, compiler: "GrammarCompiler") -> None:
         self._grammars = compiler  # a large message, which most engines never need
 
     def execute(self, schedule: Schedule) -> "_StepFuture":
@@ -123,7 +125,7 @@ class SpawnedExecutor:
                 return result
 
     def _send(
-        self, message: WorkerInfo | Schedule | GrammarCompiler, pipes: list[Connection]
+        self, message: "WorkerInfo | Schedule | GrammarCompiler", pipes: list[Connection]
     ) -> None:
         try:
             for pipe in pipes:

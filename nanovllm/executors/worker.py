@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tqdm.auto import tqdm
@@ -28,12 +28,14 @@ from nanovllm.models.model_config import ModelConfig, architecture_of
 from nanovllm.models.registry import check_architecture
 from nanovllm.options.config import Config
 from nanovllm.scheduler.messages import Schedule, WorkerInfo
-from nanovllm.structured.grammar import GrammarCompiler
 from nanovllm.utils.distributed import init_tensor_parallel
 from nanovllm.worker.kv_cache import memory_errors
-from nanovllm.worker.model_loader import check_eagle3, check_weights
+from nanovllm.worker.model_loader import check_weights
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.network import NetworkSpec
+
+if TYPE_CHECKING:
+    from nanovllm.structured.grammar import GrammarCompiler
 
 _REDUCED = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
 """Where cuBLAS cuts a long sum into parts, torch by default allows it to add them up in 16 bits."""
@@ -93,6 +95,8 @@ def _check_draft(target: NetworkSpec, checkpoint: Checkpoint) -> NetworkSpec:
         speculative_config=None,
     )
     if spec.method == "eagle3":
+        from nanovllm.speculation.proposers.eagle3_config import check_eagle3
+
         files = []
         if config.load_format != "dummy":
             files = weight_files(checkpoint, config.model, None, config.download_dir)
@@ -225,8 +229,10 @@ def run_worker(
         outbox.put(lambda: allocated)
         while True:
             message: GrammarCompiler | Schedule = pipe.recv()
-            if isinstance(message, GrammarCompiler):
-                runner.grammars.compiler = message
+            if not isinstance(message, Schedule):
+                from nanovllm.structured.grammar_masks import GrammarMasks
+
+                runner.masks = GrammarMasks(message)
                 continue
             pending = runner.execute(message)
             if rank == 0:

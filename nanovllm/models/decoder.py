@@ -5,7 +5,7 @@ of the checkpoint. Shapes: T tokens in the batch, O tokens in `batch.output_indi
 Knows no family and no sequences: only attention reads the batch's rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -22,7 +22,6 @@ from nanovllm.layers.linear import (
 )
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models.model_config import ModelConfig
-from nanovllm.speculation.proposers.features import FeatureStore
 
 
 class SelfAttention(nn.Module):
@@ -103,8 +102,9 @@ class DecoderLayer(nn.Module):
         self.mlp = mlp
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.features: FeatureStore | None = None
-        """Takes the sum that enters the layer, of all T tokens; None: nothing reads it."""
+        self.store_input: Callable[[torch.Tensor, torch.Tensor], None] | None = None
+        """Takes the sum that enters the layer, of all T tokens, and their slots; None: nothing
+        reads it."""
 
     def forward(
         self,
@@ -120,8 +120,8 @@ class DecoderLayer(nn.Module):
             residual: [T, hidden_size].
         """
         hidden, residual = self.input_layernorm.add_norm(hidden, residual)
-        if self.features is not None:
-            self.features.store(residual, batch.slot_mapping)
+        if self.store_input is not None:
+            self.store_input(residual, batch.slot_mapping)
         hidden = self.self_attn(hidden, batch, output_indices)
         if output_indices is not None:
             residual = residual[output_indices]
@@ -183,18 +183,3 @@ class DecoderForCausalLM(nn.Module):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """Return logits [N, vocab_size] of `hidden` [N, hidden_size]; None except on rank 0."""
         return self.lm_head(hidden)
-
-    def capture_features(self, layer_ids: Sequence[int], pool: torch.Tensor) -> None:
-        """Store what enters the layers `layer_ids` in `pool`, from the next forward pass on.
-
-        Args:
-            layer_ids: from 0 on, each one once.
-            pool: [slots, len(layer_ids) * hidden_size], a row for each slot of the KV cache. The
-                layers' hidden states lie side by side in the order of `layer_ids`.
-        """
-        layers = self.model.layers
-        parts = pool.chunk(len(layer_ids), dim=1)
-        for layer_id, part in zip(layer_ids, parts, strict=True):
-            layer = layers[layer_id]
-            assert isinstance(layer, DecoderLayer)
-            layer.features = FeatureStore(part, native=layer.input_layernorm.kernels is not None)

@@ -4,7 +4,7 @@ A setting that would change the results but is not implemented is refused by nam
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -44,6 +44,8 @@ _ROPE_RANGE = (1e-3, 1e6)
 class ModelConfig:
     """The sizes and settings of a decoder-only transformer."""
 
+    module: ClassVar[str | None] = None
+    """Where the class `architecture` is; None: it is a family of this folder."""
     architecture: str
     vocab_size: int
     hidden_size: int

@@ -7,13 +7,13 @@ from torch import nn
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.options.validation import shown
-from nanovllm.speculation.proposers.eagle3_config import EAGLE3, Eagle3Config
 
 _MODULES = {
     "LlamaForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
+_EAGLE3 = "LlamaForCausalLMEagle3"
 
 
 def check_architecture(name: str) -> None:
@@ -22,9 +22,9 @@ def check_architecture(name: str) -> None:
     Raises:
         UnsupportedModelError: no model file implements it, or it is a draft head alone.
     """
-    if name == EAGLE3:
+    if name == _EAGLE3:
         raise UnsupportedModelError(
-            f"architecture {EAGLE3} is a draft head: name its target as the model, and the head in "
+            f"architecture {name} is a draft head: name its target as the model, and the head in "
             "speculative_config"
         )
     if name not in _MODULES:
@@ -39,9 +39,8 @@ def model_class(config: ModelConfig) -> type[nn.Module]:
     Raises:
         UnsupportedModelError: as for `check_architecture`.
     """
-    if isinstance(config, Eagle3Config):
-        module = "eagle3"
-    else:
+    module = config.module
+    if module is None:
         check_architecture(config.architecture)
-        module = _MODULES[config.architecture]
-    return getattr(importlib.import_module(f"nanovllm.models.{module}"), config.architecture)
+        module = f"nanovllm.models.{_MODULES[config.architecture]}"
+    return getattr(importlib.import_module(module), config.architecture)

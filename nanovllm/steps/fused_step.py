@@ -69,7 +69,7 @@ def unsupported_model(model: nn.Module, backend: Backend) -> str | None:
             module.weight is None or module.weight.dtype != spec.dtype
         ):
             return "the weights are quantised"
-        if isinstance(module, DecoderLayer) and module.features is not None:
+        if isinstance(module, DecoderLayer) and module.store_input is not None:
             return "a draft head reads hidden states"
     return None
 

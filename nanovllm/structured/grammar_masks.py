@@ -209,7 +209,7 @@ class GrammarRow:
         )
 
 
-class StepMasks:
+class GrammarStep:
     """The masks of a step's samples that have a grammar.
 
     Args:
@@ -306,11 +306,10 @@ class StepMasks:
 
 
 class GrammarMasks:
-    """The grammars of a rank's table rows: none if the rank does not sample."""
+    """The grammars of a rank's table rows. A rank that does not sample has none."""
 
-    def __init__(self) -> None:
-        self.compiler: GrammarCompiler | None = None
-        """Set before the first request with a grammar, on a rank that samples."""
+    def __init__(self, compiler: GrammarCompiler) -> None:
+        self._compiler = compiler
         self._rows: dict[int, GrammarRow] = {}  # by table index
         self._num_steps = 0
         self._thread = ThreadPoolExecutor(1, "nanovllm-grammar")
@@ -319,11 +318,11 @@ class GrammarMasks:
         """Forget the rows that are given to others, and begin those with a grammar."""
         for new in admissions:
             self._rows.pop(new.table_idx, None)
-            if new.params.structured_outputs is not None and self.compiler is not None:
+            if new.params.structured_outputs is not None:
                 forces = new.params.forces_tokens
-                self._rows[new.table_idx] = GrammarRow(self.compiler, new, forces=forces)
+                self._rows[new.table_idx] = GrammarRow(self._compiler, new, forces=forces)
 
-    def begin(self, tables: DeviceTables, rows: list[Row]) -> StepMasks | None:
+    def begin(self, tables: DeviceTables, rows: list[Row]) -> GrammarStep | None:
         """Begin to compute the masks of a step; None if no row that samples has a grammar.
 
         The tables hold the step's drafts already.
@@ -346,5 +345,4 @@ class GrammarMasks:
                 first += 1 + row.num_draft_tokens
         if not found:
             return None
-        assert self.compiler is not None
-        return StepMasks(tables, found, self.compiler.mask_bytes, self._thread)
+        return GrammarStep(tables, found, self._compiler.mask_bytes, self._thread)

@@ -35,7 +35,6 @@ from nanovllm.layers.linear import LinearBase, Matrix
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import model_class
 from nanovllm.options.config import Config
-from nanovllm.speculation.proposers.eagle3_config import Eagle3Config, read_eagle3_config
 from nanovllm.utils.distributed import tensor_parallel
 from nanovllm.utils.memory import return_freed
 from nanovllm.utils.pages import PageReserve
@@ -252,30 +251,6 @@ def _packable(
             if shard.target.ndim == 2
         )
     }
-
-
-def check_eagle3(
-    head_config: dict[str, Any], target_config: ModelConfig, files: list[Path]
-) -> Eagle3Config:
-    """Return the config of the EAGLE-3 head in `files`; check that they hold what it needs.
-
-    Args:
-        head_config: the head's parsed config.json.
-        files: the head's weights; none for dummy weights.
-
-    Raises:
-        UnsupportedModelError: the head has a setting that is not implemented.
-        CheckpointError: the head is for another target, or as for `check_weights`.
-    """
-    names = [name for file in files for name in read_header(file)]
-    try:
-        config = read_eagle3_config(head_config, target_config, names)
-    except CheckpointError as error:
-        place = f"{files[0].parent}: " if files else ""
-        raise type(error)(f"{place}{error}") from error
-    if files:
-        check_weights(config, files)
-    return config
 
 
 def _quant_method(

@@ -19,10 +19,10 @@ from nanovllm.speculation.proposers.proposer import Proposer
 from nanovllm.speculation.proposers.registry import make_proposer
 from nanovllm.steps.cuda_graph import LAPS, GraphRunner, graph_sizes
 from nanovllm.steps.piecewise_graphs import piece_sizes
-from nanovllm.structured.grammar_masks import GrammarMasks
 from nanovllm.utils.distributed import broadcast_from_first, tensor_parallel
 from nanovllm.utils.memory import keep_freed
 from nanovllm.worker.device_tables import DeviceTables
+from nanovllm.worker.extensions import LogitMasks
 from nanovllm.worker.kv_cache import graph_bytes, num_blocks_that_fit
 from nanovllm.worker.network import Network, NetworkSpec
 from nanovllm.worker.sampling_rows import SampledLogprobs, SamplingRows, gather_logprobs
@@ -73,7 +73,7 @@ class ModelRunner:
             self._proposer = make_proposer(spec, self.network, draft, self._max_num_batched_tokens)
         if device.type == "cpu":
             keep_freed()  # each step reuses the memory that the last one freed
-        self.grammars = GrammarMasks()
+        self.masks: LogitMasks | None = None
         self._tables: DeviceTables | None = None
         self._graphs: GraphRunner | None = None
         self._launched: deque[PendingResult] = deque()  # the last LAPS steps at most
@@ -146,7 +146,8 @@ class ModelRunner:
     def _execute(self, schedule: Schedule) -> PendingResult:
         assert self._tables is not None, "allocate() comes first"
         self._tables.apply(schedule)
-        self.grammars.admit(schedule.admissions)
+        if self.masks is not None:
+            self.masks.admit(schedule.admissions)
         self.network.zero_blocks(schedule.blocks_to_zero, self._tables)
         added = [new.block_ids for new in schedule.admissions]
         added += [new.block_ids for new in schedule.new_blocks]
@@ -209,7 +210,7 @@ class ModelRunner:
 
     def _run_rows(self, tables: DeviceTables, rows: list[Row]) -> StepOutput:
         """Compute `rows` and choose a token for each row that samples."""
-        masks = self.grammars.begin(tables, rows)
+        masks = None if self.masks is None else self.masks.begin(tables, rows)
         forcing = {} if masks is None else masks.forcing
         if self._graphs is not None and self._graphs.fits(rows):
             tokens, graph_logits, draft_ids = self._graphs.run(rows)

@@ -15,8 +15,8 @@ from nanovllm.kernels.cpu.library import torch_on_one_thread
 from nanovllm.layers.logits_rules import float32_copy
 from nanovllm.layers.sampler import Sampling, draw, draws_all_rows, greedy as greedy_tokens
 from nanovllm.scheduler.messages import Row, TokenLogprobs
-from nanovllm.structured.grammar_masks import StepMasks
 from nanovllm.worker.device_tables import DeviceTables
+from nanovllm.worker.extensions import StepMasks
 
 _SPARE = 8
 """Candidates in addition to top_k, so that logits equal to the k-th are candidates too."""
@@ -110,14 +110,14 @@ class SamplingRows:
     what the row would sample if its first j drafts were tokens.
 
     Args:
-        masks: of the samples with a grammar; None if there is none.
+        masks: of the samples that may not be any token; None if there are none.
         draft_ids: [S], the drafts, if a graph has already overwritten them in the tables; they are
             written there again, because a row's rules read them.
 
     Attributes:
         rows: the row of each sample.
         last_tokens: [S] int64, the index of the token in the batch that the sample follows.
-        errors: by sample, why the logits processor or the grammar of its request failed.
+        errors: by sample, why the logits processor or the mask of its request failed.
         draft_ids: [S] int64, the draft at the sample's position, where the row has one; None if no
             row has any.
     """

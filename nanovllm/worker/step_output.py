@@ -4,13 +4,14 @@ import dataclasses
 import itertools
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from nanovllm.layers.sampler import NO_TOKEN
 from nanovllm.scheduler.messages import Row, StepResult, TokenLogprobs
-from nanovllm.structured.grammar_masks import GrammarRow
+from nanovllm.worker.extensions import ForcedTokens
 from nanovllm.worker.sampling_rows import GatheredLogprobs, SampledLogprobs, to_host
 
 NO_DISTRIBUTION = (
@@ -44,8 +45,8 @@ class StepOutput:
     Its token does not count."""
     draft_ids: torch.Tensor | None = None
     """[S] int64, the draft that the sample may confirm; None if no row has any."""
-    forcing: dict[int, GrammarRow] = dataclasses.field(default_factory=dict)
-    """By sequence id: the grammars that may force tokens behind the sampled ones."""
+    forcing: Mapping[int, ForcedTokens] = dataclasses.field(default_factory=dict)
+    """By sequence id: what may force tokens behind the sampled ones."""
     on_host: bool = False
     """Whether `token_ids` is memory of the host to which the step itself writes."""
 

@@ -30,6 +30,7 @@ from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import model_class
 from nanovllm.scheduler.messages import WorkerInfo
+from nanovllm.speculation.proposers.features import capture_features
 from nanovllm.steps import fused_step
 from nanovllm.steps.cuda_capture import make_capture
 from nanovllm.steps.cuda_graph import GraphRunner
@@ -311,7 +312,7 @@ def test_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "head_dim 256 in float32" in reason(module, wide)
     other = of(head_dim=24)
     assert "head_dim 24" in reason(other.module, other.backend)
-    module.capture_features([1], torch.zeros(8, SMALL.hidden_size))
+    capture_features(module, [1], torch.zeros(8, SMALL.hidden_size))
     assert "draft head" in reason(module, backend)
     other = of()
     linear = other.module.model.layers[0].self_attn.qkv_proj

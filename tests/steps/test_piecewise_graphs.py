@@ -11,6 +11,7 @@ from nanovllm import SamplingParams
 from nanovllm.attention.batch import Batch
 from nanovllm.models.decoder import Decoder, DecoderForCausalLM
 from nanovllm.scheduler.messages import Admission, Row, Schedule
+from nanovllm.speculation.proposers.features import capture_features
 from nanovllm.steps.piecewise_graphs import PiecewiseGraphs, piece_sizes
 from tests.steps.fake_graphs import FakeCapture, use_fake_graphs
 from tests.steps.test_cuda_graph import BLOCK_SIZE, Bench
@@ -122,7 +123,7 @@ def test_stored_hidden_states_are_those_of_the_step(random_model: str, captures:
         assert isinstance(network.model, DecoderForCausalLM)
         width = 2 * network.model_config.hidden_size
         pool = torch.zeros(PADDING_SLOT + BLOCK_SIZE, width)
-        network.model.capture_features([0, 1], pool)
+        capture_features(network.model, [0, 1], pool)
         if network.uses_graphs:
             with torch.inference_mode():
                 network.capture_pieces(bench.tables, 64, progress=False)

@@ -161,8 +161,7 @@ def test_a_row_that_no_step_has_keeps_no_matcher(monkeypatch: pytest.MonkeyPatch
     """Its sequence was aborted, or ended by a stop string: the worker is not told."""
     monkeypatch.setattr("nanovllm.structured.grammar_masks._ABSENT_STEPS", 4)
     tables = DeviceTables(WorkerInfo(8, 4, 16, VOCAB_SIZE, 64), 2, torch.device("cpu"))
-    masks = GrammarMasks()
-    masks.compiler = COMPILER
+    masks = GrammarMasks(COMPILER)
     params = SamplingParams(structured_outputs=GRAMMARS["regex"])
     admissions = [Admission(i, i, PROMPT, 3, [i], params, 0, frozenset(EOS), ()) for i in range(2)]
     tables.apply(Schedule(0, admissions, [], []))
@@ -208,8 +207,7 @@ def test_step_masks_logits_of_the_rows_that_have_a_grammar() -> None:
     """Beside a row without one, a row with drafts; computed in the thread or, as on CUDA, after."""
     forms = [GRAMMARS["regex"], None, GRAMMARS["choice"]]
     tables = DeviceTables(WorkerInfo(8, 4, 16, VOCAB_SIZE, 64), 3, torch.device("cpu"))
-    masks = GrammarMasks()
-    masks.compiler = COMPILER
+    masks = GrammarMasks(COMPILER)
     outputs = ([65], [], [])
     admissions = []
     for i, (form, output) in enumerate(zip(forms, outputs, strict=True)):

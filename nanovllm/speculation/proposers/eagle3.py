@@ -17,7 +17,7 @@ from nanovllm.speculation.proposers.draft_kv import FEW_TOKENS
 from nanovllm.speculation.proposers.draft_network import DraftNetwork
 from nanovllm.speculation.proposers.eagle3_config import Eagle3Config
 from nanovllm.speculation.proposers.eagle3_head import LlamaForCausalLMEagle3
-from nanovllm.speculation.proposers.features import take_rows
+from nanovllm.speculation.proposers.features import capture_features, take_rows
 from nanovllm.steps.cuda_graph import ComputeLogits, GraphRunner
 from nanovllm.steps.recorded_step import MAX_TOKENS, RecordedModel
 from nanovllm.worker.device_tables import DeviceTables
@@ -69,7 +69,7 @@ class Eagle3(DraftNetwork):
         """Make the pools, and let the target store hidden states."""
         super().allocate(tables, num_blocks)
         assert self._features is not None
-        self._target.capture_features(self._config.layer_ids, self._features)
+        capture_features(self._target, self._config.layer_ids, self._features)
         if not self._graphs:
             self._record()
 

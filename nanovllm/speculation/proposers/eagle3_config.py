@@ -5,11 +5,14 @@ As in config.py, a setting that would change the drafts but is not implemented i
 
 import dataclasses
 from collections.abc import Collection
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
+from nanovllm.checkpoint.loader import read_header
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.options.validation import check_bool, check_int, shown
+from nanovllm.worker.model_loader import check_weights
 
 EAGLE3 = "LlamaForCausalLMEagle3"
 """The architecture of the head, whatever its config.json calls it."""
@@ -52,6 +55,8 @@ class Eagle3Config(ModelConfig):
     `vocab_size` is the target's; `num_layers` is 1.
     """
 
+    module: ClassVar[str | None] = "nanovllm.speculation.proposers.eagle3_head"
+
     draft_vocab_size: int
     """Tokens that the head can draft."""
     target_hidden_size: int
@@ -73,6 +78,30 @@ class Eagle3Config(ModelConfig):
     """Whether a table says which token each draft id stands for; else they are the same."""
     tensor_names: frozenset[str]
     """What the checkpoint holds."""
+
+
+def check_eagle3(
+    head_config: dict[str, Any], target_config: ModelConfig, files: list[Path]
+) -> Eagle3Config:
+    """Return the config of the EAGLE-3 head in `files`; check that they hold what it needs.
+
+    Args:
+        head_config: the head's parsed config.json.
+        files: the head's weights; none for dummy weights.
+
+    Raises:
+        UnsupportedModelError: the head has a setting that is not implemented.
+        CheckpointError: the head is for another target, or as for `check_weights`.
+    """
+    names = [name for file in files for name in read_header(file)]
+    try:
+        config = read_eagle3_config(head_config, target_config, names)
+    except CheckpointError as error:
+        place = f"{files[0].parent}: " if files else ""
+        raise type(error)(f"{place}{error}") from error
+    if files:
+        check_weights(config, files)
+    return config
 
 
 def read_eagle3_config(

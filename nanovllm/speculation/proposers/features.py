@@ -1,6 +1,6 @@
-"""Hidden states for a draft head: one layer's place in a pool of them, reading and joining rows.
+"""Hidden states for a draft head: storing them from the target's layers, reading and joining rows.
 
-The C kernels copy where they can, so that a recorded step has no call of torch. Knows no model.
+The C kernels copy where they can, so that a recorded step has no call of torch.
 """
 
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ import torch
 
 from nanovllm.kernels.cpu import ops as cpu_ops
 from nanovllm.kernels.cpu.library import supports
+from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer
 
 
 class FeatureStore:
@@ -29,6 +30,24 @@ class FeatureStore:
             cpu_ops.copy_rows(hidden, self._columns, y_rows=slot_mapping)
         else:
             self._columns.index_copy_(0, slot_mapping, hidden)
+
+
+def capture_features(
+    model: DecoderForCausalLM, layer_ids: Sequence[int], pool: torch.Tensor
+) -> None:
+    """Store what enters the layers `layer_ids` in `pool`, from the next forward pass on.
+
+    Args:
+        layer_ids: from 0 on, each one once.
+        pool: [slots, len(layer_ids) * hidden_size], a row for each slot of the KV cache. The
+            layers' hidden states lie side by side in the order of `layer_ids`.
+    """
+    parts = pool.chunk(len(layer_ids), dim=1)
+    for layer_id, part in zip(layer_ids, parts, strict=True):
+        layer = model.model.layers[layer_id]
+        assert isinstance(layer, DecoderLayer)
+        native = layer.input_layernorm.kernels is not None
+        layer.store_input = FeatureStore(part, native=native).store
 
 
 def take_rows(pool: torch.Tensor, rows: torch.Tensor, *, native: bool) -> torch.Tensor:

@@ -19,10 +19,12 @@ from nanovllm.layers.attention import Attention
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import model_class
 from nanovllm.options.config import Config
+from nanovllm.speculation.proposers.eagle3_config import check_eagle3
+from nanovllm.speculation.proposers.features import capture_features
 from nanovllm.steps.recording import Recording
 from nanovllm.utils import distributed
 from nanovllm.utils.distributed import TensorParallel
-from nanovllm.worker.model_loader import build_model, check_eagle3, load_model
+from nanovllm.worker.model_loader import build_model, load_model
 from tests.checkpoints import SMALL, make_checkpoint, random_model, read_json, write_json
 from tests.eagle3_checkpoints import change_tensors, make_eagle3_checkpoint
 from tests.kernels.cpu.helpers import native
@@ -344,7 +346,7 @@ def test_features_are_hidden_states_of_transformers(model_type, tmp_path):
     model, config = load_target(tmp_path)
     backend = bind(model, config)
     pool = torch.full((40 * 32, 3 * 64), torch.nan)
-    model.capture_features((2, 3, 6), pool)
+    capture_features(model, (2, 3, 6), pool)
     tokens = random_tokens(50, 0)
     model(make_batch(backend, [(1, 0, tokens[:35])]))
     last = make_batch(backend, [(1, 35, tokens[35:])])
@@ -364,7 +366,7 @@ def test_recorded_steps_store_the_same_features(quantization, tmp_path):
     model, config = load_target(tmp_path, "bfloat16", quantization=quantization)
     backend = bind(model, config)
     pool = torch.zeros(40 * 32, 3 * 64, dtype=torch.bfloat16)
-    model.capture_features((0, 3, 6), pool)
+    capture_features(model, (0, 3, 6), pool)
     rows = [(0, 0, random_tokens(5, 0)), (1, 0, random_tokens(11, 1))]
     batch, step = batch_to_record(backend, 25), make_batch(backend, rows)
     hidden = model(step)
