@@ -18,8 +18,8 @@ COUNTS = ("passed", "failed", "errors", "skipped")
 KERNEL_TESTS = (
     "kernels/triton/test_*.py",
     "attention/test_gpu_*.py",
-    "worker/test_*graph*.py",
-    "worker/test_fused_*.py",
+    "steps/test_*graph*.py",
+    "steps/test_fused_*.py",
     "worker/test_warm_up.py",
     "worker/test_kv_cache.py",
 )

@@ -40,7 +40,8 @@ TIMEOUT = 60.0
 
 CHAT = """
 import sys, time, types
-from nanovllm import LLM, cli
+from nanovllm import LLM
+from nanovllm.cli import main as cli
 
 stream = LLM.stream
 
@@ -63,7 +64,7 @@ sys.exit(cli.main(sys.argv[1:]))
 
 LINES = """
 import sys
-from nanovllm import terminal
+from nanovllm.utils import terminal
 
 try:
     for line in terminal.typed_lines():
