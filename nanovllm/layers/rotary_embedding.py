@@ -1,101 +1,29 @@
-"""Rotary position embedding (arXiv 2104.09864), with linear, YaRN and Llama 3 scaling."""
-
-import dataclasses
-import math
+"""Rotary position embedding (arXiv 2104.09864): the angles. `kernels.torch_kernels` rotates."""
 
 import torch
 from torch import nn
 
 
-@dataclasses.dataclass(frozen=True)
-class RopeConfig:
-    """The rotary settings of a checkpoint, normalised."""
-
-    theta: float
-    rope_type: str = "default"
-    """"default", "linear", "yarn", "llama3" or "factors"."""
-    factor: float = 1.0
-    original_max_position: int = 0
-    """Positions of the model before scaling. Only yarn and llama3 use it."""
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    """Factor on cos and sin. Only yarn uses it; None: derive it from `factor` and the mscales."""
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-    """Whether the bounds of yarn's ramp are rounded to whole dimensions."""
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    """Only llama3 uses them. A dimension that makes more rotations than the high factor over the
-    original positions keeps its angle; one that makes fewer than the low factor has it divided."""
-    factors: tuple[float, ...] = ()
-    """[head_dim / 2]: what each dimension's angle is divided by. Only factors uses it."""
+def inverse_frequencies(head_dim: int, theta: float) -> torch.Tensor:
+    """Return the radians per position of each pair of a head: [head_dim / 2] float32."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+    return 1.0 / theta**exponents
 
 
 class RotaryEmbedding(nn.Module):
-    """The angles by which a head's pairs (i, i + head_dim / 2) rotate, for each position."""
+    """The angles by which a head's pairs (i, i + head_dim / 2) rotate, for each position.
+
+    Args:
+        inv_freq: [head_dim / 2] float32, on the CPU.
+        scale: factor on cosines and sines.
+    """
 
     cos_sin: torch.Tensor
     """[max_position, head_dim] float32: cosines, then sines."""
 
-    def __init__(self, head_dim: int, max_position: int, rope: RopeConfig) -> None:
+    def __init__(self, max_position: int, inv_freq: torch.Tensor, scale: float = 1.0) -> None:
         super().__init__()
-        inv_freq, scale = inverse_frequencies(head_dim, rope)
         angles = torch.arange(max_position, dtype=torch.float32, device="cpu")[:, None] * inv_freq
         device = torch.get_default_device()
         cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1) * scale
         self.register_buffer("cos_sin", cos_sin.to(device), persistent=False)
-
-
-def inverse_frequencies(head_dim: int, rope: RopeConfig) -> tuple[torch.Tensor, float]:
-    """Return (radians per position [head_dim / 2] float32, factor on cos and sin)."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
-    inv_freq = 1.0 / rope.theta**exponents
-    if rope.rope_type == "linear":
-        return inv_freq / rope.factor, 1.0
-    if rope.rope_type == "yarn":
-        return _yarn(inv_freq, head_dim, rope)
-    if rope.rope_type == "llama3":
-        return _llama3(inv_freq, rope), 1.0
-    if rope.rope_type == "factors":
-        return inv_freq / torch.tensor(rope.factors, dtype=torch.float32, device="cpu"), 1.0
-    return inv_freq, 1.0
-
-
-def _llama3(inv_freq: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
-    """Return `inv_freq` with the scaling of Llama 3.1 (transformers' modeling_rope_utils.py)."""
-    rotations = rope.original_max_position * inv_freq / (2 * math.pi)
-    low, high = rope.low_freq_factor, rope.high_freq_factor
-    kept = ((rotations - low) / (high - low)).clamp(0, 1)
-    return inv_freq / rope.factor * (1 - kept) + inv_freq * kept
-
-
-def _yarn(inv_freq: torch.Tensor, head_dim: int, rope: RopeConfig) -> tuple[torch.Tensor, float]:
-    """Return what `inverse_frequencies` does, with YaRN scaling (arXiv 2309.00071).
-
-    Fast dimensions keep their angle, slow ones are divided by `factor`. Between the two a linear
-    ramp mixes both.
-    """
-
-    def dimension(rotations: float) -> float:
-        """Return the dimension that makes so many rotations over the original positions."""
-        positions = rope.original_max_position / (rotations * 2 * math.pi)
-        return head_dim * math.log(positions) / (2 * math.log(rope.theta))
-
-    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
-    if rope.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
-    steps = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
-    ramp = ((steps - low) / max(high - low, 0.001)).clamp(0, 1)
-    scaled = inv_freq / rope.factor * ramp + inv_freq * (1 - ramp)
-
-    def mscale(weight: float = 1.0) -> float:
-        return 0.1 * weight * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
-
-    if rope.attention_factor is not None:
-        return scaled, rope.attention_factor
-    if rope.mscale and rope.mscale_all_dim:
-        return scaled, mscale(rope.mscale) / mscale(rope.mscale_all_dim)
-    return scaled, mscale()

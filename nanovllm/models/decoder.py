@@ -162,7 +162,9 @@ class DecoderForCausalLM(nn.Module):
 
     def __init__(self, config: ModelConfig, max_model_len: int) -> None:
         super().__init__()
-        rotary_emb = RotaryEmbedding(config.head_dim, max_model_len, config.rope)
+        rotary_emb = RotaryEmbedding(
+            max_model_len, *config.rope.inverse_frequencies(config.head_dim)
+        )
         layers = [self.make_layer(config, rotary_emb) for _ in range(config.num_layers)]
         self.model = Decoder(config, layers)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)

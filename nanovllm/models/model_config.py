@@ -10,7 +10,7 @@ import torch
 
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.formats.fp8_config import Fp8Config
-from nanovllm.layers.rotary_embedding import RopeConfig
+from nanovllm.layers.rope_scaling import RopeConfig
 from nanovllm.options.validation import check_bool, check_float, check_int, shown
 
 _DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}

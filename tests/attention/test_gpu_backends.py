@@ -23,7 +23,7 @@ from nanovllm.attention.varlen import VarlenBackend
 from nanovllm.errors import ConfigError
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
+from nanovllm.layers.rotary_embedding import RotaryEmbedding, inverse_frequencies
 from nanovllm.worker import network
 from tests.attention.cases import make_case, random_rows
 from tests.kernels.triton.inputs import CUDA, DEVICE, has_fp8
@@ -49,7 +49,7 @@ def attend(backend, case, batch=None, qk_norm=True):
     qkv = qkv[: len(batch.positions)].to(DEVICE, spec.dtype)
     with torch.device(DEVICE):
         norms = RMSNorm(spec.head_dim, 1e-6).to(spec.dtype), RMSNorm(spec.head_dim, 1e-6)
-        rotary = RotaryEmbedding(spec.head_dim, 512, RopeConfig(10000.0))
+        rotary = RotaryEmbedding(512, inverse_frequencies(spec.head_dim, 10000.0))
     for norm in norms:
         norm.weight.data = torch.randn(spec.head_dim, generator=generator).to(DEVICE, spec.dtype)
     layer = Attention()

@@ -8,7 +8,8 @@ import torch
 
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.formats.fp8_config import Fp8Config
-from nanovllm.layers.rotary_embedding import RopeConfig, inverse_frequencies
+from nanovllm.layers.rope_scaling import RopeConfig
+from nanovllm.layers.rotary_embedding import inverse_frequencies
 from nanovllm.models.llama import LlamaForCausalLM
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.qwen2 import Qwen2ForCausalLM
@@ -212,8 +213,8 @@ def test_factors_of_each_dimension():
     factors = [1.0] * 30 + [2, 8.0]
     rope = read(head_dim=64, rope_scaling={"rope_type": "factors", "factors": factors}).rope
     assert rope == RopeConfig(1e6, "factors", 1.0, 40960, factors=tuple(factors))
-    plain, _ = inverse_frequencies(64, RopeConfig(1e6))
-    found, scale = inverse_frequencies(64, rope)
+    plain = inverse_frequencies(64, 1e6)
+    found, scale = rope.inverse_frequencies(64)
     assert scale == 1.0
     assert torch.equal(found, plain / torch.tensor(factors))
 
@@ -419,7 +420,7 @@ def test_every_number_that_is_accepted_gives_finite_angles(key, value, theta, or
     scaling = {"type": "yarn", **YARN, "mscale_all_dim": 1.0, key: value}
     scaling["original_max_position_embeddings"] = original
     rope = read(rope_theta=theta, rope_scaling=scaling).rope
-    inv_freq, scale = inverse_frequencies(128, rope)
+    inv_freq, scale = rope.inverse_frequencies(128)
     assert inv_freq.isfinite().all()
     assert math.isfinite(scale)
 

@@ -99,7 +99,9 @@ class LlamaForCausalLMEagle3(nn.Module):
             RMSNorm(config.target_hidden_size, eps) for _ in range(NUM_FEATURES * config.fc_norm)
         )
         self.fc = RowParallelLinear(features_size, hidden_size, bias=False)
-        rotary_emb = RotaryEmbedding(config.head_dim, max_model_len, config.rope)
+        rotary_emb = RotaryEmbedding(
+            max_model_len, *config.rope.inverse_frequencies(config.head_dim)
+        )
         self.midlayer = Eagle3Layer(config, rotary_emb)
         self.norm = RMSNorm(hidden_size, eps)
         self.lm_head = ParallelLMHead(config.draft_vocab_size, hidden_size)

@@ -14,7 +14,7 @@ from nanovllm.attention.cpu import CPUBackend
 from nanovllm.formats.quantization import IntTensor, quantize
 from nanovllm.kernels.cpu import build, library as library_module, ops as cpu_ops, table_ops
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
+from nanovllm.layers.rotary_embedding import RotaryEmbedding, inverse_frequencies
 from nanovllm.layers.sampler import Sampling, draw
 from tests.kernels.cpu.helpers import native, randn
 
@@ -303,7 +303,7 @@ def in_8_bits(cache, slot_mapping, *stored):
 
 
 def random_qk_norm(head_dim, qk_norm):
-    cos_sin = RotaryEmbedding(head_dim, 512, RopeConfig(theta=10000.0)).cos_sin
+    cos_sin = RotaryEmbedding(512, inverse_frequencies(head_dim, 10000.0)).cos_sin
     if not qk_norm:
         return QKNorm(None, None, 0.0, cos_sin)
     weights = [randn(head_dim, seed=seed).abs() + 0.5 for seed in (3, 4)]

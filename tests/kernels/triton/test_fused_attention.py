@@ -9,7 +9,7 @@ import torch
 
 from nanovllm.kernels.triton import fused_attention, ops as triton_ops
 from nanovllm.kernels.triton.online_softmax import MAX_SPLITS
-from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
+from nanovllm.layers.rotary_embedding import RotaryEmbedding, inverse_frequencies
 from tests.attention.cases import make_case, reference
 from tests.kernels.triton.inputs import DEVICE, each_dtype, randn
 from tests.kernels.triton.interpreter import patch_interpreter
@@ -36,7 +36,7 @@ class Case:
         self.weights = [
             randn(head_dim, dtype=dtype, seed=i) + 1 if qk_norm else None for i in (1, 2)
         ]
-        self.cos_sin = RotaryEmbedding(head_dim, 8192, RopeConfig(theta=1e6)).to(DEVICE).cos_sin
+        self.cos_sin = RotaryEmbedding(8192, inverse_frequencies(head_dim, 1e6)).to(DEVICE).cos_sin
         lens = torch.tensor(batch.lengths.query_lens, device=DEVICE)
         tables = batch.block_tables.repeat_interleave(lens, 0)
         self.tokens = batch.positions, batch.slot_mapping, tables

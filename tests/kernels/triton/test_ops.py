@@ -15,7 +15,7 @@ from nanovllm.kernels.torch_kernels import rotate
 from nanovllm.kernels.triton import ops as triton_ops
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
+from nanovllm.layers.rotary_embedding import RotaryEmbedding, inverse_frequencies
 from nanovllm.worker.kv_cache import zeros
 from tests.kernels.triton.inputs import CUDA, DEVICE, each_dtype, has_fp8, randn
 from tests.kernels.triton.interpreter import patch_interpreter
@@ -95,7 +95,7 @@ class StoreCase:
 
     def __init__(self, tokens, heads, kv_heads, head_dim, dtype, qk_norm=True):
         generator = torch.Generator().manual_seed(tokens + head_dim)
-        rotary = RotaryEmbedding(head_dim, 4096, RopeConfig(theta=1e6)).to(DEVICE)
+        rotary = RotaryEmbedding(4096, inverse_frequencies(head_dim, 1e6)).to(DEVICE)
         self.cos_sin = rotary.cos_sin
         self.positions = torch.randint(4096, (tokens,), generator=generator).to(DEVICE)
         self.qkv = randn(tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype, seed=tokens) * 3
