@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 Step = tuple[float, bytes]
 """Seconds to wait, then bytes to send."""
+CLOSE: Step = (0.0, b"")
+"""The last step of an answer that ends its connection; an answer without steps does so too."""
 
 MODELS = {"object": "list", "data": [{"id": "wire-model", "object": "model"}]}
 
@@ -25,7 +27,7 @@ class Asked(NamedTuple):
 
 
 Script = Callable[[Asked], list[Step]]
-"""What to answer. An answer without steps closes the connection."""
+"""What to answer."""
 
 
 class WireServer:
@@ -93,7 +95,7 @@ class WireServer:
                 return False
             writer.write(data)
             await writer.drain()
-        return bool(steps)
+        return bool(steps) and steps[-1] != CLOSE
 
 
 async def _read(reader: asyncio.StreamReader) -> Asked:

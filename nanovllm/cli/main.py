@@ -20,7 +20,6 @@ from nanovllm.cli.repl import Chat, Source, awaited, model_source, server_source
 from nanovllm.compat.flags import SERVE_NAMES, add_other_flags
 from nanovllm.compat.other_names import CONFIG_NAMES
 from nanovllm.errors import ConfigError, InvalidRequestError, NanoVLLMError
-from nanovllm.loadtest import sse_client
 from nanovllm.loadtest.load_plan import LoadPlan, add_bench
 from nanovllm.options.config import Config
 from nanovllm.options.flags import Parser, add_flags, fields_of, given_fields, json_object
@@ -146,6 +145,7 @@ def serve(args: argparse.Namespace) -> int:
 def bench(args: argparse.Namespace) -> int:
     """Put a load on a server that speaks OpenAI's API, and measure it."""
     plan = LoadPlan(**given_fields(LoadPlan, args))
+    _need("client", "aiohttp")
     if plan.plot is not None:
         _need("plot", "matplotlib")
     from nanovllm.loadtest.bench_serve import bench_serve
@@ -177,6 +177,9 @@ def _connect(args: argparse.Namespace, options: dict[str, Any], flags: dict[str,
     if engine:
         flag = engine[0].replace("_", "-")
         raise InvalidRequestError(f"--{flag} is for a model here; the server has its own options")
+    _need("client", "aiohttp")
+    from nanovllm.loadtest import sse_client
+
     server = sse_client.find_server(args.url, args.api_key)
     model = args.model or sse_client.first_model(server)
     if is_interactive():

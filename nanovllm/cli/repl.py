@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.errors import InvalidRequestError, ServerError
-from nanovllm.loadtest import sse_client
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.options.validation import did_you_mean, shown
 from nanovllm.outputs import RequestOutput
@@ -27,6 +26,7 @@ from nanovllm.utils.terminal import (
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
+    from nanovllm.loadtest.sse_client import Server
 
 HELP = {
     "/help": "shows this list",
@@ -148,13 +148,14 @@ def model_source(llm: "LLM", params: SamplingParams, template: Mapping[str, Any]
     return answer
 
 
-def server_source(server: sse_client.Server, model: str, fields: Mapping[str, Any]) -> Source:
+def server_source(server: "Server", model: str, fields: Mapping[str, Any]) -> Source:
     """Return the answers of a server's /v1/chat/completions.
 
     Args:
         model: its name at the server.
         fields: further fields of the requests, such as {"temperature": 0}.
     """
+    from nanovllm.loadtest import sse_client
 
     def answer(messages: list[Message]) -> Iterator[str]:
         sent = [{**message, "content": _without_reasoning(message)} for message in messages]

@@ -1,6 +1,6 @@
 """`nanovllm bench serve`: puts a load on a server that speaks OpenAI's API, and measures it.
 
-One event loop sends and reads; a token costs it one callback. `load_plan` says what is sent,
+One event loop sends and reads. `load_plan` says what is sent,
 `load_report` what the times mean. Imports no engine.
 """
 
@@ -19,7 +19,7 @@ from nanovllm.errors import InvalidRequestError, NanoVLLMError, ServerError
 from nanovllm.loadtest.load_plan import Conversation, LoadPlan, make_conversations, make_warmups
 from nanovllm.loadtest.load_report import Client, Measurement, Report, percentile
 from nanovllm.loadtest.sse_client import (
-    Connections,
+    HttpClient,
     Server,
     choices_of,
     find_server,
@@ -65,25 +65,22 @@ async def measure(plan: LoadPlan, server: Server) -> Report:
         ServerError: it fails before the load begins.
         InvalidRequestError: it refuses the first request.
     """
-    load = _Load(plan, server)
-    try:
+    async with HttpClient(server) as client:
+        load = _Load(plan, client)
         for warmup in make_warmups(plan):
             measured: list[Measurement] = []
             await load.converse(warmup, load.first_request(warmup), time.perf_counter(), measured)
             if measured[0].error is not None:
                 raise ServerError(f"the first request failed: {measured[0].error}")
         return await load.run(make_conversations(plan))
-    finally:
-        load.connections.close()
 
 
 class _Load:
     """The requests on their way."""
 
-    def __init__(self, plan: LoadPlan, server: Server) -> None:
-        self.connections = Connections(server)
+    def __init__(self, plan: LoadPlan, client: HttpClient) -> None:
         self._plan = plan
-        self._server = server
+        self._client = client
         self._places: contextlib.AbstractAsyncContextManager[Any] = contextlib.nullcontext()
         if plan.max_concurrency is not None:
             self._places = asyncio.Semaphore(plan.max_concurrency)
@@ -112,7 +109,7 @@ class _Load:
         return Report(self._plan, measured, seconds, client)
 
     def first_request(self, conversation: Conversation) -> bytes:
-        """Return the bytes of a conversation's first request; they are made before the load."""
+        """Return the body of a conversation's first request; it is made before the load."""
         prompt, output_len = conversation.prompts[0], conversation.output_lens[0]
         if isinstance(prompt, str):
             return self._request({"messages": [_user(prompt)]}, output_len)
@@ -150,14 +147,14 @@ class _Load:
             body["ignore_eos"] = True
         if plan.temperature is not None:
             body["temperature"] = plan.temperature
-        return self._server.request("POST", plan.endpoint, body | (plan.extra_body or {}))
+        return json.dumps(body | (plan.extra_body or {})).encode()
 
     async def _send(self, request: bytes, answer: "_Answer") -> None:
         measured = answer.measured
         async with self._places:
             measured.start = measured.end = time.perf_counter()
             try:
-                await self.connections.post(request, answer.receive)
+                await self._client.post(self._plan.endpoint, request, answer.receive)
                 answer.check()
             except NanoVLLMError as error:
                 measured.error = str(error)

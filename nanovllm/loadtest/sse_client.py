@@ -1,30 +1,32 @@
 """An HTTP client for servers that speak OpenAI's API: requests, answers, server-sent events.
 
-`stream` and `fetch` block, `Connections` is for asyncio; `sse_response` parses the answers. Knows
-no endpoint but /v1/models, and of events their form. Follows no redirect, uses no proxy and checks
-certificates.
+`stream` blocks, `HttpClient` is for asyncio. Knows no endpoint but /v1/models, and of events their
+form. Follows no redirect, uses no proxy and checks certificates.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import os
 import re
-import socket
-import ssl
-import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 from urllib.parse import urlsplit
 
-from nanovllm.errors import ConfigError, ServerError
-from nanovllm.loadtest.sse_response import Response, message_of
+import aiohttp
+
+from nanovllm.errors import ConfigError, InvalidRequestError, ServerError
 from nanovllm.options.validation import shown
 
 TICK_SECONDS = 0.1
 """How long a blocking stream waits for data before it yields None."""
 CONNECT_SECONDS = 10.0
 """How long a connection, or an answer to `fetch`, may take."""
+IDLE_SECONDS = 2.0
+"""How long an unused connection is kept; servers close theirs after 5 s or more."""
+MAX_BYTES = 2**24
+"""Limit of an event, and of a body that is no stream of events."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,26 +35,9 @@ class Server:
 
     name: str
     """Host and port as they stand in the URL."""
-    host: str
-    port: int
-    path: str
-    """What comes before the path of an endpoint; "" for nothing."""
-    tls: ssl.SSLContext | None
-    api_key: str | None = dataclasses.field(repr=False)
-
-    def request(self, method: str, endpoint: str, body: Any = None) -> bytes:
-        """Return the bytes of a request with a JSON body, or without one."""
-        content = b"" if body is None else json.dumps(body).encode()
-        head = [
-            f"{method} {self.path}{endpoint} HTTP/1.1",
-            f"Host: {self.name}",
-            "Accept: text/event-stream, application/json",
-        ]
-        if self.api_key:
-            head.append(f"Authorization: Bearer {self.api_key}")
-        if body is not None:
-            head += ["Content-Type: application/json", f"Content-Length: {len(content)}"]
-        return "\r\n".join([*head, "", ""]).encode("latin-1") + content
+    url: str
+    """What comes before the path of an endpoint, such as /v1/models."""
+    headers: dict[str, str] = dataclasses.field(repr=False)
 
 
 def find_server(url: str, api_key: str | None = None) -> Server:
@@ -68,18 +53,104 @@ def find_server(url: str, api_key: str | None = None) -> Server:
     rule = f"the server's URL must be like http://127.0.0.1:8000, got {shown(url)}"
     try:
         parts = urlsplit(url)
-        host, port = parts.hostname, parts.port
+        host, _ = parts.hostname, parts.port  # reading the port checks it
     except ValueError:
         raise ConfigError(rule) from None
-    if not re.fullmatch(r"https?://[!-~]+", url, re.IGNORECASE) or not host or "@" in parts.netloc:
+    if not re.fullmatch(r"https?://[!-~]+", url, re.IGNORECASE) or "@" in parts.netloc:
         raise ConfigError(rule)
-    if parts.query or parts.fragment:
-        raise ConfigError(f"{rule}: it has a query")
+    if not host or parts.query or parts.fragment:
+        raise ConfigError(f"{rule}, without a query")
     if api_key is not None and not re.fullmatch(r"[!-~]+", api_key):
         raise ConfigError("the API key must be printable ASCII without spaces")
-    tls = ssl.create_default_context() if parts.scheme == "https" else None
+    headers = {"Accept": "text/event-stream, application/json", "Accept-Encoding": "identity"}
+    if api_key is not None:
+        headers["Authorization"] = f"Bearer {api_key}"
     path = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
-    return Server(parts.netloc, host, port or (443 if tls else 80), path, tls, api_key)
+    return Server(parts.netloc, f"{parts.scheme}://{parts.netloc}{path}", headers)
+
+
+class HttpClient:
+    """Connections to a server, each kept for the requests after its first."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS),
+            timeout=aiohttp.ClientTimeout(connect=CONNECT_SECONDS),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            headers=server.headers,
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.close()
+
+    async def post(self, endpoint: str, content: bytes, receive: Callable[[str], None]) -> None:
+        """Send a request, and call `receive` with the data of each event when it comes.
+
+        Args:
+            content: the body, as JSON.
+
+        Raises:
+            InvalidRequestError: the server calls the request invalid (status 400, 413 or 422).
+            ServerError: the server cannot be reached, refuses, or breaks off; or from `receive`.
+        """
+        headers = {"Content-Type": "application/json"}
+        url = self._server.url + endpoint
+        with _errors(self._server):
+            async with self._session.post(
+                url, data=content, headers=headers, allow_redirects=False
+            ) as response:
+                if response.status != 200 or response.content_type != "text/event-stream":
+                    await _body(response)
+                    raise ServerError(f"{self._server.name}{endpoint} does not stream its answer")
+                events = EventParser()
+                async for piece in response.content.iter_any():
+                    for event in events.feed(piece):
+                        receive(event)
+
+    async def get(self, endpoint: str) -> bytes:
+        """Return the body of what the server has at an endpoint.
+
+        Raises:
+            ServerError: the server cannot be reached, refuses, or takes over 10 s.
+        """
+        with _errors(self._server):
+            async with (
+                asyncio.timeout(CONNECT_SECONDS),
+                self._session.get(self._server.url + endpoint, allow_redirects=False) as response,
+            ):
+                return await _body(response)
+
+
+async def _body(response: aiohttp.ClientResponse) -> bytes:
+    """Return the body of an answer; raise the error that it reports, if it does."""
+    body = b""
+    async for piece in response.content.iter_any():
+        body += piece
+        _check_size("body", body)
+    if response.status != 200:
+        kind = InvalidRequestError if response.status in (400, 413, 422) else ServerError
+        raise kind(f"the server answers {response.status}: {message_of(body)}")
+    return body
+
+
+@contextlib.contextmanager
+def _errors(server: Server) -> Iterator[None]:
+    """Raise what goes wrong on the way as a ServerError of one line."""
+    try:
+        yield
+    except (aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError):
+        raise ServerError("the server closed the connection before its answer ended") from None
+    except aiohttp.ClientResponseError as error:
+        raise ServerError(f"this is no HTTP server: {' '.join(error.message.split())}") from None
+    except (aiohttp.ClientError, OSError) as error:
+        reason = getattr(error, "strerror", None) or str(error) or "it takes too long"
+        if isinstance(error, OSError) and reason.startswith("Connect call failed"):
+            reason = os.strerror(error.errno or 0)
+        raise ServerError(f"cannot reach {server.name}: {reason}") from None
 
 
 def stream(server: Server, endpoint: str, body: Any) -> Iterator[str | None]:
@@ -91,42 +162,77 @@ def stream(server: Server, endpoint: str, body: Any) -> Iterator[str | None]:
         InvalidRequestError: the server calls the request invalid.
         ServerError: the server cannot be reached, refuses, or breaks off.
     """
-    response = Response()
-    for events in _exchange(server, server.request("POST", endpoint, body), response):
-        yield from events or (None,)
-    response.check()
-    if not response.is_stream:
-        raise ServerError(f"{server.name}{endpoint} does not stream its answer")
+    events: asyncio.Queue[str | None] = asyncio.Queue()
 
+    async def post() -> None:
+        try:
+            async with HttpClient(server) as client:
+                await client.post(endpoint, json.dumps(body).encode(), events.put_nowait)
+        finally:
+            events.put_nowait(None)
 
-def fetch(server: Server, endpoint: str) -> Any:
-    """Return the JSON value that the server has at an endpoint.
-
-    Raises:
-        ServerError: the server cannot be reached, refuses, or takes over 10 s.
-    """
-    response = Response()
-    deadline = time.monotonic() + CONNECT_SECONDS
-    for _ in _exchange(server, server.request("GET", endpoint), response):
-        if time.monotonic() > deadline:
-            raise ServerError(f"{server.name} did not answer within {CONNECT_SECONDS:g} s")
-    response.check()
-    try:
-        return json.loads(response.body)
-    except (ValueError, RecursionError):
-        raise ServerError(f"{server.name}{endpoint} did not answer with JSON") from None
+    with asyncio.Runner() as runner:
+        answer = runner.get_loop().create_task(post())
+        while True:
+            try:
+                event = runner.run(asyncio.wait_for(events.get(), TICK_SECONDS))
+            except TimeoutError:
+                yield None
+                continue
+            if event is None:
+                break
+            yield event
+        answer.result()
 
 
 def first_model(server: Server) -> str:
     """Return the name of the first model that the server lists.
 
     Raises:
-        ServerError: it lists none, or as `fetch`.
+        ServerError: it lists none, or as `HttpClient.get`.
     """
-    match fetch(server, "/v1/models"):
-        case {"data": [{"id": str(name)}, *_]}:
-            return name
+
+    async def get() -> bytes:
+        async with HttpClient(server) as client:
+            return await client.get("/v1/models")
+
+    with contextlib.suppress(ValueError, RecursionError):
+        match json.loads(asyncio.run(get())):
+            case {"data": [{"id": str(name)}, *_]}:
+                return name
     raise ServerError(f"{server.name} lists no model at /v1/models; name one")
+
+
+class EventParser:
+    """Reads server-sent events from bytes as they come, cut anywhere."""
+
+    def __init__(self) -> None:
+        self._line = b""
+        self._data: list[bytes] = []
+        """The begun line, and the data of the begun event."""
+
+    def feed(self, piece: bytes) -> list[str]:
+        """Return the data of each event that a piece completes.
+
+        Raises:
+            ServerError: an event is too large.
+        """
+        *lines, self._line = (self._line + piece).split(b"\n")
+        _check_size("event", self._line)
+        events = []
+        for line in lines:
+            line = line.removesuffix(b"\r")
+            if line.startswith(b"data:"):
+                self._data.append(line[5:].removeprefix(b" "))
+            elif not line and self._data:
+                events.append(b"\n".join(self._data).decode(errors="replace"))
+                self._data = []
+        return events
+
+
+def _check_size(what: str, data: bytes) -> None:
+    if len(data) > MAX_BYTES:
+        raise ServerError(f"the server sends a {what} of more than {MAX_BYTES} bytes")
 
 
 def parse_event(data: str) -> dict[str, Any]:
@@ -185,146 +291,12 @@ def _choice(given: Any) -> Choice | None:
     return Choice(text, reasoning, reason, delta)
 
 
-class Connections:
-    """Connections to a server for asyncio, each kept for the requests after its first."""
-
-    def __init__(self, server: Server) -> None:
-        self._server = server
-        self._idle: list[_Connection] = []
-
-    async def post(self, request: bytes, receive: Callable[[str], None]) -> None:
-        """Send a request, and call `receive` with the data of each event when it comes.
-
-        Args:
-            request: the bytes from `Server.request`.
-
-        Raises:
-            InvalidRequestError: the server calls the request invalid.
-            ServerError: the server cannot be reached, refuses, or breaks off; or from `receive`.
-        """
-        response = None
-        while response is None:
-            connection = self._idle.pop() if self._idle else None
-            try:
-                if connection is not None:
-                    response = await connection.exchange(request, receive, is_kept=True)
-                    continue
-                connection = await self._connect()
-                response = await connection.exchange(request, receive, is_kept=False)
-            except OSError as error:
-                raise _unreachable(self._server, error) from None
-        assert connection is not None
-        if response.keeps_alive:
-            self._idle.append(connection)
-        else:
-            connection.close()
-        response.check()
-        if not response.is_stream:
-            raise ServerError(f"{self._server.name} does not stream its answer")
-
-    def close(self) -> None:
-        """Close the connections that no request uses."""
-        while self._idle:
-            self._idle.pop().close()
-
-    async def _connect(self) -> "_Connection":
-        server = self._server
-        loop = asyncio.get_running_loop()
-        async with asyncio.timeout(CONNECT_SECONDS):  # TimeoutError is an OSError
-            _, connection = await loop.create_connection(
-                _Connection, server.host, server.port, ssl=server.tls
-            )
-        return connection
-
-
-class _Connection(asyncio.Protocol):
-    """One connection: at most one request at a time. No task wakes up for a token."""
-
-    _transport: asyncio.Transport
-
-    def __init__(self) -> None:
-        self._response = Response()
-        self._receive: Callable[[str], None] = lambda _: None
-        self._ended: asyncio.Future[None] | None = None
-
-    async def exchange(
-        self, request: bytes, receive: Callable[[str], None], *, is_kept: bool
-    ) -> Response | None:
-        """Return the answer; None if the server had closed a connection that was kept."""
-        if self._transport.is_closing():
-            return None
-        self._response, self._receive = Response(), receive
-        self._ended = asyncio.get_running_loop().create_future()
-        self._transport.write(request)
-        try:
-            await self._ended
-        except ServerError:
-            if is_kept and not self._response.status:
-                return None
-            raise
-        finally:
-            self._ended = None
-            if not self._response.is_complete:
-                self._transport.abort()
-        return self._response
-
-    def close(self) -> None:
-        self._transport.close()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        if self._ended is None or self._ended.done():
-            self._transport.abort()  # nobody asked
-            return
-        try:
-            for event in self._response.feed(data):
-                self._receive(event)
-        except ServerError as error:
-            self._ended.set_exception(error)
-            self._transport.abort()
-            return
-        if self._response.is_complete:
-            self._ended.set_result(None)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if self._ended is None or self._ended.done():
-            return
-        try:
-            self._response.end()
-        except ServerError as broken:
-            self._ended.set_exception(broken)
-        else:
-            self._ended.set_result(None)
-
-
-def _exchange(server: Server, request: bytes, response: Response) -> Iterator[list[str]]:
-    """Send a request, and yield the events of each piece of the answer; none after 0.1 s."""
-    try:
-        connection = socket.create_connection((server.host, server.port), CONNECT_SECONDS)
-        try:
-            if server.tls is not None:
-                connection = server.tls.wrap_socket(connection, server_hostname=server.host)
-            connection.sendall(request)
-            connection.settimeout(TICK_SECONDS)
-            while not response.is_complete:
-                try:
-                    data = connection.recv(2**16)
-                except TimeoutError:
-                    yield []
-                    continue
-                if data:
-                    yield response.feed(data)
-                else:
-                    response.end()
-        finally:
-            connection.close()
-    except OSError as error:
-        raise _unreachable(server, error) from None
-
-
-def _unreachable(server: Server, error: OSError) -> ServerError:
-    reason = error.strerror or str(error) or "it takes too long"
-    return ServerError(f"cannot reach {server.name}: {reason}")
+def message_of(body: bytes) -> str:
+    """Return the message in the body of an error, or the beginning of the body."""
+    with contextlib.suppress(ValueError, RecursionError):
+        value = json.loads(body)
+        for name in ("error", "message", "detail"):
+            if isinstance(value, dict) and value.get(name):
+                value = value[name]
+        return value if isinstance(value, str) else json.dumps(value)[:300]
+    return " ".join(body[:300].decode(errors="replace").split()) or "without a reason"

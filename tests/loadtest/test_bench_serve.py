@@ -335,12 +335,24 @@ def test_bad_usage_is_one_line(
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "package", "extra"),
+    [
+        (["chat", "--url", "http://a"], "aiohttp", "client"),
+        (["bench", "serve"], "aiohttp", "client"),
+        (["bench", "serve", "--plot", "load.svg"], "matplotlib", "plot"),
+    ],
+)
 def test_a_missing_package_is_named(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str],
+    package: str,
+    extra: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert cli.main(["bench", "serve", "--plot", "load.svg"]) == 2
-    expected = "nanovllm: matplotlib is not installed: pip install 'nanovllm[plot]'\n"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name != package or None)
+    assert cli.main(arguments) == 2
+    expected = f"nanovllm: {package} is not installed: pip install 'nanovllm[{extra}]'\n"
     assert capsys.readouterr().err == expected
 
 
