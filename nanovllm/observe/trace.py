@@ -204,9 +204,9 @@ class Trace(Observer):
         self._launched = {k: v for k, v in self._launched.items() if k > result.step_id}
         num_tokens = sum(map(len, result.token_ids))
         args += f',"output_tokens":{num_tokens}'
-        if result.num_draft_tokens:
+        if result.seconds:  # only a step that may have drafts is timed
             num_accepted = num_tokens - sum(map(bool, result.token_ids))
-            num_proposed = sum(result.num_draft_tokens)
+            num_proposed = sum(found.num_draft_tokens for found in result.details.values())
             args += f',"drafts_proposed":{num_proposed},"drafts_accepted":{num_accepted}'
         start = max(start, self._steps_end)  # it was computed after the one before it
         self._steps_end = self._mark

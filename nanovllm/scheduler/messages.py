@@ -112,33 +112,37 @@ class TokenLogprobs(NamedTuple):
     """Rank of the actual token in the whole vocabulary; 1 is the most likely."""
 
 
+class RowDetails(NamedTuple):
+    """What the result of a row has beside its tokens."""
+
+    num_draft_tokens: int = 0
+    """How many drafts were proposed."""
+    error: str | None = None
+    """Why the row got no token and its sequence cannot go on; "" if the output is complete and the
+    model has no token that says so."""
+    forced: list[int] | None = None
+    """Tokens that the sequence's grammar forces behind the sampled ones."""
+    logprobs: list[TokenLogprobs] | None = None
+    """With params.logprobs: those of the row's tokens, in order. There may be more of them, of
+    samples behind a rejected draft."""
+    prompt_logprobs: list[tuple[int, TokenLogprobs]] | None = None
+    """With params.prompt_logprobs: (position, log-probabilities) of prompt tokens."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepResult:
-    """The tokens and log-probabilities that a step produced."""
+    """What a step produced."""
 
     step_id: int
     token_ids: list[list[int]]
-    """For each row that samples, in order: the accepted draft tokens, then one sampled token; empty
-    if the row is in `errors`."""
-    num_draft_tokens: list[int] = dataclasses.field(default_factory=list)
-    """For each row that samples, in order: how many drafts were proposed; empty if no row may have
-    drafts."""
+    """For each row of the step: the accepted draft tokens, then one sampled token. Empty if the row
+    does not sample, or failed."""
+    details: dict[int, RowDetails] = dataclasses.field(default_factory=dict)
+    """By sequence id, of the rows that have any: in most steps none."""
     seconds: float = 0.0
     """Duration of the step without proposing; 0.0 if the step was not timed."""
     draft_seconds: float = 0.0
     """Duration of proposing."""
-    logprobs: dict[int, list[TokenLogprobs]] = dataclasses.field(default_factory=dict)
-    """By id of the sequences with params.logprobs: log-probabilities of their `token_ids`."""
-    prompt_logprobs: dict[int, list[tuple[int, TokenLogprobs]]] = dataclasses.field(
-        default_factory=dict
-    )
-    """By id of the sequences with params.prompt_logprobs: (position, log-probabilities) of prompt
-    tokens."""
-    errors: dict[int, str] = dataclasses.field(default_factory=dict)
-    """By id of the sequences that got no token and cannot go on: the reason; "" if the output is
-    complete and the model has no token that says so."""
-    forced: dict[int, list[int]] = dataclasses.field(default_factory=dict)
-    """By id of sequences whose grammar forces tokens behind their `token_ids`: those tokens."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

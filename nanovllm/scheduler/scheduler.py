@@ -9,12 +9,21 @@ from bisect import insort
 from itertools import count
 
 from nanovllm.scheduler.block_manager import BlockManager
-from nanovllm.scheduler.messages import Admission, NewBlocks, Row, Schedule, StepResult
+from nanovllm.scheduler.messages import (
+    Admission,
+    NewBlocks,
+    Row,
+    RowDetails,
+    Schedule,
+    StepResult,
+)
 from nanovllm.scheduler.sequence import Sequence
 from nanovllm.scheduler.stats import SchedulerStats
 from nanovllm.scheduler.waiting_queue import WaitingQueue
 from nanovllm.speculation.draft_controller import DraftController
 from nanovllm.speculation.drafts import add_drafts, take_back_followers
+
+NO_DETAILS = RowDetails()
 
 
 class Scheduler:
@@ -103,48 +112,25 @@ class Scheduler:
         An error ends its sequence. The KV of its tokens may be wrong, so it is not published.
         """
         assert schedule.step_id == result.step_id
-        sampled = iter(result.token_ids)
-        drafts = iter(result.num_draft_tokens)
         advanced: list[Sequence] = []
-        for seq_id, found in result.prompt_logprobs.items():
-            if seq_id in self._sequences and seq_id not in result.errors:
-                self._sequences[seq_id].prompt_logprobs.update(found)
-        for row in schedule.rows:
+        for row, tokens in zip(schedule.rows, result.token_ids, strict=True):
             num_known = row.num_scheduled_tokens - row.num_draft_tokens
             self.stats.num_prefill_tokens += num_known - row.samples
-            if row.samples:
-                tokens, num_proposed = next(sampled), next(drafts, 0)
             seq = self._sequences.get(row.seq_id)
             if seq is None:  # finished or aborted while the step was in flight
                 continue
             seq.num_in_flight_steps -= 1
-            if (error := result.errors.get(row.seq_id)) is not None:
-                self.finish(row.seq_id, "error" if error else "stop", error or None)
+            found = result.details.get(row.seq_id, NO_DETAILS)
+            if found.error is not None:
+                self.finish(row.seq_id, "error" if found.error else "stop", found.error or None)
                 advanced.append(seq)
                 continue
+            if found.prompt_logprobs:
+                seq.prompt_logprobs.update(found.prompt_logprobs)
             num_written = row.end
             if row.samples:
-                num_rejected = row.num_draft_tokens + 1 - len(tokens)
-                assert 0 <= num_rejected <= row.num_draft_tokens
                 num_written = len(seq.token_ids) + len(tokens) - 1  # the last token has no KV yet
-                seq.num_pending_tokens -= 1
-                if seq.table_idx is not None:
-                    seq.num_computed_tokens -= num_rejected
-                    seq.num_draft_tokens -= row.num_draft_tokens
-                num_appended = seq.append(tokens)
-                self.stats.num_decode_tokens += num_appended
-                if forced := result.forced.get(row.seq_id):
-                    self.stats.num_decode_tokens += seq.force(forced)
-                if row.seq_id in result.logprobs:
-                    num_missing = seq.num_output_tokens - len(seq.logprobs)
-                    seq.logprobs += result.logprobs[row.seq_id][:num_missing]
-                if row.num_draft_tokens and self.draft_controller is not None:
-                    num_accepted = len(tokens) - 1  # the last token is no draft
-                    self.draft_controller.record(
-                        seq.acceptance, row.num_draft_tokens, num_proposed, num_accepted
-                    )
-                    for counts in (seq.draft_counts, self.stats.drafts):
-                        counts.add(num_proposed, min(num_appended, num_accepted))
+                self._append(seq, row, tokens, found)
                 advanced.append(seq)
             if seq.table_idx is not None:
                 self.block_manager.publish(seq, min(num_written, seq.num_computed_tokens))
@@ -153,6 +139,29 @@ class Scheduler:
             if seq.is_finished:
                 self._remove(seq)
         return advanced
+
+    def _append(self, seq: Sequence, row: Row, tokens: list[int], found: RowDetails) -> None:
+        """Append the tokens of a row that samples, and count what became of its drafts."""
+        num_rejected = row.num_draft_tokens + 1 - len(tokens)
+        assert 0 <= num_rejected <= row.num_draft_tokens
+        seq.num_pending_tokens -= 1
+        if seq.table_idx is not None:
+            seq.num_computed_tokens -= num_rejected
+            seq.num_draft_tokens -= row.num_draft_tokens
+        num_appended = seq.append(tokens)
+        self.stats.num_decode_tokens += num_appended
+        if found.forced:
+            self.stats.num_decode_tokens += seq.force(found.forced)
+        if found.logprobs:
+            num_missing = seq.num_output_tokens - len(seq.logprobs)
+            seq.logprobs += found.logprobs[:num_missing]
+        if row.num_draft_tokens and self.draft_controller is not None:
+            num_accepted = len(tokens) - 1  # the last token is no draft
+            self.draft_controller.record(
+                seq.acceptance, row.num_draft_tokens, found.num_draft_tokens, num_accepted
+            )
+            for counts in (seq.draft_counts, self.stats.drafts):
+                counts.add(found.num_draft_tokens, min(num_appended, num_accepted))
 
     def abandon(self, schedule: Schedule) -> None:
         """Undo a failed step: its sequences keep their tokens, lose their KV and wait again."""

@@ -101,11 +101,12 @@ def record_step(
     """
     start = time.perf_counter()
     num_allowed = sum(row.num_draft_tokens for row in schedule.rows)
-    num_proposed = sum(result.num_draft_tokens)
+    proposed = [found.num_draft_tokens for found in result.details.values()]
+    num_proposed = sum(proposed)
     controller.record_step(
         schedule.num_tokens - num_allowed + num_proposed,
         result.seconds + host_seconds,
-        sum(count > 0 for count in result.num_draft_tokens),
+        sum(count > 0 for count in proposed),
         num_proposed,
         result.draft_seconds,
     )

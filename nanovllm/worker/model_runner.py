@@ -163,8 +163,7 @@ class ModelRunner:
         timer.mark()
         output = self._run_rows(self._tables, rows)
         timer.mark()
-        num_draft_tokens = [row.num_draft_tokens for row in rows if row.samples]
-        return PendingResult(Step(schedule.step_id, rows, num_draft_tokens, timer), output)
+        return PendingResult(Step(schedule.step_id, rows, timer), output)
 
     def _propose(self, proposer: Proposer, rows: list[Row]) -> list[Row]:
         """Let `proposer` write drafts; return `rows` with as many as there are."""

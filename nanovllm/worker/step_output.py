@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nanovllm.layers.sampler import NO_TOKEN
-from nanovllm.scheduler.messages import Row, StepResult, TokenLogprobs
+from nanovllm.scheduler.messages import Row, RowDetails, StepResult, TokenLogprobs
 from nanovllm.worker.extensions import ForcedTokens
 from nanovllm.worker.sampling_rows import GatheredLogprobs, SampledLogprobs, to_host
 
@@ -66,52 +66,61 @@ class StepOutput:
 
     def result(self, step: "Step") -> StepResult:
         """Return the outputs as Python numbers. The copies to the host must be complete."""
-        logprobs: dict[int, list[TokenLogprobs]] = {}
-        prompt_logprobs: dict[int, list[tuple[int, TokenLogprobs]]] = {}
-        if self.logprobs is not None:  # `update` drops those of samples that do not count
-            values = self.logprobs.values.tolist(self.logprobs.counts)
-            for seq_id, value in zip(self.logprobs.seq_ids, values, strict=True):
-                logprobs.setdefault(seq_id, []).append(value)
-        for part in self.prompt_logprobs:
-            values = part.values.tolist([part.num_top] * len(part.values.ranks))
-            prompt_logprobs.setdefault(part.seq_id, []).extend(enumerate(values, part.position))
-        token_ids, errors, forced = self._tokens(step.rows)
+        token_ids, details = self._row_results(step.rows)
         draft_seconds, seconds = (0.0, 0.0) if step.timer is None else step.timer.seconds()
-        return StepResult(
-            step.step_id,
-            token_ids,
-            num_draft_tokens=step.num_draft_tokens,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            errors=errors,
-            forced=forced,
-            seconds=seconds,
-            draft_seconds=draft_seconds,
-        )
+        return StepResult(step.step_id, token_ids, details, seconds, draft_seconds)
 
-    def _tokens(
-        self, rows: list[Row]
-    ) -> tuple[list[list[int]], dict[int, str], dict[int, list[int]]]:
-        """Return the tokens of each row that samples, the rows' errors and the forced tokens."""
+    def _row_results(self, rows: list[Row]) -> tuple[list[list[int]], dict[int, RowDetails]]:
+        """Return the tokens of each row, and the details of the rows that have any."""
         sampled = self.token_ids.tolist()
-        errors: dict[int, str] = {}
-        forced: dict[int, list[int]] = {}
-        if self.draft_ids is None and not (self.errors or self.forcing or NO_TOKEN in sampled):
-            return [[token] for token in sampled], errors, forced  # most steps: one token a row
+        if not (
+            self.draft_ids is not None
+            or self.logprobs
+            or self.prompt_logprobs
+            or self.errors
+            or self.forcing
+            or NO_TOKEN in sampled
+        ):  # most steps: one token a row
+            tokens_left = iter(sampled)
+            return [[next(tokens_left)] if row.samples else [] for row in rows], {}
         drafts = sampled if self.draft_ids is None else self.draft_ids.tolist()
+        logprobs, prompt_logprobs = self._logprobs(), self._prompt_logprobs()
         token_ids: list[list[int]] = []
+        details: dict[int, RowDetails] = {}
         first = 0
         for row in rows:
+            tokens: list[int] = []
+            error: str | None = None
+            forced: list[int] | None = None
             if row.samples:
                 last = first + row.num_draft_tokens
                 tokens, error = self._accepted(sampled, drafts, first, last)
-                token_ids.append(tokens)
-                if error is not None:
-                    errors[row.seq_id] = error
-                elif row.seq_id in self.forcing:
-                    forced[row.seq_id] = self.forcing[row.seq_id].forced(tokens)
+                if error is None and row.seq_id in self.forcing:
+                    forced = self.forcing[row.seq_id].forced(tokens)
                 first = last + 1
-        return token_ids, errors, forced
+            token_ids.append(tokens)
+            values = logprobs.get(row.seq_id), prompt_logprobs.get(row.seq_id)
+            found = RowDetails(row.num_draft_tokens, error, forced, *values)
+            if found != RowDetails():
+                details[row.seq_id] = found
+        return token_ids, details
+
+    def _logprobs(self) -> dict[int, list[TokenLogprobs]]:
+        """Return the log-probabilities of the samples, by sequence id."""
+        found: dict[int, list[TokenLogprobs]] = {}
+        if self.logprobs is not None:
+            values = self.logprobs.values.tolist(self.logprobs.counts)
+            for seq_id, value in zip(self.logprobs.seq_ids, values, strict=True):
+                found.setdefault(seq_id, []).append(value)
+        return found
+
+    def _prompt_logprobs(self) -> dict[int, list[tuple[int, TokenLogprobs]]]:
+        """Return (position, log-probabilities) of prompt tokens, by sequence id."""
+        found: dict[int, list[tuple[int, TokenLogprobs]]] = {}
+        for part in self.prompt_logprobs:
+            values = part.values.tolist([part.num_top] * len(part.values.ranks))
+            found.setdefault(part.seq_id, []).extend(enumerate(values, part.position))
+        return found
 
     def _accepted(
         self, sampled: list[int], drafts: list[int], first: int, last: int
@@ -141,8 +150,6 @@ class Step:
     step_id: int
     rows: list[Row]
     """With the drafts that were proposed, which may be fewer than scheduled."""
-    num_draft_tokens: list[int] = dataclasses.field(default_factory=list)
-    """For each row that samples: its drafts; empty if none may have any."""
     timer: "StepTimer | None" = None
     """It marked the ends of proposing and of the step; None: the step is not timed."""
 

@@ -14,7 +14,7 @@ from itertools import chain, count, islice, takewhile
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import DraftCounts
 from nanovllm.scheduler.block_manager import BlockManager
-from nanovllm.scheduler.messages import MAX_SAMPLES, Row, Schedule, StepResult
+from nanovllm.scheduler.messages import MAX_SAMPLES, Row, RowDetails, Schedule, StepResult
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.sequence import Sequence
 from nanovllm.speculation.acceptance import Acceptance
@@ -213,28 +213,30 @@ class FakeWorker:
         for position in range(end, -(-end // self.block_size) * self.block_size):
             writer = self.writers.get(self.location(row, position), row.seq_id)
             assert writer == row.seq_id, f"{row} reads masked KV of sequence {writer}"
+        accepted: list[int] = []
         if row.samples:
             drafts = tokens[num_known:end]
             sampled = [next_token(prefix_hash) for prefix_hash in hashes[num_known - 1 :]]
             self._store(tokens, num_known, sampled)  # also what follows a wrong draft
-            accepted = self._accepted(row, drafts, sampled, result.errors)
-            result.token_ids.append(accepted)
+            accepted, error = self._accepted(row, drafts, sampled)
             self.last_positions[row.table_idx] = num_known - 1 + max(1, len(accepted))
+            forced: list[int] = []
             if accepted and self.forces[row.table_idx]:
                 known = tokens[:num_known] + accepted
                 count = (prefix_hashes(known)[-1] >> 4) % 4
-                result.forced[row.seq_id] = list(islice(continuation(known), count))
-            result.num_draft_tokens.append(len(drafts))
+                forced = list(islice(continuation(known), count))
+            if drafts or error or forced:
+                result.details[row.seq_id] = RowDetails(len(drafts), error, forced)
+        result.token_ids.append(accepted)
 
     def _accepted(
-        self, row: Row, drafts: list[int], sampled: list[int], errors: dict[int, str]
-    ) -> list[int]:
-        """Return the tokens of a row: up to the first that no draft equals, or that fails."""
+        self, row: Row, drafts: list[int], sampled: list[int]
+    ) -> tuple[list[int], str | None]:
+        """Return the tokens of a row, up to the first that no draft equals, and why it has none."""
         num_right = sum(1 for _ in takewhile(lambda i: drafts[i] == sampled[i], range(len(drafts))))
         room = self.fails_from.get(row.seq_id, row.end + 1) - row.num_known_tokens
-        if room <= 0:
-            errors[row.seq_id] = "no token"
-        return sampled[: max(0, min(num_right + 1, room))]
+        error = "no token" if room <= 0 else None
+        return sampled[: max(0, min(num_right + 1, room))], error
 
     def _write_garbage(self, row: Row) -> None:
         for position in range(row.num_computed_tokens, row.end):

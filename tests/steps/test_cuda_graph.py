@@ -6,6 +6,7 @@ import gc
 import random
 from collections import Counter
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -315,7 +316,7 @@ class Bench:
         return self.execute(Schedule(0, [], list(new_blocks), rows))
 
     def execute(self, schedule: Schedule) -> list[int]:
-        return [token for (token,) in self.runner.execute(schedule).result().token_ids]
+        return list(chain.from_iterable(self.runner.execute(schedule).result().token_ids))
 
     def kv(self) -> torch.Tensor:
         """Every layer's cache: [layers, 2, blocks, block_size, heads, head_dim]."""

@@ -148,8 +148,10 @@ def test_a_verifying_step_is_that_of_the_eager_path(
     assert result.token_ids == [right[0][1:5], right[1][1:2], right[2][1:4], right[3][1:2]]
     samples = [0, 1, 2, 3, 4, 5, 6, 7, 10]  # the others follow a wrong draft: 8, 9, 11, 12
     assert torch.equal(found._output.token_ids[samples], expected._output.token_ids[samples])
-    for seq_id, entries in expected.result().logprobs.items():
-        for entry, other in zip(result.logprobs[seq_id], entries, strict=True):
+    assert result.details.keys() == expected.result().details.keys()
+    for seq_id, details in expected.result().details.items():
+        entries = result.details[seq_id].logprobs or []
+        for entry, other in zip(entries, details.logprobs or [], strict=True):
             assert entry.token_ids[0] == other.token_ids[0]
             assert entry.logprobs == pytest.approx(other.logprobs, abs=1e-5)
     torch.testing.assert_close(graph.kv()[:, :, :100], eager.kv()[:, :, :100])

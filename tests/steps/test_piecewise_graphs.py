@@ -88,14 +88,12 @@ def test_prompts_run_in_pieces_and_give_the_same(
         expected = eager.runner.execute(schedule).result()
         assert model_calls.pop() == schedule.num_tokens
         assert found.token_ids == expected.token_ids
-        for one, other in (
-            (found.logprobs, expected.logprobs),
-            (found.prompt_logprobs, expected.prompt_logprobs),
-        ):
-            assert one.keys() == other.keys()
-        for seq_id, entries in found.prompt_logprobs.items():
+        assert found.details.keys() == expected.details.keys()
+        for seq_id, details in found.details.items():
+            others = expected.details[seq_id]
+            assert (details.logprobs is None) == (others.logprobs is None)
             for (place, entry), (_, wanted) in zip(
-                entries, expected.prompt_logprobs[seq_id], strict=True
+                details.prompt_logprobs or [], others.prompt_logprobs or [], strict=True
             ):
                 assert entry.token_ids == wanted.token_ids, place
                 assert entry.logprobs == pytest.approx(wanted.logprobs, abs=1e-5)

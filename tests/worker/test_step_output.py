@@ -10,7 +10,7 @@ import torch
 
 from nanovllm import LLM, SamplingParams, demo_model
 from nanovllm.layers.sampler import NO_TOKEN
-from nanovllm.scheduler.messages import Row, StepResult
+from nanovllm.scheduler.messages import Row, RowDetails, StepResult
 from nanovllm.worker.sampling_rows import GatheredLogprobs, SampledLogprobs
 from nanovllm.worker.step_output import (
     NO_DISTRIBUTION,
@@ -32,17 +32,18 @@ def row(seq_id: int, num_drafts: int) -> Row:
 
 def accept(
     drafts: list[int], sampled: list[int], errors: dict[int, str] | None = None
-) -> tuple[list[int], dict[int, str]]:
-    """Return the tokens and the errors of a step of one row."""
+) -> tuple[list[int], str | None]:
+    """Return the tokens and the error of a step of one row."""
     output = StepOutput(
         torch.tensor(sampled), None, [], errors or {}, torch.tensor([*drafts, UNUSED])
     )
-    step = Step(7, [row(0, len(drafts))], [len(drafts)])
+    step = Step(7, [row(0, len(drafts))])
     result = PendingResult(step, output).result()
     assert result.step_id == 7
-    assert result.num_draft_tokens == [len(drafts)]
     (tokens,) = result.token_ids
-    return tokens, result.errors
+    found = result.details.get(0, RowDetails())
+    assert found.num_draft_tokens == len(drafts)
+    return tokens, found.error
 
 
 @pytest.mark.parametrize(
@@ -62,27 +63,27 @@ def accept(
 def test_drafts_are_accepted_up_to_the_first_that_differs(
     drafts: list[int], sampled: list[int], expected: list[int]
 ) -> None:
-    assert accept(drafts, sampled) == (expected, {})
+    assert accept(drafts, sampled) == (expected, None)
 
 
 def test_row_whose_first_sample_has_no_distribution_fails() -> None:
-    assert accept([], [NO_TOKEN]) == ([], {0: NO_DISTRIBUTION})
-    assert accept([5, 6], [NO_TOKEN, 6, 7]) == ([], {0: NO_DISTRIBUTION})
+    assert accept([], [NO_TOKEN]) == ([], NO_DISTRIBUTION)
+    assert accept([5, 6], [NO_TOKEN, 6, 7]) == ([], NO_DISTRIBUTION)
 
 
 def test_failure_behind_accepted_drafts_comes_with_the_next_step() -> None:
-    assert accept([5, 6], [5, NO_TOKEN, 7]) == ([5], {})
-    assert accept([5, 6], [5, 6, NO_TOKEN]) == ([5, 6], {})
-    assert accept([5, 6], [5, 6, 7], errors={1: FAILED}) == ([5], {})
+    assert accept([5, 6], [5, NO_TOKEN, 7]) == ([5], None)
+    assert accept([5, 6], [5, 6, NO_TOKEN]) == ([5, 6], None)
+    assert accept([5, 6], [5, 6, 7], errors={1: FAILED}) == ([5], None)
 
 
 def test_failure_behind_a_wrong_draft_does_not_count() -> None:
-    assert accept([5, 6], [9, NO_TOKEN, 7]) == ([9], {})
-    assert accept([5, 6], [9, 6, 7], errors={1: FAILED, 2: FAILED}) == ([9], {})
+    assert accept([5, 6], [9, NO_TOKEN, 7]) == ([9], None)
+    assert accept([5, 6], [9, 6, 7], errors={1: FAILED, 2: FAILED}) == ([9], None)
 
 
 def test_reason_of_a_processor_comes_before_that_of_the_logits() -> None:
-    assert accept([5], [NO_TOKEN, 6], errors={0: FAILED}) == ([], {0: FAILED})
+    assert accept([5], [NO_TOKEN, 6], errors={0: FAILED}) == ([], FAILED)
 
 
 def test_each_row_has_its_own_samples_and_errors() -> None:
@@ -100,19 +101,18 @@ def test_each_row_has_its_own_samples_and_errors() -> None:
         {6: FAILED},
         torch.tensor([5, 9, UNUSED, UNUSED, 9, UNUSED, 3, UNUSED]),
     )
-    result = output.result(Step(0, rows, [2, 0, 1, 1]))
+    result = output.result(Step(0, rows))
     assert result == StepResult(
         0,
-        [[5, 6], [8], [9, 4], []],
-        [2, 0, 1, 1],
-        errors={4: FAILED},
+        [[5, 6], [], [8], [9, 4], []],
+        {0: RowDetails(2), 3: RowDetails(1), 4: RowDetails(1, FAILED)},
     )
 
 
 def test_step_without_drafts() -> None:
     rows = [row(0, 0), row(1, 0)]
     result = StepOutput(torch.tensor([5, NO_TOKEN]), None, []).result(Step(0, rows))
-    assert result == StepResult(0, [[5], []], errors={1: NO_DISTRIBUTION})
+    assert result == StepResult(0, [[5], []], {1: RowDetails(error=NO_DISTRIBUTION)})
 
 
 def gathered(tokens: list[int]) -> GatheredLogprobs:
@@ -126,21 +126,21 @@ def test_logprobs_are_those_of_all_samples_in_order() -> None:
     sampled = [5, 6, 7, 8]
     logprobs = SampledLogprobs([0, 0, 0], [1, 1, 1], gathered([5, 6, 7]))
     output = StepOutput(torch.tensor(sampled), logprobs, [], {}, torch.tensor([5, 9, 9, 9]))
-    result = output.result(Step(0, [row(0, 2), row(1, 0)], [2, 0]))
+    result = output.result(Step(0, [row(0, 2), row(1, 0)]))
     assert result.token_ids == [[5, 6], [8]]
-    assert list(result.logprobs) == [0]
-    assert [found.token_ids for found in result.logprobs[0]] == [[5, 1], [6, 1], [7, 1]]
-    assert [found.logprobs for found in result.logprobs[0]] == [[-5, -1], [-6, -1], [-7, -1]]
+    assert list(result.details) == [0]
+    found = result.details[0].logprobs
+    assert found is not None
+    assert [value.token_ids for value in found] == [[5, 1], [6, 1], [7, 1]]
+    assert [value.logprobs for value in found] == [[-5, -1], [-6, -1], [-7, -1]]
 
 
 def test_prompt_logprobs_of_a_row_with_drafts() -> None:
     prompt = PromptLogprobs(0, 3, 0, gathered([2, 4]))
     output = StepOutput(torch.tensor([5, 6]), None, [prompt], {}, torch.tensor([5, UNUSED]))
-    result = output.result(Step(0, [row(0, 1)], [1]))
-    assert [(place, found.token_ids) for place, found in result.prompt_logprobs[0]] == [
-        (3, [2]),
-        (4, [4]),
-    ]
+    found = output.result(Step(0, [row(0, 1)])).details[0].prompt_logprobs
+    assert found is not None
+    assert [(place, value.token_ids) for place, value in found] == [(3, [2]), (4, [4])]
 
 
 class FakeEvent:
@@ -188,7 +188,7 @@ def test_a_result_has_the_durations(monkeypatch: pytest.MonkeyPatch) -> None:
     timer.mark()
     FakeEvent.now += 1.0
     timer.mark()
-    step = Step(3, [Row(0, 0, 4, 1, True)], [0], timer)
+    step = Step(3, [Row(0, 0, 4, 1, True)], timer)
     result = PendingResult(step, StepOutput(torch.tensor([7]), None, [])).result()
     assert (result.step_id, result.token_ids) == (3, [[7]])
     assert (result.draft_seconds, result.seconds) == pytest.approx((2.5, 3.5))

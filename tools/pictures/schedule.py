@@ -73,7 +73,7 @@ def run(sequences: dict[str, Sequence]) -> list[Step]:
             "".join(name for name, seq in arrived.items() if block_id in seq.block_table)
             for block_id in range(NUM_BLOCKS)
         ]
-        tokens = [[100] for row in schedule.rows if row.samples]
+        tokens = [[100] if row.samples else [] for row in schedule.rows]
         scheduler.update(schedule, StepResult(schedule.step_id, tokens))
         step = Step(
             rows=rows,
