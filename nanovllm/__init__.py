@@ -1,8 +1,8 @@
 """nanovllm: a small LLM inference engine. Start with `from nanovllm import LLM, SamplingParams`."""
 
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.compat import modules
 from nanovllm.errors import NanoVLLMError
 from nanovllm.options.config import Config
 from nanovllm.options.sampling_params import RequestOutputKind, SamplingParams
@@ -36,7 +36,8 @@ def __getattr__(name: str) -> Any:
         from nanovllm.async_llm import AsyncLLM
 
         return AsyncLLM
-    return modules.attribute("nanovllm", name)
+    raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")
 
 
-modules.install()
+if importlib.util.find_spec("nanovllm.compat"):  # other engines' names; the folder may be deleted
+    importlib.import_module("nanovllm.compat").install()

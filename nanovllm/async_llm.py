@@ -8,15 +8,12 @@ import asyncio
 import contextlib
 import threading
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence as Seq
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence as Seq
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanovllm.assembly import make_engine
 from nanovllm.chat.templates import Message, template_options
-from nanovllm.compat.advice import VLLMNames, check_keywords
-from nanovllm.compat.engine_args import EngineArgs
-from nanovllm.compat.generation import Generation, with_output_kind
 from nanovllm.engine.engine_thread import EngineThread
 from nanovllm.engine.fair_executor import FairExecutor
 from nanovllm.engine.prompt import Prompt
@@ -32,7 +29,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 
-class AsyncLLM(VLLMNames):
+class AsyncLLM:
     """A model that many asyncio tasks use at once; their requests share the engine's batches.
 
     Args:
@@ -51,16 +48,6 @@ class AsyncLLM(VLLMNames):
         self._making: dict[str | None, str] = {}  # users, by id of a request being made
         self._finalizer = weakref.finalize(self, _stop, self._thread, self._input)
 
-    @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs, **others: Any) -> "AsyncLLM":
-        """Return `AsyncLLM(**options)` with these options, as in vLLM.
-
-        Raises:
-            NanoVLLMError: as `LLM`.
-        """
-        check_keywords("from_engine_args", others)
-        return cls(**vars(engine_args))
-
     async def stream(
         self,
         prompt: Prompt,
@@ -70,7 +57,7 @@ class AsyncLLM(VLLMNames):
         priority: int = 0,
         user: str | None = None,
         on_finished: Callable[[], object] | None = None,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Generate for one prompt and yield the delta of each step, as `LLM.stream` does.
 
         Deltas that come while the task does not read are joined into one.
@@ -100,7 +87,7 @@ class AsyncLLM(VLLMNames):
             async for delta in deltas:
                 yield delta
 
-    def generate(
+    async def generate(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
@@ -108,19 +95,14 @@ class AsyncLLM(VLLMNames):
         *,
         priority: int = 0,
         user: str | None = None,
-        **others: None,
-    ) -> Generation:
-        """Generate for one prompt: `await` gives the whole output, `async for` one for each step.
-
-        An iterated output holds all so far, unless output_kind asks for something else; `stream`
-        gives deltas.
+    ) -> RequestOutput:
+        """Generate for one prompt and return the whole output; `stream` gives deltas.
 
         Args:
             request_id: the caller's own id, for `abort` and the output; None gives it a number.
             priority: lower values go first.
             user: whose request it is. Waiting requests of one priority are admitted so that all
                 users get as many tokens; those without a user count as one user's.
-            others: vLLM's other arguments, such as lora_request; None only.
 
         Cancelling the task aborts the request and frees its blocks.
 
@@ -128,15 +110,11 @@ class AsyncLLM(VLLMNames):
             InvalidRequestError: the prompt or a parameter is invalid or unsupported.
             EngineDeadError: the engine is down.
         """
-        check_keywords("generate", others)
-
-        def start(stream: bool) -> AsyncGenerator[RequestOutput, None]:
-            params = with_output_kind(sampling_params) if stream else sampling_params
-            return self._run_request(
-                lambda: prompt, params, request_id, priority, user, stream=stream
-            )
-
-        return Generation(start)
+        outputs = self._run_request(
+            lambda: prompt, sampling_params, request_id, priority, user, stream=False
+        )
+        async with contextlib.aclosing(outputs):
+            return await anext(outputs)
 
     async def chat(
         self,
@@ -151,7 +129,6 @@ class AsyncLLM(VLLMNames):
         tools: list[dict[str, Any]] | None = None,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        **others: None,
     ) -> RequestOutput:
         """Answer one conversation, rendered by a chat template.
 
@@ -162,7 +139,6 @@ class AsyncLLM(VLLMNames):
                 as for `generate`.
             EngineDeadError: the engine is down.
         """
-        check_keywords("chat", others)
         options = template_options(
             add_generation_prompt,
             continue_final_message,

@@ -13,8 +13,6 @@ from tqdm.auto import tqdm
 
 from nanovllm.assembly import make_engine
 from nanovllm.chat.templates import Message, is_message, template_options
-from nanovllm.compat.advice import check_keywords
-from nanovllm.compat.methods import OtherMethods
 from nanovllm.engine.prompt import Prompt, array_to_list
 from nanovllm.engine.request import Request
 from nanovllm.engine.shared_engine import Mailbox, SharedEngine
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class LLM(OtherMethods):
+class LLM:
     """A model that is loaded and ready to generate.
 
     Several threads may call its methods at once; their requests share the engine's batches.
@@ -49,34 +47,29 @@ class LLM(OtherMethods):
 
     def generate(
         self,
-        prompts: Prompt | Seq[Prompt] | None = None,
+        prompts: Prompt | Seq[Prompt],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
-        prompt_token_ids: Seq[int] | Seq[Seq[int]] | None = None,
         priority: int | Seq[int | None] | None = 0,
-        **others: None,
     ) -> list[RequestOutput]:
         """Generate for one prompt or many; return the outputs in the order of the prompts.
 
         Args:
             prompts: a string, token ids, a dictionary, or a list of these. Token ids are a list, a
                 numpy array or a torch tensor; two dimensions are a list of prompts.
-            prompt_token_ids: token ids to use instead of `prompts`.
             sampling_params: one for all prompts, or a list with one for each prompt; None is
                 `SamplingParams()`.
             use_tqdm: show a progress bar with tokens per second.
             priority: one for all prompts, or a list with one for each; lower values go first.
                 None is 0.
-            others: vLLM's other arguments, such as lora_request; None only.
 
         Raises:
             InvalidRequestError: a prompt or a parameter is invalid or unsupported; no request was
                 queued.
             EngineDeadError: the engine is down.
         """
-        check_keywords("generate", others)
-        prompts = _as_prompts(prompts, prompt_token_ids)
+        prompts = as_prompts(prompts)
         if sampling_params is None:
             sampling_params = SamplingParams()
         all_params: Any = sampling_params
@@ -117,14 +110,13 @@ class LLM(OtherMethods):
         tools: list[dict[str, Any]] | None = None,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        **others: None,
     ) -> list[RequestOutput]:
         """Answer one conversation or many, each rendered by a chat template.
 
         Args:
             messages: one conversation (a list of messages), or a list of conversations. A
                 message's content is a string or a list of text parts.
-            sampling_params, use_tqdm, priority, others: as for `generate`.
+            sampling_params, use_tqdm, priority: as for `generate`.
             add_generation_prompt: end the prompt with the start of the assistant's answer.
             continue_final_message: end the prompt inside the last message, so that the model
                 continues it; with add_generation_prompt=False.
@@ -137,7 +129,6 @@ class LLM(OtherMethods):
                 as for `generate`.
             EngineDeadError: the engine is down.
         """
-        check_keywords("chat", others)
         conversations: Any = messages
         if not isinstance(messages, list | tuple):
             raise InvalidRequestError(
@@ -221,9 +212,6 @@ class LLM(OtherMethods):
         """
         self._shared.submit(self.engine.shutdown)
 
-    exit = shutdown
-    """nano-vllm's name of `shutdown`."""
-
     def _start(self, requests: Seq[Request]) -> Generator[RequestOutput, None, None]:
         """Queue requests and return a generator of their outputs; closing it aborts the rest."""
         outputs = self._outputs(requests)
@@ -292,12 +280,8 @@ def _is_aborted(output: RequestOutput) -> bool:
     return any(completion.finish_reason == "abort" for completion in output.outputs)
 
 
-def _as_prompts(prompts: Any, prompt_token_ids: Any) -> list[Any]:
+def as_prompts(prompts: Any) -> list[Any]:
     """Return the list of prompts that `generate` was given, a list of one for a single prompt."""
-    if prompt_token_ids is not None:
-        if prompts is not None:
-            raise InvalidRequestError("give prompts or prompt_token_ids, not both")
-        return [{"prompt_token_ids": ids} for ids in _as_prompts(prompt_token_ids, None)]
     prompts = array_to_list(prompts)
     if isinstance(prompts, str | bytes | Mapping):
         return [prompts]

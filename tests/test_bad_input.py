@@ -259,21 +259,6 @@ def test_rows_of_an_array_are_prompts(llm: LLM) -> None:
 
 
 @pytest.mark.usefixtures("works_after")
-def test_prompt_token_ids_is_an_argument(llm: LLM) -> None:
-    for ids in ([[1, 2], [3]], (numpy.array([1, 2]), [3])):
-        outputs = llm.generate(prompt_token_ids=ids, sampling_params=PARAMS, use_tqdm=False)
-        assert [output.prompt_token_ids for output in outputs] == [[1, 2], [3]]
-    (output,) = llm.generate(prompt_token_ids=[1, 2], sampling_params=PARAMS, use_tqdm=False)
-    assert output.prompt_token_ids == [1, 2]
-    (output,) = llm.generate({"prompt_token_ids": [1], "prompt": "A"}, PARAMS, use_tqdm=False)
-    assert (output.prompt, output.prompt_token_ids) == ("A", [1])
-    with pytest.raises(InvalidRequestError, match="give prompts or prompt_token_ids, not both"):
-        llm.generate([[1]], PARAMS, prompt_token_ids=[[1]], use_tqdm=False)
-    with pytest.raises(InvalidRequestError, match="must be a list of token ids, got 'text'"):
-        llm.generate(prompt_token_ids=["text"], sampling_params=PARAMS, use_tqdm=False)
-
-
-@pytest.mark.usefixtures("works_after")
 def test_truncated_prompt_keeps_its_last_tokens(llm: LLM) -> None:
     """`llm` has room for 64 tokens."""
     for length, kept, expected in (

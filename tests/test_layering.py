@@ -26,7 +26,7 @@ FOLDERS = {
     "demo_model": Folder("", torch=False),
     "utils": Folder("", torch=True),
     "attention": Folder("kernels", torch=True),
-    "options": Folder("compat", torch=False),
+    "options": Folder("", torch=False),
     "chat": Folder("checkpoint options", torch=False),
     "checkpoint": Folder("options utils", torch=True),
     "kernels": Folder("options utils", torch=True),
@@ -38,11 +38,11 @@ FOLDERS = {
     ),
     "compat": Folder("assembly demo_model engine llm async_llm options", torch=False),
     "formats": Folder("checkpoint kernels options utils", torch=True),
-    "front": Folder("assembly chat compat engine options", torch=False),
+    "front": Folder("assembly chat engine options", torch=False),
     "structured": Folder("checkpoint kernels options scheduler worker", torch=True),
     "models": Folder("attention formats layers options", torch=True),
     "layers": Folder("attention checkpoint formats kernels options utils", torch=True),
-    "server": Folder("chat checkpoint compat engine llm async_llm options utils", torch=False),
+    "server": Folder("chat checkpoint engine llm async_llm options utils", torch=False),
     "cli": Folder("compat demo_model llm async_llm loadtest options server utils", torch=False),
     "executors": Folder(
         "checkpoint models options scheduler speculation structured utils worker", torch=True
@@ -101,7 +101,6 @@ BRANCHES = ("speculation", "structured", "formats", "steps", "observe", "compat"
 ENTANGLED = (
     "engine.llm_engine",
     "layers.linear",
-    "llm",
     "scheduler.scheduler",
     "scheduler.sequence",
     "worker.model_runner",

@@ -1,14 +1,13 @@
-"""Methods that users bring from vLLM and nano-vllm: they work, or say what to use instead."""
+"""Methods beside `generate`, `chat` and `stream`, and the progress bar."""
 
 from typing import Any
 
 import pytest
 
-from nanovllm import LLM, AsyncLLM, SamplingParams, demo_model
-from nanovllm.compat.advice import NOT_IMPLEMENTED
-from nanovllm.errors import EngineDeadError, InvalidRequestError
+from nanovllm import LLM, SamplingParams, demo_model
+from nanovllm.errors import EngineDeadError
 from nanovllm.outputs import DraftCounts, Histogram, Metric, Vector
-from tests.glossary import GREEDY, OPTIONS, QUESTION, QUESTIONS
+from tests.glossary import GREEDY, OPTIONS, QUESTION
 from tests.helpers import generate
 from tests.scheduler.fake_engine import FakeController
 from tests.scheduler.invariants import check_scheduler
@@ -16,60 +15,6 @@ from tests.scheduler.invariants import check_scheduler
 SPECULATION: dict[str, Any] = {"speculative_config": {"method": "ngram"}}
 LOOPING = SamplingParams(0, 24, ignore_eos=True, allowed_token_ids=[7])
 """The output is one token again and again, so all proposals are right."""
-
-
-def test_a_nano_vllm_loop_gets_what_generate_returns(demo_llm: LLM) -> None:
-    llm = demo_llm
-    expected = [output.token_ids for output in llm.generate(QUESTIONS[:5], GREEDY, False)]
-    for question in QUESTIONS[:5]:
-        llm.add_request(question, GREEDY)
-    outputs: dict[Any, list[int]] = {}
-    num_prefill = num_decode = 0
-    while not llm.is_finished():
-        output, num_tokens = llm.step()
-        if num_tokens > 0:
-            num_prefill += num_tokens
-        else:
-            num_decode -= num_tokens
-        for seq_id, token_ids in output:
-            outputs[seq_id] = token_ids
-    assert [outputs[seq_id] for seq_id in sorted(outputs)] == expected
-    tokenizer: Any = llm.get_tokenizer()
-    assert num_prefill == sum(len(tokenizer.encode(q)) - 1 for q in QUESTIONS[:5])
-    assert num_decode == sum(map(len, expected)) - 5  # the first tokens came with the prompts
-    assert llm.step() == ([], 0)
-
-
-def test_step_returns_what_other_callers_steps_finished(demo_llm: LLM) -> None:
-    request = demo_llm.add_request(QUESTIONS[0], SamplingParams(temperature=0, max_tokens=2))
-    expected = generate(demo_llm, QUESTIONS[0]).token_ids[:2]
-    assert not demo_llm.is_finished()
-    assert demo_llm.step() == ([(request, expected)], 0)
-    assert demo_llm.is_finished()
-
-
-def test_add_request_refuses_what_step_could_not_return(demo_llm: LLM) -> None:
-    with pytest.raises(InvalidRequestError, match=r"n must be 1, got 2: use generate\(\)"):
-        demo_llm.add_request(QUESTION, SamplingParams(n=2))
-    with pytest.raises(InvalidRequestError, match="sampling_params must be SamplingParams"):
-        demo_llm.add_request(QUESTION, {"n": 2})  # type: ignore[arg-type]
-    for given in (("0", QUESTION, GREEDY), ("0", QUESTION)):
-        with pytest.raises(InvalidRequestError, match=r"llm\.llm_engine has vLLM's add_request"):
-            demo_llm.add_request(*given)  # type: ignore[arg-type]
-    assert demo_llm.is_finished()
-
-
-@pytest.mark.parametrize("owner", [LLM, AsyncLLM])
-@pytest.mark.parametrize("name", NOT_IMPLEMENTED)
-def test_what_is_not_there_says_what_to_use(owner: type, name: str) -> None:
-    llm = owner.__new__(owner)
-    assert not hasattr(llm, name)
-    with pytest.raises(AttributeError) as caught:
-        getattr(llm, name)
-    expected = f"{owner.__name__!r} object has no attribute {name!r}: {NOT_IMPLEMENTED[name]}"
-    assert str(caught.value) == expected
-    with pytest.raises(AttributeError, match=r"no attribute 'generated'$"):
-        llm.generated  # noqa: B018
 
 
 def test_reset_prefix_cache(make_llm: Any) -> None:
@@ -87,9 +32,8 @@ def test_reset_prefix_cache(make_llm: Any) -> None:
     check_scheduler(llm.engine.scheduler)
 
 
-def test_metrics_and_names_of_vllm(make_llm: Any) -> None:
+def test_metrics_have_vllms_names(make_llm: Any) -> None:
     llm = make_llm(demo_model.MODEL, max_num_seqs=2, **OPTIONS)
-    assert llm.llm_engine.engine is llm.engine
 
     def metrics() -> dict[str, float]:
         found = llm.get_metrics()
@@ -109,7 +53,7 @@ def test_metrics_and_names_of_vllm(make_llm: Any) -> None:
         "vllm:generation_tokens": 2 * len(pieces),
         "nanovllm:prefill_tokens": 2 * 2,
     }
-    llm.exit()
+    llm.shutdown()
     with pytest.raises(EngineDeadError, match="shut down"):
         llm.generate(QUESTION)
 

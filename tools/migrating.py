@@ -79,8 +79,8 @@ def other_values() -> str:
     tables = {f"`{field}`": advices for field, advices in CONFIG_VALUES.items()}
     tables["`speculative_config`'s `method`"] = SPECULATIVE_METHODS
     for field, advices in tables.items():
-        for value, advice in advices.items():
-            rows.setdefault((field, advice), []).append(f"`{value!r}`")
+        for value, other in advices.items():
+            rows.setdefault((field, other.advice), []).append(f"`{value!r}`")
     return table(
         ("Field", "vLLM's values", "Here"),
         ((field, ", ".join(found), advice) for (field, advice), found in rows.items()),
@@ -89,7 +89,7 @@ def other_values() -> str:
 
 def methods(owner: type[Any]) -> list[str]:
     """Return the names of the public methods of a class."""
-    names = (name for cls in owner.__mro__ if cls is not object for name in vars(cls))
+    names = dict.fromkeys(n for cls in owner.__mro__ if cls is not object for n in vars(cls))
     return [name for name in names if not name.startswith("_")]
 
 

@@ -17,8 +17,6 @@ from typing import Any
 
 from nanovllm import __version__, demo_model
 from nanovllm.cli.repl import Chat, Source, awaited, model_source, server_source, texts
-from nanovllm.compat.flags import SERVE_NAMES, add_other_flags
-from nanovllm.compat.other_names import CONFIG_NAMES
 from nanovllm.errors import ConfigError, InvalidRequestError, NanoVLLMError
 from nanovllm.loadtest.load_plan import LoadPlan, add_bench
 from nanovllm.options.config import Config
@@ -328,12 +326,13 @@ def _add_command(
         parser.add_argument("--json", action="store_true", help=about)
     defaults = {"max_logprobs": str(MAX_LOGPROBS)} if command is serve else {}
     add_flags(parser.add_argument_group("engine"), Config, but={"model"}, defaults=defaults)
-    others = CONFIG_NAMES
     if command is serve:
         parser.set_defaults(max_logprobs=MAX_LOGPROBS)
         add_server_flags(parser)
-        others = {**CONFIG_NAMES, **SERVE_NAMES}
-    add_other_flags(parser, others, default=argparse.SUPPRESS)
+    if importlib.util.find_spec("nanovllm.compat"):  # the folder may be deleted
+        from nanovllm.compat.flags import add_other_flags
+
+        add_other_flags(parser, default=argparse.SUPPRESS, is_server=command is serve)
     if command is serve:
         return
     own = {name: field.default for name, field in fields_of(SamplingParams).items()}

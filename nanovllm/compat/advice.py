@@ -3,11 +3,15 @@
 Knows no engine.
 """
 
-from collections.abc import Mapping
-from typing import Any, NoReturn
+import functools
+from collections.abc import Callable
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.validation import other_names, shown
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 NOT_IMPLEMENTED = {
     "beam_search": "SamplingParams(n=...) draws several continuations",
@@ -73,19 +77,18 @@ class VLLMNames:
         )
 
 
-def check_keywords(method: str, given: Mapping[str, Any]) -> None:
-    """Check the further keywords of a method: only vLLM's, asking for what happens anyway.
+def takes_other_keywords(method: Callable[Parameters, Result]) -> Callable[..., Result]:
+    """Let a method take vLLM's further keywords: those that ask for what happens anyway.
 
-    Raises:
-        InvalidRequestError: a keyword of vLLM's asks for something else.
-        TypeError: a keyword is unknown, as Python's own error.
+    The method then raises InvalidRequestError where a keyword of vLLM's asks for something else.
     """
-    for name, value in given.items():
-        if name in _WITHOUT_EFFECT:
-            continue
-        if name not in KEYWORDS:
-            raise TypeError(f"{method}() got an unexpected keyword argument {name!r}")
-        if not KEYWORDS[name].accepts(value):
-            raise InvalidRequestError(
-                f"{name}={shown(value)} is not supported: {KEYWORDS[name].advice}"
-            )
+
+    @functools.wraps(method)
+    def checked(*args: Any, **keywords: Any) -> Result:
+        for name in [name for name in keywords if name in KEYWORDS or name in _WITHOUT_EFFECT]:
+            value, other = keywords.pop(name), KEYWORDS.get(name)
+            if other is not None and not other.accepts(value):
+                raise InvalidRequestError(f"{name}={shown(value)} is not supported: {other.advice}")
+        return method(*args, **keywords)
+
+    return checked

@@ -8,10 +8,10 @@ import dataclasses
 from typing import Any, TypeVar
 
 from nanovllm import demo_model
-from nanovllm.compat.flags import FlexibleArgumentParser, add_other_flags
+from nanovllm.compat.flags import add_other_flags
 from nanovllm.compat.other_names import CONFIG_NAMES
 from nanovllm.options.config import Config
-from nanovllm.options.flags import add_flags, fields_of
+from nanovllm.options.flags import DashingParser as FlexibleArgumentParser, add_flags, fields_of
 
 __all__ = ["AsyncEngineArgs", "EngineArgs", "FlexibleArgumentParser"]
 
@@ -48,7 +48,7 @@ class EngineArgs(Config):
         parser.set_defaults(
             **{name: field.default for name, field in fields_of(Config).items() if name != "model"}
         )
-        add_other_flags(parser, CONFIG_NAMES, default=None)
+        add_other_flags(parser, default=None)
         return parser
 
     @classmethod

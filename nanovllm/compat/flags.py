@@ -1,4 +1,4 @@
-"""Flags as vLLM's users type them: with underscores, short, or of options that are not here.
+"""Flags as vLLM's users type them: short, or of options that are not here.
 
 Knows no command. docs/migrating.md shows the tables of names.
 """
@@ -6,10 +6,10 @@ Knows no command. docs/migrating.md shows the tables of names.
 import argparse
 import json
 import re
-import sys
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Sequence as Seq
 from typing import Any
 
+from nanovllm.compat.other_names import CONFIG_NAMES
 from nanovllm.options.validation import OtherName, other_names, shown
 
 SHORT_FLAGS = {"tensor_parallel_size": "-tp", "quantization": "-q"}
@@ -45,39 +45,19 @@ SERVE_NAMES = other_names(
 """Names of vLLM's options of its server."""
 
 
-class FlexibleArgumentParser(argparse.ArgumentParser):
-    """vLLM's parser: a flag may have underscores where its name has dashes."""
-
-    def parse_known_args(  # type: ignore[override]  # which has overloads
-        self, args: Seq[str] | None = None, namespace: argparse.Namespace | None = None
-    ) -> tuple[argparse.Namespace, list[str]]:
-        """Return the arguments, as argparse does, with dashes for the underscores in flags."""
-        words = sys.argv[1:] if args is None else list(args)
-        if self._subparsers is None:  # else the parser of the command does it
-            end = words.index("--") if "--" in words else len(words)
-            words = [*map(self._with_dashes, words[:end]), *words[end:]]
-        return super().parse_known_args(words, namespace)
-
-    def _with_dashes(self, word: str) -> str:
-        flag, equals, value = word.partition("=")
-        if not flag.startswith("--"):
-            return word
-        dashed = f"--{flag[2:].replace('_', '-')}"
-        known = self._option_string_actions
-        return f"{dashed}{equals}{value}" if flag not in known and dashed in known else word
-
-
 def add_other_flags(
-    group: "argparse._ActionsContainer", names: Mapping[str, OtherName], default: Any
+    group: "argparse._ActionsContainer", *, default: Any, is_server: bool = False
 ) -> None:
-    """Add a flag for each of `names` that has none yet, and the short flags; helps hide them.
+    """Add a flag for each of vLLM's names that has none yet, and the short flags; helps hide them.
 
     A flag that asks for what happens anyway is taken; any other ends with an error that says what
     to use.
 
     Args:
         default: the value in the namespace where the flag is not given.
+        is_server: whether the names of vLLM's server are flags too.
     """
+    names = {**CONFIG_NAMES, **SERVE_NAMES} if is_server else CONFIG_NAMES
     known = group._option_string_actions
     for field, short in SHORT_FLAGS.items():
         if (action := known.get(_flag(field))) and short not in known:

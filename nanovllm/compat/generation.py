@@ -18,13 +18,18 @@ class Generation(Coroutine[Any, Any, RequestOutput], AsyncIterator[RequestOutput
     coroutine, so `asyncio.create_task` takes it.
 
     Args:
-        start: starts the request; called with whether its steps are wanted.
+        whole: starts the request, and waits for its whole output.
+        steps: starts the request, and yields an output for each step.
     """
 
-    def __init__(self, start: Callable[[bool], AsyncGenerator[RequestOutput, None]]) -> None:
-        self._start = start
-        self._steps: AsyncGenerator[RequestOutput, None] | None = None
+    def __init__(
+        self,
+        whole: Callable[[], Coroutine[Any, Any, RequestOutput]],
+        steps: Callable[[], AsyncGenerator[RequestOutput, None]],
+    ) -> None:
+        self._start_whole, self._start_steps = whole, steps
         self._whole: Coroutine[Any, Any, RequestOutput] | None = None
+        self._steps: AsyncGenerator[RequestOutput, None] | None = None
 
     def __await__(self) -> Generator[Any, Any, RequestOutput]:
         return self._coroutine().__await__()
@@ -33,7 +38,7 @@ class Generation(Coroutine[Any, Any, RequestOutput], AsyncIterator[RequestOutput
         if self._whole is not None:
             raise NanoVLLMError("this generate() was awaited already: call it again to iterate it")
         if self._steps is None:
-            self._steps = self._start(True)
+            self._steps = self._start_steps()
         return await anext(self._steps)
 
     async def aclose(self) -> None:
@@ -59,7 +64,7 @@ class Generation(Coroutine[Any, Any, RequestOutput], AsyncIterator[RequestOutput
         if self._steps is not None:
             raise NanoVLLMError("this generate() was iterated already: call it again to await it")
         if self._whole is None:
-            self._whole = _only(self._start(False))
+            self._whole = self._start_whole()
         return self._whole
 
 
@@ -70,11 +75,3 @@ def with_output_kind(params: SamplingParams | None) -> SamplingParams | None:
     if isinstance(params, SamplingParams) and params.output_kind is None:
         return params.clone(output_kind=RequestOutputKind.CUMULATIVE)
     return params
-
-
-async def _only(outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
-    """Return the one output of a request; abort the request if it does not come."""
-    try:
-        return await anext(outputs)
-    finally:
-        await outputs.aclose()

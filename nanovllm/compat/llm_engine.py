@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from nanovllm.assembly import make_engine
-from nanovllm.compat.advice import VLLMNames, check_keywords
+from nanovllm.compat.advice import VLLMNames, takes_other_keywords
 from nanovllm.compat.engine_args import EngineArgs
 from nanovllm.compat.generation import with_output_kind
 from nanovllm.engine import llm_engine
@@ -28,15 +28,16 @@ class LLMEngine(VLLMNames):
         self.engine = engine
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs, **others: Any) -> "LLMEngine":
+    @takes_other_keywords
+    def from_engine_args(cls, engine_args: EngineArgs) -> "LLMEngine":
         """Return an engine with these options, as `LLM(**options)` makes it.
 
         Raises:
             NanoVLLMError: as `LLM`.
         """
-        check_keywords("from_engine_args", others)
         return cls(make_engine(Config(**vars(engine_args))))
 
+    @takes_other_keywords
     def add_request(
         self,
         request_id: str,
@@ -45,7 +46,6 @@ class LLMEngine(VLLMNames):
         arrival_time: float | None = None,
         *,
         priority: int = 0,
-        **others: None,
     ) -> str:
         """Queue a request under the caller's id; `step` returns its outputs.
 
@@ -53,14 +53,12 @@ class LLMEngine(VLLMNames):
             params: an output holds all so far, unless output_kind asks for something else.
             arrival_time: not used; requests arrive when they are added.
             priority: lower values go first.
-            others: vLLM's other arguments; None only.
 
         Raises:
             InvalidRequestError: the id is that of a running request, or the prompt or a parameter
                 is invalid or unsupported.
             EngineDeadError: the engine is down.
         """
-        check_keywords("add_request", others)
         params = with_output_kind(params)
         self.engine.add_request(
             prompt, params, priority=priority, stream=True, request_id=request_id
@@ -79,19 +77,19 @@ class LLMEngine(VLLMNames):
         """Return the number of sequences that are not finished."""
         return self.engine.scheduler.num_unfinished
 
-    def abort_request(self, request_ids: str | Iterable[str], **others: Any) -> None:
+    @takes_other_keywords
+    def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End requests; ids that are not running do nothing."""
-        check_keywords("abort_request", others)
         for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
             self.engine.abort(request_id)
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False, **others: Any) -> bool:
+    @takes_other_keywords
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget all cached prefixes; return False, and forget none, while requests run.
 
         Args:
             reset_running_requests: not used; running requests keep their blocks.
         """
-        check_keywords("reset_prefix_cache", others)
         return self.engine.reset_prefix_cache()
 
     def get_metrics(self) -> list[Metric | Vector | Histogram]:

@@ -1,27 +1,51 @@
-"""`OtherMethods`: methods of `LLM` that only nano-vllm's and vLLM's scripts call.
+"""`LLM` and `AsyncLLM` with the methods and keywords that only nano-vllm's and vLLM's scripts use.
 
-Decides nothing: the engine and its sharing among threads are those of `LLM`.
+Decides nothing: the engine and its sharing among threads and tasks are those of the base classes.
 """
 
-from nanovllm.compat.advice import VLLMNames
-from nanovllm.compat.llm_engine import LLMEngine as VLLMEngine
-from nanovllm.engine.llm_engine import LLMEngine
+from typing import Any
+
+from nanovllm import async_llm, llm
+from nanovllm.compat.advice import VLLMNames, takes_other_keywords
+from nanovllm.compat.engine_args import EngineArgs
+from nanovllm.compat.generation import Generation, with_output_kind
+from nanovllm.compat.llm_engine import LLMEngine
 from nanovllm.engine.prompt import Prompt
-from nanovllm.engine.shared_engine import SharedEngine
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.sampling_params import SamplingParams
+from nanovllm.outputs import RequestOutput
 
 
-class OtherMethods(VLLMNames):
-    """nano-vllm's loop of `add_request` and `step`, and vLLM's engine."""
+class LLM(VLLMNames, llm.LLM):
+    """A model that is loaded and ready to generate.
 
-    engine: LLMEngine
-    _shared: SharedEngine
+    Beside its own methods it has nano-vllm's loop of `add_request` and `step`, and vLLM's engine.
+    Arguments and errors are those of its base class.
+    """
+
+    chat = takes_other_keywords(llm.LLM.chat)
+    exit = llm.LLM.shutdown
+
+    @takes_other_keywords
+    def generate(
+        self, prompts: Any = None, *args: Any, prompt_token_ids: Any = None, **options: Any
+    ) -> list[RequestOutput]:
+        """Generate for one prompt or many; return the outputs in the order of the prompts.
+
+        Args:
+            prompt_token_ids: token ids to use instead of `prompts`.
+            args, options: as for `nanovllm.llm.LLM.generate`.
+        """
+        if prompt_token_ids is not None:
+            if prompts is not None:
+                raise InvalidRequestError("give prompts or prompt_token_ids, not both")
+            prompts = [{"prompt_token_ids": ids} for ids in llm.as_prompts(prompt_token_ids)]
+        return super().generate(prompts, *args, **options)
 
     @property
-    def llm_engine(self) -> VLLMEngine:
+    def llm_engine(self) -> LLMEngine:
         """The engine with vLLM's methods; unlike `LLM` it is for one thread at a time."""
-        return VLLMEngine(self.engine)
+        return LLMEngine(self.engine)
 
     def add_request(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *others: None
@@ -66,3 +90,44 @@ class OtherMethods(VLLMNames):
     def is_finished(self) -> bool:
         """Whether no request is unfinished, and `step` has returned every output."""
         return self._shared.call(self.engine.is_finished)
+
+
+class AsyncLLM(VLLMNames, async_llm.AsyncLLM):
+    """A model that many asyncio tasks use at once; their requests share the engine's batches.
+
+    Arguments and errors are those of its base class.
+    """
+
+    chat = takes_other_keywords(async_llm.AsyncLLM.chat)
+
+    @classmethod
+    @takes_other_keywords
+    def from_engine_args(cls, engine_args: EngineArgs) -> "AsyncLLM":
+        """Return `AsyncLLM(**options)` with these options, as in vLLM.
+
+        Raises:
+            NanoVLLMError: as `LLM`.
+        """
+        return cls(**vars(engine_args))
+
+    @takes_other_keywords
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        user: str | None = None,
+    ) -> Generation:
+        """Generate for one prompt: `await` gives the whole output, `async for` one for each step.
+
+        An iterated output holds all so far, unless output_kind asks for something else; `stream`
+        gives deltas.
+        """
+        whole, stream = super().generate, self.stream
+        params = with_output_kind(sampling_params)
+        return Generation(
+            lambda: whole(prompt, sampling_params, request_id, priority=priority, user=user),
+            lambda: stream(prompt, params, request_id, priority=priority, user=user),
+        )

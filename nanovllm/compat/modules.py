@@ -18,20 +18,24 @@ _ARGS = "nanovllm.compat.engine_args"
 _SCRIPT = "nanovllm.compat.script_names"
 
 HOMES = {
-    "LLM": "nanovllm.llm",
-    "AsyncLLM": "nanovllm.async_llm",
+    **dict.fromkeys(("LLM", "AsyncLLM"), "nanovllm.compat.methods"),
+    "Config": "nanovllm.options.config",
+    **dict.fromkeys(("SamplingParams", "RequestOutputKind"), "nanovllm.options.sampling_params"),
+    "StructuredOutputsParams": "nanovllm.options.structured_outputs",
     "LLMEngine": "nanovllm.compat.llm_engine",
     **dict.fromkeys(("EngineArgs", "AsyncEngineArgs", "FlexibleArgumentParser"), _ARGS),
     **dict.fromkeys(("AsyncLLMEngine", "TextPrompt", "TokensPrompt", "PromptType"), _SCRIPT),
     **dict.fromkeys(("Metric", "Counter", "Gauge", "Vector", "Histogram"), _SCRIPT),
     "cleanup_dist_env_and_memory": _SCRIPT,
 }
-"""By name of vLLM's: the module here that has it."""
+"""By name of vLLM's or nano-vllm's: the module here that has it."""
 
 _PROMPTS = "TextPrompt TokensPrompt PromptType"
 
 MODULES = {
-    "nanovllm": f"EngineArgs AsyncEngineArgs LLMEngine AsyncLLMEngine {_PROMPTS}",
+    "nanovllm": f"LLM AsyncLLM EngineArgs AsyncEngineArgs LLMEngine AsyncLLMEngine {_PROMPTS}",
+    "nanovllm.config": "Config",
+    "nanovllm.sampling_params": "SamplingParams RequestOutputKind StructuredOutputsParams",
     "nanovllm.engine": "",
     "nanovllm.engine.arg_utils": "EngineArgs AsyncEngineArgs",
     "nanovllm.engine.async_llm_engine": "AsyncLLMEngine",
@@ -50,7 +54,7 @@ MODULES = {
     "nanovllm.v1.metrics": "",
     "nanovllm.v1.metrics.reader": "Metric Counter Gauge Vector Histogram",
 }
-"""By module of vLLM's: the names of HOMES that it has."""
+"""By module of vLLM's or nano-vllm's: the names of HOMES that it has."""
 
 _LORA = "merge the adapter into the weights (peft's merge_and_unload) and load the result"
 _TEXT_ONLY = "the models here read text only"
@@ -82,17 +86,13 @@ MISSING = {
 }
 """By name, or last part of a module's name: what to use instead of vLLM's."""
 
-_WITH_ADVICE = ("nanovllm.options.sampling_params", "nanovllm.outputs", "nanovllm.options.config")
-"""Modules here that have the name of one of vLLM's, which has more in it."""
-
 
 def install() -> None:
     """Let Python import vLLM's modules; a second call does nothing."""
     if not any(isinstance(finder, _Importer) for finder in sys.meta_path):
         sys.meta_path.append(_Importer())
-    for name in _WITH_ADVICE:
-        # `from M import name` shows the message of an ImportError, not of an AttributeError.
-        vars(sys.modules[name])["__getattr__"] = functools.partial(_refuse, name)
+    for name, find in (("nanovllm", attribute), ("nanovllm.outputs", _refuse)):
+        vars(sys.modules[name])["__getattr__"] = functools.partial(find, name)
 
 
 def attribute(module: str, name: str) -> Any:
@@ -131,7 +131,10 @@ class _Importer(MetaPathFinder, Loader):
 
 
 def _refuse(module: str, name: str) -> NoReturn:
-    """Raise ImportError for a name of vLLM's, AttributeError for any other."""
+    """Raise ImportError for a name of vLLM's, AttributeError for any other.
+
+    `from module import name` shows the message of an ImportError, not of an AttributeError.
+    """
     raise (ImportError if name in MISSING else AttributeError)(_message(module, name))
 
 

@@ -1,15 +1,9 @@
 """Options of vLLM and nano-vllm that are not fields here, and what to use instead.
 
-Tables only: `validation.strict_keywords` applies them. docs/migrating.md shows them.
+Tables only: `install` hands them to options/validation.py. docs/migrating.md shows them.
 """
 
-from nanovllm.options.validation import other_names
-
-
-def _values(*rows: tuple[str, str]) -> dict[str, str]:
-    """Return the advice of each value in `rows`: (values, advice)."""
-    return {value: advice for values, advice in rows for value in values.split()}
-
+from nanovllm.options.validation import OTHER_NAMES, other_names
 
 _NO_LORA = "merge the adapter into the weights (peft's merge_and_unload) and load the result"
 _TEXT_ONLY = "the models here read text only; leave it out"
@@ -119,23 +113,23 @@ _CONVERT = 'convert the checkpoint to safetensors and use "auto"'
 _UNQUANTIZED = "load the unquantised checkpoint with"
 
 CONFIG_VALUES = {
-    "dtype": _values(("half", 'use "float16"'), ("float", 'use "float32"')),
-    "load_format": _values(
-        ("safetensors", 'use "auto", which reads safetensors'),
-        ("gguf", 'use "auto", which recognises a GGUF file'),
-        ("pt npcache bitsandbytes tensorizer runai_streamer", _CONVERT),
+    "dtype": other_names(("half", (), 'use "float16"'), ("float", (), 'use "float32"')),
+    "load_format": other_names(
+        ("safetensors", (), 'use "auto", which reads safetensors'),
+        ("gguf", (), 'use "auto", which recognises a GGUF file'),
+        ("pt npcache bitsandbytes tensorizer runai_streamer", (), _CONVERT),
     ),
-    "quantization": _values(
-        ("gguf", "leave it out: a GGUF file is recognised"),
-        ("awq awq_marlin gptq gptq_marlin bitsandbytes", f'{_UNQUANTIZED} "int4" or "int8"'),
-        ("compressed-tensors torchao quark hqq mxfp4", f'{_UNQUANTIZED} "int4" or "int8"'),
-        ("modelopt fbgemm_fp8 ptpc_fp8", f'{_UNQUANTIZED} "fp8"'),
-        ("experts_int8 tpu_int8", f'{_UNQUANTIZED} "int8"'),
+    "quantization": other_names(
+        ("gguf", (), "leave it out: a GGUF file is recognised"),
+        ("awq awq_marlin gptq gptq_marlin bitsandbytes", (), f'{_UNQUANTIZED} "int4" or "int8"'),
+        ("compressed-tensors torchao quark hqq mxfp4", (), f'{_UNQUANTIZED} "int4" or "int8"'),
+        ("modelopt fbgemm_fp8 ptpc_fp8", (), f'{_UNQUANTIZED} "fp8"'),
+        ("experts_int8 tpu_int8", (), f'{_UNQUANTIZED} "int8"'),
     ),
-    "kv_cache_dtype": _values(
-        ("fp8_e4m3", 'use "fp8"'),
-        ("fp8_e5m2", 'use "fp8", which is E4M3'),
-        ("bfloat16 float16", 'use "auto", the dtype of the model'),
+    "kv_cache_dtype": other_names(
+        ("fp8_e4m3", (), 'use "fp8"'),
+        ("fp8_e5m2", (), 'use "fp8", which is E4M3'),
+        ("bfloat16 float16", (), 'use "auto", the dtype of the model'),
     ),
 }
 """By field of Config: values of vLLM's that are not accepted, and what to use."""
@@ -170,12 +164,12 @@ SPECULATIVE_NAMES = other_names(
 )
 """Names of vLLM's SpeculativeConfig, and of transformers for the same."""
 
-SPECULATIVE_METHODS = _values(
-    ("ngram_gpu", 'use "ngram"'),
-    ("suffix", _NO_SUFFIXES),
-    ("eagle", 'EAGLE heads of the third kind only; use "eagle3" with such a head'),
-    ("medusa mlp_speculator mtp deepseek_mtp qwen3_next_mtp mimo_mtp", _NO_DRAFT_LAYERS),
-    ("dflash dspark extract_hidden_states custom_class", _NO_DRAFT_LAYERS),
+SPECULATIVE_METHODS = other_names(
+    ("ngram_gpu", (), 'use "ngram"'),
+    ("suffix", (), _NO_SUFFIXES),
+    ("eagle", (), 'EAGLE heads of the third kind only; use "eagle3" with such a head'),
+    ("medusa mlp_speculator mtp deepseek_mtp qwen3_next_mtp mimo_mtp", (), _NO_DRAFT_LAYERS),
+    ("dflash dspark extract_hidden_states custom_class", (), _NO_DRAFT_LAYERS),
 )
 """Methods of vLLM's that are not here, and what to use."""
 
@@ -219,3 +213,15 @@ STRUCTURED_NAMES = other_names(
     ("lark ebnf gbnf", (), "use grammar"),
 )
 """Names of vLLM's StructuredOutputsParams, and of other servers for the same."""
+
+
+def install() -> None:
+    """Let the classes that have these names as keywords say what to use."""
+    OTHER_NAMES.update(
+        CONFIG_VALUES,
+        method=SPECULATIVE_METHODS,
+        Config=CONFIG_NAMES,
+        SpeculativeConfig=SPECULATIVE_NAMES,
+        SamplingParams=SAMPLING_NAMES,
+        StructuredOutputsParams=STRUCTURED_NAMES,
+    )

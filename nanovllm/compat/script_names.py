@@ -3,7 +3,7 @@
 import gc
 from typing import NotRequired, TypedDict
 
-from nanovllm.async_llm import AsyncLLM
+from nanovllm.compat.methods import AsyncLLM
 from nanovllm.engine.prompt import Prompt
 from nanovllm.outputs import Counter, Gauge, Metric, Vector
 

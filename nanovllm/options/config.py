@@ -8,10 +8,8 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Collection
 from typing import Any
 
-from nanovllm.compat.other_names import CONFIG_NAMES, CONFIG_VALUES
 from nanovllm.errors import ConfigError
 from nanovllm.options.speculative_config import SpeculativeConfig
 from nanovllm.options.validation import (
@@ -32,7 +30,7 @@ MAX_THREADS = 1024
 not get the threads or their memory."""
 
 
-@strict_keywords(ConfigError, CONFIG_NAMES)
+@strict_keywords(ConfigError)
 @dataclasses.dataclass(frozen=True)
 class Config:
     """The options of `LLM(model, **options)`; names and defaults are nano-vllm's where it has them.
@@ -134,7 +132,8 @@ class Config:
             ("kv_cache_dtype", KV_CACHE_DTYPES),
             ("quantization", QUANTIZATIONS),
         ):
-            self._check_choice(name, choices)
+            if name != "quantization" or self.quantization is not None:
+                check_choice(ConfigError, name, getattr(self, name), choices)
         if not isinstance(self.device, str) or not re.fullmatch(
             r"auto|cpu|cuda(:\d+)?", self.device
         ):
@@ -203,13 +202,6 @@ class Config:
             raise ConfigError("skip_tokenizer_init=True loads no tokenizer; leave tokenizer out")
         if self.hf_overrides is not None:
             self._set("hf_overrides", _json_object("hf_overrides", self.hf_overrides))
-
-    def _check_choice(self, name: str, choices: Collection[str]) -> None:
-        value = getattr(self, name)
-        if name == "quantization" and value is None:
-            return
-        advice = CONFIG_VALUES[name].get(value, "") if isinstance(value, str) else ""
-        check_choice(ConfigError, name, value, choices, advice)
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)

@@ -11,13 +11,13 @@ import decimal
 import inspect
 import json
 import re
+import sys
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from nanovllm.compat.flags import FlexibleArgumentParser
 from nanovllm.errors import ConfigError, NanoVLLMError, ServerError
 from nanovllm.options.validation import did_you_mean, shown
 
@@ -30,7 +30,29 @@ UNITS = {"B": 1} | {
 small one is none, because it is a power of 1000 in vLLM."""
 
 
-class Parser(FlexibleArgumentParser):
+class DashingParser(argparse.ArgumentParser):
+    """An argument parser whose flags may have underscores where their names have dashes."""
+
+    def parse_known_args(  # type: ignore[override]  # which has overloads
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Return the arguments, as argparse does, with dashes for the underscores in flags."""
+        words = sys.argv[1:] if args is None else list(args)
+        if self._subparsers is None:  # else the parser of the command does it
+            end = words.index("--") if "--" in words else len(words)
+            words = [*map(self._with_dashes, words[:end]), *words[end:]]
+        return super().parse_known_args(words, namespace)
+
+    def _with_dashes(self, word: str) -> str:
+        flag, equals, value = word.partition("=")
+        if not flag.startswith("--"):
+            return word
+        dashed = f"--{flag[2:].replace('_', '-')}"
+        known = self._option_string_actions
+        return f"{dashed}{equals}{value}" if flag not in known and dashed in known else word
+
+
+class Parser(DashingParser):
     """An argument parser that raises its errors; flags cannot be abbreviated."""
 
     def __init__(self, **options: Any) -> None:

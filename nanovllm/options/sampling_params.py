@@ -9,7 +9,6 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nanovllm.compat.other_names import SAMPLING_NAMES
 from nanovllm.errors import CheckpointError, InvalidRequestError
 from nanovllm.options.structured_outputs import StructuredOutputsParams, structured_outputs
 from nanovllm.options.validation import check_bool, check_float, check_int, shown, strict_keywords
@@ -40,7 +39,7 @@ class RequestOutputKind(enum.Enum):
     __repr__ = enum.Enum.__str__
 
 
-@strict_keywords(InvalidRequestError, SAMPLING_NAMES)
+@strict_keywords(InvalidRequestError)
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
     """How to choose the tokens of one request, and when to stop.

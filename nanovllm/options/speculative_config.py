@@ -5,7 +5,6 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from nanovllm.compat.other_names import SPECULATIVE_METHODS, SPECULATIVE_NAMES
 from nanovllm.errors import ConfigError
 from nanovllm.options.validation import check_choice, check_int, shown, strict_keywords
 
@@ -17,7 +16,7 @@ MAX_LOOKUP = 128
 length of n-grams."""
 
 
-@strict_keywords(ConfigError, SPECULATIVE_NAMES)
+@strict_keywords(ConfigError)
 @dataclasses.dataclass(frozen=True)
 class SpeculativeConfig:
     """The options of `Config.speculative_config`.
@@ -94,9 +93,7 @@ class SpeculativeConfig:
                     "network: both are missing"
                 )
             return
-        known = isinstance(self.method, str)
-        advice = SPECULATIVE_METHODS.get(self.method, "") if known else ""
-        check_choice(ConfigError, "method", self.method, METHODS, advice)
+        check_choice(ConfigError, "method", self.method, METHODS)
         if self.method == "auto":
             self._set("method", "ngram")
         needs_model = self.method in NETWORK_METHODS

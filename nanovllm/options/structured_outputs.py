@@ -9,7 +9,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nanovllm.compat.other_names import STRUCTURED_NAMES
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.json_schema import grammar_schema_text
 from nanovllm.options.validation import check_bool, shown, strict_keywords
@@ -23,7 +22,7 @@ TOO_COMPLEX = "too complex a form"
 _IS_LARK = re.compile(r"(?m)^[ \t]*(%llguidance\b|start\s*:(?!:=))")
 
 
-@strict_keywords(InvalidRequestError, STRUCTURED_NAMES)
+@strict_keywords(InvalidRequestError)
 @dataclasses.dataclass(frozen=True)
 class StructuredOutputsParams:
     """The form of an output. Exactly one of json, regex, choice, grammar, json_object is given.

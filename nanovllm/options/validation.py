@@ -64,10 +64,13 @@ def other_names(*rows: tuple[str, tuple[Any, ...], str]) -> dict[str, OtherName]
     }
 
 
-def strict_keywords(
-    error: type[NanoVLLMError], others: Mapping[str, OtherName]
-) -> Callable[[type[T]], type[T]]:
-    """Make a frozen dataclass raise `error` for a keyword that is no field nor one of `others`.
+OTHER_NAMES: dict[str, Mapping[str, OtherName]] = {}
+"""What users of other engines write: by class, names that are no fields of it; by field, values
+that it does not take. `nanovllm.compat` fills it; without that folder it stays empty."""
+
+
+def strict_keywords(error: type[NanoVLLMError]) -> Callable[[type[T]], type[T]]:
+    """Make a frozen dataclass raise `error` for a keyword that is no field nor in `OTHER_NAMES`.
 
     The message names the field that was meant, or says what to use. That of an assignment says how
     to make a changed copy.
@@ -79,6 +82,7 @@ def strict_keywords(
 
         @functools.wraps(init)
         def __init__(self: T, *args: Any, **kwargs: Any) -> None:
+            others = OTHER_NAMES.get(cls.__name__, {})
             for name in [name for name in kwargs if name not in known]:
                 value, other = kwargs.pop(name), others.get(name)
                 if other is None:
@@ -91,6 +95,7 @@ def strict_keywords(
             init(self, *args, **kwargs)
 
         def __setattr__(self: T, name: str, value: Any) -> NoReturn:
+            others = OTHER_NAMES.get(cls.__name__, {})
             if name not in known:
                 hint = f": {others[name].advice}" if name in others else did_you_mean(name, known)
                 raise AttributeError(f"{cls.__name__} has no field {shown(name)}{hint}")
@@ -163,15 +168,17 @@ def check_bool(error: type[NanoVLLMError], name: str, value: Any) -> bool:
 
 
 def check_choice(
-    error: type[NanoVLLMError], name: str, value: Any, choices: Collection[str], advice: str = ""
+    error: type[NanoVLLMError], name: str, value: Any, choices: Collection[str]
 ) -> str:
     """Return `value` if it is one of `choices`, else raise `error`.
 
-    The message has the `advice`, or else names the choice that was meant.
+    The message says what to use, if `OTHER_NAMES` has the value, or else names the choice that was
+    meant.
     """
     if not isinstance(value, str) or value not in choices:
         meant = did_you_mean(shown(value).strip("'"), choices)
-        hint = f": {advice}" if advice else meant * meant.startswith("; did")  # no second list
+        other = OTHER_NAMES.get(name, {}).get(value) if isinstance(value, str) else None
+        hint = f": {other.advice}" if other else meant * meant.startswith("; did")  # no second list
         raise error(f"{name} must be one of {', '.join(choices)}, got {shown(value)}{hint}")
     return value
 

@@ -17,7 +17,7 @@ API_KEY_VARIABLE = "NANOVLLM_API_KEY"
 """Environment variable with an API key, or several with commas between."""
 
 
-@strict_keywords(ConfigError, {})
+@strict_keywords(ConfigError)
 @dataclasses.dataclass(frozen=True)
 class ServerOptions:
     """Where the server listens, who may use it and how much it takes on.

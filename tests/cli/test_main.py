@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 import nanovllm
-from nanovllm import LLM, SamplingParams, StructuredOutputsParams, demo_model
+from nanovllm import SamplingParams, StructuredOutputsParams, demo_model
 from nanovllm.cli import main as cli
 from nanovllm.errors import InvalidRequestError
-from nanovllm.llm import default_sampling_params
+from nanovllm.llm import LLM, default_sampling_params
 from nanovllm.options.config import Config
 from nanovllm.options.flags import Parser, add_flags, fields_of, given_fields
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.compat.other_names import CONFIG_NAMES, CONFIG_VALUES
 from nanovllm.errors import ConfigError, NanoVLLMError
 from nanovllm.options.config import Config
 
@@ -332,65 +331,3 @@ def test_hf_overrides_are_copied():
 def test_max_logprobs_must_be_a_count_or_minus_1(value):
     with pytest.raises(ConfigError, match="^max_logprobs must be an integer from -1 to .*, got"):
         Config("model", max_logprobs=value)
-
-
-def test_code_of_a_checkpoint_is_not_run_whatever_is_trusted(caplog):
-    caplog.set_level("INFO", "nanovllm")
-    assert Config("model", trust_remote_code=True, enable_lora=None) == Config("model")
-    expected = "trust_remote_code=True changes nothing: no code of a checkpoint is run"
-    assert caplog.messages == [expected]
-
-
-@pytest.mark.parametrize("name", CONFIG_NAMES)
-def test_names_of_others_are_accepted_where_nothing_changes_and_else_explained(name):
-    other = CONFIG_NAMES[name]
-    for value in (None, *other.accepted):
-        assert Config("model", **{name: value}) == Config("model")
-    with pytest.raises(ConfigError) as raised:
-        Config("model", **{name: "something else"})
-    assert str(raised.value) == f"{name}='something else' is not supported: {other.advice}"
-
-
-@pytest.mark.parametrize("value", [1, 1.5, True, "0", [0], np.array([0, 0]), object()])
-def test_any_other_value_of_a_name_of_others_is_refused(value):
-    with pytest.raises(ConfigError, match="^swap_space=.*is not supported: preempted requests"):
-        Config("model", swap_space=value)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "advice"),
-    [
-        (name, value, advice)
-        for name in CONFIG_VALUES
-        for value, advice in CONFIG_VALUES[name].items()
-    ],
-)
-def test_values_of_vllm_are_explained(name, value, advice):
-    with pytest.raises(ConfigError) as raised:
-        Config("model", **{name: value})
-    assert str(raised.value).startswith(f"{name} must be one of ")
-    assert str(raised.value).endswith(f", got {value!r}: {advice}")
-
-
-ENGINE_ARGS = """
-    model served_model_name tokenizer runner convert task skip_tokenizer_init enable_prompt_embeds
-    tokenizer_mode trust_remote_code allowed_local_media_path download_dir load_format config_format
-    dtype kv_cache_dtype seed max_model_len distributed_executor_backend pipeline_parallel_size
-    tensor_parallel_size data_parallel_size enable_expert_parallel block_size enable_prefix_caching
-    prefix_caching_hash_algo disable_sliding_window swap_space cpu_offload_gb gpu_memory_utilization
-    kv_cache_memory_bytes max_num_batched_tokens max_num_seqs max_logprobs logprobs_mode revision
-    disable_log_stats code_revision rope_scaling rope_theta hf_token hf_overrides tokenizer_revision
-    quantization enforce_eager disable_custom_all_reduce limit_mm_per_prompt mm_processor_kwargs
-    enable_lora max_loras max_lora_rank max_cpu_loras lora_dtype num_gpu_blocks_override
-    enable_chunked_prefill structured_outputs_config speculative_config scheduling_policy
-    scheduler_cls compilation_config worker_cls worker_extension_cls kv_transfer_config
-    generation_config enable_sleep_mode override_generation_config model_impl calculate_kv_scales
-    additional_config use_tqdm_on_load logits_processors async_scheduling max_seq_len_to_capture
-    num_scheduler_steps use_v2_block_manager device
-"""
-
-
-def test_names_that_people_pass_to_vllm_are_fields_or_explained():
-    known = {field.name for field in dataclasses.fields(Config)} | CONFIG_NAMES.keys()
-    assert set(ENGINE_ARGS.split()) <= known
-    assert not {field.name for field in dataclasses.fields(Config)} & CONFIG_NAMES.keys()

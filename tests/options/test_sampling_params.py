@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from nanovllm.compat.other_names import SAMPLING_NAMES
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
 from nanovllm.options.config import Config
 from nanovllm.options.sampling_params import RequestOutputKind, SamplingParams, takes_prompt
@@ -430,16 +429,6 @@ def test_logits_processors_with_other_signatures_are_refused(processor):
         SamplingParams(logits_processors=[processor])
 
 
-@pytest.mark.parametrize("name", SAMPLING_NAMES)
-def test_names_of_others_are_accepted_where_nothing_changes_and_else_explained(name):
-    other = SAMPLING_NAMES[name]
-    for value in (None, *other.accepted):
-        assert SamplingParams(0.5, **{name: value}) == SamplingParams(0.5)
-    with pytest.raises(InvalidRequestError) as raised:
-        SamplingParams(**{name: "something else"})
-    assert str(raised.value) == f"{name}='something else' is not supported: {other.advice}"
-
-
 def test_did_you_mean_suggests_no_other_meaning():
     names = [field.name for field in dataclasses.fields(SamplingParams)]
     for name in ("length_penalty", "max_p", "top_n", "mix_tokens", "tokens", "prefill", "best_of"):
@@ -479,7 +468,6 @@ def test_did_you_mean_finds_each_misspelt_field(data):
         lambda: SamplingParams(top_p=10**5000),
         lambda: SamplingParams(ignore_eos=["x"] * 100_000),
         lambda: SamplingParams(**{"x" * 100_000: 1}),
-        lambda: SamplingParams(best_of=["x"] * 100_000),
     ],
 )
 def test_messages_are_short_whatever_the_value(wrong):
@@ -497,7 +485,6 @@ def test_an_assignment_to_parameters_says_how_to_copy_them():
     params = SamplingParams()
     for name, value, message in (
         ("max_tokens", 20, r"another max_tokens use x = x\.clone\(max_tokens=20\)"),
-        ("best_of", 2, "no field 'best_of': use n"),
         ("max_token", 2, "did you mean 'max_tokens'"),
     ):
         with pytest.raises(AttributeError, match=message):

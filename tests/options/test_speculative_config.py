@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nanovllm.compat.other_names import SPECULATIVE_METHODS, SPECULATIVE_NAMES
 from nanovllm.errors import ConfigError
 from nanovllm.options.config import Config
-from nanovllm.options.speculative_config import METHODS, SpeculativeConfig
+from nanovllm.options.speculative_config import SpeculativeConfig
 
 
 def spec(**options: Any) -> SpeculativeConfig:
@@ -77,14 +76,6 @@ def test_nearest_method_is_named() -> None:
         spec(method="ngrams")
 
 
-@pytest.mark.parametrize(("method", "advice"), SPECULATIVE_METHODS.items())
-def test_methods_of_vllm_are_explained(method: str, advice: str) -> None:
-    assert method not in METHODS
-    with pytest.raises(ConfigError) as raised:
-        spec(method=method, model="org/small")
-    assert str(raised.value).endswith(f", got {method!r}: {advice}")
-
-
 @pytest.mark.parametrize("method", ["draft_model", "eagle3"])
 def test_network_needs_a_model(method: str) -> None:
     with pytest.raises(ConfigError, match=rf"^speculative_config: method {method} needs a model: "):
@@ -143,34 +134,6 @@ def test_shortest_lookup_may_not_exceed_the_longest() -> None:
 def test_unknown_key_is_refused_and_the_nearest_named(typo: str, nearest: str) -> None:
     with pytest.raises(ConfigError, match=rf"no field '{typo}'; did you mean '{nearest}'\?"):
         spec(method="ngram", **{typo: 1})
-
-
-@pytest.mark.parametrize("name", SPECULATIVE_NAMES)
-def test_names_of_others_are_explained(name: str) -> None:
-    other = SPECULATIVE_NAMES[name]
-    for value in (None, *other.accepted):
-        assert spec(method="ngram", **{name: value}) == spec(method="ngram")
-    with pytest.raises(ConfigError) as raised:
-        spec(method="ngram", **{name: "something else"})
-    expected = f"speculative_config: {name}='something else' is not supported: {other.advice}"
-    assert str(raised.value) == expected
-
-
-VLLM = """
-    enforce_eager num_speculative_tokens model method draft_tensor_parallel_size quantization
-    tensor_parallel_size moe_backend attention_backend kv_cache_dtype max_model_len revision
-    code_revision disable_padded_drafter_batch use_local_argmax_reduction use_heterogeneous_vocab
-    disable_by_batch_size prompt_lookup_max prompt_lookup_min speculative_token_tree
-    parallel_drafting num_speculative_tokens_per_batch_size suffix_decoding_max_tree_depth
-    suffix_decoding_max_cached_requests suffix_decoding_max_spec_factor draft_load_config
-    suffix_decoding_min_token_prob rejection_sample_method draft_sample_method
-"""
-
-
-def test_names_that_people_pass_to_vllm_are_fields_or_explained() -> None:
-    fields = {field.name for field in dataclasses.fields(SpeculativeConfig)}
-    assert set(VLLM.split()) <= fields | SPECULATIVE_NAMES.keys()
-    assert not fields & SPECULATIVE_NAMES.keys()
 
 
 def test_config_with_speculation_survives_pickle_copy_and_replace() -> None:

@@ -9,8 +9,13 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from nanovllm.compat.other_names import SAMPLING_NAMES
-from nanovllm.options.validation import OtherName, did_you_mean, other_names, shown
+from nanovllm.options.validation import (
+    OTHER_NAMES,
+    OtherName,
+    did_you_mean,
+    other_names,
+    shown,
+)
 
 _HINT = "it changes nothing here; leave it out"
 INERT = other_names(
@@ -124,7 +129,10 @@ _LARGE_FIELDS = frozenset(
 class GenerationRequest(RequestModel):
     """The fields that completions and chats share; names and meanings are OpenAI's and vLLM's."""
 
-    others: ClassVar[Mapping[str, OtherName]] = {**SAMPLING_NAMES, **INERT}
+    others: ClassVar[Mapping[str, OtherName]] = {
+        **OTHER_NAMES.get("SamplingParams", {}),
+        **INERT,
+    }
     ignored: ClassVar[frozenset[str]] = IGNORED
 
     model: str | None = None

@@ -1,8 +1,6 @@
-"""Scripts written for vLLM and for nano-vllm run with no change but the import."""
+"""Options of the engine that change what is loaded, and parameters of single requests."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,138 +8,15 @@ import pytest
 
 from nanovllm import (
     LLM,
-    AsyncLLM,
-    CompletionOutput,
     Config,
-    RequestOutput,
     RequestOutputKind,
     SamplingParams,
     demo_model,
 )
 from nanovllm.checkpoint.hub import configured_checkpoint
-from nanovllm.compat.advice import KEYWORDS, NOT_IMPLEMENTED
-from nanovllm.compat.flags import SERVE_NAMES
-from nanovllm.compat.other_names import CONFIG_NAMES, SAMPLING_NAMES, SPECULATIVE_NAMES
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.errors import CheckpointError, InvalidRequestError
-from nanovllm.options.speculative_config import SpeculativeConfig
 from tests.checkpoints import copy_checkpoint
-from tests.helpers import environment
-from tools import migrating
-
-VLLM_EXAMPLE = """
-from nanovllm import LLM, SamplingParams
-
-# Sample prompts.
-prompts = [
-    "Hello, my name is",
-    "The president of the United States is",
-    "The capital of France is",
-    "The future of AI is",
-]
-# Create a sampling params object.
-sampling_params = SamplingParams(temperature=0.8, top_p=0.95)
-
-
-def main():
-    # Create an LLM.
-    llm = LLM(model=MODEL)
-    # Generate texts from the prompts.
-    # The output is a list of RequestOutput objects
-    # that contain the prompt, generated text, and other information.
-    outputs = llm.generate(prompts, sampling_params)
-    # Print the outputs.
-    print("\\nGenerated Outputs:\\n" + "-" * 60)
-    for output in outputs:
-        prompt = output.prompt
-        generated_text = output.outputs[0].text
-        print(f"Prompt:    {prompt!r}")
-        print(f"Output:    {generated_text!r}")
-        print("-" * 60)
-
-
-if __name__ == "__main__":
-    main()
-"""
-
-NANO_VLLM_EXAMPLE = """
-import os
-from nanovllm import LLM, SamplingParams
-from transformers import AutoTokenizer
-
-
-def main():
-    path = os.path.expanduser(MODEL)
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    llm = LLM(path, enforce_eager=True, tensor_parallel_size=1)
-
-    sampling_params = SamplingParams(temperature=0.6, max_tokens=256)
-    prompts = [
-        "introduce yourself",
-        "list all prime numbers within 100",
-    ]
-    prompts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}],
-            tokenize=False,
-            add_generation_prompt=True,
-        )
-        for prompt in prompts
-    ]
-    outputs = llm.generate(prompts, sampling_params)
-
-    for prompt, output in zip(prompts, outputs):
-        print("\\n")
-        print(f"Prompt: {prompt!r}")
-        print(f"Completion: {output['text']!r}")
-
-
-if __name__ == "__main__":
-    main()
-"""
-
-
-def run_script(path: Path, text: str) -> str:
-    path.write_text(text.replace("MODEL", repr(demo_model.MODEL)))
-    done = subprocess.run(
-        [sys.executable, str(path)],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_script_written_for_vllm_runs(make_llm: Any, tmp_path: Path) -> None:
-    """The default seed is fixed, so an engine here generates the same text as the script's."""
-    prompts = ["Hello, my name is", "The president of the United States is"]
-    prompts += ["The capital of France is", "The future of AI is"]
-    params = SamplingParams(temperature=0.8, top_p=0.95)
-    outputs = make_llm(demo_model.MODEL).generate(prompts, params, use_tqdm=False)
-    assert all(output.text for output in outputs)
-    rule = "-" * 60 + "\n"
-    expected = "\nGenerated Outputs:\n" + rule
-    for prompt, output in zip(prompts, outputs, strict=True):
-        expected += f"Prompt:    {prompt!r}\nOutput:    {output.text!r}\n" + rule
-    assert run_script(tmp_path / "basic.py", VLLM_EXAMPLE) == expected
-
-
-def test_script_written_for_nano_vllm_runs(make_llm: Any, tmp_path: Path) -> None:
-    questions = ["introduce yourself", "list all prime numbers within 100"]
-    params = SamplingParams(temperature=0.6, max_tokens=256)
-    prompts = [f"<|im_start|>user\n{q}<|im_end|>\n<|im_start|>assistant\n" for q in questions]
-    outputs = make_llm(demo_model.MODEL).generate(prompts, params, use_tqdm=False)
-    assert all(output.text for output in outputs)
-    expected = "".join(
-        f"\n\nPrompt: {prompt!r}\nCompletion: {output.text!r}\n"
-        for prompt, output in zip(prompts, outputs, strict=True)
-    )
-    assert run_script(tmp_path / "example.py", NANO_VLLM_EXAMPLE) == expected
-
-
-# Options of vLLM that change what is loaded.
 
 
 def test_tokenizer_of_another_directory(make_llm: Any, random_model: str) -> None:
@@ -232,9 +107,6 @@ def test_generation_config_chooses_the_defaults(
         LLM(model, generation_config=tmp_path)
 
 
-# Sampling parameters of vLLM.
-
-
 @pytest.mark.parametrize(
     ("max_logprobs", "asked", "limit"),
     [(2, 3, 2), (2, -1, 2), (1002, -1, 1002), (0, 1, 0), (-1, 1004, 1003), (1000, 1001, 1000)],
@@ -299,28 +171,3 @@ def test_output_kinds_of_a_stream(demo_llm: LLM, stop: tuple[str, ...]) -> None:
     for kind in RequestOutputKind:
         (output,) = demo_llm.generate(prompt, params.clone(output_kind=kind), use_tqdm=False)
         assert output.outputs == expected.outputs
-
-
-# The page for those who come from vLLM or nano-vllm.
-
-
-def test_page_for_migrating_is_current() -> None:
-    text = migrating.PAGE.read_text("utf-8")
-    assert migrating.page() == text, "run python -m tools.migrating"
-    assert [mark for _, mark, _ in migrating.PART.findall(text)] == list(migrating.PARTS)
-
-
-def test_page_for_migrating_has_every_name() -> None:
-    text = migrating.PAGE.read_text("utf-8")
-    names = [
-        *CONFIG_NAMES,
-        *SPECULATIVE_NAMES,
-        *SAMPLING_NAMES,
-        *NOT_IMPLEMENTED,
-        *KEYWORDS,
-        *SERVE_NAMES,
-    ]
-    for owner in (Config, SpeculativeConfig, SamplingParams, RequestOutput, CompletionOutput):
-        names += migrating.fields(owner)
-    for name in names + migrating.methods(LLM) + migrating.methods(AsyncLLM):
-        assert f"`{name}`" in text

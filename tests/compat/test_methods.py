@@ -1,0 +1,88 @@
+"""Methods that users bring from vLLM and nano-vllm: they work, or say what to use instead."""
+
+from typing import Any
+
+import numpy
+import pytest
+
+from nanovllm import LLM, AsyncLLM, SamplingParams, demo_model
+from nanovllm.compat.advice import NOT_IMPLEMENTED
+from nanovllm.errors import EngineDeadError, InvalidRequestError
+from tests.glossary import GREEDY, OPTIONS, QUESTION, QUESTIONS
+from tests.helpers import generate
+
+
+def test_a_nano_vllm_loop_gets_what_generate_returns(demo_llm: Any) -> None:
+    llm = demo_llm
+    expected = [output.token_ids for output in llm.generate(QUESTIONS[:5], GREEDY, False)]
+    for question in QUESTIONS[:5]:
+        llm.add_request(question, GREEDY)
+    outputs: dict[Any, list[int]] = {}
+    num_prefill = num_decode = 0
+    while not llm.is_finished():
+        output, num_tokens = llm.step()
+        if num_tokens > 0:
+            num_prefill += num_tokens
+        else:
+            num_decode -= num_tokens
+        for seq_id, token_ids in output:
+            outputs[seq_id] = token_ids
+    assert [outputs[seq_id] for seq_id in sorted(outputs)] == expected
+    tokenizer: Any = llm.get_tokenizer()
+    assert num_prefill == sum(len(tokenizer.encode(q)) - 1 for q in QUESTIONS[:5])
+    assert num_decode == sum(map(len, expected)) - 5  # the first tokens came with the prompts
+    assert llm.step() == ([], 0)
+
+
+def test_step_returns_what_other_callers_steps_finished(demo_llm: Any) -> None:
+    request = demo_llm.add_request(QUESTIONS[0], SamplingParams(temperature=0, max_tokens=2))
+    expected = generate(demo_llm, QUESTIONS[0]).token_ids[:2]
+    assert not demo_llm.is_finished()
+    assert demo_llm.step() == ([(request, expected)], 0)
+    assert demo_llm.is_finished()
+
+
+def test_add_request_refuses_what_step_could_not_return(demo_llm: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=r"n must be 1, got 2: use generate\(\)"):
+        demo_llm.add_request(QUESTION, SamplingParams(n=2))
+    with pytest.raises(InvalidRequestError, match="sampling_params must be SamplingParams"):
+        demo_llm.add_request(QUESTION, {"n": 2})
+    for given in (("0", QUESTION, GREEDY), ("0", QUESTION)):
+        with pytest.raises(InvalidRequestError, match=r"llm\.llm_engine has vLLM's add_request"):
+            demo_llm.add_request(*given)
+    assert demo_llm.is_finished()
+
+
+@pytest.mark.parametrize("owner", [LLM, AsyncLLM])
+@pytest.mark.parametrize("name", NOT_IMPLEMENTED)
+def test_what_is_not_there_says_what_to_use(owner: type, name: str) -> None:
+    llm = owner.__new__(owner)
+    assert not hasattr(llm, name)
+    with pytest.raises(AttributeError) as caught:
+        getattr(llm, name)
+    expected = f"{owner.__name__!r} object has no attribute {name!r}: {NOT_IMPLEMENTED[name]}"
+    assert str(caught.value) == expected
+    with pytest.raises(AttributeError, match=r"no attribute 'generated'$"):
+        llm.generated  # noqa: B018
+
+
+def test_engine_and_exit(make_llm: Any) -> None:
+    llm = make_llm(demo_model.MODEL, **OPTIONS)
+    assert llm.llm_engine.engine is llm.engine
+    llm.exit()
+    with pytest.raises(EngineDeadError, match="shut down"):
+        llm.generate(QUESTION)
+
+
+def test_prompt_token_ids_is_an_argument(demo_llm: Any) -> None:
+    for ids in ([[1, 2], [3]], (numpy.array([1, 2]), [3])):
+        outputs = demo_llm.generate(prompt_token_ids=ids, sampling_params=GREEDY, use_tqdm=False)
+        assert [output.prompt_token_ids for output in outputs] == [[1, 2], [3]]
+    (output,) = demo_llm.generate(prompt_token_ids=[1, 2], sampling_params=GREEDY, use_tqdm=False)
+    assert output.prompt_token_ids == [1, 2]
+    (output,) = demo_llm.generate({"prompt_token_ids": [1], "prompt": "A"}, GREEDY, use_tqdm=False)
+    assert (output.prompt, output.prompt_token_ids) == ("A", [1])
+    with pytest.raises(InvalidRequestError, match="give prompts or prompt_token_ids, not both"):
+        demo_llm.generate([[1]], GREEDY, prompt_token_ids=[[1]], use_tqdm=False)
+    with pytest.raises(InvalidRequestError, match="must be a list of token ids, got 'text'"):
+        demo_llm.generate(prompt_token_ids=["text"], sampling_params=GREEDY, use_tqdm=False)

@@ -1,0 +1,30 @@
+"""The page for those who come from vLLM or nano-vllm has every name."""
+
+from nanovllm import LLM, AsyncLLM, CompletionOutput, Config, RequestOutput, SamplingParams
+from nanovllm.compat.advice import KEYWORDS, NOT_IMPLEMENTED
+from nanovllm.compat.flags import SERVE_NAMES
+from nanovllm.compat.other_names import CONFIG_NAMES, SAMPLING_NAMES, SPECULATIVE_NAMES
+from nanovllm.options.speculative_config import SpeculativeConfig
+from tools import migrating
+
+
+def test_page_for_migrating_is_current() -> None:
+    text = migrating.PAGE.read_text("utf-8")
+    assert migrating.page() == text, "run python -m tools.migrating"
+    assert [mark for _, mark, _ in migrating.PART.findall(text)] == list(migrating.PARTS)
+
+
+def test_page_for_migrating_has_every_name() -> None:
+    text = migrating.PAGE.read_text("utf-8")
+    names = [
+        *CONFIG_NAMES,
+        *SPECULATIVE_NAMES,
+        *SAMPLING_NAMES,
+        *NOT_IMPLEMENTED,
+        *KEYWORDS,
+        *SERVE_NAMES,
+    ]
+    for owner in (Config, SpeculativeConfig, SamplingParams, RequestOutput, CompletionOutput):
+        names += migrating.fields(owner)
+    for name in names + migrating.methods(LLM) + migrating.methods(AsyncLLM):
+        assert f"`{name}`" in text

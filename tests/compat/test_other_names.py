@@ -1,0 +1,133 @@
+"""Options of other engines: accepted where nothing changes, and else explained."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nanovllm.compat.other_names import (
+    CONFIG_NAMES,
+    CONFIG_VALUES,
+    SAMPLING_NAMES,
+    SPECULATIVE_METHODS,
+    SPECULATIVE_NAMES,
+    STRUCTURED_NAMES,
+)
+from nanovllm.errors import ConfigError, InvalidRequestError, NanoVLLMError
+from nanovllm.options.config import Config
+from nanovllm.options.sampling_params import SamplingParams
+from nanovllm.options.speculative_config import METHODS, SpeculativeConfig
+from nanovllm.options.structured_outputs import StructuredOutputsParams
+from nanovllm.options.validation import OtherName
+
+OWNERS: list[tuple[Any, dict[str, Any], Mapping[str, OtherName]]] = [
+    (Config, {"model": "model"}, CONFIG_NAMES),
+    (SpeculativeConfig, {"method": "ngram"}, SPECULATIVE_NAMES),
+    (SamplingParams, {"temperature": 0.5}, SAMPLING_NAMES),
+    (StructuredOutputsParams, {"regex": "a"}, STRUCTURED_NAMES),
+]
+"""Each class, arguments of it, and its table."""
+
+
+@pytest.mark.parametrize(
+    ("owner", "given", "name", "other"),
+    [
+        pytest.param(owner, given, name, other, id=f"{owner.__name__}-{name}")
+        for owner, given, names in OWNERS
+        for name, other in names.items()
+    ],
+)
+def test_names_are_accepted_where_nothing_changes_and_else_explained(
+    owner: Any, given: dict[str, Any], name: str, other: OtherName
+) -> None:
+    for value in (None, *other.accepted):
+        assert owner(**given, **{name: value}) == owner(**given)
+    with pytest.raises(NanoVLLMError) as raised:
+        owner(**given, **{name: "something else"})
+    assert str(raised.value) == f"{name}='something else' is not supported: {other.advice}"
+
+
+def test_errors_of_speculation_name_the_option() -> None:
+    with pytest.raises(ConfigError, match="^speculative_config: revision='v1' is not supported: "):
+        Config("model", speculative_config={"method": "ngram", "revision": "v1"})
+
+
+def test_code_of_a_checkpoint_is_not_run_whatever_is_trusted(caplog):
+    caplog.set_level("INFO", "nanovllm")
+    assert Config("model", trust_remote_code=True, enable_lora=None) == Config("model")
+    expected = "trust_remote_code=True changes nothing: no code of a checkpoint is run"
+    assert caplog.messages == [expected]
+
+
+@pytest.mark.parametrize("value", [1, 1.5, True, "0", [0], np.array([0, 0]), object()])
+def test_any_other_value_of_a_name_of_others_is_refused(value):
+    with pytest.raises(ConfigError, match="^swap_space=.*is not supported: preempted requests"):
+        Config("model", swap_space=value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [(field, value) for field in CONFIG_VALUES for value in CONFIG_VALUES[field]],
+)
+def test_values_of_vllm_are_explained(field: str, value: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        Config("model", **{field: value})
+    assert str(raised.value).startswith(f"{field} must be one of ")
+    assert str(raised.value).endswith(f", got {value!r}: {CONFIG_VALUES[field][value].advice}")
+
+
+@pytest.mark.parametrize("method", SPECULATIVE_METHODS)
+def test_methods_of_vllm_are_explained(method: str) -> None:
+    assert method not in METHODS
+    with pytest.raises(ConfigError) as raised:
+        Config("model", speculative_config={"method": method, "model": "org/small"})
+    assert str(raised.value).endswith(f", got {method!r}: {SPECULATIVE_METHODS[method].advice}")
+
+
+def test_assignments_and_long_values_are_explained() -> None:
+    with pytest.raises(AttributeError, match="no field 'best_of': use n"):
+        SamplingParams().best_of = 2  # type: ignore[attr-defined]
+    with pytest.raises(InvalidRequestError) as raised:
+        SamplingParams(best_of=["x"] * 100_000)  # type: ignore[call-arg]
+    assert len(str(raised.value)) < 800
+
+
+ENGINE_ARGS = """
+    model served_model_name tokenizer runner convert task skip_tokenizer_init enable_prompt_embeds
+    tokenizer_mode trust_remote_code allowed_local_media_path download_dir load_format config_format
+    dtype kv_cache_dtype seed max_model_len distributed_executor_backend pipeline_parallel_size
+    tensor_parallel_size data_parallel_size enable_expert_parallel block_size enable_prefix_caching
+    prefix_caching_hash_algo disable_sliding_window swap_space cpu_offload_gb gpu_memory_utilization
+    kv_cache_memory_bytes max_num_batched_tokens max_num_seqs max_logprobs logprobs_mode revision
+    disable_log_stats code_revision rope_scaling rope_theta hf_token hf_overrides tokenizer_revision
+    quantization enforce_eager disable_custom_all_reduce limit_mm_per_prompt mm_processor_kwargs
+    enable_lora max_loras max_lora_rank max_cpu_loras lora_dtype num_gpu_blocks_override
+    enable_chunked_prefill structured_outputs_config speculative_config scheduling_policy
+    scheduler_cls compilation_config worker_cls worker_extension_cls kv_transfer_config
+    generation_config enable_sleep_mode override_generation_config model_impl calculate_kv_scales
+    additional_config use_tqdm_on_load logits_processors async_scheduling max_seq_len_to_capture
+    num_scheduler_steps use_v2_block_manager device
+"""
+
+
+SPECULATIVE_ARGS = """
+    enforce_eager num_speculative_tokens model method draft_tensor_parallel_size quantization
+    tensor_parallel_size moe_backend attention_backend kv_cache_dtype max_model_len revision
+    code_revision disable_padded_drafter_batch use_local_argmax_reduction use_heterogeneous_vocab
+    disable_by_batch_size prompt_lookup_max prompt_lookup_min speculative_token_tree
+    parallel_drafting num_speculative_tokens_per_batch_size suffix_decoding_max_tree_depth
+    suffix_decoding_max_cached_requests suffix_decoding_max_spec_factor draft_load_config
+    suffix_decoding_min_token_prob rejection_sample_method draft_sample_method
+"""
+
+
+def test_names_that_people_pass_to_vllm_are_fields_or_explained() -> None:
+    for owner, names, passed in (
+        (Config, CONFIG_NAMES, ENGINE_ARGS),
+        (SpeculativeConfig, SPECULATIVE_NAMES, SPECULATIVE_ARGS),
+    ):
+        fields = {field.name for field in dataclasses.fields(owner)}  # type: ignore[arg-type]
+        assert set(passed.split()) <= fields | names.keys()
+        assert not fields & names.keys()
