@@ -46,8 +46,7 @@ def page(server: Running) -> Reply:
 
 def test_the_page_refers_to_nothing_outside(page: Reply) -> None:
     assert page.headers["content-type"] == "text/html; charset=utf-8"
-    addresses = set(re.findall(r"\b\w+://[^\s\"'`]*", page.body))
-    assert addresses == {"http://www.w3.org/2000/svg"}, "only the name of a kind of element"
+    assert not re.search(r"\b\w+://", page.body)
     found = Page(page.body)
     for tag, attributes in found.tags:
         assert not attributes.keys() & {"src", "href", "action", "srcdoc", "style"}, tag
@@ -112,7 +111,6 @@ def test_the_page_reads_what_the_server_sends(server: Running, page: Reply) -> N
     """Each field that the page reads of a status is in the JSON."""
     sent = server.send("/status.json").body
     read = set(re.findall(r"\b(?:s|status|last)\.([a-z_]+)\b", page.body)) - {"json"}
-    read |= set(re.findall(r'perSecond\(s, "(\w+)"\)', page.body))
     assert read <= sent.keys()
     assert len(read) > 10
 
