@@ -21,6 +21,7 @@ from nanovllm.errors import EngineDeadError, InvalidRequestError
 from nanovllm.options.sampling_params import RequestOutputKind
 from nanovllm.outputs import RequestOutput
 from tests.glossary import ANSWER_TO, GREEDY, QUESTIONS
+from tests.scheduler.invariants import check_scheduler
 
 ENDLESS = SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True)
 OPTIONS = {
@@ -100,7 +101,7 @@ def wait_until_idle(llm: AsyncLLM) -> None:
     while not on_engine_thread(llm, llm.engine.is_finished):
         assert time.monotonic() < deadline, "requests without a reader are still running"
         time.sleep(0.02)
-    on_engine_thread(llm, llm.engine.scheduler.check)
+    on_engine_thread(llm, lambda: check_scheduler(llm.engine.scheduler))
     free_blocks = llm.engine.scheduler.block_manager.num_free_blocks
     assert free_blocks == llm.engine.worker_info.num_blocks
     assert not llm._thread.readers
