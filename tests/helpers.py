@@ -35,8 +35,8 @@ PERSON: dict[str, Any] = {
     "additionalProperties": False,
 }
 COMPACT = {"json": PERSON, "disable_any_whitespace": True}
-HAS_GRAMMARS = importlib.util.find_spec("llguidance") is not None
-"""Without llguidance, workloads leave out their structured outputs."""
+HAS_GRAMMARS = all(map(importlib.util.find_spec, ("llguidance", "nanovllm.structured")))
+"""Without both, workloads leave out their structured outputs."""
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> None:

@@ -1,0 +1,53 @@
+"""A branch can be deleted: without its folder the trunk's tests still pass."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT, environment
+
+TRUNK = (
+    "tests/options",
+    "tests/scheduler/test_scheduler.py",
+    "tests/engine/test_llm_engine.py",
+    "tests/test_generation.py",
+)
+"""The way from prompt to text, with the checks of what users set."""
+
+NOT_YET = pytest.mark.xfail(strict=False, reason="the trunk still imports it")
+
+NO_CHECKOUT = """
+import sys
+
+sys.meta_path[:] = [f for f in sys.meta_path if not f.__module__.startswith("__editable__")]
+"""
+"""Run at the start of each Python: hides the source tree that an editable install would show."""
+
+
+@pytest.mark.parametrize(
+    "branch",
+    [
+        "compat",
+        pytest.param("structured", marks=NOT_YET),
+        pytest.param("speculation", marks=NOT_YET),
+    ],
+)
+def test_trunk_works_without(branch: str, tmp_path: Path) -> None:
+    """In a copy of the tree without the branch and its tests."""
+    unwanted = shutil.ignore_patterns("__pycache__", branch)
+    for folder in ("nanovllm", "tests"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=unwanted)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    (tmp_path / "sitecustomize.py").write_text(NO_CHECKOUT)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-x", "-n", "0", "-p", "no:cacheprovider", *TRUNK],
+        cwd=tmp_path,
+        env=environment(PYTHONPATH=str(tmp_path)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
