@@ -192,15 +192,14 @@ def idle_afterwards(demo_llm: "LLM") -> Iterator[None]:
 @pytest.fixture
 def no_endless_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fail, instead of hanging, when a stream waits for a request that the engine lost."""
-    from nanovllm import RequestOutput
     from nanovllm.engine.llm_engine import LLMEngine
 
-    step, num_idle_steps = LLMEngine.step, 0
+    run_step, num_idle_steps = LLMEngine.run_step, 0
 
-    def guarded(self: LLMEngine) -> list[RequestOutput]:
+    def guarded(self: LLMEngine) -> None:
         nonlocal num_idle_steps
         num_idle_steps = 0 if self.scheduler.num_unfinished else num_idle_steps + 1
         assert num_idle_steps < 200, "a stream waits for a request that is gone"
-        return step(self)
+        run_step(self)
 
-    monkeypatch.setattr(LLMEngine, "step", guarded)
+    monkeypatch.setattr(LLMEngine, "run_step", guarded)

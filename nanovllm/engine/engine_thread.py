@@ -34,7 +34,8 @@ class EngineThread(threading.Thread):
         super().__init__(name="nanovllm-engine", daemon=True)
         self.engine = engine
         self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self.readers: dict[int | str, Reader] = {}  # by request id
+        self.readers: dict[Reader, int | str] = {}  # those of running requests, with their ids
+        self._deliveries: list[tuple[Reader, Item]] = []  # not sent yet
         self.has_ended = False
         self._failure: EngineDeadError | None = None
 
@@ -70,31 +71,29 @@ class EngineThread(threading.Thread):
         if reader.is_closed:
             return
         try:
-            self.engine.queue(request, request_id=request_id)
+            self.engine.queue(request, partial(self._deliver, reader), request_id=request_id)
         except BaseException as error:
             send([(reader, error)])
         else:
-            reader.request_id = request.request_id
             reader.sends_all = request.sends_all
-            self.readers[request.request_id] = reader
+            self.readers[reader] = request.request_id
 
     def abort(self, request_id: int | str) -> None:
         """End a request if it is running; its reader gets what was not sent yet."""
-        output = self.engine.abort(request_id)
-        if output is not None:
-            self._deliver([output])
+        self.engine.abort(request_id)
+        self._send()
 
     def close(self, reader: Reader) -> None:
         """End a reader's request if it is running."""
-        request_id = reader.request_id
-        if request_id is not None and self.readers.get(request_id) is reader:
-            del self.readers[request_id]  # first, because nobody reads what abort() sends
-            self.abort(request_id)
+        request_id = self.readers.pop(reader, None)  # first, as nobody reads what abort() delivers
+        if request_id is not None:
+            self.engine.abort(request_id)
 
     def _run_steps(self) -> None:
         while self._run_commands():
             try:
-                self._deliver(self.engine.step())
+                self.engine.run_step()
+                self._send()
             except BaseException as error:
                 self._fail_all(error)
                 if self.engine.scheduler.num_unfinished:  # they would fail in each step, for ever
@@ -134,22 +133,24 @@ class EngineThread(threading.Thread):
                 if command is not None:
                     _run(command)
 
-    def _deliver(self, outputs: list[RequestOutput]) -> None:
-        """Send each output to its reader; an output without a reader is of an aborted request."""
-        deliveries: list[tuple[Reader, Item]] = []
-        for output in outputs:
-            reader = self.readers.get(output.request_id)
-            if reader is not None:
-                deliveries.append((reader, output))
-                if output.finished:
-                    del self.readers[output.request_id]
+    def _deliver(self, reader: Reader, output: RequestOutput) -> None:
+        """Keep an output for `_send`, unless its reader has the end of its request already."""
+        if reader in self.readers:
+            self._deliveries.append((reader, output))
+            if output.finished:
+                del self.readers[reader]
+
+    def _send(self) -> None:
+        """Give all outputs of a step to their readers: one wake-up of each event loop."""
+        deliveries, self._deliveries = self._deliveries, []
         send(deliveries)
 
     def _fail_all(self, error: BaseException) -> None:
         """Send `error` to every reader, and then abort the requests; one that fails stops none."""
         readers, self.readers = self.readers, {}
-        send((reader, error) for reader in readers.values())
-        for request_id in readers:
+        self._deliveries += [(reader, error) for reader in readers]
+        self._send()
+        for request_id in readers.values():
             _run(partial(self.engine.abort, request_id))
 
 

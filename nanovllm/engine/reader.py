@@ -32,9 +32,7 @@ class Reader:
         self.on_finished = on_finished
         self.loop = asyncio.get_running_loop()
         self.is_closed = False  # set by the task; read by the engine's thread
-        # Set and read by the engine's thread only, before the first output.
-        self.request_id: int | str | None = None
-        self.sends_all = False  # each output holds all so far
+        self.sends_all = False  # each output holds all so far; set before the first output
         self._outputs: list[RequestOutput] = []
         self._error: Exception | None = None
         self._has_item = asyncio.Event()

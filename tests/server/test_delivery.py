@@ -242,17 +242,16 @@ def test_a_step_wakes_the_event_loop_once_for_all_streams(
     if "chat" in path:
         body["messages"] = [{"role": "user", "content": "a"}]
         del body["prompt"]
-    engine, num_steps, num_deltas = async_llm.engine, 0, 0
-    step = engine.step
+    thread, num_steps, num_deltas = async_llm._thread, 0, 0
+    send = thread._send
 
-    def counting_step() -> list[Any]:
+    def counting_send() -> None:
         nonlocal num_steps, num_deltas
-        outputs = step()
-        num_steps += bool(outputs)
-        num_deltas += len(outputs)
-        return outputs
+        num_steps += bool(thread._deliveries)
+        num_deltas += len(thread._deliveries)
+        send()
 
-    monkeypatch.setattr(engine, "step", counting_step)
+    monkeypatch.setattr(thread, "_send", counting_send)
 
     async def main() -> None:
         app, _ = make(async_llm)
