@@ -16,7 +16,7 @@ from nanovllm.assembly import make_engine
 from nanovllm.chat.templates import Message, template_options
 from nanovllm.engine.engine_thread import EngineThread
 from nanovllm.engine.fair_executor import FairExecutor
-from nanovllm.engine.prompt import Prompt
+from nanovllm.engine.prompt import Prompt, PromptInput
 from nanovllm.engine.reader import Reader, send
 from nanovllm.errors import EngineDeadError
 from nanovllm.options.config import Config
@@ -50,7 +50,7 @@ class AsyncLLM:
 
     async def stream(
         self,
-        prompt: Prompt,
+        prompt: PromptInput,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
@@ -89,7 +89,7 @@ class AsyncLLM:
 
     async def generate(
         self,
-        prompt: Prompt,
+        prompt: PromptInput,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
@@ -146,9 +146,9 @@ class AsyncLLM:
             chat_template,
             chat_template_kwargs,
         )
-        render = self.engine.input_processor.render
+        render = self.engine.input_processor.chat.render
         outputs = self._run_request(
-            lambda: render(messages, options),
+            lambda: Prompt(render(messages, options), rendered=True),
             sampling_params,
             request_id,
             priority,
@@ -161,7 +161,7 @@ class AsyncLLM:
     def render(self, messages: Seq[Message], **options: Any) -> list[int]:
         """Return the token ids of a conversation, as `LLM.render` does."""
         processor = self.engine.input_processor
-        return processor.encode(processor.render(messages, options))
+        return processor.encode(processor.chat.render(messages, options), rendered=True)
 
     async def abort(self, request_id: int | str) -> None:
         """End a request: its `generate` or `stream` returns what it has, with finish reason abort.
@@ -227,7 +227,7 @@ class AsyncLLM:
 
     async def _run_request(
         self,
-        make_prompt: Callable[[], Prompt],
+        make_prompt: Callable[[], PromptInput],
         params: SamplingParams | None,
         request_id: str | None,
         priority: int,

@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from nanovllm.assembly import make_engine
 from nanovllm.chat.templates import Message, is_message, template_options
-from nanovllm.engine.prompt import Prompt, array_to_list
+from nanovllm.engine.prompt import Prompt, PromptInput, array_to_list
 from nanovllm.engine.request import Request
 from nanovllm.engine.shared_engine import Mailbox, SharedEngine
 from nanovllm.errors import InvalidRequestError
@@ -47,7 +47,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Seq[Prompt],
+        prompts: PromptInput | Seq[PromptInput],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
@@ -143,13 +143,15 @@ class LLM:
             chat_template,
             chat_template_kwargs,
         )
-        render = self.engine.input_processor.render
-        prompts = [render(conversation, options) for conversation in conversations]
+        render = self.engine.input_processor.chat.render
+        prompts = [
+            Prompt(render(conversation, options), rendered=True) for conversation in conversations
+        ]
         return self.generate(prompts, sampling_params, use_tqdm, priority=priority)
 
     def stream(
         self,
-        prompt: Prompt,
+        prompt: PromptInput,
         sampling_params: SamplingParams | None = None,
         *,
         priority: int | None = 0,
@@ -184,7 +186,7 @@ class LLM:
             InvalidRequestError: there is no chat template, or it cannot render the messages.
         """
         processor = self.engine.input_processor
-        return processor.encode(processor.render(messages, options))
+        return processor.encode(processor.chat.render(messages, options), rendered=True)
 
     def get_tokenizer(self) -> "PreTrainedTokenizerBase | None":
         """Return a transformers tokenizer of the checkpoint, None if it has none.
@@ -283,7 +285,7 @@ def _is_aborted(output: RequestOutput) -> bool:
 def as_prompts(prompts: Any) -> list[Any]:
     """Return the list of prompts that `generate` was given, a list of one for a single prompt."""
     prompts = array_to_list(prompts)
-    if isinstance(prompts, str | bytes | Mapping):
+    if isinstance(prompts, str | bytes | Mapping | Prompt):
         return [prompts]
     if not isinstance(prompts, Seq):
         raise InvalidRequestError(

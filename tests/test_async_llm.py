@@ -310,11 +310,11 @@ class Gate:
         self.is_open, self.is_reached = threading.Event(), threading.Event()
         encode = llm.engine.input_processor.encode
 
-        def wait_and_encode(prompt: str) -> list[int]:
+        def wait_and_encode(prompt: str, *, rendered: bool) -> list[int]:
             if prompt == self.PROMPT:
                 self.is_reached.set()
                 assert self.is_open.wait(20)
-            return encode(prompt)
+            return encode(prompt, rendered=rendered)
 
         monkeypatch.setattr(llm.engine.input_processor, "encode", wait_and_encode)
 
@@ -724,10 +724,10 @@ def test_users_take_turns_while_prompts_are_tokenized(
     processor, may_go_on = llm.engine.input_processor, threading.Event()
     encode, prompts = processor.encode, []
 
-    def encode_slowly(prompt: str) -> list[int]:
+    def encode_slowly(prompt: str, *, rendered: bool) -> list[int]:
         prompts.append(prompt)
         may_go_on.wait(20)
-        return encode(prompt)
+        return encode(prompt, rendered=rendered)
 
     monkeypatch.setattr(processor, "encode", encode_slowly)
 

@@ -287,7 +287,8 @@ def test_long_text_is_refused_before_it_is_tokenized(
     assert output.prompt_token_ids == demo_llm.get_tokenizer().encode(text[:20_000])[-7:]
     with pytest.raises(InvalidRequestError, match="a word of bad_words has 10000000 characters"):
         demo_llm.generate("Hi", SamplingParams(bad_words=["Hi", text]), use_tqdm=False)
-    monkeypatch.setattr(demo_llm.engine.input_processor, "encode", lambda text: pytest.fail("used"))
+    processor = demo_llm.engine.input_processor
+    monkeypatch.setattr(processor, "encode", lambda *_, **__: pytest.fail("used"))
     with pytest.raises(InvalidRequestError, match="prompt has 10000000 characters, and no token"):
         demo_llm.generate(text, PARAMS, use_tqdm=False)
     with pytest.raises(InvalidRequestError, match=r"prompt has 100000\d\d characters"):

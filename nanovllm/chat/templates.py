@@ -43,10 +43,6 @@ _END_OF_MESSAGE = "CONTINUE_FINAL_MESSAGE "
 strips the last space of the mark, too."""
 
 
-class RenderedChat(str):
-    """The text of a conversation, rendered by a chat template: its special tokens are in it."""
-
-
 def is_message(value: Any) -> bool:
     """Whether `value` is a message rather than a conversation."""
     return isinstance(value, Mapping) or (
@@ -82,53 +78,69 @@ def template_options(
     }
 
 
-def render(
-    tokenizer: KeptTokenizer,
-    process: TemplateProcess,
-    messages: Seq[Message],
-    options: Mapping[str, Any],
-) -> RenderedChat:
-    """Return the text of a conversation.
+class ChatTemplates:
+    """Renders conversations by chat templates, in a process of its own.
 
     Args:
-        tokenizer: gives the chat template and the special tokens.
-        options: chat_template, tools, add_generation_prompt, continue_final_message, and further
-            variables of the template.
-
-    Raises:
-        InvalidRequestError: the messages or options are invalid, or the template fails.
+        tokenizer: gives the checkpoint's template and the special tokens; None if there is none.
     """
-    conversation = _conversation(messages)
-    variables = {"tools": None, "documents": None, "add_generation_prompt": False, **options}
-    chat_template = variables.pop("chat_template", None)
-    continues = bool(variables.pop("continue_final_message", False))
-    unknown = sorted(_NO_TEMPLATE_VARIABLES & variables.keys())
-    if unknown:
-        raise InvalidRequestError(f"{unknown[0]} is not an option of a conversation: leave it out")
-    if continues:
-        if variables["add_generation_prompt"]:
+
+    def __init__(self, tokenizer: KeptTokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._process = TemplateProcess()
+
+    def shutdown(self) -> None:
+        """End the process. It is started again when needed."""
+        self._process.shutdown()
+
+    def render(self, messages: Seq[Message], options: Mapping[str, Any]) -> str:
+        """Return the text of a conversation: its special tokens are in it.
+
+        Args:
+            options: chat_template, tools, add_generation_prompt, continue_final_message, and
+                further variables of the template.
+
+        Raises:
+            InvalidRequestError: there is no tokenizer, or no template; the messages or options are
+                invalid, or the template fails.
+        """
+        if (tokenizer := self._tokenizer) is None:
+            raise InvalidRequestError("this engine has no tokenizer, so there is no chat template")
+        conversation = _conversation(messages)
+        variables = {"tools": None, "documents": None, "add_generation_prompt": False, **options}
+        chat_template = variables.pop("chat_template", None)
+        continues = bool(variables.pop("continue_final_message", False))
+        unknown = sorted(_NO_TEMPLATE_VARIABLES & variables.keys())
+        if unknown:
             raise InvalidRequestError(
-                "continue_final_message continues the last message and add_generation_prompt "
-                "starts a new one: set add_generation_prompt=False"
+                f"{unknown[0]} is not an option of a conversation: leave it out"
             )
-        if not isinstance(conversation[-1].get("content"), str):
-            raise InvalidRequestError("the final message has no content that could be continued")
-        conversation[-1]["content"] += _END_OF_MESSAGE
-    if chat_template is None and tokenizer.chat_template is None:
-        raise InvalidRequestError(
-            "this checkpoint has no chat template: give chat_template, or use generate"
-        )
-    try:
-        template: Any = tokenizer.get_chat_template(chat_template, tools=variables["tools"])
-        if not isinstance(template, str):
-            raise TemplateError(f"a template is a string, got {shown(template)}")
-        if not knows_tools(template):
-            conversation = with_tools_as_text(conversation, variables["tools"])
-        variables = {**tokenizer.special_tokens_map, **variables, "messages": conversation}
-        text = process.render(template, variables)
-    except (TemplateError, TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"the chat template cannot render this: {error}") from error
-    return RenderedChat(_before_mark(text) if continues else text)
+        if continues:
+            if variables["add_generation_prompt"]:
+                raise InvalidRequestError(
+                    "continue_final_message continues the last message and add_generation_prompt "
+                    "starts a new one: set add_generation_prompt=False"
+                )
+            if not isinstance(conversation[-1].get("content"), str):
+                raise InvalidRequestError(
+                    "the final message has no content that could be continued"
+                )
+            conversation[-1]["content"] += _END_OF_MESSAGE
+        if chat_template is None and tokenizer.chat_template is None:
+            raise InvalidRequestError(
+                "this checkpoint has no chat template: give chat_template, or use generate"
+            )
+        try:
+            template: Any = tokenizer.get_chat_template(chat_template, tools=variables["tools"])
+            if not isinstance(template, str):
+                raise TemplateError(f"a template is a string, got {shown(template)}")
+            if not knows_tools(template):
+                conversation = with_tools_as_text(conversation, variables["tools"])
+            variables = {**tokenizer.special_tokens_map, **variables, "messages": conversation}
+            text = self._process.render(template, variables)
+        except (TemplateError, TypeError, ValueError, RecursionError) as error:
+            raise InvalidRequestError(f"the chat template cannot render this: {error}") from error
+        return _before_mark(text) if continues else text
 
 
 def _conversation(messages: Any) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from nanovllm.compat.advice import VLLMNames, takes_other_keywords
 from nanovllm.compat.engine_args import EngineArgs
 from nanovllm.compat.generation import with_output_kind
 from nanovllm.engine import llm_engine
-from nanovllm.engine.prompt import Prompt
+from nanovllm.engine.prompt import PromptInput
 from nanovllm.options.config import Config
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import Histogram, Metric, RequestOutput, Vector
@@ -41,7 +41,7 @@ class LLMEngine(VLLMNames):
     def add_request(
         self,
         request_id: str,
-        prompt: Prompt,
+        prompt: PromptInput,
         params: SamplingParams | None = None,
         arrival_time: float | None = None,
         *,

@@ -10,7 +10,7 @@ from nanovllm.compat.advice import VLLMNames, takes_other_keywords
 from nanovllm.compat.engine_args import EngineArgs
 from nanovllm.compat.generation import Generation, with_output_kind
 from nanovllm.compat.llm_engine import LLMEngine
-from nanovllm.engine.prompt import Prompt
+from nanovllm.engine.prompt import PromptInput
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import RequestOutput
@@ -48,7 +48,7 @@ class LLM(VLLMNames, llm.LLM):
         return LLMEngine(self.engine)
 
     def add_request(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *others: None
+        self, prompt: PromptInput, sampling_params: SamplingParams | None = None, *others: None
     ) -> int | str:
         """Queue a request whose output `step` returns, as in nano-vllm; return its id.
 
@@ -113,7 +113,7 @@ class AsyncLLM(VLLMNames, async_llm.AsyncLLM):
     @takes_other_keywords
     def generate(
         self,
-        prompt: Prompt,
+        prompt: PromptInput,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,

@@ -4,7 +4,7 @@ import gc
 from typing import NotRequired, TypedDict
 
 from nanovllm.compat.methods import AsyncLLM
-from nanovllm.engine.prompt import Prompt
+from nanovllm.engine.prompt import PromptInput
 from nanovllm.outputs import Counter, Gauge, Metric, Vector
 
 __all__ = [
@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 AsyncLLMEngine = AsyncLLM
-PromptType = Prompt
+PromptType = PromptInput
 
 
 class TextPrompt(TypedDict):

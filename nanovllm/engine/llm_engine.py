@@ -17,7 +17,7 @@ from nanovllm.engine.engine_metrics import read_metrics
 from nanovllm.engine.extensions import Observer
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.output_processor import OutputProcessor
-from nanovllm.engine.prompt import Prompt
+from nanovllm.engine.prompt import PromptInput
 from nanovllm.engine.request import Request
 from nanovllm.errors import EngineDeadError, InvalidRequestError
 from nanovllm.executors.executor import Executor, Future
@@ -90,7 +90,7 @@ class LLMEngine:
 
     def add_request(
         self,
-        prompt: Prompt,
+        prompt: PromptInput,
         sampling_params: SamplingParams | None = None,
         *,
         priority: int = 0,
@@ -216,7 +216,7 @@ class LLMEngine:
 
         Garbage collection of the engine and the exit of Python do the same.
         """
-        self.input_processor.shutdown()
+        self.input_processor.chat.shutdown()
         self._finalizer()
 
     def _check_request_id(self, request_id: str) -> None:

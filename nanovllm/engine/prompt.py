@@ -1,18 +1,66 @@
-"""What a prompt may be: text, token ids, or a dictionary with either. Knows no tokenizer."""
+"""`Prompt`: text or token ids, from any of the forms that callers give. Knows no tokenizer."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence as Seq
 from typing import Any
 
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.validation import shown
 
-Prompt = str | Seq[int] | Mapping[str, Any]
-"""Text; token ids, also as a numpy array or torch tensor; or vLLM's {"prompt": text} or
-{"prompt_token_ids": ids}, which may have the text as "prompt" beside them. With a "cache_salt" in
-the dictionary, cached blocks are shared only with prompts of the same salt."""
-
 _MAX_SALT_LENGTH = 128
 """Characters, as in vLLM: the prefix cache keeps the salts of its blocks."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt. It has a text, token ids, or both; the token ids are then what the model reads."""
+
+    text: str | None = None
+    token_ids: Seq[int] | None = None
+    """Not checked yet."""
+    rendered: bool = False
+    """Whether the text is that of a chat template, which has its special tokens in it."""
+    salt: str | None = None
+    """Cached blocks are shared only with prompts of the same salt."""
+
+
+PromptInput = str | Seq[int] | Mapping[str, Any] | Prompt
+"""Text; token ids, also as a numpy array or torch tensor; or vLLM's {"prompt": text} or
+{"prompt_token_ids": ids}, which may have the text as "prompt" beside them. The dictionary's
+"cache_salt" is the salt."""
+
+
+def make_prompt(given: PromptInput) -> Prompt:
+    """Return the prompt that a caller gave.
+
+    Raises:
+        InvalidRequestError: it has none of the forms of `PromptInput`.
+    """
+    if isinstance(given, Prompt):
+        return given
+    if isinstance(given, str):
+        return Prompt(str(given))
+    if not isinstance(given, Mapping):
+        return Prompt(token_ids=_token_ids(given))
+    fields = {key: value for key, value in given.items() if value is not None}
+    salt = _salt(fields.pop("cache_salt", None))
+    unknown = [key for key in fields if key not in ("prompt", "prompt_token_ids")]
+    if unknown or not fields:
+        found = f"got {shown(unknown[0])}" if unknown else "got neither"
+        raise InvalidRequestError(
+            f'a prompt dictionary has the key "prompt" (text) or "prompt_token_ids", {found}; '
+            "the model reads nothing else"
+        )
+    text, token_ids = fields.get("prompt"), fields.get("prompt_token_ids")
+    if not (text is None or isinstance(text, str)):
+        raise InvalidRequestError(
+            f'the "prompt" of a prompt dictionary must be a string, got {shown(text)}'
+        )
+    if isinstance(token_ids, str):
+        raise InvalidRequestError(
+            f"prompt_token_ids must be a list of token ids, got {shown(token_ids)}"
+        )
+    return Prompt(text, None if token_ids is None else _token_ids(token_ids), salt=salt)
 
 
 def array_to_list(value: Any) -> Any:
@@ -28,46 +76,28 @@ def array_to_list(value: Any) -> Any:
     return value.tolist()
 
 
-def text_and_tokens(prompt: Mapping[str, Any]) -> tuple[str | None, Any]:
-    """Return (text, prompt) of a prompt dictionary: token ids if it has them, else the text."""
-    given = {key: value for key, value in prompt.items() if value is not None}
-    given.pop("cache_salt", None)
-    unknown = [key for key in given if key not in ("prompt", "prompt_token_ids")]
-    if unknown or not given:
-        found = f"got {shown(unknown[0])}" if unknown else "got neither"
-        raise InvalidRequestError(
-            f'a prompt dictionary has the key "prompt" (text) or "prompt_token_ids", {found}; '
-            "the model reads nothing else"
-        )
-    text = given.get("prompt")
-    if text is not None and not isinstance(text, str):
-        raise InvalidRequestError(
-            f'the "prompt" of a prompt dictionary must be a string, got {shown(text)}'
-        )
-    if "prompt_token_ids" not in given:
-        return text, text
-    token_ids = given["prompt_token_ids"]
-    if isinstance(token_ids, str):
-        raise InvalidRequestError(
-            f"prompt_token_ids must be a list of token ids, got {shown(token_ids)}"
-        )
-    return text, token_ids
-
-
-def cache_salt(prompt: Prompt) -> str | None:
-    """Return the "cache_salt" of a prompt dictionary, None if it has none."""
-    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
-    if salt is None or (isinstance(salt, str) and 0 < len(salt) <= _MAX_SALT_LENGTH):
-        return salt
-    found = f"{len(salt)}" if isinstance(salt, str) else type(salt).__name__  # it is a secret
-    raise InvalidRequestError(
-        f"cache_salt must be a string of 1 to {_MAX_SALT_LENGTH} characters, got {found}"
-    )
-
-
 def check_unicode(what: str, text: str) -> None:
     """Raise InvalidRequestError if a text has half a surrogate pair, which nothing can encode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise InvalidRequestError(f"{what} is not valid Unicode text: {error}") from error
+
+
+def _token_ids(given: Any) -> Seq[int]:
+    found = array_to_list(given)
+    if not isinstance(found, Seq) or isinstance(found, bytes):
+        raise InvalidRequestError(
+            "a prompt must be a string or a list of token ids, "
+            f"got {type(found).__name__} {shown(found)}"
+        )
+    return found
+
+
+def _salt(given: Any) -> str | None:
+    if given is None or (isinstance(given, str) and 0 < len(given) <= _MAX_SALT_LENGTH):
+        return given
+    found = f"{len(given)}" if isinstance(given, str) else type(given).__name__  # it is a secret
+    raise InvalidRequestError(
+        f"cache_salt must be a string of 1 to {_MAX_SALT_LENGTH} characters, got {found}"
+    )

@@ -19,7 +19,7 @@ from nanovllm.chat.parts import (
     ToolCallArguments,
     ToolCallStart,
 )
-from nanovllm.chat.templates import RenderedChat
+from nanovllm.engine.prompt import Prompt
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 from nanovllm.server import generation
@@ -73,7 +73,7 @@ async def answer_chat(request: Request, body: ChatRequest) -> Response:
         answer = _Answer(server, body, prompt)
         outputs = generation.run(
             place,
-            generation.salted(prompt, body.cache_salt),
+            Prompt(prompt, rendered=True, salt=body.cache_salt),
             params,
             stream=bool(body.stream),
             priority=priority,
@@ -86,7 +86,7 @@ async def answer_chat(request: Request, body: ChatRequest) -> Response:
         return json_response(answer.whole(output))
 
 
-def _prepare(server: ServerState, body: ChatRequest) -> tuple[RenderedChat, SamplingParams]:
+def _prepare(server: ServerState, body: ChatRequest) -> tuple[str, SamplingParams]:
     """Return the prompt and the parameters. To make them takes a while: call it in a thread."""
     params = _params(server, body)  # first, for its checks cost little
     prompt = _render(server, body)
@@ -98,7 +98,7 @@ def _prepare(server: ServerState, body: ChatRequest) -> tuple[RenderedChat, Samp
     return prompt, params
 
 
-def _render(server: ServerState, body: ChatRequest) -> RenderedChat:
+def _render(server: ServerState, body: ChatRequest) -> str:
     variables = dict(body.chat_template_kwargs or {})
     if body.documents is not None:
         variables["documents"] = body.documents

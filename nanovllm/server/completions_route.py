@@ -4,6 +4,7 @@ Knows no queue and no connection: `generation` does.
 """
 
 import asyncio
+import dataclasses
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence as Seq
@@ -13,6 +14,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from nanovllm.engine.detokenizer import Detokenizer
+from nanovllm.engine.prompt import make_prompt
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 from nanovllm.server import generation
@@ -51,7 +53,7 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
         place = generation.admit(request, params.n * len(prompts), body.user)
         outputs = generation.run_all(
             place,
-            [generation.salted(prompt, body.cache_salt) for prompt in prompts],
+            [dataclasses.replace(make_prompt(prompt), salt=body.cache_salt) for prompt in prompts],
             params,
             stream=bool(body.stream),
             priority=priority,
@@ -71,7 +73,7 @@ def _prompts(server: ServerState, body: CompletionRequest) -> list[str | list[in
         given = [given]
     for prompt in given:
         if isinstance(prompt, str):  # also one that is to be cut: to tokenize it takes seconds
-            server.llm.engine.input_processor.check_length("the prompt", prompt)
+            server.llm.engine.input_processor.limit.check_text("the prompt", prompt)
     return list(given)
 
 

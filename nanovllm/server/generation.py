@@ -144,14 +144,6 @@ def admit(request: Request, num_sequences: int, user: str | None = None) -> Plac
     return Place(request, guard, user)
 
 
-def salted(prompt: str | list[int], salt: str | None) -> Prompt:
-    """Return a prompt with the `cache_salt` of its request, if it has one."""
-    if salt is None:
-        return prompt
-    key = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
-    return {key: prompt, "cache_salt": salt}
-
-
 async def run(
     place: Place, prompt: Prompt, params: SamplingParams, *, stream: bool, priority: int = 0
 ) -> AsyncGenerator[RequestOutput, None]:

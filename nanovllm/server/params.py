@@ -59,7 +59,7 @@ def sampling_params(
         fields["structured_outputs"] = found
     fields = {"max_tokens": default_max_tokens, **fields, "logprobs": logprobs, **changes}
     params = dataclasses.replace(server.llm.get_default_sampling_params(), **fields)
-    server.llm.engine.input_processor.check_params(params)
+    server.llm.engine.input_processor.params_check.check(params)
     check_logprobs(server, params, [0])
     return params
 

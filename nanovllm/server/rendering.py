@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence as Seq
 from itertools import chain
 from typing import Any
 
-from nanovllm.chat.templates import RenderedChat, template_options
+from nanovllm.chat.templates import template_options
 from nanovllm.options.validation import shown
 from nanovllm.server.error_bodies import APIError
 from nanovllm.server.protocol.chat import ChatTool, Message
@@ -23,7 +23,7 @@ def render(
     add_generation_prompt: bool | None = None,
     continue_final_message: bool | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
-) -> RenderedChat:
+) -> str:
     """Return the text of a conversation, rendered by the chat template.
 
     Raises:
@@ -47,9 +47,9 @@ def render(
     )
     processor = server.llm.engine.input_processor
     # Before the template, which takes its time; also for one that is to be cut.
-    processor.check_length("the conversation", *chain.from_iterable(map(_texts, messages)))
+    processor.limit.check_text("the conversation", *chain.from_iterable(map(_texts, messages)))
     given = [_template_message(index, message) for index, message in enumerate(messages)]
-    return processor.render(given, options)
+    return processor.chat.render(given, options)
 
 
 def _texts(message: Message) -> list[str]:

@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from nanovllm.chat.answer_parser import AnswerParser
 from nanovllm.chat.parts import Part, ReasoningDelta
+from nanovllm.engine.prompt import Prompt
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import CompletionOutput, RequestOutput
@@ -65,7 +66,7 @@ async def respond(request: Request, body: ResponsesRequest) -> Response:
         answer = _Answer(server, body, params, prompt)
         outputs = generation.run(
             place,
-            generation.salted(prompt, body.cache_salt),
+            Prompt(prompt, rendered=True, salt=body.cache_salt),
             params,
             stream=bool(body.stream),
             priority=priority,

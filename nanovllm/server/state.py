@@ -82,7 +82,7 @@ class ServerState:
 def make_state(llm: AsyncLLM, options: ServerOptions) -> ServerState:
     """Return the state of a server that answers with `llm`."""
     engine = llm.engine
-    _ = engine.input_processor.length_bound  # computed now, so that no request waits for it
+    _ = engine.input_processor.limit.bound  # computed now, so that no request waits for it
     tokenizer = llm.engine.input_processor.tokenizer
     template = options.read_chat_template()
     name = options.served_model_name or model_name(engine.config.model)

@@ -5,7 +5,6 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, model_validator
 
-from nanovllm.chat.templates import RenderedChat
 from nanovllm.server import generation
 from nanovllm.server.error_bodies import APIError, naming_params
 from nanovllm.server.json_route import JSONRoute
@@ -122,7 +121,7 @@ def _tokenize(server: ServerState, body: TokenizeRequest) -> tuple[list[int], li
     processor = server.llm.engine.input_processor
     if body.messages is None:
         assert body.prompt is not None
-        processor.check_length("the prompt", body.prompt)
+        processor.limit.check_text("the prompt", body.prompt)
         prompt = body.prompt
     else:
         prompt = render(
@@ -133,9 +132,10 @@ def _tokenize(server: ServerState, body: TokenizeRequest) -> tuple[list[int], li
             continue_final_message=body.continue_final_message,
             chat_template_kwargs=body.chat_template_kwargs,
         )
+    rendered = body.messages is not None
     if body.add_special_tokens is not None:
-        prompt = str(prompt) if body.add_special_tokens else RenderedChat(prompt)
-    tokens = processor.encode(prompt)
+        rendered = not body.add_special_tokens
+    tokens = processor.encode(prompt, rendered=rendered)
     if not body.return_token_strs:
         return tokens, None
     texts: list[str] = _tokenizer(server).convert_ids_to_tokens(tokens)

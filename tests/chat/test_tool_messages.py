@@ -46,7 +46,7 @@ def test_templates_get_arguments_as_dictionaries(
 ) -> None:
     template = "{{ messages[0].tool_calls[0].function.arguments | tojson }}"
     message = {"role": "assistant", "tool_calls": [call(arguments)]}
-    text = demo_llm.engine.input_processor.render([message], {"chat_template": template})
+    text = demo_llm.engine.input_processor.chat.render([message], {"chat_template": template})
     assert text == rendered
 
 

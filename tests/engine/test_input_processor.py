@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from nanovllm import demo_model
-from nanovllm.chat.templates import RenderedChat
 from nanovllm.checkpoint.hub import open_checkpoint
 from nanovllm.checkpoint.tokenizer import load_tokenizer
 from nanovllm.engine.input_processor import InputProcessor
+from nanovllm.engine.prompt import Prompt
 from nanovllm.errors import InvalidRequestError
 
 LIMIT = 512
@@ -21,24 +21,24 @@ def processor() -> InputProcessor:
     return InputProcessor(tokenizer, vocab_size=size, max_model_len=LIMIT, seed=0)
 
 
-@pytest.mark.parametrize("kind", [str, RenderedChat])
+@pytest.mark.parametrize("rendered", [False, True])
 def test_a_prompt_far_too_long_costs_a_slice(
-    processor: InputProcessor, kind: type[str], monkeypatch: pytest.MonkeyPatch
+    processor: InputProcessor, rendered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Symptom: 500,000 characters were encoded whole, for half a second, and then refused."""
     encode: Any = processor._encode
     lengths: list[int] = []
 
     def count(tokenizer: Any, text: str, **options: Any) -> Any:
-        assert type(text) is str or options["add_special_tokens"] is False
+        assert options["add_special_tokens"] is not rendered
         lengths.append(len(text))
         return encode(tokenizer, text, **options)
 
     monkeypatch.setattr(processor, "_encode", count)
-    text = kind("The quick brown fox jumps over the lazy dog. " * 230)
-    processor.check_length("the prompt", text)  # by its characters it might fit
+    text = "The quick brown fox jumps over the lazy dog. " * 230
+    processor.limit.check_text("the prompt", text)  # by its characters it might fit
     with pytest.raises(InvalidRequestError, match="has more than .* leaves room for 511"):
-        processor.make_request(text)
+        processor.make_request(Prompt(text, rendered=rendered))
     assert lengths == [8 * LIMIT]
     assert len(text) > 2 * 8 * LIMIT
 

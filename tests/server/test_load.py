@@ -106,8 +106,8 @@ def test_the_queue_comes_before_all_work(small: Running, monkeypatch: pytest.Mon
     """Symptom: with a full queue, conversations were rendered and texts tokenized all the same."""
     processor = small.state.llm.engine.input_processor
     work: list[str] = []
-    for name in ("render", "encode"):
-        monkeypatch.setattr(processor, name, lambda *args, name=name: work.append(name))
+    for owner, name in ((processor.chat, "render"), (processor, "encode")):
+        monkeypatch.setattr(owner, name, lambda *args, name=name, **_: work.append(name))
     monkeypatch.setattr(small.state.admission, "_num_running", lambda: 0)
     messages = [{"role": "user", "content": "a"}]
     with small.state.admission.admit(Ended(), 4):
@@ -144,8 +144,8 @@ def test_cheap_checks_come_before_all_work(
     """Symptom: a priority that is not allowed was refused after the conversation was rendered."""
     processor = server.state.llm.engine.input_processor
     work: list[str] = []
-    for name in ("render", "encode"):
-        monkeypatch.setattr(processor, name, lambda *args, name=name: work.append(name))
+    for owner, name in ((processor.chat, "render"), (processor, "encode")):
+        monkeypatch.setattr(owner, name, lambda *args, name=name, **_: work.append(name))
     monkeypatch.setattr(processor.grammars, "compile", lambda params: work.append("compile"))
     form = {"guided_regex": "a"}
     inputs = {
@@ -188,14 +188,14 @@ def test_users_take_turns_while_conversations_are_rendered(
 ) -> None:
     """Symptom: the long conversations of one user held up another user's short one."""
     processor, may_go_on = server.state.llm.engine.input_processor, threading.Event()
-    render, rendered = processor.render, []
+    render, rendered = processor.chat.render, []
 
     def render_slowly(messages: Any, options: Any) -> Any:
         rendered.append(messages[0]["content"])
         may_go_on.wait(20)
         return render(messages, options)
 
-    monkeypatch.setattr(processor, "render", render_slowly)
+    monkeypatch.setattr(processor.chat, "render", render_slowly)
 
     def ask(name: str) -> int:
         body = {"messages": [{"role": "user", "content": name}], "max_tokens": 1, "user": name[0]}

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from nanovllm.chat.templates import RenderedChat
 from tests.server.conftest import Running
 
 
@@ -25,8 +24,8 @@ def test_tokenizer_info(server: Running, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_special_tokens_are_added_if_asked(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def encode(prompt: str) -> list[int]:  # the shipped tokenizer adds none
-        return [isinstance(prompt, RenderedChat)]
+    def encode(text: str, *, rendered: bool) -> list[int]:  # the shipped tokenizer adds none
+        return [rendered]
 
     monkeypatch.setattr(server.state.llm.engine.input_processor, "encode", encode)
     conversation: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}

@@ -1,0 +1,62 @@
+"""How long a prompt may be, told from its text where that is possible. Knows no requests."""
+
+from collections.abc import Callable
+from functools import cached_property
+
+from nanovllm.checkpoint.kept_tokenizer import KeptTokenizer
+from nanovllm.checkpoint.tokenizer import TokenBound, token_bound
+from nanovllm.errors import InvalidRequestError
+
+_SLICE_CHARS = 8
+"""Characters for each token of max_model_len in the first slice of a long prompt: most texts have
+fewer."""
+_UNSETTLED_TOKENS = 256
+"""Tokens at the end of a slice that the text behind it may change; in truth these are a few."""
+
+
+class PromptLimit:
+    """The limit of max_model_len: a prompt has fewer tokens, as one of output must fit."""
+
+    def __init__(self, tokenizer: KeptTokenizer | None, max_model_len: int) -> None:
+        self._tokenizer = tokenizer
+        self.max_model_len = max_model_len
+
+    def check_slices(self, text: str, encode: Callable[[str], list[int]]) -> None:
+        """Raise InvalidRequestError if the first part of a long text has too many tokens.
+
+        So a prompt that is too long costs about what the longest that fits costs.
+        """
+        size = _SLICE_CHARS * self.max_model_len
+        while size < len(text):
+            num_tokens = len(encode(text[:size])) - _UNSETTLED_TOKENS
+            if num_tokens >= self.max_model_len:
+                raise self.exceeded(f"more than {num_tokens}")
+            size *= 2
+
+    def exceeded(self, num_tokens: str) -> InvalidRequestError:
+        """Return the error for a prompt of so many tokens."""
+        limit = self.max_model_len
+        return InvalidRequestError(
+            f"the prompt has {num_tokens} tokens; max_model_len {limit} leaves "
+            f"room for {limit - 1} at most, and one of output: shorten it, or raise the limit"
+        )
+
+    def check_text(self, what: str, *texts: str) -> None:
+        """Raise InvalidRequestError if texts are surely too long: tokenizing them takes seconds."""
+        limit, bound = self.max_model_len, self.bound
+        num_chars = sum(map(len, texts))
+        if num_chars <= limit or bound is None or num_chars <= (limit - 1) * bound.chars_per_token:
+            return
+        if bound.least_tokens(texts) > limit - 1:
+            raise InvalidRequestError(
+                f"{what} has {num_chars} characters, and no token has more than "
+                f"{bound.chars_per_token:g}: it cannot fit into max_model_len {limit}; shorten it, "
+                "or raise the limit"
+            )
+
+    @cached_property
+    def bound(self) -> TokenBound | None:
+        """What a text's length says of its tokens. The first call takes a microsecond a token of
+        the vocabulary.
+        """
+        return None if self._tokenizer is None else token_bound(self._tokenizer)
