@@ -144,8 +144,6 @@ def bench(args: argparse.Namespace) -> int:
     """Put a load on a server that speaks OpenAI's API, and measure it."""
     plan = LoadPlan(**given_fields(LoadPlan, args))
     _need("client", "aiohttp")
-    if plan.plot is not None:
-        _need("plot", "matplotlib")
     from nanovllm.loadtest.bench_serve import bench_serve
 
     return bench_serve(plan)

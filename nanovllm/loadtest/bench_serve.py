@@ -40,21 +40,20 @@ def bench_serve(plan: LoadPlan) -> int:
         ServerError: the server does not answer before the load begins.
         InvalidRequestError: a file cannot be written, or the server refuses the first request.
     """
-    for path in (plan.save_result, plan.plot):
-        if path is not None and not Path(path).absolute().parent.is_dir():
-            raise InvalidRequestError(f"there is no directory for {shown(path)}; make it first")
+    path = plan.save_result
+    if path is not None and not Path(path).absolute().parent.is_dir():
+        raise InvalidRequestError(f"there is no directory for {shown(path)}; make it first")
     server = find_server(plan.server_url, plan.api_key)
     plan = dataclasses.replace(plan, model=plan.model or first_model(server))
     report = asyncio.run(measure(plan, server))
     write(report.as_text())
     if report.client.warning is not None:
         complain(f"nanovllm: {report.client.warning}")
-    if plan.save_result is not None:
-        _save(plan.save_result, json.dumps(report.as_json(), indent=1).encode() + b"\n")
-    if plan.plot is not None:
-        from nanovllm.loadtest.load_plot import draw
-
-        _save(plan.plot, draw(report, Path(plan.plot).suffix[1:]))
+    if path is not None:
+        try:
+            Path(path).write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise InvalidRequestError(f"cannot write {shown(path)}: {error}") from None
     return 1 if report.errors else 0
 
 
@@ -218,10 +217,3 @@ async def _watch(lags: list[float]) -> None:
         before = time.perf_counter()
         await asyncio.sleep(BEAT_SECONDS)
         lags.append(max(0.0, time.perf_counter() - before - BEAT_SECONDS))
-
-
-def _save(path: str, content: bytes) -> None:
-    try:
-        Path(path).write_bytes(content)
-    except (OSError, ValueError) as error:
-        raise InvalidRequestError(f"cannot write {shown(path)}: {error}") from None

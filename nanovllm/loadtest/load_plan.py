@@ -26,8 +26,6 @@ TEXT = (
 """The words of random messages; each is one token in large vocabularies."""
 LATENCIES = ("ttft", "tpot", "e2el")
 """What a goodput may limit."""
-PICTURES = (".svg", ".png", ".pdf")
-"""How the name of a plot may end."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,8 +86,6 @@ class LoadPlan:
     """Seed of prompts, lengths and arrivals."""
     save_result: str | None = None
     """JSON file to write, with vLLM's names and all single times; None is no file."""
-    plot: str | None = None
-    """Picture to draw, such as load.svg or load.png; None is no file. It needs matplotlib."""
 
     def __post_init__(self) -> None:
         """Check what the types do not tell."""
@@ -117,10 +113,6 @@ class LoadPlan:
             raise ConfigError(f"num_turns above 1 needs --endpoint {CHAT_COMPLETIONS}")
         if self.extra_body is not None and not isinstance(self.extra_body, dict):
             raise ConfigError(f"extra_body must be a JSON object, got {shown(self.extra_body)}")
-        if self.plot is not None and not self.plot.endswith(PICTURES):
-            raise ConfigError(
-                f"plot must end in one of {', '.join(PICTURES)}; got {shown(self.plot)}"
-            )
         self.limits()
 
     @property

@@ -190,6 +190,7 @@ class Report:
             "total_output_tokens": self.num_output_tokens,
             "request_throughput": self._rate(len(self.completed)),
             "request_goodput": self._rate(self.num_good) if plan.goodput else None,
+            "goodput_limits_ms": plan.limits(),
             "output_throughput": self._rate(self.num_output_tokens),
             "total_token_throughput": self._rate(self.num_prompt_tokens + self.num_output_tokens),
             "max_concurrent_requests": self.peak,
