@@ -114,12 +114,9 @@ ENGINE_ARGS = """
 
 SPECULATIVE_ARGS = """
     enforce_eager num_speculative_tokens model method draft_tensor_parallel_size quantization
-    tensor_parallel_size moe_backend attention_backend kv_cache_dtype max_model_len revision
-    code_revision disable_padded_drafter_batch use_local_argmax_reduction use_heterogeneous_vocab
+    tensor_parallel_size attention_backend kv_cache_dtype max_model_len revision code_revision
     disable_by_batch_size prompt_lookup_max prompt_lookup_min speculative_token_tree
-    parallel_drafting num_speculative_tokens_per_batch_size suffix_decoding_max_tree_depth
-    suffix_decoding_max_cached_requests suffix_decoding_max_spec_factor draft_load_config
-    suffix_decoding_min_token_prob rejection_sample_method draft_sample_method
+    rejection_sample_method
 """
 
 
