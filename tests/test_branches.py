@@ -31,7 +31,7 @@ sys.meta_path[:] = [f for f in sys.meta_path if not f.__module__.startswith("__e
     "branch",
     [
         "compat",
-        pytest.param("structured", marks=NOT_YET),
+        "structured",
         pytest.param("speculation", marks=NOT_YET),
     ],
 )
