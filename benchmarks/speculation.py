@@ -30,8 +30,7 @@ from benchmarks.scripted import Scripted
 from benchmarks.shapes import checkpoint, described, read_config
 from benchmarks.speedups import Speedup, Speedups, ideal_speedup, rising
 from nanovllm import LLM, SamplingParams
-from nanovllm.assembly import make_draft_controller
-from nanovllm.outputs import DraftCounts
+from nanovllm.assembly import make_drafting
 from nanovllm.scheduler.messages import MAX_SAMPLES, Row
 from nanovllm.scheduler.sequence import Sequence
 from nanovllm.worker import model_runner
@@ -110,8 +109,8 @@ def race(plain: LLM, drafting: LLM, work: Work) -> float:
 def forget(llm: LLM) -> None:
     """Let the controller and the counts of `llm` begin again."""
     engine, scheduler = llm.engine, llm.engine.scheduler
-    scheduler.draft_controller = make_draft_controller(engine.config, engine.worker_info)
-    scheduler.stats.drafts = DraftCounts()
+    manager = scheduler.block_manager
+    scheduler.drafting = make_drafting(engine.config, engine.worker_info, manager)
 
 
 def runner_of(llm: LLM) -> ModelRunner:
@@ -122,10 +121,10 @@ def runner_of(llm: LLM) -> ModelRunner:
 def without_speculation(llm: LLM) -> Iterator[None]:
     """Let `llm` be an engine without speculation inside: the same weights at the same addresses."""
     runner, scheduler = runner_of(llm), llm.engine.scheduler
-    kept = runner._proposer, scheduler.draft_controller
-    runner._proposer = scheduler.draft_controller = None
+    kept = runner._proposer, scheduler.drafting
+    runner._proposer = scheduler.drafting = None
     yield
-    runner._proposer, scheduler.draft_controller = kept
+    runner._proposer, scheduler.drafting = kept
 
 
 @torch.inference_mode()
@@ -192,7 +191,8 @@ def measure(
             forget(drafting)
             with without_speculation(plain):
                 ratios[p].append(race(plain, drafting, work))
-            lengths[p] = drafting.engine.stats.drafts.mean_acceptance_length
+            assert drafting.engine.scheduler.drafting is not None
+            lengths[p] = drafting.engine.scheduler.drafting.counts.mean_acceptance_length
     step_seconds = rising({size: median(found[size] for found in costs) for size in costs[0]})
     print("tokens of a step: ms", {n: round(1e3 * s, 1) for n, s in step_seconds.items()})
     points = []

@@ -71,13 +71,12 @@ def misspelt(text: str) -> str:
 
 def run(llm: LLM, prompt: Any, params: SamplingParams) -> tuple[float, list[int], DraftCounts]:
     """Return the seconds from the first token to the last one, the output and its drafts."""
-    counts = llm.engine.stats.drafts = DraftCounts()
     (output,) = llm.generate([prompt], params, use_tqdm=False)
     metrics = output.metrics
     assert metrics.first_token_time is not None
     assert metrics.last_token_time is not None
     seconds = metrics.last_token_time - metrics.first_token_time
-    return seconds, output.outputs[0].token_ids, counts
+    return seconds, output.outputs[0].token_ids, metrics.drafts
 
 
 def compare(name: str, engines: tuple[LLM, LLM], messages: list[str], args: Any) -> None:

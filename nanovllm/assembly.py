@@ -6,7 +6,6 @@ The engine knows a branch only by a seam of its own. Here each is imported, when
 import contextlib
 import dataclasses
 from functools import partial
-from typing import TYPE_CHECKING
 
 from nanovllm.checkpoint.hub import Checkpoint, configured_checkpoint, draft_checkpoint
 from nanovllm.checkpoint.kept_tokenizer import KeptTokenizer
@@ -18,11 +17,9 @@ from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.executors.executor import Executor, make_executor
 from nanovllm.options.config import Config
 from nanovllm.scheduler.block_manager import BlockManager
+from nanovllm.scheduler.extensions import Drafting
 from nanovllm.scheduler.messages import WorkerInfo
 from nanovllm.scheduler.scheduler import Scheduler
-
-if TYPE_CHECKING:
-    from nanovllm.speculation.draft_controller import DraftController
 
 
 def make_engine(config: Config, *, queue_depth: int | None = None) -> LLMEngine:
@@ -87,19 +84,25 @@ def _scheduler(config: Config, info: WorkerInfo, checkpoint: Checkpoint) -> Sche
         max_num_batched_tokens=info.max_num_batched_tokens,
         max_model_len=info.max_model_len,
         eos_token_ids=checkpoint.eos_token_ids,
-        draft_controller=make_draft_controller(config, info),
-        follows_drafts=info.follows_drafts,
+        drafting=make_drafting(config, info, block_manager),
     )
 
 
-def make_draft_controller(config: Config, info: WorkerInfo) -> "DraftController | None":
-    """Return what decides on drafts; None without speculation."""
+def make_drafting(config: Config, info: WorkerInfo, block_manager: BlockManager) -> Drafting | None:
+    """Return what adds drafts to steps; None without speculation."""
     if config.speculation is None:
         return None
     from nanovllm.speculation.draft_controller import DraftController
+    from nanovllm.speculation.drafting import AdaptiveDrafting
 
-    return DraftController(
+    controller = DraftController(
         config.speculation.max_draft_tokens, info.step_seconds, info.draft_seconds
+    )
+    return AdaptiveDrafting(
+        controller,
+        block_manager,
+        info.max_num_batched_tokens,
+        follows_drafts=info.follows_drafts,
     )
 
 

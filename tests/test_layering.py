@@ -31,7 +31,7 @@ FOLDERS = {
     "checkpoint": Folder("options utils", torch=True),
     "kernels": Folder("options utils", torch=True),
     "loadtest": Folder("options utils", torch=False),
-    "scheduler": Folder("options speculation", torch=False),
+    "scheduler": Folder("options", torch=False),
     "observe": Folder("engine options scheduler", torch=False),
     "assembly": Folder(
         "checkpoint engine executors observe options scheduler speculation structured", torch=False
@@ -49,7 +49,7 @@ FOLDERS = {
     ),
     "steps": Folder("attention kernels layers models scheduler utils worker", torch=True),
     "engine": Folder(
-        "chat checkpoint executors options scheduler speculation utils",
+        "chat checkpoint executors options scheduler utils",
         torch=False,
     ),
     "speculation": Folder(
@@ -99,10 +99,7 @@ MAX_CORE_LINES = 5_137
 BRANCHES = ("speculation", "structured", "formats", "steps", "observe", "compat", "server")
 """What the trunk knows through its own seams alone."""
 ENTANGLED = (
-    "engine.llm_engine",
     "layers.linear",
-    "scheduler.scheduler",
-    "scheduler.sequence",
     "worker.model_runner",
     "worker.network",
 )

@@ -153,7 +153,7 @@ def check(
         for _ in range(rounds):
             assert results(generate_all(llm, make_requests())) == expected.results
         assert_idle(llm)
-        drafts = llm.engine.stats.drafts
+        drafts = llm.engine.scheduler.drafting.counts
         share = drafts.num_accepted_tokens / drafts.num_draft_tokens
         assert share > 0.9 if scripted.acceptance == 1.0 else 0.2 < share < 0.7
         return llm
@@ -205,7 +205,7 @@ def test_in_float32_with_plain_torch(
             assert (completion.text, completion.token_ids) == (text, tokens)
             assert (completion.finish_reason, completion.stop_reason) == tuple(ends[:2])
             assert completion.cumulative_logprob == pytest.approx(ends[2], abs=1e-4)
-    assert llm.engine.stats.drafts.num_accepted_tokens > 100
+    assert llm.engine.scheduler.drafting.counts.num_accepted_tokens > 100
 
 
 @NATIVE
@@ -232,7 +232,7 @@ def test_with_arrivals_priorities_and_aborts(
     outputs = generate_in_random_order(engine, make_requests(), seed)
     engine.shutdown()
     assert results(outputs) == expected.results
-    assert engine.stats.drafts.num_accepted_tokens > 100
+    assert engine.scheduler.drafting.counts.num_accepted_tokens > 100
 
 
 REAL_METHODS: dict[str, dict[str, Any]] = {
@@ -261,7 +261,7 @@ def test_shipped_drafts_change_nothing(
     outputs = generate_in_random_order(engine, make_requests(), seed=3)
     engine.shutdown()
     assert results(outputs) == expected.results
-    assert engine.stats.drafts.num_accepted_tokens > 20
+    assert engine.scheduler.drafting.counts.num_accepted_tokens > 20
 
 
 @NATIVE
@@ -278,7 +278,7 @@ def test_ngram_on_two_ranks(
         llm: LLM = make_llm(demo_model.MODEL, dtype="float32", **OPTIONS, **options)
         found.append(generate_all(llm, list(zip(prompts, params, strict=True))))
     assert [output.outputs for output in found[0]] == [output.outputs for output in found[1]]
-    assert llm.engine.stats.drafts.num_accepted_tokens > 10
+    assert llm.engine.scheduler.drafting.counts.num_accepted_tokens > 10
 
 
 @NATIVE
@@ -295,7 +295,7 @@ def test_unseeded_tokens_have_the_same_distribution(
         llm: LLM = make_llm(demo_model.MODEL, seed=seed, speculative_config=spec, **options)
         outputs = llm.generate(prompts, params, use_tqdm=False)
         counts.append(Counter(output.outputs[0].token_ids[2] for output in outputs))
-    assert llm.engine.stats.drafts.num_accepted_tokens > 500
+    assert llm.engine.scheduler.drafting.counts.num_accepted_tokens > 500
     common = [token for token, count in (counts[0] + counts[1]).items() if count >= 20]
     rows = [[count[token] for token in common] for count in counts]
     table = [[*row, 3000 - sum(row)] for row in rows]

@@ -8,6 +8,7 @@ from typing import Any
 from benchmarks.gpu.engines import release
 from benchmarks.gpu.part import Part, Record
 from benchmarks.gpu.tables import table
+from nanovllm.outputs import DraftCounts
 
 REQUESTS = 24
 TOKENS = 120
@@ -67,7 +68,7 @@ def run(options: dict[str, Any] | None, dtype: str, expected: list[list[int]]) -
         start = time.perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - start
-        drafts = llm.engine.stats.drafts
+        drafts = sum((output.metrics.drafts for output in outputs), DraftCounts())
     finally:
         llm.shutdown()
     tokens = [output.outputs[0].token_ids for output in outputs]

@@ -24,8 +24,8 @@ def read_metrics(scheduler: Scheduler) -> list[Metric | Vector | Histogram]:
         Counter("nanovllm:prefill_tokens", stats.num_prefill_tokens),
         _step_sizes(stats.step_sizes),
     ]
-    if scheduler.draft_controller is not None:
-        drafts, prefix = stats.drafts, "vllm:spec_decode_num"
+    if scheduler.drafting is not None:
+        drafts, prefix = scheduler.drafting.counts, "vllm:spec_decode_num"
         found += [
             Counter(f"{prefix}_drafts", drafts.num_drafts),
             Counter(f"{prefix}_draft_tokens", drafts.num_draft_tokens),

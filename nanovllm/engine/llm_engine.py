@@ -27,7 +27,6 @@ from nanovllm.options.validation import shown
 from nanovllm.outputs import Histogram, Metric, RequestOutput, Vector
 from nanovllm.scheduler.messages import Schedule, StepResult, WorkerInfo
 from nanovllm.scheduler.scheduler import Scheduler
-from nanovllm.speculation.drafts import record_step
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -266,13 +265,9 @@ class LLMEngine:
             self.observer.waited(result)
             self._in_flight.popleft()
             self._process_result(schedule, result)
-            controller = self.scheduler.draft_controller
-            if controller is not None and schedule.is_timed:
-                host_seconds = 0.0
-                if self._queue_depth == 0:  # else the host works beside the device
-                    worker_seconds = result.seconds + result.draft_seconds
-                    host_seconds = time.perf_counter() - start - worker_seconds
-                record_step(controller, schedule, result, host_seconds)
+            if self.scheduler.drafting is not None:
+                elapsed = None if self._queue_depth else time.perf_counter() - start
+                self.scheduler.drafting.settle(schedule, result, elapsed)
         except BaseException:
             # The steps launched after a failed one may have read KV that it did not write.
             while self._in_flight:

@@ -109,7 +109,7 @@ class OutputProcessor:
                 request.first_token_time,
                 request.last_token_time,
                 sum(completion.num_tokens for completion in completions),
-                sum((seq.draft_counts for seq in request.sequences), DraftCounts()),
+                sum(filter(None, (seq.draft_counts for seq in request.sequences)), DraftCounts()),
             ),
             prompt_logprobs=self._take_prompt_logprobs(request),
         )

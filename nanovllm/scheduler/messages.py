@@ -95,8 +95,8 @@ class Schedule:
     inf that an earlier sequence left there must go.
     """
     new_tokens: list[NewTokens] = dataclasses.field(default_factory=list)
-    is_timed: bool = False
-    """Whether the durations of the step are wanted. Only such a step has rows with drafts."""
+    may_draft: bool = False
+    """Whether rows may have drafts. The durations of such a step are measured."""
 
     @property
     def num_tokens(self) -> int:
@@ -140,7 +140,7 @@ class StepResult:
     details: dict[int, RowDetails] = dataclasses.field(default_factory=dict)
     """By sequence id, of the rows that have any: in most steps none."""
     seconds: float = 0.0
-    """Duration of the step without proposing; 0.0 if the step was not timed."""
+    """Duration of the step without proposing; 0.0 if the step may not draft."""
     draft_seconds: float = 0.0
     """Duration of proposing."""
 

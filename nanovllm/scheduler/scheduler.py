@@ -9,6 +9,7 @@ from bisect import insort
 from itertools import count
 
 from nanovllm.scheduler.block_manager import BlockManager
+from nanovllm.scheduler.extensions import Drafting
 from nanovllm.scheduler.messages import (
     Admission,
     NewBlocks,
@@ -20,8 +21,6 @@ from nanovllm.scheduler.messages import (
 from nanovllm.scheduler.sequence import Sequence
 from nanovllm.scheduler.stats import SchedulerStats
 from nanovllm.scheduler.waiting_queue import WaitingQueue
-from nanovllm.speculation.draft_controller import DraftController
-from nanovllm.speculation.drafts import add_drafts, take_back_followers
 
 NO_DETAILS = RowDetails()
 
@@ -51,15 +50,13 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         eos_token_ids: frozenset[int] = frozenset(),
-        draft_controller: DraftController | None = None,
-        follows_drafts: bool = False,
+        drafting: Drafting | None = None,
     ) -> None:
         self.block_manager = block_manager
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
-        self.draft_controller = draft_controller
-        self.follows_drafts = follows_drafts  # see WorkerInfo
+        self.drafting = drafting
         self.stats = SchedulerStats()
         self.running: list[Sequence] = []  # sorted by `Sequence.order`
         self._waiting = WaitingQueue()
@@ -93,18 +90,13 @@ class Scheduler:
         rows, new_blocks, admissions = self._schedule_rows()
         if not rows:
             return None
-        if self.follows_drafts:
-            rows, new_blocks = take_back_followers(
-                rows, new_blocks, self._sequences, self.block_manager
-            )
-        controller = self.draft_controller
-        if may_draft := controller is not None and not controller.skips_step():
-            budget = self.max_num_batched_tokens - sum(row.num_scheduled_tokens for row in rows)
-            new_blocks += add_drafts(rows, budget, self._sequences, self.block_manager, controller)
+        may_draft = False
+        if self.drafting is not None:
+            rows, new_blocks, may_draft = self.drafting.extend(rows, new_blocks, self._sequences)
         step_id, zeroed = next(self._step_ids), self._begun_blocks(rows)
         seqs = (self._sequences[row.seq_id] for row in rows)
         tokens = [seq.take_unsent() for seq in seqs if seq.num_unsent_tokens]
-        return Schedule(step_id, admissions, new_blocks, rows, zeroed, tokens, is_timed=may_draft)
+        return Schedule(step_id, admissions, new_blocks, rows, zeroed, tokens, may_draft)
 
     def update(self, schedule: Schedule, result: StepResult) -> list[Sequence]:
         """Append a step's tokens; return the sequences that got any or failed, finished ones too.
@@ -155,13 +147,10 @@ class Scheduler:
         if found.logprobs:
             num_missing = seq.num_output_tokens - len(seq.logprobs)
             seq.logprobs += found.logprobs[:num_missing]
-        if row.num_draft_tokens and self.draft_controller is not None:
+        if row.num_draft_tokens and self.drafting is not None:
             num_accepted = len(tokens) - 1  # the last token is no draft
-            self.draft_controller.record(
-                seq.acceptance, row.num_draft_tokens, found.num_draft_tokens, num_accepted
-            )
-            for counts in (seq.draft_counts, self.stats.drafts):
-                counts.add(found.num_draft_tokens, min(num_appended, num_accepted))
+            num_kept = min(num_appended, num_accepted)
+            self.drafting.record(seq, row, found, num_accepted, num_kept)
 
     def abandon(self, schedule: Schedule) -> None:
         """Undo a failed step: its sequences keep their tokens, lose their KV and wait again."""
@@ -277,7 +266,7 @@ class Scheduler:
         # While drafts or a token that others may follow by force are in flight, the position of the
         # next token is not known. Behind drafts the device may know it.
         drafts = seq.num_draft_tokens
-        if drafts and not (self.follows_drafts and seq.params.is_plain):
+        if drafts and (self.drafting is None or not self.drafting.may_follow(seq)):
             return 0
         pending = seq.num_pending_tokens + drafts
         num_tokens = len(seq.token_ids) + pending

@@ -1,12 +1,12 @@
 """A sequence: its tokens and how many of them are computed.
 
-Only the scheduler and its block manager change it. Knows no phases such as prefill and decode.
+Only the scheduler changes it, with its block manager and what adds drafts. Knows no phases such as
+prefill and decode.
 """
 
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import DraftCounts
 from nanovllm.scheduler.messages import NewTokens, TokenLogprobs
-from nanovllm.speculation.acceptance import Acceptance
 
 ROOT_UID = 0
 """Unique id of the prefix cache's root, the parent of the first block of sequences without a salt.
@@ -24,7 +24,6 @@ class Sequence:
     """
 
     __slots__ = (
-        "acceptance",
         "bad_words",
         "block_keys",
         "block_table",
@@ -89,8 +88,7 @@ class Sequence:
         self.num_in_flight_steps = 0  # launched steps with a row of this sequence
         self.num_draft_tokens = 0  # that launched steps verify
         self.num_unsent_tokens = 0  # last known tokens, which the workers' table row lacks
-        self.acceptance = Acceptance()  # how its drafts fare; changed by the controller
-        self.draft_counts = DraftCounts()
+        self.draft_counts: DraftCounts | None = None  # set by `Drafting`
         self.num_cached_tokens: int | None = None  # prefix hit at the first admission; None before
         self.table_idx: int | None = None  # row in the workers' tables; None while waiting
         self.finish_reason: str | None = None

@@ -3,8 +3,6 @@
 import dataclasses
 from collections import Counter
 
-from nanovllm.outputs import DraftCounts
-
 
 @dataclasses.dataclass(slots=True)
 class SchedulerStats:
@@ -24,4 +22,3 @@ class SchedulerStats:
     """Sequences that lost their KV because the pool was full."""
     step_sizes: Counter[int] = dataclasses.field(default_factory=Counter)
     """Launched steps, by the number of tokens that they compute."""
-    drafts: DraftCounts = dataclasses.field(default_factory=DraftCounts)

@@ -155,7 +155,7 @@ class ModelRunner:
             self.network.populate_beyond(max(chain.from_iterable(added)))
         if self._proposer is not None:
             self._proposer.admit(schedule)
-        if self._proposer is None or not schedule.is_timed:
+        if self._proposer is None or not schedule.may_draft:
             output = self._run_rows(self._tables, schedule.rows)
             return PendingResult(Step(schedule.step_id, schedule.rows), output)
         timer = StepTimer(self.device)

@@ -75,7 +75,7 @@ def _step(
     """Return a step of `size` tokens behind a prefix of `start` tokens, which need not be right."""
     admission = _admission(info, params, start + size - num_drafts)
     row = Row(-1, 0, start, size, samples, num_drafts)
-    return Schedule(-1, [admission], [], [row], blocks_to_zero=[0], is_timed=num_drafts > 0)
+    return Schedule(-1, [admission], [], [row], blocks_to_zero=[0], may_draft=num_drafts > 0)
 
 
 def _admission(info: WorkerInfo, params: SamplingParams, num_tokens: int) -> Admission:

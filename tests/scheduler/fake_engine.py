@@ -19,7 +19,7 @@ from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.sequence import Sequence
 from nanovllm.speculation.acceptance import Acceptance
 from nanovllm.speculation.draft_controller import DraftController
-from nanovllm.speculation.drafts import record_step
+from nanovllm.speculation.drafting import AdaptiveDrafting
 from tests.scheduler.invariants import check_blocks, check_scheduler
 
 VOCAB_SIZE = 5
@@ -271,14 +271,18 @@ class Engine:
         if propose is not None and controller is None:
             controller = FakeController(lambda most: most)
         self.manager = BlockManager(num_blocks, block_size, enable_prefix_caching=prefix_caching)
+        self.drafting: AdaptiveDrafting | None = None
+        if controller is not None:
+            self.drafting = AdaptiveDrafting(
+                controller, self.manager, max_num_batched_tokens, follows_drafts=follows_drafts
+            )
         self.scheduler = Scheduler(
             self.manager,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
             eos_token_ids=eos_token_ids,
-            draft_controller=controller,
-            follows_drafts=follows_drafts,
+            drafting=self.drafting,
         )
         self.worker = FakeWorker(
             max_num_seqs, max_model_len, block_size, propose or (lambda token_ids: [])
@@ -362,8 +366,8 @@ class Engine:
         rows = [row for row in schedule.rows if row.samples]
         self.num_drafts_accepted += sum(len(tokens) - 1 for tokens in result.token_ids if tokens)
         advanced = self.scheduler.update(schedule, result)
-        if self.scheduler.draft_controller is not None and schedule.is_timed:
-            record_step(self.scheduler.draft_controller, schedule, result, 0.0)
+        if self.drafting is not None:
+            self.drafting.settle(schedule, result, None)
         ids = [seq.seq_id for seq in advanced]
         assert ids == [row.seq_id for row in rows if row.seq_id in unfinished]
         for seq in advanced:
@@ -434,7 +438,7 @@ class Engine:
             assert len(seq.token_ids) >= self.worker.fails_from[seq.seq_id]
 
     def _check_stats(self) -> None:
-        stats, counts = self.scheduler.stats, [seq.draft_counts for seq in self.sequences]
+        stats = self.scheduler.stats
         assert stats.num_decode_tokens == sum(seq.num_output_tokens for seq in self.sequences)
         admitted = [seq for seq in self.sequences if seq.was_admitted]
         assert stats.num_prompt_tokens == sum(seq.num_prompt_tokens for seq in admitted)
@@ -442,13 +446,13 @@ class Engine:
         caching = self.manager.enable_prefix_caching
         assert stats.num_queried_tokens == (stats.num_prompt_tokens if caching else 0)
         assert stats.num_preemptions == len(self.preempted)
-        assert stats.drafts.num_drafts == sum(c.num_drafts for c in counts)
-        assert stats.drafts.num_draft_tokens == sum(c.num_draft_tokens for c in counts)
-        assert stats.drafts.num_accepted_tokens == sum(c.num_accepted_tokens for c in counts)
-        for found in (stats.drafts, *counts):
+        counts = [draft_counts(seq) for seq in self.sequences]
+        drafts = DraftCounts() if self.drafting is None else self.drafting.counts
+        assert drafts == sum(counts, DraftCounts())
+        for found in (drafts, *counts):
             assert sum(found.num_accepted_tokens_per_pos) == found.num_accepted_tokens
             assert found.num_drafts <= found.num_draft_tokens
-        assert stats.drafts.num_accepted_tokens <= self.num_drafts_accepted
+        assert drafts.num_accepted_tokens <= self.num_drafts_accepted
 
     def _is_right_cache_count(self, num_cached: int | None, num_prompt_tokens: int) -> bool:
         if not self.manager.enable_prefix_caching:
@@ -540,6 +544,11 @@ class Engine:
             block = self.manager.blocks[block_id]
             assert block.ref_count == 1, "a shared block is written"
             assert block.uid is None, "a published block is written"
+
+
+def draft_counts(seq: Sequence) -> DraftCounts:
+    """Return how the drafts of a sequence fared; all 0 if it had none."""
+    return DraftCounts() + (seq.draft_counts or DraftCounts())
 
 
 def prompt_that_ends_with(eos: int, eos_token_ids: frozenset[int]) -> list[int]:

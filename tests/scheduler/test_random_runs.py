@@ -21,7 +21,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from nanovllm.speculation import drafts
+from nanovllm.speculation import drafting
 from nanovllm.speculation.draft_controller import DraftController
 from tests.scheduler.fake_engine import VOCAB_SIZE, Engine, random_guesses, random_limits
 from tests.scheduler.invariants import check_scheduler
@@ -39,7 +39,7 @@ def clock() -> Iterator[None]:
     ticks = count()
     with pytest.MonkeyPatch.context() as patch:
         fake = SimpleNamespace(perf_counter=lambda: next(ticks) * TICK)
-        patch.setattr(drafts, "time", fake)
+        patch.setattr(drafting, "time", fake)
         yield
 
 

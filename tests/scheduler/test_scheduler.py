@@ -22,12 +22,13 @@ from nanovllm.scheduler.block_manager import BlockManager
 from nanovllm.scheduler.messages import StepResult
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.sequence import Sequence
-from nanovllm.speculation import drafts
+from nanovllm.speculation import drafting
 from tests.scheduler.fake_engine import (
     VOCAB_SIZE,
     Engine,
     FakeController,
     continuation,
+    draft_counts,
     oracle,
     prompt_that_ends_with,
     random_guesses,
@@ -556,7 +557,7 @@ def test_right_drafts_save_steps() -> None:
     assert controller.num_step_drafts == [(0, 0), (1, 3), (1, 3)]
     assert engine.scheduler.stats.num_prefill_tokens == 2
     assert engine.scheduler.stats.num_decode_tokens == 9
-    for counts in (seq.draft_counts, engine.scheduler.stats.drafts, controller.counts):
+    for counts in (draft_counts(seq), engine.drafting.counts, controller.counts):
         assert counts == DraftCounts(2, 6, 6, [2, 2, 2])
         assert counts.mean_acceptance_length == 4
 
@@ -569,7 +570,7 @@ def test_wrong_drafts_cost_only_their_rows() -> None:
     num_tokens = [schedule.num_tokens for schedule, _ in engine.launched]
     assert num_tokens == [3, 3, 2, 1]  # as many drafts as max_tokens still allows
     assert seq.num_output_tokens == 4
-    assert seq.draft_counts == DraftCounts(2, 3, 0, [0, 0])
+    assert draft_counts(seq) == DraftCounts(2, 3, 0, [0, 0])
     assert engine.scheduler.stats.num_prefill_tokens == 2
 
 
@@ -579,8 +580,8 @@ def test_without_a_controller_there_are_no_drafts() -> None:
     seq = engine.add([1, 2, 3], max_tokens=3)
     engine.run()
     assert all(row.num_draft_tokens == 0 for s, _ in engine.launched for row in s.rows)
-    assert seq.draft_counts == engine.scheduler.stats.drafts == DraftCounts()
-    assert seq.draft_counts.mean_acceptance_length == 1
+    assert draft_counts(seq) == DraftCounts()
+    assert draft_counts(seq).mean_acceptance_length == 1
 
 
 def unchanged(output: list[int], logits: Any) -> Any:
@@ -595,8 +596,8 @@ def test_request_with_a_logits_processor_gets_no_drafts() -> None:
     seq.params = params
     other = engine.add([2, 3], max_tokens=9)
     engine.run()
-    assert seq.draft_counts == DraftCounts()
-    assert other.draft_counts.num_drafts > 0
+    assert draft_counts(seq) == DraftCounts()
+    assert draft_counts(other).num_drafts > 0
 
 
 def test_drafts_are_cut_to_the_budget() -> None:
@@ -630,7 +631,7 @@ def test_prompts_come_before_drafts() -> None:
 
 def test_samples_of_a_step_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """Symptom: logits of hundreds of drafts take more memory than was measured at start."""
-    monkeypatch.setattr(drafts, "MAX_SAMPLES", 5)
+    monkeypatch.setattr(drafting, "MAX_SAMPLES", 5)
     engine = Engine(propose=three_right_guesses)
     for first in (1, 2, 3):
         engine.add([first], max_tokens=9)
@@ -701,7 +702,7 @@ def test_stop_token_among_accepted_drafts_ends_the_output() -> None:
     # The first token comes of the prompt; then EOS is the 1st to 4th token of a step.
     ends = {(seq.num_output_tokens - 2) % 4 for seq in seqs if seq.finish_reason == "stop"}
     assert ends == {0, 1, 2, 3}
-    accepted = sum(seq.draft_counts.num_accepted_tokens for seq in seqs)
+    accepted = sum(draft_counts(seq).num_accepted_tokens for seq in seqs)
     assert engine.num_drafts_accepted > accepted
 
 

@@ -25,7 +25,7 @@ Samples = dict[str, float]
 @pytest.fixture(scope="module")
 def llm() -> Iterator[AsyncLLM]:
     llm = AsyncLLM(demo_model.MODEL, speculative_config={"method": "ngram"}, **OPTIONS)
-    llm.engine.scheduler.draft_controller = FakeController(lambda most: min(most, 2))
+    llm.engine.scheduler.drafting.controller = FakeController(lambda most: min(most, 2))
     yield llm
     llm.shutdown()
 

@@ -26,7 +26,7 @@ def test_steps_keep_to_the_limits(max_model_len: int, max_num_batched_tokens: in
         assert 0 <= row.num_computed_tokens < row.end <= max_model_len
         assert row.num_known_tokens >= 1
         assert row.num_scheduled_tokens <= max_num_batched_tokens
-        assert step.is_timed == bool(row.num_draft_tokens)
+        assert step.may_draft == bool(row.num_draft_tokens)
 
 
 def test_a_large_engine_meets_every_shape() -> None:

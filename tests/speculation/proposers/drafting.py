@@ -125,5 +125,5 @@ def seen_of(output: RequestOutput) -> Any:
 
 def acceptance(llm: LLM) -> tuple[int, int]:
     """Return (accepted, proposed) drafts of all requests."""
-    drafts = llm.engine.stats.drafts
+    drafts = llm.engine.scheduler.drafting.counts
     return drafts.num_accepted_tokens, drafts.num_draft_tokens

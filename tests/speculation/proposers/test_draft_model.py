@@ -220,7 +220,7 @@ def test_nan_of_one_sequence_does_not_reach_the_next_owner_of_its_blocks(
     assert all(poison not in prompt for prompt in prompts)
     llm = make_llm(random_model, max_model_len=MAX_MODEL_LEN, **options)
     generate_all(llm, [([poison, *prompt], params) for prompt in prompts])  # fills the pool
-    drafts = llm.engine.stats.drafts
+    drafts = llm.engine.scheduler.drafting.counts
     before = drafts.num_accepted_tokens, drafts.num_draft_tokens
     outputs = generate_all(llm, [(prompt, params) for prompt in prompts])
     assert all(poison not in tokens for tokens in token_ids(outputs))

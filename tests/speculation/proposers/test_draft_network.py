@@ -117,7 +117,7 @@ def generate(
         for output in engine.step():
             found[output.request_id] = output.token_ids
     engine.shutdown()
-    return [found[request] for request in ids], engine.stats.drafts
+    return [found[request] for request in ids], engine.scheduler.drafting.counts
 
 
 @pytest.fixture
