@@ -4,23 +4,19 @@ Knows no scheduling and no text: it waits for outputs, while `SharedEngine` runs
 """
 
 import contextlib
-import time
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence as Seq
-from queue import SimpleQueue
+from collections.abc import Iterator, Mapping, Sequence as Seq
 from typing import TYPE_CHECKING, Any
-
-from tqdm.auto import tqdm
 
 from nanovllm.assembly import make_engine
 from nanovllm.chat.templates import Message, is_message, template_options
-from nanovllm.engine.prompt import Prompt, PromptInput, array_to_list
-from nanovllm.engine.request import Request
-from nanovllm.engine.shared_engine import Mailbox, SharedEngine
+from nanovllm.engine.progress import with_progress
+from nanovllm.engine.prompt import Prompt, PromptInput, as_list
+from nanovllm.engine.shared_engine import SharedEngine
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.config import Config
 from nanovllm.options.sampling_params import SamplingParams, default_sampling_params
 from nanovllm.options.validation import shown
-from nanovllm.outputs import DraftCounts, Histogram, Metric, RequestOutput, Vector
+from nanovllm.outputs import Histogram, Metric, RequestOutput, Vector
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,7 +65,7 @@ class LLM:
                 queued.
             EngineDeadError: the engine is down.
         """
-        prompts = as_prompts(prompts)
+        prompts = as_list(prompts)
         if sampling_params is None:
             sampling_params = SamplingParams()
         all_params: Any = sampling_params
@@ -91,11 +87,10 @@ class LLM:
                 )
             except InvalidRequestError as error:
                 raise InvalidRequestError(f"prompt {index}: {error}") from None
-        with contextlib.closing(self._start(requests)) as arriving:
-            shown = (
-                self._with_progress(arriving, len(requests)) if use_tqdm and requests else arriving
-            )
-            outputs = {output.request_id: output for output in shown}
+        with contextlib.closing(self._shared.run(requests)) as arriving:
+            shown = use_tqdm and requests
+            found = with_progress(arriving, len(requests), self.engine.stats) if shown else arriving
+            outputs = {output.request_id: output for output in found}
         return [outputs[request.request_id] for request in requests]
 
     def chat(
@@ -169,7 +164,7 @@ class LLM:
         request = self.engine.input_processor.make_request(
             prompt, sampling_params, priority=priority, stream=True
         )
-        return self._start([request])
+        return self._shared.run([request])
 
     def abort(self, request_id: int | str) -> RequestOutput | None:
         """End a request and return its output that was not sent yet; None if it is not running."""
@@ -213,83 +208,3 @@ class LLM:
         If another thread is running a step, that step ends first.
         """
         self._shared.submit(self.engine.shutdown)
-
-    def _start(self, requests: Seq[Request]) -> Generator[RequestOutput, None, None]:
-        """Queue requests and return a generator of their outputs; closing it aborts the rest."""
-        outputs = self._outputs(requests)
-        next(outputs)  # queue them, inside its try block
-        return outputs
-
-    def _outputs(self, requests: Seq[Request]) -> Generator[Any, None, None]:
-        """Queue requests, yield None once, then yield their outputs as they come."""
-        mailbox: Mailbox = SimpleQueue()
-        unfinished = {request.request_id: request for request in requests}
-
-        def queue_all() -> None:
-            for request in requests:
-                self.engine.queue(request, mailbox.put)
-
-        try:
-            self._shared.call(queue_all)
-            yield None  # _start() takes this one
-            while unfinished:
-                output: RequestOutput = self._shared.receive(mailbox)
-                request = unfinished[output.request_id]
-                if output.finished:
-                    del unfinished[output.request_id]
-                if not (request.stream and _is_aborted(output)):  # abort() has returned the rest
-                    yield output
-        finally:
-            if unfinished:  # after an error or Ctrl-C, or the iterator was closed
-                self._shared.submit(lambda: self._abort_all(unfinished))
-
-    def _abort_all(self, request_ids: Iterable[int | str]) -> None:
-        """Abort requests; one that fails stops none."""
-        with contextlib.ExitStack() as stack:
-            for request_id in request_ids:
-                stack.callback(self.engine.abort, request_id)
-
-    def _with_progress(
-        self, outputs: Iterable[RequestOutput], total: int
-    ) -> Iterator[RequestOutput]:
-        """Pass on outputs; show how many there are, and the rates since the last of them.
-
-        With speculation it shows the mean acceptance length of all outputs so far, too.
-        """
-        drafts = DraftCounts()
-        stats, start = self.engine.stats, time.perf_counter()
-        prefill, decode = stats.num_prefill_tokens, stats.num_decode_tokens
-        with tqdm(total=total, desc="Generating") as bar:
-            for output in outputs:
-                drafts += output.metrics.drafts
-                seconds = time.perf_counter() - start
-                rates = {
-                    "Prefill": (stats.num_prefill_tokens - prefill) / seconds,
-                    "Decode": (stats.num_decode_tokens - decode) / seconds,
-                }
-                shown = {name: f"{rate:.0f}tok/s" for name, rate in rates.items() if rate}
-                if shown and drafts.num_drafts:
-                    shown["Acceptance length"] = f"{drafts.mean_acceptance_length:.2f}"
-                if shown:  # nothing is new if this output is of the same step as the last one
-                    bar.set_postfix(shown, refresh=False)
-                    start += seconds
-                    prefill, decode = stats.num_prefill_tokens, stats.num_decode_tokens
-                bar.update()
-                yield output
-
-
-def _is_aborted(output: RequestOutput) -> bool:
-    return any(completion.finish_reason == "abort" for completion in output.outputs)
-
-
-def as_prompts(prompts: Any) -> list[Any]:
-    """Return the list of prompts that `generate` was given, a list of one for a single prompt."""
-    prompts = array_to_list(prompts)
-    if isinstance(prompts, str | bytes | Mapping | Prompt):
-        return [prompts]
-    if not isinstance(prompts, Seq):
-        raise InvalidRequestError(
-            f"prompts must be a string, token ids, or a list of them, got {type(prompts).__name__}"
-        )
-    is_token = prompts and hasattr(prompts[0], "__index__") and not getattr(prompts[0], "ndim", 0)
-    return [prompts] if is_token else list(prompts)

@@ -10,7 +10,7 @@ from nanovllm.compat.advice import VLLMNames, takes_other_keywords
 from nanovllm.compat.engine_args import EngineArgs
 from nanovllm.compat.generation import Generation, with_output_kind
 from nanovllm.compat.llm_engine import LLMEngine
-from nanovllm.engine.prompt import PromptInput
+from nanovllm.engine.prompt import PromptInput, as_list
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import RequestOutput
@@ -39,7 +39,7 @@ class LLM(VLLMNames, llm.LLM):
         if prompt_token_ids is not None:
             if prompts is not None:
                 raise InvalidRequestError("give prompts or prompt_token_ids, not both")
-            prompts = [{"prompt_token_ids": ids} for ids in llm.as_prompts(prompt_token_ids)]
+            prompts = [{"prompt_token_ids": ids} for ids in as_list(prompt_token_ids)]
         return super().generate(prompts, *args, **options)
 
     @property

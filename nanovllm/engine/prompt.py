@@ -63,7 +63,32 @@ def make_prompt(given: PromptInput) -> Prompt:
     return Prompt(text, None if token_ids is None else _token_ids(token_ids), salt=salt)
 
 
-def array_to_list(value: Any) -> Any:
+def as_list(given: Any) -> list[Any]:
+    """Return the prompts of an argument that is one prompt or a list of them.
+
+    Raises:
+        InvalidRequestError: it is neither.
+    """
+    given = _array_to_list(given)
+    if isinstance(given, str | bytes | Mapping | Prompt):
+        return [given]
+    if not isinstance(given, Seq):
+        raise InvalidRequestError(
+            f"prompts must be a string, token ids, or a list of them, got {type(given).__name__}"
+        )
+    is_token = given and hasattr(given[0], "__index__") and not getattr(given[0], "ndim", 0)
+    return [given] if is_token else list(given)
+
+
+def check_unicode(what: str, text: str) -> None:
+    """Raise InvalidRequestError if a text has half a surrogate pair, which nothing can encode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(f"{what} is not valid Unicode text: {error}") from error
+
+
+def _array_to_list(value: Any) -> Any:
     """Return a numpy array or torch tensor of integers as lists, and anything else as it is.
 
     Raises:
@@ -76,16 +101,8 @@ def array_to_list(value: Any) -> Any:
     return value.tolist()
 
 
-def check_unicode(what: str, text: str) -> None:
-    """Raise InvalidRequestError if a text has half a surrogate pair, which nothing can encode."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidRequestError(f"{what} is not valid Unicode text: {error}") from error
-
-
 def _token_ids(given: Any) -> Seq[int]:
-    found = array_to_list(given)
+    found = _array_to_list(given)
     if not isinstance(found, Seq) or isinstance(found, bytes):
         raise InvalidRequestError(
             "a prompt must be a string or a list of token ids, "

@@ -3,16 +3,19 @@
 Knows no scheduling and no text.
 """
 
+import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable, Sequence as Seq
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from nanovllm.engine.delayed_interrupt import DelayedInterrupt
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.request import Request
 from nanovllm.errors import NanoVLLMError
+from nanovllm.outputs import RequestOutput
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +45,45 @@ class SharedEngine:
         self._leader: Mailbox | None = None
         self._leading_thread: int | None = None
         self._waiting: dict[Mailbox, None] = {}  # in the order of arrival
+
+    def run(self, requests: Seq[Request]) -> Generator[RequestOutput, None, None]:
+        """Queue requests; return a generator of their outputs. Closing it aborts the rest.
+
+        Raises:
+            EngineDeadError, NanoVLLMError: as `receive`.
+        """
+        outputs = self._outputs(requests)
+        next(outputs)  # queue them, inside its try block
+        return outputs
+
+    def _outputs(self, requests: Seq[Request]) -> Generator[Any, None, None]:
+        """Queue requests, yield None once, then yield their outputs as they come."""
+        mailbox: Mailbox = SimpleQueue()
+        unfinished = {request.request_id: request for request in requests}
+
+        def queue_all() -> None:
+            for request in requests:
+                self._engine.queue(request, mailbox.put)
+
+        try:
+            self.call(queue_all)
+            yield None  # run() takes this one
+            while unfinished:
+                output: RequestOutput = self.receive(mailbox)
+                request = unfinished[output.request_id]
+                if output.finished:
+                    del unfinished[output.request_id]
+                if not (request.stream and _is_aborted(output)):  # abort() has returned the rest
+                    yield output
+        finally:
+            if unfinished:  # after an error or Ctrl-C, or the iterator was closed
+                self.submit(lambda: self._abort_all(unfinished))
+
+    def _abort_all(self, request_ids: Iterable[int | str]) -> None:
+        """Abort requests; one that fails stops none."""
+        with contextlib.ExitStack() as stack:
+            for request_id in request_ids:
+                stack.callback(self._engine.abort, request_id)
 
     def receive(self, mailbox: Mailbox) -> Any:
         """Return the mailbox's next item; run steps until it comes, or wait while others do.
@@ -154,3 +196,7 @@ class SharedEngine:
                 "this thread is running a step of this LLM already: a signal handler or a callback "
                 "cannot use the LLM that it interrupts"
             )
+
+
+def _is_aborted(output: RequestOutput) -> bool:
+    return any(completion.finish_reason == "abort" for completion in output.outputs)
