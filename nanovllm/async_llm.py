@@ -202,7 +202,7 @@ class AsyncLLM:
         Args:
             after_input_of: a user, behind whose requests that are being made it runs.
         """
-        self.engine.check_process()
+        self.engine.owner.check()
         thread, done = self._thread, Future[Result]()
 
         def run() -> None:
@@ -236,7 +236,7 @@ class AsyncLLM:
         stream: bool,
         on_finished: Callable[[], object] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        self.engine.check_process()
+        self.engine.owner.check()
         if not self._finalizer.alive:
             raise EngineDeadError("the engine was shut down; make a new AsyncLLM")
         thread, processor = self._thread, self.engine.input_processor
@@ -250,12 +250,17 @@ class AsyncLLM:
                 if reader.is_closed:
                     return
                 request = processor.make_request(
-                    make_prompt(), params, priority=priority, stream=stream, user=user
+                    make_prompt(),
+                    params,
+                    priority=priority,
+                    stream=stream,
+                    request_id=request_id,
+                    user=user,
                 )
             except BaseException as error:  # a panic of tokenizers is no Exception
                 send([(reader, error)])
             else:
-                thread.submit(lambda: thread.start_request(reader, request, request_id))
+                thread.submit(lambda: thread.start_request(reader, request))
             finally:
                 making.pop(own_id, None)
 

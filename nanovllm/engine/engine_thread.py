@@ -66,12 +66,12 @@ class EngineThread(threading.Thread):
         if self.has_ended:  # the thread may not look into its inbox again
             self._drain_inbox()
 
-    def start_request(self, reader: Reader, request: Request, request_id: str | None) -> None:
+    def start_request(self, reader: Reader, request: Request) -> None:
         """Queue a request; its reader gets the outputs, or the error if it fails."""
         if reader.is_closed:
             return
         try:
-            self.engine.queue(request, partial(self._deliver, reader), request_id=request_id)
+            self.engine.queue(request, partial(self._deliver, reader))
         except BaseException as error:
             send([(reader, error)])
         else:

@@ -70,11 +70,13 @@ class InputProcessor:
         *,
         priority: int | None = 0,
         stream: bool = False,
+        request_id: str | None = None,
         user: str | None = None,
     ) -> Request:
         """Return a checked request with its sequences; nothing is queued yet.
 
         Args:
+            request_id: the caller's own id; None lets the engine count.
             user: whose request it is, see `WaitingQueue`; None counts as a user, too.
 
         Raises:
@@ -86,6 +88,11 @@ class InputProcessor:
         priority = check_int(InvalidRequestError, "priority", priority, -(2**31), 2**31)
         if not (user is None or isinstance(user, str)):
             raise InvalidRequestError(f"user must be a string or None, got {shown(user)}")
+        if not (request_id is None or isinstance(request_id, str)):
+            raise InvalidRequestError(
+                f"request_id must be a string, got {shown(request_id)} "
+                f"({type(request_id).__name__})"
+            )
         prompt = make_prompt(prompt)
         if isinstance(params.structured_outputs, StructuredOutputsParams):
             grammars = self.grammars
@@ -111,7 +118,7 @@ class InputProcessor:
             )
             for index in range(params.n)
         ]
-        return Request(prompt.text, params, sequences, stream=stream)
+        return Request(prompt.text, params, sequences, stream=stream, request_id=request_id)
 
     @property
     def grammars(self) -> Grammars | None:

@@ -4,7 +4,6 @@ Knows no tensors: the executor hides what runs the model.
 """
 
 import logging
-import os
 import time
 import weakref
 from collections import deque
@@ -17,9 +16,10 @@ from nanovllm.engine.engine_metrics import read_metrics
 from nanovllm.engine.extensions import Observer
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.output_processor import OutputProcessor
+from nanovllm.engine.owner_process import OwnerProcess
 from nanovllm.engine.prompt import PromptInput
 from nanovllm.engine.request import Request
-from nanovllm.errors import EngineDeadError, InvalidRequestError
+from nanovllm.errors import InvalidRequestError
 from nanovllm.executors.executor import Executor, Future
 from nanovllm.options.config import Config
 from nanovllm.options.sampling_params import SamplingParams
@@ -71,8 +71,8 @@ class LLMEngine:
         self.generation_config = generation_config
         self.observer = observer
         self._load_tokenizer = load_tokenizer
-        self._pid = os.getpid()
-        self._finalizer = weakref.finalize(self, _shut_down, executor, observer, self._pid)
+        self.owner = OwnerProcess()
+        self._finalizer = weakref.finalize(self, _shut_down, executor, observer, self.owner)
         self._queue_depth = queue_depth
         self._in_flight: deque[tuple[Schedule, Future]] = deque()  # oldest first
         self._outputs: list[RequestOutput] = []  # for the next step() to return
@@ -81,11 +81,6 @@ class LLMEngine:
     def tokenizer(self) -> "PreTrainedTokenizerBase | None":
         """The checkpoint's transformers tokenizer, which the engine itself does not need."""
         return self._load_tokenizer()
-
-    @property
-    def is_own_process(self) -> bool:
-        """Whether this is the process that made the engine, and not one forked from it."""
-        return os.getpid() == self._pid
 
     def add_request(
         self,
@@ -111,33 +106,35 @@ class LLMEngine:
             EngineDeadError: the engine is down.
         """
         request = self.input_processor.make_request(
-            prompt, sampling_params, priority=priority, stream=stream, user=user
+            prompt,
+            sampling_params,
+            priority=priority,
+            stream=stream,
+            request_id=request_id,
+            user=user,
         )
-        self.queue(request, request_id=request_id)
+        self.queue(request)
         return request.request_id
 
     def queue(
-        self,
-        request: Request,
-        deliver: Callable[[RequestOutput], object] | None = None,
-        *,
-        request_id: str | None = None,
+        self, request: Request, deliver: Callable[[RequestOutput], object] | None = None
     ) -> None:
         """Queue a request that `input_processor.make_request` made.
 
         Args:
             deliver: receives the request's outputs; None lets `step` return them.
-            request_id: as for `add_request`.
 
         Raises:
-            InvalidRequestError: the id is no string, or that of a running request.
+            InvalidRequestError: its id is that of a running request.
             EngineDeadError: the engine is down.
         """
-        self.check_process()
+        self.owner.check()
         self.executor.check_health()
-        if request_id is not None:
-            self._check_request_id(request_id)
-            request.request_id = request_id
+        if self.output_processor.get_request(request.request_id) is not None:
+            raise InvalidRequestError(
+                f"request_id {shown(request.request_id)} is that of a running request: give each "
+                "its own"
+            )
         request.deliver = deliver
         self.output_processor.add_request(request)
         self.observer.add_request(request)
@@ -157,7 +154,7 @@ class LLMEngine:
             EngineDeadError: a worker died. After any error the requests of the step are queued
                 again.
         """
-        self.check_process()
+        self.owner.check()
         with DelayedInterrupt() as interrupt:
             self.observer.begin_step()
             start = time.perf_counter()
@@ -199,17 +196,6 @@ class LLMEngine:
         """
         return read_metrics(self.scheduler)
 
-    def check_process(self) -> None:
-        """Raise EngineDeadError in a process that was forked after the engine was made.
-
-        The engine's threads, worker processes and GPU belong to the process that made it.
-        """
-        if not self.is_own_process:
-            raise EngineDeadError(
-                f"the engine belongs to process {self._pid}, and this is process {os.getpid()}, "
-                'forked from it: use multiprocessing\'s "spawn" and make the LLM in the new process'
-            )
-
     def shutdown(self) -> None:
         """End the workers and free the model. May be called again.
 
@@ -217,17 +203,6 @@ class LLMEngine:
         """
         self.input_processor.chat.shutdown()
         self._finalizer()
-
-    def _check_request_id(self, request_id: str) -> None:
-        if not isinstance(request_id, str):
-            raise InvalidRequestError(
-                f"request_id must be a string, got {shown(request_id)} "
-                f"({type(request_id).__name__})"
-            )
-        if self.output_processor.get_request(request_id) is not None:
-            raise InvalidRequestError(
-                f"request_id {shown(request_id)} is that of a running request: give each its own"
-            )
 
     def _launch_step(self, interrupt: DelayedInterrupt) -> bool:
         """Launch the next step; return False if there is nothing to compute now."""
@@ -299,8 +274,8 @@ class LLMEngine:
             self.scheduler.add(request.unqueued.pop(0))
 
 
-def _shut_down(executor: Executor, observer: Observer, pid: int) -> None:
+def _shut_down(executor: Executor, observer: Observer, owner: OwnerProcess) -> None:
     """End the workers and the observer, unless this process was forked: they are its parent's."""
-    if os.getpid() == pid:
+    if owner.is_this:
         executor.shutdown()
         observer.close()

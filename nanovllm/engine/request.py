@@ -17,9 +17,9 @@ class Request:
 
     Args:
         prompt: the prompt's text; None if it was given as token ids.
-        sequences: one for each of the params.n continuations; the first one's id is the request's,
-            unless the caller gives it another.
+        sequences: one for each of the params.n continuations.
         stream: whether the request returns a delta after each step, or one output at its end.
+        request_id: the caller's own id; None takes that of the first sequence.
     """
 
     def __init__(
@@ -29,8 +29,9 @@ class Request:
         sequences: list[Sequence],
         *,
         stream: bool,
+        request_id: str | None = None,
     ) -> None:
-        self.request_id: int | str = sequences[0].seq_id
+        self.request_id = sequences[0].seq_id if request_id is None else request_id
         self.prompt = prompt
         self.prompt_token_ids = list(sequences[0].token_ids)  # shared by all its outputs
         self.params = params

@@ -134,7 +134,7 @@ class SharedEngine:
 
         In a forked process this does nothing.
         """
-        if not self._engine.is_own_process:
+        if not self._engine.owner.is_this:
             return
 
         def run() -> None:
@@ -190,7 +190,7 @@ class SharedEngine:
                 self._commands.popleft()()
 
     def _check_caller(self) -> None:
-        self._engine.check_process()
+        self._engine.owner.check()
         if self._leading_thread == threading.get_ident():
             raise NanoVLLMError(
                 "this thread is running a step of this LLM already: a signal handler or a callback "
