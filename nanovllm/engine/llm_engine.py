@@ -173,7 +173,7 @@ class LLMEngine:
             return None
         self._queue_remaining(request)
         for seq in request.sequences:
-            self.scheduler.abort(seq.seq_id)
+            self.scheduler.finish(seq.seq_id, "abort")
             self.observer.end(seq)
         output = self.output_processor.make_output(request)
         if output is not None and request.deliver is not None:

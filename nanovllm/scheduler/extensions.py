@@ -31,12 +31,12 @@ class Drafting(Protocol):
         ...
 
     def record(
-        self, seq: Sequence, row: Row, found: RowDetails, num_accepted: int, num_kept: int
+        self, seq: Sequence, row: Row, details: RowDetails, num_accepted: int, num_appended: int
     ) -> None:
         """Learn how the drafts of a row fared.
 
         Args:
-            num_kept: the accepted drafts that come before the end of the output.
+            num_appended: tokens that the row added: fewer than were accepted if the output ends.
         """
         ...
 

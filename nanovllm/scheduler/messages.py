@@ -62,12 +62,11 @@ class Row(NamedTuple):
     samples: bool
     """Whether the row reaches the sequence's end, so that its last hidden state gives a token."""
     num_draft_tokens: int = 0
-    """So many of the row's last tokens are drafts: the worker proposes at most as many and verifies
-    them in this step. Before them the row has one known token."""
+    """How many of the row's last tokens are drafts. The worker proposes at most as many, and
+    verifies them in this step. Before them the row has one known token."""
     num_unverified_tokens: int = 0
-    """How many drafts the steps in flight verify before this row. Each one that is rejected moves
-    the row one position back, and only the device knows how many that are. The row's counts are
-    those without rejections: no position is larger."""
+    """How many drafts of the sequence are in flight. The row's position counts all of them as
+    accepted. The device, which knows how many were rejected, moves the row back by as many."""
 
     @property
     def end(self) -> int:

@@ -10,19 +10,12 @@ from itertools import count
 
 from nanovllm.scheduler.block_manager import BlockManager
 from nanovllm.scheduler.extensions import Drafting
-from nanovllm.scheduler.messages import (
-    Admission,
-    NewBlocks,
-    Row,
-    RowDetails,
-    Schedule,
-    StepResult,
-)
+from nanovllm.scheduler.messages import Admission, NewBlocks, Row, RowDetails, Schedule, StepResult
 from nanovllm.scheduler.sequence import Sequence
 from nanovllm.scheduler.stats import SchedulerStats
 from nanovllm.scheduler.waiting_queue import WaitingQueue
 
-NO_DETAILS = RowDetails()
+_NO_DETAILS = RowDetails()
 
 
 class Scheduler:
@@ -106,23 +99,28 @@ class Scheduler:
         assert schedule.step_id == result.step_id
         advanced: list[Sequence] = []
         for row, tokens in zip(schedule.rows, result.token_ids, strict=True):
-            num_known = row.num_scheduled_tokens - row.num_draft_tokens
-            self.stats.num_prefill_tokens += num_known - row.samples
+            num_tokens = row.num_scheduled_tokens - row.num_draft_tokens
+            self.stats.num_prefill_tokens += num_tokens - row.samples
             seq = self._sequences.get(row.seq_id)
             if seq is None:  # finished or aborted while the step was in flight
                 continue
             seq.num_in_flight_steps -= 1
-            found = result.details.get(row.seq_id, NO_DETAILS)
-            if found.error is not None:
-                self.finish(row.seq_id, "error" if found.error else "stop", found.error or None)
+            details = result.details.get(row.seq_id, _NO_DETAILS)
+            if (error := details.error) is not None:
+                self.finish(row.seq_id, "error" if error else "stop", error or None)
                 advanced.append(seq)
                 continue
-            if found.prompt_logprobs:
-                seq.prompt_logprobs.update(found.prompt_logprobs)
+            if details.prompt_logprobs:
+                seq.prompt_logprobs.update(details.prompt_logprobs)
             num_written = row.end
             if row.samples:
-                num_written = len(seq.token_ids) + len(tokens) - 1  # the last token has no KV yet
-                self._append(seq, row, tokens, found)
+                num_known = len(seq.token_ids)
+                num_written = num_known + len(tokens) - 1  # the last token has no KV yet
+                seq.take_result(row, tokens, details)
+                num_appended = len(seq.token_ids) - num_known
+                self.stats.num_decode_tokens += num_appended
+                if row.num_draft_tokens and self.drafting is not None:
+                    self.drafting.record(seq, row, details, len(tokens) - 1, num_appended)
                 advanced.append(seq)
             if seq.table_idx is not None:
                 self.block_manager.publish(seq, min(num_written, seq.num_computed_tokens))
@@ -131,26 +129,6 @@ class Scheduler:
             if seq.is_finished:
                 self._remove(seq)
         return advanced
-
-    def _append(self, seq: Sequence, row: Row, tokens: list[int], found: RowDetails) -> None:
-        """Append the tokens of a row that samples, and count what became of its drafts."""
-        num_rejected = row.num_draft_tokens + 1 - len(tokens)
-        assert 0 <= num_rejected <= row.num_draft_tokens
-        seq.num_pending_tokens -= 1
-        if seq.table_idx is not None:
-            seq.num_computed_tokens -= num_rejected
-            seq.num_draft_tokens -= row.num_draft_tokens
-        num_appended = seq.append(tokens)
-        self.stats.num_decode_tokens += num_appended
-        if found.forced:
-            self.stats.num_decode_tokens += seq.force(found.forced)
-        if found.logprobs:
-            num_missing = seq.num_output_tokens - len(seq.logprobs)
-            seq.logprobs += found.logprobs[:num_missing]
-        if row.num_draft_tokens and self.drafting is not None:
-            num_accepted = len(tokens) - 1  # the last token is no draft
-            num_kept = min(num_appended, num_accepted)
-            self.drafting.record(seq, row, found, num_accepted, num_kept)
 
     def abandon(self, schedule: Schedule) -> None:
         """Undo a failed step: its sequences keep their tokens, lose their KV and wait again."""
@@ -164,14 +142,10 @@ class Scheduler:
             if seq.table_idx is not None:
                 self._preempt(seq)
 
-    def abort(self, seq_id: int) -> Sequence | None:
-        """End an unfinished sequence, free what it owns and return it; None if there is none."""
-        return self.finish(seq_id, "abort")
-
     def finish(
         self, seq_id: int, finish_reason: str, stop_reason: str | None = None
     ) -> Sequence | None:
-        """Do the same as `abort` for a reason that the caller found, such as a stop string."""
+        """End an unfinished sequence, free what it owns and return it; None if there is none."""
         seq = self._sequences.get(seq_id)
         if seq is not None:
             seq.finish_reason = finish_reason
@@ -202,7 +176,8 @@ class Scheduler:
             num_missing = self._num_tokens_to_schedule(seq)
             if num_missing <= 0:
                 continue
-            start, end = len(seq.block_table), seq.num_computed_tokens + min(num_missing, budget)
+            num_scheduled = min(num_missing, budget)
+            start, end = len(seq.block_table), seq.num_computed_tokens + num_scheduled
             while (appended := self.block_manager.allocate_blocks(seq, end)) is None:
                 if seq.num_draft_tokens:  # it waits: these preempt nobody
                     break
@@ -213,14 +188,14 @@ class Scheduler:
                     break
             if appended is None:
                 continue
-            row = self._schedule_row(seq, num_missing, budget)
+            row = seq.next_row(num_scheduled, samples=num_scheduled == num_missing)
             if appended:
                 new_blocks.append(NewBlocks(row.table_idx, start, appended))
             rows.append(row)
-            budget -= row.num_scheduled_tokens
+            budget -= num_scheduled
             if seq.is_queued:
                 self.running.remove(seq)  # its order changes if it leaves the queue
-                self._waiting.advance(seq, num_missing - row.num_scheduled_tokens)
+                self._waiting.advance(seq, num_missing - num_scheduled)
                 insort(self.running, seq, key=lambda s: s.order)
                 head = head and self._waiting.first()
         return rows, new_blocks, admissions
@@ -238,26 +213,15 @@ class Scheduler:
             return None
         num_cached_tokens = len(cached) * self.block_manager.block_size
         seq.num_computed_tokens = num_cached_tokens
-        seq.num_unsent_tokens = 0
         if not seq.was_admitted:
             seq.num_cached_tokens = num_cached_tokens
             self.stats.num_prompt_tokens += seq.num_prompt_tokens
             self.stats.num_cached_tokens += num_cached_tokens
-            if self.block_manager.enable_prefix_caching and seq.params.prompt_logprobs is None:
+            if self.block_manager.enable_prefix_caching and not needs_all:
                 self.stats.num_queried_tokens += seq.num_prompt_tokens
         seq.table_idx = self._free_table_indices.pop()
         insort(self.running, seq, key=lambda s: s.order)
-        return Admission(
-            seq.seq_id,
-            seq.table_idx,
-            list(seq.token_ids),  # a copy: the sequence grows while the step is in flight
-            seq.num_prompt_tokens,
-            blocks,
-            seq.params,
-            seq.seed,
-            seq.stop_token_ids,
-            seq.bad_words,
-        )
+        return seq.admission(blocks)
 
     def _num_tokens_to_schedule(self, seq: Sequence) -> int:
         """Return how many tokens can be computed now; 0 once the last token is known, or may be in
@@ -274,21 +238,6 @@ class Scheduler:
             return 0
         return num_tokens - seq.num_computed_tokens
 
-    def _schedule_row(self, seq: Sequence, num_missing: int, budget: int) -> Row:
-        """Return a row of the next tokens, at most `budget`, and count them as computed.
-
-        Args:
-            num_missing: the tokens up to the sequence's end.
-        """
-        assert seq.table_idx is not None
-        start, behind = seq.num_computed_tokens, seq.num_draft_tokens
-        num_scheduled = num_missing if num_missing < budget else budget
-        samples = num_scheduled == num_missing
-        seq.num_computed_tokens = start + num_scheduled
-        seq.num_in_flight_steps += 1
-        seq.num_pending_tokens += samples
-        return Row(seq.seq_id, seq.table_idx, start, num_scheduled, samples, 0, behind)
-
     def _begun_blocks(self, rows: list[Row]) -> list[int]:
         """Return the blocks that `rows` begin and may not fill: some drafts may be missing."""
         found: list[int] = []
@@ -302,12 +251,12 @@ class Scheduler:
         return found
 
     def _preempt(self, seq: Sequence) -> None:
-        self.running.remove(seq)
         self._release(seq)
         seq.num_computed_tokens = seq.num_draft_tokens = 0
         self._waiting.push(seq)
 
     def _release(self, seq: Sequence) -> None:
+        self.running.remove(seq)
         self.block_manager.free(seq, keep_cached=seq.finish_reason != "error")
         assert seq.table_idx is not None
         self._free_table_indices.append(seq.table_idx)
@@ -316,7 +265,6 @@ class Scheduler:
     def _remove(self, seq: Sequence) -> None:
         del self._sequences[seq.seq_id]
         if seq.table_idx is not None:
-            self.running.remove(seq)
             self._release(seq)
         if seq.is_queued:
             self._waiting.remove(seq)

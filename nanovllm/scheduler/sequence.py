@@ -6,7 +6,7 @@ prefill and decode.
 
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import DraftCounts
-from nanovllm.scheduler.messages import NewTokens, TokenLogprobs
+from nanovllm.scheduler.messages import Admission, NewTokens, Row, RowDetails, TokenLogprobs
 
 ROOT_UID = 0
 """Unique id of the prefix cache's root, the parent of the first block of sequences without a salt.
@@ -100,7 +100,7 @@ class Sequence:
         self.block_table: list[int] = []
         self.block_keys: list[tuple[int, bytes]] = []  # (hash, tokens) of each full block
         self.num_published_blocks = 0
-        # Of the next block; None after a hash collision.
+        # `Block.uid` of the last published block, or the root; None after a hash collision.
         self.parent_uid: int | str | None = self.root_uid
 
     @property
@@ -145,31 +145,74 @@ class Sequence:
         """
         return (self.priority, self.is_queued, self.turn, self.seq_id)
 
-    def append(self, tokens: list[int]) -> int:
-        """Append tokens up to the first that finishes the sequence; return how many."""
-        for num_appended, token in enumerate(tokens, start=1):
+    def admission(self, block_ids: list[int]) -> Admission:
+        """Return how the sequence enters its table row, with the blocks of its block table."""
+        assert self.table_idx is not None
+        self.num_unsent_tokens = 0
+        return Admission(
+            self.seq_id,
+            self.table_idx,
+            list(self.token_ids),  # a copy: the sequence grows while the step is in flight
+            self.num_prompt_tokens,
+            block_ids,
+            self.params,
+            self.seed,
+            self.stop_token_ids,
+            self.bad_words,
+        )
+
+    def next_row(self, num_scheduled: int, *, samples: bool) -> Row:
+        """Return a row of the next tokens, and count them as computed."""
+        assert self.table_idx is not None
+        start = self.num_computed_tokens
+        self.num_computed_tokens = start + num_scheduled
+        self.num_in_flight_steps += 1
+        self.num_pending_tokens += samples
+        behind = self.num_draft_tokens
+        return Row(self.seq_id, self.table_idx, start, num_scheduled, samples, 0, behind)
+
+    def take_back(self, row: Row) -> None:
+        """Undo `next_row`, whose row was not launched."""
+        self.num_computed_tokens -= row.num_scheduled_tokens
+        self.num_in_flight_steps -= 1
+        self.num_pending_tokens -= row.samples
+
+    def take_result(self, row: Row, tokens: list[int], details: RowDetails) -> None:
+        """Append the tokens of a row that samples, and subtract its rejected drafts."""
+        num_rejected = row.num_draft_tokens + 1 - len(tokens)
+        assert 0 <= num_rejected <= row.num_draft_tokens
+        self.num_pending_tokens -= 1
+        if self.table_idx is not None:
+            self.num_computed_tokens -= num_rejected
+            self.num_draft_tokens -= row.num_draft_tokens
+        self.append(tokens)
+        if details.forced:
+            self.force(details.forced)
+        if details.logprobs:
+            num_missing = self.num_output_tokens - len(self.logprobs)
+            self.logprobs += details.logprobs[:num_missing]
+
+    def append(self, tokens: list[int]) -> None:
+        """Append tokens up to the first that finishes the sequence."""
+        for token in tokens:
+            if self.finish_reason is not None:
+                return
             self.token_ids.append(token)
             if token in self.stop_token_ids and self.num_output_tokens >= self.params.min_tokens:
                 self.finish_reason = "stop"
                 self.stop_reason = None if token in self.eos_token_ids else token
             elif len(self.token_ids) >= self.max_num_tokens:
                 self.finish_reason = "length"
-            else:
-                continue
-            return num_appended
-        return len(tokens)
 
-    def force(self, tokens: list[int]) -> int:
-        """Append tokens that no step has sampled, unless it is finished; return how many.
+    def force(self, tokens: list[int]) -> None:
+        """Append tokens that no step has sampled.
 
         They are known tokens like those of a prompt: the next step computes them as one chunk.
         """
-        if self.is_finished:
-            return 0
-        num_appended = self.append(tokens)
+        num_known = len(self.token_ids)
+        self.append(tokens)
         if self.table_idx is not None:  # else its next admission brings all tokens
-            self.num_unsent_tokens += num_appended
-        return num_appended
+            self.num_unsent_tokens += len(self.token_ids) - num_known
 
     def take_unsent(self) -> NewTokens:
         """Return the tokens that the workers' table row lacks, and count them as sent."""

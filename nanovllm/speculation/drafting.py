@@ -67,14 +67,14 @@ class AdaptiveDrafting:
         return rows, new_blocks + self._add_drafts(rows, sequences), True
 
     def record(
-        self, seq: Sequence, row: Row, found: RowDetails, num_accepted: int, num_kept: int
+        self, seq: Sequence, row: Row, details: RowDetails, num_accepted: int, num_appended: int
     ) -> None:
         """Learn how the drafts of a row fared."""
         drafts = _drafts_of(seq)
-        num_proposed = found.num_draft_tokens
+        num_proposed = details.num_draft_tokens
         self.controller.record(drafts.acceptance, row.num_draft_tokens, num_proposed, num_accepted)
         for counts in (drafts, self.counts):
-            counts.add(num_proposed, num_kept)
+            counts.add(num_proposed, min(num_appended, num_accepted))
 
     def settle(self, schedule: Schedule, result: StepResult, elapsed: float | None) -> None:
         """Tell the controller what a step cost, by the tokens that were really computed."""
@@ -150,9 +150,7 @@ class AdaptiveDrafting:
         taken = {row.table_idx: row for row in rows if row.num_unverified_tokens}
         for row in taken.values():
             seq = sequences[row.seq_id]
-            seq.num_computed_tokens -= row.num_scheduled_tokens
-            seq.num_in_flight_steps -= 1
-            seq.num_pending_tokens -= 1
+            seq.take_back(row)
             self._block_manager.trim(seq, seq.num_computed_tokens)
         return (
             [row for row in rows if row.table_idx not in taken],

@@ -392,7 +392,7 @@ class Engine:
 
     def abort(self, seq: Sequence) -> None:
         was_finished = seq.is_finished
-        assert self.scheduler.abort(seq.seq_id) is (None if was_finished else seq)
+        assert self.scheduler.finish(seq.seq_id, "abort") is (None if was_finished else seq)
         assert was_finished or seq.finish_reason == "abort"
 
     def run(self) -> None:

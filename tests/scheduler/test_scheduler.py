@@ -189,7 +189,8 @@ def test_each_of_several_eos_ids_stops(eos: int, queue_depth: int) -> None:
 def test_stop_token_ends_the_output_from_min_tokens_on(min_tokens: int) -> None:
     seq = Sequence(0, [1], SamplingParams(max_tokens=9, min_tokens=min_tokens))
     seq.max_num_tokens, seq.stop_token_ids = 10, frozenset({3})
-    assert seq.append([3, 3, 3]) == min_tokens
+    seq.append([3, 3, 3])
+    assert seq.num_output_tokens == min_tokens
     assert (seq.finish_reason, seq.stop_reason) == ("stop", 3)
 
 
@@ -368,7 +369,7 @@ def test_abort_of_a_finished_or_unknown_request_does_nothing() -> None:
     engine.run()
     engine.abort(seq)
     assert seq.finish_reason == "length"
-    assert engine.scheduler.abort(12345) is None
+    assert engine.scheduler.finish(12345, "abort") is None
 
 
 def test_aborted_waiting_requests_free_their_memory() -> None:
@@ -387,7 +388,7 @@ def test_aborted_waiting_requests_free_their_memory() -> None:
     assert scheduler.schedule() is not None
     for seq_id in range(2, 10_002):
         scheduler.add(Sequence(seq_id, [1, 2], SamplingParams()))
-        assert scheduler.abort(seq_id) is not None
+        assert scheduler.finish(seq_id, "abort") is not None
     assert scheduler.num_waiting == 1
     assert num_sequences() - before < 100
     check_scheduler(scheduler)
@@ -882,7 +883,7 @@ def test_cost_does_not_depend_on_how_many_wait(num_blocks: int, max_num_seqs: in
 
         step()
         assert scheduler.num_waiting == num_waiting
-        return num_lines_run(step), num_lines_run(lambda: scheduler.abort(5))
+        return num_lines_run(step), num_lines_run(lambda: scheduler.finish(5, "abort"))
 
     assert costs(num_waiting=2_000) == costs(num_waiting=2)
 
