@@ -1,6 +1,5 @@
 """Fills the tables of docs/migrating.md with the names in the code: `python -m tools.migrating`."""
 
-import dataclasses
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
@@ -21,7 +20,6 @@ from nanovllm.compat.other_names import (
 )
 from nanovllm.options.config import Config
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.options.speculative_config import SpeculativeConfig
 from nanovllm.options.validation import OtherName
 
 PAGE = Path(__file__).parent.parent / "docs" / "migrating.md"
@@ -54,11 +52,6 @@ def listed(names: Iterable[str]) -> str:
     """Return a paragraph of names, in lines of 120 characters."""
     text = ", ".join(f"`{name}`" for name in names)
     return textwrap.fill(text, 120, break_on_hyphens=False, break_long_words=False)
-
-
-def fields(owner: type[Any]) -> list[str]:
-    """Return the names of a dataclass's fields."""
-    return [field.name for field in dataclasses.fields(owner)]
 
 
 def others(names: Mapping[str, OtherName]) -> str:
@@ -113,18 +106,6 @@ def modules() -> str:
     )
 
 
-def output_fields() -> str:
-    """Return a table of the fields of the outputs."""
-    return table(
-        ("Class", "Fields"),
-        (
-            (f"`{name}`", ", ".join(f"`{field}`" for field in fields(owner)))
-            for name, owner in vars(outputs).items()
-            if dataclasses.is_dataclass(owner) and isinstance(owner, type)
-        ),
-    )
-
-
 def nano_vllm() -> str:
     """Return a table of nano-vllm's names."""
     rows = []
@@ -139,12 +120,9 @@ def nano_vllm() -> str:
 PARTS: dict[str, Callable[[], str]] = {
     "modules": modules,
     "missing names": lambda: advices(MISSING),
-    "Config's fields": lambda: listed(fields(Config)),
     "Config's other names": lambda: others(CONFIG_NAMES),
-    "SpeculativeConfig's fields": lambda: listed(fields(SpeculativeConfig)),
     "SpeculativeConfig's other names": lambda: others(SPECULATIVE_NAMES),
     "Config's other values": other_values,
-    "SamplingParams' fields": lambda: listed(fields(SamplingParams)),
     "SamplingParams' other names": lambda: others(SAMPLING_NAMES),
     "LLM's methods": lambda: listed(methods(LLM)),
     "AsyncLLM's methods": lambda: listed(methods(AsyncLLM)),
@@ -152,7 +130,6 @@ PARTS: dict[str, Callable[[], str]] = {
     "other keywords": lambda: others(KEYWORDS),
     "other methods": lambda: advices(NOT_IMPLEMENTED),
     "flags of the server": lambda: others(SERVE_NAMES),
-    "outputs": output_fields,
     "nano-vllm's names": nano_vllm,
 }
 """What stands in the page after each mark `<!-- made: ... -->`."""
