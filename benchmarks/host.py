@@ -19,6 +19,7 @@ from nanovllm.attention.batch import Batch
 from nanovllm.attention.torch_sdpa import TorchBackend
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.options.config import Config
+from nanovllm.steps import registry
 from nanovllm.steps.cuda_capture import Step
 from nanovllm.worker import network
 
@@ -75,12 +76,14 @@ def make_engine(batch: int, output_len: int) -> LLMEngine:
         kvcache_block_size=16,
         enable_prefix_caching=False,
     )
-    with mock.patch.multiple(
-        network,
-        can_capture=lambda device: True,
-        make_capture=lambda device: _Capture(),
-        select_backend=_select,
-        piece_sizes=lambda most: [],
+    graphs: dict[str, Any] = {
+        "can_capture": lambda device: True,
+        "make_capture": lambda device: _Capture(),
+        "piece_sizes": lambda most: [],
+    }
+    with (
+        mock.patch.object(network, "select_backend", _select),
+        mock.patch.multiple(registry, **graphs),
     ):
         return assembly.make_engine(config, queue_depth=1)
 

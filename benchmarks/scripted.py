@@ -8,13 +8,13 @@ from collections.abc import Iterable
 
 from nanovllm.scheduler.messages import Row, Schedule
 from nanovllm.scheduler.sequence import Sequence
+from nanovllm.speculation.proposers.proposer import Proposer
 from nanovllm.worker.device_tables import DeviceTables
 
 
-class Scripted:
+class Scripted(Proposer):
     """Proposes each next token rightly with probability `acceptance`."""
 
-    block_bytes = 0
     follows_drafts = True
 
     def __init__(self, acceptance: float = 1.0) -> None:
@@ -28,9 +28,6 @@ class Scripted:
         for seq in sequences:
             prompt = tuple(seq.token_ids[: seq.num_prompt_tokens])
             self._known[seq.seed, prompt] = list(seq.token_ids)
-
-    def warm_up(self, tables: DeviceTables, num_blocks: int, rows: list[Row]) -> int:
-        return 0
 
     def allocate(self, tables: DeviceTables, num_blocks: int) -> None:
         self._tables = tables.token_ids.numpy()

@@ -33,7 +33,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.assembly import make_drafting
 from nanovllm.scheduler.messages import MAX_SAMPLES, Row
 from nanovllm.scheduler.sequence import Sequence
-from nanovllm.worker import model_runner
+from nanovllm.speculation.proposers import registry
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.timing import measure_seconds
 
@@ -121,10 +121,10 @@ def runner_of(llm: LLM) -> ModelRunner:
 def without_speculation(llm: LLM) -> Iterator[None]:
     """Let `llm` be an engine without speculation inside: the same weights at the same addresses."""
     runner, scheduler = runner_of(llm), llm.engine.scheduler
-    kept = runner._proposer, scheduler.drafting
-    runner._proposer = scheduler.drafting = None
+    kept = runner._drafter, scheduler.drafting
+    runner._drafter = scheduler.drafting = None
     yield
-    runner._proposer, scheduler.drafting = kept
+    runner._drafter, scheduler.drafting = kept
 
 
 @torch.inference_mode()
@@ -219,7 +219,7 @@ def main() -> None:
     if args.method is None:
         scripted = [Scripted(), Scripted()]
         unused = iter(scripted)
-        vars(model_runner)["make_proposer"] = lambda *_: next(unused)
+        vars(registry)["make_proposer"] = lambda *_: next(unused)
     with tempfile.TemporaryDirectory() as directory:
         model, load_format = checkpoint(args.model, directory)
         if args.method == "draft_model":

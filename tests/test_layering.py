@@ -45,7 +45,8 @@ FOLDERS = {
     "server": Folder("chat checkpoint engine llm async_llm options utils", torch=False),
     "cli": Folder("compat demo_model llm async_llm loadtest options server utils", torch=False),
     "executors": Folder(
-        "checkpoint models options scheduler speculation structured utils worker", torch=True
+        "checkpoint models options scheduler speculation steps structured utils worker",
+        torch=True,
     ),
     "steps": Folder("attention kernels layers models scheduler utils worker", torch=True),
     "engine": Folder(
@@ -57,8 +58,7 @@ FOLDERS = {
         torch=True,
     ),
     "worker": Folder(
-        "attention checkpoint formats kernels layers models options scheduler speculation steps "
-        "utils",
+        "attention checkpoint formats kernels layers models options scheduler utils",
         torch=True,
     ),
 }
@@ -75,6 +75,7 @@ CORE = (
     "engine.detokenizer",
     "llm",
     "worker.device_tables",
+    "worker.extensions",
     "worker.network",
     "worker.model_runner",
     "worker.sampling_rows",
@@ -100,7 +101,6 @@ BRANCHES = ("speculation", "structured", "formats", "steps", "observe", "compat"
 """What the trunk knows through its own seams alone."""
 ENTANGLED = (
     "layers.linear",
-    "worker.model_runner",
     "worker.network",
 )
 """Files of the trunk that still import a branch: this list may only get shorter."""

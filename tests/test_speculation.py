@@ -21,7 +21,7 @@ from nanovllm.options.config import Config
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.sequence import Sequence
 from nanovllm.speculation.draft_controller import DraftController
-from nanovllm.worker import model_runner
+from nanovllm.speculation.proposers import registry
 from tests.glossary import QUESTIONS
 from tests.helpers import (
     COMPACT,
@@ -130,7 +130,7 @@ def expected_of() -> Callable[..., Expected]:
 def scripted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Scripted:
     """A scripted proposer instead of n-gram, asked for drafts in every step."""
     proposer = Scripted(request.param)
-    monkeypatch.setattr(model_runner, "make_proposer", lambda *_: proposer)
+    monkeypatch.setattr(registry, "make_proposer", lambda *_: proposer)
     monkeypatch.setattr(DraftController, "choose", every_draft)
     return proposer
 

@@ -4,7 +4,13 @@ from typing import TYPE_CHECKING
 
 from nanovllm.checkpoint.hub import Checkpoint
 from nanovllm.errors import EngineDeadError
-from nanovllm.executors.worker import check_networks, num_threads, on_device, rank_device
+from nanovllm.executors.worker import (
+    check_networks,
+    make_runner,
+    num_threads,
+    on_device,
+    rank_device,
+)
 from nanovllm.options.config import Config
 from nanovllm.scheduler.messages import Schedule, WorkerInfo
 from nanovllm.utils.pages import PageReserve
@@ -35,7 +41,7 @@ class InProcessExecutor:
     def start(self) -> WorkerInfo:
         device = rank_device(self._config)
         with on_device(device, self._num_threads), memory_errors(self._config):
-            runner = ModelRunner(self._target, device, self._draft)
+            runner = make_runner(self._target, device, self._draft)
             info = runner.measure()
             require_one_sequence(info.num_blocks, info.block_size, info.max_model_len)
             info = runner.allocate(info)

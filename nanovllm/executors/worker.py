@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,10 +30,11 @@ from nanovllm.models.registry import check_architecture
 from nanovllm.options.config import Config
 from nanovllm.scheduler.messages import Schedule, WorkerInfo
 from nanovllm.utils.distributed import init_tensor_parallel
+from nanovllm.worker.extensions import Drafter, FastSteps
 from nanovllm.worker.kv_cache import memory_errors
 from nanovllm.worker.model_loader import check_weights
 from nanovllm.worker.model_runner import ModelRunner
-from nanovllm.worker.network import NetworkSpec
+from nanovllm.worker.network import Network, NetworkSpec
 
 if TYPE_CHECKING:
     from nanovllm.structured.grammar import GrammarCompiler
@@ -152,6 +154,28 @@ def rank_device(config: Config, rank: int = 0) -> torch.device:
     return device
 
 
+def make_runner(
+    target: NetworkSpec, device: torch.device, draft: NetworkSpec | None = None
+) -> ModelRunner:
+    """Return the runner of one rank, with the parts that the options ask for.
+
+    Args:
+        draft: the draft network, if speculation has one.
+    """
+    config = target.config
+    make_steps: Callable[[Network, int], FastSteps] | None = None
+    make_drafter: Callable[[Network, int], Drafter] | None = None
+    if not config.enforce_eager:
+        from nanovllm.steps.registry import StepRunners
+
+        make_steps = StepRunners
+    if config.speculation is not None:
+        from nanovllm.speculation.proposers.registry import make_proposer
+
+        make_drafter = partial(make_proposer, config.speculation, draft)
+    return ModelRunner(target, device, make_steps=make_steps, make_drafter=make_drafter)
+
+
 @contextlib.contextmanager
 def on_device(device: torch.device, num_threads: int) -> Iterator[None]:
     """Use `num_threads` CPU threads inside and, for a GPU, make `device` current and forbid
@@ -220,7 +244,7 @@ def run_worker(
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         init_tensor_parallel(rank, config.tensor_parallel_size, port, device)
         with memory_errors(config):
-            runner = ModelRunner(target, device, draft)
+            runner = make_runner(target, device, draft)
             measured = runner.measure()
         outbox.put(lambda: measured)
         info: WorkerInfo = pipe.recv()

@@ -2,7 +2,7 @@
 
 A graph reads its tokens from the device tables and writes the next ones there. This module owns the
 static tensors that the graphs read and the memory that they share. It knows no sequence and no
-scheduling. `ModelRunner` and the proposers run the steps that fit no graph.
+scheduling.
 """
 
 import dataclasses
@@ -22,11 +22,9 @@ from nanovllm.steps.cuda_capture import Capture, Graph
 from nanovllm.utils.distributed import broadcast_from_first
 from nanovllm.utils.progress import progress_bar
 from nanovllm.worker.device_tables import DeviceTables
+from nanovllm.worker.extensions import LAPS, Computed
 
 logger = logging.getLogger(__name__)
-
-LAPS = 3
-"""A run overwrites the sampled tokens of the run that is so many runs back."""
 
 ComputeLogits = Callable[[Batch], torch.Tensor | None]
 """Computes a planned batch of T rows of one token; returns logits [T, vocab_size], or None on a
@@ -43,17 +41,6 @@ def graph_sizes(max_tokens: int) -> list[int]:
 def draft_graph_sizes(max_tokens: int) -> list[int]:
     """Return the same for a draft network, which is cheap to pad: powers of two and max_tokens."""
     return [*(1 << i for i in range((max_tokens - 1).bit_length())), max_tokens]
-
-
-class GraphOutput(NamedTuple):
-    """The outputs of a graph for T tokens. The next run overwrites the logits."""
-
-    tokens: torch.Tensor
-    """[T] int64, what follows each token. May be on the host: valid when the device is done."""
-    logits: torch.Tensor | None
-    """[T, vocab_size]; None on a rank without logits."""
-    draft_ids: torch.Tensor | None
-    """[T] int64, what the tables held behind each token before; None if no row has drafts."""
 
 
 class GraphRunner:
@@ -130,7 +117,7 @@ class GraphRunner:
             for row in rows
         )
 
-    def run(self, rows: Seq[Row]) -> GraphOutput:
+    def run(self, rows: Seq[Row]) -> Computed:
         """Compute the tokens of `rows`; draw and store what follows, without logits rules.
 
         The tables keep the known tokens. Each draft is overwritten by the token drawn in its place:
@@ -161,7 +148,7 @@ class GraphRunner:
             logits = logits[:num_tokens]
         sampled = self._tokens.view(LAPS, -1)[self._lap, :num_tokens]
         self._lap = (self._lap + 1) % LAPS
-        return GraphOutput(sampled, logits, draft_ids)
+        return Computed(tokens=sampled, logits=logits, draft_ids=draft_ids)
 
     def _upload(self, tokens: "_Tokens", size: int, follows: list[int]) -> None:
         num_tokens = len(tokens.positions)

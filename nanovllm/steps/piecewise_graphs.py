@@ -7,16 +7,17 @@ This module owns the static tensors that the pieces read. Knows no sequence and 
 import functools
 import itertools
 import logging
-import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence as Seq
 
 import torch
 
 from nanovllm.attention.batch import Batch
+from nanovllm.scheduler.messages import Row
 from nanovllm.steps.cuda_capture import Capture, Graph
 from nanovllm.utils.distributed import broadcast_from_first
 from nanovllm.utils.progress import progress_bar
+from nanovllm.worker.extensions import Computed
 
 logger = logging.getLogger(__name__)
 
@@ -46,15 +47,22 @@ class PiecewiseGraphs:
     are computed, except for attention, and write to `padding_slot`, of which nothing is read.
 
     Args:
+        make_batch: returns the planned batch of some rows.
         capture: the graphs' own.
         padding_slot: a slot of the KV cache that no sequence gets.
     """
 
     def __init__(
-        self, model: Forward, capture: Capture, padding_slot: int, device: torch.device
+        self,
+        model: Forward,
+        make_batch: Callable[[list[Row]], Batch],
+        capture: Capture,
+        padding_slot: int,
+        device: torch.device,
     ) -> None:
         self.sizes: list[int] = []
         self._model = model
+        self._make_batch = make_batch
         self._capture = capture
         self._padding_slot = padding_slot
         self._graphs: dict[int, tuple[Graph, torch.Tensor | None]] = {}
@@ -71,7 +79,9 @@ class PiecewiseGraphs:
         self.sizes = sorted(self._graphs)
 
     def keep_faster(
-        self, make_batch: Callable[[int], Batch], seconds: Callable[[Callable[[], object]], float]
+        self,
+        make_rows: Callable[[int], list[Row]],
+        measure: Callable[[Callable[[int], object], list[int]], tuple[tuple[int, float], ...]],
     ) -> None:
         """Drop the graphs from the first size on that is no faster than kernel by kernel.
 
@@ -79,14 +89,18 @@ class PiecewiseGraphs:
         first rank decides, because all ranks must run a step in the same way.
 
         Args:
-            make_batch: returns a planned batch of so many tokens that writes to the padding's slot.
-            seconds: returns how long a call takes. All ranks make the same calls.
+            make_rows: returns rows of so many tokens, which write to the padding's slot.
+            measure: returns (size, seconds of a call with it) for the sizes that it gets; see
+                `measure_seconds`.
         """
-        timed = []
-        for smaller, size in itertools.pairwise([1, *self.sizes]):
-            batch = make_batch(min(smaller + 1, size))
-            pieces = seconds(functools.partial(self.run, batch))
-            timed.append((size, pieces, seconds(functools.partial(self._model, batch))))
+        fewest = [min(less + 1, size) for less, size in itertools.pairwise([1, *self.sizes])]
+        batches = {size: self._make_batch(make_rows(size)) for size in fewest}
+        pieces = measure(lambda size: self._replay(batches[size]), fewest)
+        whole = measure(lambda size: self._model(batches[size]), fewest)
+        timed = [
+            (size, ours, theirs)
+            for size, (_, ours), (_, theirs) in zip(self.sizes, pieces, whole, strict=True)
+        ]
         faster = itertools.takewhile(lambda item: item[1] < item[2], timed)
         count = torch.tensor([len(list(faster))], device=self._input_ids.device)
         self.sizes = self.sizes[: int(broadcast_from_first(count).item())]
@@ -94,14 +108,17 @@ class PiecewiseGraphs:
         shown = ", ".join(f"{s}: {1e3 * a:.2f} or {1e3 * b:.2f}" for s, a, b in timed)
         logger.info("graphs for prompts of %s tokens; ms with or without: %s", self.sizes, shown)
 
-    def fits(self, num_tokens: int) -> bool:
-        """Return whether a graph can run a step of so many tokens."""
+    def fits(self, rows: Seq[Row]) -> bool:
+        """Return whether a graph is large enough for `rows`."""
+        num_tokens = sum(row.num_scheduled_tokens for row in rows)
         return bool(self.sizes) and num_tokens <= self.sizes[-1]
 
-    def run(self, batch: Batch) -> torch.Tensor:
-        """Write the KV of the T tokens of a planned batch; return their hidden states [T,
-        hidden_size], which the next replay of any graph of `capture` overwrites.
-        """
+    def run(self, rows: list[Row]) -> Computed:
+        """Write the KV of the tokens of `rows`; return their hidden states."""
+        return Computed(self._replay(self._make_batch(rows)))
+
+    def _replay(self, batch: Batch) -> torch.Tensor:
+        """Do the same for a planned batch of T tokens; return [T, hidden_size]."""
         num_tokens = len(batch.input_ids)
         size = self.sizes[bisect_left(self.sizes, num_tokens)]
         self._input_ids[:num_tokens].copy_(batch.input_ids)
@@ -153,15 +170,3 @@ class _Step:
         """Write the attention of the step's tokens to the first rows of `out`."""
         num_tokens = len(self.batch.input_ids)
         attend(q[:num_tokens], kv_cache, self.batch, out[:num_tokens])
-
-
-def seconds_of(run: Callable[[], object], device: torch.device) -> float:
-    """Return how long `run` and what it launched on `device` took, the least of a few times."""
-    found = []
-    for _ in range(4):
-        torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        run()
-        torch.cuda.synchronize(device)
-        found.append(time.perf_counter() - start)
-    return min(found)

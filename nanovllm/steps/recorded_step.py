@@ -14,6 +14,7 @@ from nanovllm.kernels.cpu import table_ops
 from nanovllm.scheduler.messages import Row
 from nanovllm.steps.recording import Recording, Unrecordable
 from nanovllm.worker.device_tables import DeviceTables
+from nanovllm.worker.extensions import Computed
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +65,12 @@ class RecordedModel:
         """Return whether the recording is large enough for `rows`."""
         return sum(row.num_scheduled_tokens for row in rows) <= MAX_TOKENS
 
-    def run(self, rows: Seq[Row]) -> torch.Tensor:
-        """Return the hidden states [T, hidden_size] of `rows`; the next call overwrites them."""
+    def run(self, rows: Seq[Row]) -> Computed:
+        """Write the KV of the tokens of `rows`; return their hidden states."""
+        return Computed(self.forward(rows))
+
+    def forward(self, rows: Seq[Row]) -> torch.Tensor:
+        """Do the same; return [T, hidden_size], which the next call overwrites."""
         table_indices = [row.table_idx for row in rows]
         query_lens = [row.num_scheduled_tokens for row in rows]
         seq_lens = [row.num_computed_tokens + row.num_scheduled_tokens for row in rows]

@@ -6,50 +6,46 @@ Knows no queue and no text, and no other rank except through the layers' collect
 import dataclasses
 import logging
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 
 import torch
 
 from nanovllm.kernels.selector import require_triton
-from nanovllm.layers.logits_rules import LogitsRules
-from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.scheduler.messages import MAX_SAMPLES, Row, Schedule, WorkerInfo
-from nanovllm.speculation.proposers.proposer import Proposer
-from nanovllm.speculation.proposers.registry import make_proposer
-from nanovllm.steps.cuda_graph import LAPS, GraphRunner, graph_sizes
-from nanovllm.steps.piecewise_graphs import piece_sizes
+from nanovllm.scheduler.messages import Row, Schedule, WorkerInfo
 from nanovllm.utils.distributed import broadcast_from_first, tensor_parallel
 from nanovllm.utils.memory import keep_freed
 from nanovllm.worker.device_tables import DeviceTables
-from nanovllm.worker.extensions import LogitMasks
-from nanovllm.worker.kv_cache import graph_bytes, num_blocks_that_fit
+from nanovllm.worker.extensions import LAPS, Computed, Drafter, FastSteps, LogitMasks, StepRunner
+from nanovllm.worker.kv_cache import num_blocks_that_fit
 from nanovllm.worker.network import Network, NetworkSpec
-from nanovllm.worker.sampling_rows import SampledLogprobs, SamplingRows, gather_logprobs
+from nanovllm.worker.prompt_logprobs import gather_prompt_logprobs, needs_all_hidden
+from nanovllm.worker.sampling_rows import SampledLogprobs, SamplingRows
 from nanovllm.worker.step_output import PendingResult, PromptLogprobs, Step, StepOutput, StepTimer
-from nanovllm.worker.timing import DRAFT_SIZES, STEP_SIZES, measure_seconds
-from nanovllm.worker.warm_up import emptying_step, warm_up_steps
+from nanovllm.worker.warm_up import compile_kernels, largest_steps
 
 logger = logging.getLogger(__name__)
-
-_PASSES = 4
-"""Drafts that are proposed to measure what a further one costs."""
-_LOGPROB_ROWS = 256
-"""Prompt positions whose logits are in memory at the same time."""
 
 
 class ModelRunner:
     """The model, its KV cache and the device tables of one rank.
 
     Args:
-        draft: the draft network, if speculation has one.
+        make_steps, make_drafter: called with the network and the most tokens of a step. Without
+            them, all steps run layer by layer, and none has drafts.
 
     Raises:
         ConfigError: the options name a GPU, and its kernels need a tool that is not installed.
     """
 
     def __init__(
-        self, target: NetworkSpec, device: torch.device, draft: NetworkSpec | None = None
+        self,
+        target: NetworkSpec,
+        device: torch.device,
+        *,
+        make_steps: Callable[[Network, int], FastSteps] | None = None,
+        make_drafter: Callable[[Network, int], Drafter] | None = None,
     ) -> None:
         config = self.config = target.config
         self.device = device
@@ -66,42 +62,59 @@ class ModelRunner:
         # Larger steps take more memory; on a CPU they do not make a token cheaper.
         default_num_tokens = 1024 if device.type == "cpu" else 16384
         self._max_num_batched_tokens = config.max_num_batched_tokens or default_num_tokens
-        self.network = Network(target, self.max_model_len, device)
-        self._proposer: Proposer | None = None
-        spec = config.speculation
-        if spec is not None:
-            self._proposer = make_proposer(spec, self.network, draft, self._max_num_batched_tokens)
+        network = self.network = Network(target, self.max_model_len, device)
+        self._steps = make_steps and make_steps(network, self._max_num_batched_tokens)
+        self._num_padding_blocks = int(self._steps is not None and self._steps.uses_graphs)
+        self._drafter = make_drafter and make_drafter(network, self._max_num_batched_tokens)
+        self.masks: LogitMasks | None = None
         if device.type == "cpu":
             keep_freed()  # each step reuses the memory that the last one freed
-        self.masks: LogitMasks | None = None
         self._tables: DeviceTables | None = None
-        self._graphs: GraphRunner | None = None
+        self._step_runners: list[StepRunner] = []
         self._launched: deque[PendingResult] = deque()  # the last LAPS steps at most
 
     @torch.inference_mode()
     def measure(self) -> WorkerInfo:
         """Return what this rank can hold. Allocates nothing that stays."""
-        block_size = self.network.backend.block_size
-        blocks_per_sequence = -(-self.max_model_len // block_size)
-        block_bytes = self.network.block_bytes
-        if self._proposer is not None:
-            block_bytes += self._proposer.block_bytes
-        num_blocks = num_blocks_that_fit(
-            self.config,
-            self.device,
-            block_bytes=block_bytes,
-            max_blocks=blocks_per_sequence * self.config.max_num_seqs,
-            num_reserved=int(self.network.uses_graphs),
-            warm_up=self._warm_up,
-        )
-        return WorkerInfo(
-            num_blocks,
+        block_size, block_bytes = self.network.backend.block_size, self.network.block_bytes
+        if self._drafter is not None:
+            block_bytes += self._drafter.block_bytes
+        info = WorkerInfo(
+            0,
             block_size,
             self.max_model_len,
             self.network.model_config.vocab_size,
             self._max_num_batched_tokens,
             runs_ahead=self.device.type == "cuda",
         )
+        num_blocks = num_blocks_that_fit(
+            self.config,
+            self.device,
+            block_bytes=block_bytes,
+            max_blocks=-(-self.max_model_len // block_size) * self.config.max_num_seqs,
+            num_reserved=self._num_padding_blocks,
+            warm_up=partial(self._reach_peak, info),
+        )
+        return dataclasses.replace(info, num_blocks=num_blocks)
+
+    def _reach_peak(self, info: WorkerInfo) -> int:
+        """Run the largest steps on a small pool, so that torch records its peak memory.
+
+        Returns the bytes that CUDA graphs will take in addition.
+        """
+        num_blocks = -(-min(info.max_model_len, info.max_num_batched_tokens) // info.block_size)
+        info = dataclasses.replace(info, num_blocks=num_blocks)
+        tables = self._make_pool_and_tables(info)
+        prompts, samples = largest_steps(info, tables, drafts=self._drafter is not None)
+        self._run_rows(tables, prompts)
+        self._run_rows(tables, samples)
+        num_bytes = 0
+        if self._steps is not None:
+            num_bytes = self._steps.measure(tables, accepts=self._follows_drafts)
+        self.network.free_pool()
+        if self._drafter is not None:
+            num_bytes += self._drafter.warm_up(tables, num_blocks, prompts)
+        return num_bytes
 
     @torch.inference_mode()
     def allocate(self, info: WorkerInfo) -> WorkerInfo:
@@ -110,29 +123,16 @@ class ModelRunner:
         Returns `info`; with speculation, with the measured costs of steps.
         """
         tables = self._tables = self._make_pool_and_tables(info)
-        if self._proposer is not None:
-            self._proposer.allocate(tables, info.num_blocks)
+        if self._drafter is not None:
+            self._drafter.allocate(tables, info.num_blocks)
         if self.device.type == "cuda":
-            self.warm_up_kernels(info, tables)
-        if self.network.uses_graphs:
-            graphs = self._graphs = self._make_graphs(tables)
-            progress = tensor_parallel().rank == 0
-            graphs.capture(graph_sizes(graphs.max_tokens), progress=progress)
-            self.network.capture_pieces(tables, self._max_num_batched_tokens, progress=progress)
-        else:
-            self.network.record(tables)
-        if self._proposer is None:
+            compile_kernels(info, self.config.speculation, self.execute, self.network, tables)
+        if self._steps is not None:
+            self._step_runners = self._steps.make(tables, accepts=self._follows_drafts)
+        if self._drafter is None:
             return info
         info = dataclasses.replace(info, follows_drafts=self._follows_drafts)
-        return self._with_costs(info, tables, self._proposer)
-
-    def warm_up_kernels(self, info: WorkerInfo, tables: DeviceTables) -> None:
-        """Run steps like those of requests, for which kernels compile; leave nothing of them."""
-        spec = self.config.speculation
-        for schedule in warm_up_steps(info, 0 if spec is None else spec.max_draft_tokens):
-            self.execute(schedule).result()
-        tables.apply(emptying_step(info))
-        self.network.zero_blocks([0], tables)
+        return self._drafter.add_costs(info, tables, partial(self._run_rows, tables))
 
     @torch.inference_mode()
     def execute(self, schedule: Schedule) -> PendingResult:
@@ -153,84 +153,44 @@ class ModelRunner:
         added += [new.block_ids for new in schedule.new_blocks]
         if added:
             self.network.populate_beyond(max(chain.from_iterable(added)))
-        if self._proposer is not None:
-            self._proposer.admit(schedule)
-        if self._proposer is None or not schedule.may_draft:
+        if self._drafter is not None:
+            self._drafter.admit(schedule)
+        if self._drafter is None or not schedule.may_draft:
             output = self._run_rows(self._tables, schedule.rows)
             return PendingResult(Step(schedule.step_id, schedule.rows), output)
         timer = StepTimer(self.device)
-        rows = self._propose(self._proposer, schedule.rows)
+        rows = self._drafter.draft(schedule.rows)
         timer.mark()
         output = self._run_rows(self._tables, rows)
         timer.mark()
         return PendingResult(Step(schedule.step_id, rows, timer), output)
 
-    def _propose(self, proposer: Proposer, rows: list[Row]) -> list[Row]:
-        """Let `proposer` write drafts; return `rows` with as many as there are."""
-        drafting = [row for row in rows if row.num_draft_tokens]
-        if not drafting:
-            return rows
-        counts = iter(proposer.propose(drafting))
-        return [
-            row._replace(num_scheduled_tokens=1 + count, num_draft_tokens=count)
-            if row.num_draft_tokens and (count := next(counts)) < row.num_draft_tokens
-            else row
-            for row in rows
-        ]
-
-    def _with_costs(self, info: WorkerInfo, tables: DeviceTables, proposer: Proposer) -> WorkerInfo:
-        """Return `info` with the measured costs of steps and of proposing.
-
-        The steps write to blocks and table rows that nobody owns yet. They are greedy: what
-        sampling adds is learned from the steps of requests.
-        """
-        tables.params[0] = SamplingParams(temperature=0.0)  # until a request owns the table row
-
-        def step(num_tokens: int) -> None:
-            self._run_rows(tables, [Row(0, 0, 0, num_tokens, True, num_tokens - 1)])
-
-        def draft(num_rows: int, num_drafts: int = 1) -> None:
-            rows = [Row(i, i, 1, 1 + num_drafts, True, num_drafts) for i in range(num_rows)]
-            proposer.propose(rows)
-
-        most = min(info.max_num_batched_tokens, info.max_model_len)
-        step_sizes = [size for size in STEP_SIZES if size <= most]
-        draft_sizes = [size for size in DRAFT_SIZES if size <= self.config.max_num_seqs]
-        draft_seconds: tuple[tuple[int, float, float], ...] = ()
-        if proposer.block_bytes and most > _PASSES:  # a network; other proposers cost nothing
-            once = measure_seconds(draft, draft_sizes, self.device)
-            often = measure_seconds(partial(draft, num_drafts=_PASSES), draft_sizes, self.device)
-            draft_seconds = tuple(
-                (size, first, max(total - first, 0.0) / (_PASSES - 1))
-                for (size, first), (_, total) in zip(once, often, strict=True)
-            )
-        step_seconds = measure_seconds(step, step_sizes, self.device)
-        return dataclasses.replace(info, step_seconds=step_seconds, draft_seconds=draft_seconds)
-
     def _run_rows(self, tables: DeviceTables, rows: list[Row]) -> StepOutput:
         """Compute `rows` and choose a token for each row that samples."""
         masks = None if self.masks is None else self.masks.begin(tables, rows)
+        computed = Computed()
+        for runner in self._step_runners:
+            if runner.fits(rows):
+                computed = runner.run(rows)
+                break
+        tokens, logits, draft_ids = computed.tokens, computed.logits, computed.draft_ids
+        if tokens is not None and all(tables.plain[row.table_idx] for row in rows):
+            on_host = tokens.device.type != self.device.type
+            return StepOutput(tokens, None, [], draft_ids=draft_ids, on_host=on_host)
+        sampling = SamplingRows(tables, rows, masks=masks, draft_ids=draft_ids)
+        prompt_logprobs: list[PromptLogprobs] = []
+        if tokens is None:
+            assert not (self._follows_drafts and any(row.num_unverified_tokens for row in rows))
+            hidden = computed.hidden
+            if hidden is None:
+                wanted = None if needs_all_hidden(tables, rows) else sampling.last_tokens
+                hidden = self.network.forward(tables, rows, wanted)
+            prompt_logprobs = gather_prompt_logprobs(self.network, tables, rows, hidden)
+            if len(sampling):
+                logits = self.network.logits(hidden, sampling.last_tokens)
+        sampled = self._sample(sampling, logits)
         forcing = {} if masks is None else masks.forcing
-        if self._graphs is not None and self._graphs.fits(rows):
-            tokens, graph_logits, draft_ids = self._graphs.run(rows)
-            if all(tables.plain[row.table_idx] for row in rows):
-                on_host = tokens.device.type != self.device.type
-                return StepOutput(tokens, None, [], draft_ids=draft_ids, on_host=on_host)
-            sampling = SamplingRows(tables, rows, masks=masks, draft_ids=draft_ids)
-            sampled = self._sample(sampling, graph_logits)
-            return StepOutput(*sampled, [], sampling.errors, draft_ids, forcing)
-        assert not (self._follows_drafts and any(row.num_unverified_tokens for row in rows))
-        sampling = SamplingRows(tables, rows, masks=masks)
-        needs_all = any(tables.params[r.table_idx].prompt_logprobs is not None for r in rows)
-        hidden = self.network.forward(tables, rows, None if needs_all else sampling.last_tokens)
-        prompt_logprobs = self._prompt_logprobs(tables, rows, hidden)
-        logits = None
-        if len(sampling):
-            logits = self.network.logits(hidden, sampling.last_tokens)
-        tokens, logprobs = self._sample(sampling, logits)
-        return StepOutput(
-            tokens, logprobs, prompt_logprobs, sampling.errors, sampling.draft_ids, forcing
-        )
+        return StepOutput(*sampled, prompt_logprobs, sampling.errors, sampling.draft_ids, forcing)
 
     def _sample(
         self, sampling: SamplingRows, logits: torch.Tensor | None
@@ -249,98 +209,14 @@ class ModelRunner:
                 sampling.accept(token_ids)
         return token_ids, logprobs
 
-    def _prompt_logprobs(
-        self, tables: DeviceTables, rows: list[Row], hidden: torch.Tensor
-    ) -> list[PromptLogprobs]:
-        """Return log-probabilities of prompt tokens, for the rows whose request wants them.
-
-        The hidden state of one token gives the log-probabilities of the next. A row with
-        prompt_logprobs needs `hidden` of all tokens of the batch.
-        """
-        found = []
-        offset = 0
-        for row in rows:
-            count = tables.params[row.table_idx].prompt_logprobs
-            if count is not None:
-                first, last = row.num_computed_tokens + 1, tables.num_prompt_tokens[row.table_idx]
-                stop = min(first + row.num_scheduled_tokens, last)
-                for start in range(first, stop, _LOGPROB_ROWS):
-                    end = min(start + _LOGPROB_ROWS, stop)
-                    states = hidden[offset + start - first : offset + end - first]
-                    logits = self.network.model.compute_logits(states)  # type: ignore[operator]
-                    if logits is not None:
-                        tokens = tables.token_ids[row.table_idx, start:end].long()
-                        gathered = gather_logprobs(logits, tokens, count)
-                        found.append(PromptLogprobs(row.seq_id, start, count, gathered))
-            offset += row.num_scheduled_tokens
-        return found
-
     @property
     def _follows_drafts(self) -> bool:
         """Whether the device counts accepted drafts, so that rows may follow drafts in flight."""
-        proposer = self._proposer
-        return proposer is not None and proposer.follows_drafts and self.network.uses_graphs
-
-    def _make_graphs(self, tables: DeviceTables) -> GraphRunner:
-        accepts = self._follows_drafts
-        return self.network.make_graphs(tables, self._max_graph_tokens, accepts=accepts)
-
-    @property
-    def _max_graph_tokens(self) -> int:
-        """The most tokens of a step that decodes, and verifies drafts with speculation."""
-        num_tokens, spec = self.config.max_num_seqs, self.config.speculation
-        if spec is not None:
-            verified = num_tokens * (1 + spec.max_draft_tokens)
-            num_tokens = max(num_tokens, min(verified, MAX_SAMPLES))
-        return min(num_tokens, self._max_num_batched_tokens)
+        drafter = self._drafter
+        return drafter is not None and drafter.follows_drafts and self._num_padding_blocks > 0
 
     def _make_pool_and_tables(self, info: WorkerInfo) -> DeviceTables:
         """Make the KV pool; return new tables."""
-        self.network.make_pool(info.num_blocks)
+        self.network.make_pool(info.num_blocks + self._num_padding_blocks)
         native = self.config.native_kernels
         return DeviceTables(info, self.config.max_num_seqs, self.device, native=native)
-
-    def _warm_up(self) -> int:
-        """Reach the peak of memory: run the longest prefill and the most samples on a small pool.
-
-        Returns the bytes that CUDA graphs will take in addition.
-        """
-        max_tokens = self._max_num_batched_tokens
-        length = min(self.max_model_len, max_tokens)
-        count = max(1, min(max_tokens // length, self.config.max_num_seqs))
-        block_size = self.network.backend.block_size
-        num_blocks = -(-length // block_size)
-        info = WorkerInfo(
-            num_blocks,
-            block_size,
-            self.max_model_len,
-            self.network.model_config.vocab_size,
-            max_tokens,
-        )
-        num_seqs = self.config.max_num_seqs
-        tables = self._make_pool_and_tables(info)
-        tables.block_tables[:num_seqs, :num_blocks] = torch.arange(num_blocks, device=self.device)
-        ruled = SamplingParams(temperature=1.0, logit_bias=((0, 1.0),))
-        tables.params = [ruled] * num_seqs
-        # With rules in one row, all rows' logits are copied to float32.
-        tables.rules[0] = LogitsRules(ruled, 0, (), frozenset(), self.device)
-        prompts = [Row(i, i, 0, length, samples=True) for i in range(count)]
-        self._run_rows(tables, prompts)
-        drafts = 0
-        if self._proposer is not None:
-            drafts = min(MAX_SAMPLES, max_tokens, length * num_seqs) // num_seqs
-            drafts = max(0, drafts - 1)
-        rows = [Row(i, i, 0, 1 + drafts, True, drafts) for i in range(num_seqs)]
-        self._run_rows(tables, rows)
-        num_bytes = self._graph_bytes(tables) if self.network.uses_graphs else 0
-        self.network.free_pool()
-        if self._proposer is not None:
-            num_bytes += self._proposer.warm_up(tables, num_blocks, prompts)
-        return num_bytes
-
-    def _graph_bytes(self, tables: DeviceTables) -> int:
-        graphs = self._make_graphs(tables)
-        sizes = graph_sizes(graphs.max_tokens)
-        num_bytes = graph_bytes(sizes, lambda size: graphs.capture([size]), self.device)
-        pieces, sizes = self.network.make_pieces(), piece_sizes(self._max_num_batched_tokens)
-        return num_bytes + graph_bytes(sizes, lambda size: pieces.capture([size]), self.device)

@@ -4,9 +4,8 @@ The target is one, and so is a draft network. Knows no sampling and no schedule.
 """
 
 import dataclasses
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -20,11 +19,6 @@ from nanovllm.layers.linear import QKVParallelLinear
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.options.config import Config
 from nanovllm.scheduler.messages import Row
-from nanovllm.steps.cuda_capture import can_capture, make_capture
-from nanovllm.steps.cuda_graph import ComputeLogits, GraphRunner
-from nanovllm.steps.fused_step import faster_logits
-from nanovllm.steps.piecewise_graphs import PiecewiseGraphs, piece_sizes, seconds_of
-from nanovllm.steps.recorded_step import Forward, RecordedModel, record
 from nanovllm.utils.memory import populate
 from nanovllm.utils.pages import PageReserve
 from nanovllm.worker.device_tables import DeviceTables
@@ -56,6 +50,7 @@ class Network:
 
     def __init__(self, spec: NetworkSpec, max_model_len: int, device: torch.device) -> None:
         config, model_config, files, reserve = spec
+        self.config = config
         self.model_config = model_config
         self.max_model_len = max_model_len
         self.model = build_model(config, model_config, files, max_model_len, device)
@@ -69,27 +64,24 @@ class Network:
         self._pool: torch.Tensor | None = None
         self._by_block = device.type == "cpu" and self.backend.blocks_lie_apart
         self._num_populated = 0  # blocks of the pool
-        self._records = self.backend.supports_recording and not config.enforce_eager
-        self._recorded: RecordedModel | None = None
-        self._pieces: PiecewiseGraphs | None = None
-        self.uses_graphs = (
-            self.backend.supports_graph and not config.enforce_eager and can_capture(device)
-        )
-        """Whether CUDA graphs run small steps; see `make_graphs`."""
 
     @property
     def block_bytes(self) -> int:
         """Bytes of a KV block, all layers of this rank together."""
         return torch.Size(self._pool_shape(1)).numel() * self._kv_dtype.itemsize
 
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks of the KV pool."""
+        assert self._pool is not None, "make_pool() comes first"
+        return self._pool.shape[2]
+
     def make_pool(self, num_blocks: int) -> None:
         """Bind a new KV pool to the attention layers, in place of any other.
 
-        The pool is zeroed: masked keys must be finite, as in `Schedule.blocks_to_zero`. With graphs
-        it has one more block, for the tokens that pad a step: they write and see its first slot
-        only.
+        The pool is zeroed: masked keys must be finite, as in `Schedule.blocks_to_zero`.
         """
-        self._pool = self._zeroed_pool(num_blocks + self.uses_graphs)
+        self._pool = self._zeroed_pool(num_blocks)
         self._num_populated = 0
         self.populate_beyond(0)
         for attention, kv_cache in zip(self.attentions, self._pool, strict=True):
@@ -122,70 +114,6 @@ class Network:
                 for block in blocks:
                     pool[:, :, block].zero_()
 
-    def record(self, tables: DeviceTables) -> None:
-        """Record the forward pass over the pool and `tables`, where the backend supports it."""
-        self._recorded = self.recorded(self.model, tables)
-
-    def recorded(self, forward: Forward, tables: DeviceTables) -> RecordedModel | None:
-        """Return `forward` recorded over the pool and `tables`; None if that is not possible."""
-        return record(forward, tables) if self._records else None
-
-    def make_graphs(
-        self,
-        tables: DeviceTables,
-        max_tokens: int,
-        compute_logits: ComputeLogits | None = None,
-        **options: Any,
-    ) -> GraphRunner:
-        """Return a runner for steps of up to `max_tokens` tokens, with no graph captured yet.
-
-        Args:
-            compute_logits: None: the model does, or fused kernels where those are faster.
-            options: of `GraphRunner`.
-        """
-        model, pool = self.model, self._pool
-        assert pool is not None, "make_pool() comes first"
-        if compute_logits is None:
-
-            def unfused(batch: Batch) -> torch.Tensor | None:
-                logits: torch.Tensor | None = model.compute_logits(model(batch))  # type: ignore[operator]
-                return logits
-
-            compute_logits = faster_logits(
-                unfused,
-                model,
-                self.backend,
-                num_blocks=pool.shape[2],
-                max_model_len=self.max_model_len,
-                max_tokens=max_tokens,
-            )
-        capture = make_capture(self.device)
-        return GraphRunner(compute_logits, self.backend, tables, max_tokens, capture, **options)
-
-    def make_pieces(self) -> PiecewiseGraphs:
-        """Return a runner for the forward pass of any rows, with no graph captured yet."""
-        assert self._pool is not None, "make_pool() comes first"
-        padding_slot = (self._pool.shape[2] - 1) * self.backend.block_size
-        capture = make_capture(self.device)
-        return PiecewiseGraphs(self.model, capture, padding_slot, self.device)
-
-    def capture_pieces(self, tables: DeviceTables, max_tokens: int, *, progress: bool) -> None:
-        """Let graphs run the forward pass of steps of up to `max_tokens` tokens, except for
-        attention, where they are faster.
-        """
-        pieces = self.make_pieces()
-        pieces.capture(piece_sizes(max_tokens), progress=progress)
-
-        def make_batch(num_tokens: int) -> Batch:
-            whole, rest = divmod(num_tokens, self.max_model_len)
-            lengths = [self.max_model_len] * whole + [rest] * (rest > 0)
-            rows = [Row(-1, tables.scratch_idx, 0, length, False) for length in lengths]
-            return self.batch(tables, rows, None)
-
-        if self.device.type == "cuda":
-            pieces.keep_faster(make_batch, partial(seconds_of, device=self.device))
-        self._pieces = pieces
-
     def forward(
         self, tables: DeviceTables, rows: list[Row], wanted: torch.Tensor | None
     ) -> torch.Tensor:
@@ -196,11 +124,6 @@ class Network:
                 The result may hold just these, in this order, and one of any token if there are
                 none.
         """
-        if self._recorded is not None and self._recorded.fits(rows):
-            return self._recorded.run(rows)
-        num_tokens = sum(row.num_scheduled_tokens for row in rows)
-        if self._pieces is not None and self._pieces.fits(num_tokens):
-            return self._pieces.run(self.batch(tables, rows, None))
         hidden: torch.Tensor = self.model(self.batch(tables, rows, wanted))
         return hidden
 
@@ -254,12 +177,3 @@ class Network:
 
     def _pool_shape(self, num_blocks: int) -> tuple[int, ...]:
         return (len(self.attentions), *self.backend.kv_cache_shape(num_blocks))
-
-
-def load_draft(target: Network, draft: NetworkSpec, max_model_len: int) -> Network:
-    """Return the network of `draft` beside `target`: on its device, with blocks of its size."""
-    block_size = target.backend.block_size
-    config = dataclasses.replace(draft.config, kvcache_block_size=block_size)
-    network = Network(draft._replace(config=config), max_model_len, target.device)
-    assert network.backend.block_size == block_size
-    return network

@@ -1,7 +1,4 @@
-"""Measures at start what steps cost, so that the controller knows which drafts pay.
-
-Knows no model: it times functions.
-"""
+"""Measures at start how long functions take. Knows no model."""
 
 import time
 from collections.abc import Callable, Sequence as Seq
@@ -13,11 +10,6 @@ from nanovllm.utils.distributed import broadcast_from_first
 _MIN_REPEATS = 2
 _MIN_SECONDS = 5e-3
 """Shorter runs are repeated until they took so long in sum."""
-
-STEP_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-"""Tokens of the steps that are measured."""
-DRAFT_SIZES = (1, 4, 16, 64)
-"""Rows for which proposing is measured."""
 
 
 def measure_seconds(

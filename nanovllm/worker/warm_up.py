@@ -1,13 +1,21 @@
-"""The steps that a rank runs at start, so that no request waits for a kernel to be compiled.
+"""The steps that a rank runs at start: the largest ones, so that their memory is known, and one of
+each kind, so that no request waits for a kernel to be compiled.
 
-They are schedules like those of requests: of one sequence, in table row 0 and KV block 0. Knows no
+Those are schedules like those of requests: of one sequence, in table row 0 and KV block 0. Knows no
 kernel and no device.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import torch
+
+from nanovllm.layers.logits_rules import LogitsRules
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.scheduler.messages import Admission, Row, Schedule, WorkerInfo
+from nanovllm.options.speculative_config import SpeculativeConfig
+from nanovllm.scheduler.messages import MAX_SAMPLES, Admission, Row, Schedule, WorkerInfo
+from nanovllm.worker.device_tables import DeviceTables
+from nanovllm.worker.network import Network
+from nanovllm.worker.step_output import PendingResult
 
 CHUNKS = (100, 40, 2)
 """Tokens of the chunks of the first prompt: kernels may have variants for many, some, few rows."""
@@ -32,6 +40,45 @@ KINDS = (
     ),
 )
 """What the requests want."""
+
+
+def largest_steps(
+    info: WorkerInfo, tables: DeviceTables, *, drafts: bool
+) -> tuple[list[Row], list[Row]]:
+    """Return the rows of the longest prefill and of the most samples; prepare `tables` for them.
+
+    Args:
+        info: its blocks are those of one sequence.
+        drafts: whether rows may have drafts.
+    """
+    max_tokens, num_seqs = info.max_num_batched_tokens, len(tables.params)
+    length = min(info.max_model_len, max_tokens)
+    blocks = torch.arange(info.num_blocks, device=tables.device)
+    tables.block_tables[:num_seqs, : info.num_blocks] = blocks
+    ruled = SamplingParams(temperature=1.0, logit_bias=((0, 1.0),))
+    tables.params = [ruled] * num_seqs
+    # With rules in one row, all rows' logits are copied to float32.
+    tables.rules[0] = LogitsRules(ruled, 0, (), frozenset(), tables.device)
+    count = max(1, min(max_tokens // length, num_seqs))
+    prompts = [Row(i, i, 0, length, samples=True) for i in range(count)]
+    num_drafts = 0
+    if drafts:
+        num_drafts = max(0, min(MAX_SAMPLES, max_tokens, length * num_seqs) // num_seqs - 1)
+    return prompts, [Row(i, i, 0, 1 + num_drafts, True, num_drafts) for i in range(num_seqs)]
+
+
+def compile_kernels(
+    info: WorkerInfo,
+    spec: SpeculativeConfig | None,
+    execute: Callable[[Schedule], PendingResult],
+    network: Network,
+    tables: DeviceTables,
+) -> None:
+    """Run a step of each kind, and leave nothing of them in `tables` and in the pool."""
+    for schedule in warm_up_steps(info, 0 if spec is None else spec.max_draft_tokens):
+        execute(schedule).result()
+    tables.apply(emptying_step(info))
+    network.zero_blocks([0], tables)
 
 
 def warm_up_steps(info: WorkerInfo, num_drafts: int) -> Iterator[Schedule]:

@@ -267,12 +267,12 @@ def test_every_test_file_has_a_part() -> None:
 
 
 def test_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nanovllm.worker import network
+    from nanovllm.steps import registry
 
-    monkeypatch.setattr(network, "can_capture", network.can_capture)  # restored afterwards
-    assert network.can_capture(torch.device("cuda"))
+    monkeypatch.setattr(registry, "can_capture", registry.can_capture)  # restored afterwards
+    assert registry.can_capture(torch.device("cuda"))
     no_graphs.pytest_configure()
-    assert not network.can_capture(torch.device("cuda"))
+    assert not registry.can_capture(torch.device("cuda"))
 
 
 def test_the_machine_is_described_without_git(monkeypatch: pytest.MonkeyPatch) -> None:

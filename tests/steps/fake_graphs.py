@@ -16,6 +16,7 @@ from nanovllm.attention.backend import AttentionSpec
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.torch_sdpa import TorchBackend, _Decode
 from nanovllm.layers import sampler
+from nanovllm.steps import registry
 from nanovllm.steps.cuda_capture import Step
 from nanovllm.worker import network
 
@@ -132,10 +133,10 @@ def select_static(spec: AttentionSpec, **options: Any) -> StaticBackend:
 def use_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> list[FakeCapture]:
     """Let model runners capture on the CPU; return the list that collects their captures."""
     monkeypatch.setattr(FakeCapture, "made", [])
-    monkeypatch.setattr(network, "can_capture", lambda device: True)
-    monkeypatch.setattr(network, "make_capture", lambda device: FakeCapture())
+    monkeypatch.setattr(registry, "can_capture", lambda device: True)
+    monkeypatch.setattr(registry, "make_capture", lambda device: FakeCapture())
     monkeypatch.setattr(network, "select_backend", select_static)
     monkeypatch.setattr(sampler, "_c_kernels_support", lambda logits, native: False)  # as on CUDA
     few = [16, 64]  # capturing more takes time
-    monkeypatch.setattr(network, "piece_sizes", lambda most: [size for size in few if size <= most])
+    monkeypatch.setattr(registry, "piece_sizes", lambda most: [n for n in few if n <= most])
     return FakeCapture.made

@@ -16,15 +16,17 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.assembly import make_engine
 from nanovllm.attention.triton import TritonBackend
 from nanovllm.checkpoint.hub import open_checkpoint, weight_files
+from nanovllm.executors.worker import make_runner
 from nanovllm.kernels.triton import decode_step, sampling as triton_sampling
 from nanovllm.layers import sampler
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.options.config import Config
 from nanovllm.scheduler.messages import Admission, NewBlocks, Row, Schedule, WorkerInfo
 from nanovllm.scheduler.scheduler import Scheduler
-from nanovllm.steps.cuda_graph import LAPS, GraphRunner, graph_sizes
+from nanovllm.steps.cuda_graph import GraphRunner, graph_sizes
 from nanovllm.worker import model_runner, network
 from nanovllm.worker.device_tables import DeviceTables
+from nanovllm.worker.extensions import LAPS
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.network import NetworkSpec
 from nanovllm.worker.step_output import StepOutput
@@ -289,11 +291,11 @@ class Bench:
         config = Config(model=model, **{**OPTIONS, **options})
         model_config = ModelConfig.from_hf(checkpoint.config, config.dtype)
         files = weight_files(checkpoint, model, None)
-        self.runner = ModelRunner(NetworkSpec(config, model_config, files), torch.device("cpu"))
+        self.runner = make_runner(NetworkSpec(config, model_config, files), torch.device("cpu"))
         self.runner.allocate(WorkerInfo(100, BLOCK_SIZE, 64, model_config.vocab_size, 64))
         assert self.runner._tables is not None
         self.tables = self.runner._tables
-        self.graphs: Any = self.runner._graphs  # None with enforce_eager
+        self.graphs: Any = next(iter(self.runner._step_runners), None)  # None with enforce_eager
         self.lengths: dict[int, int] = {}
 
     def admit(
@@ -544,11 +546,11 @@ def test_cuda_graphs_are_used_and_freed(gpu_model: str) -> None:
     free_before = torch.cuda.mem_get_info()[0]
     llm = LLM(gpu_model, dtype="float32", kv_cache_memory_bytes=2**30, max_num_seqs=64)
     runner = llm.engine.executor._runner  # type: ignore[attr-defined]
-    assert runner._graphs is not None
-    assert runner._graphs.sizes == graph_sizes(64)
-    assert runner._graphs._tokens.is_pinned()  # the last kernel writes to the host's memory
+    graphs = runner._step_runners[0]
+    assert graphs.sizes == graph_sizes(64)
+    assert graphs._tokens.is_pinned()  # the last kernel writes to the host's memory
     llm.generate([[1, 2, 3]] * 5, SamplingParams(max_tokens=8), use_tqdm=False)
-    del llm, runner
+    del llm, runner, graphs
     torch.cuda.empty_cache()
     # cuBLAS keeps a workspace of 32 MiB for each of the two streams that all engines share.
     assert torch.cuda.memory_allocated() - before < 2**27

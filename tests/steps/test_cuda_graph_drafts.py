@@ -19,9 +19,11 @@ from nanovllm.scheduler.messages import Row, Schedule
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.sequence import Sequence
 from nanovllm.speculation.draft_controller import DraftController
+from nanovllm.speculation.proposers import registry
 from nanovllm.speculation.proposers.ngram import Ngram
+from nanovllm.speculation.proposers.proposer import Proposer
 from nanovllm.steps.cuda_graph import GraphRunner, draft_graph_sizes, graph_sizes
-from nanovllm.worker import model_runner, network
+from nanovllm.worker import network
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.model_runner import ModelRunner
 from tests.kernels.triton.interpreter import patch_interpreter
@@ -49,16 +51,10 @@ REPEATING: Workload = (
 )
 
 
-class NoProposer:
+class NoProposer(Proposer):
     """Leaves the drafts that a test wrote into the tables."""
 
-    block_bytes = 0
-    follows_drafts = False
-
     def allocate(self, tables: DeviceTables, num_blocks: int) -> None:
-        pass
-
-    def admit(self, schedule: Schedule) -> None:
         pass
 
     def propose(self, rows: list[Row]) -> list[int]:
@@ -99,7 +95,7 @@ class DraftBench(Bench):
 
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[FakeCapture]:
-    monkeypatch.setattr(model_runner, "make_proposer", lambda *_: NoProposer())
+    monkeypatch.setattr(registry, "make_proposer", lambda *_: NoProposer())
     return use_fake_graphs(monkeypatch)
 
 
@@ -227,7 +223,7 @@ def test_sizes_of_an_engine_with_speculation(
 ) -> None:
     made: list[list[int]] = []
     monkeypatch.setattr(GraphRunner, "capture", lambda self, sizes, **_: made.append(sizes))
-    monkeypatch.setattr(ModelRunner, "_with_costs", lambda self, info, *_: info)
+    monkeypatch.setattr(Proposer, "add_costs", lambda self, info, *_: info)
     options = {"method": "ngram", "num_speculative_tokens": max_drafts}
     Bench(
         random_model,
@@ -267,7 +263,7 @@ def script(monkeypatch: pytest.MonkeyPatch, sequences: list[Sequence]) -> None:
     """Let every row have drafts, of which some are wrong."""
     proposer = Scripted(0.7)
     proposer.learn(sequences)
-    monkeypatch.setattr(model_runner, "make_proposer", lambda *_: proposer)
+    monkeypatch.setattr(registry, "make_proposer", lambda *_: proposer)
     monkeypatch.setattr(DraftController, "choose", every_draft)
 
 
@@ -371,7 +367,7 @@ def test_n_grams_behind_drafts_through_the_kernels_of_a_gpu(
         self.follows_drafts = True
 
     monkeypatch.setattr(Ngram, "allocate", allocate)
-    monkeypatch.setattr(model_runner, "make_proposer", lambda *_: Ngram(1, 4))
+    monkeypatch.setattr(registry, "make_proposer", lambda *_: Ngram(1, 4))
     monkeypatch.setattr(DeviceTables, "_step_kernels", lambda self: decode_step)
     monkeypatch.setattr(DraftController, "choose", every_draft)
     options: dict[str, Any] = {"queue_depth": queue_depth, "speculative_config": SPECULATIVE}
@@ -416,7 +412,7 @@ def test_through_the_kernels_of_a_gpu(
     monkeypatch.setattr(network, "select_backend", lambda spec, **_: TritonBackend(spec))
     monkeypatch.setattr(DeviceTables, "_step_kernels", lambda self: decode_step)
     monkeypatch.setattr(sampler, "_gpu_kernels", lambda logits, native: triton_sampling)
-    monkeypatch.setattr(ModelRunner, "_with_costs", lambda self, info, *_: info)
+    monkeypatch.setattr(Proposer, "add_costs", lambda self, info, *_: info)
     bench = DraftBench(gpu_model, max_num_seqs=2)
     assert bench.start(SAMPLED, SAMPLED) == [tokens[0] for tokens in right]
     result = bench.verify({0: right[0][1:3], 1: [right[1][1] ^ 1, 5]}).result()

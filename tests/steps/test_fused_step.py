@@ -31,6 +31,7 @@ from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import model_class
 from nanovllm.scheduler.messages import WorkerInfo
 from nanovllm.speculation.proposers.features import capture_features
+from nanovllm.speculation.proposers.proposer import Proposer
 from nanovllm.steps import fused_step
 from nanovllm.steps.cuda_capture import make_capture
 from nanovllm.steps.cuda_graph import GraphRunner
@@ -43,7 +44,6 @@ from nanovllm.steps.fused_step import (
 )
 from nanovllm.worker import network
 from nanovllm.worker.device_tables import DeviceTables
-from nanovllm.worker.model_runner import ModelRunner
 from tests.kernels.triton.inputs import CUDA, DEVICE
 from tests.kernels.triton.interpreter import patch_interpreter
 from tests.kernels.triton.test_ops import assert_as_good
@@ -472,7 +472,7 @@ def test_the_engine_generates_the_same_tokens(
     monkeypatch.setattr(network, "select_backend", lambda spec, **_: TritonBackend(spec))
     monkeypatch.setattr(fused_step, "unsupported", unsupported_model)
     monkeypatch.setattr(fused_step, "_is_faster", lambda *_: True)
-    monkeypatch.setattr(ModelRunner, "_with_costs", lambda self, info, *_: info)
+    monkeypatch.setattr(Proposer, "add_costs", lambda self, info, *_: info)
     steps: list[int] = []
     compute_logits = FusedStep.compute_logits
 

@@ -13,6 +13,7 @@ from nanovllm.models.decoder import Decoder, DecoderForCausalLM
 from nanovllm.scheduler.messages import Admission, Row, Schedule
 from nanovllm.speculation.proposers.features import capture_features
 from nanovllm.steps.piecewise_graphs import PiecewiseGraphs, piece_sizes
+from nanovllm.steps.registry import StepRunners
 from tests.steps.fake_graphs import FakeCapture, use_fake_graphs
 from tests.steps.test_cuda_graph import BLOCK_SIZE, Bench
 
@@ -122,9 +123,10 @@ def test_stored_hidden_states_are_those_of_the_step(random_model: str, captures:
         width = 2 * network.model_config.hidden_size
         pool = torch.zeros(PADDING_SLOT + BLOCK_SIZE, width)
         capture_features(network.model, [0, 1], pool)
-        if network.uses_graphs:
+        if bench.graphs is not None:
             with torch.inference_mode():
-                network.capture_pieces(bench.tables, 64, progress=False)
+                steps = StepRunners(network, 64)
+                bench.runner._step_runners = steps.make(bench.tables, accepts=False)
         for schedule in STEPS[:3]:
             bench.runner.execute(schedule)
         return pool[:PADDING_SLOT]
@@ -157,26 +159,34 @@ class FakeModel:
 def test_only_faster_graphs_are_kept(eager_seconds: list[float], kept: list[int]) -> None:
     """Each size is timed with its fewest tokens, for which it pads the most."""
     model = FakeModel()
-    graphs = PiecewiseGraphs(model, FakeCapture(), 0, torch.device("cpu"))
-    graphs.capture([16, 32, 64])
-    model.calls.clear()
     sizes: list[int] = []
     left = iter(eager_seconds)
 
-    def make_batch(num_tokens: int) -> Batch:
+    def make_rows(num_tokens: int) -> list[Row]:
+        return [Row(0, 0, 0, num_tokens, samples=False)]
+
+    def make_batch(batch_rows: list[Row]) -> Batch:
+        num_tokens = batch_rows[0].num_scheduled_tokens
         sizes.append(num_tokens)
         rows, ids = torch.zeros(1, dtype=torch.int32), torch.arange(num_tokens)
         return Batch(ids, ids, ids, rows, rows, rows)
 
-    def seconds(run: Any) -> float:
-        before = len(model.calls)
-        assert run()[:, 0].tolist() == list(range(sizes[-1]))
-        return next(left) if len(model.calls) > before else 1.0  # a replay does not call the model
+    def measure(run: Any, measured: list[int]) -> tuple[tuple[int, float], ...]:
+        found = []
+        for size in measured:
+            before = len(model.calls)
+            assert run(size)[:, 0].tolist() == list(range(size))
+            # a replay does not call the model
+            found.append((size, next(left) if len(model.calls) > before else 1.0))
+        return tuple(found)
 
-    graphs.keep_faster(make_batch, seconds)
+    graphs = PiecewiseGraphs(model, make_batch, FakeCapture(), 0, torch.device("cpu"))
+    graphs.capture([16, 32, 64])
+    model.calls.clear()
+    graphs.keep_faster(make_rows, measure)
     assert sizes == [2, 17, 33]
     assert model.calls == sizes
     assert graphs.sizes == kept
-    assert [graphs.fits(n) for n in (1, 16, 17, 64, 65)] == [
+    assert [graphs.fits(make_rows(n)) for n in (1, 16, 17, 64, 65)] == [
         n <= max(kept, default=0) for n in (1, 16, 17, 64, 65)
     ]

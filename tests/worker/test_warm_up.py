@@ -11,8 +11,16 @@ from nanovllm.scheduler.messages import WorkerInfo
 from nanovllm.speculation.proposers.ngram import Ngram
 from nanovllm.worker import sampling_rows as sampling
 from nanovllm.worker.network import Network
-from nanovllm.worker.warm_up import CHUNKS, KINDS, warm_up_steps
+from nanovllm.worker.warm_up import CHUNKS, KINDS, compile_kernels, warm_up_steps
 from tests.steps.test_cuda_graph import BLOCK_SIZE, Bench
+
+INFO = WorkerInfo(100, BLOCK_SIZE, 64, 1003, 64)
+
+
+def warm_up(bench: Bench) -> None:
+    runner = bench.runner
+    spec = runner.config.speculation
+    compile_kernels(INFO, spec, runner.execute, runner.network, bench.tables)
 
 
 @pytest.mark.parametrize("max_model_len", [1, 2, 3, 5, 44, 150, 4096])
@@ -58,9 +66,8 @@ def test_every_way_of_choosing_a_token_is_used(
     watch(sampling, "gather_logprobs", lambda *_: [])
     watch(Network, "forward", lambda _, tables, rows, wanted: [rows[0].samples])
     watch(Ngram, "propose", lambda _, rows: [rows[0].num_draft_tokens > 0])
-    info = WorkerInfo(100, BLOCK_SIZE, 64, 1003, 64)
     with torch.inference_mode():
-        bench.runner.warm_up_kernels(info, bench.tables)
+        warm_up(bench)
     dtypes = torch.bfloat16, torch.float32
     expected: set[tuple[Any, ...]] = {("greedy_tokens", dtype) for dtype in dtypes}
     expected |= {("draw", torch.bfloat16, False), ("draw", torch.bfloat16, True)}
@@ -70,9 +77,8 @@ def test_every_way_of_choosing_a_token_is_used(
 
 def test_nothing_is_left(random_model: str) -> None:
     bench, fresh = Bench(random_model), Bench(random_model)
-    info = WorkerInfo(100, BLOCK_SIZE, 64, 1003, 64)
     with torch.inference_mode():
-        bench.runner.warm_up_kernels(info, bench.tables)
+        warm_up(bench)
     assert torch.equal(bench.tables._table, fresh.tables._table)
     assert not bench.kv().any()
     for found, expected in zip(
@@ -87,7 +93,7 @@ def test_a_request_afterwards_is_that_of_a_new_engine(random_model: str) -> None
     params = SamplingParams(temperature=0.8, max_tokens=50)
     warm, fresh = Bench(random_model), Bench(random_model)
     with torch.inference_mode():
-        warm.runner.warm_up_kernels(WorkerInfo(100, BLOCK_SIZE, 64, 1003, 64), warm.tables)
+        warm_up(warm)
     for bench in (warm, fresh):
         bench.admit(0, [1, 2, 3], params, [0, 1, 2])
     assert [warm.decode(0) for _ in range(4)] == [fresh.decode(0) for _ in range(4)]
@@ -107,5 +113,5 @@ def test_peak_memory_includes_a_float32_copy_of_all_logits(
     copy = sampling.float32_copy
     monkeypatch.setattr(sampling, "float32_copy", watched)
     with torch.inference_mode():
-        bench.runner._warm_up()
+        bench.runner._reach_peak(INFO)
     assert (24, bench.runner.network.model_config.vocab_size) in shapes

@@ -4,10 +4,11 @@ import torch
 
 from nanovllm.scheduler.messages import Row
 from nanovllm.speculation.proposers.draft_kv import FEW_TOKENS
-from nanovllm.speculation.proposers.draft_network import DraftNetwork
+from nanovllm.speculation.proposers.draft_network import DraftNetwork, load_draft
 from nanovllm.steps.cuda_graph import GraphRunner
+from nanovllm.steps.recorded_step import RecordedModel
 from nanovllm.worker.device_tables import DeviceTables
-from nanovllm.worker.network import Network, NetworkSpec, load_draft
+from nanovllm.worker.network import Network, NetworkSpec
 from nanovllm.worker.sampling_rows import SamplingRows
 
 
@@ -23,15 +24,16 @@ class DraftModel(DraftNetwork):
         max_model_len = min(target.max_model_len, draft.model_config.max_position)
         network = load_draft(target, draft, max_model_len)
         super().__init__(network, max_num_batched_tokens, lag=0, keeps_drafts=True)
+        self._recorded: RecordedModel | None = None
 
     def allocate(self, tables: DeviceTables, num_blocks: int) -> None:
         """Make the KV pool, and record small steps."""
         super().allocate(tables, num_blocks)
-        self._network.record(tables)
+        self._recorded = self._steps.recorded(self._network.model, tables)
 
     def _make_graphs(self, tables: DeviceTables) -> list[GraphRunner]:
         size = self._max_graph_tokens(tables, FEW_TOKENS)
-        return [self._network.make_graphs(tables, size, max_known_tokens=FEW_TOKENS)]
+        return [self._steps.graphs(tables, size, max_known_tokens=FEW_TOKENS)]
 
     def _forward(
         self,
@@ -40,6 +42,8 @@ class DraftModel(DraftNetwork):
         wanted: torch.Tensor,
         hidden: torch.Tensor | None,
     ) -> torch.Tensor:
+        if self._recorded is not None and self._recorded.fits(rows):
+            return self._recorded.forward(rows)
         return self._network.forward(tables, rows, wanted)
 
     def _choose(self, sampling: SamplingRows, logits: torch.Tensor) -> torch.Tensor:

@@ -4,24 +4,27 @@ token by token, all rows together.
 Knows no acceptance.
 """
 
+import dataclasses
 from functools import partial
 
 import torch
 
 from nanovllm.scheduler.messages import Row, Schedule
 from nanovllm.speculation.proposers.draft_kv import FEW_TOKENS, DraftKV
+from nanovllm.speculation.proposers.proposer import Proposer
 from nanovllm.steps.cuda_graph import GraphRunner, draft_graph_sizes
+from nanovllm.steps.registry import StepRunners
 from nanovllm.utils.distributed import broadcast_from_first
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.kv_cache import graph_bytes
-from nanovllm.worker.network import Network
+from nanovllm.worker.network import Network, NetworkSpec
 from nanovllm.worker.sampling_rows import SamplingRows
 
 _MAX_GRAPH_TOKENS = 128
 """Tokens of the largest graph: only few rows have drafts."""
 
 
-class DraftNetwork:
+class DraftNetwork(Proposer):
     """A network that drafts.
 
     Args:
@@ -31,13 +34,12 @@ class DraftNetwork:
         keeps_drafts: whether the KV of an accepted draft is right.
     """
 
-    follows_drafts = False
-
     def __init__(
         self, network: Network, max_num_batched_tokens: int, *, lag: int, keeps_drafts: bool
     ) -> None:
         self.block_bytes = network.block_bytes
         self._network = network
+        self._steps = StepRunners(network, max_num_batched_tokens)
         self._max_num_batched_tokens = max_num_batched_tokens
         self._lag = lag
         self._keeps_drafts = keeps_drafts
@@ -51,7 +53,7 @@ class DraftNetwork:
         self._make_pools(tables, num_blocks)
         self._forward(tables, rows, tables.upload([]), None)
         num_bytes = 0
-        if self._network.uses_graphs:
+        if self._steps.uses_graphs:
             for graphs in self._make_graphs(tables):
                 sizes = draft_graph_sizes(graphs.max_tokens)
                 capture = partial(_capture_one, graphs)
@@ -64,7 +66,7 @@ class DraftNetwork:
         self._tables = tables
         self._kv = DraftKV(len(tables.params), num_blocks, tables.block_size)
         self._make_pools(tables, num_blocks)
-        if self._network.uses_graphs:
+        if self._steps.uses_graphs:
             self._graphs = self._make_graphs(tables)
             for graphs in self._graphs:
                 graphs.capture(draft_graph_sizes(graphs.max_tokens))
@@ -165,7 +167,7 @@ class DraftNetwork:
 
     def _make_pools(self, tables: DeviceTables, num_blocks: int) -> None:
         """Make what has a part for each of `num_blocks` KV blocks."""
-        self._network.make_pool(num_blocks)
+        self._network.make_pool(num_blocks + self._steps.uses_graphs)
 
     def _free_pools(self) -> None:
         self._network.free_pool()
@@ -202,6 +204,15 @@ class DraftNetwork:
     def _choose(self, sampling: SamplingRows, logits: torch.Tensor) -> torch.Tensor:
         """Return a draft or NO_TOKEN for each row of `logits`. Called on rank 0 only."""
         raise NotImplementedError
+
+
+def load_draft(target: Network, draft: NetworkSpec, max_model_len: int) -> Network:
+    """Return the network of `draft` beside `target`: on its device, with blocks of its size."""
+    block_size = target.backend.block_size
+    config = dataclasses.replace(draft.config, kvcache_block_size=block_size)
+    network = Network(draft._replace(config=config), max_model_len, target.device)
+    assert network.backend.block_size == block_size
+    return network
 
 
 def _capture_one(graphs: GraphRunner, size: int) -> None:

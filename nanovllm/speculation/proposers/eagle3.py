@@ -14,7 +14,7 @@ from nanovllm.layers.sampler import Sampling, greedy
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.scheduler.messages import Row
 from nanovllm.speculation.proposers.draft_kv import FEW_TOKENS
-from nanovllm.speculation.proposers.draft_network import DraftNetwork
+from nanovllm.speculation.proposers.draft_network import DraftNetwork, load_draft
 from nanovllm.speculation.proposers.eagle3_config import Eagle3Config
 from nanovllm.speculation.proposers.eagle3_head import LlamaForCausalLMEagle3
 from nanovllm.speculation.proposers.features import capture_features, take_rows
@@ -22,7 +22,7 @@ from nanovllm.steps.cuda_graph import ComputeLogits, GraphRunner
 from nanovllm.steps.recorded_step import MAX_TOKENS, RecordedModel
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.kv_cache import zeros
-from nanovllm.worker.network import Network, NetworkSpec, load_draft
+from nanovllm.worker.network import Network, NetworkSpec
 from nanovllm.worker.sampling_rows import SamplingRows
 
 
@@ -83,8 +83,8 @@ class Eagle3(DraftNetwork):
             return head(batch, fed_back)  # type: ignore[no-any-return]
 
         self._recorded = [
-            self._network.recorded(self._first_hidden, tables),
-            self._network.recorded(go_on, tables),
+            self._steps.recorded(self._first_hidden, tables),
+            self._steps.recorded(go_on, tables),
         ]
 
     def _first_hidden(self, batch: Batch) -> torch.Tensor:
@@ -114,7 +114,7 @@ class Eagle3(DraftNetwork):
         graphs = []
         for features, count in ((self._features, FEW_TOKENS), (None, 1)):
             graphs.append(
-                self._network.make_graphs(
+                self._steps.graphs(
                     self._following,
                     self._max_graph_tokens(tables, count),
                     _graph_step(self._head, hidden, features, self._token_ids),
@@ -153,7 +153,7 @@ class Eagle3(DraftNetwork):
             if hidden is not None:
                 assert self._hidden is not None
                 self._hidden[: len(hidden)].copy_(hidden)
-            output = recorded.run(rows)
+            output = recorded.forward(rows)
             return output if len(output) == len(wanted) else output[wanted]
         batch = self._network.batch(self._following, rows, wanted)
         if hidden is None:

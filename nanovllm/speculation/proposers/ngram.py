@@ -9,6 +9,7 @@ from nanovllm.kernels.cpu import table_ops
 from nanovllm.kernels.cpu.library import library
 from nanovllm.kernels.selector import triton_kernels
 from nanovllm.scheduler.messages import Row, Schedule
+from nanovllm.speculation.proposers.proposer import Proposer
 from nanovllm.utils.memory import lazy_zeros
 from nanovllm.worker.device_tables import DeviceTables
 
@@ -16,7 +17,7 @@ _MIN_CAPACITY = 64
 """Tokens that the smallest index of a table row has room for."""
 
 
-class Ngram:
+class Ngram(Proposer):
     """Proposes the tokens that followed an n-gram before.
 
     The n-gram is the longest one, of prompt_lookup_min to prompt_lookup_max tokens, that ends with
@@ -31,16 +32,10 @@ class Ngram:
     found, the tokens that the table already holds are the drafts, and are probably rejected.
     """
 
-    block_bytes = 0
-    follows_drafts = False
-
     def __init__(self, prompt_lookup_min: int, prompt_lookup_max: int) -> None:
         self._sizes = prompt_lookup_min, prompt_lookup_max
         self._indices: dict[int, torch.Tensor] = {}
         """By table row, for the C kernel; see `table_ops.ngram`."""
-
-    def warm_up(self, tables: DeviceTables, num_blocks: int, rows: list[Row]) -> int:
-        return 0
 
     def allocate(self, tables: DeviceTables, num_blocks: int) -> None:
         self._tables = tables

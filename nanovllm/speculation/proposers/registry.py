@@ -7,8 +7,8 @@ from nanovllm.worker.network import Network, NetworkSpec
 
 def make_proposer(
     spec: SpeculativeConfig,
-    target: Network,
     draft: NetworkSpec | None,
+    target: Network,
     max_num_batched_tokens: int,
 ) -> Proposer:
     """Return the proposer of `spec.method`. A network loads its weights here.

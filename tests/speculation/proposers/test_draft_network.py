@@ -25,11 +25,12 @@ from nanovllm.options.config import Config
 from nanovllm.scheduler.messages import Row, WorkerInfo
 from nanovllm.speculation.draft_controller import DraftController
 from nanovllm.speculation.proposers.draft_network import DraftNetwork
+from nanovllm.speculation.proposers.proposer import Proposer
 from nanovllm.steps.cuda_graph import draft_graph_sizes
 from nanovllm.worker import network
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.model_runner import ModelRunner
-from nanovllm.worker.warm_up import KINDS as KINDS_AT_START
+from nanovllm.worker.warm_up import KINDS as KINDS_AT_START, compile_kernels
 from tests.glossary import QUESTIONS
 from tests.kernels.triton.interpreter import patch_interpreter
 from tests.steps.fake_graphs import FakeCapture, use_fake_graphs
@@ -130,7 +131,7 @@ def every_draft(monkeypatch: pytest.MonkeyPatch) -> None:
             max(0, min(limit, 1 + i % 4)) for i, (_, limit) in enumerate(candidates)
         ],
     )
-    monkeypatch.setattr(ModelRunner, "_with_costs", lambda self, info, *_: info)
+    monkeypatch.setattr(Proposer, "add_costs", lambda self, info, *_: info)
 
 
 @pytest.fixture
@@ -187,13 +188,13 @@ def test_few_graphs_and_a_block_for_padding(method: str, monkeypatch: pytest.Mon
     config = Config(demo_model.MODEL, speculative_config=speculative, **OPTIONS)
     engine = make_engine(config, queue_depth=0)
     runner: Any = engine.executor._runner  # type: ignore[attr-defined]
-    draft = runner._proposer
+    draft = runner._drafter
     sizes = [graphs.sizes for graphs in draft._graphs]
     assert sizes == [draft_graph_sizes(48), draft_graph_sizes(3)][: len(sizes)]
     assert len(sizes) == (1 if method == "draft_model" else 2)
     made = [len(capture.graphs) for capture in captures]
-    pieces = runner.network._pieces
-    assert made == [*map(len, sizes), len(runner._graphs.sizes), len(pieces.sizes)]
+    graphs, pieces = runner._step_runners
+    assert made == [*map(len, sizes), len(graphs.sizes), len(pieces.sizes)]
     assert {layer.kv_cache.shape[1] for layer in draft._network.attentions} == {101}
     engine.shutdown()
 
@@ -213,7 +214,7 @@ def test_warming_up_leaves_nothing(
         capture(sizes[-1])
         return 1000
 
-    monkeypatch.setattr("nanovllm.worker.model_runner.graph_bytes", measured)
+    monkeypatch.setattr("nanovllm.steps.registry.graph_bytes", measured)
     monkeypatch.setattr("nanovllm.speculation.proposers.draft_network.graph_bytes", measured)
     speculative = {"method": method, "model": checkpoint(method), "num_speculative_tokens": 4}
     config = Config(demo_model.MODEL, speculative_config=speculative, **OPTIONS)
@@ -221,11 +222,11 @@ def test_warming_up_leaves_nothing(
     runner: Any = engine.executor._runner  # type: ignore[attr-defined]
     with torch.inference_mode():
         num_captures = graphs * (3 if method == "draft_model" else 4)
-        assert runner._warm_up() == 1000 * num_captures
+        assert runner._reach_peak(engine.worker_info) == 1000 * num_captures
     assert len(seen) == num_captures
-    for held in (runner.network, runner._proposer._network):
+    for held in (runner.network, runner._drafter._network):
         assert not any(hasattr(layer, "kv_cache") for layer in held.attentions)
-    assert getattr(runner._proposer, "_features", None) is None
+    assert getattr(runner._drafter, "_features", None) is None
     engine.shutdown()
 
 
@@ -244,7 +245,9 @@ def test_steps_at_start_draft_and_change_no_request(
         assert runner._tables is not None
         with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
             proposals.watch(patch)
-            runner.warm_up_kernels(info, runner._tables)
+            compile_kernels(
+                info, runner.config.speculation, runner.execute, runner.network, runner._tables
+            )
         return allocated
 
     monkeypatch.setattr(ModelRunner, "allocate", warm)
@@ -285,8 +288,8 @@ def test_graphs_and_pools_are_freed_with_the_engine(
     try:
         engine = make_engine(config, queue_depth=0)
         runner: Any = engine.executor._runner  # type: ignore[attr-defined]
-        held = [weakref.ref(runner._proposer), weakref.ref(runner._proposer._network._pool)]
-        held.append(weakref.ref(runner._proposer._graphs[0]))
+        held = [weakref.ref(runner._drafter), weakref.ref(runner._drafter._network._pool)]
+        held.append(weakref.ref(runner._drafter._graphs[0]))
         captures.clear()
         engine.shutdown()
         del engine, runner

@@ -1,0 +1,126 @@
+"""Chooses among the ways to run a step: which of them a network has, and in which order they are
+asked. A new way is one file here and a line in `StepRunners.make`.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from nanovllm.attention.batch import Batch
+from nanovllm.scheduler.messages import MAX_SAMPLES, Row
+from nanovllm.steps.cuda_capture import can_capture, make_capture
+from nanovllm.steps.cuda_graph import ComputeLogits, GraphRunner, graph_sizes
+from nanovllm.steps.fused_step import faster_logits
+from nanovllm.steps.piecewise_graphs import PiecewiseGraphs, piece_sizes
+from nanovllm.steps.recorded_step import Forward, RecordedModel, record
+from nanovllm.utils.distributed import tensor_parallel
+from nanovllm.worker.device_tables import DeviceTables
+from nanovllm.worker.extensions import StepRunner
+from nanovllm.worker.kv_cache import graph_bytes
+from nanovllm.worker.network import Network
+from nanovllm.worker.timing import measure_seconds
+
+
+class StepRunners:
+    """Makes the step runners of `network`. See `FastSteps` in worker/extensions.py."""
+
+    def __init__(self, network: Network, max_num_batched_tokens: int) -> None:
+        config, backend = network.config, network.backend
+        graphs, records = backend.supports_graph, backend.supports_recording
+        self.uses_graphs = graphs and not config.enforce_eager and can_capture(network.device)
+        self._records = records and not config.enforce_eager
+        self._network = network
+        self._max_num_batched_tokens = max_num_batched_tokens
+        num_tokens, spec = config.max_num_seqs, config.speculation
+        if spec is not None:  # steps verify drafts
+            verified = num_tokens * (1 + spec.max_draft_tokens)
+            num_tokens = max(num_tokens, min(verified, MAX_SAMPLES))
+        self._max_graph_tokens = min(num_tokens, max_num_batched_tokens)
+
+    def measure(self, tables: DeviceTables, *, accepts: bool) -> int:
+        """See `FastSteps`."""
+        if not self.uses_graphs:
+            return 0
+        graphs = self._decode_graphs(tables, accepts=accepts)
+        num_bytes = _graph_bytes(graphs, graph_sizes(graphs.max_tokens), tables.device)
+        pieces, sizes = self._pieces(tables), piece_sizes(self._max_num_batched_tokens)
+        return num_bytes + _graph_bytes(pieces, sizes, tables.device)
+
+    def make(self, tables: DeviceTables, *, accepts: bool) -> list[StepRunner]:
+        """See `FastSteps`: CUDA graphs of whole steps and of all but attention, or a recording."""
+        if not self.uses_graphs:
+            recorded = self.recorded(self._network.model, tables)
+            return [] if recorded is None else [recorded]
+        progress = tensor_parallel().rank == 0
+        graphs = self._decode_graphs(tables, accepts=accepts)
+        graphs.capture(graph_sizes(graphs.max_tokens), progress=progress)
+        pieces = self._pieces(tables)
+        pieces.capture(piece_sizes(self._max_num_batched_tokens), progress=progress)
+        if tables.device.type == "cuda":
+            prompts = partial(_prompts, tables.scratch_idx, self._network.max_model_len)
+            pieces.keep_faster(prompts, partial(measure_seconds, device=tables.device))
+        return [graphs, pieces]
+
+    def graphs(
+        self,
+        tables: DeviceTables,
+        max_tokens: int,
+        compute_logits: ComputeLogits | None = None,
+        **options: Any,
+    ) -> GraphRunner:
+        """Return a runner for steps of up to `max_tokens` tokens, with no graph captured yet.
+
+        Args:
+            compute_logits: None: the model does, or fused kernels where those are faster.
+            options: of `GraphRunner`.
+        """
+        network = self._network
+        if compute_logits is None:
+            compute_logits = faster_logits(
+                partial(_compute_logits, network.model),
+                network.model,
+                network.backend,
+                num_blocks=network.num_blocks,
+                max_model_len=network.max_model_len,
+                max_tokens=max_tokens,
+            )
+        capture = make_capture(network.device)
+        return GraphRunner(compute_logits, network.backend, tables, max_tokens, capture, **options)
+
+    def recorded(self, forward: Forward, tables: DeviceTables) -> RecordedModel | None:
+        """Return `forward` recorded over the pool and `tables`; None if that is not possible."""
+        return record(forward, tables) if self._records else None
+
+    def _decode_graphs(self, tables: DeviceTables, *, accepts: bool) -> GraphRunner:
+        return self.graphs(tables, self._max_graph_tokens, accepts=accepts)
+
+    def _pieces(self, tables: DeviceTables) -> PiecewiseGraphs:
+        """Return a runner for the forward pass of any rows, with no graph captured yet.
+
+        Padding writes to the last block of the pool.
+        """
+        network = self._network
+        padding_slot = (network.num_blocks - 1) * network.backend.block_size
+        make_batch = partial(network.batch, tables, wanted=None)
+        capture = make_capture(network.device)
+        return PiecewiseGraphs(network.model, make_batch, capture, padding_slot, network.device)
+
+
+def _compute_logits(model: Callable[[Batch], torch.Tensor], batch: Batch) -> torch.Tensor | None:
+    logits: torch.Tensor | None = model.compute_logits(model(batch))  # type: ignore[attr-defined]
+    return logits
+
+
+def _prompts(table_idx: int, max_model_len: int, num_tokens: int) -> list[Row]:
+    """Return rows of `num_tokens` tokens in all, none longer than `max_model_len`."""
+    whole, rest = divmod(num_tokens, max_model_len)
+    lengths = [max_model_len] * whole + [rest] * (rest > 0)
+    return [Row(-1, table_idx, 0, length, False) for length in lengths]
+
+
+def _graph_bytes(
+    runner: GraphRunner | PiecewiseGraphs, sizes: list[int], device: torch.device
+) -> int:
+    return graph_bytes(sizes, lambda size: runner.capture([size]), device)
