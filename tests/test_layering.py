@@ -104,7 +104,7 @@ ENTANGLED = (
     "worker.network",
 )
 """Files of the trunk that still import a branch: this list may only get shorter."""
-STILL_IMPORTED = ("speculation", "structured", "formats", "steps")
+STILL_IMPORTED = ("speculation", "formats", "steps")
 """Branches that an engine imports although no option asks for them: shorter only, too."""
 MAX_FILE_LINES = 350
 MAX_PYTHON_LINES = 60

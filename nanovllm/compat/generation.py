@@ -1,13 +1,15 @@
-"""`Generation`: what `AsyncLLM.generate` returns, to be awaited or iterated.
-
-Knows no engine.
-"""
+"""`AsyncLLM` as vLLM's scripts use it: what `generate` returns can be awaited or iterated."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator
 from typing import Any
 
+from nanovllm import async_llm
+from nanovllm.compat.advice import VLLMNames, takes_other_keywords
+from nanovllm.compat.engine_args import EngineArgs
+from nanovllm.compat.llm_engine import with_output_kind
+from nanovllm.engine.prompt import PromptInput
 from nanovllm.errors import NanoVLLMError
-from nanovllm.options.sampling_params import RequestOutputKind, SamplingParams
+from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import RequestOutput
 
 
@@ -68,10 +70,42 @@ class Generation(Coroutine[Any, Any, RequestOutput], AsyncIterator[RequestOutput
         return self._whole
 
 
-def with_output_kind(params: SamplingParams | None) -> SamplingParams | None:
-    """Return parameters whose outputs hold all so far, as vLLM's do, if they do not say."""
-    if params is None:
-        return SamplingParams(output_kind=RequestOutputKind.CUMULATIVE)
-    if isinstance(params, SamplingParams) and params.output_kind is None:
-        return params.clone(output_kind=RequestOutputKind.CUMULATIVE)
-    return params
+class AsyncLLM(VLLMNames, async_llm.AsyncLLM):
+    """A model that many asyncio tasks use at once; their requests share the engine's batches.
+
+    Arguments and errors are those of its base class.
+    """
+
+    chat = takes_other_keywords(async_llm.AsyncLLM.chat)
+
+    @classmethod
+    @takes_other_keywords
+    def from_engine_args(cls, engine_args: EngineArgs) -> "AsyncLLM":
+        """Return `AsyncLLM(**options)` with these options, as in vLLM.
+
+        Raises:
+            NanoVLLMError: as `LLM`.
+        """
+        return cls(**vars(engine_args))
+
+    @takes_other_keywords
+    def generate(
+        self,
+        prompt: PromptInput,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        user: str | None = None,
+    ) -> Generation:
+        """Generate for one prompt: `await` gives the whole output, `async for` one for each step.
+
+        An iterated output holds all so far, unless output_kind asks for something else; `stream`
+        gives deltas.
+        """
+        whole, stream = super().generate, self.stream
+        params = with_output_kind(sampling_params)
+        return Generation(
+            lambda: whole(prompt, sampling_params, request_id, priority=priority, user=user),
+            lambda: stream(prompt, params, request_id, priority=priority, user=user),
+        )

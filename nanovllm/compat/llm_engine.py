@@ -9,11 +9,10 @@ from typing import Any
 from nanovllm.assembly import make_engine
 from nanovllm.compat.advice import VLLMNames, takes_other_keywords
 from nanovllm.compat.engine_args import EngineArgs
-from nanovllm.compat.generation import with_output_kind
 from nanovllm.engine import llm_engine
 from nanovllm.engine.prompt import PromptInput
 from nanovllm.options.config import Config
-from nanovllm.options.sampling_params import SamplingParams
+from nanovllm.options.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.outputs import Histogram, Metric, RequestOutput, Vector
 
 
@@ -103,3 +102,12 @@ class LLMEngine(VLLMNames):
     def shutdown(self) -> None:
         """End the workers and free the model. May be called again."""
         self.engine.shutdown()
+
+
+def with_output_kind(params: SamplingParams | None) -> SamplingParams | None:
+    """Return parameters whose outputs hold all so far, as vLLM's do, if they do not say."""
+    if params is None:
+        return SamplingParams(output_kind=RequestOutputKind.CUMULATIVE)
+    if isinstance(params, SamplingParams) and params.output_kind is None:
+        return params.clone(output_kind=RequestOutputKind.CUMULATIVE)
+    return params

@@ -1,14 +1,12 @@
-"""`LLM` and `AsyncLLM` with the methods and keywords that only nano-vllm's and vLLM's scripts use.
+"""`LLM` with the methods and keywords that only nano-vllm's and vLLM's scripts use.
 
-Decides nothing: the engine and its sharing among threads and tasks are those of the base classes.
+Decides nothing: the engine and its sharing among threads are those of the base class.
 """
 
 from typing import Any
 
-from nanovllm import async_llm, llm
+from nanovllm import llm
 from nanovllm.compat.advice import VLLMNames, takes_other_keywords
-from nanovllm.compat.engine_args import EngineArgs
-from nanovllm.compat.generation import Generation, with_output_kind
 from nanovllm.compat.llm_engine import LLMEngine
 from nanovllm.engine.prompt import PromptInput, as_list
 from nanovllm.errors import InvalidRequestError
@@ -90,44 +88,3 @@ class LLM(VLLMNames, llm.LLM):
     def is_finished(self) -> bool:
         """Whether no request is unfinished, and `step` has returned every output."""
         return self._shared.call(self.engine.is_finished)
-
-
-class AsyncLLM(VLLMNames, async_llm.AsyncLLM):
-    """A model that many asyncio tasks use at once; their requests share the engine's batches.
-
-    Arguments and errors are those of its base class.
-    """
-
-    chat = takes_other_keywords(async_llm.AsyncLLM.chat)
-
-    @classmethod
-    @takes_other_keywords
-    def from_engine_args(cls, engine_args: EngineArgs) -> "AsyncLLM":
-        """Return `AsyncLLM(**options)` with these options, as in vLLM.
-
-        Raises:
-            NanoVLLMError: as `LLM`.
-        """
-        return cls(**vars(engine_args))
-
-    @takes_other_keywords
-    def generate(
-        self,
-        prompt: PromptInput,
-        sampling_params: SamplingParams | None = None,
-        request_id: str | None = None,
-        *,
-        priority: int = 0,
-        user: str | None = None,
-    ) -> Generation:
-        """Generate for one prompt: `await` gives the whole output, `async for` one for each step.
-
-        An iterated output holds all so far, unless output_kind asks for something else; `stream`
-        gives deltas.
-        """
-        whole, stream = super().generate, self.stream
-        params = with_output_kind(sampling_params)
-        return Generation(
-            lambda: whole(prompt, sampling_params, request_id, priority=priority, user=user),
-            lambda: stream(prompt, params, request_id, priority=priority, user=user),
-        )

@@ -18,7 +18,8 @@ _ARGS = "nanovllm.compat.engine_args"
 _SCRIPT = "nanovllm.compat.script_names"
 
 HOMES = {
-    **dict.fromkeys(("LLM", "AsyncLLM"), "nanovllm.compat.methods"),
+    "LLM": "nanovllm.compat.methods",
+    "AsyncLLM": "nanovllm.compat.generation",
     "Config": "nanovllm.options.config",
     **dict.fromkeys(("SamplingParams", "RequestOutputKind"), "nanovllm.options.sampling_params"),
     "StructuredOutputsParams": "nanovllm.options.structured_outputs",

@@ -3,7 +3,7 @@
 import gc
 from typing import NotRequired, TypedDict
 
-from nanovllm.compat.methods import AsyncLLM
+from nanovllm.compat.generation import AsyncLLM
 from nanovllm.engine.prompt import PromptInput
 from nanovllm.outputs import Counter, Gauge, Metric, Vector
 
