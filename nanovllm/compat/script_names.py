@@ -5,7 +5,7 @@ from typing import NotRequired, TypedDict
 
 from nanovllm.compat.generation import AsyncLLM
 from nanovllm.engine.prompt import PromptInput
-from nanovllm.outputs import Counter, Gauge, Metric, Vector
+from nanovllm.outputs import Counter, Gauge, Histogram, Metric, Vector
 
 __all__ = [
     "AsyncLLMEngine",
@@ -37,12 +37,6 @@ class TokensPrompt(TypedDict):
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
     cache_salt: NotRequired[str]
-
-
-class Histogram(Metric):
-    """A metric with buckets; `get_metrics` returns none."""
-
-    __slots__ = ("buckets", "count", "sum")
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import nanovllm
-from nanovllm import AsyncLLM, Config
+from nanovllm import AsyncLLM, Config, outputs
 from nanovllm.compat import modules
 from nanovllm.compat.engine_args import AsyncEngineArgs, EngineArgs
 from nanovllm.errors import ConfigError
@@ -54,6 +54,8 @@ def test_other_imports_say_what_to_use(statement: str, message: str) -> None:
 
 def test_attributes_of_the_package() -> None:
     assert nanovllm.EngineArgs is EngineArgs
+    reader = importlib.import_module("nanovllm.v1.metrics.reader")
+    assert reader.Histogram is outputs.Histogram
     assert not hasattr(nanovllm, "LoRARequest")
     with pytest.raises(AttributeError, match="merge the adapter"):
         nanovllm.LoRARequest  # noqa: B018
