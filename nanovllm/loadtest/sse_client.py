@@ -268,26 +268,22 @@ def choices_of(event: dict[str, Any]) -> list[Choice]:
     Raises:
         ServerError: the event has another form.
     """
-    choices = event.get("choices") or []
-    found = [_choice(item) for item in choices] if isinstance(choices, list) else [None]
-    whole = [choice for choice in found if choice is not None]
-    if len(whole) < len(found):
-        raise ServerError(
-            f"the server sends an event of an unknown form: {json.dumps(event)[:200]}"
-        )
-    return whole
+    try:
+        return [_choice(item) for item in event.get("choices") or ()]
+    except (AttributeError, TypeError):
+        text = json.dumps(event)[:200]
+        raise ServerError(f"the server sends an event of an unknown form: {text}") from None
 
 
-def _choice(given: Any) -> Choice | None:
-    """Return a choice, None if it has another form."""
-    delta = given.get("delta") or {} if isinstance(given, dict) else None
-    if not isinstance(delta, dict):
-        return None
+def _choice(given: dict[str, Any]) -> Choice:
+    """Return a choice; raise AttributeError or TypeError if it has another form."""
+    delta = given.get("delta") or {}
     text = given.get("text") or delta.get("content") or ""
     reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
     reason = given.get("finish_reason") or None
-    if not all(isinstance(value, str) for value in (text, reasoning, reason or "")):
-        return None
+    for value in (text, reasoning, reason or ""):
+        if not isinstance(value, str):
+            raise TypeError(value)
     return Choice(text, reasoning, reason, delta)
 
 
