@@ -25,6 +25,8 @@ CONNECT_SECONDS = 10.0
 """How long a connection, or an answer to `fetch`, may take."""
 IDLE_SECONDS = 2.0
 """How long an unused connection is kept; servers close theirs after 5 s or more."""
+WATCH_SECONDS = 1.0
+"""How often an answer's connection is looked at."""
 MAX_BYTES = 2**24
 """Limit of an event, and of a body that is no stream of events."""
 
@@ -103,6 +105,7 @@ class HttpClient:
             async with self._session.post(
                 url, data=content, headers=headers, allow_redirects=False
             ) as response:
+                _watch(response)
                 if response.status != 200 or response.content_type != "text/event-stream":
                     await _body(response)
                     raise ServerError(f"{self._server.name}{endpoint} does not stream its answer")
@@ -123,6 +126,17 @@ class HttpClient:
                 self._session.get(self._server.url + endpoint, allow_redirects=False) as response,
             ):
                 return await _body(response)
+
+
+def _watch(response: aiohttp.ClientResponse) -> None:
+    """End an answer whose connection has ended; aiohttp waits on after a malformed chunk."""
+    connection = response.connection
+    if connection is None:  # the answer is complete
+        return
+    if connection.transport is None or connection.transport.is_closing():
+        response.content.set_exception(aiohttp.ClientPayloadError())
+    else:
+        asyncio.get_running_loop().call_later(WATCH_SECONDS, _watch, response)
 
 
 async def _body(response: aiohttp.ClientResponse) -> bytes:
