@@ -107,7 +107,7 @@ def test_logprobs_equal_transformers(
 
     The logits of prompts are computed 6 rows at a time, so in several parts.
     """
-    monkeypatch.setattr("nanovllm.worker.prompt_logprobs._LOGPROB_ROWS", 6)
+    monkeypatch.setattr("nanovllm.worker.logprobs._PROMPT_ROWS", 6)
     chooser = random.Random(2)
     asked = [(0, 0, 1), (3, None, 1), (1, 4, 2), (5, 2, 1), (2, None, 2), (4, 0, 1)]
     requests = [

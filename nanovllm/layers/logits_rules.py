@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels.cpu import ops as cpu_ops
-from nanovllm.kernels.cpu.library import supports
+from nanovllm.kernels.cpu.library import supports, torch_on_one_thread
 from nanovllm.options.sampling_params import SamplingParams, takes_prompt
 from nanovllm.options.validation import shown
 
@@ -151,3 +151,29 @@ class LogitsRules:
         matches = ((before == end) | (before == _ANY)).all(1)
         scores = logits[last].masked_fill_(matches, -torch.inf)
         logits.scatter_reduce_(0, last, scores, "amin")  # several words may end with one token
+
+
+Ruled = tuple[int, LogitsRules, torch.Tensor]
+"""A row's index, its rules and its tokens [n] int64, the request's prompt and its output so far."""
+
+
+def run_processors(logits: torch.Tensor, rows: list[Ruled]) -> dict[int, str]:
+    """Let the logits processors change `logits` [R, vocab_size] float32 in place.
+
+    Returns why the processors of rows failed, by index.
+    """
+    errors: dict[int, str] = {}
+    for index, rules, tokens in rows:
+        try:
+            rules.run_processors(logits[index], tokens)
+        except Exception as error:  # the user's code may raise anything
+            reason = f"{type(error).__name__}: {error!s:.200}"
+            errors[index] = f"a logits processor failed: {reason}"
+    return errors
+
+
+def apply_rules(logits: torch.Tensor, rows: list[Ruled]) -> None:
+    """Apply the rules that come behind the processors to `logits` [R, vocab_size] float32."""
+    with torch_on_one_thread():  # a row takes microseconds
+        for index, rules, tokens in rows:
+            rules.apply(logits[index], tokens)

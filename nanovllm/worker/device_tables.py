@@ -184,7 +184,7 @@ class DeviceTables:
         inputs: torch.Tensor,
         tokens: torch.Tensor,
     ) -> None:
-        """Set `last_positions` by the drafts that `tokens` confirm, as `StepOutput.result` counts.
+        """Set `last_positions` by the drafts that `tokens` confirm, as `row_details` counts.
 
         Two neighbours with one table index and consecutive positions belong to one row: the input
         of the second is a draft, which the token of the first confirms or not. A row whose first

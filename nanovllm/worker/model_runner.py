@@ -19,10 +19,16 @@ from nanovllm.utils.memory import keep_freed
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.extensions import LAPS, Computed, Drafter, FastSteps, LogitMasks, StepRunner
 from nanovllm.worker.kv_cache import num_blocks_that_fit
+from nanovllm.worker.logprobs import (
+    Logprobs,
+    prompt_logprobs,
+    sampled_logprobs,
+    want_prompt_logprobs,
+)
 from nanovllm.worker.network import Network, NetworkSpec
-from nanovllm.worker.prompt_logprobs import gather_prompt_logprobs, needs_all_hidden
-from nanovllm.worker.sampling_rows import SampledLogprobs, SamplingRows
-from nanovllm.worker.step_output import PendingResult, PromptLogprobs, Step, StepOutput, StepTimer
+from nanovllm.worker.sampling_rows import SamplingRows
+from nanovllm.worker.step_output import PendingResult, StepOutput
+from nanovllm.worker.timing import StepTimer
 from nanovllm.worker.warm_up import compile_kernels, largest_steps
 
 logger = logging.getLogger(__name__)
@@ -157,13 +163,13 @@ class ModelRunner:
             self._drafter.admit(schedule)
         if self._drafter is None or not schedule.may_draft:
             output = self._run_rows(self._tables, schedule.rows)
-            return PendingResult(Step(schedule.step_id, schedule.rows), output)
+            return PendingResult(schedule.step_id, schedule.rows, output)
         timer = StepTimer(self.device)
         rows = self._drafter.draft(schedule.rows)
         timer.mark()
         output = self._run_rows(self._tables, rows)
         timer.mark()
-        return PendingResult(Step(schedule.step_id, rows, timer), output)
+        return PendingResult(schedule.step_id, rows, output, timer)
 
     def _run_rows(self, tables: DeviceTables, rows: list[Row]) -> StepOutput:
         """Compute `rows` and choose a token for each row that samples."""
@@ -176,38 +182,32 @@ class ModelRunner:
         tokens, logits, draft_ids = computed.tokens, computed.logits, computed.draft_ids
         if tokens is not None and all(tables.plain[row.table_idx] for row in rows):
             on_host = tokens.device.type != self.device.type
-            return StepOutput(tokens, None, [], draft_ids=draft_ids, on_host=on_host)
+            return StepOutput(tokens, draft_ids=draft_ids, on_host=on_host)
         sampling = SamplingRows(tables, rows, masks=masks, draft_ids=draft_ids)
-        prompt_logprobs: list[PromptLogprobs] = []
+        logprobs: list[Logprobs] = []
         if tokens is None:
             assert not (self._follows_drafts and any(row.num_unverified_tokens for row in rows))
             hidden = computed.hidden
+            of_prompts = want_prompt_logprobs(tables, rows)
             if hidden is None:
-                wanted = None if needs_all_hidden(tables, rows) else sampling.last_tokens
+                wanted = None if of_prompts else sampling.last_tokens
                 hidden = self.network.forward(tables, rows, wanted)
-            prompt_logprobs = gather_prompt_logprobs(self.network, tables, rows, hidden)
+            if of_prompts:
+                logprobs += prompt_logprobs(tables, rows, hidden, self.network.model)
             if len(sampling):
                 logits = self.network.logits(hidden, sampling.last_tokens)
-        sampled = self._sample(sampling, logits)
-        forcing = {} if masks is None else masks.forcing
-        return StepOutput(*sampled, prompt_logprobs, sampling.errors, sampling.draft_ids, forcing)
-
-    def _sample(
-        self, sampling: SamplingRows, logits: torch.Tensor | None
-    ) -> tuple[torch.Tensor, SampledLogprobs | None]:
-        """Choose and store the rows' tokens; return them and the requested log-probabilities."""
-        logprobs = None
         if logits is None:  # no row samples, or this is not rank 0
-            token_ids = torch.empty_like(sampling.last_tokens)
+            tokens = torch.empty_like(sampling.last_tokens)
         else:
-            token_ids = sampling.sample(logits)
-            logprobs = sampling.logprobs(logits, token_ids)
+            tokens = sampling.sample(logits)
+            logprobs += sampled_logprobs(tables, sampling, logits, tokens)
         if len(sampling):
-            broadcast_from_first(token_ids)
-            sampling.store(token_ids)
+            broadcast_from_first(tokens)
+            sampling.store(tokens)
             if self._follows_drafts:
-                sampling.accept(token_ids)
-        return token_ids, logprobs
+                sampling.accept(tokens)
+        forcing = {} if masks is None else masks.forcing
+        return StepOutput(tokens, logprobs, sampling.errors, sampling.draft_ids, forcing)
 
     @property
     def _follows_drafts(self) -> bool:

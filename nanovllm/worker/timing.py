@@ -1,7 +1,9 @@
-"""Measures at start how long functions take. Knows no model."""
+"""Measures how long steps take, and at start how long functions take. Knows no model."""
 
+import itertools
 import time
 from collections.abc import Callable, Sequence as Seq
+from typing import Any
 
 import torch
 
@@ -44,3 +46,30 @@ def measure_seconds(
 def _wait_for(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+class StepTimer:
+    """Measures the seconds from its making to the first mark, and from each mark to the next.
+
+    On CUDA they are the device's, because a launch returns at once.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_device = device.type == "cuda"
+        self._marks: list[Any] = []
+        self.mark()
+
+    def mark(self) -> None:
+        if not self._on_device:
+            self._marks.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        self._marks.append(event)
+
+    def seconds(self) -> list[float]:
+        """Return the durations. On CUDA the device must have reached the last mark."""
+        pairs = itertools.pairwise(self._marks)
+        if self._on_device:
+            return [start.elapsed_time(end) / 1000 for start, end in pairs]
+        return [end - start for start, end in pairs]

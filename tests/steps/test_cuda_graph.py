@@ -29,6 +29,7 @@ from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.extensions import LAPS
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.network import NetworkSpec
+from nanovllm.worker.sampling_rows import SamplingRows
 from nanovllm.worker.step_output import StepOutput
 from tests.kernels.triton.interpreter import patch_interpreter
 from tests.scheduler.invariants import check_scheduler
@@ -514,9 +515,9 @@ def test_only_rules_and_logprobs_leave_the_graph(
         blocks = list(range(table_idx * 10, table_idx * 10 + 10))
         bench.admit(table_idx, [table_idx, 1], SamplingParams(max_tokens=50, **kind), blocks)
     sampled: list[int] = []
-    sample = ModelRunner._sample
+    sample = SamplingRows.sample
     monkeypatch.setattr(
-        ModelRunner, "_sample", lambda *args: (sampled.append(len(args[1])), sample(*args))[1]
+        SamplingRows, "sample", lambda *args: (sampled.append(len(args[0])), sample(*args))[1]
     )
     for _ in range(3):
         bench.decode(*range(len(kinds)))

@@ -284,7 +284,7 @@ def test_a_table_row_taken_again_shows_nothing_of_the_sequence_before():
     assert sampling.top_ps.tolist() == [1.0]
     assert sampling.min_ps.tolist() == [0.0]
     assert tables.rules == [None] * len(tables.rules)
-    assert sampling_rows.logprobs(torch.zeros(1, VOCAB), torch.tensor([5])) is None
+    assert [params.logprobs for params in sampling_rows.params] == [None]
 
 
 def test_readmission_after_preemption_brings_back_the_generated_tokens():

@@ -9,7 +9,7 @@ from nanovllm.layers import sampler
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import WorkerInfo
 from nanovllm.speculation.proposers.ngram import Ngram
-from nanovllm.worker import sampling_rows as sampling
+from nanovllm.worker import logprobs, sampling_rows as sampling
 from nanovllm.worker.network import Network
 from nanovllm.worker.warm_up import CHUNKS, KINDS, compile_kernels, warm_up_steps
 from tests.steps.test_cuda_graph import BLOCK_SIZE, Bench
@@ -63,7 +63,7 @@ def test_every_way_of_choosing_a_token_is_used(
     watch(sampling, "greedy_tokens", lambda logits: [logits.dtype])
     watch(sampling, "draw", lambda logits, _, count=0: [logits.dtype, bool(count)])
     monkeypatch.setattr(sampler, "_c_kernels_support", lambda logits, native: False)  # as on CUDA
-    watch(sampling, "gather_logprobs", lambda *_: [])
+    watch(logprobs, "gather_logprobs", lambda *_: [])
     watch(Network, "forward", lambda _, tables, rows, wanted: [rows[0].samples])
     watch(Ngram, "propose", lambda _, rows: [rows[0].num_draft_tokens > 0])
     with torch.inference_mode():

@@ -1,0 +1,161 @@
+"""The log-probabilities that requests want: of the tokens that a step samples, and of prompts.
+
+The device gathers them, with each token's rank and the most likely tokens. Knows no model.
+"""
+
+from collections.abc import Callable, Iterable, Sequence as Seq
+from typing import NamedTuple
+
+import torch
+
+from nanovllm.scheduler.messages import Row, TokenLogprobs
+from nanovllm.worker.device_tables import DeviceTables
+from nanovllm.worker.sampling_rows import SamplingRows
+
+_PIECE = 2**23
+"""Logits whose log-probabilities are in memory at the same time: 32 MiB in float32."""
+_PROMPT_ROWS = 256
+"""Prompt positions whose logits are in memory at the same time."""
+
+
+class GatheredLogprobs(NamedTuple):
+    """Log-probabilities of L positions, on the device or on the host."""
+
+    token_ids: torch.Tensor
+    """[L, 1 + k] int64: the position's own token, then the k most likely tokens."""
+    logprobs: torch.Tensor
+    """[L, 1 + k] float32."""
+    ranks: torch.Tensor
+    """[L] int64, of the position's own token; 1 is the most likely."""
+
+    def tolist(self, counts: Seq[int]) -> list[TokenLogprobs]:
+        """Return Python numbers; position i gets its own token and the `counts[i]` most likely."""
+        columns = (self.token_ids.tolist(), self.logprobs.tolist(), self.ranks.tolist())
+        return [
+            TokenLogprobs(tokens[: 1 + count], logprobs[: 1 + count], rank)
+            for count, tokens, logprobs, rank in zip(counts, *columns, strict=True)
+        ]
+
+
+class Logprobs(NamedTuple):
+    """Log-probabilities of L samples, or of L consecutive tokens of one prompt."""
+
+    seq_ids: list[int]
+    """[L]."""
+    counts: list[int]
+    """[L], how many of the most likely tokens the request wants."""
+    values: GatheredLogprobs
+    position: int | None = None
+    """Of the first token in its prompt; None: they are of samples."""
+
+    def to_host(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> "Logprobs":
+        return self._replace(values=GatheredLogprobs(*map(copy, self.values)))
+
+
+def sampled_logprobs(
+    tables: DeviceTables, sampling: SamplingRows, logits: torch.Tensor, tokens: torch.Tensor
+) -> list[Logprobs]:
+    """Return the log-probabilities of the samples whose request wants them.
+
+    Args:
+        logits: [S, vocab_size], as the model gave them: no rules, no temperature.
+        tokens: [S], the sampled tokens.
+    """
+    counts = {
+        index: count
+        for index, params in enumerate(sampling.params)
+        if (count := params.logprobs) is not None
+    }
+    if not counts:
+        return []
+    rows = tables.upload(list(counts))
+    own = tokens[rows].clamp(min=0)  # a row with NO_TOKEN fails, so its numbers do not count
+    gathered = gather_logprobs(logits, own, max(counts.values()), rows)
+    return [Logprobs([sampling.rows[i].seq_id for i in counts], list(counts.values()), gathered)]
+
+
+def want_prompt_logprobs(tables: DeviceTables, rows: list[Row]) -> bool:
+    """Return whether a step of `rows` needs the hidden states of all its tokens."""
+    return any(tables.params[row.table_idx].prompt_logprobs is not None for row in rows)
+
+
+def prompt_logprobs(
+    tables: DeviceTables, rows: list[Row], hidden: torch.Tensor, model: torch.nn.Module
+) -> list[Logprobs]:
+    """Return the log-probabilities of the prompt tokens of `rows`; none except on rank 0.
+
+    The hidden state of one token gives the log-probabilities of the next.
+
+    Args:
+        hidden: [T, hidden_size], of all tokens of the step.
+    """
+    found = []
+    offset = 0
+    for row in rows:
+        count = tables.params[row.table_idx].prompt_logprobs
+        if count is not None:
+            first, last = row.num_computed_tokens + 1, tables.num_prompt_tokens[row.table_idx]
+            stop = min(first + row.num_scheduled_tokens, last)
+            for start in range(first, stop, _PROMPT_ROWS):
+                end = min(start + _PROMPT_ROWS, stop)
+                states = hidden[offset + start - first : offset + end - first]
+                logits = model.compute_logits(states)  # type: ignore[operator]
+                if logits is not None:
+                    tokens = tables.token_ids[row.table_idx, start:end].long()
+                    gathered = gather_logprobs(logits, tokens, count)
+                    size = end - start
+                    found.append(Logprobs([row.seq_id] * size, [count] * size, gathered, start))
+        offset += row.num_scheduled_tokens
+    return found
+
+
+def by_sequence(
+    parts: list[Logprobs],
+) -> tuple[dict[int, list[TokenLogprobs]], dict[int, list[tuple[int, TokenLogprobs]]]]:
+    """Return those of samples, and (position, log-probabilities) of prompts: by sequence id."""
+    sampled: dict[int, list[TokenLogprobs]] = {}
+    prompts: dict[int, list[tuple[int, TokenLogprobs]]] = {}
+    for part in parts:
+        values = part.values.tolist(part.counts)
+        if part.position is not None:
+            prompts.setdefault(part.seq_ids[0], []).extend(enumerate(values, part.position))
+            continue
+        for seq_id, value in zip(part.seq_ids, values, strict=True):
+            sampled.setdefault(seq_id, []).append(value)
+    return sampled, prompts
+
+
+def gather_logprobs(
+    logits: torch.Tensor, tokens: torch.Tensor, count: int, rows: torch.Tensor | None = None
+) -> GatheredLogprobs:
+    """Return the log-probabilities of `tokens` [L] and of the `count` most likely tokens.
+
+    The rows are processed in pieces, so the memory does not grow with their number.
+
+    Args:
+        logits: [L, vocab_size].
+        rows: [L] int64, which rows of `logits` to use instead.
+    """
+    size = max(_PIECE // logits.shape[-1], 1)
+    pieces: Iterable[torch.Tensor]
+    if rows is None:
+        pieces = torch.split(logits, size)
+    else:
+        pieces = (logits[piece] for piece in torch.split(rows, size))
+    gathered = [
+        _gather_piece(piece, own, count)
+        for piece, own in zip(pieces, torch.split(tokens, size), strict=True)
+    ]
+    return GatheredLogprobs(*map(torch.cat, zip(*gathered, strict=True)))
+
+
+def _gather_piece(
+    logits: torch.Tensor, tokens: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the columns of `GatheredLogprobs`."""
+    logprobs = logits.float().log_softmax(-1)
+    own = logprobs.gather(1, tokens[:, None])
+    # Not in int64: torch converts the mask to the dtype of the sum.
+    ranks = (logprobs > own).sum(-1, dtype=torch.int32).long() + 1
+    values, ids = logprobs.topk(min(count, logits.shape[-1]))
+    return torch.cat([tokens[:, None], ids], 1), torch.cat([own, values], 1), ranks

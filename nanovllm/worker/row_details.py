@@ -1,0 +1,77 @@
+"""The results of a step's rows where some have more than one token, or more than tokens: drafts to
+verify, failed samples, tokens that a grammar forces, log-probabilities.
+
+Knows no device: the outputs are on the host.
+"""
+
+from collections.abc import Mapping
+
+from nanovllm.layers.sampler import NO_TOKEN
+from nanovllm.scheduler.messages import Row, RowDetails
+from nanovllm.worker.extensions import ForcedTokens
+from nanovllm.worker.logprobs import Logprobs, by_sequence
+
+NO_DISTRIBUTION = (
+    "no token can be chosen: the logits have NaN or inf, or all are -inf; check the model's "
+    "weights and dtype, and whether the request's rules (bad_words, min_tokens, "
+    "structured_outputs, ...) forbid every token"
+)
+"""The error of a row whose token is NO_TOKEN."""
+
+
+def detailed_results(
+    rows: list[Row],
+    sampled: list[int],
+    drafts: list[int],
+    errors: dict[int, str],
+    forcing: Mapping[int, ForcedTokens],
+    logprobs: list[Logprobs],
+) -> tuple[list[list[int]], dict[int, RowDetails]]:
+    """Return the tokens of each row, and by sequence id the details of the rows that have any.
+
+    Args:
+        sampled: [S], a token or NO_TOKEN for each sample.
+        drafts: [S], the draft that the sample may confirm.
+        errors, forcing, logprobs: of `StepOutput`.
+    """
+    of_samples, of_prompts = by_sequence(logprobs)
+    token_ids: list[list[int]] = []
+    details: dict[int, RowDetails] = {}
+    first = 0
+    for row in rows:
+        tokens: list[int] = []
+        error: str | None = None
+        forced: list[int] | None = None
+        if row.samples:
+            last = first + row.num_draft_tokens
+            tokens, error = _accepted(sampled, drafts, errors, first, last)
+            if error is None and row.seq_id in forcing:
+                forced = forcing[row.seq_id].forced(tokens)
+            first = last + 1
+        token_ids.append(tokens)
+        values = of_samples.get(row.seq_id), of_prompts.get(row.seq_id)
+        found = RowDetails(row.num_draft_tokens, error, forced, *values)
+        if found != RowDetails():
+            details[row.seq_id] = found
+    return token_ids, details
+
+
+def _accepted(
+    sampled: list[int], drafts: list[int], errors: dict[int, str], first: int, last: int
+) -> tuple[list[int], str | None]:
+    """Return the tokens of a row with samples `first` to `last`, and why it has none.
+
+    A draft is accepted if it equals the token sampled at its position. The first token that
+    differs, or the one after the last draft, ends the row. A failed sample behind accepted drafts
+    ends the row too; the next step meets it again, as the first sample.
+    """
+    tokens: list[int] = []
+    for sample in range(first, last + 1):
+        token = sampled[sample]
+        error = errors.get(sample, NO_DISTRIBUTION if token == NO_TOKEN else None)
+        if error is not None:
+            return tokens, None if tokens else error
+        tokens.append(token)
+        if sample < last and drafts[sample] != token:
+            break
+    return tokens, None
