@@ -4,13 +4,13 @@ It allows the drafts that make the expected tokens per second largest, from what
 often each request's drafts are accepted. Knows no sequences, blocks or proposers; reads no clock.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from heapq import heapify, heappop, heapreplace
-from math import inf, log
+from math import inf
 
 from nanovllm.speculation.acceptance import Acceptance
 from nanovllm.speculation.cost_curve import CostCurve
+from nanovllm.speculation.draft_costs import DraftCosts
 
 _DECAY = 0.96
 """What a request's counts keep at each new proposal: about the last 25 proposals matter."""
@@ -62,12 +62,7 @@ class DraftController:
     ) -> None:
         self.max_draft_tokens = max_draft_tokens
         self._step_costs = CostCurve(step_seconds)
-        # Of each row's first draft, and of each further one; they get the same corrections.
-        self._draft_costs = [
-            CostCurve([(costs[0], costs[part]) for costs in draft_seconds])
-            for part in (1, 2)
-            if draft_seconds
-        ]
+        self._draft_costs = DraftCosts(draft_seconds)
         self._experience = Acceptance()
         self._experience.prior_weight = _GUESS_WEIGHT
         self._num_steps = 0
@@ -76,8 +71,6 @@ class DraftController:
         self._next_choice = 0  # step from which drafts may be chosen again
         self._num_skipped = 0  # steps since the last choice
         self._probe_seconds = 0.0  # what probes may spend now
-        # (rows, draft tokens, expected seconds) of the last steps that propose
-        self._plans: deque[tuple[int, int, float]] = deque(maxlen=4)
 
     def choose(self, candidates: Sequence[tuple[Acceptance, int]], num_tokens: int) -> list[int]:
         """Return how many draft tokens each candidate may get in the next step.
@@ -102,9 +95,7 @@ class DraftController:
             return [0] * len(choice)
         self._add_probes(choice, candidates, rates, limits, num_tokens)
         self._set_next_choice(choice, rates)
-        if self._draft_costs and any(choice):
-            plan = (len(choice) - choice.count(0), sum(choice), self._draft_cost(choice))
-            self._plans.append(plan)
+        self._draft_costs.plan(choice)
         return choice
 
     def skips_step(self) -> bool:
@@ -157,18 +148,9 @@ class DraftController:
             num_tokens: tokens that the target computed, drafts included.
         """
         self._step_costs.observe(num_tokens, seconds)
-        if not self._draft_costs or draft_seconds <= 0:
-            return
-        for plan in self._plans:
-            if plan[:2] == (num_draft_rows, num_draft_tokens):
-                expected = plan[2]
-                # A network that had to catch up took time which the plan does not contain.
-                excess = max(draft_seconds - expected, 0.0)
-                self._probe_seconds -= min(excess, 100 * self._step_costs.at(1))
-                for costs in self._draft_costs:
-                    costs.rescale(log(draft_seconds / expected))
-                self._plans.remove(plan)
-                return
+        # A network that had to catch up took time which the plan does not contain.
+        excess = self._draft_costs.observe(num_draft_rows, num_draft_tokens, draft_seconds)
+        self._probe_seconds -= min(excess, 100 * self._step_costs.at(1))
 
     def _best_choice(
         self, rates: list[tuple[float, float, float]], limits: list[int], num_tokens: int
@@ -185,7 +167,7 @@ class DraftController:
         if not rows:
             return choice
         most = max(limits[i] for i in rows)
-        if not self._draft_costs:
+        if self._draft_costs.is_free:
             return self._scan(rows, rates, limits, num_tokens, speed)[1] or choice
         # All rows share the time of a network's pass, so each number of passes is tried.
         for num_passes in range(1, most + 1):
@@ -207,30 +189,32 @@ class DraftController:
         """Find the choice with more tokens per second than `best_speed`, if there is one.
 
         Drafts are added in the order of their probabilities. Cost is neither convex nor concave in
-        the size, so every prefix of this order is compared. The scan ends when no longer prefix can
-        be better. Prompt chunks in the step cost what they cost: only what drafts add counts.
+        the size, so every prefix of this order is compared.
         """
         costs = self._step_costs
-        fixed = costs.at(len(rates)) - costs.at(num_tokens)
+        # Before any draft: a token a row. Prompt chunks cost what they cost, so the seconds are
+        # those of a step without them, and only what drafts add to the real size counts.
+        tokens, size = float(len(rates)), float(num_tokens)
+        seconds = costs.at(len(rates)) - costs.at(num_tokens)
         # If few rows find a proposal, the choice matters in the steps in which one does.
         scale = max(1.0, 1 / max(sum(rates[i][0] for i in rows), 1e-3))
-        heap = [(-rates[i][1], i) for i in rows]
+        heap = [(-rates[i][1], i) for i in rows]  # each row's next draft, the likeliest first
         heapify(heap)
-        first_costs, later_costs = self._draft_costs_by_rows(len(rates))
+        first_costs, later_costs = self._draft_costs.by_rows(len(rates))
         rows_by_depth = [0] * (max(limits) + 1)
         choice = [0] * len(rates)
-        order: list[int] = []
-        best_count = 0
-        tokens, size, seconds, slope = float(len(rates)), float(num_tokens), fixed, 0.0
-        most_seconds = inf
+        order: list[int] = []  # the row of each draft added
+        best_count, slope, most_seconds = 0, 0.0, inf
         if self._experience.first_tried < _FEW_RECORDS:
             most_seconds = (1 + _FIRST_SHARE) * costs.at(len(rates))
         while heap:
+            # No longer prefix is better once a draft gains less than the cheapest token costs.
             gain, row = -heap[0][0], heap[0][1]
             if len(order) % 16 == 0:
                 slope = costs.least_slope(size)
             if gain <= best_speed * slope:
                 break
+            # Add the row's next draft, or several at once in a large step.
             share, later = min(scale * rates[row][0], 1.0), rates[row][2]
             for _ in range(min(1 + len(order) // _FINE_DRAFTS, limits[row] - choice[row])):
                 depth = choice[row] = choice[row] + 1
@@ -241,6 +225,7 @@ class DraftController:
                 size += share
                 order.append(row)
                 gain *= later
+            # Compare this prefix with the best one.
             total = costs.at(size) + seconds
             if total > most_seconds and len(order) > 1:
                 break
@@ -275,12 +260,14 @@ class DraftController:
         num_tokens: int,
     ) -> None:
         """Give one draft to rows that were not probed for long, as far as probes may cost."""
+        # What probes may spend grows with each step. It is saved for several steps, so that most
+        # steps are plain and tell what a plain one costs.
         plain_seconds = self._step_costs.at(len(choice))
         earned = self._probe_seconds + _PROBE_SHARE * plain_seconds * (1 + self._num_skipped)
         self._num_skipped = 0
         self._probe_seconds = min(earned, plain_seconds / 4)
-        # Saved for several steps, so that most steps are plain and tell what a plain one costs.
         can_pay = self._probe_seconds >= _PROBE_PAUSE * _PROBE_SHARE * plain_seconds
+        # Rows whose last probe succeeded come first, then those that wait longest.
         due = [
             (acceptance.probe_interval > 0, acceptance.next_probe, i)
             for i, (acceptance, _) in enumerate(candidates)
@@ -291,9 +278,7 @@ class DraftController:
         while due:
             is_new, _, i = heappop(due)
             cost = self._step_costs.at(size + 1) - self._step_costs.at(size)
-            if self._draft_costs:
-                cost += self._draft_costs[0].at(num_rows + 1)
-                cost -= self._draft_costs[0].at(num_rows) if num_rows else 0.0
+            cost += self._draft_costs.of_another_row(num_rows)
             # A row whose last probe succeeded goes on, and a row that costs almost nothing beside
             # others joins them. Their time is made up later, so it may not be much.
             joins = num_rows > 0 and cost <= _PROBE_SHARE / 4 * plain_seconds
@@ -301,6 +286,7 @@ class DraftController:
                 break
             if self._probe_seconds < -_PROBE_DEBT * plain_seconds:
                 break
+            # The row is probed; the proposer may find nothing, which costs nothing.
             acceptance = candidates[i][0]
             acceptance.next_probe = self._num_steps + max(acceptance.probe_interval, 1)
             acceptance.is_probe = True
@@ -308,19 +294,3 @@ class DraftController:
             size += 1
             num_rows += 1
             self._probe_seconds -= rates[i][0] * cost
-
-    def _draft_costs_by_rows(self, num_rows: int) -> tuple[list[float], list[float]]:
-        """Return the seconds to propose a token for each of 0 to `num_rows` rows: the first token
-        of a row, and a further one.
-        """
-        if not self._draft_costs:
-            nothing = [0.0] * (num_rows + 1)
-            return nothing, nothing
-        first, later = ([0.0, *map(c.at, range(1, num_rows + 1))] for c in self._draft_costs)
-        return first, later
-
-    def _draft_cost(self, choice: list[int]) -> float:
-        """Return the seconds to propose all drafts: rows go forward together, token by token."""
-        first, later = self._draft_costs_by_rows(len(choice))
-        counts = [sum(k >= depth for k in choice) for depth in range(1, max(choice) + 1)]
-        return first[counts[0]] + sum(later[count] for count in counts[1:])
