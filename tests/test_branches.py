@@ -31,8 +31,8 @@ sys.meta_path[:] = [f for f in sys.meta_path if not f.__module__.startswith("__e
     "branches",
     [
         "compat structured observe loadtest server cli",
+        "steps",
         pytest.param("speculation", marks=NOT_YET),
-        pytest.param("steps", marks=NOT_YET),
         pytest.param("formats", marks=NOT_YET),
     ],
 )

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -165,7 +166,7 @@ def make_runner(
     config = target.config
     make_steps: Callable[[Network, int], FastSteps] | None = None
     make_drafter: Callable[[Network, int], Drafter] | None = None
-    if not config.enforce_eager:
+    if not config.enforce_eager and find_spec("nanovllm.steps") is not None:
         from nanovllm.steps.registry import StepRunners
 
         make_steps = StepRunners
