@@ -121,17 +121,17 @@ def runner_of(llm: LLM) -> ModelRunner:
 def without_speculation(llm: LLM) -> Iterator[None]:
     """Let `llm` be an engine without speculation inside: the same weights at the same addresses."""
     runner, scheduler = runner_of(llm), llm.engine.scheduler
-    kept = runner._drafter, scheduler.drafting
-    runner._drafter = scheduler.drafting = None
+    kept = runner.drafter, scheduler.drafting
+    runner.drafter = scheduler.drafting = None
     yield
-    runner._drafter, scheduler.drafting = kept
+    runner.drafter, scheduler.drafting = kept
 
 
 @torch.inference_mode()
 def step_costs(llm: LLM, batch: int) -> dict[int, float]:
     """Return the seconds of a step of `batch` sequences by its tokens, with 0 to 23 drafts each."""
     runner = runner_of(llm)
-    tables = runner._tables
+    tables = runner.tables
     assert tables is not None
     per_row = -(-(CONTEXT + 1 + DRAFTS[-1]) // tables.block_size)
     blocks = torch.arange(batch * per_row, dtype=torch.int32).view(batch, per_row)
@@ -139,9 +139,7 @@ def step_costs(llm: LLM, batch: int) -> dict[int, float]:
 
     def run(size: int) -> None:
         drafts = size // batch - 1
-        runner._run_rows(
-            tables, [Row(i, i, CONTEXT, 1 + drafts, True, drafts) for i in range(batch)]
-        )
+        runner.run_rows([Row(i, i, CONTEXT, 1 + drafts, True, drafts) for i in range(batch)])
 
     sizes = [batch * (1 + drafts) for drafts in DRAFTS if batch * (1 + drafts) <= MAX_SAMPLES]
     return dict(measure_seconds(run, sizes, torch.device("cpu")))

@@ -17,6 +17,7 @@ from nanovllm.utils.pages import PageReserve
 from nanovllm.worker.kv_cache import memory_errors, require_one_sequence
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.step_output import PendingResult
+from nanovllm.worker.warm_up import allocate, measure
 
 if TYPE_CHECKING:
     from nanovllm.structured.grammar import GrammarCompiler
@@ -42,9 +43,9 @@ class InProcessExecutor:
         device = rank_device(self._config)
         with on_device(device, self._num_threads), memory_errors(self._config):
             runner = make_runner(self._target, device, self._draft)
-            info = runner.measure()
+            info = measure(runner)
             require_one_sequence(info.num_blocks, info.block_size, info.max_model_len)
-            info = runner.allocate(info)
+            info = allocate(runner, info)
         self._runner = runner
         return info
 

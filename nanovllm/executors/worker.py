@@ -36,6 +36,7 @@ from nanovllm.worker.kv_cache import memory_errors
 from nanovllm.worker.model_loader import check_weights
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.network import Network, NetworkSpec
+from nanovllm.worker.warm_up import allocate, measure
 
 if TYPE_CHECKING:
     from nanovllm.structured.grammar import GrammarCompiler
@@ -246,11 +247,11 @@ def run_worker(
         init_tensor_parallel(rank, config.tensor_parallel_size, port, device)
         with memory_errors(config):
             runner = make_runner(target, device, draft)
-            measured = runner.measure()
+            measured = measure(runner)
         outbox.put(lambda: measured)
         info: WorkerInfo = pipe.recv()
         with memory_errors(config):
-            allocated = runner.allocate(info)
+            allocated = allocate(runner, info)
         outbox.put(lambda: allocated)
         while True:
             message: GrammarCompiler | Schedule = pipe.recv()

@@ -1,13 +1,11 @@
-"""Runs the model on one rank: build, measure, allocate, then execute schedules.
+"""Runs the model on one rank: builds it, allocates the KV pool and executes schedules.
 
 Knows no queue and no text, and no other rank except through the layers' collectives.
 """
 
-import dataclasses
 import logging
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from itertools import chain
 
 import torch
@@ -18,7 +16,6 @@ from nanovllm.utils.distributed import broadcast_from_first, tensor_parallel
 from nanovllm.utils.memory import keep_freed
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.extensions import LAPS, Computed, Drafter, FastSteps, LogitMasks, StepRunner
-from nanovllm.worker.kv_cache import num_blocks_that_fit
 from nanovllm.worker.logprobs import (
     Logprobs,
     prompt_logprobs,
@@ -29,7 +26,6 @@ from nanovllm.worker.network import Network, NetworkSpec
 from nanovllm.worker.sampling_rows import SamplingRows
 from nanovllm.worker.step_output import PendingResult, StepOutput
 from nanovllm.worker.timing import StepTimer
-from nanovllm.worker.warm_up import compile_kernels, largest_steps
 
 logger = logging.getLogger(__name__)
 
@@ -67,78 +63,29 @@ class ModelRunner:
             )
         # Larger steps take more memory; on a CPU they do not make a token cheaper.
         default_num_tokens = 1024 if device.type == "cpu" else 16384
-        self._max_num_batched_tokens = config.max_num_batched_tokens or default_num_tokens
+        self.max_num_batched_tokens = config.max_num_batched_tokens or default_num_tokens
         network = self.network = Network(target, self.max_model_len, device)
-        self._steps = make_steps and make_steps(network, self._max_num_batched_tokens)
-        self._num_padding_blocks = int(self._steps is not None and self._steps.uses_graphs)
-        self._drafter = make_drafter and make_drafter(network, self._max_num_batched_tokens)
+        self.steps = make_steps and make_steps(network, self.max_num_batched_tokens)
+        self.num_padding_blocks = int(self.steps is not None and self.steps.uses_graphs)
+        self.drafter = make_drafter and make_drafter(network, self.max_num_batched_tokens)
         self.masks: LogitMasks | None = None
         if device.type == "cpu":
             keep_freed()  # each step reuses the memory that the last one freed
-        self._tables: DeviceTables | None = None
-        self._step_runners: list[StepRunner] = []
+        self.tables: DeviceTables | None = None
+        self.step_runners: list[StepRunner] = []
         self._launched: deque[PendingResult] = deque()  # the last LAPS steps at most
 
-    @torch.inference_mode()
-    def measure(self) -> WorkerInfo:
-        """Return what this rank can hold. Allocates nothing that stays."""
-        block_size, block_bytes = self.network.backend.block_size, self.network.block_bytes
-        if self._drafter is not None:
-            block_bytes += self._drafter.block_bytes
-        info = WorkerInfo(
-            0,
-            block_size,
-            self.max_model_len,
-            self.network.model_config.vocab_size,
-            self._max_num_batched_tokens,
-            runs_ahead=self.device.type == "cuda",
-        )
-        num_blocks = num_blocks_that_fit(
-            self.config,
-            self.device,
-            block_bytes=block_bytes,
-            max_blocks=-(-self.max_model_len // block_size) * self.config.max_num_seqs,
-            num_reserved=self._num_padding_blocks,
-            warm_up=partial(self._reach_peak, info),
-        )
-        return dataclasses.replace(info, num_blocks=num_blocks)
+    def allocate(self, info: WorkerInfo) -> DeviceTables:
+        """Make the KV pool and new tables, in place of any others; return the tables."""
+        self.network.make_pool(info.num_blocks + self.num_padding_blocks)
+        native = self.config.native_kernels
+        self.tables = DeviceTables(info, self.config.max_num_seqs, self.device, native=native)
+        return self.tables
 
-    def _reach_peak(self, info: WorkerInfo) -> int:
-        """Run the largest steps on a small pool, so that torch records its peak memory.
-
-        Returns the bytes that CUDA graphs will take in addition.
-        """
-        num_blocks = -(-min(info.max_model_len, info.max_num_batched_tokens) // info.block_size)
-        info = dataclasses.replace(info, num_blocks=num_blocks)
-        tables = self._make_pool_and_tables(info)
-        prompts, samples = largest_steps(info, tables, drafts=self._drafter is not None)
-        self._run_rows(tables, prompts)
-        self._run_rows(tables, samples)
-        num_bytes = 0
-        if self._steps is not None:
-            num_bytes = self._steps.measure(tables, accepts=self._follows_drafts)
+    def free(self) -> None:
+        """Free the KV pool and the tables."""
         self.network.free_pool()
-        if self._drafter is not None:
-            num_bytes += self._drafter.warm_up(tables, num_blocks, prompts)
-        return num_bytes
-
-    @torch.inference_mode()
-    def allocate(self, info: WorkerInfo) -> WorkerInfo:
-        """Allocate the KV pool and the tables, then capture or record the model.
-
-        Returns `info`; with speculation, with the measured costs of steps.
-        """
-        tables = self._tables = self._make_pool_and_tables(info)
-        if self._drafter is not None:
-            self._drafter.allocate(tables, info.num_blocks)
-        if self.device.type == "cuda":
-            compile_kernels(info, self.config.speculation, self.execute, self.network, tables)
-        if self._steps is not None:
-            self._step_runners = self._steps.make(tables, accepts=self._follows_drafts)
-        if self._drafter is None:
-            return info
-        info = dataclasses.replace(info, follows_drafts=self._follows_drafts)
-        return self._drafter.add_costs(info, tables, partial(self._run_rows, tables))
+        self.tables = None
 
     @torch.inference_mode()
     def execute(self, schedule: Schedule) -> PendingResult:
@@ -150,32 +97,34 @@ class ModelRunner:
         return pending
 
     def _execute(self, schedule: Schedule) -> PendingResult:
-        assert self._tables is not None, "allocate() comes first"
-        self._tables.apply(schedule)
+        assert self.tables is not None, "allocate() comes first"
+        self.tables.apply(schedule)
         if self.masks is not None:
             self.masks.admit(schedule.admissions)
-        self.network.zero_blocks(schedule.blocks_to_zero, self._tables)
+        self.network.zero_blocks(schedule.blocks_to_zero, self.tables)
         added = [new.block_ids for new in schedule.admissions]
         added += [new.block_ids for new in schedule.new_blocks]
         if added:
             self.network.populate_beyond(max(chain.from_iterable(added)))
-        if self._drafter is not None:
-            self._drafter.admit(schedule)
-        if self._drafter is None or not schedule.may_draft:
-            output = self._run_rows(self._tables, schedule.rows)
+        if self.drafter is not None:
+            self.drafter.admit(schedule)
+        if self.drafter is None or not schedule.may_draft:
+            output = self.run_rows(schedule.rows)
             return PendingResult(schedule.step_id, schedule.rows, output)
         timer = StepTimer(self.device)
-        rows = self._drafter.draft(schedule.rows)
+        rows = self.drafter.draft(schedule.rows)
         timer.mark()
-        output = self._run_rows(self._tables, rows)
+        output = self.run_rows(rows)
         timer.mark()
         return PendingResult(schedule.step_id, rows, output, timer)
 
-    def _run_rows(self, tables: DeviceTables, rows: list[Row]) -> StepOutput:
+    def run_rows(self, rows: list[Row]) -> StepOutput:
         """Compute `rows` and choose a token for each row that samples."""
+        tables = self.tables
+        assert tables is not None, "allocate() comes first"
         masks = None if self.masks is None else self.masks.begin(tables, rows)
         computed = Computed()
-        for runner in self._step_runners:
+        for runner in self.step_runners:
             if runner.fits(rows):
                 computed = runner.run(rows)
                 break
@@ -186,7 +135,7 @@ class ModelRunner:
         sampling = SamplingRows(tables, rows, masks=masks, draft_ids=draft_ids)
         logprobs: list[Logprobs] = []
         if tokens is None:
-            assert not (self._follows_drafts and any(row.num_unverified_tokens for row in rows))
+            assert not (self.follows_drafts and any(row.num_unverified_tokens for row in rows))
             hidden = computed.hidden
             of_prompts = want_prompt_logprobs(tables, rows)
             if hidden is None:
@@ -204,19 +153,13 @@ class ModelRunner:
         if len(sampling):
             broadcast_from_first(tokens)
             sampling.store(tokens)
-            if self._follows_drafts:
+            if self.follows_drafts:
                 sampling.accept(tokens)
         forcing = {} if masks is None else masks.forcing
         return StepOutput(tokens, logprobs, sampling.errors, sampling.draft_ids, forcing)
 
     @property
-    def _follows_drafts(self) -> bool:
+    def follows_drafts(self) -> bool:
         """Whether the device counts accepted drafts, so that rows may follow drafts in flight."""
-        drafter = self._drafter
-        return drafter is not None and drafter.follows_drafts and self._num_padding_blocks > 0
-
-    def _make_pool_and_tables(self, info: WorkerInfo) -> DeviceTables:
-        """Make the KV pool; return new tables."""
-        self.network.make_pool(info.num_blocks + self._num_padding_blocks)
-        native = self.config.native_kernels
-        return DeviceTables(info, self.config.max_num_seqs, self.device, native=native)
+        drafter = self.drafter
+        return drafter is not None and drafter.follows_drafts and self.num_padding_blocks > 0

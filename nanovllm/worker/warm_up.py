@@ -1,21 +1,23 @@
-"""The steps that a rank runs at start: the largest ones, so that their memory is known, and one of
-each kind, so that no request waits for a kernel to be compiled.
+"""What a rank does before its first request: it finds how many KV blocks fit, allocates them, and
+prepares faster steps.
 
-Those are schedules like those of requests: of one sequence, in table row 0 and KV block 0. Knows no
-kernel and no device.
+It runs the largest steps, so that their memory is known. On a GPU it runs one of each kind, so that
+no request waits for a kernel to be compiled: schedules like those of requests, of one sequence, in
+table row 0 and KV block 0.
 """
 
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Iterator
+from functools import partial
 
 import torch
 
 from nanovllm.layers.logits_rules import LogitsRules
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.options.speculative_config import SpeculativeConfig
 from nanovllm.scheduler.messages import MAX_SAMPLES, Admission, Row, Schedule, WorkerInfo
 from nanovllm.worker.device_tables import DeviceTables
-from nanovllm.worker.network import Network
-from nanovllm.worker.step_output import PendingResult
+from nanovllm.worker.kv_cache import num_blocks_that_fit
+from nanovllm.worker.model_runner import ModelRunner
 
 CHUNKS = (100, 40, 2)
 """Tokens of the chunks of the first prompt: kernels may have variants for many, some, few rows."""
@@ -42,7 +44,82 @@ KINDS = (
 """What the requests want."""
 
 
-def largest_steps(
+@torch.inference_mode()
+def measure(runner: ModelRunner) -> WorkerInfo:
+    """Return what this rank can hold. Allocates nothing that stays."""
+    network, config = runner.network, runner.config
+    block_size, block_bytes = network.backend.block_size, network.block_bytes
+    if runner.drafter is not None:
+        block_bytes += runner.drafter.block_bytes
+    info = WorkerInfo(
+        0,
+        block_size,
+        runner.max_model_len,
+        network.model_config.vocab_size,
+        runner.max_num_batched_tokens,
+        runs_ahead=runner.device.type == "cuda",
+    )
+    num_blocks = num_blocks_that_fit(
+        config,
+        runner.device,
+        block_bytes=block_bytes,
+        max_blocks=-(-runner.max_model_len // block_size) * config.max_num_seqs,
+        num_reserved=runner.num_padding_blocks,
+        warm_up=partial(reach_peak, runner, info),
+    )
+    return dataclasses.replace(info, num_blocks=num_blocks)
+
+
+def reach_peak(runner: ModelRunner, info: WorkerInfo) -> int:
+    """Run the largest steps on a small pool, so that torch records its peak memory.
+
+    Returns the bytes that CUDA graphs will take in addition.
+    """
+    num_blocks = -(-min(info.max_model_len, info.max_num_batched_tokens) // info.block_size)
+    info = dataclasses.replace(info, num_blocks=num_blocks)
+    tables, drafter = runner.allocate(info), runner.drafter
+    prompts, samples = _largest_steps(info, tables, drafts=drafter is not None)
+    runner.run_rows(prompts)
+    runner.run_rows(samples)
+    num_bytes = 0
+    if runner.steps is not None:
+        num_bytes = runner.steps.measure(tables, accepts=runner.follows_drafts)
+    runner.free()
+    if drafter is not None:
+        num_bytes += drafter.warm_up(tables, num_blocks, prompts)
+    return num_bytes
+
+
+@torch.inference_mode()
+def allocate(runner: ModelRunner, info: WorkerInfo) -> WorkerInfo:
+    """Allocate the KV pool and the tables, then capture or record the model.
+
+    Returns `info`; with speculation, with the measured costs of steps.
+    """
+    tables, drafter = runner.allocate(info), runner.drafter
+    if drafter is not None:
+        drafter.allocate(tables, info.num_blocks)
+    if runner.device.type == "cuda":
+        compile_kernels(runner, info)
+    if runner.steps is not None:
+        runner.step_runners = runner.steps.make(tables, accepts=runner.follows_drafts)
+    if drafter is None:
+        return info
+    info = dataclasses.replace(info, follows_drafts=runner.follows_drafts)
+    return drafter.add_costs(info, tables, runner.run_rows)
+
+
+def compile_kernels(runner: ModelRunner, info: WorkerInfo) -> None:
+    """Run a step of each kind, and leave nothing of them in the tables and in the pool."""
+    spec = runner.config.speculation
+    for schedule in warm_up_steps(info, 0 if spec is None else spec.max_draft_tokens):
+        runner.execute(schedule).result()
+    assert runner.tables is not None
+    runner.tables.apply(emptying_step(info))
+    runner.network.zero_blocks([0], runner.tables)
+
+
+def _largest_steps(
     info: WorkerInfo, tables: DeviceTables, *, drafts: bool
 ) -> tuple[list[Row], list[Row]]:
     """Return the rows of the longest prefill and of the most samples; prepare `tables` for them.
@@ -65,20 +142,6 @@ def largest_steps(
     if drafts:
         num_drafts = max(0, min(MAX_SAMPLES, max_tokens, length * num_seqs) // num_seqs - 1)
     return prompts, [Row(i, i, 0, 1 + num_drafts, True, num_drafts) for i in range(num_seqs)]
-
-
-def compile_kernels(
-    info: WorkerInfo,
-    spec: SpeculativeConfig | None,
-    execute: Callable[[Schedule], PendingResult],
-    network: Network,
-    tables: DeviceTables,
-) -> None:
-    """Run a step of each kind, and leave nothing of them in `tables` and in the pool."""
-    for schedule in warm_up_steps(info, 0 if spec is None else spec.max_draft_tokens):
-        execute(schedule).result()
-    tables.apply(emptying_step(info))
-    network.zero_blocks([0], tables)
 
 
 def warm_up_steps(info: WorkerInfo, num_drafts: int) -> Iterator[Schedule]:

@@ -31,6 +31,7 @@ from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.network import NetworkSpec
 from nanovllm.worker.sampling_rows import SamplingRows
 from nanovllm.worker.step_output import StepOutput
+from nanovllm.worker.warm_up import allocate
 from tests.kernels.triton.interpreter import patch_interpreter
 from tests.scheduler.invariants import check_scheduler
 from tests.steps.fake_graphs import FakeCapture, use_fake_graphs
@@ -293,10 +294,10 @@ class Bench:
         model_config = ModelConfig.from_hf(checkpoint.config, config.dtype)
         files = weight_files(checkpoint, model, None)
         self.runner = make_runner(NetworkSpec(config, model_config, files), torch.device("cpu"))
-        self.runner.allocate(WorkerInfo(100, BLOCK_SIZE, 64, model_config.vocab_size, 64))
-        assert self.runner._tables is not None
-        self.tables = self.runner._tables
-        self.graphs: Any = next(iter(self.runner._step_runners), None)  # None with enforce_eager
+        allocate(self.runner, WorkerInfo(100, BLOCK_SIZE, 64, model_config.vocab_size, 64))
+        assert self.runner.tables is not None
+        self.tables = self.runner.tables
+        self.graphs: Any = next(iter(self.runner.step_runners), None)  # None with enforce_eager
         self.lengths: dict[int, int] = {}
 
     def admit(
@@ -547,7 +548,7 @@ def test_cuda_graphs_are_used_and_freed(gpu_model: str) -> None:
     free_before = torch.cuda.mem_get_info()[0]
     llm = LLM(gpu_model, dtype="float32", kv_cache_memory_bytes=2**30, max_num_seqs=64)
     runner = llm.engine.executor._runner  # type: ignore[attr-defined]
-    graphs = runner._step_runners[0]
+    graphs = runner.step_runners[0]
     assert graphs.sizes == graph_sizes(64)
     assert graphs._tokens.is_pinned()  # the last kernel writes to the host's memory
     llm.generate([[1, 2, 3]] * 5, SamplingParams(max_tokens=8), use_tqdm=False)

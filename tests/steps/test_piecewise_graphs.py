@@ -126,7 +126,7 @@ def test_stored_hidden_states_are_those_of_the_step(random_model: str, captures:
         if bench.graphs is not None:
             with torch.inference_mode():
                 steps = StepRunners(network, 64)
-                bench.runner._step_runners = steps.make(bench.tables, accepts=False)
+                bench.runner.step_runners = steps.make(bench.tables, accepts=False)
         for schedule in STEPS[:3]:
             bench.runner.execute(schedule)
         return pool[:PADDING_SLOT]

@@ -11,16 +11,14 @@ from nanovllm.scheduler.messages import WorkerInfo
 from nanovllm.speculation.proposers.ngram import Ngram
 from nanovllm.worker import logprobs, sampling_rows as sampling
 from nanovllm.worker.network import Network
-from nanovllm.worker.warm_up import CHUNKS, KINDS, compile_kernels, warm_up_steps
+from nanovllm.worker.warm_up import CHUNKS, KINDS, compile_kernels, reach_peak, warm_up_steps
 from tests.steps.test_cuda_graph import BLOCK_SIZE, Bench
 
 INFO = WorkerInfo(100, BLOCK_SIZE, 64, 1003, 64)
 
 
 def warm_up(bench: Bench) -> None:
-    runner = bench.runner
-    spec = runner.config.speculation
-    compile_kernels(INFO, spec, runner.execute, runner.network, bench.tables)
+    compile_kernels(bench.runner, INFO)
 
 
 @pytest.mark.parametrize("max_model_len", [1, 2, 3, 5, 44, 150, 4096])
@@ -113,5 +111,5 @@ def test_peak_memory_includes_a_float32_copy_of_all_logits(
     copy = sampling.float32_copy
     monkeypatch.setattr(sampling, "float32_copy", watched)
     with torch.inference_mode():
-        bench.runner._reach_peak(INFO)
+        reach_peak(bench.runner, INFO)
     assert (24, bench.runner.network.model_config.vocab_size) in shapes

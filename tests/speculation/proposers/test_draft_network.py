@@ -19,6 +19,7 @@ import torch
 from nanovllm import SamplingParams, demo_model
 from nanovllm.assembly import make_engine
 from nanovllm.attention.triton import TritonBackend
+from nanovllm.executors import in_process
 from nanovllm.kernels.triton import decode_step, sampling as triton_sampling
 from nanovllm.layers import sampler
 from nanovllm.options.config import Config
@@ -27,10 +28,10 @@ from nanovllm.speculation.draft_controller import DraftController
 from nanovllm.speculation.proposers.draft_network import DraftNetwork
 from nanovllm.speculation.proposers.proposer import Proposer
 from nanovllm.steps.cuda_graph import draft_graph_sizes
-from nanovllm.worker import network
+from nanovllm.worker import network, warm_up
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.model_runner import ModelRunner
-from nanovllm.worker.warm_up import KINDS as KINDS_AT_START, compile_kernels
+from nanovllm.worker.warm_up import KINDS as KINDS_AT_START, reach_peak
 from tests.glossary import QUESTIONS
 from tests.kernels.triton.interpreter import patch_interpreter
 from tests.steps.fake_graphs import FakeCapture, use_fake_graphs
@@ -188,12 +189,12 @@ def test_few_graphs_and_a_block_for_padding(method: str, monkeypatch: pytest.Mon
     config = Config(demo_model.MODEL, speculative_config=speculative, **OPTIONS)
     engine = make_engine(config, queue_depth=0)
     runner: Any = engine.executor._runner  # type: ignore[attr-defined]
-    draft = runner._drafter
+    draft = runner.drafter
     sizes = [graphs.sizes for graphs in draft._graphs]
     assert sizes == [draft_graph_sizes(48), draft_graph_sizes(3)][: len(sizes)]
     assert len(sizes) == (1 if method == "draft_model" else 2)
     made = [len(capture.graphs) for capture in captures]
-    graphs, pieces = runner._step_runners
+    graphs, pieces = runner.step_runners
     assert made == [*map(len, sizes), len(graphs.sizes), len(pieces.sizes)]
     assert {layer.kv_cache.shape[1] for layer in draft._network.attentions} == {101}
     engine.shutdown()
@@ -222,11 +223,11 @@ def test_warming_up_leaves_nothing(
     runner: Any = engine.executor._runner  # type: ignore[attr-defined]
     with torch.inference_mode():
         num_captures = graphs * (3 if method == "draft_model" else 4)
-        assert runner._reach_peak(engine.worker_info) == 1000 * num_captures
+        assert reach_peak(runner, engine.worker_info) == 1000 * num_captures
     assert len(seen) == num_captures
-    for held in (runner.network, runner._drafter._network):
+    for held in (runner.network, runner.drafter._network):
         assert not any(hasattr(layer, "kv_cache") for layer in held.attentions)
-    assert getattr(runner._drafter, "_features", None) is None
+    assert getattr(runner.drafter, "_features", None) is None
     engine.shutdown()
 
 
@@ -238,19 +239,16 @@ def test_steps_at_start_draft_and_change_no_request(
     """All kernels of a draft network compile there as well."""
     expected = generate(method, count=3)
     proposals = Proposals()
-    allocate = ModelRunner.allocate
+    allocate = warm_up.allocate
 
     def warm(runner: ModelRunner, info: WorkerInfo) -> WorkerInfo:
         allocated = allocate(runner, info)
-        assert runner._tables is not None
         with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
             proposals.watch(patch)
-            compile_kernels(
-                info, runner.config.speculation, runner.execute, runner.network, runner._tables
-            )
+            warm_up.compile_kernels(runner, info)
         return allocated
 
-    monkeypatch.setattr(ModelRunner, "allocate", warm)
+    monkeypatch.setattr(in_process, "allocate", warm)
     assert generate(method, count=3) == expected
     assert len(proposals.drafts) == len(KINDS_AT_START)
     assert {len(drafts) for step in proposals.drafts for drafts in step} == {4}
@@ -288,8 +286,8 @@ def test_graphs_and_pools_are_freed_with_the_engine(
     try:
         engine = make_engine(config, queue_depth=0)
         runner: Any = engine.executor._runner  # type: ignore[attr-defined]
-        held = [weakref.ref(runner._drafter), weakref.ref(runner._drafter._network._pool)]
-        held.append(weakref.ref(runner._drafter._graphs[0]))
+        held = [weakref.ref(runner.drafter), weakref.ref(runner.drafter._network._pool)]
+        held.append(weakref.ref(runner.drafter._graphs[0]))
         captures.clear()
         engine.shutdown()
         del engine, runner

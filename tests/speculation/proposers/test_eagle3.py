@@ -131,7 +131,7 @@ def test_recorded_steps_draft_the_same(
         eager = dict(drafted)
         options = {"kvcache_block_size": 32, "enforce_eager": enforce_eager}
         _, llm = run(make_llm, model, REQUESTS, **options, **speculating("eagle3", head))
-        recorded = llm.engine.executor._runner._drafter._recorded
+        recorded = llm.engine.executor._runner.drafter._recorded
         assert [one is None for one in recorded] == [enforce_eager] * 2
     assert drafted == eager
     assert len(drafted) > 100
