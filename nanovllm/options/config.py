@@ -8,13 +8,14 @@ import dataclasses
 import json
 import os
 import re
-from typing import Any
+from typing import Annotated, Any
 
 from nanovllm.errors import ConfigError
 from nanovllm.options.speculative_config import SpeculativeConfig
 from nanovllm.options.validation import (
-    check_bool,
+    Error,
     check_choice,
+    check_fields,
     check_float,
     check_int,
     shown,
@@ -28,6 +29,64 @@ KV_CACHE_DTYPES = ("auto", "fp8", "int8")
 MAX_THREADS = 1024
 """Most CPU threads, as in kernels/cpu/csrc/threads.c. OpenMP's library ends the process if it does
 not get the threads or their memory."""
+_INT32 = 2**31 - 1
+"""The largest number in a block table."""
+
+
+def _path(error: Error, name: str, value: Any, rule: str, kinds: Any = str | os.PathLike) -> str:
+    if not isinstance(value, kinds) or not os.fspath(value):
+        raise error(f"{name} must be {rule}, got {shown(value)}")
+    path: str = os.fspath(value)
+    return path
+
+
+def _dtype(error: Error, name: str, value: Any) -> str:
+    if type(value).__module__ == "torch":  # such as torch.bfloat16
+        value = str(value).removeprefix("torch.")
+    return check_choice(error, name, value, DTYPES)
+
+
+def _device(error: Error, name: str, value: Any) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
+        raise error(f'{name} must be "auto", "cpu", "cuda" or "cuda:N", got {value!r}')
+    return value
+
+
+def _threads(error: Error, name: str, value: Any) -> int:
+    most = min(max(4 * (os.cpu_count() or 1), 64), MAX_THREADS)
+    return check_int(error, name, value, 1, most)
+
+
+def _blocks(error: Error, name: str, value: Any) -> int:
+    return value if value == -1 else check_int(error, name, value, 1, _INT32)
+
+
+def _speculative_config(error: Error, name: str, value: Any) -> SpeculativeConfig:
+    """Return the options of speculation, which may be given as a dictionary."""
+    if isinstance(value, SpeculativeConfig):
+        return value
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise error(
+            f'{name} must be a dictionary of options, such as {{"method": "ngram"}}, '
+            f"got {shown(value)}"
+        )
+    try:
+        return SpeculativeConfig(**value)
+    except ConfigError as reason:
+        raise error(f"{name}: {reason}") from None
+
+
+def _json_object(error: Error, name: str, value: Any) -> dict[str, Any]:
+    """Return a copy of `value`, which must be a dictionary that JSON can write."""
+    try:
+        copied = json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as reason:
+        raise error(
+            f"{name} must be a dictionary of JSON values, got {shown(value)}: {reason}"
+        ) from reason
+    if not isinstance(copied, dict):
+        raise error(f"{name} must be a dictionary, got {shown(value)}")
+    return copied
 
 
 @strict_keywords(ConfigError)
@@ -39,81 +98,83 @@ class Config:
         ConfigError: a field is unknown, of the wrong type, out of range, or contradicts another.
     """
 
-    model: str
+    model: Annotated[str, _path, "a directory or a hub id"]
     """Path of a local checkpoint directory or GGUF file, or a Hugging Face hub id such as
     "Qwen/Qwen3-0.6B", or a GGUF file in a hub repository such as "owner/repo/model.gguf"."""
-    revision: str | None = None
+    revision: Annotated[str | None, _path, "a string or None", str] = None
     """Branch, tag or commit of the hub repository; None is its default branch."""
-    tokenizer: str | None = None
+    tokenizer: Annotated[str | None, _path, "a directory or a hub id or None"] = None
     """Directory or hub id of another tokenizer; None is the model's own."""
     skip_tokenizer_init: bool = False
     """Load no tokenizer: prompts and outputs are token ids, and texts are empty."""
-    download_dir: str | None = None
+    download_dir: Annotated[str | None, _path, "a directory or None"] = None
     """Directory for downloads from the hub; None is huggingface_hub's cache."""
-    hf_overrides: dict[str, Any] | None = None
+    hf_overrides: Annotated[dict[str, Any] | None, _json_object] = None
     """Fields that replace those of the checkpoint's config.json, such as {"rope_theta": 1000000};
     None is none."""
-    generation_config: str = "auto"
+    generation_config: Annotated[str, _path, 'a directory, "auto" or "vllm"'] = "auto"
     """Where recommended sampling parameters come from: "auto" is the checkpoint's
     generation_config.json, "vllm" is none; else a directory with that file, which then also names
     the end-of-sequence tokens."""
-    dtype: str = "auto"
+    dtype: Annotated[str, _dtype] = "auto"
     """Data type of weights and activations: "float32", "bfloat16" or "float16"; "auto" keeps the
     checkpoint's, and is bfloat16 for a GGUF file."""
-    device: str = "auto"
+    device: Annotated[str, _device] = "auto"
     """Device to run on: "cpu", "cuda" or "cuda:N"; "auto" uses CUDA if there is a GPU."""
-    load_format: str = "auto"
+    load_format: Annotated[str, check_choice, LOAD_FORMATS] = "auto"
     """"auto" loads the weights from safetensors or GGUF files; "dummy" makes random weights and
     needs only config.json."""
-    quantization: str | None = None
+    quantization: Annotated[str | None, check_choice, QUANTIZATIONS] = None
     """Weight quantization: "int8" and "int4" store linear layers, embedding and language-model head
     in 8 or 4 bits; "fp8" stores linear layers in FP8 (E4M3); "none" converts the blocks of a GGUF
     file to the model's dtype. None is the form that each weight has in the checkpoint."""
-    kv_cache_dtype: str = "auto"
+    kv_cache_dtype: Annotated[str, check_choice, KV_CACHE_DTYPES] = "auto"
     """Data type of the KV cache: "fp8" (E4M3, scale 1; GPU only), "int8" (one scale per token and
     head; CPU only), or "auto" for the model's dtype."""
-    max_num_batched_tokens: int | None = None
+    max_num_batched_tokens: Annotated[int | None, check_int, 1, _INT32] = None
     """Maximum number of tokens computed in one step; longer prompts are computed in chunks. None is
     16384 on CUDA and 1024 on a CPU."""
-    max_num_seqs: int = 512
+    max_num_seqs: Annotated[int, check_int, 1, 2**20] = 512
     """Maximum number of sequences that run at once; each owns a table row and KV blocks."""
-    max_model_len: int = 4096
+    max_model_len: Annotated[int, check_int, 1, _INT32] = 4096
     """Maximum length of a sequence, prompt and output together. A value above the model's number of
     positions is reduced to it."""
-    gpu_memory_utilization: float = 0.9
+    gpu_memory_utilization: Annotated[float, check_float, 0.01, 1.0] = 0.9
     """Fraction of each GPU's memory that this engine may use, weights included."""
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: Annotated[int, check_int, 1, 1024] = 1
     """Number of processes that share each layer; above 1, each is a spawned process."""
     enforce_eager: bool = False
     """Run every step kernel by kernel, without CUDA graphs or recorded steps on the CPU. This takes
     less memory and starts faster, but decodes slower."""
-    num_threads: int | None = None
+    num_threads: Annotated[int | None, _threads] = None
     """Number of CPU threads of all ranks together; None is the number of cores available to this
     process."""
     native_kernels: bool = True
     """Use nanovllm's own kernels where available, and on a CPU without them weights packed by
     oneDNN. Otherwise plain torch is used everywhere."""
-    kvcache_block_size: int | None = None
+    kvcache_block_size: Annotated[int | None, check_int, 1, _INT32] = None
     """Number of tokens in a KV block; None is the attention backend's choice."""
-    num_kvcache_blocks: int = -1
+    num_kvcache_blocks: Annotated[int, _blocks] = -1
     """Number of KV blocks in the pool; -1 derives it from the available memory."""
-    kv_cache_memory_bytes: int | None = None
+    kv_cache_memory_bytes: Annotated[int | None, check_int, 1, 2**63 - 1] = None
     """Size of each rank's KV pool in bytes. None is what gpu_memory_utilization leaves on CUDA; on
     a CPU it is 4 GiB or the rank's share of half the memory that is free after loading the weights,
     whichever is smaller."""
     enable_prefix_caching: bool = True
     """Reuse the KV blocks of a prefix that prompts have in common."""
-    max_logprobs: int = 1000
+    max_logprobs: Annotated[int, check_int, -1, _INT32] = 1000
     """Maximum number of log-probabilities that a request may ask for at each token; -1 is the size
     of the vocabulary."""
-    speculative_config: SpeculativeConfig | dict[str, Any] | None = None
+    speculative_config: Annotated[
+        SpeculativeConfig | dict[str, Any] | None, _speculative_config
+    ] = None
     """Speculative decoding: how to propose tokens, of which one step verifies several. The options
     are method, model, num_speculative_tokens, prompt_lookup_max and prompt_lookup_min, as in
     {"method": "ngram"}; None is no speculation."""
-    trace: str | None = None
+    trace: Annotated[str | None, _path, "a file or None"] = None
     """File for a timeline of the engine's steps and of each sequence, which ui.perfetto.dev shows;
     an existing file is overwritten. None is no file."""
-    seed: int = 0
+    seed: Annotated[int, check_int, 0, 2**63 - 1] = 0
     """Seed for requests that have no seed of their own, and for dummy weights."""
 
     @property
@@ -123,36 +184,9 @@ class Config:
         return self.speculative_config
 
     def __post_init__(self) -> None:
-        self._check_paths()
-        if type(self.dtype).__module__ == "torch":  # such as torch.bfloat16
-            self._set("dtype", str(self.dtype).removeprefix("torch."))
-        for name, choices in (
-            ("dtype", DTYPES),
-            ("load_format", LOAD_FORMATS),
-            ("kv_cache_dtype", KV_CACHE_DTYPES),
-            ("quantization", QUANTIZATIONS),
-        ):
-            if name != "quantization" or self.quantization is not None:
-                check_choice(ConfigError, name, getattr(self, name), choices)
-        if not isinstance(self.device, str) or not re.fullmatch(
-            r"auto|cpu|cuda(:\d+)?", self.device
-        ):
-            raise ConfigError(
-                f'device must be "auto", "cpu", "cuda" or "cuda:N", got {self.device!r}'
-            )
-        self._check_integers()
-        self._set("speculative_config", _speculative_config(self.speculative_config))
-        utilization = check_float(
-            ConfigError, "gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0
-        )
-        self._set("gpu_memory_utilization", utilization)
-        for name in (
-            "skip_tokenizer_init",
-            "enforce_eager",
-            "native_kernels",
-            "enable_prefix_caching",
-        ):
-            check_bool(ConfigError, name, getattr(self, name))
+        check_fields(ConfigError, self)
+        if self.tokenizer is not None and self.skip_tokenizer_init:
+            raise ConfigError("skip_tokenizer_init=True loads no tokenizer; leave tokenizer out")
         if self.num_kvcache_blocks != -1 and self.kv_cache_memory_bytes is not None:
             raise ConfigError(
                 "num_kvcache_blocks and kv_cache_memory_bytes both size the KV pool; give one"
@@ -162,74 +196,3 @@ class Config:
                 f"device {self.device!r} names one GPU but tensor_parallel_size is "
                 f'{self.tensor_parallel_size}; use device="cuda" and CUDA_VISIBLE_DEVICES'
             )
-
-    def _check_integers(self) -> None:
-        threads = min(max(4 * (os.cpu_count() or 1), 64), MAX_THREADS)
-        for name, low, high, unset in (
-            ("max_num_seqs", 1, 2**20, ()),
-            ("max_model_len", 1, 2**31 - 1, ()),
-            ("tensor_parallel_size", 1, 1024, ()),
-            ("max_logprobs", -1, 2**31 - 1, ()),
-            ("seed", 0, 2**63 - 1, ()),
-            ("max_num_batched_tokens", 1, 2**31 - 1, (None,)),
-            ("kvcache_block_size", 1, 2**31 - 1, (None,)),
-            ("kv_cache_memory_bytes", 1, 2**63 - 1, (None,)),
-            ("num_threads", 1, threads, (None,)),
-            ("num_kvcache_blocks", 1, 2**31 - 1, (-1,)),  # block tables are int32
-        ):
-            value = getattr(self, name)
-            if value not in unset:
-                self._set(name, check_int(ConfigError, name, value, low, high))
-
-    def _check_paths(self) -> None:
-        """Check the options that name files, and what replaces parts of the checkpoint."""
-        for name, kind, optional in (
-            ("model", "a directory or a hub id", False),
-            ("revision", "a string", True),
-            ("tokenizer", "a directory or a hub id", True),
-            ("download_dir", "a directory", True),
-            ("generation_config", 'a directory, "auto" or "vllm"', False),
-            ("trace", "a file", True),
-        ):
-            value, types = getattr(self, name), str if name == "revision" else str | os.PathLike
-            if value is None and optional:
-                continue
-            if not isinstance(value, types) or not os.fspath(value):
-                rule = f"{kind} or None" if optional else kind
-                raise ConfigError(f"{name} must be {rule}, got {shown(value)}")
-            self._set(name, os.fspath(value))
-        if self.tokenizer is not None and self.skip_tokenizer_init is True:
-            raise ConfigError("skip_tokenizer_init=True loads no tokenizer; leave tokenizer out")
-        if self.hf_overrides is not None:
-            self._set("hf_overrides", _json_object("hf_overrides", self.hf_overrides))
-
-    def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
-
-
-def _speculative_config(value: Any) -> SpeculativeConfig | None:
-    """Return the options of speculation, which may be given as a dictionary."""
-    if value is None or isinstance(value, SpeculativeConfig):
-        return value
-    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise ConfigError(
-            'speculative_config must be a dictionary of options, such as {"method": "ngram"}, '
-            f"got {shown(value)}"
-        )
-    try:
-        return SpeculativeConfig(**value)
-    except ConfigError as error:
-        raise ConfigError(f"speculative_config: {error}") from None
-
-
-def _json_object(name: str, value: Any) -> dict[str, Any]:
-    """Return a copy of `value`, which must be a dictionary that JSON can write."""
-    try:
-        copied = json.loads(json.dumps(value, allow_nan=False))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{name} must be a dictionary of JSON values, got {shown(value)}: {error}"
-        ) from error
-    if not isinstance(copied, dict):
-        raise ConfigError(f"{name} must be a dictionary, got {shown(value)}")
-    return copied

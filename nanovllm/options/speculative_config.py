@@ -3,10 +3,16 @@
 import dataclasses
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 from nanovllm.errors import ConfigError
-from nanovllm.options.validation import check_choice, check_int, shown, strict_keywords
+from nanovllm.options.validation import (
+    check_choice,
+    check_fields,
+    check_int,
+    shown,
+    strict_keywords,
+)
 
 NETWORK_METHODS = ("draft_model", "eagle3")
 """Methods that have a network, and so a model."""
@@ -30,21 +36,17 @@ class SpeculativeConfig:
     is what the model is: "eagle3" for an EAGLE-3 head, else "draft_model"."""
     model: str | None = None
     """Checkpoint of the draft network: a directory or hub id."""
-    num_speculative_tokens: int | None = None
+    num_speculative_tokens: Annotated[int | None, check_int, 1, 1024] = None
     """Most tokens to propose for a sequence in one step; None is 24 for ngram, 8 for a network. A
     controller proposes as many of them as are expected to pay."""
-    prompt_lookup_max: int = 4
+    prompt_lookup_max: Annotated[int, check_int, 1, MAX_LOOKUP] = 4
     """Longest n-gram to look up, in tokens."""
-    prompt_lookup_min: int = 2
+    prompt_lookup_min: Annotated[int, check_int, 1, MAX_LOOKUP] = 2
     """Shortest n-gram to look up, in tokens."""
 
     def __post_init__(self) -> None:
         self._check_method_and_model()
-        counts = {"prompt_lookup_max": MAX_LOOKUP, "prompt_lookup_min": MAX_LOOKUP}
-        if self.num_speculative_tokens is not None:
-            counts["num_speculative_tokens"] = 1024
-        for name, high in counts.items():
-            self._set(name, check_int(ConfigError, name, getattr(self, name), 1, high))
+        check_fields(ConfigError, self)
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ConfigError(
                 f"prompt_lookup_min must be at most prompt_lookup_max, got "
@@ -85,7 +87,7 @@ class SpeculativeConfig:
                     f"model must be a directory or a hub id, got {shown(self.model)}: it is the "
                     "checkpoint of the draft network"
                 )
-            self._set("model", os.fspath(self.model))
+            object.__setattr__(self, "model", os.fspath(self.model))
         if self.method is None:
             if self.model is None:
                 raise ConfigError(
@@ -95,7 +97,7 @@ class SpeculativeConfig:
             return
         check_choice(ConfigError, "method", self.method, METHODS)
         if self.method == "auto":
-            self._set("method", "ngram")
+            object.__setattr__(self, "method", "ngram")
         needs_model = self.method in NETWORK_METHODS
         if needs_model and self.model is None:
             raise ConfigError(
@@ -106,6 +108,3 @@ class SpeculativeConfig:
                 f"method {self.method} has no model, got {shown(self.model)}: leave the model out, "
                 "or the method"
             )
-
-    def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)

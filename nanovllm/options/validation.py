@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+Error = type[NanoVLLMError]
+"""What a check raises."""
+
 _MAX_SHOWN = 80
 
 
@@ -69,7 +72,7 @@ OTHER_NAMES: dict[str, Mapping[str, OtherName]] = {}
 that it does not take. `nanovllm.compat` fills it; without that folder it stays empty."""
 
 
-def strict_keywords(error: type[NanoVLLMError]) -> Callable[[type[T]], type[T]]:
+def strict_keywords(error: Error) -> Callable[[type[T]], type[T]]:
     """Make a frozen dataclass raise `error` for a keyword that is no field nor in `OTHER_NAMES`.
 
     The message names the field that was meant, or says what to use. That of an assignment says how
@@ -128,9 +131,24 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
     return f"; known: {', '.join(sorted(known))}"
 
 
-def check_int(
-    error: type[NanoVLLMError], name: str, value: Any, low: int, high: int | None = None
-) -> int:
+def check_fields(error: Error, checked: Any) -> None:
+    """Check the fields of a new frozen dataclass by their types, and keep what the checks return.
+
+    A bool is True or False. That of `Annotated[kind, check, *limits]` is what
+    `check(error, name, value, *limits)` returns; a field that is None by default may be None.
+    """
+    for name, field in checked.__dataclass_fields__.items():
+        value = getattr(checked, name)
+        if field.type is bool:
+            check_bool(error, name, value)
+        elif value is None and field.default is None:
+            continue
+        elif metadata := getattr(field.type, "__metadata__", None):
+            check, *limits = metadata
+            object.__setattr__(checked, name, check(error, name, value, *limits))
+
+
+def check_int(error: Error, name: str, value: Any, low: int, high: int | None = None) -> int:
     """Return `value` as int if it is an integer (not a bool) in [low, high], else raise `error`."""
     rule = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
     try:
@@ -144,9 +162,7 @@ def check_int(
     return number
 
 
-def check_float(
-    error: type[NanoVLLMError], name: str, value: Any, low: float, high: float = math.inf
-) -> float:
+def check_float(error: Error, name: str, value: Any, low: float, high: float = math.inf) -> float:
     """Return `value` as float if it is a finite real number in [low, high], else raise `error`."""
     rule = f"a finite number >= {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -160,16 +176,14 @@ def check_float(
     return number
 
 
-def check_bool(error: type[NanoVLLMError], name: str, value: Any) -> bool:
+def check_bool(error: Error, name: str, value: Any) -> bool:
     """Return `value` if it is True or False, else raise `error`."""
     if not isinstance(value, bool):
         raise error(f"{name} must be True or False, got {shown(value)} ({type(value).__name__})")
     return value
 
 
-def check_choice(
-    error: type[NanoVLLMError], name: str, value: Any, choices: Collection[str]
-) -> str:
+def check_choice(error: Error, name: str, value: Any, choices: Collection[str]) -> str:
     """Return `value` if it is one of `choices`, else raise `error`.
 
     The message says what to use, if `OTHER_NAMES` has the value, or else names the choice that was

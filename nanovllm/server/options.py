@@ -8,13 +8,42 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Annotated, Any
 
 from nanovllm.errors import ConfigError
 from nanovllm.options.flags import Parser, add_flags
-from nanovllm.options.validation import check_float, check_int, shown, strict_keywords
+from nanovllm.options.validation import (
+    Error,
+    check_fields,
+    check_float,
+    check_int,
+    shown,
+    strict_keywords,
+)
 
 API_KEY_VARIABLE = "NANOVLLM_API_KEY"
 """Environment variable with an API key, or several with commas between."""
+_MAX_FILES = 10**6
+"""Linux lets a process open 2**20 files, by default."""
+
+
+def _text(error: Error, name: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise error(f"{name} must be a string that is not empty, got {shown(value)}")
+    return value
+
+
+def _path(error: Error, name: str, value: Any) -> str:
+    if not isinstance(value, str) or not value.startswith("/") or value.endswith("/"):
+        rule = 'must begin with "/" and not end with it, such as "/llm"'
+        raise error(f"{name} {rule}, got {shown(value)}")
+    return value
+
+
+def _texts(error: Error, name: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+        raise error(f"{name} must be a list of strings")  # keys are never shown
+    return tuple(value)
 
 
 @strict_keywords(ConfigError)
@@ -26,79 +55,50 @@ class ServerOptions:
         ConfigError: a field is unknown, of the wrong type or out of range.
     """
 
-    host: str = "127.0.0.1"
+    host: Annotated[str, _text] = "127.0.0.1"
     """Address to listen on; "0.0.0.0" is every interface."""
-    port: int = 8000
+    port: Annotated[int, check_int, 0, 65535] = 8000
     """Port to listen on; 0 takes a free one."""
-    uds: str | None = None
+    uds: Annotated[str | None, _text] = None
     """Path of a Unix socket to listen on instead of host and port. None is no such socket."""
-    api_keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
+    api_keys: Annotated[tuple[str, ...], _texts] = dataclasses.field(default=(), repr=False)
     """Keys, one of which a request must bring; without keys everyone is let in."""
-    served_model_name: str | None = None
+    served_model_name: Annotated[str | None, _text] = None
     """Name of the model in requests and answers; None is the last part of its path, or its hub
     id."""
-    max_waiting: int = 2048
+    max_waiting: Annotated[int, check_int, 1] = 2048
     """Maximum number of sequences that wait for the engine beside those that run; further requests
     get status 503."""
-    max_connections: int = 4096
+    max_connections: Annotated[int, check_int, 1, _MAX_FILES] = 4096
     """Maximum number of open connections; further ones get status 503 and are closed."""
-    min_priority: int = 0
+    min_priority: Annotated[int, check_int, -(2**31), 0] = 0
     """Lowest priority that a request may ask for. Lower values go first, before the turns of users,
     so a value below 0 is for clients that are trusted."""
-    max_body_bytes: int = 4 * 2**20
+    max_body_bytes: Annotated[int, check_int, 1] = 4 * 2**20
     """Maximum size of a request's body in bytes. While Python reads a string of JSON, nothing else
     runs: 5 ms for a megabyte of escapes."""
-    read_timeout: float = 30.0
+    read_timeout: Annotated[float, check_float, 0.001] = 30.0
     """Seconds in which a request must have arrived, and in which a client must read on when it has
     stopped reading its answer."""
-    request_timeout: float | None = None
+    request_timeout: Annotated[float | None, check_float, 0.001] = None
     """Seconds after which a request is ended with an error; None is no limit."""
-    drain_seconds: float = 30.0
+    drain_seconds: Annotated[float, check_float, 0] = 30.0
     """Seconds that running requests have to finish after SIGTERM."""
-    cors_origins: tuple[str, ...] = ()
+    cors_origins: Annotated[tuple[str, ...], _texts] = ()
     """Origins of web pages that may use the server; "*" is every page."""
-    root_path: str | None = None
+    root_path: Annotated[str | None, _path] = None
     """Path under which a proxy has the server, such as "/llm"; requests may come with it or
     without. None is no path."""
-    chat_template: str | None = None
+    chat_template: Annotated[str | None, _text] = None
     """File with a Jinja template, or the template itself. None is the checkpoint's template."""
-    tool_call_parser: str = "auto"
+    tool_call_parser: Annotated[str, _text] = "auto"
     """Format of tool calls in answers; "auto" recognises it by the chat template."""
-    reasoning_parser: str = "auto"
+    reasoning_parser: Annotated[str, _text] = "auto"
     """Format of reasoning in answers; "auto" recognises it by the chat template."""
 
     def __post_init__(self) -> None:
-        for name in ("host", "tool_call_parser", "reasoning_parser"):
-            self._check_text(name)
-        path = self.root_path
-        if path is not None and not (
-            isinstance(path, str) and path.startswith("/") and not path.endswith("/")
-        ):
-            raise ConfigError(
-                'root_path must begin with "/" and not end with it, such as "/llm", '
-                f"got {shown(self.root_path)}"
-            )
-        for name in ("uds", "served_model_name", "chat_template"):
-            if getattr(self, name) is not None:
-                self._check_text(name)
-        self._set("port", check_int(ConfigError, "port", self.port, 0, 65535))
-        for name in ("max_waiting", "max_body_bytes"):
-            self._set(name, check_int(ConfigError, name, getattr(self, name), 1))
-        # Linux lets a process open 2**20 files, by default.
-        most = check_int(ConfigError, "max_connections", self.max_connections, 1, 10**6)
-        self._set("max_connections", most)
-        lowest = check_int(ConfigError, "min_priority", self.min_priority, -(2**31), 0)
-        self._set("min_priority", lowest)
-        for name in ("read_timeout", "request_timeout"):
-            if getattr(self, name) is not None:
-                self._set(name, check_float(ConfigError, name, getattr(self, name), 0.001))
-        self._set("drain_seconds", check_float(ConfigError, "drain_seconds", self.drain_seconds, 0))
+        check_fields(ConfigError, self)
         self.read_chat_template()  # fails now if it cannot be read
-        for name in ("api_keys", "cors_origins"):
-            value = getattr(self, name)
-            if not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value):
-                raise ConfigError(f"{name} must be a list of strings")  # keys are never shown
-            self._set(name, tuple(value))
         for key in self.api_keys:
             if not key or not key.isascii() or not key.isprintable() or " " in key:
                 raise ConfigError("an API key must be printable ASCII characters without spaces")
@@ -133,14 +133,6 @@ class ServerOptions:
         if self.uds or self.api_keys or not self.is_local:
             return None
         return frozenset({"localhost", "127.0.0.1", "[::1]", self.host})
-
-    def _check_text(self, name: str) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, str) or not value:
-            raise ConfigError(f"{name} must be a string that is not empty, got {shown(value)}")
-
-    def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)
 
 
 def keys_of_environment(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
