@@ -114,6 +114,22 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
     return lazy_zeros(shape, dtype)
 
 
+def zeroed_pool(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, by_block: bool
+) -> torch.Tensor:
+    """Return a new KV pool [layers, *a layer's shape].
+
+    Args:
+        shape: its third number counts the blocks.
+        by_block: whether all layers' parts of a block lie side by side. Then, on a CPU, the first
+            token of a block waits for few new pages.
+    """
+    if not by_block:
+        return zeros(shape, dtype, device)
+    layers, first, blocks, *rest = shape
+    return zeros((blocks, layers, first, *rest), dtype, device).movedim(0, 2)
+
+
 def available_memory() -> int:
     """Return the bytes that this process can still allocate: the machine's, or fewer if its cgroup
     has a limit.

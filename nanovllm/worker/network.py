@@ -12,7 +12,6 @@ import torch
 from nanovllm.attention.backend import AttentionSpec, Backend
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.selector import select_backend
-from nanovllm.formats.quantization import FP8
 from nanovllm.kernels.cpu.library import torch_on_one_thread
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.linear import QKVParallelLinear
@@ -22,7 +21,7 @@ from nanovllm.scheduler.messages import Row
 from nanovllm.utils.memory import populate
 from nanovllm.utils.pages import PageReserve
 from nanovllm.worker.device_tables import DeviceTables
-from nanovllm.worker.kv_cache import zeros
+from nanovllm.worker.kv_cache import zeroed_pool
 from nanovllm.worker.model_loader import build_model, load_model
 
 _BYTES_AHEAD = 32 * 2**20
@@ -54,7 +53,7 @@ class Network:
         self.model_config = model_config
         self.max_model_len = max_model_len
         self.model = build_model(config, model_config, files, max_model_len, device)
-        self._kv_dtype = {"fp8": FP8, "int8": torch.int8}.get(
+        self._kv_dtype = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}.get(
             config.kv_cache_dtype, model_config.dtype
         )
         self.backend = self._select_backend(config, device)
@@ -81,7 +80,8 @@ class Network:
 
         The pool is zeroed: masked keys must be finite, as in `Schedule.blocks_to_zero`.
         """
-        self._pool = self._zeroed_pool(num_blocks)
+        shape = self._pool_shape(num_blocks)
+        self._pool = zeroed_pool(shape, self._kv_dtype, self.device, by_block=self._by_block)
         self._num_populated = 0
         self.populate_beyond(0)
         for attention, kv_cache in zip(self.attentions, self._pool, strict=True):
@@ -162,18 +162,6 @@ class Network:
             ),
             native=config.native_kernels,
         )
-
-    def _zeroed_pool(self, num_blocks: int) -> torch.Tensor:
-        """Return a new pool [layers, *a layer's shape].
-
-        On a CPU, if the backend allows it, all layers' parts of a block lie side by side, so that
-        the first token of a block waits for few new pages.
-        """
-        shape = self._pool_shape(num_blocks)
-        if not self._by_block:
-            return zeros(shape, self._kv_dtype, self.device)
-        layers, first, blocks, *rest = shape
-        return zeros((blocks, layers, first, *rest), self._kv_dtype, self.device).movedim(0, 2)
 
     def _pool_shape(self, num_blocks: int) -> tuple[int, ...]:
         return (len(self.attentions), *self.backend.kv_cache_shape(num_blocks))
