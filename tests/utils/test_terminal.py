@@ -40,7 +40,7 @@ TIMEOUT = 60.0
 
 CHAT = """
 import sys, time, types
-from nanovllm import LLM
+from nanovllm.llm import LLM
 from nanovllm.cli import main as cli
 
 stream = LLM.stream
