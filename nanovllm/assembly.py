@@ -5,7 +5,7 @@ The engine knows a branch only by a seam of its own. Here each is imported, when
 
 import contextlib
 import dataclasses
-from functools import partial
+from functools import cache, partial
 
 from nanovllm.checkpoint.hub import Checkpoint, configured_checkpoint, draft_checkpoint
 from nanovllm.checkpoint.kept_tokenizer import KeptTokenizer
@@ -58,7 +58,7 @@ def make_engine(config: Config, *, queue_depth: int | None = None) -> LLMEngine:
             generation_config={}
             if config.generation_config == "vllm"
             else checkpoint.generation_config,
-            load_tokenizer=partial(load_tokenizer, checkpoint),
+            load_tokenizer=cache(partial(load_tokenizer, checkpoint)),
             observer=observer,
             queue_depth=int(info.runs_ahead) if queue_depth is None else queue_depth,
         )

@@ -188,7 +188,7 @@ class LLM:
 
         The engine has its own: it does not see changes of this one.
         """
-        return self.engine.tokenizer
+        return self.engine.load_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the sampling parameters recommended in the checkpoint's generation_config.json."""

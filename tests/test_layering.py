@@ -50,7 +50,7 @@ FOLDERS = {
     ),
     "steps": Folder("attention kernels layers models scheduler utils worker", torch=True),
     "engine": Folder(
-        "chat checkpoint executors options scheduler utils",
+        "chat checkpoint executors options scheduler",
         torch=False,
     ),
     "speculation": Folder(
@@ -95,13 +95,13 @@ CORE = (
     "models.qwen3",
 )
 """The trunk: the files on the way from prompt to text. docs/walk.md reads them in order."""
-MAX_CORE_LINES = 4_448
+MAX_CORE_LINES = 4_419
 """A budget that may only fall."""
 BRANCHES = ("speculation", "structured", "formats", "steps", "observe", "compat", "server")
 """What the trunk knows through its own seams alone."""
 ENTANGLED = ("layers.linear",)
 """Files of the trunk that still import a branch: this list may only get shorter."""
-STILL_IMPORTED = ("speculation", "formats", "steps")
+STILL_IMPORTED = ("formats", "steps")
 """Branches that an engine imports although no option asks for them: shorter only, too."""
 MAX_FILE_LINES = 350
 MAX_PYTHON_LINES = 60

@@ -97,7 +97,7 @@ class LLMEngine(VLLMNames):
 
     def get_tokenizer(self) -> Any:
         """Return the checkpoint's transformers tokenizer, None if it has none."""
-        return self.engine.tokenizer
+        return self.engine.load_tokenizer()
 
     def shutdown(self) -> None:
         """End the workers and free the model. May be called again."""

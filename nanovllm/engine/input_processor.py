@@ -76,6 +76,8 @@ class InputProcessor:
         """Return a checked request with its sequences; nothing is queued yet.
 
         Args:
+            priority: lower values go first; within one, users take turns, and then earlier
+                arrivals go first.
             request_id: the caller's own id; None lets the engine count.
             user: whose request it is, see `WaitingQueue`; None counts as a user, too.
 

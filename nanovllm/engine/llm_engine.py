@@ -8,8 +8,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanovllm.engine.delayed_interrupt import DelayedInterrupt
 from nanovllm.engine.engine_metrics import read_metrics
@@ -28,9 +27,6 @@ from nanovllm.outputs import Histogram, Metric, RequestOutput, Vector
 from nanovllm.scheduler.messages import Schedule, StepResult, WorkerInfo
 from nanovllm.scheduler.scheduler import Scheduler
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 logger = logging.getLogger(__name__)
 
 
@@ -42,7 +38,8 @@ class LLMEngine:
     Args:
         executor: started; the engine shuts it down, and closes the observer.
         generation_config: the sampling parameters that are recommended for the model.
-        load_tokenizer: returns the checkpoint's transformers tokenizer, None if it has none.
+        load_tokenizer: returns the checkpoint's transformers tokenizer, None if it has none. The
+            engine itself does not need it.
         queue_depth: how many more steps to launch before the oldest step's tokens are known; 0
             waits for each step.
     """
@@ -57,7 +54,7 @@ class LLMEngine:
         output_processor: OutputProcessor,
         *,
         generation_config: Mapping[str, Any],
-        load_tokenizer: "Callable[[], PreTrainedTokenizerBase | None]",
+        load_tokenizer: Callable[[], Any],
         observer: Observer,
         queue_depth: int,
     ) -> None:
@@ -70,49 +67,21 @@ class LLMEngine:
         self.output_processor = output_processor
         self.generation_config = generation_config
         self.observer = observer
-        self._load_tokenizer = load_tokenizer
+        self.load_tokenizer = load_tokenizer
         self.owner = OwnerProcess()
         self._finalizer = weakref.finalize(self, _shut_down, executor, observer, self.owner)
         self._queue_depth = queue_depth
         self._in_flight: deque[tuple[Schedule, Future]] = deque()  # oldest first
         self._outputs: list[RequestOutput] = []  # for the next step() to return
 
-    @cached_property
-    def tokenizer(self) -> "PreTrainedTokenizerBase | None":
-        """The checkpoint's transformers tokenizer, which the engine itself does not need."""
-        return self._load_tokenizer()
-
     def add_request(
-        self,
-        prompt: PromptInput,
-        sampling_params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        stream: bool = False,
-        request_id: str | None = None,
-        user: str | None = None,
+        self, prompt: PromptInput, params: SamplingParams | None = None, **options: Any
     ) -> int | str:
-        """Queue a request and return its id.
+        """Queue a request and return its id; arguments and errors are those of `make_request`.
 
-        Lower priority values go first; within one, users take turns, and then earlier arrivals go
-        first.
-
-        Args:
-            request_id: the caller's own id; None lets the engine count.
-            stream: make `step` return the request's delta of each step, not one output at the end.
-
-        Raises:
-            InvalidRequestError: the prompt or a parameter is invalid or unsupported.
-            EngineDeadError: the engine is down.
+        `step` returns its outputs: the delta of each step with stream=True, else one at the end.
         """
-        request = self.input_processor.make_request(
-            prompt,
-            sampling_params,
-            priority=priority,
-            stream=stream,
-            request_id=request_id,
-            user=user,
-        )
+        request = self.input_processor.make_request(prompt, params, **options)
         self.queue(request)
         return request.request_id
 
