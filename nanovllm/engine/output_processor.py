@@ -7,6 +7,7 @@ from functools import cached_property
 
 from nanovllm.checkpoint.kept_tokenizer import KeptTokenizer
 from nanovllm.engine.detokenizer import Detokenizer
+from nanovllm.engine.logprob_entries import LogprobEntries
 from nanovllm.engine.request import Completion, Request
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import (
@@ -16,7 +17,6 @@ from nanovllm.outputs import (
     RequestMetrics,
     RequestOutput,
 )
-from nanovllm.scheduler.messages import TokenLogprobs
 from nanovllm.scheduler.sequence import Sequence
 
 
@@ -31,7 +31,7 @@ class OutputProcessor:
         self._tokenizer = tokenizer
         self._requests: dict[int | str, Request] = {}
         self._completions: dict[int, Completion] = {}  # by sequence id
-        self._decoded_tokens: dict[int, str] = {}  # decoded alone, for log-probabilities
+        self._entries = LogprobEntries(tokenizer)
 
     def add_request(self, request: Request) -> None:
         """Begin to follow a request."""
@@ -138,7 +138,8 @@ class OutputProcessor:
                 completion.cumulative_logprob += found.logprobs[0]
             cumulative = completion.cumulative_logprob
             known = seq.logprobs[num_sent : completion.num_tokens]
-            logprobs = [self._logprobs(found, params) for found in known]
+            with_text = params.detokenize
+            logprobs = [self._entries.make(found, with_text=with_text) for found in known]
         completion.num_sent_tokens = completion.num_tokens
         completion.sent_end = seq.is_finished
         return CompletionOutput(
@@ -179,24 +180,8 @@ class OutputProcessor:
         request.sent_prompt_logprobs = True
         first = request.sequences[0]
         return [
-            self._logprobs(found, request.params)
+            self._entries.make(found, with_text=request.params.detokenize)
             if (found := first.prompt_logprobs.get(position))
             else None
             for position in range(first.num_prompt_tokens)
         ]
-
-    def _logprobs(self, found: TokenLogprobs, params: SamplingParams) -> dict[int, Logprob]:
-        ranks = [found.rank, *range(1, len(found.token_ids))]
-        entries: dict[int, Logprob] = {}
-        for token, logprob, rank in zip(found.token_ids, found.logprobs, ranks, strict=True):
-            text = self._decode_token(token) if params.detokenize else None
-            entries.setdefault(token, Logprob(logprob, rank, text))
-        return entries
-
-    def _decode_token(self, token_id: int) -> str | None:
-        if self._tokenizer is None:
-            return None
-        if token_id not in self._decoded_tokens:
-            decode = self._tokenizer.backend_tokenizer.decode
-            self._decoded_tokens[token_id] = decode([token_id], skip_special_tokens=False)
-        return self._decoded_tokens[token_id]
