@@ -33,7 +33,8 @@ _PROBE_PAUSE = 8
 """Number of steps that save time for the next probes."""
 _PROBE_DEBT = 0.25
 """Part of a plain step by which probes that succeed may exceed their time before they pause."""
-_MAX_PROBE_INTERVAL = 64
+_PROBE_INTERVAL = 16
+"""Steps from a probe that failed to the row's next one."""
 _CHOICE_SECONDS = 40e-6
 """What a choice costs the host, with all that follows from it, until that is measured."""
 _CHOICE_RATE = 0.05
@@ -125,13 +126,12 @@ class DraftController:
             acceptance.first_accepted *= old
             acceptance.first_tried *= old
         acceptance.add(num_proposed, num_accepted, 1.0, _DECAY)
+        acceptance.next_probe = self._num_steps
         if num_accepted:
             acceptance.probe_interval = 0 if acceptance.is_probe else 1
         elif num_proposed:
-            interval = 2 * acceptance.probe_interval if acceptance.is_probe else 0
-            acceptance.probe_interval = min(max(interval, 4), _MAX_PROBE_INTERVAL)
-        waits = num_proposed > 0 and num_accepted == 0
-        acceptance.next_probe = self._num_steps + waits * acceptance.probe_interval
+            acceptance.probe_interval = _PROBE_INTERVAL
+            acceptance.next_probe += _PROBE_INTERVAL
         acceptance.is_probe = False
 
     def record_step(
@@ -279,10 +279,9 @@ class DraftController:
             is_new, _, i = heappop(due)
             cost = self._step_costs.at(size + 1) - self._step_costs.at(size)
             cost += self._draft_costs.of_another_row(num_rows)
-            # A row whose last probe succeeded goes on, and a row that costs almost nothing beside
-            # others joins them. Their time is made up later, so it may not be much.
-            joins = num_rows > 0 and cost <= _PROBE_SHARE / 4 * plain_seconds
-            if is_new and not joins and not (can_pay and self._probe_seconds > 0):
+            # A row whose last probe succeeded goes on. Its time is made up later, so it may not be
+            # much.
+            if is_new and not (can_pay and self._probe_seconds > 0):
                 break
             if self._probe_seconds < -_PROBE_DEBT * plain_seconds:
                 break
