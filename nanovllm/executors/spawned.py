@@ -9,7 +9,7 @@ import time
 from collections import deque
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -204,10 +204,9 @@ def _local_store() -> TCPStore:
         )
 
 
-class _StepFuture:
-    def __init__(self, executor: SpawnedExecutor, step_id: int) -> None:
-        self._executor = executor
-        self._step_id = step_id
+class _StepFuture(NamedTuple):
+    executor: SpawnedExecutor
+    step_id: int
 
     def result(self) -> StepResult:
-        return self._executor.wait_for(self._step_id)
+        return self.executor.wait_for(self.step_id)

@@ -7,11 +7,11 @@ import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.json_schema import grammar_schema_text
-from nanovllm.options.validation import check_bool, shown, strict_keywords
+from nanovllm.options.validation import Error, check_bool, check_fields, shown, strict_keywords
 
 _FORMS = ("json", "regex", "choice", "grammar", "json_object")
 _LONGEST_SHOWN = 200
@@ -20,6 +20,35 @@ MAX_CHARS = 1 << 16
 TOO_COMPLEX = "too complex a form"
 """With this begins the reason of an output that a limit of its grammar has ended."""
 _IS_LARK = re.compile(r"(?m)^[ \t]*(%llguidance\b|start\s*:(?!:=))")
+
+
+def _text(error: Error, name: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise error(f"{name} must be a text, got {shown(value)}")
+    return value
+
+
+def _schema_text(error: Error, name: str, value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    rule = f"{name} must be a JSON schema, as a text or a dictionary"
+    if not isinstance(value, Mapping):
+        raise error(f"{rule}, got {shown(value)}")
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as cause:
+        reason = str(cause)[:_LONGEST_SHOWN]
+        raise error(f"{rule}: {reason}, got {shown(value)}") from cause
+
+
+def _choice(error: Error, name: str, value: Any) -> tuple[str, ...]:
+    rule = f"{name} must be a list of strings, not empty"
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence) or not value:
+        raise error(f"{rule}, got {shown(value)}")
+    for item in value:
+        if not isinstance(item, str) or not item:
+            raise error(f"{rule}: each has a character at least, got {shown(item)}")
+    return tuple(value)
 
 
 @strict_keywords(InvalidRequestError)
@@ -34,15 +63,15 @@ class StructuredOutputsParams:
             is given.
     """
 
-    json: str | dict[str, Any] | None = None
+    json: Annotated[str | dict[str, Any] | None, _schema_text] = None
     """A JSON schema: its text, or a dictionary, which is kept as text."""
-    regex: str | None = None
+    regex: Annotated[str | None, _text] = None
     """A regular expression that the whole output matches, without look-around."""
-    choice: Sequence[str] | None = None
+    choice: Annotated[Sequence[str] | None, _choice] = None
     """Strings, one of which is the output; kept as a tuple."""
-    grammar: str | None = None
+    grammar: Annotated[str | None, _text] = None
     """A grammar in Lark's notation, or in GBNF."""
-    json_object: bool | None = None
+    json_object: Annotated[bool | None, check_bool] = None
     """True for any JSON object."""
     disable_any_whitespace: bool = False
     """For json and json_object: no white space between the parts of the JSON text."""
@@ -55,17 +84,7 @@ class StructuredOutputsParams:
         if len(given) != 1:
             found = " and ".join(given) or "none"
             raise error(f"structured_outputs must have one of {', '.join(_FORMS)}, got {found}")
-        if self.json_object is not None:
-            check_bool(error, "structured_outputs.json_object", self.json_object)
-        check_bool(error, "structured_outputs.disable_any_whitespace", self.disable_any_whitespace)
-        for name in ("regex", "grammar"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, str) or not value):
-                raise error(f"structured_outputs.{name} must be a text, got {shown(value)}")
-        if self.json is not None:
-            object.__setattr__(self, "json", _schema_text(self.json))
-        if self.choice is not None:
-            object.__setattr__(self, "choice", _choice(self.choice))
+        check_fields(error, self, "structured_outputs.")
         if self.json is not None and len(self.text) > MAX_CHARS:
             object.__setattr__(self, "json", grammar_schema_text(self.text))
         if len(self.text) > MAX_CHARS:
@@ -118,26 +137,3 @@ def structured_outputs(value: Any) -> StructuredOutputsParams:
             f'{{"json": {{...}}}}, got {shown(value)}'
         )
     return StructuredOutputsParams(**value)
-
-
-def _schema_text(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    rule = "structured_outputs.json must be a JSON schema, as a text or a dictionary"
-    if not isinstance(value, Mapping):
-        raise InvalidRequestError(f"{rule}, got {shown(value)}")
-    try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        reason = str(error)[:_LONGEST_SHOWN]
-        raise InvalidRequestError(f"{rule}: {reason}, got {shown(value)}") from error
-
-
-def _choice(value: Any) -> tuple[str, ...]:
-    rule = "structured_outputs.choice must be a list of strings, not empty"
-    if isinstance(value, str | bytes) or not isinstance(value, Sequence) or not value:
-        raise InvalidRequestError(f"{rule}, got {shown(value)}")
-    for item in value:
-        if not isinstance(item, str) or not item:
-            raise InvalidRequestError(f"{rule}: each has a character at least, got {shown(item)}")
-    return tuple(value)

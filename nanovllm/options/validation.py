@@ -131,21 +131,24 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
     return f"; known: {', '.join(sorted(known))}"
 
 
-def check_fields(error: Error, checked: Any) -> None:
+def check_fields(error: Error, checked: Any, owner: str = "") -> None:
     """Check the fields of a new frozen dataclass by their types, and keep what the checks return.
 
     A bool is True or False. That of `Annotated[kind, check, *limits]` is what
     `check(error, name, value, *limits)` returns; a field that is None by default may be None.
+
+    Args:
+        owner: what errors write before a field's name.
     """
     for name, field in checked.__dataclass_fields__.items():
         value = getattr(checked, name)
         if field.type is bool:
-            check_bool(error, name, value)
+            check_bool(error, owner + name, value)
         elif value is None and field.default is None:
             continue
         elif metadata := getattr(field.type, "__metadata__", None):
             check, *limits = metadata
-            object.__setattr__(checked, name, check(error, name, value, *limits))
+            object.__setattr__(checked, name, check(error, owner + name, value, *limits))
 
 
 def check_int(error: Error, name: str, value: Any, low: int, high: int | None = None) -> int:
