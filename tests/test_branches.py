@@ -30,9 +30,7 @@ sys.meta_path[:] = [f for f in sys.meta_path if not f.__module__.startswith("__e
 @pytest.mark.parametrize(
     "branches",
     [
-        "compat structured observe loadtest server cli",
-        "steps",
-        pytest.param("speculation", marks=NOT_YET),
+        "compat structured speculation steps observe loadtest server cli",
         pytest.param("formats", marks=NOT_YET),
     ],
 )

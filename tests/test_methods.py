@@ -9,8 +9,8 @@ from nanovllm.errors import EngineDeadError
 from nanovllm.outputs import DraftCounts, Histogram, Metric, Vector
 from tests.glossary import GREEDY, OPTIONS, QUESTION
 from tests.helpers import generate
-from tests.scheduler.fake_engine import FakeController
 from tests.scheduler.invariants import check_scheduler
+from tests.speculation.fake_controller import FakeController
 
 SPECULATION: dict[str, Any] = {"speculative_config": {"method": "ngram"}}
 LOOPING = SamplingParams(0, 24, ignore_eos=True, allowed_token_ids=[7])

@@ -8,7 +8,7 @@ import pytest
 from nanovllm import LLM, SamplingParams
 from nanovllm.outputs import DraftCounts
 from tests.helpers import generate_all
-from tests.scheduler.fake_engine import FakeController
+from tests.speculation.fake_controller import FakeController
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from nanovllm.errors import ConfigError
 from nanovllm.observe import trace as trace_module
 from nanovllm.options.config import Config
 from tests.helpers import generate, generate_in_random_order, random_prompt
-from tests.scheduler.fake_engine import FakeController
+from tests.speculation.fake_controller import FakeController
 
 Event = dict[str, Any]
 SMALL = {"dtype": "float32", "max_model_len": 48, "kvcache_block_size": 4}

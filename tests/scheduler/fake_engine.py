@@ -8,8 +8,9 @@ import math
 import pickle
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence as Seq
+from collections.abc import Callable, Iterator
 from itertools import chain, count, islice, takewhile
+from typing import TYPE_CHECKING
 
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import DraftCounts
@@ -17,10 +18,11 @@ from nanovllm.scheduler.block_manager import BlockManager
 from nanovllm.scheduler.messages import MAX_SAMPLES, Row, RowDetails, Schedule, StepResult
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.sequence import Sequence
-from nanovllm.speculation.acceptance import Acceptance
-from nanovllm.speculation.draft_controller import DraftController
-from nanovllm.speculation.drafting import AdaptiveDrafting
 from tests.scheduler.invariants import check_blocks, check_scheduler
+
+if TYPE_CHECKING:
+    from nanovllm.speculation.draft_controller import DraftController
+    from nanovllm.speculation.drafting import AdaptiveDrafting
 
 VOCAB_SIZE = 5
 
@@ -82,51 +84,6 @@ def random_guesses(seed: int) -> Proposer:
         return [t if rng.random() < 0.85 else rng.randrange(VOCAB_SIZE) for t in right]
 
     return propose
-
-
-class FakeController(DraftController):
-    """Allows each row what `allow` returns for the most that it could take."""
-
-    def __init__(self, allow: Callable[[int], int]) -> None:
-        self._allow = allow
-        self.counts = DraftCounts()
-        self.num_step_tokens: list[int] = []  # computed by each step, drafts included
-        self.num_step_drafts: list[tuple[int, int]] = []  # of each step: rows with drafts, drafts
-
-    def choose(self, candidates: Seq[tuple[Acceptance, int]], num_tokens: int) -> list[int]:
-        assert num_tokens >= len(candidates)
-        assert all(limit >= 0 for _, limit in candidates)
-        return [self._allow(limit) for _, limit in candidates]
-
-    def skips_step(self) -> bool:
-        return False
-
-    def add_host_seconds(self, seconds: float) -> None:
-        assert seconds >= 0
-
-    def record(
-        self, acceptance: Acceptance, num_allowed: int, num_proposed: int, num_accepted: int
-    ) -> None:
-        assert 0 <= num_accepted <= num_proposed <= num_allowed
-        assert num_allowed > 0
-        self.counts.add(num_proposed, num_accepted)
-
-    def record_step(
-        self,
-        num_tokens: int,
-        seconds: float,
-        num_draft_rows: int,
-        num_draft_tokens: int,
-        draft_seconds: float,
-    ) -> None:
-        self.num_step_tokens.append(num_tokens)
-        self.num_step_drafts.append((num_draft_rows, num_draft_tokens))
-
-
-def random_limits(seed: int) -> FakeController:
-    """Return a controller of random limits, often the highest and often 0."""
-    rng = random.Random(seed)
-    return FakeController(lambda most: rng.choice([0, most, rng.randint(0, most)]))
 
 
 class FakeWorker:
@@ -265,16 +222,20 @@ class Engine:
         prefix_caching: bool = True,
         queue_depth: int = 0,
         propose: Proposer | None = None,
-        controller: DraftController | None = None,
+        controller: "DraftController | None" = None,
         follows_drafts: bool = False,
     ) -> None:
-        if propose is not None and controller is None:
-            controller = FakeController(lambda most: most)
         self.manager = BlockManager(num_blocks, block_size, enable_prefix_caching=prefix_caching)
         self.drafting: AdaptiveDrafting | None = None
-        if controller is not None:
-            self.drafting = AdaptiveDrafting(
-                controller, self.manager, max_num_batched_tokens, follows_drafts=follows_drafts
+        if propose is not None or controller is not None:
+            from nanovllm.speculation import drafting
+            from tests.speculation.fake_controller import FakeController
+
+            self.drafting = drafting.AdaptiveDrafting(
+                controller or FakeController(lambda most: most),
+                self.manager,
+                max_num_batched_tokens,
+                follows_drafts=follows_drafts,
             )
         self.scheduler = Scheduler(
             self.manager,

@@ -23,8 +23,9 @@ from hypothesis.stateful import (
 
 from nanovllm.speculation import drafting
 from nanovllm.speculation.draft_controller import DraftController
-from tests.scheduler.fake_engine import VOCAB_SIZE, Engine, random_guesses, random_limits
+from tests.scheduler.fake_engine import VOCAB_SIZE, Engine, random_guesses
 from tests.scheduler.invariants import check_scheduler
+from tests.speculation.fake_controller import random_limits
 
 PROMPT = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=20)
 

@@ -13,7 +13,7 @@ from nanovllm.errors import EngineDeadError, InvalidRequestError
 from nanovllm.server.metric_names import token_buckets
 from nanovllm.server.prometheus import Histogram, ServerMetrics
 from tests.glossary import GREEDY, OPTIONS, QUESTION, QUESTIONS
-from tests.scheduler.fake_engine import FakeController
+from tests.speculation.fake_controller import FakeController
 
 NAME = 'a "model"\\\n'
 REPEATED = SamplingParams(0, 30, ignore_eos=True, allowed_token_ids=[3])
