@@ -69,9 +69,10 @@ class ToolCallParser(ABC):
         self._ended, self._cut = True, cut
         return self._advance()
 
-    @abstractmethod
     def _find(self) -> tuple[int, int] | None:
         """Return where in the unread text the opening of a call begins and ends."""
+        begin = self._text.find(self.tag)
+        return None if begin < 0 else (begin, begin + len(self.tag))
 
     @abstractmethod
     def _calls(self) -> Steps[None]:

@@ -42,9 +42,6 @@ class HermesParser(ToolCallParser):
 
     tag = "<tool_call>"
 
-    def _find(self) -> tuple[int, int] | None:
-        return _find_tag(self._text, self.tag)
-
     def _calls(self) -> Steps[None]:
         yield from self._skip_space()
         if (yield from self._peek()) == "[":
@@ -94,9 +91,6 @@ class MistralParser(ToolCallParser):
 
     tag = "[TOOL_CALLS]"
 
-    def _find(self) -> tuple[int, int] | None:
-        return _find_tag(self._text, self.tag)
-
     def _new_call_id(self) -> str:
         """Return an id as Mistral's chat templates demand it."""
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
@@ -135,6 +129,7 @@ class ToolFormat(ABC):
     parser: ClassVar[type[ToolCallParser]]
     tags: ClassVar[tuple[str, ...]]
     """Strings of the format that are tokens in some vocabularies."""
+    arguments_key: ClassVar[str] = "arguments"
 
     def grammar(
         self, functions: Sequence[Function], *, several: bool, tag_ids: Mapping[str, int]
@@ -169,7 +164,8 @@ class ToolFormat(ABC):
 
     def _around_arguments(self, name: str, tag_ids: Mapping[str, int]) -> tuple[str, str]:
         """Return what stands before and behind the arguments in a call of `name`."""
-        return quoted(f'{{"name": {json.dumps(name)}, "arguments": '), quoted("}")
+        opening = f'{{"name": {json.dumps(name)}, "{self.arguments_key}": '
+        return quoted(opening), quoted("}")
 
 
 class Hermes(ToolFormat):
@@ -185,12 +181,10 @@ class Hermes(ToolFormat):
 class Llama(ToolFormat):
     parser = LlamaParser
     tags: ClassVar[tuple[str, ...]] = ("<|python_tag|>",)
+    arguments_key = "parameters"
 
     def _calls_rule(self, several: bool, tag_ids: Mapping[str, int]) -> str:
         return "calls: call" + (f' ("; " call){_MORE}' if several else "")
-
-    def _around_arguments(self, name: str, tag_ids: Mapping[str, int]) -> tuple[str, str]:
-        return quoted(f'{{"name": {json.dumps(name)}, "parameters": '), quoted("}")
 
 
 class Mistral(ToolFormat):
@@ -260,8 +254,3 @@ def tag_literal(tag: str, tag_ids: Mapping[str, int]) -> str:
 def quoted(text: str) -> str:
     """Return a literal of a grammar."""
     return json.dumps(text, ensure_ascii=False)
-
-
-def _find_tag(text: str, tag: str) -> tuple[int, int] | None:
-    begin = text.find(tag)
-    return None if begin < 0 else (begin, begin + len(tag))
