@@ -82,17 +82,17 @@ class ModelConfig:
         _check_supported(config)
         torch_dtype = _dtype(config, dtype)
         num_heads, num_kv_heads, head_dim = _heads(config)
-        max_position = _size(config, "max_position_embeddings")
+        max_position = config_size(config, "max_position_embeddings")
         rope = _rope(config, max_position, head_dim)
         if rope.rope_type == "yarn":
             # Users who add YaRN as Qwen3's model card says leave max_position_embeddings unscaled.
             max_position = max(max_position, int(rope.original_max_position * rope.factor))
         return cls(
             architecture=architecture,
-            vocab_size=_size(config, "vocab_size"),
-            hidden_size=_size(config, "hidden_size"),
-            intermediate_size=_size(config, "intermediate_size"),
-            num_layers=_size(config, "num_hidden_layers", high=_MAX_LAYERS),
+            vocab_size=config_size(config, "vocab_size"),
+            hidden_size=config_size(config, "hidden_size"),
+            intermediate_size=config_size(config, "intermediate_size"),
+            num_layers=config_size(config, "num_hidden_layers", high=_MAX_LAYERS),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
@@ -152,10 +152,10 @@ def _dtype(config: dict[str, Any], override: str) -> torch.dtype:
 
 def _heads(config: dict[str, Any]) -> tuple[int, int, int]:
     """Return (query heads, KV heads, head_dim)."""
-    num_heads = _size(config, "num_attention_heads")
-    num_kv_heads = _size(config, "num_key_value_heads", num_heads)
-    hidden_size = _size(config, "hidden_size")
-    head_dim = _size(config, "head_dim", hidden_size // num_heads, high=_MAX_HEAD_DIM)
+    num_heads = config_size(config, "num_attention_heads")
+    num_kv_heads = config_size(config, "num_key_value_heads", num_heads)
+    hidden_size = config_size(config, "hidden_size")
+    head_dim = config_size(config, "head_dim", hidden_size // num_heads, high=_MAX_HEAD_DIM)
     if num_heads * head_dim > _MAX_SIZE:
         raise CheckpointError(
             f"config.json: num_attention_heads {num_heads} times head_dim {head_dim} must be at "
@@ -171,9 +171,10 @@ def _heads(config: dict[str, Any]) -> tuple[int, int, int]:
     return num_heads, num_kv_heads, head_dim
 
 
-def _size(
+def config_size(
     config: dict[str, Any], key: str, default: int | None = None, high: int = _MAX_SIZE
 ) -> int:
+    """Return a size in a config.json; `default` for null."""
     value = config.get(key)
     value = default if value is None else value
     return check_int(CheckpointError, f"config.json: {key}", value, 1, high)
@@ -233,7 +234,7 @@ def _rope(config: dict[str, Any], max_position: int, head_dim: int) -> RopeConfi
         raise UnsupportedModelError(f"config.json: rope settings not supported: {names}")
     theta = _number(settings, "rope_theta", 10000.0, 2.0, 1e12)
     factor = _number(settings, "factor", 1.0, *_ROPE_RANGE)
-    original = _size(settings, "original_max_position_embeddings", max_position)
+    original = config_size(settings, "original_max_position_embeddings", max_position)
     floats = (*_YARN_FLOATS, "low_freq_factor", "high_freq_factor")
     extra: dict[str, Any] = {
         key: _number(settings, key, 1.0, *_ROPE_RANGE) for key in floats if key in settings

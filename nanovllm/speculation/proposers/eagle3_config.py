@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from nanovllm.checkpoint.loader import read_header
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.models.model_config import ModelConfig
+from nanovllm.models.model_config import ModelConfig, config_size
 from nanovllm.options.validation import check_bool, check_int, shown
 from nanovllm.worker.model_loader import check_weights
 
@@ -132,19 +132,9 @@ def read_eagle3_config(
     dtype = str(target.dtype).removeprefix("torch.")
     model = ModelConfig.from_hf({**flat, "architectures": [EAGLE3]}, dtype)
     names = frozenset(name.removeprefix("model.") for name in tensor_names)
-    draft_vocab_size = check_int(
-        CheckpointError,
-        "config.json: draft_vocab_size",
-        _get(flat, "draft_vocab_size", model.vocab_size),
-        1,
-        model.vocab_size,
-    )
-    target_hidden_size = check_int(
-        CheckpointError,
-        "config.json: target_hidden_size",
-        _get(flat, "target_hidden_size", model.hidden_size),
-        1,
-    )
+    vocab_size = model.vocab_size
+    draft_vocab_size = config_size(flat, "draft_vocab_size", vocab_size, vocab_size)
+    target_hidden_size = config_size(flat, "target_hidden_size", model.hidden_size)
     # A trained embedding must be in the file; one that was not trained is the target's.
     has_embedding = "embed_tokens.weight" in names or flat.get("embed_requires_grad") is True
     _check_target(model, target, target_hidden_size, has_embedding=has_embedding)
@@ -164,13 +154,9 @@ def read_eagle3_config(
     )
 
 
-def _get(config: dict[str, Any], key: str, default: Any) -> Any:
-    value = config.get(key)
-    return default if value is None else value
-
-
 def _flag(config: dict[str, Any], key: str) -> bool:
-    return check_bool(CheckpointError, f"config.json: {key}", _get(config, key, False))
+    value = config.get(key)
+    return check_bool(CheckpointError, f"config.json: {key}", False if value is None else value)
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
