@@ -8,11 +8,11 @@ import dataclasses
 import math
 import random
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from nanovllm.errors import ConfigError
 from nanovllm.options.flags import Parser, add_flags
-from nanovllm.options.validation import check_float, check_int, shown
+from nanovllm.options.validation import check_fields, check_float, check_int, shown
 
 COMPLETIONS, CHAT_COMPLETIONS = "/v1/completions", "/v1/chat/completions"
 TOKEN_IDS = range(256, 1000)
@@ -40,7 +40,7 @@ class LoadPlan:
     """URL of the server; None is http://HOST:PORT."""
     host: str = "127.0.0.1"
     """The server's host, if no URL is given."""
-    port: int = 8000
+    port: Annotated[int, check_int, 1, 65535] = 8000
     """The server's port, if no URL is given."""
     api_key: str | None = None
     """The server's API key; None is the environment variable OPENAI_API_KEY, if it is set."""
@@ -49,26 +49,26 @@ class LoadPlan:
     endpoint: str = COMPLETIONS
     """/v1/completions gets prompts of token ids, /v1/chat/completions messages of words; another
     endpoint is treated as the one whose name it ends with."""
-    num_prompts: int = 1000
+    num_prompts: Annotated[int, check_int, 1] = 1000
     """Number of requests; with --num-turns, of conversations."""
     request_rate: float = math.inf
     """Requests, or conversations, that begin each second; inf begins all at once."""
     burstiness: float = 1.0
     """Shape of the gamma distribution of the time between arrivals: 1 is a Poisson process, below 1
     has more bursts, above 1 is more even."""
-    max_concurrency: int | None = None
+    max_concurrency: Annotated[int | None, check_int, 1] = None
     """Maximum number of requests at once; those above it wait here. None is no limit."""
-    random_input_len: int = 1024
+    random_input_len: Annotated[int, check_int, 1] = 1024
     """Tokens of a prompt after the shared prefix, or words of a message."""
-    random_output_len: int = 128
+    random_output_len: Annotated[int, check_int, 1] = 128
     """Maximum number of tokens to generate for a request."""
     random_range_ratio: float = 0.0
     """Lengths are drawn evenly from LEN * (1 - ratio) to LEN * (1 + ratio); at least 0, below 1."""
-    random_prefix_len: int = 0
+    random_prefix_len: Annotated[int, check_int, 0] = 0
     """Tokens, or words, at the beginning of each prompt that prompts share."""
-    num_prefixes: int = 1
+    num_prefixes: Annotated[int, check_int, 1] = 1
     """Number of different shared prefixes; requests take turns."""
-    num_turns: int = 1
+    num_turns: Annotated[int, check_int, 1] = 1
     """Messages of a conversation. Each is sent with the messages and answers before it, as soon as
     the last answer is there; it needs the endpoint /v1/chat/completions."""
     ignore_eos: bool = False
@@ -77,7 +77,7 @@ class LoadPlan:
     """Sampling temperature; None is the server's own."""
     extra_body: dict[str, Any] | None = None
     """Further fields of each request, such as {"top_k": 5}; None is none."""
-    num_warmups: int = 1
+    num_warmups: Annotated[int, check_int, 0] = 1
     """Requests of the same kind that are sent before, and not counted."""
     goodput: tuple[str, ...] = ()
     """Limits in milliseconds such as ttft:200 tpot:50 e2el:5000; goodput counts the requests that
@@ -88,15 +88,7 @@ class LoadPlan:
     """JSON file to write, with vLLM's names and all single times; None is no file."""
 
     def __post_init__(self) -> None:
-        """Check what the types do not tell."""
-        for name in ("num_prompts", "random_input_len", "random_output_len", "num_prefixes"):
-            check_int(ConfigError, name, getattr(self, name), 1)
-        for name in ("random_prefix_len", "num_warmups"):
-            check_int(ConfigError, name, getattr(self, name), 0)
-        check_int(ConfigError, "port", self.port, 1, 65535)
-        check_int(ConfigError, "num_turns", self.num_turns, 1)
-        if self.max_concurrency is not None:
-            check_int(ConfigError, "max_concurrency", self.max_concurrency, 1)
+        check_fields(ConfigError, self)
         for name in ("request_rate", "burstiness"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
