@@ -57,7 +57,7 @@ class _Capture:
         """Leave it out."""
 
 
-def _select(spec: AttentionSpec, **options: Any) -> Any:
+def _select(spec: AttentionSpec, kernels: object) -> Any:
     backend: Any = _Backend
     return backend(spec)
 

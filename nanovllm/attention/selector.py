@@ -14,27 +14,28 @@ from nanovllm.attention.torch_sdpa import TorchBackend
 from nanovllm.attention.triton import TritonBackend
 from nanovllm.attention.varlen import VarlenBackend
 from nanovllm.errors import ConfigError, UnsupportedModelError
+from nanovllm.kernels.torch_kernels import Kernels
 
 logger = logging.getLogger(__name__)
 
+BACKENDS: dict[str, tuple[type[Backend], ...]] = {
+    "torch": (TorchBackend,),
+    "c": (CPUBackend, TorchBackend),
+    "triton": (FlashAttnBackend, TritonBackend, VarlenBackend, TorchBackend),
+}
+"""By the name of the kernels that run beside them: the best first."""
 
-def select_backend(spec: AttentionSpec, *, native: bool = True) -> Backend:
-    """Return the first backend that supports `spec`; log the reasons of those before it.
 
-    Args:
-        native: whether the package's own kernels may be used.
+def select_backend(spec: AttentionSpec, kernels: Kernels) -> Backend:
+    """Return the first backend beside `kernels` that supports `spec`; log the reasons of those
+    before it.
 
     Raises:
         UnsupportedModelError: no backend supports `spec`. The message has every reason.
         ConfigError: the same, and `spec` has an 8-bit KV cache.
     """
-    backends: list[type[Backend]] = [TorchBackend]
-    if native and spec.device.type == "cuda":
-        backends = [FlashAttnBackend, TritonBackend, VarlenBackend, TorchBackend]
-    elif native:
-        backends = [CPUBackend, TorchBackend]
     reasons: list[str] = []
-    for backend in backends:
+    for backend in BACKENDS[kernels.name]:
         reason = backend.unsupported(spec)
         if reason is None:
             logger.info("attention backend: %s%s", backend.name, "".join(f"; {r}" for r in reasons))

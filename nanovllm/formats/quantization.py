@@ -1,19 +1,17 @@
-"""Quantisation methods: weights packed for the C kernels or oneDNN, in FP8, or in 8 or 4 bits.
+"""Quantisation methods: weights in FP8, or in 8 or 4 bits.
 
 A method is made from a loaded weight and replaces it. Knows no checkpoint, no layer and no rank.
 """
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from nanovllm.errors import ConfigError
 from nanovllm.kernels.cpu import ops as cpu_ops
-from nanovllm.kernels.cpu.build import PANEL
-from nanovllm.kernels.cpu.library import supports
-from nanovllm.kernels.selector import triton_kernels
-from nanovllm.utils.pages import PageReserve
+from nanovllm.kernels.cpu.kernels import CKernels
+from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
 
 GROUP_SIZES = {"int8": (128, 64, 32), "int4": (32,)}
 """Allowed numbers of inputs that share a scale, preferred first."""
@@ -22,26 +20,10 @@ FP8 = torch.float8_e4m3fn
 
 _ROWS_AT_ONCE = 1024
 """Rows quantised at once. Bounds the size of the float32 copies."""
-_ONEDNN_HINT_ROWS = 16
-"""Number of input rows that oneDNN optimises its layout for. Inputs may have any number of rows."""
-_ONEDNN_MIN_ELEMENTS = 2**20
-"""Minimum elements of a weight to amortise oneDNN's 50 us call overhead."""
 _FP8_MAX = torch.finfo(FP8).max
 _FLOAT16_MAX = torch.finfo(torch.float16).max
 _FP8_MATMUL = (8, 9)
 """Minimum compute capability of GPUs with FP8 tensor cores."""
-
-
-class QuantizeMethod(Protocol):
-    """A weight [n, k] in its own format, with the operations that read it."""
-
-    def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Return x [T, k] times the transpose of the weight, plus `bias` [n] if given: [T, n]."""
-        ...
-
-    def embedding(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return rows `ids` [T] int64 of the weight: [T, k]."""
-        ...
 
 
 class IntTensor(NamedTuple):
@@ -58,13 +40,12 @@ class IntTensor(NamedTuple):
 
 
 def make_quant_method(
-    weight: torch.Tensor, quantization: str | None, *, native: bool, is_embedding: bool = False
-) -> QuantizeMethod | None:
+    weight: torch.Tensor, quantization: str | None, kernels: Kernels, *, is_embedding: bool = False
+) -> WeightMethod | None:
     """Return the method for `weight` [n, k], or None if plain torch is best with the weight as is.
 
     Args:
         quantization: "int8", "int4", "fp8", or None to keep all bits of the weight.
-        native: whether nanovllm's own kernels or oneDNN's packed layout may be used.
         is_embedding: whether the weight is also used as an embedding.
 
     Raises:
@@ -72,40 +53,23 @@ def make_quant_method(
     """
     if quantization == "fp8":
         values, scales = quantize_fp8(weight)
-        return Fp8Weight(values, scales, weight.shape[1], weight.dtype, native=native)
+        return Fp8Weight(values, scales, weight.shape[1], weight.dtype, kernels)
     if quantization is not None:
         bits = int(quantization.removeprefix("int"))
         rounded = quantize(weight, bits, choose_group_size(quantization, weight.shape[1]))
-        return make_int_method(rounded, weight.dtype, native=native)
-    if native and can_pack(weight):
-        packed = PackedWeight(*weight.shape)
-        packed.store(0, weight)
-        return packed
-    return OneDnnWeight(weight) if native and not is_embedding and use_onednn(weight) else None
+        return make_int_method(rounded, weight.dtype, kernels)
+    return kernels.pack(weight, is_embedding=is_embedding)
 
 
-def make_int_method(weight: IntTensor, dtype: torch.dtype, *, native: bool) -> QuantizeMethod:
+def make_int_method(weight: IntTensor, dtype: torch.dtype, kernels: Kernels) -> WeightMethod:
     """Return the method for a weight of 8 or 4 bits.
 
     Args:
         dtype: of inputs and results.
-        native: whether nanovllm's own kernels may be used.
     """
-    if native and supports(weight.values.device, dtype):
+    if isinstance(kernels, CKernels):
         return NativeIntWeight(weight)
     return IntWeight(weight, dtype)
-
-
-def use_onednn(weight: torch.Tensor) -> bool:
-    """Return whether oneDNN supports `weight` here and `weight` is large enough to gain from it."""
-    available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    if weight.device.type != "cpu" or not available or weight.numel() < _ONEDNN_MIN_ELEMENTS:
-        return False
-    if weight.dtype == torch.float32:
-        return True
-    onednn = torch.ops.mkldnn
-    is_bfloat16 = weight.dtype == torch.bfloat16
-    return onednn._is_mkldnn_bf16_supported() if is_bfloat16 else onednn._is_mkldnn_fp16_supported()
 
 
 def choose_group_size(quantization: str, input_size: int) -> int:
@@ -170,52 +134,6 @@ def quantize_fp8(
         values[start : start + _ROWS_AT_ONCE] = part.flatten(1)[:, :k]
         scales[start : start + _ROWS_AT_ONCE] = scale
     return values, scales
-
-
-def can_pack(weight: torch.Tensor) -> bool:
-    """Return whether `weight` can become a `PackedWeight`."""
-    return supports(weight.device, weight.dtype) and weight.shape[1] % PANEL == 0
-
-
-class PackedWeight:
-    """An unquantised bfloat16 weight [n, k] in the layout of the C kernels, of zeros at first.
-
-    Args:
-        reserve: gives the memory while it lasts.
-    """
-
-    def __init__(self, n: int, k: int, reserve: PageReserve | None = None) -> None:
-        self._packed = cpu_ops.packed_zeros(n, k, reserve)
-        self._output_size = n
-
-    def store(self, start: int, rows: torch.Tensor) -> None:
-        """Store `rows` [m, k]; the first is row `start`, a multiple of 32.
-
-        m is a multiple of 32, too, unless these are the last rows.
-        """
-        cpu_ops.pack_rows(rows.to(torch.bfloat16), self._packed, start)
-
-    def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return cpu_ops.linear(x, self._packed, self._output_size, bias)
-
-    def embedding(self, ids: torch.Tensor) -> torch.Tensor:
-        return cpu_ops.gather(ids, self._packed)
-
-
-class OneDnnWeight:
-    """An unquantised weight in oneDNN's layout, for dtypes and shapes without C kernels.
-
-    `embedding` is slow: it unpacks the whole weight.
-    """
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ONEDNN_HINT_ROWS)
-
-    def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
-
-    def embedding(self, ids: torch.Tensor) -> torch.Tensor:
-        return F.embedding(ids, self._packed.to_dense())
 
 
 class NativeIntWeight:
@@ -283,7 +201,6 @@ class Fp8Weight:
         values: [n, k] float8_e4m3fn.
         scales: [n, ceil(k / group_size)] float32.
         dtype: of inputs and results.
-        native: whether nanovllm's own kernels may be used.
     """
 
     def __init__(
@@ -292,14 +209,13 @@ class Fp8Weight:
         scales: torch.Tensor,
         group_size: int,
         dtype: torch.dtype,
-        *,
-        native: bool,
+        kernels: Kernels,
     ) -> None:
         self._values, self._scales = values, scales
         self._group_size, self._dtype = group_size, dtype
         self._counters: torch.Tensor | None = None
         has_fp8 = values.is_cuda and torch.cuda.get_device_capability(values.device) >= _FP8_MATMUL
-        self._kernels = triton_kernels("fp8") if has_fp8 and native else None
+        self._kernels = kernels.fp8 if has_fp8 else None
         self._rowwise = (  # the requirements of torch._scaled_mm with a scale for each row
             has_fp8
             and dtype == torch.bfloat16

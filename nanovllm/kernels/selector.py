@@ -10,32 +10,35 @@ import logging
 import os
 import shutil
 import sysconfig
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
 
 from nanovllm.errors import ConfigError
-from nanovllm.kernels.cpu import ops as cpu_ops
-from nanovllm.kernels.cpu.library import supports
+from nanovllm.kernels.cpu.kernels import CKernels, CSamplingKernels, OneDnnKernels
+from nanovllm.kernels.cpu.library import library
+from nanovllm.kernels.torch_kernels import TORCH, Kernels
 
 logger = logging.getLogger(__name__)
 
 _MIN_CAPABILITY = (8, 0)
 
 
-def kernels_for(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
-    """Return the module whose `add_rms_norm` and `silu_and_mul` support such tensors, or None."""
-    if device.type == "cuda":
-        return triton_kernels("ops")
-    return cpu_ops if supports(device, dtype) else None
+def select_kernels(device: torch.device, dtype: torch.dtype, *, native: bool = True) -> Kernels:
+    """Return the fastest kernels for a model of `dtype` on `device`.
 
+    Args:
+        native: whether they may be others than plain torch.
+    """
+    if native and device.type == "cuda" and triton_available():
+        from nanovllm.kernels.triton.kernels import TritonKernels
 
-def triton_kernels(module: str) -> ModuleType | None:
-    """Return `nanovllm.kernels.triton.<module>`, or None where the current GPU cannot run it."""
-    if not triton_available():
-        return None
-    return importlib.import_module(f"nanovllm.kernels.triton.{module}")
+        return TritonKernels()
+    if not native or device.type != "cpu":
+        return TORCH
+    if library() is None:
+        return OneDnnKernels()
+    return CKernels() if dtype == torch.bfloat16 else CSamplingKernels()
 
 
 @functools.cache

@@ -14,7 +14,8 @@ from torch import nn
 from nanovllm.checkpoint.loader import Shard
 from nanovllm.errors import ConfigError, UnsupportedModelError
 from nanovllm.formats.fp8_config import Fp8Config
-from nanovllm.formats.quantization import FP8, Fp8Weight, QuantizeMethod
+from nanovllm.formats.quantization import FP8, Fp8Weight
+from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
 from nanovllm.utils.distributed import all_reduce, tensor_parallel
 
 
@@ -51,7 +52,7 @@ class Matrix(nn.Module):
         super().__init__()
         self.weight: nn.Parameter | None = nn.Parameter(torch.empty(output_size, input_size))
         self.output_size = output_size
-        self.quant_method: QuantizeMethod | None = None
+        self.quant_method: WeightMethod | None = None
         self.block_type: str | None = None
         """The GGUF type whose blocks `weight` receives as bytes; None: it receives numbers."""
 
@@ -77,7 +78,7 @@ class Matrix(nn.Module):
         """Prepare to load a GGUF file's blocks of `block_type` into `weight`, uint8."""
         self.block_type, self.weight = block_type, weight
 
-    def replace_weight(self, method: QuantizeMethod) -> None:
+    def replace_weight(self, method: WeightMethod) -> None:
         """Use `method`, which was made from the weight, and release the weight."""
         self.quant_method, self.weight = method, None
 
@@ -117,12 +118,11 @@ class LinearBase(Matrix):
         empty = torch.empty_like(self.weight, dtype=FP8)
         self.weight = nn.Parameter(empty, requires_grad=False)
 
-    def make_fp8_method(self, dtype: torch.dtype, *, native: bool) -> QuantizeMethod | None:
+    def make_fp8_method(self, dtype: torch.dtype, kernels: Kernels) -> WeightMethod | None:
         """Return the method for a weight that was loaded in FP8, or None for any other weight.
 
         Args:
             dtype: of inputs and results.
-            native: whether nanovllm's own kernels may be used.
         """
         if self._fp8 is None or self.weight is None:
             return None
@@ -132,7 +132,7 @@ class LinearBase(Matrix):
         ]
         weight, block = self.weight.data, self._fp8.block_inputs or self.weight.shape[1]
         self._scales = {}
-        return Fp8Weight(weight, torch.cat(by_row).to(weight.device), block, dtype, native=native)
+        return Fp8Weight(weight, torch.cat(by_row).to(weight.device), block, dtype, kernels)
 
     def weight_shards(
         self,

@@ -10,24 +10,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.cpu import ops as cpu_ops
-from nanovllm.kernels.cpu.library import supports, torch_on_one_thread
+from nanovllm.kernels.cpu.library import torch_on_one_thread
 from nanovllm.options.sampling_params import SamplingParams, takes_prompt
 from nanovllm.options.validation import shown
 
 _ANY, _NONE = -1, -2
 """In place of a token: matches every token, and none."""
-
-
-def float32_copy(logits: torch.Tensor, *, native: bool = True) -> torch.Tensor:
-    """Return a copy of `logits` in float32.
-
-    Args:
-        native: whether the package's own kernels may be used.
-    """
-    if native and logits.is_contiguous() and supports(logits.device, logits.dtype):
-        return cpu_ops.to_float(logits)
-    return logits.to(torch.float32, copy=True)
 
 
 class LogitsRules:

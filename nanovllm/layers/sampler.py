@@ -6,14 +6,11 @@ n largest logits of a row lie in the n chunks with the largest maxima.
 """
 
 import dataclasses
-from types import ModuleType
 
 import torch
 from torch.nn.functional import pad
 
-from nanovllm.kernels.cpu import ops as cpu_ops
-from nanovllm.kernels.cpu.library import supports
-from nanovllm.kernels.selector import triton_kernels
+from nanovllm.kernels.torch_kernels import TORCH, Kernels
 from nanovllm.layers.sampling_tensors import SamplingTensors
 from nanovllm.options.sampling_params import GREEDY_BELOW
 
@@ -39,8 +36,7 @@ class Sampling(SamplingTensors):
     """Whether some row has a top_p and a top_k that keeps all tokens."""
     any_greedy: bool = False
     """Whether some row may have a temperature below GREEDY_BELOW."""
-    native: bool = True
-    """Whether the package's own kernels may be used."""
+    kernels: Kernels = TORCH
 
 
 def draw(logits: torch.Tensor, sampling: Sampling, num_candidates: int = 0) -> torch.Tensor:
@@ -50,15 +46,16 @@ def draw(logits: torch.Tensor, sampling: Sampling, num_candidates: int = 0) -> t
         logits: [R, vocab_size], any float dtype.
         num_candidates: 0 if no row has a top_k or top_p. Else how many of the largest logits to
             examine first, at least the largest top_k below vocab_size. A row that may keep more
-            tokens than these is sorted, so the number changes the speed and no token. The
-            package's own kernels ignore it; see `draws_all_rows`.
+            tokens than these is sorted, so the number changes the speed and no token.
+            `Kernels.sample` ignores it.
 
     Returns:
         [R] int64, NO_TOKEN for a row whose logits are no distribution. A row's token depends only
         on its own logits and sampling parameters.
     """
-    if draws_all_rows(logits, sampling.native):
-        columns = (
+    if sampling.kernels.sample is not None:
+        return sampling.kernels.sample(
+            logits,
             sampling.temperatures,
             sampling.seeds,
             sampling.positions,
@@ -66,14 +63,11 @@ def draw(logits: torch.Tensor, sampling: Sampling, num_candidates: int = 0) -> t
             sampling.top_ps,
             sampling.min_ps,
         )
-        if (gpu := _gpu_kernels(logits, sampling.native)) is not None:
-            return gpu.sample(logits, *columns)
-        return cpu_ops.sample(logits, *columns, greedy_below=GREEDY_BELOW)
     if sampling.any_greedy:
         temperatures = sampling.temperatures.clamp(min=GREEDY_BELOW)
         sampled = dataclasses.replace(sampling, temperatures=temperatures, any_greedy=False)
         drawn = draw(logits, sampled, num_candidates)
-        largest = greedy(logits, native=sampling.native)
+        largest = sampling.kernels.greedy(logits)
         return torch.where(sampling.temperatures < GREEDY_BELOW, largest, drawn)
     vocab_size = logits.shape[-1]
     if vocab_size % CHUNK:
@@ -106,24 +100,6 @@ def draw(logits: torch.Tensor, sampling: Sampling, num_candidates: int = 0) -> t
 def _checked(tokens: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
     """Return `tokens` [R], but NO_TOKEN where the row's largest logit is not finite."""
     return torch.where(largest.isfinite(), tokens, NO_TOKEN)
-
-
-def draws_all_rows(logits: torch.Tensor, native: bool) -> bool:
-    """Return whether one call of `draw` is best for all rows of `logits`, however they differ: the
-    package's own kernels give each row its own work, and sort nothing.
-    """
-    return _gpu_kernels(logits, native) is not None or _c_kernels_support(logits, native)
-
-
-def _gpu_kernels(logits: torch.Tensor, native: bool) -> ModuleType | None:
-    """Return the Triton kernels for `logits`, or None."""
-    return triton_kernels("sampling") if native and logits.is_cuda else None
-
-
-def _c_kernels_support(logits: torch.Tensor, native: bool) -> bool:
-    """Return whether the C kernels support `logits`."""
-    dtype = torch.bfloat16 if logits.dtype == torch.float32 else logits.dtype
-    return native and logits.is_contiguous() and supports(logits.device, dtype)
 
 
 def _thresholds(
@@ -208,22 +184,6 @@ def _invert(
     # Rounding can choose an index past the last token with a weight above 0.
     place = place.minimum((inner < inner[:, -1:]).sum(-1, keepdim=True))
     return (chunk * CHUNK + place)[:, 0]
-
-
-def greedy(logits: torch.Tensor, *, native: bool = True) -> torch.Tensor:
-    """Return the index [R] int64 of the first largest logit in each row of [R, vocab_size].
-
-    It is NO_TOKEN for a row whose logits are no distribution.
-
-    Args:
-        native: whether the package's own kernels may be used.
-    """
-    if (gpu := _gpu_kernels(logits, native)) is not None:
-        return gpu.greedy(logits)
-    if _c_kernels_support(logits, native):
-        return cpu_ops.greedy(logits)
-    tokens = logits.argmax(-1)  # of the first NaN, if there is one
-    return _checked(tokens, logits.gather(-1, tokens[:, None])[:, 0])
 
 
 def uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -14,8 +14,6 @@ import numpy.typing as npt
 import torch
 
 from nanovllm.errors import InvalidRequestError
-from nanovllm.kernels.cpu import ops as cpu_ops
-from nanovllm.kernels.cpu.library import supports
 from nanovllm.options.structured_outputs import TOO_COMPLEX
 from nanovllm.scheduler.messages import Admission, Row
 from nanovllm.structured.grammar import GrammarCompiler
@@ -253,13 +251,7 @@ class GrammarStep:
                 self._copied.synchronize()
             self._write(Masks(self._masks), self._read())
         samples = self._tables.upload(self._samples)
-        if self._tables.native and supports(logits.device, torch.bfloat16):
-            cpu_ops.forbid(logits, samples, self._masks)
-            return
-        masks = self._masks.to(logits.device, non_blocking=True)
-        bits = 1 << torch.arange(8, dtype=torch.uint8, device=masks.device)
-        forbidden = ((masks[:, :, None] & bits).flatten(1) == 0)[:, : logits.shape[1]]
-        logits[samples] = logits[samples].masked_fill(forbidden, -torch.inf)
+        self._tables.kernels.forbid(logits, samples, self._masks)
 
     def _read(self) -> list[int]:
         """Return the tokens that the grammars have not read, row by row."""

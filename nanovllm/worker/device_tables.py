@@ -7,12 +7,11 @@ Knows no model.
 
 from array import array
 from collections.abc import Sequence as Seq
-from types import ModuleType
 
 import torch
 
 from nanovllm.attention.batch import Batch, HostLengths
-from nanovllm.kernels.selector import triton_kernels
+from nanovllm.kernels.torch_kernels import Kernels
 from nanovllm.layers.logits_rules import LogitsRules
 from nanovllm.layers.sampler import Sampling
 from nanovllm.layers.sampling_tensors import SamplingTensors, pack
@@ -26,18 +25,15 @@ class DeviceTables:
 
     The extra table row `scratch_idx` belongs to no sequence. Padding rows of a batch read and write
     it. Its block table holds block `num_blocks`, which the scheduler never allocates.
-
-    Args:
-        native: whether the package's own kernels may be used.
     """
 
     def __init__(
-        self, info: WorkerInfo, max_num_seqs: int, device: torch.device, *, native: bool = True
+        self, info: WorkerInfo, max_num_seqs: int, device: torch.device, kernels: Kernels
     ) -> None:
         num_rows, width = max_num_seqs + 1, -(-info.max_model_len // info.block_size)
         self.block_size = info.block_size
         self.device = device
-        self.native = native
+        self.kernels = kernels
         self.scratch_idx = max_num_seqs
         # A table row's tokens and block table are adjacent, so one upload writes both. The extra
         # token column takes the last sampled token of a sequence of max_model_len tokens.
@@ -127,9 +123,7 @@ class DeviceTables:
             table_indices, positions: [R] int64.
             cu_seqlens_q: [R + 1] int32, 0 to R.
         """
-        kernels = self._step_kernels()
-        gather = gather_rows if kernels is None else kernels.gather
-        inputs, parameters = gather(
+        inputs, parameters = self.kernels.gather(
             self.token_ids,
             self.block_tables,
             self.block_size,
@@ -146,8 +140,9 @@ class DeviceTables:
             seq_lens=seq_lens,
             block_tables=block_tables,
         )
-        sampling = Sampling(*parameters, positions=following, any_greedy=True, native=self.native)
-        return batch, sampling
+        return batch, Sampling(
+            *parameters, positions=following, any_greedy=True, kernels=self.kernels
+        )
 
     def advance(
         self,
@@ -164,18 +159,11 @@ class DeviceTables:
         Then add `moves` to `positions`, and `stride` to `places`, modulo the length of `out`. The
         tables get 0 for NO_TOKEN, because the next step looks up its embedding. All tensors but
         `out` [n] are [R]; all are int64. No two rows write the same cell, except in the scratch
-        table row. With the kernels, `out` may be pinned memory of the host.
+        table row. On a GPU, `out` may be pinned memory of the host.
         """
-        kernels = self._step_kernels()
-        if kernels is not None:
-            kernels.advance(
-                self.token_ids, table_indices, positions, moves, places, tokens, out, stride
-            )
-            return
-        out[places] = tokens
-        self.token_ids[table_indices, positions + 1] = tokens.clamp(min=0).int()
-        positions.add_(moves)
-        places.add_(stride).remainder_(len(out))
+        self.kernels.advance(
+            self.token_ids, table_indices, positions, moves, places, tokens, out, stride
+        )
 
     def accept(
         self,
@@ -195,24 +183,7 @@ class DeviceTables:
             following: positions of `tokens`.
             inputs: tokens at the positions before; not read for the first of a row.
         """
-        kernels = self._step_kernels()
-        if kernels is not None:
-            kernels.accept(self.last_positions, table_indices, following, inputs, tokens)
-            return
-        first = torch.ones_like(table_indices, dtype=torch.bool)
-        first[1:] = table_indices[1:] != table_indices[:-1]
-        first[1:] |= following[1:] != following[:-1] + 1
-        wrong = torch.zeros_like(first)
-        wrong[1:] = ~first[1:] & (inputs[1:] != tokens[:-1])
-        # A token counts if the last event up to it is the beginning of a row, not a wrong draft.
-        index = torch.arange(len(tokens), device=self.device)
-        events = torch.where(first | wrong, 2 * index + first, 0)
-        counts = events.cummax(0).values % 2 == 1
-        last = counts.clone()
-        last[:-1] &= ~counts[1:] | first[1:]
-        places = torch.where(last, table_indices, self.scratch_idx)
-        failed = (tokens < 0) & ~first
-        self.last_positions[places] = following - failed.long()
+        self.kernels.accept(self.last_positions, table_indices, following, inputs, tokens)
 
     def follow(
         self, positions: torch.Tensor, table_indices: torch.Tensor, follows: torch.Tensor
@@ -232,10 +203,6 @@ class DeviceTables:
             host = host.pin_memory()  # torch keeps the pinned memory until the copy is done
         return host.to(self.device, non_blocking=True)
 
-    def _step_kernels(self) -> ModuleType | None:
-        """Return the Triton kernels `decode_step`, or None to use torch."""
-        return triton_kernels("decode_step") if self.native and self.device.type == "cuda" else None
-
     def _admit(self, admissions: list[Admission]) -> None:
         """Set the host's part of the table rows."""
         for new in admissions:
@@ -251,25 +218,3 @@ class DeviceTables:
                     new.stop_token_ids,
                     self.device,
                 )
-
-
-def gather_rows(
-    token_ids: torch.Tensor,
-    block_tables: torch.Tensor,
-    block_size: int,
-    table_indices: torch.Tensor,
-    positions: torch.Tensor,
-    columns: tuple[torch.Tensor, ...],
-) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """Do what `kernels.triton.decode_step.gather` does, in plain torch."""
-    tables, following = block_tables[table_indices], positions + 1
-    blocks = tables.gather(1, (positions // block_size)[:, None])[:, 0].long()
-    slot_mapping = blocks * block_size + positions % block_size
-    inputs = (
-        token_ids[table_indices, positions].long(),
-        slot_mapping,
-        following.int(),
-        tables,
-        following,
-    )
-    return inputs, tuple(column[table_indices] for column in columns)

@@ -19,15 +19,10 @@ from nanovllm.checkpoint.gguf import is_gguf
 from nanovllm.checkpoint.loader import check_tensors, init_dummy_weights, load_weights, read_header
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.formats.gguf_blocks import BLOCK_BITS, BLOCK_TYPES, unpack_blocks
-from nanovllm.formats.quantization import (
-    PackedWeight,
-    QuantizeMethod,
-    can_pack,
-    make_int_method,
-    make_quant_method,
-)
+from nanovllm.formats.quantization import make_int_method, make_quant_method
 from nanovllm.kernels.cpu.build import PANEL
-from nanovllm.kernels.selector import kernels_for
+from nanovllm.kernels.cpu.packed import PackedWeight
+from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
@@ -71,8 +66,9 @@ def build_model(
     files: list[Path],
     max_model_len: int,
     device: torch.device,
+    kernels: Kernels,
 ) -> nn.Module:
-    """Return the model on `device`, with kernels in its layers and uninitialised weights.
+    """Return the model on `device`, with `kernels` in its layers and uninitialised weights.
 
     Args:
         files: what will be loaded, because weights may stay in the form that a file has.
@@ -89,11 +85,9 @@ def build_model(
         raise CheckpointError(
             f"{config.model}: the model does not fit into memory: {error!s:.200}"
         ) from error
-    if config.native_kernels:
-        kernels = kernels_for(device, model_config.dtype)
-        for module in model.modules():
-            if isinstance(module, RMSNorm | SiluAndMul):
-                module.kernels = kernels
+    for module in model.modules():
+        if isinstance(module, RMSNorm | SiluAndMul):
+            module.kernels = kernels
     return model.eval().requires_grad_(False)
 
 
@@ -185,6 +179,7 @@ def load_model(
     config: Config,
     model_config: ModelConfig,
     files: list[Path],
+    kernels: Kernels,
     reserve: PageReserve | None = None,
 ) -> None:
     """Load the weights of a model made by `build_model`.
@@ -214,7 +209,9 @@ def load_model(
         if weight is None or weight not in sharing:
             return
         matrices = [matrix for _, matrix in sharing.pop(weight)]
-        method = packed.pop(weight, None) or _quant_method(weight, matrices, config, model_config)
+        method = packed.pop(weight, None) or _quant_method(
+            weight, matrices, config, model_config, kernels
+        )
         if method is not None:
             for matrix in matrices:
                 matrix.replace_weight(method)
@@ -226,7 +223,9 @@ def load_model(
     else:
         ignored: frozenset[str] = model.ignored_weights  # type: ignore[assignment]
         progress = tensor_parallel().rank == 0
-        packable = _packable(sharing, config, model_config)
+        packable = set[nn.Parameter]()
+        if config.quantization in (None, "none"):
+            packable = _packable(sharing, model_config.dtype, kernels)
         options: dict[str, Any] = {"ignored": ignored, "progress": progress}
         load_weights(model, files, on_loaded=finish, store=store, **options)
     if reserve is not None:
@@ -235,16 +234,14 @@ def load_model(
 
 
 def _packable(
-    sharing: dict[nn.Parameter, list[tuple[str, Matrix]]], config: Config, model_config: ModelConfig
+    sharing: dict[nn.Parameter, list[tuple[str, Matrix]]], dtype: torch.dtype, kernels: Kernels
 ) -> set[nn.Parameter]:
     """Return the weights that are packed as they are, in parts of whole panels."""
-    if not config.native_kernels or config.quantization not in (None, "none"):
-        return set()
     return {
         weight
         for weight, matrices in sharing.items()
-        if weight.dtype == model_config.dtype  # neither FP8 nor a GGUF file's blocks
-        and can_pack(weight)
+        if weight.dtype == dtype  # neither FP8 nor a GGUF file's blocks
+        and kernels.can_pack_rows(weight)
         and all(
             shard.target.storage_offset() // weight.shape[1] % PANEL == 0
             for shard in matrices[0][1].shards(matrices[0][0])
@@ -254,15 +251,19 @@ def _packable(
 
 
 def _quant_method(
-    weight: torch.Tensor, matrices: list[Matrix], config: Config, model_config: ModelConfig
-) -> QuantizeMethod | None:
+    weight: torch.Tensor,
+    matrices: list[Matrix],
+    config: Config,
+    model_config: ModelConfig,
+    kernels: Kernels,
+) -> WeightMethod | None:
     """Return the method that keeps the loaded `weight` of `matrices`; None keeps it as it is."""
-    native, quantization = config.native_kernels, config.quantization
+    quantization = config.quantization
     if matrices[0].block_type is not None:
         blocks = unpack_blocks(weight.data, matrices[0].block_type)
-        return make_int_method(blocks, model_config.dtype, native=native)
+        return make_int_method(blocks, model_config.dtype, kernels)
     if isinstance(matrices[0], LinearBase):  # then it is the only one: linears share no weights
-        method = matrices[0].make_fp8_method(model_config.dtype, native=native)
+        method = matrices[0].make_fp8_method(model_config.dtype, kernels)
         if method is not None:
             return method
     elif quantization == "fp8":
@@ -270,7 +271,7 @@ def _quant_method(
     if model_config.fp8 is not None or quantization == "none":
         quantization = None  # the checkpoint chose what is quantised
     gathered = any(type(matrix) is VocabParallelEmbedding for matrix in matrices)
-    return make_quant_method(weight, quantization, native=native, is_embedding=gathered)
+    return make_quant_method(weight, quantization, kernels, is_embedding=gathered)
 
 
 @contextlib.contextmanager

@@ -78,8 +78,9 @@ class ModelRunner:
     def allocate(self, info: WorkerInfo) -> DeviceTables:
         """Make the KV pool and new tables, in place of any others; return the tables."""
         self.network.make_pool(info.num_blocks + self.num_padding_blocks)
-        native = self.config.native_kernels
-        self.tables = DeviceTables(info, self.config.max_num_seqs, self.device, native=native)
+        self.tables = DeviceTables(
+            info, self.config.max_num_seqs, self.device, self.network.kernels
+        )
         return self.tables
 
     def free(self) -> None:

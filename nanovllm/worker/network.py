@@ -13,6 +13,7 @@ from nanovllm.attention.backend import AttentionSpec, Backend
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.selector import select_backend
 from nanovllm.kernels.cpu.library import torch_on_one_thread
+from nanovllm.kernels.selector import select_kernels
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.linear import QKVParallelLinear
 from nanovllm.models.model_config import ModelConfig
@@ -52,12 +53,14 @@ class Network:
         self.config = config
         self.model_config = model_config
         self.max_model_len = max_model_len
-        self.model = build_model(config, model_config, files, max_model_len, device)
+        native = config.native_kernels
+        self.kernels = select_kernels(device, model_config.dtype, native=native)
+        self.model = build_model(config, model_config, files, max_model_len, device, self.kernels)
         self._kv_dtype = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}.get(
             config.kv_cache_dtype, model_config.dtype
         )
         self.backend = self._select_backend(config, device)
-        load_model(self.model, config, model_config, files, reserve)
+        load_model(self.model, config, model_config, files, self.kernels, reserve)
         self.attentions = [m for m in self.model.modules() if isinstance(m, Attention)]
         self.device = device
         self._pool: torch.Tensor | None = None
@@ -160,7 +163,7 @@ class Network:
                 block_size=config.kvcache_block_size,
                 kv_dtype=self._kv_dtype,
             ),
-            native=config.native_kernels,
+            self.kernels,
         )
 
     def _pool_shape(self, num_blocks: int) -> tuple[int, ...]:

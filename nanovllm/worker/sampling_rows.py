@@ -9,8 +9,8 @@ import itertools
 
 import torch
 
-from nanovllm.layers.logits_rules import apply_rules, float32_copy, run_processors
-from nanovllm.layers.sampler import Sampling, draw, draws_all_rows, greedy as greedy_tokens
+from nanovllm.layers.logits_rules import apply_rules, run_processors
+from nanovllm.layers.sampler import Sampling, draw
 from nanovllm.scheduler.messages import Row
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.extensions import StepMasks
@@ -82,8 +82,8 @@ class SamplingRows:
         """
         logits = self.apply_rules(logits)
         if all(params.is_greedy for params in self.params):
-            return greedy_tokens(logits, native=self._tables.native)
-        if draws_all_rows(logits, self._tables.native):
+            return self._tables.kernels.greedy(logits)
+        if self._tables.kernels.sample is not None:
             return draw(logits, self._sampling(self._table_indices, self._positions))
         return self._sample_by_group(logits)
 
@@ -105,7 +105,7 @@ class SamplingRows:
         tokens = torch.empty_like(self._table_indices)
         if greedy:
             rows = self._tables.upload(greedy)
-            tokens[rows] = greedy_tokens(logits[rows], native=self._tables.native)
+            tokens[rows] = self._tables.kernels.greedy(logits[rows])
         max_top_k = max((self.params[index].top_k for index in with_top_k), default=0)
         for group, num_candidates in (
             (plain, 0),
@@ -147,7 +147,7 @@ class SamplingRows:
         ]
         if not ruled and self._masks is None:
             return logits
-        changed = float32_copy(logits, native=tables.native)
+        changed = tables.kernels.to_float(logits)
         self.errors |= run_processors(changed, ruled)
         if self._masks is not None:
             self._masks.apply(changed)
@@ -159,4 +159,4 @@ class SamplingRows:
         """Return how to sample rows; both arguments are [n] int64."""
         tables = self._tables
         columns = (column[table_indices] for column in tables.sampling_tensors.columns)
-        return Sampling(*columns, positions=positions, native=tables.native)
+        return Sampling(*columns, positions=positions, kernels=tables.kernels)

@@ -12,7 +12,6 @@ import torch
 from torch.nn.attention import varlen
 
 from nanovllm import LLM, SamplingParams, demo_model
-from nanovllm.attention import paged, triton
 from nanovllm.attention.backend import AttentionSpec
 from nanovllm.attention.batch import Batch, HostLengths
 from nanovllm.attention.flash_attn import FlashAttnBackend
@@ -21,6 +20,9 @@ from nanovllm.attention.torch_sdpa import TorchBackend
 from nanovllm.attention.triton import TritonBackend
 from nanovllm.attention.varlen import VarlenBackend
 from nanovllm.errors import ConfigError
+from nanovllm.kernels.selector import select_kernels
+from nanovllm.kernels.torch_kernels import TORCH
+from nanovllm.kernels.triton.kernels import TritonKernels
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, inverse_frequencies
@@ -257,8 +259,6 @@ def test_the_packages_are_torch_on_a_gpu(backend_class):
 def a_gpu(monkeypatch):
     """Pretend that there is a GPU; return a spec that every GPU backend supports."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    for module in (paged, triton):
-        monkeypatch.setattr(module, "triton_available", lambda: True)
     monkeypatch.setattr(varlen, "varlen_attn", lambda *args, block_table=None: None)  # torch 2.13
     return AttentionSpec(16, 8, 128, torch.bfloat16, torch.device("cuda"), None)
 
@@ -295,18 +295,15 @@ def test_an_old_gpu_is_refused(backend_class, a_gpu, monkeypatch):
 
 def test_an_fp8_cache_needs_a_gpu_that_has_it(a_gpu, monkeypatch):
     spec = dataclasses.replace(a_gpu, kv_dtype=FP8)
-    assert isinstance(select_backend(spec), TritonBackend)
+    assert isinstance(select_backend(spec, TritonKernels()), TritonBackend)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     rule = "needs a GPU of compute capability 8.9 .* triton: compute capability 8.6 is below 8.9"
     with pytest.raises(ConfigError, match=rule):
-        select_backend(spec)
+        select_backend(spec, TritonKernels())
 
 
-@pytest.mark.parametrize("backend_class", GPU_BACKENDS)
-def test_without_the_triton_kernels_none_serves(backend_class, a_gpu, monkeypatch):
-    for module in (paged, triton):
-        monkeypatch.setattr(module, "triton_available", lambda: False)
-    assert backend_class.unsupported(a_gpu) == "the Triton kernels are off"
+def test_without_the_triton_kernels_none_serves(a_gpu):
+    assert isinstance(select_backend(a_gpu, TORCH), TorchBackend)
 
 
 def test_flash_attn_that_is_absent_or_broken_is_refused(a_gpu, monkeypatch, tmp_path):
@@ -329,12 +326,14 @@ def test_varlen_attn_without_pages_is_refused(a_gpu, monkeypatch):
 def test_the_choice_on_a_gpu_and_what_the_log_says(a_gpu, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "nanovllm")
     monkeypatch.setitem(sys.modules, "flash_attn", None)
-    assert isinstance(select_backend(a_gpu), TritonBackend)
+    assert isinstance(select_backend(a_gpu, TritonKernels()), TritonBackend)
     assert "triton; flash-attn: the flash-attn package" in caplog.text
-    assert isinstance(select_backend(a_gpu, native=False), TorchBackend)
+    assert isinstance(select_backend(a_gpu, TORCH), TorchBackend)
     odd = dataclasses.replace(a_gpu, head_dim=72)
-    assert isinstance(select_backend(odd), VarlenBackend)
-    assert isinstance(select_backend(dataclasses.replace(odd, head_dim=76)), TorchBackend)
+    assert isinstance(select_backend(odd, TritonKernels()), VarlenBackend)
+    assert isinstance(
+        select_backend(dataclasses.replace(odd, head_dim=76), TritonKernels()), TorchBackend
+    )
     for reason in ("multiple of 16 up to 256", "multiple of 8 up to 256"):
         assert reason in caplog.text
 
@@ -343,7 +342,8 @@ def test_triton_serves_a_cpu_only_interpreted(a_gpu, monkeypatch):
     spec = dataclasses.replace(a_gpu, device=torch.device("cpu"))
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert TritonBackend.unsupported(spec) is None
-    assert not isinstance(select_backend(spec), TritonBackend), "too slow to be chosen"
+    chosen = select_backend(spec, select_kernels(spec.device, spec.dtype))
+    assert not isinstance(chosen, TritonBackend), "too slow to be chosen"
     monkeypatch.delenv("TRITON_INTERPRET")
     assert TritonBackend.unsupported(spec) == "needs a CUDA GPU"
 
@@ -375,7 +375,7 @@ def test_the_engine_generates_the_same_tokens(monkeypatch):
     expected = tokens()
     made = []
 
-    def triton_backend(spec, native):
+    def triton_backend(spec, kernels):
         assert TritonBackend.unsupported(spec) is None
         made.append(TritonBackend(spec))
         return made[-1]
@@ -401,7 +401,7 @@ def test_the_engine_with_an_fp8_cache(monkeypatch):
     pools = []
 
     def logprobs(backend, **options):
-        monkeypatch.setattr(network, "select_backend", lambda spec, native: backend(spec))
+        monkeypatch.setattr(network, "select_backend", lambda spec, kernels: backend(spec))
         llm = LLM(
             demo_model.MODEL,
             dtype="float32",

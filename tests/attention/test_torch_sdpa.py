@@ -10,6 +10,7 @@ from nanovllm.attention import torch_sdpa
 from nanovllm.attention.backend import AttentionSpec, QKNorm
 from nanovllm.attention.selector import select_backend
 from nanovllm.attention.torch_sdpa import TorchBackend
+from nanovllm.kernels.torch_kernels import TORCH
 from tests.attention.cases import contiguous_sdpa, make_case, random_rows, reference
 
 
@@ -115,6 +116,6 @@ def test_keys_and_values_land_in_their_slots_and_nowhere_else():
 @pytest.mark.parametrize(("asked", "given"), [(None, 16), (1, 1), (48, 48)])
 def test_the_backend_chooses_the_block_size_where_it_may(asked, given):
     spec = AttentionSpec(4, 2, 8, torch.float32, torch.device("cpu"), asked)
-    backend = select_backend(spec)
+    backend = select_backend(spec, TORCH)
     assert backend.block_size == given
     assert backend.kv_cache_shape(5) == (2, 5, given, 2, 8)

@@ -17,6 +17,7 @@ from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
 from nanovllm.executors.worker import find_weights
 from nanovllm.formats.gguf_blocks import BLOCK_BITS, unpack_blocks
 from nanovllm.formats.quantization import IntWeight
+from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.utils import distributed
 from nanovllm.worker.model_loader import build_model
@@ -200,7 +201,7 @@ def test_ranks_that_cut_a_block(tmp_path, monkeypatch):
     file, _ = make_gguf(tmp_path, "llama", "Q8_0", intermediate_size=32)
     config = Config(file, tensor_parallel_size=2)
     model_config = ModelConfig.from_hf(open_checkpoint(file).config)
-    arguments = config, model_config, [Path(file)], 16, torch.device("cpu")
+    arguments = config, model_config, [Path(file)], 16, torch.device("cpu"), TORCH
     with pytest.raises(ConfigError, match=r"cuts .*down_proj\.weight.* within a Q8_0 block of 32"):
         build_model(*arguments)
     build_model(dataclasses.replace(config, quantization="none"), *arguments[1:])

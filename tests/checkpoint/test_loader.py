@@ -18,6 +18,7 @@ from nanovllm.checkpoint.hub import open_checkpoint, weight_files
 from nanovllm.checkpoint.loader import init_dummy_weights, load_weights, model_shards
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.executors.worker import find_weights
+from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.options.config import Config
@@ -398,7 +399,7 @@ def test_a_dummy_model_that_fits_no_memory(tmp_path):
     config = Config(str(tmp_path), load_format="dummy")
     model_config = ModelConfig.from_hf(open_checkpoint(config.model).config)
     with pytest.raises(CheckpointError, match="does not fit into memory"):
-        build_model(config, model_config, [], 16, torch.device("cpu"))
+        build_model(config, model_config, [], 16, torch.device("cpu"), TORCH)
 
 
 def test_an_unsupported_model_is_refused_before_its_weights_are_searched(tmp_path):

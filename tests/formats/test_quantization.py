@@ -5,22 +5,22 @@ import torch
 
 from nanovllm import SamplingParams
 from nanovllm.errors import ConfigError
-from nanovllm.formats import quantization
 from nanovllm.formats.quantization import (
     Fp8Weight,
     IntTensor,
     IntWeight,
     NativeIntWeight,
-    OneDnnWeight,
-    PackedWeight,
     choose_group_size,
     make_int_method,
     make_quant_method,
     quantize,
     quantize_fp8,
-    use_onednn,
 )
+from nanovllm.kernels.cpu import packed as packed_weights
 from nanovllm.kernels.cpu.library import library
+from nanovllm.kernels.cpu.packed import OneDnnWeight, PackedWeight, use_onednn
+from nanovllm.kernels.selector import select_kernels
+from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.layers.linear import Matrix
 
 PACKED_BY_TORCH = {
@@ -34,6 +34,10 @@ native = pytest.mark.skipif(library() is None, reason="no compiler here")
 
 def randn(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def kernels_of(weight, native=True):
+    return select_kernels(weight.device, weight.dtype, native=native)
 
 
 def dequantised(weight):
@@ -106,7 +110,10 @@ def test_int_weight_in_plain_torch_equals_the_rounded_one(kind, dtype):
 @KINDS
 def test_native_and_plain_agree(kind):
     weight = int_tensor(kind, 70, 256)
-    packed, plain = (make_int_method(weight, torch.bfloat16, native=n) for n in (True, False))
+    packed, plain = (
+        make_int_method(weight, torch.bfloat16, kernels_of(weight.scales.bfloat16(), n))
+        for n in (True, False)
+    )
     assert (type(packed), type(plain)) == (NativeIntWeight, IntWeight)
     rows = torch.tensor([5, 69, 0])
     assert torch.equal(packed.embedding(rows), plain.embedding(rows))
@@ -127,12 +134,14 @@ def test_groups_divide_the_inputs():
 @native
 def test_the_method_follows_dtype_and_quantization():
     weight = randn(64, 64)
-    assert isinstance(make_quant_method(weight, None, native=True), PackedWeight)
-    assert isinstance(make_quant_method(weight, "int8", native=True), NativeIntWeight)
-    assert isinstance(make_quant_method(weight, "int8", native=False), IntWeight)
-    assert isinstance(make_quant_method(weight.float(), "int4", native=True), IntWeight)
-    assert make_quant_method(weight, None, native=False) is None
-    assert make_quant_method(randn(64, 48), None, native=True) is None
+    assert isinstance(make_quant_method(weight, None, kernels_of(weight)), PackedWeight)
+    assert isinstance(make_quant_method(weight, "int8", kernels_of(weight)), NativeIntWeight)
+    assert isinstance(make_quant_method(weight, "int8", kernels_of(weight, False)), IntWeight)
+    assert isinstance(
+        make_quant_method(weight.float(), "int4", kernels_of(weight.float())), IntWeight
+    )
+    assert make_quant_method(weight, None, kernels_of(weight, False)) is None
+    assert make_quant_method(randn(64, 48), None, kernels_of(randn(64, 48))) is None
 
 
 # Without the C kernels.
@@ -146,7 +155,7 @@ def test_onednn_packs_float32():
 
 @pytest.mark.skipif(not use_onednn(torch.empty(1024, 1024)), reason="torch has no oneDNN here")
 def test_an_engine_packs_all_but_the_embedding(make_llm, random_model, monkeypatch):
-    monkeypatch.setattr(quantization, "_ONEDNN_MIN_ELEMENTS", 0)
+    monkeypatch.setattr(packed_weights, "_ONEDNN_MIN_ELEMENTS", 0)
     packed, plain = (
         make_llm(random_model, device="cpu", native_kernels=native) for native in (True, False)
     )
@@ -166,9 +175,9 @@ def test_an_engine_packs_all_but_the_embedding(make_llm, random_model, monkeypat
 def test_onednn_keeps_what_the_c_kernels_cannot_take():
     for dtype, kind in PACKED_BY_TORCH.items():
         weight = randn(1024, 1040).to(dtype)  # the C kernels need a multiple of 32
-        assert isinstance(make_quant_method(weight, None, native=True), kind)
-        assert make_quant_method(weight, None, native=True, is_embedding=True) is None
-        assert make_quant_method(weight, None, native=False) is None
+        assert isinstance(make_quant_method(weight, None, kernels_of(weight)), kind)
+        assert make_quant_method(weight, None, kernels_of(weight), is_embedding=True) is None
+        assert make_quant_method(weight, None, kernels_of(weight, False)) is None
 
 
 @pytest.mark.parametrize(
@@ -214,7 +223,7 @@ def test_fp8_rounds_each_row_by_itself():
 def test_fp8_online_is_the_rounded_weight(dtype):
     weight = randn(70, 96).to(dtype)
     values, scales = quantize_fp8(weight)
-    method = make_quant_method(weight, "fp8", native=True)
+    method = make_quant_method(weight, "fp8", kernels_of(weight))
     assert isinstance(method, Fp8Weight)
     expected = (values.double() * scales.double()).to(dtype)
     assert torch.equal(method.embedding(torch.tensor([5, 69, 0])), expected[[5, 69, 0]])
@@ -227,7 +236,7 @@ def test_fp8_online_is_the_rounded_weight(dtype):
 def test_fp8_with_a_scale_for_each_block():
     values = randn(20, 40).to(torch.float8_e4m3fn)
     scales = torch.rand(20, 3, generator=torch.Generator().manual_seed(1))
-    method = Fp8Weight(values, scales, 16, torch.float32, native=True)
+    method = Fp8Weight(values, scales, 16, torch.float32, TORCH)
     expected = values.double() * scales.double().repeat_interleave(16, 1)[:, :40]
     x, bias = randn(4, 40).float(), randn(20, seed=2).float()
     product = x.double() @ expected.T
@@ -240,7 +249,7 @@ def test_fp8_product_of_rounded_inputs():
     triton_kernels = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
     device = "cuda" if triton_kernels else "cpu"
     weight, x = randn(48, 64).to(device), randn(5, 64, seed=1).to(device)
-    method = make_quant_method(weight, "fp8", native=False)
+    method = make_quant_method(weight, "fp8", kernels_of(weight, False))
     rounded = [
         values.double() * scales.double() for values, scales in map(quantize_fp8, (x, weight))
     ]

@@ -11,6 +11,7 @@ from nanovllm import SamplingParams
 from nanovllm.checkpoint.loader import load_weights
 from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
 from nanovllm.formats.fp8_config import Fp8Config
+from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.layers.linear import (
     MergedColumnParallelLinear,
     QKVParallelLinear,
@@ -50,7 +51,7 @@ def load(module, path, fp8):
     model = torch.nn.ModuleDict({"attn": torch.nn.ModuleDict({"proj": module})})
     module.expect_fp8("attn.proj", fp8)
     load_weights(model, [path], progress=False)
-    method = module.make_fp8_method(torch.float32, native=True)
+    method = module.make_fp8_method(torch.float32, TORCH)
     return method.embedding(torch.arange(module.output_size)).double()
 
 
@@ -112,7 +113,7 @@ def test_linears_computed_as_one_are_excluded_as_one():
         layer.expect_fp8("mlp.gate_up", Fp8Config("weight_scale_inv", 8, 8, ("mlp.up",)))
     layer.expect_fp8("mlp.gate_up", Fp8Config("weight_scale_inv", 8, 8, ("mlp",)))
     assert layer.weight.dtype == torch.float32
-    assert layer.make_fp8_method(torch.float32, native=True) is None
+    assert layer.make_fp8_method(torch.float32, TORCH) is None
 
 
 # The engine.

@@ -15,8 +15,12 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from nanovllm.kernels.selector import select_kernels
+from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.layers import sampler
-from nanovllm.layers.sampler import NO_TOKEN, Sampling, draw, greedy, uniform
+from nanovllm.layers.sampler import NO_TOKEN, Sampling, draw, uniform
+
+KERNELS = select_kernels(torch.device("cpu"), torch.float32)
 
 DRAWS = 100_000
 ALMOST_ONE = 1 - 2.0**-53
@@ -59,6 +63,7 @@ def make_sampling(count, *, temperature=1.0, seeds=0, positions=0, top_k=0, top_
         min_ps=min_ps,
         any_min_p=bool((min_ps > 0).any()),
         any_top_p_of_all=bool(((top_ps < 1) & ((top_ks == 0) | (top_ks >= BEYOND))).any()),
+        kernels=KERNELS,
     )
 
 
@@ -133,7 +138,7 @@ def filtered(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
 
 def in_torch(sampling):
     """Return `sampling` without the package's own kernels, of which tests/kernels has the tests."""
-    return dataclasses.replace(sampling, native=False)
+    return dataclasses.replace(sampling, kernels=TORCH)
 
 
 def kept_logits(monkeypatch, logits, sampling, num_candidates):
@@ -386,12 +391,13 @@ def test_the_seed_and_the_position_decide():
 def test_arguments_are_left_alone(vocab_size):
     """Also where the vocabulary fills its chunks, so that nothing is padded."""
     logits, sampling = random_rows(8, vocab_size, filters=True)
-    before = [logits.clone(), *(sampling.take(torch.arange(8)).__dict__.values())]
+    kept = sampling.take(torch.arange(8))
+    before = [logits.clone(), kept.positions, *kept.columns]
     for num_candidates in (0, 61):
         draw(logits, sampling, num_candidates)
-        after = [logits, *sampling.__dict__.values()]
+        after = [logits, sampling.positions, *sampling.columns]
         for old, new in zip(before, after, strict=True):
-            assert torch.equal(torch.as_tensor(old), torch.as_tensor(new))
+            assert torch.equal(old, new)
 
 
 def test_low_temperatures_tend_to_greedy():
@@ -444,7 +450,7 @@ def test_rows_that_are_no_distribution_give_no_token_and_harm_no_neighbour(dtype
     sampling = make_sampling(30, temperature=temperatures, seeds=torch.arange(30), **filters)
     sampling = dataclasses.replace(sampling, any_greedy=True)
     expected = draw(logits, sampling, enough_candidates(**filters))
-    likeliest = greedy(logits)
+    likeliest = KERNELS.greedy(logits)
     logits[::3] = value
     if value != -torch.inf:  # one such logit is enough
         logits[6::3] = 0.0
@@ -452,7 +458,7 @@ def test_rows_that_are_no_distribution_give_no_token_and_harm_no_neighbour(dtype
     chosen = draw(logits, sampling, enough_candidates(**filters))
     sound = torch.arange(30) % 3 > 0
     assert torch.equal(chosen, torch.where(sound, expected, NO_TOKEN))
-    assert torch.equal(greedy(logits), torch.where(sound, likeliest, NO_TOKEN))
+    assert torch.equal(KERNELS.greedy(logits), torch.where(sound, likeliest, NO_TOKEN))
 
 
 @pytest.mark.parametrize("num_candidates", [0, 4, 8])
@@ -485,8 +491,8 @@ def test_a_number_between_two_chunks_chooses_no_masked_token(monkeypatch):
         assert draw(logits, make_sampling(1)).item() in (0, 130)
 
 
-@pytest.mark.parametrize("native", [False, True])
-def test_each_of_many_unlikely_tokens_can_be_chosen(native):
+@pytest.mark.parametrize("kernels", [TORCH, KERNELS])
+def test_each_of_many_unlikely_tokens_can_be_chosen(kernels):
     """Sums in float32 tell tokens of a hundred-millionth apart no better than by the dozen."""
     seeds = torch.arange(40_000)
     seeds = seeds[(uniform(seeds, torch.zeros_like(seeds)) - 0.99925).abs() < 0.00065][:20]
@@ -495,7 +501,7 @@ def test_each_of_many_unlikely_tokens_can_be_chosen(native):
     logits[:, 0] = 0
     weight = math.exp(logits[0, 1])
     expected = (numbers * (1 + 150_000 * weight) - 1) / weight
-    chosen = draw(logits, dataclasses.replace(make_sampling(20, seeds=seeds), native=native))
+    chosen = draw(logits, dataclasses.replace(make_sampling(20, seeds=seeds), kernels=kernels))
     beyond = chosen - expected  # the first token whose sum is larger, to a tenth of a token
     assert beyond.min() > -0.1
     assert beyond.max() < 1.1

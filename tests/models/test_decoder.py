@@ -13,6 +13,7 @@ from nanovllm.attention.backend import AttentionSpec
 from nanovllm.attention.selector import select_backend
 from nanovllm.checkpoint.hub import open_checkpoint, weight_files
 from nanovllm.checkpoint.loader import load_weights
+from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.layers.attention import Attention
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import model_class
@@ -174,13 +175,14 @@ class Steps:
                 config.dtype,
                 cpu,
                 block_size,
-            )
+            ),
+            TORCH,
         )
         for module in self.model.modules():
             if isinstance(module, Attention):
                 module.bind(self.backend, torch.zeros(self.backend.kv_cache_shape(200)))
         self.tables = DeviceTables(
-            WorkerInfo(200, block_size, MAX_LENGTH, config.vocab_size, 512), 8, cpu
+            WorkerInfo(200, block_size, MAX_LENGTH, config.vocab_size, 512), 8, cpu, TORCH
         )
 
     def logits(self, schedule):

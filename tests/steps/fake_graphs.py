@@ -15,7 +15,9 @@ from triton.runtime.interpreter import GridExecutor
 from nanovllm.attention.backend import AttentionSpec
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.torch_sdpa import TorchBackend, _Decode
-from nanovllm.layers import sampler
+from nanovllm.attention.triton import TritonBackend
+from nanovllm.kernels.torch_kernels import TORCH, Kernels
+from nanovllm.kernels.triton import decode_step, sampling as triton_sampling
 from nanovllm.steps import registry
 from nanovllm.steps.cuda_capture import Step
 from nanovllm.worker import network
@@ -126,8 +128,24 @@ class StaticBackend(TorchBackend):
         return [_Decode(torch.arange(num_rows, device=device), blocks, mask)]
 
 
-def select_static(spec: AttentionSpec, **options: Any) -> StaticBackend:
+class StepKernels(Kernels):
+    """Triton's kernels that begin and end a step; the layers are in plain torch."""
+
+    greedy = staticmethod(triton_sampling.greedy)
+    sample = staticmethod(triton_sampling.sample)
+    gather = staticmethod(decode_step.gather)
+    advance = staticmethod(decode_step.advance)
+    accept = staticmethod(decode_step.accept)
+
+
+def select_static(spec: AttentionSpec, kernels: Kernels) -> StaticBackend:
     return StaticBackend(spec)
+
+
+def use_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the interpreter run the Triton kernels of a step, but for those of the layers."""
+    monkeypatch.setattr(network, "select_backend", lambda spec, kernels: TritonBackend(spec))
+    monkeypatch.setattr(network, "select_kernels", lambda *_, **__: StepKernels())
 
 
 def use_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> list[FakeCapture]:
@@ -136,7 +154,7 @@ def use_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> list[FakeCapture]:
     monkeypatch.setattr(registry, "can_capture", lambda device: True)
     monkeypatch.setattr(registry, "make_capture", lambda device: FakeCapture())
     monkeypatch.setattr(network, "select_backend", select_static)
-    monkeypatch.setattr(sampler, "_c_kernels_support", lambda logits, native: False)  # as on CUDA
+    monkeypatch.setattr(network, "select_kernels", lambda *_, **__: TORCH)
     few = [16, 64]  # capturing more takes time
     monkeypatch.setattr(registry, "piece_sizes", lambda most: [n for n in few if n <= most])
     return FakeCapture.made

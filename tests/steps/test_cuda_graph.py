@@ -14,17 +14,14 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.assembly import make_engine
-from nanovllm.attention.triton import TritonBackend
 from nanovllm.checkpoint.hub import open_checkpoint, weight_files
 from nanovllm.executors.worker import make_runner
-from nanovllm.kernels.triton import decode_step, sampling as triton_sampling
-from nanovllm.layers import sampler
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.options.config import Config
 from nanovllm.scheduler.messages import Admission, NewBlocks, Row, Schedule, WorkerInfo
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.steps.cuda_graph import GraphRunner, graph_sizes
-from nanovllm.worker import model_runner, network
+from nanovllm.worker import model_runner
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.extensions import LAPS
 from nanovllm.worker.model_runner import ModelRunner
@@ -34,7 +31,7 @@ from nanovllm.worker.step_output import StepOutput
 from nanovllm.worker.warm_up import allocate
 from tests.kernels.triton.interpreter import patch_interpreter
 from tests.scheduler.invariants import check_scheduler
-from tests.steps.fake_graphs import FakeCapture, use_fake_graphs
+from tests.steps.fake_graphs import FakeCapture, use_fake_graphs, use_triton
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 BLOCK_SIZE = 4
@@ -236,9 +233,7 @@ def test_same_tokens_through_the_kernels_of_a_gpu(
     params = [SamplingParams(seed=i, max_tokens=6, **kind) for i, kind in enumerate(kinds)]
     options = {"max_num_seqs": 3, "kvcache_block_size": 16, "num_kvcache_blocks": 12}
     expected = generate(gpu_model, (prompts, params), enforce_eager=True, **options)
-    monkeypatch.setattr(network, "select_backend", lambda spec, **_: TritonBackend(spec))
-    monkeypatch.setattr(DeviceTables, "_step_kernels", lambda self: decode_step)
-    monkeypatch.setattr(sampler, "_gpu_kernels", lambda logits, native: triton_sampling)
+    use_triton(monkeypatch)
     assert generate(gpu_model, (prompts, params), queue_depth=1, **options) == expected
     assert num_replays(captures) > 3
 

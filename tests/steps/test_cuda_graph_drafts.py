@@ -12,9 +12,7 @@ import torch
 
 from benchmarks.scripted import Scripted
 from nanovllm import SamplingParams
-from nanovllm.attention.triton import TritonBackend
-from nanovllm.kernels.triton import decode_step, ngram, sampling as triton_sampling
-from nanovllm.layers import sampler
+from nanovllm.kernels.triton import ngram
 from nanovllm.scheduler.messages import Row, Schedule
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.sequence import Sequence
@@ -27,7 +25,7 @@ from nanovllm.worker import network
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.model_runner import ModelRunner
 from tests.kernels.triton.interpreter import patch_interpreter
-from tests.steps.fake_graphs import FakeCapture, use_fake_graphs
+from tests.steps.fake_graphs import FakeCapture, StepKernels, use_fake_graphs, use_triton
 from tests.steps.test_cuda_graph import (
     NEEDS_CUDA,
     WORKLOADS,
@@ -368,7 +366,7 @@ def test_n_grams_behind_drafts_through_the_kernels_of_a_gpu(
 
     monkeypatch.setattr(Ngram, "allocate", allocate)
     monkeypatch.setattr(registry, "make_proposer", lambda *_: Ngram(1, 4))
-    monkeypatch.setattr(DeviceTables, "_step_kernels", lambda self: decode_step)
+    monkeypatch.setattr(network, "select_kernels", lambda *_, **__: StepKernels())
     monkeypatch.setattr(DraftController, "choose", every_draft)
     options: dict[str, Any] = {"queue_depth": queue_depth, "speculative_config": SPECULATIVE}
     assert generate(random_model, REPEATING, **options) == expected
@@ -409,9 +407,7 @@ def test_through_the_kernels_of_a_gpu(
     """A verifying step with all Triton kernels that a GPU would run."""
     patch_interpreter()
     right = right_tokens(gpu_model, [SAMPLED, SAMPLED], 4)
-    monkeypatch.setattr(network, "select_backend", lambda spec, **_: TritonBackend(spec))
-    monkeypatch.setattr(DeviceTables, "_step_kernels", lambda self: decode_step)
-    monkeypatch.setattr(sampler, "_gpu_kernels", lambda logits, native: triton_sampling)
+    use_triton(monkeypatch)
     monkeypatch.setattr(Proposer, "add_costs", lambda self, info, *_: info)
     bench = DraftBench(gpu_model, max_num_seqs=2)
     assert bench.start(SAMPLED, SAMPLED) == [tokens[0] for tokens in right]

@@ -20,8 +20,7 @@ from nanovllm.attention.batch import Batch, HostLengths
 from nanovllm.attention.torch_sdpa import TorchBackend
 from nanovllm.attention.triton import TritonBackend
 from nanovllm.formats.quantization import FP8
-from nanovllm.kernels.triton import decode_step, ops as triton_ops, sampling as triton_sampling
-from nanovllm.layers import sampler
+from nanovllm.kernels.triton.kernels import TritonKernels
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.layernorm import RMSNorm
@@ -47,7 +46,7 @@ from nanovllm.worker.device_tables import DeviceTables
 from tests.kernels.triton.inputs import CUDA, DEVICE
 from tests.kernels.triton.interpreter import patch_interpreter
 from tests.kernels.triton.test_ops import assert_as_good
-from tests.steps.fake_graphs import use_fake_graphs
+from tests.steps.fake_graphs import StepKernels, use_fake_graphs
 from tests.steps.test_cuda_graph import generate
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
@@ -115,7 +114,7 @@ class Model:
                 cache = torch.randn(shape, generator=generator).half().to(DEVICE, dtype)
                 module.bind(self.backend, cache)
             if isinstance(module, RMSNorm | SiluAndMul) and backend is TritonBackend:
-                module.kernels = triton_ops
+                module.kernels = TritonKernels()
 
     def unfused(self, batch: Batch) -> torch.Tensor:
         batch = dataclasses.replace(batch, metadata=self.backend.plan(batch))
@@ -240,8 +239,6 @@ class LaunchCount(TorchDispatchMode):
 def launches(config: ModelConfig, rows: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the names of the kernels of a whole step in a graph."""
     meta = torch.device("meta")
-    monkeypatch.setattr(DeviceTables, "_step_kernels", lambda self: decode_step)
-    monkeypatch.setattr(sampler, "_gpu_kernels", lambda logits, native: triton_sampling)
     with meta:
         model = model_class(config)(config, 512).to(config.dtype)
     assert isinstance(model, DecoderForCausalLM)
@@ -250,7 +247,9 @@ def launches(config: ModelConfig, rows: int, monkeypatch: pytest.MonkeyPatch) ->
         if isinstance(module, Attention):
             shape = backend.kv_cache_shape(NUM_BLOCKS)
             module.bind(backend, torch.empty(shape, dtype=config.dtype, device=meta))
-    tables = DeviceTables(WorkerInfo(NUM_BLOCKS, BLOCK_SIZE, 512, config.vocab_size, 64), 16, meta)
+    tables = DeviceTables(
+        WorkerInfo(NUM_BLOCKS, BLOCK_SIZE, 512, config.vocab_size, 64), 16, meta, StepKernels()
+    )
     count = LaunchCount()
     monkeypatch.setattr(
         GridExecutor, "__call__", lambda self, *_, **__: count.names.append(self.fn.__name__)
@@ -469,7 +468,7 @@ def test_the_engine_generates_the_same_tokens(
     options = {"max_num_seqs": 2, "kvcache_block_size": 16, "num_kvcache_blocks": 16}
     expected = generate(checkpoint, (prompts, params), enforce_eager=True, **options)
     use_fake_graphs(monkeypatch)
-    monkeypatch.setattr(network, "select_backend", lambda spec, **_: TritonBackend(spec))
+    monkeypatch.setattr(network, "select_backend", lambda spec, kernels: TritonBackend(spec))
     monkeypatch.setattr(fused_step, "unsupported", unsupported_model)
     monkeypatch.setattr(fused_step, "_is_faster", lambda *_: True)
     monkeypatch.setattr(Proposer, "add_costs", lambda self, info, *_: info)

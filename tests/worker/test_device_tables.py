@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import Admission, NewBlocks, NewTokens, Row, Schedule, WorkerInfo
 from nanovllm.worker.device_tables import DeviceTables
@@ -16,7 +17,7 @@ PLAIN = SamplingParams()
 
 def make_tables(block_size=4, max_model_len=40, max_num_seqs=6):
     info = WorkerInfo(10_000, block_size, max_model_len, VOCAB, 16384)
-    return DeviceTables(info, max_num_seqs, torch.device("cpu"))
+    return DeviceTables(info, max_num_seqs, torch.device("cpu"), TORCH)
 
 
 def admit(table_idx, token_ids, block_ids, params=PLAIN, seed=0):

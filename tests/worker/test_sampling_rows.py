@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from nanovllm.kernels.selector import select_kernels
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import Admission, Row, Schedule, WorkerInfo
 from nanovllm.worker.device_tables import DeviceTables
@@ -56,7 +57,10 @@ def make_rows(
     table_indices = table_indices or list(range(count))
     prompt_lengths = prompt_lengths or [1 + len(tokens) // 2 for tokens in histories]
     tables = DeviceTables(
-        WorkerInfo(100, 4, 60, vocab_size, 60), max(table_indices) + 1, torch.device("cpu")
+        WorkerInfo(100, 4, 60, vocab_size, 60),
+        max(table_indices) + 1,
+        torch.device("cpu"),
+        select_kernels(torch.device("cpu"), torch.float32),
     )
     admissions = [
         Admission(

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm.layers import sampler
+from nanovllm.kernels.torch_kernels import TORCH, Kernels
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import WorkerInfo
 from nanovllm.speculation.proposers.ngram import Ngram
@@ -58,16 +58,16 @@ def test_every_way_of_choosing_a_token_is_used(
 
         monkeypatch.setattr(module, name, watched)
 
-    watch(sampling, "greedy_tokens", lambda logits: [logits.dtype])
+    watch(Kernels, "greedy", lambda _, logits: [logits.dtype])
     watch(sampling, "draw", lambda logits, _, count=0: [logits.dtype, bool(count)])
-    monkeypatch.setattr(sampler, "_c_kernels_support", lambda logits, native: False)  # as on CUDA
+    bench.tables.kernels = TORCH
     watch(logprobs, "gather_logprobs", lambda *_: [])
     watch(Network, "forward", lambda _, tables, rows, wanted: [rows[0].samples])
     watch(Ngram, "propose", lambda _, rows: [rows[0].num_draft_tokens > 0])
     with torch.inference_mode():
         warm_up(bench)
     dtypes = torch.bfloat16, torch.float32
-    expected: set[tuple[Any, ...]] = {("greedy_tokens", dtype) for dtype in dtypes}
+    expected: set[tuple[Any, ...]] = {("greedy", dtype) for dtype in dtypes}
     expected |= {("draw", torch.bfloat16, False), ("draw", torch.bfloat16, True)}
     expected |= {("draw", torch.float32, True), ("gather_logprobs",), ("propose", True)}
     assert set(used) >= expected | {("forward", True), ("forward", False)}
@@ -104,12 +104,11 @@ def test_peak_memory_includes_a_float32_copy_of_all_logits(
     bench = Bench(random_model, dtype="bfloat16", max_num_seqs=24)
     shapes: list[tuple[int, ...]] = []
 
-    def watched(logits: torch.Tensor, **options: Any) -> torch.Tensor:
+    def watched(self: Kernels, logits: torch.Tensor) -> torch.Tensor:
         shapes.append(tuple(logits.shape))
-        return copy(logits, **options)
+        return logits.float()
 
-    copy = sampling.float32_copy
-    monkeypatch.setattr(sampling, "float32_copy", watched)
+    monkeypatch.setattr(type(bench.runner.network.kernels), "to_float", watched)
     with torch.inference_mode():
         reach_peak(bench.runner, INFO)
     assert (24, bench.runner.network.model_config.vocab_size) in shapes

@@ -46,11 +46,6 @@ def library() -> ctypes.CDLL | None:
     return kernels
 
 
-def supports(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether there are C kernels for tensors of this device and dtype."""
-    return dtype == torch.bfloat16 and device.type == "cpu" and library() is not None
-
-
 def call(name: str, *args: Argument) -> None:
     """Run kernel `name`. If this thread has a recorder, store the call there instead."""
     addresses = [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg or 0 for arg in args]

@@ -7,6 +7,7 @@ import torch
 
 from nanovllm.kernels.cpu import library
 from nanovllm.kernels.cpu.build import PANEL
+from nanovllm.options.sampling_params import GREEDY_BELOW
 from nanovllm.utils.memory import lazy_zeros
 from nanovllm.utils.pages import PageReserve
 
@@ -282,12 +283,12 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
     It is -1 for a row with NaN or +inf, or of -inf only.
 
     Args:
-        logits: [r, n] bfloat16 or float32, contiguous.
+        logits: [r, n].
 
     Returns:
         [r] int64.
     """
-    return _sample(logits, None, 0.0)
+    return _sample(logits, None)
 
 
 def sample(
@@ -298,27 +299,25 @@ def sample(
     top_ks: torch.Tensor,
     top_ps: torch.Tensor,
     min_ps: torch.Tensor,
-    *,
-    greedy_below: float,
 ) -> torch.Tensor:
     """Draw a token for each row, as `layers.sampler.draw` does in torch.
 
     Args:
-        logits: [r, n] bfloat16 or float32, contiguous; so are the others.
+        logits: [r, n]; the others are contiguous.
         temperatures, top_ps, min_ps: [r] float32.
         seeds, positions, top_ks: [r] int64.
-        greedy_below: a row with a temperature below it is greedy.
 
     Returns:
         [r] int64, -1 for a row with NaN or +inf, or of -inf only.
     """
     columns = (temperatures, seeds, positions, top_ks, top_ps, min_ps)
-    return _sample(logits, columns, greedy_below)
+    return _sample(logits, columns)
 
 
-def _sample(
-    logits: torch.Tensor, columns: tuple[torch.Tensor, ...] | None, greedy_below: float
-) -> torch.Tensor:
+def _sample(logits: torch.Tensor, columns: tuple[torch.Tensor, ...] | None) -> torch.Tensor:
+    if logits.dtype == torch.float16:
+        logits = logits.float()
+    logits = logits.contiguous()
     rows, n = logits.shape
     out = torch.empty(rows, dtype=torch.int64)
     maxima = torch.empty(rows, -(-n // _CHUNK), dtype=torch.float32)
@@ -328,7 +327,7 @@ def _sample(
         scratch = torch.empty(rows, n, dtype=torch.float32)
     bits = 8 * logits.element_size()
     inputs = (logits, bits, *(columns or (None,) * 6))
-    library.call("nv_sample", *inputs, maxima, sums, scratch, out, rows, n, greedy_below)
+    library.call("nv_sample", *inputs, maxima, sums, scratch, out, rows, n, GREEDY_BELOW)
     return out
 
 

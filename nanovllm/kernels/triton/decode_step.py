@@ -2,7 +2,7 @@
 tables, `advance` writes them, and `accept` notes where rows with drafts end.
 
 Each is one launch; torch would need about two dozen launches for the first two. Importing this
-module imports triton: get it from `kernels.selector.triton_kernels`. Knows no meaning of the
+module imports triton: see `kernels.selector.triton_available`. Knows no meaning of the
 columns.
 """
 

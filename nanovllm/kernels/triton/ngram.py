@@ -2,7 +2,7 @@
 
 Blocks of a row are searched side by side, and a second launch takes the best of them. The host
 never waits for the device, and the grids do not depend on the rows' lengths. Importing this module
-imports triton: get it from `kernels.selector.triton_kernels`. Knows no acceptance.
+imports triton: see `kernels.selector.triton_available`. Knows no acceptance.
 """
 
 import torch

@@ -10,14 +10,14 @@ import itertools
 import torch
 
 from nanovllm.attention.batch import Batch
-from nanovllm.layers.sampler import Sampling, greedy
+from nanovllm.layers.sampler import Sampling
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.scheduler.messages import Row
 from nanovllm.speculation.proposers.draft_kv import FEW_TOKENS
 from nanovllm.speculation.proposers.draft_network import DraftNetwork, load_draft
 from nanovllm.speculation.proposers.eagle3_config import Eagle3Config
 from nanovllm.speculation.proposers.eagle3_head import LlamaForCausalLMEagle3
-from nanovllm.speculation.proposers.features import capture_features, take_rows
+from nanovllm.speculation.proposers.features import capture_features
 from nanovllm.steps.cuda_graph import ComputeLogits, GraphRunner
 from nanovllm.steps.recorded_step import MAX_TOKENS, RecordedModel
 from nanovllm.worker.device_tables import DeviceTables
@@ -90,8 +90,7 @@ class Eagle3(DraftNetwork):
     def _first_hidden(self, batch: Batch) -> torch.Tensor:
         """Return the head's hidden states of tokens for which there are the target's."""
         assert self._features is not None
-        native = self._following.native
-        features = take_rows(self._features, batch.slot_mapping, native=native)
+        features = self._network.kernels.take_rows(self._features, batch.slot_mapping)
         return self._head(batch, self._head.combine(features))  # type: ignore[no-any-return]
 
     def _make_pools(self, tables: DeviceTables, num_blocks: int) -> None:
@@ -165,7 +164,7 @@ class Eagle3(DraftNetwork):
         return _spread(logits, self._token_ids, self._config.vocab_size)
 
     def _choose(self, sampling: SamplingRows, logits: torch.Tensor) -> torch.Tensor:
-        return greedy(sampling.apply_rules(logits), native=self._following.native)
+        return self._following.kernels.greedy(sampling.apply_rules(logits))
 
 
 def _spread(
@@ -200,4 +199,4 @@ def _graph_step(
 
 
 def _most_likely(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    return greedy(logits, native=sampling.native)
+    return sampling.kernels.greedy(logits)

@@ -19,7 +19,6 @@ from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models.decoder import GatedMLP, SelfAttention
 from nanovllm.speculation.proposers.eagle3_config import NUM_FEATURES, Eagle3Config
-from nanovllm.speculation.proposers.features import join_columns
 from nanovllm.utils.distributed import tensor_parallel
 
 
@@ -52,7 +51,7 @@ class Eagle3Layer(nn.Module):
         """Write the KV of all T tokens; return (MLP output, residual), [O, hidden_size] each."""
         embeds, _ = self.input_layernorm.add_norm(None, embeds)
         normed, residual = self.hidden_norm.add_norm(None, hidden)
-        joined = join_columns((embeds, normed), native=self.hidden_norm.kernels is not None)
+        joined = self.hidden_norm.kernels.join_columns((embeds, normed))
         if self._norm_before_residual:
             residual = normed
         hidden = self.self_attn(joined, batch, output_indices)
@@ -148,15 +147,15 @@ class LlamaForCausalLMEagle3(nn.Module):
             features: [T, 3 * target_hidden_size] contiguous: what enters three of the target's
                 layers, side by side.
         """
-        native = self.norm.kernels is not None
+        join = self.norm.kernels.join_columns
         if self.input_norm is not None:
             features, _ = self.input_norm.add_norm(None, features)
         if len(self.fc_norm):
             parts = features.chunk(NUM_FEATURES, dim=1)
-            whole = [join_columns((part,), native=native) for part in parts]
+            whole = [join((part,)) for part in parts]
             norms = [norm for norm in self.fc_norm if isinstance(norm, RMSNorm)]
             normed = [norm.add_norm(None, x)[0] for norm, x in zip(norms, whole, strict=True)]
-            features = join_columns(normed, native=native)
+            features = join(normed)
         rank, size = tensor_parallel().rank, features.shape[1] // tensor_parallel().size
         return self.fc(features[:, rank * size : (rank + 1) * size])
 

@@ -6,8 +6,6 @@ Takes the tokens from the device tables and needs no model. Knows no acceptance.
 import torch
 
 from nanovllm.kernels.cpu import table_ops
-from nanovllm.kernels.cpu.library import library
-from nanovllm.kernels.selector import triton_kernels
 from nanovllm.scheduler.messages import Row, Schedule
 from nanovllm.speculation.proposers.proposer import Proposer
 from nanovllm.utils.memory import lazy_zeros
@@ -39,9 +37,8 @@ class Ngram(Proposer):
 
     def allocate(self, tables: DeviceTables, num_blocks: int) -> None:
         self._tables = tables
-        device, native = tables.device.type, tables.native
-        self._uses_c = device == "cpu" and native and library() is not None
-        self._triton = triton_kernels("ngram") if device == "cuda" and native else None
+        self._uses_c = tables.kernels.name == "c"
+        self._triton = tables.kernels.ngram
         self.follows_drafts = self._triton is not None
 
     def admit(self, schedule: Schedule) -> None:

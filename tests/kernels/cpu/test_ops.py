@@ -13,6 +13,7 @@ from nanovllm.attention.batch import Batch, HostLengths
 from nanovllm.attention.cpu import CPUBackend
 from nanovllm.formats.quantization import IntTensor, quantize
 from nanovllm.kernels.cpu import build, library as library_module, ops as cpu_ops, table_ops
+from nanovllm.kernels.cpu.kernels import CKernels
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, inverse_frequencies
 from nanovllm.layers.sampler import Sampling, draw
@@ -518,7 +519,7 @@ def draws(logits, *, positions=None, num_rows=None, **columns):
         **columns,
     }
     logits = logits if len(logits) == num_rows else logits[:1].repeat(num_rows, 1)
-    return cpu_ops.sample(logits, **columns, greedy_below=1e-5).tolist()
+    return cpu_ops.sample(logits, **columns).tolist()
 
 
 FILTERS = {
@@ -550,12 +551,17 @@ def test_sample_draws_what_torch_draws(n, filters):
         top_ps=torch.full((rows,), chosen.get("top_p", 1.0)),
         min_ps=torch.full((rows,), chosen.get("min_p", 0.0)),
         any_greedy=True,
-        native=False,
     )
     sampling.temperatures[::11] = 0.0
     expected = draw(logits.float(), sampling, 0 if filters in ("temperature", "min_p") else n)
+    in_c = replace(sampling, kernels=CKernels())
     for native_logits in (logits, logits.float()):
-        assert torch.equal(draw(native_logits, replace(sampling, native=True)), expected)
+        assert torch.equal(draw(native_logits, in_c), expected)
+    halves = logits.half()
+    expected = draw(halves, sampling, 0 if filters in ("temperature", "min_p") else n)
+    assert torch.equal(draw(halves, in_c), expected)
+    apart = halves.repeat(1, 2)[:, :n]
+    assert torch.equal(draw(apart, in_c), expected)
 
 
 @native

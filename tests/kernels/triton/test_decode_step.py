@@ -3,18 +3,18 @@ they are interpreted. They also compile for GPUs that this machine does not have
 """
 
 import random
-from unittest.mock import patch
 
 import pytest
 import torch
 
 from nanovllm.attention.backend import AttentionSpec
 from nanovllm.attention.triton import TritonBackend
-from nanovllm.kernels.triton import decode_step, sampling as triton_sampling
-from nanovllm.layers import sampler
+from nanovllm.kernels.torch_kernels import TORCH
+from nanovllm.kernels.triton import decode_step
+from nanovllm.kernels.triton.kernels import TritonKernels
 from nanovllm.scheduler.messages import WorkerInfo
 from nanovllm.steps.cuda_graph import GraphRunner, graph_sizes
-from nanovllm.worker.device_tables import DeviceTables, gather_rows
+from nanovllm.worker.device_tables import DeviceTables
 from tests.kernels.triton.harness import ARCHS, compile_launches, count_variants
 from tests.kernels.triton.inputs import DEVICE
 
@@ -46,7 +46,7 @@ def test_gather(rows, block_size, shift):
     table_indices = torch.randperm(9)[:rows].to(DEVICE)
     positions = torch.randint(70, (rows,)).to(DEVICE)
     args = (token_ids, block_tables, block_size, table_indices, positions, columns)
-    found, expected = decode_step.gather(*args), gather_rows(*args)
+    found, expected = decode_step.gather(*args), TORCH.gather(*args)
     for ours, reference in zip(found, expected, strict=True):
         for x, y in zip(ours, reference, strict=True):
             assert x.dtype == y.dtype
@@ -118,15 +118,14 @@ def make_samples(seed, num_rows, max_drafts):
 
 
 @pytest.mark.parametrize(("num_rows", "max_drafts"), [(1, 0), (1, 9), (7, 1), (40, 4), (70, 24)])
-@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("kernels", [TORCH, TritonKernels()])
 @pytest.mark.parametrize("seed", range(4))
-def test_accept(num_rows, max_drafts, native, seed):
+def test_accept(num_rows, max_drafts, kernels, seed):
     """The last position of a row is that of the token behind its right drafts. A token that could
     not be drawn (-1) ends its row; the first one counts, because its sequence ends anyway.
     """
     (table_indices, following, inputs, tokens), expected = make_samples(seed, num_rows, max_drafts)
-    tables = DeviceTables(WorkerInfo(8, 4, 100, 10, 16), 2 * num_rows, DEVICE)
-    tables._step_kernels = lambda: decode_step if native else None
+    tables = DeviceTables(WorkerInfo(8, 4, 100, 10, 16), 2 * num_rows, DEVICE, kernels)
     tables.last_positions.fill_(-5)
     tables.accept(table_indices, following, inputs, tokens)
     assert tables.last_positions.tolist()[:-1] == expected[:-1]  # the last one is scratch
@@ -167,13 +166,9 @@ def capture_steps(max_tokens):
     def capture(step):
         return None, step()
 
-    with (
-        patch.object(DeviceTables, "_step_kernels", lambda self: decode_step),
-        patch.object(sampler, "_gpu_kernels", lambda logits, native: triton_sampling),
-    ):
-        tables = DeviceTables(info, max_tokens, cpu)
-        runner = GraphRunner(compute_logits, TritonBackend(spec), tables, max_tokens, capture)
-        runner.capture(graph_sizes(max_tokens))
+    tables = DeviceTables(info, max_tokens, cpu, TritonKernels())
+    runner = GraphRunner(compute_logits, TritonBackend(spec), tables, max_tokens, capture)
+    runner.capture(graph_sizes(max_tokens))
 
 
 @pytest.mark.parametrize("max_tokens", [512, 509])

@@ -5,6 +5,7 @@ import torch
 
 from nanovllm.formats.quantization import Fp8Weight, quantize_fp8
 from nanovllm.kernels.triton import fp8 as triton_fp8
+from nanovllm.kernels.triton.kernels import TritonKernels
 from tests.kernels.triton.harness import ARCHS, compile_launches
 from tests.kernels.triton.inputs import CUDA, DEVICE, each_dtype, has_fp8, randn
 from tests.kernels.triton.interpreter import patch_interpreter
@@ -109,7 +110,7 @@ def test_a_weight_in_blocks_is_multiplied_without_widening():
     """The layer's method rounds its inputs with a scale for each group of the weight."""
     values, scales = triton_fp8.quantize(randn(40, 256), 128)
     x = randn(5, 256, dtype=torch.float16, seed=1)
-    weight = Fp8Weight(values, scales, 128, torch.float16, native=True)
+    weight = Fp8Weight(values, scales, 128, torch.float16, TritonKernels())
     y = weight.apply_groupwise(x, triton_fp8)
     widened = weight.embedding(torch.arange(40, device=DEVICE))
     error = (y.double() - x.double() @ widened.double().T).abs()

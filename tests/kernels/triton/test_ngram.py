@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.kernels.triton import ngram
+from nanovllm.kernels.triton.kernels import TritonKernels
 from nanovllm.scheduler.messages import Row
-from nanovllm.speculation.proposers import ngram as proposers_ngram
 from nanovllm.speculation.proposers.ngram import Ngram, lookup
 from tests.kernels.triton.harness import ARCHS, compile_launches, count_variants
 from tests.kernels.triton.inputs import DEVICE
@@ -68,22 +69,24 @@ def test_an_occurrence_in_any_place():
     assert torch.equal(table[:, WIDTH - 1].long(), following)
 
 
-def test_the_proposer_counts_all_drafts_of_a_gpu(monkeypatch):
+def test_the_proposer_counts_all_drafts_of_a_gpu():
     """The host does not learn what was found: a row without an n-gram keeps what its cells hold."""
     table = make_table(3, 10**9, seed=0)
     table[1, :6] = upload([1, 2, 3, 9, 1, 2])
     expected = table.clone()
     expected[1, 6:9] = upload([3, 9, 1])
     tables = SimpleNamespace(
-        device=torch.device("cuda"), native=True, token_ids=table[:, :WIDTH], upload=upload
+        device=torch.device("cuda"),
+        kernels=TritonKernels(),
+        token_ids=table[:, :WIDTH],
+        upload=upload,
     )
-    monkeypatch.setattr(proposers_ngram, "triton_kernels", {"ngram": ngram}.get)
     rows = [Row(5, 1, 5, 4, True, 3), Row(6, 2, 9, 3, True, 2)]
     proposer = Ngram(2, 4)
     proposer.allocate(tables, 0)
     assert proposer.propose(rows) == [3, 2]
     assert torch.equal(table, expected)
-    tables.native = False  # in plain torch
+    tables.kernels = TORCH
     table[1, 6:9] = 0
     proposer.allocate(tables, 0)
     assert proposer.propose(rows) == [3, 2]

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from nanovllm.kernels.cpu import ops as cpu_ops
+from nanovllm.kernels.cpu.kernels import CKernels, CSamplingKernels, OneDnnKernels
 from nanovllm.kernels.cpu.library import library
-from nanovllm.kernels.selector import kernels_for, triton_available, triton_kernels
-from nanovllm.kernels.torch_kernels import rotate
+from nanovllm.kernels.selector import select_kernels, triton_available
+from nanovllm.kernels.torch_kernels import TORCH, rotate
 from nanovllm.kernels.triton import ops as triton_ops
+from nanovllm.kernels.triton.kernels import TritonKernels
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, inverse_frequencies
@@ -52,8 +53,8 @@ def test_add_rms_norm(shape, dtype):
     x, residual = randn(*shape, dtype=dtype), randn(*shape, dtype=dtype, seed=1) * 5
     norm = RMSNorm(shape[-1], EPS)
     norm.weight.data = randn(shape[-1], dtype=dtype, seed=2) + 1
-    torchs, total = norm.add_norm(x, residual)
-    norm.kernels = triton_ops
+    torchs, total = norm.add_norm(x, residual.clone())
+    norm.kernels = TritonKernels()
     changed = residual.clone()
     ours, same = norm.add_norm(x, changed)
     assert same is changed
@@ -76,7 +77,7 @@ def test_silu_and_mul(rows, size, dtype):
     gate_up[1:, 0] = 1000.0
     layer = SiluAndMul()
     torchs = layer(gate_up)
-    layer.kernels = triton_ops
+    layer.kernels = TritonKernels()
     gate, up = gate_up.double().chunk(2, dim=-1)
     assert_as_good(layer(gate_up), torchs, silu(gate) * up)
 
@@ -231,16 +232,19 @@ def test_eight_bits_are_the_nearest():
 
 
 def test_kernels_for_a_cpu():
-    assert kernels_for(torch.device("cpu"), torch.float32) is None
-    expected = None if library() is None else cpu_ops
-    assert kernels_for(torch.device("cpu"), torch.bfloat16) is expected
+    cpu = torch.device("cpu")
+    in_c = library() is not None
+    assert type(select_kernels(cpu, torch.bfloat16)) is (CKernels if in_c else OneDnnKernels)
+    assert type(select_kernels(cpu, torch.float32)) is (CSamplingKernels if in_c else OneDnnKernels)
+    assert select_kernels(cpu, torch.bfloat16, native=False) is TORCH
+    assert select_kernels(torch.device("meta"), torch.bfloat16) is TORCH
 
 
 @pytest.mark.skipif(CUDA, reason="needs a machine without a GPU")
 def test_without_a_gpu_the_log_says_why(caplog):
     triton_available.cache_clear()
     with caplog.at_level(logging.INFO, logger="nanovllm.kernels.selector"):
-        assert triton_kernels("ops") is None
-        assert triton_kernels("ops") is None
+        assert select_kernels(torch.device("cuda"), torch.bfloat16) is TORCH
+        assert select_kernels(torch.device("cuda"), torch.bfloat16) is TORCH
     (record,) = caplog.records
     assert "which is slower: there is no CUDA device" in record.getMessage()

@@ -9,8 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.kernels.triton import inverse_cdf, sampling as triton_sampling
-from nanovllm.layers.sampler import NO_TOKEN, Sampling, draw, greedy, uniform
+from nanovllm.layers.sampler import NO_TOKEN, Sampling, draw, uniform
 from tests.kernels.triton.inputs import (
     CUDA,
     DEVICE,
@@ -212,4 +213,4 @@ def test_the_argmax_of_a_block_lies_in_the_vocabulary(value):
 def test_the_sampler_uses_the_kernels_on_a_gpu():
     logits, sampling = randn(8, 5000), make_sampling(8)
     assert torch.equal(draw(logits, sampling), sample(logits, sampling))
-    assert torch.equal(greedy(logits), triton_sampling.greedy(logits))
+    assert torch.equal(TORCH.greedy(logits), triton_sampling.greedy(logits))

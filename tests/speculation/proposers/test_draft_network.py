@@ -18,23 +18,19 @@ import torch
 
 from nanovllm import SamplingParams, demo_model
 from nanovllm.assembly import make_engine
-from nanovllm.attention.triton import TritonBackend
 from nanovllm.executors import in_process
-from nanovllm.kernels.triton import decode_step, sampling as triton_sampling
-from nanovllm.layers import sampler
 from nanovllm.options.config import Config
 from nanovllm.scheduler.messages import Row, WorkerInfo
 from nanovllm.speculation.draft_controller import DraftController
 from nanovllm.speculation.proposers.draft_network import DraftNetwork
 from nanovllm.speculation.proposers.proposer import Proposer
 from nanovllm.steps.cuda_graph import draft_graph_sizes
-from nanovllm.worker import network, warm_up
-from nanovllm.worker.device_tables import DeviceTables
+from nanovllm.worker import warm_up
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.warm_up import KINDS as KINDS_AT_START, reach_peak
 from tests.glossary import QUESTIONS
 from tests.kernels.triton.interpreter import patch_interpreter
-from tests.steps.fake_graphs import FakeCapture, use_fake_graphs
+from tests.steps.fake_graphs import FakeCapture, use_fake_graphs, use_triton
 
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
@@ -266,9 +262,7 @@ def test_through_the_kernels_of_a_gpu(
     options |= {"max_tokens": 5, "num_speculative_tokens": 2}
     expected = generate(method, enforce_eager=True, **options)
     use_fake_graphs(monkeypatch)
-    monkeypatch.setattr(network, "select_backend", lambda spec, **_: TritonBackend(spec))
-    monkeypatch.setattr(DeviceTables, "_step_kernels", lambda self: decode_step)
-    monkeypatch.setattr(sampler, "_gpu_kernels", lambda logits, native: triton_sampling)
+    use_triton(monkeypatch)
     assert generate(method, **options) == expected
     assert replays
 

@@ -15,6 +15,7 @@ from nanovllm.attention.batch import Batch, HostLengths
 from nanovllm.attention.selector import select_backend
 from nanovllm.checkpoint.hub import open_checkpoint, weight_files
 from nanovllm.errors import CheckpointError, UnsupportedModelError
+from nanovllm.kernels.selector import select_kernels
 from nanovllm.layers.attention import Attention
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import model_class
@@ -69,8 +70,9 @@ def load_target(path, dtype="float32", **options):
         ModelConfig.from_hf(checkpoint.config, dtype),
     )
     files = weight_files(checkpoint, str(path))
-    model = build_model(config, model_config, files, MAX_LENGTH, CPU)
-    load_model(model, config, model_config, files)
+    kernels = select_kernels(CPU, model_config.dtype)
+    model = build_model(config, model_config, files, MAX_LENGTH, CPU, kernels)
+    load_model(model, config, model_config, files, kernels)
     return model, model_config
 
 
@@ -82,8 +84,9 @@ def load_head(path, target, target_config, dtype="float32", **options):
 
 
 def make_head(config, head_config, files, target):
-    head = build_model(config, head_config, files, MAX_LENGTH, CPU)
-    load_model(head, config, head_config, files)
+    kernels = select_kernels(CPU, head_config.dtype)
+    head = build_model(config, head_config, files, MAX_LENGTH, CPU, kernels)
+    load_model(head, config, head_config, files, kernels)
     if head.embed_tokens is None:
         head.share_embedding(target.model.embed_tokens)
     head.check_tokens()
@@ -96,7 +99,7 @@ def bind(model, config):
     spec = AttentionSpec(
         config.num_heads, config.num_kv_heads, config.head_dim, dtype, CPU, block_size=32
     )
-    backend = select_backend(spec)
+    backend = select_backend(spec, select_kernels(CPU, dtype))
     for module in model.modules():
         if isinstance(module, Attention):
             module.bind(backend, torch.zeros(backend.kv_cache_shape(40), dtype=dtype))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from nanovllm.kernels.selector import select_kernels
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import Admission, Row, Schedule, WorkerInfo
 from nanovllm.speculation.proposers import ngram
@@ -43,7 +44,9 @@ class Tables:
 
     def __init__(self, sizes, native, max_model_len=60, max_num_seqs=3):
         info = WorkerInfo(8, 16, max_model_len, 1000, 16384)
-        self.tables = DeviceTables(info, max_num_seqs, torch.device("cpu"), native=native)
+        cpu = torch.device("cpu")
+        kernels = select_kernels(cpu, torch.float32, native=native)
+        self.tables = DeviceTables(info, max_num_seqs, cpu, kernels)
         self.tables.token_ids.fill_(GARBAGE)
         self.tables.block_tables.fill_(GARBAGE)
         self.num_columns = max_model_len + 1

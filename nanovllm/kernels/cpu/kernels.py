@@ -1,0 +1,65 @@
+"""`Kernels` on a CPU. Each class adds what it computes faster to that of its base."""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+
+from nanovllm.kernels.cpu import ops
+from nanovllm.kernels.cpu.build import PANEL
+from nanovllm.kernels.cpu.packed import OneDnnWeight, PackedWeight, use_onednn
+from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
+
+
+class OneDnnKernels(Kernels):
+    """Packs weights for oneDNN: for a CPU without a compiler, and models in float32 or float16."""
+
+    def pack(self, weight: torch.Tensor, *, is_embedding: bool) -> WeightMethod | None:
+        return OneDnnWeight(weight) if not is_embedding and use_onednn(weight) else None
+
+
+class CSamplingKernels(OneDnnKernels):
+    """Samples in C, whatever the model's dtype is."""
+
+    name: ClassVar[str] = "c"
+    greedy = staticmethod(ops.greedy)
+    sample = staticmethod(ops.sample)
+    forbid = staticmethod(ops.forbid)
+
+
+class CKernels(CSamplingKernels):
+    """Computes models in bfloat16 in C."""
+
+    add_rms_norm = staticmethod(ops.add_rms_norm)
+    silu_and_mul = staticmethod(ops.silu_and_mul)
+
+    def pack(self, weight: torch.Tensor, *, is_embedding: bool) -> WeightMethod | None:
+        if not self.can_pack_rows(weight):
+            return super().pack(weight, is_embedding=is_embedding)
+        packed = PackedWeight(*weight.shape)
+        packed.store(0, weight)
+        return packed
+
+    def can_pack_rows(self, weight: torch.Tensor) -> bool:
+        return weight.dtype == torch.bfloat16 and weight.shape[1] % PANEL == 0
+
+    def to_float(self, x: torch.Tensor) -> torch.Tensor:
+        is_supported = x.dtype == torch.bfloat16 and x.is_contiguous()
+        return ops.to_float(x) if is_supported else super().to_float(x)
+
+    def store_rows(self, pool: torch.Tensor, x: torch.Tensor, rows: torch.Tensor) -> None:
+        ops.copy_rows(x, pool, y_rows=rows)
+
+    def take_rows(self, pool: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        taken = torch.empty(len(rows), pool.shape[1], dtype=pool.dtype)
+        ops.copy_rows(pool, taken, x_rows=rows)
+        return taken
+
+    def join_columns(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        width = sum(part.shape[1] for part in parts)
+        joined = torch.empty(len(parts[0]), width, dtype=parts[0].dtype)
+        column = 0
+        for part in parts:
+            ops.copy_rows(part, joined[:, column : column + part.shape[1]])
+            column += part.shape[1]
+        return joined

@@ -1,0 +1,21 @@
+"""`Kernels` on a CUDA GPU. Imports triton: see `kernels.selector.triton_available`."""
+
+from typing import ClassVar
+
+from nanovllm.kernels.torch_kernels import Kernels
+from nanovllm.kernels.triton import decode_step, fp8, ngram, ops, sampling
+
+
+class TritonKernels(Kernels):
+    """Triton's, in one launch or a few where torch needs dozens."""
+
+    name: ClassVar[str] = "triton"
+    fp8 = fp8
+    ngram = ngram
+    add_rms_norm = staticmethod(ops.add_rms_norm)
+    silu_and_mul = staticmethod(ops.silu_and_mul)
+    greedy = staticmethod(sampling.greedy)
+    sample = staticmethod(sampling.sample)
+    gather = staticmethod(decode_step.gather)
+    advance = staticmethod(decode_step.advance)
+    accept = staticmethod(decode_step.accept)
