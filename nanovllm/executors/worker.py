@@ -26,6 +26,7 @@ from tqdm.auto import tqdm
 from nanovllm.checkpoint.gguf import is_gguf
 from nanovllm.checkpoint.hub import Checkpoint, weight_files
 from nanovllm.errors import CheckpointError, ConfigError, NanoVLLMError
+from nanovllm.formats.registry import checkpoint_format
 from nanovllm.models.model_config import ModelConfig, architecture_of
 from nanovllm.models.registry import check_architecture
 from nanovllm.options.config import Config
@@ -55,7 +56,8 @@ def find_weights(config: Config, checkpoint: Checkpoint) -> list[Path]:
             more ranks than attention heads.
     """
     model_config = _model_config(config, checkpoint)
-    if model_config.fp8 is not None and config.quantization not in (None, "fp8"):
+    stored = checkpoint_format(model_config.quantization_config)
+    if stored is not None and config.quantization not in (None, "fp8"):
         raise ConfigError(
             f"quantization {config.quantization!r}: {config.model} is in FP8 already; leave it out"
         )
@@ -114,7 +116,7 @@ def _check_draft(target: NetworkSpec, checkpoint: Checkpoint) -> NetworkSpec:
             f"{model_config.vocab_size} tokens, but {target.config.model} has "
             f"{target.model_config.vocab_size}; both must have the same"
         )
-    if model_config.fp8 is not None:
+    if model_config.quantization_config is not None:
         config = dataclasses.replace(config, quantization=None)
     return NetworkSpec(config, model_config, find_weights(config, checkpoint))
 

@@ -56,8 +56,8 @@ class Fp8Config(NamedTuple):
     """Linears that are not in FP8: consecutive parts of a dotted name, or "re:" and a regex."""
 
     @classmethod
-    def from_hf(cls, config: Any) -> "Fp8Config | None":
-        """Read `quantization_config`, as Qwen's FP8 checkpoints or compressed-tensors write it.
+    def from_blocks(cls, config: dict[str, Any]) -> "Fp8Config":
+        """Read `quantization_config` as Qwen's FP8 checkpoints write it.
 
         The activation settings are checked and not kept: GPUs that multiply FP8 always round the
         inputs dynamically, other devices never round them.
@@ -66,24 +66,6 @@ class Fp8Config(NamedTuple):
             UnsupportedModelError: a setting is not implemented.
             CheckpointError: a field has the wrong type.
         """
-        if config is None:
-            return None
-        if not isinstance(config, dict):
-            raise CheckpointError(
-                f"config.json: quantization_config must be an object, is {shown(config)}"
-            )
-        method = config.get("quant_method")
-        if method == "fp8":
-            return cls._from_blocks(config)
-        if method == "compressed-tensors":
-            return cls._from_channels(config)
-        raise UnsupportedModelError(
-            f"quantization_config quant_method {shown(method)} is not supported (only fp8 and "
-            "compressed-tensors)"
-        )
-
-    @classmethod
-    def _from_blocks(cls, config: dict[str, Any]) -> "Fp8Config":
         _check_settings(config, _BLOCK_FP8)
         block = config.get("weight_block_size")
         if not (
@@ -99,7 +81,8 @@ class Fp8Config(NamedTuple):
         return cls("weight_scale_inv", block[0], block[1], tuple(excluded))
 
     @classmethod
-    def _from_channels(cls, config: dict[str, Any]) -> "Fp8Config":
+    def from_channels(cls, config: dict[str, Any]) -> "Fp8Config":
+        """Read `quantization_config` as compressed-tensors writes it; see `from_blocks`."""
         groups = config.get("config_groups")
         if not isinstance(groups, dict) or len(groups) != 1:
             raise UnsupportedModelError(

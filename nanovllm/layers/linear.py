@@ -5,16 +5,14 @@ over the ranks. Knows no model and no file.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.checkpoint.loader import Shard
-from nanovllm.errors import ConfigError, UnsupportedModelError
-from nanovllm.formats.fp8_config import Fp8Config
-from nanovllm.formats.quantization import FP8, Fp8Weight
+from nanovllm.errors import ConfigError
 from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
 from nanovllm.utils.distributed import all_reduce, tensor_parallel
 
@@ -42,19 +40,36 @@ def divide(total: int, name: str) -> int:
     return total // size
 
 
+class StoredWeight(Protocol):
+    """How a checkpoint stores the weight of a matrix, if not as numbers of the model's dtype."""
+
+    def shards(self, weight: Shard) -> Iterator[Shard]:
+        """Yield the tensors that are stored beside a checkpoint linear's `weight`."""
+        ...
+
+    def method(self, weight: torch.Tensor, dtype: torch.dtype, kernels: Kernels) -> WeightMethod:
+        """Return what multiplies with the loaded `weight`.
+
+        Args:
+            dtype: of inputs and results.
+        """
+        ...
+
+
 class Matrix(nn.Module):
     """Base of linears and embeddings: this rank's weight [outputs, inputs].
 
-    After loading, a `quant_method` may replace the weight.
+    After loading, a `method` may replace the weight.
     """
 
     def __init__(self, output_size: int, input_size: int) -> None:
         super().__init__()
         self.weight: nn.Parameter | None = nn.Parameter(torch.empty(output_size, input_size))
         self.output_size = output_size
-        self.quant_method: WeightMethod | None = None
-        self.block_type: str | None = None
-        """The GGUF type whose blocks `weight` receives as bytes; None: it receives numbers."""
+        self.stored: StoredWeight | None = None
+        """What `weight` receives from the checkpoint; None: numbers of its own dtype."""
+        self.method: WeightMethod | None = None
+        """Multiplies in place of `weight`; None: plain torch does."""
 
     def shards(self, prefix: str) -> Iterator[Shard]:
         """Yield this rank's parts of the checkpoint tensors, for the layer at path `prefix`."""
@@ -62,111 +77,34 @@ class Matrix(nn.Module):
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return x [T, inputs] times the transpose of the weight, plus `bias`: [T, outputs]."""
-        if self.quant_method is None:
+        if self.method is None:
             assert self.weight is not None
             return F.linear(x, self.weight, bias)
-        return self.quant_method.apply(x, bias)
+        return self.method.apply(x, bias)
 
     def embedding(self, ids: torch.Tensor) -> torch.Tensor:
         """Return rows `ids` [T] of the weight: [T, inputs]."""
-        if self.quant_method is None:
+        if self.method is None:
             assert self.weight is not None
             return F.embedding(ids, self.weight)
-        return self.quant_method.embedding(ids)
-
-    def expect_blocks(self, block_type: str, weight: nn.Parameter) -> None:
-        """Prepare to load a GGUF file's blocks of `block_type` into `weight`, uint8."""
-        self.block_type, self.weight = block_type, weight
+        return self.method.embedding(ids)
 
     def replace_weight(self, method: WeightMethod) -> None:
         """Use `method`, which was made from the weight, and release the weight."""
-        self.quant_method, self.weight = method, None
+        self.method, self.weight = method, None
 
 
 class LinearBase(Matrix):
-    """Base of the linears. One layer merges one or more checkpoint linears, which may be in FP8."""
-
-    def __init__(self, output_size: int, input_size: int) -> None:
-        super().__init__(output_size, input_size)
-        self._fp8: Fp8Config | None = None
-        # By checkpoint linear: the scales of its blocks, and its number of rows on this rank.
-        self._scales: dict[str, tuple[torch.Tensor, int]] = {}
-
-    def expect_fp8(self, prefix: str, fp8: Fp8Config) -> None:
-        """Prepare to load FP8 weights with per-block scales, unless `fp8` excludes this layer.
-
-        Raises:
-            ConfigError: this rank's part of a weight begins or ends inside a block.
-            UnsupportedModelError: `fp8` excludes only some of the merged linears.
-        """
-        assert self.weight is not None
-        shards = [shard for shard in self.shards(prefix) if shard.name.endswith(".weight")]
-        names = [shard.name.removesuffix(".weight") for shard in shards]
-        excluded = [fp8.excludes(name) for name in names]
-        if all(excluded):
-            return
-        if any(excluded):
-            raise UnsupportedModelError(
-                f"{', '.join(names)} are computed as one, so all or none must be in FP8"
-            )
-        for name, shard in zip(names, shards, strict=True):
-            _check_blocks(shard, fp8)
-            shape = _scales_shape(shard.target.shape, fp8)
-            scales = torch.ones(shape, dtype=torch.float32, device=self.weight.device)
-            self._scales[name] = scales, len(shard.target)
-        self._fp8 = fp8
-        empty = torch.empty_like(self.weight, dtype=FP8)
-        self.weight = nn.Parameter(empty, requires_grad=False)
-
-    def make_fp8_method(self, dtype: torch.dtype, kernels: Kernels) -> WeightMethod | None:
-        """Return the method for a weight that was loaded in FP8, or None for any other weight.
-
-        Args:
-            dtype: of inputs and results.
-        """
-        if self._fp8 is None or self.weight is None:
-            return None
-        by_row = [
-            scales.repeat_interleave(self._fp8.block_outputs, 0)[:rows]
-            for scales, rows in self._scales.values()
-        ]
-        weight, block = self.weight.data, self._fp8.block_inputs or self.weight.shape[1]
-        self._scales = {}
-        return Fp8Weight(weight, torch.cat(by_row).to(weight.device), block, dtype, kernels)
+    """Base of the linears. One layer merges one or more checkpoint linears."""
 
     def weight_shards(
-        self,
-        name: str,
-        shape: tuple[int, int],
-        target: torch.Tensor,
-        *,
-        dim: int = 0,
-        start: int,
+        self, name: str, shape: tuple[int, int], target: torch.Tensor, *, dim: int = 0, start: int
     ) -> Iterator[Shard]:
-        """Yield the weight of checkpoint linear `name`, and its scales if it is in FP8."""
-        yield Shard(f"{name}.weight", shape, target, dim, start)
-        if self._fp8 is not None:
-            block = (self._fp8.block_outputs, self._fp8.block_inputs or shape[1])[dim]
-            scales, _ = self._scales[name]
-            scales_shape = _scales_shape(shape, self._fp8)
-            yield Shard(f"{name}.{self._fp8.scale_name}", scales_shape, scales, dim, start // block)
-
-
-def _check_blocks(shard: Shard, fp8: Fp8Config) -> None:
-    """Raise ConfigError unless `shard` consists of whole FP8 blocks."""
-    block = (fp8.block_outputs, fp8.block_inputs)[shard.dim]
-    stop = shard.start + shard.target.shape[shard.dim]
-    if block and (shard.start % block or (stop % block and stop < shard.shape[shard.dim])):
-        raise ConfigError(
-            f"tensor_parallel_size {tensor_parallel().size} cuts {shard.name} "
-            f"{shard.shape} within an FP8 block of {block}; use a smaller size"
-        )
-
-
-def _scales_shape(shape: tuple[int, ...], fp8: Fp8Config) -> tuple[int, int]:
-    """Return the shape of the scales that belong to a weight of `shape`."""
-    outputs, inputs = shape
-    return -(-outputs // fp8.block_outputs), -(-inputs // (fp8.block_inputs or inputs))
+        """Yield the weight of checkpoint linear `name`, and what is stored beside it."""
+        weight = Shard(f"{name}.weight", shape, target, dim, start)
+        yield weight
+        if self.stored is not None:
+            yield from self.stored.shards(weight)
 
 
 class ColumnParallelLinear(LinearBase):

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import torch
 
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.formats.fp8_config import Fp8Config
 from nanovllm.layers.rope_scaling import RopeConfig
 from nanovllm.options.validation import check_bool, check_float, check_int, shown
 
@@ -64,8 +63,8 @@ class ModelConfig:
     """Whether the linears of the MLP have a bias. Only Llama reads it."""
     tie_word_embeddings: bool
     dtype: torch.dtype
-    fp8: Fp8Config | None = None
-    """None: the linears are not in FP8."""
+    quantization_config: Any = None
+    """What config.json says of the form of the weights: `formats.registry` reads it."""
 
     @classmethod
     def from_hf(cls, config: dict[str, Any], dtype: str = "auto") -> "ModelConfig":
@@ -103,7 +102,7 @@ class ModelConfig:
             mlp_bias=_bool(config, "mlp_bias", False),
             tie_word_embeddings=_bool(config, "tie_word_embeddings", False),
             dtype=torch_dtype,
-            fp8=Fp8Config.from_hf(config.get("quantization_config")),
+            quantization_config=config.get("quantization_config"),
         )
 
 

@@ -5,9 +5,7 @@ Knows no KV cache, no batch and no step.
 """
 
 import contextlib
-import logging
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +15,9 @@ from torch import nn
 
 from nanovllm.checkpoint.gguf import is_gguf
 from nanovllm.checkpoint.loader import check_tensors, init_dummy_weights, load_weights, read_header
-from nanovllm.errors import CheckpointError, ConfigError
-from nanovllm.formats.gguf_blocks import BLOCK_BITS, BLOCK_TYPES, unpack_blocks
-from nanovllm.formats.quantization import make_int_method, make_quant_method
+from nanovllm.errors import CheckpointError
+from nanovllm.formats.gguf import Matrices, keep_blocks
+from nanovllm.formats.registry import expect_format, make_method
 from nanovllm.kernels.cpu.build import PANEL
 from nanovllm.kernels.cpu.packed import PackedWeight
 from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
@@ -33,8 +31,6 @@ from nanovllm.options.config import Config
 from nanovllm.utils.distributed import tensor_parallel
 from nanovllm.utils.memory import return_freed
 from nanovllm.utils.pages import PageReserve
-
-logger = logging.getLogger(__name__)
 
 _DEFAULT_DTYPE_LOCK = threading.Lock()
 """Held while torch's default dtype, which is global to the process, is changed."""
@@ -73,13 +69,13 @@ def build_model(
     Args:
         files: what will be loaded, because weights may stay in the form that a file has.
     """
-    packed = model_config.fp8 is not None or any(map(is_gguf, files))
+    packed = model_config.quantization_config is not None or any(map(is_gguf, files))
     # Such a model is built on the CPU, so that a GPU never holds the wide weights.
     first = torch.device("cpu") if packed and device.type == "cuda" else device
     try:
         model = _make_modules(model_config, max_model_len, first)
         for file in filter(is_gguf, files):
-            expect_blocks(model, config, model_config, file)
+            keep_blocks(_matrices(model), config, model_config.dtype, file)
         model.to(device)
     except RuntimeError as error:  # torch cannot allocate the weights
         raise CheckpointError(
@@ -94,84 +90,17 @@ def build_model(
 def _make_modules(model_config: ModelConfig, max_model_len: int, device: torch.device) -> nn.Module:
     with _default_dtype(model_config.dtype), device:
         model = model_class(model_config)(model_config, max_model_len)
-    if model_config.fp8 is not None:
-        for prefix, module in model.named_modules():
-            if isinstance(module, LinearBase):
-                module.expect_fp8(prefix, model_config.fp8)
+    expect_format(model, model_config.quantization_config)
     return model
 
 
-def _matrices(model: nn.Module) -> dict[nn.Parameter, list[tuple[str, Matrix]]]:
+def _matrices(model: nn.Module) -> Matrices:
     """Return the matrices that have a weight, with their paths: tied ones have the same weight."""
-    sharing: dict[nn.Parameter, list[tuple[str, Matrix]]] = {}
+    sharing: Matrices = {}
     for prefix, module in model.named_modules():
         if isinstance(module, Matrix) and module.weight is not None:
             sharing.setdefault(module.weight, []).append((prefix, module))
     return sharing
-
-
-def expect_blocks(model: nn.Module, config: Config, model_config: ModelConfig, file: Path) -> None:
-    """Prepare the matrices whose weights stay in the bits that GGUF `file` has; log which.
-
-    The linears that are computed as one must be of the same type.
-
-    Raises:
-        ConfigError: this rank's part of a weight begins or ends inside a block.
-    """
-    header = read_header(file)
-    kept: Counter[str] = Counter()
-    for weight, matrices in _matrices(model).items():
-        prefix, matrix = matrices[0]
-        shards = [s for s in matrix.shards(prefix) if s.name.endswith(".weight")]
-        found = [header.get(shard.name) for shard in shards]
-        types = {tensor.dtype for tensor in found if tensor is not None}
-        matching = all(
-            tensor is not None and tensor.shape == shard.shape
-            for tensor, shard in zip(found, shards, strict=True)
-        )
-        if len(types) != 1 or not matching:
-            continue
-        (block_type,) = types
-        if block_type not in BLOCK_BITS or not _keeps(block_type, matrix, config, model_config):
-            continue
-        num_rows, input_size = weight.shape
-        stored = BLOCK_TYPES[block_type]
-        if input_size % stored.block_size:
-            raise ConfigError(
-                f"tensor_parallel_size {tensor_parallel().size} cuts {shards[0].name} "
-                f"{shards[0].shape} within a {block_type} block of {stored.block_size}; use a "
-                'smaller size, or quantization="none"'
-            )
-        shape = num_rows, stored.row_bytes(input_size)
-        blocks = nn.Parameter(weight.new_empty(shape, dtype=torch.uint8), requires_grad=False)
-        for _, sharer in matrices:
-            sharer.expect_blocks(block_type, blocks)
-        kept[block_type] += len(shards)
-    if tensor_parallel().rank == 0:
-        rest = Counter(tensor.dtype for tensor in header.values()) - kept
-        rounded = config.quantization not in (None, "none")
-        logger.info(
-            "%s: tensors that stay in their bits: %s; converted to %s%s: %s",
-            file,
-            _counts(kept),
-            str(model_config.dtype).removeprefix("torch."),
-            f", matrices rounded to {config.quantization}" if rounded else "",
-            _counts(rest),
-        )
-
-
-def _counts(types: Counter[str]) -> str:
-    return ", ".join(f"{count} {name}" for name, count in sorted(types.items())) or "none"
-
-
-def _keeps(block_type: str, matrix: Matrix, config: Config, model_config: ModelConfig) -> bool:
-    """Return whether `matrix` keeps a GGUF file's blocks, given what the user asked for."""
-    quantization = config.quantization
-    if model_config.dtype == torch.float32 or quantization == "none":
-        return False
-    if quantization == "fp8":
-        return not isinstance(matrix, LinearBase)
-    return quantization is None or BLOCK_BITS[block_type] <= int(quantization.removeprefix("int"))
 
 
 def load_model(
@@ -233,9 +162,7 @@ def load_model(
     return_freed()
 
 
-def _packable(
-    sharing: dict[nn.Parameter, list[tuple[str, Matrix]]], dtype: torch.dtype, kernels: Kernels
-) -> set[nn.Parameter]:
+def _packable(sharing: Matrices, dtype: torch.dtype, kernels: Kernels) -> set[nn.Parameter]:
     """Return the weights that are packed as they are, in parts of whole panels."""
     return {
         weight
@@ -259,19 +186,14 @@ def _quant_method(
 ) -> WeightMethod | None:
     """Return the method that keeps the loaded `weight` of `matrices`; None keeps it as it is."""
     quantization = config.quantization
-    if matrices[0].block_type is not None:
-        blocks = unpack_blocks(weight.data, matrices[0].block_type)
-        return make_int_method(blocks, model_config.dtype, kernels)
-    if isinstance(matrices[0], LinearBase):  # then it is the only one: linears share no weights
-        method = matrices[0].make_fp8_method(model_config.dtype, kernels)
-        if method is not None:
-            return method
-    elif quantization == "fp8":
+    if (stored := matrices[0].stored) is not None:
+        return stored.method(weight.data, model_config.dtype, kernels)
+    if quantization == "fp8" and not isinstance(matrices[0], LinearBase):
         quantization = None  # FP8 is for linears; embedding and head keep the model's dtype
-    if model_config.fp8 is not None or quantization == "none":
+    if model_config.quantization_config is not None or quantization == "none":
         quantization = None  # the checkpoint chose what is quantised
     gathered = any(type(matrix) is VocabParallelEmbedding for matrix in matrices)
-    return make_quant_method(weight, quantization, kernels, is_embedding=gathered)
+    return make_method(weight, quantization, kernels, is_embedding=gathered)
 
 
 @contextlib.contextmanager

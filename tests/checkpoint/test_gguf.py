@@ -15,9 +15,10 @@ from nanovllm.checkpoint.gguf import read_gguf, read_rows
 from nanovllm.checkpoint.hub import open_checkpoint
 from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
 from nanovllm.executors.worker import find_weights
-from nanovllm.formats.gguf_blocks import BLOCK_BITS, unpack_blocks
-from nanovllm.formats.quantization import IntWeight
+from nanovllm.formats.gguf import BLOCK_BITS, unpack_blocks
+from nanovllm.formats.integer import IntWeight
 from nanovllm.kernels.torch_kernels import TORCH
+from nanovllm.layers.linear import Matrix
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.utils import distributed
 from nanovllm.worker.model_loader import build_model
@@ -123,9 +124,9 @@ def kept_types(llm):
     """Return the block type of each matrix of the model, by its path."""
     model = llm.engine.executor._runner.network.model
     return {
-        path: module.block_type
+        path: module.stored and module.stored.block_type
         for path, module in model.named_modules()
-        if hasattr(module, "block_type")
+        if isinstance(module, Matrix)
     }
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.formats.fp8_config import Fp8Config
+from nanovllm.formats.registry import checkpoint_format
 
 BLOCKS = {
     "quant_method": "fp8",
@@ -45,10 +46,10 @@ CHANNELS = {
 
 
 def test_supported_formats():
-    assert Fp8Config.from_hf(None) is None
+    assert checkpoint_format(None) is None
     blocks = Fp8Config("weight_scale_inv", 128, 64, ("lm_head",))
-    assert Fp8Config.from_hf(BLOCKS) == blocks
-    assert Fp8Config.from_hf(CHANNELS) == Fp8Config("weight_scale", 1, None, ("lm_head",))
+    assert checkpoint_format(BLOCKS) == blocks
+    assert checkpoint_format(CHANNELS) == Fp8Config("weight_scale", 1, None, ("lm_head",))
 
 
 @pytest.mark.parametrize(
@@ -63,7 +64,7 @@ def test_supported_formats():
 )
 def test_unsupported_fp8_blocks(changes, named):
     with pytest.raises(UnsupportedModelError, match=named):
-        Fp8Config.from_hf({**BLOCKS, **changes})
+        checkpoint_format({**BLOCKS, **changes})
 
 
 @pytest.mark.parametrize(
@@ -87,13 +88,13 @@ def test_unsupported_compressed_tensors(path, value):
         place = place[key]
     place[path[-1]] = value
     with pytest.raises(UnsupportedModelError, match=f"{path[-1]}.* is not supported"):
-        Fp8Config.from_hf(config)
+        checkpoint_format(config)
 
 
 @pytest.mark.parametrize("wrong", ["fp8", {**BLOCKS, "ignored_layers": "lm_head"}])
 def test_wrong_types(wrong):
     with pytest.raises(CheckpointError, match="must be"):
-        Fp8Config.from_hf(wrong)
+        checkpoint_format(wrong)
 
 
 def test_excludes():
@@ -101,3 +102,49 @@ def test_excludes():
     excluded = ["lm_head", "model.layers.1.mlp.up_proj", "model.layers.0.mlp.down_proj"]
     assert [fp8.excludes(name) for name in excluded] == [True] * 3
     assert not fp8.excludes("model.layers.11.mlp.up_proj")
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"weight_block_size": [128, 10**30]}, "weight_block_size"),
+        ({"weight_block_size": [128, 2**24]}, "weight_block_size"),
+        ({"modules_to_not_convert": ["re:("]}, "re:\\("),
+        ({"modules_to_not_convert": ["re:(a+)+$"]}, "re:\\(a"),
+        ({"modules_to_not_convert": ["re:(.*)*x"]}, "regex"),
+        ({"modules_to_not_convert": ["re:.*.*.*.*x"]}, "regex"),
+        ({"modules_to_not_convert": ["x"] * 5000}, "has 5000 names"),
+        ({"modules_to_not_convert": [1] * 5000}, "must be a list of names"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_fp8_settings_that_are_hostile(changes, named):
+    """Symptom: a regex without end, re.error, or gigabytes of scales."""
+    settings = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    with pytest.raises(CheckpointError, match=named):
+        checkpoint_format({**settings, "weight_block_size": [128, 128], **changes})
+
+
+@pytest.mark.parametrize(
+    ("regex", "excluded"),
+    [
+        ("re:.*layers.2.mlp.*", True),
+        ("re:.*mlp\\.down_proj$", True),
+        ("re:^model.+down_proj", True),
+        ("re:visual.*", False),
+        ("re:.*lm_head", False),
+    ],
+)
+def test_regexes_of_fp8_checkpoints(regex, excluded):
+    settings = {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": [regex]}
+    fp8 = checkpoint_format({**settings, "weight_block_size": [128, 128]})
+    assert fp8.excludes("model.layers.2.mlp.down_proj") is excluded
+
+
+@pytest.mark.parametrize(
+    "config", [["x"] * 10**5, {"quant_method": "x" * 10**6}], ids=["list", "name"]
+)
+def test_long_values_are_cut(config):
+    with pytest.raises(CheckpointError) as raised:
+        checkpoint_format(config)
+    assert len(str(raised.value)) < 400

@@ -19,7 +19,7 @@ from nanovllm.attention.backend import AttentionSpec
 from nanovllm.attention.batch import Batch, HostLengths
 from nanovllm.attention.torch_sdpa import TorchBackend
 from nanovllm.attention.triton import TritonBackend
-from nanovllm.formats.quantization import FP8
+from nanovllm.formats.fp8 import FP8
 from nanovllm.kernels.triton.kernels import TritonKernels
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention

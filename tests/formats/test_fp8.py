@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from nanovllm import SamplingParams
 from nanovllm.checkpoint.loader import load_weights
 from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
+from nanovllm.formats.fp8 import expect_fp8
 from nanovllm.formats.fp8_config import Fp8Config
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.layers.linear import (
@@ -49,9 +50,9 @@ def as_rank(monkeypatch):
 def load(module, path, fp8):
     """Load `module` from the file at `path`; return its dequantised weight in float64."""
     model = torch.nn.ModuleDict({"attn": torch.nn.ModuleDict({"proj": module})})
-    module.expect_fp8("attn.proj", fp8)
+    expect_fp8(module, "attn.proj", fp8)
     load_weights(model, [path], progress=False)
-    method = module.make_fp8_method(torch.float32, TORCH)
+    method = module.stored.method(module.weight.data, torch.float32, TORCH)
     return method.embedding(torch.arange(module.output_size)).double()
 
 
@@ -97,23 +98,21 @@ def test_inputs_are_split_with_their_blocks(rows, columns, size, as_rank, tmp_pa
 def test_ranks_do_not_cut_blocks(as_rank):
     as_rank(1, 2)
     fp8 = Fp8Config("weight_scale_inv", 32, 32, ())
-    with pytest.raises(
-        ConfigError, match=r"tensor_parallel_size 2 cuts mlp.gate.weight \(96, 64\) .*32"
-    ):
-        MergedColumnParallelLinear(64, {"gate": 96, "up": 96}, bias=False).expect_fp8(
-            "mlp.gate_up", fp8
-        )
+    gate_up = MergedColumnParallelLinear(64, {"gate": 96, "up": 96}, bias=False)
+    rule = r"tensor_parallel_size 2 cuts mlp.gate.weight \(96, 64\) .*32"
+    with pytest.raises(ConfigError, match=rule):
+        expect_fp8(gate_up, "mlp.gate_up", fp8)
     with pytest.raises(ConfigError, match=r"cuts mlp.down.weight \(64, 96\) within .* 32"):
-        RowParallelLinear(96, 64, bias=False).expect_fp8("mlp.down", fp8)
+        expect_fp8(RowParallelLinear(96, 64, bias=False), "mlp.down", fp8)
 
 
 def test_linears_computed_as_one_are_excluded_as_one():
     layer = MergedColumnParallelLinear(64, {"gate": 96, "up": 96}, bias=False)
     with pytest.raises(UnsupportedModelError, match=r"mlp.gate, mlp.up are computed as one"):
-        layer.expect_fp8("mlp.gate_up", Fp8Config("weight_scale_inv", 8, 8, ("mlp.up",)))
-    layer.expect_fp8("mlp.gate_up", Fp8Config("weight_scale_inv", 8, 8, ("mlp",)))
+        expect_fp8(layer, "mlp.gate_up", Fp8Config("weight_scale_inv", 8, 8, ("mlp.up",)))
+    expect_fp8(layer, "mlp.gate_up", Fp8Config("weight_scale_inv", 8, 8, ("mlp",)))
     assert layer.weight.dtype == torch.float32
-    assert layer.make_fp8_method(torch.float32, TORCH) is None
+    assert layer.stored is None
 
 
 # The engine.

@@ -5,17 +5,16 @@ import torch
 
 from nanovllm import SamplingParams
 from nanovllm.errors import ConfigError
-from nanovllm.formats.quantization import (
-    Fp8Weight,
+from nanovllm.formats.fp8 import Fp8Weight, quantize_fp8
+from nanovllm.formats.integer import (
     IntTensor,
     IntWeight,
     NativeIntWeight,
     choose_group_size,
     make_int_method,
-    make_quant_method,
     quantize,
-    quantize_fp8,
 )
+from nanovllm.formats.registry import make_method
 from nanovllm.kernels.cpu import packed as packed_weights
 from nanovllm.kernels.cpu.library import library
 from nanovllm.kernels.cpu.packed import OneDnnWeight, PackedWeight, use_onednn
@@ -134,14 +133,12 @@ def test_groups_divide_the_inputs():
 @native
 def test_the_method_follows_dtype_and_quantization():
     weight = randn(64, 64)
-    assert isinstance(make_quant_method(weight, None, kernels_of(weight)), PackedWeight)
-    assert isinstance(make_quant_method(weight, "int8", kernels_of(weight)), NativeIntWeight)
-    assert isinstance(make_quant_method(weight, "int8", kernels_of(weight, False)), IntWeight)
-    assert isinstance(
-        make_quant_method(weight.float(), "int4", kernels_of(weight.float())), IntWeight
-    )
-    assert make_quant_method(weight, None, kernels_of(weight, False)) is None
-    assert make_quant_method(randn(64, 48), None, kernels_of(randn(64, 48))) is None
+    assert isinstance(make_method(weight, None, kernels_of(weight)), PackedWeight)
+    assert isinstance(make_method(weight, "int8", kernels_of(weight)), NativeIntWeight)
+    assert isinstance(make_method(weight, "int8", kernels_of(weight, False)), IntWeight)
+    assert isinstance(make_method(weight.float(), "int4", kernels_of(weight.float())), IntWeight)
+    assert make_method(weight, None, kernels_of(weight, False)) is None
+    assert make_method(randn(64, 48), None, kernels_of(randn(64, 48))) is None
 
 
 # Without the C kernels.
@@ -160,7 +157,7 @@ def test_an_engine_packs_all_but_the_embedding(make_llm, random_model, monkeypat
         make_llm(random_model, device="cpu", native_kernels=native) for native in (True, False)
     )
     modules = packed.engine.executor._runner.network.model.named_modules()
-    matrices = {name: m.quant_method for name, m in modules if isinstance(m, Matrix)}
+    matrices = {name: m.method for name, m in modules if isinstance(m, Matrix)}
     assert matrices.pop("model.embed_tokens") is None
     assert {type(method) for method in matrices.values()} == {OneDnnWeight}
     prompts = [[1, 2, 3], [4] * 40, [5]]
@@ -175,9 +172,9 @@ def test_an_engine_packs_all_but_the_embedding(make_llm, random_model, monkeypat
 def test_onednn_keeps_what_the_c_kernels_cannot_take():
     for dtype, kind in PACKED_BY_TORCH.items():
         weight = randn(1024, 1040).to(dtype)  # the C kernels need a multiple of 32
-        assert isinstance(make_quant_method(weight, None, kernels_of(weight)), kind)
-        assert make_quant_method(weight, None, kernels_of(weight), is_embedding=True) is None
-        assert make_quant_method(weight, None, kernels_of(weight, False)) is None
+        assert isinstance(make_method(weight, None, kernels_of(weight)), kind)
+        assert make_method(weight, None, kernels_of(weight), is_embedding=True) is None
+        assert make_method(weight, None, kernels_of(weight, False)) is None
 
 
 @pytest.mark.parametrize(
@@ -223,7 +220,7 @@ def test_fp8_rounds_each_row_by_itself():
 def test_fp8_online_is_the_rounded_weight(dtype):
     weight = randn(70, 96).to(dtype)
     values, scales = quantize_fp8(weight)
-    method = make_quant_method(weight, "fp8", kernels_of(weight))
+    method = make_method(weight, "fp8", kernels_of(weight))
     assert isinstance(method, Fp8Weight)
     expected = (values.double() * scales.double()).to(dtype)
     assert torch.equal(method.embedding(torch.tensor([5, 69, 0])), expected[[5, 69, 0]])
@@ -249,7 +246,7 @@ def test_fp8_product_of_rounded_inputs():
     triton_kernels = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
     device = "cuda" if triton_kernels else "cpu"
     weight, x = randn(48, 64).to(device), randn(5, 64, seed=1).to(device)
-    method = make_quant_method(weight, "fp8", kernels_of(weight, False))
+    method = make_method(weight, "fp8", kernels_of(weight, False))
     rounded = [
         values.double() * scales.double() for values, scales in map(quantize_fp8, (x, weight))
     ]

@@ -1,0 +1,77 @@
+"""The formats of weights: by what a checkpoint says of itself, and by what the user asks for."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanovllm.errors import CheckpointError, UnsupportedModelError
+from nanovllm.formats.fp8 import Fp8Weight, expect_fp8, quantize_fp8
+from nanovllm.formats.fp8_config import Fp8Config
+from nanovllm.formats.integer import choose_group_size, make_int_method, quantize
+from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
+from nanovllm.layers.linear import LinearBase
+from nanovllm.options.validation import shown
+
+_FORMATS = {
+    "fp8": Fp8Config.from_blocks,
+    "compressed-tensors": Fp8Config.from_channels,
+}
+"""By `quant_method` of config.json: what reads the other settings."""
+
+
+def checkpoint_format(config: Any) -> Fp8Config | None:
+    """Read `quantization_config` of config.json; None: the weights are plain numbers.
+
+    Raises:
+        UnsupportedModelError: a setting is not implemented.
+        CheckpointError: a field has the wrong type.
+    """
+    if config is None:
+        return None
+    if not isinstance(config, dict):
+        raise CheckpointError(
+            f"config.json: quantization_config must be an object, is {shown(config)}"
+        )
+    method = config.get("quant_method")
+    if not isinstance(method, str) or method not in _FORMATS:
+        raise UnsupportedModelError(
+            f"quantization_config quant_method {shown(method)} is not supported (only "
+            f"{' and '.join(_FORMATS)})"
+        )
+    return _FORMATS[method](config)
+
+
+def expect_format(model: nn.Module, config: Any) -> None:
+    """Prepare the linears of `model` to load what `quantization_config` says.
+
+    Raises:
+        ConfigError, UnsupportedModelError, CheckpointError: as for `checkpoint_format` and
+            `expect_fp8`.
+    """
+    if (fp8 := checkpoint_format(config)) is not None:
+        for prefix, module in model.named_modules():
+            if isinstance(module, LinearBase):
+                expect_fp8(module, prefix, fp8)
+
+
+def make_method(
+    weight: torch.Tensor, quantization: str | None, kernels: Kernels, *, is_embedding: bool = False
+) -> WeightMethod | None:
+    """Return the method for `weight` [n, k], or None if plain torch is best with the weight as is.
+
+    Args:
+        quantization: "int8", "int4", "fp8", or None to keep all bits of the weight.
+        is_embedding: whether the weight is also used as an embedding.
+
+    Raises:
+        ConfigError: no group size of `quantization` divides k.
+    """
+    if quantization == "fp8":
+        values, scales = quantize_fp8(weight)
+        return Fp8Weight(values, scales, weight.shape[1], weight.dtype, kernels)
+    if quantization is not None:
+        bits = int(quantization.removeprefix("int"))
+        rounded = quantize(weight, bits, choose_group_size(quantization, weight.shape[1]))
+        return make_int_method(rounded, weight.dtype, kernels)
+    return kernels.pack(weight, is_embedding=is_embedding)
