@@ -26,7 +26,6 @@ from tqdm.auto import tqdm
 from nanovllm.checkpoint.gguf import is_gguf
 from nanovllm.checkpoint.hub import Checkpoint, weight_files
 from nanovllm.errors import CheckpointError, ConfigError, NanoVLLMError
-from nanovllm.formats.registry import checkpoint_format
 from nanovllm.models.model_config import ModelConfig, architecture_of
 from nanovllm.models.registry import check_architecture
 from nanovllm.options.config import Config
@@ -56,11 +55,15 @@ def find_weights(config: Config, checkpoint: Checkpoint) -> list[Path]:
             more ranks than attention heads.
     """
     model_config = _model_config(config, checkpoint)
-    stored = checkpoint_format(model_config.quantization_config)
-    if stored is not None and config.quantization not in (None, "fp8"):
-        raise ConfigError(
-            f"quantization {config.quantization!r}: {config.model} is in FP8 already; leave it out"
-        )
+    if model_config.quantization_config is not None:
+        from nanovllm.formats.registry import checkpoint_format
+
+        checkpoint_format(model_config.quantization_config)
+        if config.quantization not in (None, "fp8"):
+            raise ConfigError(
+                f"quantization {config.quantization!r}: {config.model} is in FP8 already; leave "
+                "it out"
+            )
     if config.tensor_parallel_size > model_config.num_heads:  # else a process is spawned for each
         raise ConfigError(
             f"tensor_parallel_size {config.tensor_parallel_size} does not divide this model's "

@@ -5,7 +5,7 @@ Layouts: ggml's ggml-common.h.
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -21,9 +21,6 @@ from nanovllm.options.config import Config
 from nanovllm.utils.distributed import tensor_parallel
 
 logger = logging.getLogger(__name__)
-
-Matrices = dict[nn.Parameter, list[tuple[str, Matrix]]]
-"""The matrices of a model, with their paths, by their weight: tied ones have the same."""
 
 BLOCK_BITS = {"Q8_0": 8, "Q4_0": 4, "Q4_1": 4}
 """Bits of a value, by the name of the type."""
@@ -64,12 +61,15 @@ def unpack_blocks(blocks: torch.Tensor, block_type: str) -> IntTensor:
     )
 
 
-def keep_blocks(sharing: Matrices, config: Config, dtype: torch.dtype, file: Path) -> None:
+def keep_blocks(
+    sharing: Iterable[list[tuple[str, Matrix]]], config: Config, dtype: torch.dtype, file: Path
+) -> None:
     """Prepare the matrices whose weights stay in the bits that GGUF `file` has; log which.
 
     The linears that are computed as one must be of the same type.
 
     Args:
+        sharing: the model's matrices with their paths; those of one list have the same weight.
         dtype: of the model.
 
     Raises:
@@ -77,8 +77,10 @@ def keep_blocks(sharing: Matrices, config: Config, dtype: torch.dtype, file: Pat
     """
     header = read_header(file)
     kept: Counter[str] = Counter()
-    for weight, matrices in sharing.items():
+    for matrices in sharing:
         prefix, matrix = matrices[0]
+        weight = matrix.weight
+        assert weight is not None
         shards = [s for s in matrix.shards(prefix) if s.name.endswith(".weight")]
         found = [header.get(shard.name) for shard in shards]
         types = {tensor.dtype for tensor in found if tensor is not None}

@@ -55,14 +55,11 @@ def expect_format(model: nn.Module, config: Any) -> None:
                 expect_fp8(module, prefix, fp8)
 
 
-def make_method(
-    weight: torch.Tensor, quantization: str | None, kernels: Kernels, *, is_embedding: bool = False
-) -> WeightMethod | None:
-    """Return the method for `weight` [n, k], or None if plain torch is best with the weight as is.
+def round_weight(weight: torch.Tensor, quantization: str, kernels: Kernels) -> WeightMethod:
+    """Return the method for `weight` [n, k], rounded.
 
     Args:
-        quantization: "int8", "int4", "fp8", or None to keep all bits of the weight.
-        is_embedding: whether the weight is also used as an embedding.
+        quantization: "int8", "int4" or "fp8".
 
     Raises:
         ConfigError: no group size of `quantization` divides k.
@@ -70,8 +67,6 @@ def make_method(
     if quantization == "fp8":
         values, scales = quantize_fp8(weight)
         return Fp8Weight(values, scales, weight.shape[1], weight.dtype, kernels)
-    if quantization is not None:
-        bits = int(quantization.removeprefix("int"))
-        rounded = quantize(weight, bits, choose_group_size(quantization, weight.shape[1]))
-        return make_int_method(rounded, weight.dtype, kernels)
-    return kernels.pack(weight, is_embedding=is_embedding)
+    bits = int(quantization.removeprefix("int"))
+    rounded = quantize(weight, bits, choose_group_size(quantization, weight.shape[1]))
+    return make_int_method(rounded, weight.dtype, kernels)

@@ -16,8 +16,6 @@ from torch import nn
 from nanovllm.checkpoint.gguf import is_gguf
 from nanovllm.checkpoint.loader import check_tensors, init_dummy_weights, load_weights, read_header
 from nanovllm.errors import CheckpointError
-from nanovllm.formats.gguf import Matrices, keep_blocks
-from nanovllm.formats.registry import expect_format, make_method
 from nanovllm.kernels.cpu.build import PANEL
 from nanovllm.kernels.cpu.packed import PackedWeight
 from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
@@ -75,7 +73,9 @@ def build_model(
     try:
         model = _make_modules(model_config, max_model_len, first)
         for file in filter(is_gguf, files):
-            keep_blocks(_matrices(model), config, model_config.dtype, file)
+            from nanovllm.formats.gguf import keep_blocks
+
+            keep_blocks(_matrices(model).values(), config, model_config.dtype, file)
         model.to(device)
     except RuntimeError as error:  # torch cannot allocate the weights
         raise CheckpointError(
@@ -90,13 +90,19 @@ def build_model(
 def _make_modules(model_config: ModelConfig, max_model_len: int, device: torch.device) -> nn.Module:
     with _default_dtype(model_config.dtype), device:
         model = model_class(model_config)(model_config, max_model_len)
-    expect_format(model, model_config.quantization_config)
+    if model_config.quantization_config is not None:
+        from nanovllm.formats.registry import expect_format
+
+        expect_format(model, model_config.quantization_config)
     return model
 
 
-def _matrices(model: nn.Module) -> Matrices:
+_Matrices = dict[nn.Parameter, list[tuple[str, Matrix]]]
+
+
+def _matrices(model: nn.Module) -> _Matrices:
     """Return the matrices that have a weight, with their paths: tied ones have the same weight."""
-    sharing: Matrices = {}
+    sharing: _Matrices = {}
     for prefix, module in model.named_modules():
         if isinstance(module, Matrix) and module.weight is not None:
             sharing.setdefault(module.weight, []).append((prefix, module))
@@ -162,7 +168,7 @@ def load_model(
     return_freed()
 
 
-def _packable(sharing: Matrices, dtype: torch.dtype, kernels: Kernels) -> set[nn.Parameter]:
+def _packable(sharing: _Matrices, dtype: torch.dtype, kernels: Kernels) -> set[nn.Parameter]:
     """Return the weights that are packed as they are, in parts of whole panels."""
     return {
         weight
@@ -192,8 +198,12 @@ def _quant_method(
         quantization = None  # FP8 is for linears; embedding and head keep the model's dtype
     if model_config.quantization_config is not None or quantization == "none":
         quantization = None  # the checkpoint chose what is quantised
-    gathered = any(type(matrix) is VocabParallelEmbedding for matrix in matrices)
-    return make_method(weight, quantization, kernels, is_embedding=gathered)
+    if quantization is None:
+        gathered = any(type(matrix) is VocabParallelEmbedding for matrix in matrices)
+        return kernels.pack(weight, is_embedding=gathered)
+    from nanovllm.formats.registry import round_weight
+
+    return round_weight(weight, quantization, kernels)
 
 
 @contextlib.contextmanager

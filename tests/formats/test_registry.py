@@ -14,7 +14,7 @@ from nanovllm.formats.integer import (
     make_int_method,
     quantize,
 )
-from nanovllm.formats.registry import make_method
+from nanovllm.formats.registry import round_weight
 from nanovllm.kernels.cpu import packed as packed_weights
 from nanovllm.kernels.cpu.library import library
 from nanovllm.kernels.cpu.packed import OneDnnWeight, PackedWeight, use_onednn
@@ -37,6 +37,13 @@ def randn(*shape, seed=0):
 
 def kernels_of(weight, native=True):
     return select_kernels(weight.device, weight.dtype, native=native)
+
+
+def method_of(weight, quantization, native=True, is_embedding=False):
+    kernels = kernels_of(weight, native)
+    if quantization is None:
+        return kernels.pack(weight, is_embedding=is_embedding)
+    return round_weight(weight, quantization, kernels)
 
 
 def dequantised(weight):
@@ -133,12 +140,12 @@ def test_groups_divide_the_inputs():
 @native
 def test_the_method_follows_dtype_and_quantization():
     weight = randn(64, 64)
-    assert isinstance(make_method(weight, None, kernels_of(weight)), PackedWeight)
-    assert isinstance(make_method(weight, "int8", kernels_of(weight)), NativeIntWeight)
-    assert isinstance(make_method(weight, "int8", kernels_of(weight, False)), IntWeight)
-    assert isinstance(make_method(weight.float(), "int4", kernels_of(weight.float())), IntWeight)
-    assert make_method(weight, None, kernels_of(weight, False)) is None
-    assert make_method(randn(64, 48), None, kernels_of(randn(64, 48))) is None
+    assert isinstance(method_of(weight, None), PackedWeight)
+    assert isinstance(method_of(weight, "int8"), NativeIntWeight)
+    assert isinstance(method_of(weight, "int8", native=False), IntWeight)
+    assert isinstance(method_of(weight.float(), "int4"), IntWeight)
+    assert method_of(weight, None, native=False) is None
+    assert method_of(randn(64, 48), None) is None
 
 
 # Without the C kernels.
@@ -172,9 +179,9 @@ def test_an_engine_packs_all_but_the_embedding(make_llm, random_model, monkeypat
 def test_onednn_keeps_what_the_c_kernels_cannot_take():
     for dtype, kind in PACKED_BY_TORCH.items():
         weight = randn(1024, 1040).to(dtype)  # the C kernels need a multiple of 32
-        assert isinstance(make_method(weight, None, kernels_of(weight)), kind)
-        assert make_method(weight, None, kernels_of(weight), is_embedding=True) is None
-        assert make_method(weight, None, kernels_of(weight, False)) is None
+        assert isinstance(method_of(weight, None), kind)
+        assert method_of(weight, None, is_embedding=True) is None
+        assert method_of(weight, None, native=False) is None
 
 
 @pytest.mark.parametrize(
@@ -220,7 +227,7 @@ def test_fp8_rounds_each_row_by_itself():
 def test_fp8_online_is_the_rounded_weight(dtype):
     weight = randn(70, 96).to(dtype)
     values, scales = quantize_fp8(weight)
-    method = make_method(weight, "fp8", kernels_of(weight))
+    method = method_of(weight, "fp8")
     assert isinstance(method, Fp8Weight)
     expected = (values.double() * scales.double()).to(dtype)
     assert torch.equal(method.embedding(torch.tensor([5, 69, 0])), expected[[5, 69, 0]])
@@ -246,7 +253,7 @@ def test_fp8_product_of_rounded_inputs():
     triton_kernels = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
     device = "cuda" if triton_kernels else "cpu"
     weight, x = randn(48, 64).to(device), randn(5, 64, seed=1).to(device)
-    method = make_method(weight, "fp8", kernels_of(weight, False))
+    method = method_of(weight, "fp8", native=False)
     rounded = [
         values.double() * scales.double() for values, scales in map(quantize_fp8, (x, weight))
     ]

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from nanovllm.formats.registry import make_method
+from nanovllm.formats.registry import round_weight
 from nanovllm.kernels.cpu import ops as cpu_ops
 from nanovllm.kernels.cpu.kernels import CKernels
 from nanovllm.layers.linear import RowParallelLinear
@@ -44,7 +44,11 @@ def test_a_linear_with_a_bias_can_be_recorded(quantization):
     """Symptom: a model with biases takes its small steps without a recording."""
     layer = RowParallelLinear(64, 40, bias=True).bfloat16()
     layer.weight.data, layer.bias.data = randn(40, 64), randn(40, seed=1)
-    layer.replace_weight(make_method(layer.weight.data, quantization, CKernels()))
+    weight, kernels = layer.weight.data, CKernels()
+    method = kernels.pack(weight, is_embedding=False)
+    if quantization is not None:
+        method = round_weight(weight, quantization, kernels)
+    layer.replace_weight(method)
     x = torch.zeros(4, 64, dtype=torch.bfloat16)
     with torch.inference_mode():
         with Recording(4) as recording:
