@@ -142,8 +142,12 @@ class Kernels:
         out: torch.Tensor,
         stride: int,
     ) -> None:
-        """Write `tokens` [R] as `DeviceTables.advance` says. All tensors but `token_ids`, int32,
-        are int64.
+        """Write `tokens` at `positions` + 1 of the table rows, and to elements `places` of `out`.
+
+        Then add `moves` to `positions`, and `stride` to `places`, modulo the length of `out`. The
+        tables get 0 for a negative token, because the next step looks up its embedding. All
+        tensors but `out` [n] and `token_ids`, int32, are [R] int64. No two rows write the same
+        cell, except in the last table row. On a GPU, `out` may be pinned memory of the host.
         """
         out[places] = tokens
         token_ids[table_indices, positions + 1] = tokens.clamp(min=0).int()
@@ -158,9 +162,17 @@ class Kernels:
         inputs: torch.Tensor,
         tokens: torch.Tensor,
     ) -> None:
-        """Set `last_positions` [table rows] as `DeviceTables.accept` says. All tensors are int64.
+        """Set `last_positions` [table rows] by the drafts that `tokens` confirm, as
+        `StepOutput.result` counts.
 
-        The last table row belongs to no sequence.
+        Two neighbours with one table index and consecutive positions belong to one row: the input
+        of the second is a draft, which the token of the first confirms or not. A row whose first
+        token is negative moves on as if it had one; it ends with an error. The last table row
+        belongs to no sequence. All tensors are int64, the others [S].
+
+        Args:
+            following: positions of `tokens`.
+            inputs: tokens at the positions before; not read for the first of a row.
         """
         first = torch.ones_like(table_indices, dtype=torch.bool)
         first[1:] = table_indices[1:] != table_indices[:-1]

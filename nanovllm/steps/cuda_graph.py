@@ -62,7 +62,7 @@ class GraphRunner:
 
     Args:
         max_tokens: size of the largest graph.
-        accepts: whether `DeviceTables.accept` counts the drafts that each step confirms.
+        accepts: whether `Kernels.accept` counts the drafts that each step confirms.
         max_known_tokens: how many tokens a row may have that are no drafts. Rows of a decode step
             have one.
         choose: returns tokens [T] for logits of T rows; None: draw them.
@@ -181,8 +181,10 @@ class GraphRunner:
             tokens = self._choose(logits, sampling)
         broadcast_from_first(tokens)
         if self._accepts:
-            tables.accept(targets, sampling.positions, batch.input_ids, tokens)
-        tables.advance(targets, positions, moves, places, tokens, self._tokens, self.max_tokens)
+            ends = sampling.positions, batch.input_ids, tokens
+            tables.kernels.accept(tables.last_positions, targets, *ends)
+        rows = targets, positions, moves, places, tokens
+        tables.kernels.advance(tables.token_ids, *rows, self._tokens, self.max_tokens)
         return logits
 
 
@@ -206,7 +208,8 @@ def _token_buffer(tables: DeviceTables, max_tokens: int) -> torch.Tensor:
     state = torch.tensor([[tables.scratch_idx], [0], [0], [0], [1]], device=device)
     targets, positions, moves, places, tokens = state.unbind()
     try:
-        tables.advance(targets, positions, moves, places, tokens, host, max_tokens)
+        rows = targets, positions, moves, places, tokens
+        tables.kernels.advance(tables.token_ids, *rows, host, max_tokens)
         torch.cuda.synchronize(device)
     except ValueError as error:  # Triton's, if the driver has no address of `host` for the GPU
         reason = str(error)

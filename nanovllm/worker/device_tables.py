@@ -144,47 +144,6 @@ class DeviceTables:
             *parameters, positions=following, any_greedy=True, kernels=self.kernels
         )
 
-    def advance(
-        self,
-        table_indices: torch.Tensor,
-        positions: torch.Tensor,
-        moves: torch.Tensor,
-        places: torch.Tensor,
-        tokens: torch.Tensor,
-        out: torch.Tensor,
-        stride: int,
-    ) -> None:
-        """Write `tokens` at `positions` + 1, and to the elements `places` of `out`.
-
-        Then add `moves` to `positions`, and `stride` to `places`, modulo the length of `out`. The
-        tables get 0 for NO_TOKEN, because the next step looks up its embedding. All tensors but
-        `out` [n] are [R]; all are int64. No two rows write the same cell, except in the scratch
-        table row. On a GPU, `out` may be pinned memory of the host.
-        """
-        self.kernels.advance(
-            self.token_ids, table_indices, positions, moves, places, tokens, out, stride
-        )
-
-    def accept(
-        self,
-        table_indices: torch.Tensor,
-        following: torch.Tensor,
-        inputs: torch.Tensor,
-        tokens: torch.Tensor,
-    ) -> None:
-        """Set `last_positions` by the drafts that `tokens` confirm, as `row_details` counts.
-
-        Two neighbours with one table index and consecutive positions belong to one row: the input
-        of the second is a draft, which the token of the first confirms or not. A row whose first
-        token is NO_TOKEN moves on as if it had one; it ends with an error. All tensors are [S]
-        int64.
-
-        Args:
-            following: positions of `tokens`.
-            inputs: tokens at the positions before; not read for the first of a row.
-        """
-        self.kernels.accept(self.last_positions, table_indices, following, inputs, tokens)
-
     def follow(
         self, positions: torch.Tensor, table_indices: torch.Tensor, follows: torch.Tensor
     ) -> None:

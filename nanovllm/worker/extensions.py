@@ -54,7 +54,7 @@ class FastSteps(Protocol):
         """Return the bytes that CUDA graphs will take. Called with a small pool that does not stay.
 
         Args:
-            accepts: whether the steps count confirmed drafts, see `DeviceTables.accept`.
+            accepts: whether the steps count confirmed drafts, see `Kernels.accept`.
         """
         ...
 

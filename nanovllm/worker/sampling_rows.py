@@ -133,9 +133,10 @@ class SamplingRows:
         self._tables.token_ids[self._table_indices, self._positions] = known
 
     def accept(self, token_ids: torch.Tensor) -> None:
-        """Note in the device tables where each row ends, as `DeviceTables.accept` does."""
+        """Note in the device tables where each row ends, as `Kernels.accept` does."""
         inputs = token_ids if self.draft_ids is None else self.draft_ids.roll(1)
-        self._tables.accept(self._table_indices, self._positions, inputs, token_ids)
+        rows = self._table_indices, self._positions, inputs, token_ids
+        self._tables.kernels.accept(self._tables.last_positions, *rows)
 
     def apply_rules(self, logits: torch.Tensor) -> torch.Tensor:
         """Return `logits` with the rows' rules applied: a float32 copy if some row has rules."""

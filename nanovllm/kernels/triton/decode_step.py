@@ -114,7 +114,7 @@ def accept(
     inputs: torch.Tensor,
     tokens: torch.Tensor,
 ) -> None:
-    """Set `last_positions` [table rows] as `DeviceTables.accept` says. All tensors are int64."""
+    """Set `last_positions` [table rows] as `Kernels.accept` says. All tensors are int64."""
     _accept[(1,)](
         last_positions, table_indices, following, inputs, tokens, len(tokens), BLOCK=_SAMPLES
     )

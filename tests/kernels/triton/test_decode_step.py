@@ -127,7 +127,7 @@ def test_accept(num_rows, max_drafts, kernels, seed):
     (table_indices, following, inputs, tokens), expected = make_samples(seed, num_rows, max_drafts)
     tables = DeviceTables(WorkerInfo(8, 4, 100, 10, 16), 2 * num_rows, DEVICE, kernels)
     tables.last_positions.fill_(-5)
-    tables.accept(table_indices, following, inputs, tokens)
+    kernels.accept(tables.last_positions, table_indices, following, inputs, tokens)
     assert tables.last_positions.tolist()[:-1] == expected[:-1]  # the last one is scratch
 
 
