@@ -56,14 +56,9 @@ def find_weights(config: Config, checkpoint: Checkpoint) -> list[Path]:
     """
     model_config = _model_config(config, checkpoint)
     if model_config.quantization_config is not None:
-        from nanovllm.formats.registry import checkpoint_format
+        from nanovllm.formats.registry import check_quantization
 
-        checkpoint_format(model_config.quantization_config)
-        if config.quantization not in (None, "fp8"):
-            raise ConfigError(
-                f"quantization {config.quantization!r}: {config.model} is in FP8 already; leave "
-                "it out"
-            )
+        check_quantization(model_config.quantization_config, config)
     if config.tensor_parallel_size > model_config.num_heads:  # else a process is spawned for each
         raise ConfigError(
             f"tensor_parallel_size {config.tensor_parallel_size} does not divide this model's "

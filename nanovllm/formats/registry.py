@@ -5,12 +5,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.errors import CheckpointError, UnsupportedModelError
+from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
 from nanovllm.formats.fp8 import Fp8Weight, expect_fp8, quantize_fp8
 from nanovllm.formats.fp8_config import Fp8Config
 from nanovllm.formats.integer import choose_group_size, make_int_method, quantize
 from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
 from nanovllm.layers.linear import LinearBase
+from nanovllm.options.config import Config
 from nanovllm.options.validation import shown
 
 _FORMATS = {
@@ -40,6 +41,20 @@ def checkpoint_format(config: Any) -> Fp8Config | None:
             f"{' and '.join(_FORMATS)})"
         )
     return _FORMATS[method](config)
+
+
+def check_quantization(stored: Any, config: Config) -> None:
+    """Check `stored`, the quantization_config of config.json, and what the user asks for.
+
+    Raises:
+        UnsupportedModelError, CheckpointError: as for `checkpoint_format`.
+        ConfigError: the weights are quantised already, in another way.
+    """
+    checkpoint_format(stored)
+    if config.quantization not in (None, "fp8"):
+        raise ConfigError(
+            f"quantization {config.quantization!r}: {config.model} is in FP8 already; leave it out"
+        )
 
 
 def expect_format(model: nn.Module, config: Any) -> None:
