@@ -41,6 +41,7 @@ from nanovllm.worker.warm_up import allocate, measure
 if TYPE_CHECKING:
     from nanovllm.structured.grammar import GrammarCompiler
 
+_MATMUL = torch.backends.cuda.matmul
 _REDUCED = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
 """Where cuBLAS cuts a long sum into parts, torch by default allows it to add them up in 16 bits."""
 
@@ -187,30 +188,21 @@ def on_device(device: torch.device, num_threads: int) -> Iterator[None]:
     Hazard: a thread that first uses torch while another thread is inside starts with
     `num_threads`.
     """
+    is_gpu = device.type == "cuda"
+    allowed = [name for name in _REDUCED if getattr(_MATMUL, name)] if is_gpu else ()
     before = torch.get_num_threads()  # in a new thread this call also applies torch's default
-    with _on_gpu(device) if device.type == "cuda" else contextlib.nullcontext():
-        if before != num_threads:
-            torch.set_num_threads(num_threads)
+    with torch.cuda.device(device) if is_gpu else contextlib.nullcontext():
         try:
+            for name in allowed:
+                setattr(_MATMUL, name, False)
+            if before != num_threads:
+                torch.set_num_threads(num_threads)
             yield
         finally:
             if before != num_threads:
                 torch.set_num_threads(before)
-
-
-@contextlib.contextmanager
-def _on_gpu(device: torch.device) -> Iterator[None]:
-    """Make `device` current inside, and forbid `_REDUCED`."""
-    matmul = torch.backends.cuda.matmul
-    allowed = [name for name in _REDUCED if getattr(matmul, name)]
-    with torch.cuda.device(device):
-        try:
             for name in allowed:
-                setattr(matmul, name, False)
-            yield
-        finally:
-            for name in allowed:
-                setattr(matmul, name, True)
+                setattr(_MATMUL, name, True)
 
 
 def run_worker(
@@ -239,7 +231,7 @@ def run_worker(
         if device.type == "cuda":
             torch.cuda.set_device(device)
             for name in _REDUCED:
-                setattr(torch.backends.cuda.matmul, name, False)
+                setattr(_MATMUL, name, False)
         else:
             torch.set_num_threads(num_threads)
             loopback = "lo0" if sys.platform == "darwin" else "lo"
