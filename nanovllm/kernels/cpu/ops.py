@@ -278,16 +278,7 @@ def _distances(kv_cache: torch.Tensor) -> tuple[int, int]:
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """Return the index of the largest logit of each row, the first one if several are equal.
-
-    It is -1 for a row with NaN or +inf, or of -inf only.
-
-    Args:
-        logits: [r, n].
-
-    Returns:
-        [r] int64.
-    """
+    """Do what `Kernels.greedy` says, for [r, n] of any float dtype."""
     return _sample(logits, None)
 
 
@@ -339,11 +330,5 @@ def to_float(x: torch.Tensor) -> torch.Tensor:
 
 
 def forbid(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
-    """Set logits to -inf in place where a mask has a 0.
-
-    Args:
-        logits: [r, n] float32, contiguous.
-        rows: [m] int64, the row of each mask.
-        masks: [m, at least n / 8] uint8: a bit for each token, the lowest bits first.
-    """
+    """Do what `Kernels.forbid` says."""
     library.call("nv_forbid", logits, rows, masks, *masks.shape, logits.shape[1])

@@ -35,18 +35,7 @@ def gather(
     positions: torch.Tensor,
     columns: tuple[torch.Tensor, ...],
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """Gather the inputs of a decode step from the device tables.
-
-    Args:
-        token_ids, block_tables: [table rows, n] int32; a row is contiguous.
-        table_indices: [R] int64.
-        positions: [R] int64, of the rows' input tokens.
-        columns: any number of contiguous [table rows], of any dtype.
-
-    Returns:
-        First input_ids [R] int64, slot_mapping [R] int64, seq_lens [R] int32, block_tables [R, n]
-        int32 and the next positions [R] int64. Second, the R table rows of each of `columns`.
-    """
+    """Do what `Kernels.gather` says."""
     rows, width = len(table_indices), block_tables.shape[1]
     input_ids, slot_mapping, following = table_indices.new_empty(3, rows).unbind()
     seq_lens = table_indices.new_empty(rows, dtype=torch.int32)
@@ -83,13 +72,7 @@ def advance(
     out: torch.Tensor,
     stride: int,
 ) -> None:
-    """Write `tokens` [R] at `positions` + 1 of the table rows `table_indices`, and to the elements
-    `places` of `out`.
-
-    The tables get 0 for a negative token, because the next step looks up its embedding. Then add
-    `moves` to `positions`, and `stride` to `places`, modulo the length of `out`. All tensors are
-    int64, except `token_ids` (int32). `out` may be pinned memory of the host.
-    """
+    """Do what `Kernels.advance` says."""
     rows = len(table_indices)
     _advance[(triton.cdiv(rows, _ROWS),)](
         token_ids,
@@ -114,7 +97,7 @@ def accept(
     inputs: torch.Tensor,
     tokens: torch.Tensor,
 ) -> None:
-    """Set `last_positions` [table rows] as `Kernels.accept` says. All tensors are int64."""
+    """Do what `Kernels.accept` says."""
     _accept[(1,)](
         last_positions, table_indices, following, inputs, tokens, len(tokens), BLOCK=_SAMPLES
     )
