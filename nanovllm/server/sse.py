@@ -33,6 +33,8 @@ class _EventStream(StreamingResponse):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
+_adapter = cache(TypeAdapter[BaseModel])
+
 Event = BaseModel | str
 """A model is one event with the fields that were set; a string is an event as it is sent."""
 
@@ -77,8 +79,3 @@ def json_response(answer: BaseModel) -> Response:
     """Return a response with the fields of `answer` that were set."""
     data = _adapter(type(answer)).dump_json(answer, exclude_unset=True)  # bytes at once: no text
     return Response(data, media_type="application/json")
-
-
-@cache
-def _adapter(kind: type[BaseModel]) -> TypeAdapter[BaseModel]:
-    return TypeAdapter(kind)
