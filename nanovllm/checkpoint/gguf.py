@@ -87,7 +87,7 @@ def read_gguf(file: Path) -> GgufModel:
 def _read_gguf(file: Path, size: int, mtime_ns: int) -> GgufModel:
     header = read_gguf_header(file)
     metadata = Metadata(file, header)
-    if metadata.get("split.count", 1) not in (0, 1):
+    if metadata.values.get("split.count", 1) not in (0, 1):
         raise UnsupportedModelError(
             f"{file} is one part of a split model: merge the parts with llama.cpp's "
             "llama-gguf-split --merge"

@@ -67,7 +67,7 @@ class Metadata:
     """The metadata of a file, with checked access; errors name the file and the key."""
 
     def __init__(self, file: Path, header: GgufHeader) -> None:
-        self.file, self.tensors, self._values = file, header.tensors, header.metadata
+        self.file, self.tensors, self.values = file, header.tensors, header.metadata
         self.architecture = self.text("general.architecture")
         if self.architecture not in _ARCHITECTURES:
             raise UnsupportedModelError(
@@ -75,13 +75,9 @@ class Metadata:
                 f"({', '.join(_ARCHITECTURES)})"
             )
 
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return key `key` unchecked."""
-        return self._values.get(key, default)
-
     def text(self, key: str, default: str | None = None) -> str:
         """Return the string of key `key`."""
-        value = self._values.get(key, default)
+        value = self.values.get(key, default)
         if not isinstance(value, str):
             raise CheckpointError(f"{self.file}: {key} must be a string, is {shown(value)}")
         return value
@@ -91,7 +87,7 @@ class Metadata:
     ) -> Any:
         """Return key `key` of the architecture, checked by `check`; `default` if it is absent."""
         key = f"{self.architecture}.{key}"
-        value = self._values.get(key)
+        value = self.values.get(key)
         if value is None and default is not None:
             return default
         return check(CheckpointError, f"{self.file}: {key}", value, *limits)
@@ -99,7 +95,7 @@ class Metadata:
     def settings(self) -> set[str]:
         """Return the names of the architecture's settings."""
         prefix = f"{self.architecture}."
-        return {key.removeprefix(prefix) for key in self._values if key.startswith(prefix)}
+        return {key.removeprefix(prefix) for key in self.values if key.startswith(prefix)}
 
 
 def make_config(metadata: Metadata) -> dict[str, Any]:
@@ -151,9 +147,9 @@ def _check_settings(metadata: Metadata) -> None:
     """Raise for a setting of the architecture that is not implemented."""
     for key in sorted(metadata.settings() - _CHECKED_KEYS - _IGNORED_KEYS):
         name = f"{metadata.architecture}.{key}"
-        if key not in _NEUTRAL or metadata.get(name) != _NEUTRAL[key]:
+        if key not in _NEUTRAL or metadata.values.get(name) != _NEUTRAL[key]:
             raise UnsupportedModelError(
-                f"{metadata.file}: {name:.100} {shown(metadata.get(name))} is not supported"
+                f"{metadata.file}: {name:.100} {shown(metadata.values.get(name))} is not supported"
             )
 
 
@@ -204,11 +200,11 @@ def tokenizer_settings(metadata: Metadata) -> dict[str, Any]:
         CheckpointError: what transformers reads of the tokenizer has wrong types, or is so much
             that its work would take minutes.
     """
-    tokens = metadata.get("tokenizer.ggml.tokens")
+    tokens = metadata.values.get("tokenizer.ggml.tokens")
     if tokens is None:
         return {}
     for key, kind in (("tokens", str), ("merges", str), ("token_type", int), ("scores", float)):
-        values = metadata.get(f"tokenizer.ggml.{key}", [])
+        values = metadata.values.get(f"tokenizer.ggml.{key}", [])
         if not isinstance(values, list) or any(type(value) is not kind for value in values):
             raise CheckpointError(
                 f"{metadata.file}: tokenizer.ggml.{key} is no list of {kind.__name__}"
@@ -219,7 +215,7 @@ def tokenizer_settings(metadata: Metadata) -> dict[str, Any]:
                 f"{len(tokens)} tokens"
             )
     num_bytes = sum(map(len, tokens))
-    types = metadata.get("tokenizer.ggml.token_type", [])
+    types = metadata.values.get("tokenizer.ggml.token_type", [])
     num_special = sum(value in _SPECIAL_TYPES for value in types)
     if num_bytes > _MAX_TOKEN_BYTES or num_special > _MAX_SPECIAL_TOKENS:
         raise CheckpointError(
@@ -232,7 +228,7 @@ def tokenizer_settings(metadata: Metadata) -> dict[str, Any]:
     }
     for key in ("add_bos_token", "add_space_prefix"):
         name = f"tokenizer.ggml.{key}"
-        if (value := metadata.get(name)) is not None:
+        if (value := metadata.values.get(name)) is not None:
             found[key] = check_bool(CheckpointError, f"{metadata.file}: {name}", value)
     return found
 
@@ -242,11 +238,11 @@ def _eos_token_ids(metadata: Metadata, vocab_size: int) -> list[int]:
     found = set()
     for key in ("eos_token_id", "eot_token_id", "eom_token_id"):
         key = f"tokenizer.ggml.{key}"
-        if (token := metadata.get(key)) is not None:
+        if (token := metadata.values.get(key)) is not None:
             name = f"{metadata.file}: {key}"
             found.add(check_int(CheckpointError, name, token, 0, vocab_size - 1))
-    tokens = metadata.get("tokenizer.ggml.tokens") or []
-    types = metadata.get("tokenizer.ggml.token_type") or []
+    tokens = metadata.values.get("tokenizer.ggml.tokens") or []
+    types = metadata.values.get("tokenizer.ggml.token_type") or []
     numbered = enumerate(zip(tokens, types, strict=False))  # a file may have one without the other
     special = {text: index for index, (text, kind) in numbered if kind in _SPECIAL_TYPES}
     found |= {special[text] for text in _END_TOKENS if special.get(text, vocab_size) < vocab_size}
