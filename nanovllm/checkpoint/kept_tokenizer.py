@@ -41,7 +41,7 @@ class KeptTokenizer:
     """
 
     def __init__(self, fields: dict[str, Any]) -> None:
-        self.backend_tokenizer: Any = Tokenizer.from_str(fields["backend"])
+        self.backend_tokenizer = Tokenizer.from_str(fields["backend"])
         self.backend_tokenizer.encode_special_tokens = fields["split_special_tokens"]
         self.eos_token_id: int | None = fields["eos_token_id"]
         self.special_tokens_map: dict[str, str] = fields["special_tokens_map"]
@@ -51,20 +51,16 @@ class KeptTokenizer:
     @property
     def added_tokens_decoder(self) -> dict[int, AddedToken]:
         """The added tokens by id."""
-        found: dict[int, AddedToken] = self.backend_tokenizer.get_added_tokens_decoder()
-        return found
+        return self.backend_tokenizer.get_added_tokens_decoder()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`."""
-        encoding = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        ids: list[int] = encoding.ids
-        return ids
+        return self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Seq[int], skip_special_tokens: bool = False) -> str:
         """Return the text of token ids."""
         ids = list(token_ids)
-        text: str = self.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
-        return text
+        return self.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def convert_ids_to_tokens(self, token_ids: Seq[int]) -> list[str | None]:
         """Return the vocabulary's entries; None for an id without one."""
@@ -72,8 +68,7 @@ class KeptTokenizer:
 
     def get_vocab(self) -> dict[str, int]:
         """Return the ids of all entries, added tokens included."""
-        found: dict[str, int] = self.backend_tokenizer.get_vocab(with_added_tokens=True)
-        return found
+        return self.backend_tokenizer.get_vocab(with_added_tokens=True)
 
     def get_chat_template(self, chat_template: str | None = None, tools: Any = None) -> str:
         """Return the template for a conversation: `chat_template`, if given, or the one it names.
