@@ -131,10 +131,7 @@ class Server(uvicorn.Server):
             _remove(self._listener)
             os._exit(128 + sig)
         self._was_asked = True
-        self._loop.call_soon_threadsafe(self._begin_drain)
-
-    def _begin_drain(self) -> None:
-        self._tasks.append(asyncio.create_task(self._drain()))
+        asyncio.run_coroutine_threadsafe(self._drain(), self._loop)
 
     async def _drain(self) -> None:
         """Refuse new requests, let the others finish for a while, then end the server."""
@@ -168,56 +165,42 @@ def bound_socket(options: ServerOptions) -> Iterator[socket.socket]:
     Raises:
         ConfigError: the address is taken, or cannot be used.
     """
-    try:
-        listener = _bind_unix(options.uds) if options.uds else _bind(options.host, options.port)
-    except OSError as error:
-        where = options.uds or f"{options.host}:{options.port}"
-        if options.uds:
-            advice = "name another --uds"
-        elif isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-            advice = "name another --host"
-        else:
-            advice = "choose another --port, or 0 for any"
-        reason = error.strerror or error
-        raise ConfigError(f"cannot listen on {where}: {reason}; {advice}") from None
-    with listener:
+    with contextlib.ExitStack() as stack:
         try:
-            yield listener
-        finally:
-            _remove(listener)
+            if options.uds:
+                listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+                _bind_unix(listener, options.uds)
+            else:
+                family, kind, proto, _, address = socket.getaddrinfo(
+                    options.host, options.port, type=socket.SOCK_STREAM
+                )[0]
+                # asyncio sends small packets at once only on a socket that says it is TCP's.
+                listener = stack.enter_context(socket.socket(family, kind, proto))
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind(address)
+        except OSError as error:
+            where = options.uds or f"{options.host}:{options.port}"
+            if options.uds:
+                advice = "name another --uds"
+            elif isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+                advice = "name another --host"
+            else:
+                advice = "choose another --port, or 0 for any"
+            reason = error.strerror or error
+            raise ConfigError(f"cannot listen on {where}: {reason}; {advice}") from None
+        stack.callback(_remove, listener)
+        yield listener
 
 
-def _bind(host: str, port: int) -> socket.socket:
-    family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    # asyncio sends small packets at once only on a socket that says it is TCP's.
-    listener = socket.socket(family, kind, proto)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
-def _bind_unix(path: str) -> socket.socket:
-    """Return a Unix socket at `path`; one that a dead server left there is replaced."""
-    listener = socket.socket(socket.AF_UNIX)
-    try:
-        if os.path.exists(path) and stat.S_ISSOCK(os.stat(path).st_mode):
-            with (
-                socket.socket(socket.AF_UNIX) as probe,
-                contextlib.suppress(ConnectionRefusedError),
-            ):
-                probe.connect(path)
-                raise OSError(0, "another server listens there")
-            os.unlink(path)
-        listener.bind(path)
-        os.chmod(path, 0o600)
-    except OSError:
-        listener.close()
-        raise
-    return listener
+def _bind_unix(listener: socket.socket, path: str) -> None:
+    """Bind to `path`; a socket that a dead server left there is replaced."""
+    if os.path.exists(path) and stat.S_ISSOCK(os.stat(path).st_mode):
+        with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(ConnectionRefusedError):
+            probe.connect(path)
+            raise OSError(0, "another server listens there")
+        os.unlink(path)
+    listener.bind(path)
+    os.chmod(path, 0o600)
 
 
 def _remove(listener: socket.socket) -> None:
