@@ -168,7 +168,6 @@ class Admission:
                 503,
                 f"the queue is full: {num_waiting} sequences wait, max_waiting is "
                 f"{self._max_waiting}; try again later",
-                type="overloaded_error",
                 code="queue_full",
                 headers=self._retry_after(),
             )
@@ -178,7 +177,6 @@ class Admission:
                 429,
                 f"too many of this user's requests are in the server: {self._held[user]} "
                 f"sequences, and {limit} may wait, half of max_waiting; try again later",
-                type="rate_limit_error",
                 code="user_queue_full",
                 headers=self._retry_after(),
             )
@@ -234,7 +232,6 @@ class BodyBudget:
                     503,
                     f"the requests in the server have over {self._max_bytes} bytes; try again "
                     "later, or with a smaller one",
-                    type="overloaded_error",
                     code="bodies_full",
                     headers={"Retry-After": "1", "Connection": "close"},
                 )

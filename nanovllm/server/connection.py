@@ -120,7 +120,7 @@ class _Connection(H11Protocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True  # the app waits for the body: it learns of the end
             self.cycle.message_event.set()
-        body = json.dumps(APIError(status, message).body).encode()
+        body = json.dumps(APIError(status, message, type="invalid_request_error").body).encode()
         headers = [("content-type", "application/json"), ("connection", "close")]
         headers.append(("content-length", str(len(body))))
         for event in (

@@ -17,7 +17,15 @@ from starlette.responses import Response
 from nanovllm.errors import EngineDeadError, InvalidRequestError, NanoVLLMError
 from nanovllm.options.validation import shown
 
-_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""OpenAI's kinds of errors by status; others are an "invalid_request_error"."""
 
 
 class APIError(HTTPException):
@@ -25,7 +33,7 @@ class APIError(HTTPException):
 
     Args:
         status: the HTTP status.
-        type: OpenAI's kind of error.
+        type: OpenAI's kind of error; None is that of the status.
         param: the field of the request that the error is about.
         code: OpenAI's name of the error.
     """
@@ -35,12 +43,13 @@ class APIError(HTTPException):
         status: int,
         message: str,
         *,
-        type: str = "invalid_request_error",
+        type: str | None = None,
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(status, message, headers)
+        type = type or _TYPES.get(status, "invalid_request_error")
         self.body = {"error": {"message": message, "type": type, "param": param, "code": code}}
 
     def response(self) -> Response:
@@ -57,13 +66,12 @@ def as_api_error(error: BaseException) -> APIError:
     if isinstance(error, InvalidRequestError):
         return APIError(400, str(error))
     if isinstance(error, EngineDeadError):
-        return APIError(500, str(error), type="server_error", code="engine_dead")
+        return APIError(500, str(error), code="engine_dead")
     if isinstance(error, NanoVLLMError):
-        return APIError(500, str(error), type="server_error")
+        return APIError(500, str(error))
     if isinstance(error, HTTPException):
-        kind = _TYPES.get(error.status_code, "invalid_request_error")
-        return APIError(error.status_code, str(error.detail), type=kind, headers=error.headers)
-    return APIError(500, "the server failed; its log says why", type="server_error")
+        return APIError(error.status_code, str(error.detail), headers=error.headers)
+    return APIError(500, "the server failed; its log says why")
 
 
 @contextmanager

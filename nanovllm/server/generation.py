@@ -233,7 +233,6 @@ async def _compile_grammar(place: Place, params: SamplingParams) -> None:
             503,
             f"{form.source} was not compiled within {_COMPILE_SECONDS:g} s: use a simpler one, "
             "or try again when the server is less busy",
-            type="overloaded_error",
             code="grammar_timeout",
             headers={"x-should-retry": "false"},
         ) from None
@@ -279,7 +278,7 @@ def _checked(output: RequestOutput) -> RequestOutput:
             reason = str(completion.stop_reason)
             if reason.startswith(TOO_COMPLEX):
                 raise APIError(400, f"{reason}; use a simpler one")
-            raise APIError(500, f"the answer failed: {reason}", type="server_error")
+            raise APIError(500, f"the answer failed: {reason}")
     return output
 
 
@@ -305,7 +304,6 @@ def _timeout(seconds: float) -> APIError:
         504,
         f"the request took longer than request_timeout, {seconds:g} s: ask for fewer tokens, or "
         "try again when the server is less busy",
-        type="timeout_error",
         code="request_timeout",
         headers={"x-should-retry": "false"},
     )

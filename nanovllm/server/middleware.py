@@ -110,7 +110,6 @@ class GuardMiddleware:
         raise APIError(
             401,
             "the API key is missing or wrong: send the header Authorization: Bearer KEY",
-            type="authentication_error",
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )

@@ -62,7 +62,6 @@ class ServerState:
             raise APIError(
                 404,
                 f"the model {shown(name)} does not exist; this server has {shown(self.model_name)}",
-                type="not_found_error",
                 param="model",
                 code="model_not_found",
             )
