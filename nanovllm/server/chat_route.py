@@ -71,7 +71,7 @@ async def answer_chat(request: Request, body: ChatRequest) -> Response:
         place = generation.admit(request, num_answers(body), body.user)
         prompt, params = await place.prepare(_prepare, server, body)
         answer = _Answer(server, body, prompt)
-        outputs = generation.run(
+        outputs = await generation.run(
             place,
             Prompt(prompt, rendered=True, salt=body.cache_salt),
             params,
@@ -79,7 +79,7 @@ async def answer_chat(request: Request, body: ChatRequest) -> Response:
             priority=priority,
         )
         if body.stream:
-            return sse(answer.chunks(await generation.started(outputs)))
+            return sse(answer.chunks(outputs))
         output = await anext(outputs)
         if body.logprobs or body.prompt_logprobs is not None:  # the answer may be large
             return await asyncio.to_thread(lambda: json_response(answer.whole(output)))

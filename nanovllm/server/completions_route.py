@@ -51,7 +51,7 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
         answer = _Answer(server, body, params)
         check_logprobs(server, params, map(len, prompts))
         place = generation.admit(request, params.n * len(prompts), body.user)
-        outputs = generation.run_all(
+        outputs = await generation.run_all(
             place,
             [dataclasses.replace(make_prompt(prompt), salt=body.cache_salt) for prompt in prompts],
             params,
@@ -59,7 +59,7 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
             priority=priority,
         )
         if body.stream:
-            return sse(answer.chunks(await generation.started(outputs)))
+            return sse(answer.chunks(outputs))
         whole = await answer.whole(outputs)
         if answer.may_be_large:
             return await asyncio.to_thread(json_response, whole)

@@ -5,10 +5,9 @@ Knows no JSON and no route: it takes prompts and yields the engine's outputs.
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence as Seq
+from collections.abc import AsyncGenerator, Callable, Sequence as Seq
 from contextlib import ExitStack, aclosing, suppress
 from functools import partial
-from types import TracebackType
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -75,12 +74,7 @@ class _Guard:
         assert task is not None
         self._waiting.add(task)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._waiting.discard(task)
@@ -127,7 +121,9 @@ def admit(request: Request, num_sequences: int, user: str | None = None) -> Plac
     Raises:
         APIError: the queue is full, or holds too much of this user.
     """
-    server, guard, user = state_of(request), _Guard(), _fair_user(request, user)
+    server, guard = state_of(request), _Guard()
+    if len(server.options.api_keys) > 1:  # a client with a key of its own cannot be many users
+        user = str(request.state.key_digest)
     held: ExitStack = request.state.held
     held.push(guard.ends_quietly)
     try:
@@ -147,9 +143,10 @@ def admit(request: Request, num_sequences: int, user: str | None = None) -> Plac
 async def run(
     place: Place, prompt: Prompt, params: SamplingParams, *, stream: bool, priority: int = 0
 ) -> AsyncGenerator[RequestOutput, None]:
-    """Generate for one prompt and yield deltas, or one whole output if `stream` is False.
+    """Generate for one prompt; return its deltas, or one whole output if `stream` is False.
 
-    The request is aborted when the client goes away, and when the iterator is closed.
+    The first is waited for, so that its error is raised while the status can still be set. The
+    request is aborted when the client goes away, and when the iterator is closed.
 
     Raises:
         APIError: the time is over, or the client is gone.
@@ -157,10 +154,7 @@ async def run(
         EngineDeadError: the engine is down.
     """
     await _compile_grammar(place, params)
-    outputs = _outputs(place, prompt, params, stream, priority)
-    async with aclosing(outputs):
-        async for output in outputs:
-            yield output
+    return await _started(_outputs(place, prompt, params, stream, priority))
 
 
 async def run_all(
@@ -171,29 +165,34 @@ async def run_all(
     stream: bool,
     priority: int = 0,
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Generate for many prompts as `run` does; yield (index of the prompt, output) as they come."""
-    if len(prompts) == 1:  # no task and no queue between
-        outputs = run(place, prompts[0], params, stream=stream, priority=priority)
-        async with aclosing(outputs):
+    """Generate for many prompts as `run` does; return pairs of a prompt's index and an output."""
+    await _compile_grammar(place, params)
+    made = [_outputs(place, prompt, params, stream, priority) for prompt in prompts]
+    return await _started(_merged(made))
+
+
+async def _merged(
+    streams: Seq[AsyncGenerator[RequestOutput, None]],
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    if len(streams) == 1:  # no task and no queue between
+        async with aclosing(streams[0]) as outputs:
             async for output in outputs:
                 yield 0, output
         return
-    await _compile_grammar(place, params)
     # One output a prompt at most waits here, so the engine merges those of a slow reader.
     ready: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue(1)
 
     async def pump(index: int) -> None:
-        outputs = _outputs(place, prompts[index], params, stream, priority)
         end: BaseException | None = None
         try:
-            async with aclosing(outputs):
+            async with aclosing(streams[index]) as outputs:
                 async for output in outputs:
                     await ready.put((index, output))
         except Exception as error:
             end = error
         await ready.put((index, end))
 
-    tasks = [asyncio.create_task(pump(index)) for index in range(len(prompts))]
+    tasks = [asyncio.create_task(pump(index)) for index in range(len(streams))]
     num_running = len(tasks)
     try:
         while num_running:
@@ -264,13 +263,6 @@ async def _outputs(
                 finished = delta.finished
 
 
-def _fair_user(request: Request, given: str | None) -> str | None:
-    """Return whose request it is: a client with a key of its own cannot pass for many users."""
-    if len(state_of(request).options.api_keys) > 1:
-        return str(request.state.key_digest)
-    return given
-
-
 def _checked(output: RequestOutput) -> RequestOutput:
     """Return an output; raise APIError if a continuation failed."""
     for completion in output.outputs:
@@ -282,15 +274,11 @@ def _checked(output: RequestOutput) -> RequestOutput:
     return output
 
 
-async def started(outputs: AsyncIterator[T]) -> AsyncGenerator[T, None]:
-    """Wait for the first of `outputs` and return an iterator of all of them.
-
-    An error before the first output is raised here, while the status can still be set.
-    """
+async def _started(outputs: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+    """Wait for the first of `outputs` and return an iterator of all of them."""
     first = await anext(outputs)
 
     async def all_outputs() -> AsyncGenerator[T, None]:
-        assert isinstance(outputs, AsyncGenerator)
         async with aclosing(outputs):
             yield first
             async for output in outputs:

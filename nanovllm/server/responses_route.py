@@ -64,7 +64,7 @@ async def respond(request: Request, body: ResponsesRequest) -> Response:
         place = generation.admit(request, 1, body.user)
         prompt, params = await place.prepare(_prepare, server, body, form)
         answer = _Answer(server, body, params, prompt)
-        outputs = generation.run(
+        outputs = await generation.run(
             place,
             Prompt(prompt, rendered=True, salt=body.cache_salt),
             params,
@@ -72,7 +72,7 @@ async def respond(request: Request, body: ResponsesRequest) -> Response:
             priority=priority,
         )
         if body.stream:
-            return sse(answer.frames(await generation.started(outputs)), done="")
+            return sse(answer.frames(outputs), done="")
         text = answer.whole(await anext(outputs)).model_dump_json()
         return Response(text, media_type="application/json")
 
