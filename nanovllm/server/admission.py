@@ -67,7 +67,9 @@ class Admission:
         self._read_seconds = read_seconds
         self._requests: dict[Endable, _Admitted] = {}
         self._unread: dict[Endable, None] = {}  # requests with unread answers, the oldest first
-        self._num_active = self._num_unread = 0
+        self.num_active = 0
+        """How many sequences wait or run."""
+        self._num_unread = 0
         self._ended: deque[tuple[float, int]] = deque()  # time and sequences of recent ends
         self.is_draining = False
 
@@ -77,14 +79,9 @@ class Admission:
         return len(self._requests)
 
     @property
-    def num_active(self) -> int:
-        """How many sequences wait or run."""
-        return self._num_active
-
-    @property
     def num_waiting(self) -> int:
         """How many sequences do not run yet."""
-        return max(0, self._num_active - self._num_running())
+        return max(0, self.num_active - self._num_running())
 
     @contextmanager
     def admit(
@@ -127,7 +124,7 @@ class Admission:
         self._cut_unread()
 
     def _add_active(self, admitted: _Admitted, num_sequences: int) -> None:
-        self._num_active += num_sequences
+        self.num_active += num_sequences
         if admitted.user is not None:
             self._held[admitted.user] += num_sequences
             if not self._held[admitted.user]:
