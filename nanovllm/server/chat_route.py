@@ -4,8 +4,6 @@ Knows no queue and no connection: `generation` does. Knows no format of tool cal
 """
 
 import asyncio
-import time
-import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence as Seq
 from typing import Any
 
@@ -68,7 +66,7 @@ async def answer_chat(request: Request, body: ChatRequest) -> Response:
     if body.max_completion_tokens is not None:
         renamed["max_tokens"] = "max_completion_tokens"
     with naming_params(ChatRequest.model_fields, "messages", renamed):
-        place = generation.admit(request, num_answers(body), body.user)
+        place = generation.admit(request, num_answers(body), body.user, priority)
         prompt, params = await place.prepare(_prepare, server, body)
         answer = _Answer(server, body, prompt)
         outputs = await generation.run(
@@ -76,7 +74,6 @@ async def answer_chat(request: Request, body: ChatRequest) -> Response:
             Prompt(prompt, rendered=True, salt=body.cache_salt),
             params,
             stream=bool(body.stream),
-            priority=priority,
         )
         if body.stream:
             return sse(answer.chunks(outputs))
@@ -172,12 +169,7 @@ class _Answer:
         self._body = body.without_large_fields()
         self._token_bytes = server.token_bytes
         self._choices = [_Choice(server, body, prompt) for _ in range(body.n or 1)]
-        self._head: dict[str, Any] = {
-            "id": f"chatcmpl-{body.request_id or uuid.uuid4().hex}",
-            "created": int(time.time()),
-            "model": server.model_name,
-            "system_fingerprint": server.fingerprint,
-        }
+        self._head = server.answer_head("chatcmpl", body.request_id)
 
     def whole(self, output: RequestOutput) -> ChatCompletion:
         """Return the whole answer."""

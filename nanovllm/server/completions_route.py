@@ -5,8 +5,6 @@ Knows no queue and no connection: `generation` does.
 
 import asyncio
 import dataclasses
-import time
-import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence as Seq
 from typing import Any
 
@@ -50,13 +48,12 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
         params, prompts = _params(server, body), _prompts(server, body)
         answer = _Answer(server, body, params)
         check_logprobs(server, params, map(len, prompts))
-        place = generation.admit(request, params.n * len(prompts), body.user)
+        place = generation.admit(request, params.n * len(prompts), body.user, priority)
         outputs = await generation.run_all(
             place,
             [dataclasses.replace(make_prompt(prompt), salt=body.cache_salt) for prompt in prompts],
             params,
             stream=bool(body.stream),
-            priority=priority,
         )
         if body.stream:
             return sse(answer.chunks(outputs))
@@ -103,11 +100,8 @@ class _Answer:
         """Whether to make the whole answer takes so long that a thread does it."""
         self._keeps_output = not (body.echo and body.max_tokens == 0)
         self._head: dict[str, Any] = {
-            "id": f"cmpl-{body.request_id or uuid.uuid4().hex}",
             "object": "text_completion",
-            "created": int(time.time()),
-            "model": server.model_name,
-            "system_fingerprint": server.fingerprint,
+            **server.answer_head("cmpl", body.request_id),
         }
         self._num_prompt: dict[int, int] = {}  # tokens, by prompt
         self._num_cached: dict[int, int] = {}
@@ -133,12 +127,12 @@ class _Answer:
         self, outputs: AsyncIterator[tuple[int, RequestOutput]]
     ) -> AsyncGenerator[list[Completion | str], None]:
         """Yield chunks for what is new of a prompt; the usage at the end if asked for."""
-        options, has_begun = self._body.stream_options, set[int]()
+        options, has_begun = self._body.stream_options, set[tuple[int, int]]()
         async for prompt_index, output in outputs:
             self._count(prompt_index, output)
             chunks: list[Completion | str] = []
             for completion in output.outputs:
-                index = self._index(prompt_index, completion)
+                index = (prompt_index, completion.index)
                 is_first = index not in has_begun
                 has_begun.add(index)
                 new = (prompt_index, output, completion, is_first)
@@ -159,14 +153,10 @@ class _Answer:
         if self._n > 1 and output.prompt_logprobs is not None:
             self._prompt_logprobs[prompt_index] = output.prompt_logprobs
 
-    def _index(self, prompt_index: int, completion: CompletionOutput) -> int:
-        """Return the index of a continuation's choice."""
-        return prompt_index * self._n + completion.index
-
     def _chunk(
         self, prompt_index: int, output: RequestOutput, completion: CompletionOutput, is_first: bool
     ) -> Completion:
-        choice = self._choice(prompt_index, output, completion, is_first=is_first)
+        choice = self._choice(prompt_index, output, completion, is_first)
         chunk = Completion(**self._head, choices=[choice])
         options = self._body.stream_options
         if options is not None and options.with_each_chunk:
@@ -185,7 +175,6 @@ class _Answer:
         prompt_index: int,
         output: RequestOutput,
         completion: CompletionOutput,
-        *,
         is_first: bool = True,
     ) -> CompletionChoice:
         """Return a continuation, or what is new of it.
@@ -193,7 +182,7 @@ class _Answer:
         Args:
             is_first: whether nothing of the continuation was sent before.
         """
-        body, index = self._body, self._index(prompt_index, completion)
+        body, index = self._body, prompt_index * self._n + completion.index
         text, tokens = (completion.text, completion.token_ids) if self._keeps_output else ("", [])
         of_prompt = None
         if is_first:

@@ -91,6 +91,8 @@ class Place:
     guard: _Guard
     user: str | None
     """The key of fairness."""
+    priority: int
+    """Lower values go first."""
 
     def engine_ended(self, num_sequences: int) -> None:
         """Give back the places of sequences that the engine has ended."""
@@ -110,7 +112,9 @@ class Place:
             return await asyncio.wrap_future(pool.submit(self.user or "", function, *args))
 
 
-def admit(request: Request, num_sequences: int, user: str | None = None) -> Place:
+def admit(
+    request: Request, num_sequences: int, user: str | None = None, priority: int = 0
+) -> Place:
     """Admit a request before anything is done for it, and watch its client and its deadline.
 
     Its place is free when the engine has ended its sequences, or else when its answer was sent.
@@ -134,14 +138,21 @@ def admit(request: Request, num_sequences: int, user: str | None = None) -> Plac
     watch = asyncio.create_task(guard.watch(request))
     held.callback(watch.cancel)
     if server.options.request_timeout is not None:
-        late = _timeout(server.options.request_timeout)
-        timer = watch.get_loop().call_later(server.options.request_timeout, guard.end, late)
+        seconds = server.options.request_timeout
+        late = APIError(
+            504,
+            f"the request took longer than request_timeout, {seconds:g} s: ask for fewer tokens, "
+            "or try again when the server is less busy",
+            code="request_timeout",
+            headers={"x-should-retry": "false"},
+        )
+        timer = watch.get_loop().call_later(seconds, guard.end, late)
         held.callback(timer.cancel)
-    return Place(request, guard, user)
+    return Place(request, guard, user, priority)
 
 
 async def run(
-    place: Place, prompt: Prompt, params: SamplingParams, *, stream: bool, priority: int = 0
+    place: Place, prompt: Prompt, params: SamplingParams, *, stream: bool
 ) -> AsyncGenerator[RequestOutput, None]:
     """Generate for one prompt; return its deltas, or one whole output if `stream` is False.
 
@@ -154,20 +165,15 @@ async def run(
         EngineDeadError: the engine is down.
     """
     await _compile_grammar(place, params)
-    return await _started(_outputs(place, prompt, params, stream, priority))
+    return await _started(_outputs(place, prompt, params, stream))
 
 
 async def run_all(
-    place: Place,
-    prompts: Seq[Prompt],
-    params: SamplingParams,
-    *,
-    stream: bool,
-    priority: int = 0,
+    place: Place, prompts: Seq[Prompt], params: SamplingParams, *, stream: bool
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Generate for many prompts as `run` does; return pairs of a prompt's index and an output."""
     await _compile_grammar(place, params)
-    made = [_outputs(place, prompt, params, stream, priority) for prompt in prompts]
+    made = [_outputs(place, prompt, params, stream) for prompt in prompts]
     return await _started(_merged(made))
 
 
@@ -238,10 +244,10 @@ async def _compile_grammar(place: Place, params: SamplingParams) -> None:
 
 
 async def _outputs(
-    place: Place, prompt: Prompt, params: SamplingParams, stream: bool, priority: int
+    place: Place, prompt: Prompt, params: SamplingParams, stream: bool
 ) -> AsyncGenerator[RequestOutput, None]:
     server, guard = state_of(place.request), place.guard
-    fair: dict[str, Any] = {"priority": priority, "user": place.user}
+    fair: dict[str, Any] = {"priority": place.priority, "user": place.user}
     with server.metrics.meter(params, record_of(place.request.scope)) as meter:
         if not stream:
             with guard:
@@ -252,7 +258,6 @@ async def _outputs(
             return
         ended = partial(place.engine_ended, params.n)
         deltas = server.llm.stream(prompt, params, on_finished=ended, **fair)
-        assert isinstance(deltas, AsyncGenerator)
         async with aclosing(deltas):
             finished = False
             while not finished:
@@ -285,13 +290,3 @@ async def _started(outputs: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
                 yield output
 
     return all_outputs()
-
-
-def _timeout(seconds: float) -> APIError:
-    return APIError(
-        504,
-        f"the request took longer than request_timeout, {seconds:g} s: ask for fewer tokens, or "
-        "try again when the server is less busy",
-        code="request_timeout",
-        headers={"x-should-retry": "false"},
-    )

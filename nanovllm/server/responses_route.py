@@ -61,7 +61,7 @@ async def respond(request: Request, body: ResponsesRequest) -> Response:
     if form is not None:
         renamed |= dict.fromkeys(("structured_outputs", "StructuredOutputsParams"), "text.format")
     with naming_params(ResponsesRequest.model_fields, "input", renamed):
-        place = generation.admit(request, 1, body.user)
+        place = generation.admit(request, 1, body.user, priority)
         prompt, params = await place.prepare(_prepare, server, body, form)
         answer = _Answer(server, body, params, prompt)
         outputs = await generation.run(
@@ -69,7 +69,6 @@ async def respond(request: Request, body: ResponsesRequest) -> Response:
             Prompt(prompt, rendered=True, salt=body.cache_salt),
             params,
             stream=bool(body.stream),
-            priority=priority,
         )
         if body.stream:
             return sse(answer.frames(outputs), done="")

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import time
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -55,6 +56,15 @@ class ServerState:
     """Compiles grammars, so that nothing but other grammars waits for a heavy one."""
     start_time: int = dataclasses.field(default_factory=lambda: int(time.time()))
     """Unix time in seconds."""
+
+    def answer_head(self, prefix: str, request_id: str | None) -> dict[str, Any]:
+        """Return the fields with which an answer, or each chunk of it, begins."""
+        return {
+            "id": f"{prefix}-{request_id or uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": self.model_name,
+            "system_fingerprint": self.fingerprint,
+        }
 
     def check_model(self, name: str | None) -> None:
         """Raise APIError, status 404, if a request names another model."""
