@@ -5,7 +5,7 @@ Knows no routes.
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence as Seq
+from collections.abc import Collection, Iterator, Mapping, Sequence as Seq
 from contextlib import contextmanager
 from typing import Any
 
@@ -63,6 +63,8 @@ def as_api_error(error: BaseException) -> APIError:
     """Return what a client is told of an error; nothing of an unexpected error's inside."""
     if isinstance(error, APIError):
         return error
+    if isinstance(error, RequestValidationError):
+        return _validation_error(error)
     if isinstance(error, InvalidRequestError):
         return APIError(400, str(error))
     if isinstance(error, EngineDeadError):
@@ -156,14 +158,8 @@ def _path(place: Seq[Any]) -> str:
 def add_error_handlers(app: FastAPI) -> None:
     """Make every error of `app` leave with OpenAI's body."""
 
-    def handler(
-        convert: Callable[[Any], APIError],
-    ) -> Callable[[Request, Exception], Any]:
-        async def handle(request: Request, error: Exception) -> Response:
-            return convert(error).response()
+    async def handle(request: Request, error: Exception) -> Response:
+        return as_api_error(error).response()
 
-        return handle
-
-    app.add_exception_handler(RequestValidationError, handler(_validation_error))
-    for kind in (HTTPException, NanoVLLMError, Exception):
-        app.add_exception_handler(kind, handler(as_api_error))
+    for kind in (RequestValidationError, HTTPException, NanoVLLMError, Exception):
+        app.add_exception_handler(kind, handle)
