@@ -1,5 +1,6 @@
 """Names, explanations and buckets of the metrics; most are vLLM's. Knows no values."""
 
+from itertools import count, takewhile
 from typing import NamedTuple
 
 _LATENCY = (
@@ -94,9 +95,5 @@ ENGINE_HELP = {
 
 def token_buckets(most: int) -> tuple[float, ...]:
     """Return 1, 2, 5, 10, 20, 50 and so on, up to `most`."""
-    found: list[float] = []
-    power = 1
-    while power <= most:
-        found += [digit * power for digit in (1, 2, 5) if digit * power <= most]
-        power *= 10
-    return tuple(found)
+    numbers = (digit * 10**power for power in count() for digit in (1, 2, 5))
+    return tuple(takewhile(lambda number: number <= most, numbers))
