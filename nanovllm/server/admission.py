@@ -41,7 +41,6 @@ class _Admitted:
     """Sequences that wait or run."""
     num_unread: int = 0
     """Sequences that the engine has ended, whose client has not read all."""
-    unread_since: float = math.inf
 
 
 class Admission:
@@ -66,7 +65,7 @@ class Admission:
         self._num_running = num_running
         self._read_seconds = read_seconds
         self._requests: dict[Endable, _Admitted] = {}
-        self._unread: dict[Endable, None] = {}  # requests with unread answers, the oldest first
+        self._unread: dict[Endable, float] = {}  # since when answers are unread, the oldest first
         self.num_active = 0
         """How many sequences wait or run."""
         self._num_unread = 0
@@ -116,9 +115,7 @@ class Admission:
         if admitted is None:  # the client went away first
             return
         self._free(admitted, num_sequences)
-        if not admitted.num_unread:
-            admitted.unread_since = time.monotonic()
-            self._unread[request] = None
+        self._unread.setdefault(request, time.monotonic())
         admitted.num_unread += num_sequences
         self._num_unread += num_sequences
         self._cut_unread()
@@ -140,11 +137,11 @@ class Admission:
     def _cut_unread(self) -> None:
         """Cut off the oldest unread answers if there are too many."""
         oldest = time.monotonic() - self._read_seconds
-        for request in list(self._unread):
-            admitted = self._requests[request]
-            if self._num_unread <= self._max_waiting or admitted.unread_since > oldest:
+        for request, since in list(self._unread.items()):
+            if self._num_unread <= self._max_waiting or since > oldest:
                 break
             del self._unread[request]
+            admitted = self._requests[request]
             self._num_unread -= admitted.num_unread
             admitted.num_unread = 0
             request.cut()
