@@ -105,12 +105,9 @@ class ResponseBuilder:
                 yield from self._grow_text("output_text", part.text)
             case ReasoningDelta():
                 if not isinstance(self._item, OutputReasoning):
-                    yield from self.close("completed")
-                    yield from self._open(OutputReasoning(id=new_id("rs")))
-                    yield from self._open_text(ReasoningText(text=""))
+                    yield from self._open(OutputReasoning(id=new_id("rs")), ReasoningText(text=""))
                 yield from self._grow_text("reasoning_text", part.text)
             case ToolCallStart():
-                yield from self.close("completed")
                 call = OutputCall(id=new_id("fc"), call_id=part.call_id, name=part.name)
                 yield from self._open(call)
             case ToolCallArguments():
@@ -151,19 +148,17 @@ class ResponseBuilder:
         return len(self.response.output) - 1
 
     def _open_message(self) -> Iterator[Event]:
-        yield from self.close("completed")
-        yield from self._open(OutputMessage(id=new_id("msg")))
-        yield from self._open_text(OutputText(text=""))
+        return self._open(OutputMessage(id=new_id("msg")), OutputText(text=""))
 
-    def _open(self, item: OutputItem) -> Iterator[Event]:
+    def _open(self, item: OutputItem, text: Any = None) -> Iterator[Event]:
+        """Close the item that grows and begin the next, with an empty text if it has one."""
+        yield from self.close("completed")
         self._item = item
         self.response.output.append(item)
         yield self._event("output_item.added", output_index=self._index, item=_dump(item))
-
-    def _open_text(self, part: Any) -> Iterator[Event]:
-        assert isinstance(self._item, OutputMessage | OutputReasoning)
-        self._item.content.append(part)
-        yield self._of_item("content_part.added", content_index=0, part=_dump(part))
+        if not isinstance(item, OutputCall):
+            item.content.append(text)
+            yield self._of_item("content_part.added", content_index=0, part=_dump(text))
 
     def _grow_text(self, kind: str, text: str) -> Iterator[Event]:
         assert isinstance(self._item, OutputMessage | OutputReasoning)
