@@ -39,7 +39,7 @@ FOLDERS = {
     "compat": Folder("assembly demo_model engine llm async_llm options", torch=False),
     "formats": Folder("checkpoint kernels layers options utils", torch=True),
     "front": Folder("assembly chat engine options", torch=False),
-    "structured": Folder("checkpoint options scheduler worker", torch=True),
+    "structured": Folder("checkpoint options scheduler utils worker", torch=True),
     "models": Folder("attention layers options", torch=True),
     "layers": Folder("attention checkpoint kernels options utils", torch=True),
     "server": Folder("chat checkpoint engine llm async_llm options utils", torch=False),
@@ -95,7 +95,7 @@ CORE = (
     "models.qwen3",
 )
 """The trunk: the files on the way from prompt to text. docs/walk.md reads them in order."""
-MAX_CORE_LINES = 4_389
+MAX_CORE_LINES = 4_253
 """A budget that may only fall."""
 BRANCHES = ("speculation", "structured", "formats", "steps", "observe", "compat", "server")
 """What the trunk knows through its own seams alone."""

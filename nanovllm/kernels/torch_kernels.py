@@ -11,6 +11,8 @@ from typing import ClassVar, Protocol
 import torch
 import torch.nn.functional as F
 
+from nanovllm.kernels import decode_step
+
 
 class WeightMethod(Protocol):
     """A weight [n, k] in a form of its own, with the operations that read it."""
@@ -102,92 +104,9 @@ class Kernels:
         """Return `parts` [T, any] side by side in new, contiguous rows."""
         return torch.cat(list(parts), dim=1)
 
-    def gather(
-        self,
-        token_ids: torch.Tensor,
-        block_tables: torch.Tensor,
-        block_size: int,
-        table_indices: torch.Tensor,
-        positions: torch.Tensor,
-        columns: tuple[torch.Tensor, ...],
-    ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        """Gather the inputs of a decode step from the device tables.
-
-        Args:
-            token_ids, block_tables: [table rows, n] int32; a row is contiguous.
-            table_indices: [R] int64.
-            positions: [R] int64, of the rows' input tokens.
-            columns: any number of contiguous [table rows], of any dtype.
-
-        Returns:
-            First input_ids [R] int64, slot_mapping [R] int64, seq_lens [R] int32, block_tables
-            [R, n] int32 and the next positions [R] int64. Second, the R table rows of each of
-            `columns`.
-        """
-        tables, following = block_tables[table_indices], positions + 1
-        blocks = tables.gather(1, (positions // block_size)[:, None])[:, 0].long()
-        slot_mapping = blocks * block_size + positions % block_size
-        input_ids = token_ids[table_indices, positions].long()
-        inputs = input_ids, slot_mapping, following.int(), tables, following
-        return inputs, tuple(column[table_indices] for column in columns)
-
-    def advance(
-        self,
-        token_ids: torch.Tensor,
-        table_indices: torch.Tensor,
-        positions: torch.Tensor,
-        moves: torch.Tensor,
-        places: torch.Tensor,
-        tokens: torch.Tensor,
-        out: torch.Tensor,
-        stride: int,
-    ) -> None:
-        """Write `tokens` at `positions` + 1 of the table rows, and to elements `places` of `out`.
-
-        Then add `moves` to `positions`, and `stride` to `places`, modulo the length of `out`. The
-        tables get 0 for a negative token, because the next step looks up its embedding. All
-        tensors but `out` [n] and `token_ids`, int32, are [R] int64. No two rows write the same
-        cell, except in the last table row. On a GPU, `out` may be pinned memory of the host.
-        """
-        out[places] = tokens
-        token_ids[table_indices, positions + 1] = tokens.clamp(min=0).int()
-        positions.add_(moves)
-        places.add_(stride).remainder_(len(out))
-
-    def accept(
-        self,
-        last_positions: torch.Tensor,
-        table_indices: torch.Tensor,
-        following: torch.Tensor,
-        inputs: torch.Tensor,
-        tokens: torch.Tensor,
-    ) -> None:
-        """Set `last_positions` [table rows] by the drafts that `tokens` confirm, as
-        `StepOutput.result` counts.
-
-        Two neighbours with one table index and consecutive positions belong to one row: the input
-        of the second is a draft, which the token of the first confirms or not. A row whose first
-        token is negative moves on as if it had one; it ends with an error. The last table row
-        belongs to no sequence. All tensors are int64, the others [S].
-
-        Args:
-            following: positions of `tokens`.
-            inputs: tokens at the positions before; not read for the first of a row.
-        """
-        first = torch.ones_like(table_indices, dtype=torch.bool)
-        first[1:] = table_indices[1:] != table_indices[:-1]
-        first[1:] |= following[1:] != following[:-1] + 1
-        wrong = torch.zeros_like(first)
-        wrong[1:] = ~first[1:] & (inputs[1:] != tokens[:-1])
-        # A token counts if the last event up to it is the beginning of a row, not a wrong draft.
-        index = torch.arange(len(tokens), device=tokens.device)
-        events = torch.where(first | wrong, 2 * index + first, 0)
-        counts = events.cummax(0).values % 2 == 1
-        last = counts.clone()
-        last[:-1] &= ~counts[1:] | first[1:]
-        places = torch.where(last, table_indices, len(last_positions) - 1)
-        failed = (tokens < 0) & ~first
-        last_positions[places] = following - failed.long()
+    gather = staticmethod(decode_step.gather)
+    advance = staticmethod(decode_step.advance)
+    accept = staticmethod(decode_step.accept)
 
 
 TORCH = Kernels()

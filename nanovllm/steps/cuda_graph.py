@@ -135,7 +135,8 @@ class GraphRunner:
         self._held = None  # in case the replay fails
         if follows:
             table_indices, _, positions, _, _ = self._columns(size)
-            self._tables.follow(positions, table_indices, self._state[5 * size : 6 * size])
+            last = self._tables.last_positions[table_indices]
+            positions.addcmul_(last, self._state[5 * size : 6 * size])  # marks of 1 or 0
         draft_ids = None
         if num_tokens > len(rows) and any(row.num_draft_tokens for row in rows):
             table_indices, _, positions, _, _ = self._columns(size)
@@ -170,9 +171,8 @@ class GraphRunner:
     def _step(self, size: int) -> torch.Tensor | None:
         table_indices, targets, positions, moves, places = self._columns(size)
         tables = self._tables
-        batch, sampling = tables.decode_inputs(
-            table_indices, positions, self._cu_seqlens_q[: size + 1]
-        )
+        cu_seqlens_q = self._cu_seqlens_q[: size + 1]
+        batch, sampling = _decode_inputs(tables, table_indices, positions, cu_seqlens_q)
         batch = dataclasses.replace(batch, metadata=self._backend.plan(batch))
         logits = self._compute_logits(batch)
         if logits is None:
@@ -186,6 +186,39 @@ class GraphRunner:
         rows = targets, positions, moves, places, tokens
         tables.kernels.advance(tables.token_ids, *rows, self._tokens, self.max_tokens)
         return logits
+
+
+def _decode_inputs(
+    tables: DeviceTables,
+    table_indices: torch.Tensor,
+    positions: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+) -> tuple[Batch, Sampling]:
+    """Return the tokens at `positions` as a batch, and how to sample the next ones.
+
+    Args:
+        table_indices, positions: [R] int64.
+        cu_seqlens_q: [R + 1] int32, 0 to R.
+    """
+    inputs, parameters = tables.kernels.gather(
+        tables.token_ids,
+        tables.block_tables,
+        tables.block_size,
+        table_indices,
+        positions,
+        tables.sampling_tensors.columns,
+    )
+    input_ids, slot_mapping, seq_lens, block_tables, following = inputs
+    batch = Batch(
+        input_ids=input_ids,
+        positions=positions,
+        slot_mapping=slot_mapping,
+        cu_seqlens_q=cu_seqlens_q,
+        seq_lens=seq_lens,
+        block_tables=block_tables,
+    )
+    kernels = tables.kernels
+    return batch, Sampling(*parameters, positions=following, any_greedy=True, kernels=kernels)
 
 
 def _draw(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:

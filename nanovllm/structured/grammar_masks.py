@@ -17,6 +17,7 @@ from nanovllm.errors import InvalidRequestError
 from nanovllm.options.structured_outputs import TOO_COMPLEX
 from nanovllm.scheduler.messages import Admission, Row
 from nanovllm.structured.grammar import GrammarCompiler
+from nanovllm.utils.transfer import to_host, upload
 from nanovllm.worker.device_tables import DeviceTables
 
 if TYPE_CHECKING:
@@ -250,7 +251,7 @@ class GrammarStep:
             if self._copied is not None:
                 self._copied.synchronize()
             self._write(Masks(self._masks), self._read())
-        samples = self._tables.upload(self._samples)
+        samples = upload(self._samples, self._tables.device)
         self._tables.kernels.forbid(logits, samples, self._masks)
 
     def _read(self) -> list[int]:
@@ -270,12 +271,11 @@ class GrammarStep:
             positions += unread
         if not positions:
             return None, None
-        cells = self._tables.upload(table_indices + positions).view(2, len(positions))
+        cells = upload(table_indices + positions, self._tables.device).view(2, len(positions))
         found = self._tables.token_ids[cells[0], cells[1]]
         if not found.is_cuda:
             return found, None
-        host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
-        host.copy_(found, non_blocking=True)
+        host = to_host(found)
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record()
         return host, copied

@@ -13,10 +13,10 @@ import torch
 from nanovllm.attention.batch import Batch, HostLengths
 from nanovllm.kernels.torch_kernels import Kernels
 from nanovllm.layers.logits_rules import LogitsRules
-from nanovllm.layers.sampler import Sampling
 from nanovllm.layers.sampling_tensors import SamplingTensors, pack
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import Admission, Row, Schedule, WorkerInfo
+from nanovllm.utils.transfer import upload
 from nanovllm.worker.kv_cache import zeros
 
 
@@ -43,7 +43,7 @@ class DeviceTables:
         self.block_tables = self._table[:, num_columns:]
         self.block_tables[self.scratch_idx] = info.num_blocks
         self.sampling_tensors = SamplingTensors.greedy(num_rows, device)
-        # Of each row's last token, behind accepted drafts, after a step that called `accept`.
+        # Of each row's last token, behind accepted drafts: what `kernels.accept` found.
         self.last_positions = zeros((num_rows,), torch.int64, device)
         # On the host, by table row:
         self.params = [SamplingParams()] * max_num_seqs
@@ -78,7 +78,7 @@ class DeviceTables:
         admitted = array("q", [new.table_idx for new in admissions])
         parameters = pack([new.params for new in admissions], [new.seed for new in admissions])
         sizes = [len(cells), len(values), len(admitted), len(parameters)]
-        uploaded = torch.split(self.upload(cells + values + admitted + parameters), sizes)
+        uploaded = torch.split(upload(cells + values + admitted + parameters, self.device), sizes)
         self._table.view(-1)[uploaded[0]] = uploaded[1].int()
         if admissions:
             self.sampling_tensors.write(uploaded[2], uploaded[3])
@@ -90,7 +90,7 @@ class DeviceTables:
         seq_lens = tuple(row.num_computed_tokens + row.num_scheduled_tokens for row in rows)
         num_tokens = sum(query_lens)
         numbers = [*(row.table_idx for row in rows), *query_lens, *seq_lens]
-        table_indices, lens, ends = self.upload(numbers).view(3, len(rows)).unbind()
+        table_indices, lens, ends = upload(numbers, self.device).view(3, len(rows)).unbind()
         cu_seqlens = torch.zeros(len(rows) + 1, dtype=torch.int64, device=self.device)
         torch.cumsum(lens, 0, out=cu_seqlens[1:])
         # Row r ends at token cu_seqlens[r + 1] of the batch and at position ends[r] of its
@@ -111,56 +111,6 @@ class DeviceTables:
             block_tables=self.block_tables[table_indices, :width],
             lengths=HostLengths(query_lens, seq_lens),
         )
-
-    def decode_inputs(
-        self, table_indices: torch.Tensor, positions: torch.Tensor, cu_seqlens_q: torch.Tensor
-    ) -> tuple[Batch, Sampling]:
-        """Return the tokens at `positions` as a batch, and how to sample the next ones.
-
-        A CUDA graph can capture this, because it uses no values known only to the host.
-
-        Args:
-            table_indices, positions: [R] int64.
-            cu_seqlens_q: [R + 1] int32, 0 to R.
-        """
-        inputs, parameters = self.kernels.gather(
-            self.token_ids,
-            self.block_tables,
-            self.block_size,
-            table_indices,
-            positions,
-            self.sampling_tensors.columns,
-        )
-        input_ids, slot_mapping, seq_lens, block_tables, following = inputs
-        batch = Batch(
-            input_ids=input_ids,
-            positions=positions,
-            slot_mapping=slot_mapping,
-            cu_seqlens_q=cu_seqlens_q,
-            seq_lens=seq_lens,
-            block_tables=block_tables,
-        )
-        return batch, Sampling(
-            *parameters, positions=following, any_greedy=True, kernels=self.kernels
-        )
-
-    def follow(
-        self, positions: torch.Tensor, table_indices: torch.Tensor, follows: torch.Tensor
-    ) -> None:
-        """Add the last positions of `table_indices` to `positions` where `follows` is 1, not 0.
-
-        All tensors are [R] int64.
-        """
-        positions.addcmul_(self.last_positions[table_indices], follows)
-
-    def upload(self, values: Seq[int]) -> torch.Tensor:
-        """Return host numbers as [len(values)] int64 on the device; on CUDA, do not wait."""
-        if not values:
-            return torch.empty(0, dtype=torch.int64, device=self.device)
-        host = torch.frombuffer(array("q", values), dtype=torch.int64)
-        if self.device.type == "cuda":
-            host = host.pin_memory()  # torch keeps the pinned memory until the copy is done
-        return host.to(self.device, non_blocking=True)
 
     def _admit(self, admissions: list[Admission]) -> None:
         """Set the host's part of the table rows."""

@@ -3,12 +3,13 @@
 The device gathers them, with each token's rank and the most likely tokens. Knows no model.
 """
 
-from collections.abc import Callable, Iterable, Sequence as Seq
+from collections.abc import Iterable, Sequence as Seq
 from typing import NamedTuple
 
 import torch
 
 from nanovllm.scheduler.messages import Row, TokenLogprobs
+from nanovllm.utils.transfer import to_host, upload
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.sampling_rows import SamplingRows
 
@@ -48,8 +49,8 @@ class Logprobs(NamedTuple):
     position: int | None = None
     """Of the first token in its prompt; None: they are of samples."""
 
-    def to_host(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> "Logprobs":
-        return self._replace(values=GatheredLogprobs(*map(copy, self.values)))
+    def to_host(self) -> "Logprobs":
+        return self._replace(values=GatheredLogprobs(*map(to_host, self.values)))
 
 
 def sampled_logprobs(
@@ -68,7 +69,7 @@ def sampled_logprobs(
     }
     if not counts:
         return []
-    rows = tables.upload(list(counts))
+    rows = upload(list(counts), tables.device)
     own = tokens[rows].clamp(min=0)  # a row with NO_TOKEN fails, so its numbers do not count
     gathered = gather_logprobs(logits, own, max(counts.values()), rows)
     return [Logprobs([sampling.rows[i].seq_id for i in counts], list(counts.values()), gathered)]

@@ -21,6 +21,7 @@ from nanovllm.options.config import Config
 from nanovllm.scheduler.messages import Row
 from nanovllm.utils.memory import populate
 from nanovllm.utils.pages import PageReserve
+from nanovllm.utils.transfer import upload
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.kv_cache import zeroed_pool
 from nanovllm.worker.model_loader import build_model, load_model
@@ -111,7 +112,7 @@ class Network:
         pool = self._pool
         assert pool is not None, "make_pool() comes first"
         if blocks and pool.is_cuda:  # one kernel; torch has none for FP8, so fill bytes
-            pool.view(torch.uint8).index_fill_(2, tables.upload(blocks), 0)
+            pool.view(torch.uint8).index_fill_(2, upload(blocks, tables.device), 0)
         elif blocks:
             with torch_on_one_thread():
                 for block in blocks:

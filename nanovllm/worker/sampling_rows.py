@@ -12,6 +12,7 @@ import torch
 from nanovllm.layers.logits_rules import apply_rules, run_processors
 from nanovllm.layers.sampler import Sampling, draw
 from nanovllm.scheduler.messages import Row
+from nanovllm.utils.transfer import upload
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.extensions import StepMasks
 
@@ -65,7 +66,7 @@ class SamplingRows:
         self.params = [tables.params[row.table_idx] for row in self.rows]
         table_indices = [row.table_idx for row in self.rows]
         numbers = last_tokens + table_indices + self._host_positions
-        on_device = tables.upload(numbers).view(3, len(self.rows))
+        on_device = upload(numbers, tables.device).view(3, len(self.rows))
         self.last_tokens, self._table_indices, self._positions = on_device.unbind()
         self.draft_ids = draft_ids
         if draft_ids is not None:
@@ -104,7 +105,7 @@ class SamplingRows:
                 plain.append(index)
         tokens = torch.empty_like(self._table_indices)
         if greedy:
-            rows = self._tables.upload(greedy)
+            rows = upload(greedy, logits.device)
             tokens[rows] = self._tables.kernels.greedy(logits[rows])
         max_top_k = max((self.params[index].top_k for index in with_top_k), default=0)
         for group, num_candidates in (
@@ -113,7 +114,7 @@ class SamplingRows:
             (with_top_p, _TOP_P_CANDIDATES),
         ):
             if group:
-                rows = self._tables.upload(group)
+                rows = upload(group, logits.device)
                 group_logits = logits if len(group) == len(self.rows) else logits[rows]
                 sampling = dataclasses.replace(
                     self._sampling(self._table_indices[rows], self._positions[rows]),

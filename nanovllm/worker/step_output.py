@@ -8,6 +8,7 @@ import torch
 
 from nanovllm.layers.sampler import NO_TOKEN
 from nanovllm.scheduler.messages import Row, RowDetails, StepResult
+from nanovllm.utils.transfer import to_host
 from nanovllm.worker.extensions import ForcedTokens
 from nanovllm.worker.logprobs import Logprobs
 from nanovllm.worker.row_details import detailed_results
@@ -35,10 +36,10 @@ class StepOutput:
     def to_host(self) -> "StepOutput":
         """Return a copy on the host. On CUDA the copy is asynchronous."""
         return StepOutput(
-            self.token_ids if self.on_host else _to_host(self.token_ids),
-            [part.to_host(_to_host) for part in self.logprobs],
+            self.token_ids if self.on_host else to_host(self.token_ids),
+            [part.to_host() for part in self.logprobs],
             self.errors,
-            None if self.draft_ids is None else _to_host(self.draft_ids),
+            None if self.draft_ids is None else to_host(self.draft_ids),
             self.forcing,
             self.on_host,
         )
@@ -60,14 +61,6 @@ class StepOutput:
             return [[next(tokens_left)] if row.samples else [] for row in rows], {}
         drafts = sampled if self.draft_ids is None else self.draft_ids.tolist()
         return detailed_results(rows, sampled, drafts, self.errors, self.forcing, self.logprobs)
-
-
-def _to_host(x: torch.Tensor) -> torch.Tensor:
-    """Return a copy of `x` on the host. On CUDA it is asynchronous, into pinned memory."""
-    if not x.is_cuda:
-        return x.clone()
-    copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-    return copy.copy_(x, non_blocking=True)
 
 
 class PendingResult:

@@ -21,8 +21,7 @@ from nanovllm.options.config import Config
 from nanovllm.scheduler.messages import Admission, NewBlocks, Row, Schedule, WorkerInfo
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.steps.cuda_graph import GraphRunner, graph_sizes
-from nanovllm.worker import model_runner
-from nanovllm.worker.device_tables import DeviceTables
+from nanovllm.worker import device_tables, model_runner
 from nanovllm.worker.extensions import LAPS
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.network import NetworkSpec
@@ -417,9 +416,9 @@ def test_a_step_that_goes_on_uploads_nothing(bench: Bench, monkeypatch: pytest.M
     monkeypatch.setattr(
         GraphRunner, "_upload", lambda *args: (uploads.append("state"), upload(*args))
     )
-    to_tables = DeviceTables.upload
+    to_tables = device_tables.upload
     monkeypatch.setattr(
-        DeviceTables, "upload", lambda *args: (uploads.append("tables"), to_tables(*args))[1]
+        device_tables, "upload", lambda *args: (uploads.append("tables"), to_tables(*args))[1]
     )
 
     def during(*table_indices: int, **options: Any) -> list[str]:

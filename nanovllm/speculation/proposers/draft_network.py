@@ -15,6 +15,7 @@ from nanovllm.speculation.proposers.proposer import Proposer
 from nanovllm.steps.cuda_graph import GraphRunner, draft_graph_sizes
 from nanovllm.steps.registry import StepRunners
 from nanovllm.utils.distributed import broadcast_from_first
+from nanovllm.utils.transfer import upload
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.kv_cache import graph_bytes
 from nanovllm.worker.network import Network, NetworkSpec
@@ -51,7 +52,7 @@ class DraftNetwork(Proposer):
     def warm_up(self, tables: DeviceTables, num_blocks: int, rows: list[Row]) -> int:
         """See `Proposer`. The most samples at once are the target's."""
         self._make_pools(tables, num_blocks)
-        self._forward(tables, rows, tables.upload([]), None)
+        self._forward(tables, rows, upload([], tables.device), None)
         num_bytes = 0
         if self._steps.uses_graphs:
             for graphs in self._make_graphs(tables):
@@ -95,7 +96,7 @@ class DraftNetwork(Proposer):
         self._network.zero_blocks(begun, self._tables)
         num_allowed = max(1, min(FEW_TOKENS, self._max_num_batched_tokens // len(drafting)))
         for chunk in kv.chunks(list(drafting), num_allowed, self._max_num_batched_tokens):
-            self._forward(self._tables, chunk, self._tables.upload([]), None)
+            self._forward(self._tables, chunk, upload([], self._tables.device), None)
         hidden: torch.Tensor | None = None
         for index in range(max(counts)):
             step = []

@@ -20,6 +20,7 @@ from nanovllm.speculation.proposers.eagle3_head import LlamaForCausalLMEagle3
 from nanovllm.speculation.proposers.features import capture_features
 from nanovllm.steps.cuda_graph import ComputeLogits, GraphRunner
 from nanovllm.steps.recorded_step import MAX_TOKENS, RecordedModel
+from nanovllm.utils.transfer import upload
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.kv_cache import zeros
 from nanovllm.worker.network import Network, NetworkSpec
@@ -136,7 +137,7 @@ class Eagle3(DraftNetwork):
         super()._replay(graphs, tables, rows, hidden)
         ends = list(itertools.accumulate(row.num_scheduled_tokens for row in rows))
         if ends[-1] > len(rows):  # keep the hidden state of each row's last token
-            last_tokens = tables.upload([end - 1 for end in ends])
+            last_tokens = upload([end - 1 for end in ends], tables.device)
             self._hidden[: len(rows)] = self._hidden[last_tokens]
         return self._hidden
 

@@ -9,6 +9,7 @@ from nanovllm.kernels.cpu import table_ops
 from nanovllm.scheduler.messages import Row, Schedule
 from nanovllm.speculation.proposers.proposer import Proposer
 from nanovllm.utils.memory import lazy_zeros
+from nanovllm.utils.transfer import upload
 from nanovllm.worker.device_tables import DeviceTables
 
 _MIN_CAPACITY = 64
@@ -59,10 +60,10 @@ class Ngram(Proposer):
             # Behind the last position; one token is known there, before the drafts.
             known = (1 if row.num_unverified_tokens else row.num_known_tokens for row in rows)
             numbers = [*(row.table_idx for row in rows), *known, *limits, *follows]
-            columns = tables.upload(numbers).view(4, len(rows))
+            columns = upload(numbers, tables.device).view(4, len(rows))
             table_indices, num_known, num_drafts, offsets = columns.unbind()
             if any(follows):
-                tables.follow(num_known, table_indices, offsets)
+                num_known.addcmul_(tables.last_positions[table_indices], offsets)
             self._triton.propose(
                 tables.token_ids, table_indices, num_known, num_drafts, self._sizes
             )

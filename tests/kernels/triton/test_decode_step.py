@@ -125,10 +125,9 @@ def test_accept(num_rows, max_drafts, kernels, seed):
     not be drawn (-1) ends its row; the first one counts, because its sequence ends anyway.
     """
     (table_indices, following, inputs, tokens), expected = make_samples(seed, num_rows, max_drafts)
-    tables = DeviceTables(WorkerInfo(8, 4, 100, 10, 16), 2 * num_rows, DEVICE, kernels)
-    tables.last_positions.fill_(-5)
-    kernels.accept(tables.last_positions, table_indices, following, inputs, tokens)
-    assert tables.last_positions.tolist()[:-1] == expected[:-1]  # the last one is scratch
+    last_positions = torch.full((2 * num_rows + 1,), -5, device=DEVICE)
+    kernels.accept(last_positions, table_indices, following, inputs, tokens)
+    assert last_positions.tolist()[:-1] == expected[:-1]  # the last one is scratch
 
 
 @pytest.mark.parametrize("rows", [1, 256])
