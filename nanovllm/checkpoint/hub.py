@@ -122,11 +122,9 @@ def draft_checkpoint(config: Config) -> Checkpoint | None:
     if spec is None or spec.model is None:
         return None
     checkpoint = open_checkpoint(spec.model, None, config.download_dir)
-    return (
-        dataclasses.replace(checkpoint, tokenizer_path=None)
-        if config.skip_tokenizer_init
-        else checkpoint
-    )
+    if config.skip_tokenizer_init:
+        return dataclasses.replace(checkpoint, tokenizer_path=None)
+    return checkpoint
 
 
 def open_checkpoint(

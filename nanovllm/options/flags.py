@@ -152,11 +152,8 @@ def fields_of(owner: type[Any]) -> dict[str, _Field]:
                 if arg is not type(None) and not dataclasses.is_dataclass(arg)
             ]
             kind = kinds[0] if len(kinds) == 1 else kind
-        default = field.default
-        if field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory()
         if _is_plain(kind):
-            found[field.name] = _Field(kind, default)
+            found[field.name] = _Field(kind, field.default)
     return found
 
 
