@@ -6,7 +6,9 @@ Pure text: knows no requests, no tokens but the ids of tags, and no server.
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from tokenizers import AddedToken
 
 from nanovllm.chat.answer_parser import AnswerParser
 from nanovllm.chat.reasoning import (
@@ -47,15 +49,6 @@ class NamedTool(NamedTuple):
 
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
 """Whether an answer may or must call tools."""
-
-
-class AddedToken(Protocol):
-    """A token with a text of its own, as transformers has it."""
-
-    @property
-    def content(self) -> str: ...
-    @property
-    def special(self) -> bool: ...
 
 
 class AnswerFormat:

@@ -103,7 +103,7 @@ class GuardMiddleware:
             if name == b"authorization":
                 scheme, _, token = value.partition(b" ")
                 given.append(token.strip() if scheme.lower() == b"bearer" else b"")
-        if len(given) == 1 or (given and len(set(given)) == 1):
+        if len(set(given)) == 1:
             matches = [hmac.compare_digest(given[0], key) for key in self._keys]
             if any(matches):
                 return hashlib.sha256(given[0]).hexdigest()[:16]
