@@ -69,7 +69,7 @@ def test_an_occurrence_in_any_place():
     assert torch.equal(table[:, WIDTH - 1].long(), following)
 
 
-def test_the_proposer_counts_all_drafts_of_a_gpu():
+def test_the_proposer_counts_all_drafts_of_a_gpu(monkeypatch):
     """The host does not learn what was found: a row without an n-gram keeps what its cells hold."""
     table = make_table(3, 10**9, seed=0)
     table[1, :6] = upload([1, 2, 3, 9, 1, 2])
@@ -79,8 +79,8 @@ def test_the_proposer_counts_all_drafts_of_a_gpu():
         device=torch.device("cuda"),
         kernels=TritonKernels(),
         token_ids=table[:, :WIDTH],
-        upload=upload,
     )
+    monkeypatch.setattr("nanovllm.speculation.proposers.ngram.upload", lambda x, _: upload(x))
     rows = [Row(5, 1, 5, 4, True, 3), Row(6, 2, 9, 3, True, 2)]
     proposer = Ngram(2, 4)
     proposer.allocate(tables, 0)
