@@ -122,7 +122,9 @@ def test_bad_words_may_be_white_space(make_llm: Any) -> None:
     question = demo_model.entries()[0][0]
     decode = llm.get_tokenizer().decode
     for word in (" ", "\n"):
-        tokens, *_ = llm.engine.input_processor.encode_bad_words([word])
+        params = SamplingParams(bad_words=[word])
+        request = llm.engine.input_processor.make_request(question, params)
+        tokens, *_ = request.sequences[0].bad_words
         assert decode(tokens) == word
     (forbidden,) = llm.get_tokenizer().encode("\n")
     only = SamplingParams(allowed_token_ids=[forbidden, forbidden + 1], max_tokens=9, seed=1)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from nanovllm.attention.batch import Batch
-from nanovllm.kernels.torch_kernels import rms_norm, rotate
+from nanovllm.kernels.torch_math import rms_norm, rotate
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,8 @@ from collections.abc import Sequence as Seq
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from nanovllm.engine.stop_strings import StopStrings
+
 _MAX_UNREAD = 32
 """Tokens that may wait for the end of their last character, which has 4 bytes at most."""
 
@@ -47,13 +49,9 @@ class Detokenizer:
         if not (skip_special_tokens or spaces_between_special_tokens):
             added = tokenizer.get_added_tokens_decoder()
             self._added_tokens = {token_id: token.content for token_id, token in added.items()}
-        self._stop = frozenset(stop)
-        self._stop_lengths = sorted({len(string) for string in stop}, reverse=True)
-        self._include_stop = include_stop
+        self._stops = StopStrings(stop, include=include_stop)
         self._token_ids: list[int] = []
         self._num_read = 0  # tokens whose text is in self.text; the rest is part of a character
-        # A stop string may begin in these last characters of the text.
-        self._num_held_back = 0 if include_stop else max(self._stop_lengths, default=1) - 1
         self._text = io.StringIO()  # grows in place: a str would be copied for each token
         self.num_chars = 0
         self.stop_string: str | None = None
@@ -115,7 +113,7 @@ class Detokenizer:
         """Return how many characters of the text are final, so that they can be sent."""
         if finished:
             return self.num_chars
-        return max(0, self.num_chars - self._num_held_back)
+        return max(0, self.num_chars - self._stops.num_held_back)
 
     def _write(self, piece: str) -> None:
         """Append to the text."""
@@ -174,16 +172,9 @@ class Detokenizer:
         Args:
             num_searched: length of the text that was searched before.
         """
-        if not self._stop_lengths:
+        found = self._stops.find(self.read, num_searched, self.num_chars)
+        if found is None:
             return False
-        first = max(0, num_searched + 1 - self._stop_lengths[0])
-        text = self.read(first, self.num_chars)  # all in which a stop string may lie
-        for end in range(num_searched + 1 - first, len(text) + 1):
-            for length in self._stop_lengths:  # longest first; one look for all stops of a length
-                stop = text[max(0, end - length) : end]
-                if stop in self._stop:
-                    self.stop_string = stop
-                    self.num_chars = first + (end if self._include_stop else end - len(stop))
-                    self._text.truncate(self.num_chars)
-                    return True
-        return False
+        self.stop_string, self.num_chars = found
+        self._text.truncate(self.num_chars)
+        return True

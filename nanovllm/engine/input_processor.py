@@ -5,13 +5,13 @@ Owns the tokenizer. Knows no scheduling and no output.
 
 import random
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from itertools import count
-from typing import Any
 
 from nanovllm.chat.templates import ChatTemplates
 from nanovllm.checkpoint.kept_tokenizer import KeptTokenizer
+from nanovllm.engine.bad_words import encode_bad_words
 from nanovllm.engine.extensions import Grammars
 from nanovllm.engine.params_check import ParamsCheck
 from nanovllm.engine.prompt import Prompt, PromptInput, check_unicode, make_prompt
@@ -101,7 +101,8 @@ class InputProcessor:
             assert grammars is not None  # params_check saw to it
             grammars.compile(params.structured_outputs)
         token_ids = self._tokenize(prompt, params.truncate_prompt_tokens)
-        bad_words = self.encode_bad_words(params.bad_words)
+        encode = partial(self._encode, "bad_words cannot be used", add_special_tokens=False)
+        bad_words = encode_bad_words(params.bad_words, encode, self.limit)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         # Prompt log-probabilities rule out prefix hits, so only the first sequence computes them.
         others = params
@@ -139,41 +140,19 @@ class InputProcessor:
         Raises:
             InvalidRequestError: the checkpoint has no tokenizer, or the text is not valid Unicode.
         """
-        if self.tokenizer is None:
-            raise InvalidRequestError(
-                "this engine has no tokenizer, so prompts must be lists of token ids, not text"
-            )
         check_unicode("the conversation" if rendered else "the prompt", text)
-        return self._encode(self.tokenizer, text, add_special_tokens=not rendered)
+        without = "prompts must be lists of token ids, not text"
+        return self._encode(without, text, add_special_tokens=not rendered)
 
-    def encode_bad_words(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        """Return the token sequences to forbid for `words`.
+    def _encode(self, without: str, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Return the text's token ids: all of them are tokens of the model.
 
-        As in vLLM, each word is encoded as it stands and after a space; the second form counts if
-        it has as many tokens as the first.
-
-        Raises:
-            InvalidRequestError: the checkpoint has no tokenizer, or a word is not valid Unicode.
+        Args:
+            without: what to say of an engine without a tokenizer.
         """
-        found: list[tuple[int, ...]] = []
-        for word in words:
-            if self.tokenizer is None:
-                raise InvalidRequestError(
-                    "this engine has no tokenizer, so bad_words cannot be used"
-                )
-            check_unicode("a word of bad_words", word)
-            self.limit.check_text("a word of bad_words", word)
-            bare = word.lstrip() or word  # a word of white space only stays as it is
-            plain = tuple(self._encode(self.tokenizer, bare, add_special_tokens=False))
-            spaced = tuple(self._encode(self.tokenizer, " " + bare, add_special_tokens=False))
-            found += [plain] if plain else []
-            if plain and spaced and spaced[0] != plain[0] and len(spaced) == len(plain):
-                found.append(spaced)
-        return tuple(found)
-
-    def _encode(self, tokenizer: KeptTokenizer, text: str, **options: Any) -> list[int]:
-        """Return the text's token ids: all of them are tokens of the model."""
-        token_ids: list[int] = tokenizer.encode(text, **options)
+        if self.tokenizer is None:
+            raise InvalidRequestError(f"this engine has no tokenizer, so {without}")
+        token_ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         if max(token_ids, default=0) > self._last_token_id:
             raise InvalidRequestError(
                 f"the checkpoint's tokenizer made token {max(token_ids)} of the text; this model's "

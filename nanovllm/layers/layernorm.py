@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from nanovllm.kernels.torch_kernels import TORCH, Kernels, rms_norm
+from nanovllm.kernels.torch_kernels import TORCH, Kernels
+from nanovllm.kernels.torch_math import rms_norm
 
 
 class RMSNorm(nn.Module):

@@ -5,7 +5,7 @@ over the ranks. Knows no model and no file.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,8 @@ from torch import nn
 
 from nanovllm.checkpoint.loader import Shard
 from nanovllm.errors import ConfigError
-from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
+from nanovllm.kernels.torch_kernels import WeightMethod
+from nanovllm.layers.extensions import StoredWeight
 from nanovllm.utils.distributed import all_reduce, tensor_parallel
 
 
@@ -38,22 +39,6 @@ def divide(total: int, name: str) -> int:
             f"tensor_parallel_size {size} does not divide this model's {name} ({total})"
         )
     return total // size
-
-
-class StoredWeight(Protocol):
-    """How a checkpoint stores the weight of a matrix, if not as numbers of the model's dtype."""
-
-    def shards(self, weight: Shard) -> Iterator[Shard]:
-        """Yield the tensors that are stored beside a checkpoint linear's `weight`."""
-        ...
-
-    def method(self, weight: torch.Tensor, dtype: torch.dtype, kernels: Kernels) -> WeightMethod:
-        """Return what multiplies with the loaded `weight`.
-
-        Args:
-            dtype: of inputs and results.
-        """
-        ...
 
 
 class Matrix(nn.Module):

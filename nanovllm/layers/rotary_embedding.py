@@ -1,4 +1,4 @@
-"""Rotary position embedding (arXiv 2104.09864): the angles. `kernels.torch_kernels` rotates."""
+"""Rotary position embedding (arXiv 2104.09864): the angles. `kernels.torch_math` rotates."""
 
 import torch
 from torch import nn

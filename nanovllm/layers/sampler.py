@@ -10,8 +10,7 @@ import dataclasses
 import torch
 from torch.nn.functional import pad
 
-from nanovllm.kernels.torch_kernels import TORCH, Kernels
-from nanovllm.layers.sampling_tensors import SamplingTensors
+from nanovllm.layers.sampling_filters import Sampling, thresholds_of, weights_of
 from nanovllm.options.sampling_params import GREEDY_BELOW
 
 CHUNK = 128
@@ -19,24 +18,6 @@ CHUNK = 128
 NO_TOKEN = -1
 """Stands for the token of a row whose logits are no distribution: some are NaN or +inf, or all are
 -inf. Then the largest logit is not finite, where NaN counts as the largest."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sampling(SamplingTensors):
-    """How one call of `draw` samples R rows: their parameters and positions, and flags of the host.
-
-    The first two flags save work. They change no token, so True is always correct.
-    """
-
-    positions: torch.Tensor
-    """[R] int64, the position of the new token in its sequence."""
-    any_min_p: bool = True
-    """Whether some row has a min_p above 0."""
-    any_top_p_of_all: bool = True
-    """Whether some row has a top_p and a top_k that keeps all tokens."""
-    any_greedy: bool = False
-    """Whether some row may have a temperature below GREEDY_BELOW."""
-    kernels: Kernels = TORCH
 
 
 def draw(logits: torch.Tensor, sampling: Sampling, num_candidates: int = 0) -> torch.Tensor:
@@ -86,7 +67,7 @@ def draw(logits: torch.Tensor, sampling: Sampling, num_candidates: int = 0) -> t
     chunk_ids = maxima.topk(min(num_candidates, maxima.shape[-1])).indices.sort(-1).values
     near = chunks.gather(1, chunk_ids[..., None].expand(-1, -1, CHUNK))
     values = near.flatten(1).topk(num_candidates).values
-    thresholds, complete = _thresholds(values, largest, total, sampling)
+    thresholds, complete = thresholds_of(values, largest, total, sampling)
     sums = _kept_weights(near, largest, thresholds, sampling).sum(-1, dtype=torch.float64)
     chosen = _invert(near, sums, largest, thresholds, sampling)
     tokens = chunk_ids.gather(1, chosen[:, None] // CHUNK)[:, 0] * CHUNK + chosen % CHUNK
@@ -102,52 +83,11 @@ def _checked(tokens: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
     return torch.where(largest.isfinite(), tokens, NO_TOKEN)
 
 
-def _thresholds(
-    values: torch.Tensor, largest: torch.Tensor, total: torch.Tensor | None, sampling: Sampling
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each row's threshold, and whether `values` were enough to find it: both [R].
-
-    A row's threshold is the smallest logit that top_k and top_p keep. All equal logits are kept
-    too. `values` are enough if they contain every kept logit and every logit that counts for top_p.
-
-    Args:
-        values: [R, n], each row's largest logits in descending order.
-        total: [R], the weight of the whole vocabulary, for rows without top_k.
-    """
-    last = (sampling.top_ks - 1).clamp(max=values.shape[-1] - 1)
-    kth, smallest = values.gather(1, last[:, None]), values[:, -1]
-    in_top_k = values >= kth
-    weights = _weights(values, largest, sampling).double() * in_top_k
-    mass = weights.cumsum(-1)
-    whole = mass[:, -1]
-    if total is not None:
-        whole = torch.where(sampling.top_ks > values.shape[-1], total, whole)
-    before = mass - weights
-    kept = in_top_k & (before < sampling.top_ps[:, None].double() * whole[:, None])
-    # `kept` is empty if top_p underflows or the row is no distribution.
-    place = (kept.sum(-1, keepdim=True) - 1).clamp_(min=0)
-    thresholds = values.gather(1, place)[:, 0]
-    # If all candidates after the k-th equal it, more equal logits may lie outside `values`, and
-    # `whole` would lack their weight.
-    ties_cut = (sampling.top_ks <= values.shape[-1]) & (smallest >= kth[:, 0])
-    return thresholds, (smallest < thresholds) & ~ties_cut
-
-
-def _weights(x: torch.Tensor, largest: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Return exp((x - largest) / temperature) in float32; 0 for tokens that min_p excludes."""
-    shape = (-1, *[1] * (x.ndim - 1))
-    weights = x.float().sub(largest.view(shape))
-    weights.div_(sampling.temperatures.view(shape)).exp_()
-    if sampling.any_min_p:  # min_p is relative to the most likely token, whose weight is 1
-        weights.masked_fill_(weights < sampling.min_ps.view(shape), 0.0)
-    return weights
-
-
 def _kept_weights(
     x: torch.Tensor, largest: torch.Tensor, thresholds: torch.Tensor | None, sampling: Sampling
 ) -> torch.Tensor:
     """Return the weights of logits x [R, chunks, CHUNK], 0 below the thresholds."""
-    weights = _weights(x, largest, sampling)
+    weights = weights_of(x, largest, sampling)
     if thresholds is not None:
         weights.masked_fill_(x < thresholds[:, None, None], 0.0)
     return weights
@@ -155,7 +95,7 @@ def _kept_weights(
 
 def _chunk_sums(chunks: torch.Tensor, largest: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """Return the sum of the weights of each chunk: [R, chunks]."""
-    return _weights(chunks, largest, sampling).sum(-1, dtype=torch.float64)
+    return weights_of(chunks, largest, sampling).sum(-1, dtype=torch.float64)
 
 
 def _invert(

@@ -224,9 +224,7 @@ class Scheduler:
         return seq.admission(blocks)
 
     def _num_tokens_to_schedule(self, seq: Sequence) -> int:
-        """Return how many tokens can be computed now; 0 once the last token is known, or may be in
-        flight.
-        """
+        """Return how many tokens can be computed now; 0 if the last one is known, or in flight."""
         # While drafts or a token that others may follow by force are in flight, the position of the
         # next token is not known. Behind drafts the device may know it.
         drafts = seq.num_draft_tokens

@@ -9,8 +9,7 @@ from nanovllm.outputs import DraftCounts
 from nanovllm.scheduler.messages import Admission, NewTokens, Row, RowDetails, TokenLogprobs
 
 ROOT_UID = 0
-"""Unique id of the prefix cache's root, the parent of the first block of sequences without a salt.
-"""
+"""Unique id of the prefix cache's root: the parent of the first block, if there is no salt."""
 
 
 class Sequence:
@@ -22,39 +21,6 @@ class Sequence:
     - `num_computed_tokens <= num_tokens`; the difference is what is left to compute.
     - A sequence owns KV blocks only while it owns a table row, that is, while it is running.
     """
-
-    __slots__ = (
-        "bad_words",
-        "block_keys",
-        "block_table",
-        "cache_salt",
-        "draft_counts",
-        "eos_token_ids",
-        "finish_reason",
-        "is_queued",
-        "logprobs",
-        "max_num_tokens",
-        "num_cached_tokens",
-        "num_computed_tokens",
-        "num_draft_tokens",
-        "num_in_flight_steps",
-        "num_pending_tokens",
-        "num_prompt_tokens",
-        "num_published_blocks",
-        "num_unsent_tokens",
-        "params",
-        "parent_uid",
-        "priority",
-        "prompt_logprobs",
-        "seed",
-        "seq_id",
-        "stop_reason",
-        "stop_token_ids",
-        "table_idx",
-        "token_ids",
-        "turn",
-        "user",
-    )
 
     def __init__(
         self,

@@ -1,25 +1,17 @@
-"""Samples a step's tokens, each row with its own parameters.
+"""Samples a step's tokens, each row with its own parameters. Knows no model."""
 
-Groups the rows on the host by the work that they need, so that one row's filters cost the other
-rows no time. Knows no model.
-"""
-
-import dataclasses
 import itertools
 
 import torch
 
+from nanovllm.layers.grouped_draw import draw_by_group
 from nanovllm.layers.logits_rules import apply_rules, run_processors
-from nanovllm.layers.sampler import Sampling, draw
+from nanovllm.layers.sampler import draw
+from nanovllm.layers.sampling_filters import Sampling
 from nanovllm.scheduler.messages import Row
 from nanovllm.utils.transfer import upload
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.extensions import StepMasks
-
-_SPARE = 8
-"""Candidates in addition to top_k, so that logits equal to the k-th are candidates too."""
-_TOP_P_CANDIDATES = 256
-"""Candidates for top_p without top_k. A row that keeps more tokens than that is sorted."""
 
 
 class SamplingRows:
@@ -84,45 +76,10 @@ class SamplingRows:
         logits = self.apply_rules(logits)
         if all(params.is_greedy for params in self.params):
             return self._tables.kernels.greedy(logits)
-        if self._tables.kernels.sample is not None:
-            return draw(logits, self._sampling(self._table_indices, self._positions))
-        return self._sample_by_group(logits)
-
-    def _sample_by_group(self, logits: torch.Tensor) -> torch.Tensor:
-        """Do the same in plain torch: rows with the same kind of filters in one call each."""
-        greedy: list[int] = []
-        plain: list[int] = []
-        with_top_k: list[int] = []
-        with_top_p: list[int] = []
-        for index, params in enumerate(self.params):
-            if params.is_greedy:
-                greedy.append(index)
-            elif 0 < params.top_k < logits.shape[-1]:
-                with_top_k.append(index)
-            elif params.top_p < 1.0:
-                with_top_p.append(index)
-            else:
-                plain.append(index)
-        tokens = torch.empty_like(self._table_indices)
-        if greedy:
-            rows = upload(greedy, logits.device)
-            tokens[rows] = self._tables.kernels.greedy(logits[rows])
-        max_top_k = max((self.params[index].top_k for index in with_top_k), default=0)
-        for group, num_candidates in (
-            (plain, 0),
-            (with_top_k, max_top_k + _SPARE),
-            (with_top_p, _TOP_P_CANDIDATES),
-        ):
-            if group:
-                rows = upload(group, logits.device)
-                group_logits = logits if len(group) == len(self.rows) else logits[rows]
-                sampling = dataclasses.replace(
-                    self._sampling(self._table_indices[rows], self._positions[rows]),
-                    any_min_p=any(self.params[index].min_p > 0 for index in group),
-                    any_top_p_of_all=group is with_top_p,
-                )
-                tokens[rows] = draw(group_logits, sampling, num_candidates)
-        return tokens
+        sampling = self._sampling()
+        if sampling.kernels.sample is not None:
+            return draw(logits, sampling)
+        return draw_by_group(logits, sampling, self.params)
 
     def store(self, token_ids: torch.Tensor) -> None:
         """Write the sampled tokens [S] to the device tables, where the next step reads them.
@@ -157,8 +114,7 @@ class SamplingRows:
         apply_rules(changed, ruled)
         return changed
 
-    def _sampling(self, table_indices: torch.Tensor, positions: torch.Tensor) -> Sampling:
-        """Return how to sample rows; both arguments are [n] int64."""
+    def _sampling(self) -> Sampling:
         tables = self._tables
-        columns = (column[table_indices] for column in tables.sampling_tensors.columns)
-        return Sampling(*columns, positions=positions, kernels=tables.kernels)
+        columns = (column[self._table_indices] for column in tables.sampling_tensors.columns)
+        return Sampling(*columns, positions=self._positions, kernels=tables.kernels)

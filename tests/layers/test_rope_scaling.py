@@ -5,7 +5,7 @@ import torch
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
-from nanovllm.kernels.torch_kernels import rotate
+from nanovllm.kernels.torch_math import rotate
 from nanovllm.layers.rope_scaling import RopeConfig
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 

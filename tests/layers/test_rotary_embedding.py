@@ -2,7 +2,7 @@
 
 import torch
 
-from nanovllm.kernels.torch_kernels import rotate
+from nanovllm.kernels.torch_math import rotate
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, inverse_frequencies
 
 

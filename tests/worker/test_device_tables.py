@@ -150,7 +150,7 @@ def check_batch(batch, rows, shadow):
 
 def sampling_of(rows):
     """Return how to sample `rows`, as the sampler gets it."""
-    return rows._sampling(rows._table_indices, rows._positions)
+    return rows._sampling()
 
 
 def check_sampling(tables, sampling, rows, shadow):

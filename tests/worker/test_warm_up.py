@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from nanovllm.kernels.torch_kernels import TORCH, Kernels
+from nanovllm.layers import grouped_draw
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import WorkerInfo
 from nanovllm.speculation.proposers.ngram import Ngram
-from nanovllm.worker import logprobs, sampling_rows as sampling
+from nanovllm.worker import logprobs
 from nanovllm.worker.network import Network
 from nanovllm.worker.warm_up import CHUNKS, KINDS, compile_kernels, reach_peak, warm_up_steps
 from tests.steps.test_cuda_graph import BLOCK_SIZE, Bench
@@ -59,7 +60,7 @@ def test_every_way_of_choosing_a_token_is_used(
         monkeypatch.setattr(module, name, watched)
 
     watch(Kernels, "greedy", lambda _, logits: [logits.dtype])
-    watch(sampling, "draw", lambda logits, _, count=0: [logits.dtype, bool(count)])
+    watch(grouped_draw, "draw", lambda logits, _, count=0: [logits.dtype, bool(count)])
     bench.tables.kernels = TORCH
     watch(logprobs, "gather_logprobs", lambda *_: [])
     watch(Network, "forward", lambda _, tables, rows, wanted: [rows[0].samples])

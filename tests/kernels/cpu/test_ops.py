@@ -16,7 +16,8 @@ from nanovllm.kernels.cpu import build, library as library_module, ops as cpu_op
 from nanovllm.kernels.cpu.kernels import CKernels
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, inverse_frequencies
-from nanovllm.layers.sampler import Sampling, draw
+from nanovllm.layers.sampler import draw
+from nanovllm.layers.sampling_filters import Sampling
 from tests.kernels.cpu.helpers import native, randn
 
 EMULATED = Path(__file__).with_name("emulated.h")

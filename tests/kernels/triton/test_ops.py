@@ -11,7 +11,8 @@ from torch.nn.functional import silu
 from nanovllm.kernels.cpu.kernels import CKernels, CSamplingKernels, OneDnnKernels
 from nanovllm.kernels.cpu.library import library
 from nanovllm.kernels.selector import select_kernels, triton_available
-from nanovllm.kernels.torch_kernels import TORCH, rotate
+from nanovllm.kernels.torch_kernels import TORCH
+from nanovllm.kernels.torch_math import rotate
 from nanovllm.kernels.triton import ops as triton_ops
 from nanovllm.kernels.triton.kernels import TritonKernels
 from nanovllm.layers.activation import SiluAndMul
