@@ -4,6 +4,8 @@ Only the scheduler changes it, with its block manager and what adds drafts. Know
 prefill and decode.
 """
 
+from dataclasses import KW_ONLY, dataclass, field
+
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import DraftCounts
 from nanovllm.scheduler.messages import Admission, NewTokens, Row, RowDetails, TokenLogprobs
@@ -12,6 +14,7 @@ ROOT_UID = 0
 """Unique id of the prefix cache's root: the parent of the first block, if there is no salt."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Sequence:
     """A prompt and the tokens generated for it.
 
@@ -22,52 +25,49 @@ class Sequence:
     - A sequence owns KV blocks only while it owns a table row, that is, while it is running.
     """
 
-    def __init__(
-        self,
-        seq_id: int,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        *,
-        seed: int = 0,
-        priority: int = 0,
-        bad_words: tuple[tuple[int, ...], ...] = (),
-        user: str = "",
-        cache_salt: str | None = None,
-    ) -> None:
-        self.seq_id = seq_id  # increases with arrival, so it orders arrivals
-        self.token_ids = list(prompt_token_ids)  # known tokens: prompt, then output
-        self.num_prompt_tokens = len(prompt_token_ids)
-        self.params = params
-        self.seed = seed
-        self.priority = priority
-        self.bad_words = bad_words  # params.bad_words as token ids
-        self.user = user  # users take turns, see WaitingQueue
-        self.turn = 0  # set by WaitingQueue, for good when the sequence is admitted
-        self.is_queued = False  # in WaitingQueue, as its prompt is not computed
-        self.cache_salt = cache_salt  # only sequences of the same salt share blocks
-        self.eos_token_ids: frozenset[int] = frozenset()  # set by Scheduler.add
-        self.stop_token_ids: frozenset[int] = frozenset()  # these and its own; set by Scheduler.add
-        self.max_num_tokens = 0  # set by Scheduler.add
+    seq_id: int  # increases with arrival, so it orders arrivals
+    token_ids: list[int]  # known tokens: the prompt, of which this is a copy, then output
+    params: SamplingParams
+    _: KW_ONLY
+    seed: int = 0
+    priority: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
+    user: str = ""  # users take turns, see WaitingQueue
+    cache_salt: str | None = None  # only sequences of the same salt share blocks
 
-        self.num_computed_tokens = 0  # tokens with KV written, or being written by a launched step
-        self.num_pending_tokens = 0  # tokens that launched steps will sample
-        self.num_in_flight_steps = 0  # launched steps with a row of this sequence
-        self.num_draft_tokens = 0  # that launched steps verify
-        self.num_unsent_tokens = 0  # last known tokens, which the workers' table row lacks
-        self.draft_counts: DraftCounts | None = None  # set by `Drafting`
-        self.num_cached_tokens: int | None = None  # prefix hit at the first admission; None before
-        self.table_idx: int | None = None  # row in the workers' tables; None while waiting
-        self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None  # stop token or string, or an error's reason
-        self.logprobs: list[TokenLogprobs] = []  # of output tokens, if requested
-        self.prompt_logprobs: dict[int, TokenLogprobs] = {}  # by position, if requested
+    # Set by `Scheduler.add`:
+    eos_token_ids: frozenset[int] = frozenset()
+    stop_token_ids: frozenset[int] = frozenset()  # these and its own
+    max_num_tokens: int = 0
+    # Set by `WaitingQueue`:
+    turn: int = 0  # for good when the sequence is admitted
+    is_queued: bool = False  # waiting, or its prompt is not computed
 
-        # Changed by the block manager only.
-        self.block_table: list[int] = []
-        self.block_keys: list[tuple[int, bytes]] = []  # (hash, tokens) of each full block
-        self.num_published_blocks = 0
-        # `Block.uid` of the last published block, or the root; None after a hash collision.
-        self.parent_uid: int | str | None = self.root_uid
+    num_prompt_tokens: int = 0
+    num_computed_tokens: int = 0  # tokens with KV written, or being written by a launched step
+    num_pending_tokens: int = 0  # tokens that launched steps will sample
+    num_in_flight_steps: int = 0  # launched steps with a row of this sequence
+    num_draft_tokens: int = 0  # that launched steps verify
+    num_unsent_tokens: int = 0  # last known tokens, which the workers' table row lacks
+    draft_counts: DraftCounts | None = None  # set by `Drafting`
+    num_cached_tokens: int | None = None  # prefix hit at the first admission; None before
+    table_idx: int | None = None  # row in the workers' tables; None while waiting
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None  # stop token or string, or an error's reason
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of output tokens, if requested
+    prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position
+
+    # Changed by the block manager only:
+    block_table: list[int] = field(default_factory=list)
+    block_keys: list[tuple[int, bytes]] = field(default_factory=list)  # of each full block
+    num_published_blocks: int = 0
+    parent_uid: int | str | None = None
+    """`Block.uid` of the last published block, or the root; None after a hash collision."""
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.parent_uid = self.root_uid
 
     @property
     def num_tokens(self) -> int:
