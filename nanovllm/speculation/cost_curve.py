@@ -29,6 +29,8 @@ _BEYOND_DOUBT = 0.5
 """Of a size beyond the measured ones, where the last slope may be wrong."""
 _NOISE = 0.0025
 """Of the seconds of one step."""
+_LEAST_CHANGE = 1e-3
+"""Correction from which other sizes follow."""
 _SURPRISE = 0.1
 """Deviation, beyond the one agreed on, from which a step leaves the doubts as they are."""
 
@@ -52,7 +54,8 @@ class CostCurve:
 
     All sizes have a common scale, and each size has a correction of its own. An observation moves
     both, each by its share of the doubt (a Kalman filter of two independent states, Kalman 1960).
-    So the first steps move the scale. Once the scale is known, what deviates is the size.
+    So the first steps move the scale. Once the scale is known, what deviates is the size. If a
+    size is cheaper than it was measured, sizes near it that were not observed follow.
 
     Both move only as far as two observations in a row agree on, so that a single slow step changes
     nothing. The correction of a size that is not observed any more is slowly forgotten. An observed
@@ -111,7 +114,7 @@ class CostCurve:
             change = _agreed(deviation, self._deviation)
         scale_share, size_share = self._scale_doubt / doubt, size.doubt / doubt
         self._scale += scale_share * change
-        size.seconds += size_share * change
+        self._move(size, size_share * change)
         if abs(deviation - change) < _SURPRISE:
             self._scale_doubt *= 1 - scale_share
             size.doubt *= 1 - size_share
@@ -127,6 +130,17 @@ class CostCurve:
         self._scale += 0.5 * _agreed(deviation, self._deviation)
         self._deviation = deviation
         self._rebuild()
+
+    def _move(self, size: _Size, change: float) -> None:
+        """Correct a size. If it is cheaper than measured, those that were not observed follow, the
+        near ones more: so they are tried.
+        """
+        size.seconds += change
+        if change < -_LEAST_CHANGE and size.seconds < size.start:
+            for other in self._sizes:
+                if not other.num_seen and other is not size:
+                    low, high = sorted((other.tokens, size.tokens))
+                    other.seconds += change * low / high
 
     def _nearest(self, tokens: int) -> _Size:
         return min(self._sizes, key=lambda size: abs(size.tokens - tokens))
