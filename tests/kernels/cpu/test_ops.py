@@ -89,12 +89,15 @@ def test_linear_reads_rows_that_lie_apart():
 
 @native
 @pytest.mark.usefixtures("kernels")
-def test_a_row_of_a_linear_does_not_depend_on_the_others():
-    weight, x, bias = cpu_ops.pack(randn(200, 512)), randn(600, 512), randn(200, seed=1)
-    together = cpu_ops.linear(x, weight, 200, bias)
+@pytest.mark.parametrize(("n", "k"), [(200, 512), (928, 288)])  # the second has 1.1 MB of outputs
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_row_of_a_linear_does_not_depend_on_the_others(n, k, with_bias):
+    weight, x = cpu_ops.pack(randn(n, k)), randn(600, k)
+    bias = randn(n, seed=1) if with_bias else None
+    together = cpu_ops.linear(x, weight, n, bias)
     for m in (1, 5, 12, 16, 31, 32, 47, 256, 257):
-        assert torch.equal(cpu_ops.linear(x[:m], weight, 200, bias), together[:m])
-        assert torch.equal(cpu_ops.linear(x[-m:], weight, 200, bias), together[-m:])
+        assert torch.equal(cpu_ops.linear(x[:m], weight, n, bias), together[:m])
+        assert torch.equal(cpu_ops.linear(x[-m:], weight, n, bias), together[-m:])
 
 
 @native

@@ -32,46 +32,34 @@ void nv_pack(team *t, const bf16 *w, bf16 *packed, ptrdiff_t n, ptrdiff_t k) {
     }
 }
 
-/* Return the panels of a weight that fit a thread's cache, fewer if `threads` threads would not share the weight evenly. */
-static ptrdiff_t panels_that_fit(ptrdiff_t panels, ptrdiff_t k, ptrdiff_t threads) {
-    ptrdiff_t most = 3 * CACHE_BYTES / (PANEL * k * 2), even = panels / (4 * threads);
-    return most < 1 || even < 1 ? 1 : most < even ? most : even;
-}
-
 /* y[m][n] = x[m][k] . w + bias[n], rounded to nearest even; rows of x are ldx apart. An item is the product of a block of x with a
- * panel. Each thread prepares the blocks that it multiplies, so that a block fits its cache. Where x is read in place, an item is
- * the product of x with as many panels as fit a thread's cache. So w is read once, and x once for each item. */
+ * panel, or of a single row with STREAMS panels. Each thread prepares the blocks that it multiplies, so that a block fits its cache. */
 void nv_linear(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *packed, const bf16 *bias, bf16 *y, ptrdiff_t m, ptrdiff_t n,
                ptrdiff_t k) {
-    ptrdiff_t panels = (n + PANEL - 1) / PANEL, block = X_IN_PLACE ? TILE_ROWS : rows_that_fit(m, k * sizeof(operand));
-    ptrdiff_t group = m == 1 ? STREAMS : X_IN_PLACE ? panels_that_fit(panels, k, t->threads) : 1;
-    ptrdiff_t groups = (panels + group - 1) / group, item_rows = X_IN_PLACE && m > 0 ? m : block, prepared = -1;
-    float acc[TILE_ROWS * PANEL] __attribute__((aligned(64)));
-    operand *buffer = X_IN_PLACE ? NULL : aligned_alloc(64, (block * (k + 16) * sizeof(operand) + 127) / 64 * 64);
+    ptrdiff_t panels = (n + PANEL - 1) / PANEL, block = rows_that_fit(m, k * sizeof(operand), LINEAR_BYTES), prepared = -1;
+    ptrdiff_t group = m == 1 ? STREAMS : 1, groups = (panels + group - 1) / group, acc_rows = block > TILE_ROWS ? block : TILE_ROWS;
+    operand *buffer = aligned_alloc(64, (block * (k + 16) * sizeof(operand) + 127) / 64 * 64);
+    float *acc = aligned_alloc(64, acc_rows * PANEL * sizeof(float));
     input_rows inputs = {0};
     begin_tiles();
-    FOR_ITEMS(item, t, (m + item_rows - 1) / item_rows * groups) {
+    FOR_ITEMS(item, t, (m + block - 1) / block * groups) {
         ptrdiff_t first = item % groups * group, last = first + group < panels ? first + group : panels;
-        ptrdiff_t end = item / groups * item_rows + item_rows;
-        for (ptrdiff_t i = end - item_rows; i < end && i < m; i += block) {
-            ptrdiff_t count = m - i < block ? m - i : block, step = even_block(count, TILE_ROWS);
-            if (i != prepared) inputs = prepare_inputs(x + i * ldx, ldx, count, step, k, buffer);
-            prepared = i;
-            if (m == 1 && last - first == STREAMS) {
-                tile_streams(inputs.p, packed + first * PANEL * k, k, acc);
-                store_row(acc, bias_from(bias, first * PANEL), y + first * PANEL, STREAMS * PANEL, n - first * PANEL);
-                continue;
-            }
-            for (ptrdiff_t p = first; p < last; p++)
-                for (ptrdiff_t r = 0; r < count; r += step) {
-                    int rows = count - r < step ? (int)(count - r) : (int)step;
-                    linear_tile(rows, k, inputs_from(inputs, r), packed + p * PANEL * k, r == 0, acc);
-                    store_tile(acc, bias_from(bias, p * PANEL), y + (i + r) * n + p * PANEL, n, rows, n - p * PANEL);
-                }
+        ptrdiff_t i = item / groups * block, rows = m - i < block ? m - i : block, step = even_block(rows, TILE_ROWS);
+        if (i != prepared) inputs = prepare_inputs(x + i * ldx, ldx, rows, step, k, buffer);
+        prepared = i;
+        if (m == 1 && last - first == STREAMS) {
+            tile_streams(inputs.p, packed + first * PANEL * k, k, acc);
+            store_row(acc, bias_from(bias, first * PANEL), y + first * PANEL, STREAMS * PANEL, n - first * PANEL);
+            continue;
+        }
+        for (ptrdiff_t p = first; p < last; p++) {
+            linear_outputs out = {y + i * n + p * PANEL, n, n - p * PANEL, m * n * 2, bias_from(bias, p * PANEL)};
+            linear_panel((linear_inputs){inputs, rows, step, k}, packed + p * PANEL * k, out, acc);
         }
     }
     end_tiles();
     free(buffer);
+    free(acc);
 }
 
 /* y[t] = row ids[t] of the unpacked weight, [k]. */

@@ -31,7 +31,7 @@ void nv_pack_int(team *t, const int8_t *q, const f16 *scales, const f16 *minimum
  * blocks that it multiplies. */
 void nv_linear_int(team *t, const bf16 *x, ptrdiff_t ldx, const uint8_t *packed, const f16 *scales, const bf16 *bias, bf16 *y,
                    ptrdiff_t m, ptrdiff_t n, ptrdiff_t k, ptrdiff_t group, ptrdiff_t bits, ptrdiff_t minimums) {
-    ptrdiff_t panels = (n + PANEL - 1) / PANEL, groups = k / group, block = rows_that_fit(m, k * 2), ld = k + 64;
+    ptrdiff_t panels = (n + PANEL - 1) / PANEL, groups = k / group, block = rows_that_fit(m, k * 2, CACHE_BYTES), ld = k + 64;
     ptrdiff_t streams = m == 1 ? STREAMS : 1, items_per_block = (panels + streams - 1) / streams, prepared = -1;
     ptrdiff_t panel_bytes = PANEL * k * bits / 8, panel_scales = PANEL * groups * (minimums ? 2 : 1);
     float acc[TILE_ROWS * PANEL] __attribute__((aligned(64)));

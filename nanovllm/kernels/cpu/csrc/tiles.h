@@ -58,15 +58,29 @@ static void tile(int rows, ptrdiff_t k, input_rows x, panel_pieces w, output_row
 /* acc[STREAMS][32] = x[k] . w for STREAMS panels, one behind the other in memory: the tile of a linear with a single row. */
 static void tile_streams(const operand *x, const bf16 *w, ptrdiff_t k, float *acc);
 
-/* nv_linear prepares a block of x once for all panels, and then calls linear_tile() for tiles of `step` rows of it. `buffer` has
- * rows * (k + 16) operands and 64 bytes more, or is NULL where X_IN_PLACE. With `prefetch`, linear_tile() may prefetch the weights
- * behind w. acc is [rows][32]. */
+/* nv_linear prepares a block of x once for all panels, cut into tiles of `step` rows. `buffer` has rows * (k + 16) operands and 64
+ * bytes more. */
 INLINE input_rows prepare_inputs(const bf16 *x, ptrdiff_t ldx, ptrdiff_t rows, ptrdiff_t step, ptrdiff_t k, operand *buffer);
+
+/* A block of prepared inputs, and where its outputs in a panel begin in y, [..][ld], with the panel's bias or NULL. y has `columns`
+ * columns from there on, and `size` bytes in all. */
+typedef struct {
+    input_rows x;
+    ptrdiff_t rows, step, k;
+} linear_inputs;
+typedef struct {
+    bf16 *y;
+    ptrdiff_t ld, columns, size;
+    const bf16 *bias;
+} linear_outputs;
+
+/* y = x . w + bias for a panel w. acc is [max(rows, 32)][32]. It may prefetch the weights behind w. */
+INLINE void linear_panel(linear_inputs in, const bf16 *w, linear_outputs out, float *acc);
 
 /* Each implementation also defines the constants
  *   K_MULTIPLE: see tile();
  *   PASS_KEYS: at least so many keys make a pass of attention;
- *   X_IN_PLACE: whether prepare_inputs() returns x itself. */
+ *   LINEAR_BYTES: the part of a thread's second-level cache for a linear's inputs. */
 
 /* A tile is computed in parts whose accumulators fit the registers: up to WIDE_ROWS rows with WIDE_COLS vectors of columns, or up
  * to MAX_ROWS rows with two. */
@@ -106,14 +120,6 @@ INLINE void prefetch_stream(int cols, const void *w) {
 #define WIDE_CASES(part)
 #endif
 
-#if defined(HAVE_AMX)
-#include "tiles_amx.h"
-#elif defined(HAVE_DPBF16)
-#include "tiles_bf16.h"
-#else
-#include "tiles_float.h"
-#endif
-
 enum { CACHE_BYTES = 1 << 18 }; /* the part of a thread's second-level cache that a loop may fill */
 
 /* Cut m rows evenly into blocks of at most max_rows. Return the rows of a block, at least 1. */
@@ -122,9 +128,9 @@ INLINE ptrdiff_t even_block(ptrdiff_t m, ptrdiff_t max_rows) {
     return m > 0 ? (m + blocks - 1) / blocks : 1;
 }
 
-/* Return the rows of a block of x: as many rows of row_bytes as fit the cache, but at least a few tiles. */
-static ptrdiff_t rows_that_fit(ptrdiff_t m, ptrdiff_t row_bytes) {
-    ptrdiff_t max_rows = CACHE_BYTES / row_bytes;
+/* Return the rows of a block of x: as many rows of row_bytes as fit into `bytes`, but at least a few tiles. */
+static ptrdiff_t rows_that_fit(ptrdiff_t m, ptrdiff_t row_bytes, ptrdiff_t bytes) {
+    ptrdiff_t max_rows = bytes / row_bytes;
     return even_block(m, max_rows < 4 * MAX_ROWS ? 4 * MAX_ROWS : max_rows);
 }
 
@@ -142,3 +148,21 @@ INLINE void store_row(const float *acc, const bf16 *bias, bf16 *y, ptrdiff_t cou
 INLINE void store_tile(const float *acc, const bf16 *bias, bf16 *y, ptrdiff_t ldy, int rows, ptrdiff_t columns) {
     for (int r = 0; r < rows; r++) store_row(acc + r * PANEL, bias, y + r * ldy, PANEL, columns);
 }
+
+#if defined(HAVE_AMX)
+#include "tiles_amx.h"
+#elif defined(HAVE_DPBF16)
+#include "tiles_bf16.h"
+#else
+#include "tiles_float.h"
+#endif
+
+#ifndef HAVE_AMX
+INLINE void linear_panel(linear_inputs in, const bf16 *w, linear_outputs out, float *acc) {
+    for (ptrdiff_t r = 0; r < in.rows; r += in.step) {
+        int rows = in.rows - r < in.step ? (int)(in.rows - r) : (int)in.step;
+        linear_tile(rows, in.k, inputs_from(in.x, r), w, r == 0, acc);
+        store_tile(acc, out.bias, out.y + r * out.ld, out.ld, rows, out.columns);
+    }
+}
+#endif

@@ -1,7 +1,7 @@
 /* Tiles by AVX512-BF16: an instruction multiplies 16 pairs of bfloat16 and adds each pair's products to a float32 sum.
  * A linear's inputs are packed first. Included by tiles.h, which describes the functions.
  */
-enum { X_IN_PLACE = 0, PASS_KEYS = 256, K_MULTIPLE = 2 };
+enum { PASS_KEYS = 256, K_MULTIPLE = 2, LINEAR_BYTES = CACHE_BYTES };
 
 static void begin_tiles(void) {}
 static void end_tiles(void) {}
