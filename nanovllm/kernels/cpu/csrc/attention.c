@@ -159,9 +159,9 @@ INLINE void store_output(const cache_layout *c, const query_tile *t, bf16 *out) 
 /* Compute the attention of a tile of queries: the last `tokens` of the tokens in kv, in the query heads of its KV head, at most 32
  * rows. q and out point at the first row. With an 8-bit cache, queries and weights are rounded to 16 bits, like the inputs of a
  * linear. A pass has PASS_KEYS keys, but at least a block.
- * In long passes, which only AVX512-BF16 has, a block's values are read long after its keys. The tiles prefetch them; without this,
- * a single token takes 1.2 to 1.5 times as long. They also prefetch the first keys of next_kv, which belong to the next tile:
- * decoding is 1.1 to 1.2 times as fast.
+ * In long passes a block's values are read long after its keys. The tiles of AVX512-BF16 prefetch them; without this, a single
+ * token takes 1.2 to 1.5 times as long. They also prefetch the first keys of next_kv, which belong to the next tile: decoding is
+ * 1.1 to 1.2 times as fast. With AMX neither makes a difference.
  * Not inlined: inside a parallel region GCC 12 keeps the constants of its loops in memory. */
 static __attribute__((noinline)) void attend(cache_layout c, query_shape shape, const bf16 *q, bf16 *out, kv_sequence kv,
                                              kv_sequence next_kv, int tokens) {

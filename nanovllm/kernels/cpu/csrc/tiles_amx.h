@@ -1,7 +1,7 @@
 /* Tiles by AMX: the processor's tile registers hold 16 rows of 64 bytes, and one instruction multiplies two of them.
  * Included by tiles.h, which describes the functions.
  */
-enum { PASS_KEYS = PANEL, K_MULTIPLE = 32, LINEAR_BYTES = 3 << 18 };
+enum { PASS_KEYS = 256, K_MULTIPLE = 32, LINEAR_BYTES = 3 << 18 };
 
 typedef struct {
     uint8_t palette, start_row, reserved[14];
@@ -81,9 +81,30 @@ static void tile(int rows, ptrdiff_t k, input_rows x, panel_pieces w, output_row
     tile_steps(rows, k, x, 32, w, NULL, 0, acc, add);
 }
 
+/* Vectors instead of tiles: reading panels side by side takes 0.85 of the time. Each output is summed as the tile instruction does
+ * it: even and odd inputs of a step apart, then their sum is added; numbers below the normal ones are 0. */
 static void tile_streams(const operand *x, const bf16 *w, ptrdiff_t k, float *acc) {
-    for (int p = 0; p < STREAMS; p++, w += k * PANEL)
-        tile(1, k, (input_rows){x, 0}, (panel_pieces){&w, &w, k}, (output_rows){acc + p * PANEL, PANEL}, 0);
+    vf sums[STREAM_COLS] = {0};
+    unsigned mode = _mm_getcsr();
+    _mm_setcsr(mode | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON);
+    for (ptrdiff_t i = 0; i < k; i += 32) {
+        vf even[STREAM_COLS] = {0}, odd[STREAM_COLS] = {0};
+        for (ptrdiff_t j = i; j < i + 32; j += 2) {
+            vf x0 = broadcast(from_bf16((half_vu){x[j]})[0]), x1 = broadcast(from_bf16((half_vu){x[j + 1]})[0]);
+#pragma GCC unroll 8
+            for (int c = 0; c < STREAM_COLS; c++) {
+                const bf16 *pairs = w + (c / PANEL_VECTORS * k + j) * PANEL + c % PANEL_VECTORS * 2 * VL;
+                vu v = *(const vu *)pairs;
+                prefetch_stream(STREAM_COLS, pairs);
+                even[c] = fma_((vf)(v << 16), x0, even[c]), odd[c] = fma_((vf)(v & 0xffff0000), x1, odd[c]);
+            }
+        }
+#pragma GCC unroll 8
+        for (int c = 0; c < STREAM_COLS; c++) sums[c] += even[c] + odd[c];
+    }
+    _mm_setcsr(mode);
+#pragma GCC unroll 8
+    for (int c = 0; c < STREAM_COLS; c++) store(acc + c * VL, sums[c]);
 }
 
 /* Copy x into `buffer`, cut into tiles of `step` rows, each packed as [k/32][rows][32]. So a step's inputs are adjacent: rows at
