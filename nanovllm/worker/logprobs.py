@@ -158,5 +158,23 @@ def _gather_piece(
     own = logprobs.gather(1, tokens[:, None])
     # Not in int64: torch converts the mask to the dtype of the sum.
     ranks = (logprobs > own).sum(-1, dtype=torch.int32).long() + 1
-    values, ids = logprobs.topk(min(count, logits.shape[-1]))
+    values, ids = _most_likely(logprobs, min(count, logits.shape[-1]))
     return torch.cat([tokens[:, None], ids], 1), torch.cat([own, values], 1), ranks
+
+
+def _most_likely(logprobs: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the `count` largest of each row, and their ids; of equal ones the lowest ids first.
+
+    Which of equal ones torch's topk takes depends on `count`, which is that of the whole batch.
+    """
+    values, ids = logprobs.topk(count)
+    if count:
+        candidates = (logprobs >= values[:, -1:]).sum(-1, dtype=torch.int32)
+        for row in (candidates > count).nonzero()[:, 0]:
+            found = (logprobs[row] >= values[row, -1]).nonzero()[:, 0]
+            ordered = logprobs[row, found].sort(descending=True, stable=True)
+            ids[row] = found[ordered.indices[:count]]
+        ids = ids.sort(-1).values
+        values, order = logprobs.gather(1, ids).sort(dim=-1, descending=True, stable=True)
+        ids = ids.gather(1, order)
+    return values, ids

@@ -41,6 +41,17 @@ def test_logprobs_are_the_log_softmax(dtype, count):
     assert all(len(set(row)) == width - 1 for row in found.token_ids[:, 1:].tolist())
 
 
+def test_of_equal_logits_the_lowest_token_ids_come_first():
+    """So a request's most likely tokens do not depend on how many another one wants."""
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randint(0, 6, (8, VOCAB), generator=generator).bfloat16()
+    tokens = torch.zeros(8, dtype=torch.long)
+    expected = logits.float().sort(dim=-1, descending=True, stable=True).indices
+    for count in (1, 2, 7, VOCAB // 2, VOCAB):
+        found = gather_logprobs(logits, tokens, count).token_ids[:, 1:]
+        assert torch.equal(found, expected[:, :count])
+
+
 def test_a_rank_is_one_more_than_the_number_of_likelier_tokens():
     logits = random_logits(50, torch.bfloat16)  # many ties, which share the same rank
     tokens = torch.randint(VOCAB, (50,), generator=torch.Generator().manual_seed(1))
