@@ -8,7 +8,11 @@ import math
 
 import torch
 
-from nanovllm.layers.rotary_embedding import inverse_frequencies
+
+def inverse_frequencies(head_dim: int, theta: float) -> torch.Tensor:
+    """Return the radians per position of each pair of a head: [head_dim / 2] float32."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+    return 1.0 / theta**exponents
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,18 +4,13 @@ import torch
 from torch import nn
 
 
-def inverse_frequencies(head_dim: int, theta: float) -> torch.Tensor:
-    """Return the radians per position of each pair of a head: [head_dim / 2] float32."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
-    return 1.0 / theta**exponents
-
-
 class RotaryEmbedding(nn.Module):
     """The angles by which a head's pairs (i, i + head_dim / 2) rotate, for each position.
 
     Args:
-        inv_freq: [head_dim / 2] float32, on the CPU.
-        scale: factor on cosines and sines.
+        inv_freq: [head_dim / 2] float32, on the CPU: the radians per position of each pair, as
+            `RopeConfig.inverse_frequencies` in rope_scaling.py returns them.
+        scale: factor on cosines and sines; 1.0 without rope scaling.
     """
 
     cos_sin: torch.Tensor

@@ -7,6 +7,9 @@ from nanovllm.outputs import DraftCounts
 from nanovllm.scheduler.messages import NewBlocks, Row, RowDetails, Schedule, StepResult
 from nanovllm.scheduler.sequence import Sequence
 
+MAX_SAMPLES = 256
+"""Drafts are added to a step up to so many positions that sample: logits take memory."""
+
 
 class Drafting(Protocol):
     """Adds draft tokens to the rows of a step, and learns how they fared."""

@@ -9,9 +9,6 @@ from typing import NamedTuple
 
 from nanovllm.options.sampling_params import SamplingParams
 
-MAX_SAMPLES = 256
-"""Drafts are added to a step up to so many positions that sample: logits take memory."""
-
 
 class Admission(NamedTuple):
     """A sequence takes a table row, whose old contents are overwritten.

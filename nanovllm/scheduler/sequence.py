@@ -75,18 +75,9 @@ class Sequence:
         return len(self.token_ids) + self.num_pending_tokens + self.num_draft_tokens
 
     @property
-    def room(self) -> int:
-        """Number of tokens that may still be appended to the known ones."""
-        return self.max_num_tokens - len(self.token_ids)
-
-    @property
     def num_output_tokens(self) -> int:
         """Number of generated tokens whose values are known."""
         return len(self.token_ids) - self.num_prompt_tokens
-
-    @property
-    def output_token_ids(self) -> list[int]:
-        return self.token_ids[self.num_prompt_tokens :]
 
     @property
     def is_finished(self) -> bool:
@@ -136,12 +127,6 @@ class Sequence:
         self.num_pending_tokens += samples
         behind = self.num_draft_tokens
         return Row(self.seq_id, self.table_idx, start, num_scheduled, samples, 0, behind)
-
-    def take_back(self, row: Row) -> None:
-        """Undo `next_row`, whose row was not launched."""
-        self.num_computed_tokens -= row.num_scheduled_tokens
-        self.num_in_flight_steps -= 1
-        self.num_pending_tokens -= row.samples
 
     def take_result(self, row: Row, tokens: list[int], details: RowDetails) -> None:
         """Append the tokens of a row that samples, and subtract its rejected drafts."""

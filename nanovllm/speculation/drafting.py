@@ -10,14 +10,8 @@ from collections.abc import Mapping
 
 from nanovllm.outputs import DraftCounts
 from nanovllm.scheduler.block_manager import BlockManager
-from nanovllm.scheduler.messages import (
-    MAX_SAMPLES,
-    NewBlocks,
-    Row,
-    RowDetails,
-    Schedule,
-    StepResult,
-)
+from nanovllm.scheduler.extensions import MAX_SAMPLES
+from nanovllm.scheduler.messages import NewBlocks, Row, RowDetails, Schedule, StepResult
 from nanovllm.scheduler.sequence import Sequence
 from nanovllm.speculation.acceptance import Acceptance
 from nanovllm.speculation.draft_controller import DraftController
@@ -113,7 +107,7 @@ class AdaptiveDrafting:
         seqs = [sequences[rows[index].seq_id] for index in indices]
         candidates = []
         for seq in seqs:
-            limit = min(seq.room - seq.num_pending_tokens - seq.num_draft_tokens, budget)
+            limit = min(seq.max_num_tokens - seq.num_tokens, budget)
             # Logits processors are the user's code: no draft may show them tokens that do not
             # count, and they may count their calls.
             limit = 0 if seq.params.logits_processors else limit
@@ -150,7 +144,10 @@ class AdaptiveDrafting:
         taken = {row.table_idx: row for row in rows if row.num_unverified_tokens}
         for row in taken.values():
             seq = sequences[row.seq_id]
-            seq.take_back(row)
+            # Undo `Sequence.next_row`.
+            seq.num_computed_tokens -= row.num_scheduled_tokens
+            seq.num_in_flight_steps -= 1
+            seq.num_pending_tokens -= row.samples
             self._block_manager.trim(seq, seq.num_computed_tokens)
         return (
             [row for row in rows if row.table_idx not in taken],

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from nanovllm.attention.batch import Batch
-from nanovllm.scheduler.messages import MAX_SAMPLES, Row
+from nanovllm.scheduler.extensions import MAX_SAMPLES
+from nanovllm.scheduler.messages import Row
 from nanovllm.steps.cuda_capture import can_capture, make_capture
 from nanovllm.steps.cuda_graph import ComputeLogits, GraphRunner, graph_sizes
 from nanovllm.steps.fused_step import faster_logits

@@ -14,7 +14,8 @@ import torch
 
 from nanovllm.layers.logits_rules import LogitsRules
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.scheduler.messages import MAX_SAMPLES, Admission, Row, Schedule, WorkerInfo
+from nanovllm.scheduler.extensions import MAX_SAMPLES
+from nanovllm.scheduler.messages import Admission, Row, Schedule, WorkerInfo
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.kv_cache import num_blocks_that_fit
 from nanovllm.worker.model_runner import ModelRunner

@@ -25,7 +25,8 @@ from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.kernels.triton.kernels import TritonKernels
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.rotary_embedding import RotaryEmbedding, inverse_frequencies
+from nanovllm.layers.rope_scaling import inverse_frequencies
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.worker import network
 from tests.attention.cases import make_case, random_rows
 from tests.kernels.triton.inputs import CUDA, DEVICE, has_fp8

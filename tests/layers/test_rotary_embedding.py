@@ -3,7 +3,8 @@
 import torch
 
 from nanovllm.kernels.torch_math import rotate
-from nanovllm.layers.rotary_embedding import RotaryEmbedding, inverse_frequencies
+from nanovllm.layers.rope_scaling import inverse_frequencies
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
 
 
 def test_angles_keep_float32_where_the_models_dtype_is_narrower():

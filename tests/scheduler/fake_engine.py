@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import DraftCounts
 from nanovllm.scheduler.block_manager import BlockManager
-from nanovllm.scheduler.messages import MAX_SAMPLES, Row, RowDetails, Schedule, StepResult
+from nanovllm.scheduler.extensions import MAX_SAMPLES
+from nanovllm.scheduler.messages import Row, RowDetails, Schedule, StepResult
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.sequence import Sequence
 from tests.scheduler.invariants import check_blocks, check_scheduler
@@ -69,6 +70,11 @@ def oracle(
         if len(output) == params.max_tokens or len(prompt) + len(output) == max_model_len:
             return output, "length"
     raise AssertionError("unreachable")
+
+
+def output_of(seq: Sequence) -> list[int]:
+    """Return the tokens that were generated for a sequence."""
+    return seq.token_ids[seq.num_prompt_tokens :]
 
 
 Proposer = Callable[[list[int]], list[int]]
@@ -387,7 +393,7 @@ class Engine:
             scheduler.max_model_len,
             scheduler.eos_token_ids,
         )
-        got = seq.output_token_ids
+        got = output_of(seq)
         if seq.finish_reason in ("stop", "length"):
             assert (got, seq.finish_reason) == expected
             assert self._is_right_cache_count(seq.num_cached_tokens, seq.num_prompt_tokens)

@@ -25,6 +25,7 @@ from tests.scheduler.fake_engine import (
     Engine,
     draft_counts,
     oracle,
+    output_of,
     prompt_that_ends_with,
 )
 from tests.scheduler.invariants import check_scheduler
@@ -127,7 +128,7 @@ def test_preempted_sequence_keeps_its_tokens() -> None:
     engine.add([1, 2, 3], max_tokens=5)
     last = engine.add([2, 3, 4], max_tokens=5)
     engine.step_until(lambda: engine.preempted)
-    before = last.output_token_ids
+    before = output_of(last)
     assert before
     engine.step_until(lambda: last.table_idx is not None)
     schedule, _ = engine.launched[-1]
@@ -195,7 +196,7 @@ def test_ignore_eos_goes_on_to_max_tokens() -> None:
     seq = engine.add(prompt_that_ends_with(3, eos_token_ids), max_tokens=8, ignore_eos=True)
     engine.run()
     assert (seq.num_output_tokens, seq.finish_reason) == (8, "length")
-    assert 3 in seq.output_token_ids[:-1]
+    assert 3 in output_of(seq)[:-1]
 
 
 def test_eos_as_the_last_allowed_token_is_a_stop() -> None:
@@ -321,7 +322,7 @@ def test_aborted_waiting_request_is_never_admitted() -> None:
     assert engine.scheduler.num_unfinished == 2
     engine.run()
     assert engine.admitted == [0, 2]
-    assert waiting.output_token_ids == []
+    assert output_of(waiting) == []
 
 
 def test_aborted_running_request_frees_its_blocks() -> None:
@@ -352,7 +353,7 @@ def test_result_of_an_aborted_request_is_dropped() -> None:
         engine.retire()
         check_scheduler(engine.scheduler)
     assert other.num_output_tokens == 3
-    assert aborted.output_token_ids == []
+    assert output_of(aborted) == []
     engine.run()
 
 
@@ -423,7 +424,7 @@ def test_depth_one_runs_ahead_of_the_tokens() -> None:
     engine = Engine(queue_depth=1)
     seq = engine.add([1, 2], max_tokens=3)
     schedules = [engine.launch(), engine.launch(), engine.launch(), engine.launch()]
-    assert seq.output_token_ids == []
+    assert output_of(seq) == []
     assert [row[2:5] for schedule in schedules[:3] if schedule for row in schedule.rows] == [
         (0, 2, True),
         (2, 1, True),
@@ -454,13 +455,13 @@ def test_failed_step_costs_no_tokens() -> None:
     other = engine.add([1, 2, 3], max_tokens=6)
     engine.step()
     engine.step()
-    known = seq.output_token_ids
+    known = output_of(seq)
     assert known
     engine.worker.is_broken = True
     engine.launch()
     engine.retire()  # launched before the failure, so its tokens count
     engine.retire()
-    assert seq.output_token_ids[: len(known)] == known
+    assert output_of(seq)[: len(known)] == known
     assert (seq.table_idx, other.table_idx) == (None, None)
     assert engine.manager.num_free_blocks == len(engine.manager.blocks)
     engine.run()
@@ -489,7 +490,7 @@ def test_row_without_a_token_ends_its_sequence_only(queue_depth: int) -> None:
     engine.worker.fails_from[broken.seq_id] = 0
     engine.run()
     assert (late.finish_reason, late.stop_reason) == ("error", "no token")
-    assert late.output_token_ids == []
+    assert output_of(late) == []
     assert (broken.finish_reason, broken.stop_reason) == ("error", "no token")
     assert broken.num_output_tokens >= 3
     assert (sound.finish_reason, sound.num_output_tokens) == ("length", 8)

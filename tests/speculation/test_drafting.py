@@ -16,6 +16,7 @@ from tests.scheduler.fake_engine import (
     Engine,
     continuation,
     draft_counts,
+    output_of,
 )
 from tests.scheduler.invariants import check_scheduler
 from tests.speculation.fake_controller import FakeController
@@ -297,7 +298,7 @@ def test_depth_one_runs_ahead_where_no_drafts_pay() -> None:
     seq = engine.add([1, 2], max_tokens=3)
     schedules = [engine.launch(), engine.launch(), engine.launch()]
     assert all(schedules)
-    assert seq.output_token_ids == []
+    assert output_of(seq) == []
     engine.run()
 
 

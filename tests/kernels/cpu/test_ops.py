@@ -15,7 +15,8 @@ from nanovllm.formats.integer import IntTensor, quantize
 from nanovllm.kernels.cpu import build, library as library_module, ops as cpu_ops, table_ops
 from nanovllm.kernels.cpu.kernels import CKernels
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.rotary_embedding import RotaryEmbedding, inverse_frequencies
+from nanovllm.layers.rope_scaling import inverse_frequencies
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.sampler import draw
 from nanovllm.layers.sampling_filters import Sampling
 from tests.kernels.cpu.helpers import native, randn

@@ -9,7 +9,8 @@ import torch
 
 from nanovllm.kernels.triton import fused_attention, ops as triton_ops
 from nanovllm.kernels.triton.online_softmax import MAX_SPLITS
-from nanovllm.layers.rotary_embedding import RotaryEmbedding, inverse_frequencies
+from nanovllm.layers.rope_scaling import inverse_frequencies
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from tests.attention.cases import make_case, reference
 from tests.kernels.triton.inputs import DEVICE, each_dtype, randn
 from tests.kernels.triton.interpreter import patch_interpreter

@@ -17,7 +17,8 @@ from nanovllm.kernels.triton import ops as triton_ops
 from nanovllm.kernels.triton.kernels import TritonKernels
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.rotary_embedding import RotaryEmbedding, inverse_frequencies
+from nanovllm.layers.rope_scaling import inverse_frequencies
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.worker.kv_cache import zeros
 from tests.kernels.triton.inputs import CUDA, DEVICE, each_dtype, has_fp8, randn
 from tests.kernels.triton.interpreter import patch_interpreter
