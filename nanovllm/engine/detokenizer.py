@@ -99,7 +99,7 @@ class Detokenizer:
         Returns:
             Whether a stop string is complete.
         """
-        if self.stop_string is None:
+        if self.stop_string is None and self._num_read < len(self._token_ids):
             num_searched = self.num_chars
             whole = self._decode(0)
             kept = whole.startswith(self.text)

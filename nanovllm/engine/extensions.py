@@ -16,7 +16,7 @@ class Observer:
         """Note a request that was queued."""
 
     def end(self, seq: Sequence) -> None:
-        """Note that a sequence has finished."""
+        """Note that a sequence has finished; called once for each."""
 
     def begin_step(self) -> None:
         """Note that the engine's loop begins."""

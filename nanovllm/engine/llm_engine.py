@@ -119,9 +119,13 @@ class LLMEngine:
     def run_step(self) -> None:
         """Launch a step, process the oldest step's tokens, and deliver the outputs.
 
+        On a CPU it does all of this for one step. If the device runs ahead, the oldest step is
+        processed once more than `queue_depth` steps are in flight, or nothing else can run.
+
         Raises:
-            EngineDeadError: a worker died. After any error the requests of the step are queued
-                again.
+            EngineDeadError: a worker died. After an error of a worker, the requests of all steps in
+                flight are queued again. After an error in making the output of one request, the
+                others have got theirs.
         """
         self.owner.check()
         with DelayedInterrupt() as interrupt:
@@ -142,8 +146,10 @@ class LLMEngine:
             return None
         self._queue_remaining(request)
         for seq in request.sequences:
-            self.scheduler.finish(seq.seq_id, "abort")
-            self.observer.end(seq)
+            if not seq.is_finished:
+                self.scheduler.finish(seq, "abort")
+                self.output_processor.process_tokens(seq, time.monotonic())  # the rest of its text
+                self.observer.end(seq)
         output = self.output_processor.make_output(request)
         if output is not None and request.deliver is not None:
             request.deliver(output)
@@ -222,9 +228,9 @@ class LLMEngine:
         updated: dict[int | str, Request] = {}
         now = time.monotonic()
         for seq in self.scheduler.update(schedule, result):
-            request, stop_string = self.output_processor.process_tokens(seq, now)
-            if stop_string is not None:
-                self.scheduler.finish(seq.seq_id, "stop", stop_string)
+            request, end = self.output_processor.process_tokens(seq, now)
+            if end is not None:
+                self.scheduler.finish(seq, *end)
             if seq.is_finished:
                 self.observer.end(seq)
                 if seq.finish_reason == "error":
@@ -232,10 +238,16 @@ class LLMEngine:
             self._queue_remaining(request)
             if request.stream or seq.is_finished:
                 updated[request.request_id] = request
+        failure: BaseException | None = None
         for request in updated.values():
-            output = self.output_processor.make_output(request)
-            if output is not None:
-                (request.deliver or self._outputs.append)(output)
+            try:
+                output = self.output_processor.make_output(request)
+                if output is not None:
+                    (request.deliver or self._outputs.append)(output)
+            except BaseException as error:  # the other requests get their outputs first
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
     def _queue_remaining(self, request: Request) -> None:
         """Queue the request's sequences that the scheduler does not have yet."""

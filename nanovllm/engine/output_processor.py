@@ -49,35 +49,32 @@ class OutputProcessor:
         completion = self._completions.get(seq_id)
         return None if completion is None else completion.request
 
-    def process_tokens(self, seq: Sequence, now: float) -> tuple[Request, str | None]:
-        """Read a sequence's new tokens; return its request and the stop string completed, if any.
+    def process_tokens(self, seq: Sequence, now: float) -> tuple[Request, tuple[str, str] | None]:
+        """Read a sequence's new tokens, and the rest of its text if it has ended.
 
         Args:
             now: time.monotonic() when the tokens came.
+
+        Returns:
+            Its request, and if the text ends the output, the finish reason and the stop reason:
+            ("stop", the stop string), or ("error", why there is no text).
         """
         completion = self._completions[seq.seq_id]
         request, detokenizer = completion.request, completion.detokenizer
-        num_output_tokens = seq.num_output_tokens
-        if completion.num_tokens < num_output_tokens:  # an error brings no token
+        if completion.num_tokens < seq.num_output_tokens:  # an error brings no token
             request.first_token_time = request.first_token_time or now
             request.last_token_time = now
-        params = request.params
-        if detokenizer is None or not (request.stream or params.stop):
-            completion.num_tokens = num_output_tokens  # decoded all at once at the end
+        if detokenizer is None or not (request.decodes_each_step or seq.is_finished):
+            completion.num_tokens = seq.num_output_tokens
             return request, None
-        while completion.num_tokens < num_output_tokens:
-            token = seq.token_ids[seq.num_prompt_tokens + completion.num_tokens]
-            completion.num_tokens += 1
-            search = completion.num_tokens >= params.min_tokens
-            if completion.ends_with_hidden_stop:
-                continue
-            if detokenizer.add(token, search=search):
-                return request, detokenizer.stop_string
-        if seq.is_finished and detokenizer.finish(
-            search=completion.num_tokens >= params.min_tokens
-        ):
-            return request, detokenizer.stop_string
-        return request, None
+        try:
+            stop_string = _decode(completion, detokenizer)
+        except BaseException as error:  # a panic of the tokenizer's library is no Exception
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+            completion.detokenizer, completion.num_tokens = None, seq.num_output_tokens
+            return request, ("error", f"the tokens could not be decoded: {error!r}")
+        return request, None if stop_string is None else ("stop", stop_string)
 
     def make_output(self, request: Request) -> RequestOutput | None:
         """Return the output to send now, if any; stop following a request that is finished.
@@ -117,28 +114,22 @@ class OutputProcessor:
     def _make_completion_output(self, completion: Completion) -> CompletionOutput:
         """Return what was read of a completion and not sent yet, and mark it as sent."""
         seq, detokenizer, request = completion.seq, completion.detokenizer, completion.request
-        params = request.params
         num_sent = 0 if request.sends_all else completion.num_sent_tokens
         first = seq.num_prompt_tokens
         tokens = seq.token_ids[first + num_sent : first + completion.num_tokens]
-        text, stop_string = "", None
+        text = ""
         if detokenizer is not None:
-            if not (request.stream or params.stop):
-                detokenizer.add_all(tokens[:-1] if completion.ends_with_hidden_stop else tokens)
-            if seq.is_finished:
-                detokenizer.finish(search=False)
             end = detokenizer.safe_length(finished=seq.is_finished)
             start = 0 if request.sends_all else completion.num_sent_chars
             text = detokenizer.read(start, end)
             completion.num_sent_chars = max(end, completion.num_sent_chars)
-            stop_string = detokenizer.stop_string
         logprobs, cumulative = None, None
-        if params.logprobs is not None:
+        if request.params.logprobs is not None:
             for found in seq.logprobs[completion.num_sent_tokens : completion.num_tokens]:
                 completion.cumulative_logprob += found.logprobs[0]
             cumulative = completion.cumulative_logprob
             known = seq.logprobs[num_sent : completion.num_tokens]
-            with_text = params.detokenize
+            with_text = request.params.detokenize
             logprobs = [self._entries.make(found, with_text=with_text) for found in known]
         completion.num_sent_tokens = completion.num_tokens
         completion.sent_end = seq.is_finished
@@ -146,8 +137,8 @@ class OutputProcessor:
             index=completion.index,
             text=text,
             token_ids=tokens,
-            finish_reason="stop" if stop_string else seq.finish_reason,
-            stop_reason=stop_string or seq.stop_reason,
+            finish_reason=seq.finish_reason,
+            stop_reason=seq.stop_reason,
             cumulative_logprob=cumulative,
             logprobs=logprobs,
         )
@@ -185,3 +176,21 @@ class OutputProcessor:
             else None
             for position in range(first.num_prompt_tokens)
         ]
+
+
+def _decode(completion: Completion, detokenizer: Detokenizer) -> str | None:
+    """Decode what was not read of a sequence; return the stop string that it completes, if any."""
+    seq, params = completion.seq, completion.request.params
+    if not completion.request.decodes_each_step:  # it has ended: all at once
+        completion.num_tokens = seq.num_output_tokens
+        tokens = seq.token_ids[seq.num_prompt_tokens :]
+        detokenizer.add_all(tokens[:-1] if completion.ends_with_hidden_stop else tokens)
+    while completion.num_tokens < seq.num_output_tokens:
+        token = seq.token_ids[seq.num_prompt_tokens + completion.num_tokens]
+        completion.num_tokens += 1
+        search = completion.num_tokens >= params.min_tokens
+        if not completion.ends_with_hidden_stop and detokenizer.add(token, search=search):
+            return detokenizer.stop_string
+    if seq.is_finished:
+        detokenizer.finish(search=completion.num_tokens >= params.min_tokens)
+    return detokenizer.stop_string

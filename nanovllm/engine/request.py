@@ -37,6 +37,8 @@ class Request:
         self.params = params
         self.sequences = sequences
         self.stream = stream
+        # Else nobody looks at the text before its end, and all of it is decoded at once.
+        self.decodes_each_step = stream or bool(params.stop)
         self.deliver: Callable[[RequestOutput], object] | None = None  # see LLMEngine.queue
         self.arrival_time = time.monotonic()
         self.first_scheduled_time: float | None = None

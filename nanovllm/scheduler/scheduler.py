@@ -107,7 +107,7 @@ class Scheduler:
             seq.num_in_flight_steps -= 1
             details = result.details.get(row.seq_id, _NO_DETAILS)
             if (error := details.error) is not None:
-                self.finish(row.seq_id, "error" if error else "stop", error or None)
+                self.finish(seq, "error" if error else "stop", error or None)
                 advanced.append(seq)
                 continue
             if details.prompt_logprobs:
@@ -142,16 +142,11 @@ class Scheduler:
             if seq.table_idx is not None:
                 self._preempt(seq)
 
-    def finish(
-        self, seq_id: int, finish_reason: str, stop_reason: str | None = None
-    ) -> Sequence | None:
-        """End an unfinished sequence, free what it owns and return it; None if there is none."""
-        seq = self._sequences.get(seq_id)
-        if seq is not None:
-            seq.finish_reason = finish_reason
-            seq.stop_reason = stop_reason
+    def finish(self, seq: Sequence, finish_reason: str, stop_reason: str | None = None) -> None:
+        """End a sequence and free what it owns. One that has ended only gets these reasons."""
+        seq.finish_reason, seq.stop_reason = finish_reason, stop_reason
+        if seq.seq_id in self._sequences:
             self._remove(seq)
-        return seq
 
     def _schedule_rows(self) -> tuple[list[Row], list[NewBlocks], list[Admission]]:
         """Return rows for sequences in order, the blocks added to block tables, and the admissions.

@@ -16,14 +16,21 @@ from nanovllm.errors import EngineDeadError
 from nanovllm.executors.in_process import InProcessExecutor
 from nanovllm.executors.worker import num_cores
 from nanovllm.options.config import Config
+from tests.helpers import generate
 from tests.scheduler.invariants import check_scheduler
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+QUESTION = demo_model.entries()[0][0]
 
 
 @pytest.fixture(scope="module")
 def llm(random_model: str) -> LLM:
     return LLM(random_model)
+
+
+@pytest.fixture(scope="module")
+def demo_llm() -> LLM:
+    return LLM(demo_model.MODEL, max_model_len=128)
 
 
 def test_generate_takes_one_prompt_or_many(llm: LLM) -> None:
@@ -141,6 +148,65 @@ def test_failed_step_loses_no_token(
         expected = expected or tokens
         assert tokens == expected
     assert calls > 6
+
+
+@pytest.mark.parametrize("stop", [(), ("never",)])
+@pytest.mark.parametrize("error", [MemoryError, type("PanicException", (BaseException,), {})])
+def test_a_text_that_cannot_be_made_ends_only_its_request(
+    demo_llm: LLM,
+    error: type[BaseException],
+    stop: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Symptom: requests that ended in the same step wait for ever for their outputs."""
+    engine = demo_llm.engine
+    params = dataclasses.replace(GREEDY, stop=stop)
+    expected = generate(demo_llm, QUESTION, params)
+    ids = [engine.add_request(QUESTION, params) for _ in range(3)]
+
+    def fails(*args: Any, **options: Any) -> Any:
+        raise error("no text")
+
+    detokenizer = engine.output_processor._completions[ids[1]].detokenizer
+    monkeypatch.setattr(detokenizer, "add" if stop else "add_all", fails)
+    outputs = {}
+    while not engine.is_finished():
+        outputs |= {output.request_id: output for output in engine.step()}
+    first, broken, last = (outputs[request_id] for request_id in ids)
+    assert first.text == last.text == expected.text
+    assert (broken.text, broken.finish_reason) == ("", "error")
+    assert "no text" in broken.outputs[0].stop_reason
+    assert broken.token_ids == expected.token_ids[: len(broken.token_ids)]
+    assert "no text" in caplog.text
+    check_scheduler(engine.scheduler)
+
+
+def test_an_output_that_cannot_be_made_keeps_no_other_back(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Symptom: requests that ended in the same step wait for ever for their outputs."""
+    engine = llm.engine
+    ids = [engine.add_request([1, 2, 3], GREEDY) for _ in range(3)]
+    make_output = engine.output_processor.make_output
+
+    def fails_for_the_first(request: Any) -> Any:
+        output = make_output(request)
+        if output is not None and output.request_id == ids[0]:
+            raise MemoryError("no output")
+        return output
+
+    monkeypatch.setattr(engine.output_processor, "make_output", fails_for_the_first)
+    outputs, num_failures = [], 0
+    while not engine.is_finished():
+        try:
+            outputs += engine.step()
+        except MemoryError:
+            num_failures += 1
+    assert num_failures == 1
+    assert [output.request_id for output in outputs] == ids[1:]
+    assert [len(output.token_ids) for output in outputs] == [8, 8]
+    check_scheduler(engine.scheduler)
 
 
 def test_generate_leaves_other_requests_alone(llm: LLM) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, SamplingParams, demo_model
 from nanovllm.assembly import make_engine
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import ConfigError
@@ -203,6 +203,21 @@ def test_spans_are_those_of_the_metrics(make_llm: Any, random_model: str, path: 
         )
         seconds = metrics.last_token_time - metrics.arrival_time
         assert (seq["end"] - seq["start"]) / 1e6 == pytest.approx(seconds, abs=5e-3)
+
+
+def test_ends_are_those_of_the_outputs(make_llm: Any, path: Path) -> None:
+    """Symptom: a stop string in the last allowed token is traced as "length"."""
+    llm = make_llm(demo_model.MODEL, trace=path, **SMALL)
+    question = demo_model.entries()[0][0]
+    free = SamplingParams(0, 4, n=2)
+    (whole,) = llm.generate(question, free, use_tqdm=False)
+    text = whole.outputs[0].text
+    params = [free, free.clone(stop=text[-1:], min_tokens=4)]
+    outputs = llm.generate([question] * 2, params, use_tqdm=False)
+    reasons = [completion.finish_reason for o in outputs for completion in o.outputs]
+    assert reasons == ["length"] * 2 + ["stop"] * 2
+    traced = [seq["finish_reason"] for seq in sequences(read(path))[2:]]
+    assert sorted(traced) == sorted(reasons)
 
 
 def test_names_are_escaped(make_llm: Any, random_model: str, path: Path) -> None:

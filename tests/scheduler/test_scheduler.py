@@ -357,14 +357,15 @@ def test_result_of_an_aborted_request_is_dropped() -> None:
     engine.run()
 
 
-def test_abort_of_a_finished_or_unknown_request_does_nothing() -> None:
-    """Symptom: a client that hangs up after the last token crashes the engine."""
+def test_a_finished_sequence_may_get_another_reason() -> None:
+    """Symptom: a stop string in the last allowed token is told as "length", or frees twice."""
     engine = Engine()
     seq = engine.add([1, 2])
     engine.run()
-    engine.abort(seq)
     assert seq.finish_reason == "length"
-    assert engine.scheduler.finish(12345, "abort") is None
+    engine.scheduler.finish(seq, "stop", "a stop string")
+    assert (seq.finish_reason, seq.stop_reason) == ("stop", "a stop string")
+    check_scheduler(engine.scheduler)
 
 
 def test_aborted_waiting_requests_free_their_memory() -> None:
@@ -382,8 +383,9 @@ def test_aborted_waiting_requests_free_their_memory() -> None:
         scheduler.add(Sequence(seq_id, [1, 2], SamplingParams()))
     assert scheduler.schedule() is not None
     for seq_id in range(2, 10_002):
-        scheduler.add(Sequence(seq_id, [1, 2], SamplingParams()))
-        assert scheduler.finish(seq_id, "abort") is not None
+        waiting = Sequence(seq_id, [1, 2], SamplingParams())
+        scheduler.add(waiting)
+        scheduler.finish(waiting, "abort")
     assert scheduler.num_waiting == 1
     assert num_sequences() - before < 100
     check_scheduler(scheduler)
@@ -576,8 +578,9 @@ def test_cost_does_not_depend_on_how_many_wait(num_blocks: int, max_num_seqs: in
         params = SamplingParams(max_tokens=30)
         for seq_id in range(4):
             scheduler.add(Sequence(seq_id, [seq_id] * 5, params))
-        for seq_id in range(4, 4 + num_waiting):
-            scheduler.add(Sequence(seq_id, [seq_id] * 12, params))
+        waiting = [Sequence(4 + index, [4 + index] * 12, params) for index in range(num_waiting)]
+        for seq in waiting:
+            scheduler.add(seq)
 
         def step() -> None:
             schedule = scheduler.schedule()
@@ -587,7 +590,7 @@ def test_cost_does_not_depend_on_how_many_wait(num_blocks: int, max_num_seqs: in
 
         step()
         assert scheduler.num_waiting == num_waiting
-        return num_lines_run(step), num_lines_run(lambda: scheduler.finish(5, "abort"))
+        return num_lines_run(step), num_lines_run(lambda: scheduler.finish(waiting[1], "abort"))
 
     assert costs(num_waiting=2_000) == costs(num_waiting=2)
 
