@@ -8,14 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.assembly import make_engine
-from nanovllm.chat.templates import Message, is_message, template_options
+from nanovllm.chat.templates import Message, as_conversations, template_options
 from nanovllm.engine.progress import with_progress
-from nanovllm.engine.prompt import Prompt, PromptInput, as_list
+from nanovllm.engine.prompt import Prompt, PromptInput, as_list, one_for_each
 from nanovllm.engine.shared_engine import SharedEngine
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.config import Config
 from nanovllm.options.sampling_params import SamplingParams, default_sampling_params
-from nanovllm.options.validation import shown
 from nanovllm.outputs import Histogram, Metric, RequestOutput, Vector
 
 if TYPE_CHECKING:
@@ -66,32 +65,22 @@ class LLM:
             EngineDeadError: the engine is down.
         """
         prompts = as_list(prompts)
-        if sampling_params is None:
-            sampling_params = SamplingParams()
-        all_params: Any = sampling_params
-        if not isinstance(sampling_params, list | tuple):
-            all_params = [sampling_params] * len(prompts)
-        priorities = priority if isinstance(priority, Seq) else [priority] * len(prompts)
-        for name, given in (("sampling_params", all_params), ("priority", priorities)):
-            if len(given) != len(prompts):
-                raise InvalidRequestError(
-                    f"{len(prompts)} prompts but {len(given)} {name}; "
-                    "give one for all, or one for each prompt"
-                )
+        all_params = one_for_each("sampling_params", sampling_params, len(prompts), list, tuple)
+        priorities = one_for_each("priority", priority, len(prompts), Seq)
+        make_request = self.engine.input_processor.make_request
         requests = []
-        for index, request in enumerate(zip(prompts, all_params, priorities, strict=True)):
-            prompt, params, order = request
+        for index, prompt in enumerate(prompts):
             try:
-                requests.append(
-                    self.engine.input_processor.make_request(prompt, params, priority=order)
-                )
+                request = make_request(prompt, all_params[index], priority=priorities[index])
             except InvalidRequestError as error:
                 raise InvalidRequestError(f"prompt {index}: {error}") from None
+            requests.append(request)
         with contextlib.closing(self._shared.run(requests)) as arriving:
-            shown = use_tqdm and requests
-            found = with_progress(arriving, len(requests), self.engine.stats) if shown else arriving
-            outputs = {output.request_id: output for output in found}
-        return [outputs[request.request_id] for request in requests]
+            outputs: Iterator[RequestOutput] = arriving
+            if use_tqdm and requests:
+                outputs = with_progress(arriving, len(requests), self.engine.stats)
+            by_id = {output.request_id: output for output in outputs}
+        return [by_id[request.request_id] for request in requests]
 
     def chat(
         self,
@@ -124,13 +113,6 @@ class LLM:
                 as for `generate`.
             EngineDeadError: the engine is down.
         """
-        conversations: Any = messages
-        if not isinstance(messages, list | tuple):
-            raise InvalidRequestError(
-                f"messages must be a conversation or a list of them, got {shown(messages)}"
-            )
-        if messages and is_message(messages[0]):
-            conversations = [messages]
         options = template_options(
             add_generation_prompt,
             continue_final_message,
@@ -140,7 +122,8 @@ class LLM:
         )
         render = self.engine.input_processor.chat.render
         prompts = [
-            Prompt(render(conversation, options), rendered=True) for conversation in conversations
+            Prompt(render(conversation, options), rendered=True)
+            for conversation in as_conversations(messages)
         ]
         return self.generate(prompts, sampling_params, use_tqdm, priority=priority)
 

@@ -50,6 +50,19 @@ def is_message(value: Any) -> bool:
     )
 
 
+def as_conversations(messages: Any) -> Any:
+    """Return the conversations of an argument that is one conversation or a list of them.
+
+    Raises:
+        InvalidRequestError: it is neither.
+    """
+    if not isinstance(messages, list | tuple):
+        raise InvalidRequestError(
+            f"messages must be a conversation or a list of them, got {shown(messages)}"
+        )
+    return [messages] if messages and is_message(messages[0]) else messages
+
+
 def template_options(
     add_generation_prompt: bool,
     continue_final_message: bool,

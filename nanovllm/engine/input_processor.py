@@ -13,19 +13,19 @@ from nanovllm.chat.templates import ChatTemplates
 from nanovllm.checkpoint.kept_tokenizer import KeptTokenizer
 from nanovllm.engine.bad_words import encode_bad_words
 from nanovllm.engine.extensions import Grammars
-from nanovllm.engine.params_check import ParamsCheck
+from nanovllm.engine.params_check import ParamsCheck, check_names
 from nanovllm.engine.prompt import Prompt, PromptInput, check_unicode, make_prompt
 from nanovllm.engine.prompt_limit import PromptLimit
 from nanovllm.engine.request import Request
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.options.structured_outputs import StructuredOutputsParams
-from nanovllm.options.validation import check_int, shown
+from nanovllm.options.validation import check_int
 from nanovllm.scheduler.sequence import Sequence
 
 
 class InputProcessor:
-    """Makes requests out of prompts and sampling parameters.
+    """Makes requests out of prompts and sampling parameters. Many threads may call it at once.
 
     Args:
         tokenizer: None if the checkpoint has none; prompts are then lists of token ids.
@@ -79,7 +79,7 @@ class InputProcessor:
             priority: lower values go first; within one, users take turns, and then earlier
                 arrivals go first.
             request_id: the caller's own id; None lets the engine count.
-            user: whose request it is, see `WaitingQueue`; None counts as a user, too.
+            user: whose request it is, see `PromptQueue`; None counts as a user, too.
 
         Raises:
             InvalidRequestError: the prompt or a parameter is invalid or unsupported.
@@ -88,13 +88,7 @@ class InputProcessor:
         stream = stream and params.output_kind is not RequestOutputKind.FINAL_ONLY
         priority = 0 if priority is None else priority
         priority = check_int(InvalidRequestError, "priority", priority, -(2**31), 2**31)
-        if not (user is None or isinstance(user, str)):
-            raise InvalidRequestError(f"user must be a string or None, got {shown(user)}")
-        if not (request_id is None or isinstance(request_id, str)):
-            raise InvalidRequestError(
-                f"request_id must be a string, got {shown(request_id)} "
-                f"({type(request_id).__name__})"
-            )
+        check_names(request_id, user)
         prompt = make_prompt(prompt)
         if isinstance(params.structured_outputs, StructuredOutputsParams):
             grammars = self.grammars

@@ -6,6 +6,20 @@ from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.options.validation import shown
 
 
+def check_names(request_id: str | None, user: str | None) -> None:
+    """Check the names that a caller gives to a request and to its user.
+
+    Raises:
+        InvalidRequestError: one is no string.
+    """
+    if not (user is None or isinstance(user, str)):
+        raise InvalidRequestError(f"user must be a string or None, got {shown(user)}")
+    if not (request_id is None or isinstance(request_id, str)):
+        raise InvalidRequestError(
+            f"request_id must be a string, got {shown(request_id)} ({type(request_id).__name__})"
+        )
+
+
 class ParamsCheck:
     """Checks sampling parameters against the model and the options of an engine.
 

@@ -80,6 +80,23 @@ def as_list(given: Any) -> list[Any]:
     return [given] if is_token else list(given)
 
 
+def one_for_each(name: str, given: Any, num_prompts: int, *list_types: Any) -> Seq[Any]:
+    """Return a value for each prompt: `given` is a list of them, of `list_types`, or one for all.
+
+    Raises:
+        InvalidRequestError: the list has another length.
+    """
+    values: Seq[Any] = given
+    if not isinstance(given, list_types):
+        return [given] * num_prompts
+    if len(values) != num_prompts:
+        raise InvalidRequestError(
+            f"{num_prompts} prompts but {len(values)} {name}; "
+            "give one for all, or one for each prompt"
+        )
+    return values
+
+
 def check_unicode(what: str, text: str) -> None:
     """Raise InvalidRequestError if a text has half a surrogate pair, which nothing can encode."""
     try:
