@@ -39,7 +39,10 @@ NO_QUANTIZED_KV = "does not support an 8-bit KV cache"
 
 
 class QKNorm(NamedTuple):
-    """How a layer prepares queries and keys for attention: RMSNorm or none, then rotation."""
+    """How a layer prepares queries and keys for attention: RMSNorm or none, then rotation.
+
+    A backend may fuse all of this into its `store`, so it gets the weights and not the layers.
+    """
 
     q_weight: torch.Tensor | None
     """[head_dim]; None: no RMSNorm. Queries and keys have one both, or none both."""
@@ -52,7 +55,10 @@ class QKNorm(NamedTuple):
     def apply(
         self, qkv: torch.Tensor, positions: torch.Tensor, num_heads: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return queries, keys and values [T, heads, head_dim] of `qkv`, in plain torch."""
+        """Split `qkv`, then normalise and rotate, in plain torch.
+
+        Return queries [T, num_heads, head_dim], keys and values [T, num_kv_heads, head_dim].
+        """
         head_dim = self.cos_sin.shape[1]
         num_kv_heads = (qkv.shape[1] // head_dim - num_heads) // 2
         heads = qkv.view(len(qkv), num_heads + 2 * num_kv_heads, head_dim)

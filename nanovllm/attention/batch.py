@@ -33,16 +33,16 @@ class Batch:
     slot_mapping: torch.Tensor
     """[T] int64, block id * block_size + offset: the slot that takes the token's KV."""
     cu_seqlens_q: torch.Tensor
-    """[R + 1] int32, the index of each row's first token, then T."""
+    """[R + 1] int32, the cumulative query lengths: the index of each row's first token, then T."""
     seq_lens: torch.Tensor
     """[R] int32, the row's tokens in the KV cache, those of this step included."""
     block_tables: torch.Tensor
     """[R, width] int32, block ids. Columns past a row's last block may hold any number."""
     lengths: HostLengths | None = None
-    """None: the host does not know them, because a graph or a recording will see other rows. If
-    such a batch is planned, each row has one token or none."""
+    """None: the host does not know them, because a CUDA graph, or a recording of a CPU's kernel
+    calls, will see other rows. If such a batch is planned, each row has one token or none."""
     output_indices: torch.Tensor | None = None
-    """Indices of the tokens whose hidden states the model returns; None means all tokens."""
+    """[O] int64, the tokens whose hidden states the model returns; None: all T."""
     metadata: Any = None
     """What the backend's `plan` returned for this batch."""
     attend: (

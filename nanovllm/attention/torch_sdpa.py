@@ -21,8 +21,8 @@ _MAX_GATHERED_TOKENS = 65536
 
 
 @dataclasses.dataclass(frozen=True)
-class _Decode:
-    """One call for rows of one token each, padded to the longest."""
+class _Singles:
+    """One call for rows of one token each, padded to the longest. Most of them decode."""
 
     tokens: torch.Tensor
     """[R] int64, index of each row's token."""
@@ -64,8 +64,8 @@ class TorchBackend(Backend):
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         return (2, num_blocks, self.block_size, self.spec.num_kv_heads, self.spec.head_dim)
 
-    def plan(self, batch: Batch) -> list[_Decode | _Chunk]:
-        plans: list[_Decode | _Chunk] = []
+    def plan(self, batch: Batch) -> list[_Singles | _Chunk]:
+        plans: list[_Singles | _Chunk] = []
         singles: list[tuple[int, int, int]] = []  # (blocks, row, token)
         start = 0
         assert batch.lengths is not None, "graphs are not supported"
@@ -84,7 +84,7 @@ class TorchBackend(Backend):
                 and (size + 1) * singles[size][0] * self.block_size <= _MAX_GATHERED_TOKENS
             ):
                 size += 1
-            plans.append(self._plan_decode(batch, singles[:size]))
+            plans.append(self._plan_singles(batch, singles[:size]))
             del singles[:size]
         return plans
 
@@ -110,10 +110,10 @@ class TorchBackend(Backend):
             if isinstance(plan, _Chunk):
                 out[plan.start : plan.stop] = self._chunk(q[plan.start : plan.stop], kv_cache, plan)
             else:
-                out[plan.tokens] = self._decode(q[plan.tokens], kv_cache, plan)
+                out[plan.tokens] = self._singles(q[plan.tokens], kv_cache, plan)
         return out
 
-    def _plan_decode(self, batch: Batch, rows: list[tuple[int, int, int]]) -> _Decode:
+    def _plan_singles(self, batch: Batch, rows: list[tuple[int, int, int]]) -> _Singles:
         device = batch.input_ids.device
         width = rows[-1][0]
         row_ids, tokens = torch.tensor([[row, token] for _, row, token in rows], device=device).T
@@ -124,7 +124,7 @@ class TorchBackend(Backend):
         valid = columns * self.block_size < seq_lens[:, None]
         blocks = torch.where(valid, tables, tables[:, :1])
         keys = torch.arange(width * self.block_size, device=device)
-        return _Decode(tokens, blocks, (keys < seq_lens[:, None])[:, None, None])
+        return _Singles(tokens, blocks, (keys < seq_lens[:, None])[:, None, None])
 
     def _plan_chunk(
         self, batch: Batch, row: int, start: int, query_len: int, seq_len: int
@@ -136,7 +136,7 @@ class TorchBackend(Backend):
             mask = keys <= keys[seq_len - query_len :, None]
         return _Chunk(start, start + query_len, blocks, seq_len, mask)
 
-    def _decode(self, q: torch.Tensor, kv_cache: torch.Tensor, plan: _Decode) -> torch.Tensor:
+    def _singles(self, q: torch.Tensor, kv_cache: torch.Tensor, plan: _Singles) -> torch.Tensor:
         num_rows, num_kv_heads = plan.blocks.shape[0], self.spec.num_kv_heads
         # [2, R, width, block_size, kv_heads, head_dim] -> k and v [R, kv_heads, keys, head_dim]
         k, v = kv_cache[:, plan.blocks].flatten(2, 3).transpose(2, 3).unbind()

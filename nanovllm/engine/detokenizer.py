@@ -13,7 +13,8 @@ from tokenizers.decoders import DecodeStream
 from nanovllm.engine.stop_strings import StopStrings
 
 _MAX_UNREAD = 32
-"""Tokens that may wait for the end of their last character, which has 4 bytes at most."""
+"""Tokens that may wait for the end of their last character. A character has 4 bytes at most, so
+more tokens than that are broken bytes, or have no text."""
 
 
 class Detokenizer:
@@ -125,7 +126,7 @@ class Detokenizer:
         """Return the text that the next token adds; "" while its last character is incomplete."""
         try:
             piece = self._stream.step(self._tokenizer, token_id) or ""
-        except Exception:  # the new bytes change the text of the old ones: decode them apart
+        except Exception:  # tokenizers' only class: the new bytes change the text of the old ones
             piece = self._decode(self._num_read)
             self._restart(self._num_read)
             if piece.endswith("\ufffd"):  # incomplete: a later step returns it
@@ -144,7 +145,7 @@ class Detokenizer:
         The stream would decode all of them again with each token.
         """
         start, whole = self._num_read, self._decode(self._num_read)
-        # One of four neighbouring places is between two characters.
+        # A character has 4 bytes at most: one of 4 neighbouring places is between two characters.
         for end in range(len(self._token_ids) - 3, len(self._token_ids) - 7, -1):
             piece = self._decode(start, end)
             if piece + self._decode(end) == whole:

@@ -13,7 +13,7 @@ class SiluAndMul(nn.Module):
     """
 
     kernels: Kernels = TORCH
-    """The loader sets those of the device."""
+    """The loader sets those of the device. TORCH, in kernels/torch_kernels.py, is plain torch."""
 
     def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
         return self.kernels.silu_and_mul(gate_up)

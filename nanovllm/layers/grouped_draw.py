@@ -1,7 +1,7 @@
-"""Draws in plain torch for rows of different parameters.
+"""Draws for rows of different parameters.
 
-Groups the rows on the host by the work that they need, so that one row's filters cost the other
-rows no time.
+In plain torch, groups the rows on the host by the work that they need, so that one row's filters
+cost the other rows no time. A kernel needs no groups: it gives each row its own work.
 """
 
 import dataclasses
@@ -29,6 +29,8 @@ def draw_by_group(
         logits: [R, vocab_size].
         all_params: of each row, on the host.
     """
+    if sampling.kernels.sample is not None:
+        return draw(logits, sampling)
     groups: dict[str, list[int]] = {"greedy": [], "plain": [], "top_k": [], "top_p": []}
     for index, params in enumerate(all_params):
         kind = "plain"

@@ -11,7 +11,7 @@ class RMSNorm(nn.Module):
     """Root mean square normalisation."""
 
     kernels: Kernels = TORCH
-    """The loader sets those of the device."""
+    """The loader sets those of the device. TORCH, in kernels/torch_kernels.py, is plain torch."""
 
     def __init__(self, hidden_size: int, eps: float) -> None:
         super().__init__()

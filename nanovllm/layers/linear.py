@@ -52,12 +52,15 @@ class Matrix(nn.Module):
         self.weight: nn.Parameter | None = nn.Parameter(torch.empty(output_size, input_size))
         self.output_size = output_size
         self.stored: StoredWeight | None = None
-        """What `weight` receives from the checkpoint; None: numbers of its own dtype."""
+        """How the checkpoint stores the weight, such as FP8 with scales; None: as plain numbers."""
         self.method: WeightMethod | None = None
         """Multiplies in place of `weight`; None: plain torch does."""
 
     def shards(self, prefix: str) -> Iterator[Shard]:
-        """Yield this rank's parts of the checkpoint tensors, for the layer at path `prefix`."""
+        """Yield this rank's parts of the checkpoint tensors, for the layer at path `prefix`.
+
+        A `Shard` says which slice of which tensor the loader copies to which memory.
+        """
         raise NotImplementedError
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -1,8 +1,9 @@
 """Turns logits into token ids, each row with its own parameters. Knows no requests.
 
-A draw takes one uniform number and inverts the cumulative sum of the weights, chunk by chunk. top_k
-and top_p become a threshold on the logits. It is found without sorting the vocabulary, because the
-n largest logits of a row lie in the n chunks with the largest maxima.
+A token's weight is exp((logit - largest logit) / temperature); 0 if a filter leaves it out. A draw
+takes one uniform number and inverts the cumulative sum of the weights, chunk by chunk. top_k and
+top_p become a threshold on the logits. It is found without sorting the vocabulary, because the n
+largest logits of a row lie in the n chunks with the largest maxima.
 """
 
 import dataclasses
@@ -57,13 +58,14 @@ def draw(logits: torch.Tensor, sampling: Sampling, num_candidates: int = 0) -> t
     maxima = chunks.amax(-1)
     largest = maxima.amax(-1).float()
     if num_candidates == 0:
-        sums = _chunk_sums(chunks, largest, sampling)
+        sums = weights_of(chunks, largest, sampling).sum(-1, dtype=torch.float64)
         return _checked(_invert(chunks, sums, largest, None, sampling), largest)
 
     num_candidates = min(num_candidates, vocab_size)
     total = None
     if sampling.any_top_p_of_all:
-        total = _chunk_sums(chunks, largest, sampling).sum(-1, dtype=torch.float64)
+        sums = weights_of(chunks, largest, sampling).sum(-1, dtype=torch.float64)
+        total = sums.sum(-1, dtype=torch.float64)
     chunk_ids = maxima.topk(min(num_candidates, maxima.shape[-1])).indices.sort(-1).values
     near = chunks.gather(1, chunk_ids[..., None].expand(-1, -1, CHUNK))
     values = near.flatten(1).topk(num_candidates).values
@@ -91,11 +93,6 @@ def _kept_weights(
     if thresholds is not None:
         weights.masked_fill_(x < thresholds[:, None, None], 0.0)
     return weights
-
-
-def _chunk_sums(chunks: torch.Tensor, largest: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Return the sum of the weights of each chunk: [R, chunks]."""
-    return weights_of(chunks, largest, sampling).sum(-1, dtype=torch.float64)
 
 
 def _invert(

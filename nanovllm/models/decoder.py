@@ -55,6 +55,7 @@ class SelfAttention(nn.Module):
             bias=qkv_bias,
         )
         self.o_proj = RowParallelLinear(config.num_heads * head_dim, hidden_size, bias=output_bias)
+        # These two only hold weights: the attention backend normalises.
         self.q_norm = RMSNorm(head_dim, config.rms_norm_eps) if qk_norm else None
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps) if qk_norm else None
         self.attn = Attention()
@@ -93,7 +94,8 @@ class GatedMLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and MLP, each after an RMSNorm.
 
-    `hidden` is not yet added to `residual`: the next RMSNorm does both in one call.
+    The layer returns its MLP output and the residual apart; the next `add_norm` adds them and
+    normalises the sum. The residual changes in place.
     """
 
     def __init__(self, config: ModelConfig, self_attn: SelfAttention, mlp: GatedMLP) -> None:

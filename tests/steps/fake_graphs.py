@@ -14,7 +14,7 @@ from triton.runtime.interpreter import GridExecutor
 
 from nanovllm.attention.backend import AttentionSpec
 from nanovllm.attention.batch import Batch
-from nanovllm.attention.torch_sdpa import TorchBackend, _Decode
+from nanovllm.attention.torch_sdpa import TorchBackend, _Singles
 from nanovllm.attention.triton import TritonBackend
 from nanovllm.kernels.torch_kernels import TORCH, Kernels
 from nanovllm.kernels.triton import decode_step, sampling as triton_sampling
@@ -125,7 +125,7 @@ class StaticBackend(TorchBackend):
         blocks = torch.where(columns < batch.seq_lens[:, None], tables, tables[:, :1])
         keys = torch.arange(width * self.block_size, device=device)
         mask = (keys < batch.seq_lens[:, None])[:, None, None]
-        return [_Decode(torch.arange(num_rows, device=device), blocks, mask)]
+        return [_Singles(torch.arange(num_rows, device=device), blocks, mask)]
 
 
 class StepKernels(Kernels):
