@@ -41,7 +41,7 @@ class Scripted(Proposer):
     def propose(self, rows: list[Row]) -> list[int]:
         for row in rows:
             table_row, expected = self._tables[row.table_idx], self._expected.get(row.table_idx, [])
-            first = row.num_known_tokens
+            first = row.sample_position
             if row.num_unverified_tokens:
                 first = int(self._last_positions[row.table_idx]) + 1
             for position in range(first, first + row.num_draft_tokens):

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class LLMEngine:
-    """Continuous batching over one model, for one thread at a time: see `SharedEngine`.
+    """Continuous batching over one model, for one thread at a time: `SharedEngine` sees to that.
 
     `assembly.make_engine` makes it of its parts.
 
@@ -119,8 +119,8 @@ class LLMEngine:
     def run_step(self) -> None:
         """Launch a step, process the oldest step's tokens, and deliver the outputs.
 
-        On a CPU it does all of this for one step. If the device runs ahead, the oldest step is
-        processed once more than `queue_depth` steps are in flight, or nothing else can run.
+        On a CPU both are the same step. If the device runs ahead, the oldest is processed once more
+        than `queue_depth` steps are in flight, or nothing was launched.
 
         Raises:
             EngineDeadError: a worker died. After an error of a worker, the requests of all steps in
@@ -228,9 +228,9 @@ class LLMEngine:
         updated: dict[int | str, Request] = {}
         now = time.monotonic()
         for seq in self.scheduler.update(schedule, result):
-            request, end = self.output_processor.process_tokens(seq, now)
-            if end is not None:
-                self.scheduler.finish(seq, *end)
+            request, ending = self.output_processor.process_tokens(seq, now)
+            if ending is not None:
+                self.scheduler.finish(seq, *ending)
             if seq.is_finished:
                 self.observer.end(seq)
                 if seq.finish_reason == "error":

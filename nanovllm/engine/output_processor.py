@@ -17,6 +17,7 @@ from nanovllm.outputs import (
     RequestMetrics,
     RequestOutput,
 )
+from nanovllm.scheduler.messages import Ending
 from nanovllm.scheduler.sequence import Sequence
 
 
@@ -49,15 +50,15 @@ class OutputProcessor:
         completion = self._completions.get(seq_id)
         return None if completion is None else completion.request
 
-    def process_tokens(self, seq: Sequence, now: float) -> tuple[Request, tuple[str, str] | None]:
+    def process_tokens(self, seq: Sequence, now: float) -> tuple[Request, Ending | None]:
         """Read a sequence's new tokens, and the rest of its text if it has ended.
 
         Args:
             now: time.monotonic() when the tokens came.
 
         Returns:
-            Its request, and if the text ends the output, the finish reason and the stop reason:
-            ("stop", the stop string), or ("error", why there is no text).
+            Its request, and why its text ends the output: a stop string, or a failure; None if it
+            does not.
         """
         completion = self._completions[seq.seq_id]
         request, detokenizer = completion.request, completion.detokenizer
@@ -73,8 +74,8 @@ class OutputProcessor:
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
             completion.detokenizer, completion.num_tokens = None, seq.num_output_tokens
-            return request, ("error", f"the tokens could not be decoded: {error!r}")
-        return request, None if stop_string is None else ("stop", stop_string)
+            return request, Ending("error", f"the tokens could not be decoded: {error!r}")
+        return request, None if stop_string is None else Ending("stop", stop_string)
 
     def make_output(self, request: Request) -> RequestOutput | None:
         """Return the output to send now, if any; stop following a request that is finished.
@@ -169,13 +170,9 @@ class OutputProcessor:
         if request.params.prompt_logprobs is None or sent:
             return None
         request.sent_prompt_logprobs = True
-        first = request.sequences[0]
-        return [
-            self._entries.make(found, with_text=request.params.detokenize)
-            if (found := first.prompt_logprobs.get(position))
-            else None
-            for position in range(first.num_prompt_tokens)
-        ]
+        first, with_text = request.sequences[0], request.params.detokenize
+        positions = range(first.num_prompt_tokens)
+        return self._entries.make_all(first.prompt_logprobs, positions, with_text=with_text)
 
 
 def _decode(completion: Completion, detokenizer: Detokenizer) -> str | None:

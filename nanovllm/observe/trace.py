@@ -166,7 +166,7 @@ class Trace(Observer):
                 del self._prefilling[row.seq_id]
                 self._change(self._lanes[row.seq_id], self._mark, "decode")
                 continue
-            num_tokens = row.num_known_tokens - row.num_computed_tokens
+            num_tokens = row.sample_position - row.num_computed_tokens
             num_prefill_rows += 1
             num_prefill_tokens += num_tokens
             args = {"tokens": num_tokens, "step": schedule.step_id}

@@ -60,7 +60,7 @@ class Row(NamedTuple):
     """Whether the row reaches the sequence's end, so that its last hidden state gives a token."""
     num_draft_tokens: int = 0
     """How many of the row's last tokens are drafts. The worker proposes at most as many, and
-    verifies them in this step. Before them the row has one known token."""
+    verifies them in this step. Before them the row has one other token."""
     num_unverified_tokens: int = 0
     """How many drafts of the sequence are in flight. The row's position counts all of them as
     accepted. The device, which knows how many were rejected, moves the row back by as many."""
@@ -71,8 +71,8 @@ class Row(NamedTuple):
         return self.num_computed_tokens + self.num_scheduled_tokens
 
     @property
-    def num_known_tokens(self) -> int:
-        """The sequence's tokens before the step, pending ones included: the first draft's place."""
+    def sample_position(self) -> int:
+        """The position of the row's first sample, and of its first draft; `end` if it has none."""
         return self.end - self.num_draft_tokens
 
 
@@ -108,14 +108,21 @@ class TokenLogprobs(NamedTuple):
     """Rank of the actual token in the whole vocabulary; 1 is the most likely."""
 
 
+class Ending(NamedTuple):
+    """Why a sequence ends, if no token says so."""
+
+    finish_reason: str
+    """"error" if it cannot go on, "stop" if its output is complete."""
+    stop_reason: str | None = None
+
+
 class RowDetails(NamedTuple):
     """What the result of a row has beside its tokens."""
 
     num_draft_tokens: int = 0
     """How many drafts were proposed."""
-    error: str | None = None
-    """Why the row got no token and its sequence cannot go on; "" if the output is complete and the
-    model has no token that says so."""
+    ending: Ending | None = None
+    """Why the row got no token."""
     forced: list[int] | None = None
     """Tokens that the sequence's grammar forces behind the sampled ones."""
     logprobs: list[TokenLogprobs] | None = None

@@ -11,9 +11,9 @@ from itertools import count
 from nanovllm.scheduler.block_manager import BlockManager
 from nanovllm.scheduler.extensions import Drafting
 from nanovllm.scheduler.messages import Admission, NewBlocks, Row, RowDetails, Schedule, StepResult
+from nanovllm.scheduler.prompt_queue import PromptQueue
 from nanovllm.scheduler.sequence import Sequence
 from nanovllm.scheduler.stats import SchedulerStats
-from nanovllm.scheduler.waiting_queue import WaitingQueue
 
 _NO_DETAILS = RowDetails()
 
@@ -26,7 +26,7 @@ class Scheduler:
     - A running sequence owns a table row, and KV blocks for its computed tokens at least. A waiting
       sequence owns neither.
     - Running sequences are sorted by `Sequence.order`.
-    - `WaitingQueue` has the waiting ones, and the running ones whose prompt is not computed.
+    - `PromptQueue` has the waiting ones, and the running ones whose prompt is not computed.
     - `0 <= num_computed_tokens <= num_tokens <= max_model_len`.
 
     A step takes running and waiting sequences in one order. The first that waits and does not fit
@@ -52,7 +52,7 @@ class Scheduler:
         self.drafting = drafting
         self.stats = SchedulerStats()
         self.running: list[Sequence] = []  # sorted by `Sequence.order`
-        self._waiting = WaitingQueue()
+        self._prompts = PromptQueue()
         self._sequences: dict[int, Sequence] = {}  # unfinished, by id
         self._free_table_indices = list(reversed(range(max_num_seqs)))
         self._step_ids = count()
@@ -73,7 +73,7 @@ class Scheduler:
         longest = seq.num_prompt_tokens + seq.params.max_tokens
         seq.max_num_tokens = min(longest, self.max_model_len)
         self._sequences[seq.seq_id] = seq
-        self._waiting.push(seq)
+        self._prompts.push(seq)
 
     def schedule(self) -> Schedule | None:
         """Return the next step, with blocks allocated for its rows; None if nothing can run now.
@@ -86,10 +86,10 @@ class Scheduler:
         may_draft = False
         if self.drafting is not None:
             rows, new_blocks, may_draft = self.drafting.extend(rows, new_blocks, self._sequences)
-        step_id, zeroed = next(self._step_ids), self._begun_blocks(rows)
+        step_id, to_zero = next(self._step_ids), self._blocks_to_zero(rows)
         seqs = (self._sequences[row.seq_id] for row in rows)
         tokens = [seq.take_unsent() for seq in seqs if seq.num_unsent_tokens]
-        return Schedule(step_id, admissions, new_blocks, rows, zeroed, tokens, may_draft)
+        return Schedule(step_id, admissions, new_blocks, rows, to_zero, tokens, may_draft)
 
     def update(self, schedule: Schedule, result: StepResult) -> list[Sequence]:
         """Append a step's tokens; return the sequences that got any or failed, finished ones too.
@@ -106,8 +106,8 @@ class Scheduler:
                 continue
             seq.num_in_flight_steps -= 1
             details = result.details.get(row.seq_id, _NO_DETAILS)
-            if (error := details.error) is not None:
-                self.finish(seq, "error" if error else "stop", error or None)
+            if details.ending is not None:
+                self.finish(seq, *details.ending)
                 advanced.append(seq)
                 continue
             if details.prompt_logprobs:
@@ -123,7 +123,7 @@ class Scheduler:
                     self.drafting.record(seq, row, details, len(tokens) - 1, num_appended)
                 advanced.append(seq)
             if seq.table_idx is not None:
-                self.block_manager.publish(seq, min(num_written, seq.num_computed_tokens))
+                self.block_manager.publish(seq, num_written)
                 if row.num_draft_tokens:  # so that rejected drafts cost nobody a block
                     self.block_manager.trim(seq, seq.num_computed_tokens)
             if seq.is_finished:
@@ -151,49 +151,69 @@ class Scheduler:
     def _schedule_rows(self) -> tuple[list[Row], list[NewBlocks], list[Admission]]:
         """Return rows for sequences in order, the blocks added to block tables, and the admissions.
 
-        If blocks run out, the last running ones are preempted, and no more are admitted.
+        Merges two lists, both sorted by `Sequence.order`: `self.running` and the queue.
         """
         rows: list[Row] = []
         new_blocks: list[NewBlocks] = []
         admissions: list[Admission] = []
-        budget, index, head = self.max_num_batched_tokens, 0, self._waiting.first()
+        # The step is done with running[:index]; nobody behind has a row yet.
+        budget, index = self.max_num_batched_tokens, 0
+        # The first of the queue: it waits, or it runs already and is in running[index:], too.
+        head = self._prompts.first()  # None: no more admissions in this step
         while budget > 0:
             seq = self.running[index] if index < len(self.running) else None
-            if head is not None and (seq is None or head.order < seq.order):
-                if (admission := self._admit(head)) is None:
+            if head is not None and (seq is None or head.order < seq.order):  # `head` waits
+                admission = self._admit(head)
+                if admission is None:
                     head = None
                     continue
                 admissions.append(admission)
-                seq = head
+                seq = head  # now it is running[index]
             elif seq is None:
                 break
             index += 1
-            num_missing = self._num_tokens_to_schedule(seq)
+            num_missing = self._num_missing_tokens(seq)
             if num_missing <= 0:
                 continue
             num_scheduled = min(num_missing, budget)
             start, end = len(seq.block_table), seq.num_computed_tokens + num_scheduled
-            while (appended := self.block_manager.allocate_blocks(seq, end)) is None:
-                if seq.num_draft_tokens:  # it waits: these preempt nobody
-                    break
-                head, victim = None, self.running[-1]  # the last in order: no row in this step
-                self._preempt(victim)
-                self.stats.num_preemptions += 1
-                if victim is seq:
-                    break
+            appended = self.block_manager.allocate_blocks(seq, end)
             if appended is None:
-                continue
+                if seq.num_draft_tokens:  # behind drafts in flight: no row now, no preemption
+                    continue
+                head = None
+                appended = self._allocate_by_preemption(seq, end)
+                if appended is None:
+                    continue
             row = seq.next_row(num_scheduled, samples=num_scheduled == num_missing)
             if appended:
                 new_blocks.append(NewBlocks(row.table_idx, start, appended))
             rows.append(row)
             budget -= num_scheduled
             if seq.is_queued:
-                self.running.remove(seq)  # its order changes if it leaves the queue
-                self._waiting.advance(seq, num_missing - num_scheduled)
+                # With its whole prompt it leaves the queue and comes earlier in order: that is
+                # before `index`, too, and `head` is another.
+                self.running.remove(seq)
+                self._prompts.advance(seq, num_missing - num_scheduled)
                 insort(self.running, seq, key=lambda s: s.order)
-                head = head and self._waiting.first()
+                head = head and self._prompts.first()
         return rows, new_blocks, admissions
+
+    def _allocate_by_preemption(self, seq: Sequence, end: int) -> list[int] | None:
+        """Preempt the last running sequences until `seq` has blocks for its first `end` tokens.
+
+        Return the blocks appended; None if `seq` was the last itself, and is preempted now. No
+        victim has a row in this step: each is `seq` or comes after it in order.
+        """
+        appended = None
+        while appended is None:
+            victim = self.running[-1]
+            self._preempt(victim)
+            self.stats.num_preemptions += 1
+            if victim is seq:
+                break
+            appended = self.block_manager.allocate_blocks(seq, end)
+        return appended
 
     def _admit(self, seq: Sequence) -> Admission | None:
         """Give a waiting sequence a table row and blocks; return None if they do not suffice."""
@@ -218,37 +238,44 @@ class Scheduler:
         insort(self.running, seq, key=lambda s: s.order)
         return seq.admission(blocks)
 
-    def _num_tokens_to_schedule(self, seq: Sequence) -> int:
-        """Return how many tokens can be computed now; 0 if the last one is known, or in flight."""
-        # While drafts or a token that others may follow by force are in flight, the position of the
-        # next token is not known. Behind drafts the device may know it.
+    def _num_missing_tokens(self, seq: Sequence) -> int:
+        """Return how many of the sequence's tokens the next step can compute.
+
+        0 if steps in flight sample its last token, or if it must wait for their results.
+        """
         drafts = seq.num_draft_tokens
+        # How many of them are right is not known here, so neither is the next position.
         if drafts and (self.drafting is None or not self.drafting.may_follow(seq)):
             return 0
-        pending = seq.num_pending_tokens + drafts
-        num_tokens = len(seq.token_ids) + pending
-        if pending and (num_tokens >= seq.max_num_tokens or seq.params.forces_tokens):
+        in_flight = seq.num_pending_tokens + drafts
+        num_tokens = len(seq.token_ids) + in_flight  # `Sequence.num_tokens`, without a call
+        # A grammar may force tokens behind the sampled one: see `Sequence.force`.
+        if in_flight and (num_tokens >= seq.max_num_tokens or seq.params.forces_tokens):
             return 0
         return num_tokens - seq.num_computed_tokens
 
-    def _begun_blocks(self, rows: list[Row]) -> list[int]:
+    def _blocks_to_zero(self, rows: list[Row]) -> list[int]:
         """Return the blocks that `rows` begin and may not fill: some drafts may be missing."""
         found: list[int] = []
         size = self.block_manager.block_size
         for row in rows:
-            if -row.num_computed_tokens % size < row.num_scheduled_tokens:  # it begins a block
-                first = self.block_manager.blocks_for(row.num_computed_tokens)
-                first = max(first, row.num_known_tokens // size)
-                last = self.block_manager.blocks_for(row.end)
-                found += self._sequences[row.seq_id].block_table[first:last]
+            num_left = -row.num_computed_tokens % size  # slots of the block that was begun before
+            if num_left < row.num_scheduled_tokens:
+                first_begun = self.block_manager.blocks_for(row.num_computed_tokens)
+                first_not_full = row.sample_position // size
+                end = self.block_manager.blocks_for(row.end)
+                table = self._sequences[row.seq_id].block_table
+                found += table[max(first_begun, first_not_full) : end]
         return found
 
     def _preempt(self, seq: Sequence) -> None:
         self._release(seq)
         seq.num_computed_tokens = seq.num_draft_tokens = 0
-        self._waiting.push(seq)
+        self._prompts.push(seq)
 
     def _release(self, seq: Sequence) -> None:
+        # Launched steps may still write to its blocks and table row. Their next owner's steps are
+        # launched after them, and steps run in that order.
         self.running.remove(seq)
         self.block_manager.free(seq, keep_cached=seq.finish_reason != "error")
         assert seq.table_idx is not None
@@ -260,4 +287,4 @@ class Scheduler:
         if seq.table_idx is not None:
             self._release(seq)
         if seq.is_queued:
-            self._waiting.remove(seq)
+            self._prompts.remove(seq)

@@ -32,14 +32,14 @@ class Sequence:
     seed: int = 0
     priority: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
-    user: str = ""  # users take turns, see WaitingQueue
+    user: str = ""  # users take turns, see PromptQueue
     cache_salt: str | None = None  # only sequences of the same salt share blocks
 
     # Set by `Scheduler.add`:
     eos_token_ids: frozenset[int] = frozenset()
     stop_token_ids: frozenset[int] = frozenset()  # these and its own
     max_num_tokens: int = 0
-    # Set by `WaitingQueue`:
+    # Set by `PromptQueue`:
     turn: int = 0  # for good when the sequence is admitted
     is_queued: bool = False  # waiting, or its prompt is not computed
 

@@ -104,7 +104,7 @@ class StepRunners:
         """
         network = self._network
         padding_slot = (network.num_blocks - 1) * network.backend.block_size
-        make_batch = partial(network.batch, tables, wanted=None)
+        make_batch = partial(network.batch, tables, output_indices=None)
         capture = make_capture(network.device)
         return PiecewiseGraphs(network.model, make_batch, capture, padding_slot, network.device)
 

@@ -15,7 +15,7 @@ import torch
 
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.structured_outputs import TOO_COMPLEX
-from nanovllm.scheduler.messages import Admission, Row
+from nanovllm.scheduler.messages import Admission, Ending, Row
 from nanovllm.structured.grammar import GrammarCompiler
 from nanovllm.utils.transfer import to_host, upload
 from nanovllm.worker.device_tables import DeviceTables
@@ -85,7 +85,7 @@ class GrammarRow:
 
     def write_masks(
         self, known: list[int], drafts: list[int], masks: Masks, first: int
-    ) -> str | None:
+    ) -> Ending | None:
         """Write the mask of the next token, and of the one behind each draft.
 
         Behind a draft that the grammar does not allow, nothing is written.
@@ -95,17 +95,17 @@ class GrammarRow:
             masks: they are written from index `first` on.
 
         Returns:
-            Why there is no mask of the next token, "" if the output is complete and no token ends
-            the sequence; None if there is one.
+            Why there is no mask of the next token: an error, or the output is complete and no token
+            ends the sequence. None if there is one.
         """
         self._tokens += known
         try:
             matcher = self._read_tokens()
             self._write_mask(matcher, masks, first)
         except InvalidRequestError as error:
-            return str(error)
+            return Ending("error", str(error))
         if matcher.is_stopped() and not self._last_tokens:
-            return ""
+            return Ending("stop")
         if drafts:
             self._write_draft_masks(matcher, drafts, masks, first + 1)
         return None
@@ -222,8 +222,8 @@ class GrammarStep:
         mask_bytes: int,
         thread: ThreadPoolExecutor,
     ) -> None:
-        self.errors: dict[int, str] = {}
-        """By sample: why it has no mask; "" if its output is complete."""
+        self.endings: dict[int, Ending] = {}
+        """By sample: why it has no mask."""
         self.forcing = {row.seq_id: grammar for grammar, row, _ in rows if grammar.forces}
         """By sequence id: grammars that may force tokens behind those that this step gives."""
         self._tables = tables
@@ -289,11 +289,11 @@ class GrammarStep:
         unread = iter(tokens)
         index = 0
         for grammar, row, first in self._rows:
-            num_known = row.num_known_tokens - grammar.num_known_tokens
+            num_known = row.sample_position - grammar.num_known_tokens
             known, drafts = islice(unread, num_known), islice(unread, row.num_draft_tokens)
-            error = grammar.write_masks(list(known), list(drafts), masks, index)
-            if error is not None:
-                self.errors[first] = error
+            ending = grammar.write_masks(list(known), list(drafts), masks, index)
+            if ending is not None:
+                self.endings[first] = ending
             index += 1 + row.num_draft_tokens
 
 

@@ -36,7 +36,7 @@ class DeviceTables:
         self.kernels = kernels
         self.scratch_idx = max_num_seqs
         # A table row's tokens and block table are adjacent, so one upload writes both. The extra
-        # token column takes the last sampled token of a sequence of max_model_len tokens.
+        # token column takes what follows position max_model_len - 1: only warm-up samples there.
         num_columns = info.max_model_len + 1
         self._table = zeros((num_rows, num_columns + width), torch.int32, device)
         self.token_ids = self._table[:, :num_columns]

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from nanovllm.scheduler.messages import Admission, Row, Schedule, WorkerInfo
+from nanovllm.scheduler.messages import Admission, Ending, Row, Schedule, WorkerInfo
 from nanovllm.worker.device_tables import DeviceTables
 
 LAPS = 3
@@ -113,8 +113,8 @@ class ForcedTokens(Protocol):
 class StepMasks(Protocol):
     """The masks of a step's samples."""
 
-    errors: dict[int, str]
-    """By sample, after `apply`: why it has no mask; "" if its output is complete."""
+    endings: dict[int, Ending]
+    """By sample, after `apply`: why it has no mask."""
 
     @property
     def forcing(self) -> Mapping[int, ForcedTokens]:

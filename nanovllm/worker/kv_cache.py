@@ -14,12 +14,14 @@ import torch
 
 from nanovllm.errors import OutOfMemoryError
 from nanovllm.options.config import Config
-from nanovllm.utils.memory import lazy_zeros
+from nanovllm.utils.memory import lazy_zeros, populate
 
 logger = logging.getLogger(__name__)
 
 _CPU_POOL_BYTES = 4 * 2**30
 """Maximum size of the KV pool on a CPU, unless config sets another."""
+_BYTES_AHEAD = 32 * 2**20
+"""Memory that is ready behind the last block in use."""
 
 
 def num_blocks_that_fit(
@@ -128,6 +130,26 @@ def zeroed_pool(
         return zeros(shape, dtype, device)
     layers, first, blocks, *rest = shape
     return zeros((blocks, layers, first, *rest), dtype, device).movedim(0, 2)
+
+
+class PoolMemory:
+    """Has memory ready for the next blocks of a KV pool whose blocks lie one after the other.
+
+    On a CPU a pool takes memory as blocks are used, in their order.
+    """
+
+    def __init__(self, pool: torch.Tensor) -> None:
+        self._pool = pool
+        self._num_populated = 0  # blocks
+        self.populate_beyond(0)
+
+    def populate_beyond(self, block: int) -> None:
+        """Have memory ready for the blocks behind `block`, which is in use or the first."""
+        start = self._num_populated
+        if start < self._pool.shape[2] and block + 1 >= start:
+            blocks = self._pool.movedim(2, 0)
+            self._num_populated = block + 1 + -(-_BYTES_AHEAD // blocks[0].nbytes)
+            populate(self._pool, blocks[start : self._num_populated])
 
 
 def available_memory() -> int:

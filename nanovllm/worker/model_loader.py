@@ -5,6 +5,7 @@ Knows no KV cache, no batch and no step.
 """
 
 import contextlib
+import logging
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,8 +31,22 @@ from nanovllm.utils.distributed import tensor_parallel
 from nanovllm.utils.memory import return_freed
 from nanovllm.utils.pages import PageReserve
 
+logger = logging.getLogger(__name__)
+
 _DEFAULT_DTYPE_LOCK = threading.Lock()
 """Held while torch's default dtype, which is global to the process, is changed."""
+
+
+def num_positions(config: Config, model_config: ModelConfig) -> int:
+    """Return max_model_len, cut to the positions that the model was made for; warn if it is cut."""
+    found = min(config.max_model_len, model_config.max_position)
+    if found < config.max_model_len and tensor_parallel().rank == 0:
+        logger.warning(
+            "max_model_len cut from %d to %d, the positions that the model was made for",
+            config.max_model_len,
+            found,
+        )
+    return found
 
 
 def check_weights(model_config: ModelConfig, files: list[Path]) -> None:

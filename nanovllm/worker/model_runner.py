@@ -3,7 +3,6 @@
 Knows no queue and no text, and no other rank except through the layers' collectives.
 """
 
-import logging
 from collections import deque
 from collections.abc import Callable
 from itertools import chain
@@ -12,7 +11,7 @@ import torch
 
 from nanovllm.kernels.selector import require_triton
 from nanovllm.scheduler.messages import Row, Schedule, WorkerInfo
-from nanovllm.utils.distributed import broadcast_from_first, tensor_parallel
+from nanovllm.utils.distributed import broadcast_from_first
 from nanovllm.utils.memory import keep_freed
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.extensions import LAPS, Computed, Drafter, FastSteps, LogitMasks, StepRunner
@@ -22,12 +21,11 @@ from nanovllm.worker.logprobs import (
     sampled_logprobs,
     want_prompt_logprobs,
 )
+from nanovllm.worker.model_loader import num_positions
 from nanovllm.worker.network import Network, NetworkSpec
 from nanovllm.worker.sampling_rows import SamplingRows
 from nanovllm.worker.step_output import PendingResult, StepOutput
 from nanovllm.worker.timing import StepTimer
-
-logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -53,20 +51,14 @@ class ModelRunner:
         self.device = device
         if config.native_kernels and device.type == "cuda" and config.device != "auto":
             require_triton(config.device)
-        max_position = target.model_config.max_position
-        self.max_model_len = min(config.max_model_len, max_position)
-        if self.max_model_len < config.max_model_len and tensor_parallel().rank == 0:
-            logger.warning(
-                "max_model_len cut from %d to %d, the positions that the model was made for",
-                config.max_model_len,
-                self.max_model_len,
-            )
+        self.max_model_len = num_positions(config, target.model_config)
         # Larger steps take more memory; on a CPU they do not make a token cheaper.
         default_num_tokens = 1024 if device.type == "cpu" else 16384
         self.max_num_batched_tokens = config.max_num_batched_tokens or default_num_tokens
         network = self.network = Network(target, self.max_model_len, device)
         self.steps = make_steps and make_steps(network, self.max_num_batched_tokens)
-        self.num_padding_blocks = int(self.steps is not None and self.steps.uses_graphs)
+        self.uses_graphs = self.steps is not None and self.steps.uses_graphs
+        self.num_padding_blocks = int(self.uses_graphs)  # for the tokens that pad a graph's step
         self.drafter = make_drafter and make_drafter(network, self.max_num_batched_tokens)
         self.masks: LogitMasks | None = None
         if device.type == "cpu":
@@ -91,7 +83,8 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, schedule: Schedule) -> PendingResult:
         """Launch a step. Steps run in the order in which they are launched."""
-        if len(self._launched) == LAPS:  # this step may write to where its tokens are
+        if len(self._launched) == LAPS:
+            # A step runner may write this step's tokens over those of the step LAPS steps ago.
             self._launched.popleft().keep()
         pending = self._execute(schedule)
         self._launched.append(pending)
@@ -105,8 +98,8 @@ class ModelRunner:
         self.network.zero_blocks(schedule.blocks_to_zero, self.tables)
         added = [new.block_ids for new in schedule.admissions]
         added += [new.block_ids for new in schedule.new_blocks]
-        if added:
-            self.network.populate_beyond(max(chain.from_iterable(added)))
+        if added and self.network.memory is not None:
+            self.network.memory.populate_beyond(max(chain.from_iterable(added)))
         if self.drafter is not None:
             self.drafter.admit(schedule)
         if self.drafter is None or not schedule.may_draft:
@@ -120,7 +113,12 @@ class ModelRunner:
         return PendingResult(schedule.step_id, rows, output, timer)
 
     def run_rows(self, rows: list[Row]) -> StepOutput:
-        """Compute `rows` and choose a token for each row that samples."""
+        """Compute `rows` and choose a token for each row that samples.
+
+        Without step runners, masks and drafts this is all: `network.forward` gives hidden states,
+        `network.logits` the logits, `sampling.sample` the tokens. Rank 0 sends them to the others,
+        and `sampling.store` writes them to the tables, where the next step finds its input.
+        """
         tables = self.tables
         assert tables is not None, "allocate() comes first"
         masks = None if self.masks is None else self.masks.begin(tables, rows)
@@ -140,14 +138,14 @@ class ModelRunner:
             hidden = computed.hidden
             of_prompts = want_prompt_logprobs(tables, rows)
             if hidden is None:
-                wanted = None if of_prompts else sampling.last_tokens
-                hidden = self.network.forward(tables, rows, wanted)
+                indices = None if of_prompts else sampling.output_indices
+                hidden = self.network.forward(tables, rows, indices)
             if of_prompts:
                 logprobs += prompt_logprobs(tables, rows, hidden, self.network.model)
             if len(sampling):
-                logits = self.network.logits(hidden, sampling.last_tokens)
+                logits = self.network.logits(hidden, sampling.output_indices)
         if logits is None:  # no row samples, or this is not rank 0
-            tokens = torch.empty_like(sampling.last_tokens)
+            tokens = torch.empty_like(sampling.output_indices)
         else:
             tokens = sampling.sample(logits)
             logprobs += sampled_logprobs(tables, sampling, logits, tokens)
@@ -157,10 +155,10 @@ class ModelRunner:
             if self.follows_drafts:
                 sampling.accept(tokens)
         forcing = {} if masks is None else masks.forcing
-        return StepOutput(tokens, logprobs, sampling.errors, sampling.draft_ids, forcing)
+        return StepOutput(tokens, logprobs, sampling.endings, sampling.draft_ids, forcing)
 
     @property
     def follows_drafts(self) -> bool:
         """Whether the device counts accepted drafts, so that rows may follow drafts in flight."""
         drafter = self.drafter
-        return drafter is not None and drafter.follows_drafts and self.num_padding_blocks > 0
+        return drafter is not None and drafter.follows_drafts and self.uses_graphs

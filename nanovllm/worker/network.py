@@ -19,15 +19,11 @@ from nanovllm.layers.linear import QKVParallelLinear
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.options.config import Config
 from nanovllm.scheduler.messages import Row
-from nanovllm.utils.memory import populate
 from nanovllm.utils.pages import PageReserve
 from nanovllm.utils.transfer import upload
 from nanovllm.worker.device_tables import DeviceTables
-from nanovllm.worker.kv_cache import zeroed_pool
+from nanovllm.worker.kv_cache import PoolMemory, zeroed_pool
 from nanovllm.worker.model_loader import build_model, load_model
-
-_BYTES_AHEAD = 32 * 2**20
-"""Memory that is ready behind the last block in use."""
 
 
 class NetworkSpec(NamedTuple):
@@ -65,8 +61,7 @@ class Network:
         self.attentions = [m for m in self.model.modules() if isinstance(m, Attention)]
         self.device = device
         self._pool: torch.Tensor | None = None
-        self._by_block = device.type == "cpu" and self.backend.blocks_lie_apart
-        self._num_populated = 0  # blocks of the pool
+        self.memory: PoolMemory | None = None
 
     @property
     def block_bytes(self) -> int:
@@ -82,28 +77,19 @@ class Network:
     def make_pool(self, num_blocks: int) -> None:
         """Bind a new KV pool to the attention layers, in place of any other.
 
-        The pool is zeroed: masked keys must be finite, as in `Schedule.blocks_to_zero`.
+        Its shape is [layers, *`Backend.kv_cache_shape`], for one: [layers, 2 (keys, then values),
+        num_blocks, block_size, num_kv_heads, head_dim]. The pool is zeroed: masked keys must be
+        finite, as in `Schedule.blocks_to_zero`.
         """
         shape = self._pool_shape(num_blocks)
-        self._pool = zeroed_pool(shape, self._kv_dtype, self.device, by_block=self._by_block)
-        self._num_populated = 0
-        self.populate_beyond(0)
+        by_block = self.device.type == "cpu" and self.backend.blocks_lie_apart
+        self._pool = zeroed_pool(shape, self._kv_dtype, self.device, by_block=by_block)
+        self.memory = PoolMemory(self._pool) if by_block else None
         for attention, kv_cache in zip(self.attentions, self._pool, strict=True):
             attention.bind(self.backend, kv_cache)
 
-    def populate_beyond(self, block: int) -> None:
-        """Have memory ready for the blocks behind `block`, which is in use or the first.
-
-        On a CPU the pool takes memory as blocks are used, in their order.
-        """
-        pool, start = self._pool, self._num_populated
-        assert pool is not None, "make_pool() comes first"
-        if self._by_block and start < pool.shape[2] and block + 1 >= start:
-            self._num_populated = block + 1 + -(-_BYTES_AHEAD // self.block_bytes)
-            populate(pool, pool.movedim(2, 0)[start : self._num_populated])
-
     def free_pool(self) -> None:
-        self._pool = None
+        self._pool = self.memory = None
         for attention in self.attentions:
             del attention.kv_cache
 
@@ -119,37 +105,40 @@ class Network:
                     pool[:, :, block].zero_()
 
     def forward(
-        self, tables: DeviceTables, rows: list[Row], wanted: torch.Tensor | None
+        self, tables: DeviceTables, rows: list[Row], output_indices: torch.Tensor | None
     ) -> torch.Tensor:
-        """Write the KV of all T tokens of `rows`; return their hidden states [T, hidden_size].
+        """Write the KV of all T tokens of `rows`; return hidden states [O, hidden_size].
 
         Args:
-            wanted: indices of the tokens in the batch whose hidden states are enough; None: all.
-                The result may hold just these, in this order, and one of any token if there are
-                none.
+            output_indices: [O], the tokens in the batch whose hidden states are returned, in this
+                order. None: all T. Empty: one, of any token.
         """
-        hidden: torch.Tensor = self.model(self.batch(tables, rows, wanted))
+        hidden: torch.Tensor = self.model(self.batch(tables, rows, output_indices))
         return hidden
 
-    def batch(self, tables: DeviceTables, rows: list[Row], wanted: torch.Tensor | None) -> Batch:
+    def batch(
+        self, tables: DeviceTables, rows: list[Row], output_indices: torch.Tensor | None
+    ) -> Batch:
         """Return the batch of `rows` for a call of the model. See `forward`."""
-        batch, output_indices = tables.batch(rows), None
-        if wanted is not None and len(wanted) < len(batch.input_ids):
-            # A chunk in mid-prompt needs no output; keep one token, because kernels must not see
-            # an empty batch.
-            output_indices = wanted if len(wanted) else batch.cu_seqlens_q[:1]
+        batch = tables.batch(rows)
+        if output_indices is not None and len(output_indices) == 0:
+            # Chunks in mid-prompt alone. Kernels must not see an empty batch: keep the first token.
+            output_indices = batch.cu_seqlens_q[:1]
+        if output_indices is not None and len(output_indices) == len(batch.input_ids):
+            output_indices = None
         metadata = self.backend.plan(batch)
         return dataclasses.replace(batch, output_indices=output_indices, metadata=metadata)
 
-    def logits(self, hidden: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor | None:
-        """Return the logits of the tokens `wanted`, from `forward`'s result; None except on rank 0.
+    def logits(self, hidden: torch.Tensor, output_indices: torch.Tensor) -> torch.Tensor | None:
+        """Return the logits [S, vocab_size] of S tokens of the batch; None except on rank 0.
 
         Args:
-            wanted: at least one; what `forward` was given.
+            hidden: of these tokens, or of all tokens of the batch.
+            output_indices: [S], the tokens; at least one.
         """
-        # As many hidden states as are wanted: then these are they.
-        last = hidden if len(hidden) == len(wanted) else hidden[wanted]
-        logits: torch.Tensor | None = self.model.compute_logits(last)  # type: ignore[operator]
+        if len(hidden) != len(output_indices):
+            hidden = hidden[output_indices]
+        logits: torch.Tensor | None = self.model.compute_logits(hidden)  # type: ignore[operator]
         return logits
 
     def _select_backend(self, config: Config, device: torch.device) -> Backend:

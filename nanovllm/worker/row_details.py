@@ -7,23 +7,24 @@ Knows no device: the outputs are on the host.
 from collections.abc import Mapping
 
 from nanovllm.layers.sampler import NO_TOKEN
-from nanovllm.scheduler.messages import Row, RowDetails
+from nanovllm.scheduler.messages import Ending, Row, RowDetails
 from nanovllm.worker.extensions import ForcedTokens
 from nanovllm.worker.logprobs import Logprobs, by_sequence
 
-NO_DISTRIBUTION = (
+NO_DISTRIBUTION = Ending(
+    "error",
     "no token can be chosen: the logits have NaN or inf, or all are -inf; check the model's "
     "weights and dtype, and whether the request's rules (bad_words, min_tokens, "
-    "structured_outputs, ...) forbid every token"
+    "structured_outputs, ...) forbid every token",
 )
-"""The error of a row whose token is NO_TOKEN."""
+"""Of a row whose token is NO_TOKEN."""
 
 
 def detailed_results(
     rows: list[Row],
     sampled: list[int],
     drafts: list[int],
-    errors: dict[int, str],
+    endings: dict[int, Ending],
     forcing: Mapping[int, ForcedTokens],
     logprobs: list[Logprobs],
 ) -> tuple[list[list[int]], dict[int, RowDetails]]:
@@ -32,7 +33,7 @@ def detailed_results(
     Args:
         sampled: [S], a token or NO_TOKEN for each sample.
         drafts: [S], the draft that the sample may confirm.
-        errors, forcing, logprobs: of `StepOutput`.
+        endings, forcing, logprobs: of `StepOutput`.
     """
     of_samples, of_prompts = by_sequence(logprobs)
     token_ids: list[list[int]] = []
@@ -40,25 +41,25 @@ def detailed_results(
     first = 0
     for row in rows:
         tokens: list[int] = []
-        error: str | None = None
+        ending: Ending | None = None
         forced: list[int] | None = None
         if row.samples:
             last = first + row.num_draft_tokens
-            tokens, error = _accepted(sampled, drafts, errors, first, last)
-            if error is None and row.seq_id in forcing:
+            tokens, ending = _accepted(sampled, drafts, endings, first, last)
+            if ending is None and row.seq_id in forcing:
                 forced = forcing[row.seq_id].forced(tokens)
             first = last + 1
         token_ids.append(tokens)
         values = of_samples.get(row.seq_id), of_prompts.get(row.seq_id)
-        found = RowDetails(row.num_draft_tokens, error, forced, *values)
+        found = RowDetails(row.num_draft_tokens, ending, forced, *values)
         if found != RowDetails():
             details[row.seq_id] = found
     return token_ids, details
 
 
 def _accepted(
-    sampled: list[int], drafts: list[int], errors: dict[int, str], first: int, last: int
-) -> tuple[list[int], str | None]:
+    sampled: list[int], drafts: list[int], endings: dict[int, Ending], first: int, last: int
+) -> tuple[list[int], Ending | None]:
     """Return the tokens of a row with samples `first` to `last`, and why it has none.
 
     A draft is accepted if it equals the token sampled at its position. The first token that
@@ -68,9 +69,9 @@ def _accepted(
     tokens: list[int] = []
     for sample in range(first, last + 1):
         token = sampled[sample]
-        error = errors.get(sample, NO_DISTRIBUTION if token == NO_TOKEN else None)
-        if error is not None:
-            return tokens, None if tokens else error
+        ending = endings.get(sample, NO_DISTRIBUTION if token == NO_TOKEN else None)
+        if ending is not None:
+            return tokens, None if tokens else ending
         tokens.append(token)
         if sample < last and drafts[sample] != token:
             break

@@ -6,9 +6,8 @@ import torch
 
 from nanovllm.layers.grouped_draw import draw_by_group
 from nanovllm.layers.logits_rules import apply_rules, run_processors
-from nanovllm.layers.sampler import draw
 from nanovllm.layers.sampling_filters import Sampling
-from nanovllm.scheduler.messages import Row
+from nanovllm.scheduler.messages import Ending, Row
 from nanovllm.utils.transfer import upload
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.extensions import StepMasks
@@ -18,18 +17,20 @@ class SamplingRows:
     """The S samples of a batch.
 
     A row that samples has one for the next token, and one more for each draft. Sample j of a row is
-    what the row would sample if its first j drafts were tokens.
+    what follows if its first j drafts are accepted.
 
     Args:
-        masks: of the samples that may not be any token; None if there are none.
+        masks: limits which tokens some of the samples may be; None: nothing limits them.
         draft_ids: [S], the drafts, if a graph has already overwritten them in the tables; they are
             written there again, because a row's rules read them.
 
     Attributes:
         rows: the row of each sample.
         params: the parameters of each sample.
-        last_tokens: [S] int64, the index of the token in the batch that the sample follows.
-        errors: by sample, why the logits processor or the mask of its request failed.
+        output_indices: [S] int64, the index in the batch of the token that the sample follows: its
+            hidden state gives the sample's logits.
+        endings: by sample, set by `sample`: why a request ends here. Its logits processor failed,
+            or its grammar did, or its output is complete and the model has no token that says so.
         draft_ids: [S] int64, the draft at the sample's position, where the row has one; None if no
             row has any.
     """
@@ -44,22 +45,22 @@ class SamplingRows:
     ) -> None:
         self.rows: list[Row] = []
         self._masks = masks
-        self.errors: dict[int, str] = {}
+        self.endings: dict[int, Ending] = {}
         self._tables = tables
         self._host_positions: list[int] = []
-        last_tokens: list[int] = []
+        output_indices: list[int] = []
         ends = itertools.accumulate(row.num_scheduled_tokens for row in rows)
         for row, end in zip(rows, ends, strict=True):
             if row.samples:
                 num_samples = 1 + row.num_draft_tokens
                 self.rows += [row] * num_samples
-                last_tokens += range(end - num_samples, end)
-                self._host_positions += range(row.num_known_tokens, row.end + 1)
+                output_indices += range(end - num_samples, end)
+                self._host_positions += range(row.sample_position, row.end + 1)
         self.params = [tables.params[row.table_idx] for row in self.rows]
         table_indices = [row.table_idx for row in self.rows]
-        numbers = last_tokens + table_indices + self._host_positions
+        numbers = output_indices + table_indices + self._host_positions
         on_device = upload(numbers, tables.device).view(3, len(self.rows))
-        self.last_tokens, self._table_indices, self._positions = on_device.unbind()
+        self.output_indices, self._table_indices, self._positions = on_device.unbind()
         self.draft_ids = draft_ids
         if draft_ids is not None:
             self.store(draft_ids)
@@ -76,10 +77,7 @@ class SamplingRows:
         logits = self.apply_rules(logits)
         if all(params.is_greedy for params in self.params):
             return self._tables.kernels.greedy(logits)
-        sampling = self._sampling()
-        if sampling.kernels.sample is not None:
-            return draw(logits, sampling)
-        return draw_by_group(logits, sampling, self.params)
+        return draw_by_group(logits, self._sampling(), self.params)
 
     def store(self, token_ids: torch.Tensor) -> None:
         """Write the sampled tokens [S] to the device tables, where the next step reads them.
@@ -92,6 +90,7 @@ class SamplingRows:
 
     def accept(self, token_ids: torch.Tensor) -> None:
         """Note in the device tables where each row ends, as `Kernels.accept` does."""
+        # The token before a row's second sample is the draft at the place of its first sample.
         inputs = token_ids if self.draft_ids is None else self.draft_ids.roll(1)
         rows = self._table_indices, self._positions, inputs, token_ids
         self._tables.kernels.accept(self._tables.last_positions, *rows)
@@ -107,10 +106,11 @@ class SamplingRows:
         if not ruled and self._masks is None:
             return logits
         changed = tables.kernels.to_float(logits)
-        self.errors |= run_processors(changed, ruled)
+        for sample, reason in run_processors(changed, ruled).items():
+            self.endings[sample] = Ending("error", reason)
         if self._masks is not None:
             self._masks.apply(changed)
-            self.errors |= self._masks.errors
+            self.endings |= self._masks.endings
         apply_rules(changed, ruled)
         return changed
 

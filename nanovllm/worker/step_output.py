@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from nanovllm.layers.sampler import NO_TOKEN
-from nanovllm.scheduler.messages import Row, RowDetails, StepResult
+from nanovllm.scheduler.messages import Ending, Row, RowDetails, StepResult
 from nanovllm.utils.transfer import to_host
 from nanovllm.worker.extensions import ForcedTokens
 from nanovllm.worker.logprobs import Logprobs
@@ -23,9 +23,8 @@ class StepOutput:
     """[S] int64, a token or NO_TOKEN for each sample of `SamplingRows`."""
     logprobs: list[Logprobs] = dataclasses.field(default_factory=list)
     """Of the samples and prompts whose request wants them."""
-    errors: dict[int, str] = dataclasses.field(default_factory=dict)
-    """By sample: why a logits processor or a grammar failed, or "" for an output that is complete.
-    Its token does not count."""
+    endings: dict[int, Ending] = dataclasses.field(default_factory=dict)
+    """By sample: what `SamplingRows.endings` has. The token of such a sample does not count."""
     draft_ids: torch.Tensor | None = None
     """[S] int64, the draft that the sample may confirm; None if no row has any."""
     forcing: Mapping[int, ForcedTokens] = dataclasses.field(default_factory=dict)
@@ -38,7 +37,7 @@ class StepOutput:
         return StepOutput(
             self.token_ids if self.on_host else to_host(self.token_ids),
             [part.to_host() for part in self.logprobs],
-            self.errors,
+            self.endings,
             None if self.draft_ids is None else to_host(self.draft_ids),
             self.forcing,
             self.on_host,
@@ -53,14 +52,14 @@ class StepOutput:
         if not (
             self.draft_ids is not None
             or self.logprobs
-            or self.errors
+            or self.endings
             or self.forcing
             or NO_TOKEN in sampled
         ):  # most steps: one token a row
             tokens_left = iter(sampled)
             return [[next(tokens_left)] if row.samples else [] for row in rows], {}
         drafts = sampled if self.draft_ids is None else self.draft_ids.tolist()
-        return detailed_results(rows, sampled, drafts, self.errors, self.forcing, self.logprobs)
+        return detailed_results(rows, sampled, drafts, self.endings, self.forcing, self.logprobs)
 
 
 class PendingResult:

@@ -34,8 +34,8 @@ class Streamed:
         self.seq.token_ids += token_ids
         if self.seq.params.logprobs is not None:
             self.seq.logprobs += [TokenLogprobs([token], [-0.5], 1) for token in token_ids]
-        _, end = self.processor.process_tokens(self.seq, time.monotonic())
-        return None if end is None else end[1]
+        _, ending = self.processor.process_tokens(self.seq, time.monotonic())
+        return None if ending is None else ending.stop_reason
 
     def send(self) -> RequestOutput:
         """Return the next output, which there must be."""

@@ -16,7 +16,7 @@ from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import DraftCounts
 from nanovllm.scheduler.block_manager import BlockManager
 from nanovllm.scheduler.extensions import MAX_SAMPLES
-from nanovllm.scheduler.messages import Row, RowDetails, Schedule, StepResult
+from nanovllm.scheduler.messages import Ending, Row, RowDetails, Schedule, StepResult
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.sequence import Sequence
 from tests.scheduler.invariants import check_blocks, check_scheduler
@@ -158,12 +158,12 @@ class FakeWorker:
         if row.num_draft_tokens == 0:
             return row
         tokens = self.token_ids[row.table_idx]
-        drafts = self.propose(tokens[: row.num_known_tokens])[: row.num_draft_tokens]
-        self._store(tokens, row.num_known_tokens, drafts)
+        drafts = self.propose(tokens[: row.sample_position])[: row.num_draft_tokens]
+        self._store(tokens, row.sample_position, drafts)
         return row._replace(num_scheduled_tokens=1 + len(drafts), num_draft_tokens=len(drafts))
 
     def _compute(self, row: Row, result: StepResult) -> None:
-        num_known, end = row.num_known_tokens, row.end
+        num_known, end = row.sample_position, row.end
         assert row.num_computed_tokens < num_known
         tokens = self.token_ids[row.table_idx]
         hashes = prefix_hashes(tokens[:end])
@@ -181,32 +181,32 @@ class FakeWorker:
             drafts = tokens[num_known:end]
             sampled = [next_token(prefix_hash) for prefix_hash in hashes[num_known - 1 :]]
             self._store(tokens, num_known, sampled)  # also what follows a wrong draft
-            accepted, error = self._accepted(row, drafts, sampled)
+            accepted, ending = self._accepted(row, drafts, sampled)
             self.last_positions[row.table_idx] = num_known - 1 + max(1, len(accepted))
             forced: list[int] = []
             if accepted and self.forces[row.table_idx]:
                 known = tokens[:num_known] + accepted
                 count = (prefix_hashes(known)[-1] >> 4) % 4
                 forced = list(islice(continuation(known), count))
-            if drafts or error or forced:
-                result.details[row.seq_id] = RowDetails(len(drafts), error, forced)
+            if drafts or ending or forced:
+                result.details[row.seq_id] = RowDetails(len(drafts), ending, forced)
         result.token_ids.append(accepted)
 
     def _accepted(
         self, row: Row, drafts: list[int], sampled: list[int]
-    ) -> tuple[list[int], str | None]:
+    ) -> tuple[list[int], Ending | None]:
         """Return the tokens of a row, up to the first that no draft equals, and why it has none."""
         num_right = sum(1 for _ in takewhile(lambda i: drafts[i] == sampled[i], range(len(drafts))))
-        room = self.fails_from.get(row.seq_id, row.end + 1) - row.num_known_tokens
-        error = "no token" if room <= 0 else None
-        return sampled[: max(0, min(num_right + 1, room))], error
+        room = self.fails_from.get(row.seq_id, row.end + 1) - row.sample_position
+        ending = Ending("error", "no token") if room <= 0 else None
+        return sampled[: max(0, min(num_right + 1, room))], ending
 
     def _write_garbage(self, row: Row) -> None:
         for position in range(row.num_computed_tokens, row.end):
             self.kv[self.location(row, position)] = UNWRITTEN
             self.writers[self.location(row, position)] = row.seq_id
         self._store(self.token_ids[row.table_idx], row.end, [UNWRITTEN])
-        self.last_positions[row.table_idx] = row.num_known_tokens
+        self.last_positions[row.table_idx] = row.sample_position
 
     def _store(self, table: list[int], start: int, values: list[int]) -> None:
         assert start + len(values) <= len(table), "written past the end of a table"
@@ -454,7 +454,7 @@ class Engine:
         least = min((victim.priority for victim in victims), default=math.inf)
         assert all(seq.priority < least for seq in admitted), "admission after a preemption"
         self._check_turns(admitted, waiting)
-        head = self.scheduler._waiting.first()
+        head = self.scheduler._prompts.first()
         if head is not None and any(head.order < order(seq) for seq in rows) and not victims:
             is_free = len(self.scheduler.running) < self.max_num_seqs
             num_needed = self.manager.blocks_for(head.num_tokens)
@@ -483,7 +483,7 @@ class Engine:
         assert len(self.scheduler.running) <= self.max_num_seqs
         drafting = [row for row in schedule.rows if row.num_draft_tokens]
         assert all(row.samples for row in drafting)
-        assert all(row.num_known_tokens == row.num_computed_tokens + 1 for row in drafting)
+        assert all(row.sample_position == row.num_computed_tokens + 1 for row in drafting)
         num_samples = sum(row.samples + row.num_draft_tokens for row in schedule.rows)
         assert num_samples <= MAX_SAMPLES or not drafting
         followers = [row for row in schedule.rows if row.num_unverified_tokens]
@@ -501,8 +501,8 @@ class Engine:
 
     def _check_row(self, row: Row) -> None:
         seq = self.sequences[row.seq_id]
-        known = self.worker.token_ids[row.table_idx][: row.num_known_tokens]
-        expected = self.contexts[row.seq_id][: row.num_known_tokens]
+        known = self.worker.token_ids[row.table_idx][: row.sample_position]
+        expected = self.contexts[row.seq_id][: row.sample_position]
         assert known == expected, "the table row holds other tokens"
         for position in range(row.num_computed_tokens, row.end):
             block_id, _ = self.worker.location(row, position)

@@ -22,7 +22,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     table_indices = sorted(owned + scheduler._free_table_indices)
     assert table_indices == list(range(len(table_indices))), "a table row is lost or owned twice"
     assert scheduler.running == sorted(scheduler.running, key=lambda s: s.order)
-    queued = list(scheduler._waiting)
+    queued = list(scheduler._prompts)
     assert {*queued} == {seq for seq in scheduler._sequences.values() if seq.is_queued}
     waiting = [seq for seq in queued if seq.table_idx is None]
     ids = [seq.seq_id for seq in scheduler.running + waiting]

@@ -163,7 +163,7 @@ def test_blocks_that_drafts_may_not_reach_are_zeroed() -> None:
     schedule = engine.launch()
     assert schedule is not None
     (row,) = schedule.rows
-    assert (row.num_computed_tokens, row.num_known_tokens, row.end) == (3, 4, 14)
+    assert (row.num_computed_tokens, row.sample_position, row.end) == (3, 4, 14)
     # The known token fills block 1, which an earlier step began.
     assert schedule.blocks_to_zero == seq.block_table[2:7]
     engine.retire()
@@ -205,7 +205,7 @@ def test_drafts_in_flight_survive_the_result_before_them() -> None:
     engine.launch()
     schedule = engine.launch()  # behind a token that is pending
     assert schedule is not None
-    assert schedule.rows[0].num_known_tokens == 4
+    assert schedule.rows[0].sample_position == 4
     assert engine.launch() is None  # where the next token goes is not known yet
     engine.retire()
     check_scheduler(engine.scheduler)
@@ -234,7 +234,7 @@ def test_rows_follow_drafts_in_flight() -> None:
     assert follower is not None
     (row,) = follower.rows
     # As if all drafts were right. The step before them is in flight, too.
-    assert (row.num_computed_tokens, row.num_known_tokens, row.num_unverified_tokens) == (7, 8, 3)
+    assert (row.num_computed_tokens, row.sample_position, row.num_unverified_tokens) == (7, 8, 3)
     assert row.num_draft_tokens == 3
     assert engine.worker.rows[0].num_computed_tokens == 5
     engine.retire()

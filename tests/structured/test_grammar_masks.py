@@ -9,7 +9,7 @@ import torch
 from nanovllm import SamplingParams
 from nanovllm.kernels.selector import select_kernels
 from nanovllm.kernels.torch_kernels import TORCH
-from nanovllm.scheduler.messages import Admission, Row, Schedule, WorkerInfo
+from nanovllm.scheduler.messages import Admission, Ending, Row, Schedule, WorkerInfo
 from nanovllm.structured.grammar import GrammarCompiler
 from nanovllm.structured.grammar_masks import GrammarMasks, GrammarRow, Masks
 from nanovllm.worker.device_tables import DeviceTables
@@ -137,15 +137,16 @@ def test_complete_output_without_an_end_token(monkeypatch: pytest.MonkeyPatch) -
     assert row.write_masks([], tokens, Masks(masks), 0) is None
     assert not masks[2].any()
     assert row.forced(tokens) == []
-    assert row.write_masks([], [], Masks(masks), 0) == ""
+    assert row.write_masks([], [], Masks(masks), 0) == Ending("stop")
 
 
 def test_output_that_breaks_its_grammar_is_an_error() -> None:
     row = make_row({"regex": "ab"}, [500], frozenset(EOS))
     masks = torch.zeros((1, COMPILER.mask_bytes), dtype=torch.uint8)
-    error = row.write_masks([], [], Masks(masks), 0)
-    assert error is not None
-    assert "failed after 0 tokens: it does not allow what was generated" in error
+    ending = row.write_masks([], [], Masks(masks), 0)
+    assert ending is not None
+    assert ending.finish_reason == "error"
+    assert "failed after 0 tokens: it does not allow what was generated" in str(ending.stop_reason)
 
 
 @pytest.mark.parametrize("max_tokens", [16, 2])
@@ -188,11 +189,11 @@ def test_a_limit_forces_no_end() -> None:
     row = make_row(form, [], frozenset(EOS))
     tokens = COMPILER._make_tokenizer()[0].greedy_tokenize('{"a":1,"b":{"k0":0}}')
     masks = Masks(torch.zeros((1, COMPILER.mask_bytes), dtype=torch.uint8))
-    while (error := row.write_masks([], [], masks, 0)) is None:
+    while (ending := row.write_masks([], [], masks, 0)) is None:
         known = row.num_known_tokens - len(PROMPT)
         forced = row.forced(tokens[known : known + 1])
         assert forced == tokens[known + 1 :][: len(forced)]
-    assert error.startswith("too complex a form: structured_outputs.json '{")
+    assert str(ending.stop_reason).startswith("too complex a form: structured_outputs.json '{")
 
 
 def test_long_forced_text_comes_in_parts() -> None:
@@ -235,7 +236,7 @@ def test_step_masks_logits_of_the_rows_that_have_a_grammar() -> None:
     logits = torch.zeros(5, VOCAB_SIZE)
     step.apply(logits)
     assert torch.equal(logits, expected)
-    assert (step.errors, list(step.forcing)) == ({}, [0, 2])
+    assert (step.endings, list(step.forcing)) == ({}, [0, 2])
     step._written, tables.kernels = None, TORCH  # as on CUDA
     logits = torch.zeros(5, VOCAB_SIZE)
     step.apply(logits)

@@ -155,12 +155,12 @@ def sampling_of(rows):
 
 def check_sampling(tables, sampling, rows, shadow):
     """Compare which logits each sampling row reads, and its sampling parameters."""
-    last_tokens, wanted = [], []
+    output_indices, wanted = [], []
     end = 0
     for row in rows:
         end += row.num_scheduled_tokens
         if row.samples:
-            last_tokens.append(end - 1)
+            output_indices.append(end - 1)
             params, seed = shadow.sampling[row.table_idx]
             position = len(shadow.token_ids[row.table_idx])
             wanted.append((params.temperature, seed, position, params.top_p, params.min_p))
@@ -168,7 +168,7 @@ def check_sampling(tables, sampling, rows, shadow):
             assert (tables.rules[row.table_idx] is not None) == (params.repetition_penalty != 1)
     assert len(sampling) == len(wanted)
     assert sampling.rows == [row for row in rows if row.samples]
-    assert sampling.last_tokens.tolist() == last_tokens
+    assert sampling.output_indices.tolist() == output_indices
     if not wanted:
         return
     drawn = sampling_of(sampling)
@@ -242,7 +242,7 @@ def test_rows_that_do_not_sample_keep_their_tokens():
     apply(tables, [admit(0, [1, 2, 3, 4], [1]), admit(1, [9], [2])])
     rows = [Row(1, 0, 0, 2, samples=False), Row(2, 1, 0, 1, samples=True)]
     sampling = SamplingRows(tables, rows)
-    assert sampling.last_tokens.tolist() == [2]
+    assert sampling.output_indices.tolist() == [2]
     sampling.store(torch.tensor([50]))
     assert tables.batch([Row(1, 0, 2, 2, samples=True)]).input_ids.tolist() == [3, 4]
 
@@ -251,8 +251,8 @@ def test_a_step_may_sample_nothing():
     tables = make_tables()
     apply(tables, [admit(0, [1, 2, 3], [1])])
     sampling = SamplingRows(tables, [Row(1, 0, 0, 2, samples=False)])
-    assert sampling.last_tokens.shape == (0,)
-    assert sampling.last_tokens.dtype == torch.int64
+    assert sampling.output_indices.shape == (0,)
+    assert sampling.output_indices.dtype == torch.int64
     sampling.store(torch.empty(0, dtype=torch.int64))
     assert tables.batch([Row(1, 0, 2, 1, samples=True)]).input_ids.tolist() == [3]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanovllm import SamplingParams
-from nanovllm.worker import network
+from nanovllm.worker import kv_cache
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -28,8 +28,8 @@ def test_memory_is_ready_ahead_of_the_blocks_in_use(
 ) -> None:
     """Symptom: one token in thousands waits for new pages."""
     populated: list[torch.Tensor] = []
-    monkeypatch.setattr(network, "populate", lambda whole, part: populated.append(part))
-    monkeypatch.setattr(network, "_BYTES_AHEAD", 1)  # one block
+    monkeypatch.setattr(kv_cache, "populate", lambda whole, part: populated.append(part))
+    monkeypatch.setattr(kv_cache, "_BYTES_AHEAD", 1)  # one block
     options = {"num_kvcache_blocks": 12, "kvcache_block_size": 4, "max_model_len": 48}
     llm = make_llm(random_model, dtype="float32", **options)
     pool = llm.engine.executor._runner.network._pool

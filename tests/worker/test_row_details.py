@@ -1,14 +1,14 @@
-"""Acceptance: which of a step's samples become a row's tokens, and which errors count."""
+"""Acceptance: which of a step's samples become a row's tokens, and which endings count."""
 
 import pytest
 import torch
 
 from nanovllm.layers.sampler import NO_TOKEN
-from nanovllm.scheduler.messages import Row, RowDetails, StepResult
+from nanovllm.scheduler.messages import Ending, Row, RowDetails, StepResult
 from nanovllm.worker.row_details import NO_DISTRIBUTION
 from nanovllm.worker.step_output import PendingResult, StepOutput
 
-FAILED = "a logits processor failed: ValueError: no"
+FAILED = Ending("error", "a logits processor failed: ValueError: no")
 UNUSED = 99
 """What the table holds behind a row's last draft."""
 
@@ -18,16 +18,16 @@ def row(seq_id: int, num_drafts: int) -> Row:
 
 
 def accept(
-    drafts: list[int], sampled: list[int], errors: dict[int, str] | None = None
-) -> tuple[list[int], str | None]:
-    """Return the tokens and the error of a step of one row."""
-    output = StepOutput(torch.tensor(sampled), [], errors or {}, torch.tensor([*drafts, UNUSED]))
+    drafts: list[int], sampled: list[int], endings: dict[int, Ending] | None = None
+) -> tuple[list[int], Ending | None]:
+    """Return the tokens and the ending of a step of one row."""
+    output = StepOutput(torch.tensor(sampled), [], endings or {}, torch.tensor([*drafts, UNUSED]))
     result = PendingResult(7, [row(0, len(drafts))], output).result()
     assert result.step_id == 7
     (tokens,) = result.token_ids
     found = result.details.get(0, RowDetails())
     assert found.num_draft_tokens == len(drafts)
-    return tokens, found.error
+    return tokens, found.ending
 
 
 @pytest.mark.parametrize(
@@ -58,19 +58,19 @@ def test_row_whose_first_sample_has_no_distribution_fails() -> None:
 def test_failure_behind_accepted_drafts_comes_with_the_next_step() -> None:
     assert accept([5, 6], [5, NO_TOKEN, 7]) == ([5], None)
     assert accept([5, 6], [5, 6, NO_TOKEN]) == ([5, 6], None)
-    assert accept([5, 6], [5, 6, 7], errors={1: FAILED}) == ([5], None)
+    assert accept([5, 6], [5, 6, 7], endings={1: FAILED}) == ([5], None)
 
 
 def test_failure_behind_a_wrong_draft_does_not_count() -> None:
     assert accept([5, 6], [9, NO_TOKEN, 7]) == ([9], None)
-    assert accept([5, 6], [9, 6, 7], errors={1: FAILED, 2: FAILED}) == ([9], None)
+    assert accept([5, 6], [9, 6, 7], endings={1: FAILED, 2: FAILED}) == ([9], None)
 
 
 def test_reason_of_a_processor_comes_before_that_of_the_logits() -> None:
-    assert accept([5], [NO_TOKEN, 6], errors={0: FAILED}) == ([], FAILED)
+    assert accept([5], [NO_TOKEN, 6], endings={0: FAILED}) == ([], FAILED)
 
 
-def test_each_row_has_its_own_samples_and_errors() -> None:
+def test_each_row_has_its_own_samples_and_ending() -> None:
     rows = [
         row(0, 2),
         Row(1, 1, 0, 3, samples=False),
@@ -95,4 +95,4 @@ def test_each_row_has_its_own_samples_and_errors() -> None:
 def test_step_without_drafts() -> None:
     rows = [row(0, 0), row(1, 0)]
     result = PendingResult(0, rows, StepOutput(torch.tensor([5, NO_TOKEN]))).result()
-    assert result == StepResult(0, [[5], []], {1: RowDetails(error=NO_DISTRIBUTION)})
+    assert result == StepResult(0, [[5], []], {1: RowDetails(ending=NO_DISTRIBUTION)})

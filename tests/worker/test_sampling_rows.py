@@ -9,7 +9,7 @@ import torch
 
 from nanovllm.kernels.selector import select_kernels
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.scheduler.messages import Admission, Row, Schedule, WorkerInfo
+from nanovllm.scheduler.messages import Admission, Ending, Row, Schedule, WorkerInfo
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.logprobs import sampled_logprobs
 from nanovllm.worker.sampling_rows import SamplingRows
@@ -227,7 +227,7 @@ def with_drafts(params, histories, drafts):
     tables, rows = make_rows(params, histories=histories, seeds=range(len(params)))
     drafting = []
     for row, guesses in zip(rows, drafts, strict=True):
-        start = row.num_known_tokens
+        start = row.sample_position
         tables.token_ids[row.table_idx, start : start + len(guesses)] = torch.tensor(guesses).int()
         count = len(guesses)
         drafting.append(row._replace(num_scheduled_tokens=1 + count, num_draft_tokens=count))
@@ -272,7 +272,7 @@ def test_samples_know_their_drafts_and_where_they_stand():
     chunk = Row(100, 0, 0, 3, samples=False)  # a prompt's chunk in the same batch
     sampling = SamplingRows(tables, [chunk, *rows])
     assert [row.seq_id for row in sampling.rows] == [100, 100, 100, 101, 102, 102]
-    assert sampling.last_tokens.tolist() == [3, 4, 5, 6, 7, 8]
+    assert sampling.output_indices.tolist() == [3, 4, 5, 6, 7, 8]
     drafts = sampling.draft_ids.tolist()
     assert (drafts[:2], drafts[4]) == ([7, 8], 9)
     assert SamplingRows(tables, [chunk, rows[1]]).draft_ids is None
@@ -295,4 +295,5 @@ def test_failure_of_a_processor_names_its_sample():
     tables, rows = with_drafts([SamplingParams(), params], [[1], [1, 2]], [[7], [7, 8, 9]])
     sampling = SamplingRows(tables, rows)
     sampling.sample(random_logits(6))
-    assert sampling.errors == {4: "a logits processor failed: ValueError: eight"}
+    reason = "a logits processor failed: ValueError: eight"
+    assert sampling.endings == {4: Ending("error", reason)}

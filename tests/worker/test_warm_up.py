@@ -31,7 +31,7 @@ def test_steps_keep_to_the_limits(max_model_len: int, max_num_batched_tokens: in
     for step in steps:
         (row,) = step.rows
         assert 0 <= row.num_computed_tokens < row.end <= max_model_len
-        assert row.num_known_tokens >= 1
+        assert row.sample_position >= 1
         assert row.num_scheduled_tokens <= max_num_batched_tokens
         assert step.may_draft == bool(row.num_draft_tokens)
 
@@ -63,7 +63,7 @@ def test_every_way_of_choosing_a_token_is_used(
     watch(grouped_draw, "draw", lambda logits, _, count=0: [logits.dtype, bool(count)])
     bench.tables.kernels = TORCH
     watch(logprobs, "gather_logprobs", lambda *_: [])
-    watch(Network, "forward", lambda _, tables, rows, wanted: [rows[0].samples])
+    watch(Network, "forward", lambda _, tables, rows, output_indices: [rows[0].samples])
     watch(Ngram, "propose", lambda _, rows: [rows[0].num_draft_tokens > 0])
     with torch.inference_mode():
         warm_up(bench)

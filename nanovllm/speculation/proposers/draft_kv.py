@@ -49,7 +49,7 @@ class DraftKV:
     def start(self, row: Row) -> int:
         """Return the first position to compute: known, and at the latest the last known one."""
         table_idx, size = row.table_idx, self._block_size
-        end, last = self._ends[table_idx], row.num_known_tokens - 1
+        end, last = self._ends[table_idx], row.sample_position - 1
         blocks = self._block_tables[table_idx]
         for index in range(end // size, last // size + 1):
             num_right = self._num_right[blocks[index]]
@@ -79,7 +79,7 @@ class DraftKV:
         """
         size = self._block_size
         blocks = self._block_tables[row.table_idx][: -(-end // size)]
-        return [b for b in blocks[row.num_known_tokens // size :] if not self._num_right[b]]
+        return [b for b in blocks[row.sample_position // size :] if not self._num_right[b]]
 
     def chunks(self, rows: Seq[Row], num_allowed: int, budget: int) -> Iterator[list[Row]]:
         """Yield batches of at most `budget` tokens, after which no row lacks more than
@@ -93,7 +93,7 @@ class DraftKV:
             claimed: set[int] = set()
             left = budget
             for row in rows:
-                start, last = self.start(row), row.num_known_tokens - 1
+                start, last = self.start(row), row.sample_position - 1
                 blocks, size = self._block_tables[row.table_idx], self._block_size
                 if last - start < num_allowed or not left or blocks[start // size] in claimed:
                     continue

@@ -39,12 +39,12 @@ class DraftModel(DraftNetwork):
         self,
         tables: DeviceTables,
         rows: list[Row],
-        wanted: torch.Tensor,
+        output_indices: torch.Tensor,
         hidden: torch.Tensor | None,
     ) -> torch.Tensor:
         if self._recorded is not None and self._recorded.fits(rows):
             return self._recorded.forward(rows)
-        return self._network.forward(tables, rows, wanted)
+        return self._network.forward(tables, rows, output_indices)
 
     def _choose(self, sampling: SamplingRows, logits: torch.Tensor) -> torch.Tensor:
         return sampling.sample(logits)

@@ -84,14 +84,14 @@ class DraftNetwork(Proposer):
         kv = self._kv
         assert self._tables is not None, "allocate() comes first"
         assert kv is not None
-        # As the network counts positions: those before num_known_tokens have all of their input.
+        # As the network counts positions: those before sample_position have all of their input.
         rows = [r._replace(num_computed_tokens=r.num_computed_tokens - self._lag) for r in rows]
         counts = [self._num_drafts(row) for row in rows]
         pairs = sorted(zip(rows, counts, strict=True), key=lambda pair: -pair[1])
         drafting = {row: count for row, count in pairs if count}  # those with most drafts first
         if not drafting:
             return counts
-        ends = {row: row.num_known_tokens + count - 1 for row, count in drafting.items()}
+        ends = {row: row.sample_position + count - 1 for row, count in drafting.items()}
         begun = [block for row, end in ends.items() for block in kv.begun_blocks(row, end)]
         self._network.zero_blocks(begun, self._tables)
         num_allowed = max(1, min(FEW_TOKENS, self._max_num_batched_tokens // len(drafting)))
@@ -102,7 +102,7 @@ class DraftNetwork(Proposer):
             step = []
             for row, count in drafting.items():
                 if index < count:
-                    end = row.num_known_tokens + index
+                    end = row.sample_position + index
                     start = end - 1 if index else kv.start(row)
                     step.append(Row(row.seq_id, row.table_idx, start, end - start, samples=True))
             graphs = self._graphs[0 if index == 0 else -1] if self._graphs else None
@@ -111,17 +111,17 @@ class DraftNetwork(Proposer):
             else:
                 hidden = self._draft(self._tables, step, hidden)
         for row, end in ends.items():
-            kv.set_right(row.table_idx, row.num_known_tokens)
+            kv.set_right(row.table_idx, row.sample_position)
             if self._keeps_drafts:
                 kv.set_drafted(row.table_idx, end)
         return counts
 
     def _num_drafts(self, row: Row) -> int:
         """Return how many drafts `row` gets: none if it has no input for the network yet."""
-        if row.num_known_tokens < 1:
+        if row.sample_position < 1:
             return 0
-        # Draft j takes the network's position num_known_tokens + j - 1.
-        room = self._network.max_model_len + 1 - row.num_known_tokens
+        # Draft j takes the network's position sample_position + j - 1.
+        room = self._network.max_model_len + 1 - row.sample_position
         return max(0, min(row.num_draft_tokens, room))
 
     def _draft(
@@ -133,11 +133,10 @@ class DraftNetwork(Proposer):
             hidden: those of the last call, whose first rows these are; None in the first call.
         """
         sampling = self._sampling(tables, rows)
-        wanted = sampling.last_tokens
-        hidden = self._forward(
-            tables, rows, wanted, None if hidden is None else hidden[: len(rows)]
-        )
-        self._sample(sampling, self._logits(hidden, wanted))
+        output_indices = sampling.output_indices
+        hidden = None if hidden is None else hidden[: len(rows)]
+        hidden = self._forward(tables, rows, output_indices, hidden)
+        self._sample(sampling, self._logits(hidden, output_indices))
         return hidden
 
     def _replay(
@@ -151,7 +150,7 @@ class DraftNetwork(Proposer):
         logits = graphs.run(rows).logits
         if any(tables.rules[row.table_idx] is not None for row in rows):
             sampling = self._sampling(tables, rows)
-            self._sample(sampling, None if logits is None else logits[sampling.last_tokens])
+            self._sample(sampling, None if logits is None else logits[sampling.output_indices])
         return hidden
 
     def _sampling(self, tables: DeviceTables, rows: list[Row]) -> SamplingRows:
@@ -161,7 +160,7 @@ class DraftNetwork(Proposer):
     def _sample(self, sampling: SamplingRows, logits: torch.Tensor | None) -> None:
         """Write one draft behind each row."""
         if logits is None:
-            tokens = torch.empty_like(sampling.last_tokens)
+            tokens = torch.empty_like(sampling.output_indices)
         else:
             tokens = self._choose(sampling, logits)
         sampling.store(broadcast_from_first(tokens))
@@ -186,21 +185,21 @@ class DraftNetwork(Proposer):
         self,
         tables: DeviceTables,
         rows: list[Row],
-        wanted: torch.Tensor,
+        output_indices: torch.Tensor,
         hidden: torch.Tensor | None,
     ) -> torch.Tensor:
         """Write the KV of `rows`; return hidden states for `_logits`.
 
         Args:
             tables: the target's.
-            wanted: as for `Network.forward`.
+            output_indices: as for `Network.forward`.
             hidden: as for `_draft`; also None to catch up.
         """
         raise NotImplementedError
 
-    def _logits(self, hidden: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor | None:
+    def _logits(self, hidden: torch.Tensor, output_indices: torch.Tensor) -> torch.Tensor | None:
         """Return the target's logits as this network guesses them; None except on rank 0."""
-        return self._network.logits(hidden, wanted)
+        return self._network.logits(hidden, output_indices)
 
     def _choose(self, sampling: SamplingRows, logits: torch.Tensor) -> torch.Tensor:
         """Return a draft or NO_TOKEN for each row of `logits`. Called on rank 0 only."""

@@ -145,7 +145,7 @@ class Eagle3(DraftNetwork):
         self,
         tables: DeviceTables,
         rows: list[Row],
-        wanted: torch.Tensor,
+        output_indices: torch.Tensor,
         hidden: torch.Tensor | None,
     ) -> torch.Tensor:
         recorded = self._recorded[hidden is not None]
@@ -154,14 +154,14 @@ class Eagle3(DraftNetwork):
                 assert self._hidden is not None
                 self._hidden[: len(hidden)].copy_(hidden)
             output = recorded.forward(rows)
-            return output if len(output) == len(wanted) else output[wanted]
-        batch = self._network.batch(self._following, rows, wanted)
+            return output if len(output) == len(output_indices) else output[output_indices]
+        batch = self._network.batch(self._following, rows, output_indices)
         if hidden is None:
             return self._first_hidden(batch)
         return self._head(batch, hidden)  # type: ignore[no-any-return]
 
-    def _logits(self, hidden: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor | None:
-        logits = super()._logits(hidden, wanted)
+    def _logits(self, hidden: torch.Tensor, output_indices: torch.Tensor) -> torch.Tensor | None:
+        logits = super()._logits(hidden, output_indices)
         return _spread(logits, self._token_ids, self._config.vocab_size)
 
     def _choose(self, sampling: SamplingRows, logits: torch.Tensor) -> torch.Tensor:

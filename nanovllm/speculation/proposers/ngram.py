@@ -51,14 +51,14 @@ class Ngram(Proposer):
         limits = [row.num_draft_tokens for row in rows]
         if self._uses_c:
             items = [
-                (row.table_idx, row.num_known_tokens, row.num_draft_tokens, self._index(row))
+                (row.table_idx, row.sample_position, row.num_draft_tokens, self._index(row))
                 for row in rows
             ]
             return table_ops.ngram(tables.token_ids, items, self._sizes)
         if self._triton is not None:
             follows = [int(row.num_unverified_tokens > 0) for row in rows]
             # Behind the last position; one token is known there, before the drafts.
-            known = (1 if row.num_unverified_tokens else row.num_known_tokens for row in rows)
+            known = (1 if row.num_unverified_tokens else row.sample_position for row in rows)
             numbers = [*(row.table_idx for row in rows), *known, *limits, *follows]
             columns = upload(numbers, tables.device).view(4, len(rows))
             table_indices, num_known, num_drafts, offsets = columns.unbind()
@@ -69,7 +69,7 @@ class Ngram(Proposer):
             )
             return limits
         found = [
-            lookup(tables.token_ids[row.table_idx], row.num_known_tokens, limit, self._sizes)
+            lookup(tables.token_ids[row.table_idx], row.sample_position, limit, self._sizes)
             for row, limit in zip(rows, limits, strict=True)
         ]
         if tables.device.type != "cpu":  # the host does not wait for what was found
@@ -85,8 +85,8 @@ class Ngram(Proposer):
         index = self._indices.get(row.table_idx)
         smallest, largest = self._sizes
         entries = 2 * (largest - smallest + 1)
-        if index is None or len(index) // entries < row.num_known_tokens:
-            capacity = 1 << max(row.num_known_tokens, _MIN_CAPACITY - 1).bit_length()
+        if index is None or len(index) // entries < row.sample_position:
+            capacity = 1 << max(row.sample_position, _MIN_CAPACITY - 1).bit_length()
             index = lazy_zeros((1 + entries * capacity,), torch.int32)
             self._indices[row.table_idx] = index
         return index

@@ -50,7 +50,7 @@ class Proposer(ABC):
     def propose(self, rows: list[Row]) -> list[int]:
         """Write drafts for `rows`, and return how many each row got.
 
-        Row r gets up to `r.num_draft_tokens` tokens, at its positions from `r.num_known_tokens` on;
+        Row r gets up to `r.num_draft_tokens` tokens, at its positions from `r.sample_position` on;
         that is at least 1. The tokens before them are in the tables, and their KV is written,
         except for the last one's.
         """

@@ -57,7 +57,7 @@ def watch_drafts(monkeypatch: pytest.MonkeyPatch) -> Drafted:
         assert tables is not None
         for row, count in zip(rows, counts, strict=True):
             assert 0 <= count <= row.num_draft_tokens
-            seed, end = int(tables.sampling_tensors.seeds[row.table_idx]), row.num_known_tokens
+            seed, end = int(tables.sampling_tensors.seeds[row.table_idx]), row.sample_position
             if not seed:  # a table row without a sequence, to measure what drafts cost
                 continue
             tokens = tables.token_ids[row.table_idx, : end + count].tolist()

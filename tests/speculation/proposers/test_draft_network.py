@@ -67,7 +67,7 @@ class Proposals:
             table = network._tables.token_ids  # type: ignore[union-attr]
             self.drafts.append(
                 [
-                    table[row.table_idx, row.num_known_tokens :][:count].tolist()
+                    table[row.table_idx, row.sample_position :][:count].tolist()
                     for row, count in zip(rows, counts, strict=True)
                 ]
             )

@@ -288,9 +288,9 @@ def test_only_the_outputs_that_are_wanted(target_path, tmp_path):
     head = load_head(tmp_path, *load_target(target_path))
     batch = make_batch(bind(head, head.config), [(0, 0, random_tokens(20, 0))])
     hidden = torch.randn(20, 64, generator=torch.Generator().manual_seed(0))
-    wanted = torch.tensor([19, 3])
-    some = head(dataclasses.replace(batch, output_indices=wanted), hidden)
-    assert torch.allclose(some, head(batch, hidden)[wanted], atol=1e-5)
+    output_indices = torch.tensor([19, 3])
+    some = head(dataclasses.replace(batch, output_indices=output_indices), hidden)
+    assert torch.allclose(some, head(batch, hidden)[output_indices], atol=1e-5)
 
 
 @pytest.mark.parametrize("prefix", ["", "model."])

@@ -12,7 +12,7 @@ from nanovllm.scheduler.sequence import Sequence
 Item = TypeVar("Item")
 
 
-class WaitingQueue:
+class PromptQueue:
     """Deficit round robin over users (Shreedhar and Varghese, 1995) within each priority.
 
     In each round every user that waits saves one token. A user's next sequence goes when the user
@@ -56,7 +56,7 @@ class WaitingQueue:
     def advance(self, seq: Sequence, num_left: int) -> None:
         """Note that all but `num_left` tokens of a sequence are computed. At 0 it leaves the queue.
 
-        Its user pays for it at the first call.
+        Until then it stays first of its user, though it runs. Its user pays at the first call.
         """
         self._levels[seq.priority].advance(seq, num_left)
         if num_left == 0:

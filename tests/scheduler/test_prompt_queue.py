@@ -16,8 +16,8 @@ from hypothesis import (
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from nanovllm.options.sampling_params import SamplingParams
+from nanovllm.scheduler.prompt_queue import PromptQueue
 from nanovllm.scheduler.sequence import Sequence
-from nanovllm.scheduler.waiting_queue import WaitingQueue
 from tests.scheduler.fake_engine import Engine
 from tests.scheduler.test_scheduler import num_lines_run
 
@@ -31,7 +31,7 @@ def make_seq(seq_id: int, cost: int, user: str = "", priority: int = 0) -> Seque
     return seq
 
 
-def pop(queue: WaitingQueue) -> Sequence:
+def pop(queue: PromptQueue) -> Sequence:
     """Admit the first sequence and compute its prompt, as the scheduler does."""
     seq = queue.first()
     assert seq is not None
@@ -81,7 +81,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue = WaitingQueue()
+        self.queue = PromptQueue()
         self.rounds: dict[int, Rounds] = {}  # by priority
         self.seq_ids = count(0, 10)
         self.queued: list[Sequence] = []
@@ -150,7 +150,7 @@ class QueueMachine(RuleBasedStateMachine):
                 self.check_bound(seq)
 
     def check_bound(self, seq: Sequence) -> None:
-        """Check for how many tokens of others a sequence waited: the bound in `WaitingQueue`."""
+        """Check for how many tokens of others a sequence waited: the bound in `PromptQueue`."""
         key = (seq.priority, seq.user)
         served_before, paid_before = self.before[seq]
         self.paid[key] += seq.max_num_tokens
@@ -222,7 +222,7 @@ TestOneUser = OneUserMachine.TestCase
 def test_new_user_waits_for_its_cost_and_one_sequence_of_each_other(
     cost: int, others: list[int], num_before: int
 ) -> None:
-    queue = WaitingQueue()
+    queue = PromptQueue()
     for seq_id in range(40 * len(others)):
         user = seq_id % len(others)
         queue.push(make_seq(seq_id, others[user], f"other {user}"))
@@ -237,7 +237,7 @@ def test_new_user_waits_for_its_cost_and_one_sequence_of_each_other(
 
 
 def test_users_share_tokens_and_not_requests() -> None:
-    queue = WaitingQueue()
+    queue = PromptQueue()
     for seq_id in range(400):
         queue.push(make_seq(seq_id, *((10, "small") if seq_id % 2 else (50, "large"))))
     paid = Counter[str]()
@@ -318,7 +318,7 @@ def test_waiting_sequence_before_a_running_prompt_is_in_the_next_step(
     for length, priority, user in new:
         engine.add([2] * length, max_tokens=4, priority=priority, user=user)
     while engine.step():
-        first = engine.scheduler._waiting.first()
+        first = engine.scheduler._prompts.first()
         seqs = [engine.sequences[row.seq_id] for row in engine.launched[-1][0].rows]
         prompts = [seq for seq in seqs if seq.is_queued]  # at most the last one
         assert first is None or all(seq is first or seq.order < first.order for seq in prompts)
@@ -363,7 +363,7 @@ def test_cost_of_each_operation_does_not_grow_with_the_queue(num_users: int) -> 
     """Symptom: a step iterates over all who wait, or over all users."""
 
     def costs(num_waiting: int) -> list[int]:
-        queue = WaitingQueue()
+        queue = PromptQueue()
         for seq_id in range(num_waiting):
             queue.push(make_seq(seq_id, 10, str(seq_id % num_users)))
         other = make_seq(num_waiting, 10, "0")
@@ -384,7 +384,7 @@ def test_cost_of_each_operation_does_not_grow_with_the_queue(num_users: int) -> 
 
 
 def test_many_aborts_leave_no_memory() -> None:
-    queue = WaitingQueue()
+    queue = PromptQueue()
     queue.push(make_seq(0, 10, "patient"))
     for seq_id in range(1, 3_000):
         seq = make_seq(seq_id, 10, f"user {seq_id}", priority=seq_id % 7)
