@@ -62,18 +62,19 @@ class OutputProcessor:
         """
         completion = self._completions[seq.seq_id]
         request, detokenizer = completion.request, completion.detokenizer
-        if completion.num_tokens < seq.num_output_tokens:  # an error brings no token
+        num_output_tokens = seq.num_output_tokens
+        if completion.num_tokens < num_output_tokens:  # an error brings no token
             request.first_token_time = request.first_token_time or now
             request.last_token_time = now
-        if detokenizer is None or not (request.decodes_each_step or seq.is_finished):
-            completion.num_tokens = seq.num_output_tokens
+        if detokenizer is None or not (request.decodes_each_step or seq.finish_reason):
+            completion.num_tokens = num_output_tokens
             return request, None
         try:
-            stop_string = _decode(completion, detokenizer)
+            stop_string = _decode(completion, detokenizer, num_output_tokens)
         except BaseException as error:  # a panic of the tokenizer's library is no Exception
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
-            completion.detokenizer, completion.num_tokens = None, seq.num_output_tokens
+            completion.detokenizer, completion.num_tokens = None, num_output_tokens
             return request, Ending("error", f"the tokens could not be decoded: {error!r}")
         return request, None if stop_string is None else Ending("stop", stop_string)
 
@@ -175,19 +176,19 @@ class OutputProcessor:
         return self._entries.make_all(first.prompt_logprobs, positions, with_text=with_text)
 
 
-def _decode(completion: Completion, detokenizer: Detokenizer) -> str | None:
+def _decode(completion: Completion, detokenizer: Detokenizer, num_output_tokens: int) -> str | None:
     """Decode what was not read of a sequence; return the stop string that it completes, if any."""
     seq, params = completion.seq, completion.request.params
     if not completion.request.decodes_each_step:  # it has ended: all at once
-        completion.num_tokens = seq.num_output_tokens
+        completion.num_tokens = num_output_tokens
         tokens = seq.token_ids[seq.num_prompt_tokens :]
         detokenizer.add_all(tokens[:-1] if completion.ends_with_hidden_stop else tokens)
-    while completion.num_tokens < seq.num_output_tokens:
+    while completion.num_tokens < num_output_tokens:
         token = seq.token_ids[seq.num_prompt_tokens + completion.num_tokens]
         completion.num_tokens += 1
         search = completion.num_tokens >= params.min_tokens
         if not completion.ends_with_hidden_stop and detokenizer.add(token, search=search):
             return detokenizer.stop_string
-    if seq.is_finished:
+    if seq.finish_reason is not None:
         detokenizer.finish(search=completion.num_tokens >= params.min_tokens)
     return detokenizer.stop_string
