@@ -6,12 +6,13 @@ mixes prompts, chunks and single tokens. Knows no kernel and no model.
 
 import abc
 import dataclasses
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from nanovllm.attention.batch import Batch
-from nanovllm.kernels.torch_math import rms_norm, rotate
+from nanovllm.kernels.torch_math import NORM_ROUNDED, rms_norm, rotate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +28,14 @@ class AttentionSpec:
     """Tokens in a KV block; None lets the backend choose."""
     kv_dtype: torch.dtype | None = None
     """The KV cache's dtype; None means `dtype`."""
+    scale: float | None = None
+    """Factor on scores; None: head_dim ** -0.5."""
+    window: int | None = None
+    """A token sees itself and the window - 1 tokens before it; None: all before it."""
+    softcap: float = 0.0
+    """A score s becomes softcap * tanh(s / softcap); 0.0: it stays."""
+    sinks: bool = False
+    """Whether each query head has a learned logit more in its softmax's denominator."""
 
     @property
     def quantized_kv(self) -> bool:
@@ -39,34 +48,73 @@ NO_QUANTIZED_KV = "does not support an 8-bit KV cache"
 
 
 class QKNorm(NamedTuple):
-    """How a layer prepares queries and keys for attention: RMSNorm or none, then rotation.
+    """How a layer prepares queries, keys and values: RMSNorm or none, and rotation.
 
     A backend may fuse all of this into its `store`, so it gets the weights and not the layers.
+    Each step's result is rounded to the dtype.
     """
 
     q_weight: torch.Tensor | None
     """[head_dim]; None: no RMSNorm. Queries and keys have one both, or none both."""
     k_weight: torch.Tensor | None
-    """[head_dim]."""
+    """[head_dim]; also None where the layer has no keys."""
     eps: float
     cos_sin: torch.Tensor
-    """[positions, head_dim] float32: cosines, then sines."""
+    """[positions, rotary_dim] float32: cosines, then sines, for the pairs (i, i + rotary_dim / 2)
+    of a head's first rotary_dim numbers."""
+    kind: int = NORM_ROUNDED
+    """One of the NORM constants of kernels/torch_math.py."""
+    after_rotation: bool = False
+    """Whether the norm comes after the rotation instead of before."""
+    interleaved: bool = False
+    """Whether the pairs are (2i, 2i + 1) instead. The rotated queries and keys have them at
+    (i, i + rotary_dim / 2): scores are the same."""
+    v_norm: bool = False
+    """Whether values get an RMSNorm without weight."""
+    q_scale: torch.Tensor | None = None
+    """[positions] float32: the factor on a rotated query, by its position; None: no factor."""
 
     def apply(
-        self, qkv: torch.Tensor, positions: torch.Tensor, num_heads: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, qkv: torch.Tensor, positions: torch.Tensor, spec: AttentionSpec
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Split `qkv`, then normalise and rotate, in plain torch.
 
-        Return queries [T, num_heads, head_dim], keys and values [T, num_kv_heads, head_dim].
+        Args:
+            qkv: as `Backend.store` takes it.
+
+        Returns:
+            Queries [T, num_heads, head_dim], keys and values [T, num_kv_heads, head_dim]; None for
+            keys and values if `qkv` has only queries.
         """
-        head_dim = self.cos_sin.shape[1]
-        num_kv_heads = (qkv.shape[1] // head_dim - num_heads) // 2
-        heads = qkv.view(len(qkv), num_heads + 2 * num_kv_heads, head_dim)
-        q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], 1)
-        if self.q_weight is not None and self.k_weight is not None:
-            q, k = rms_norm(q, self.q_weight, self.eps), rms_norm(k, self.k_weight, self.eps)
+        heads = qkv.view(len(qkv), -1, spec.head_dim)
+        q, *kv = heads.split_with_sizes(qkv_parts(qkv, spec), 1)
         cos_sin = self.cos_sin[positions]
-        return rotate(q, cos_sin), rotate(k, cos_sin), v
+        q = self._prepare(q, self.q_weight, cos_sin)
+        if self.q_scale is not None:
+            q = (q.float() * self.q_scale[positions, None, None]).to(q.dtype)
+        if not kv:
+            return q, None, None
+        v = rms_norm(kv[-1], None, self.eps) if self.v_norm else kv[-1]
+        return q, self._prepare(kv[0], self.k_weight, cos_sin), v
+
+    def _prepare(
+        self, x: torch.Tensor, weight: torch.Tensor | None, cos_sin: torch.Tensor
+    ) -> torch.Tensor:
+        """Normalise and rotate the heads x [T, heads, head_dim]."""
+        if weight is not None and not self.after_rotation:
+            x = rms_norm(x, weight, self.eps, self.kind)
+        x = rotate(x, cos_sin, self.interleaved)
+        if weight is not None and self.after_rotation:
+            x = rms_norm(x, weight, self.eps, self.kind)
+        return x
+
+
+def qkv_parts(qkv: torch.Tensor, spec: AttentionSpec) -> list[int]:
+    """Return the heads of each part of `qkv` [T, n]: queries; keys; values, unless they are the
+    keys.
+    """
+    extra = qkv.shape[1] // spec.head_dim - spec.num_heads
+    return [spec.num_heads, *[spec.num_kv_heads] * (extra // spec.num_kv_heads)]
 
 
 class Backend(abc.ABC):
@@ -115,23 +163,30 @@ class Backend(abc.ABC):
         """
 
     def forward(
-        self, qkv: torch.Tensor, norm: QKNorm, kv_cache: torch.Tensor, batch: Batch
+        self,
+        qkv: torch.Tensor,
+        norm: QKNorm,
+        kv_cache: torch.Tensor,
+        batch: Batch,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store the keys and values of `qkv`, then attend with its queries.
 
-        A token attends to its own position and all earlier ones.
+        A token attends to its own position and all earlier ones in its window.
 
         Args:
             qkv: [T, (num_heads + 2 num_kv_heads) * head_dim] contiguous, not yet normalised and
-                rotated.
+                rotated. Without the values' part, the raw keys are the values. With queries alone,
+                nothing is stored: the cache is another layer's.
+            sinks: [num_heads] float32, if the spec says so.
 
         Returns:
             [T, num_heads, head_dim].
         """
         q = self.store(qkv, norm, kv_cache, batch)
         if batch.attend is not None:
-            return batch.attend(self.attend, q, kv_cache)
-        return self.attend(q, kv_cache, batch)
+            return batch.attend(partial(self.attend, sinks=sinks), q, kv_cache)
+        return self.attend(q, kv_cache, batch, sinks=sinks)
 
     @abc.abstractmethod
     def store(
@@ -146,9 +201,11 @@ class Backend(abc.ABC):
         kv_cache: torch.Tensor,
         batch: Batch,
         out: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return attention [T, num_heads, head_dim] of `q` over the cache, which holds all KV.
 
         Args:
             out: contiguous, for the result; None: a new tensor.
+            sinks: [num_heads] float32, if the spec says so.
         """

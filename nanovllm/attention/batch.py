@@ -50,3 +50,5 @@ class Batch:
     ) = None
     """Called in place of the backend's `attend`: takes that, q and the layer's KV cache. None: the
     backend attends."""
+    others: tuple["Batch", ...] = ()
+    """The same tokens for layers with another block table or plan than this one's."""

@@ -52,7 +52,7 @@ class CPUBackend(Backend):
         self, qkv: torch.Tensor, norm: QKNorm, kv_cache: torch.Tensor, batch: Batch
     ) -> torch.Tensor:
         places = batch.positions, batch.slot_mapping
-        return cpu_ops.store(qkv, *norm, *places, kv_cache, self.spec.num_heads)
+        return cpu_ops.store(qkv, *norm[:4], *places, kv_cache, self.spec.num_heads)
 
     def attend(
         self,
@@ -60,6 +60,7 @@ class CPUBackend(Backend):
         kv_cache: torch.Tensor,
         batch: Batch,
         out: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         found = cpu_ops.attention(
             q, kv_cache, batch.block_tables, batch.cu_seqlens_q, batch.seq_lens

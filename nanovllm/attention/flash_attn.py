@@ -66,6 +66,7 @@ class FlashAttnBackend(PagedBackend):
         kv_cache: torch.Tensor,
         batch: Batch,
         out: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         keys, values = kv_cache.unbind()
         chunks: _Chunks | None = batch.metadata

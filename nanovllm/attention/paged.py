@@ -32,7 +32,7 @@ class PagedBackend(Backend):
         self, qkv: torch.Tensor, norm: QKNorm, kv_cache: torch.Tensor, batch: Batch
     ) -> torch.Tensor:
         places = batch.positions, batch.slot_mapping
-        return self._store(qkv, *norm, *places, kv_cache, self.spec.num_heads)
+        return self._store(qkv, *norm[:4], *places, kv_cache, self.spec.num_heads)
 
 
 def flash_attention_refusal(spec: AttentionSpec) -> str | None:

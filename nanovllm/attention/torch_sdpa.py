@@ -5,6 +5,7 @@ similar length share one padded call.
 """
 
 import dataclasses
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -12,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from nanovllm.attention.backend import NO_QUANTIZED_KV, AttentionSpec, Backend, QKNorm
 from nanovllm.attention.batch import Batch
+from nanovllm.attention.explicit import explicit_attention
 
 _PADDING = 1.25
 """Rows share a call if the longest has at most this factor times the shortest row's blocks, plus
@@ -29,7 +31,7 @@ class _Singles:
     blocks: torch.Tensor
     """[R, width] int64 block ids."""
     mask: torch.Tensor
-    """[R, 1, 1, width * block_size] bool, true for the keys of the row's sequence."""
+    """[R, 1, 1, width * block_size] bool, true for the keys that the row's token sees."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +41,11 @@ class _Chunk:
     start: int
     stop: int
     blocks: torch.Tensor
-    """[width] int64 block ids."""
-    seq_len: int
+    """[width] int64 block ids: all, or those from the window's first key on."""
+    num_keys: int
+    """Keys in these blocks."""
     mask: torch.Tensor | None
-    """[tokens, seq_len] bool. None means causal: the row starts at its sequence's first token."""
+    """[tokens, num_keys] bool. None means causal: the row starts at its sequence's first token."""
 
 
 class TorchBackend(Backend):
@@ -56,6 +59,9 @@ class TorchBackend(Backend):
     def __init__(self, spec: AttentionSpec) -> None:
         self.block_size = spec.block_size or 16
         self.spec = spec
+        self._scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
+        self._is_special = bool(spec.softcap) or spec.sinks  # what torch's function lacks
+        self._explicit = partial(explicit_attention, scale=self._scale, softcap=spec.softcap)
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> str | None:
@@ -71,7 +77,8 @@ class TorchBackend(Backend):
         assert batch.lengths is not None, "graphs are not supported"
         for row, (query_len, seq_len) in enumerate(zip(*batch.lengths, strict=True)):
             if query_len == 1:
-                singles.append((-(-seq_len // self.block_size), row, start))
+                num_blocks = -(-seq_len // self.block_size) - self._first_block(seq_len - 1)
+                singles.append((num_blocks, row, start))
             else:
                 plans.append(self._plan_chunk(batch, row, start, query_len, seq_len))
             start += query_len
@@ -91,7 +98,9 @@ class TorchBackend(Backend):
     def store(
         self, qkv: torch.Tensor, norm: QKNorm, kv_cache: torch.Tensor, batch: Batch
     ) -> torch.Tensor:
-        q, k, v = norm.apply(qkv, batch.positions, self.spec.num_heads)
+        q, k, v = norm.apply(qkv, batch.positions, self.spec)
+        if k is None or v is None:
+            return q
         blocks = batch.slot_mapping // self.block_size  # they may lie apart
         places = blocks, batch.slot_mapping % self.block_size
         for cached, new in zip(kv_cache, (k, v), strict=True):
@@ -104,54 +113,91 @@ class TorchBackend(Backend):
         kv_cache: torch.Tensor,
         batch: Batch,
         out: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         out = torch.empty_like(q) if out is None else out
         for plan in batch.metadata:
-            if isinstance(plan, _Chunk):
-                out[plan.start : plan.stop] = self._chunk(q[plan.start : plan.stop], kv_cache, plan)
-            else:
-                out[plan.tokens] = self._singles(q[plan.tokens], kv_cache, plan)
+            tokens = slice(plan.start, plan.stop) if isinstance(plan, _Chunk) else plan.tokens
+            attend = self._chunk if isinstance(plan, _Chunk) else self._singles
+            out[tokens] = attend(q[tokens], kv_cache, plan, sinks)
         return out
+
+    def _first_block(self, position: int) -> int:
+        """Return the index of the first block whose keys the token at `position` sees."""
+        window = self.spec.window
+        return 0 if window is None else max(0, position - window + 1) // self.block_size
 
     def _plan_singles(self, batch: Batch, rows: list[tuple[int, int, int]]) -> _Singles:
         device = batch.input_ids.device
         width = rows[-1][0]
         row_ids, tokens = torch.tensor([[row, token] for _, row, token in rows], device=device).T
-        seq_lens = batch.seq_lens[row_ids]
+        ends = batch.seq_lens[row_ids].long()
+        assert batch.lengths is not None, "graphs are not supported"
+        first = [self._first_block(batch.lengths.seq_lens[row] - 1) for _, row, _ in rows]
+        columns = torch.tensor(first, device=device)[:, None] + torch.arange(width, device=device)
         # Columns past a row's last block may hold ids out of range: replace them by its first.
-        columns = torch.arange(width, device=device)
-        tables = batch.block_tables[row_ids, :width].long()
-        valid = columns * self.block_size < seq_lens[:, None]
-        blocks = torch.where(valid, tables, tables[:, :1])
+        valid = columns * self.block_size < ends[:, None]
+        columns = torch.where(valid, columns, columns[:, :1])
+        blocks = batch.block_tables[row_ids[:, None], columns].long()
         keys = torch.arange(width * self.block_size, device=device)
-        return _Singles(tokens, blocks, (keys < seq_lens[:, None])[:, None, None])
+        keys = keys + columns[:, :1] * self.block_size
+        seen = keys < ends[:, None]
+        if self.spec.window is not None:
+            seen &= keys >= ends[:, None] - self.spec.window
+        return _Singles(tokens, blocks, seen[:, None, None])
 
     def _plan_chunk(
         self, batch: Batch, row: int, start: int, query_len: int, seq_len: int
     ) -> _Chunk:
-        blocks = batch.block_tables[row, : -(-seq_len // self.block_size)].long()
+        position, window = seq_len - query_len, self.spec.window
+        first = self._first_block(position)
+        blocks = batch.block_tables[row, first : -(-seq_len // self.block_size)].long()
+        keys = torch.arange(first * self.block_size, seq_len, device=blocks.device)
         mask = None
-        if query_len < seq_len:
-            keys = torch.arange(seq_len, device=blocks.device)
-            mask = keys <= keys[seq_len - query_len :, None]
-        return _Chunk(start, start + query_len, blocks, seq_len, mask)
+        if position or (window is not None and window < seq_len):
+            queries = torch.arange(position, seq_len, device=blocks.device)[:, None]
+            mask = keys <= queries
+            if window is not None:
+                mask &= keys > queries - window
+        return _Chunk(start, start + query_len, blocks, len(keys), mask)
 
-    def _singles(self, q: torch.Tensor, kv_cache: torch.Tensor, plan: _Singles) -> torch.Tensor:
+    def _singles(
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        plan: _Singles,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
         num_rows, num_kv_heads = plan.blocks.shape[0], self.spec.num_kv_heads
         # [2, R, width, block_size, kv_heads, head_dim] -> k and v [R, kv_heads, keys, head_dim]
         k, v = kv_cache[:, plan.blocks].flatten(2, 3).transpose(2, 3).unbind()
+        if self._is_special:
+            return self._explicit(q[:, :, None], k, v, plan.mask, sinks=sinks)[:, :, 0]
         # The query heads that share a KV head become the rows of one query matrix.
         grouped = q.view(num_rows, num_kv_heads, -1, self.spec.head_dim)
-        return scaled_dot_product_attention(grouped, k, v, attn_mask=plan.mask).reshape(q.shape)
+        return scaled_dot_product_attention(
+            grouped, k, v, attn_mask=plan.mask, scale=self._scale
+        ).reshape(q.shape)
 
-    def _chunk(self, q: torch.Tensor, kv_cache: torch.Tensor, plan: _Chunk) -> torch.Tensor:
-        k, v = kv_cache[:, plan.blocks].flatten(1, 2)[:, : plan.seq_len].transpose(1, 2).unbind()
+    def _chunk(
+        self, q: torch.Tensor, kv_cache: torch.Tensor, plan: _Chunk, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        k, v = kv_cache[:, plan.blocks].flatten(1, 2)[:, : plan.num_keys].transpose(1, 2).unbind()
+        q = q.transpose(0, 1)
+        if self._is_special:
+            mask = plan.mask
+            if mask is None:
+                mask = torch.ones(
+                    len(q[0]), plan.num_keys, dtype=torch.bool, device=q.device
+                ).tril()
+            return self._explicit(q, k, v, mask, sinks=sinks).transpose(0, 1)
         out = scaled_dot_product_attention(
-            q.transpose(0, 1)[None],
+            q[None],
             k[None],
             v[None],
             attn_mask=plan.mask,
             is_causal=plan.mask is None,
+            scale=self._scale,
             enable_gqa=True,
         )
         return out[0].transpose(0, 1)

@@ -78,6 +78,7 @@ class TritonBackend(PagedBackend):
         kv_cache: torch.Tensor,
         batch: Batch,
         out: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         plan: _Plan = batch.metadata
         out = torch.empty_like(q) if out is None else out

@@ -52,6 +52,7 @@ class VarlenBackend(PagedBackend):
         kv_cache: torch.Tensor,
         batch: Batch,
         out: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         keys, values = kv_cache.unbind()
         lengths: _Lengths = batch.metadata

@@ -7,7 +7,7 @@ checkpoint tensors in `shards()`.
 import dataclasses
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -80,8 +80,12 @@ class Shard:
 class Renamed(Protocol):
     """A model whose modules have other names in some of its checkpoints."""
 
-    def checkpoint_name(self, name: str) -> str:
-        """Return the checkpoint's name of the tensor that the modules call `name`."""
+    def checkpoint_name(self, name: str, known: Collection[str]) -> str:
+        """Return the checkpoint's name of the tensor that the modules call `name`.
+
+        Args:
+            known: the names of all tensors of the checkpoint; empty: it is not read yet.
+        """
         ...
 
 
@@ -94,8 +98,14 @@ class Sharded(Protocol):
         ...
 
 
-def model_shards(model: nn.Module) -> Iterator[tuple[nn.Module, list[Shard]]]:
-    """Yield each module that has parameters of its own, with the shards that fill them."""
+def model_shards(
+    model: nn.Module, known: Collection[str] = ()
+) -> Iterator[tuple[nn.Module, list[Shard]]]:
+    """Yield each module that has parameters of its own, with the shards that fill them.
+
+    Args:
+        known: see `Renamed.checkpoint_name`.
+    """
     for prefix, module in model.named_modules():
         if isinstance(module, Sharded):
             assert isinstance(module, nn.Module)
@@ -105,7 +115,11 @@ def model_shards(model: nn.Module) -> Iterator[tuple[nn.Module, list[Shard]]]:
         else:
             continue
         if isinstance(model, Renamed):
-            shards = [dataclasses.replace(s, name=model.checkpoint_name(s.name)) for s in shards]
+            names = [model.checkpoint_name(shard.name, known) for shard in shards]
+            shards = [
+                dataclasses.replace(shard, name=name)
+                for shard, name in zip(shards, names, strict=True)
+            ]
         yield module, shards
 
 
@@ -161,7 +175,7 @@ def _plan(
     """Return the chunks to read from each file, and the module that owns each tensor."""
     chunks: dict[Path, deque[_Chunk]] = {}
     owners: dict[str, nn.Module] = {}
-    for module, shards in model_shards(model):
+    for module, shards in model_shards(model, file_of):
         for shard in shards:
             if shard.name in ignored:
                 continue
@@ -179,23 +193,26 @@ def check_tensors(
 
     Args:
         headers: what `read_header` returns, by file.
-        ignored: names that may be present or absent.
+        ignored: names that may be present or absent; one that ends in "." stands for all names
+            that begin with it.
 
     Raises:
         CheckpointError: tensors are missing, unexpected, misshapen, in two files, or of a dtype
             that is not converted. The error lists them.
     """
+    known = {name for header in headers.values() for name in header}
     shards = {
         shard.name: shard
-        for _, own in model_shards(model)
+        for _, own in model_shards(model, known)
         for shard in own
         if shard.name not in ignored
     }
+    left_out = tuple(name for name in ignored if name.endswith("."))
     file_of: dict[str, Path] = {}
     wrong: list[str] = []
     for file, header in headers.items():
         for name, found in header.items():
-            if name in ignored:
+            if name in ignored or name.startswith(left_out):
                 continue
             if name in file_of:
                 wrong.append(f"{_shown(name)} is in both {file_of[name].name} and {file.name}")

@@ -26,8 +26,8 @@ from tqdm.auto import tqdm
 from nanovllm.checkpoint.gguf import is_gguf
 from nanovllm.checkpoint.hub import Checkpoint, weight_files
 from nanovllm.errors import CheckpointError, ConfigError, NanoVLLMError
-from nanovllm.models.model_config import ModelConfig, architecture_of
-from nanovllm.models.registry import check_architecture
+from nanovllm.models.model_config import ModelConfig
+from nanovllm.models.registry import read_config
 from nanovllm.options.config import Config
 from nanovllm.scheduler.messages import Schedule, WorkerInfo
 from nanovllm.utils.distributed import init_tensor_parallel
@@ -122,9 +122,7 @@ def _check_draft(target: NetworkSpec, checkpoint: Checkpoint) -> NetworkSpec:
 
 def _model_config(config: Config, checkpoint: Checkpoint) -> ModelConfig:
     try:
-        # First: the settings of other architectures have other names and places.
-        check_architecture(architecture_of(checkpoint.config))
-        return ModelConfig.from_hf(checkpoint.config, config.dtype)
+        return read_config(checkpoint.config, config.dtype)
     except CheckpointError as error:
         if is_gguf(checkpoint.path):  # the message names fields of a config.json
             raise type(error)(f"{checkpoint.path}, its metadata as a {error}") from error

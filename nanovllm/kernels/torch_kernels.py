@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels import decode_step
-from nanovllm.kernels.torch_math import rms_norm
+from nanovllm.kernels.torch_math import NORM_ROUNDED, activate, rms_norm, swiglu_oai
 
 
 class WeightMethod(Protocol):
@@ -41,20 +41,82 @@ class Kernels:
     """Kernels for prompt lookup on a GPU: `kernels.triton.ngram`."""
 
     def add_rms_norm(
-        self, x: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self,
+        x: torch.Tensor | None,
+        residual: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float,
+        kind: int = NORM_ROUNDED,
+        multiplier: float = 1.0,
     ) -> torch.Tensor:
-        """Add `x`, if given, to `residual` in place, and return the RMSNorm of `residual`."""
-        if x is not None:
-            residual += x
-        return rms_norm(residual, weight, eps)
+        """Add `x`, if given, to `residual` in place, and return the RMSNorm of `residual`.
 
-    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """Return silu(first half) * second half of each row of gate_up [T, 2n]: [T, n].
+        Args:
+            x, residual: [..., n], contiguous.
+            weight: [n]; None: no weight.
+            kind: one of the NORM constants of torch_math.py.
+            multiplier: factor on `x`; the product is rounded to its dtype before it is added.
+        """
+        if x is not None:
+            residual += x if multiplier == 1.0 else x * multiplier
+        return rms_norm(residual, weight, eps, kind)
+
+    def rms_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float,
+        kind: int = NORM_ROUNDED,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the RMSNorm of each row of `x` [T, n]; the rows may lie apart.
+
+        Args:
+            weight: [n]; None: no weight.
+            kind: one of the NORM constants of torch_math.py.
+            out: [T, n] for the result, whose rows may lie apart; it may be `x`. None: a new tensor.
+        """
+        normed = rms_norm(x, weight, eps, kind)
+        return normed if out is None else out.copy_(normed)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> None:
+        """Add `x` to `residual`, both contiguous, in place."""
+        residual += x
+
+    def act_and_mul(self, gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+        """Return activation(first half) * second half of each row of gate_up [T, 2n]: [T, n].
 
         The first half of `gate_up` may be overwritten.
+
+        Args:
+            activation: "silu" or "gelu_tanh", whose result is rounded before the product; or
+                "swiglu_oai", see torch_math.py.
         """
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        if activation == "swiglu_oai":
+            return swiglu_oai(gate, up)
+        return activate(gate, activation) * up
+
+    def relu2(self, x: torch.Tensor) -> torch.Tensor:
+        """Return relu(x) squared, for `x` [T, n], contiguous, which may be overwritten."""
+        return F.relu(x).square()
+
+    def mul_act(self, gate: torch.Tensor, x: torch.Tensor, activation: str) -> torch.Tensor:
+        """Return activation(gate), rounded, times `x`: [T, n].
+
+        Args:
+            gate, x: [T, n]; the rows may lie apart.
+            activation: "gelu_tanh", "silu" or "sigmoid".
+        """
+        return activate(gate, activation) * x
+
+    def scale(self, x: torch.Tensor, factor: float | torch.Tensor) -> None:
+        """Multiply `x`, contiguous, by `factor` in place.
+
+        Args:
+            factor: a number, or a tensor of one element in the dtype of `x`, read when this runs.
+        """
+        x *= factor
 
     def pack(self, weight: torch.Tensor, *, is_embedding: bool) -> WeightMethod | None:
         """Return `weight` [n, k] with all its bits in a form that is faster to multiply, or None.

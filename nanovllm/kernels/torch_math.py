@@ -1,25 +1,76 @@
-"""RMSNorm and rotation in plain torch."""
+"""RMSNorm, rotation and activations in plain torch."""
 
 import torch
+import torch.nn.functional as F
+
+NORM_ROUNDED = 0
+"""The normalised numbers are rounded to their dtype, then multiplied by the weight: Llama."""
+NORM_WIDE = 1
+"""The product with the weight is computed in float32 and rounded once: Gemma 4, Olmo, gpt-oss."""
+NORM_CENTRED = 2
+"""As NORM_WIDE, with 1 + weight instead of the weight: Gemma 2 and 3."""
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, kind: int = NORM_ROUNDED
+) -> torch.Tensor:
     """Return the RMSNorm (arXiv 1910.07467) of the last dimension, rounded as in transformers.
 
     The mean square is computed in float32, whatever the dtype.
-    """
-    x_float = x.float()
-    scale = torch.rsqrt(x_float.square().mean(-1, keepdim=True) + eps)
-    return (x_float * scale).to(x.dtype) * weight
-
-
-def rotate(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    """Rotate each pair (i, i + head_dim / 2) of the heads x [T, heads, head_dim] by its angle.
 
     Args:
-        cos_sin: [T, head_dim] float32: cosines, then sines, of each token.
+        x: [..., n].
+        weight: [n]; None: no weight.
+        kind: one of the NORM constants above.
     """
+    x_float = x.float()
+    normed = x_float * torch.rsqrt(x_float.square().mean(-1, keepdim=True) + eps)
+    if weight is None:
+        return normed.to(x.dtype)
+    if kind == NORM_ROUNDED:
+        return normed.to(x.dtype) * weight
+    factor = weight.float() + 1.0 if kind == NORM_CENTRED else weight.float()
+    return (normed * factor).to(x.dtype)
+
+
+def rotate(x: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
+    """Rotate each pair (i, i + rotary_dim / 2) of the heads x [T, heads, head_dim] by its angle.
+
+    Numbers from rotary_dim on stay.
+
+    Args:
+        cos_sin: [T, rotary_dim] float32: cosines, then sines, of each token.
+        interleaved: the pairs of x are (2i, 2i + 1). Those of the result are as above.
+    """
+    rotary_dim = cos_sin.shape[-1]
+    if rotary_dim == 0:
+        return x
     cos, sin = cos_sin[:, None].chunk(2, dim=-1)
-    first, second = x.float().chunk(2, dim=-1)
+    pairs, rest = x[..., :rotary_dim].float(), x[..., rotary_dim:]
+    first, second = pairs.chunk(2, dim=-1)
+    if interleaved:
+        first, second = pairs[..., ::2], pairs[..., 1::2]
     rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    return rotated.to(x.dtype)
+    return torch.cat([rotated.to(x.dtype), rest], dim=-1) if rest.shape[-1] else rotated.to(x.dtype)
+
+
+def activate(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """Return the "silu", "gelu_tanh" or "sigmoid" of each number of `x`."""
+    if activation == "silu":
+        return F.silu(x)
+    if activation == "gelu_tanh":
+        return F.gelu(x, approximate="tanh")
+    if activation == "sigmoid":
+        return x.sigmoid()
+    raise ValueError(f"activation {activation!r} is not silu, gelu_tanh or sigmoid")
+
+
+def swiglu_oai(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Return the clamped SwiGLU of gpt-oss, computed in float32 and rounded once.
+
+    Args:
+        gate, up: [..., n].
+    """
+    bounded = gate.float().clamp(max=7.0)
+    product = bounded * torch.sigmoid(1.702 * bounded) * (up.float().clamp(-7.0, 7.0) + 1.0)
+    return product.to(gate.dtype)

@@ -6,14 +6,22 @@ from torch import nn
 from nanovllm.kernels.torch_kernels import TORCH, Kernels
 
 
-class SiluAndMul(nn.Module):
-    """SwiGLU (arXiv 2002.05202): silu of the first half of the last dimension, times the second.
+class ActAndMul(nn.Module):
+    """A gated linear unit (arXiv 2002.05202): an activation of the first half of the last
+    dimension, times the second.
 
     The result may be written over the first half of the input.
+
+    Args:
+        activation: see `Kernels.act_and_mul`.
     """
 
     kernels: Kernels = TORCH
     """The loader sets those of the device. TORCH, in kernels/torch_kernels.py, is plain torch."""
 
+    def __init__(self, activation: str = "silu") -> None:
+        super().__init__()
+        self.activation = activation
+
     def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return self.kernels.silu_and_mul(gate_up)
+        return self.kernels.act_and_mul(gate_up, self.activation)

@@ -4,26 +4,34 @@ import torch
 from torch import nn
 
 from nanovllm.kernels.torch_kernels import TORCH, Kernels
-from nanovllm.kernels.torch_math import rms_norm
+from nanovllm.kernels.torch_math import NORM_ROUNDED
 
 
 class RMSNorm(nn.Module):
-    """Root mean square normalisation."""
+    """Root mean square normalisation.
+
+    Args:
+        kind: how the weight is applied: one of `NORM_*` in kernels/torch_math.py.
+        multiplier: factor on what `add_norm` adds to the residual.
+    """
 
     kernels: Kernels = TORCH
     """The loader sets those of the device. TORCH, in kernels/torch_kernels.py, is plain torch."""
 
-    def __init__(self, hidden_size: int, eps: float) -> None:
+    def __init__(
+        self, hidden_size: int, eps: float, kind: int = NORM_ROUNDED, multiplier: float = 1.0
+    ) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.kind, self.multiplier = eps, kind, multiplier
         self.weight = nn.Parameter(torch.empty(hidden_size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise the last dimension of `x`."""
-        return rms_norm(x, self.weight, self.eps)
+        """Normalise the last dimension of `x`, which is contiguous."""
+        return self.kernels.add_rms_norm(None, x, self.weight, self.eps, self.kind)
 
     def add_norm(
         self, x: torch.Tensor | None, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add `x` to `residual` in place (None: add nothing); return (normalised sum, sum)."""
-        return self.kernels.add_rms_norm(x, residual, self.weight, self.eps), residual
+        add_rms_norm, weight = self.kernels.add_rms_norm, self.weight
+        return add_rms_norm(x, residual, weight, self.eps, self.kind, self.multiplier), residual

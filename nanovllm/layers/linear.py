@@ -100,12 +100,16 @@ class ColumnParallelLinear(LinearBase):
 
     Args:
         slices: by the checkpoint linear's name, which replaces this module's name in the path.
+        fused: whether the checkpoint has them merged, too, under this module's name.
     """
 
-    def __init__(self, input_size: int, slices: Mapping[str, OutputSlice], *, bias: bool) -> None:
+    def __init__(
+        self, input_size: int, slices: Mapping[str, OutputSlice], *, bias: bool, fused: bool = False
+    ) -> None:
         output_size = sum(outputs.size for outputs in slices.values())
         super().__init__(output_size, input_size)
         self.slices = dict(slices)
+        self.fused = fused
         self.bias = nn.Parameter(torch.empty(output_size)) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -114,16 +118,18 @@ class ColumnParallelLinear(LinearBase):
     def shards(self, prefix: str) -> Iterator[Shard]:
         assert self.weight is not None
         parent = prefix.rpartition(".")[0]
-        row = 0
+        total, row, before = sum(outputs.output_size for outputs in self.slices.values()), 0, 0
         for name, outputs in self.slices.items():
             rows = slice(row, row + outputs.size)
             row += outputs.size
-            weight, path = self.weight.data[rows], f"{parent}.{name}"
-            shape = (outputs.output_size, weight.shape[1])
-            yield from self.weight_shards(path, shape, weight, start=outputs.start)
+            path, size, start = f"{parent}.{name}", outputs.output_size, outputs.start
+            if self.fused:
+                path, size, start = prefix, total, before + outputs.start
+            before += outputs.output_size
+            weight = self.weight.data[rows]
+            yield from self.weight_shards(path, (size, weight.shape[1]), weight, start=start)
             if self.bias is not None:
-                bias = self.bias.data[rows]
-                yield Shard(f"{path}.bias", (outputs.output_size,), bias, start=outputs.start)
+                yield Shard(f"{path}.bias", (size,), self.bias.data[rows], start=start)
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
@@ -133,23 +139,37 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         output_sizes: all outputs of each checkpoint linear, by its name.
     """
 
-    def __init__(self, input_size: int, output_sizes: Mapping[str, int], *, bias: bool) -> None:
+    def __init__(
+        self, input_size: int, output_sizes: Mapping[str, int], *, bias: bool, fused: bool = False
+    ) -> None:
         rank = tensor_parallel().rank
         slices = {}
         for name, output_size in output_sizes.items():
             size = divide(output_size, f"{name} outputs")
             slices[name] = OutputSlice(output_size, rank * size, size)
-        super().__init__(input_size, slices, bias=bias)
+        super().__init__(input_size, slices, bias=bias, fused=fused)
 
 
 class QKVParallelLinear(ColumnParallelLinear):
     """q_proj, k_proj and v_proj, split by heads.
 
     With more ranks than KV heads, neighbouring ranks hold copies of the same KV head.
+
+    Args:
+        parts: which of the three there are: "qkv"; "qk" where values are the raw keys; "q" where
+            the keys and values are another layer's.
     """
 
     def __init__(
-        self, input_size: int, num_heads: int, num_kv_heads: int, head_dim: int, *, bias: bool
+        self,
+        input_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        bias: bool,
+        parts: str = "qkv",
+        fused: bool = False,
     ) -> None:
         rank, size = tensor_parallel().rank, tensor_parallel().size
         self.num_heads = divide(num_heads, "num_attention_heads")
@@ -165,12 +185,9 @@ class QKVParallelLinear(ColumnParallelLinear):
             kv_start = rank * self.num_kv_heads
         q_size, kv_size = self.num_heads * head_dim, self.num_kv_heads * head_dim
         kv = OutputSlice(num_kv_heads * head_dim, kv_start * head_dim, kv_size)
-        slices = {
-            "q_proj": OutputSlice(num_heads * head_dim, rank * q_size, q_size),
-            "k_proj": kv,
-            "v_proj": kv,
-        }
-        super().__init__(input_size, slices, bias=bias)
+        q = OutputSlice(num_heads * head_dim, rank * q_size, q_size)
+        slices = {f"{part}_proj": q if part == "q" else kv for part in parts}
+        super().__init__(input_size, slices, bias=bias, fused=fused)
 
 
 class RowParallelLinear(LinearBase):
@@ -192,3 +209,18 @@ class RowParallelLinear(LinearBase):
         yield from self.weight_shards(prefix, shape, self.weight.data, dim=1, start=start)
         if self.bias is not None:
             yield Shard(f"{prefix}.bias", (output_size,), self.bias.data)
+
+
+class ReplicatedLinear(LinearBase):
+    """A small linear without a bias, which each rank computes whole."""
+
+    def __init__(self, input_size: int, output_size: int) -> None:
+        super().__init__(output_size, input_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+    def shards(self, prefix: str) -> Iterator[Shard]:
+        assert self.weight is not None
+        shape = (self.weight.shape[0], self.weight.shape[1])
+        yield from self.weight_shards(prefix, shape, self.weight.data, start=0)

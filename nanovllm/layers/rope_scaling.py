@@ -1,6 +1,7 @@
-"""The rotary settings of a checkpoint: linear, YaRN and Llama 3 scaling, and factors of GGUF files.
+"""The rotary settings of a checkpoint: which part of a head rotates, and how fast each pair does.
 
-They change how fast the pairs of a head rotate, so that a model takes longer texts.
+Linear, YaRN, Llama 3 and LongRoPE scaling, a base stretched by alpha, and factors of GGUF files:
+they make a model take longer texts.
 """
 
 import dataclasses
@@ -21,14 +22,18 @@ class RopeConfig:
 
     theta: float
     rope_type: str = "default"
-    """"default", "linear", "yarn", "llama3" or "factors"."""
+    """"default", "linear", "yarn", "llama3", "longrope", "proportional", "alpha" or "factors"."""
+    partial: float = 1.0
+    """The share of a head's numbers that rotate: the first ones. With "proportional" the pairs are
+    those of the whole head, and the last pairs do not rotate."""
     factor: float = 1.0
     original_max_position: int = 0
-    """Positions of the model before scaling. Only yarn and llama3 use it."""
+    """Positions of the model before scaling. Only yarn, llama3 and longrope use it."""
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
-    """Factor on cos and sin. Only yarn uses it; None: derive it from `factor` and the mscales."""
+    """Factor on cos and sin. Only yarn and longrope use it; None: derive it from `factor` and
+    the mscales."""
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
@@ -38,20 +43,57 @@ class RopeConfig:
     """Only llama3 uses them. A dimension that makes more rotations than the high factor over the
     original positions keeps its angle; one that makes fewer than the low factor has it divided."""
     factors: tuple[float, ...] = ()
-    """[head_dim / 2]: what each dimension's angle is divided by. Only factors uses it."""
+    """[rotary_dim / 2]: what each dimension's angle is divided by. Only factors and longrope use
+    it; with longrope, in texts up to `original_max_position`."""
+    long_factors: tuple[float, ...] = ()
+    """[rotary_dim / 2]: the same, of an engine whose texts may be longer. Only longrope uses it."""
+    alpha: float = 1.0
+    """Stretches theta, for a head of n numbers by alpha ** (n / (n - 2)). Only alpha uses it."""
 
-    def inverse_frequencies(self, head_dim: int) -> tuple[torch.Tensor, float]:
-        """Return (radians per position [head_dim / 2] float32, factor on cos and sin)."""
-        inv_freq = inverse_frequencies(head_dim, self.theta)
+    def inverse_frequencies(
+        self, head_dim: int, max_model_len: int = 0
+    ) -> tuple[torch.Tensor, float]:
+        """Return (radians per position [rotary_dim / 2] float32, factor on cos and sin).
+
+        Args:
+            max_model_len: the most positions of a text. LongRoPE has other angles for an engine
+                with long texts, as in vLLM: one text has the same angles from start to end.
+        """
+        if self.rope_type == "proportional":
+            inv_freq = inverse_frequencies(head_dim, self.theta) / self.factor
+            inv_freq[int(self.partial * head_dim // 2) :] = 0.0
+            return inv_freq, 1.0
+        dim = int(head_dim * self.partial)
+        inv_freq = inverse_frequencies(dim, self.theta)
         if self.rope_type == "linear":
             return inv_freq / self.factor, 1.0
         if self.rope_type == "yarn":
-            return _yarn(inv_freq, head_dim, self)
+            return _yarn(inv_freq, dim, self)
         if self.rope_type == "llama3":
             return _llama3(inv_freq, self), 1.0
+        if self.rope_type == "alpha":
+            theta = self.theta * self.alpha ** (dim / max(dim - 2, 1))
+            return inverse_frequencies(dim, theta), 1.0
+        if self.rope_type == "longrope":
+            is_long = max_model_len > self.original_max_position
+            factors = self.long_factors if is_long else self.factors
+            return inv_freq / _tensor(factors), _longrope_scale(self)
         if self.rope_type == "factors":
-            return inv_freq / torch.tensor(self.factors, dtype=torch.float32, device="cpu"), 1.0
+            return inv_freq / _tensor(self.factors), 1.0
         return inv_freq, 1.0
+
+
+def _tensor(values: tuple[float, ...]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32, device="cpu")
+
+
+def _longrope_scale(rope: RopeConfig) -> float:
+    """Return the factor on cos and sin of LongRoPE (arXiv 2402.13753)."""
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.factor <= 1.0:
+        return 1.0
+    return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position))
 
 
 def _llama3(inv_freq: torch.Tensor, rope: RopeConfig) -> torch.Tensor:

@@ -5,16 +5,21 @@ from torch import nn
 
 
 class RotaryEmbedding(nn.Module):
-    """The angles by which a head's pairs (i, i + head_dim / 2) rotate, for each position.
+    """The angles by which a head's pairs (i, i + rotary_dim / 2) rotate, for each position.
+
+    rotary_dim is head_dim, or less where only the first part of a head rotates.
 
     Args:
-        inv_freq: [head_dim / 2] float32, on the CPU: the radians per position of each pair, as
+        inv_freq: [rotary_dim / 2] float32, on the CPU: the radians per position of each pair, as
             `RopeConfig.inverse_frequencies` in rope_scaling.py returns them.
         scale: factor on cosines and sines; 1.0 without rope scaling.
     """
 
     cos_sin: torch.Tensor
-    """[max_position, head_dim] float32: cosines, then sines."""
+    """[max_position, rotary_dim] float32: cosines, then sines."""
+    interleaved = False
+    q_scale: torch.Tensor | None = None
+    """These two are for some families: see `QKNorm`."""
 
     def __init__(self, max_position: int, inv_freq: torch.Tensor, scale: float = 1.0) -> None:
         super().__init__()

@@ -5,14 +5,18 @@ of the checkpoint. Shapes: T tokens in the batch, O tokens in `batch.output_indi
 Knows no family and no sequences: only attention reads the batch's rows.
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
+from nanovllm.attention.backend import QKNorm
 from nanovllm.attention.batch import Batch
-from nanovllm.layers.activation import SiluAndMul
-from nanovllm.layers.attention import Attention
+from nanovllm.kernels.torch_math import NORM_ROUNDED
+from nanovllm.layers.activation import ActAndMul
+from nanovllm.layers.attention import PLAIN, Attention, AttentionOptions
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (
@@ -20,18 +24,23 @@ from nanovllm.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
+from nanovllm.layers.rope_scaling import RopeConfig
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models.model_config import ModelConfig
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention.
+    """Grouped-query attention. parts.py has its other kinds.
 
     Args:
         qkv_bias: whether q_proj, k_proj and v_proj have a bias.
         output_bias: whether o_proj has one.
         qk_norm: whether an RMSNorm is applied to each query head and each key head.
+        norm_kind: of these norms, see `RMSNorm`.
+        options: what attention does beside the plain one.
         input_size: numbers that the projections read of a token; None: hidden_size.
+        parts, fused: see `QKVParallelLinear`.
+        source: the layer whose keys and values this one reads; None: its own.
     """
 
     def __init__(
@@ -39,71 +48,111 @@ class SelfAttention(nn.Module):
         config: ModelConfig,
         rotary_emb: RotaryEmbedding,
         *,
-        qkv_bias: bool,
-        output_bias: bool,
-        qk_norm: bool,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
+        qk_norm: bool = False,
+        norm_kind: int = NORM_ROUNDED,
+        options: AttentionOptions = PLAIN,
         input_size: int | None = None,
+        parts: str = "qkv",
+        fused: bool = False,
+        source: Attention | None = None,
     ) -> None:
         super().__init__()
-        hidden_size, head_dim = config.hidden_size, config.head_dim
+        hidden_size, head_dim, heads = config.hidden_size, config.head_dim, config.num_heads
         self.rotary_emb = rotary_emb
         self.qkv_proj = QKVParallelLinear(
             input_size or hidden_size,
-            config.num_heads,
+            heads,
             config.num_kv_heads,
             head_dim,
             bias=qkv_bias,
+            parts=parts,
+            fused=fused,
         )
-        self.o_proj = RowParallelLinear(config.num_heads * head_dim, hidden_size, bias=output_bias)
+        self.o_proj = RowParallelLinear(heads * head_dim, hidden_size, bias=output_bias)
         # These two only hold weights: the attention backend normalises.
-        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps) if qk_norm else None
-        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps) if qk_norm else None
-        self.attn = Attention()
+        self.eps, self.norm_kind = config.rms_norm_eps, norm_kind
+        eps = self.eps
+        self.q_norm = RMSNorm(head_dim, eps, norm_kind) if qk_norm else None
+        self.k_norm = RMSNorm(head_dim, eps, norm_kind) if qk_norm and "k" in parts else None
+        qkv = self.qkv_proj
+        self.attn = Attention(qkv.num_heads, qkv.num_kv_heads, head_dim, options, source)
+
+    def head_norm(self) -> QKNorm:
+        """Return how queries and keys are normalised and rotated."""
+        q_norm, k_norm, rotary = self.q_norm, self.k_norm, self.rotary_emb
+        return QKNorm(
+            None if q_norm is None else q_norm.weight,
+            None if k_norm is None else k_norm.weight,
+            self.eps,
+            rotary.cos_sin,
+            self.norm_kind,
+            interleaved=rotary.interleaved,
+            q_scale=rotary.q_scale,
+        )
 
     def forward(
         self, hidden: torch.Tensor, batch: Batch, output_indices: torch.Tensor | None
     ) -> torch.Tensor:
         """Write the KV of all T tokens; return [O, hidden_size] for `hidden` [T, input_size]."""
-        qkv = self.qkv_proj(hidden)
-        heads = self.attn(qkv, self.q_norm, self.k_norm, self.rotary_emb, batch)
+        heads = self.attn(self.qkv_proj(hidden), self.head_norm(), batch)
         if output_indices is not None:
             heads = heads[output_indices]
         return self.o_proj(heads.flatten(1))
 
 
 class GatedMLP(nn.Module):
-    """SwiGLU: down_proj(silu(gate_proj(x)) * up_proj(x)).
+    """A gated linear unit: down_proj(act(gate_proj(x)) * up_proj(x)).
 
     Args:
         bias: whether the three linears have one.
+        activation: see `Kernels.act_and_mul`.
+        fused: whether the checkpoint has one gate_up_proj.
+        intermediate_size: None: the config's.
     """
 
-    def __init__(self, config: ModelConfig, *, bias: bool) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        bias: bool = False,
+        activation: str = "silu",
+        fused: bool = False,
+        intermediate_size: int | None = None,
+    ) -> None:
         super().__init__()
-        hidden_size, intermediate_size = config.hidden_size, config.intermediate_size
+        size = intermediate_size or config.intermediate_size
+        outputs = {"gate_proj": size, "up_proj": size}
         self.gate_up_proj = MergedColumnParallelLinear(
-            hidden_size, {"gate_proj": intermediate_size, "up_proj": intermediate_size}, bias=bias
+            config.hidden_size, outputs, bias=bias, fused=fused
         )
-        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias=bias)
-        self.act = SiluAndMul()
+        self.down_proj = RowParallelLinear(size, config.hidden_size, bias=bias)
+        self.act = ActAndMul(activation)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.act(self.gate_up_proj(hidden)))
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each after an RMSNorm.
+    """Attention and MLP, each after an RMSNorm. parts.py has layers with norms elsewhere.
 
     The layer returns its MLP output and the residual apart; the next `add_norm` adds them and
     normalises the sum. The residual changes in place.
+
+    Args:
+        mlp: computes [T, hidden_size] of [T, hidden_size].
+        norm: options of the norms, see `RMSNorm`.
     """
 
-    def __init__(self, config: ModelConfig, self_attn: SelfAttention, mlp: GatedMLP) -> None:
+    def __init__(
+        self, config: ModelConfig, self_attn: SelfAttention, mlp: nn.Module, **norm: Any
+    ) -> None:
         super().__init__()
         self.self_attn = self_attn
         self.mlp = mlp
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, **norm)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, **norm)
         self.store_input: Callable[[torch.Tensor, torch.Tensor], None] | None = None
         """Takes the sum that enters the layer, of all T tokens, and their slots; None: nothing
         reads it."""
@@ -136,13 +185,14 @@ class Decoder(nn.Module):
 
     Args:
         layers: the family's layers, in order.
+        norm: options of the last norm, see `RMSNorm`.
     """
 
-    def __init__(self, config: ModelConfig, layers: list[DecoderLayer]) -> None:
+    def __init__(self, config: ModelConfig, layers: list[DecoderLayer], **norm: Any) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **norm)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         residual = self.embed_tokens(batch.input_ids)
@@ -159,26 +209,64 @@ class DecoderForCausalLM(nn.Module):
     """The base of a family: a decoder with its language-model head.
 
     Args:
-        max_model_len: number of positions in the table of rotary angles.
+        max_model_len: number of positions in the tables of rotary angles.
     """
+
+    defaults: ClassVar[dict[str, Any]] = {}
+    """The family's values of fields that a config.json may lack."""
+    reads: ClassVar[frozenset[str]] = frozenset()
+    """The fields of `model_config.ONLY_SOME_READ` that the family honours."""
+    names: ClassVar[dict[str, str]] = {}
+    """The checkpoint's names of modules that have other names here."""
+    left_out: ClassVar[tuple[str, ...]] = ()
+    """Beginnings of the names of tensors that are not loaded, because text needs none of them."""
+    norm: ClassVar[dict[str, Any]] = {}
+    """Options of the norms, see `RMSNorm`."""
 
     def __init__(self, config: ModelConfig, max_model_len: int) -> None:
         super().__init__()
-        rotary_emb = RotaryEmbedding(
-            max_model_len, *config.rope.inverse_frequencies(config.head_dim)
-        )
-        layers = [self.make_layer(config, rotary_emb) for _ in range(config.num_layers)]
-        self.model = Decoder(config, layers)
+        self.max_model_len = max_model_len
+        self._rotary: dict[Any, RotaryEmbedding] = {}
+        layers: list[DecoderLayer] = []
+        for index in range(config.num_layers):
+            layers.append(self.make_layer(config, index, layers))
+        self.model = self.make_decoder(config, layers)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
-        self.ignored_weights: frozenset[str] = frozenset()  # checkpoint names not to load
+        self.ignored_weights = frozenset(self.left_out)  # checkpoint names not to load
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
-            self.ignored_weights = frozenset({"lm_head.weight"})
+            self.ignored_weights |= {"lm_head.weight", "language_model.lm_head.weight"}
 
-    @staticmethod
-    def make_layer(config: ModelConfig, rotary_emb: RotaryEmbedding) -> DecoderLayer:
-        """Return one layer of the family. All layers share `rotary_emb`."""
+    def make_layer(
+        self, config: ModelConfig, index: int, before: list[DecoderLayer]
+    ) -> DecoderLayer:
+        """Return layer `index` of the family; `before` has the layers before it."""
         raise NotImplementedError
+
+    def make_decoder(self, config: ModelConfig, layers: list[DecoderLayer]) -> Decoder:
+        """Return the network of `layers`."""
+        return Decoder(config, layers, **self.norm)
+
+    def rotary_emb(self, rope: RopeConfig | None, head_dim: int) -> RotaryEmbedding:
+        """Return the rotation of heads by `rope`; None: no rotation. Equal ones are one object."""
+        key = rope, head_dim
+        if key not in self._rotary:
+            frequencies = torch.zeros(head_dim // 2, device="cpu"), 1.0
+            if rope is not None:
+                frequencies = rope.inverse_frequencies(head_dim, self.max_model_len)
+            self._rotary[key] = RotaryEmbedding(self.max_model_len, *frequencies)
+        return self._rotary[key]
+
+    def checkpoint_name(self, name: str, known: Collection[str]) -> str:
+        """Return the checkpoint's name of tensor `name`. A model that also takes pictures has its
+        text model in a part of its own. See `Renamed` in checkpoint/loader.py.
+        """
+        if self.names:
+            pattern = "|".join(map(re.escape, self.names))
+            name = re.sub(pattern, lambda found: self.names[found[0]], name)
+        nested = name.replace("model.", "model.language_model.", 1)
+        names = (name, nested, f"language_model.{name}")
+        return next((each for each in names if each in known), name)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Write the batch's KV; return the hidden states [O, hidden_size] after the last norm."""

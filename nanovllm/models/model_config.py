@@ -4,6 +4,8 @@ A setting that would change the results but is not implemented is refused by nam
 """
 
 import dataclasses
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -18,18 +20,27 @@ _ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("short_factor", "long_factor"),
+    "proportional": (),
+    "alpha": ("alpha",),
     "factors": ("factors",),
 }
-"""By rope type: the settings that it needs. "factors" is nanovllm's own, for GGUF files."""
+"""By rope type: the settings that it needs. "factors" is nanovllm's own, for GGUF files; "alpha" is
+HunYuan's, whose files call it "dynamic"."""
+_ROPE_NAMES = {"su": "longrope"}
+"""Other names of rope types."""
 _YARN_FLOATS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
 _COMMON_ROPE_KEYS = (
     "rope_theta",
     "factor",
     "original_max_position_embeddings",
+    "partial_rotary_factor",
     "truncate",
     *_YARN_FLOATS,
 )
 """Settings that any type may have; a type that does not use them ignores them."""
+_FAMILY_KEYS = ("llama_4_scaling_beta", "mrope_section", "mrope_interleaved")
+"""Settings that a family reads, or that change nothing for text."""
 
 # Far above every known model, and low enough that no product of sizes overflows.
 _MAX_SIZE = 2**24
@@ -39,9 +50,38 @@ _ROPE_RANGE = (1e-3, 1e6)
 """Of every factor of a rope scaling. Outside it, angles are not finite."""
 
 
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "hidden_activation": ("silu", None),
+    "use_sliding_window": (False, None),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "attention_multiplier": (None,),
+    "embedding_multiplier": (1, None),
+    "residual_multiplier": (1, None),
+    "logits_scaling": (1, None),
+    "logit_scale": (1, None),
+    "output_multiplier": (1, None),
+    "qk_scale_factor": (1, None),
+    "query_pre_attn_scalar": (None,),
+    "use_bidirectional_attention": (False, None),
+    "is_causal": (True, None),
+    "clip_qkv": (None,),
+    "no_rope_layers": (None,),
+    "num_experts": (0, None),
+    "enable_moe_block": (False, None),
+    "num_local_experts": (0, None),
+}
+"""Fields that change the arithmetic and that only some families read, with the values that ask for
+nothing special. What adds weights is not here: a tensor that nobody expects is an error."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """The sizes and settings of a decoder-only transformer."""
+    """The sizes and settings that all decoder-only transformers have.
+
+    What only one family has, its own file reads from `fields`.
+    """
 
     module: ClassVar[str | None] = None
     """Where the class `architecture` is; None: it is a family of this folder."""
@@ -55,55 +95,129 @@ class ModelConfig:
     head_dim: int
     rms_norm_eps: float
     rope: RopeConfig
+    """Of the layers with full attention, if the types of layers differ."""
     max_position: int
     """Positions that the model supports, rope scaling included."""
-    attention_bias: bool
-    """Whether q_proj, k_proj, v_proj and o_proj have a bias. Qwen2 does not read it."""
-    mlp_bias: bool
-    """Whether the linears of the MLP have a bias. Only Llama reads it."""
     tie_word_embeddings: bool
     dtype: torch.dtype
+    fields: dict[str, Any] = dataclasses.field(repr=False, compare=False)
+    """What config.json says of the text model, with the family's defaults."""
     quantization_config: Any = None
     """What config.json says of the form of the weights: `formats.registry` reads it."""
 
     @classmethod
-    def from_hf(cls, config: dict[str, Any], dtype: str = "auto") -> "ModelConfig":
+    def from_hf(
+        cls,
+        config: dict[str, Any],
+        dtype: str = "auto",
+        defaults: Mapping[str, Any] = MappingProxyType({}),
+        reads: Collection[str] = (),
+    ) -> "ModelConfig":
         """Read `config`, the parsed config.json of transformers 4 or 5.
 
         Args:
             dtype: name of a torch dtype that overrides the checkpoint's, or "auto".
+            defaults: the family's values of fields that are absent.
+            reads: fields beyond the common ones that the family honours.
 
         Raises:
             UnsupportedModelError: a setting is not implemented.
             CheckpointError: a field is missing or has an invalid value.
         """
         architecture = architecture_of(config)
-        _check_supported(config)
-        torch_dtype = _dtype(config, dtype)
-        num_heads, num_kv_heads, head_dim = _heads(config)
-        max_position = config_size(config, "max_position_embeddings")
-        rope = _rope(config, max_position, head_dim)
+        fields = {**defaults, **text_fields(config)}
+        _check_supported(fields, reads)
+        torch_dtype = _dtype(fields, dtype)
+        num_heads, num_kv_heads, head_dim = _heads(fields)
+        max_position = config_size(fields, "max_position_embeddings")
+        rope = _rope(fields, max_position, head_dim)
+        if extra := _rope_settings(fields, "full_attention").keys() & {*_FAMILY_KEYS} - {*reads}:
+            names = shown(", ".join(sorted(extra)))
+            raise UnsupportedModelError(f"config.json: rope settings not supported: {names}")
         if rope.rope_type == "yarn":
             # Users who add YaRN as Qwen3's model card says leave max_position_embeddings unscaled.
             max_position = max(max_position, int(rope.original_max_position * rope.factor))
         return cls(
             architecture=architecture,
-            vocab_size=config_size(config, "vocab_size"),
-            hidden_size=config_size(config, "hidden_size"),
-            intermediate_size=config_size(config, "intermediate_size"),
-            num_layers=config_size(config, "num_hidden_layers", high=_MAX_LAYERS),
+            vocab_size=config_size(fields, "vocab_size"),
+            hidden_size=config_size(fields, "hidden_size"),
+            intermediate_size=config_size(fields, "intermediate_size"),
+            num_layers=config_size(fields, "num_hidden_layers", high=_MAX_LAYERS),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=_number(config, "rms_norm_eps", 1e-6, 1e-30, 1.0),
+            rms_norm_eps=_number(fields, "rms_norm_eps", 1e-6, 1e-30, 1.0),
             rope=rope,
             max_position=max_position,
-            attention_bias=_bool(config, "attention_bias", False),
-            mlp_bias=_bool(config, "mlp_bias", False),
-            tie_word_embeddings=_bool(config, "tie_word_embeddings", False),
+            tie_word_embeddings=_bool(fields, "tie_word_embeddings", False),
             dtype=torch_dtype,
+            fields=fields,
             quantization_config=config.get("quantization_config"),
         )
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """Return the family's own field `key`, true or false; `default` if absent."""
+        value = self.fields.get(key)
+        return _bool(self.fields, key, default) if value is not None else default
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """Return the family's own field `key`, an integer of at least 1."""
+        return config_size(self.fields, key, default)
+
+    def number(self, key: str, default: float) -> float:
+        """Return the family's own field `key`, a number above 0; `default` for null."""
+        value = self.fields.get(key)
+        return default if value is None else _number(self.fields, key, default, 1e-30, 1e6)
+
+    def layer_types(self, interval: int) -> list[str]:
+        """Return each layer's type, "full_attention" or "sliding_attention".
+
+        Args:
+            interval: without a list in the config, each layer whose number is a multiple of it,
+                counted from 1, has full attention; 0: all have.
+        """
+        names = ("sliding_attention", "full_attention")
+        types = self.fields.get("layer_types")
+        if types is None:
+            layers = range(1, self.num_layers + 1)
+            return [names[not interval or number % interval == 0] for number in layers]
+        unknown = {shown(name) for name in types if name not in names}
+        if unknown or len(types) != self.num_layers:
+            raise UnsupportedModelError(
+                f"config.json: layer_types has {len(types)} layers of {self.num_layers}; types "
+                f"that are not supported: {', '.join(sorted(unknown)) or 'none'}"
+            )
+        return list(types)
+
+    def windows(self, interval: int) -> list[int | None]:
+        """Return each layer's window in tokens; None: full attention. See `layer_types`."""
+        types = self.layer_types(interval)
+        if "sliding_attention" not in types or self.fields.get("sliding_window") is None:
+            return [None] * len(types)
+        window = self.size("sliding_window")
+        return [window if name == "sliding_attention" else None for name in types]
+
+    def rope_of(self, layer_type: str, theta: float | None = None) -> RopeConfig:
+        """Return the rotary settings of layers of `layer_type`.
+
+        Args:
+            theta: the family's, where the config has none for such layers.
+        """
+        return _rope(self.fields, self.max_position, self.head_dim, layer_type, theta)
+
+
+def text_fields(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of the text model: those of a nested text_config, if there is one.
+
+    Of the fields around it, those count that say how the whole checkpoint is stored.
+    """
+    nested = config.get("text_config")
+    if nested is None:
+        return config
+    if not isinstance(nested, dict):
+        raise CheckpointError(f"config.json: text_config must be an object, is {shown(nested)}")
+    outer = ("architectures", "dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
+    return {**nested, **{key: config[key] for key in outer if config.get(key) is not None}}
 
 
 def architecture_of(config: dict[str, Any]) -> str:
@@ -118,21 +232,26 @@ def architecture_of(config: dict[str, Any]) -> str:
     return names[0]
 
 
-def _check_supported(config: dict[str, Any]) -> None:
-    """Raise if the activation or the attention pattern is not implemented."""
-    if config.get("hidden_act", "silu") != "silu":
-        raise UnsupportedModelError(
-            f"config.json: hidden_act {shown(config['hidden_act'])} is not supported (only silu)"
-        )
-    layer_types = config.get("layer_types") or ["full_attention"]
+def _check_supported(fields: dict[str, Any], reads: Collection[str]) -> None:
+    """Raise if a field asks for arithmetic that the family does not implement."""
+    layer_types = fields.get("layer_types") or ["full_attention"]
     if not isinstance(layer_types, list) or not all(isinstance(t, str) for t in layer_types):
         raise CheckpointError(
             f"config.json: layer_types must be a list of names, is {shown(layer_types)}"
         )
-    if config.get("use_sliding_window") or set(layer_types) != {"full_attention"}:
+    for key, neutral in _NEUTRAL.items():
+        if key in fields and key not in reads and fields[key] not in neutral:
+            if key == "use_sliding_window":
+                break
+            only = f" (only {neutral[0]})" if neutral[0] is not None else ""
+            raise UnsupportedModelError(
+                f"config.json: {key} {shown(fields[key])} is not supported{only}"
+            )
+    windows = fields.get("use_sliding_window") or set(layer_types) != {"full_attention"}
+    if windows and "layer_types" not in reads:
         raise UnsupportedModelError(
             "config.json: sliding-window attention is not supported (use_sliding_window "
-            f"{shown(config.get('use_sliding_window'))}, layer_types "
+            f"{shown(fields.get('use_sliding_window'))}, layer_types "
             f"{shown(sorted(set(layer_types)))})"
         )
 
@@ -187,75 +306,114 @@ def _bool(config: dict[str, Any], key: str, default: bool) -> bool:
     return check_bool(CheckpointError, f"config.json: {key}", config.get(key, default))
 
 
-def _rope_settings(config: dict[str, Any]) -> dict[str, Any]:
+def _rope_settings(fields: dict[str, Any], layer_type: str) -> dict[str, Any]:
     """Merge the rotary settings of transformers 5 (rope_parameters) and 4 (rope_scaling).
 
     rope_scaling overrides rope_parameters, as in transformers 5: model cards tell users to add it
     to config.json. original_max_position_embeddings of config.json itself overrides both. null
-    means absent.
+    means absent. rope_parameters may have one object for each type of layers.
     """
-    parameters = config.get("rope_parameters") or {}
-    given = config.get("rope_scaling") or parameters
+    parameters = fields.get("rope_parameters") or {}
+    scaling = fields.get("rope_scaling") or {}
+    by_type = isinstance(parameters, dict) and isinstance(parameters.get(layer_type), dict)
+    if by_type:
+        parameters = parameters[layer_type]
+    if layer_type != "full_attention" and ("rope_local_base_freq" in fields or by_type):
+        scaling = {}  # as in Gemma 3: it is for the layers with full attention
+    given = scaling or parameters
     for found in (given, parameters):
         if not isinstance(found, dict):
             raise CheckpointError(
                 f"config.json: the rope settings must be an object, are {shown(found)}"
             )
     settings = {key: value for key, value in given.items() if value is not None}
-    for fallback in (parameters, config):
+    local = (
+        {"rope_theta": fields.get("rope_local_base_freq")} if layer_type != "full_attention" else {}
+    )
+    for fallback in (parameters, local, fields):
         for key in ("rope_theta", "partial_rotary_factor"):
             if fallback.get(key) is not None:
                 settings.setdefault(key, fallback[key])
     original = "original_max_position_embeddings"
-    if config.get(original) is not None:
-        settings[original] = config[original]
+    if fields.get(original) is not None:
+        settings[original] = fields[original]
     return settings
 
 
-def _rope(config: dict[str, Any], max_position: int, head_dim: int) -> RopeConfig:
-    settings = _rope_settings(config)
+def _rope_type(settings: dict[str, Any]) -> str:
+    """Take the type out of `settings`, checked."""
     other_name = settings.pop("type", "default")
     rope_type = settings.pop("rope_type", other_name)
+    if rope_type == "dynamic" and settings.get("alpha") is not None:
+        rope_type = "alpha"
+        for key in ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
+            settings.pop(key, None)  # transformers ignores them, too
+    if isinstance(rope_type, str):
+        rope_type = _ROPE_NAMES.get(rope_type, rope_type)
     if not isinstance(rope_type, str) or rope_type not in _ROPE_KEYS:
         raise UnsupportedModelError(
             f"config.json: rope scaling {shown(rope_type)} is not supported "
             f"({', '.join(_ROPE_KEYS)})"
         )
-    if settings.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModelError(
-            "config.json: partial_rotary_factor is not supported: only whole heads rotate"
-        )
     for key in _ROPE_KEYS[rope_type]:
         if key not in settings:
             raise CheckpointError(f"config.json: rope scaling {rope_type!r} has no {key}")
-    if unknown := settings.keys() - {*_COMMON_ROPE_KEYS, *_ROPE_KEYS[rope_type]}:
+    if unknown := settings.keys() - {*_COMMON_ROPE_KEYS, *_ROPE_KEYS[rope_type], *_FAMILY_KEYS}:
         names = shown(", ".join(sorted(unknown)))
         raise UnsupportedModelError(f"config.json: rope settings not supported: {names}")
-    theta = _number(settings, "rope_theta", 10000.0, 2.0, 1e12)
-    factor = _number(settings, "factor", 1.0, *_ROPE_RANGE)
+    return rope_type
+
+
+def _rope(
+    fields: dict[str, Any],
+    max_position: int,
+    head_dim: int,
+    layer_type: str = "full_attention",
+    default_theta: float | None = None,
+) -> RopeConfig:
+    settings = _rope_settings(fields, layer_type)
+    rope_type = _rope_type(settings)
+    theta = _number(settings, "rope_theta", default_theta or 10000.0, 2.0, 1e12)
     original = config_size(settings, "original_max_position_embeddings", max_position)
-    floats = (*_YARN_FLOATS, "low_freq_factor", "high_freq_factor")
+    ratio = max_position / original if rope_type == "longrope" else 1.0
+    factor = _number(settings, "factor", min(max(ratio, 1.0), _ROPE_RANGE[1]), *_ROPE_RANGE)
+    partial = _number(settings, "partial_rotary_factor", 1.0, 1e-3, 1.0)
+    floats = (*_YARN_FLOATS, "low_freq_factor", "high_freq_factor", "alpha")
     extra: dict[str, Any] = {
         key: _number(settings, key, 1.0, *_ROPE_RANGE) for key in floats if key in settings
     }
     if "truncate" in settings:
         extra["truncate"] = _bool(settings, "truncate", True)
-    if "factors" in settings:
-        extra["factors"] = _factors(settings["factors"], head_dim)
-    rope = RopeConfig(theta, rope_type, factor, original, **extra)
+    num_pairs = int(head_dim * partial) // 2
+    if rope_type != "proportional" and int(head_dim * partial) % 2:
+        raise UnsupportedModelError(
+            f"config.json: partial_rotary_factor {partial} of head_dim {head_dim} is no even number"
+        )
+    for key, name in (
+        ("factors", "factors"),
+        ("short_factor", "factors"),
+        ("long_factor", "long_factors"),
+    ):
+        if key in settings:
+            extra[name] = _factors(settings[key], key, num_pairs)
+    rope = RopeConfig(theta, rope_type, partial, factor, original, **extra)
     if rope.low_freq_factor >= rope.high_freq_factor:
         raise CheckpointError(
             f"config.json: rope low_freq_factor {rope.low_freq_factor} must be below "
             f"high_freq_factor {rope.high_freq_factor}"
         )
+    if rope_type == "longrope" and original < 2:
+        raise CheckpointError(
+            f"config.json: original_max_position_embeddings must be at least 2, is {original}"
+        )
     return rope
 
 
-def _factors(values: Any, head_dim: int) -> tuple[float, ...]:
-    if not isinstance(values, list) or len(values) != head_dim // 2:
+def _factors(values: Any, key: str, num_pairs: int) -> tuple[float, ...]:
+    if not isinstance(values, list) or len(values) != num_pairs:
         raise CheckpointError(
-            f"config.json: rope factors must be a list of {head_dim // 2} numbers, half of "
-            f"head_dim, got {shown(values)}"
+            f"config.json: rope {key} must be a list of {num_pairs} numbers, half of "
+            f"what rotates of head_dim, got {shown(values)}"
         )
-    name = "config.json: a number in rope factors"
+    name = f"config.json: a number in rope {key}"
     return tuple(check_float(CheckpointError, name, value, *_ROPE_RANGE) for value in values)

@@ -1,6 +1,5 @@
 """The Qwen3 family: what its layers have. The decoder itself is in decoder.py."""
 
-from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
 from nanovllm.models.model_config import ModelConfig
 
@@ -8,8 +7,12 @@ from nanovllm.models.model_config import ModelConfig
 class Qwen3ForCausalLM(DecoderForCausalLM):
     """Qwen3: RMSNorm over each query and key head; attention biases if the config says so."""
 
-    @staticmethod
-    def make_layer(config: ModelConfig, rotary_emb: RotaryEmbedding) -> DecoderLayer:
-        bias = config.attention_bias
+    def make_layer(
+        self, config: ModelConfig, index: int, before: list[DecoderLayer]
+    ) -> DecoderLayer:
+        rotary_emb, bias = (
+            self.rotary_emb(config.rope, config.head_dim),
+            config.flag("attention_bias"),
+        )
         attention = SelfAttention(config, rotary_emb, qkv_bias=bias, output_bias=bias, qk_norm=True)
-        return DecoderLayer(config, attention, GatedMLP(config, bias=False))
+        return DecoderLayer(config, attention, GatedMLP(config))

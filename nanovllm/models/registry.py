@@ -1,17 +1,40 @@
 """Maps architectures to model files. A new model family is one file here and one line below."""
 
 import importlib
+from typing import Any
 
 from torch import nn
 
 from nanovllm.errors import UnsupportedModelError
-from nanovllm.models.model_config import ModelConfig
+from nanovllm.models.decoder import DecoderForCausalLM
+from nanovllm.models.model_config import ModelConfig, architecture_of
 from nanovllm.options.validation import shown
 
-_MODULES = {
+MODULES = {
+    "Ernie4_5ForCausalLM": "ernie4_5",
+    "Exaone4ForCausalLM": "exaone4",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3",
+    "Gemma3ForConditionalGeneration": "gemma3",
+    "Gemma4ForCausalLM": "gemma4",
+    "Gemma4ForConditionalGeneration": "gemma4",
+    "Gemma4UnifiedForCausalLM": "gemma4",
+    "Gemma4UnifiedForConditionalGeneration": "gemma4",
+    "GraniteForCausalLM": "granite",
+    "HunYuanDenseV1ForCausalLM": "hunyuan",
     "LlamaForCausalLM": "llama",
+    "Ministral3ForCausalLM": "mistral",
+    "Mistral3ForConditionalGeneration": "mistral",
+    "MistralForCausalLM": "mistral",
+    "MuseGlimmerForConditionalGeneration": "muse_glimmer",
+    "Olmo2ForCausalLM": "olmo",
+    "Olmo3ForCausalLM": "olmo",
+    "Phi3ForCausalLM": "phi3",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl",
+    "SeedOssForCausalLM": "seed_oss",
+    "SmolLM3ForCausalLM": "smollm3",
 }
 _EAGLE3 = "LlamaForCausalLMEagle3"
 
@@ -27,10 +50,23 @@ def check_architecture(name: str) -> None:
             f"architecture {name} is a draft head: name its target as the model, and the head in "
             "speculative_config"
         )
-    if name not in _MODULES:
+    if name not in MODULES:
         raise UnsupportedModelError(
-            f"architecture {shown(name)} is not supported ({', '.join(_MODULES)})"
+            f"architecture {shown(name)} is not supported ({', '.join(MODULES)})"
         )
+
+
+def read_config(config: dict[str, Any], dtype: str = "auto") -> ModelConfig:
+    """Read the parsed config.json of a family of this folder. See `ModelConfig.from_hf`.
+
+    Raises:
+        UnsupportedModelError: as for `check_architecture`, or a setting is not implemented.
+        CheckpointError: a field is missing or has an invalid value.
+    """
+    name = architecture_of(config)
+    check_architecture(name)
+    family: type[DecoderForCausalLM] = _class(f"nanovllm.models.{MODULES[name]}", name)
+    return ModelConfig.from_hf(config, dtype, family.defaults, family.reads)
 
 
 def model_class(config: ModelConfig) -> type[nn.Module]:
@@ -42,5 +78,9 @@ def model_class(config: ModelConfig) -> type[nn.Module]:
     module = config.module
     if module is None:
         check_architecture(config.architecture)
-        module = f"nanovllm.models.{_MODULES[config.architecture]}"
-    return getattr(importlib.import_module(module), config.architecture)
+        module = f"nanovllm.models.{MODULES[config.architecture]}"
+    return _class(module, config.architecture)
+
+
+def _class(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)

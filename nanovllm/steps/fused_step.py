@@ -12,11 +12,22 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from nanovllm.attention.backend import Backend
+from nanovllm.attention.backend import AttentionSpec, Backend
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.paged import PagedBackend
+from nanovllm.kernels.torch_math import NORM_ROUNDED
+from nanovllm.layers.activation import ActAndMul
+from nanovllm.layers.attention import PLAIN, Attention
+from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Matrix
-from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.models.decoder import (
+    Decoder,
+    DecoderForCausalLM,
+    DecoderLayer,
+    SelfAttention,
+)
 from nanovllm.steps.cuda_capture import Graph, make_capture
 from nanovllm.steps.cuda_graph import ComputeLogits
 from nanovllm.utils.distributed import tensor_parallel
@@ -54,6 +65,8 @@ def unsupported_model(model: nn.Module, backend: Backend) -> str | None:
     spec = backend.spec
     if not isinstance(model, DecoderForCausalLM):
         return f"{type(model).__name__} is no dense decoder"
+    if reason := _not_plain(model, spec):
+        return reason
     if tensor_parallel().size > 1:
         return f"tensor_parallel_size is {tensor_parallel().size}"
     if not isinstance(backend, PagedBackend):
@@ -71,6 +84,29 @@ def unsupported_model(model: nn.Module, backend: Backend) -> str | None:
             return "the weights are quantised"
         if isinstance(module, DecoderLayer) and module.store_input is not None:
             return "a draft head reads hidden states"
+    return None
+
+
+def _not_plain(model: DecoderForCausalLM, spec: AttentionSpec) -> str | None:
+    """Return which part of `model` is another than that of decoder.py, or None."""
+    for module in model.modules():
+        for part in (Decoder, DecoderLayer, SelfAttention, VocabParallelEmbedding):
+            if isinstance(module, part) and type(module) not in (part, ParallelLMHead):
+                return f"{type(module).__name__} is no plain {part.__name__}"
+        if isinstance(module, Attention) and module.options != PLAIN:
+            return f"attention has options: {module.options}"
+        if isinstance(module, ActAndMul) and module.activation != "silu":
+            return f"the activation is {module.activation}"
+        if isinstance(module, RMSNorm) and (module.kind != NORM_ROUNDED or module.multiplier != 1):
+            return "a norm is of another kind"
+        if isinstance(module, RotaryEmbedding) and (
+            module.interleaved
+            or module.q_scale is not None
+            or module.cos_sin.shape[1] != spec.head_dim
+        ):
+            return "heads rotate in another way"
+    if type(model).compute_logits is not DecoderForCausalLM.compute_logits:
+        return f"{type(model).__name__} changes the logits"
     return None
 
 

@@ -28,8 +28,10 @@ class StepRunners:
     """Makes the step runners of `network`. See `FastSteps` in worker/extensions.py."""
 
     def __init__(self, network: Network, max_num_batched_tokens: int) -> None:
-        config, backend = network.config, network.backend
-        graphs, records = backend.supports_graph, backend.supports_recording
+        config, backends = network.config, network.backends.values()
+        # The graphs of whole steps lay out one block table, for one plan.
+        graphs = len(network.groups) == 1 and network.backend.supports_graph
+        records = all(backend.supports_recording for backend in backends)
         self.uses_graphs = graphs and not config.enforce_eager and can_capture(network.device)
         self._records = records and not config.enforce_eager
         self._network = network
@@ -52,7 +54,7 @@ class StepRunners:
     def make(self, tables: DeviceTables, *, accepts: bool) -> list[StepRunner]:
         """See `FastSteps`: CUDA graphs of whole steps and of all but attention, or a recording."""
         if not self.uses_graphs:
-            recorded = self.recorded(self._network.model, tables)
+            recorded = self.recorded(self._forward, tables)
             return [] if recorded is None else [recorded]
         progress = tensor_parallel().rank == 0
         graphs = self._decode_graphs(tables, accepts=accepts)
@@ -93,6 +95,10 @@ class StepRunners:
     def recorded(self, forward: Forward, tables: DeviceTables) -> RecordedModel | None:
         """Return `forward` recorded over the pool and `tables`; None if that is not possible."""
         return record(forward, tables) if self._records else None
+
+    def _forward(self, batch: Batch) -> torch.Tensor:
+        hidden: torch.Tensor = self._network.model(self._network.planned(batch))
+        return hidden
 
     def _decode_graphs(self, tables: DeviceTables, *, accepts: bool) -> GraphRunner:
         return self.graphs(tables, self._max_graph_tokens, accepts=accepts)

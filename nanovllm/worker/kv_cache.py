@@ -14,14 +14,12 @@ import torch
 
 from nanovllm.errors import OutOfMemoryError
 from nanovllm.options.config import Config
-from nanovllm.utils.memory import lazy_zeros, populate
+from nanovllm.utils.memory import lazy_zeros
 
 logger = logging.getLogger(__name__)
 
 _CPU_POOL_BYTES = 4 * 2**30
 """Maximum size of the KV pool on a CPU, unless config sets another."""
-_BYTES_AHEAD = 32 * 2**20
-"""Memory that is ready behind the last block in use."""
 
 
 def num_blocks_that_fit(
@@ -114,42 +112,6 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return lazy_zeros(shape, dtype)
-
-
-def zeroed_pool(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, by_block: bool
-) -> torch.Tensor:
-    """Return a new KV pool [layers, *a layer's shape].
-
-    Args:
-        shape: its third number counts the blocks.
-        by_block: whether all layers' parts of a block lie side by side. Then, on a CPU, the first
-            token of a block waits for few new pages.
-    """
-    if not by_block:
-        return zeros(shape, dtype, device)
-    layers, first, blocks, *rest = shape
-    return zeros((blocks, layers, first, *rest), dtype, device).movedim(0, 2)
-
-
-class PoolMemory:
-    """Has memory ready for the next blocks of a KV pool whose blocks lie one after the other.
-
-    On a CPU a pool takes memory as blocks are used, in their order.
-    """
-
-    def __init__(self, pool: torch.Tensor) -> None:
-        self._pool = pool
-        self._num_populated = 0  # blocks
-        self.populate_beyond(0)
-
-    def populate_beyond(self, block: int) -> None:
-        """Have memory ready for the blocks behind `block`, which is in use or the first."""
-        start = self._num_populated
-        if start < self._pool.shape[2] and block + 1 >= start:
-            blocks = self._pool.movedim(2, 0)
-            self._num_populated = block + 1 + -(-_BYTES_AHEAD // blocks[0].nbytes)
-            populate(self._pool, blocks[start : self._num_populated])
 
 
 def available_memory() -> int:

@@ -20,9 +20,7 @@ from nanovllm.errors import CheckpointError
 from nanovllm.kernels.cpu.build import PANEL
 from nanovllm.kernels.cpu.packed import PackedWeight
 from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
-from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.embed_head import VocabParallelEmbedding
-from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import LinearBase, Matrix
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import model_class
@@ -97,8 +95,8 @@ def build_model(
             f"{config.model}: the model does not fit into memory: {error!s:.200}"
         ) from error
     for module in model.modules():
-        if isinstance(module, RMSNorm | SiluAndMul):
-            module.kernels = kernels
+        if hasattr(module, "kernels"):
+            module.kernels = kernels  # type: ignore[assignment]
     return model.eval().requires_grad_(False)
 
 

@@ -95,11 +95,14 @@ class ModelRunner:
         self.tables.apply(schedule)
         if self.masks is not None:
             self.masks.admit(schedule.admissions)
-        self.network.zero_blocks(schedule.blocks_to_zero, self.tables)
+        pool = self.network.pool
+        assert pool is not None, "allocate() comes first"
+        if schedule.blocks_to_zero:
+            pool.zero(schedule.blocks_to_zero)
         added = [new.block_ids for new in schedule.admissions]
         added += [new.block_ids for new in schedule.new_blocks]
-        if added and self.network.memory is not None:
-            self.network.memory.populate_beyond(max(chain.from_iterable(added)))
+        if added:
+            pool.populate_beyond(max(chain.from_iterable(added)))
         if self.drafter is not None:
             self.drafter.admit(schedule)
         if self.drafter is None or not schedule.may_draft:

@@ -5,24 +5,21 @@ The target is one, and so is a draft network. Knows no sampling and no schedule.
 
 import dataclasses
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from nanovllm.attention.backend import AttentionSpec, Backend
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.selector import select_backend
-from nanovllm.kernels.cpu.library import torch_on_one_thread
 from nanovllm.kernels.selector import select_kernels
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.linear import QKVParallelLinear
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.options.config import Config
 from nanovllm.scheduler.messages import Row
 from nanovllm.utils.pages import PageReserve
-from nanovllm.utils.transfer import upload
 from nanovllm.worker.device_tables import DeviceTables
-from nanovllm.worker.kv_cache import PoolMemory, zeroed_pool
+from nanovllm.worker.kv_pool import KVPool, page_layout
 from nanovllm.worker.model_loader import build_model, load_model
 
 
@@ -36,6 +33,14 @@ class NetworkSpec(NamedTuple):
     """The weight files; none for dummy weights."""
     reserve: PageReserve | None = None
     """Has memory for the weights already."""
+
+
+class Group(NamedTuple):
+    """Layers that attend alike and have their KV in the same pages."""
+
+    backend: Backend
+    table: int
+    """The block table that has the ids of these pages."""
 
 
 class Network:
@@ -56,53 +61,48 @@ class Network:
         self._kv_dtype = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}.get(
             config.kv_cache_dtype, model_config.dtype
         )
-        self.backend = self._select_backend(config, device)
-        load_model(self.model, config, model_config, files, self.kernels, reserve)
         self.attentions = [m for m in self.model.modules() if isinstance(m, Attention)]
         self.device = device
-        self._pool: torch.Tensor | None = None
-        self.memory: PoolMemory | None = None
+        self.backends = self._select_backends(config, device)
+        load_model(self.model, config, model_config, files, self.kernels, reserve)
+        owners = [layer for layer in self.attentions if layer.source is None]
+        self._shapes = [self.backends[self._spec(layer)].kv_cache_shape(1) for layer in owners]
+        sizes = [torch.Size(shape).numel() * self._kv_dtype.itemsize for shape in self._shapes]
+        self.layout = page_layout(sizes, [self._spec(layer).window for layer in owners])
+        self.groups = self._make_groups(owners)
+        self.pool: KVPool | None = None
+
+    @property
+    def backend(self) -> Backend:
+        """The backend of the first layer."""
+        return next(iter(self.backends.values()))
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a KV block, all layers of this rank together."""
-        return torch.Size(self._pool_shape(1)).numel() * self._kv_dtype.itemsize
+        """Bytes of a page of the KV pool: a block of the layers that share it, of this rank."""
+        return self.layout.page_bytes
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks of the KV pool."""
-        assert self._pool is not None, "make_pool() comes first"
-        return self._pool.shape[2]
+        """Number of pages of the KV pool."""
+        assert self.pool is not None, "make_pool() comes first"
+        return self.pool.num_blocks
 
     def make_pool(self, num_blocks: int) -> None:
-        """Bind a new KV pool to the attention layers, in place of any other.
-
-        Its shape is [layers, *`Backend.kv_cache_shape`], for one: [layers, 2 (keys, then values),
-        num_blocks, block_size, num_kv_heads, head_dim]. The pool is zeroed: masked keys must be
-        finite, as in `Schedule.blocks_to_zero`.
-        """
-        shape = self._pool_shape(num_blocks)
-        by_block = self.device.type == "cpu" and self.backend.blocks_lie_apart
-        self._pool = zeroed_pool(shape, self._kv_dtype, self.device, by_block=by_block)
-        self.memory = PoolMemory(self._pool) if by_block else None
-        for attention, kv_cache in zip(self.attentions, self._pool, strict=True):
-            attention.bind(self.backend, kv_cache)
+        """Bind a new KV pool to the attention layers, in place of any other."""
+        shapes = [(shape[0], num_blocks, *shape[2:]) for shape in self._shapes]
+        by_page = self.device.type == "cpu" and self.backend.blocks_lie_apart
+        by_page |= len(self.groups) > 1
+        self.pool = KVPool(self.layout, shapes, self._kv_dtype, self.device, by_page=by_page)
+        caches = iter(self.pool.layers)
+        for layer, group in zip(self.attentions, self._group_of, strict=True):
+            cache = next(caches) if layer.source is None else layer.source.kv_cache
+            layer.bind(self.groups[group].backend, cache, group)
 
     def free_pool(self) -> None:
-        self._pool = self.memory = None
+        self.pool = None
         for attention in self.attentions:
             del attention.kv_cache
-
-    def zero_blocks(self, blocks: list[int], tables: DeviceTables) -> None:
-        """Fill `blocks` of the KV pool with 0."""
-        pool = self._pool
-        assert pool is not None, "make_pool() comes first"
-        if blocks and pool.is_cuda:  # one kernel; torch has none for FP8, so fill bytes
-            pool.view(torch.uint8).index_fill_(2, upload(blocks, tables.device), 0)
-        elif blocks:
-            with torch_on_one_thread():
-                for block in blocks:
-                    pool[:, :, block].zero_()
 
     def forward(
         self, tables: DeviceTables, rows: list[Row], output_indices: torch.Tensor | None
@@ -126,8 +126,20 @@ class Network:
             output_indices = batch.cu_seqlens_q[:1]
         if output_indices is not None and len(output_indices) == len(batch.input_ids):
             output_indices = None
-        metadata = self.backend.plan(batch)
-        return dataclasses.replace(batch, output_indices=output_indices, metadata=metadata)
+        return self.planned(dataclasses.replace(batch, output_indices=output_indices))
+
+    def planned(self, batch: Batch) -> Batch:
+        """Return `batch` with the plan of the first group, and with those of others in `others`.
+
+        Args:
+            batch: of table 0; its `others` are of the other tables, in their order.
+        """
+        tables = (batch, *batch.others)
+        first, *others = (
+            dataclasses.replace(tables[table], metadata=backend.plan(tables[table]), others=())
+            for backend, table in self.groups
+        )
+        return dataclasses.replace(first, others=tuple(others)) if others else first
 
     def logits(self, hidden: torch.Tensor, output_indices: torch.Tensor) -> torch.Tensor | None:
         """Return the logits [S, vocab_size] of S tokens of the batch; None except on rank 0.
@@ -141,20 +153,34 @@ class Network:
         logits: torch.Tensor | None = self.model.compute_logits(hidden)  # type: ignore[operator]
         return logits
 
-    def _select_backend(self, config: Config, device: torch.device) -> Backend:
-        qkv = next(m for m in self.model.modules() if isinstance(m, QKVParallelLinear))
-        return select_backend(
-            AttentionSpec(
-                num_heads=qkv.num_heads,
-                num_kv_heads=qkv.num_kv_heads,
-                head_dim=self.model_config.head_dim,
-                dtype=self.model_config.dtype,
-                device=device,
-                block_size=config.kvcache_block_size,
-                kv_dtype=self._kv_dtype,
-            ),
-            self.kernels,
-        )
+    def _select_backends(
+        self, config: Config, device: torch.device
+    ) -> dict[AttentionSpec, Backend]:
+        """Return a backend for each kind of attention layer, by its spec: of one block size."""
+        self._common: dict[str, Any] = {
+            "dtype": self.model_config.dtype,
+            "device": device,
+            "block_size": config.kvcache_block_size,
+            "kv_dtype": self._kv_dtype,
+        }
+        first = select_backend(self._spec(self.attentions[0]), self.kernels)
+        self._common["block_size"] = first.block_size
+        specs = dict.fromkeys(map(self._spec, self.attentions))
+        return {spec: select_backend(spec, self.kernels) for spec in specs}
 
-    def _pool_shape(self, num_blocks: int) -> tuple[int, ...]:
-        return (len(self.attentions), *self.backend.kv_cache_shape(num_blocks))
+    def _spec(self, attention: Attention) -> AttentionSpec:
+        spec = attention.spec(**self._common)
+        if spec.window is not None and spec.window >= self.max_model_len:
+            spec = dataclasses.replace(spec, window=None)
+        return spec
+
+    def _make_groups(self, owners: list[Attention]) -> list[Group]:
+        """Return the groups of layers that share backend and block table; note each layer's."""
+        places = dict(zip(owners, self.layout.places, strict=True))
+        keys = [
+            Group(self.backends[self._spec(layer)], places[layer.source or layer].table)
+            for layer in self.attentions
+        ]
+        groups = sorted(dict.fromkeys(keys), key=lambda group: group.table)
+        self._group_of = [groups.index(key) for key in keys]
+        return groups

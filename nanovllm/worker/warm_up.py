@@ -117,7 +117,8 @@ def compile_kernels(runner: ModelRunner, info: WorkerInfo) -> None:
         runner.execute(schedule).result()
     assert runner.tables is not None
     runner.tables.apply(emptying_step(info))
-    runner.network.zero_blocks([0], runner.tables)
+    assert runner.network.pool is not None
+    runner.network.pool.zero([0])
 
 
 def _largest_steps(

@@ -1,6 +1,5 @@
 """Logits and greedy tokens of random small models of each family against transformers."""
 
-import dataclasses
 import json
 import random
 
@@ -9,16 +8,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from nanovllm import SamplingParams
-from nanovllm.attention.backend import AttentionSpec
-from nanovllm.attention.selector import select_backend
 from nanovllm.checkpoint.hub import open_checkpoint, weight_files
-from nanovllm.checkpoint.loader import load_weights
 from nanovllm.kernels.torch_kernels import TORCH
-from nanovllm.layers.attention import Attention
-from nanovllm.models.model_config import ModelConfig
-from nanovllm.models.registry import model_class
+from nanovllm.models.registry import read_config
+from nanovllm.options.config import Config
 from nanovllm.scheduler.messages import Admission, NewBlocks, Row, Schedule, WorkerInfo
 from nanovllm.worker.device_tables import DeviceTables
+from nanovllm.worker.network import Network, NetworkSpec
 from tests.checkpoints import random_model
 
 MAX_LENGTH = 128
@@ -158,43 +154,25 @@ class Steps:
 
     def __init__(self, path, block_size):
         checkpoint = open_checkpoint(str(path))
-        config = ModelConfig.from_hf(checkpoint.config)
+        config = Config(str(path), device="cpu", kvcache_block_size=block_size, dtype="float32")
+        model_config = read_config(checkpoint.config, config.dtype)
+        spec = NetworkSpec(config, model_config, weight_files(checkpoint, str(path)))
         cpu = torch.device("cpu")
-        self.model = model_class(config)(config, MAX_LENGTH).requires_grad_(False)
-        load_weights(
-            self.model,
-            weight_files(checkpoint, str(path)),
-            ignored=self.model.ignored_weights,
-            progress=False,
-        )
-        self.backend = select_backend(
-            AttentionSpec(
-                config.num_heads,
-                config.num_kv_heads,
-                config.head_dim,
-                config.dtype,
-                cpu,
-                block_size,
-            ),
-            TORCH,
-        )
-        for module in self.model.modules():
-            if isinstance(module, Attention):
-                module.bind(self.backend, torch.zeros(self.backend.kv_cache_shape(200)))
+        self.network = Network(spec, MAX_LENGTH, cpu)
+        self.network.make_pool(200)
         self.tables = DeviceTables(
-            WorkerInfo(200, block_size, MAX_LENGTH, config.vocab_size, 512), 8, cpu, TORCH
+            WorkerInfo(200, block_size, MAX_LENGTH, model_config.vocab_size, 512), 8, cpu, TORCH
         )
 
+    @torch.inference_mode()
     def logits(self, schedule):
         """Return the logits of every token of the schedule's rows; check `output_indices` too."""
         self.tables.apply(schedule)
-        batch = self.tables.batch(schedule.rows)
-        batch = dataclasses.replace(batch, metadata=self.backend.plan(batch))
-        hidden = self.model(batch)
+        hidden = self.network.forward(self.tables, schedule.rows, None)
         output_indices = torch.arange(len(hidden)).flip(0)[::3]
-        some = self.model(dataclasses.replace(batch, output_indices=output_indices))
+        some = self.network.forward(self.tables, schedule.rows, output_indices)
         torch.testing.assert_close(some, hidden[output_indices], rtol=1e-4, atol=1e-4)
-        return self.model.compute_logits(hidden)
+        return self.network.model.compute_logits(hidden)
 
 
 def run_in_chunks(path, prompts, cuts, block_size):

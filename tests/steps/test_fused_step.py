@@ -21,7 +21,7 @@ from nanovllm.attention.torch_sdpa import TorchBackend
 from nanovllm.attention.triton import TritonBackend
 from nanovllm.formats.fp8 import FP8
 from nanovllm.kernels.triton.kernels import TritonKernels
-from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.activation import ActAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rope_scaling import RopeConfig
@@ -113,7 +113,7 @@ class Model:
             if isinstance(module, Attention):
                 cache = torch.randn(shape, generator=generator).half().to(DEVICE, dtype)
                 module.bind(self.backend, cache)
-            if isinstance(module, RMSNorm | SiluAndMul) and backend is TritonBackend:
+            if isinstance(module, RMSNorm | ActAndMul) and backend is TritonBackend:
                 module.kernels = TritonKernels()
 
     def unfused(self, batch: Batch) -> torch.Tensor:

@@ -32,7 +32,7 @@ def test_memory_is_ready_ahead_of_the_blocks_in_use(
     monkeypatch.setattr(kv_cache, "_BYTES_AHEAD", 1)  # one block
     options = {"num_kvcache_blocks": 12, "kvcache_block_size": 4, "max_model_len": 48}
     llm = make_llm(random_model, dtype="float32", **options)
-    pool = llm.engine.executor._runner.network._pool
+    pool = llm.engine.executor._runner.network.pool
     for num_blocks in (1, 2, 5, 12):
         params = SamplingParams(max_tokens=1, temperature=0.0)
         llm.generate([[5] * (4 * num_blocks - 1)], params, use_tqdm=False)

@@ -9,6 +9,7 @@ from nanovllm.kernels.cpu import ops
 from nanovllm.kernels.cpu.build import PANEL
 from nanovllm.kernels.cpu.packed import OneDnnWeight, PackedWeight, use_onednn
 from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
+from nanovllm.kernels.torch_math import NORM_ROUNDED
 
 
 class OneDnnKernels(Kernels):
@@ -30,8 +31,23 @@ class CSamplingKernels(OneDnnKernels):
 class CKernels(CSamplingKernels):
     """Computes models in bfloat16 in C."""
 
-    add_rms_norm = staticmethod(ops.add_rms_norm)
-    silu_and_mul = staticmethod(ops.silu_and_mul)
+    def add_rms_norm(
+        self,
+        x: torch.Tensor | None,
+        residual: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float,
+        kind: int = NORM_ROUNDED,
+        multiplier: float = 1.0,
+    ) -> torch.Tensor:
+        if weight is None or kind != NORM_ROUNDED or multiplier != 1.0:
+            return super().add_rms_norm(x, residual, weight, eps, kind, multiplier)
+        return ops.add_rms_norm(x, residual, weight, eps)
+
+    def act_and_mul(self, gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+        if activation != "silu":
+            return super().act_and_mul(gate_up, activation)
+        return ops.silu_and_mul(gate_up)
 
     def pack(self, weight: torch.Tensor, *, is_embedding: bool) -> WeightMethod | None:
         if not self.can_pack_rows(weight):

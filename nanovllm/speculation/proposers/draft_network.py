@@ -93,7 +93,9 @@ class DraftNetwork(Proposer):
             return counts
         ends = {row: row.sample_position + count - 1 for row, count in drafting.items()}
         begun = [block for row, end in ends.items() for block in kv.begun_blocks(row, end)]
-        self._network.zero_blocks(begun, self._tables)
+        assert self._network.pool is not None
+        if begun:
+            self._network.pool.zero(begun)
         num_allowed = max(1, min(FEW_TOKENS, self._max_num_batched_tokens // len(drafting)))
         for chunk in kv.chunks(list(drafting), num_allowed, self._max_num_batched_tokens):
             self._forward(self._tables, chunk, upload([], self._tables.device), None)

@@ -76,8 +76,6 @@ class Eagle3Config(ModelConfig):
     """Whether the head has an embedding of its own; else it reads the target's."""
     has_d2t: bool
     """Whether a table says which token each draft id stands for; else they are the same."""
-    tensor_names: frozenset[str]
-    """What the checkpoint holds."""
 
 
 def check_eagle3(
@@ -150,7 +148,6 @@ def read_eagle3_config(
         qk_norm=any(name.endswith("self_attn.q_norm.weight") for name in names),
         has_embedding=has_embedding,
         has_d2t="d2t" in names or draft_vocab_size < model.vocab_size,
-        tensor_names=frozenset(tensor_names),
     )
 
 

@@ -5,7 +5,7 @@ token i + 2. Behind the last features it goes on with its own output in their pl
 sequence and no drafting.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 from torch import nn
@@ -31,12 +31,12 @@ class Eagle3Layer(nn.Module):
         self.self_attn = SelfAttention(
             config,
             rotary_emb,
-            qkv_bias=config.attention_bias,
-            output_bias=config.attention_bias,
+            qkv_bias=config.flag("attention_bias"),
+            output_bias=config.flag("attention_bias"),
             qk_norm=config.qk_norm,
             input_size=2 * config.hidden_size,
         )
-        self.mlp = GatedMLP(config, bias=config.mlp_bias)
+        self.mlp = GatedMLP(config, bias=config.flag("mlp_bias"))
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -116,11 +116,11 @@ class LlamaForCausalLMEagle3(nn.Module):
         """Use the target's `embedding`, which stays the target's own."""
         self._embed = embedding.forward
 
-    def checkpoint_name(self, name: str) -> str:
+    def checkpoint_name(self, name: str, known: Collection[str]) -> str:
         """Return the checkpoint's name of tensor `name`: one of the published ones."""
         other = name.replace("midlayer.", "layers.0.", 1)
         names = (name, other, f"model.{name}", f"model.{other}")
-        return next((known for known in names if known in self.config.tensor_names), name)
+        return next((each for each in names if each in known), name)
 
     def check_tokens(self) -> None:
         """Check the loaded table of tokens, because a wrong one would be read as a row of memory.

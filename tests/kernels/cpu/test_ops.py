@@ -410,7 +410,7 @@ def test_attention(heads, kv_heads, head_dim, block_size, kv_dtype):
         )
         qkv = randn(len(positions), (heads + 2 * kv_heads) * head_dim, seed=len(positions))
         out = backend.forward(qkv, norm, cache, batch)
-        q, k, v = norm.apply(qkv, positions, heads)
+        q, k, v = norm.apply(qkv, positions, spec)
         if kv_dtype == torch.int8:
             k, v = in_8_bits(cache, batch.slot_mapping, k, v)
         for row, keys, values in zip(rows, k.split(query_lens), v.split(query_lens), strict=True):

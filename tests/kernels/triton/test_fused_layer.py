@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import linear, silu
 
 from nanovllm.kernels.triton import fused_layer
-from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.activation import ActAndMul
 from nanovllm.layers.layernorm import RMSNorm
 from tests.kernels.triton.inputs import CAPABILITY, each_dtype, randn
 from tests.kernels.triton.interpreter import patch_interpreter
@@ -43,7 +43,7 @@ class Case:
         bias = None if self.bias is None else self.bias.double()
         self.exact = linear(normed, self.weight.double(), bias)
         if gated:
-            self.layers = SiluAndMul()(self.layers)
+            self.layers = ActAndMul()(self.layers)
             gate, up = self.exact.chunk(2, dim=-1)
             self.exact = silu(gate) * up
 

@@ -15,7 +15,7 @@ from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.kernels.torch_math import rotate
 from nanovllm.kernels.triton import ops as triton_ops
 from nanovllm.kernels.triton.kernels import TritonKernels
-from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.activation import ActAndMul
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rope_scaling import inverse_frequencies
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
@@ -77,7 +77,7 @@ def test_silu_and_mul(rows, size, dtype):
     gate_up = randn(rows, 2 * size, dtype=dtype) * 8
     gate_up[:, 0] = -1000.0
     gate_up[1:, 0] = 1000.0
-    layer = SiluAndMul()
+    layer = ActAndMul()
     torchs = layer(gate_up)
     layer.kernels = TritonKernels()
     gate, up = gate_up.double().chunk(2, dim=-1)

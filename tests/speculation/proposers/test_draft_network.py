@@ -280,7 +280,7 @@ def test_graphs_and_pools_are_freed_with_the_engine(
     try:
         engine = make_engine(config, queue_depth=0)
         runner: Any = engine.executor._runner  # type: ignore[attr-defined]
-        held = [weakref.ref(runner.drafter), weakref.ref(runner.drafter._network._pool)]
+        held = [weakref.ref(runner.drafter), weakref.ref(runner.drafter._network.pool)]
         held.append(weakref.ref(runner.drafter._graphs[0]))
         captures.clear()
         engine.shutdown()

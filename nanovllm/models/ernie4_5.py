@@ -1,0 +1,30 @@
+"""The ERNIE 4.5 family: Llama whose heads rotate in pairs of neighbours."""
+
+from typing import Any, ClassVar
+
+from nanovllm.layers.rope_scaling import RopeConfig
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
+from nanovllm.models.model_config import ModelConfig
+
+
+class Ernie4_5ForCausalLM(DecoderForCausalLM):
+    """ERNIE 4.5 0.3B: all linears have a bias if the config says so."""
+
+    defaults: ClassVar[dict[str, Any]] = {
+        "rope_theta": 500_000.0,
+        "tie_word_embeddings": True,
+        "head_dim": 128,
+    }
+
+    def make_layer(
+        self, config: ModelConfig, index: int, before: list[DecoderLayer]
+    ) -> DecoderLayer:
+        bias, rotary_emb = config.flag("use_bias"), self.rotary_emb(config.rope, config.head_dim)
+        attention = SelfAttention(config, rotary_emb, qkv_bias=bias, output_bias=bias)
+        return DecoderLayer(config, attention, GatedMLP(config, bias=bias))
+
+    def rotary_emb(self, rope: RopeConfig | None, head_dim: int) -> RotaryEmbedding:
+        found = super().rotary_emb(rope, head_dim)
+        found.interleaved = True
+        return found

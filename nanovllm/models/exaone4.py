@@ -1,0 +1,37 @@
+"""The EXAONE 4 family: norms behind attention and MLP only; full attention does not rotate."""
+
+from typing import Any, ClassVar
+
+from nanovllm.layers.attention import AttentionOptions
+from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
+from nanovllm.models.model_config import ModelConfig
+from nanovllm.models.parts import SANDWICH, SandwichLayer
+
+
+class Exaone4ForCausalLM(DecoderForCausalLM):
+    """EXAONE 4: a window in three of four layers of the 32B, in none of the 1.2B."""
+
+    names: ClassVar[dict[str, str]] = SANDWICH
+    defaults: ClassVar[dict[str, Any]] = {"sliding_window": 4096}
+    reads = frozenset({"layer_types"})
+
+    def make_layer(
+        self, config: ModelConfig, index: int, before: list[DecoderLayer]
+    ) -> DecoderLayer:
+        hybrid = config.fields.get("sliding_window") is not None
+        interval = _interval(config) if hybrid else 0
+        window = config.windows(interval)[index]
+        rope = None if hybrid and window is None else config.rope
+        attention = SelfAttention(
+            config,
+            self.rotary_emb(rope, config.head_dim),
+            qk_norm=True,
+            options=AttentionOptions(window=window),
+        )
+        return SandwichLayer(config, attention, GatedMLP(config), before=False)
+
+
+def _interval(config: ModelConfig) -> int:
+    """Return how often a layer has full attention: a number, or a pattern such as "LLLG"."""
+    pattern = config.fields.get("sliding_window_pattern", 4)
+    return len(pattern) if isinstance(pattern, str) else config.size("sliding_window_pattern", 4)

@@ -1,0 +1,77 @@
+"""The Gemma 2 family: norms on both sides, caps on scores and logits, and windows."""
+
+from typing import Any, ClassVar
+
+import torch
+
+from nanovllm.kernels.torch_math import NORM_CENTRED
+from nanovllm.layers.attention import AttentionOptions
+from nanovllm.layers.rope_scaling import RopeConfig
+from nanovllm.models.decoder import (
+    Decoder,
+    DecoderForCausalLM,
+    DecoderLayer,
+    GatedMLP,
+    SelfAttention,
+)
+from nanovllm.models.model_config import ModelConfig
+from nanovllm.models.parts import SANDWICH, SandwichLayer, ScaledEmbedding, gelu_tanh, softcapped
+
+
+class Gemma2ForCausalLM(DecoderForCausalLM):
+    """Gemma 2. Gemma 3 inherits what it shares with it."""
+
+    names: ClassVar[dict[str, str]] = SANDWICH
+    norm: ClassVar[dict[str, Any]] = {"kind": NORM_CENTRED}
+    qk_norm = False
+    interval = 2
+    """Each layer whose number is a multiple of it has full attention."""
+    defaults: ClassVar[dict[str, Any]] = {
+        "head_dim": 256,
+        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_act": "gelu_pytorch_tanh",
+    }
+    reads = frozenset({*defaults, "layer_types"})
+
+    def __init__(self, config: ModelConfig, max_model_len: int) -> None:
+        super().__init__(config, max_model_len)
+        self._cap = config.number("final_logit_softcapping", 0.0)
+
+    def make_layer(
+        self, config: ModelConfig, index: int, before: list[DecoderLayer]
+    ) -> DecoderLayer:
+        bias, layer_type = config.flag("attention_bias"), config.layer_types(self.interval)[index]
+        options = AttentionOptions(
+            scale=config.number("query_pre_attn_scalar", 256.0) ** -0.5,
+            window=config.windows(self.interval)[index],
+            softcap=config.number("attn_logit_softcapping", 0.0),
+        )
+        attention = SelfAttention(
+            config,
+            self.rotary_emb(self.rope(config, layer_type), config.head_dim),
+            qkv_bias=bias,
+            output_bias=bias,
+            qk_norm=self.qk_norm,
+            norm_kind=NORM_CENTRED,
+            options=options,
+        )
+        mlp = GatedMLP(config, activation=gelu_tanh(config))
+        return SandwichLayer(config, attention, mlp, **self.norm)
+
+    def rope(self, config: ModelConfig, layer_type: str) -> RopeConfig:
+        """Return the rotary settings of layers of `layer_type`."""
+        return config.rope
+
+    def make_decoder(self, config: ModelConfig, layers: list[DecoderLayer]) -> Decoder:
+        decoder, factor = super().make_decoder(config, layers), config.hidden_size**0.5
+        decoder.embed_tokens = ScaledEmbedding(config.vocab_size, config.hidden_size, factor)
+        return decoder
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        logits = super().compute_logits(hidden)
+        return softcapped(logits, self._cap) if self._cap else logits

@@ -1,0 +1,36 @@
+"""The Gemma 3 family, its text model alone: Gemma 2 with norms of queries and keys, and no caps."""
+
+from typing import Any, ClassVar
+
+from nanovllm.layers.rope_scaling import RopeConfig
+from nanovllm.models.gemma2 import Gemma2ForCausalLM
+from nanovllm.models.model_config import ModelConfig
+from nanovllm.models.parts import OTHER_MODALITIES
+
+
+class Gemma3ForCausalLM(Gemma2ForCausalLM):
+    """Gemma 3: five of six layers have a window, and angles of their own."""
+
+    qk_norm = True
+    left_out = OTHER_MODALITIES
+    defaults: ClassVar[dict[str, Any]] = {
+        **Gemma2ForCausalLM.defaults,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 262_208,
+        "max_position_embeddings": 131_072,
+        "rope_theta": 1_000_000.0,
+    }
+
+    def __init__(self, config: ModelConfig, max_model_len: int) -> None:
+        self.interval = config.size("sliding_window_pattern", 6)  # type: ignore[misc]
+        super().__init__(config, max_model_len)
+
+    def rope(self, config: ModelConfig, layer_type: str) -> RopeConfig:
+        return config.rope_of(layer_type, 10_000.0 if layer_type == "sliding_attention" else None)
+
+
+class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
+    """Gemma 3 without pictures."""

@@ -1,0 +1,79 @@
+"""The Gemma 4 family, its text model alone. gemma4_parts.py has what only its layers have."""
+
+from typing import Any, ClassVar
+
+import torch
+
+from nanovllm.kernels.torch_math import NORM_WIDE
+from nanovllm.layers.attention import AttentionOptions
+from nanovllm.models.decoder import Decoder, DecoderForCausalLM, DecoderLayer, GatedMLP
+from nanovllm.models.gemma4_parts import (
+    DEFAULTS,
+    Gemma4Attention,
+    Gemma4Decoder,
+    Gemma4Layer,
+    full_attention_sizes,
+    source_layer,
+)
+from nanovllm.models.model_config import ModelConfig
+from nanovllm.models.parts import OTHER_MODALITIES, SANDWICH, gelu_tanh, softcapped
+
+
+class Gemma4ForCausalLM(DecoderForCausalLM):
+    """Gemma 4: E2B, E4B, 12B and 31B."""
+
+    names: ClassVar[dict[str, str]] = SANDWICH
+    left_out = OTHER_MODALITIES
+    norm: ClassVar[dict[str, Any]] = {"kind": NORM_WIDE}
+    defaults: ClassVar[dict[str, Any]] = DEFAULTS
+    reads = frozenset({*DEFAULTS, "layer_types"})
+
+    def __init__(self, config: ModelConfig, max_model_len: int) -> None:
+        super().__init__(config, max_model_len)
+        self._cap = config.number("final_logit_softcapping", 0.0)
+
+    def make_layer(
+        self, config: ModelConfig, index: int, before: list[DecoderLayer]
+    ) -> DecoderLayer:
+        types = [*config.layer_types(6)[:-1], "full_attention"]
+        layer_type, is_full = types[index], types[index] == "full_attention"
+        shares = index >= config.num_layers - (config.fields.get("num_kv_shared_layers") or 0)
+        source, sizes = None, config
+        if shares:
+            source = source_layer(layer_type, types, before)
+        if is_full:
+            sizes = full_attention_sizes(config, index)
+        rope = sizes.rope_of(layer_type, 1_000_000.0 if is_full else 10_000.0)
+        window = None if is_full else config.size("sliding_window")
+        attention = Gemma4Attention(
+            sizes,
+            self.rotary_emb(rope, sizes.head_dim),
+            qk_norm=True,
+            norm_kind=NORM_WIDE,
+            options=AttentionOptions(scale=1.0, window=window),
+            parts="q" if shares else "qk" if is_full and config.flag("attention_k_eq_v") else "qkv",
+            source=source,
+        )
+        doubled = shares and config.flag("use_double_wide_mlp")
+        size = config.intermediate_size * (1 + doubled)
+        mlp = GatedMLP(config, activation=gelu_tanh(config), intermediate_size=size)
+        return Gemma4Layer(config, attention, mlp, **self.norm)
+
+    def make_decoder(self, config: ModelConfig, layers: list[DecoderLayer]) -> Decoder:
+        return Gemma4Decoder(config, layers, **self.norm)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        logits = super().compute_logits(hidden)
+        return softcapped(logits, self._cap) if self._cap else logits
+
+
+class Gemma4ForConditionalGeneration(Gemma4ForCausalLM):
+    """Gemma 4 E2B, E4B and 31B without pictures and sound."""
+
+
+class Gemma4UnifiedForCausalLM(Gemma4ForCausalLM):
+    """Gemma 4 12B."""
+
+
+class Gemma4UnifiedForConditionalGeneration(Gemma4ForCausalLM):
+    """Gemma 4 12B without pictures and sound."""

@@ -1,0 +1,162 @@
+"""What only the layers of Gemma 4 have: embeddings for each layer, and a factor on its sum."""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanovllm.attention.backend import QKNorm
+from nanovllm.attention.batch import Batch
+from nanovllm.errors import CheckpointError
+from nanovllm.kernels.torch_kernels import TORCH, Kernels
+from nanovllm.kernels.torch_math import NORM_WIDE
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import ReplicatedLinear
+from nanovllm.models.decoder import Decoder, DecoderLayer, SelfAttention
+from nanovllm.models.model_config import ModelConfig, config_size
+from nanovllm.models.parts import AddOnly, SandwichLayer, ScaledEmbedding
+
+DEFAULTS: dict[str, Any] = {
+    "head_dim": 256,
+    "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_act": "gelu_pytorch_tanh",
+    "sliding_window": 512,
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262_144,
+    "attention_k_eq_v": False,
+    "use_double_wide_mlp": False,
+    "final_logit_softcapping": None,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 1_000_000.0,
+        },
+    },
+}
+
+
+def full_attention_sizes(config: ModelConfig, index: int) -> ModelConfig:
+    """Return `config` with the heads of layer `index`, which has full attention.
+
+    transformers writes them in per_layer_config; the published checkpoints have a field for each.
+    """
+    own = (config.fields.get("per_layer_config") or {}).get(str(index))
+    if own is None:
+        own = {"head_dim": config.size("global_head_dim", 512)}
+        if config.flag("attention_k_eq_v"):
+            num_kv_heads = config.size("num_global_key_value_heads", config.num_kv_heads)
+            own["num_key_value_heads"] = num_kv_heads
+    head_dim = config_size(own, "head_dim", config.head_dim)
+    num_kv_heads = config_size(own, "num_key_value_heads", config.num_kv_heads)
+    return dataclasses.replace(config, head_dim=head_dim, num_kv_heads=num_kv_heads)
+
+
+def source_layer(layer_type: str, types: list[str], before: list[DecoderLayer]) -> Attention:
+    """Return the attention of the last layer of `layer_type` that has keys and values.
+
+    Args:
+        types: of all layers.
+        before: the layers so far.
+    """
+    for layer, name in reversed(list(zip(before, types, strict=False))):
+        if name == layer_type and layer.self_attn.attn.source is None:
+            return layer.self_attn.attn
+    raise CheckpointError(
+        f"config.json: num_kv_shared_layers: no layer of type {layer_type} has keys and values"
+    )
+
+
+class Gemma4Attention(SelfAttention):
+    """Attention that normalises values, too."""
+
+    def head_norm(self) -> QKNorm:
+        return super().head_norm()._replace(v_norm=True)
+
+
+class Gemma4Layer(SandwichLayer):
+    """A layer that adds an embedding of its own behind the MLP, and multiplies its sum."""
+
+    kernels: Kernels = TORCH
+
+    def __init__(
+        self, config: ModelConfig, self_attn: SelfAttention, mlp: nn.Module, **norm: Any
+    ) -> None:
+        super().__init__(config, self_attn, mlp, **norm)
+        self.layer_scalar = nn.Parameter(torch.empty(1))
+        self._add = AddOnly()
+        size = config.fields["hidden_size_per_layer_input"]
+        self.has_input = bool(size)
+        if self.has_input:
+            hidden_size, eps = config.hidden_size, config.rms_norm_eps
+            self.per_layer_input_gate = ReplicatedLinear(hidden_size, size)
+            self.per_layer_projection = ReplicatedLinear(size, hidden_size)
+            self.post_per_layer_input_norm = RMSNorm(hidden_size, eps, NORM_WIDE)
+
+    def finish(
+        self, hidden: torch.Tensor, residual: torch.Tensor, own_input: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the layer's sum [O, hidden_size] of what `forward` returns.
+
+        Args:
+            own_input: [O, hidden_size_per_layer_input], of this layer.
+        """
+        total, _ = self._add.add_norm(hidden, residual)
+        if own_input is not None:
+            gate = self.per_layer_input_gate(total)
+            added = self.per_layer_projection(self.kernels.mul_act(gate, own_input, "gelu_tanh"))
+            self._add.add_norm(self.post_per_layer_input_norm(added), total)
+        self.kernels.scale(total, self.layer_scalar)
+        return total
+
+
+class Gemma4Decoder(Decoder):
+    """The decoder with a second embedding, a part of which enters each layer."""
+
+    kernels: Kernels = TORCH
+
+    def __init__(self, config: ModelConfig, layers: list[DecoderLayer], **norm: Any) -> None:
+        super().__init__(config, layers, **norm)
+        hidden_size = config.hidden_size
+        self.embed_tokens = ScaledEmbedding(config.vocab_size, hidden_size, hidden_size**0.5)
+        self._size = size = config.fields["hidden_size_per_layer_input"]
+        if size:
+            vocab_size, width = config.size("vocab_size_per_layer_input"), len(layers) * size
+            self.embed_tokens_per_layer = ScaledEmbedding(vocab_size, width, size**0.5)
+            self.per_layer_model_projection = ReplicatedLinear(hidden_size, width)
+            self.per_layer_projection_norm = RMSNorm(size, config.rms_norm_eps, NORM_WIDE)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        residual = self.embed_tokens(batch.input_ids)
+        inputs = self._layer_inputs(batch.input_ids, residual) if self._size else None
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, Gemma4Layer)
+            output_indices = batch.output_indices if layer is self.layers[-1] else None
+            hidden, residual = layer(None, residual, batch, output_indices)
+            own = None
+            if inputs is not None:
+                own = inputs[:, index * self._size : (index + 1) * self._size]
+                own = own if output_indices is None else own[output_indices]
+            residual = layer.finish(hidden, residual, own)
+        hidden, _ = self.norm.add_norm(None, residual)
+        return hidden
+
+    def _layer_inputs(self, input_ids: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        """Return what enters the layers, side by side: [T, layers * hidden_size_per_layer_input].
+
+        It is the mean of an embedding and a projection of the first one, times sqrt(2).
+        """
+        norm = self.per_layer_projection_norm
+        projected = self.per_layer_model_projection(embedded)
+        self.kernels.scale(projected, embedded.shape[1] ** -0.5)
+        for start in range(0, projected.shape[1], self._size):
+            own = projected[:, start : start + self._size]
+            self.kernels.rms_norm(own, norm.weight, norm.eps, norm.kind, out=own)
+        self.kernels.add(self.embed_tokens_per_layer(input_ids), projected)
+        self.kernels.scale(projected, 2.0**-0.5)
+        return projected

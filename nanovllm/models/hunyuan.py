@@ -1,0 +1,26 @@
+"""The HunYuan dense family: Llama with norms of queries and keys behind the rotation."""
+
+from typing import ClassVar
+
+from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP
+from nanovllm.models.model_config import ModelConfig
+from nanovllm.models.parts import RotatedNormAttention
+
+
+class HunYuanDenseV1ForCausalLM(DecoderForCausalLM):
+    """HunYuan 0.5B to 7B. Its "dynamic" rope scaling with an alpha has the same angles always."""
+
+    names: ClassVar[dict[str, str]] = {"q_norm": "query_layernorm", "k_norm": "key_layernorm"}
+
+    def make_layer(
+        self, config: ModelConfig, index: int, before: list[DecoderLayer]
+    ) -> DecoderLayer:
+        bias = config.flag("attention_bias")
+        attention = RotatedNormAttention(
+            config,
+            self.rotary_emb(config.rope, config.head_dim),
+            qkv_bias=bias,
+            output_bias=bias,
+            qk_norm=True,
+        )
+        return DecoderLayer(config, attention, GatedMLP(config))

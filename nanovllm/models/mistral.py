@@ -1,0 +1,50 @@
+"""The Mistral families, Mistral 3 and Ministral 3 among them: Llama without biases."""
+
+import torch
+
+from nanovllm.layers.attention import AttentionOptions
+from nanovllm.layers.rope_scaling import RopeConfig
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
+from nanovllm.models.model_config import ModelConfig
+from nanovllm.models.parts import OTHER_MODALITIES
+
+
+class MistralForCausalLM(DecoderForCausalLM):
+    """Mistral: all layers have the config's window, if it names one."""
+
+    left_out = OTHER_MODALITIES
+
+    def make_layer(
+        self, config: ModelConfig, index: int, before: list[DecoderLayer]
+    ) -> DecoderLayer:
+        window = config.fields.get("sliding_window") and config.size("sliding_window")
+        options = AttentionOptions(window=window)
+        rotary_emb = self.rotary_emb(config.rope, config.head_dim)
+        attention = SelfAttention(config, rotary_emb, options=options)
+        return DecoderLayer(config, attention, GatedMLP(config))
+
+
+class Ministral3ForCausalLM(MistralForCausalLM):
+    """Ministral 3: queries grow with the logarithm of their position."""
+
+    reads = frozenset({"llama_4_scaling_beta"})
+
+    def __init__(self, config: ModelConfig, max_model_len: int) -> None:
+        rope = config.fields.get("rope_parameters") or config.fields.get("rope_scaling") or {}
+        self._beta, self._original = (
+            rope.get("llama_4_scaling_beta"),
+            config.rope.original_max_position,
+        )
+        super().__init__(config, max_model_len)
+
+    def rotary_emb(self, rope: RopeConfig | None, head_dim: int) -> RotaryEmbedding:
+        found = super().rotary_emb(rope, head_dim)
+        if self._beta is not None:
+            steps = torch.arange(self.max_model_len, device=found.cos_sin.device) // self._original
+            found.q_scale = 1 + self._beta * torch.log1p(steps.float())
+        return found
+
+
+class Mistral3ForConditionalGeneration(Ministral3ForCausalLM):
+    """Mistral Small 3.1 and Ministral 3 without pictures: the text model is either of the two."""

@@ -1,0 +1,74 @@
+"""The Muse Glimmer family, its text model alone."""
+
+from typing import Any, ClassVar
+
+import torch
+
+from nanovllm.kernels.torch_math import NORM_CENTRED, NORM_WIDE
+from nanovllm.layers.attention import AttentionOptions
+from nanovllm.models.decoder import Decoder, DecoderForCausalLM, DecoderLayer, GatedMLP
+from nanovllm.models.model_config import ModelConfig
+from nanovllm.models.parts import (
+    OTHER_MODALITIES,
+    SANDWICH,
+    GatedAttention,
+    NormedEmbedding,
+    SandwichLayer,
+    UnweightedNorm,
+    softcapped,
+)
+
+
+class MuseGlimmerForConditionalGeneration(DecoderForCausalLM):
+    """Muse Glimmer without pictures: gated attention; layers with full attention do not rotate."""
+
+    names: ClassVar[dict[str, str]] = SANDWICH
+    left_out = OTHER_MODALITIES
+    norm: ClassVar[dict[str, Any]] = {"kind": NORM_CENTRED}
+    defaults: ClassVar[dict[str, Any]] = {
+        "rope_theta": 10_000.0,
+        "sliding_window": 2048,
+        "qk_scale_factor": 3.87,
+        "output_multiplier": 0.19611613513818404,
+        "final_logit_softcapping": 20.0,
+        "post_norm_eps": 1e-8,
+    }
+    reads = frozenset({*defaults, "layer_types"})
+
+    def __init__(self, config: ModelConfig, max_model_len: int) -> None:
+        super().__init__(config, max_model_len)
+        self._factor = config.number("output_multiplier", 1.0)
+        self._cap = config.number("final_logit_softcapping", 20.0)
+
+    def make_layer(
+        self, config: ModelConfig, index: int, before: list[DecoderLayer]
+    ) -> DecoderLayer:
+        last = (config.num_layers - 1 - index) % 4 == 0
+        thetas = config.fields.get("layer_rope_theta")
+        rotates = bool(thetas[index]) if thetas else not last
+        windows = config.windows(4)[index] if config.fields.get("layer_types") else None
+        if config.fields.get("layer_types") is None and not last:
+            windows = config.size("sliding_window")
+        scale = config.number("qk_scale_factor", 1.0) * config.head_dim**-0.5
+        attention = GatedAttention(
+            config,
+            self.rotary_emb(config.rope if rotates else None, config.head_dim),
+            qkv_bias=config.flag("attention_bias"),
+            output_bias=config.flag("attention_bias"),
+            norm_kind=NORM_WIDE,
+            options=AttentionOptions(scale=scale, window=windows),
+        )
+        attention.q_norm = attention.k_norm = UnweightedNorm(config.head_dim, config.rms_norm_eps)
+        eps = config.number("post_norm_eps", 1e-8)
+        return SandwichLayer(config, attention, GatedMLP(config), eps_after=eps, **self.norm)
+
+    def make_decoder(self, config: ModelConfig, layers: list[DecoderLayer]) -> Decoder:
+        decoder = Decoder(config, layers, kind=NORM_WIDE)
+        decoder.embed_tokens = NormedEmbedding(
+            config.vocab_size, config.hidden_size, config.rms_norm_eps
+        )
+        return decoder
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        logits = super().compute_logits(hidden)
+        return logits if logits is None else softcapped(logits.mul_(self._factor), self._cap)

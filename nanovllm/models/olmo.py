@@ -1,0 +1,49 @@
+"""The Olmo families: norms behind attention and MLP only, and over all heads together."""
+
+from typing import Any, ClassVar
+
+from nanovllm.kernels.torch_math import NORM_WIDE
+from nanovllm.layers.attention import AttentionOptions
+from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP
+from nanovllm.models.model_config import ModelConfig
+from nanovllm.models.parts import SANDWICH, SandwichLayer, WideNormAttention
+
+
+class Olmo2ForCausalLM(DecoderForCausalLM):
+    """Olmo 2: full attention in all layers."""
+
+    names: ClassVar[dict[str, str]] = SANDWICH
+    norm: ClassVar[dict[str, Any]] = {"kind": NORM_WIDE}
+
+    def make_layer(
+        self, config: ModelConfig, index: int, before: list[DecoderLayer]
+    ) -> DecoderLayer:
+        return _layer(self, config, "full_attention", None)
+
+
+class Olmo3ForCausalLM(DecoderForCausalLM):
+    """Olmo 3: a window in three of four layers, and rope scaling in the fourth."""
+
+    names: ClassVar[dict[str, str]] = SANDWICH
+    norm: ClassVar[dict[str, Any]] = {"kind": NORM_WIDE}
+    defaults: ClassVar[dict[str, Any]] = {"sliding_window": 4096, "rope_theta": 500_000.0}
+    reads = frozenset({"layer_types"})
+
+    def make_layer(
+        self, config: ModelConfig, index: int, before: list[DecoderLayer]
+    ) -> DecoderLayer:
+        return _layer(self, config, config.layer_types(4)[index], config.windows(4)[index])
+
+
+def _layer(
+    model: DecoderForCausalLM, config: ModelConfig, layer_type: str, window: int | None
+) -> DecoderLayer:
+    bias = config.flag("attention_bias")
+    attention = WideNormAttention(
+        config,
+        model.rotary_emb(config.rope_of(layer_type), config.head_dim),
+        qkv_bias=bias,
+        output_bias=bias,
+        options=AttentionOptions(window=window),
+    )
+    return SandwichLayer(config, attention, GatedMLP(config), before=False, **model.norm)

@@ -1,0 +1,236 @@
+"""Parts that some families have in place of those in decoder.py: attention and layers.
+
+Knows no family.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanovllm.attention.backend import QKNorm
+from nanovllm.attention.batch import Batch
+from nanovllm.checkpoint.loader import Shard
+from nanovllm.errors import UnsupportedModelError
+from nanovllm.kernels.torch_kernels import TORCH, Kernels
+from nanovllm.kernels.torch_math import NORM_WIDE
+from nanovllm.layers.embed_head import VocabParallelEmbedding
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import MergedColumnParallelLinear
+from nanovllm.models.decoder import DecoderLayer, SelfAttention
+from nanovllm.models.model_config import ModelConfig
+from nanovllm.options.validation import shown
+from nanovllm.utils.distributed import all_reduce, tensor_parallel
+
+_TOWERS = (
+    "visual",
+    "vision_tower",
+    "vision_model",
+    "vision_embedder",
+    "vision_adapter",
+    "multi_modal_projector",
+    "audio_tower",
+    "embed_vision",
+    "embed_audio",
+)
+OTHER_MODALITIES = (
+    *(f"{prefix}{tower}." for tower in _TOWERS for prefix in ("", "model.", "language_model.")),
+    "mtp.",
+)
+"""Beginnings of the names of tensors for pictures and sound, and for drafts."""
+SANDWICH = {
+    "after_attention_norm": "post_attention_layernorm",
+    "post_attention_layernorm": "pre_feedforward_layernorm",
+    "after_mlp_norm": "post_feedforward_layernorm",
+}
+"""What checkpoints call the norms of a `SandwichLayer`; also those of a `PostNormLayer`."""
+
+
+class RotatedNormAttention(SelfAttention):
+    """Attention whose queries and keys are rotated first and normalised then."""
+
+    def head_norm(self) -> QKNorm:
+        return super().head_norm()._replace(after_rotation=True)
+
+
+class WideNormAttention(SelfAttention):
+    """Attention with an RMSNorm over all query heads together, and one over all key heads."""
+
+    def __init__(self, config: ModelConfig, *args: Any, **options: Any) -> None:
+        super().__init__(config, *args, **options)
+        self.q_norm: WideNorm = WideNorm(config, config.num_heads, self.qkv_proj.num_heads)
+        self.k_norm: WideNorm = WideNorm(config, config.num_kv_heads, self.qkv_proj.num_kv_heads)
+
+    def head_norm(self) -> QKNorm:
+        return super().head_norm()._replace(q_weight=None, k_weight=None)
+
+    def forward(
+        self, hidden: torch.Tensor, batch: Batch, output_indices: torch.Tensor | None
+    ) -> torch.Tensor:
+        qkv = self.qkv_proj(hidden)
+        q_size, k_size = len(self.q_norm.weight), len(self.k_norm.weight)
+        self.q_norm.normalise(qkv[:, :q_size])
+        self.k_norm.normalise(qkv[:, q_size : q_size + k_size])
+        heads = self.attn(qkv, self.head_norm(), batch)
+        if output_indices is not None:
+            heads = heads[output_indices]
+        return self.o_proj(heads.flatten(1))
+
+
+class WideNorm(RMSNorm):
+    """An RMSNorm over all heads of queries, or of keys, in place.
+
+    With several ranks each normalises its own heads, by the mean square of all.
+    """
+
+    def __init__(self, config: ModelConfig, num_heads: int, num_own: int) -> None:
+        super().__init__(num_own * config.head_dim, config.rms_norm_eps, NORM_WIDE)
+        self._all = num_heads * config.head_dim
+        ranks = tensor_parallel()
+        self._copies = ranks.size * num_own // num_heads  # of each head
+        self._start = ranks.rank // self._copies * num_own * config.head_dim
+
+    def normalise(self, x: torch.Tensor) -> None:
+        """Normalise the rows of x [T, own heads * head_dim], which may lie apart."""
+        if tensor_parallel().size == 1:
+            self.kernels.rms_norm(x, self.weight, self.eps, self.kind, out=x)
+            return
+        wide = x.float()
+        squares = all_reduce(wide.square().sum(-1, keepdim=True)) / self._copies
+        wide *= torch.rsqrt(squares / self._all + self.eps)
+        x.copy_((wide * self.weight.float()).to(x.dtype))
+
+    def shards(self, prefix: str) -> Iterator[Shard]:
+        """Yield this rank's part of the weight."""
+        yield Shard(f"{prefix}.weight", (self._all,), self.weight.data, start=self._start)
+
+
+class GatedAttention(SelfAttention):
+    """Attention whose output is multiplied by the sigmoid of a projection of its input."""
+
+    kernels: Kernels = TORCH
+
+    def __init__(self, config: ModelConfig, *args: Any, **options: Any) -> None:
+        super().__init__(config, *args, **options)
+        outputs = {"gate_proj": config.num_heads * config.head_dim}
+        self.gate = MergedColumnParallelLinear(config.hidden_size, outputs, bias=False)
+
+    def forward(
+        self, hidden: torch.Tensor, batch: Batch, output_indices: torch.Tensor | None
+    ) -> torch.Tensor:
+        heads = self.attn(self.qkv_proj(hidden), self.head_norm(), batch)
+        if output_indices is not None:
+            heads, hidden = heads[output_indices], hidden[output_indices]
+        gated = self.kernels.mul_act(self.gate(hidden), heads.flatten(1), "sigmoid")
+        return self.o_proj(gated)
+
+
+class SandwichLayer(DecoderLayer):
+    """A layer that also normalises what attention and MLP return.
+
+    Args:
+        before: whether it normalises what they read, too.
+        eps_after: of the norms behind them; None: the config's.
+        norm: options of the norms, see `RMSNorm`.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        self_attn: SelfAttention,
+        mlp: nn.Module,
+        *,
+        before: bool = True,
+        eps_after: float | None = None,
+        **norm: Any,
+    ) -> None:
+        super().__init__(config, self_attn, mlp, **norm)
+        if not before:
+            self.input_layernorm, self.post_attention_layernorm = AddOnly(), AddOnly()  # type: ignore[assignment]
+        eps = eps_after or config.rms_norm_eps
+        self.after_attention_norm = RMSNorm(config.hidden_size, eps, **norm)
+        self.after_mlp_norm = RMSNorm(config.hidden_size, eps, **norm)
+
+    def forward(
+        self,
+        hidden: torch.Tensor | None,
+        residual: torch.Tensor,
+        batch: Batch,
+        output_indices: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, residual = self.input_layernorm.add_norm(hidden, residual)
+        if self.store_input is not None:
+            self.store_input(residual, batch.slot_mapping)
+        hidden = self.after_attention_norm(self.self_attn(hidden, batch, output_indices))
+        if output_indices is not None:
+            residual = residual[output_indices]
+        hidden, residual = self.post_attention_layernorm.add_norm(hidden, residual)
+        return self.after_mlp_norm(self.mlp(hidden)), residual
+
+
+class AddOnly(nn.Module):
+    """Takes the place of an RMSNorm: adds to the residual and does not normalise."""
+
+    kernels: Kernels = TORCH
+
+    def add_norm(
+        self, x: torch.Tensor | None, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add `x` to `residual` in place (None: add nothing); return the sum twice."""
+        if x is not None:
+            self.kernels.add(x, residual)
+        return residual, residual
+
+
+class ScaledEmbedding(VocabParallelEmbedding):
+    """A token embedding times a factor, which is rounded to the dtype of the weights."""
+
+    kernels: Kernels = TORCH
+
+    def __init__(self, vocab_size: int, hidden_size: int, factor: float) -> None:
+        super().__init__(vocab_size, hidden_size)
+        self._factor = float(torch.tensor(factor).to(torch.get_default_dtype()))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        embedded = super().forward(input_ids)
+        self.kernels.scale(embedded, self._factor)
+        return embedded
+
+
+def softcapped(logits: torch.Tensor | None, cap: float) -> torch.Tensor | None:
+    """Return cap * tanh(logits / cap), computed in float32; None for None."""
+    if logits is None:
+        return None
+    return (logits.float() / cap).tanh_().mul_(cap).to(logits.dtype)
+
+
+def gelu_tanh(config: ModelConfig) -> str:
+    """Check that the config's activation is Gemma's; return its name in `Kernels.act_and_mul`."""
+    for key in ("hidden_activation", "hidden_act"):
+        name = config.fields.get(key)
+        if name not in ("gelu_pytorch_tanh", None):
+            raise UnsupportedModelError(
+                f"config.json: {key} {shown(name)} is not supported (only gelu_pytorch_tanh)"
+            )
+    return "gelu_tanh"
+
+
+class UnweightedNorm(RMSNorm):
+    """An RMSNorm without a weight: one of ones, which no checkpoint has."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__(size, eps, NORM_WIDE)
+        del self.weight
+        self.register_buffer("weight", torch.ones(size), persistent=False)
+
+
+class NormedEmbedding(VocabParallelEmbedding):
+    """A token embedding behind an RMSNorm without a weight."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, eps: float) -> None:
+        super().__init__(vocab_size, hidden_size)
+        self.norm = UnweightedNorm(hidden_size, eps)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.norm(super().forward(input_ids))

@@ -1,0 +1,21 @@
+"""The Phi-3 family, Phi-4 and Phi-4-mini among it: Llama from fused projections."""
+
+from nanovllm.layers.attention import AttentionOptions
+from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
+from nanovllm.models.model_config import ModelConfig
+
+
+class Phi3ForCausalLM(DecoderForCausalLM):
+    """Phi-3: a window in all layers if the config names one; part of a head may rotate."""
+
+    def make_layer(
+        self, config: ModelConfig, index: int, before: list[DecoderLayer]
+    ) -> DecoderLayer:
+        window = config.fields.get("sliding_window") and config.size("sliding_window")
+        attention = SelfAttention(
+            config,
+            self.rotary_emb(config.rope, config.head_dim),
+            options=AttentionOptions(window=window),
+            fused=True,
+        )
+        return DecoderLayer(config, attention, GatedMLP(config, fused=True))

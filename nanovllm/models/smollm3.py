@@ -1,0 +1,47 @@
+"""The SmolLM3 family: Llama, some of whose layers do not rotate."""
+
+from typing import Any, ClassVar
+
+from nanovllm.errors import CheckpointError
+from nanovllm.layers.attention import AttentionOptions
+from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
+from nanovllm.models.model_config import ModelConfig
+from nanovllm.options.validation import shown
+
+
+class SmolLM3ForCausalLM(DecoderForCausalLM):
+    """SmolLM3: every fourth layer has no rotation; layers have windows if the config says so."""
+
+    defaults: ClassVar[dict[str, Any]] = {"rope_theta": 2_000_000.0, "tie_word_embeddings": True}
+    reads = frozenset({"no_rope_layers", "layer_types", "use_sliding_window"})
+
+    def make_layer(
+        self, config: ModelConfig, index: int, before: list[DecoderLayer]
+    ) -> DecoderLayer:
+        rotates = _rotating_layers(config)
+        window = config.windows(0)[index] if config.flag("use_sliding_window") else None
+        if config.flag("use_sliding_window") and config.fields.get("layer_types") is None:
+            window = None if rotates[index] else config.size("sliding_window")
+        rope, bias = config.rope if rotates[index] else None, config.flag("attention_bias")
+        attention = SelfAttention(
+            config,
+            self.rotary_emb(rope, config.head_dim),
+            qkv_bias=bias,
+            output_bias=bias,
+            options=AttentionOptions(window=window),
+        )
+        return DecoderLayer(config, attention, GatedMLP(config, bias=config.flag("mlp_bias")))
+
+
+def _rotating_layers(config: ModelConfig) -> list[bool]:
+    """Return for each layer whether it rotates: 1 in the config's list, despite its name."""
+    listed = config.fields.get("no_rope_layers")
+    if listed is None:
+        interval = config.size("no_rope_layer_interval", 4)
+        return [number % interval != 0 for number in range(1, config.num_layers + 1)]
+    if not isinstance(listed, list) or len(listed) < config.num_layers:
+        raise CheckpointError(
+            f"config.json: no_rope_layers must be a list of {config.num_layers} numbers, is "
+            f"{shown(listed)}"
+        )
+    return [bool(rotates) for rotates in listed]

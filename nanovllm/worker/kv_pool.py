@@ -1,0 +1,130 @@
+"""The memory of a KV pool: which bytes of a page belong to which layer, and their zeroing.
+
+A page holds a KV block of some layers, whose parts lie side by side. Knows no sequence.
+"""
+
+import dataclasses
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+import torch
+
+from nanovllm.kernels.cpu.library import torch_on_one_thread
+from nanovllm.scheduler.windows import WindowGroup
+from nanovllm.utils.memory import populate
+from nanovllm.utils.transfer import upload
+from nanovllm.worker.kv_cache import zeros
+
+_BYTES_AHEAD = 32 * 2**20
+"""Memory that is ready behind the last page in use."""
+_ALIGNMENT = 64
+"""Bytes: each layer's part of a page begins at a multiple of it."""
+
+
+class Place(NamedTuple):
+    """Where a layer's keys and values are."""
+
+    table: int
+    """The block table that has the ids of its pages."""
+    offset: int
+    """Bytes from the start of a page."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PageLayout:
+    """How layers share the pages of a pool. See scheduler/windows.py."""
+
+    page_bytes: int
+    places: tuple[Place, ...]
+    """Of each layer."""
+    windows: tuple[WindowGroup, ...]
+
+
+def page_layout(sizes: Seq[int], windows: Seq[int | None]) -> PageLayout:
+    """Return the layout for layers whose block takes `sizes` bytes.
+
+    Layers with full attention share one page. Those with equal windows get pages of their own, as
+    many as they need. If all layers have full attention, or none has, all share one page.
+
+    Args:
+        windows: of each layer; None: full attention.
+    """
+    sizes = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+    full = [index for index, window in enumerate(windows) if window is None]
+    groups: dict[int | None, list[int]] = {None: full}
+    if not full:
+        groups = {None: list(range(len(sizes)))}
+    else:
+        for index, window in enumerate(windows):
+            if window is not None:
+                groups.setdefault(window, []).append(index)
+    page_bytes = sum(sizes[index] for index in groups[None])
+    page_bytes = max([page_bytes, *sizes])
+    places, table, found = {}, -1, []
+    for window, indices in groups.items():
+        first, used = table + 1, page_bytes
+        for index in indices:
+            if used + sizes[index] > page_bytes:
+                table, used = table + 1, 0
+            places[index] = Place(table, used)
+            used += sizes[index]
+        if window is not None:
+            found.append(WindowGroup(window, table + 1 - first))
+    ordered = tuple(places[index] for index in range(len(sizes)))
+    return PageLayout(page_bytes, ordered, tuple(found))
+
+
+class KVPool:
+    """A zeroed pool. Masked keys must be finite, as in `Schedule.blocks_to_zero`.
+
+    Args:
+        shapes: of each layer's cache; dimension 1 counts the blocks.
+        by_page: whether a page's bytes lie side by side. Else each layer's cache is contiguous,
+            which needs layers that share one page.
+    """
+
+    def __init__(
+        self,
+        layout: PageLayout,
+        shapes: Seq[tuple[int, ...]],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        by_page: bool,
+    ) -> None:
+        self.num_blocks = shapes[0][1]
+        self._by_page = by_page
+        shape = (self.num_blocks, layout.page_bytes) if by_page else (len(shapes), *shapes[0])
+        memory = (shape, torch.uint8 if by_page else dtype)
+        self._pool = zeros(*memory, device)
+        self._num_populated = 0  # pages
+        if not by_page:
+            self.layers = list(self._pool)
+            return
+        self.layers = []
+        for place, (first, _, *rest) in zip(layout.places, shapes, strict=True):
+            size = torch.Size((first, *rest)).numel() * dtype.itemsize
+            part = self._pool[:, place.offset : place.offset + size]
+            self.layers.append(part.view(dtype).view(-1, first, *rest).movedim(0, 1))
+        self.populate_beyond(0)
+
+    def zero(self, blocks: list[int]) -> None:
+        """Fill pages `blocks` with 0."""
+        if self._pool.is_cuda:  # one kernel; torch has none for FP8, so fill bytes
+            dim = 0 if self._by_page else 2
+            self._pool.view(torch.uint8).index_fill_(dim, upload(blocks, self._pool.device), 0)
+            return
+        with torch_on_one_thread():
+            for block in blocks:
+                (self._pool[block] if self._by_page else self._pool[:, :, block]).zero_()
+
+    def populate_beyond(self, block: int) -> None:
+        """On a CPU, have memory ready for the pages behind `block`, which is in use or the first.
+
+        A pool on a CPU takes memory as pages are used, in their order.
+        """
+        start = self._num_populated
+        by_page = self._by_page and self._pool.device.type == "cpu"
+        if by_page and start < self.num_blocks and block + 1 >= start:
+            self._num_populated = block + 1 + -(-_BYTES_AHEAD // self._pool[0].nbytes)
+            populate(self._pool, self._pool[start : self._num_populated])
