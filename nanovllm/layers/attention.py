@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -45,7 +46,7 @@ class Attention(nn.Module):
         source: "Attention | None" = None,
     ) -> None:
         super().__init__()
-        self.sizes = num_heads, num_kv_heads, head_dim
+        self.sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         self.options = options
         self._source = [source] if source else []  # in a list, so that it is no part of this one
         self.group = 0  # the part of a batch that has this layer's block table and plan
@@ -56,9 +57,9 @@ class Attention(nn.Module):
     def source(self) -> "Attention | None":
         return self._source[0] if self._source else None
 
-    def spec(self, **common: object) -> AttentionSpec:
+    def spec(self, **common: Any) -> AttentionSpec:
         """Return what this layer needs of a backend; `common` is the same for all layers."""
-        return AttentionSpec(*self.sizes, **vars(self.options), **common)  # type: ignore[arg-type]
+        return AttentionSpec(**self.sizes, **vars(self.options), **common)
 
     def bind(self, backend: Backend, kv_cache: torch.Tensor, group: int = 0) -> None:
         """Use `kv_cache`, this layer's view of the KV pool in the layout of `backend`."""

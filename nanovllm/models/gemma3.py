@@ -25,7 +25,7 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
     }
 
     def __init__(self, config: ModelConfig, max_model_len: int) -> None:
-        self.interval = config.size("sliding_window_pattern", 6)  # type: ignore[misc]
+        self.interval = config.size("sliding_window_pattern", 6)
         super().__init__(config, max_model_len)
 
     def rope(self, config: ModelConfig, layer_type: str) -> RopeConfig:

@@ -26,6 +26,7 @@ from nanovllm.models.decoder import (
     Decoder,
     DecoderForCausalLM,
     DecoderLayer,
+    GatedMLP,
     SelfAttention,
 )
 from nanovllm.steps.cuda_capture import Graph, make_capture
@@ -93,6 +94,8 @@ def _not_plain(model: DecoderForCausalLM, spec: AttentionSpec) -> str | None:
         for part in (Decoder, DecoderLayer, SelfAttention, VocabParallelEmbedding):
             if isinstance(module, part) and type(module) not in (part, ParallelLMHead):
                 return f"{type(module).__name__} is no plain {part.__name__}"
+        if isinstance(module, DecoderLayer) and type(module.mlp) is not GatedMLP:
+            return f"{type(module.mlp).__name__} is no plain GatedMLP"
         if isinstance(module, Attention) and module.options != PLAIN:
             return f"attention has options: {module.options}"
         if isinstance(module, ActAndMul) and module.activation != "silu":
@@ -170,6 +173,7 @@ class FusedStep:
             residual, *sums, norm.weight, norm.eps, _weight(linear), linear.bias,
             gated=False, chained=chained,
         )  # fmt: skip
+        assert isinstance(mlp, GatedMLP)
         q_norm, k_norm = attention.q_norm, attention.k_norm
         heads = self._attention.attend_rows(
             qkv,
