@@ -14,8 +14,8 @@ from unittest import mock
 import torch
 
 from nanovllm import SamplingParams, assembly, demo_model
-from nanovllm.attention.backend import AttentionSpec
 from nanovllm.attention.batch import Batch
+from nanovllm.attention.spec import AttentionSpec
 from nanovllm.attention.torch_sdpa import TorchBackend
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.options.config import Config

@@ -62,8 +62,8 @@ def attention(record: Record) -> None:
     """Measure each backend, then the Triton backend with each choice of options."""
     import torch
 
-    from nanovllm.attention.backend import AttentionSpec
     from nanovllm.attention.flash_attn import FlashAttnBackend
+    from nanovllm.attention.spec import AttentionSpec
     from nanovllm.attention.triton import TritonBackend
     from nanovllm.attention.varlen import VarlenBackend
 

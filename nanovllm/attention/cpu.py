@@ -4,8 +4,9 @@ from typing import ClassVar
 
 import torch
 
-from nanovllm.attention.backend import AttentionSpec, Backend, QKNorm
+from nanovllm.attention.backend import Backend
 from nanovllm.attention.batch import Batch
+from nanovllm.attention.spec import AttentionSpec, QKNorm
 from nanovllm.kernels.cpu import ops as cpu_ops
 from nanovllm.kernels.cpu.build import PANEL
 

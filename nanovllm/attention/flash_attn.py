@@ -10,9 +10,9 @@ from typing import ClassVar
 
 import torch
 
-from nanovllm.attention.backend import AttentionSpec
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.paged import PagedBackend, flash_attention_refusal
+from nanovllm.attention.spec import AttentionSpec
 
 
 @dataclasses.dataclass(frozen=True)

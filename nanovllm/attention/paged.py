@@ -6,8 +6,9 @@ from typing import ClassVar
 
 import torch
 
-from nanovllm.attention.backend import NO_QUANTIZED_KV, AttentionSpec, Backend, QKNorm
+from nanovllm.attention.backend import NO_QUANTIZED_KV, Backend
 from nanovllm.attention.batch import Batch
+from nanovllm.attention.spec import AttentionSpec, QKNorm
 
 
 class PagedBackend(Backend):

@@ -7,9 +7,11 @@ import logging
 
 import torch
 
-from nanovllm.attention.backend import AttentionSpec, Backend
+from nanovllm.attention.backend import Backend
 from nanovllm.attention.cpu import CPUBackend
 from nanovllm.attention.flash_attn import FlashAttnBackend
+from nanovllm.attention.spec import AttentionSpec
+from nanovllm.attention.torch_explicit import TorchExplicitBackend
 from nanovllm.attention.torch_sdpa import TorchBackend
 from nanovllm.attention.triton import TritonBackend
 from nanovllm.attention.varlen import VarlenBackend
@@ -19,9 +21,15 @@ from nanovllm.kernels.torch_kernels import Kernels
 logger = logging.getLogger(__name__)
 
 BACKENDS: dict[str, tuple[type[Backend], ...]] = {
-    "torch": (TorchBackend,),
-    "c": (CPUBackend, TorchBackend),
-    "triton": (FlashAttnBackend, TritonBackend, VarlenBackend, TorchBackend),
+    "torch": (TorchBackend, TorchExplicitBackend),
+    "c": (CPUBackend, TorchBackend, TorchExplicitBackend),
+    "triton": (
+        FlashAttnBackend,
+        TritonBackend,
+        VarlenBackend,
+        TorchBackend,
+        TorchExplicitBackend,
+    ),
 }
 """By the name of the kernels that run beside them: the best first."""
 

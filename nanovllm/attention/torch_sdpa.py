@@ -5,15 +5,14 @@ similar length share one padded call.
 """
 
 import dataclasses
-from functools import partial
 from typing import ClassVar
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from nanovllm.attention.backend import NO_QUANTIZED_KV, AttentionSpec, Backend, QKNorm
+from nanovllm.attention.backend import NO_QUANTIZED_KV, Backend
 from nanovllm.attention.batch import Batch
-from nanovllm.attention.explicit import explicit_attention
+from nanovllm.attention.spec import AttentionSpec, QKNorm
 
 _PADDING = 1.25
 """Rows share a call if the longest has at most this factor times the shortest row's blocks, plus
@@ -31,7 +30,7 @@ class _Singles:
     blocks: torch.Tensor
     """[R, width] int64 block ids."""
     mask: torch.Tensor
-    """[R, 1, 1, width * block_size] bool, true for the keys that the row's token sees."""
+    """[R, 1, 1, width * block_size] bool, true for the keys of the row's sequence."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,11 +40,10 @@ class _Chunk:
     start: int
     stop: int
     blocks: torch.Tensor
-    """[width] int64 block ids: all, or those from the window's first key on."""
-    num_keys: int
-    """Keys in these blocks."""
+    """[width] int64 block ids."""
+    seq_len: int
     mask: torch.Tensor | None
-    """[tokens, num_keys] bool. None means causal: the row starts at its sequence's first token."""
+    """[tokens, seq_len] bool. None means causal: the row starts at its sequence's first token."""
 
 
 class TorchBackend(Backend):
@@ -59,12 +57,11 @@ class TorchBackend(Backend):
     def __init__(self, spec: AttentionSpec) -> None:
         self.block_size = spec.block_size or 16
         self.spec = spec
-        self._scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
-        self._is_special = bool(spec.softcap) or spec.sinks  # what torch's function lacks
-        self._explicit = partial(explicit_attention, scale=self._scale, softcap=spec.softcap)
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> str | None:
+        if spec.window or spec.softcap or spec.sinks:
+            return "has no windows, soft caps and sinks"
         return NO_QUANTIZED_KV if spec.quantized_kv else None
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
@@ -77,8 +74,7 @@ class TorchBackend(Backend):
         assert batch.lengths is not None, "graphs are not supported"
         for row, (query_len, seq_len) in enumerate(zip(*batch.lengths, strict=True)):
             if query_len == 1:
-                num_blocks = -(-seq_len // self.block_size) - self._first_block(seq_len - 1)
-                singles.append((num_blocks, row, start))
+                singles.append((-(-seq_len // self.block_size), row, start))
             else:
                 plans.append(self._plan_chunk(batch, row, start, query_len, seq_len))
             start += query_len
@@ -99,7 +95,7 @@ class TorchBackend(Backend):
         self, qkv: torch.Tensor, norm: QKNorm, kv_cache: torch.Tensor, batch: Batch
     ) -> torch.Tensor:
         q, k, v = norm.apply(qkv, batch.positions, self.spec)
-        if k is None or v is None:
+        if k is None or v is None:  # the cache is another layer's
             return q
         blocks = batch.slot_mapping // self.block_size  # they may lie apart
         places = blocks, batch.slot_mapping % self.block_size
@@ -117,87 +113,53 @@ class TorchBackend(Backend):
     ) -> torch.Tensor:
         out = torch.empty_like(q) if out is None else out
         for plan in batch.metadata:
-            tokens = slice(plan.start, plan.stop) if isinstance(plan, _Chunk) else plan.tokens
-            attend = self._chunk if isinstance(plan, _Chunk) else self._singles
-            out[tokens] = attend(q[tokens], kv_cache, plan, sinks)
+            if isinstance(plan, _Chunk):
+                out[plan.start : plan.stop] = self._chunk(q[plan.start : plan.stop], kv_cache, plan)
+            else:
+                out[plan.tokens] = self._singles(q[plan.tokens], kv_cache, plan)
         return out
-
-    def _first_block(self, position: int) -> int:
-        """Return the index of the first block whose keys the token at `position` sees."""
-        window = self.spec.window
-        return 0 if window is None else max(0, position - window + 1) // self.block_size
 
     def _plan_singles(self, batch: Batch, rows: list[tuple[int, int, int]]) -> _Singles:
         device = batch.input_ids.device
         width = rows[-1][0]
         row_ids, tokens = torch.tensor([[row, token] for _, row, token in rows], device=device).T
-        ends = batch.seq_lens[row_ids].long()
-        assert batch.lengths is not None, "graphs are not supported"
-        first = [self._first_block(batch.lengths.seq_lens[row] - 1) for _, row, _ in rows]
-        columns = torch.tensor(first, device=device)[:, None] + torch.arange(width, device=device)
+        seq_lens = batch.seq_lens[row_ids]
         # Columns past a row's last block may hold ids out of range: replace them by its first.
-        valid = columns * self.block_size < ends[:, None]
-        columns = torch.where(valid, columns, columns[:, :1])
-        blocks = batch.block_tables[row_ids[:, None], columns].long()
+        columns = torch.arange(width, device=device)
+        tables = batch.block_tables[row_ids, :width].long()
+        valid = columns * self.block_size < seq_lens[:, None]
+        blocks = torch.where(valid, tables, tables[:, :1])
         keys = torch.arange(width * self.block_size, device=device)
-        keys = keys + columns[:, :1] * self.block_size
-        seen = keys < ends[:, None]
-        if self.spec.window is not None:
-            seen &= keys >= ends[:, None] - self.spec.window
-        return _Singles(tokens, blocks, seen[:, None, None])
+        return _Singles(tokens, blocks, (keys < seq_lens[:, None])[:, None, None])
 
     def _plan_chunk(
         self, batch: Batch, row: int, start: int, query_len: int, seq_len: int
     ) -> _Chunk:
-        position, window = seq_len - query_len, self.spec.window
-        first = self._first_block(position)
-        blocks = batch.block_tables[row, first : -(-seq_len // self.block_size)].long()
-        keys = torch.arange(first * self.block_size, seq_len, device=blocks.device)
+        blocks = batch.block_tables[row, : -(-seq_len // self.block_size)].long()
         mask = None
-        if position or (window is not None and window < seq_len):
-            queries = torch.arange(position, seq_len, device=blocks.device)[:, None]
-            mask = keys <= queries
-            if window is not None:
-                mask &= keys > queries - window
-        return _Chunk(start, start + query_len, blocks, len(keys), mask)
+        if query_len < seq_len:
+            keys = torch.arange(seq_len, device=blocks.device)
+            mask = keys <= keys[seq_len - query_len :, None]
+        return _Chunk(start, start + query_len, blocks, seq_len, mask)
 
-    def _singles(
-        self,
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        plan: _Singles,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def _singles(self, q: torch.Tensor, kv_cache: torch.Tensor, plan: _Singles) -> torch.Tensor:
         num_rows, num_kv_heads = plan.blocks.shape[0], self.spec.num_kv_heads
         # [2, R, width, block_size, kv_heads, head_dim] -> k and v [R, kv_heads, keys, head_dim]
         k, v = kv_cache[:, plan.blocks].flatten(2, 3).transpose(2, 3).unbind()
-        if self._is_special:
-            return self._explicit(q[:, :, None], k, v, plan.mask, sinks=sinks)[:, :, 0]
         # The query heads that share a KV head become the rows of one query matrix.
         grouped = q.view(num_rows, num_kv_heads, -1, self.spec.head_dim)
-        return scaled_dot_product_attention(
-            grouped, k, v, attn_mask=plan.mask, scale=self._scale
-        ).reshape(q.shape)
+        mask, scale = plan.mask, self.spec.scale
+        return scaled_dot_product_attention(grouped, k, v, mask, scale=scale).reshape(q.shape)
 
-    def _chunk(
-        self, q: torch.Tensor, kv_cache: torch.Tensor, plan: _Chunk, sinks: torch.Tensor | None
-    ) -> torch.Tensor:
-        k, v = kv_cache[:, plan.blocks].flatten(1, 2)[:, : plan.num_keys].transpose(1, 2).unbind()
-        q = q.transpose(0, 1)
-        if self._is_special:
-            mask = plan.mask
-            if mask is None:
-                mask = torch.ones(
-                    len(q[0]), plan.num_keys, dtype=torch.bool, device=q.device
-                ).tril()
-            return self._explicit(q, k, v, mask, sinks=sinks).transpose(0, 1)
+    def _chunk(self, q: torch.Tensor, kv_cache: torch.Tensor, plan: _Chunk) -> torch.Tensor:
+        k, v = kv_cache[:, plan.blocks].flatten(1, 2)[:, : plan.seq_len].transpose(1, 2).unbind()
         out = scaled_dot_product_attention(
-            q[None],
+            q.transpose(0, 1)[None],
             k[None],
             v[None],
             attn_mask=plan.mask,
             is_causal=plan.mask is None,
-            scale=self._scale,
+            scale=self.spec.scale,
             enable_gqa=True,
         )
         return out[0].transpose(0, 1)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from nanovllm.attention.backend import AttentionSpec
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.paged import PagedBackend
+from nanovllm.attention.spec import AttentionSpec
 
 if TYPE_CHECKING:
     from nanovllm.kernels.triton.decode_attention import DecodePlan

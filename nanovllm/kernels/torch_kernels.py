@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels import decode_step
-from nanovllm.kernels.torch_math import NORM_ROUNDED, activate, rms_norm, swiglu_oai
+from nanovllm.kernels.activations import activate, swiglu_oai
+from nanovllm.kernels.torch_math import NORM_ROUNDED, rms_norm
 
 
 class WeightMethod(Protocol):

@@ -1,7 +1,6 @@
-"""RMSNorm, rotation and activations in plain torch."""
+"""RMSNorm and rotation in plain torch."""
 
 import torch
-import torch.nn.functional as F
 
 NORM_ROUNDED = 0
 """The normalised numbers are rounded to their dtype, then multiplied by the weight: Llama."""
@@ -52,25 +51,3 @@ def rotate(x: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool = False) ->
         first, second = pairs[..., ::2], pairs[..., 1::2]
     rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
     return torch.cat([rotated.to(x.dtype), rest], dim=-1) if rest.shape[-1] else rotated.to(x.dtype)
-
-
-def activate(x: torch.Tensor, activation: str) -> torch.Tensor:
-    """Return the "silu", "gelu_tanh" or "sigmoid" of each number of `x`."""
-    if activation == "silu":
-        return F.silu(x)
-    if activation == "gelu_tanh":
-        return F.gelu(x, approximate="tanh")
-    if activation == "sigmoid":
-        return x.sigmoid()
-    raise ValueError(f"activation {activation!r} is not silu, gelu_tanh or sigmoid")
-
-
-def swiglu_oai(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Return the clamped SwiGLU of gpt-oss, computed in float32 and rounded once.
-
-    Args:
-        gate, up: [..., n].
-    """
-    bounded = gate.float().clamp(max=7.0)
-    product = bounded * torch.sigmoid(1.702 * bounded) * (up.float().clamp(-7.0, 7.0) + 1.0)
-    return product.to(gate.dtype)

@@ -1,16 +1,14 @@
 """The attention layer. It holds the KV cache of one model layer and calls the attention backend."""
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from nanovllm.attention.backend import AttentionSpec, Backend, QKNorm
+from nanovllm.attention.backend import Backend
 from nanovllm.attention.batch import Batch
-from nanovllm.checkpoint.loader import Shard
-from nanovllm.utils.distributed import tensor_parallel
+from nanovllm.attention.spec import AttentionSpec, QKNorm
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,6 +34,7 @@ class Attention(nn.Module):
 
     backend: Backend
     kv_cache: torch.Tensor
+    source: "Attention | None"
 
     def __init__(
         self,
@@ -46,20 +45,20 @@ class Attention(nn.Module):
         source: "Attention | None" = None,
     ) -> None:
         super().__init__()
-        self.sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        self._sizes: dict[str, Any] = {
+            "num_heads": num_heads,
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+        }
         self.options = options
-        self._source = [source] if source else []  # in a list, so that it is no part of this one
+        object.__setattr__(self, "source", source)  # torch must not see it as a part of this one
         self.group = 0  # the part of a batch that has this layer's block table and plan
-        sinks = torch.empty(num_heads, dtype=torch.float32) if options.sinks else None
-        self.sinks = None if sinks is None else nn.Parameter(sinks)
 
-    @property
-    def source(self) -> "Attention | None":
-        return self._source[0] if self._source else None
-
-    def spec(self, **common: Any) -> AttentionSpec:
+    def spec(self, max_model_len: int, **common: Any) -> AttentionSpec:
         """Return what this layer needs of a backend; `common` is the same for all layers."""
-        return AttentionSpec(**self.sizes, **vars(self.options), **common)
+        spec = AttentionSpec(**self._sizes, **vars(self.options), **common)
+        whole = spec.window is not None and spec.window >= max_model_len
+        return dataclasses.replace(spec, window=None) if whole else spec
 
     def bind(self, backend: Backend, kv_cache: torch.Tensor, group: int = 0) -> None:
         """Use `kv_cache`, this layer's view of the KV pool in the layout of `backend`."""
@@ -67,8 +66,10 @@ class Attention(nn.Module):
         self.kv_cache = kv_cache
         self.group = group
 
-    def forward(self, qkv: torch.Tensor, norm: QKNorm, batch: Batch) -> torch.Tensor:
-        """Prepare queries and keys, store keys and values, and attend.
+    def forward(
+        self, qkv: torch.Tensor, norm: QKNorm, batch: Batch, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Prepare queries and keys, store keys and values, and attend. See `Backend.forward`.
 
         Args:
             qkv: [T, (num_heads + 2 num_kv_heads) * head_dim], the projections side by side.
@@ -77,13 +78,4 @@ class Attention(nn.Module):
             [T, num_heads, head_dim].
         """
         batch = batch.others[self.group - 1] if self.group else batch
-        return self.backend.forward(qkv, norm, self.kv_cache, batch, self.sinks)
-
-    def shards(self, prefix: str) -> Iterator[Shard]:
-        """Yield this rank's sinks, if the layer has any."""
-        if self.sinks is not None:
-            ranks = tensor_parallel()
-            size = len(self.sinks)
-            yield Shard(
-                f"{prefix}.sinks", (size * ranks.size,), self.sinks.data, 0, size * ranks.rank
-            )
+        return self.backend.forward(qkv, norm, self.kv_cache, batch, sinks)

@@ -209,18 +209,3 @@ class RowParallelLinear(LinearBase):
         yield from self.weight_shards(prefix, shape, self.weight.data, dim=1, start=start)
         if self.bias is not None:
             yield Shard(f"{prefix}.bias", (output_size,), self.bias.data)
-
-
-class ReplicatedLinear(LinearBase):
-    """A small linear without a bias, which each rank computes whole."""
-
-    def __init__(self, input_size: int, output_size: int) -> None:
-        super().__init__(output_size, input_size)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x)
-
-    def shards(self, prefix: str) -> Iterator[Shard]:
-        assert self.weight is not None
-        shape = (self.weight.shape[0], self.weight.shape[1])
-        yield from self.weight_shards(prefix, shape, self.weight.data, start=0)

@@ -5,15 +5,14 @@ of the checkpoint. Shapes: T tokens in the batch, O tokens in `batch.output_indi
 Knows no family and no sequences: only attention reads the batch's rows.
 """
 
-import re
-from collections.abc import Callable, Collection
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
-from nanovllm.attention.backend import QKNorm
 from nanovllm.attention.batch import Batch
+from nanovllm.attention.spec import QKNorm
 from nanovllm.kernels.torch_math import NORM_ROUNDED
 from nanovllm.layers.activation import ActAndMul
 from nanovllm.layers.attention import PLAIN, Attention, AttentionOptions
@@ -24,8 +23,8 @@ from nanovllm.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
-from nanovllm.layers.rope_scaling import RopeConfig
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.models.family import Family
 from nanovllm.models.model_config import ModelConfig
 
 
@@ -205,28 +204,15 @@ class Decoder(nn.Module):
         return hidden
 
 
-class DecoderForCausalLM(nn.Module):
-    """The base of a family: a decoder with its language-model head.
+class DecoderForCausalLM(Family):
+    """The base of a family: a decoder with its language-model head. family.py has the rest.
 
     Args:
         max_model_len: number of positions in the tables of rotary angles.
     """
 
-    defaults: ClassVar[dict[str, Any]] = {}
-    """The family's values of fields that a config.json may lack."""
-    reads: ClassVar[frozenset[str]] = frozenset()
-    """The fields of `model_config.ONLY_SOME_READ` that the family honours."""
-    names: ClassVar[dict[str, str]] = {}
-    """The checkpoint's names of modules that have other names here."""
-    left_out: ClassVar[tuple[str, ...]] = ()
-    """Beginnings of the names of tensors that are not loaded, because text needs none of them."""
-    norm: ClassVar[dict[str, Any]] = {}
-    """Options of the norms, see `RMSNorm`."""
-
     def __init__(self, config: ModelConfig, max_model_len: int) -> None:
-        super().__init__()
-        self.max_model_len = max_model_len
-        self._rotary: dict[Any, RotaryEmbedding] = {}
+        super().__init__(max_model_len)
         layers: list[DecoderLayer] = []
         for index in range(config.num_layers):
             layers.append(self.make_layer(config, index, layers))
@@ -246,27 +232,6 @@ class DecoderForCausalLM(nn.Module):
     def make_decoder(self, config: ModelConfig, layers: list[DecoderLayer]) -> Decoder:
         """Return the network of `layers`."""
         return Decoder(config, layers, **self.norm)
-
-    def rotary_emb(self, rope: RopeConfig | None, head_dim: int) -> RotaryEmbedding:
-        """Return the rotation of heads by `rope`; None: no rotation. Equal ones are one object."""
-        key = rope, head_dim
-        if key not in self._rotary:
-            frequencies = torch.zeros(head_dim // 2, device="cpu"), 1.0
-            if rope is not None:
-                frequencies = rope.inverse_frequencies(head_dim, self.max_model_len)
-            self._rotary[key] = RotaryEmbedding(self.max_model_len, *frequencies)
-        return self._rotary[key]
-
-    def checkpoint_name(self, name: str, known: Collection[str]) -> str:
-        """Return the checkpoint's name of tensor `name`. A model that also takes pictures has its
-        text model in a part of its own. See `Renamed` in checkpoint/loader.py.
-        """
-        if self.names:
-            pattern = "|".join(map(re.escape, self.names))
-            name = re.sub(pattern, lambda found: self.names[found[0]], name)
-        nested = name.replace("model.", "model.language_model.", 1)
-        names = (name, nested, f"language_model.{name}")
-        return next((each for each in names if each in known), name)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Write the batch's KV; return the hidden states [O, hidden_size] after the last norm."""

@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.attention.backend import QKNorm
 from nanovllm.attention.batch import Batch
+from nanovllm.attention.spec import QKNorm
 from nanovllm.errors import CheckpointError
 from nanovllm.kernels.torch_kernels import TORCH, Kernels
 from nanovllm.kernels.torch_math import NORM_WIDE
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import ReplicatedLinear
+from nanovllm.layers.replicated import ReplicatedLinear
 from nanovllm.models.decoder import Decoder, DecoderLayer, SelfAttention
 from nanovllm.models.model_config import ModelConfig, config_size
 from nanovllm.models.parts import AddOnly, SandwichLayer, ScaledEmbedding

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.attention.backend import QKNorm
 from nanovllm.attention.batch import Batch
+from nanovllm.attention.spec import QKNorm
 from nanovllm.checkpoint.loader import Shard
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.kernels.torch_kernels import TORCH, Kernels

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from nanovllm.attention.backend import AttentionSpec, Backend
+from nanovllm.attention.backend import Backend
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.paged import PagedBackend
+from nanovllm.attention.spec import AttentionSpec
 from nanovllm.kernels.torch_math import NORM_ROUNDED
 from nanovllm.layers.activation import ActAndMul
 from nanovllm.layers.attention import PLAIN, Attention

@@ -28,9 +28,9 @@ class StepRunners:
     """Makes the step runners of `network`. See `FastSteps` in worker/extensions.py."""
 
     def __init__(self, network: Network, max_num_batched_tokens: int) -> None:
-        config, backends = network.config, network.backends.values()
+        config, backends = network.config, network.attention.backends
         # The graphs of whole steps lay out one block table, for one plan.
-        graphs = len(network.groups) == 1 and network.backend.supports_graph
+        graphs = len(backends) == 1 and network.backend.supports_graph
         records = all(backend.supports_recording for backend in backends)
         self.uses_graphs = graphs and not config.enforce_eager and can_capture(network.device)
         self._records = records and not config.enforce_eager
@@ -97,7 +97,7 @@ class StepRunners:
         return record(forward, tables) if self._records else None
 
     def _forward(self, batch: Batch) -> torch.Tensor:
-        hidden: torch.Tensor = self._network.model(self._network.planned(batch))
+        hidden: torch.Tensor = self._network.model(self._network.attention.planned(batch))
         return hidden
 
     def _decode_graphs(self, tables: DeviceTables, *, accepts: bool) -> GraphRunner:

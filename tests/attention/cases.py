@@ -5,8 +5,8 @@ import random
 
 import torch
 
-from nanovllm.attention.backend import AttentionSpec
 from nanovllm.attention.batch import Batch, HostLengths
+from nanovllm.attention.spec import AttentionSpec
 
 OUT_OF_RANGE = (-1, 2**31 - 1)
 

@@ -12,10 +12,10 @@ import torch
 from torch.nn.attention import varlen
 
 from nanovllm import LLM, SamplingParams, demo_model
-from nanovllm.attention.backend import AttentionSpec
 from nanovllm.attention.batch import Batch, HostLengths
 from nanovllm.attention.flash_attn import FlashAttnBackend
 from nanovllm.attention.selector import select_backend
+from nanovllm.attention.spec import AttentionSpec
 from nanovllm.attention.torch_sdpa import TorchBackend
 from nanovllm.attention.triton import TritonBackend
 from nanovllm.attention.varlen import VarlenBackend

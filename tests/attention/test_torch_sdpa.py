@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from nanovllm.attention import torch_sdpa
-from nanovllm.attention.backend import AttentionSpec, QKNorm
 from nanovllm.attention.selector import select_backend
+from nanovllm.attention.spec import AttentionSpec, QKNorm
 from nanovllm.attention.torch_sdpa import TorchBackend
 from nanovllm.kernels.torch_kernels import TORCH
 from tests.attention.cases import contiguous_sdpa, make_case, random_rows, reference

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from benchmarks.gpu import attention, launches, matrices, micro_kernels
-from nanovllm.attention.backend import AttentionSpec
+from nanovllm.attention.spec import AttentionSpec
 from nanovllm.attention.triton import TritonBackend
 from tests.kernels.triton.harness import compile_launches
 from tests.kernels.triton.inputs import CUDA, DEVICE, each_dtype, randn

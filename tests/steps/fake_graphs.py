@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 
-from nanovllm.attention.backend import AttentionSpec
 from nanovllm.attention.batch import Batch
+from nanovllm.attention.spec import AttentionSpec
 from nanovllm.attention.torch_sdpa import TorchBackend, _Singles
 from nanovllm.attention.triton import TritonBackend
 from nanovllm.kernels.torch_kernels import TORCH, Kernels

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 
 from nanovllm import SamplingParams
-from nanovllm.attention.backend import AttentionSpec
 from nanovllm.attention.batch import Batch, HostLengths
+from nanovllm.attention.spec import AttentionSpec
 from nanovllm.attention.torch_sdpa import TorchBackend
 from nanovllm.attention.triton import TritonBackend
 from nanovllm.formats.fp8 import FP8

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanovllm.attention.backend import AttentionSpec, QKNorm
 from nanovllm.attention.batch import Batch, HostLengths
 from nanovllm.attention.cpu import CPUBackend
+from nanovllm.attention.spec import AttentionSpec, QKNorm
 from nanovllm.formats.integer import IntTensor, quantize
 from nanovllm.kernels.cpu import build, library as library_module, ops as cpu_ops, table_ops
 from nanovllm.kernels.cpu.kernels import CKernels

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from nanovllm.attention.backend import AttentionSpec
+from nanovllm.attention.spec import AttentionSpec
 from nanovllm.attention.triton import TritonBackend
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.kernels.triton import decode_step

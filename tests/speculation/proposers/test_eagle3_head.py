@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from nanovllm.attention.backend import AttentionSpec
 from nanovllm.attention.batch import Batch, HostLengths
 from nanovllm.attention.selector import select_backend
+from nanovllm.attention.spec import AttentionSpec
 from nanovllm.checkpoint.hub import open_checkpoint, weight_files
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.kernels.selector import select_kernels

@@ -1,0 +1,109 @@
+"""What a layer wants of an attention backend: `AttentionSpec`, and `QKNorm` before attention.
+
+Knows no kernel and no model.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+
+from nanovllm.kernels.torch_math import NORM_ROUNDED, rms_norm, rotate
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSpec:
+    """What a model needs from attention on one rank."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    block_size: int | None
+    """Tokens in a KV block; None lets the backend choose."""
+    kv_dtype: torch.dtype | None = None
+    """The KV cache's dtype; None means `dtype`."""
+    scale: float | None = None
+    """Factor on scores; None: head_dim ** -0.5."""
+    window: int | None = None
+    """A token sees itself and the window - 1 tokens before it; None: all before it."""
+    softcap: float = 0.0
+    """A score s becomes softcap * tanh(s / softcap); 0.0: it stays."""
+    sinks: bool = False
+    """Whether each query head has a learned logit more in its softmax's denominator."""
+
+    @property
+    def quantized_kv(self) -> bool:
+        """Whether keys and values are stored in another dtype than the queries'."""
+        return self.kv_dtype not in (None, self.dtype)
+
+
+class QKNorm(NamedTuple):
+    """How a layer prepares queries, keys and values: RMSNorm or none, and rotation.
+
+    A backend may fuse all of this into its `store`, so it gets the weights and not the layers.
+    Each step's result is rounded to the dtype.
+    """
+
+    q_weight: torch.Tensor | None
+    """[head_dim]; None: no RMSNorm. Queries and keys have one both, or none both."""
+    k_weight: torch.Tensor | None
+    """[head_dim]; also None where the layer has no keys."""
+    eps: float
+    cos_sin: torch.Tensor
+    """[positions, rotary_dim] float32: cosines, then sines, for the pairs (i, i + rotary_dim / 2)
+    of a head's first rotary_dim numbers."""
+    kind: int = NORM_ROUNDED
+    """One of the NORM constants of kernels/torch_math.py."""
+    after_rotation: bool = False
+    """Whether the norm comes after the rotation instead of before."""
+    interleaved: bool = False
+    """Whether the pairs are (2i, 2i + 1) instead. The rotated queries and keys have them at
+    (i, i + rotary_dim / 2): scores are the same."""
+    v_norm: bool = False
+    """Whether values get an RMSNorm without weight."""
+    q_scale: torch.Tensor | None = None
+    """[positions] float32: the factor on a rotated query, by its position; None: no factor."""
+
+    def apply(
+        self, qkv: torch.Tensor, positions: torch.Tensor, spec: AttentionSpec
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Split `qkv`, then normalise and rotate, in plain torch.
+
+        Args:
+            qkv: as `Backend.store` takes it.
+
+        Returns:
+            Queries [T, num_heads, head_dim], keys and values [T, num_kv_heads, head_dim]; None for
+            keys and values if `qkv` has only queries.
+        """
+        heads = qkv.view(len(qkv), -1, spec.head_dim)
+        q, *kv = heads.split_with_sizes(qkv_parts(qkv, spec), 1)
+        cos_sin = self.cos_sin[positions]
+        q = self._prepare(q, self.q_weight, cos_sin)
+        if self.q_scale is not None:
+            q = (q.float() * self.q_scale[positions, None, None]).to(q.dtype)
+        if not kv:
+            return q, None, None
+        v = rms_norm(kv[-1], None, self.eps) if self.v_norm else kv[-1]
+        return q, self._prepare(kv[0], self.k_weight, cos_sin), v
+
+    def _prepare(
+        self, x: torch.Tensor, weight: torch.Tensor | None, cos_sin: torch.Tensor
+    ) -> torch.Tensor:
+        """Normalise and rotate the heads x [T, heads, head_dim]."""
+        if weight is not None and not self.after_rotation:
+            x = rms_norm(x, weight, self.eps, self.kind)
+        x = rotate(x, cos_sin, self.interleaved)
+        if weight is not None and self.after_rotation:
+            x = rms_norm(x, weight, self.eps, self.kind)
+        return x
+
+
+def qkv_parts(qkv: torch.Tensor, spec: AttentionSpec) -> list[int]:
+    """Return the heads of each part of `qkv` [T, n]: queries; keys; values, unless they are the
+    keys.
+    """
+    extra = qkv.shape[1] // spec.head_dim - spec.num_heads
+    return [spec.num_heads, *[spec.num_kv_heads] * (extra // spec.num_kv_heads)]

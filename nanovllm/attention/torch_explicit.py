@@ -1,0 +1,87 @@
+"""Paged attention written out in plain torch, a row at a time: windows, soft caps and sinks.
+
+For what scaled_dot_product_attention does not compute. Runs on every device.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from nanovllm.attention.backend import NO_QUANTIZED_KV
+from nanovllm.attention.batch import Batch
+from nanovllm.attention.spec import AttentionSpec
+from nanovllm.attention.torch_sdpa import TorchBackend
+
+
+class _Row(NamedTuple):
+    """The tokens of one sequence, and the keys that some of them see."""
+
+    tokens: slice
+    blocks: torch.Tensor
+    """[width] int64 block ids, from that of the first key on."""
+    num_keys: int
+    """Keys in these blocks."""
+    mask: torch.Tensor
+    """[tokens, num_keys] bool, true for the keys that a token sees."""
+
+
+class TorchExplicitBackend(TorchBackend):
+    """The torch backend for all specs. Scores and weights are float32."""
+
+    @classmethod
+    def unsupported(cls, spec: AttentionSpec) -> str | None:
+        return NO_QUANTIZED_KV if spec.quantized_kv else None
+
+    def plan(self, batch: Batch) -> list[_Row]:  # type: ignore[override]
+        plans: list[_Row] = []
+        start, device = 0, batch.block_tables.device
+        assert batch.lengths is not None, "graphs are not supported"
+        for row, (query_len, seq_len) in enumerate(zip(*batch.lengths, strict=True)):
+            position, window = seq_len - query_len, self.spec.window or seq_len
+            first = max(0, position - window + 1) // self.block_size
+            last = -(-seq_len // self.block_size)
+            keys = torch.arange(first * self.block_size, seq_len, device=device)
+            queries = torch.arange(position, seq_len, device=device)[:, None]
+            mask = (keys <= queries) & (keys > queries - window)
+            tokens = slice(start, start + query_len)
+            blocks = batch.block_tables[row, first:last].long()
+            plans.append(_Row(tokens, blocks, len(keys), mask))
+            start += query_len
+        return plans
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        batch: Batch,
+        out: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        out = torch.empty_like(q) if out is None else out
+        for row in batch.metadata:
+            keys, values = kv_cache[:, row.blocks].flatten(1, 2)[:, : row.num_keys].transpose(1, 2)
+            out[row.tokens] = self._row(q[row.tokens], keys, values, row.mask, sinks)
+        return out
+
+    def _row(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return attention of q [n, H, D] over k and v [KV, m, D]: [n, H, D]."""
+        spec = self.spec
+        group = spec.num_heads // spec.num_kv_heads
+        k, v = k.float().repeat_interleave(group, 0), v.float().repeat_interleave(group, 0)
+        scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
+        scores = (q.float().transpose(0, 1) @ k.mT) * scale
+        if spec.softcap:
+            scores = spec.softcap * torch.tanh(scores / spec.softcap)
+        scores = scores.masked_fill(~mask, -torch.inf)
+        if sinks is not None:
+            column = sinks[:, None, None].expand(*scores.shape[:-1], 1)
+            scores = torch.cat([scores, column], -1)
+        weights = scores.softmax(-1)[..., : mask.shape[1]]
+        return (weights @ v).transpose(0, 1).to(q.dtype)

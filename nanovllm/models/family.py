@@ -1,0 +1,56 @@
+"""What a model family says of itself beside its layers: fields of config.json, names of tensors."""
+
+import re
+from collections.abc import Collection
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from nanovllm.layers.rope_scaling import RopeConfig
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
+
+
+class Family(nn.Module):
+    """The base of `DecoderForCausalLM`.
+
+    Args:
+        max_model_len: number of positions in the tables of rotary angles.
+    """
+
+    defaults: ClassVar[dict[str, Any]] = {}
+    """The family's values of fields that a config.json may lack."""
+    reads: ClassVar[frozenset[str]] = frozenset()
+    """The fields of `model_config.ONLY_SOME_READ` that the family honours."""
+    names: ClassVar[dict[str, str]] = {}
+    """The checkpoint's names of modules that have other names here."""
+    left_out: ClassVar[tuple[str, ...]] = ()
+    """Beginnings of the names of tensors that are not loaded, because text needs none of them."""
+    norm: ClassVar[dict[str, Any]] = {}
+    """Options of the norms, see `RMSNorm`."""
+
+    def __init__(self, max_model_len: int) -> None:
+        super().__init__()
+        self.max_model_len = max_model_len
+        self._rotary: dict[Any, RotaryEmbedding] = {}
+
+    def rotary_emb(self, rope: RopeConfig | None, head_dim: int) -> RotaryEmbedding:
+        """Return the rotation of heads by `rope`; None: no rotation. Equal ones are one object."""
+        key = rope, head_dim
+        if key not in self._rotary:
+            frequencies = torch.zeros(head_dim // 2, device="cpu"), 1.0
+            if rope is not None:
+                frequencies = rope.inverse_frequencies(head_dim, self.max_model_len)
+            self._rotary[key] = RotaryEmbedding(self.max_model_len, *frequencies)
+        return self._rotary[key]
+
+    def checkpoint_name(self, name: str, known: Collection[str]) -> str:
+        """Return the checkpoint's name of tensor `name`. A model that also takes pictures has its
+        text model in a part of its own. See `Renamed` in checkpoint/loader.py.
+        """
+        if self.names:
+            pattern = "|".join(map(re.escape, self.names))
+            name = re.sub(pattern, lambda found: self.names[found[0]], name)
+        nested = name.replace("model.", "model.language_model.", 1)
+        names = (name, nested, f"language_model.{name}")
+        return next((each for each in names if each in known), name)

@@ -1,0 +1,90 @@
+"""The groups of a network's attention layers: those that attend alike and share block tables.
+
+A model whose layers are all alike has one. Knows no sequence and no step.
+"""
+
+import dataclasses
+from collections.abc import Sequence as Seq
+from typing import Any, NamedTuple
+
+import torch
+
+from nanovllm.attention.backend import Backend
+from nanovllm.attention.batch import Batch
+from nanovllm.attention.selector import select_backend
+from nanovllm.kernels.torch_kernels import Kernels
+from nanovllm.layers.attention import Attention
+from nanovllm.worker.kv_pool import KVPool, page_layout
+
+
+class Group(NamedTuple):
+    """Layers that attend alike and have their KV in the same pages."""
+
+    backend: Backend
+    table: int
+    """The block table that has the ids of these pages."""
+
+
+class AttentionGroups:
+    """Chooses a backend for each kind of layer, and where in a page each has its KV.
+
+    Args:
+        layers: the network's attention layers, in order.
+        max_model_len: a window that is as long is none.
+        common: what the specs of all layers share, see `AttentionSpec`.
+    """
+
+    def __init__(
+        self, layers: Seq[Attention], max_model_len: int, kernels: Kernels, **common: Any
+    ) -> None:
+        self.layers = layers
+        first = select_backend(layers[0].spec(max_model_len, **common), kernels)
+        common["block_size"] = first.block_size
+        specs = [layer.spec(max_model_len, **common) for layer in layers]
+        backends = {spec: select_backend(spec, kernels) for spec in dict.fromkeys(specs)}
+        owners = [layer for layer in layers if layer.source is None]
+        self._shapes = [
+            backends[spec].kv_cache_shape(1)
+            for layer, spec in zip(layers, specs, strict=True)
+            if layer.source is None
+        ]
+        self._dtype = common["kv_dtype"]
+        sizes = [torch.Size(shape).numel() * self._dtype.itemsize for shape in self._shapes]
+        own_specs = [spec for layer, spec in zip(layers, specs, strict=True) if not layer.source]
+        self.layout = page_layout(sizes, [spec.window for spec in own_specs])
+        tables = dict(zip(owners, (place.table for place in self.layout.places), strict=True))
+        keys = [
+            Group(backends[spec], tables[layer.source or layer])
+            for layer, spec in zip(layers, specs, strict=True)
+        ]
+        self.groups = sorted(dict.fromkeys(keys), key=lambda group: group.table)
+        self._group_of = [self.groups.index(key) for key in keys]
+
+    @property
+    def backends(self) -> list[Backend]:
+        return [group.backend for group in self.groups]
+
+    def make_pool(self, num_blocks: int, device: torch.device) -> KVPool:
+        """Return a new KV pool of `num_blocks` pages, bound to the layers."""
+        shapes = [(shape[0], num_blocks, *shape[2:]) for shape in self._shapes]
+        by_page = device.type == "cpu" and all(b.blocks_lie_apart for b in self.backends)
+        by_page |= len(self.groups) > 1
+        pool = KVPool(self.layout, shapes, self._dtype, device, by_page=by_page)
+        caches = iter(pool.layers)
+        for layer, group in zip(self.layers, self._group_of, strict=True):
+            cache = next(caches) if layer.source is None else layer.source.kv_cache
+            layer.bind(self.groups[group].backend, cache, group)
+        return pool
+
+    def planned(self, batch: Batch) -> Batch:
+        """Return `batch` with the plan of the first group, and with those of others in `others`.
+
+        Args:
+            batch: of table 0; its `others` are of the other tables, in their order.
+        """
+        tables = (batch, *batch.others)
+        first, *others = (
+            dataclasses.replace(tables[table], metadata=backend.plan(tables[table]), others=())
+            for backend, table in self.groups
+        )
+        return dataclasses.replace(first, others=tuple(others)) if others else first
