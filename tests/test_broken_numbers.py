@@ -213,7 +213,7 @@ def test_a_block_carries_nothing_over_to_its_next_owner(
     llm.shutdown()
     llm = LLM(model, num_kvcache_blocks=120, **OPTIONS, **options)
     runner = llm.engine.executor._runner  # type: ignore[attr-defined]
-    for attention in runner.network.attentions:
+    for attention in runner.network.attention.layers:
         fill(attention.kv_cache, value)
     dirty = run(llm.engine, requests)
     llm.shutdown()

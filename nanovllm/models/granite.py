@@ -48,4 +48,4 @@ class GraniteForCausalLM(DecoderForCausalLM):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         logits = super().compute_logits(hidden)
-        return None if logits is None else logits.div_(self._logits_scaling)
+        return None if logits is None else logits / self._logits_scaling

@@ -71,4 +71,4 @@ class MuseGlimmerForConditionalGeneration(DecoderForCausalLM):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         logits = super().compute_logits(hidden)
-        return logits if logits is None else softcapped(logits.mul_(self._factor), self._cap)
+        return logits if logits is None else softcapped(logits * self._factor, self._cap)

@@ -414,7 +414,7 @@ def test_the_engine_with_an_fp8_cache(monkeypatch):
             **options,
         )
         try:
-            pools.append(llm.engine.executor._runner.network.attentions[0].kv_cache)
+            pools.append(llm.engine.executor._runner.network.attention.layers[0].kv_cache)
             params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=0)
             output = llm.generate("A block table maps", params, use_tqdm=False)[0]
             return output.token_ids, output.outputs[0].cumulative_logprob

@@ -318,7 +318,7 @@ def test_only_cuda_runs_ahead(llm: LLM) -> None:
 def test_del_llm_frees_memory(random_model: str) -> None:
     process = psutil.Process()
     llm = LLM(random_model, device="cpu", kv_cache_memory_bytes=2**30, max_num_seqs=512)
-    pool = llm.engine.executor._runner.network.attentions[0].kv_cache
+    pool = llm.engine.executor._runner.network.attention.layers[0].kv_cache
     with torch.inference_mode():
         pool.fill_(1.0)
     size = pool.untyped_storage().nbytes()

@@ -256,7 +256,7 @@ def test_the_user_gets_every_block_asked_for(
 ) -> None:
     llm = make_llm(random_model, **OPTIONS)
     assert llm.engine.worker_info.num_blocks == 100
-    assert llm.engine.executor._runner.network.attentions[0].kv_cache.shape[1] == 101
+    assert llm.engine.executor._runner.network.attention.layers[0].kv_cache.shape[1] == 101
 
 
 def test_del_llm_frees_graphs_and_pool(random_model: str, captures: Any) -> None:
@@ -318,7 +318,7 @@ class Bench:
 
     def kv(self) -> torch.Tensor:
         """Every layer's cache: [layers, 2, blocks, block_size, heads, head_dim]."""
-        return torch.stack([layer.kv_cache.clone() for layer in self.runner.network.attentions])
+        return torch.stack([layer.kv_cache.clone() for layer in self.runner.network.attention.layers])
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanovllm import SamplingParams
-from nanovllm.worker import kv_cache
+from nanovllm.worker import kv_pool
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -14,7 +14,7 @@ def test_a_block_is_one_stretch_of_memory(random_model: str, make_llm: Any, dtyp
     """Symptom: the first token of a block writes to new huge pages in each head of each layer."""
     llm = make_llm(random_model, dtype=dtype, num_kvcache_blocks=3, max_model_len=32)
     network = llm.engine.executor._runner.network
-    layers = [attention.kv_cache for attention in network.attentions]
+    layers = [attention.kv_cache for attention in network.attention.layers]
     block = torch.stack([layer[:, 1] for layer in layers])
     first = min(layer[:, 1].data_ptr() for layer in layers)
     last = max(
@@ -28,8 +28,8 @@ def test_memory_is_ready_ahead_of_the_blocks_in_use(
 ) -> None:
     """Symptom: one token in thousands waits for new pages."""
     populated: list[torch.Tensor] = []
-    monkeypatch.setattr(kv_cache, "populate", lambda whole, part: populated.append(part))
-    monkeypatch.setattr(kv_cache, "_BYTES_AHEAD", 1)  # one block
+    monkeypatch.setattr(kv_pool, "populate", lambda whole, part: populated.append(part))
+    monkeypatch.setattr(kv_pool, "_BYTES_AHEAD", 1)  # one block
     options = {"num_kvcache_blocks": 12, "kvcache_block_size": 4, "max_model_len": 48}
     llm = make_llm(random_model, dtype="float32", **options)
     pool = llm.engine.executor._runner.network.pool
@@ -38,5 +38,5 @@ def test_memory_is_ready_ahead_of_the_blocks_in_use(
         llm.generate([[5] * (4 * num_blocks - 1)], params, use_tqdm=False)
         assert sum(map(len, populated)) == min(num_blocks + 1, 12)
     assert [block.data_ptr() for part in populated for block in part] == [
-        pool[0, 0, block].data_ptr() for block in range(12)
+        pool._pool[block].data_ptr() for block in range(12)
     ]

@@ -177,7 +177,7 @@ def test_the_c_kernels_give_the_same_bits(
     assert found == expected * 2
     num_accepted, num_proposed = acceptance(llm)
     assert num_accepted > 0.95 * num_proposed
-    assert llm.engine.executor._runner.drafter._network.attentions[0].kv_cache.dtype == (
+    assert llm.engine.executor._runner.drafter._network.attention.layers[0].kv_cache.dtype == (
         torch.int8 if "kv_cache_dtype" in options else torch.bfloat16
     )
 

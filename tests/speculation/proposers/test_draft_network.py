@@ -192,7 +192,7 @@ def test_few_graphs_and_a_block_for_padding(method: str, monkeypatch: pytest.Mon
     made = [len(capture.graphs) for capture in captures]
     graphs, pieces = runner.step_runners
     assert made == [*map(len, sizes), len(graphs.sizes), len(pieces.sizes)]
-    assert {layer.kv_cache.shape[1] for layer in draft._network.attentions} == {101}
+    assert {layer.kv_cache.shape[1] for layer in draft._network.attention.layers} == {101}
     engine.shutdown()
 
 
@@ -222,7 +222,7 @@ def test_warming_up_leaves_nothing(
         assert reach_peak(runner, engine.worker_info) == 1000 * num_captures
     assert len(seen) == num_captures
     for held in (runner.network, runner.drafter._network):
-        assert not any(hasattr(layer, "kv_cache") for layer in held.attentions)
+        assert not any(hasattr(layer, "kv_cache") for layer in held.attention.layers)
     assert getattr(runner.drafter, "_features", None) is None
     engine.shutdown()
 
