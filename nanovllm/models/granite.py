@@ -43,7 +43,9 @@ class GraniteForCausalLM(DecoderForCausalLM):
     def make_decoder(self, config: ModelConfig, layers: list[DecoderLayer]) -> Decoder:
         decoder = super().make_decoder(config, layers)
         factor = config.number("embedding_multiplier", 1.0)
-        decoder.embed_tokens = ScaledEmbedding(config.vocab_size, config.hidden_size, factor)
+        decoder.embed_tokens = ScaledEmbedding(
+            config.vocab_size, config.hidden_size, factor, rounded=False
+        )
         return decoder
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:

@@ -184,13 +184,20 @@ class AddOnly(nn.Module):
 
 
 class ScaledEmbedding(VocabParallelEmbedding):
-    """A token embedding times a factor, which is rounded to the dtype of the weights."""
+    """A token embedding times a factor.
+
+    Args:
+        rounded: whether the factor is rounded to the dtype of the weights.
+    """
 
     kernels: Kernels = TORCH
 
-    def __init__(self, vocab_size: int, hidden_size: int, factor: float) -> None:
+    def __init__(
+        self, vocab_size: int, hidden_size: int, factor: float, *, rounded: bool = True
+    ) -> None:
         super().__init__(vocab_size, hidden_size)
-        self._factor = float(torch.tensor(factor).to(torch.get_default_dtype()))
+        dtype = torch.get_default_dtype() if rounded else torch.float64
+        self._factor = torch.tensor(factor, dtype=dtype, device="cpu").item()
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         embedded = super().forward(input_ids)
