@@ -36,7 +36,6 @@ _FP8_DTYPES = ("F8_E4M3",)
 _INT_DTYPES = ("I64", "I32")
 """What a table of integers takes."""
 
-
 Store = Callable[[nn.Module, torch.Tensor, torch.Tensor], bool]
 """Gets a module, a part of one of its parameters, and the values that belong there. Returns whether
 it has stored them; else they are copied to the parameter."""
@@ -68,11 +67,21 @@ class Shard:
     target: torch.Tensor
     dim: int = 0
     start: int = 0
+    index: int | None = None
+    """Only this index of the tensor's first dimension is read; `dim` does not count it."""
+    transposed: bool = False
+    """The tensor's matrix is [inputs, outputs]: `target` is a part of the transpose."""
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """Return the shape of what `target` is a part of."""
+        shape = self.shape if self.index is None else self.shape[1:]
+        return shape[::-1] if self.transposed else shape
 
     @property
     def unpadded_size(self) -> int:
         """Return the length of `target` along `dim` without the padding."""
-        left = self.shape[self.dim] - self.start
+        left = self.part_shape[self.dim] - self.start
         return max(0, min(self.target.shape[self.dim], left))
 
 
@@ -254,19 +263,6 @@ def _shown(name: str) -> str:
     return name if len(name) <= _MAX_NAME and name.isprintable() else shown(name)
 
 
-def init_dummy_weights(model: nn.Module, seed: int = 0) -> None:
-    """Fill `model` with small random weights, norm weights with ones and biases with zeros."""
-    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 1:
-            parameter.data.fill_(0.0 if name.endswith("bias") else 1.0)
-        elif parameter.itemsize > 1:
-            parameter.data.uniform_(-0.035, 0.035, generator=generator)
-        else:  # FP8: torch cannot draw such numbers
-            values = torch.empty_like(parameter, dtype=torch.float32)
-            parameter.data.copy_(values.uniform_(-0.035, 0.035, generator=generator))
-
-
 def read_header(file: Path) -> dict[str, TensorInfo]:
     """Return what the header of `file`, safetensors or GGUF, says of each tensor, by name.
 
@@ -305,11 +301,17 @@ class _Chunk(NamedTuple):
     slices: tuple[slice, ...]
     """Into the checkpoint's tensor."""
     target: torch.Tensor
+    transposed: bool
+
+    def fitting(self, values: torch.Tensor) -> torch.Tensor:
+        """Return `values`, which were read, in the shape of `target`."""
+        values = values[0] if values.ndim > self.target.ndim else values
+        return values.T if self.transposed else values
 
 
 def _chunks(shard: Shard) -> Iterator[_Chunk]:
     unpadded = shard.target.narrow(shard.dim, 0, shard.unpadded_size)
-    row_bytes = math.prod(shard.shape[1:]) * 4
+    row_bytes = math.prod(shard.part_shape[1:]) * 4
     num_rows = max(1, _MAPPED_BYTES // 2 // row_bytes // _ROWS) * _ROWS
     for row in range(0, unpadded.shape[0], num_rows):
         target = unpadded[row : row + num_rows]
@@ -317,7 +319,11 @@ def _chunks(shard: Shard) -> Iterator[_Chunk]:
         slices[0] = slice(row, row + len(target))
         along = slices[shard.dim]
         slices[shard.dim] = slice(along.start + shard.start, along.stop + shard.start)
-        yield _Chunk(shard.name, tuple(slices), target)
+        if shard.transposed:
+            slices.reverse()
+        if shard.index is not None:
+            slices.insert(0, slice(shard.index, shard.index + 1))
+        yield _Chunk(shard.name, tuple(slices), target, shard.transposed)
 
 
 def _read_chunks(file: Path, chunks: deque[_Chunk], keep: _Keep) -> Iterator[tuple[str, int]]:
@@ -336,13 +342,13 @@ def _read_chunks(file: Path, chunks: deque[_Chunk], keep: _Keep) -> Iterator[tup
         mapped = 0
         with safe_open(file, framework="pt") as tensors:
             while queue and mapped < _MAPPED_BYTES:
-                name, slices, target = queue.popleft()
-                values = tensors.get_slice(name)[slices]
+                chunk = queue.popleft()
+                values = tensors.get_slice(chunk.name)[chunk.slices]
                 mapped += values.nbytes
-                keep(name, target, values)
-                size = target.nbytes
-                del target, values
-                yield name, size
+                keep(chunk.name, chunk.target, chunk.fitting(values))
+                read = chunk.name, chunk.target.nbytes
+                del chunk, values
+                yield read
 
 
 def _read_gguf_chunks(file: Path, chunks: deque[_Chunk], keep: _Keep) -> Iterator[tuple[str, int]]:
@@ -351,9 +357,11 @@ def _read_gguf_chunks(file: Path, chunks: deque[_Chunk], keep: _Keep) -> Iterato
     queue = deque(sorted(chunks, key=lambda chunk: weights[chunk.name].tensor.offset))
     chunks.clear()
     while queue:
-        name, (rows, *columns), target = queue.popleft()
-        values = read_rows(file, weights[name], rows, raw=target.dtype == torch.uint8)
-        keep(name, target, torch.from_numpy(values[(slice(None), *columns)]))
-        size = target.nbytes
-        del target, values
-        yield name, size
+        chunk = queue.popleft()
+        rows, *columns = chunk.slices
+        raw = chunk.target.dtype == torch.uint8
+        values = read_rows(file, weights[chunk.name], rows, raw=raw)[(slice(None), *columns)]
+        keep(chunk.name, chunk.target, chunk.fitting(torch.from_numpy(values)))
+        read = chunk.name, chunk.target.nbytes
+        del chunk, values
+        yield read

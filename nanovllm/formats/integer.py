@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from nanovllm.errors import ConfigError
 from nanovllm.kernels.cpu import ops as cpu_ops
+from nanovllm.kernels.cpu.expert_ops import Panels
 from nanovllm.kernels.cpu.kernels import CKernels
 from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
 
@@ -92,6 +93,11 @@ class NativeIntWeight:
     def __init__(self, weight: IntTensor) -> None:
         self._packed, self._scales = cpu_ops.pack_int(*weight)
         self._output_size, self._bits = len(weight.values), weight.bits
+
+    @property
+    def panels(self) -> Panels:
+        """Return the weight for the kernels of experts."""
+        return Panels(self._packed, self._scales, self._bits)
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         sizes = self._output_size, self._bits

@@ -11,8 +11,9 @@ from typing import ClassVar, Protocol
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels import decode_step
+from nanovllm.kernels import decode_step, torch_experts
 from nanovllm.kernels.activations import activate, swiglu_oai
+from nanovllm.kernels.torch_experts import ExpertMLP, Routing
 from nanovllm.kernels.torch_math import NORM_ROUNDED, rms_norm
 
 
@@ -167,6 +168,12 @@ class Kernels:
     def join_columns(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return `parts` [T, any] side by side in new, contiguous rows."""
         return torch.cat(list(parts), dim=1)
+
+    route = staticmethod(torch_experts.route)
+
+    def experts(self, x: torch.Tensor, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
+        """Return the weighted sums of the experts' outputs: see `torch_experts.experts`."""
+        return torch_experts.experts(x, routing, mlp)
 
     gather = staticmethod(decode_step.gather)
     advance = staticmethod(decode_step.advance)

@@ -126,6 +126,28 @@ class GatedAttention(SelfAttention):
         return self.o_proj(gated)
 
 
+class SinkAttention(SelfAttention):
+    """Attention with a sink in each head: a logit that takes a share of its weights."""
+
+    def __init__(self, config: ModelConfig, *args: Any, **options: Any) -> None:
+        super().__init__(config, *args, **options)
+        self.sinks = nn.Parameter(torch.empty(self.qkv_proj.num_heads, dtype=torch.float32))
+
+    def forward(
+        self, hidden: torch.Tensor, batch: Batch, output_indices: torch.Tensor | None
+    ) -> torch.Tensor:
+        heads = self.attn(self.qkv_proj(hidden), self.head_norm(), batch, self.sinks.data)
+        if output_indices is not None:
+            heads = heads[output_indices]
+        return self.o_proj(heads.flatten(1))
+
+    def shards(self, prefix: str) -> Iterator[Shard]:
+        """Yield this rank's sinks."""
+        size, ranks = len(self.sinks), tensor_parallel()
+        shape, start = (size * ranks.size,), size * ranks.rank
+        yield Shard(f"{prefix}.sinks", shape, self.sinks.data, start=start)
+
+
 class SandwichLayer(DecoderLayer):
     """A layer that also normalises what attention and MLP return.
 

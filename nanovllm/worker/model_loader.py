@@ -14,13 +14,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from nanovllm.checkpoint.dummy_weights import init_dummy_weights
 from nanovllm.checkpoint.gguf import is_gguf
-from nanovllm.checkpoint.loader import check_tensors, init_dummy_weights, load_weights, read_header
+from nanovllm.checkpoint.loader import check_tensors, load_weights, read_header
 from nanovllm.errors import CheckpointError
 from nanovllm.kernels.cpu.build import PANEL
 from nanovllm.kernels.cpu.packed import PackedWeight
 from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
 from nanovllm.layers.embed_head import VocabParallelEmbedding
+from nanovllm.layers.experts import Router, StackedLinear
 from nanovllm.layers.linear import LinearBase, Matrix
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import model_class
@@ -95,7 +97,7 @@ def build_model(
             f"{config.model}: the model does not fit into memory: {error!s:.200}"
         ) from error
     for module in model.modules():
-        if hasattr(module, "kernels"):
+        if isinstance(getattr(module, "kernels", None), Kernels):
             module.kernels = kernels  # type: ignore[assignment]
     return model.eval().requires_grad_(False)
 
@@ -209,10 +211,15 @@ def _quant_method(
         return stored.method(weight.data, model_config.dtype, kernels)
     if quantization == "fp8" and not isinstance(matrices[0], LinearBase):
         quantization = None  # FP8 is for linears; embedding and head keep the model's dtype
+    if isinstance(matrices[0], Router):
+        quantization = None  # small, and a rounded logit may choose another expert
     if model_config.quantization_config is not None or quantization == "none":
         quantization = None  # the checkpoint chose what is quantised
     if quantization is None:
-        gathered = any(type(matrix) is VocabParallelEmbedding for matrix in matrices)
+        gathered = any(
+            type(matrix) is VocabParallelEmbedding or isinstance(matrix, StackedLinear)
+            for matrix in matrices
+        )
         return kernels.pack(weight, is_embedding=gathered)
     from nanovllm.formats.registry import round_weight
 

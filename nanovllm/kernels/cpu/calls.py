@@ -25,6 +25,9 @@ _KERNELS = {
     "nv_batch": "pnnpnnppppppn",
     "nv_ngram": "pnpnnnp",
     "nv_copy_rows": "pnppnpNn",
+    "nv_route": "ppppNnnnf",
+    "nv_expert_gate_up": "ppppppNnnnnnnnnn",
+    "nv_expert_down": "ppppppppNnnnnnnn",
 }
 _TYPES = {"p": "q", "n": "q", "N": "q", "f": "d"}
 _FORMATS = {

@@ -5,9 +5,11 @@ from typing import ClassVar
 
 import torch
 
-from nanovllm.kernels.cpu import ops
+from nanovllm.kernels import torch_experts
+from nanovllm.kernels.cpu import expert_ops, ops
 from nanovllm.kernels.cpu.build import PANEL
 from nanovllm.kernels.cpu.packed import OneDnnWeight, PackedWeight, use_onednn
+from nanovllm.kernels.torch_experts import ExpertMLP, Routing
 from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
 from nanovllm.kernels.torch_math import NORM_ROUNDED
 
@@ -48,6 +50,13 @@ class CKernels(CSamplingKernels):
         if activation != "silu":
             return super().act_and_mul(gate_up, activation)
         return ops.silu_and_mul(gate_up)
+
+    route = staticmethod(expert_ops.route)
+
+    def experts(self, x: torch.Tensor, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
+        if expert_ops.supports(x, mlp):
+            return expert_ops.experts(x, routing, mlp)
+        return torch_experts.experts(x, routing, mlp)
 
     def pack(self, weight: torch.Tensor, *, is_embedding: bool) -> WeightMethod | None:
         if not self.can_pack_rows(weight):

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels.cpu import ops
+from nanovllm.kernels.cpu.expert_ops import Panels
 from nanovllm.utils.pages import PageReserve
 
 _ONEDNN_HINT_ROWS = 16
@@ -22,6 +23,11 @@ class PackedWeight:
     def __init__(self, n: int, k: int, reserve: PageReserve | None = None) -> None:
         self._packed = ops.packed_zeros(n, k, reserve)
         self._output_size = n
+
+    @property
+    def panels(self) -> Panels:
+        """Return the weight for the kernels of experts."""
+        return Panels(self._packed, None, 16)
 
     def store(self, start: int, rows: torch.Tensor) -> None:
         """Store `rows` [m, k]; the first is row `start`, a multiple of 32.

@@ -49,6 +49,15 @@ static void run_call(team *t, const word *call, ptrdiff_t tokens, ptrdiff_t rows
         break;
     case 14: nv_ngram(t, a[0].p, a[1].n, a[2].p, a[3].n, a[4].n, a[5].n, a[6].p); break;
     case 15: nv_copy_rows(t, a[0].p, a[1].n, a[2].p, a[3].p, a[4].n, a[5].p, TOKENS(6), a[7].n); break;
+    case 16: nv_route(t, a[0].p, a[1].p, a[2].p, a[3].p, TOKENS(4), a[5].n, a[6].n, a[7].n, (float)a[8].f); break;
+    case 17:
+        nv_expert_gate_up(t, a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, TOKENS(6), a[7].n, a[8].n, a[9].n, a[10].n, a[11].n,
+                          a[12].n, a[13].n, a[14].n, a[15].n);
+        break;
+    case 18:
+        nv_expert_down(t, a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, a[7].p, TOKENS(8), a[9].n, a[10].n, a[11].n,
+                       a[12].n, a[13].n, a[14].n, a[15].n);
+        break;
     }
 }
 

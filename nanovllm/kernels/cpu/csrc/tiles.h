@@ -74,7 +74,8 @@ typedef struct {
     const bf16 *bias;
 } linear_outputs;
 
-/* y = x . w + bias for a panel w. acc is [max(rows, 32)][32]. It may prefetch the weights behind w. */
+/* y = x . w + bias for a panel w. acc is [max(rows, 32)][32]. It may prefetch the weights behind w. If y is NULL, the sums stay in
+ * acc[rows][32], without the bias. */
 INLINE void linear_panel(linear_inputs in, const bf16 *w, linear_outputs out, float *acc);
 
 /* Each implementation also defines the constants
@@ -161,8 +162,8 @@ INLINE void store_tile(const float *acc, const bf16 *bias, bf16 *y, ptrdiff_t ld
 INLINE void linear_panel(linear_inputs in, const bf16 *w, linear_outputs out, float *acc) {
     for (ptrdiff_t r = 0; r < in.rows; r += in.step) {
         int rows = in.rows - r < in.step ? (int)(in.rows - r) : (int)in.step;
-        linear_tile(rows, in.k, inputs_from(in.x, r), w, r == 0, acc);
-        store_tile(acc, out.bias, out.y + r * out.ld, out.ld, rows, out.columns);
+        linear_tile(rows, in.k, inputs_from(in.x, r), w, r == 0, out.y ? acc : acc + r * PANEL);
+        if (out.y) store_tile(acc, out.bias, out.y + r * out.ld, out.ld, rows, out.columns);
     }
 }
 #endif

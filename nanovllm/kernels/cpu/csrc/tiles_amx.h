@@ -133,7 +133,7 @@ INLINE void linear_panel(linear_inputs in, const bf16 *w, linear_outputs out, fl
     enum { PIECE = 256, FEW_TILES = 4, STEP_BYTES = 2 * 32 * PANEL, LARGE = 1 << 20 };
     ptrdiff_t tiles = (in.rows + in.step - 1) / in.step, piece = tiles > FEW_TILES ? PIECE : in.k;
     ptrdiff_t share = (STEP_BYTES / tiles + 63) / 64 * 64;
-    int stream = out.size > LARGE && out.columns >= PANEL && ((uintptr_t)out.y | out.ld * 2) % 64 == 0;
+    int stream = out.y && out.size > LARGE && out.columns >= PANEL && ((uintptr_t)out.y | out.ld * 2) % 64 == 0;
     for (ptrdiff_t i = 0; i < in.k; i += piece, w += piece * PANEL)
         for (ptrdiff_t r = 0, prefetched = 0; r < in.rows; r += in.step, prefetched += share) {
             int rows = in.rows - r < in.step ? (int)(in.rows - r) : (int)in.step, last = i + piece >= in.k;
@@ -141,8 +141,9 @@ INLINE void linear_panel(linear_inputs in, const bf16 *w, linear_outputs out, fl
             const bf16 *next = w + in.k * PANEL + prefetched * k / 64;
             tile_steps(rows, k, (input_rows){in.x.p + r * in.k + i * rows, 32}, 32 * rows, (panel_pieces){&w, NULL, k}, next,
                        prefetched < STEP_BYTES ? share : 0, (output_rows){acc + r * PANEL, PANEL}, i > 0);
-            if (last && stream) stream_tile(acc + r * PANEL, out.bias, out.y + r * out.ld, out.ld, rows);
-            else if (last) store_tile(acc + r * PANEL, out.bias, out.y + r * out.ld, out.ld, rows, out.columns);
+            if (!last || !out.y) continue;
+            if (stream) stream_tile(acc + r * PANEL, out.bias, out.y + r * out.ld, out.ld, rows);
+            else store_tile(acc + r * PANEL, out.bias, out.y + r * out.ld, out.ld, rows, out.columns);
         }
     if (stream) _mm_sfence(); /* before another thread may read y */
 }

@@ -1,0 +1,269 @@
+/* Mixture of experts: the choice of each token's experts, and the two linears of each expert with the activation between them.
+ *
+ * A weight of E experts [E * n, k] is a packed weight (see linear.c and linear_int.c) in which each expert has whole panels: n is a
+ * multiple of 32, and so is k. Tokens are sorted by expert. The rows of an expert, cut into blocks that fit the second-level cache,
+ * are multiplied together. Only weights of experts that a token has chosen are read.
+ */
+#define FROM_SCALES from_f16
+#include "int_tiles.h"
+
+/* ids[token][top] = the largest of logits[token][experts], by size; of equal ones the first comes first. Their weights are a softmax
+ * of factor * logits, over all experts or (`renormalize`) over those chosen, times scales[id] unless scales is NULL. If a logit is
+ * NaN, so are the weights. */
+void nv_route(team *t, const bf16 *logits, const bf16 *scales, int32_t *ids, float *weights, ptrdiff_t tokens, ptrdiff_t experts,
+              ptrdiff_t top, ptrdiff_t renormalize, float factor) {
+    float *row = aligned_alloc(64, (experts * sizeof(float) + 127) / 64 * 64);
+    FOR_ITEMS(token, t, tokens) {
+        int32_t *chosen = ids + token * top;
+        float *weight = weights + token * top, nan = 0, sum = 0;
+        for (ptrdiff_t i = 0; i < experts; i += VL) store(row + i, load_bf16(logits + token * experts + i, experts - i));
+        for (ptrdiff_t e = 0, count = 0; e < experts; e++) {
+            if (row[e] != row[e]) nan = row[e];
+            if (count == top && !(row[e] > row[chosen[top - 1]])) continue;
+            ptrdiff_t at = count < top ? count++ : top - 1;
+            for (; at && row[e] > row[chosen[at - 1]]; at--) chosen[at] = chosen[at - 1];
+            chosen[at] = (int32_t)e;
+        }
+        vf largest = broadcast(row[chosen[0]]), total = {0};
+        for (ptrdiff_t i = 0; i < experts; i += VL) {
+            vf p = exp_((load(row + i) - largest) * factor);
+            if (experts - i < VL) p = blend(lanes() < (int32_t)(experts - i), p, (vf){0});
+            store(row + i, p);
+            total += p;
+        }
+        for (ptrdiff_t j = 0; j < top && renormalize; j++) sum += row[chosen[j]];
+        if (!renormalize) sum = sum_of(total);
+        for (ptrdiff_t j = 0; j < top; j++) {
+            weight[j] = row[chosen[j]] / sum + nan;
+            if (scales) weight[j] *= from_bf16((half_vu){scales[chosen[j]]})[0];
+        }
+    }
+    free(row);
+}
+
+/* Rows of an expert that are multiplied together: [first, first + rows) of the sorted pairs. */
+typedef struct {
+    ptrdiff_t expert, first, rows;
+} block;
+
+/* The pairs of a token and one of its experts, sorted by expert, then by token. pairs[i] is token * top + rank. */
+typedef struct {
+    int32_t *pairs;
+    block *blocks;
+    ptrdiff_t count;
+} grouping;
+
+/* Every thread groups on its own, which takes less time than to wait for one that does it for all. */
+static grouping group_pairs(const int32_t *ids, ptrdiff_t pairs, ptrdiff_t experts, ptrdiff_t max_rows) {
+    int32_t *first = calloc(experts + 1, sizeof *first);
+    grouping g = {malloc((pairs + 1) * sizeof *g.pairs), malloc((pairs + 1) * sizeof *g.blocks), 0};
+    for (ptrdiff_t i = 0; i < pairs; i++) first[ids[i] + 1]++;
+    for (ptrdiff_t e = 0; e < experts; e++) {
+        ptrdiff_t rows = first[e + 1], step = even_block(rows, max_rows);
+        for (ptrdiff_t r = 0; r < rows; r += step)
+            g.blocks[g.count++] = (block){e, first[e] + r, rows - r < step ? rows - r : step};
+        first[e + 1] += first[e];
+    }
+    for (ptrdiff_t i = 0; i < pairs; i++) g.pairs[first[ids[i]]++] = (int32_t)i;
+    free(first);
+    return g;
+}
+static void free_grouping(grouping g) { free(g.pairs), free(g.blocks); }
+
+/* A weight of E experts with 16, 8 or 4 bits. Its scales (see int_tiles.h), their groups and whether they have minimums: with 8 and
+ * 4 bits only. `bias` is [E * n] or NULL. */
+typedef struct {
+    const void *packed;
+    const f16 *scales;
+    const bf16 *bias;
+    ptrdiff_t n, k, group, bits, minimums;
+} expert_weight;
+
+/* Inputs of a block, prepared for bfloat16 tiles or quantised, cut into tiles of `step` rows. */
+typedef struct {
+    input_rows x;
+    quantized_rows q;
+    ptrdiff_t rows, step;
+} prepared;
+
+/* Bytes of a prepared row, its scales and sums included. A block has room for what prepare_inputs() writes behind its rows. */
+static ptrdiff_t prepared_bytes(const expert_weight *w) {
+    if (w->bits == 16) return (w->k + 64) * sizeof(operand);
+    ptrdiff_t groups = w->k / w->group;
+    return ((w->k + 64) * 2 + groups * (sizeof(float) + sizeof(group_sum)) + 63) / 64 * 64;
+}
+
+/* Say where the inputs of a block of `rows` rows are in `buffer`. */
+static prepared place(const expert_weight *w, ptrdiff_t rows, char *buffer) {
+    ptrdiff_t step = even_block(rows, TILE_ROWS), groups = w->bits == 16 ? 0 : w->k / w->group, ld = w->k + 64;
+    float *scales = (float *)(buffer + rows * ld * 2);
+#if defined(HAVE_AMX) || defined(HAVE_DPBF16)
+    ptrdiff_t x_ld = w->k;
+#else
+    ptrdiff_t x_ld = w->k + 16;
+#endif
+    quantized_rows q = {buffer, scales, (group_sum *)(scales + rows * groups), ld, groups};
+    return (prepared){{(operand *)buffer, x_ld}, q, rows, step};
+}
+
+/* Prepare a block of rows x, ldx apart, in `buffer`. */
+static void prepare(const expert_weight *w, const bf16 *x, ptrdiff_t ldx, ptrdiff_t rows, char *buffer) {
+    prepared p = place(w, rows, buffer);
+    if (w->bits == 16) prepare_inputs(x, ldx, rows, p.step, w->k, (operand *)buffer);
+    else
+        for (ptrdiff_t r = 0; r < rows; r++) quantize_row(x + r * ldx, 2, &p.q, r, w->group, (int)w->bits);
+}
+
+static int_panel int_panel_of(const expert_weight *w, ptrdiff_t panel) {
+    ptrdiff_t scales = PANEL * (w->k / w->group) * (w->minimums ? 2 : 1);
+    return (int_panel){(const uint8_t *)w->packed + panel * PANEL * w->k * w->bits / 8, w->scales + panel * scales, (int)w->minimums};
+}
+
+/* acc[rows][32] = x . panel. */
+static void panel_sums(const expert_weight *w, prepared in, ptrdiff_t panel, float *acc) {
+    if (w->bits == 16) {
+        const bf16 *weights = (const bf16 *)w->packed + panel * PANEL * w->k;
+        linear_panel((linear_inputs){in.x, in.rows, in.step, w->k}, weights, (linear_outputs){0}, acc);
+        return;
+    }
+    int_panel p = int_panel_of(w, panel);
+    for (ptrdiff_t r = 0; r < in.rows; r += in.step) {
+        int rows = in.rows - r < in.step ? (int)(in.rows - r) : (int)in.step;
+        output_rows out = {acc + r * PANEL, PANEL};
+        int_tile((int)w->bits, rows, w->k, w->group, rows_from(in.q, (int)w->bits, r), p, out, 0);
+    }
+}
+
+/* acc[STREAMS][32] = x . panels, for a block of a single row and STREAMS panels from `panel` on. */
+static void stream_sums(const expert_weight *w, prepared in, ptrdiff_t panel, float *acc) {
+    if (w->bits == 16) tile_streams(in.x.p, (const bf16 *)w->packed + panel * PANEL * w->k, w->k, acc);
+    else int_streams((int)w->bits, w->k, w->group, in.q, int_panel_of(w, panel), acc);
+}
+
+/* acc[count][rows][32] = x . panels, for `count` panels from `panel` on. */
+static void sums_of(const expert_weight *w, prepared in, ptrdiff_t panel, ptrdiff_t count, float *acc) {
+    if (in.rows == 1 && count == STREAMS) stream_sums(w, in, panel, acc);
+    else
+        for (ptrdiff_t p = 0; p < count; p++) panel_sums(w, in, panel + p, acc + p * in.rows * PANEL);
+}
+
+enum { SILU, GELU_TANH, SWIGLU_OAI };
+
+INLINE vf sigmoid_times(vf x, vf y) { return y / (exp_(-x) + 1.0f); }
+INLINE vf activate(vf gate, vf up, ptrdiff_t activation) {
+    if (activation == SILU) return sigmoid_times(gate, gate) * up;
+    if (activation == GELU_TANH) /* 0.5 (1 + tanh(x)) is the sigmoid of 2x */
+        return sigmoid_times(gate * fma_(gate * gate, broadcast(0.0713548162726f), broadcast(1.5957691216057f)), gate) * up;
+    gate = smaller(broadcast(7.0f), gate);
+    up = smaller(broadcast(7.0f), larger(broadcast(-7.0f), up));
+    return sigmoid_times(1.702f * gate, gate) * (up + 1.0f);
+}
+
+/* y[32] = the activation of a row's 32 gates and ups: two panels, or with `interleaved` two halves of 32, gate and up in turn. */
+static void activate_row(const float *first, const float *second, const bf16 *first_bias, const bf16 *second_bias, bf16 *y,
+                         ptrdiff_t activation, ptrdiff_t interleaved) {
+    float sums[2 * PANEL];
+    for (ptrdiff_t c = 0; c < PANEL; c += VL) {
+        store(sums + c, load(first + c) + (first_bias ? load_bf16(first_bias + c, VL) : (vf){0}));
+        store(sums + PANEL + c, load(second + c) + (first_bias ? load_bf16(second_bias + c, VL) : (vf){0}));
+    }
+    for (ptrdiff_t c = 0; c < PANEL; c += VL) {
+        vf gate = load(sums + c), up = load(sums + PANEL + c);
+        if (interleaved) {
+            vf low = load(sums + 2 * c), high = load(sums + 2 * c + VL);
+            gate = shuffle2(low, high, 2 * lanes()), up = shuffle2(low, high, 2 * lanes() + 1);
+        }
+        store_bf16(y + c, VL, activate(gate, up, activation));
+    }
+}
+
+/* Outputs of an item: STREAMS panels, so that a single row reads them side by side. */
+static ptrdiff_t groups_of(ptrdiff_t panels) { return (panels + STREAMS - 1) / STREAMS; }
+
+/* hidden[pair][n] = activation(gate, up) of the sorted pairs, for x[tokens][k] and a weight with 2n outputs of each expert. An item
+ * is a block and STREAMS panels of hidden. */
+void nv_expert_gate_up(team *t, const bf16 *x, const int32_t *ids, const void *packed, const f16 *scales, const bf16 *bias,
+                       bf16 *hidden, ptrdiff_t tokens, ptrdiff_t experts, ptrdiff_t top, ptrdiff_t n, ptrdiff_t k, ptrdiff_t group,
+                       ptrdiff_t bits, ptrdiff_t minimums, ptrdiff_t activation, ptrdiff_t interleaved) {
+    const expert_weight w = {packed, scales, bias, 2 * n, k, group, bits, minimums};
+    ptrdiff_t panels = n / PANEL, groups = groups_of(panels), max_rows = rows_that_fit(tokens, k * sizeof(operand), LINEAR_BYTES);
+    grouping g = group_pairs(ids, tokens * top, experts, max_rows);
+    bf16 *rows = malloc(max_rows * k * sizeof *rows);
+    char *buffer = aligned_alloc(64, (max_rows * prepared_bytes(&w) + 63) / 64 * 64);
+    float *acc = aligned_alloc(64, 2 * STREAMS * (max_rows > TILE_ROWS ? max_rows : TILE_ROWS) * PANEL * sizeof *acc);
+    ptrdiff_t ready = -1;
+    begin_tiles();
+    FOR_ITEMS(item, t, g.count * groups) {
+        block b = g.blocks[item / groups];
+        ptrdiff_t first = item % groups * STREAMS, count = panels - first < STREAMS ? panels - first : STREAMS;
+        if (ready != item / groups) {
+            for (ptrdiff_t r = 0; r < b.rows; r++) memcpy(rows + r * k, x + g.pairs[b.first + r] / top * k, k * sizeof *x);
+            prepare(&w, rows, k, b.rows, buffer);
+        }
+        ready = item / groups;
+        prepared in = place(&w, b.rows, buffer);
+        ptrdiff_t base = b.expert * 2 * panels, apart = count * b.rows * PANEL; /* of a panel's gates from its ups, in acc */
+        sums_of(&w, in, base + (interleaved ? 2 * first : first), count, acc);
+        sums_of(&w, in, base + (interleaved ? 2 * first + count : panels + first), count, acc + apart);
+        for (ptrdiff_t p = 0; p < count; p++) {
+            ptrdiff_t i = interleaved ? 2 * p : p, j = interleaved ? 2 * p + 1 : count + p; /* in acc */
+            ptrdiff_t gate = interleaved ? 2 * (first + p) : first + p, up = interleaved ? gate + 1 : panels + gate;
+            for (ptrdiff_t r = 0; r < b.rows; r++)
+                activate_row(acc + (i * b.rows + r) * PANEL, acc + (j * b.rows + r) * PANEL, bias_from(bias, (base + gate) * PANEL),
+                             bias_from(bias, (base + up) * PANEL), hidden + (b.first + r) * n + (first + p) * PANEL, activation,
+                             interleaved);
+        }
+    }
+    end_tiles();
+    free_grouping(g);
+    free(rows), free(buffer), free(acc);
+}
+
+/* sums[token][ld] += weight * (acc[rows][32] + bias), for the tokens of a block. */
+static void add_weighted(grouping g, block b, ptrdiff_t top, const float *weights, const float *acc, const bf16 *bias, float *sums,
+                         ptrdiff_t ld) {
+    for (ptrdiff_t r = 0; r < b.rows; r++) {
+        ptrdiff_t pair = g.pairs[b.first + r];
+        float *sum = sums + pair / top * ld;
+        for (ptrdiff_t c = 0; c < PANEL; c += VL) {
+            vf v = load(acc + r * PANEL + c);
+            if (bias) v += load_bf16(bias + c, VL);
+            store(sum + c, fma_(broadcast(weights[pair]), v, load(sum + c)));
+        }
+    }
+}
+
+/* y[tokens][n] = the sum over a token's experts, by their numbers, of weight * (hidden . w + bias), rounded once. `buffer` has
+ * prepared_bytes(), at most 4k + 256, for each pair: all threads share the prepared rows of hidden[pair][k]. An item is some panels of y,
+ * which it sums for all tokens: threads write no sum in common, and whichever is ready takes the next item. */
+void nv_expert_down(team *t, const bf16 *hidden, const int32_t *ids, const float *weights, const void *packed, const f16 *scales,
+                    const bf16 *bias, char *buffer, bf16 *y, ptrdiff_t tokens, ptrdiff_t experts, ptrdiff_t top, ptrdiff_t n,
+                    ptrdiff_t k, ptrdiff_t group, ptrdiff_t bits, ptrdiff_t minimums) {
+    const expert_weight w = {packed, scales, bias, n, k, group, bits, minimums};
+    ptrdiff_t panels = n / PANEL, width = groups_of(panels) < t->threads ? 1 : STREAMS, bytes = prepared_bytes(&w);
+    ptrdiff_t max_rows = rows_that_fit(tokens, k * sizeof(operand), LINEAR_BYTES), ld = width * PANEL;
+    grouping g = group_pairs(ids, tokens * top, experts, max_rows);
+    float *acc = aligned_alloc(64, STREAMS * (max_rows > TILE_ROWS ? max_rows : TILE_ROWS) * PANEL * sizeof *acc);
+    float *sums = aligned_alloc(64, (tokens * ld + 16) * sizeof *sums / 64 * 64);
+    FOR_ITEMS(i, t, g.count) {
+        block b = g.blocks[i];
+        prepare(&w, hidden + b.first * k, k, b.rows, buffer + b.first * bytes);
+    }
+    begin_tiles();
+    FOR_ITEMS(item, t, (panels + width - 1) / width) {
+        ptrdiff_t first = item * width, count = panels - first < width ? panels - first : width;
+        memset(sums, 0, tokens * ld * sizeof *sums);
+        for (ptrdiff_t i = 0; i < g.count; i++) {
+            block b = g.blocks[i];
+            ptrdiff_t panel = b.expert * panels + first;
+            sums_of(&w, place(&w, b.rows, buffer + b.first * bytes), panel, count, acc);
+            for (ptrdiff_t p = 0; p < count; p++)
+                add_weighted(g, b, top, weights, acc + p * b.rows * PANEL, bias_from(bias, (panel + p) * PANEL), sums + p * PANEL, ld);
+        }
+        for (ptrdiff_t token = 0; token < tokens; token++)
+            store_row(sums + token * ld, NULL, y + token * n + first * PANEL, count * PANEL, count * PANEL);
+    }
+    end_tiles();
+    free_grouping(g);
+    free(acc), free(sums);
+}

@@ -1,0 +1,114 @@
+"""The C kernels for a mixture of experts as functions of tensors. Knows no layer and no model.
+
+Shapes and layouts are not checked, except in `supports`: a wrong one corrupts memory.
+"""
+
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+
+from nanovllm.kernels.cpu import library
+from nanovllm.kernels.cpu.build import PANEL
+from nanovllm.kernels.torch_experts import ACTIVATIONS, ExpertLinear, ExpertMLP, Routing
+
+
+class Panels(NamedTuple):
+    """A weight in the layout of the C kernels, see `ops.pack` and `ops.pack_int`."""
+
+    packed: torch.Tensor
+    scales: torch.Tensor | None
+    """With 8 and 4 bits only; [panels, groups, 32], or [panels, groups, 2, 32] with minimums."""
+    bits: int
+
+    def arguments(self, inputs: int) -> tuple[int, int, bool]:
+        """Return group, bits, and whether there are minimums, for a weight of `inputs` inputs."""
+        if self.scales is None:
+            return 0, self.bits, False
+        return inputs // self.scales.shape[1], self.bits, self.scales.ndim == 4
+
+
+@runtime_checkable
+class InPanels(Protocol):
+    """A weight in the layout of the C kernels."""
+
+    @property
+    def panels(self) -> Panels:
+        """Return its memory."""
+        ...
+
+
+def supports(x: torch.Tensor, mlp: ExpertMLP) -> bool:
+    """Return whether `experts` can compute `mlp` for `x`: each expert must have whole panels."""
+    return x.dtype == torch.bfloat16 and all(
+        isinstance(linear.weight, InPanels) and linear.num_outputs % divisor == 0
+        for linear, divisor in ((mlp.gate_up, 2 * PANEL), (mlp.down, PANEL))
+    )
+
+
+def route(
+    logits: torch.Tensor,
+    top_k: int,
+    *,
+    renormalize: bool,
+    factor: float = 1.0,
+    scales: torch.Tensor | None = None,
+) -> Routing:
+    """Do what `torch_experts.route` says, for bfloat16 logits [T, E] and scales [E]."""
+    tokens, num_experts = logits.shape
+    ids = torch.empty(tokens, top_k, dtype=torch.int32)
+    weights = torch.empty(tokens, top_k, dtype=torch.float32)
+    sizes = tokens, num_experts, top_k, renormalize, factor
+    library.call("nv_route", logits.contiguous(), scales, ids, weights, *sizes)
+    return Routing(ids, weights)
+
+
+def experts(x: torch.Tensor, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
+    """Do what `torch_experts.experts` says, for what `supports` accepts.
+
+    A token's result is the same, bit for bit, whatever the other tokens are.
+    """
+    x = x.contiguous()
+    tokens, hidden_size = x.shape
+    top_k, size = routing.ids.shape[1], mlp.gate_up.num_outputs // 2
+    gate_up, down = _panels(mlp.gate_up), _panels(mlp.down)
+    num_experts = len(gate_up.packed) * PANEL // mlp.gate_up.num_outputs
+    sizes = tokens, num_experts, top_k
+    hidden = torch.empty(tokens * top_k, size, dtype=torch.bfloat16)
+    library.call(
+        "nv_expert_gate_up",
+        x,
+        routing.ids,
+        gate_up.packed,
+        gate_up.scales,
+        mlp.gate_up.bias,
+        hidden,
+        *sizes,
+        size,
+        hidden_size,
+        *gate_up.arguments(hidden_size),
+        ACTIVATIONS.index(mlp.activation),
+        mlp.interleaved,
+    )
+    prepared = torch.empty(tokens * top_k, 4 * size + 256, dtype=torch.uint8)
+    y = torch.empty(tokens, mlp.down.num_outputs, dtype=torch.bfloat16)
+    library.call(
+        "nv_expert_down",
+        hidden,
+        routing.ids,
+        routing.weights,
+        down.packed,
+        down.scales,
+        mlp.down.bias,
+        prepared,
+        y,
+        *sizes,
+        mlp.down.num_outputs,
+        size,
+        *down.arguments(size),
+    )
+    return y
+
+
+def _panels(linear: ExpertLinear) -> Panels:
+    assert isinstance(linear.weight, InPanels)
+    return linear.weight.panels

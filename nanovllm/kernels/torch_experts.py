@@ -1,0 +1,129 @@
+"""Mixture of experts in plain torch: for every device and dtype, and the reference of the kernels.
+
+Knows no layer. Shapes: T tokens, E experts, k experts of a token.
+"""
+
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+
+ACTIVATIONS = ("silu", "gelu_tanh", "swiglu_oai")
+"""Of gate and up. Their places here are their numbers in the kernels."""
+OAI_LIMIT, OAI_ALPHA = 7.0, 1.702
+"""Constants of "swiglu_oai": the limit of gate and up, and the factor in the sigmoid."""
+
+
+class Routing(NamedTuple):
+    """Each token's experts."""
+
+    ids: torch.Tensor
+    """[T, k] int32, the likeliest expert first; all different in a row."""
+    weights: torch.Tensor
+    """[T, k] float32: the factors of the experts' outputs."""
+
+
+class Rows(Protocol):
+    """A weight that can give some of its rows: a `WeightMethod`."""
+
+    def embedding(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return rows `ids` [m] int64 of the weight: [m, inputs]."""
+        ...
+
+
+class ExpertLinear(NamedTuple):
+    """The same linear of E experts, one behind the other."""
+
+    weight: torch.Tensor | Rows
+    """[E * num_outputs, inputs]"""
+    bias: torch.Tensor | None
+    """[E * num_outputs]"""
+    num_outputs: int
+    """Of one expert."""
+
+    def of(self, expert: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the weight [num_outputs, inputs] of one expert, and its bias [num_outputs]."""
+        start, end = expert * self.num_outputs, (expert + 1) * self.num_outputs
+        bias = None if self.bias is None else self.bias[start:end]
+        if isinstance(self.weight, torch.Tensor):
+            return self.weight[start:end], bias
+        return self.weight.embedding(torch.arange(start, end, device=device)), bias
+
+
+class ExpertMLP(NamedTuple):
+    """The MLPs of E experts: down(activation(gate(x)) * up(x))."""
+
+    gate_up: ExpertLinear
+    """An expert's gates, then its ups; or a gate and an up in turn, if they are `interleaved`."""
+    down: ExpertLinear
+    activation: str
+    """One of ACTIVATIONS."""
+    interleaved: bool
+
+
+def route(
+    logits: torch.Tensor,
+    top_k: int,
+    *,
+    renormalize: bool,
+    factor: float = 1.0,
+    scales: torch.Tensor | None = None,
+) -> Routing:
+    """Choose each token's `top_k` experts: those with the largest of `logits` [T, E].
+
+    Of equal logits, the expert with the lower number comes first. The weights are a softmax of
+    factor * logits, in float32.
+
+    Args:
+        renormalize: the softmax is over the chosen experts instead of all.
+        scales: [E], factors of the experts' weights.
+    """
+    values, order = logits.float().sort(dim=-1, descending=True, stable=True)
+    exponentials = ((values - values[:, :1]) * factor).exp()
+    chosen, ids = exponentials[:, :top_k], order[:, :top_k]
+    weights = chosen / (chosen if renormalize else exponentials).sum(-1, keepdim=True)
+    if scales is not None:
+        weights = weights * scales.float()[ids]
+    return Routing(ids.int(), weights)
+
+
+def activate(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """Return activation(gate) * up, or for "swiglu_oai" gate * sigmoid(1.702 * gate) * (up + 1) of
+    gate and up cut to 7. In float32, rounded once.
+
+    Args:
+        gate, up: [T, n].
+        activation: one of ACTIVATIONS.
+    """
+    wide_gate, wide_up = gate.float(), up.float()
+    if activation == "silu":
+        product = F.silu(wide_gate) * wide_up
+    elif activation == "gelu_tanh":
+        product = F.gelu(wide_gate, approximate="tanh") * wide_up
+    else:
+        wide_gate = wide_gate.clamp(max=OAI_LIMIT)
+        sigmoid = torch.sigmoid(OAI_ALPHA * wide_gate)
+        product = wide_gate * sigmoid * (wide_up.clamp(-OAI_LIMIT, OAI_LIMIT) + 1)
+    return product.to(gate.dtype)
+
+
+def experts(x: torch.Tensor, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
+    """Return the weighted sum of the outputs of each token's experts: [T, n].
+
+    It is summed in the order of the experts' numbers, in float32, and rounded once. Only the
+    weights of chosen experts are read.
+
+    Args:
+        x: [T, hidden_size].
+    """
+    total = torch.zeros(len(x), mlp.down.num_outputs, dtype=torch.float32, device=x.device)
+    for expert in sorted(set(routing.ids.flatten().tolist())):
+        tokens, ranks = (routing.ids == expert).nonzero(as_tuple=True)
+        gate_up = F.linear(x[tokens], *mlp.gate_up.of(expert, x.device))
+        if mlp.interleaved:
+            gate, up = gate_up[:, ::2], gate_up[:, 1::2]
+        else:
+            gate, up = gate_up.chunk(2, dim=-1)
+        out = F.linear(activate(gate, up, mlp.activation), *mlp.down.of(expert, x.device))
+        total[tokens] += routing.weights[tokens, ranks, None] * out.float()
+    return total.to(x.dtype)

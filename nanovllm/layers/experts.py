@@ -1,0 +1,248 @@
+"""Mixture of experts in place of an MLP: a router chooses a few of E experts for each token.
+
+Every rank has a part of each expert: its intermediate size is split. Knows no model and no file.
+Shapes: T tokens, E experts, k experts of a token.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from nanovllm.checkpoint.loader import Shard
+from nanovllm.kernels.torch_experts import ExpertLinear, ExpertMLP, Routing
+from nanovllm.kernels.torch_kernels import TORCH, Kernels
+from nanovllm.layers.linear import Matrix, divide
+from nanovllm.utils.distributed import all_reduce, tensor_parallel
+
+MAX_EXPERTS = 2**12
+"""More than any model has: a limit for what a config.json says."""
+
+
+class Router(Matrix):
+    """A linear that scores the experts, and the choice of k of them.
+
+    Args:
+        renormalize: the weights are a softmax over the chosen experts instead of all.
+        factor: of the logits in the softmax.
+    """
+
+    kernels: Kernels = TORCH
+    """The loader sets those of the device."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        renormalize: bool,
+        bias: bool = False,
+        factor: float = 1.0,
+    ) -> None:
+        super().__init__(num_experts, hidden_size)
+        self.bias = nn.Parameter(torch.empty(num_experts)) if bias else None
+        self.top_k = top_k
+        self.renormalize = renormalize
+        self.factor = factor
+
+    def forward(self, x: torch.Tensor, scales: torch.Tensor | None = None) -> Routing:
+        """Return the experts of `x` [T, hidden_size].
+
+        Args:
+            scales: [E], factors of the experts' weights.
+        """
+        return self.kernels.route(
+            self.linear(x, self.bias),
+            self.top_k,
+            renormalize=self.renormalize,
+            factor=self.factor,
+            scales=scales,
+        )
+
+    def shards(self, prefix: str) -> Iterator[Shard]:
+        assert self.weight is not None
+        yield Shard(f"{prefix}.weight", tuple(self.weight.shape), self.weight.data)
+        if self.bias is not None:
+            yield Shard(f"{prefix}.bias", tuple(self.bias.shape), self.bias.data)
+
+
+class NormedRouter(nn.Module):
+    """Gemma 4's router: it scores the RMSNorm of its input, and each expert's weight has a factor.
+
+    Args:
+        eps: of the norm.
+    """
+
+    kernels: Kernels = TORCH
+    """The loader sets those of the device."""
+
+    def __init__(self, hidden_size: int, num_experts: int, top_k: int, eps: float) -> None:
+        super().__init__()
+        self.proj = Router(
+            hidden_size, num_experts, top_k, renormalize=True, factor=hidden_size**-0.5
+        )
+        self.scale = nn.Parameter(torch.empty(hidden_size))
+        self.per_expert_scale = nn.Parameter(torch.empty(num_experts))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> Routing:
+        """Return the experts of `x` [T, hidden_size]."""
+        normed = self.kernels.add_rms_norm(None, x, self.scale, self.eps)
+        return self.proj(normed, self.per_expert_scale)
+
+
+class StoredExperts(NamedTuple):
+    """How a checkpoint stores the experts of a layer."""
+
+    linears: tuple[str, str, str] | None = ("gate_proj", "up_proj", "down_proj")
+    """Names of the three linears of each expert, behind its number. None: all experts are together
+    in the tensors gate_up_proj [E, 2 * intermediate_size, hidden_size] and down_proj [E,
+    hidden_size, intermediate_size]."""
+    transposed: bool = False
+    """Tensors of all experts have the inputs before the outputs."""
+    interleaved: bool = False
+    """In gate_up_proj, gates and ups are in turn, not all gates first."""
+
+
+PER_EXPERT = StoredExperts()
+
+
+class StackedLinear(Matrix):
+    """The same linear of E experts: their weights [outputs, inputs] one behind the other."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        output_size: int,
+        input_size: int,
+        stored: StoredExperts,
+        *,
+        bias: bool,
+    ) -> None:
+        super().__init__(num_experts * output_size, input_size)
+        self.bias = nn.Parameter(torch.empty(num_experts * output_size)) if bias else None
+        self.num_experts, self.num_outputs, self.stored_as = num_experts, output_size, stored
+
+    def parts(self) -> ExpertLinear:
+        """Return the weights for the kernels."""
+        weight = self.method if self.weight is None else self.weight
+        assert weight is not None
+        return ExpertLinear(weight, self.bias, self.num_outputs)
+
+    def part_shards(
+        self, prefix: str, names: tuple[str, str], rows: slice, size: int, start: int, dim: int
+    ) -> Iterator[Shard]:
+        """Yield all experts' shards of a linear, or of the gates or the ups of a merged one.
+
+        Args:
+            names: of an expert's linear, and of the tensor of all experts.
+            rows: of each expert here.
+            size: of dimension `dim` of the whole linear; this rank's part begins at `start`.
+            dim: 0: the outputs are split over the ranks; 1: the inputs.
+        """
+        assert self.weight is not None
+        linear, stacked = names
+        parent = prefix.rpartition(".")[0]
+        together = self.stored_as.linears is None
+        weights = self.weight.data.view(self.num_experts, self.num_outputs, -1)[:, rows]
+        shape: tuple[int, ...] = (size, weights.shape[2]) if dim == 0 else (weights.shape[1], size)
+        stored_shape = shape[::-1] if self.stored_as.transposed else shape
+        for expert in range(self.num_experts):
+            bias = None
+            if self.bias is not None:
+                bias = self.bias.data.view(self.num_experts, -1)[expert, rows]
+            bias_start = start if dim == 0 else 0
+            if together:
+                name, found = f"{parent}.{stacked}", (self.num_experts, *stored_shape)
+                transposed = self.stored_as.transposed
+                yield Shard(name, found, weights[expert], dim, start, expert, transposed)
+                if bias is not None:
+                    found = (self.num_experts, shape[0])
+                    yield Shard(f"{name}_bias", found, bias, 0, bias_start, index=expert)
+            else:
+                name = f"{parent}.{expert}.{linear}"
+                yield Shard(f"{name}.weight", shape, weights[expert], dim, start)
+                if bias is not None:
+                    yield Shard(f"{name}.bias", (shape[0],), bias, 0, bias_start)
+
+
+class GateUp(StackedLinear):
+    """The gates and the ups of E experts. Each rank has some of both."""
+
+    def shards(self, prefix: str) -> Iterator[Shard]:
+        """Yield this rank's parts of the checkpoint tensors."""
+        own, total = self.num_outputs // 2, self.num_outputs // 2 * tensor_parallel().size
+        start = tensor_parallel().rank * own
+        if self.stored_as.interleaved:
+            rows, names = slice(2 * own), ("", "gate_up_proj")
+            yield from self.part_shards(prefix, names, rows, 2 * total, 2 * start, 0)
+            return
+        together = self.stored_as.linears is None
+        for i, name in enumerate((self.stored_as.linears or ("", ""))[:2]):
+            first = start + i * total if together else start
+            size = 2 * total if together else total
+            rows, names = slice(i * own, (i + 1) * own), (name, "gate_up_proj")
+            yield from self.part_shards(prefix, names, rows, size, first, 0)
+
+
+class Down(StackedLinear):
+    """The last linear of E experts. Each rank reads some of the inputs."""
+
+    def shards(self, prefix: str) -> Iterator[Shard]:
+        """Yield this rank's parts of the checkpoint tensors."""
+        assert self.weight is not None
+        own = self.weight.shape[1]
+        size, start = own * tensor_parallel().size, own * tensor_parallel().rank
+        name = (self.stored_as.linears or ("", "", ""))[2]
+        yield from self.part_shards(prefix, (name, "down_proj"), slice(None), size, start, 1)
+
+
+class Experts(nn.Module):
+    """The MLPs of E experts: down(activation(gate(x)) * up(x)).
+
+    Args:
+        activation: "silu", "gelu_tanh" or "swiglu_oai".
+        bias: whether the linears have one.
+    """
+
+    kernels: Kernels = TORCH
+    """The loader sets those of the device."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: str = "silu",
+        bias: bool = False,
+        stored: StoredExperts = PER_EXPERT,
+    ) -> None:
+        super().__init__()
+        size = divide(intermediate_size, "intermediate size of an expert")
+        self.gate_up_proj = GateUp(num_experts, 2 * size, hidden_size, stored, bias=bias)
+        self.down_proj = Down(num_experts, hidden_size, size, stored, bias=bias)
+        self.activation = activation
+        self.interleaved = stored.interleaved
+
+    def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """Return the weighted sums of the experts' outputs for `x` [T, hidden_size]."""
+        down = self.down_proj.parts()
+        if tensor_parallel().rank:
+            down = down._replace(bias=None)  # the sum over the ranks must contain it once
+        mlp = ExpertMLP(self.gate_up_proj.parts(), down, self.activation, self.interleaved)
+        return all_reduce(self.kernels.experts(x, routing, mlp))
+
+
+class SparseMLP(nn.Module):
+    """A router and its experts, in place of an MLP."""
+
+    def __init__(self, router: Router, experts: Experts) -> None:
+        super().__init__()
+        self.gate = router
+        self.experts = experts
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.experts(hidden, self.gate(hidden))

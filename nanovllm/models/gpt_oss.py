@@ -1,0 +1,45 @@
+"""The gpt-oss family: experts with biases, and attention with sinks and, in every other layer, a
+window.
+"""
+
+from typing import Any, ClassVar
+
+from nanovllm.kernels.torch_math import NORM_WIDE
+from nanovllm.layers.attention import AttentionOptions
+from nanovllm.layers.experts import MAX_EXPERTS, Experts, Router, SparseMLP, StoredExperts
+from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer
+from nanovllm.models.model_config import ModelConfig, config_size
+from nanovllm.models.parts import SinkAttention
+
+
+class GptOssForCausalLM(DecoderForCausalLM):
+    """gpt-oss 20b and 120b."""
+
+    norm: ClassVar[dict[str, Any]] = {"kind": NORM_WIDE}
+    names: ClassVar[dict[str, str]] = {"mlp.gate.": "mlp.router."}
+    defaults: ClassVar[dict[str, Any]] = {"sliding_window": 128, "rope_theta": 150_000.0}
+    reads = frozenset({"layer_types", "num_local_experts", "num_experts"})
+
+    def make_layer(
+        self, config: ModelConfig, index: int, before: list[DecoderLayer]
+    ) -> DecoderLayer:
+        bias = config.flag("attention_bias", default=True)
+        attention = SinkAttention(
+            config,
+            self.rotary_emb(config.rope, config.head_dim),
+            qkv_bias=bias,
+            output_bias=bias,
+            options=AttentionOptions(window=config.windows(2)[index], sinks=True),
+        )
+        num_experts = config_size(config.fields, "num_local_experts", high=MAX_EXPERTS)
+        top_k = config_size(config.fields, "num_experts_per_tok", 4, high=num_experts)
+        router = Router(config.hidden_size, num_experts, top_k, renormalize=True, bias=True)
+        experts = Experts(
+            num_experts,
+            config.hidden_size,
+            config.intermediate_size,
+            activation="swiglu_oai",
+            bias=True,
+            stored=StoredExperts(linears=None, transposed=True, interleaved=True),
+        )
+        return DecoderLayer(config, attention, SparseMLP(router, experts), **self.norm)

@@ -1,0 +1,138 @@
+"""The C kernels of a mixture of experts against torch in float64, built for each processor."""
+
+import pytest
+import torch
+
+from nanovllm.formats.integer import IntTensor, NativeIntWeight, quantize
+from nanovllm.kernels import torch_experts
+from nanovllm.kernels.cpu import expert_ops
+from nanovllm.kernels.cpu.packed import PackedWeight
+from nanovllm.kernels.torch_experts import ExpertLinear, ExpertMLP
+from nanovllm.steps.recording import Recording
+from tests.kernels.cpu.helpers import native, randn
+from tests.kernels.cpu.test_ops import kernels  # noqa: F401
+
+pytestmark = [native, pytest.mark.usefixtures("kernels")]
+NUM_EXPERTS, TOP_K = 7, 3
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.inference_mode():
+        yield
+
+
+def random_routing(tokens, num_experts=NUM_EXPERTS, top_k=TOP_K):
+    return torch_experts.route(randn(tokens, num_experts, seed=tokens), top_k, renormalize=True)
+
+
+def in_bits(weight, bits):
+    """Return `weight` for the kernels, and what it is in float64 after rounding."""
+    if bits == 16:
+        packed = PackedWeight(*weight.shape)
+        packed.store(0, weight)
+        return packed, weight.double()
+    rounded = quantize(weight, bits, 32)
+    minimums = None
+    wide = rounded.values.double()
+    if bits == 4:
+        minimums = randn(*rounded.scales.shape, seed=3).half() / 8
+        wide += 8
+    wide *= rounded.scales.double().repeat_interleave(32, 1)
+    if minimums is not None:
+        wide += minimums.double().repeat_interleave(32, 1)
+    method = NativeIntWeight(IntTensor(rounded.values, rounded.scales, minimums, bits))
+    return method, wide
+
+
+def make_mlp(hidden_size, size, bits, activation, interleaved, bias):
+    """Return the MLPs of the experts for the kernels, and in float64."""
+    shapes = {"up": (2 * size, hidden_size), "down": (hidden_size, size)}
+    linears, wide = {}, {}
+    for name, (n, k) in shapes.items():
+        weight = randn(NUM_EXPERTS * n, k, seed=n) / k**0.5
+        method, wide_weight = in_bits(weight, bits)
+        b = randn(NUM_EXPERTS * n, seed=k) if bias else None
+        linears[name] = ExpertLinear(method, b, n)
+        wide[name] = ExpertLinear(wide_weight, None if b is None else b.double(), n)
+    rest = activation, interleaved
+    return (
+        ExpertMLP(linears["up"], linears["down"], *rest),
+        ExpertMLP(wide["up"], wide["down"], *rest),
+    )
+
+
+CASES = [
+    (16, "silu", False, False),
+    (16, "gelu_tanh", False, True),
+    (16, "swiglu_oai", True, True),
+    (8, "silu", False, True),
+    (4, "swiglu_oai", True, False),
+]
+
+
+@pytest.mark.parametrize(("bits", "activation", "interleaved", "bias"), CASES)
+@pytest.mark.parametrize(("hidden_size", "size"), [(96, 160), (256, 32)])
+def test_experts(hidden_size, size, bits, activation, interleaved, bias):
+    mlp, wide = make_mlp(hidden_size, size, bits, activation, interleaved, bias)
+    for tokens in (0, 1, 2, 37, 150):
+        x, routing = randn(tokens, hidden_size, seed=tokens), random_routing(tokens)
+        assert expert_ops.supports(x, mlp)
+        y = expert_ops.experts(x, routing, mlp)
+        expected = torch_experts.experts(x.double(), routing, wide)
+        assert y.shape == expected.shape
+        if tokens:
+            tolerance = 0.03 if bits == 4 else 0.01  # inputs of 4-bit weights have 8 bits
+            assert (y - expected).abs().max() < tolerance * expected.abs().max()
+
+
+@pytest.mark.parametrize(("bits", "activation", "interleaved", "bias"), CASES)
+def test_a_tokens_result_does_not_depend_on_the_others(bits, activation, interleaved, bias):
+    mlp, _ = make_mlp(96, 160, bits, activation, interleaved, bias)
+    x, routing = randn(300, 96), random_routing(300)
+    together = expert_ops.experts(x, routing, mlp)
+    for part in (slice(1), slice(299, 300), slice(5), slice(40, 77), slice(100, 300)):
+        some = torch_experts.Routing(routing.ids[part], routing.weights[part])
+        some = torch_experts.Routing(*(t.contiguous() for t in some))
+        assert torch.equal(expert_ops.experts(x[part], some, mlp), together[part])
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize(("num_experts", "top_k"), [(4, 4), (7, 1), (32, 4), (130, 8)])
+def test_route(num_experts, top_k, renormalize):
+    logits = randn(50, num_experts)
+    logits[20:] = logits[20:].round()  # many are equal
+    scales = randn(num_experts, seed=1)
+    options = {"renormalize": renormalize, "factor": 0.3, "scales": scales}
+    found = expert_ops.route(logits, top_k, **options)
+    expected = torch_experts.route(logits, top_k, **options)
+    assert torch.equal(found.ids, expected.ids)
+    torch.testing.assert_close(found.weights, expected.weights, rtol=2e-6, atol=1e-7)
+    for row in (0, 30, 49):
+        alone = expert_ops.route(logits[row : row + 1], top_k, **options)
+        assert torch.equal(alone.weights[0], found.weights[row])
+
+
+def test_a_logit_that_is_no_number_makes_the_weights_nan():
+    logits = randn(4, 40)
+    logits[1, 33], logits[2, 5], logits[3, 7] = torch.nan, torch.inf, -torch.inf
+    found = expert_ops.route(logits, 4, renormalize=True)
+    assert found.weights.isnan().any(1).tolist() == [False, True, True, False]
+    assert ((found.ids >= 0) & (found.ids < 40)).all()
+
+
+def test_a_recording_runs_with_fewer_tokens():
+    mlp, _ = make_mlp(96, 160, 16, "silu", False, False)
+    x, logits = randn(8, 96), randn(8, NUM_EXPERTS)
+
+    def forward():
+        return expert_ops.experts(x, expert_ops.route(logits, TOP_K, renormalize=True), mlp)
+
+    expected = forward()
+    with Recording(8) as recording:
+        y = forward()
+    for tokens in (8, 1, 5):
+        y.zero_()
+        recording.run(tokens, 0)
+        assert torch.equal(y[:tokens], expected[:tokens])
+        assert not y[tokens:].any()
