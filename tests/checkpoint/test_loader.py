@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config
 
 import nanovllm
-from nanovllm.checkpoint.hub import open_checkpoint, weight_files
 from nanovllm.checkpoint.dummy_weights import init_dummy_weights
+from nanovllm.checkpoint.hub import open_checkpoint, weight_files
 from nanovllm.checkpoint.loader import load_weights, model_shards
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.executors.worker import find_weights

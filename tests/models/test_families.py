@@ -4,7 +4,6 @@ import random
 
 import pytest
 import torch
-import transformers
 from transformers import AutoConfig
 
 from nanovllm import SamplingParams

@@ -318,7 +318,8 @@ class Bench:
 
     def kv(self) -> torch.Tensor:
         """Every layer's cache: [layers, 2, blocks, block_size, heads, head_dim]."""
-        return torch.stack([layer.kv_cache.clone() for layer in self.runner.network.attention.layers])
+        layers = self.runner.network.attention.layers
+        return torch.stack([layer.kv_cache.clone() for layer in layers])
 
 
 @pytest.fixture
