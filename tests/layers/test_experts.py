@@ -1,0 +1,161 @@
+"""The blocks of experts against those of transformers, loaded from what transformers saves."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import AutoConfig
+from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts, Gemma4TextRouter
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+from nanovllm.checkpoint.loader import load_weights
+from nanovllm.kernels import torch_experts
+from nanovllm.layers import linear as linear_module
+from nanovllm.layers.experts import Experts, NormedRouter, Router, SparseMLP, StoredExperts
+from nanovllm.utils import distributed
+
+SIZES = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
+GPT_OSS = StoredExperts(linears=None, transposed=True, interleaved=True)
+TOGETHER = StoredExperts(linears=None)
+
+
+def randomize(module: nn.Module) -> nn.Module:
+    generator = torch.Generator().manual_seed(7)
+    for parameter in module.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.4
+    return module.requires_grad_(False)
+
+
+def load(module: nn.Module, tensors: dict[str, torch.Tensor], path) -> nn.Module:
+    file = path / "model.safetensors"
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
+    load_weights(module, [file], progress=False)
+    return module.requires_grad_(False)
+
+
+def per_expert(state: dict[str, torch.Tensor], names: tuple[str, str, str], size: int):
+    """Return the tensors of a block as the files of transformers have them."""
+    tensors = {"gate.weight": state["gate.weight"]}
+    pairs = zip(state["experts.gate_up_proj"], state["experts.down_proj"], strict=True)
+    for expert, (gate_up, down) in enumerate(pairs):
+        parts = (gate_up[:size], gate_up[size:], down)
+        for name, part in zip(names, parts, strict=True):
+            tensors[f"experts.{expert}.{name}.weight"] = part
+    return tensors
+
+
+def tokens(hidden_size: int = 24) -> torch.Tensor:
+    return torch.randn(50, hidden_size, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(params=[1, 2], ids=["whole", "two ranks"])
+def summed(request, monkeypatch):
+    """Return a function that makes and runs a module on each rank, and adds the results."""
+    size = request.param
+
+    def run(make, x):
+        total = torch.zeros(())
+        for rank in range(size):
+            here = distributed.TensorParallel(rank, size)
+            for module in (linear_module, distributed):
+                monkeypatch.setattr(module, "tensor_parallel", lambda here=here: here)
+            monkeypatch.setattr("nanovllm.layers.experts.tensor_parallel", lambda here=here: here)
+            total = total + make()(x)
+        return total
+
+    return run
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+def test_qwen3_moe(normalized, summed, tmp_path):
+    config = AutoConfig.for_model(
+        "qwen3_moe",
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=14,
+        norm_topk_prob=normalized,
+        **SIZES,
+    )
+    theirs = randomize(Qwen3MoeSparseMoeBlock(config))
+    names = ("gate_proj", "up_proj", "down_proj")
+    tensors = per_expert(theirs.state_dict(), names, 14)
+
+    def make():
+        router = Router(24, 6, 3, renormalize=normalized)
+        return load(SparseMLP(router, Experts(6, 24, 14)), tensors, tmp_path)
+
+    expected = theirs(tokens()[None])[0]
+    torch.testing.assert_close(summed(make, tokens()), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_mixtral(summed, tmp_path):
+    config = AutoConfig.for_model(
+        "mixtral", num_local_experts=5, num_experts_per_tok=2, intermediate_size=14, **SIZES
+    )
+    theirs = randomize(MixtralSparseMoeBlock(config))
+    tensors = per_expert(theirs.state_dict(), ("w1", "w3", "w2"), 14)
+
+    def make():
+        stored = StoredExperts(linears=("w1", "w3", "w2"))
+        router = Router(24, 5, 2, renormalize=True)
+        return load(SparseMLP(router, Experts(5, 24, 14, stored=stored)), tensors, tmp_path)
+
+    expected = theirs(tokens()[None])[0]
+    torch.testing.assert_close(summed(make, tokens()), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_gpt_oss(summed, tmp_path):
+    config = AutoConfig.for_model(
+        "gpt_oss", num_local_experts=6, num_experts_per_tok=4, intermediate_size=14, **SIZES
+    )
+    theirs = randomize(GptOssMLP(config))
+    state = {
+        name.replace("router.", "gate."): tensor for name, tensor in theirs.state_dict().items()
+    }
+
+    def make():
+        experts = Experts(6, 24, 14, activation="swiglu_oai", bias=True, stored=GPT_OSS)
+        router = Router(24, 6, 4, renormalize=True, bias=True)
+        return load(SparseMLP(router, experts), state, tmp_path)
+
+    x = tokens() * 4  # so that gates and ups reach their limits
+    expected = theirs(x[None])[0][0]
+    torch.testing.assert_close(summed(make, x), expected, rtol=1e-5, atol=1e-4)
+
+
+def test_gemma4(summed, tmp_path):
+    config = AutoConfig.for_model(
+        "gemma4_text",
+        enable_moe_block=True,
+        num_experts=6,
+        top_k_experts=3,
+        moe_intermediate_size=14,
+        **SIZES,
+    )
+    router, experts = randomize(Gemma4TextRouter(config)), randomize(Gemma4TextExperts(config))
+    x, residual = tokens(), tokens().flip(0)
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router = NormedRouter(24, 6, 3, config.rms_norm_eps)
+            self.experts = Experts(6, 24, 14, activation="gelu_tanh", stored=TOGETHER)
+
+        def forward(self, x):
+            return self.experts(x, self.router(residual))
+
+    tensors = {f"router.{name}": tensor for name, tensor in router.state_dict().items()}
+    tensors |= {f"experts.{name}": tensor for name, tensor in experts.state_dict().items()}
+    _, weights, ids = router(residual)
+    expected = experts(x, ids, weights)
+    made = summed(lambda: load(Block(), tensors, tmp_path), x)
+    torch.testing.assert_close(made, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_of_equal_logits_the_first_expert_is_chosen():
+    logits = torch.tensor([[1.0, 2.0, 1.0, 2.0, 0.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
+    routing = torch_experts.route(logits, 3, renormalize=True)
+    assert routing.ids.tolist() == [[1, 3, 0], [0, 1, 2]]
+    torch.testing.assert_close(routing.weights.sum(1), torch.ones(2))

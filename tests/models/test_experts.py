@@ -1,0 +1,127 @@
+"""Logits and greedy tokens of random small models with experts against transformers."""
+
+import json
+import random
+
+import pytest
+from transformers import AutoConfig
+
+from nanovllm.errors import CheckpointError, UnsupportedModelError
+from nanovllm.models.model_config import ModelConfig
+from nanovllm.worker.model_loader import check_weights
+from tests.checkpoints import random_model
+from tests.models.test_decoder import (  # noqa: F401
+    assert_logits_agree,
+    test_64_greedy_tokens,
+    test_logits_of_all_positions,
+)
+
+QWEN3_MOE = {
+    "8 experts": {},
+    "normalized weights": {"norm_topk_prob": True},
+    "all experts chosen": {"num_experts": 3, "num_experts_per_tok": 3, "norm_topk_prob": True},
+    "one expert chosen": {"num_experts_per_tok": 1, "norm_topk_prob": False},
+    "one expert chosen, normalized": {"num_experts_per_tok": 1, "norm_topk_prob": True},
+    "many experts": {"num_experts": 40, "num_experts_per_tok": 8},
+    "every second layer": {"decoder_sparse_step": 2, "num_hidden_layers": 3},
+    "dense layers": {"mlp_only_layers": [0, 2], "num_hidden_layers": 3},
+    "dense layers and steps": {
+        "mlp_only_layers": [1],
+        "decoder_sparse_step": 2,
+        "num_hidden_layers": 4,
+    },
+    "biases": {"attention_bias": True},
+    "tied head": {"tie_word_embeddings": True},
+    "odd intermediate size": {"moe_intermediate_size": 7},
+}
+MIXTRAL = {
+    "8 experts": {},
+    "4 experts": {"num_local_experts": 4},
+    "one expert": {"num_local_experts": 1, "num_experts_per_tok": 1},
+    "one expert chosen": {"num_experts_per_tok": 1},
+    "three experts chosen": {"num_experts_per_tok": 3},
+    "all experts chosen": {"num_local_experts": 5, "num_experts_per_tok": 5},
+    "many experts": {"num_local_experts": 33, "num_experts_per_tok": 6},
+    "tied head": {"tie_word_embeddings": True},
+    "untied head": {"tie_word_embeddings": False},
+    "three layers": {"num_hidden_layers": 3},
+    "odd intermediate size": {"intermediate_size": 13},
+    "head_dim above hidden/heads": {"head_dim": 64},
+}
+CASES = {
+    f"{model_type} {name}": (model_type, settings)
+    for model_type, cases in {"qwen3_moe": QWEN3_MOE, "mixtral": MIXTRAL}.items()
+    for name, settings in cases.items()
+}
+
+
+def make_model(case):
+    """Return a model of transformers. Sizes that the case does not set are random."""
+    model_type, changes = CASES[case]
+    chooser = random.Random(case)
+    kv_heads = chooser.choice([1, 2, 3])
+    settings = {
+        "num_key_value_heads": kv_heads,
+        "num_attention_heads": kv_heads * chooser.choice([1, 2, 4]),
+        "head_dim": chooser.choice([16, 18, 32]),
+        "hidden_size": chooser.choice([32, 56, 90]),
+        "intermediate_size": chooser.choice([20, 33]),
+        "num_hidden_layers": chooser.choice([1, 2]),
+        "vocab_size": chooser.choice([500, 1003]),
+        "tie_word_embeddings": chooser.random() < 0.5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": chooser.choice([1e4, 1e6])},
+        "max_position_embeddings": 4096,
+    }
+    if model_type == "qwen3_moe":
+        settings |= {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+        settings["norm_topk_prob"] = chooser.random() < 0.5
+    else:
+        settings |= {"num_local_experts": 8, "num_experts_per_tok": 2}
+    model = random_model(AutoConfig.for_model(model_type, **settings | changes), seed=len(case))
+    model.set_experts_implementation("eager")  # the default takes only some sizes
+    return model
+
+
+@pytest.fixture(scope="module", params=CASES)
+def saved(request, tmp_path_factory):
+    """The name of each case, the model of transformers and the directory where it is saved."""
+    model, path = make_model(request.param), tmp_path_factory.mktemp("model")
+    model.save_pretrained(path)
+    return request.param, model, path
+
+
+def save_changed(path, case, **changes):
+    """Save a model with a changed config.json; return its parsed config.json."""
+    make_model(case).save_pretrained(path)
+    config = json.loads((path / "config.json").read_text())
+    config.update(changes)
+    (path / "config.json").write_text(json.dumps(config))
+    return config
+
+
+def test_the_name_of_the_number_of_experts_in_transformers_4(tmp_path):
+    case = "qwen3_moe 8 experts"
+    config = save_changed(tmp_path, case, num_experts=8)
+    del config["num_local_experts"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert_logits_agree(make_model(case), tmp_path, case)
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "error"),
+    [
+        ("mixtral 8 experts", {"sliding_window": 64}, UnsupportedModelError),
+        ("mixtral 8 experts", {"num_experts_per_tok": 9}, CheckpointError),
+        ("mixtral 8 experts", {"num_local_experts": 2**40}, CheckpointError),
+        ("qwen3_moe 8 experts", {"num_experts_per_tok": 9}, CheckpointError),
+        ("qwen3_moe 8 experts", {"norm_topk_prob": "no"}, CheckpointError),
+        ("qwen3_moe 8 experts", {"mlp_only_layers": 3}, CheckpointError),
+        ("qwen3_moe 8 experts", {"decoder_sparse_step": 0}, CheckpointError),
+        ("qwen3_moe 8 experts", {"num_local_experts": 9}, CheckpointError),  # 8 have weights
+    ],
+    ids=str,
+)
+def test_settings_that_are_refused(case, change, error, tmp_path):
+    config = save_changed(tmp_path, case, **change)
+    with pytest.raises(error, match=next(iter(change)) if "9" not in str(change) else None):
+        check_weights(ModelConfig.from_hf(config), [tmp_path / "model.safetensors"])
