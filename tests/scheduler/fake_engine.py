@@ -19,6 +19,8 @@ from nanovllm.scheduler.extensions import MAX_SAMPLES
 from nanovllm.scheduler.messages import Ending, Row, RowDetails, Schedule, StepResult
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.sequence import Sequence
+from nanovllm.scheduler.windowed import WindowedBlockManager, WindowedScheduler
+from nanovllm.scheduler.windows import WindowGroup, num_tables
 from tests.scheduler.invariants import check_blocks, check_scheduler
 
 if TYPE_CHECKING:
@@ -95,22 +97,32 @@ def random_guesses(seed: int) -> Proposer:
 class FakeWorker:
     """Device tables and a KV cache, as the real worker has them. It knows only the schedules.
 
+    A table row has the block tables of all groups, one after the other. Each token's KV is written
+    to each of them; a window group's layers read only their window.
+
     Old contents stay in place until something overwrites them. While `is_broken`, every step
     writes garbage and fails. A sequence in `fails_from` gets an error at that position and behind.
     One whose parameters force tokens gets 0 to 3 of them behind each sampled token.
     """
 
     def __init__(
-        self, num_table_rows: int, max_model_len: int, block_size: int, propose: Proposer
+        self,
+        num_table_rows: int,
+        max_model_len: int,
+        block_size: int,
+        propose: Proposer,
+        windows: tuple[WindowGroup, ...] = (),
     ) -> None:
         self.block_size = block_size
         self.propose = propose
-        width = -(-max_model_len // block_size)
+        self.width = -(-max_model_len // block_size)
+        # By block table: how many tokens a token sees, itself included.
+        self.windows = [max_model_len, *(w for w, pages in windows for _ in range(pages))]
         self.token_ids = [[UNWRITTEN] * (max_model_len + 1) for _ in range(num_table_rows)]
-        self.block_tables = [[UNWRITTEN] * width for _ in range(num_table_rows)]
+        self.block_tables = [[UNWRITTEN] * self.width * len(self.windows) for _ in range(num_table_rows)]
         self.last_positions = [UNWRITTEN] * num_table_rows  # of the last step that sampled
         self.rows: list[Row] = []  # of the last step, at their true positions
-        self.kv: dict[tuple[int, int], int] = {}  # (block, offset) -> hash of the prefix written
+        self.kv: dict[tuple[int, int], int] = {}  # (block, offset) -> what `value` returned
         self.writers: dict[tuple[int, int], int] = {}  # (block, offset) -> sequence; none if zero
         self.is_broken = False
         self.fails_from: dict[int, int] = {}
@@ -139,10 +151,14 @@ class FakeWorker:
                 self._compute(row, result)
         return None if self.is_broken else result
 
-    def location(self, row: Row, position: int) -> tuple[int, int]:
-        """Return the (block, offset) of a position."""
-        block_id = self.block_tables[row.table_idx][position // self.block_size]
-        return block_id, position % self.block_size
+    def location(self, row: Row, position: int, table: int = 0) -> tuple[int, int]:
+        """Return the (block, offset) of a position in a block table."""
+        index = table * self.width + position // self.block_size
+        return self.block_tables[row.table_idx][index], position % self.block_size
+
+    def value(self, prefix_hash: int, table: int) -> int:
+        """Return what stands for the KV of a prefix's last token in the layers of a table."""
+        return hash((prefix_hash, table))
 
     def _placed(self, row: Row) -> Row:
         """Move a row back by the drafts that were rejected since its step was scheduled."""
@@ -167,15 +183,19 @@ class FakeWorker:
         assert row.num_computed_tokens < num_known
         tokens = self.token_ids[row.table_idx]
         hashes = prefix_hashes(tokens[:end])
-        for position in range(row.num_computed_tokens):
-            written = self.kv.get(self.location(row, position))
-            assert written == hashes[position], f"{row} reads another prefix at {position}"
-        for position in range(row.num_computed_tokens, end):
-            self.kv[self.location(row, position)] = hashes[position]
-            self.writers[self.location(row, position)] = row.seq_id
-        for position in range(end, -(-end // self.block_size) * self.block_size):
-            writer = self.writers.get(self.location(row, position), row.seq_id)
-            assert writer == row.seq_id, f"{row} reads masked KV of sequence {writer}"
+        for table, window in enumerate(self.windows):
+            first = max(0, row.num_computed_tokens - window + 1)
+            for position in range(first, row.num_computed_tokens):
+                written = self.kv.get(self.location(row, position, table))
+                right = self.value(hashes[position], table)
+                assert written == right, f"{row} reads another prefix at {position}"
+            for position in range(row.num_computed_tokens, end):
+                place = self.location(row, position, table)
+                self.kv[place] = self.value(hashes[position], table)
+                self.writers[place] = row.seq_id
+            for position in range(end, -(-end // self.block_size) * self.block_size):
+                writer = self.writers.get(self.location(row, position, table), row.seq_id)
+                assert writer == row.seq_id, f"{row} reads masked KV of sequence {writer}"
         accepted: list[int] = []
         if row.samples:
             drafts = tokens[num_known:end]
@@ -202,9 +222,10 @@ class FakeWorker:
         return sampled[: max(0, min(num_right + 1, room))], ending
 
     def _write_garbage(self, row: Row) -> None:
-        for position in range(row.num_computed_tokens, row.end):
-            self.kv[self.location(row, position)] = UNWRITTEN
-            self.writers[self.location(row, position)] = row.seq_id
+        for table in range(len(self.windows)):
+            for position in range(row.num_computed_tokens, row.end):
+                self.kv[self.location(row, position, table)] = UNWRITTEN
+                self.writers[self.location(row, position, table)] = row.seq_id
         self._store(self.token_ids[row.table_idx], row.end, [UNWRITTEN])
         self.last_positions[row.table_idx] = row.sample_position
 
@@ -214,7 +235,11 @@ class FakeWorker:
 
 
 class Engine:
-    """The engine's loop with a fake worker. It checks each schedule and each output."""
+    """The engine's loop with a fake worker. It checks each schedule and each output.
+
+    Args:
+        windows: None: a model without window groups, with the block manager for these.
+    """
 
     def __init__(
         self,
@@ -230,8 +255,21 @@ class Engine:
         propose: Proposer | None = None,
         controller: "DraftController | None" = None,
         follows_drafts: bool = False,
+        windows: tuple[WindowGroup, ...] | None = None,
     ) -> None:
-        self.manager = BlockManager(num_blocks, block_size, enable_prefix_caching=prefix_caching)
+        self.windows = windows or ()
+        if windows is None:
+            self.manager = BlockManager(
+                num_blocks, block_size, enable_prefix_caching=prefix_caching
+            )
+        else:
+            self.manager = WindowedBlockManager(
+                num_blocks,
+                block_size,
+                windows=windows,
+                max_num_batched_tokens=max_num_batched_tokens,
+                enable_prefix_caching=prefix_caching,
+            )
         self.drafting: AdaptiveDrafting | None = None
         if propose is not None or controller is not None:
             from nanovllm.speculation import drafting
@@ -243,7 +281,8 @@ class Engine:
                 max_num_batched_tokens,
                 follows_drafts=follows_drafts,
             )
-        self.scheduler = Scheduler(
+        make_scheduler = Scheduler if windows is None else WindowedScheduler
+        self.scheduler = make_scheduler(
             self.manager,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -252,7 +291,11 @@ class Engine:
             drafting=self.drafting,
         )
         self.worker = FakeWorker(
-            max_num_seqs, max_model_len, block_size, propose or (lambda token_ids: [])
+            max_num_seqs,
+            max_model_len,
+            block_size,
+            propose or (lambda token_ids: []),
+            self.windows,
         )
         self.max_num_seqs = max_num_seqs
         self.queue_depth = queue_depth
@@ -457,7 +500,7 @@ class Engine:
         head = self.scheduler._prompts.first()
         if head is not None and any(head.order < order(seq) for seq in rows) and not victims:
             is_free = len(self.scheduler.running) < self.max_num_seqs
-            num_needed = self.manager.blocks_for(head.num_tokens)
+            num_needed = self.num_pages_needed(head)
             fits = is_free and num_needed <= self.manager.num_free_blocks
             assert not fits or head.num_in_flight_steps, "a sequence was passed over"
         ids = [seq.seq_id for seq in admitted]
@@ -466,6 +509,15 @@ class Engine:
         assert [(new.table_idx, new.seed) for new in schedule.admissions] == [
             (table_indices[seq_id], 100 + seq_id) for seq_id in ids
         ]
+
+    def num_pages_needed(self, head: Sequence) -> int:
+        """Return the most pages that a sequence takes when it is admitted."""
+        num_blocks = num_pages = self.manager.blocks_for(head.num_tokens)
+        budget = self.scheduler.max_num_batched_tokens
+        for window, pages in self.windows:
+            held = self.manager.blocks_for(window + budget) + 1
+            num_pages += pages * min(num_blocks, held)
+        return num_pages
 
     def _check_turns(self, admitted: list[Sequence], waiting: list[Sequence]) -> None:
         """Check that the admitted sequences are the first of their users, and go by priority."""
@@ -510,6 +562,10 @@ class Engine:
             block = self.manager.blocks[block_id]
             assert block.ref_count == 1, "a shared block is written"
             assert block.uid is None, "a published block is written"
+            for table in range(1, num_tables(self.windows)):
+                page, _ = self.worker.location(row, position, table)
+                assert self.manager.blocks[page].ref_count == 1, "a free page is written"
+                assert page not in self.manager._cached_pages, "a published block is written"
 
 
 def draft_counts(seq: Sequence) -> DraftCounts:

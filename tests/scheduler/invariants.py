@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from nanovllm.scheduler.block_manager import BlockManager
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.sequence import Sequence
+from nanovllm.scheduler.windowed import WindowBlock, WindowedBlockManager
 
 
 def check_scheduler(scheduler: Scheduler) -> None:
@@ -32,6 +33,23 @@ def check_scheduler(scheduler: Scheduler) -> None:
         assert 0 <= seq.num_computed_tokens <= seq.num_tokens <= scheduler.max_model_len
         assert len(seq.block_table) >= scheduler.block_manager.blocks_for(seq.num_computed_tokens)
         assert 0 <= seq.num_pending_tokens <= seq.num_in_flight_steps
+        if isinstance(scheduler.block_manager, WindowedBlockManager):
+            check_window_tables(scheduler.block_manager, seq)
+
+
+def check_window_tables(manager: WindowedBlockManager, seq: Sequence) -> None:
+    """Verify that a running sequence holds the window blocks that its next token reads.
+
+    Raises:
+        AssertionError: one is missing, or, without steps in flight, one is held for nothing.
+    """
+    for table, group in zip(manager._tables[seq], manager.windows, strict=True):
+        assert table.end >= manager.blocks_for(seq.num_computed_tokens)
+        position = seq.num_computed_tokens - seq.num_draft_tokens  # or a later one
+        first = max(0, position + 1 - group.window) // manager.block_size
+        assert table.start <= first
+        assert table.start == first or seq.num_in_flight_steps, "a block left the window, and stays"
+        assert table.num_sent <= table.end
 
 
 def check_blocks(manager: BlockManager, sequences: Iterable[Sequence]) -> None:
@@ -53,6 +71,8 @@ def check_blocks(manager: BlockManager, sequences: Iterable[Sequence]) -> None:
                 assert block.key[0] == parent_uid, "a table holds a block of another prefix"
             parent_uid = block.uid
         owners.update(seq.block_table)
+    if isinstance(manager, WindowedBlockManager):
+        owners.update(check_window_blocks(manager, sequences))
     for block_id, block in enumerate(manager.blocks):
         assert block.ref_count == owners[block_id], f"block {block_id}: wrong ref_count"
         assert (block.ref_count == 0) == (block_id in manager._free), f"block {block_id}: leaked"
@@ -62,3 +82,35 @@ def check_blocks(manager: BlockManager, sequences: Iterable[Sequence]) -> None:
             assert manager._cached[block.key] == block_id
             assert len(block.tokens) == manager.block_size * array("I").itemsize
     assert all(manager.blocks[b].key == key for key, b in manager._cached.items())
+
+
+def check_window_blocks(manager: WindowedBlockManager, sequences: Iterable[Sequence]) -> set[int]:
+    """Verify every invariant of the window blocks; return the pages of those that are held.
+
+    Raises:
+        AssertionError: a window block has a wrong `ref_count`, or is wrongly cached.
+    """
+    assert manager._tables.keys() == {seq for seq in sequences if seq.table_idx is not None}
+    owners: Counter[WindowBlock] = Counter()
+    for tables in manager._tables.values():
+        assert len({table.end for table in tables}) <= 1
+        for table, group in zip(tables, manager.windows, strict=True):
+            owners.update(table.blocks)
+            assert all(len(block.pages) == group.pages for block in table.blocks)
+    pages = [page for block in owners for page in block.pages]
+    assert len(set(pages)) == len(pages), "two blocks have the same page"
+    uids = {block.uid for block in manager.blocks}
+    for block in {*owners, *manager._cached_windows.values()}:
+        assert block.ref_count == owners[block]
+        assert block.ref_count <= 1 or block.key is not None, "a shared block is not cached"
+        for page in block.pages:
+            assert (page in manager._free) == (block.ref_count == 0)
+            assert manager.blocks[page].uid is None, "a page has two uses"
+            assert manager._cached_pages.get(page) is (None if block.key is None else block)
+        if block.key is not None:
+            assert manager._cached_windows[block.key] is block
+            assert block.key[1] in uids, "a window block is cached without its block"
+    assert all(manager._cached_windows[b.key] is b for b in manager._cached_pages.values())
+    is_cached = [manager.blocks[p].uid is not None or p in manager._cached_pages for p in manager._free]
+    assert is_cached == sorted(is_cached), "a cached page is reused before one that is not"
+    return {*pages}
