@@ -109,9 +109,10 @@ class WindowedBlockManager(BlockManager):
         tables = self._tables.get(seq)
         if tables is None:
             tables = [self._begun(index, cached_blocks) for index in range(len(self.windows))]
-        elif num_tokens <= len(seq.block_table) * self.block_size:
-            if all(table.end >= end for table in tables):
-                return []
+        elif self.blocks_for(num_tokens) <= len(seq.block_table) and all(
+            t.end >= end for t in tables
+        ):
+            return []
         num_missing = self._num_pages_missing(seq, num_tokens, cached_blocks)
         num_missing += self._num_window_pages_missing(seq, tables, end)
         if num_missing > len(self._free):
@@ -189,7 +190,9 @@ class WindowedBlockManager(BlockManager):
 
     def begun_pages(self, seq: Sequence, row: Row) -> list[int]:
         """Return the pages of window blocks that `row` begins and may not fill."""
-        first = max(self.blocks_for(row.num_computed_tokens), row.sample_position // self.block_size)
+        first = max(
+            self.blocks_for(row.num_computed_tokens), row.sample_position // self.block_size
+        )
         return [
             page
             for index in range(first, self.blocks_for(row.end))
@@ -223,9 +226,7 @@ class WindowedBlockManager(BlockManager):
         num_revived = sum(self.blocks[block_id].ref_count == 0 for block_id in cached_blocks)
         return max(0, self.blocks_for(num_tokens) - num_held) + num_revived
 
-    def _num_window_pages_missing(
-        self, seq: Sequence, tables: list[WindowTable], end: int
-    ) -> int:
+    def _num_window_pages_missing(self, seq: Sequence, tables: list[WindowTable], end: int) -> int:
         """Return the same of the window groups, whose tables shall end at index `end`."""
         num_pages = 0
         for table, group in zip(tables, self.windows, strict=True):
@@ -262,7 +263,9 @@ class WindowedBlockManager(BlockManager):
                 if block.key is None:
                     self._free.move_to_end(page, last=False)
 
-    def _cached_chain(self, seq: Sequence, index: int, parent_uid: int | str | None) -> Iterator[int]:
+    def _cached_chain(
+        self, seq: Sequence, index: int, parent_uid: int | str | None
+    ) -> Iterator[int]:
         """Yield the uids of the cached blocks of a sequence's published blocks from `index` on."""
         for key_hash, _ in seq.block_keys[index : seq.num_published_blocks]:
             block_id = None if parent_uid is None else self._cached.get((parent_uid, key_hash))

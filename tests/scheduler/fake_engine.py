@@ -119,7 +119,9 @@ class FakeWorker:
         # By block table: how many tokens a token sees, itself included.
         self.windows = [max_model_len, *(w for w, pages in windows for _ in range(pages))]
         self.token_ids = [[UNWRITTEN] * (max_model_len + 1) for _ in range(num_table_rows)]
-        self.block_tables = [[UNWRITTEN] * self.width * len(self.windows) for _ in range(num_table_rows)]
+        self.block_tables = [
+            [UNWRITTEN] * self.width * len(self.windows) for _ in range(num_table_rows)
+        ]
         self.last_positions = [UNWRITTEN] * num_table_rows  # of the last step that sampled
         self.rows: list[Row] = []  # of the last step, at their true positions
         self.kv: dict[tuple[int, int], int] = {}  # (block, offset) -> what `value` returned

@@ -111,6 +111,8 @@ def check_window_blocks(manager: WindowedBlockManager, sequences: Iterable[Seque
             assert manager._cached_windows[block.key] is block
             assert block.key[1] in uids, "a window block is cached without its block"
     assert all(manager._cached_windows[b.key] is b for b in manager._cached_pages.values())
-    is_cached = [manager.blocks[p].uid is not None or p in manager._cached_pages for p in manager._free]
+    is_cached = [
+        manager.blocks[p].uid is not None or p in manager._cached_pages for p in manager._free
+    ]
     assert is_cached == sorted(is_cached), "a cached page is reused before one that is not"
     return {*pages}
