@@ -23,9 +23,6 @@ class RopeConfig:
     theta: float
     rope_type: str = "default"
     """"default", "linear", "yarn", "llama3", "longrope", "proportional", "alpha" or "factors"."""
-    partial: float = 1.0
-    """The share of a head's numbers that rotate: the first ones. With "proportional" the pairs are
-    those of the whole head, and the last pairs do not rotate."""
     factor: float = 1.0
     original_max_position: int = 0
     """Positions of the model before scaling. Only yarn, llama3 and longrope use it."""
@@ -47,6 +44,9 @@ class RopeConfig:
     it; with longrope, in texts up to `original_max_position`."""
     long_factors: tuple[float, ...] = ()
     """[rotary_dim / 2]: the same, of an engine whose texts may be longer. Only longrope uses it."""
+    partial: float = 1.0
+    """The share of a head's numbers that rotate: the first ones. With "proportional" the pairs are
+    those of the whole head, and the last pairs do not rotate."""
     alpha: float = 1.0
     """Stretches theta, for a head of n numbers by alpha ** (n / (n - 2)). Only alpha uses it."""
 

@@ -26,7 +26,7 @@ class Gemma4ForCausalLM(DecoderForCausalLM):
     left_out = OTHER_MODALITIES
     norm: ClassVar[dict[str, Any]] = {"kind": NORM_WIDE}
     defaults: ClassVar[dict[str, Any]] = DEFAULTS
-    reads = frozenset({*DEFAULTS, "layer_types"})
+    reads = frozenset({*DEFAULTS, "layer_types", "partial_rotary_factor"})
 
     def __init__(self, config: ModelConfig, max_model_len: int) -> None:
         super().__init__(config, max_model_len)

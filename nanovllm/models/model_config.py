@@ -34,12 +34,16 @@ _COMMON_ROPE_KEYS = (
     "rope_theta",
     "factor",
     "original_max_position_embeddings",
-    "partial_rotary_factor",
     "truncate",
     *_YARN_FLOATS,
 )
 """Settings that any type may have; a type that does not use them ignores them."""
-_FAMILY_KEYS = ("llama_4_scaling_beta", "mrope_section", "mrope_interleaved")
+_FAMILY_KEYS = (
+    "partial_rotary_factor",
+    "llama_4_scaling_beta",
+    "mrope_section",
+    "mrope_interleaved",
+)
 """Settings that a family reads, or that change nothing for text."""
 
 # Far above every known model, and low enough that no product of sizes overflows.
@@ -100,10 +104,10 @@ class ModelConfig:
     """Positions that the model supports, rope scaling included."""
     tie_word_embeddings: bool
     dtype: torch.dtype
-    fields: dict[str, Any] = dataclasses.field(repr=False, compare=False)
-    """What config.json says of the text model, with the family's defaults."""
     quantization_config: Any = None
     """What config.json says of the form of the weights: `formats.registry` reads it."""
+    fields: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    """What config.json says of the text model, with the family's defaults."""
 
     @classmethod
     def from_hf(
@@ -127,13 +131,13 @@ class ModelConfig:
         architecture = architecture_of(config)
         fields = {**defaults, **text_fields(config)}
         _check_supported(fields, reads)
+        for key in ("attention_bias", "mlp_bias"):
+            _bool(fields, key, False)
         torch_dtype = _dtype(fields, dtype)
         num_heads, num_kv_heads, head_dim = _heads(fields)
         max_position = config_size(fields, "max_position_embeddings")
+        _check_rope(_rope_settings(fields, "full_attention"), reads)
         rope = _rope(fields, max_position, head_dim)
-        if extra := _rope_settings(fields, "full_attention").keys() & {*_FAMILY_KEYS} - {*reads}:
-            names = shown(", ".join(sorted(extra)))
-            raise UnsupportedModelError(f"config.json: rope settings not supported: {names}")
         if rope.rope_type == "yarn":
             # Users who add YaRN as Qwen3's model card says leave max_position_embeddings unscaled.
             max_position = max(max_position, int(rope.original_max_position * rope.factor))
@@ -340,6 +344,15 @@ def _rope_settings(fields: dict[str, Any], layer_type: str) -> dict[str, Any]:
     return settings
 
 
+def _check_rope(settings: dict[str, Any], reads: Collection[str]) -> None:
+    """Raise if a rotary setting is only for other families."""
+    if settings.get("partial_rotary_factor", 1.0) == 1.0:
+        reads = (*reads, "partial_rotary_factor")
+    for key in _FAMILY_KEYS:
+        if key in settings and key not in reads:
+            raise UnsupportedModelError(f"config.json: rope settings not supported: {key!r}")
+
+
 def _rope_type(settings: dict[str, Any]) -> str:
     """Take the type out of `settings`, checked."""
     other_name = settings.pop("type", "default")
@@ -396,7 +409,7 @@ def _rope(
     ):
         if key in settings:
             extra[name] = _factors(settings[key], key, num_pairs)
-    rope = RopeConfig(theta, rope_type, partial, factor, original, **extra)
+    rope = RopeConfig(theta, rope_type, factor, original, partial=partial, **extra)
     if rope.low_freq_factor >= rope.high_freq_factor:
         raise CheckpointError(
             f"config.json: rope low_freq_factor {rope.low_freq_factor} must be below "

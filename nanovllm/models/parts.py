@@ -29,6 +29,7 @@ _TOWERS = (
     "vision_model",
     "vision_embedder",
     "vision_adapter",
+    "vision_projection",
     "multi_modal_projector",
     "audio_tower",
     "embed_vision",

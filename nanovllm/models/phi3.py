@@ -8,6 +8,8 @@ from nanovllm.models.model_config import ModelConfig
 class Phi3ForCausalLM(DecoderForCausalLM):
     """Phi-3: a window in all layers if the config names one; part of a head may rotate."""
 
+    reads = frozenset({"partial_rotary_factor"})
+
     def make_layer(
         self, config: ModelConfig, index: int, before: list[DecoderLayer]
     ) -> DecoderLayer:

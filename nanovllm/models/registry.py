@@ -55,7 +55,7 @@ def check_architecture(name: str) -> None:
         )
     if name not in MODULES:
         raise UnsupportedModelError(
-            f"architecture {shown(name)} is not supported ({', '.join(MODULES)})"
+            f"architecture {shown(name)} is not supported: `nanovllm models` lists those that are"
         )
 
 

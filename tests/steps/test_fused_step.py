@@ -64,8 +64,6 @@ SMALL = ModelConfig(
     rms_norm_eps=1e-6,
     rope=RopeConfig(theta=1e4),
     max_position=512,
-    attention_bias=False,
-    mlp_bias=False,
     tie_word_embeddings=True,
     dtype=torch.float16,
 )
@@ -74,8 +72,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"architecture": "Qwen2ForCausalLM", "num_heads": 2},
     "llama": {
         "architecture": "LlamaForCausalLM",
-        "attention_bias": True,
-        "mlp_bias": True,
+        "fields": {"attention_bias": True, "mlp_bias": True},
         "tie_word_embeddings": False,
     },
 }
