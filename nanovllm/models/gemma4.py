@@ -11,6 +11,7 @@ from nanovllm.models.gemma4_parts import (
     DEFAULTS,
     Gemma4Attention,
     Gemma4Decoder,
+    Gemma4ExpertsLayer,
     Gemma4Layer,
     full_attention_sizes,
     source_layer,
@@ -20,7 +21,7 @@ from nanovllm.models.parts import OTHER_MODALITIES, SANDWICH, gelu_tanh, softcap
 
 
 class Gemma4ForCausalLM(DecoderForCausalLM):
-    """Gemma 4: E2B, E4B, 12B and 31B."""
+    """Gemma 4: E2B, E4B, 12B, 31B and 26B-A4B."""
 
     names: ClassVar[dict[str, str]] = SANDWICH
     left_out = OTHER_MODALITIES
@@ -57,7 +58,8 @@ class Gemma4ForCausalLM(DecoderForCausalLM):
         doubled = shares and config.flag("use_double_wide_mlp")
         size = config.intermediate_size * (1 + doubled)
         mlp = GatedMLP(config, activation=gelu_tanh(config), intermediate_size=size)
-        return Gemma4Layer(config, attention, mlp, **self.norm)
+        layer = Gemma4ExpertsLayer if config.flag("enable_moe_block") else Gemma4Layer
+        return layer(config, attention, mlp, **self.norm)
 
     def make_decoder(self, config: ModelConfig, layers: list[DecoderLayer]) -> Decoder:
         return Gemma4Decoder(config, layers, **self.norm)
@@ -68,7 +70,7 @@ class Gemma4ForCausalLM(DecoderForCausalLM):
 
 
 class Gemma4ForConditionalGeneration(Gemma4ForCausalLM):
-    """Gemma 4 E2B, E4B and 31B without pictures and sound."""
+    """Gemma 4 E2B, E4B, 31B and 26B-A4B without pictures and sound."""
 
 
 class Gemma4UnifiedForCausalLM(Gemma4ForCausalLM):

@@ -12,11 +12,12 @@ from nanovllm.errors import CheckpointError
 from nanovllm.kernels.torch_kernels import TORCH, Kernels
 from nanovllm.kernels.torch_math import NORM_WIDE
 from nanovllm.layers.attention import Attention
+from nanovllm.layers.experts import MAX_EXPERTS, Experts, NormedRouter, StoredExperts
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.replicated import ReplicatedLinear
 from nanovllm.models.decoder import Decoder, DecoderLayer, SelfAttention
 from nanovllm.models.model_config import ModelConfig, config_size
-from nanovllm.models.parts import AddOnly, SandwichLayer, ScaledEmbedding
+from nanovllm.models.parts import AddOnly, SandwichLayer, ScaledEmbedding, gelu_tanh
 
 DEFAULTS: dict[str, Any] = {
     "head_dim": 256,
@@ -28,6 +29,8 @@ DEFAULTS: dict[str, Any] = {
     "hidden_size_per_layer_input": 256,
     "vocab_size_per_layer_input": 262_144,
     "attention_k_eq_v": False,
+    "enable_moe_block": False,
+    "num_experts": None,
     "use_double_wide_mlp": False,
     "final_logit_softcapping": None,
     "rope_parameters": {
@@ -112,6 +115,35 @@ class Gemma4Layer(SandwichLayer):
             added = self.per_layer_projection(self.kernels.mul_act(gate, own_input, "gelu_tanh"))
             self._add.add_norm(self.post_per_layer_input_norm(added), total)
         self.kernels.scale(total, self.layer_scalar)
+        return total
+
+
+class Gemma4ExpertsLayer(Gemma4Layer):
+    """A layer with experts beside its MLP, which read the residual through norms of their own."""
+
+    def __init__(
+        self, config: ModelConfig, self_attn: SelfAttention, mlp: nn.Module, **norm: Any
+    ) -> None:
+        super().__init__(config, self_attn, mlp, **norm)
+        hidden_size, eps = config.hidden_size, config.rms_norm_eps
+        num_experts = config_size(config.fields, "num_experts", high=MAX_EXPERTS)
+        top_k = config_size(config.fields, "top_k_experts", high=num_experts)
+        self.router = NormedRouter(hidden_size, num_experts, top_k, eps)
+        self.experts = Experts(
+            num_experts,
+            hidden_size,
+            config.size("moe_intermediate_size"),
+            activation=gelu_tanh(config),
+            stored=StoredExperts(linears=None),
+        )
+        self.post_feedforward_layernorm_1 = RMSNorm(hidden_size, eps, NORM_WIDE)
+        self.post_feedforward_layernorm_2 = RMSNorm(hidden_size, eps, NORM_WIDE)
+        self.pre_feedforward_layernorm_2 = RMSNorm(hidden_size, eps, NORM_WIDE)
+
+    def feed_forward(self, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        total = self.post_feedforward_layernorm_1(self.mlp(hidden))
+        routed = self.experts(self.pre_feedforward_layernorm_2(residual), self.router(residual))
+        self._add.add_norm(self.post_feedforward_layernorm_2(routed), total)
         return total
 
 

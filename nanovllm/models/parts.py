@@ -189,7 +189,12 @@ class SandwichLayer(DecoderLayer):
         if output_indices is not None:
             residual = residual[output_indices]
         hidden, residual = self.post_attention_layernorm.add_norm(hidden, residual)
-        return self.after_mlp_norm(self.mlp(hidden)), residual
+        return self.after_mlp_norm(self.feed_forward(hidden, residual)), residual
+
+    def feed_forward(self, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Return what the MLP makes of `hidden`, the norm of `residual`: [O, hidden_size] each."""
+        found: torch.Tensor = self.mlp(hidden)
+        return found
 
 
 class AddOnly(nn.Module):
