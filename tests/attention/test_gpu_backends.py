@@ -27,7 +27,7 @@ from nanovllm.layers.attention import Attention
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rope_scaling import inverse_frequencies
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.worker import network
+from nanovllm.worker import attention_groups
 from tests.attention.cases import make_case, random_rows
 from tests.kernels.triton.inputs import CUDA, DEVICE, has_fp8
 from tests.kernels.triton.interpreter import patch_interpreter
@@ -381,7 +381,7 @@ def test_the_engine_generates_the_same_tokens(monkeypatch):
         made.append(TritonBackend(spec))
         return made[-1]
 
-    monkeypatch.setattr(network, "select_backend", triton_backend)
+    monkeypatch.setattr(attention_groups, "select_backend", triton_backend)
     assert tokens() == expected
     assert len(made) == 1
 
@@ -402,7 +402,7 @@ def test_the_engine_with_an_fp8_cache(monkeypatch):
     pools = []
 
     def logprobs(backend, **options):
-        monkeypatch.setattr(network, "select_backend", lambda spec, kernels: backend(spec))
+        monkeypatch.setattr(attention_groups, "select_backend", lambda spec, kernels: backend(spec))
         llm = LLM(
             demo_model.MODEL,
             dtype="float32",

@@ -20,7 +20,7 @@ from nanovllm.kernels.torch_kernels import TORCH, Kernels
 from nanovllm.kernels.triton import decode_step, sampling as triton_sampling
 from nanovllm.steps import registry
 from nanovllm.steps.cuda_capture import Step
-from nanovllm.worker import network
+from nanovllm.worker import attention_groups, network
 
 HOST = {"aten::_local_scalar_dense", "aten::nonzero", "aten::lift_fresh", "aten::equal"}
 """Operations that wait for the device, or copy from host memory that a replay no longer has."""
@@ -144,7 +144,9 @@ def select_static(spec: AttentionSpec, kernels: Kernels) -> StaticBackend:
 
 def use_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the interpreter run the Triton kernels of a step, but for those of the layers."""
-    monkeypatch.setattr(network, "select_backend", lambda spec, kernels: TritonBackend(spec))
+    monkeypatch.setattr(
+        attention_groups, "select_backend", lambda spec, kernels: TritonBackend(spec)
+    )
     monkeypatch.setattr(network, "select_kernels", lambda *_, **__: StepKernels())
 
 
@@ -153,7 +155,7 @@ def use_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> list[FakeCapture]:
     monkeypatch.setattr(FakeCapture, "made", [])
     monkeypatch.setattr(registry, "can_capture", lambda device: True)
     monkeypatch.setattr(registry, "make_capture", lambda device: FakeCapture())
-    monkeypatch.setattr(network, "select_backend", select_static)
+    monkeypatch.setattr(attention_groups, "select_backend", select_static)
     monkeypatch.setattr(network, "select_kernels", lambda *_, **__: TORCH)
     few = [16, 64]  # capturing more takes time
     monkeypatch.setattr(registry, "piece_sizes", lambda most: [n for n in few if n <= most])

@@ -41,7 +41,7 @@ from nanovllm.steps.fused_step import (
     unsupported,
     unsupported_model,
 )
-from nanovllm.worker import network
+from nanovllm.worker import attention_groups
 from nanovllm.worker.device_tables import DeviceTables
 from tests.kernels.triton.inputs import CUDA, DEVICE
 from tests.kernels.triton.interpreter import patch_interpreter
@@ -465,7 +465,9 @@ def test_the_engine_generates_the_same_tokens(
     options = {"max_num_seqs": 2, "kvcache_block_size": 16, "num_kvcache_blocks": 16}
     expected = generate(checkpoint, (prompts, params), enforce_eager=True, **options)
     use_fake_graphs(monkeypatch)
-    monkeypatch.setattr(network, "select_backend", lambda spec, kernels: TritonBackend(spec))
+    monkeypatch.setattr(
+        attention_groups, "select_backend", lambda spec, kernels: TritonBackend(spec)
+    )
     monkeypatch.setattr(fused_step, "unsupported", unsupported_model)
     monkeypatch.setattr(fused_step, "_is_faster", lambda *_: True)
     monkeypatch.setattr(Proposer, "add_costs", lambda self, info, *_: info)
