@@ -75,10 +75,21 @@ def _observer(config: Config) -> Observer:
 
 
 def _scheduler(config: Config, info: WorkerInfo, checkpoint: Checkpoint) -> Scheduler:
-    block_manager = BlockManager(
-        info.num_blocks, info.block_size, enable_prefix_caching=config.enable_prefix_caching
-    )
-    return Scheduler(
+    caching = config.enable_prefix_caching
+    make: type[Scheduler] = Scheduler
+    block_manager = BlockManager(info.num_blocks, info.block_size, enable_prefix_caching=caching)
+    if info.windows:
+        from nanovllm.scheduler.windowed import WindowedBlockManager, WindowedScheduler
+
+        make = WindowedScheduler
+        block_manager = WindowedBlockManager(
+            info.num_blocks,
+            info.block_size,
+            windows=info.windows,
+            max_num_batched_tokens=info.max_num_batched_tokens,
+            enable_prefix_caching=caching,
+        )
+    return make(
         block_manager,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=info.max_num_batched_tokens,

@@ -44,7 +44,7 @@ class InProcessExecutor:
         with on_device(device, self._num_threads), memory_errors(self._config):
             runner = make_runner(self._target, device, self._draft)
             info = measure(runner)
-            require_one_sequence(info.num_blocks, info.block_size, info.max_model_len)
+            require_one_sequence(info)
             info = allocate(runner, info)
         self._runner = runner
         return info

@@ -77,7 +77,7 @@ class SpawnedExecutor:
                 theirs.close()  # so that `ours` reads end-of-file when the child dies
             infos: list[WorkerInfo] = [self._receive(rank) for rank in range(size)]
             info = min(infos, key=lambda found: found.num_blocks)
-            require_one_sequence(info.num_blocks, info.block_size, info.max_model_len)
+            require_one_sequence(info)
             self._send(info, self._pipes)
             infos = [self._receive(rank) for rank in range(size)]
         except BaseException:

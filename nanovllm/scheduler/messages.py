@@ -8,6 +8,7 @@ import dataclasses
 from typing import NamedTuple
 
 from nanovllm.options.sampling_params import SamplingParams
+from nanovllm.scheduler.windows import WindowGroup
 
 
 class Admission(NamedTuple):
@@ -31,7 +32,7 @@ class Admission(NamedTuple):
 
 
 class NewBlocks(NamedTuple):
-    """Blocks appended to the block table of a table row, at index `start`."""
+    """Blocks appended to the block tables of a table row, which lie end to end, at index `start`."""
 
     table_idx: int
     start: int
@@ -171,3 +172,5 @@ class WorkerInfo:
     draft_seconds: tuple[tuple[int, float, float], ...] = ()
     """(rows, seconds of proposing the first token for each row, seconds of each further one),
     ascending; empty if it costs nothing."""
+    windows: tuple[WindowGroup, ...] = ()
+    """The groups of layers that have block tables of their own."""

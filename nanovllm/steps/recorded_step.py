@@ -4,6 +4,7 @@ In a small step, the Python code between two kernels would take as long as a sho
 scheduling and no sampling.
 """
 
+import dataclasses
 import logging
 from collections.abc import Callable, Sequence as Seq
 
@@ -42,24 +43,23 @@ class RecordedModel:
             return torch.zeros(shape, dtype=dtype)
 
         self._tables = tables
-        batch = Batch(
-            input_ids=zeros(MAX_TOKENS, dtype=torch.int64),
-            positions=zeros(MAX_TOKENS, dtype=torch.int64),
-            slot_mapping=zeros(MAX_TOKENS, dtype=torch.int64),
-            cu_seqlens_q=zeros(MAX_TOKENS + 1),
-            seq_lens=zeros(MAX_TOKENS),
-            block_tables=zeros(MAX_TOKENS, tables.block_tables.shape[1]),
+        num_tables, width = 1 + len(tables.other_tables), tables.block_tables.shape[1]
+        self._inputs = (
+            zeros(MAX_TOKENS, dtype=torch.int64),
+            zeros(MAX_TOKENS, dtype=torch.int64),
+            zeros(num_tables, MAX_TOKENS, dtype=torch.int64),
+            zeros(MAX_TOKENS + 1),
+            zeros(MAX_TOKENS),
+            zeros(num_tables, MAX_TOKENS, width),
         )
+        input_ids, positions, slots, cu_seqlens_q, seq_lens, blocks = self._inputs
+        batch, *others = (
+            Batch(input_ids, positions, slots[i], cu_seqlens_q, seq_lens, blocks[i])
+            for i in range(num_tables)
+        )
+        batch = dataclasses.replace(batch, others=tuple(others))
         with Recording(MAX_TOKENS) as self._recording:
             self._hidden: torch.Tensor = model(batch)
-        self._inputs = (
-            batch.input_ids,
-            batch.positions,
-            batch.slot_mapping,
-            batch.cu_seqlens_q,
-            batch.seq_lens,
-            batch.block_tables,
-        )
 
     def fits(self, rows: Seq[Row]) -> bool:
         """Return whether the recording is large enough for `rows`."""

@@ -5,6 +5,7 @@ tokens are written here on the device, so the next step can be built before the 
 Knows no model.
 """
 
+import dataclasses
 from array import array
 from collections.abc import Sequence as Seq
 
@@ -16,6 +17,7 @@ from nanovllm.layers.logits_rules import LogitsRules
 from nanovllm.layers.sampling_tensors import SamplingTensors, pack
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import Admission, Row, Schedule, WorkerInfo
+from nanovllm.scheduler.windows import num_tables
 from nanovllm.utils.transfer import upload
 from nanovllm.worker.kv_cache import zeros
 
@@ -24,7 +26,7 @@ class DeviceTables:
     """Tokens, block tables and sampling parameters of the running sequences.
 
     The extra table row `scratch_idx` belongs to no sequence. Padding rows of a batch read and write
-    it. Its block table holds block `num_blocks`, which the scheduler never allocates.
+    it. Its block tables hold block `num_blocks`, which the scheduler never allocates.
     """
 
     def __init__(
@@ -35,13 +37,14 @@ class DeviceTables:
         self.device = device
         self.kernels = kernels
         self.scratch_idx = max_num_seqs
-        # A table row's tokens and block table are adjacent, so one upload writes both. The extra
+        # A table row's tokens and block tables are adjacent, so one upload writes all. The extra
         # token column takes what follows position max_model_len - 1: only warm-up samples there.
         num_columns = info.max_model_len + 1
-        self._table = zeros((num_rows, num_columns + width), torch.int32, device)
+        num_cells = num_columns + num_tables(info.windows) * width
+        self._table = zeros((num_rows, num_cells), torch.int32, device)
+        self._table[self.scratch_idx, num_columns:] = info.num_blocks
         self.token_ids = self._table[:, :num_columns]
-        self.block_tables = self._table[:, num_columns:]
-        self.block_tables[self.scratch_idx] = info.num_blocks
+        self.block_tables, *self.other_tables = self._table[:, num_columns:].split(width, dim=1)
         self.sampling_tensors = SamplingTensors.greedy(num_rows, device)
         # Of each row's last token, behind accepted drafts: what `kernels.accept` found.
         self.last_positions = zeros((num_rows,), torch.int64, device)
@@ -54,8 +57,8 @@ class DeviceTables:
     def apply(self, schedule: Schedule) -> None:
         """Write what changed since the last step: with one upload, or none if nothing changed.
 
-        No cell is written twice: an admitted table row gets no new blocks or tokens in the same
-        step.
+        No cell is written twice: an admitted table row gets no new tokens in the same step, and
+        new blocks only in other block tables than its first.
         """
         if not (schedule.admissions or schedule.new_tokens or schedule.new_blocks):
             return
@@ -85,7 +88,10 @@ class DeviceTables:
             self._admit(admissions)
 
     def batch(self, rows: list[Row]) -> Batch:
-        """Return the tokens of `rows` as a batch, in the order of the rows."""
+        """Return the tokens of `rows` as a batch, in the order of the rows.
+
+        `Batch.others` has the same tokens with each of `other_tables`.
+        """
         query_lens = tuple(row.num_scheduled_tokens for row in rows)
         seq_lens = tuple(row.num_computed_tokens + row.num_scheduled_tokens for row in rows)
         num_tokens = sum(query_lens)
@@ -100,17 +106,25 @@ class DeviceTables:
         tokens = torch.arange(num_tokens, device=self.device)
         positions = tokens + (ends - cu_seqlens[1:])[token_rows]
         token_table_indices = table_indices[token_rows]
-        blocks = self.block_tables[token_table_indices, positions // self.block_size].long()
         width = -(-max(seq_lens) // self.block_size)
-        return Batch(
+
+        def places(tables: torch.Tensor) -> dict[str, torch.Tensor]:
+            blocks = tables[token_table_indices, positions // self.block_size].long()
+            slots = blocks * self.block_size + positions % self.block_size
+            return {"slot_mapping": slots, "block_tables": tables[table_indices, :width]}
+
+        batch = Batch(
             input_ids=self.token_ids[token_table_indices, positions].long(),
             positions=positions,
-            slot_mapping=blocks * self.block_size + positions % self.block_size,
             cu_seqlens_q=cu_seqlens.int(),
             seq_lens=ends.int(),
-            block_tables=self.block_tables[table_indices, :width],
             lengths=HostLengths(query_lens, seq_lens),
+            **places(self.block_tables),
         )
+        if not self.other_tables:
+            return batch
+        others = (dataclasses.replace(batch, **places(table)) for table in self.other_tables)
+        return dataclasses.replace(batch, others=tuple(others))
 
     def _admit(self, admissions: list[Admission]) -> None:
         """Set the host's part of the table rows."""

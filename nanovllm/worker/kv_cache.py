@@ -8,12 +8,15 @@ import errno
 import itertools
 import logging
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence as Seq
 
 import torch
 
 from nanovllm.errors import OutOfMemoryError
 from nanovllm.options.config import Config
+from nanovllm.scheduler.messages import WorkerInfo
+from nanovllm.scheduler.windows import pages_for
 from nanovllm.utils.memory import lazy_zeros
 
 logger = logging.getLogger(__name__)
@@ -34,7 +37,8 @@ def num_blocks_that_fit(
 
     Args:
         block_bytes: bytes of one block, all layers of this rank together.
-        max_blocks: blocks for max_num_seqs sequences of max_model_len tokens. More are useless.
+        max_blocks: blocks for max_num_seqs sequences of max_model_len tokens, those that have left
+            a window included: they stay in the prefix cache. More are useless.
         warm_up: runs the largest step, so that torch records its peak memory on CUDA. Returns the
             bytes that CUDA graphs will take.
         num_reserved: blocks that the rank allocates in addition, for padding.
@@ -74,19 +78,25 @@ def graph_bytes(sizes: Seq[int], capture: Callable[[int], None], device: torch.d
     return sum(grown) + min(grown[1:], default=0) * (len(sizes) - len(grown))
 
 
-def require_one_sequence(num_blocks: int, block_size: int, max_model_len: int) -> None:
+def require_one_sequence(info: WorkerInfo) -> None:
     """Check that the pool can hold one sequence of `max_model_len` tokens.
 
     Raises:
         OutOfMemoryError: it cannot.
     """
-    needed = -(-max_model_len // block_size)
-    if num_blocks < needed:
-        room = num_blocks * block_size
+
+    def needed(num_tokens: int) -> int:
+        chunk = info.max_num_batched_tokens
+        return pages_for(num_tokens, info.block_size, info.windows, chunk)
+
+    length = info.max_model_len
+    if info.num_blocks < needed(length):
+        room = bisect_right(range(1, length + 1), info.num_blocks, key=needed)
         lower = f"lower max_model_len to {room} or less, or " if room else ""
         raise OutOfMemoryError(
-            f"the KV pool holds {num_blocks} blocks of {block_size} tokens, but one sequence of "
-            f"max_model_len {max_model_len} needs {needed}; {lower}give the pool more ("
+            f"the KV pool holds {info.num_blocks} blocks of {info.block_size} tokens, but one "
+            f"sequence of max_model_len {length} needs {needed(length)}; "
+            f"{lower}give the pool more ("
             "gpu_memory_utilization, kv_cache_memory_bytes, num_kvcache_blocks)"
         )
 

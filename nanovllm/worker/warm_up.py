@@ -16,6 +16,7 @@ from nanovllm.layers.logits_rules import LogitsRules
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.extensions import MAX_SAMPLES
 from nanovllm.scheduler.messages import Admission, Row, Schedule, WorkerInfo
+from nanovllm.scheduler.windows import num_tables
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.kv_cache import num_blocks_that_fit
 from nanovllm.worker.model_runner import ModelRunner
@@ -59,12 +60,14 @@ def measure(runner: ModelRunner) -> WorkerInfo:
         network.model_config.vocab_size,
         runner.max_num_batched_tokens,
         runs_ahead=runner.device.type == "cuda",
+        windows=network.attention.layout.windows,
     )
+    blocks_of_one = -(-runner.max_model_len // block_size)
     num_blocks = num_blocks_that_fit(
         config,
         runner.device,
         block_bytes=block_bytes,
-        max_blocks=-(-runner.max_model_len // block_size) * config.max_num_seqs,
+        max_blocks=num_tables(info.windows) * blocks_of_one * config.max_num_seqs,
         num_reserved=runner.num_padding_blocks,
         warm_up=partial(reach_peak, runner, info),
     )

@@ -8,6 +8,7 @@ import torch
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import Admission, NewBlocks, NewTokens, Row, Schedule, WorkerInfo
+from nanovllm.scheduler.windows import WindowGroup
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.sampling_rows import SamplingRows
 
@@ -15,8 +16,8 @@ VOCAB = 1000
 PLAIN = SamplingParams()
 
 
-def make_tables(block_size=4, max_model_len=40, max_num_seqs=6):
-    info = WorkerInfo(10_000, block_size, max_model_len, VOCAB, 16384)
+def make_tables(block_size=4, max_model_len=40, max_num_seqs=6, windows=()):
+    info = WorkerInfo(10_000, block_size, max_model_len, VOCAB, 16384, windows=windows)
     return DeviceTables(info, max_num_seqs, torch.device("cpu"), TORCH)
 
 
@@ -199,6 +200,32 @@ def test_random_schedules(seed, block_size):
         sampled = [shadow.chooser.randrange(VOCAB) for row in schedule.rows if row.samples]
         sampling.store(torch.tensor(sampled, dtype=torch.int64))
         shadow.take(schedule.rows, sampled)
+
+
+def test_window_groups_have_tables_of_their_own():
+    """Cells behind a table row's first block table. A batch has the same tokens for each table."""
+    tables = make_tables(max_model_len=30, windows=(WindowGroup(5, 2), WindowGroup(9, 1)))
+    width = 8
+    assert tables.block_tables.shape[1] == width
+    first = admit(1, list(range(100, 110)), [7, 3, 5])
+    others = [NewBlocks(1, table * width + 1, [10 * table, 10 * table + 1]) for table in (1, 2, 3)]
+    apply(tables, [first], others)
+    apply(tables, new_blocks=[NewBlocks(1, 3, [9]), NewBlocks(1, 2 * width + 3, [29])])
+    rows = [Row(1, 1, 6, 4, samples=True)]
+    batch = tables.batch(rows)
+    assert batch.block_tables.tolist() == [[7, 3, 5]]
+    assert batch.slot_mapping.tolist() == [14, 15, 20, 21]
+    assert len(batch.others) == 3
+    for table, other in enumerate(batch.others, 1):
+        assert other.block_tables.tolist() == [[0, 10 * table, 10 * table + 1]]
+        begin = 40 * table
+        assert other.slot_mapping.tolist() == [begin + 2, begin + 3, begin + 4, begin + 5]
+        assert other.input_ids is batch.input_ids
+        assert other.lengths == batch.lengths
+        assert other.others == ()
+    assert tables.other_tables[1][1].tolist() == [0, 20, 21, 29, 0, 0, 0, 0]
+    scratch = [tables.block_tables, *tables.other_tables]
+    assert all(table[tables.scratch_idx].tolist() == [10_000] * width for table in scratch)
 
 
 def test_dtypes():

@@ -1,5 +1,6 @@
 """The number of KV blocks by config and free memory, and the error if it is too small."""
 
+import dataclasses
 import errno
 import io
 import itertools
@@ -10,6 +11,8 @@ import torch
 
 from nanovllm.errors import OutOfMemoryError
 from nanovllm.options.config import Config
+from nanovllm.scheduler.messages import WorkerInfo
+from nanovllm.scheduler.windows import WindowGroup
 from nanovllm.worker import kv_cache
 from nanovllm.worker.kv_cache import (
     available_memory,
@@ -142,7 +145,17 @@ def test_cpu_with_nothing_free_has_no_blocks(free_memory):
     ("num_blocks", "block_size", "max_model_len"), [(4, 16, 64), (4, 16, 50), (1, 256, 1)]
 )
 def test_enough_blocks_for_one_sequence(num_blocks, block_size, max_model_len):
-    require_one_sequence(num_blocks, block_size, max_model_len)
+    require_one_sequence(WorkerInfo(num_blocks, block_size, max_model_len, 1000, 64))
+
+
+def test_blocks_of_window_groups_count():
+    """Of 4096 tokens, a window of 32 holds at most 7 blocks in a step of 64 tokens."""
+    info = WorkerInfo(256 + 3 * 7, 16, 4096, 1000, 64, windows=(WindowGroup(32, 3),))
+    require_one_sequence(info)
+    with pytest.raises(OutOfMemoryError, match=r"lower max_model_len to 4080 or less"):
+        require_one_sequence(dataclasses.replace(info, num_blocks=info.num_blocks - 1))
+    with pytest.raises(OutOfMemoryError, match=r"lower max_model_len to 16 or less"):
+        require_one_sequence(dataclasses.replace(info, num_blocks=7))
 
 
 @pytest.mark.parametrize(
@@ -150,7 +163,7 @@ def test_enough_blocks_for_one_sequence(num_blocks, block_size, max_model_len):
 )
 def test_too_few_blocks_name_the_numbers_and_the_ways_out(num_blocks, max_model_len, needed):
     with pytest.raises(OutOfMemoryError) as raised:
-        require_one_sequence(num_blocks, 16, max_model_len)
+        require_one_sequence(WorkerInfo(num_blocks, 16, max_model_len, 1000, 64))
     message = str(raised.value)
     assert f"holds {num_blocks} blocks of 16 tokens" in message
     assert f"max_model_len {max_model_len} needs {needed};" in message

@@ -22,7 +22,7 @@ _KERNELS = {
     "nv_sample": "pnppppppppppnnf",
     "nv_to_float": "ppn",
     "nv_forbid": "pppnnn",
-    "nv_batch": "pnnpnnppppppn",
+    "nv_batch": "pnnpnnppppppnnnn",
     "nv_ngram": "pnpnnnp",
     "nv_copy_rows": "pnppnpNn",
     "nv_route": "ppppNnnnf",

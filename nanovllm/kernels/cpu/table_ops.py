@@ -26,17 +26,26 @@ def batch(
     table_indices[r].
 
     Args:
-        token_ids, block_tables: adjacent columns of one int32 table, a line per table row.
+        token_ids, block_tables: adjacent columns of one int32 table, a line per table row. Further
+            block tables of equal width follow.
         out: input_ids, positions, slot_mapping, cu_seqlens_q, seq_lens and block_tables of
-            `attention.batch.Batch`; they may be longer than the batch.
+            `attention.batch.Batch`; they may be longer than the batch. slot_mapping and
+            block_tables have one dimension more, of the block tables that are read.
     """
     rows = array("q", (*table_indices, *query_lens, *seq_lens))
     columns, stride = token_ids.shape[1], token_ids.stride(0)
     assert block_tables.data_ptr() == token_ids.data_ptr() + columns * token_ids.element_size()
     address, _ = rows.buffer_info()
-    width = out[-1].shape[1]
+    slots, tables = out[2], out[5]
+    num_tables, _, width = tables.shape
+    assert block_tables.shape[1] == width
+    assert columns + num_tables * width <= stride
+    sizes = width, num_tables, slots.stride(0), tables.stride(0)
     library.call(
-        "nv_batch", token_ids, stride, columns, address, len(table_indices), block_size, *out, width
+        "nv_batch",
+        *(token_ids, stride, columns, address, len(table_indices), block_size),
+        *out,
+        *sizes,
     )
 
 

@@ -14,9 +14,14 @@ FEW_TOKENS = 16
 
 
 class DraftKV:
-    """Counts the right slots of each block, from the block's start on."""
+    """Counts the right slots of each block, from the block's start on.
 
-    def __init__(self, num_table_rows: int, num_blocks: int, block_size: int) -> None:
+    Args:
+        width: of a table row's first block table, the only one that a draft network reads.
+    """
+
+    def __init__(self, num_table_rows: int, num_blocks: int, block_size: int, width: int) -> None:
+        self._width = width
         self._block_size = block_size
         self._num_right = [0] * num_blocks
         # By table row: block table, positions known to be right, end of the drafts' KV. A table row
@@ -37,6 +42,8 @@ class DraftKV:
             for block in new.block_ids[first:]:
                 self._num_right[block] = 0
         for blocks in schedule.new_blocks:
+            if blocks.start >= self._width:
+                continue
             self._block_tables[blocks.table_idx][blocks.start :] = blocks.block_ids
             for block in blocks.block_ids:
                 self._num_right[block] = 0

@@ -65,7 +65,8 @@ class DraftNetwork(Proposer):
     def allocate(self, tables: DeviceTables, num_blocks: int) -> None:
         """Make the pools, and capture small steps if the device has graphs."""
         self._tables = tables
-        self._kv = DraftKV(len(tables.params), num_blocks, tables.block_size)
+        width = tables.block_tables.shape[1]
+        self._kv = DraftKV(len(tables.params), num_blocks, tables.block_size, width)
         self._make_pools(tables, num_blocks)
         if self._steps.uses_graphs:
             self._graphs = self._make_graphs(tables)

@@ -487,28 +487,32 @@ def test_one_logit_that_is_no_number_shows_in_the_largest(n, value):
 
 @native
 @pytest.mark.usefixtures("kernels")
-def test_batch_is_what_the_tables_hold():
-    table = torch.randint(0, 1000, (4, 100 + 7), dtype=torch.int32)
-    token_ids, block_tables = table[:, :100], table[:, 100:]
+@pytest.mark.parametrize("num_tables", [1, 3])
+def test_batch_is_what_the_tables_hold(num_tables):
+    table = torch.randint(0, 1000, (4, 100 + 3 * 7), dtype=torch.int32)
+    token_ids, *block_tables = table.split([100, 7, 7, 7], dim=1)
     rows = [(3, 5, 5), (0, 1, 97), (2, 17, 33)]  # table_idx, query_len, seq_len
     places = [(table_idx, i) for table_idx, count, end in rows for i in range(end - count, end)]
     empty = functools.partial(torch.full, fill_value=-1)
     out = (
-        *(empty((30,), dtype=torch.int64) for _ in range(3)),
+        *(empty((30,), dtype=torch.int64) for _ in range(2)),
+        empty((num_tables, 30), dtype=torch.int64),
         *(empty((5,), dtype=torch.int32) for _ in range(2)),
-        empty((5, 7), dtype=torch.int32),
+        empty((num_tables, 5, 7), dtype=torch.int32),
     )
-    table_ops.batch(token_ids, block_tables, 16, *zip(*rows, strict=True), out)
+    table_ops.batch(token_ids, block_tables[0], 16, *zip(*rows, strict=True), out)
     input_ids, positions, slot_mapping, cu_seqlens_q, seq_lens, blocks = (t.tolist() for t in out)
     padding = [-1] * (30 - len(places))
     assert input_ids == [int(token_ids[place]) for place in places] + padding
     assert positions == [i for _, i in places] + padding
-    expected = [int(block_tables[idx, i // 16]) * 16 + i % 16 for idx, i in places]
-    assert slot_mapping == expected + padding
     assert cu_seqlens_q == [0, 5, 6, 23, -1]
     assert seq_lens == [5, 97, 33, -1, -1]
-    for row, (table_idx, _, end) in enumerate(rows):
-        assert blocks[row][: -(-end // 16)] == block_tables[table_idx, : -(-end // 16)].tolist()
+    for i in range(num_tables):
+        expected = [int(block_tables[i][idx, j // 16]) * 16 + j % 16 for idx, j in places]
+        assert slot_mapping[i] == expected + padding
+        for row, (table_idx, _, end) in enumerate(rows):
+            length = -(-end // 16)
+            assert blocks[i][row][:length] == block_tables[i][table_idx, :length].tolist()
 
 
 def draws(logits, *, positions=None, num_rows=None, **columns):

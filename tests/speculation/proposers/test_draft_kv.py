@@ -13,7 +13,7 @@ SIZE = 4
 
 @pytest.fixture
 def kv() -> DraftKV:
-    return DraftKV(num_table_rows=3, num_blocks=10, block_size=SIZE)
+    return DraftKV(num_table_rows=3, num_blocks=10, block_size=SIZE, width=4)
 
 
 def admit(kv: DraftKV, table_idx: int, blocks: list[int], num_cached: int = 0) -> None:
@@ -121,3 +121,12 @@ def test_a_shared_block_is_in_one_chunk(kv: DraftKV) -> None:
     admit(kv, 0, [0, 1, 2])
     admit(kv, 1, [0, 1, 3], num_cached=2)
     assert chunks(kv, [row(0, 11), row(1, 12)], 1, 64) == [[(0, 0, 10)], [(1, 8, 11)]]
+
+
+def test_blocks_of_other_tables_are_not_its_own(kv: DraftKV) -> None:
+    """Window groups have theirs behind the first block table."""
+    admit(kv, 0, [5, 6])
+    kv.set_right(0, 8)
+    step(kv, row(0, 9), NewBlocks(0, 2, [7]), NewBlocks(0, 4, [1, 2]), NewBlocks(0, 8, [3, 4]))
+    assert kv.start(row(0, 9)) == 8
+    assert kv.begun_blocks(row(0, 9), 12) == [7]

@@ -65,7 +65,8 @@ void nv_forbid(team *t, float *logits, const int64_t *rows, const uint8_t *masks
 /* batch.c */
 void nv_batch(team *t, const int32_t *table, ptrdiff_t stride, ptrdiff_t columns, const int64_t *rows, ptrdiff_t num_rows,
               ptrdiff_t block, int64_t *input_ids, int64_t *positions, int64_t *slot_mapping, int32_t *cu_seqlens,
-              int32_t *seq_lens, int32_t *block_tables, ptrdiff_t width);
+              int32_t *seq_lens, int32_t *block_tables, ptrdiff_t width, ptrdiff_t num_tables, ptrdiff_t slots_apart,
+              ptrdiff_t blocks_apart);
 
 /* ngram.c */
 void nv_ngram(team *t, int32_t *table, ptrdiff_t stride, const int64_t *rows, ptrdiff_t num_rows, ptrdiff_t smallest,

@@ -45,7 +45,8 @@ static void run_call(team *t, const word *call, ptrdiff_t tokens, ptrdiff_t rows
     case 11: nv_to_float(t, a[0].p, a[1].p, a[2].n); break;
     case 12: nv_forbid(t, a[0].p, a[1].p, a[2].p, a[3].n, a[4].n, a[5].n); break;
     case 13:
-        nv_batch(t, a[0].p, a[1].n, a[2].n, a[3].p, a[4].n, a[5].n, a[6].p, a[7].p, a[8].p, a[9].p, a[10].p, a[11].p, a[12].n);
+        nv_batch(t, a[0].p, a[1].n, a[2].n, a[3].p, a[4].n, a[5].n, a[6].p, a[7].p, a[8].p, a[9].p, a[10].p, a[11].p, a[12].n,
+                 a[13].n, a[14].n, a[15].n);
         break;
     case 14: nv_ngram(t, a[0].p, a[1].n, a[2].p, a[3].n, a[4].n, a[5].n, a[6].p); break;
     case 15: nv_copy_rows(t, a[0].p, a[1].n, a[2].p, a[3].p, a[4].n, a[5].p, TOKENS(6), a[7].n); break;
