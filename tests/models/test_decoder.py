@@ -13,11 +13,13 @@ from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.models.registry import read_config
 from nanovllm.options.config import Config
 from nanovllm.scheduler.messages import Admission, NewBlocks, Row, Schedule, WorkerInfo
+from nanovllm.scheduler.windows import num_tables
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.network import Network, NetworkSpec
 from tests.checkpoints import random_model
 
 MAX_LENGTH = 128
+NUM_PAGES = 1000
 GREEDY = SamplingParams(temperature=0)
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
 LLAMA3 = {
@@ -159,10 +161,10 @@ class Steps:
         spec = NetworkSpec(config, model_config, weight_files(checkpoint, str(path)))
         cpu = torch.device("cpu")
         self.network = Network(spec, MAX_LENGTH, cpu)
-        self.network.make_pool(200)
-        self.tables = DeviceTables(
-            WorkerInfo(200, block_size, MAX_LENGTH, model_config.vocab_size, 512), 8, cpu, TORCH
-        )
+        self.network.make_pool(NUM_PAGES)
+        self.windows = self.network.attention.layout.windows
+        sizes = (NUM_PAGES, block_size, MAX_LENGTH, model_config.vocab_size, 512)
+        self.tables = DeviceTables(WorkerInfo(*sizes, windows=self.windows), 8, cpu, TORCH)
 
     @torch.inference_mode()
     def logits(self, schedule):
@@ -179,13 +181,17 @@ def run_in_chunks(path, prompts, cuts, block_size):
     """Run the prompts in two mixed steps, before and after each one's cut; return all logits."""
     steps = Steps(path, block_size)
     chooser = random.Random(block_size)
-    blocks = chooser.sample(range(200), 200)
+    blocks = chooser.sample(range(NUM_PAGES), NUM_PAGES)
+    width = -(-MAX_LENGTH // block_size)
     table_indices = chooser.sample(range(8), len(prompts))
-    admissions, new_blocks, first, second = [], [], [], []
+    admissions, first_blocks, new_blocks, first, second = [], [], [], [], []
     rows = zip(prompts, cuts, table_indices, strict=True)
     for index, (prompt, cut, table_idx) in enumerate(rows):
         before, whole = -(-cut // block_size), -(-len(prompt) // block_size)
         ids = [blocks.pop() for _ in range(whole)]
+        for table in range(1, num_tables(steps.windows)):
+            pages = [blocks.pop() for _ in range(whole)]
+            first_blocks.append(NewBlocks(table_idx, table * width, pages))
         start = (index, table_idx, prompt, len(prompt), ids[:before])
         admissions.append(Admission(*start, GREEDY, 0, frozenset(), ()))
         first.append(Row(index, table_idx, 0, cut, samples=cut == len(prompt)))
@@ -194,7 +200,7 @@ def run_in_chunks(path, prompts, cuts, block_size):
             new_blocks.append(NewBlocks(table_idx, before, ids[before:]))
     second.reverse()
     logits = [[] for _ in prompts]
-    for schedule in (Schedule(0, admissions, [], first), Schedule(1, [], new_blocks, second)):
+    for schedule in (Schedule(0, admissions, first_blocks, first), Schedule(1, [], new_blocks, second)):
         lengths = [row.num_scheduled_tokens for row in schedule.rows]
         parts = steps.logits(schedule).split(lengths)
         for row, part in zip(schedule.rows, parts, strict=True):
