@@ -32,7 +32,7 @@ class Admission(NamedTuple):
 
 
 class NewBlocks(NamedTuple):
-    """Blocks appended to the block tables of a table row, which lie end to end, at index `start`."""
+    """Blocks appended to the block tables of a table row, which lie end to end, from `start` on."""
 
     table_idx: int
     start: int

@@ -5,7 +5,6 @@ tokens are written here on the device, so the next step can be built before the 
 Knows no model.
 """
 
-import dataclasses
 from array import array
 from collections.abc import Sequence as Seq
 
@@ -44,7 +43,8 @@ class DeviceTables:
         self._table = zeros((num_rows, num_cells), torch.int32, device)
         self._table[self.scratch_idx, num_columns:] = info.num_blocks
         self.token_ids = self._table[:, :num_columns]
-        self.block_tables, *self.other_tables = self._table[:, num_columns:].split(width, dim=1)
+        tables = torch.split(self._table[:, num_columns:], width, dim=1)
+        self.block_tables, self.other_tables = tables[0], tables[1:]
         self.sampling_tensors = SamplingTensors.greedy(num_rows, device)
         # Of each row's last token, behind accepted drafts: what `kernels.accept` found.
         self.last_positions = zeros((num_rows,), torch.int64, device)
@@ -106,25 +106,23 @@ class DeviceTables:
         tokens = torch.arange(num_tokens, device=self.device)
         positions = tokens + (ends - cu_seqlens[1:])[token_rows]
         token_table_indices = table_indices[token_rows]
+        input_ids = self.token_ids[token_table_indices, positions].long()
         width = -(-max(seq_lens) // self.block_size)
 
-        def places(tables: torch.Tensor) -> dict[str, torch.Tensor]:
+        def batch(tables: torch.Tensor, others: tuple[Batch, ...] = ()) -> Batch:
             blocks = tables[token_table_indices, positions // self.block_size].long()
-            slots = blocks * self.block_size + positions % self.block_size
-            return {"slot_mapping": slots, "block_tables": tables[table_indices, :width]}
+            return Batch(
+                input_ids=input_ids,
+                positions=positions,
+                slot_mapping=blocks * self.block_size + positions % self.block_size,
+                cu_seqlens_q=cu_seqlens.int(),
+                seq_lens=ends.int(),
+                block_tables=tables[table_indices, :width],
+                lengths=HostLengths(query_lens, seq_lens),
+                others=others,
+            )
 
-        batch = Batch(
-            input_ids=self.token_ids[token_table_indices, positions].long(),
-            positions=positions,
-            cu_seqlens_q=cu_seqlens.int(),
-            seq_lens=ends.int(),
-            lengths=HostLengths(query_lens, seq_lens),
-            **places(self.block_tables),
-        )
-        if not self.other_tables:
-            return batch
-        others = (dataclasses.replace(batch, **places(table)) for table in self.other_tables)
-        return dataclasses.replace(batch, others=tuple(others))
+        return batch(self.block_tables, tuple(map(batch, self.other_tables)))
 
     def _admit(self, admissions: list[Admission]) -> None:
         """Set the host's part of the table rows."""
