@@ -200,7 +200,10 @@ def run_in_chunks(path, prompts, cuts, block_size):
             new_blocks.append(NewBlocks(table_idx, before, ids[before:]))
     second.reverse()
     logits = [[] for _ in prompts]
-    for schedule in (Schedule(0, admissions, first_blocks, first), Schedule(1, [], new_blocks, second)):
+    for schedule in (
+        Schedule(0, admissions, first_blocks, first),
+        Schedule(1, [], new_blocks, second),
+    ):
         lengths = [row.num_scheduled_tokens for row in schedule.rows]
         parts = steps.logits(schedule).split(lengths)
         for row, part in zip(schedule.rows, parts, strict=True):

@@ -1,5 +1,6 @@
 """Each family beside transformers' own class: logits, greedy tokens, batching, windows, hits."""
 
+import dataclasses
 import random
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from transformers import AutoConfig
 
 from nanovllm import SamplingParams
+from nanovllm.scheduler.windows import pages_for
 from tests.checkpoints import random_model
 from tests.models.test_decoder import MAX_LENGTH, assert_logits_agree, random_prompts
 
@@ -68,21 +70,21 @@ SWITCHES = {
         "sliding_window": WINDOWS,
         "layer_types": TYPES,
         "attn_logit_softcapping": [5.0, None, 50.0],
-        "final_logit_softcapping": [3.0, None],
+        "final_logit_softcapping": [10.0, None],
         "query_pre_attn_scalar": [24, 100],
         "attention_bias": [True, False],
     },
     "gemma3_text": {
         "sliding_window": WINDOWS,
         "layer_types": TYPES,
-        "final_logit_softcapping": [None, 3.0],
+        "final_logit_softcapping": [None, 10.0],
         "query_pre_attn_scalar": [24, 100],
         "typed_rope": [None, BY_TYPE],
     },
     "gemma4_text": {
         "sliding_window": WINDOWS,
         "layer_types": [None, ["sliding_attention", "full_attention"] * 3],
-        "global_head_dim": [32, 24],
+        "global_head_dim": [32, 8],
         "shared": [0, 2],
         "hidden_size_per_layer_input": [0, 12],
         "attention_k_eq_v": [False, True],
@@ -152,8 +154,13 @@ def in_transformers_names(switches, settings):
         switches["original_max_position_embeddings"] = original
     if (shared := switches.pop("shared", None)) is not None:
         switches["num_kv_shared_layers"] = shared
+        if shared:  # transformers fails without the other two
+            switches["layer_types"] = ["sliding_attention", "full_attention"] * 3
+            switches["hidden_size_per_layer_input"] = 12
         if switches["hidden_size_per_layer_input"]:
             switches["vocab_size_per_layer_input"] = settings["vocab_size"]
+    if switches.get("sliding_window", 0) is None and "layer_types" in switches:
+        switches["layer_types"] = ["full_attention"] * 6
     if "typed_rope" in switches:
         if (typed := switches.pop("typed_rope")) is not None:
             switches["rope_parameters"] = typed
@@ -187,15 +194,13 @@ def test_logits_of_all_positions(saved):
 
 
 def test_greedy_tokens(saved, make_llm):
-    """64 tokens behind each of three prompts: batched, in chunks, preempted, and from a hit.
-
-    The pool is too small for all three, so some are preempted.
-    """
+    """64 tokens behind each of three prompts: batched, in chunks, preempted, and from a hit."""
     case, theirs, path = saved
     prompts = random_prompts(case, theirs.config.vocab_size, [3, 17, 60])
+    chunk = 1 if int(case.split()[1]) % 6 == 0 else 24
     options = {"device": "cpu", "max_model_len": MAX_LENGTH, "kvcache_block_size": 16}
-    chunk = 1 if int(case.split()[1]) % 4 == 0 else 24
-    llm = make_llm(path, max_num_batched_tokens=chunk, num_kvcache_blocks=40, **options)
+    options["max_num_batched_tokens"] = chunk
+    llm = make_llm(path, num_kvcache_blocks=200, **options)
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
     outputs = llm.generate(prompts, params, use_tqdm=False)
     with torch.inference_mode():
@@ -203,7 +208,15 @@ def test_greedy_tokens(saved, make_llm):
             logits = theirs(torch.tensor([prompt + output.token_ids])).logits[0]
             assert output.token_ids == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
             assert len(output.token_ids) == 64
-    longer = prompts[2] + outputs[2].token_ids[:20]
-    again = llm.generate([longer], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
-    assert again[0].token_ids == outputs[2].token_ids[20:60]
-    assert again[0].num_cached_tokens >= 64
+
+    longer = prompts[2] + outputs[2].token_ids[:40]
+    [hit] = llm.generate([longer], dataclasses.replace(params, max_tokens=20), use_tqdm=False)
+    assert hit.token_ids == outputs[2].token_ids[40:60]
+    assert hit.num_cached_tokens >= 80
+
+    smallest = pages_for(MAX_LENGTH, 16, llm.engine.worker_info.windows, chunk)
+    llm = make_llm(path, num_kvcache_blocks=smallest + 1, **options)
+    again = llm.generate(prompts, params, use_tqdm=False)
+    assert [output.token_ids for output in again] == [output.token_ids for output in outputs]
+    if chunk > 1 and not llm.engine.worker_info.windows:
+        assert llm.engine.scheduler.stats.num_preemptions
