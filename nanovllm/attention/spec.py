@@ -39,6 +39,19 @@ class AttentionSpec:
         return self.kv_dtype not in (None, self.dtype)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionOptions:
+    """What may differ from plain causal attention. The fields are those of `AttentionSpec`."""
+
+    scale: float | None = None
+    window: int | None = None
+    softcap: float = 0.0
+    sinks: bool = False
+
+
+PLAIN = AttentionOptions()
+
+
 class QKNorm(NamedTuple):
     """How a layer prepares queries, keys and values: RMSNorm or none, and rotation.
 

@@ -1,27 +1,11 @@
 """The attention layer. It holds the KV cache of one model layer and calls the attention backend."""
 
-import dataclasses
-from typing import Any
-
 import torch
 from torch import nn
 
 from nanovllm.attention.backend import Backend
 from nanovllm.attention.batch import Batch
-from nanovllm.attention.spec import AttentionSpec, QKNorm
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionOptions:
-    """What may differ from plain causal attention. The fields are those of `AttentionSpec`."""
-
-    scale: float | None = None
-    window: int | None = None
-    softcap: float = 0.0
-    sinks: bool = False
-
-
-PLAIN = AttentionOptions()
+from nanovllm.attention.spec import PLAIN, AttentionOptions, QKNorm
 
 
 class Attention(nn.Module):
@@ -45,20 +29,10 @@ class Attention(nn.Module):
         source: "Attention | None" = None,
     ) -> None:
         super().__init__()
-        self._sizes: dict[str, Any] = {
-            "num_heads": num_heads,
-            "num_kv_heads": num_kv_heads,
-            "head_dim": head_dim,
-        }
+        self.sizes = num_heads, num_kv_heads, head_dim
         self.options = options
         object.__setattr__(self, "source", source)  # torch must not see it as a part of this one
         self.group = 0  # the part of a batch that has this layer's block table and plan
-
-    def spec(self, max_model_len: int, **common: Any) -> AttentionSpec:
-        """Return what this layer needs of a backend; `common` is the same for all layers."""
-        spec = AttentionSpec(**self._sizes, **vars(self.options), **common)
-        whole = spec.window is not None and spec.window >= max_model_len
-        return dataclasses.replace(spec, window=None) if whole else spec
 
     def bind(self, backend: Backend, kv_cache: torch.Tensor, group: int = 0) -> None:
         """Use `kv_cache`, this layer's view of the KV pool in the layout of `backend`."""

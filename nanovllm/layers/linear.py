@@ -167,7 +167,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         num_kv_heads: int,
         head_dim: int,
         *,
-        bias: bool,
+        bias: bool = False,
         parts: str = "qkv",
         fused: bool = False,
     ) -> None:

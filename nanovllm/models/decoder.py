@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from nanovllm.attention.batch import Batch
-from nanovllm.attention.spec import QKNorm
+from nanovllm.attention.spec import PLAIN, AttentionOptions, QKNorm
 from nanovllm.kernels.torch_math import NORM_ROUNDED
 from nanovllm.layers.activation import ActAndMul
-from nanovllm.layers.attention import PLAIN, Attention, AttentionOptions
+from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.head_norm import head_norm
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (
     MergedColumnParallelLinear,
@@ -32,14 +33,12 @@ class SelfAttention(nn.Module):
     """Grouped-query attention. parts.py has its other kinds.
 
     Args:
-        qkv_bias: whether q_proj, k_proj and v_proj have a bias.
         output_bias: whether o_proj has one.
         qk_norm: whether an RMSNorm is applied to each query head and each key head.
         norm_kind: of these norms, see `RMSNorm`.
-        options: what attention does beside the plain one.
+        options, source: see `Attention`.
         input_size: numbers that the projections read of a token; None: hidden_size.
-        parts, fused: see `QKVParallelLinear`.
-        source: the layer whose keys and values this one reads; None: its own.
+        projections: of `QKVParallelLinear`.
     """
 
     def __init__(
@@ -47,49 +46,30 @@ class SelfAttention(nn.Module):
         config: ModelConfig,
         rotary_emb: RotaryEmbedding,
         *,
-        qkv_bias: bool = False,
         output_bias: bool = False,
         qk_norm: bool = False,
         norm_kind: int = NORM_ROUNDED,
         options: AttentionOptions = PLAIN,
-        input_size: int | None = None,
-        parts: str = "qkv",
-        fused: bool = False,
         source: Attention | None = None,
+        input_size: int | None = None,
+        **projections: Any,
     ) -> None:
         super().__init__()
         hidden_size, head_dim, heads = config.hidden_size, config.head_dim, config.num_heads
         self.rotary_emb = rotary_emb
-        self.qkv_proj = QKVParallelLinear(
-            input_size or hidden_size,
-            heads,
-            config.num_kv_heads,
-            head_dim,
-            bias=qkv_bias,
-            parts=parts,
-            fused=fused,
+        qkv = self.qkv_proj = QKVParallelLinear(
+            input_size or hidden_size, heads, config.num_kv_heads, head_dim, **projections
         )
         self.o_proj = RowParallelLinear(heads * head_dim, hidden_size, bias=output_bias)
         # These two only hold weights: the attention backend normalises.
-        self.eps, self.norm_kind = config.rms_norm_eps, norm_kind
-        eps = self.eps
-        self.q_norm = RMSNorm(head_dim, eps, norm_kind) if qk_norm else None
-        self.k_norm = RMSNorm(head_dim, eps, norm_kind) if qk_norm and "k" in parts else None
-        qkv = self.qkv_proj
+        norm = config.rms_norm_eps, norm_kind
+        self.q_norm = RMSNorm(head_dim, *norm) if qk_norm else None
+        self.k_norm = RMSNorm(head_dim, *norm) if qk_norm and "k_proj" in qkv.slices else None
         self.attn = Attention(qkv.num_heads, qkv.num_kv_heads, head_dim, options, source)
 
     def head_norm(self) -> QKNorm:
         """Return how queries and keys are normalised and rotated."""
-        q_norm, k_norm, rotary = self.q_norm, self.k_norm, self.rotary_emb
-        return QKNorm(
-            None if q_norm is None else q_norm.weight,
-            None if k_norm is None else k_norm.weight,
-            self.eps,
-            rotary.cos_sin,
-            self.norm_kind,
-            interleaved=rotary.interleaved,
-            q_scale=rotary.q_scale,
-        )
+        return head_norm(self.q_norm, self.k_norm, self.rotary_emb)
 
     def forward(
         self, hidden: torch.Tensor, batch: Batch, output_indices: torch.Tensor | None

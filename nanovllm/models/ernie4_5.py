@@ -21,7 +21,7 @@ class Ernie4_5ForCausalLM(DecoderForCausalLM):
         self, config: ModelConfig, index: int, before: list[DecoderLayer]
     ) -> DecoderLayer:
         bias, rotary_emb = config.flag("use_bias"), self.rotary_emb(config.rope, config.head_dim)
-        attention = SelfAttention(config, rotary_emb, qkv_bias=bias, output_bias=bias)
+        attention = SelfAttention(config, rotary_emb, bias=bias, output_bias=bias)
         return DecoderLayer(config, attention, GatedMLP(config, bias=bias))
 
     def rotary_emb(self, rope: RopeConfig | None, head_dim: int) -> RotaryEmbedding:

@@ -2,7 +2,7 @@
 
 from typing import Any, ClassVar
 
-from nanovllm.layers.attention import AttentionOptions
+from nanovllm.attention.spec import AttentionOptions
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.parts import SANDWICH, SandwichLayer

@@ -4,8 +4,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from nanovllm.attention.spec import AttentionOptions
 from nanovllm.kernels.torch_math import NORM_CENTRED
-from nanovllm.layers.attention import AttentionOptions
 from nanovllm.layers.rope_scaling import RopeConfig
 from nanovllm.models.decoder import (
     Decoder,
@@ -54,7 +54,7 @@ class Gemma2ForCausalLM(DecoderForCausalLM):
         attention = SelfAttention(
             config,
             self.rotary_emb(self.rope(config, layer_type), config.head_dim),
-            qkv_bias=bias,
+            bias=bias,
             output_bias=bias,
             qk_norm=self.qk_norm,
             norm_kind=NORM_CENTRED,

@@ -4,8 +4,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from nanovllm.attention.spec import AttentionOptions
 from nanovllm.kernels.torch_math import NORM_WIDE
-from nanovllm.layers.attention import AttentionOptions
 from nanovllm.models.decoder import Decoder, DecoderForCausalLM, DecoderLayer, GatedMLP
 from nanovllm.models.gemma4_parts import (
     DEFAULTS,

@@ -4,8 +4,8 @@ window.
 
 from typing import Any, ClassVar
 
+from nanovllm.attention.spec import AttentionOptions
 from nanovllm.kernels.torch_math import NORM_WIDE
-from nanovllm.layers.attention import AttentionOptions
 from nanovllm.layers.experts import MAX_EXPERTS, Experts, Router, SparseMLP, StoredExperts
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer
 from nanovllm.models.model_config import ModelConfig, config_size
@@ -27,7 +27,7 @@ class GptOssForCausalLM(DecoderForCausalLM):
         attention = SinkAttention(
             config,
             self.rotary_emb(config.rope, config.head_dim),
-            qkv_bias=bias,
+            bias=bias,
             output_bias=bias,
             options=AttentionOptions(window=config.windows(2)[index], sinks=True),
         )

@@ -2,7 +2,7 @@
 
 import torch
 
-from nanovllm.layers.attention import AttentionOptions
+from nanovllm.attention.spec import AttentionOptions
 from nanovllm.models.decoder import (
     Decoder,
     DecoderForCausalLM,
@@ -33,7 +33,7 @@ class GraniteForCausalLM(DecoderForCausalLM):
         attention = SelfAttention(
             config,
             self.rotary_emb(config.rope, config.head_dim),
-            qkv_bias=bias,
+            bias=bias,
             output_bias=bias,
             options=AttentionOptions(scale=config.number("attention_multiplier", 1.0)),
         )

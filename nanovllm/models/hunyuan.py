@@ -19,7 +19,7 @@ class HunYuanDenseV1ForCausalLM(DecoderForCausalLM):
         attention = RotatedNormAttention(
             config,
             self.rotary_emb(config.rope, config.head_dim),
-            qkv_bias=bias,
+            bias=bias,
             output_bias=bias,
             qk_norm=True,
         )

@@ -14,5 +14,5 @@ class LlamaForCausalLM(DecoderForCausalLM):
             self.rotary_emb(config.rope, config.head_dim),
             config.flag("attention_bias"),
         )
-        attention = SelfAttention(config, rotary_emb, qkv_bias=bias, output_bias=bias)
+        attention = SelfAttention(config, rotary_emb, bias=bias, output_bias=bias)
         return DecoderLayer(config, attention, GatedMLP(config, bias=config.flag("mlp_bias")))

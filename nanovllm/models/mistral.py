@@ -2,7 +2,7 @@
 
 import torch
 
-from nanovllm.layers.attention import AttentionOptions
+from nanovllm.attention.spec import AttentionOptions
 from nanovllm.layers.rope_scaling import RopeConfig
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention

@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from nanovllm.layers.attention import AttentionOptions
+from nanovllm.attention.spec import AttentionOptions
 from nanovllm.layers.experts import MAX_EXPERTS, Experts, Router, SparseMLP, StoredExperts
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, SelfAttention
 from nanovllm.models.model_config import ModelConfig, config_size

@@ -4,8 +4,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from nanovllm.attention.spec import AttentionOptions
 from nanovllm.kernels.torch_math import NORM_CENTRED, NORM_WIDE
-from nanovllm.layers.attention import AttentionOptions
 from nanovllm.models.decoder import Decoder, DecoderForCausalLM, DecoderLayer, GatedMLP
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.parts import (
@@ -53,7 +53,7 @@ class MuseGlimmerForConditionalGeneration(DecoderForCausalLM):
         attention = GatedAttention(
             config,
             self.rotary_emb(config.rope if rotates else None, config.head_dim),
-            qkv_bias=config.flag("attention_bias"),
+            bias=config.flag("attention_bias"),
             output_bias=config.flag("attention_bias"),
             norm_kind=NORM_WIDE,
             options=AttentionOptions(scale=scale, window=windows),

@@ -2,8 +2,8 @@
 
 from typing import Any, ClassVar
 
+from nanovllm.attention.spec import AttentionOptions
 from nanovllm.kernels.torch_math import NORM_WIDE
-from nanovllm.layers.attention import AttentionOptions
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.parts import SANDWICH, SandwichLayer, WideNormAttention
@@ -42,7 +42,7 @@ def _layer(
     attention = WideNormAttention(
         config,
         model.rotary_emb(config.rope_of(layer_type), config.head_dim),
-        qkv_bias=bias,
+        bias=bias,
         output_bias=bias,
         options=AttentionOptions(window=window),
     )

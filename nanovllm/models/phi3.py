@@ -1,6 +1,6 @@
 """The Phi-3 family, Phi-4 and Phi-4-mini among it: Llama from fused projections."""
 
-from nanovllm.layers.attention import AttentionOptions
+from nanovllm.attention.spec import AttentionOptions
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
 from nanovllm.models.model_config import ModelConfig
 

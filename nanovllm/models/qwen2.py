@@ -11,5 +11,5 @@ class Qwen2ForCausalLM(DecoderForCausalLM):
         self, config: ModelConfig, index: int, before: list[DecoderLayer]
     ) -> DecoderLayer:
         rotary_emb = self.rotary_emb(config.rope, config.head_dim)
-        attention = SelfAttention(config, rotary_emb, qkv_bias=True)
+        attention = SelfAttention(config, rotary_emb, bias=True)
         return DecoderLayer(config, attention, GatedMLP(config))

@@ -14,5 +14,5 @@ class Qwen3ForCausalLM(DecoderForCausalLM):
             self.rotary_emb(config.rope, config.head_dim),
             config.flag("attention_bias"),
         )
-        attention = SelfAttention(config, rotary_emb, qkv_bias=bias, output_bias=bias, qk_norm=True)
+        attention = SelfAttention(config, rotary_emb, bias=bias, output_bias=bias, qk_norm=True)
         return DecoderLayer(config, attention, GatedMLP(config))

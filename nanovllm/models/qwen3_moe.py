@@ -21,7 +21,7 @@ class Qwen3MoeForCausalLM(DecoderForCausalLM):
     ) -> DecoderLayer:
         rotary_emb = self.rotary_emb(config.rope, config.head_dim)
         bias = config.flag("attention_bias")
-        attention = SelfAttention(config, rotary_emb, qkv_bias=bias, output_bias=bias, qk_norm=True)
+        attention = SelfAttention(config, rotary_emb, bias=bias, output_bias=bias, qk_norm=True)
         dense = config.fields.get("mlp_only_layers") or []
         if not isinstance(dense, list):
             raise CheckpointError(

@@ -13,7 +13,7 @@ class SeedOssForCausalLM(DecoderForCausalLM):
         attention = SelfAttention(
             config,
             self.rotary_emb(config.rope, config.head_dim),
-            qkv_bias=config.flag("attention_bias", default=True),
+            bias=config.flag("attention_bias", default=True),
             output_bias=config.flag("attention_out_bias"),
         )
         return DecoderLayer(config, attention, GatedMLP(config, bias=config.flag("mlp_bias")))

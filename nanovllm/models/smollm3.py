@@ -2,8 +2,8 @@
 
 from typing import Any, ClassVar
 
+from nanovllm.attention.spec import AttentionOptions
 from nanovllm.errors import CheckpointError
-from nanovllm.layers.attention import AttentionOptions
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.options.validation import shown
@@ -26,7 +26,7 @@ class SmolLM3ForCausalLM(DecoderForCausalLM):
         attention = SelfAttention(
             config,
             self.rotary_emb(rope, config.head_dim),
-            qkv_bias=bias,
+            bias=bias,
             output_bias=bias,
             options=AttentionOptions(window=window),
         )

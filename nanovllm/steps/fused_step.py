@@ -15,10 +15,10 @@ from torch import nn
 from nanovllm.attention.backend import Backend
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.paged import PagedBackend
-from nanovllm.attention.spec import AttentionSpec
+from nanovllm.attention.spec import PLAIN, AttentionSpec
 from nanovllm.kernels.torch_math import NORM_ROUNDED
 from nanovllm.layers.activation import ActAndMul
-from nanovllm.layers.attention import PLAIN, Attention
+from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Matrix

@@ -12,6 +12,7 @@ import torch
 from nanovllm.attention.backend import Backend
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.selector import select_backend
+from nanovllm.attention.spec import AttentionSpec
 from nanovllm.kernels.torch_kernels import Kernels
 from nanovllm.layers.attention import Attention
 from nanovllm.worker.kv_pool import KVPool, page_layout
@@ -38,9 +39,9 @@ class AttentionGroups:
         self, layers: Seq[Attention], max_model_len: int, kernels: Kernels, **common: Any
     ) -> None:
         self.layers = layers
-        first = select_backend(layers[0].spec(max_model_len, **common), kernels)
+        first = select_backend(_spec(layers[0], max_model_len, common), kernels)
         common["block_size"] = first.block_size
-        specs = [layer.spec(max_model_len, **common) for layer in layers]
+        specs = [_spec(layer, max_model_len, common) for layer in layers]
         backends = {spec: select_backend(spec, kernels) for spec in dict.fromkeys(specs)}
         owners = [layer for layer in layers if layer.source is None]
         self._shapes = [
@@ -88,3 +89,10 @@ class AttentionGroups:
             for backend, table in self.groups
         )
         return dataclasses.replace(first, others=tuple(others)) if others else first
+
+
+def _spec(layer: Attention, max_model_len: int, common: dict[str, Any]) -> AttentionSpec:
+    """Return what `layer` needs of a backend. A window as long as `max_model_len` is none."""
+    spec = AttentionSpec(*layer.sizes, **vars(layer.options), **common)
+    whole = spec.window is not None and spec.window >= max_model_len
+    return dataclasses.replace(spec, window=None) if whole else spec

@@ -31,7 +31,7 @@ class Eagle3Layer(nn.Module):
         self.self_attn = SelfAttention(
             config,
             rotary_emb,
-            qkv_bias=config.flag("attention_bias"),
+            bias=config.flag("attention_bias"),
             output_bias=config.flag("attention_bias"),
             qk_norm=config.qk_norm,
             input_size=2 * config.hidden_size,
