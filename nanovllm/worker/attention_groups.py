@@ -93,6 +93,13 @@ class AttentionGroups:
 
 def _spec(layer: Attention, max_model_len: int, common: dict[str, Any]) -> AttentionSpec:
     """Return what `layer` needs of a backend. A window as long as `max_model_len` is none."""
-    spec = AttentionSpec(*layer.sizes, **vars(layer.options), **common)
+    num_heads, num_kv_heads, head_dim = layer.sizes
+    spec = AttentionSpec(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        **vars(layer.options),
+        **common,
+    )
     whole = spec.window is not None and spec.window >= max_model_len
     return dataclasses.replace(spec, window=None) if whole else spec
