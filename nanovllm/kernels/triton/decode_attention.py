@@ -1,7 +1,8 @@
 """Paged attention for rows with one query token, in Triton: split KV, as in FlashDecoding.
 
-The KV cache of a layer is [2, num_blocks, block_size, num_kv_heads, head_dim]. Knows tensors only:
-no batches, no models. docs/cuda.md says how the sizes below were chosen.
+The KV cache of a layer is [2, num_blocks, block_size, num_kv_heads, head_dim]; its blocks may lie
+apart. Knows tensors only: no batches, no models. docs/cuda.md says how the sizes below
+were chosen.
 """
 
 import dataclasses
@@ -13,12 +14,14 @@ import triton.language as tl
 
 from nanovllm.kernels.triton.launch import Arguments, Launch
 from nanovllm.kernels.triton.online_softmax import (
-    LOG2_E,
     MAX_SPLITS,
+    Scores,
     attend,
     block_ids,
+    block_stride,
     merge,
     register_limit,
+    sink_weight,
 )
 
 SPLIT_TOKENS = 256
@@ -57,7 +60,8 @@ _jit = triton.jit(
 class DecodePlan:
     """The splits of a batch's rows with one query token, and scratch memory for their results.
 
-    The layers of a step share one plan, so they must run one after another.
+    The layers of a step share one plan, so they must run one after another. Their caches have the
+    same strides.
     """
 
     splits: torch.Tensor
@@ -74,6 +78,7 @@ class DecodePlan:
     """[R, max_splits, num_heads, 2] float32: maximum score (log2), and sum of weights."""
     max_splits: int
     max_programs: int
+    scores: Scores
     launch: Launch
 
 
@@ -84,11 +89,12 @@ def plan_decode(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
+    scores: Scores = Scores(),
 ) -> DecodePlan:
     """Return the splits of the rows that have one query token, computed on the device.
 
     Rows with more query tokens, or of length 0, have no splits. The splits of a row depend on its
-    own length only.
+    own length only. They divide the keys that it sees.
 
     Args:
         cu_seqlens_q: [R + 1] int32.
@@ -96,7 +102,7 @@ def plan_decode(
         max_seq_len: together with R, it determines the shapes of the plan and of every launch.
     """
     rows, device = len(seq_lens), seq_lens.device
-    max_splits = splits_of_row(max_seq_len)
+    max_splits = splits_of_row(scores.visible(max_seq_len))
     per_head = (rows, max_splits, num_heads)
     plan = DecodePlan(
         splits=torch.empty(rows * max_splits, 4, dtype=torch.int32, device=device),
@@ -107,19 +113,20 @@ def plan_decode(
         partial_stats=torch.empty(*per_head, 2, dtype=torch.float32, device=device),
         max_splits=max_splits,
         max_programs=_PROGRAMS_PER_SM * _multiprocessors(device),
+        scores=scores,
         launch=Launch(_decode),
     )
     _plan_decode[(triton.cdiv(rows, _PLAN_ROWS.value),)](
         cu_seqlens_q, seq_lens, plan.splits, plan.num_splits, plan.splits_taken, plan.splits_done,
-        rows, KV_HEADS=num_kv_heads,
+        rows, KV_HEADS=num_kv_heads, WINDOW=scores.window,
     )  # fmt: skip
     return plan
 
 
-def splits_of_row(seq_len: int) -> int:
-    """Return the number of splits of a row. It never falls with the length."""
-    short = min(triton.cdiv(seq_len, SHORT_SPLIT_TOKENS), SHORT_SPLITS)
-    return int(min(max(triton.cdiv(seq_len, SPLIT_TOKENS), short), MAX_SPLITS))
+def splits_of_row(keys: int) -> int:
+    """Return the number of splits of a row that sees `keys` keys. It never falls with them."""
+    short = min(triton.cdiv(keys, SHORT_SPLIT_TOKENS), SHORT_SPLITS)
+    return int(min(max(triton.cdiv(keys, SPLIT_TOKENS), short), MAX_SPLITS))
 
 
 @functools.cache
@@ -135,6 +142,7 @@ def decode(
     block_tables: torch.Tensor,
     plan: DecodePlan,
     out: torch.Tensor,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Compute attention for the rows of `plan`, as in FlashDecoding (Dao et al., 2023).
 
@@ -144,11 +152,12 @@ def decode(
     Args:
         q: [T, num_heads, head_dim].
         kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim], `q`'s dtype or float8_e4m3fn.
-        block_tables: [R, width] int32. Columns past a row's last block are not read.
+        block_tables: [R, width] int32. Columns past a row's last block are not read, nor those
+            before a window.
         out: like `q`. Only the tokens of the plan's rows are written.
+        sinks: [num_heads] float32, a logit more in the denominator of each head's softmax.
     """
     assert q.is_contiguous()
-    assert kv_cache.is_contiguous()
     k_cache, v_cache = kv_cache.unbind()
 
     def arguments() -> Arguments:
@@ -158,18 +167,20 @@ def decode(
         fixed = (
             block_tables, block_tables.stride(0),
             plan.splits, plan.num_splits, plan.splits_taken, plan.splits_done,
-            plan.partial_out, plan.partial_stats, plan.max_splits, head_dim**-0.5 * LOG2_E,
+            plan.partial_out, plan.partial_stats, plan.max_splits,
+            plan.scores.factor(head_dim),
         )  # fmt: skip
         options = {
             "KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_DIM": head_dim,
-            "BLOCK_SIZE": block_size, "M": max(8, triton.next_power_of_2(group)),
-            "D": triton.next_power_of_2(head_dim),
+            "BLOCK_SIZE": block_size, "BLOCK_STRIDE": block_stride(kv_cache),
+            **plan.scores.constants(),
+            "M": max(8, triton.next_power_of_2(group)), "D": triton.next_power_of_2(head_dim),
             **_decode_options(q.dtype, head_dim), **register_limit(q.dtype, kv_cache.dtype),
         }  # fmt: skip
         grid = (min(len(plan.splits) * num_kv_heads, plan.max_programs),)
         return Arguments(grid, fixed, options)
 
-    plan.launch(q, k_cache, v_cache, out, arguments=arguments)
+    plan.launch(q, k_cache, v_cache, out, sinks, arguments=arguments)
 
 
 def _decode_options(dtype: torch.dtype, head_dim: int) -> dict[str, int]:
@@ -184,14 +195,20 @@ def _decode_options(dtype: torch.dtype, head_dim: int) -> dict[str, int]:
 
 
 @triton.jit
-def _splits_of_row(seq_len):
-    """Return what `splits_of_row` returns."""
-    short = tl.minimum(tl.cdiv(seq_len, _SHORT_SPLIT_TOKENS), _SHORT_SPLITS)
-    return tl.minimum(tl.maximum(tl.cdiv(seq_len, _SPLIT_TOKENS), short), _MAX_SPLITS)
+def _visible(seq_len, WINDOW: tl.constexpr):
+    """Return what `Scores.visible` returns."""
+    return seq_len if WINDOW is None else tl.minimum(seq_len, WINDOW)
 
 
 @triton.jit
-def _load_rows(cu_seqlens_q, seq_lens, row, num_rows):
+def _splits_of_row(keys):
+    """Return what `splits_of_row` returns."""
+    short = tl.minimum(tl.cdiv(keys, _SHORT_SPLIT_TOKENS), _SHORT_SPLITS)
+    return tl.minimum(tl.maximum(tl.cdiv(keys, _SPLIT_TOKENS), short), _MAX_SPLITS)
+
+
+@triton.jit
+def _load_rows(cu_seqlens_q, seq_lens, row, num_rows, WINDOW: tl.constexpr):
     """Return the first query token, length, number of splits and keys per split of each row.
 
     Rows past `num_rows` and rows without exactly one query token have 0 splits.
@@ -200,26 +217,27 @@ def _load_rows(cu_seqlens_q, seq_lens, row, num_rows):
     token = tl.load(cu_seqlens_q + row, mask=inside, other=0)
     stop = tl.load(cu_seqlens_q + row + 1, mask=inside, other=0)
     seq_len = tl.load(seq_lens + row, mask=inside, other=0)
-    splits = tl.where(stop - token == 1, _splits_of_row(seq_len), 0)
-    return token, seq_len, splits, tl.cdiv(seq_len, tl.maximum(splits, 1))
+    keys = _visible(seq_len, WINDOW)
+    splits = tl.where(stop - token == 1, _splits_of_row(keys), 0)
+    return token, seq_len, splits, tl.cdiv(keys, tl.maximum(splits, 1))
 
 
 @_jit
 def _plan_decode(
     cu_seqlens_q, seq_lens, splits, num_splits, splits_taken, splits_done, num_rows,
-    KV_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """List the splits of _PLAN_ROWS rows. The splits of all rows with longer ones come before.
 
     This is a counting sort without communication: each program reads the lengths of all rows.
     """
     row = tl.program_id(0) * _PLAN_ROWS + tl.arange(0, _PLAN_ROWS)
-    token, seq_len, count, split_len = _load_rows(cu_seqlens_q, seq_lens, row, num_rows)
+    token, seq_len, count, split_len = _load_rows(cu_seqlens_q, seq_lens, row, num_rows, WINDOW)
     first = tl.zeros([_PLAN_ROWS], tl.int32)
     total = 0
     for start in range(0, num_rows, _PLAN_COLUMNS):
         other = start + tl.arange(0, _PLAN_COLUMNS)
-        _, _, other_count, other_len = _load_rows(cu_seqlens_q, seq_lens, other, num_rows)
+        _, _, other_count, other_len = _load_rows(cu_seqlens_q, seq_lens, other, num_rows, WINDOW)
         longer = other_len[None, :] > split_len[:, None]
         same_but_earlier = (other_len[None, :] == split_len[:, None]) & (
             other[None, :] < row[:, None]
@@ -241,9 +259,10 @@ def _plan_decode(
 
 @_jit
 def _decode(
-    q, k_cache, v_cache, out, block_tables, table_stride,
+    q, k_cache, v_cache, out, sinks, block_tables, table_stride,
     splits, num_splits, splits_taken, splits_done, partial_out, partial_stats, max_splits, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Process splits, each for one KV head. The M rows of a tile are the head's query heads.
@@ -261,10 +280,15 @@ def _decode(
     total = tl.load(num_splits) * KV_HEADS
     while (index < total) & (seq_len != 0):
         head = index % KV_HEADS
-        tiles, count = tl.cdiv(seq_len, N), _splits_of_row(seq_len)
-        first, last = tiles * split // count, tiles * (split + 1) // count
+        tiles, count = tl.cdiv(seq_len, N), _splits_of_row(_visible(seq_len, WINDOW))
+        begin, unseen = 0, 0
+        if WINDOW is not None:
+            begin = tl.maximum(seq_len - WINDOW, 0)
+            unseen = begin // N
+            tiles -= unseen
+        first, last = unseen + tiles * split // count, unseen + tiles * (split + 1) // count
         table = block_tables + row.to(tl.int64) * table_stride
-        block = block_ids(table, first, last, seq_len, BLOCK_SIZE, N)
+        block = block_ids(table, first, last, seq_len, BLOCK_SIZE, N, begin, WINDOW)
         first_head = (token.to(tl.int64) * KV_HEADS + head) * GROUP
         place = (first_head + member)[:, None] * HEAD_DIM + dims[None, :]
         queries = tl.load(q + place, mask=mask, other=0.0)
@@ -277,13 +301,16 @@ def _decode(
         acc, score_max, weight_sum = attend(
             tl.zeros([M, D], tl.float32), tl.full([M], float("-inf"), tl.float32),
             tl.zeros([M], tl.float32), queries, k_cache, v_cache, table, block, head,
-            tl.full([M], 0, tl.int32) + seq_len - 1, seq_len, first, last, scale,
-            MASKED=True, KV_HEADS=KV_HEADS, HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE, N=N, D=D,
+            tl.full([M], 0, tl.int32) + seq_len - 1, begin, seq_len, first, last, scale,
+            MASKED=True, KV_HEADS=KV_HEADS, HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE,
+            BLOCK_STRIDE=BLOCK_STRIDE, WINDOW=WINDOW, SOFTCAP=SOFTCAP, N=N, D=D,
         )  # fmt: skip
         next_row, next_split, next_seq_len, next_token = _load_entry(
             splits, index // KV_HEADS, index < total
         )
         if count == 1:
+            if sinks is not None:
+                weight_sum += sink_weight(sinks, head * GROUP + member, score_max, member < GROUP)
             tl.store(out + place, acc / weight_sum[:, None], mask=mask)
         else:
             scratch = ((row.to(tl.int64) * max_splits + split) * KV_HEADS + head) * GROUP + member
@@ -296,6 +323,7 @@ def _decode(
                 merge(
                     out + first_head * HEAD_DIM, partial_out, partial_stats,
                     (row.to(tl.int64) * max_splits * KV_HEADS + head) * GROUP, count,
+                    sinks, head,
                     KV_HEADS=KV_HEADS, GROUP=GROUP, HEAD_DIM=HEAD_DIM, D=D,
                 )  # fmt: skip
                 tl.store(splits_done + row * KV_HEADS + head, 0)

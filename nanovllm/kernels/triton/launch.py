@@ -23,7 +23,8 @@ class Launch:
     From its arguments Triton finds out which compiled variant of the kernel to launch: from dtypes,
     alignment, constants, and whether numbers are 1 or multiples of 16. That takes the host longer
     than the launch itself. The first call does it, and later ones launch the same variant. So the
-    tensors of all calls need the same dtypes and the same alignment.
+    tensors of all calls need the same dtypes, the same alignment and the same strides; None stays
+    None.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -31,7 +32,7 @@ class Launch:
         self._launch: Callable[..., None] | None = None
         self._rest: tuple[Any, ...] = ()
 
-    def __call__(self, *tensors: torch.Tensor, arguments: Callable[[], Arguments]) -> None:
+    def __call__(self, *tensors: torch.Tensor | None, arguments: Callable[[], Arguments]) -> None:
         """Launch the kernel.
 
         Args:

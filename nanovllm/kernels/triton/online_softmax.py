@@ -1,9 +1,11 @@
 """What both attention kernels share: a tile of queries against tiles of keys in paged memory, and
 the merge of results over parts of a row's keys, its splits.
 
-k_cache and v_cache are [num_blocks, block_size, num_kv_heads, head_dim]. Knows no batches, and not
-how the kernels divide the work.
+k_cache and v_cache are [num_blocks, block_size, num_kv_heads, head_dim]; their blocks may lie apart.
+Knows no batches, and not how the kernels divide the work.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -14,8 +16,40 @@ LOG2_E = 1.4426950408889634
 MAX_SPLITS = 32
 """Maximum number of splits of a row's keys. Bounds the scratch memory."""
 
+NO_SCORE = tl.constexpr(-1e30)
+"""The maximum score of a query that has seen no key yet, where whole tiles may be masked for it:
+the difference of two infinities would be NaN."""
+
+_LOG2_E = tl.constexpr(LOG2_E)
 _MERGED_NUMBERS = tl.constexpr(4096)
 """Numbers of a KV head's splits that are loaded at once, at most."""
+
+
+class Scores(NamedTuple):
+    """Which scores a softmax is taken of: the fields of `AttentionSpec` of the same names."""
+
+    scale: float | None = None
+    window: int | None = None
+    softcap: float = 0.0
+
+    def visible(self, keys: int) -> int:
+        """Return how many of the last `keys` keys the last token sees."""
+        return keys if self.window is None else min(keys, self.window)
+
+    def factor(self, head_dim: int) -> float:
+        """Return the argument `scale` of `attend`."""
+        scale = head_dim**-0.5 if self.scale is None else self.scale
+        return scale * LOG2_E * (2 / self.softcap if self.softcap else 1)
+
+    def constants(self) -> dict[str, float | None]:
+        """Return the constants of the same names in the kernels; None where there is none."""
+        return {"WINDOW": self.window, "SOFTCAP": self.softcap or None}
+
+
+def block_stride(kv_cache: torch.Tensor) -> int:
+    """Return the distance between two blocks of `kv_cache`, inside which numbers are contiguous."""
+    assert kv_cache[0, 0].is_contiguous()
+    return kv_cache.stride(1)
 
 
 def register_limit(dtype: torch.dtype, kv_dtype: torch.dtype) -> dict[str, int]:
@@ -29,10 +63,11 @@ def register_limit(dtype: torch.dtype, kv_dtype: torch.dtype) -> dict[str, int]:
 
 @triton.jit
 def attend(
-    acc, score_max, weight_sum, q, k_cache, v_cache, table, block, head, position, seq_len,
+    acc, score_max, weight_sum, q, k_cache, v_cache, table, block, head, position, begin, seq_len,
     first, last, scale,
     MASKED: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Process the key tiles [first, last) with online softmax (arXiv 1805.02867) in base 2.
 
@@ -44,8 +79,12 @@ def attend(
         block: what `block_ids` returns for tile `first`.
         head: the KV head.
         position: [M], the last key that each query sees.
-        scale: factor of the scores, including LOG2_E.
+        begin: the first key that any query sees. Read only with a WINDOW.
+        scale: factor of the scores, including LOG2_E; with a SOFTCAP, what `Scores.factor` returns.
         MASKED: False if every query sees every key of the tiles.
+        BLOCK_STRIDE: distance between two blocks of the cache.
+        WINDOW: the number of keys that a query sees at most; None: any number.
+        SOFTCAP: a score s becomes SOFTCAP * tanh(s / SOFTCAP); None: it stays.
     """
     dims = tl.arange(0, D)
     inside = (dims < HEAD_DIM)[None, :]
@@ -53,16 +92,19 @@ def attend(
     for tile in range(first, last):
         keys = tile * N + offsets
         if BLOCK_SIZE % N == 0:
-            base = (block * BLOCK_SIZE + tile * N % BLOCK_SIZE) * KV_HEADS * HEAD_DIM
+            base = block * BLOCK_STRIDE + tile * N % BLOCK_SIZE * (KV_HEADS * HEAD_DIM)
             places = ((offsets * KV_HEADS + head) * HEAD_DIM)[:, None] + dims[None, :]
             k_places, v_places = k_cache + base + places, v_cache + base + places
         else:
-            slots = block * BLOCK_SIZE + keys % BLOCK_SIZE
-            places = ((slots * KV_HEADS + head) * HEAD_DIM)[:, None] + dims[None, :]
+            slots = block * BLOCK_STRIDE + keys % BLOCK_SIZE * (KV_HEADS * HEAD_DIM)
+            places = (slots + head * HEAD_DIM)[:, None] + dims[None, :]
             k_places, v_places = k_cache + places, v_cache + places
-        block = block_ids(table, tile + 1, last, seq_len, BLOCK_SIZE, N)
+        block = block_ids(table, tile + 1, last, seq_len, BLOCK_SIZE, N, begin, WINDOW)
         if MASKED:
-            mask = (keys < seq_len)[:, None] & inside
+            mask = keys < seq_len
+            if WINDOW is not None:
+                mask = mask & (keys >= begin)
+            mask = mask[:, None] & inside
             k = tl.load(k_places, mask=mask, other=0.0)
             v = tl.load(v_places, mask=mask, other=0.0)
         elif D == HEAD_DIM:
@@ -72,11 +114,18 @@ def attend(
             k = tl.load(k_places, mask=inside, other=0.0)
             v = tl.load(v_places, mask=inside, other=0.0)
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="tf32x3")
+        factor = scale
+        if SOFTCAP is not None:
+            scores = 1 - 2 / (tl.exp2(scores * scale) + 1)  # tanh
+            factor = SOFTCAP * _LOG2_E
         if MASKED:
-            scores = tl.where(keys[None, :] <= position[:, None], scores, float("-inf"))
+            seen = keys[None, :] <= position[:, None]
+            if WINDOW is not None:
+                seen = seen & (keys[None, :] > position[:, None] - WINDOW)
+            scores = tl.where(seen, scores, float("-inf"))
         # tl.fma rounds once. Left to the compiler, masked and unmasked tiles could round unequally.
-        new_max = tl.maximum(score_max, tl.max(scores, 1) * scale)
-        weights = tl.exp2(tl.fma(scores, scale, -new_max[:, None]))
+        new_max = tl.maximum(score_max, tl.max(scores, 1) * factor)
+        weights = tl.exp2(tl.fma(scores, factor, -new_max[:, None]))
         shrink = tl.exp2(score_max - new_max)
         weight_sum = tl.fma(weight_sum, shrink, tl.sum(weights, 1))
         v = v.to(q.dtype)
@@ -86,22 +135,41 @@ def attend(
 
 
 @triton.jit
-def block_ids(table, tile, last, seq_len, BLOCK_SIZE: tl.constexpr, N: tl.constexpr):
+def block_ids(
+    table, tile, last, seq_len, BLOCK_SIZE: tl.constexpr, N: tl.constexpr,
+    begin=0, WINDOW: tl.constexpr = None,
+):  # fmt: skip
     """Return the block id of a key tile as int64, or of each key if the tile may span blocks.
 
-    Load 0 for tiles from `last` on: the loop fetches block ids one tile ahead.
+    Load 0 for tiles from `last` on: the loop fetches block ids one tile ahead. With a WINDOW also
+    for keys before `begin`: their blocks may have been given away.
     """
     if BLOCK_SIZE % N == 0:
         block = tl.load(table + tile * N // BLOCK_SIZE, mask=tile < last, other=0)
     else:
         keys = tile * N + tl.arange(0, N)
-        block = tl.load(table + keys // BLOCK_SIZE, mask=(keys < seq_len) & (tile < last), other=0)
+        mask = (keys < seq_len) & (tile < last)
+        if WINDOW is not None:
+            mask = mask & (keys >= begin)
+        block = tl.load(table + keys // BLOCK_SIZE, mask=mask, other=0)
     return block.to(tl.int64)
 
 
 @triton.jit
+def sink_weight(sinks, heads, score_max, inside):
+    """Return the weight of each head's sink, a logit that has no value: see `AttentionSpec.sinks`.
+
+    Args:
+        sinks: [heads] float32 pointer.
+        heads: of any shape, like `score_max` and `inside`.
+        score_max: the maximum score (log2) of the keys.
+    """
+    return tl.exp2(tl.load(sinks + heads, inside, 0.0) * _LOG2_E - score_max)
+
+
+@triton.jit
 def merge(
-    out, partial_out, partial_stats, first, count,
+    out, partial_out, partial_stats, first, count, sinks, kv_head,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Merge the results of the `count` splits of a query token's keys, for the heads of a KV head.
@@ -114,6 +182,8 @@ def merge(
             split; the splits of a token follow one another.
         partial_stats: [., KV_HEADS * GROUP, 2] float32: maximum score (log2), and sum of weights.
         first: index of the first split's first head among all rows of `partial_out`.
+        sinks: [KV_HEADS * GROUP] float32, or None.
+        kv_head: which KV head.
     """
     HEADS: tl.constexpr = triton.next_power_of_2(GROUP)
     dims = tl.broadcast_to(tl.arange(0, D)[None, :], [HEADS, D])
@@ -138,4 +208,6 @@ def merge(
             weight_sum = weight_sum * shrink + split_sum * weight
             value = value * shrink + part * weight
             score_max = new_max
+    if sinks is not None:
+        weight_sum += sink_weight(sinks, kv_head * GROUP + member, score_max, inside)
     tl.store(out + member * HEAD_DIM + dims, value / weight_sum, mask=inside)

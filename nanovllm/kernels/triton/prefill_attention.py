@@ -1,8 +1,8 @@
 """Paged attention for rows with several query tokens, in Triton, as in FlashAttention-2. A row with
 few tiles of queries after a long prefix gets its keys split.
 
-The KV cache of a layer is [2, num_blocks, block_size, num_kv_heads, head_dim]. Knows tensors only:
-no batches, no models. docs/cuda.md says how the sizes below were chosen.
+The KV cache of a layer is [2, num_blocks, block_size, num_kv_heads, head_dim]; its blocks may lie
+apart. Knows tensors only: no batches, no models. docs/cuda.md says how the sizes below were chosen.
 """
 
 import dataclasses
@@ -14,12 +14,15 @@ import triton.language as tl
 
 from nanovllm.kernels.triton.launch import Arguments, Launch
 from nanovllm.kernels.triton.online_softmax import (
-    LOG2_E,
     MAX_SPLITS,
+    NO_SCORE,
+    Scores,
     attend,
     block_ids,
+    block_stride,
     merge,
     register_limit,
+    sink_weight,
 )
 
 SPLIT_TOKENS = 512
@@ -52,7 +55,8 @@ class PrefillLaunch:
 class PrefillPlan:
     """The query tiles of the rows with several query tokens, and scratch memory for split keys.
 
-    The layers of a step share one plan, so they must run one after another.
+    The layers of a step share one plan, so they must run one after another. Their caches have the
+    same strides.
     """
 
     launches: tuple[PrefillLaunch, ...]
@@ -61,6 +65,7 @@ class PrefillPlan:
     token follow one another, then come those of the next. P is 0 if no row is split."""
     partial_stats: torch.Tensor
     """[P, num_heads, 2] float32: maximum score (log2), and sum of weights."""
+    scores: Scores
 
 
 @dataclasses.dataclass
@@ -81,6 +86,7 @@ def plan_prefill(
     head_dim: int,
     dtype: torch.dtype,
     device: torch.device,
+    scores: Scores = Scores(),
 ) -> PrefillPlan | None:
     """Return the query tiles of the rows with several query tokens, or None if there is none.
 
@@ -92,12 +98,12 @@ def plan_prefill(
     for row, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
         if query_len > 1:
             tiles = triton.cdiv(query_len, tokens)
-            splits = splits_of_row(seq_len - query_len, tiles * num_kv_heads)
+            splits = splits_of_row(scores.visible(seq_len - query_len), tiles * num_kv_heads)
             partials = query_len * splits if splits > 1 else 0
             needed = (parts[-1].partials + partials) * num_heads
             if parts[-1].partials and needed > _MAX_PARTIAL_ROWS:
                 parts.append(_Part())
-            _add_row(parts[-1], row, start, (query_len, seq_len), tokens, splits)
+            _add_row(parts[-1], row, start, (query_len, seq_len), tokens, splits, scores)
         start += query_len
     if not parts[0].tiles:
         return None
@@ -106,6 +112,7 @@ def plan_prefill(
         _upload(parts, device),
         torch.empty(most, num_heads, head_dim, dtype=torch.float32, device=device),
         torch.empty(most, num_heads, 2, dtype=torch.float32, device=device),
+        scores,
     )
 
 
@@ -113,19 +120,26 @@ def splits_of_row(num_computed: int, programs: int) -> int:
     """Return the number of splits of a row's keys.
 
     Args:
-        num_computed: keys before the row's query tokens.
+        num_computed: keys before the row's query tokens that the first of them sees.
         programs: those that the row has without splits.
     """
     return max(1, min(num_computed // SPLIT_TOKENS, SPLIT_PROGRAMS // programs, MAX_SPLITS))
 
 
 def _add_row(
-    part: _Part, row: int, start: int, lens: tuple[int, int], tokens: int, splits: int
+    part: _Part,
+    row: int,
+    start: int,
+    lens: tuple[int, int],
+    tokens: int,
+    splits: int,
+    scores: Scores,
 ) -> None:
     """Add a row of lengths `lens`, whose query tokens begin at token `start` of the batch."""
     query_len, seq_len = lens
     for first in range(0, query_len, tokens):
-        keys = (seq_len - query_len + min(first + tokens, query_len)) // splits
+        stop = min(first + tokens, query_len)
+        keys = (scores.visible(seq_len - query_len + first) + stop - first) // splits
         place = part.partials + first * splits
         part.tiles += [(keys, (row, first, split, splits, place)) for split in range(splits)]
     if splits > 1:
@@ -163,6 +177,7 @@ def prefill(
     seq_lens: torch.Tensor,
     plan: PrefillPlan,
     out: torch.Tensor,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Compute attention for the rows of `plan`, as in FlashAttention-2 (arXiv 2307.08691).
 
@@ -172,13 +187,14 @@ def prefill(
     Args:
         q: [T, num_heads, head_dim].
         kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim], `q`'s dtype or float8_e4m3fn.
-        block_tables: [R, width] int32. Columns past a row's last block are not read.
+        block_tables: [R, width] int32. Columns past a row's last block are not read, nor those
+            before a window.
         cu_seqlens_q: [R + 1] int32.
         seq_lens: [R] int32.
         out: like `q`. Only the tokens of the plan's rows are written.
+        sinks: [num_heads] float32, a logit more in the denominator of each head's softmax.
     """
     assert q.is_contiguous()
-    assert kv_cache.is_contiguous()
     k_cache, v_cache = kv_cache.unbind()
     partial = plan.partial_out, plan.partial_stats
     num_kv_heads, head_dim = kv_cache.shape[3:]
@@ -192,10 +208,11 @@ def prefill(
         sizes = _prefill_options(q.dtype, head_dim, group)
         fixed = (
             block_tables, block_tables.stride(0), cu_seqlens_q, seq_lens, launch.tiles, *partial,
-            head_dim**-0.5 * LOG2_E,
+            plan.scores.factor(head_dim),
         )  # fmt: skip
         options = {
-            **constants(), "BLOCK_SIZE": kv_cache.shape[2], "TOKENS": sizes["M"] // group,
+            **constants(), "BLOCK_SIZE": kv_cache.shape[2],
+            "BLOCK_STRIDE": block_stride(kv_cache), **plan.scores.constants(), "TOKENS": sizes["M"] // group,
             "SPLIT": len(launch.merges) > 0, **sizes, **register_limit(q.dtype, kv_cache.dtype),
         }  # fmt: skip
         return Arguments((len(launch.tiles) * num_kv_heads,), fixed, options)
@@ -205,9 +222,11 @@ def prefill(
         return Arguments(grid, (*partial, launch.merges), {**constants(), "num_warps": 4})
 
     for launch in plan.launches:
-        launch.launch_tiles(q, k_cache, v_cache, out, arguments=functools.partial(tiles, launch))
+        launch.launch_tiles(
+            q, k_cache, v_cache, out, sinks, arguments=functools.partial(tiles, launch)
+        )
         if len(launch.merges):
-            launch.launch_merges(out, arguments=functools.partial(merges, launch))
+            launch.launch_merges(out, sinks, arguments=functools.partial(merges, launch))
 
 
 def _prefill_options(dtype: torch.dtype, head_dim: int, group: int) -> dict[str, int]:
@@ -232,15 +251,17 @@ def _prefill_options(dtype: torch.dtype, head_dim: int, group: int) -> dict[str,
     do_not_specialize_on_alignment=["cu_seqlens_q", "seq_lens", "block_tables", "tiles"],
 )
 def _prefill(
-    q, k_cache, v_cache, out, block_tables, table_stride, cu_seqlens_q, seq_lens, tiles,
+    q, k_cache, v_cache, out, sinks, block_tables, table_stride, cu_seqlens_q, seq_lens, tiles,
     partial_out, partial_stats, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     TOKENS: tl.constexpr, SPLIT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Process one query tile for one KV head: TOKENS query tokens times GROUP query heads.
 
     The M - TOKENS * GROUP rows at the end of the tile are padding. Splits divide the key tiles that
-    every query sees, so each split has some. The last one takes the other key tiles, too.
+    every query sees, so without a WINDOW each split has some. The first one takes the tiles before
+    them as well, which only a WINDOW leaves, and the last one those behind.
     SPLIT says whether any row of the launch is split: without splits, fewer registers are needed.
     """
     tile = tiles + tl.program_id(0) // KV_HEADS * 5
@@ -259,30 +280,53 @@ def _prefill(
     queries = tl.load(q + place, mask=mask, other=0.0)
     num_computed = seq_len - query_len
     num_keys = tl.minimum(num_computed + first + TOKENS, seq_len)
-    # Every query of the tile sees every key of these key tiles.
+    # Every query of the tile sees every key of the tiles [begin, end).
     unmasked_tiles = (num_computed + first + 1) // N
     begin, end, last = 0, unmasked_tiles, tl.cdiv(num_keys, N)
+    first_key, first_tile, unmasked_begin = 0, 0, 0
+    if WINDOW is not None:
+        first_key = tl.maximum(num_computed + first - WINDOW + 1, 0)
+        first_tile = first_key // N
+        unmasked_begin = tl.cdiv(tl.maximum(num_keys - WINDOW, 0), N)
+        begin = tl.minimum(unmasked_begin, unmasked_tiles)
+        unmasked_tiles -= begin
+        unmasked_begin = begin
     if SPLIT:
         split, splits = tl.load(tile + 2), tl.load(tile + 3)
-        begin, end = unmasked_tiles * split // splits, unmasked_tiles * (split + 1) // splits
+        begin = unmasked_begin + unmasked_tiles * split // splits
+        end = unmasked_begin + unmasked_tiles * (split + 1) // splits
         last = tl.where(split == splits - 1, last, end)
+        if WINDOW is not None:
+            first_tile = tl.where(split == 0, first_tile, begin)
     acc = tl.zeros([M, D], tl.float32)
-    score_max = tl.full([M], float("-inf"), tl.float32)
+    score_max = tl.full([M], NO_SCORE if WINDOW is not None else float("-inf"), tl.float32)
     weight_sum = tl.zeros([M], tl.float32)
     table = block_tables + row * table_stride
+    if WINDOW is not None:
+        acc, score_max, weight_sum = attend(
+            acc, score_max, weight_sum, queries, k_cache, v_cache, table,
+            block_ids(table, first_tile, begin, seq_len, BLOCK_SIZE, N, first_key, WINDOW), head,
+            num_computed + token, first_key, seq_len, first_tile, begin, scale,
+            MASKED=True, KV_HEADS=KV_HEADS, HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE,
+            BLOCK_STRIDE=BLOCK_STRIDE, WINDOW=WINDOW, SOFTCAP=SOFTCAP, N=N, D=D,
+        )  # fmt: skip
     acc, score_max, weight_sum = attend(
         acc, score_max, weight_sum, queries, k_cache, v_cache, table,
-        block_ids(table, begin, end, seq_len, BLOCK_SIZE, N), head, num_computed + token,
-        seq_len, begin, end, scale,
-        MASKED=False, KV_HEADS=KV_HEADS, HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE, N=N, D=D,
+        block_ids(table, begin, end, seq_len, BLOCK_SIZE, N, first_key, WINDOW), head,
+        num_computed + token, first_key, seq_len, begin, end, scale,
+        MASKED=False, KV_HEADS=KV_HEADS, HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE,
+        BLOCK_STRIDE=BLOCK_STRIDE, WINDOW=WINDOW, SOFTCAP=SOFTCAP, N=N, D=D,
     )  # fmt: skip
     acc, score_max, weight_sum = attend(
         acc, score_max, weight_sum, queries, k_cache, v_cache, table,
-        block_ids(table, end, last, seq_len, BLOCK_SIZE, N), head, num_computed + token,
-        seq_len, end, last, scale,
-        MASKED=True, KV_HEADS=KV_HEADS, HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE, N=N, D=D,
+        block_ids(table, end, last, seq_len, BLOCK_SIZE, N, first_key, WINDOW), head,
+        num_computed + token, first_key, seq_len, end, last, scale,
+        MASKED=True, KV_HEADS=KV_HEADS, HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE,
+        BLOCK_STRIDE=BLOCK_STRIDE, WINDOW=WINDOW, SOFTCAP=SOFTCAP, N=N, D=D,
     )  # fmt: skip
     if not SPLIT or splits == 1:
+        if sinks is not None:
+            weight_sum += sink_weight(sinks, head * GROUP + member % GROUP, score_max, valid)
         tl.store(out + place, acc / weight_sum[:, None], mask=mask)
     else:
         scratch = tl.load(tile + 4) + member // GROUP * splits + split
@@ -294,7 +338,7 @@ def _prefill(
 
 @triton.jit(do_not_specialize_on_alignment=["merges"])
 def _merge_prefill(
-    out, partial_out, partial_stats, merges,
+    out, sinks, partial_out, partial_stats, merges,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of one query token for one KV head. An entry has _MERGED_TOKENS programs."""
@@ -306,6 +350,6 @@ def _merge_prefill(
         place = ((tl.load(entry) + token).to(tl.int64) * KV_HEADS + head) * GROUP
         partial = ((tl.load(entry + 3) + token * splits) * KV_HEADS + head) * GROUP
         merge(
-            out + place * HEAD_DIM, partial_out, partial_stats, partial, splits,
+            out + place * HEAD_DIM, partial_out, partial_stats, partial, splits, sinks, head,
             KV_HEADS=KV_HEADS, GROUP=GROUP, HEAD_DIM=HEAD_DIM, D=D,
         )  # fmt: skip
