@@ -6,12 +6,13 @@ with chunks.
 
 import dataclasses
 import importlib.util
-from typing import ClassVar
+import inspect
+from typing import Any, ClassVar
 
 import torch
 
 from nanovllm.attention.batch import Batch
-from nanovllm.attention.paged import PagedBackend, flash_attention_refusal
+from nanovllm.attention.paged import PagedBackend, flash_attention_refusal, flash_attention_window
 from nanovllm.attention.spec import AttentionSpec
 
 
@@ -39,6 +40,7 @@ class FlashAttnBackend(PagedBackend):
         from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
         self._varlen, self._with_kvcache = flash_attn_varlen_func, flash_attn_with_kvcache
+        self._options = _options(spec)
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> str | None:
@@ -47,9 +49,12 @@ class FlashAttnBackend(PagedBackend):
         if importlib.util.find_spec("flash_attn") is None:
             return "the flash-attn package is not installed"
         try:
-            from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache  # noqa: F401
+            from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
         except ImportError as error:  # for example, built for another version of torch
             return f"the flash-attn package cannot be imported: {error}"
+        for function in (flash_attn_varlen_func, flash_attn_with_kvcache):
+            for option in _options(spec).keys() - inspect.signature(function).parameters:
+                return f"the flash-attn package is too old for {option}"
         return None
 
     def plan(self, batch: Batch) -> _Chunks | None:
@@ -79,6 +84,7 @@ class FlashAttnBackend(PagedBackend):
                 cache_seqlens=batch.seq_lens,
                 block_table=batch.block_tables,
                 causal=True,
+                **self._options,
             )
             found = found[:, 0]
         else:
@@ -92,5 +98,18 @@ class FlashAttnBackend(PagedBackend):
                 max_seqlen_k=chunks.max_seq_len,
                 causal=True,
                 block_table=batch.block_tables,
+                **self._options,
             )
         return found if out is None else out.copy_(found)
+
+
+def _options(spec: AttentionSpec) -> dict[str, Any]:
+    """Return the arguments that differ from both functions' defaults."""
+    options: dict[str, Any] = {}
+    if spec.scale is not None:
+        options["softmax_scale"] = spec.scale
+    if spec.window is not None:
+        options["window_size"] = flash_attention_window(spec)
+    if spec.softcap:
+        options["softcap"] = spec.softcap
+    return options

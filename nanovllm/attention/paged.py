@@ -16,15 +16,16 @@ class PagedBackend(Backend):
 
     supports_graph: ClassVar[bool] = True
     supports_recording: ClassVar[bool] = False
+    blocks_lie_apart: ClassVar[bool] = True
     default_block_size: ClassVar[int]
 
     def __init__(self, spec: AttentionSpec) -> None:
         # Imported here, because machines without a GPU may not have triton.
-        from nanovllm.kernels.triton import ops as triton_ops
+        from nanovllm.kernels.triton.store import store
 
         self.block_size = spec.block_size or self.default_block_size
         self.spec = spec
-        self._store = triton_ops.store
+        self._store = store
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         return (2, num_blocks, self.block_size, self.spec.num_kv_heads, self.spec.head_dim)
@@ -32,8 +33,30 @@ class PagedBackend(Backend):
     def store(
         self, qkv: torch.Tensor, norm: QKNorm, kv_cache: torch.Tensor, batch: Batch
     ) -> torch.Tensor:
-        places = batch.positions, batch.slot_mapping
-        return self._store(qkv, *norm[:4], *places, kv_cache, self.spec.num_heads)
+        return self._store(
+            qkv,
+            norm.q_weight,
+            norm.k_weight,
+            norm.eps,
+            norm.cos_sin,
+            batch.positions,
+            batch.slot_mapping,
+            kv_cache,
+            self.spec.num_heads,
+            kind=norm.kind,
+            after_rotation=norm.after_rotation,
+            interleaved=norm.interleaved,
+            v_norm=norm.v_norm,
+            q_scale=norm.q_scale,
+        )
+
+
+def flash_attention_window(spec: AttentionSpec) -> tuple[int, int]:
+    """Return FlashAttention's window_size: how many keys before and after its own a token sees.
+
+    The kernel reads no block of the cache, and no entry of its table, that lies wholly before it.
+    """
+    return (-1 if spec.window is None else spec.window - 1, 0)
 
 
 def flash_attention_refusal(spec: AttentionSpec) -> str | None:
@@ -44,6 +67,8 @@ def flash_attention_refusal(spec: AttentionSpec) -> str | None:
         return f"needs float16 or bfloat16, not {str(spec.dtype).removeprefix('torch.')}"
     if spec.quantized_kv:
         return NO_QUANTIZED_KV
+    if spec.sinks:
+        return "has no attention sinks"
     if spec.head_dim % 8 or spec.head_dim > 256:
         return f"head_dim {spec.head_dim} is no multiple of 8 up to 256"
     if spec.block_size is not None and spec.block_size % 256:

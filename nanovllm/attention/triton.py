@@ -40,8 +40,10 @@ class TritonBackend(PagedBackend):
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
         from nanovllm.kernels.triton import decode_attention, prefill_attention
+        from nanovllm.kernels.triton.online_softmax import Scores
 
         self._decode, self._prefill = decode_attention, prefill_attention
+        self._scores = Scores(spec.scale, spec.window, spec.softcap)
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> str | None:
@@ -49,8 +51,10 @@ class TritonBackend(PagedBackend):
             return "keeps keys and values in the queries' dtype or FP8"
         if spec.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             return f"no kernel for {str(spec.dtype).removeprefix('torch.')}"
-        if spec.head_dim % 16 or spec.head_dim > 256:
-            return f"head_dim {spec.head_dim} is no multiple of 16 up to 256"
+        if spec.head_dim % 16 or spec.head_dim > 512:
+            return f"head_dim {spec.head_dim} is no multiple of 16 up to 512"
+        if spec.head_dim > 256 and spec.dtype == torch.float32:
+            return f"head_dim {spec.head_dim} in float32 takes too many registers"
         if spec.device.type == "cuda":
             capability = torch.cuda.get_device_capability(spec.device)
             if spec.quantized_kv and capability < _FP8_CAPABILITY:
@@ -66,10 +70,12 @@ class TritonBackend(PagedBackend):
         if batch.lengths is None or 1 in batch.lengths.query_lens:
             max_seq_len = batch.block_tables.shape[1] * self.block_size
             decode = self._decode.plan_decode(
-                batch.cu_seqlens_q, batch.seq_lens, max_seq_len, *heads
+                batch.cu_seqlens_q, batch.seq_lens, max_seq_len, *heads, self._scores
             )
         if batch.lengths is not None:
-            prefill = self._prefill.plan_prefill(*batch.lengths, *heads, spec.dtype, spec.device)
+            prefill = self._prefill.plan_prefill(
+                *batch.lengths, *heads, spec.dtype, spec.device, self._scores
+            )
         return _Plan(decode, prefill)
 
     def attend(
@@ -83,7 +89,7 @@ class TritonBackend(PagedBackend):
         plan: _Plan = batch.metadata
         out = torch.empty_like(q) if out is None else out
         if plan.decode is not None:
-            self._decode.decode(q, kv_cache, batch.block_tables, plan.decode, out)
+            self._decode.decode(q, kv_cache, batch.block_tables, plan.decode, out, sinks)
         if plan.prefill is not None:
             self._prefill.prefill(
                 q,
@@ -93,5 +99,6 @@ class TritonBackend(PagedBackend):
                 batch.seq_lens,
                 plan.prefill,
                 out,
+                sinks,
             )
         return out

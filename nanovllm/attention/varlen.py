@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from nanovllm.attention.batch import Batch
-from nanovllm.attention.paged import PagedBackend, flash_attention_refusal
+from nanovllm.attention.paged import PagedBackend, flash_attention_refusal, flash_attention_window
 from nanovllm.attention.spec import AttentionSpec
 
 
@@ -34,8 +34,13 @@ class VarlenBackend(PagedBackend):
     def unsupported(cls, spec: AttentionSpec) -> str | None:
         if (reason := flash_attention_refusal(spec)) is not None:
             return reason
-        if "block_table" not in inspect.signature(_varlen_attn()).parameters:
+        if spec.softcap:
+            return "varlen_attn has no softcap"
+        parameters = inspect.signature(_varlen_attn()).parameters
+        if "block_table" not in parameters:
             return f"varlen_attn of torch {torch.__version__} takes no block table"
+        if spec.scale is not None and "scale" not in parameters:
+            return f"varlen_attn of torch {torch.__version__} takes no scale"
         return None
 
     def plan(self, batch: Batch) -> _Lengths:
@@ -64,11 +69,12 @@ class VarlenBackend(PagedBackend):
             lengths.cu_seqlens_k,
             lengths.max_query_len,
             lengths.max_seq_len,
-            window_size=(-1, 0),
+            window_size=flash_attention_window(self.spec),
             enable_gqa=True,
             seqused_k=batch.seq_lens,
             block_table=batch.block_tables,
             num_splits=1,  # more leave rows after the first one unwritten (pytorch #194167)
+            **({} if self.spec.scale is None else {"scale": self.spec.scale}),
         )
         assert isinstance(found, torch.Tensor)
         return found if out is None else out.copy_(found)

@@ -15,6 +15,7 @@ import triton.language as tl
 from nanovllm.kernels.triton.launch import Arguments, Launch
 from nanovllm.kernels.triton.online_softmax import (
     MAX_SPLITS,
+    PLAIN,
     Scores,
     attend,
     block_ids,
@@ -89,7 +90,7 @@ def plan_decode(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
-    scores: Scores = Scores(),
+    scores: Scores = PLAIN,
 ) -> DecodePlan:
     """Return the splits of the rows that have one query token, computed on the device.
 
@@ -175,7 +176,7 @@ def decode(
             "BLOCK_SIZE": block_size, "BLOCK_STRIDE": block_stride(kv_cache),
             **plan.scores.constants(),
             "M": max(8, triton.next_power_of_2(group)), "D": triton.next_power_of_2(head_dim),
-            **_decode_options(q.dtype, head_dim), **register_limit(q.dtype, kv_cache.dtype),
+            **_decode_options(q.dtype, head_dim), **register_limit(q.dtype, kv_cache),
         }  # fmt: skip
         grid = (min(len(plan.splits) * num_kv_heads, plan.max_programs),)
         return Arguments(grid, fixed, options)
@@ -186,12 +187,14 @@ def decode(
 def _decode_options(dtype: torch.dtype, head_dim: int) -> dict[str, int]:
     """Return the launch options. N is the number of keys in a tile.
 
-    A tile of keys and values takes at most 32 KiB of shared memory, and loads of two are in flight.
-    In half precision, 168 registers let an SM run _PROGRAMS_PER_SM programs.
+    A tile of keys and values takes at most 32 KiB of shared memory (64 for 512 numbers of float32,
+    because a tile has at least 16 keys), and loads of two are in flight. In half precision, 168
+    registers let an SM run _PROGRAMS_PER_SM programs. Above a head_dim of 128 there is no limit:
+    with this one ptxas takes more registers than without, and may spill a few.
     """
     row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
-    options = {"N": min(64, 16384 // row_bytes), "num_warps": 4, "num_stages": 3}
-    return options | ({"maxnreg": 168} if dtype.itemsize == 2 else {})
+    options = {"N": min(64, max(16, 16384 // row_bytes)), "num_warps": 4, "num_stages": 3}
+    return options | ({"maxnreg": 168} if dtype.itemsize == 2 and head_dim <= 128 else {})
 
 
 @triton.jit
@@ -302,8 +305,7 @@ def _decode(
             tl.zeros([M, D], tl.float32), tl.full([M], float("-inf"), tl.float32),
             tl.zeros([M], tl.float32), queries, k_cache, v_cache, table, block, head,
             tl.full([M], 0, tl.int32) + seq_len - 1, begin, seq_len, first, last, scale,
-            MASKED=True, KV_HEADS=KV_HEADS, HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE,
-            BLOCK_STRIDE=BLOCK_STRIDE, WINDOW=WINDOW, SOFTCAP=SOFTCAP, N=N, D=D,
+            KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, WINDOW, SOFTCAP, N, D, MASKED=True,
         )  # fmt: skip
         next_row, next_split, next_seq_len, next_token = _load_entry(
             splits, index // KV_HEADS, index < total

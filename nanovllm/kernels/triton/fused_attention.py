@@ -195,8 +195,7 @@ def _process_split(
         )  # fmt: skip
         if is_last:
             merge(
-                out + first * HEAD_DIM, partial_out, partial_stats, scratch, count + 1,
-                None, head,
+                out + first * HEAD_DIM, partial_out, partial_stats, scratch, count + 1, None, head,
                 KV_HEADS=KV_HEADS, GROUP=GROUP, HEAD_DIM=HEAD_DIM, D=D,
             )  # fmt: skip
             tl.store(splits_done + row * KV_HEADS + head, 0)

@@ -1,7 +1,7 @@
 """What both attention kernels share: a tile of queries against tiles of keys in paged memory, and
 the merge of results over parts of a row's keys, its splits.
 
-k_cache and v_cache are [num_blocks, block_size, num_kv_heads, head_dim]; their blocks may lie apart.
+k_cache and v_cache are [num_blocks, block_size, num_kv_heads, head_dim]; blocks may lie apart.
 Knows no batches, and not how the kernels divide the work.
 """
 
@@ -46,28 +46,33 @@ class Scores(NamedTuple):
         return {"WINDOW": self.window, "SOFTCAP": self.softcap or None}
 
 
+PLAIN = Scores()
+
+
 def block_stride(kv_cache: torch.Tensor) -> int:
     """Return the distance between two blocks of `kv_cache`, inside which numbers are contiguous."""
     assert kv_cache[0, 0].is_contiguous()
     return kv_cache.stride(1)
 
 
-def register_limit(dtype: torch.dtype, kv_dtype: torch.dtype) -> dict[str, int]:
+def register_limit(dtype: torch.dtype, kv_cache: torch.Tensor) -> dict[str, int]:
     """Return launch options that limit the registers of a thread where an 8-bit cache is read.
 
     Without the limit, ptxas aims for one more program per SM and spills a few registers of the
     conversion from 8 bits.
     """
-    return {"maxnreg": 192} if dtype.itemsize == 2 and kv_dtype != dtype else {}
+    if dtype.itemsize != 2 or kv_cache.dtype == dtype:
+        return {}
+    return {"maxnreg": 192 if kv_cache.shape[-1] <= 256 else 224}
 
 
 @triton.jit
 def attend(
     acc, score_max, weight_sum, q, k_cache, v_cache, table, block, head, position, begin, seq_len,
     first, last, scale,
-    MASKED: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    N: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Process the key tiles [first, last) with online softmax (arXiv 1805.02867) in base 2.
 
@@ -81,10 +86,10 @@ def attend(
         position: [M], the last key that each query sees.
         begin: the first key that any query sees. Read only with a WINDOW.
         scale: factor of the scores, including LOG2_E; with a SOFTCAP, what `Scores.factor` returns.
-        MASKED: False if every query sees every key of the tiles.
         BLOCK_STRIDE: distance between two blocks of the cache.
         WINDOW: the number of keys that a query sees at most; None: any number.
         SOFTCAP: a score s becomes SOFTCAP * tanh(s / SOFTCAP); None: it stays.
+        MASKED: False if every query sees every key of the tiles.
     """
     dims = tl.arange(0, D)
     inside = (dims < HEAD_DIM)[None, :]

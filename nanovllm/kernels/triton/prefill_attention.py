@@ -10,20 +10,16 @@ import functools
 
 import torch
 import triton
-import triton.language as tl
 
 from nanovllm.kernels.triton.launch import Arguments, Launch
 from nanovllm.kernels.triton.online_softmax import (
     MAX_SPLITS,
-    NO_SCORE,
+    PLAIN,
     Scores,
-    attend,
-    block_ids,
     block_stride,
-    merge,
     register_limit,
-    sink_weight,
 )
+from nanovllm.kernels.triton.prefill_kernels import MERGED_TOKENS, merge_prefill, prefill_tile
 
 SPLIT_TOKENS = 512
 """Minimum computed keys in a split."""
@@ -33,8 +29,6 @@ SPLIT_PROGRAMS = 256
 _MAX_PARTIAL_ROWS = 2**17
 """Maximum results of splits, of a head and a query token each, in one launch: 64 MiB at a head_dim
 of 128. A batch with more takes several launches. One row has at most SPLIT_PROGRAMS * M."""
-_MERGED_TOKENS = tl.constexpr(8)
-"""Maximum query tokens of an entry of `PrefillLaunch.merges`. Each has programs of its own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +80,7 @@ def plan_prefill(
     head_dim: int,
     dtype: torch.dtype,
     device: torch.device,
-    scores: Scores = Scores(),
+    scores: Scores = PLAIN,
 ) -> PrefillPlan | None:
     """Return the query tiles of the rows with several query tokens, or None if there is none.
 
@@ -103,7 +97,8 @@ def plan_prefill(
             needed = (parts[-1].partials + partials) * num_heads
             if parts[-1].partials and needed > _MAX_PARTIAL_ROWS:
                 parts.append(_Part())
-            _add_row(parts[-1], row, start, (query_len, seq_len), tokens, splits, scores)
+            lens = query_len, seq_len, scores.visible(seq_len)
+            _add_row(parts[-1], row, start, lens, tokens, splits)
         start += query_len
     if not parts[0].tiles:
         return None
@@ -127,23 +122,20 @@ def splits_of_row(num_computed: int, programs: int) -> int:
 
 
 def _add_row(
-    part: _Part,
-    row: int,
-    start: int,
-    lens: tuple[int, int],
-    tokens: int,
-    splits: int,
-    scores: Scores,
+    part: _Part, row: int, start: int, lens: tuple[int, int, int], tokens: int, splits: int
 ) -> None:
-    """Add a row of lengths `lens`, whose query tokens begin at token `start` of the batch."""
-    query_len, seq_len = lens
+    """Add a row of `lens`: its query tokens, its keys, and those that a query token sees at most.
+
+    The query tokens begin at token `start` of the batch.
+    """
+    query_len, seq_len, visible = lens
     for first in range(0, query_len, tokens):
         stop = min(first + tokens, query_len)
-        keys = (scores.visible(seq_len - query_len + first) + stop - first) // splits
+        keys = (min(seq_len - query_len + first, visible) + stop - first) // splits
         place = part.partials + first * splits
         part.tiles += [(keys, (row, first, split, splits, place)) for split in range(splits)]
     if splits > 1:
-        step = _MERGED_TOKENS.value
+        step = MERGED_TOKENS.value
         part.merges += [
             (start + first, min(query_len - first, step), splits, part.partials + first * splits)
             for first in range(0, query_len, step)
@@ -163,7 +155,7 @@ def _upload(parts: list[_Part], device: torch.device) -> tuple[PrefillLaunch, ..
     lists = iter(host.to(device, non_blocking=True).split(sizes))
     return tuple(
         PrefillLaunch(
-            tiles.view(-1, 5), merges.view(-1, 4), Launch(_prefill), Launch(_merge_prefill)
+            tiles.view(-1, 5), merges.view(-1, 4), Launch(prefill_tile), Launch(merge_prefill)
         )
         for tiles, merges in zip(lists, lists, strict=True)
     )
@@ -195,7 +187,7 @@ def prefill(
         sinks: [num_heads] float32, a logit more in the denominator of each head's softmax.
     """
     assert q.is_contiguous()
-    k_cache, v_cache = kv_cache.unbind()
+    tensors = q, *kv_cache.unbind(), out, sinks
     partial = plan.partial_out, plan.partial_stats
     num_kv_heads, head_dim = kv_cache.shape[3:]
     group = q.shape[1] // num_kv_heads
@@ -211,20 +203,18 @@ def prefill(
             plan.scores.factor(head_dim),
         )  # fmt: skip
         options = {
-            **constants(), "BLOCK_SIZE": kv_cache.shape[2],
-            "BLOCK_STRIDE": block_stride(kv_cache), **plan.scores.constants(), "TOKENS": sizes["M"] // group,
-            "SPLIT": len(launch.merges) > 0, **sizes, **register_limit(q.dtype, kv_cache.dtype),
+            **constants(), **plan.scores.constants(), "BLOCK_SIZE": kv_cache.shape[2],
+            "BLOCK_STRIDE": block_stride(kv_cache), "TOKENS": sizes["M"] // group,
+            "SPLIT": len(launch.merges) > 0, **sizes, **register_limit(q.dtype, kv_cache),
         }  # fmt: skip
         return Arguments((len(launch.tiles) * num_kv_heads,), fixed, options)
 
     def merges(launch: PrefillLaunch) -> Arguments:
-        grid = (len(launch.merges) * _MERGED_TOKENS.value * num_kv_heads,)
+        grid = (len(launch.merges) * MERGED_TOKENS.value * num_kv_heads,)
         return Arguments(grid, (*partial, launch.merges), {**constants(), "num_warps": 4})
 
     for launch in plan.launches:
-        launch.launch_tiles(
-            q, k_cache, v_cache, out, sinks, arguments=functools.partial(tiles, launch)
-        )
+        launch.launch_tiles(*tensors, arguments=functools.partial(tiles, launch))
         if len(launch.merges):
             launch.launch_merges(out, sinks, arguments=functools.partial(merges, launch))
 
@@ -239,117 +229,6 @@ def _prefill_options(dtype: torch.dtype, head_dim: int, group: int) -> dict[str,
     if dtype == torch.float32:
         options = {"M": 16, "N": 16 if head_dim > 128 else 32, "num_warps": 4, "num_stages": 2}
     else:
-        options = {"M": 64 if head_dim > 128 else 128, "N": 32, "num_warps": 8, "num_stages": 2}
+        rows = 128 if head_dim <= 128 else 64 if head_dim <= 256 else 32
+        options = {"M": rows, "N": 32 if head_dim <= 256 else 16, "num_warps": 8, "num_stages": 2}
     return {**options, "M": max(options["M"], triton.next_power_of_2(group))}
-
-
-# Values that change from batch to batch must not cause a recompilation. By default Triton compiles
-# another kernel for an integer that is 1 or a multiple of 16, and for a pointer that is not aligned
-# to 16 bytes.
-@triton.jit(
-    do_not_specialize=["table_stride"],
-    do_not_specialize_on_alignment=["cu_seqlens_q", "seq_lens", "block_tables", "tiles"],
-)
-def _prefill(
-    q, k_cache, v_cache, out, sinks, block_tables, table_stride, cu_seqlens_q, seq_lens, tiles,
-    partial_out, partial_stats, scale,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_STRIDE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    TOKENS: tl.constexpr, SPLIT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
-    """Process one query tile for one KV head: TOKENS query tokens times GROUP query heads.
-
-    The M - TOKENS * GROUP rows at the end of the tile are padding. Splits divide the key tiles that
-    every query sees, so without a WINDOW each split has some. The first one takes the tiles before
-    them as well, which only a WINDOW leaves, and the last one those behind.
-    SPLIT says whether any row of the launch is split: without splits, fewer registers are needed.
-    """
-    tile = tiles + tl.program_id(0) // KV_HEADS * 5
-    head = tl.program_id(0) % KV_HEADS
-    row, first = tl.load(tile).to(tl.int64), tl.load(tile + 1)
-    start = tl.load(cu_seqlens_q + row)
-    query_len = tl.load(cu_seqlens_q + row + 1) - start
-    seq_len = tl.load(seq_lens + row)
-    dims = tl.arange(0, D)
-    member = tl.arange(0, M)
-    token = first + member // GROUP
-    valid = (member < TOKENS * GROUP) & (token < query_len)
-    mask = valid[:, None] & (dims < HEAD_DIM)[None, :]
-    heads = ((start + token).to(tl.int64) * KV_HEADS + head) * GROUP + member % GROUP
-    place = heads[:, None] * HEAD_DIM + dims[None, :]
-    queries = tl.load(q + place, mask=mask, other=0.0)
-    num_computed = seq_len - query_len
-    num_keys = tl.minimum(num_computed + first + TOKENS, seq_len)
-    # Every query of the tile sees every key of the tiles [begin, end).
-    unmasked_tiles = (num_computed + first + 1) // N
-    begin, end, last = 0, unmasked_tiles, tl.cdiv(num_keys, N)
-    first_key, first_tile, unmasked_begin = 0, 0, 0
-    if WINDOW is not None:
-        first_key = tl.maximum(num_computed + first - WINDOW + 1, 0)
-        first_tile = first_key // N
-        unmasked_begin = tl.cdiv(tl.maximum(num_keys - WINDOW, 0), N)
-        begin = tl.minimum(unmasked_begin, unmasked_tiles)
-        unmasked_tiles -= begin
-        unmasked_begin = begin
-    if SPLIT:
-        split, splits = tl.load(tile + 2), tl.load(tile + 3)
-        begin = unmasked_begin + unmasked_tiles * split // splits
-        end = unmasked_begin + unmasked_tiles * (split + 1) // splits
-        last = tl.where(split == splits - 1, last, end)
-        if WINDOW is not None:
-            first_tile = tl.where(split == 0, first_tile, begin)
-    acc = tl.zeros([M, D], tl.float32)
-    score_max = tl.full([M], NO_SCORE if WINDOW is not None else float("-inf"), tl.float32)
-    weight_sum = tl.zeros([M], tl.float32)
-    table = block_tables + row * table_stride
-    if WINDOW is not None:
-        acc, score_max, weight_sum = attend(
-            acc, score_max, weight_sum, queries, k_cache, v_cache, table,
-            block_ids(table, first_tile, begin, seq_len, BLOCK_SIZE, N, first_key, WINDOW), head,
-            num_computed + token, first_key, seq_len, first_tile, begin, scale,
-            MASKED=True, KV_HEADS=KV_HEADS, HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE,
-            BLOCK_STRIDE=BLOCK_STRIDE, WINDOW=WINDOW, SOFTCAP=SOFTCAP, N=N, D=D,
-        )  # fmt: skip
-    acc, score_max, weight_sum = attend(
-        acc, score_max, weight_sum, queries, k_cache, v_cache, table,
-        block_ids(table, begin, end, seq_len, BLOCK_SIZE, N, first_key, WINDOW), head,
-        num_computed + token, first_key, seq_len, begin, end, scale,
-        MASKED=False, KV_HEADS=KV_HEADS, HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE,
-        BLOCK_STRIDE=BLOCK_STRIDE, WINDOW=WINDOW, SOFTCAP=SOFTCAP, N=N, D=D,
-    )  # fmt: skip
-    acc, score_max, weight_sum = attend(
-        acc, score_max, weight_sum, queries, k_cache, v_cache, table,
-        block_ids(table, end, last, seq_len, BLOCK_SIZE, N, first_key, WINDOW), head,
-        num_computed + token, first_key, seq_len, end, last, scale,
-        MASKED=True, KV_HEADS=KV_HEADS, HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE,
-        BLOCK_STRIDE=BLOCK_STRIDE, WINDOW=WINDOW, SOFTCAP=SOFTCAP, N=N, D=D,
-    )  # fmt: skip
-    if not SPLIT or splits == 1:
-        if sinks is not None:
-            weight_sum += sink_weight(sinks, head * GROUP + member % GROUP, score_max, valid)
-        tl.store(out + place, acc / weight_sum[:, None], mask=mask)
-    else:
-        scratch = tl.load(tile + 4) + member // GROUP * splits + split
-        scratch = (scratch * KV_HEADS + head) * GROUP + member % GROUP
-        tl.store(partial_out + scratch[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
-        tl.store(partial_stats + scratch * 2, score_max, mask=valid)
-        tl.store(partial_stats + scratch * 2 + 1, weight_sum, mask=valid)
-
-
-@triton.jit(do_not_specialize_on_alignment=["merges"])
-def _merge_prefill(
-    out, sinks, partial_out, partial_stats, merges,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
-    """Merge the splits of one query token for one KV head. An entry has _MERGED_TOKENS programs."""
-    head = tl.program_id(0) % KV_HEADS
-    index = tl.program_id(0) // KV_HEADS
-    entry, token = merges + index // _MERGED_TOKENS * 4, index % _MERGED_TOKENS
-    splits = tl.load(entry + 2)
-    if token < tl.load(entry + 1):
-        place = ((tl.load(entry) + token).to(tl.int64) * KV_HEADS + head) * GROUP
-        partial = ((tl.load(entry + 3) + token * splits) * KV_HEADS + head) * GROUP
-        merge(
-            out + place * HEAD_DIM, partial_out, partial_stats, partial, splits, sinks, head,
-            KV_HEADS=KV_HEADS, GROUP=GROUP, HEAD_DIM=HEAD_DIM, D=D,
-        )  # fmt: skip

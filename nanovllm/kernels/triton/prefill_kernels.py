@@ -1,0 +1,137 @@
+"""The Triton kernels of `prefill_attention`. Their launches get what its plan has computed.
+
+docs/cuda.md says how the work is divided.
+"""
+
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.triton.online_softmax import NO_SCORE, attend, block_ids, merge, sink_weight
+
+MERGED_TOKENS = tl.constexpr(8)
+"""Maximum query tokens of an entry of `PrefillLaunch.merges`. Each has programs of its own."""
+
+
+# Values that change from batch to batch must not cause a recompilation. By default Triton compiles
+# another kernel for an integer that is 1 or a multiple of 16, and for a pointer that is not aligned
+# to 16 bytes.
+@triton.jit(
+    do_not_specialize=["table_stride"],
+    do_not_specialize_on_alignment=["cu_seqlens_q", "seq_lens", "block_tables", "tiles"],
+)
+def prefill_tile(
+    q, k_cache, v_cache, out, sinks, block_tables, table_stride, cu_seqlens_q, seq_lens, tiles,
+    partial_out, partial_stats, scale,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    TOKENS: tl.constexpr, SPLIT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Process one query tile for one KV head: TOKENS query tokens times GROUP query heads.
+
+    The M - TOKENS * GROUP rows at the end of the tile are padding.
+    SPLIT says whether any row of the launch is split: without splits, fewer registers are needed.
+    """
+    tile = tiles + tl.program_id(0) // KV_HEADS * 5
+    head = tl.program_id(0) % KV_HEADS
+    row, first = tl.load(tile).to(tl.int64), tl.load(tile + 1)
+    start = tl.load(cu_seqlens_q + row)
+    query_len = tl.load(cu_seqlens_q + row + 1) - start
+    seq_len = tl.load(seq_lens + row)
+    dims = tl.arange(0, D)
+    member = tl.arange(0, M)
+    token = first + member // GROUP
+    valid = (member < TOKENS * GROUP) & (token < query_len)
+    mask = valid[:, None] & (dims < HEAD_DIM)[None, :]
+    heads = ((start + token).to(tl.int64) * KV_HEADS + head) * GROUP + member % GROUP
+    place = heads[:, None] * HEAD_DIM + dims[None, :]
+    queries = tl.load(q + place, mask=mask, other=0.0)
+    num_computed = seq_len - query_len
+    split, splits = 0, 1
+    if SPLIT:
+        split, splits = tl.load(tile + 2), tl.load(tile + 3)
+    first_key, first_tile, begin, end, last = _key_tiles(
+        num_computed + first, tl.minimum(num_computed + first + TOKENS, seq_len), split, splits,
+        WINDOW, SPLIT, N,
+    )  # fmt: skip
+    acc, position = tl.zeros([M, D], tl.float32), num_computed + token
+    score_max = tl.full([M], NO_SCORE if WINDOW is not None else float("-inf"), tl.float32)
+    weight_sum = tl.zeros([M], tl.float32)
+    table = block_tables + row * table_stride
+    if WINDOW is not None:
+        acc, score_max, weight_sum = attend(
+            acc, score_max, weight_sum, queries, k_cache, v_cache, table,
+            block_ids(table, first_tile, begin, seq_len, BLOCK_SIZE, N, first_key, WINDOW), head,
+            position, first_key, seq_len, first_tile, begin, scale,
+            KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, WINDOW, SOFTCAP, N, D, MASKED=True,
+        )  # fmt: skip
+    acc, score_max, weight_sum = attend(
+        acc, score_max, weight_sum, queries, k_cache, v_cache, table,
+        block_ids(table, begin, end, seq_len, BLOCK_SIZE, N, first_key, WINDOW), head,
+        position, first_key, seq_len, begin, end, scale,
+        KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, WINDOW, SOFTCAP, N, D, MASKED=False,
+    )  # fmt: skip
+    acc, score_max, weight_sum = attend(
+        acc, score_max, weight_sum, queries, k_cache, v_cache, table,
+        block_ids(table, end, last, seq_len, BLOCK_SIZE, N, first_key, WINDOW), head,
+        position, first_key, seq_len, end, last, scale,
+        KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, WINDOW, SOFTCAP, N, D, MASKED=True,
+    )  # fmt: skip
+    if not SPLIT or splits == 1:
+        if sinks is not None:
+            weight_sum += sink_weight(sinks, head * GROUP + member % GROUP, score_max, valid)
+        tl.store(out + place, acc / weight_sum[:, None], mask=mask)
+    else:
+        scratch = tl.load(tile + 4) + member // GROUP * splits + split
+        scratch = (scratch * KV_HEADS + head) * GROUP + member % GROUP
+        tl.store(partial_out + scratch[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
+        tl.store(partial_stats + scratch * 2, score_max, mask=valid)
+        tl.store(partial_stats + scratch * 2 + 1, weight_sum, mask=valid)
+
+
+@triton.jit
+def _key_tiles(
+    position, num_keys, split, splits,
+    WINDOW: tl.constexpr, SPLIT: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Return the first key that the query tile sees, and the key tiles of a split of its keys.
+
+    They are [first, begin), which only a WINDOW leaves, [begin, end), and [end, last). Every query
+    sees every key of [begin, end). These are divided among the splits; so without a WINDOW each
+    has some. The first split has those before them as well, and the last one those behind.
+
+    Args:
+        position: of the first query.
+        num_keys: keys up to the last query.
+    """
+    first_key, first, begin = 0, 0, 0
+    end, last = (position + 1) // N, tl.cdiv(num_keys, N)
+    if WINDOW is not None:
+        first_key = tl.maximum(position - WINDOW + 1, 0)
+        first = first_key // N
+        begin = tl.minimum(tl.cdiv(tl.maximum(num_keys - WINDOW, 0), N), end)
+    if SPLIT:
+        tiles, unsplit = end - begin, begin
+        begin, end = unsplit + tiles * split // splits, unsplit + tiles * (split + 1) // splits
+        last = tl.where(split == splits - 1, last, end)
+        if WINDOW is not None:
+            first = tl.where(split == 0, first, begin)
+    return first_key, first, begin, end, last
+
+
+@triton.jit(do_not_specialize_on_alignment=["merges"])
+def merge_prefill(
+    out, sinks, partial_out, partial_stats, merges,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Merge the splits of one query token for one KV head. An entry has MERGED_TOKENS programs."""
+    head = tl.program_id(0) % KV_HEADS
+    index = tl.program_id(0) // KV_HEADS
+    entry, token = merges + index // MERGED_TOKENS * 4, index % MERGED_TOKENS
+    splits = tl.load(entry + 2)
+    if token < tl.load(entry + 1):
+        place = ((tl.load(entry) + token).to(tl.int64) * KV_HEADS + head) * GROUP
+        partial = ((tl.load(entry + 3) + token * splits) * KV_HEADS + head) * GROUP
+        merge(
+            out + place * HEAD_DIM, partial_out, partial_stats, partial, splits, sinks, head,
+            KV_HEADS=KV_HEADS, GROUP=GROUP, HEAD_DIM=HEAD_DIM, D=D,
+        )  # fmt: skip
