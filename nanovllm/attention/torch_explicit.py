@@ -9,6 +9,7 @@ import torch
 
 from nanovllm.attention.backend import NO_QUANTIZED_KV
 from nanovllm.attention.batch import Batch
+from nanovllm.attention.explicit import explicit_attention
 from nanovllm.attention.spec import AttentionSpec
 from nanovllm.attention.torch_sdpa import TorchBackend
 
@@ -57,31 +58,12 @@ class TorchExplicitBackend(TorchBackend):
         out: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        spec = self.spec
         out = torch.empty_like(q) if out is None else out
+        scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
         for row in batch.metadata:
             keys, values = kv_cache[:, row.blocks].flatten(1, 2)[:, : row.num_keys].transpose(1, 2)
-            out[row.tokens] = self._row(q[row.tokens], keys, values, row.mask, sinks)
+            heads = q[row.tokens].transpose(0, 1)
+            found = explicit_attention(heads, keys, values, row.mask, scale, spec.softcap, sinks)
+            out[row.tokens] = found.transpose(0, 1)
         return out
-
-    def _row(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: torch.Tensor,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Return attention of q [n, H, D] over k and v [KV, m, D]: [n, H, D]."""
-        spec = self.spec
-        group = spec.num_heads // spec.num_kv_heads
-        k, v = k.float().repeat_interleave(group, 0), v.float().repeat_interleave(group, 0)
-        scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
-        scores = (q.float().transpose(0, 1) @ k.mT) * scale
-        if spec.softcap:
-            scores = spec.softcap * torch.tanh(scores / spec.softcap)
-        scores = scores.masked_fill(~mask, -torch.inf)
-        if sinks is not None:
-            column = sinks[:, None, None].expand(*scores.shape[:-1], 1)
-            scores = torch.cat([scores, column], -1)
-        weights = scores.softmax(-1)[..., : mask.shape[1]]
-        return (weights @ v).transpose(0, 1).to(q.dtype)

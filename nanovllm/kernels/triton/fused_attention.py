@@ -64,7 +64,7 @@ def attend_rows(
     *,
     chained: bool,
 ) -> torch.Tensor:
-    """Do what `ops.store` does, then attend as `decode_attention.decode` does.
+    """Do what `store.store` does, then attend as `decode_attention.decode` does.
 
     A row sees the keys in the cache and those of the rows that share its sequence, up to its own
     position. These rows must have consecutive positions. A row's splits follow from the number of
@@ -72,7 +72,7 @@ def attend_rows(
 
     Args:
         qkv: [R, (heads + 2 kv_heads) * dim], R at most MAX_ROWS.
-        q_weight, k_weight, eps, cos_sin, positions, slot_mapping: see `ops.store`.
+        q_weight, k_weight, eps, cos_sin, positions, slot_mapping: see `store.store`.
         block_tables: [R, width] int32. Columns past a row's last block are not read.
         kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim] of `qkv`'s dtype.
         chained: see `fused_layer.launch_options`.

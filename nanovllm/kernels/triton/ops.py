@@ -134,9 +134,11 @@ def _normalise(
     """Return the RMSNorm of a row in float32, rounded to `dtype`."""
     scale = tl.rsqrt(tl.sum(wide * wide) / size + eps)
     if weight is None:
-        return (wide * scale).to(dtype)
-    factors = tl.load(weight + columns, inside, 0.0).to(tl.float32)
-    return times_weight(wide * scale, factors, dtype, KIND)
+        normed = (wide * scale).to(dtype)
+    else:
+        factors = tl.load(weight + columns, inside, 0.0).to(tl.float32)
+        normed = times_weight(wide * scale, factors, dtype, KIND)
+    return normed
 
 
 @triton.jit
@@ -184,15 +186,17 @@ def _activate_and_multiply(gate, up, dtype: tl.constexpr, ACTIVATION: tl.constex
     if ACTIVATION == "swiglu_oai":
         gate = tl.where(gate > 7.0, 7.0, gate)
         up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
-        return (gate * tl.sigmoid(1.702 * gate) * (up + 1.0)).to(dtype)
-    if ACTIVATION == "silu":
-        activated = gate * tl.sigmoid(gate)
-    elif ACTIVATION == "gelu_tanh":  # 1 + tanh(y) is 2 sigmoid(2 y)
-        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-        activated = gate * tl.sigmoid(inner)
+        product = gate * tl.sigmoid(1.702 * gate) * (up + 1.0)
     else:
-        activated = tl.sigmoid(gate)
-    return (activated.to(dtype).to(tl.float32) * up).to(dtype)
+        if ACTIVATION == "silu":
+            activated = gate * tl.sigmoid(gate)
+        elif ACTIVATION == "gelu_tanh":  # 1 + tanh(y) is 2 sigmoid(2 y)
+            inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+            activated = gate * tl.sigmoid(inner)
+        else:
+            activated = tl.sigmoid(gate)
+        product = activated.to(dtype).to(tl.float32) * up
+    return product.to(dtype)
 
 
 @triton.jit

@@ -188,10 +188,11 @@ def _store(
 def _halves(column, HALF: tl.constexpr, HALF_ROTARY: tl.constexpr):
     """Return the places of both halves' numbers in a head, and whether they are a rotated pair."""
     rotates = column < HALF_ROTARY
-    if HALF_ROTARY == HALF:
-        return column, column + HALF, rotates
-    first = tl.where(rotates, column, column + HALF_ROTARY)
-    return first, column + tl.where(rotates, HALF_ROTARY, HALF), rotates
+    first, second = column, column + HALF
+    if HALF_ROTARY != HALF:
+        first = tl.where(rotates, column, column + HALF_ROTARY)
+        second = column + tl.where(rotates, HALF_ROTARY, HALF)
+    return first, second, rotates
 
 
 @triton.jit

@@ -1,5 +1,5 @@
 """Inputs of the Triton kernels' tests: the device, the dtypes that it computes, random logits and
-sampling parameters.
+sampling parameters. And what the tests compare results with.
 """
 
 import os
@@ -18,6 +18,8 @@ CAPABILITY = torch.cuda.get_device_capability() if CUDA else divmod(SIMULATED, 1
 """(0, 0) in the interpreter."""
 DTYPES = [torch.float16, torch.float32, *([torch.bfloat16] if CAPABILITY > (0, 0) else [])]
 """Without bfloat16 in the interpreter, which computes it wrongly."""
+EPS = 1e-6
+"""Of norms."""
 EVERYTHING = 2**31 - 1
 """The top_k of rows without one."""
 
@@ -56,3 +58,18 @@ def sample(logits, sampling):
         sampling.top_ps,
         sampling.min_ps,
     )
+
+
+def assert_as_good(ours, torchs, exact):
+    """Check that the error is at most twice that of torch, plus one rounding."""
+    assert ours.dtype == torchs.dtype
+    assert ours.shape == exact.shape
+    if exact.numel():
+        rounding = torch.finfo(ours.dtype).eps * exact.abs().max()
+        limit = 2 * (torchs.double() - exact).abs().max() + rounding
+        assert (ours.double() - exact).abs().max() <= limit
+
+
+def exact_norm(x, weight):
+    scale = (x.square().mean(-1, keepdim=True) + EPS).rsqrt()
+    return x * scale * weight

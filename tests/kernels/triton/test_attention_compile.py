@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from nanovllm.kernels.triton import decode_attention, prefill_attention
+from nanovllm.kernels.triton.online_softmax import PLAIN, Scores
 from tests.kernels.triton.harness import ARCHS, SHARED, compile_launches, relaunches
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -16,18 +17,34 @@ def meta(*shape, dtype=torch.int32):
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
-def launch(num_heads, head_dim, dtype, cache_dtype, block_size):
-    """Decode; prefill, without and with a row whose keys are split. All models have 8 KV heads."""
-    cache = meta(2, 1000, block_size, 8, head_dim, dtype=cache_dtype)
-    q = meta(64, num_heads, head_dim, dtype=dtype)
-    heads = num_heads, 8, head_dim
-    decode = decode_attention.plan_decode(meta(9), meta(8), 4096, *heads)
-    decode_attention.decode(q, cache, meta(8, 64), decode, q)
-    for seq_len in (3, 2000):
+def launch(heads, dtype, cache_dtype, block_size, scores=PLAIN, sinks=False):
+    """Decode; prefill, without and with a row whose keys are split, if they are.
+
+    Args:
+        heads: query heads, KV heads, head_dim.
+    """
+    cache = meta(2, 1000, block_size, *heads[1:], dtype=cache_dtype)
+    q = meta(64, heads[0], heads[2], dtype=dtype)
+    logits = meta(heads[0], dtype=torch.float32) if sinks else None
+    decode = decode_attention.plan_decode(meta(9), meta(8), 4096, *heads, scores)
+    decode_attention.decode(q, cache, meta(8, 64), decode, q, logits)
+    splits = scores.visible(2000) >= 2 * prefill_attention.SPLIT_TOKENS
+    for seq_len in (3, 2000) if splits else (3,):
         prefill = prefill_attention.plan_prefill(
-            (3,), (seq_len,), *heads, dtype, torch.device("meta")
+            (3,), (seq_len,), *heads, dtype, torch.device("meta"), scores
         )
-        prefill_attention.prefill(q, cache, meta(8, 64), meta(9), meta(8), prefill, q)
+        lens = meta(9), meta(8)
+        prefill_attention.prefill(q, cache, meta(8, 64), *lens, prefill, q, logits)
+
+
+def assert_fits(call, archs):
+    compiled = compile_launches(call, archs=archs)
+    assert list(compiled) == list(archs)
+    for arch, kernels in compiled.items():
+        for kernel in kernels:
+            assert kernel.n_spills == 0, kernel
+            assert kernel.shared <= SHARED[arch] * 1024, kernel
+    return compiled
 
 
 @pytest.mark.parametrize(
@@ -47,15 +64,24 @@ def launch(num_heads, head_dim, dtype, cache_dtype, block_size):
 )
 def test_attention(num_heads, head_dim, dtype, cache_dtype, block_size, archs):
     """Shapes of Qwen3-0.6B, 8B, 32B and 14B, of Llama-3.1-8B, 70B and 405B, Llama-3.2-1B and 3B."""
-    call = (launch, num_heads, head_dim, dtype, cache_dtype, block_size)
-    compiled = compile_launches(call, archs=archs)
-    assert list(compiled) == list(archs)
-    for arch, kernels in compiled.items():
-        names = ["_plan_decode", "_decode", "_prefill", "_prefill", "_merge_prefill"]
+    call = (launch, (num_heads, 8, head_dim), dtype, cache_dtype, block_size)
+    for kernels in assert_fits(call, archs).values():
+        names = ["_plan_decode", "_decode", "prefill_tile", "prefill_tile", "merge_prefill"]
         assert [kernel.name for kernel in kernels] == names
-        for kernel in kernels:
-            assert kernel.n_spills == 0, kernel
-            assert kernel.shared <= SHARED[arch] * 1024, kernel
+
+
+@pytest.mark.parametrize(
+    ("heads", "scores", "sinks", "archs"),
+    [
+        ((64, 8, 64), Scores(window=128), True, [80]),
+        ((16, 8, 256), Scores(window=4096, softcap=50.0), False, [90]),
+        ((16, 2, 512), Scores(scale=1.0), False, [100]),
+    ],
+    ids=str,
+)
+def test_options(heads, scores, sinks, archs):
+    """Shapes of gpt-oss, Gemma 2 9B and Gemma 4 26B."""
+    assert_fits((launch, heads, BF16, BF16, 64, scores, sinks), archs)
 
 
 def launch_in_two_layers():
@@ -77,7 +103,7 @@ def test_later_layers_launch_the_compiled_kernels():
     paged = {"block_tables": (8, 70), "table_stride": 70, "BLOCK_SIZE": 64}
     assert decode[:2] == ("_decode", (396, 1, 1))
     assert decode[2].items() >= {**tensors, **shape, **paged, "M": 8, "max_splits": 16}.items()
-    assert prefill[:2] == ("_prefill", (24, 1, 1))
+    assert prefill[:2] == ("prefill_tile", (24, 1, 1))
     assert prefill[2].items() >= {**tensors, **shape, **paged, "SPLIT": True, "M": 128}.items()
-    assert merge[:2] == ("_merge_prefill", (64, 1, 1))
+    assert merge[:2] == ("merge_prefill", (64, 1, 1))
     assert merge[2].items() >= {**shape, "out": (63, 16, 128), "merges": (1, 4)}.items()

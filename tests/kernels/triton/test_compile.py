@@ -5,7 +5,9 @@ they spill no register.
 import pytest
 import torch
 
+from nanovllm.kernels.torch_math import NORM_CENTRED, NORM_WIDE
 from nanovllm.kernels.triton import ops as triton_ops, sampling as triton_sampling
+from nanovllm.kernels.triton.store import store
 from tests.kernels.triton.harness import ARCHS, compile_for, compile_launches
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -43,7 +45,7 @@ def test_add_rms_norm(hidden_size, dtype):
 @pytest.mark.parametrize("intermediate_size", [model[1] for model in MODELS])
 def test_silu_and_mul(intermediate_size, dtype):
     gate_up = meta(3, 2 * intermediate_size, dtype=dtype)
-    assert_fits(compile_launches((triton_ops.silu_and_mul, gate_up)), "_silu_and_mul")
+    assert_fits(compile_launches((triton_ops.act_and_mul, gate_up)), "_act_and_mul")
 
 
 @each_dtype
@@ -59,7 +61,48 @@ def test_store(num_heads, num_kv_heads, qk_norm, dtype):
     for kv_dtype, archs in ((dtype, ARCHS), (torch.float8_e4m3fn, FP8_ARCHS)):
         kv_cache = meta(2, 5000, 256, num_kv_heads, HEAD_DIM, dtype=kv_dtype)
         args = (qkv, weight, weight, 1e-6, cos_sin, index, index, kv_cache, num_heads)
-        assert_fits(compile_launches((triton_ops.store, *args), archs=archs), "_store")
+        assert_fits(compile_launches((store, *args), archs=archs), "_store")
+
+
+def launch_store_of_gemma(dtype):
+    """The store of Gemma 4's layers with full attention, whose keys are the values."""
+    index, weight = meta(3, dtype=torch.int64), meta(512, dtype=dtype)
+    cos_sin = meta(40960, 512, dtype=torch.float32)
+    cache = meta(2, 5000, 64, 2, 512, dtype=dtype)
+    norm = weight, weight, 1e-6, cos_sin
+    options = {"kind": NORM_WIDE, "v_norm": True, "q_scale": meta(40960, dtype=torch.float32)}
+    store(meta(3, 18 * 512, dtype=dtype), *norm, index, index, cache, 16, **options)
+
+
+def launch_store_of_rotated_pairs(dtype):
+    """Interleaved pairs of half a head, and the norm behind the rotation."""
+    index, weight = meta(3, dtype=torch.int64), meta(128, dtype=dtype)
+    cos_sin = meta(40960, 64, dtype=torch.float32)
+    cache = meta(2, 5000, 64, 8, 256, dtype=dtype)[..., :128].contiguous()
+    norm = weight, weight, 1e-6, cos_sin
+    options = {"interleaved": True, "after_rotation": True}
+    store(meta(3, 32 * 128, dtype=dtype), *norm, index, index, cache, 16, **options)
+
+
+def launch_ops(dtype):
+    x, rows = meta(3, 2304, dtype=dtype), meta(3, 4608, dtype=dtype)
+    triton_ops.add_rms_norm(x, x, meta(2304, dtype=dtype), 1e-6, NORM_CENTRED, 0.22)
+    triton_ops.rms_norm(rows[:, :256], None, 1e-6)
+    triton_ops.act_and_mul(rows, "gelu_tanh")
+    triton_ops.act_and_mul(rows, "swiglu_oai")
+    triton_ops.mul_act(rows[:, :256], rows[:, 256:512], "sigmoid")
+    triton_ops.relu2(x)
+    triton_ops.add(x, x)
+    triton_ops.scale(x, 2.0)
+    triton_ops.scale(x, meta(1, dtype=dtype))
+
+
+def test_what_other_families_need():
+    calls = [(f, torch.bfloat16) for f in (launch_store_of_gemma, launch_store_of_rotated_pairs)]
+    assert_fits(compile_launches(*calls, archs=[90]), "_store", "_store")
+    compiled = compile_launches((launch_ops, torch.bfloat16), archs=[90])
+    names = ["_add_rms_norm", "_rms_norm", "_act_and_mul", "_act_and_mul", "_mul_act"]
+    assert_fits(compiled, *names, "_relu2", "_add", "_scale", "_scale")
 
 
 @each_dtype

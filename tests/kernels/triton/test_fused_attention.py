@@ -7,8 +7,9 @@ import dataclasses
 import pytest
 import torch
 
-from nanovllm.kernels.triton import fused_attention, ops as triton_ops
+from nanovllm.kernels.triton import fused_attention
 from nanovllm.kernels.triton.online_softmax import MAX_SPLITS
+from nanovllm.kernels.triton.store import store
 from nanovllm.layers.rope_scaling import inverse_frequencies
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from tests.attention.cases import make_case, reference
@@ -43,7 +44,7 @@ class Case:
         self.tokens = batch.positions, batch.slot_mapping, tables
         self.stored = case.cache.clone()
         norm = (*self.weights, EPS, self.cos_sin, *self.tokens[:2])
-        q = triton_ops.store(self.qkv, *norm, self.stored, self.heads)
+        q = store(self.qkv, *norm, self.stored, self.heads)
         keys, values = self.stored.flatten(1, 2)
         new = zip(
             *(x[batch.slot_mapping].split(lens.tolist()) for x in (keys, values)), strict=True

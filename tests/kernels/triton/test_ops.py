@@ -6,42 +6,32 @@ import logging
 
 import pytest
 import torch
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, relu, silu
 
 from nanovllm.kernels.cpu.kernels import CKernels, CSamplingKernels, OneDnnKernels
 from nanovllm.kernels.cpu.library import library
 from nanovllm.kernels.selector import select_kernels, triton_available
 from nanovllm.kernels.torch_kernels import TORCH
-from nanovllm.kernels.torch_math import rotate
+from nanovllm.kernels.torch_math import NORM_CENTRED, NORM_ROUNDED, NORM_WIDE
 from nanovllm.kernels.triton import ops as triton_ops
 from nanovllm.kernels.triton.kernels import TritonKernels
 from nanovllm.layers.activation import ActAndMul
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.rope_scaling import inverse_frequencies
-from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.worker.kv_cache import zeros
-from tests.kernels.triton.inputs import CUDA, DEVICE, each_dtype, has_fp8, randn
+from tests.kernels.triton.inputs import (
+    CUDA,
+    DEVICE,
+    EPS,
+    assert_as_good,
+    each_dtype,
+    exact_norm,
+    randn,
+)
 from tests.kernels.triton.interpreter import patch_interpreter
 
-EPS = 1e-6
+NAN = float("nan")
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 patch_interpreter()
-
-
-def assert_as_good(ours, torchs, exact):
-    """Check that the error is at most twice that of torch, plus one rounding."""
-    assert ours.dtype == torchs.dtype
-    assert ours.shape == exact.shape
-    if exact.numel():
-        rounding = torch.finfo(ours.dtype).eps * exact.abs().max()
-        limit = 2 * (torchs.double() - exact).abs().max() + rounding
-        assert (ours.double() - exact).abs().max() <= limit
-
-
-def exact_norm(x, weight):
-    scale = (x.square().mean(-1, keepdim=True) + EPS).rsqrt()
-    return x * scale * weight.double()
 
 
 # --- norm and activation
@@ -61,12 +51,12 @@ def test_add_rms_norm(shape, dtype):
     ours, same = norm.add_norm(x, changed)
     assert same is changed
     assert torch.equal(changed, total)
-    assert_as_good(ours, torchs, exact_norm(total.double(), norm.weight))
+    assert_as_good(ours, torchs, exact_norm(total.double(), norm.weight.double()))
     kept = residual.clone()
     assert torch.equal(triton_ops.add_rms_norm(None, total, norm.weight, EPS), ours)
     alone = triton_ops.add_rms_norm(None, residual, norm.weight, EPS)
     assert torch.equal(residual, kept)
-    assert_as_good(alone, norm(residual), exact_norm(residual.double(), norm.weight))
+    assert_as_good(alone, norm(residual), exact_norm(residual.double(), norm.weight.double()))
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
@@ -84,150 +74,84 @@ def test_silu_and_mul(rows, size, dtype):
     assert_as_good(layer(gate_up), torchs, silu(gate) * up)
 
 
-# --- KV store
+@each_dtype
+@pytest.mark.parametrize("kind", [NORM_ROUNDED, NORM_WIDE, NORM_CENTRED])
+def test_norms_of_other_kinds(kind, dtype):
+    """With a factor on what is added, and of rows that lie apart, in place."""
+    x, residual = randn(3, 200, dtype=dtype), randn(3, 200, dtype=dtype, seed=1) * 5
+    for weight in (randn(200, dtype=dtype, seed=2) * 0.3, None):
+        total, changed = residual.clone(), residual.clone()
+        torchs = TORCH.add_rms_norm(x, total, weight, EPS, kind, 0.22)
+        ours = triton_ops.add_rms_norm(x, changed, weight, EPS, kind, 0.22)
+        assert torch.equal(changed, total)
+        factors = 1.0 if weight is None else weight.double() + (kind == NORM_CENTRED)
+        exact = exact_norm(total.double(), factors)
+        assert_as_good(ours, torchs, exact)
+        wide = torch.full((3, 260), 7.0).to(total)
+        part = wide[:, 20:220]
+        part.copy_(total)
+        assert torch.equal(triton_ops.rms_norm(part, weight, EPS, kind), ours)
+        assert triton_ops.rms_norm(part, weight, EPS, kind, out=part) is part
+        assert torch.equal(part, ours)
+        assert (wide[:, :20] == 7).all()
+        assert (wide[:, 220:] == 7).all()
 
 
-def exact_rotation(x, positions, cos_sin):
-    cos, sin = cos_sin[positions, None].double().chunk(2, dim=-1)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+def exact_activation(gate, name):
+    if name == "gelu_tanh":
+        return gelu(gate, approximate="tanh")
+    return silu(gate) if name == "silu" else gate.sigmoid()
 
 
-class StoreCase:
-    """Random tokens with the results of torch (q, k, v) and of float64 (exact_q, exact_k)."""
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+@each_dtype
+@pytest.mark.parametrize("size", [77, 1500])
+def test_activations(size, dtype):
+    gate_up = randn(3, 2 * size, dtype=dtype) * 8
+    gate_up[0, 0], gate_up[1, size], gate_up[2, 0] = -200.0, 200.0, 100.0
+    gate, up = gate_up.double().chunk(2, -1)
+    bounded = gate.clamp(max=7)
+    exact = bounded * (1.702 * bounded).sigmoid() * (up.clamp(-7, 7) + 1)
+    torchs = TORCH.act_and_mul(gate_up, "swiglu_oai")
+    assert_as_good(triton_ops.act_and_mul(gate_up, "swiglu_oai"), torchs, exact)
+    torchs = TORCH.act_and_mul(gate_up, "gelu_tanh")
+    exact = exact_activation(gate, "gelu_tanh") * up
+    assert_as_good(triton_ops.act_and_mul(gate_up, "gelu_tanh"), torchs, exact)
+    narrow_gate, narrow_up = gate_up.chunk(2, -1)  # rows that lie apart
+    for name in ("gelu_tanh", "silu", "sigmoid"):
+        torchs = TORCH.mul_act(narrow_gate, narrow_up, name)
+        ours = triton_ops.mul_act(narrow_gate, narrow_up, name)
+        assert_as_good(ours, torchs, exact_activation(gate, name) * up)
+    assert_as_good(triton_ops.relu2(gate_up), TORCH.relu2(gate_up), relu(gate_up.double()) ** 2)
 
-    def __init__(self, tokens, heads, kv_heads, head_dim, dtype, qk_norm=True):
-        generator = torch.Generator().manual_seed(tokens + head_dim)
-        rotary = RotaryEmbedding(4096, inverse_frequencies(head_dim, 1e6)).to(DEVICE)
-        self.cos_sin = rotary.cos_sin
-        self.positions = torch.randint(4096, (tokens,), generator=generator).to(DEVICE)
-        self.qkv = randn(tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype, seed=tokens) * 3
-        self.weights, parts, exact = [], [], []
-        sizes = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
-        q, k, self.v = (x.unflatten(-1, (-1, head_dim)) for x in self.qkv.split(sizes, -1))
-        for part in (q, k):
-            if not qk_norm:
-                self.weights.append(None)
-                parts.append(part)
-                exact.append(exact_rotation(part.double(), self.positions, self.cos_sin))
-                continue
-            norm = RMSNorm(head_dim, EPS)
-            norm.weight.data = randn(head_dim, dtype=dtype, seed=len(parts)) + 1
-            self.weights.append(norm.weight.data)
-            parts.append(norm(part))
-            normed = exact_norm(part.double(), norm.weight)
-            exact.append(exact_rotation(normed, self.positions, self.cos_sin))
-        self.q, self.k = (rotate(part, self.cos_sin[self.positions]) for part in parts)
-        self.exact_q, self.exact_k = exact
 
-    def store(self, slots, kv_cache):
-        tables = (self.cos_sin, self.positions, slots)
-        return triton_ops.store(self.qkv, *self.weights, EPS, *tables, kv_cache, self.q.shape[1])
+def test_an_unknown_activation():
+    with pytest.raises(ValueError, match="activation 'tanh' is none of silu"):
+        triton_ops.act_and_mul(randn(1, 4), "tanh")
 
 
 @each_dtype
-@pytest.mark.parametrize(("tokens", "qk_norm"), [(1, True), (6, True), (6, False)])
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "block_size"),
-    [
-        (16, 8, 128, 16),
-        (8, 1, 64, 32),
-        (7, 1, 80, 3),
-        (6, 1, 2, 1),
-        (15, 3, 96, 16),
-        (4, 1, 256, 5),
-        (6, 2, 24, 16),
-        (5, 5, 80, 16),
-    ],
-)
-def test_store(tokens, qk_norm, heads, kv_heads, head_dim, block_size, dtype):
-    case = StoreCase(tokens, heads, kv_heads, head_dim, dtype, qk_norm)
-    num_blocks = -(-(2 * tokens + 1) // block_size)
-    kv_cache = torch.full((2, num_blocks, block_size, kv_heads, head_dim), 7.0)
-    kv_cache = kv_cache.to(DEVICE, dtype)
-    slots = torch.randperm(num_blocks * block_size, generator=torch.Generator().manual_seed(1))
-    slots, unused = slots[:tokens].to(DEVICE), slots[tokens:].to(DEVICE)
-    q = case.store(slots, kv_cache)
-    keys, values = kv_cache.flatten(1, 2)
-    assert_as_good(q, case.q, case.exact_q)
-    assert_as_good(keys[slots], case.k, case.exact_k)
-    assert torch.equal(values[slots], case.v)
-    assert (keys[unused] == 7).all()
-    assert (values[unused] == 7).all()
+def test_arithmetic_in_place(dtype):
+    x, other = randn(5, 700, dtype=dtype), randn(5, 700, dtype=dtype, seed=1)
+    for factor in (45.254833995939045, torch.tensor([0.7]).to(x)):
+        scaled = x.clone()
+        triton_ops.scale(scaled, factor)
+        assert torch.equal(scaled, x * factor)
+    total = other.clone()
+    triton_ops.add(x, total)
+    assert torch.equal(total, other + x)
+    empty = x[:0]
+    triton_ops.scale(empty, 2.0)
+    triton_ops.add(empty, empty)
+    assert triton_ops.relu2(empty).shape == empty.shape
 
 
-def test_no_tokens():
-    case = StoreCase(0, 4, 2, 64, torch.float32)
-    kv_cache = torch.ones(2, 1, 16, 2, 64, device=DEVICE)
-    q = case.store(torch.zeros(0, dtype=torch.int64, device=DEVICE), kv_cache)
-    assert q.shape == (0, 4, 64)
-    assert (kv_cache == 1).all()
-
-
-def test_a_negative_slot_is_not_stored():
-    case = StoreCase(4, 4, 2, 64, torch.float32)
-    # The memory before the cache must not change either.
-    buffer = torch.full((3, 2, 4, 2, 64), 7.0, device=DEVICE)
-    slots = torch.tensor([-1, 5, -1, -1], device=DEVICE)
-    q = case.store(slots, buffer[1:])
-    assert_as_good(q, case.q, case.exact_q)
-    keys, values = buffer[1], buffer[2]
-    assert torch.equal(values[1, 1], case.v[1])
-    values[1, 1], keys[1, 1] = 7.0, 7.0
-    assert (buffer == 7).all()
-
-
-def assert_in_eight_bits(stored, exact):
-    """Check that numbers were rounded to float8_e4m3fn, which has 3 bits of mantissa."""
-    close = torch.isclose(stored.float(), exact.float(), rtol=2**-4, atol=2**-9)
-    assert close.float().mean() > 0.999
-
-
-@has_fp8
-def test_slots_past_32_bits():
-    """Keys and values are stored more than 2**31 elements from the start of the cache.
-
-    The operating system provides only the memory pages that are written.
-    """
-    case = StoreCase(2, 2, 2, 128, torch.float32)
-    last = 2**31 // 256
-    kv_cache = zeros((2, last // 16 + 1, 16, 2, 128), torch.float8_e4m3fn, DEVICE)
-    case.store(torch.tensor([last, last - 1], device=DEVICE), kv_cache)
-    keys, values = kv_cache.flatten(1, 2)[:, [last, last - 1]]
-    assert_in_eight_bits(keys, case.k)
-    assert_in_eight_bits(values, case.v)
-
-
-@has_fp8
-@each_dtype
-def test_eight_bits_saturate(dtype):
-    case = StoreCase(3, 4, 2, 64, dtype)
-    eight_bits = torch.float8_e4m3fn
-    case.v.copy_(case.v.to(eight_bits))  # exactly representable, so storing does not round
-    case.v[0, 0, :4] = torch.tensor([500.0, -500.0, 60000.0, -60000.0])
-    kv_cache = torch.zeros(2, 1, 4, 2, 64, device=DEVICE).to(eight_bits)
-    case.store(torch.tensor([2, 0, 1], device=DEVICE), kv_cache)
-    keys, values = kv_cache[:, 0, [2, 0, 1]].float()
-    assert_in_eight_bits(keys, case.k)
-    assert torch.equal(values, case.v.float().clamp(-448, 448))
-
-
-@has_fp8
-def test_eight_bits_are_the_nearest():
-    """Numbers between two of 8 bits: the middle, and next to it on both sides. NaN stays NaN."""
-    eight_bits = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    middle = (eight_bits[1:] + eight_bits[:-1]) / 2
-    between = [middle, middle.nextafter(eight_bits[1:]), middle.nextafter(eight_bits[:-1])]
-    x = torch.cat([eight_bits, *between])
-    x = torch.cat([x, -x, torch.tensor([1e9, -float("inf"), float("nan")])])
-    case = StoreCase(8, 4, 2, 64, torch.float32)
-    values = torch.zeros(case.v.shape)
-    values.view(-1)[: len(x)] = x
-    case.v.copy_(values)
-    kv_cache = torch.zeros(2, 1, 8, 2, 64, device=DEVICE).to(torch.float8_e4m3fn)
-    case.store(torch.arange(8, device=DEVICE), kv_cache)
-    expected = values.clamp(-448, 448).to(torch.float8_e4m3fn).float()
-    assert torch.equal(kv_cache[1, 0].float().cpu().nan_to_num(1000), expected.nan_to_num(1000))
+def test_nan_stays():
+    x = torch.tensor([[NAN, 1.0]]).to(DEVICE)
+    for name in ("silu", "gelu_tanh", "swiglu_oai"):
+        assert triton_ops.act_and_mul(x, name).isnan().all()
+        assert triton_ops.act_and_mul(x.flip(1), name).isnan().all()
+    assert triton_ops.relu2(x)[0, 0].isnan()
 
 
 # --- choosing the kernels
