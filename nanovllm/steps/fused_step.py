@@ -67,8 +67,6 @@ def unsupported_model(model: nn.Module, backend: Backend) -> str | None:
     spec = backend.spec
     if not isinstance(model, DecoderForCausalLM):
         return f"{type(model).__name__} is no dense decoder"
-    if reason := _not_plain(model, spec):
-        return reason
     if tensor_parallel().size > 1:
         return f"tensor_parallel_size is {tensor_parallel().size}"
     if not isinstance(backend, PagedBackend):
@@ -86,7 +84,7 @@ def unsupported_model(model: nn.Module, backend: Backend) -> str | None:
             return "the weights are quantised"
         if isinstance(module, DecoderLayer) and module.store_input is not None:
             return "a draft head reads hidden states"
-    return None
+    return _not_plain(model, spec)
 
 
 def _not_plain(model: DecoderForCausalLM, spec: AttentionSpec) -> str | None:

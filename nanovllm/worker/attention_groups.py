@@ -68,7 +68,9 @@ class AttentionGroups:
     def make_pool(self, num_blocks: int, device: torch.device) -> KVPool:
         """Return a new KV pool of `num_blocks` pages, bound to the layers."""
         shapes = [(shape[0], num_blocks, *shape[2:]) for shape in self._shapes]
-        by_page = device.type == "cpu" and all(b.blocks_lie_apart for b in self.backends)
+        # A CPU's first token of a block then waits for few new pages. Fused kernels of a GPU want
+        # contiguous layers.
+        by_page = all(b.blocks_lie_apart and not b.supports_graph for b in self.backends)
         by_page |= len(self.groups) > 1
         pool = KVPool(self.layout, shapes, self._dtype, device, by_page=by_page)
         caches = iter(pool.layers)

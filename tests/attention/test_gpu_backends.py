@@ -17,6 +17,7 @@ from nanovllm.attention.explicit import explicit_attention
 from nanovllm.attention.flash_attn import FlashAttnBackend
 from nanovllm.attention.selector import select_backend
 from nanovllm.attention.spec import AttentionSpec, QKNorm
+from nanovllm.attention.torch_explicit import TorchExplicitBackend
 from nanovllm.attention.torch_sdpa import TorchBackend
 from nanovllm.attention.triton import TritonBackend
 from nanovllm.attention.varlen import VarlenBackend
@@ -98,7 +99,7 @@ def test_triton_is_torch_for_other_families(spec, parts, norm):
     case = make_case([(1, 270), (5, 40), (1, 33), (6, 6)], 2, 3, 64, 16, device=DEVICE)
     case.spec = dataclasses.replace(case.spec, **spec)
     case.cache = case.stored()
-    backends = TorchBackend(case.spec), TritonBackend(case.spec)
+    backends = TorchExplicitBackend(case.spec), TritonBackend(case.spec)
     (expected, expected_cache), (out, cache) = (
         attend(backend, case, parts=parts, **norm) for backend in backends
     )
@@ -293,12 +294,12 @@ def test_the_packages_are_asked_for_the_right_thing(backend_class, options, monk
     for rows in ([(1, 30), (1, 1), (1, 270)], [(9, 9), (7, 40)], [(1, 300), (5, 260), (6, 6)]):
         case = make_case(rows, 2, 3, 32, 256)
         case.spec = dataclasses.replace(case.spec, **options)
-        expected, _ = attend(TorchBackend(case.spec), case)
+        expected, _ = attend(TorchExplicitBackend(case.spec), case)
         out, _ = attend(backend_class(case.spec), case)
         assert (out - expected).abs().max() <= 1e-5
     case = make_case([(1, 30), (1, 270), (1, 2)], 2, 3, 32, 256)
     case.spec = dataclasses.replace(case.spec, **options)
-    expected, _ = attend(TorchBackend(case.spec), case)
+    expected, _ = attend(TorchExplicitBackend(case.spec), case)
     out, _ = attend(backend_class(case.spec), case, as_in_a_graph(case.batch, 1))
     assert (out[:2] - expected[:2]).abs().max() <= 1e-5
 
@@ -312,7 +313,7 @@ def test_the_packages_are_torch_on_a_gpu(backend_class, options):
         case.spec = dataclasses.replace(case.spec, **options)
         if (reason := backend_class.unsupported(case.spec)) is not None:
             pytest.skip(reason)
-        expected, _ = attend(TorchBackend(case.spec), case)
+        expected, _ = attend(TorchExplicitBackend(case.spec), case)
         out, _ = attend(backend_class(case.spec), case)
         assert (out - expected).abs().max() <= 5e-3
 
