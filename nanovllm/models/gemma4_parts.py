@@ -15,8 +15,9 @@ from nanovllm.layers.attention import Attention
 from nanovllm.layers.experts import MAX_EXPERTS, Experts, NormedRouter, StoredExperts
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.replicated import ReplicatedLinear
+from nanovllm.models.config_fields import config_size
 from nanovllm.models.decoder import Decoder, DecoderLayer, SelfAttention
-from nanovllm.models.model_config import ModelConfig, config_size
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.parts import AddOnly, SandwichLayer, ScaledEmbedding, gelu_tanh
 
 DEFAULTS: dict[str, Any] = {

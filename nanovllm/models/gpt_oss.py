@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 from nanovllm.attention.spec import AttentionOptions
 from nanovllm.kernels.torch_math import NORM_WIDE
 from nanovllm.layers.experts import MAX_EXPERTS, Experts, Router, SparseMLP, StoredExperts
+from nanovllm.models.config_fields import config_size
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer
-from nanovllm.models.model_config import ModelConfig, config_size
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.parts import SinkAttention
 
 

@@ -4,8 +4,9 @@ from typing import ClassVar
 
 from nanovllm.attention.spec import AttentionOptions
 from nanovllm.layers.experts import MAX_EXPERTS, Experts, Router, SparseMLP, StoredExperts
+from nanovllm.models.config_fields import config_size
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, SelfAttention
-from nanovllm.models.model_config import ModelConfig, config_size
+from nanovllm.models.model_config import ModelConfig
 
 
 class MixtralForCausalLM(DecoderForCausalLM):

@@ -2,8 +2,9 @@
 
 from nanovllm.errors import CheckpointError
 from nanovllm.layers.experts import MAX_EXPERTS, Experts, Router, SparseMLP
+from nanovllm.models.config_fields import config_size
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
-from nanovllm.models.model_config import ModelConfig, config_size
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.options.validation import shown
 
 

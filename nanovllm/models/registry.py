@@ -6,8 +6,9 @@ from typing import Any
 from torch import nn
 
 from nanovllm.errors import UnsupportedModelError
+from nanovllm.models.config_fields import architecture_of
 from nanovllm.models.decoder import DecoderForCausalLM
-from nanovllm.models.model_config import ModelConfig, architecture_of
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.options.validation import shown
 
 MODULES = {

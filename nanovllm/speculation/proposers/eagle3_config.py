@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 
 from nanovllm.checkpoint.loader import read_header
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.models.model_config import ModelConfig, config_size
+from nanovllm.models.config_fields import config_size
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.options.validation import check_bool, check_int, shown
 from nanovllm.worker.model_loader import check_weights
 

@@ -1,0 +1,56 @@
+"""Fields of a config.json, checked one by one. Knows no family."""
+
+from typing import Any
+
+from nanovllm.errors import CheckpointError
+from nanovllm.options.validation import check_bool, check_float, check_int, shown
+
+MAX_SIZE = 2**24
+"""Far above every known model, and low enough that no product of sizes overflows."""
+
+
+def text_fields(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of the text model: those of a nested text_config, if there is one.
+
+    Of the fields around it, those count that say how the whole checkpoint is stored.
+    """
+    nested = config.get("text_config")
+    if nested is None:
+        return config
+    if not isinstance(nested, dict):
+        raise CheckpointError(f"config.json: text_config must be an object, is {shown(nested)}")
+    outer = ("architectures", "dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
+    return {**nested, **{key: config[key] for key in outer if config.get(key) is not None}}
+
+
+def architecture_of(config: dict[str, Any]) -> str:
+    """Return the architecture that a parsed config.json names.
+
+    Raises:
+        CheckpointError: it does not name one.
+    """
+    names = config.get("architectures")
+    if not (isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)):
+        raise CheckpointError(f"config.json must name one architecture, has {shown(names)}")
+    return names[0]
+
+
+def config_size(
+    config: dict[str, Any], key: str, default: int | None = None, high: int = MAX_SIZE
+) -> int:
+    """Return a size in a config.json; `default` for null."""
+    value = config.get(key)
+    value = default if value is None else value
+    return check_int(CheckpointError, f"config.json: {key}", value, 1, high)
+
+
+def config_number(
+    config: dict[str, Any], key: str, default: float, low: float, high: float
+) -> float:
+    """Return a number from `low` to `high` in a config.json; `default` if it is absent."""
+    return check_float(CheckpointError, f"config.json: {key}", config.get(key, default), low, high)
+
+
+def config_bool(config: dict[str, Any], key: str, default: bool) -> bool:
+    """Return a field that is true or false in a config.json; `default` if it is absent."""
+    return check_bool(CheckpointError, f"config.json: {key}", config.get(key, default))

@@ -1,0 +1,169 @@
+"""The rotary settings of a config.json: read in all their forms, checked, refused by name."""
+
+from collections.abc import Collection
+from typing import Any
+
+from nanovllm.errors import CheckpointError, UnsupportedModelError
+from nanovllm.layers.rope_scaling import RopeConfig
+from nanovllm.models.config_fields import config_bool, config_number, config_size
+from nanovllm.options.validation import check_float, shown
+
+_ROPE_KEYS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("short_factor", "long_factor"),
+    "proportional": (),
+    "alpha": ("alpha",),
+    "factors": ("factors",),
+}
+"""By rope type: the settings that it needs. "factors" is nanovllm's own, for GGUF files; "alpha" is
+HunYuan's, whose files call it "dynamic"."""
+_ROPE_NAMES = {"su": "longrope"}
+"""Other names of rope types."""
+_YARN_FLOATS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+_COMMON_ROPE_KEYS = (
+    "rope_theta",
+    "factor",
+    "original_max_position_embeddings",
+    "truncate",
+    *_YARN_FLOATS,
+)
+"""Settings that any type may have; a type that does not use them ignores them."""
+_FAMILY_KEYS = (
+    "partial_rotary_factor",
+    "llama_4_scaling_beta",
+    "mrope_section",
+    "mrope_interleaved",
+)
+"""Settings that a family reads, or that change nothing for text."""
+_ROPE_RANGE = (1e-3, 1e6)
+"""Of every factor of a rope scaling. Outside it, angles are not finite."""
+
+
+def rope_settings(fields: dict[str, Any], layer_type: str) -> dict[str, Any]:
+    """Merge the rotary settings of transformers 5 (rope_parameters) and 4 (rope_scaling).
+
+    rope_scaling overrides rope_parameters, as in transformers 5: model cards tell users to add it
+    to config.json. original_max_position_embeddings of config.json itself overrides both. null
+    means absent. rope_parameters may have one object for each type of layers.
+    """
+    parameters = fields.get("rope_parameters") or {}
+    scaling = fields.get("rope_scaling") or {}
+    by_type = isinstance(parameters, dict) and isinstance(parameters.get(layer_type), dict)
+    if by_type:
+        parameters = parameters[layer_type]
+    if layer_type != "full_attention" and ("rope_local_base_freq" in fields or by_type):
+        scaling = {}  # as in Gemma 3: it is for the layers with full attention
+    given = scaling or parameters
+    for found in (given, parameters):
+        if not isinstance(found, dict):
+            raise CheckpointError(
+                f"config.json: the rope settings must be an object, are {shown(found)}"
+            )
+    settings = {key: value for key, value in given.items() if value is not None}
+    local = (
+        {"rope_theta": fields.get("rope_local_base_freq")} if layer_type != "full_attention" else {}
+    )
+    for fallback in (parameters, local, fields):
+        for key in ("rope_theta", "partial_rotary_factor"):
+            if fallback.get(key) is not None:
+                settings.setdefault(key, fallback[key])
+    original = "original_max_position_embeddings"
+    if fields.get(original) is not None:
+        settings[original] = fields[original]
+    return settings
+
+
+def check_rope(settings: dict[str, Any], reads: Collection[str]) -> None:
+    """Raise if a rotary setting is only for other families."""
+    if settings.get("partial_rotary_factor", 1.0) == 1.0:
+        reads = (*reads, "partial_rotary_factor")
+    for key in _FAMILY_KEYS:
+        if key in settings and key not in reads:
+            raise UnsupportedModelError(f"config.json: rope settings not supported: {key!r}")
+
+
+def _rope_type(settings: dict[str, Any]) -> str:
+    """Take the type out of `settings`, checked."""
+    other_name = settings.pop("type", "default")
+    rope_type = settings.pop("rope_type", other_name)
+    if rope_type == "dynamic" and settings.get("alpha") is not None:
+        rope_type = "alpha"
+        for key in ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
+            settings.pop(key, None)  # transformers ignores them, too
+    if isinstance(rope_type, str):
+        rope_type = _ROPE_NAMES.get(rope_type, rope_type)
+    if not isinstance(rope_type, str) or rope_type not in _ROPE_KEYS:
+        raise UnsupportedModelError(
+            f"config.json: rope scaling {shown(rope_type)} is not supported "
+            f"({', '.join(_ROPE_KEYS)})"
+        )
+    for key in _ROPE_KEYS[rope_type]:
+        if key not in settings:
+            raise CheckpointError(f"config.json: rope scaling {rope_type!r} has no {key}")
+    if unknown := settings.keys() - {*_COMMON_ROPE_KEYS, *_ROPE_KEYS[rope_type], *_FAMILY_KEYS}:
+        names = shown(", ".join(sorted(unknown)))
+        raise UnsupportedModelError(f"config.json: rope settings not supported: {names}")
+    return rope_type
+
+
+def read_rope(
+    fields: dict[str, Any],
+    max_position: int,
+    head_dim: int,
+    layer_type: str = "full_attention",
+    default_theta: float | None = None,
+) -> RopeConfig:
+    """Return the checked rotary settings of layers of `layer_type`.
+
+    Args:
+        default_theta: the family's, where the config has none.
+    """
+    settings = rope_settings(fields, layer_type)
+    rope_type = _rope_type(settings)
+    theta = config_number(settings, "rope_theta", default_theta or 10000.0, 2.0, 1e12)
+    original = config_size(settings, "original_max_position_embeddings", max_position)
+    ratio = max_position / original if rope_type == "longrope" else 1.0
+    factor = config_number(settings, "factor", min(max(ratio, 1.0), _ROPE_RANGE[1]), *_ROPE_RANGE)
+    partial = config_number(settings, "partial_rotary_factor", 1.0, 1e-3, 1.0)
+    floats = (*_YARN_FLOATS, "low_freq_factor", "high_freq_factor", "alpha")
+    extra: dict[str, Any] = {
+        key: config_number(settings, key, 1.0, *_ROPE_RANGE) for key in floats if key in settings
+    }
+    if "truncate" in settings:
+        extra["truncate"] = config_bool(settings, "truncate", True)
+    num_pairs = int(head_dim * partial) // 2
+    if rope_type != "proportional" and int(head_dim * partial) % 2:
+        raise UnsupportedModelError(
+            f"config.json: partial_rotary_factor {partial} of head_dim {head_dim} is no even number"
+        )
+    for key, name in (
+        ("factors", "factors"),
+        ("short_factor", "factors"),
+        ("long_factor", "long_factors"),
+    ):
+        if key in settings:
+            extra[name] = _factors(settings[key], key, num_pairs)
+    rope = RopeConfig(theta, rope_type, factor, original, partial=partial, **extra)
+    if rope.low_freq_factor >= rope.high_freq_factor:
+        raise CheckpointError(
+            f"config.json: rope low_freq_factor {rope.low_freq_factor} must be below "
+            f"high_freq_factor {rope.high_freq_factor}"
+        )
+    if rope_type == "longrope" and original < 2:
+        raise CheckpointError(
+            f"config.json: original_max_position_embeddings must be at least 2, is {original}"
+        )
+    return rope
+
+
+def _factors(values: Any, key: str, num_pairs: int) -> tuple[float, ...]:
+    if not isinstance(values, list) or len(values) != num_pairs:
+        raise CheckpointError(
+            f"config.json: rope {key} must be a list of {num_pairs} numbers, half of "
+            f"what rotates of head_dim, got {shown(values)}"
+        )
+    name = f"config.json: a number in rope {key}"
+    return tuple(check_float(CheckpointError, name, value, *_ROPE_RANGE) for value in values)
