@@ -9,7 +9,7 @@ from nanovllm.models.model_config import ModelConfig
 
 
 class Ernie4_5ForCausalLM(DecoderForCausalLM):
-    """ERNIE 4.5 0.3B: all linears have a bias if the config says so."""
+    """ERNIE 4.5 0.3B: Llama with rotation in pairs of neighbours; biases if the config says so."""
 
     defaults: ClassVar[dict[str, Any]] = {
         "rope_theta": 500_000.0,

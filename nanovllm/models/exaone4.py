@@ -9,7 +9,9 @@ from nanovllm.models.parts import SANDWICH, SandwichLayer
 
 
 class Exaone4ForCausalLM(DecoderForCausalLM):
-    """EXAONE 4: a window in three of four layers of the 32B, in none of the 1.2B."""
+    """EXAONE 4 1.2B and 32B: norms behind attention and MLP only; in the 32B three of four layers
+    have a window, the fourth does not rotate.
+    """
 
     names: ClassVar[dict[str, str]] = SANDWICH
     defaults: ClassVar[dict[str, Any]] = {"sliding_window": 4096}

@@ -19,7 +19,10 @@ from nanovllm.models.parts import SANDWICH, SandwichLayer, ScaledEmbedding, gelu
 
 
 class Gemma2ForCausalLM(DecoderForCausalLM):
-    """Gemma 2. Gemma 3 inherits what it shares with it."""
+    """Gemma 2: norms on both sides, caps on scores and logits, a window in every other layer.
+
+    Gemma 3 inherits what it shares with it.
+    """
 
     names: ClassVar[dict[str, str]] = SANDWICH
     norm: ClassVar[dict[str, Any]] = {"kind": NORM_CENTRED}

@@ -9,7 +9,9 @@ from nanovllm.models.parts import OTHER_MODALITIES
 
 
 class Gemma3ForCausalLM(Gemma2ForCausalLM):
-    """Gemma 3: five of six layers have a window, and angles of their own."""
+    """Gemma 3 270M and 1B: norms on both sides, and of queries and keys; five of six layers have a
+    window, and angles of their own.
+    """
 
     qk_norm = True
     left_out = OTHER_MODALITIES
@@ -33,4 +35,4 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
 
 
 class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
-    """Gemma 3 without pictures."""
+    """Gemma 3 4B, 12B and 27B, without pictures."""

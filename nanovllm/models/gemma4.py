@@ -21,7 +21,9 @@ from nanovllm.models.parts import OTHER_MODALITIES, SANDWICH, gelu_tanh, softcap
 
 
 class Gemma4ForCausalLM(DecoderForCausalLM):
-    """Gemma 4: E2B, E4B, 12B, 31B and 26B-A4B."""
+    """Gemma 4, text alone: norms on both sides, and of queries, keys and values; five of six layers
+    have a window; E2B and E4B have embeddings for each layer, the 26B-A4B has experts.
+    """
 
     names: ClassVar[dict[str, str]] = SANDWICH
     left_out = OTHER_MODALITIES
@@ -70,12 +72,12 @@ class Gemma4ForCausalLM(DecoderForCausalLM):
 
 
 class Gemma4ForConditionalGeneration(Gemma4ForCausalLM):
-    """Gemma 4 E2B, E4B, 31B and 26B-A4B without pictures and sound."""
+    """Gemma 4 E2B, E4B, 31B and 26B-A4B, without pictures and sound."""
 
 
 class Gemma4UnifiedForCausalLM(Gemma4ForCausalLM):
-    """Gemma 4 12B."""
+    """Gemma 4 12B, text alone."""
 
 
 class Gemma4UnifiedForConditionalGeneration(Gemma4ForCausalLM):
-    """Gemma 4 12B without pictures and sound."""
+    """Gemma 4 12B, without pictures and sound."""

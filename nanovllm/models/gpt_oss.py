@@ -14,7 +14,7 @@ from nanovllm.models.parts import SinkAttention
 
 
 class GptOssForCausalLM(DecoderForCausalLM):
-    """gpt-oss 20b and 120b."""
+    """gpt-oss 20b and 120b: experts with biases, attention sinks, a window in every other layer."""
 
     norm: ClassVar[dict[str, Any]] = {"kind": NORM_WIDE}
     names: ClassVar[dict[str, str]] = {"mlp.gate.": "mlp.router."}

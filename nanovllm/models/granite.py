@@ -15,7 +15,7 @@ from nanovllm.models.parts import ScaledEmbedding
 
 
 class GraniteForCausalLM(DecoderForCausalLM):
-    """Granite 3 and 4: factors on embedding, scores, residual and logits."""
+    """Granite 3 and 4 (dense): Llama with factors on embedding, scores, residual and logits."""
 
     reads = frozenset(
         {"embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"}

@@ -8,7 +8,10 @@ from nanovllm.models.parts import RotatedNormAttention
 
 
 class HunYuanDenseV1ForCausalLM(DecoderForCausalLM):
-    """HunYuan 0.5B to 7B. Its "dynamic" rope scaling with an alpha has the same angles always."""
+    """HunYuan dense 0.5B to 7B: Llama with norms of queries and keys behind the rotation.
+
+    Its "dynamic" rope scaling with an alpha has the same angles always.
+    """
 
     names: ClassVar[dict[str, str]] = {"q_norm": "query_layernorm", "k_norm": "key_layernorm"}
 

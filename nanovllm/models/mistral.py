@@ -11,7 +11,7 @@ from nanovllm.models.parts import OTHER_MODALITIES
 
 
 class MistralForCausalLM(DecoderForCausalLM):
-    """Mistral: all layers have the config's window, if it names one."""
+    """Mistral 7B, Nemo and Small: Llama without biases; a window if the config has one."""
 
     left_out = OTHER_MODALITIES
 
@@ -26,7 +26,7 @@ class MistralForCausalLM(DecoderForCausalLM):
 
 
 class Ministral3ForCausalLM(MistralForCausalLM):
-    """Ministral 3: queries grow with the logarithm of their position."""
+    """Ministral 3, text alone: as Mistral; queries grow with the logarithm of their position."""
 
     reads = frozenset({"llama_4_scaling_beta"})
 
@@ -47,4 +47,4 @@ class Ministral3ForCausalLM(MistralForCausalLM):
 
 
 class Mistral3ForConditionalGeneration(Ministral3ForCausalLM):
-    """Mistral Small 3.1 and Ministral 3 without pictures: the text model is either of the two."""
+    """Mistral Small 3.1 and Ministral 3, without pictures: the text model is either of the two."""

@@ -10,7 +10,10 @@ from nanovllm.models.model_config import ModelConfig
 
 
 class MixtralForCausalLM(DecoderForCausalLM):
-    """Mixtral: the weights of a token's experts are a softmax over the logits of these."""
+    """Mixtral 8x7B and 8x22B: Mistral with experts in place of the MLP.
+
+    The weights of a token's experts are a softmax over the logits of these.
+    """
 
     names: ClassVar[dict[str, str]] = {".mlp.": ".block_sparse_moe."}
     reads = frozenset({"num_local_experts"})

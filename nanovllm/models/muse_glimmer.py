@@ -20,7 +20,9 @@ from nanovllm.models.parts import (
 
 
 class MuseGlimmerForConditionalGeneration(DecoderForCausalLM):
-    """Muse Glimmer without pictures: gated attention; layers with full attention do not rotate."""
+    """Muse Glimmer, without pictures: norms on both sides, gated attention; three of four layers
+    have a window, the fourth does not rotate.
+    """
 
     names: ClassVar[dict[str, str]] = SANDWICH
     left_out = OTHER_MODALITIES

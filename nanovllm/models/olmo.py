@@ -10,7 +10,7 @@ from nanovllm.models.parts import SANDWICH, SandwichLayer, WideNormAttention
 
 
 class Olmo2ForCausalLM(DecoderForCausalLM):
-    """Olmo 2: full attention in all layers."""
+    """Olmo 2: norms behind attention and MLP only, and over all query heads and all key heads."""
 
     names: ClassVar[dict[str, str]] = SANDWICH
     norm: ClassVar[dict[str, Any]] = {"kind": NORM_WIDE}
@@ -22,7 +22,7 @@ class Olmo2ForCausalLM(DecoderForCausalLM):
 
 
 class Olmo3ForCausalLM(DecoderForCausalLM):
-    """Olmo 3: a window in three of four layers, and rope scaling in the fourth."""
+    """Olmo 3: Olmo 2 with a window in three of four layers, and rope scaling in the fourth."""
 
     names: ClassVar[dict[str, str]] = SANDWICH
     norm: ClassVar[dict[str, Any]] = {"kind": NORM_WIDE}

@@ -6,7 +6,9 @@ from nanovllm.models.model_config import ModelConfig
 
 
 class Phi3ForCausalLM(DecoderForCausalLM):
-    """Phi-3: a window in all layers if the config names one; part of a head may rotate."""
+    """Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: Llama from fused projections; a window if the config
+    has one; part of a head may rotate.
+    """
 
     reads = frozenset({"partial_rotary_factor"})
 

@@ -5,7 +5,7 @@ from nanovllm.models.model_config import ModelConfig
 
 
 class Qwen3ForCausalLM(DecoderForCausalLM):
-    """Qwen3: RMSNorm over each query and key head; attention biases if the config says so."""
+    """Qwen3: norms of each query and key head; attention biases if the config says so."""
 
     def make_layer(
         self, config: ModelConfig, index: int, before: list[DecoderLayer]

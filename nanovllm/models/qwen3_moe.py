@@ -9,7 +9,9 @@ from nanovllm.options.validation import shown
 
 
 class Qwen3MoeForCausalLM(DecoderForCausalLM):
-    """Qwen3-MoE: a router without bias, whose weights are a softmax over all experts or the chosen.
+    """Qwen3-30B-A3B and 235B-A22B: Qwen3 with experts in place of the MLP.
+
+    The router has no bias; its weights are a softmax over all experts or the chosen.
 
     Layers in `mlp_only_layers` have an MLP, and so have those whose number, counted from 1, is no
     multiple of `decoder_sparse_step`.

@@ -1,7 +1,8 @@
 """Maps architectures to model files. A new model family is one file here and one line below."""
 
 import importlib
-from typing import Any
+import inspect
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -40,7 +41,33 @@ MODULES = {
     "SeedOssForCausalLM": "seed_oss",
     "SmolLM3ForCausalLM": "smollm3",
 }
+"""By architecture: the file, and in it a class of the architecture's name. The docstring of the class
+begins with "MODELS: LAYERS."; without ": " its layers are those of the class it inherits from."""
 _EAGLE3 = "LlamaForCausalLMEagle3"
+
+
+class Supported(NamedTuple):
+    """What the docstring of a family's class says."""
+
+    architecture: str
+    family: str
+    """The file in this folder, without ".py"."""
+    models: str
+    """The models that it is known for."""
+    layers: str
+    """What its layers have, in a phrase."""
+
+
+def supported(architecture: str) -> Supported:
+    """Return what is known of an architecture in `MODULES`."""
+    family, models = MODULES[architecture], ""
+    for cls in _class(f"nanovllm.models.{family}", architecture).__mro__:
+        paragraph = inspect.cleandoc(cls.__doc__ or "").partition("\n\n")[0]
+        first, _, layers = " ".join(paragraph.split()).rstrip(".").partition(": ")
+        models = models or first
+        if layers:
+            break
+    return Supported(architecture, family, models, layers)
 
 
 def check_architecture(name: str) -> None:

@@ -5,7 +5,7 @@ from nanovllm.models.model_config import ModelConfig
 
 
 class SeedOssForCausalLM(DecoderForCausalLM):
-    """Seed-OSS-36B: q, k and v have a bias unless the config says otherwise."""
+    """Seed-OSS-36B: Llama; q, k and v have a bias unless the config says otherwise."""
 
     def make_layer(
         self, config: ModelConfig, index: int, before: list[DecoderLayer]

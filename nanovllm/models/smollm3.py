@@ -10,7 +10,7 @@ from nanovllm.options.validation import shown
 
 
 class SmolLM3ForCausalLM(DecoderForCausalLM):
-    """SmolLM3: every fourth layer has no rotation; layers have windows if the config says so."""
+    """SmolLM3: Llama; every fourth layer does not rotate; windows if the config says so."""
 
     defaults: ClassVar[dict[str, Any]] = {"rope_theta": 2_000_000.0, "tie_word_embeddings": True}
     reads = frozenset({"no_rope_layers", "layer_types", "use_sliding_window"})
