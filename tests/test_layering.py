@@ -43,7 +43,10 @@ FOLDERS = {
     "models": Folder("attention checkpoint kernels layers options utils", torch=True),
     "layers": Folder("attention checkpoint kernels options utils", torch=True),
     "server": Folder("chat checkpoint engine llm async_llm options utils", torch=False),
-    "cli": Folder("compat demo_model llm async_llm loadtest options server utils", torch=False),
+    "cli": Folder(
+        "compat demo_model llm async_llm loadtest options server utils worker.model_report",
+        torch=False,
+    ),
     "executors": Folder(
         "checkpoint formats models options scheduler speculation steps structured utils worker",
         torch=True,

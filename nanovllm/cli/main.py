@@ -1,4 +1,4 @@
-"""The command line: `nanovllm generate`, `chat`, `serve` and `bench serve`.
+"""The command line: `nanovllm generate`, `chat`, `serve`, `bench serve` and `models`.
 
 Each field of Config, SamplingParams and LoadPlan is a flag. What can be checked without the model
 is checked before it is loaded.
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm import __version__, demo_model
+from nanovllm.cli.models import add_models, models
 from nanovllm.cli.repl import Chat, Source, awaited, model_source, server_source, texts
 from nanovllm.errors import ConfigError, InvalidRequestError, NanoVLLMError
 from nanovllm.loadtest.load_plan import LoadPlan, add_bench
@@ -240,13 +241,14 @@ def _parse(argv: Seq[str] | None) -> argparse.Namespace:
     for command in (generate, chat, serve):
         _add_command(commands, command)
     add_bench(commands, bench)
+    add_models(commands)
     args, rest = parser.parse_known_args(argv)
     rest = args.parser.words(rest)
     if args.command is None:
-        args.parser.error("COMMAND is missing: generate, chat, serve or bench serve")
-    if rest and args.command is bench:
-        args.parser.error(f"bench serve takes flags only, got {shown(rest[0])}")
-    if args.command is bench:
+        args.parser.error("COMMAND is missing: generate, chat, serve, bench serve or models")
+    if args.command in (bench, models):
+        if rest:
+            args.parser.error(f"{args.takes}, got {shown(rest[0])}")
         return args
     if rest and args.command is not generate:
         name = args.command.__name__

@@ -173,7 +173,7 @@ def add_bench(
     parser = commands.add_parser(
         "serve", help=bench.__doc__, description=bench.__doc__, usage=usage
     )
-    parser.set_defaults(command=bench, parser=parser)
+    parser.set_defaults(command=bench, parser=parser, takes="bench serve takes flags only")
     group = parser.add_argument_group("flags")
     group.add_argument(
         "--url",

@@ -32,17 +32,17 @@ class Family(nn.Module):
     def __init__(self, max_model_len: int) -> None:
         super().__init__()
         self.max_model_len = max_model_len
-        self._rotary: dict[Any, RotaryEmbedding] = {}
+        self.rotary: dict[tuple[RopeConfig | None, int], RotaryEmbedding] = {}
 
     def rotary_emb(self, rope: RopeConfig | None, head_dim: int) -> RotaryEmbedding:
         """Return the rotation of heads by `rope`; None: no rotation. Equal ones are one object."""
         key = rope, head_dim
-        if key not in self._rotary:
+        if key not in self.rotary:
             frequencies = torch.zeros(head_dim // 2, device="cpu"), 1.0
             if rope is not None:
                 frequencies = rope.inverse_frequencies(head_dim, self.max_model_len)
-            self._rotary[key] = RotaryEmbedding(self.max_model_len, *frequencies)
-        return self._rotary[key]
+            self.rotary[key] = RotaryEmbedding(self.max_model_len, *frequencies)
+        return self.rotary[key]
 
     def checkpoint_name(self, name: str, known: Collection[str]) -> str:
         """Return the checkpoint's name of tensor `name`. A model that also takes pictures has its

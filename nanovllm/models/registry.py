@@ -41,7 +41,7 @@ MODULES = {
     "SeedOssForCausalLM": "seed_oss",
     "SmolLM3ForCausalLM": "smollm3",
 }
-"""By architecture: the file, and in it a class of the architecture's name. The docstring of the class
+"""By architecture: the file, which has a class of this name. The docstring of the class
 begins with "MODELS: LAYERS."; without ": " its layers are those of the class it inherits from."""
 _EAGLE3 = "LlamaForCausalLMEagle3"
 

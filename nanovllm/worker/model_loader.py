@@ -64,7 +64,7 @@ def check_weights(model_config: ModelConfig, files: list[Path]) -> None:
             f"{files[0].parent}: config.json: num_hidden_layers {model_config.num_layers}, but the "
             f"weights have only {num_tensors} tensors"
         )
-    model = _make_modules(model_config, 1, torch.device("meta"))
+    model = make_modules(model_config, 1, torch.device("meta"))
     ignored: frozenset[str] = model.ignored_weights  # type: ignore[assignment]
     check_tensors(model, dict(zip(files, headers, strict=True)), ignored)
 
@@ -86,7 +86,7 @@ def build_model(
     # Such a model is built on the CPU, so that a GPU never holds the wide weights.
     first = torch.device("cpu") if packed and device.type == "cuda" else device
     try:
-        model = _make_modules(model_config, max_model_len, first)
+        model = make_modules(model_config, max_model_len, first)
         for file in filter(is_gguf, files):
             from nanovllm.formats.gguf import keep_blocks
 
@@ -102,7 +102,8 @@ def build_model(
     return model.eval().requires_grad_(False)
 
 
-def _make_modules(model_config: ModelConfig, max_model_len: int, device: torch.device) -> nn.Module:
+def make_modules(model_config: ModelConfig, max_model_len: int, device: torch.device) -> nn.Module:
+    """Return the modules of a model, whose weights have no values; on torch's meta device, none."""
     with _default_dtype(model_config.dtype), device:
         model = model_class(model_config)(model_config, max_model_len)
     if model_config.quantization_config is not None:

@@ -1,0 +1,263 @@
+"""What a checkpoint's config.json asks for, and the memory that it takes. Reads headers alone.
+
+The model is built on torch's meta device, so the report says what a run would do.
+"""
+
+import bisect
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanovllm.checkpoint.gguf import is_gguf
+from nanovllm.checkpoint.hub import Checkpoint, open_checkpoint, weight_files
+from nanovllm.checkpoint.loader import TensorInfo, model_shards, read_header
+from nanovllm.errors import ConfigError, UnsupportedModelError
+from nanovllm.layers.activation import ActAndMul
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.experts import Experts, Router
+from nanovllm.layers.linear import Matrix
+from nanovllm.models.config_fields import architecture_of, text_fields
+from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
+from nanovllm.models.model_config import ModelConfig
+from nanovllm.models.registry import MODULES, read_config, supported
+from nanovllm.scheduler.windows import pages_for
+from nanovllm.worker.kv_pool import page_layout
+from nanovllm.worker.model_loader import check_weights, make_modules
+
+POOL_BYTES = 4 * 2**30
+"""Of the KV pool whose tokens are counted."""
+_BLOCK_SIZE = 16
+_ENDLESS = 2**30
+"""Tokens of a text that is longer than every window."""
+_SCALE_BYTES = 2
+"""Of the scale of a group of weights in int8 or int4."""
+_META = torch.device("meta")
+_DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2}
+"""By safetensors' names; others are taken for one byte."""
+_PARTS = {
+    "vision": ("visual", "vision", "multi_modal_projector"),
+    "audio": ("audio",),
+    "mtp": ("mtp", "nextn"),
+}
+"""What is left out: by its name here, words in the names of its tensors and fields."""
+_SETTINGS = ("vision_config", "audio_config", "num_nextn_predict_layers")
+
+
+def all_supported() -> list[dict[str, str]]:
+    """Return what is known of each supported architecture, see `registry.Supported`."""
+    return [supported(name)._asdict() for name in MODULES]
+
+
+def report(model: str) -> dict[str, Any]:
+    """Return what would run of `model`, in values that JSON has.
+
+    Args:
+        model: as for `open_checkpoint`.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is not sound.
+    """
+    checkpoint = open_checkpoint(model)
+    found: dict[str, Any] = {"model": model, "architecture": architecture_of(checkpoint.config)}
+    try:
+        config = read_config(checkpoint.config)
+        if config.quantization_config is not None:
+            from nanovllm.formats.registry import checkpoint_format
+
+            checkpoint_format(config.quantization_config)
+        files = _local_files(checkpoint, model, config)
+        network = make_modules(config, 1, _META)
+        memory = _memory(network, config, files)
+    except UnsupportedModelError as error:
+        return {**found, "supported": False, "error": str(error)}
+    assert isinstance(network, DecoderForCausalLM)
+    return {
+        **found,
+        "supported": True,
+        **supported(config.architecture)._asdict(),
+        **_sizes(config),
+        "attention": _counted(_attention(network)),
+        "mlps": _counted(map(_mlp, _layers(network))),
+        "logit_softcap": config.fields.get("final_logit_softcapping"),
+        "left_out": _left_out(network, checkpoint, files),
+        "memory": memory,
+    }
+
+
+def _local_files(checkpoint: Checkpoint, model: str, config: ModelConfig) -> dict[Path, Any]:
+    """Return the headers of the weight files that are here, checked; none for a hub id."""
+    path = checkpoint.path
+    if not (is_gguf(path) or (Path(model).expanduser().is_dir() and [*path.glob("*.safetensors")])):
+        return {}
+    files = weight_files(checkpoint, model)
+    check_weights(config, files)
+    return {file: read_header(file) for file in files}
+
+
+def _sizes(config: ModelConfig) -> dict[str, Any]:
+    quantized = config.quantization_config
+    return {
+        "dtype": str(config.dtype).removeprefix("torch."),
+        "quantization": quantized.get("quant_method") if quantized else None,
+        "num_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "tied": config.tie_word_embeddings,
+        "positions": config.max_position,
+    }
+
+
+def _layers(network: DecoderForCausalLM) -> Iterator[DecoderLayer]:
+    return (module for module in network.modules() if isinstance(module, DecoderLayer))
+
+
+def _counted(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the different ones of `found`, each with the number of layers that have it."""
+    counts = Counter(tuple(each.items()) for each in found)
+    return [{"num_layers": count, **dict(items)} for items, count in counts.items()]
+
+
+def _attention(network: DecoderForCausalLM) -> Iterator[dict[str, Any]]:
+    ropes = {rotary: rope for (rope, _), rotary in network.rotary.items()}
+    for layer in _layers(network):
+        attention: SelfAttention = layer.self_attn
+        spec = attention.attn.spec(_ENDLESS, dtype=torch.float32, device=_META, block_size=None)
+        rope = ropes.get(attention.rotary_emb)
+        yield {
+            "window": spec.window,
+            "heads": spec.num_heads,
+            "kv_heads": spec.num_kv_heads,
+            "head_dim": spec.head_dim,
+            "qk_norm": attention.q_norm is not None,
+            "rope": None if rope is None else rope.rope_type,
+            "rope_theta": None if rope is None else rope.theta,
+            "rope_share": None if rope is None else rope.partial,
+            "rope_factor": None if rope is None else rope.factor,
+            "scale": spec.scale,
+            "softcap": spec.softcap or None,
+            "sinks": spec.sinks,
+            "own_kv": attention.attn.source is None,
+        }
+
+
+def _mlp(layer: DecoderLayer) -> dict[str, Any]:
+    """Return what a layer has of MLPs and experts."""
+    found: dict[str, Any] = {"activation": None, "size": None, "experts": None}
+    for module in layer.modules():
+        if isinstance(module, ActAndMul):
+            found["activation"] = module.activation
+        elif isinstance(module, Router):
+            found |= {"experts": module.output_size, "experts_per_token": module.top_k}
+        elif isinstance(module, Experts):
+            size = module.gate_up_proj.num_outputs // 2
+            found |= {"activation": module.activation, "expert_size": size}
+        elif isinstance(module, GatedMLP):
+            found["size"] = module.gate_up_proj.output_size // 2
+    return found
+
+
+def _left_out(
+    network: DecoderForCausalLM, checkpoint: Checkpoint, headers: dict[Path, Any]
+) -> list[str]:
+    """Return the parts that are not loaded: those that have weights or, without files, fields."""
+    prefixes = tuple(name for name in network.ignored_weights if name.endswith("."))
+    if headers:
+        names = {name for header in headers.values() for name in header}
+        known = [name for name in names if name.startswith(prefixes)]
+    else:
+        fields = {**checkpoint.config, **text_fields(checkpoint.config)}
+        known = [key for key in _SETTINGS if prefixes and fields.get(key)]
+    return [part for part, words in _PARTS.items() if any(w in k for k in known for w in words)]
+
+
+def _memory(
+    network: nn.Module, config: ModelConfig, headers: dict[Path, dict[str, TensorInfo]]
+) -> dict[str, Any]:
+    """Return the bytes of the weights in each form, and of the KV of one text that decodes."""
+    stored = sum(parameter.nbytes for parameter in network.parameters())
+    if headers:
+        stored = _stored_bytes(network, headers)
+    found: dict[str, Any] = {
+        "weights_bytes": stored,
+        "weights_from": "files" if headers else "sizes",
+        "int8_bytes": None,
+        "int4_bytes": None,
+    }
+    if config.quantization_config is None and not any(map(is_gguf, headers)):
+        for form in ("int8", "int4"):
+            found[f"{form}_bytes"] = _rounded_bytes(network, form)
+    return found | _kv_memory(network, config)
+
+
+def _stored_bytes(network: nn.Module, headers: dict[Path, dict[str, TensorInfo]]) -> int:
+    """Return the bytes in the files of the tensors that are loaded."""
+    known = {name: info for header in headers.values() for name, info in header.items()}
+    names = {shard.name for _, shards in model_shards(network, known) for shard in shards}
+    total = 0
+    for name in names & known.keys():
+        info = known[name]
+        shape, item = info.shape, _DTYPE_BYTES.get(info.dtype, 1)
+        if info.blocks_shape is not None:
+            shape, item = info.blocks_shape, 1
+        total += math.prod(shape) * item
+    return total
+
+
+def _rounded_bytes(network: nn.Module, form: str) -> int | None:
+    """Return the bytes of the weights in "int8" or "int4"; None if a layer cannot have that form.
+
+    A router keeps its dtype, and so does what is no matrix.
+    """
+    from nanovllm.formats.integer import choose_group_size
+
+    rounded = {
+        module.weight
+        for module in network.modules()
+        if isinstance(module, Matrix) and not isinstance(module, Router)
+    }
+    total = 0
+    for parameter in network.parameters():
+        if parameter not in rounded:
+            total += parameter.nbytes
+            continue
+        try:
+            group = choose_group_size(form, parameter.shape[1])
+        except ConfigError:
+            return None
+        bits = int(form.removeprefix("int"))
+        total += parameter.numel() * bits // 8 + parameter.numel() // group * _SCALE_BYTES
+    return total
+
+
+def _kv_memory(network: nn.Module, config: ModelConfig) -> dict[str, Any]:
+    sizes, windows = [], []
+    for module in network.modules():
+        if isinstance(module, Attention) and module.source is None:
+            spec = module.spec(
+                config.max_position, dtype=config.dtype, device=_META, block_size=_BLOCK_SIZE
+            )
+            token_bytes = 2 * spec.num_kv_heads * spec.head_dim * config.dtype.itemsize
+            sizes.append(token_bytes * _BLOCK_SIZE)
+            windows.append(spec.window)
+    layout = page_layout(sizes, windows)
+    in_windows = None not in windows or not layout.windows
+    full = sum(
+        size for size, window in zip(sizes, windows, strict=True) if in_windows or window is None
+    )
+    window_pages = pages_for(_ENDLESS, _BLOCK_SIZE, layout.windows, 1) - _ENDLESS // _BLOCK_SIZE
+    num_pages = POOL_BYTES // layout.page_bytes
+    fitting = bisect.bisect_right(
+        range(num_pages + 1),
+        num_pages,
+        key=lambda blocks: pages_for(blocks * _BLOCK_SIZE, _BLOCK_SIZE, layout.windows, 1),
+    )
+    return {
+        "kv_token_bytes": full // _BLOCK_SIZE,
+        "kv_window_bytes": window_pages * layout.page_bytes,
+        "pool_tokens": (fitting - 1) * _BLOCK_SIZE,
+    }

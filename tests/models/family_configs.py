@@ -1,0 +1,202 @@
+"""A small config.json of each supported architecture, with the fields that published ones have."""
+
+from typing import Any
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 300,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+}
+SILU: dict[str, Any] = {**SIZES, "hidden_act": "silu", "rope_theta": 10_000.0}
+BY_THREE = (["sliding_attention"] * 2 + ["full_attention"]) * 2
+BY_TWO = ["sliding_attention", "full_attention"] * 3
+YARN = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 512,
+    "truncate": False,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
+GEMMA2 = {
+    **SIZES,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 16,
+    "sliding_window": 32,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "layer_types": BY_TWO,
+    "rope_theta": 10_000.0,
+}
+GEMMA3 = {
+    **GEMMA2,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "layer_types": BY_THREE,
+    "sliding_window_pattern": 3,
+    "rope_theta": 1_000_000.0,
+    "rope_local_base_freq": 10_000.0,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+}
+GEMMA4 = {
+    **SIZES,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "sliding_window": 32,
+    "layer_types": BY_THREE,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 300,
+    "final_logit_softcapping": 30.0,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 1_000_000.0,
+        },
+    },
+}
+GEMMA4_EXPERTS = {
+    **GEMMA4,
+    "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False,
+    "hidden_size_per_layer_input": 0,
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 24,
+}
+MISTRAL = {**SILU, "sliding_window": 32}
+MINISTRAL3 = {
+    **SIZES,
+    "hidden_act": "silu",
+    "sliding_window": None,
+    "rope_parameters": {**YARN, "rope_theta": 1e6, "llama_4_scaling_beta": 0.1},
+}
+VISION = {"model_type": "vision", "hidden_size": 8}
+MROPE = {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+
+
+def nested(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config.json of a model whose text model is in a part of its own."""
+    return {"text_config": config, "vision_config": VISION, "tie_word_embeddings": True}
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "Ernie4_5ForCausalLM": {**SILU, "use_bias": True},
+    "Exaone4ForCausalLM": {
+        **SILU,
+        "sliding_window": 32,
+        "sliding_window_pattern": "LLG",
+        "layer_types": BY_THREE,
+        "rope_scaling": LLAMA3,
+    },
+    "Gemma2ForCausalLM": GEMMA2,
+    "Gemma3ForCausalLM": GEMMA3,
+    "Gemma3ForConditionalGeneration": nested(GEMMA3),
+    "Gemma4ForCausalLM": GEMMA4,
+    "Gemma4ForConditionalGeneration": {**nested(GEMMA4_EXPERTS), "audio_config": VISION},
+    "Gemma4UnifiedForCausalLM": GEMMA4_EXPERTS,
+    "Gemma4UnifiedForConditionalGeneration": nested(GEMMA4),
+    "GptOssForCausalLM": {
+        **SILU,
+        "attention_bias": True,
+        "sliding_window": 32,
+        "layer_types": BY_TWO,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_scaling": YARN,
+    },
+    "GraniteForCausalLM": {
+        **SILU,
+        "mlp_bias": False,
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.1,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 8.0,
+    },
+    "HunYuanDenseV1ForCausalLM": {
+        **SILU,
+        "rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "mscale": 1.0},
+    },
+    "LlamaForCausalLM": {**SILU, "mlp_bias": False, "rope_scaling": LLAMA3},
+    "Ministral3ForCausalLM": MINISTRAL3,
+    "Mistral3ForConditionalGeneration": nested(MINISTRAL3),
+    "MistralForCausalLM": MISTRAL,
+    "MixtralForCausalLM": {**MISTRAL, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "MuseGlimmerForConditionalGeneration": nested(
+        {
+            **SILU,
+            "sliding_window": 32,
+            "qk_scale_factor": 3.87,
+            "output_multiplier": 0.2,
+            "final_logit_softcapping": 20.0,
+            "post_norm_eps": 1e-8,
+            "layer_types": BY_THREE,
+            "layer_rope_theta": [1e4, 1e4, 0, 1e4, 1e4, 0],
+        }
+    ),
+    "Olmo2ForCausalLM": {**SILU, "rope_scaling": None},
+    "Olmo3ForCausalLM": {
+        **SILU,
+        "sliding_window": 32,
+        "layer_types": BY_THREE,
+        "rope_scaling": {**YARN, "attention_factor": 1.2},
+    },
+    "Phi3ForCausalLM": {
+        **SILU,
+        "sliding_window": 32,
+        "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": 512,
+        "rope_scaling": LONGROPE,
+    },
+    "Qwen2ForCausalLM": {**SILU, "use_sliding_window": False, "sliding_window": 32},
+    "Qwen3ForCausalLM": {**SILU, "use_sliding_window": False, "rope_scaling": YARN},
+    "Qwen3MoeForCausalLM": {
+        **SILU,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [1],
+    },
+    "Qwen3VLForConditionalGeneration": nested({**SILU, "rope_scaling": MROPE}),
+    "SeedOssForCausalLM": {**SILU, "attention_out_bias": False, "mlp_bias": False},
+    "SmolLM3ForCausalLM": {
+        **SILU,
+        "no_rope_layers": [1, 1, 0, 1, 1, 0],
+        "no_rope_layer_interval": 3,
+        "use_sliding_window": True,
+        "sliding_window": 32,
+        "layer_types": BY_THREE,
+        "mlp_bias": False,
+    },
+}
+"""By architecture, without the field that names it: see `config_of`."""
+
+
+def config_of(architecture: str) -> dict[str, Any]:
+    """Return the whole config.json."""
+    return {"architectures": [architecture], **CONFIGS[architecture]}
