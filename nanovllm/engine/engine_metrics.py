@@ -3,10 +3,22 @@
 from collections.abc import Mapping
 
 from nanovllm.outputs import Counter, Gauge, Histogram, Metric, Vector
+from nanovllm.scheduler.messages import WorkerInfo
 from nanovllm.scheduler.scheduler import Scheduler
+from nanovllm.scheduler.windows import pages_for
 
 _STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Upper bounds of the buckets, in tokens: vLLM's."""
+
+
+def kv_cache_tokens(info: WorkerInfo) -> int:
+    """Return how many tokens the KV pool holds: with window groups, in sequences of max_model_len
+    that generate.
+    """
+    if not info.windows:
+        return info.num_blocks * info.block_size
+    of_one = pages_for(info.max_model_len, info.block_size, info.windows, 1)
+    return info.num_blocks * info.max_model_len // of_one
 
 
 def read_metrics(scheduler: Scheduler) -> list[Metric | Vector | Histogram]:

@@ -22,6 +22,7 @@ from typing import Any
 import uvicorn
 
 from nanovllm.async_llm import AsyncLLM
+from nanovllm.engine.engine_metrics import kv_cache_tokens
 from nanovllm.errors import ConfigError
 from nanovllm.options.config import Config
 from nanovllm.options.flags import given_fields
@@ -213,7 +214,7 @@ def _remove(listener: socket.socket) -> None:
 def _banner(server: ServerState, listener: socket.socket, seconds: float) -> list[str]:
     """Return what to tell at the start: what is served, how much it holds and how to try it."""
     options, info = server.options, server.llm.engine.worker_info
-    tokens = info.num_blocks * info.block_size
+    tokens = kv_cache_tokens(info)
     if options.uds:
         curl, url = f"curl --unix-socket {options.uds} http://localhost", f"unix:{options.uds}"
     else:

@@ -16,6 +16,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from nanovllm import __version__
+from nanovllm.engine.engine_metrics import kv_cache_tokens
 from nanovllm.outputs import Metric
 from nanovllm.server.state import state_of
 
@@ -85,7 +86,7 @@ async def status(request: Request) -> dict[str, Any]:
         "version": __version__,
         "uptime": time.monotonic() - metrics.start_time,
         "max_model_len": info.max_model_len,
-        "kv_cache_tokens": info.num_blocks * info.block_size,
+        "kv_cache_tokens": kv_cache_tokens(info),
         **{key: values.get(name) for key, name in _COUNTS.items()},
         "requests": dict(metrics.finished),
         "refused": dict(metrics.refusals),

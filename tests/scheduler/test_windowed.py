@@ -3,6 +3,7 @@
 Imports no torch.
 """
 
+import dataclasses
 import random
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import initialize
 
-from nanovllm.scheduler.messages import Schedule
+from nanovllm.engine.engine_metrics import kv_cache_tokens
+from nanovllm.scheduler.messages import Schedule, WorkerInfo
 from nanovllm.scheduler.sequence import Sequence
 from nanovllm.scheduler.windowed import WindowedBlockManager, WindowTable
 from nanovllm.scheduler.windows import WindowGroup, num_tables, pages_for
@@ -285,3 +287,11 @@ def test_pages_of_one_sequence() -> None:
     assert pages_for(1000, 256, windows[:1], 64) == 4 + 5 * 4
     assert pages_for(100_000, 256, windows, 64) == 391 + 5 * 4 + 2 * 391
     assert pages_for(0, 256, windows, 64) == 0
+
+
+def test_the_tokens_that_a_pool_holds() -> None:
+    """Group 0 has 16 blocks of 64 tokens; a window of 100 tokens and the next are in 3 of them."""
+    info = WorkerInfo(1000, 64, 1024, 50, 64)
+    assert kv_cache_tokens(info) == 64_000
+    info = dataclasses.replace(info, windows=(WindowGroup(100, 5),))
+    assert kv_cache_tokens(info) == 1000 * 1024 // (16 + 5 * 3)
