@@ -51,8 +51,10 @@ PLAIN = Scores()
 
 def block_stride(kv_cache: torch.Tensor) -> int:
     """Return the distance between two blocks of `kv_cache`, inside which numbers are contiguous."""
-    assert kv_cache[0, 0].is_contiguous()
-    return kv_cache.stride(1)
+    num_heads, head_dim = kv_cache.shape[3:]
+    strides = kv_cache.stride()
+    assert strides[2:] == (num_heads * head_dim, head_dim, 1)
+    return strides[1]
 
 
 def register_limit(dtype: torch.dtype, kv_cache: torch.Tensor) -> dict[str, int]:
