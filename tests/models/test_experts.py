@@ -1,17 +1,22 @@
 """Logits and greedy tokens of random small models with experts against transformers."""
 
 import json
+import logging
 import random
 
 import pytest
 from transformers import AutoConfig
 
+from nanovllm import SamplingParams
 from nanovllm.errors import CheckpointError
+from nanovllm.kernels.cpu.library import library
 from nanovllm.models.registry import read_config
 from nanovllm.worker.model_loader import check_weights
 from tests.checkpoints import random_model
 from tests.models.test_decoder import (  # noqa: F401
+    MAX_LENGTH,
     assert_logits_agree,
+    random_prompts,
     test_64_greedy_tokens,
     test_logits_of_all_positions,
 )
@@ -88,6 +93,37 @@ def saved(request, tmp_path_factory):
     model, path = make_model(request.param), tmp_path_factory.mktemp("model")
     model.save_pretrained(path)
     return request.param, model, path
+
+
+@pytest.mark.skipif(library() is None, reason="no compiler here")
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_in_bfloat16_tokens_do_not_depend_on_the_batch(quantization, make_llm, caplog, tmp_path):
+    """The steps are recorded, so all of them run in C."""
+    config = AutoConfig.for_model(
+        "qwen3_moe",
+        vocab_size=600,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=96,
+        norm_topk_prob=True,
+        dtype="bfloat16",
+    )
+    random_model(config).save_pretrained(tmp_path)
+    with caplog.at_level(logging.INFO, "nanovllm"):
+        llm = make_llm(tmp_path, device="cpu", max_model_len=MAX_LENGTH, quantization=quantization)
+    assert "attention backend: cpu" in caplog.text
+    assert "call by call" not in caplog.text
+    prompts = random_prompts(0, 600, [3, 50, 17, 90, 1, 33])
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    together = llm.generate(prompts, params, use_tqdm=False)
+    for prompt, output in zip(prompts, together, strict=True):
+        (alone,) = llm.generate([prompt], params, use_tqdm=False)
+        assert alone.token_ids == output.token_ids
 
 
 def save_changed(path, case, **changes):

@@ -134,17 +134,14 @@ static void panel_sums(const expert_weight *w, prepared in, ptrdiff_t panel, flo
     }
 }
 
-/* acc[STREAMS][32] = x . panels, for a block of a single row and STREAMS panels from `panel` on. */
-static void stream_sums(const expert_weight *w, prepared in, ptrdiff_t panel, float *acc) {
-    if (w->bits == 16) tile_streams(in.x.p, (const bf16 *)w->packed + panel * PANEL * w->k, w->k, acc);
-    else int_streams((int)w->bits, w->k, w->group, in.q, int_panel_of(w, panel), acc);
-}
+/* Panels that a block multiplies side by side, out of `count`: a single row STREAMS, if there are so many. */
+static ptrdiff_t side_by_side(block b, ptrdiff_t count) { return b.rows == 1 && count == STREAMS ? STREAMS : 1; }
 
-/* acc[count][rows][32] = x . panels, for `count` panels from `panel` on. */
+/* acc[count][rows][32] = x . panels, for side_by_side() panels from `panel` on. */
 static void sums_of(const expert_weight *w, prepared in, ptrdiff_t panel, ptrdiff_t count, float *acc) {
-    if (in.rows == 1 && count == STREAMS) stream_sums(w, in, panel, acc);
-    else
-        for (ptrdiff_t p = 0; p < count; p++) panel_sums(w, in, panel + p, acc + p * in.rows * PANEL);
+    if (in.rows > 1 || count < STREAMS) panel_sums(w, in, panel, acc);
+    else if (w->bits == 16) tile_streams(in.x.p, (const bf16 *)w->packed + panel * PANEL * w->k, w->k, acc);
+    else int_streams((int)w->bits, w->k, w->group, in.q, int_panel_of(w, panel), acc);
 }
 
 enum { SILU, GELU_TANH, SWIGLU_OAI };
@@ -202,16 +199,18 @@ void nv_expert_gate_up(team *t, const bf16 *x, const int32_t *ids, const void *p
         }
         ready = item / groups;
         prepared in = place(&w, b.rows, buffer);
-        ptrdiff_t base = b.expert * 2 * panels, apart = count * b.rows * PANEL; /* of a panel's gates from its ups, in acc */
-        sums_of(&w, in, base + (interleaved ? 2 * first : first), count, acc);
-        sums_of(&w, in, base + (interleaved ? 2 * first + count : panels + first), count, acc + apart);
-        for (ptrdiff_t p = 0; p < count; p++) {
-            ptrdiff_t i = interleaved ? 2 * p : p, j = interleaved ? 2 * p + 1 : count + p; /* in acc */
-            ptrdiff_t gate = interleaved ? 2 * (first + p) : first + p, up = interleaved ? gate + 1 : panels + gate;
-            for (ptrdiff_t r = 0; r < b.rows; r++)
-                activate_row(acc + (i * b.rows + r) * PANEL, acc + (j * b.rows + r) * PANEL, bias_from(bias, (base + gate) * PANEL),
-                             bias_from(bias, (base + up) * PANEL), hidden + (b.first + r) * n + (first + p) * PANEL, activation,
-                             interleaved);
+        ptrdiff_t width = side_by_side(b, count), base = b.expert * 2 * panels, size = b.rows * PANEL;
+        for (ptrdiff_t p = first; p < first + count; p += width) {
+            sums_of(&w, in, base + (interleaved ? 2 * p : p), width, acc);
+            sums_of(&w, in, base + (interleaved ? 2 * p + width : panels + p), width, acc + width * size);
+            for (ptrdiff_t i = 0; i < width; i++) {
+                ptrdiff_t gate = interleaved ? 2 * (p + i) : p + i, up = interleaved ? gate + 1 : panels + gate;
+                const float *gates = acc + (interleaved ? 2 * i : i) * size, *ups = gates + (interleaved ? 1 : width) * size;
+                for (ptrdiff_t r = 0; r < b.rows; r++)
+                    activate_row(gates + r * PANEL, ups + r * PANEL, bias_from(bias, (base + gate) * PANEL),
+                                 bias_from(bias, (base + up) * PANEL), hidden + (b.first + r) * n + (p + i) * PANEL, activation,
+                                 interleaved);
+            }
         }
     }
     end_tiles();
@@ -256,9 +255,13 @@ void nv_expert_down(team *t, const bf16 *hidden, const int32_t *ids, const float
         for (ptrdiff_t i = 0; i < g.count; i++) {
             block b = g.blocks[i];
             ptrdiff_t panel = b.expert * panels + first;
-            sums_of(&w, place(&w, b.rows, buffer + b.first * bytes), panel, count, acc);
-            for (ptrdiff_t p = 0; p < count; p++)
-                add_weighted(g, b, top, weights, acc + p * b.rows * PANEL, bias_from(bias, (panel + p) * PANEL), sums + p * PANEL, ld);
+            prepared in = place(&w, b.rows, buffer + b.first * bytes);
+            for (ptrdiff_t p = 0, width = side_by_side(b, count); p < count; p += width) {
+                sums_of(&w, in, panel + p, width, acc);
+                for (ptrdiff_t j = p; j < p + width; j++)
+                    add_weighted(g, b, top, weights, acc + (j - p) * b.rows * PANEL, bias_from(bias, (panel + j) * PANEL),
+                                 sums + j * PANEL, ld);
+            }
         }
         for (ptrdiff_t token = 0; token < tokens; token++)
             store_row(sums + token * ld, NULL, y + token * n + first * PANEL, count * PANEL, count * PANEL);
