@@ -17,7 +17,7 @@ from torch import nn
 from nanovllm.checkpoint.dummy_weights import init_dummy_weights
 from nanovllm.checkpoint.gguf import is_gguf
 from nanovllm.checkpoint.loader import check_tensors, load_weights, read_header
-from nanovllm.errors import CheckpointError
+from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.kernels.cpu.build import PANEL
 from nanovllm.kernels.cpu.packed import PackedWeight
 from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
@@ -212,6 +212,11 @@ def _quant_method(
         return stored.method(weight.data, model_config.dtype, kernels)
     if quantization == "fp8" and not isinstance(matrices[0], LinearBase):
         quantization = None  # FP8 is for linears; embedding and head keep the model's dtype
+    has_experts, rounds = isinstance(matrices[0], StackedLinear), quantization in ("int8", "int4")
+    if has_experts and rounds and kernels.name == "triton":
+        raise ConfigError(
+            f"quantization {quantization!r} is not for experts on a GPU; leave it out"
+        )
     if isinstance(matrices[0], Router):
         quantization = None  # small, and a rounded logit may choose another expert
     if model_config.quantization_config is not None or quantization == "none":

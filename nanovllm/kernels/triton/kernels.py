@@ -2,8 +2,11 @@
 
 from typing import ClassVar
 
+import torch
+
+from nanovllm.kernels.torch_experts import ExpertMLP, Routing
 from nanovllm.kernels.torch_kernels import Kernels
-from nanovllm.kernels.triton import decode_step, fp8, ngram, ops, sampling
+from nanovllm.kernels.triton import decode_step, experts, fp8, ngram, ops, sampling
 
 
 class TritonKernels(Kernels):
@@ -19,8 +22,12 @@ class TritonKernels(Kernels):
     mul_act = staticmethod(ops.mul_act)
     relu2 = staticmethod(ops.relu2)
     scale = staticmethod(ops.scale)
+    route = staticmethod(experts.route)
     greedy = staticmethod(sampling.greedy)
     sample = staticmethod(sampling.sample)
     gather = staticmethod(decode_step.gather)
     advance = staticmethod(decode_step.advance)
     accept = staticmethod(decode_step.accept)
+
+    def experts(self, x: torch.Tensor, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
+        return experts.experts(x.contiguous(), routing, mlp)

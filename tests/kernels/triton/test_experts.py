@@ -1,0 +1,90 @@
+"""The Triton kernels of a mixture of experts against torch; interpreted without a GPU."""
+
+import functools
+
+import pytest
+import torch
+
+from nanovllm.kernels import torch_experts
+from nanovllm.kernels.torch_experts import ExpertLinear, ExpertMLP
+from nanovllm.kernels.triton import experts as triton_experts
+from tests.kernels.triton.harness import compile_launches
+from tests.kernels.triton.inputs import DEVICE, each_dtype, randn
+from tests.kernels.triton.interpreter import patch_interpreter
+from tests.kernels.triton.test_compile import assert_fits, meta
+
+pytestmark = pytest.mark.usefixtures("inference_mode")
+patch_interpreter()
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    ("tokens", "num_experts", "activation", "interleaved", "bias"),
+    [
+        (0, 5, "silu", False, False),
+        (1, 5, "silu", False, False),
+        (2, 9, "gelu_tanh", False, True),
+        (70, 5, "swiglu_oai", True, True),
+        (150, 3, "silu", False, True),
+    ],
+)
+def test_experts(tokens, num_experts, activation, interleaved, bias, dtype):
+    hidden_size, size = 40, 72
+    linears = []
+    for n, k in ((2 * size, hidden_size), (hidden_size, size)):
+        weight = randn(num_experts * n, k, dtype=dtype, seed=n) / k**0.5
+        linears.append(
+            ExpertLinear(weight, randn(num_experts * n, dtype=dtype) if bias else None, n)
+        )
+    mlp = ExpertMLP(linears[0], linears[1], activation, interleaved)
+    x = randn(tokens, hidden_size, dtype=dtype)
+    routing = torch_experts.route(randn(tokens, num_experts, dtype=dtype), 3, renormalize=True)
+    expected = torch_experts.experts(x, routing, mlp)
+    found = triton_experts.experts(x, routing, mlp)
+    tolerance = 1e-5 if dtype == torch.float32 else 8e-3
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize(("num_experts", "top_k"), [(4, 4), (7, 1), (130, 8)])
+def test_route(num_experts, top_k, renormalize):
+    logits = randn(20, num_experts, dtype=torch.float32)
+    logits[10:] = logits[10:].round()  # many are equal
+    scales = randn(num_experts, dtype=torch.float32, seed=1)
+    options = {"renormalize": renormalize, "factor": 0.3, "scales": scales}
+    found = triton_experts.route(logits, top_k, **options)
+    expected = torch_experts.route(logits, top_k, **options)
+    assert torch.equal(found.ids, expected.ids)
+    torch.testing.assert_close(found.weights, expected.weights, rtol=1e-5, atol=1e-6)
+
+
+def test_a_logit_that_is_no_number_makes_the_weights_nan():
+    logits = torch.zeros(2, 40, device=DEVICE)
+    logits[1, 33] = torch.nan
+    found = triton_experts.route(logits, 4, renormalize=True)
+    assert found.weights.isnan().any(1).tolist() == [False, True]
+    assert ((found.ids >= 0) & (found.ids < 40)).all()
+
+
+@pytest.mark.parametrize("tokens", [4, 2000])
+def test_they_compile_for_other_gpus(tokens):
+    """At the shapes of gpt-oss-20b, for a decode step and for a prompt."""
+    mlp = ExpertMLP(
+        ExpertLinear(meta(32 * 5760, 2880, dtype=torch.bfloat16), None, 5760),
+        ExpertLinear(meta(32 * 2880, 2880, dtype=torch.bfloat16), None, 2880),
+        "swiglu_oai",
+        True,
+    )
+    routing = torch_experts.Routing(
+        meta(tokens, 4, dtype=torch.int32), meta(tokens, 4, dtype=torch.float32)
+    )
+    x = meta(tokens, 2880, dtype=torch.bfloat16)
+    archs = (80, 90) if tokens == 4 else (90,)
+    compiled = compile_launches((triton_experts.experts, x, routing, mlp), archs=archs)
+    for kernels in compiled.values():
+        assert [kernel.name for kernel in kernels] == ["_group", "_gate_up", "_down", "_sum"]
+        assert all(kernel.n_spills == 0 for kernel in kernels), kernels
+    if tokens == 4:
+        logits = meta(tokens, 32, dtype=torch.bfloat16)
+        route = functools.partial(triton_experts.route, top_k=4, renormalize=True)
+        assert_fits(compile_launches((route, logits), archs=archs), "_route")
