@@ -246,14 +246,13 @@ def _mismatch(name: str, found: TensorInfo, shard: Shard | None) -> list[str]:
     """Return what is wrong with tensor `name` of a file: one sentence or none."""
     if shard is None:
         return [f"unexpected {_shown(name)} {shown(found.shape)}"]
-    as_blocks = shard.target.dtype == torch.uint8
+    as_blocks = shard.target.dtype == torch.uint8 and found.blocks_shape is not None
     if (found.blocks_shape if as_blocks else found.shape) != shard.shape:
         return [f"misshapen {name}: {shown(found.shape)}, the config says {shard.shape}"]
     if found.blocks_shape is not None:  # each of its types is converted
         return []
     dtypes: tuple[str, ...] = _DTYPES if shard.target.itemsize > 1 else _FP8_DTYPES
-    if shard.target.dtype == torch.int64:
-        dtypes = _INT_DTYPES
+    dtypes = {torch.int64: _INT_DTYPES, torch.uint8: ("U8",)}.get(shard.target.dtype, dtypes)
     if found.dtype not in dtypes:
         return [f"{name} has dtype {found.dtype}, must have {' or '.join(dtypes)}"]
     return []

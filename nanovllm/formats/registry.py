@@ -9,7 +9,9 @@ from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
 from nanovllm.formats.fp8 import Fp8Weight, expect_fp8, quantize_fp8
 from nanovllm.formats.fp8_config import Fp8Config
 from nanovllm.formats.integer import choose_group_size, make_int_method, quantize
+from nanovllm.formats.mxfp4 import MXFP4, expect_mxfp4
 from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
+from nanovllm.layers.experts import StackedLinear
 from nanovllm.layers.linear import LinearBase
 from nanovllm.options.config import Config
 from nanovllm.options.validation import shown
@@ -35,10 +37,12 @@ def checkpoint_format(config: Any) -> Fp8Config | None:
             f"config.json: quantization_config must be an object, is {shown(config)}"
         )
     method = config.get("quant_method")
+    if method == MXFP4:
+        return None  # of experts alone: linears are plain numbers
     if not isinstance(method, str) or method not in _FORMATS:
         raise UnsupportedModelError(
             f"quantization_config quant_method {shown(method)} is not supported (only "
-            f"{' and '.join(_FORMATS)})"
+            f"{', '.join(_FORMATS)} and {MXFP4})"
         )
     return _FORMATS[method](config)
 
@@ -64,7 +68,12 @@ def expect_format(model: nn.Module, config: Any) -> None:
         ConfigError, UnsupportedModelError, CheckpointError: as for `checkpoint_format` and
             `expect_fp8`.
     """
-    if (fp8 := checkpoint_format(config)) is not None:
+    fp8 = checkpoint_format(config)
+    if config is not None and config["quant_method"] == MXFP4:
+        for module in model.modules():
+            if isinstance(module, StackedLinear):
+                expect_mxfp4(module)
+    if fp8 is not None:
         for prefix, module in model.named_modules():
             if isinstance(module, LinearBase):
                 expect_fp8(module, prefix, fp8)

@@ -110,7 +110,10 @@ PER_EXPERT = StoredExperts()
 
 
 class StackedLinear(Matrix):
-    """The same linear of E experts: their weights [outputs, inputs] one behind the other."""
+    """The same linear of E experts: their weights [outputs, inputs] one behind the other.
+
+    If the checkpoint stores them in another form, `stored` yields tensors in place of the weights.
+    """
 
     def __init__(
         self,
@@ -157,7 +160,8 @@ class StackedLinear(Matrix):
             if together:
                 name, found = f"{parent}.{stacked}", (self.num_experts, *stored_shape)
                 transposed = self.stored_as.transposed
-                yield Shard(name, found, weights[expert], dim, start, expert, transposed)
+                weight = Shard(name, found, weights[expert], dim, start, expert, transposed)
+                yield from [weight] if self.stored is None else self.stored.shards(weight)
                 if bias is not None:
                     found = (self.num_experts, shape[0])
                     yield Shard(f"{name}_bias", found, bias, 0, bias_start, index=expert)

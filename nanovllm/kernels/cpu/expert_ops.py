@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from nanovllm.kernels.cpu import library
+from nanovllm.kernels.cpu import library, ops
 from nanovllm.kernels.cpu.build import PANEL
 from nanovllm.kernels.torch_experts import ACTIVATIONS, ExpertLinear, ExpertMLP, Routing
 
@@ -19,12 +19,14 @@ class Panels(NamedTuple):
     scales: torch.Tensor | None
     """With 8 and 4 bits only; [panels, groups, 32], or [panels, groups, 2, 32] with minimums."""
     bits: int
+    fp4: bool = False
+    """See `ops.kind_of`."""
 
-    def arguments(self, inputs: int) -> tuple[int, int, bool]:
-        """Return group, bits, and whether there are minimums, for a weight of `inputs` inputs."""
+    def arguments(self, inputs: int) -> tuple[int, int, int]:
+        """Return the group, the bits and the kind of a weight of `inputs` inputs."""
         if self.scales is None:
-            return 0, self.bits, False
-        return inputs // self.scales.shape[1], self.bits, self.scales.ndim == 4
+            return 0, self.bits, 0
+        return inputs // self.scales.shape[1], self.bits, ops.kind_of(self.scales, self.fp4)
 
 
 @runtime_checkable

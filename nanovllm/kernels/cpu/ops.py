@@ -95,6 +95,16 @@ def pack_int(
     return packed, packed_scales
 
 
+def kind_of(scales: torch.Tensor, fp4: bool) -> int:
+    """Return the number of the kind of a weight from `pack_int`, for the kernels.
+
+    Args:
+        fp4: whether its values plus 8 are the bits of E2M1 numbers, and the bits of its scales are
+            those of bfloat16: a weight is scale * twice the number.
+    """
+    return 2 if fp4 else int(scales.dim() == 4)  # with minimums
+
+
 def linear_int(
     x: torch.Tensor,
     packed: torch.Tensor,
@@ -102,12 +112,14 @@ def linear_int(
     num_outputs: int,
     bits: int,
     bias: torch.Tensor | None = None,
+    fp4: bool = False,
 ) -> torch.Tensor:
     """Return x [m, k] times the transpose of a weight from `pack_int`, plus `bias`.
 
     A row's result [num_outputs] is the same, bit for bit, whatever the other rows are.
 
     Args:
+        fp4: see `kind_of`.
         bias: [num_outputs] bfloat16, contiguous; added in float32, before the sum is rounded.
     """
     m, k = x.shape
@@ -127,18 +139,18 @@ def linear_int(
         k,
         k // scales.shape[1],
         bits,
-        scales.dim() == 4,  # with minimums
+        kind_of(scales, fp4),
     )
     return y
 
 
 def gather_int(
-    ids: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, bits: int
+    ids: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, bits: int, fp4: bool = False
 ) -> torch.Tensor:
     """Return rows `ids` [t] int64 of a weight from `pack_int`: [t, k]."""
     k = packed.shape[1] * 8 // (PANEL * bits)
     y = torch.empty(len(ids), k, dtype=torch.bfloat16)
-    sizes = len(ids), k, k // scales.shape[1], bits, scales.dim() == 4
+    sizes = len(ids), k, k // scales.shape[1], bits, kind_of(scales, fp4)
     library.call("nv_gather_int", ids.contiguous(), packed, scales, y, *sizes)
     return y
 

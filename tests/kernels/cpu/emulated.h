@@ -45,6 +45,8 @@ EMULATED(__m512i, _madd_epi16, (__m512i a, __m512i b), emulated_ints x = {a}; em
          for (int i = 0; i < 16; i++) o.w[i] = x.h[2 * i] * y.h[2 * i] + x.h[2 * i + 1] * y.h[2 * i + 1]; out = o.v;)
 EMULATED(__m512i, _maddubs_epi16, (__m512i a, __m512i b), emulated_ints x = {a}; emulated_ints y = {b}; emulated_ints o;
          for (int i = 0; i < 32; i++) o.h[i] = emulated_saturated(x.u[2 * i] * y.b[2 * i] + x.u[2 * i + 1] * y.b[2 * i + 1]); out = o.v;)
+EMULATED(__m512i, _shuffle_epi8, (__m512i a, __m512i from), emulated_ints x = {a}; emulated_ints y = {from}; emulated_ints o;
+         for (int i = 0; i < 64; i++) o.u[i] = y.u[i] & 128 ? 0 : x.u[i / 16 * 16 + y.u[i] % 16]; out = o.v;)
 EMULATED(__m512i, _cvtepi8_epi16, (__m256i a), int8_t b[32]; memcpy(b, &a, 32); emulated_ints o;
          for (int i = 0; i < 32; i++) o.h[i] = b[i]; out = o.v;)
 #define _mm512_fmadd_ps emulated_fmadd_ps
@@ -60,6 +62,7 @@ EMULATED(__m512i, _cvtepi8_epi16, (__m256i a), int8_t b[32]; memcpy(b, &a, 32); 
 #define _mm512_add_epi16 emulated_add_epi16
 #define _mm512_madd_epi16 emulated_madd_epi16
 #define _mm512_maddubs_epi16 emulated_maddubs_epi16
+#define _mm512_shuffle_epi8 emulated_shuffle_epi8
 #define _mm512_cvtepi8_epi16 emulated_cvtepi8_epi16
 
 #if defined(EMULATE_BF16) || defined(EMULATE_AMX)

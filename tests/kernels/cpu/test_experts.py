@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from nanovllm.formats.integer import IntTensor, NativeIntWeight, quantize
+from nanovllm.formats.mxfp4 import Fp4Weight, NativeFp4Weight
 from nanovllm.kernels import torch_experts
 from nanovllm.kernels.cpu import expert_ops
 from nanovllm.kernels.cpu.packed import PackedWeight
@@ -26,8 +27,20 @@ def random_routing(tokens, num_experts=NUM_EXPERTS, top_k=TOP_K):
     return torch_experts.route(randn(tokens, num_experts, seed=tokens), top_k, renormalize=True)
 
 
+def random_mxfp4(n, k):
+    """Return pairs of 4-bit numbers, every pair among them, and scales of about k ** -0.5."""
+    generator = torch.Generator().manual_seed(n)
+    pairs = torch.randint(256, (n, k // 2), generator=generator).to(torch.uint8)
+    scales = torch.randint(121, 125, (n, k // 32), generator=generator).to(torch.uint8)
+    return pairs, scales
+
+
 def in_bits(weight, bits):
     """Return `weight` for the kernels, and what it is in float64 after rounding."""
+    if bits == "fp4":
+        pairs, scales = random_mxfp4(*weight.shape)
+        wide = Fp4Weight(pairs, scales, torch.float64)
+        return NativeFp4Weight(pairs, scales), wide.embedding(torch.arange(len(pairs)))
     if bits == 16:
         packed = PackedWeight(*weight.shape)
         packed.store(0, weight)
@@ -68,6 +81,7 @@ CASES = [
     (16, "swiglu_oai", True, True),
     (8, "silu", False, True),
     (4, "swiglu_oai", True, False),
+    ("fp4", "swiglu_oai", True, True),
 ]
 
 
@@ -82,7 +96,7 @@ def test_experts(hidden_size, size, bits, activation, interleaved, bias):
         expected = torch_experts.experts(x.double(), routing, wide)
         assert y.shape == expected.shape
         if tokens:
-            tolerance = 0.03 if bits == 4 else 0.01  # inputs of 4-bit weights have 8 bits
+            tolerance = 0.03 if bits in (4, "fp4") else 0.01  # inputs of 4-bit weights have 8 bits
             assert (y - expected).abs().max() < tolerance * expected.abs().max()
 
 
@@ -95,6 +109,26 @@ def test_a_tokens_result_does_not_depend_on_the_others(bits, activation, interle
         some = torch_experts.Routing(routing.ids[part], routing.weights[part])
         some = torch_experts.Routing(*(t.contiguous() for t in some))
         assert torch.equal(expert_ops.experts(x[part], some, mlp), together[part])
+
+
+@pytest.mark.parametrize("n", [1, 100])
+def test_a_linear_in_mxfp4(n):
+    """Whole numbers as inputs show that the largest sums of a group are exact."""
+    pairs, scales = random_mxfp4(n, 256)
+    pairs[0] = 0x77  # the largest number
+    scales[0] = torch.tensor([0, 1, 60, 120, 127, 128, 200, 200])
+    native_weight, wide = NativeFp4Weight(pairs, scales), Fp4Weight(pairs, scales, torch.float64)
+    ids = torch.arange(n)
+    weight = wide.embedding(ids)
+    assert torch.equal(native_weight.embedding(ids).double(), weight.bfloat16().double())
+    for m in (1, 2, 13, 40):
+        x = randn(m, 256, seed=m).mul(40).round().clamp(-127, 127)
+        x[:, ::32] = 127  # the scale of each group of inputs is 1
+        x[-1] = 127
+        expected = x.double() @ weight.T
+        half_step = 2.0 ** (expected.frexp().exponent - 9)  # of bfloat16
+        slack = (x.double().abs() @ weight.abs().T) * 2**-22  # float32 sums of groups
+        assert ((native_weight.apply(x).double() - expected).abs() <= half_step + slack).all()
 
 
 @pytest.mark.parametrize("renormalize", [False, True])

@@ -70,13 +70,13 @@ static grouping group_pairs(const int32_t *ids, ptrdiff_t pairs, ptrdiff_t exper
 }
 static void free_grouping(grouping g) { free(g.pairs), free(g.blocks); }
 
-/* A weight of E experts with 16, 8 or 4 bits. Its scales (see int_tiles.h), their groups and whether they have minimums: with 8 and
- * 4 bits only. `bias` is [E * n] or NULL. */
+/* A weight of E experts with 16, 8 or 4 bits. With 8 and 4 bits it has scales of groups of inputs, and a kind: see int_tiles.h. `bias`
+ * is [E * n] or NULL. */
 typedef struct {
     const void *packed;
     const f16 *scales;
     const bf16 *bias;
-    ptrdiff_t n, k, group, bits, minimums;
+    ptrdiff_t n, k, group, bits, kind;
 } expert_weight;
 
 /* Inputs of a block, prepared for bfloat16 tiles or quantised, cut into tiles of `step` rows. */
@@ -115,8 +115,8 @@ static void prepare(const expert_weight *w, const bf16 *x, ptrdiff_t ldx, ptrdif
 }
 
 static int_panel int_panel_of(const expert_weight *w, ptrdiff_t panel) {
-    ptrdiff_t scales = PANEL * (w->k / w->group) * (w->minimums ? 2 : 1);
-    return (int_panel){(const uint8_t *)w->packed + panel * PANEL * w->k * w->bits / 8, w->scales + panel * scales, (int)w->minimums};
+    ptrdiff_t scales = PANEL * (w->k / w->group) * rows_of_scales(w->kind);
+    return (int_panel){(const uint8_t *)w->packed + panel * PANEL * w->k * w->bits / 8, w->scales + panel * scales, (int)w->kind};
 }
 
 /* acc[rows][32] = x . panel. */
@@ -181,8 +181,8 @@ static ptrdiff_t groups_of(ptrdiff_t panels) { return (panels + STREAMS - 1) / S
  * is a block and STREAMS panels of hidden. */
 void nv_expert_gate_up(team *t, const bf16 *x, const int32_t *ids, const void *packed, const f16 *scales, const bf16 *bias,
                        bf16 *hidden, ptrdiff_t tokens, ptrdiff_t experts, ptrdiff_t top, ptrdiff_t n, ptrdiff_t k, ptrdiff_t group,
-                       ptrdiff_t bits, ptrdiff_t minimums, ptrdiff_t activation, ptrdiff_t interleaved) {
-    const expert_weight w = {packed, scales, bias, 2 * n, k, group, bits, minimums};
+                       ptrdiff_t bits, ptrdiff_t kind, ptrdiff_t activation, ptrdiff_t interleaved) {
+    const expert_weight w = {packed, scales, bias, 2 * n, k, group, bits, kind};
     ptrdiff_t panels = n / PANEL, groups = groups_of(panels), max_rows = rows_that_fit(tokens, k * sizeof(operand), LINEAR_BYTES);
     grouping g = group_pairs(ids, tokens * top, experts, max_rows);
     bf16 *rows = malloc(max_rows * k * sizeof *rows);
@@ -237,8 +237,8 @@ static void add_weighted(grouping g, block b, ptrdiff_t top, const float *weight
  * which it sums for all tokens: threads write no sum in common, and whichever is ready takes the next item. */
 void nv_expert_down(team *t, const bf16 *hidden, const int32_t *ids, const float *weights, const void *packed, const f16 *scales,
                     const bf16 *bias, char *buffer, bf16 *y, ptrdiff_t tokens, ptrdiff_t experts, ptrdiff_t top, ptrdiff_t n,
-                    ptrdiff_t k, ptrdiff_t group, ptrdiff_t bits, ptrdiff_t minimums) {
-    const expert_weight w = {packed, scales, bias, n, k, group, bits, minimums};
+                    ptrdiff_t k, ptrdiff_t group, ptrdiff_t bits, ptrdiff_t kind) {
+    const expert_weight w = {packed, scales, bias, n, k, group, bits, kind};
     ptrdiff_t panels = n / PANEL, width = groups_of(panels) < t->threads ? 1 : STREAMS, bytes = prepared_bytes(&w);
     ptrdiff_t max_rows = rows_that_fit(tokens, k * sizeof(operand), LINEAR_BYTES), ld = width * PANEL;
     grouping g = group_pairs(ids, tokens * top, experts, max_rows);

@@ -24,19 +24,19 @@ void nv_gather(team *t, const int64_t *ids, const bf16 *packed, bf16 *y, ptrdiff
 void nv_pack_int(team *t, const int8_t *q, const f16 *scales, const f16 *minimums, uint8_t *packed, f16 *packed_scales,
                  ptrdiff_t n, ptrdiff_t k, ptrdiff_t group, ptrdiff_t bits);
 void nv_linear_int(team *t, const bf16 *x, ptrdiff_t ldx, const uint8_t *packed, const f16 *scales, const bf16 *bias, bf16 *y,
-                   ptrdiff_t m, ptrdiff_t n, ptrdiff_t k, ptrdiff_t group, ptrdiff_t bits, ptrdiff_t minimums);
+                   ptrdiff_t m, ptrdiff_t n, ptrdiff_t k, ptrdiff_t group, ptrdiff_t bits, ptrdiff_t kind);
 void nv_gather_int(team *t, const int64_t *ids, const uint8_t *packed, const f16 *scales, bf16 *y, ptrdiff_t tokens, ptrdiff_t k,
-                   ptrdiff_t group, ptrdiff_t bits, ptrdiff_t minimums);
+                   ptrdiff_t group, ptrdiff_t bits, ptrdiff_t kind);
 
 /* experts.c */
 void nv_route(team *t, const bf16 *logits, const bf16 *scales, int32_t *ids, float *weights, ptrdiff_t tokens, ptrdiff_t experts,
               ptrdiff_t top, ptrdiff_t renormalize, float factor);
 void nv_expert_gate_up(team *t, const bf16 *x, const int32_t *ids, const void *packed, const f16 *scales, const bf16 *bias,
                        bf16 *hidden, ptrdiff_t tokens, ptrdiff_t experts, ptrdiff_t top, ptrdiff_t n, ptrdiff_t k, ptrdiff_t group,
-                       ptrdiff_t bits, ptrdiff_t minimums, ptrdiff_t activation, ptrdiff_t interleaved);
+                       ptrdiff_t bits, ptrdiff_t kind, ptrdiff_t activation, ptrdiff_t interleaved);
 void nv_expert_down(team *t, const bf16 *hidden, const int32_t *ids, const float *weights, const void *packed, const f16 *scales,
                     const bf16 *bias, char *buffer, bf16 *y, ptrdiff_t tokens, ptrdiff_t experts, ptrdiff_t top, ptrdiff_t n,
-                    ptrdiff_t k, ptrdiff_t group, ptrdiff_t bits, ptrdiff_t minimums);
+                    ptrdiff_t k, ptrdiff_t group, ptrdiff_t bits, ptrdiff_t kind);
 
 /* elementwise.c */
 void nv_add_rms_norm(team *t, const bf16 *x, bf16 *residual, const bf16 *weight, bf16 *out, ptrdiff_t rows, ptrdiff_t n,
