@@ -7,7 +7,7 @@ import torch
 from nanovllm.attention.backend import Backend
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.spec import AttentionSpec, QKNorm
-from nanovllm.kernels.cpu import ops as cpu_ops
+from nanovllm.kernels.cpu import layer_ops
 from nanovllm.kernels.cpu.build import PANEL
 
 
@@ -33,8 +33,8 @@ class CPUBackend(Backend):
             return "needs bfloat16 on a CPU"
         if spec.kv_dtype not in (None, spec.dtype, torch.int8):
             return "keeps keys and values in bfloat16 or int8"
-        if spec.head_dim % 2 or spec.head_dim > 256:
-            return f"head_dim {spec.head_dim} is odd or above 256"
+        if spec.head_dim % 2 or spec.head_dim > 512:
+            return f"head_dim {spec.head_dim} is odd or above 512"
         if spec.num_heads // spec.num_kv_heads > 32:
             return "more than 32 query heads share a KV head"
         if spec.block_size is not None and (spec.block_size % 32 or spec.block_size > 512):
@@ -52,8 +52,9 @@ class CPUBackend(Backend):
     def store(
         self, qkv: torch.Tensor, norm: QKNorm, kv_cache: torch.Tensor, batch: Batch
     ) -> torch.Tensor:
-        places = batch.positions, batch.slot_mapping
-        return cpu_ops.store(qkv, *norm[:4], *places, kv_cache, self.spec.num_heads)
+        places = batch.positions, batch.slot_mapping, kv_cache
+        sizes = self.spec.num_heads, self.spec.head_dim
+        return layer_ops.store(qkv, *places, *sizes, **norm._asdict())
 
     def attend(
         self,
@@ -63,7 +64,15 @@ class CPUBackend(Backend):
         out: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        found = cpu_ops.attention(
-            q, kv_cache, batch.block_tables, batch.cu_seqlens_q, batch.seq_lens
+        found = layer_ops.attention(
+            q,
+            kv_cache,
+            batch.block_tables,
+            batch.cu_seqlens_q,
+            batch.seq_lens,
+            scale=self.spec.scale,
+            window=self.spec.window,
+            softcap=self.spec.softcap,
+            sinks=sinks,
         )
         return found if out is None else out.copy_(found)

@@ -3,8 +3,8 @@
 import struct
 from collections.abc import Sequence
 
-CALL_BYTES = 8 * 18
-"""A call has 18 words of 64 bits: the kernel's number, its arguments, padding."""
+CALL_BYTES = 8 * 26
+"""A call has 26 words of 64 bits: the kernel's number, its arguments, padding."""
 
 # Kernels in the order of their numbers, and the types of their arguments: p pointer, n size,
 # f float. Upper case: the number of tokens (nv_attention: of rows), which `nv_run` can replace.
@@ -15,10 +15,10 @@ _KERNELS = {
     "nv_pack_int": "pppppnnnn",
     "nv_linear_int": "pnppppNnnnnn",
     "nv_gather_int": "ppppNnnnn",
-    "nv_add_rms_norm": "ppppNnf",
-    "nv_silu_and_mul": "pNn",
-    "nv_store": "ppppppppnnNnnnnnf",
-    "nv_attention": "pppnnpnppNnnnnnf",
+    "nv_add_rms_norm": "ppppNnfnf",
+    "nv_mul_act": "pnpnpnNnn",
+    "nv_store": "pppppppppnnNnnnnnnnfnnnn",
+    "nv_attention": "pppnnpnpppNnnnnnnff",
     "nv_sample": "pnppppppppppnnf",
     "nv_to_float": "ppn",
     "nv_forbid": "pppnnn",
@@ -28,6 +28,8 @@ _KERNELS = {
     "nv_route": "ppppNnnnf",
     "nv_expert_gate_up": "ppppppNnnnnnnnnn",
     "nv_expert_down": "ppppppppNnnnnnnn",
+    "nv_rms_norm": "pnppnNnfn",
+    "nv_scale": "ppNnf",
 }
 _TYPES = {"p": "q", "n": "q", "N": "q", "f": "d"}
 _FORMATS = {

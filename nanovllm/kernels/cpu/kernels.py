@@ -6,12 +6,11 @@ from typing import ClassVar
 import torch
 
 from nanovllm.kernels import torch_experts
-from nanovllm.kernels.cpu import expert_ops, ops
+from nanovllm.kernels.cpu import expert_ops, layer_ops, ops
 from nanovllm.kernels.cpu.build import PANEL
 from nanovllm.kernels.cpu.packed import OneDnnWeight, PackedWeight, use_onednn
 from nanovllm.kernels.torch_experts import ExpertMLP, Routing
 from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
-from nanovllm.kernels.torch_math import NORM_ROUNDED
 
 
 class OneDnnKernels(Kernels):
@@ -33,23 +32,13 @@ class CSamplingKernels(OneDnnKernels):
 class CKernels(CSamplingKernels):
     """Computes models in bfloat16 in C."""
 
-    def add_rms_norm(
-        self,
-        x: torch.Tensor | None,
-        residual: torch.Tensor,
-        weight: torch.Tensor | None,
-        eps: float,
-        kind: int = NORM_ROUNDED,
-        multiplier: float = 1.0,
-    ) -> torch.Tensor:
-        if weight is None or kind != NORM_ROUNDED or multiplier != 1.0:
-            return super().add_rms_norm(x, residual, weight, eps, kind, multiplier)
-        return ops.add_rms_norm(x, residual, weight, eps)
-
-    def act_and_mul(self, gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
-        if activation != "silu":
-            return super().act_and_mul(gate_up, activation)
-        return ops.silu_and_mul(gate_up)
+    add_rms_norm = staticmethod(layer_ops.add_rms_norm)
+    add = staticmethod(layer_ops.add)
+    rms_norm = staticmethod(layer_ops.rms_norm)
+    act_and_mul = staticmethod(layer_ops.act_and_mul)
+    relu2 = staticmethod(layer_ops.relu2)
+    mul_act = staticmethod(layer_ops.mul_act)
+    scale = staticmethod(layer_ops.scale)
 
     route = staticmethod(expert_ops.route)
 
@@ -73,11 +62,11 @@ class CKernels(CSamplingKernels):
         return ops.to_float(x) if is_supported else super().to_float(x)
 
     def store_rows(self, pool: torch.Tensor, x: torch.Tensor, rows: torch.Tensor) -> None:
-        ops.copy_rows(x, pool, y_rows=rows)
+        layer_ops.copy_rows(x, pool, y_rows=rows)
 
     def take_rows(self, pool: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         taken = torch.empty(len(rows), pool.shape[1], dtype=pool.dtype)
-        ops.copy_rows(pool, taken, x_rows=rows)
+        layer_ops.copy_rows(pool, taken, x_rows=rows)
         return taken
 
     def join_columns(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -85,6 +74,6 @@ class CKernels(CSamplingKernels):
         joined = torch.empty(len(parts[0]), width, dtype=parts[0].dtype)
         column = 0
         for part in parts:
-            ops.copy_rows(part, joined[:, column : column + part.shape[1]])
+            layer_ops.copy_rows(part, joined[:, column : column + part.shape[1]])
             column += part.shape[1]
         return joined

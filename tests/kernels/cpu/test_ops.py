@@ -12,7 +12,13 @@ from nanovllm.attention.batch import Batch, HostLengths
 from nanovllm.attention.cpu import CPUBackend
 from nanovllm.attention.spec import AttentionSpec, QKNorm
 from nanovllm.formats.integer import IntTensor, quantize
-from nanovllm.kernels.cpu import build, library as library_module, ops as cpu_ops, table_ops
+from nanovllm.kernels.cpu import (
+    build,
+    layer_ops,
+    library as library_module,
+    ops as cpu_ops,
+    table_ops,
+)
 from nanovllm.kernels.cpu.kernels import CKernels
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rope_scaling import inverse_frequencies
@@ -232,7 +238,7 @@ def test_add_rms_norm_rounds_as_torch_does(size):
     norm.weight.data = randn(size, seed=2)
     expected, total = norm.add_norm(x, residual.clone())
     ours = residual.clone()
-    out = cpu_ops.add_rms_norm(x, ours, norm.weight, norm.eps)
+    out = layer_ops.add_rms_norm(x, ours, norm.weight, norm.eps)
     assert torch.equal(ours, total)
     assert ((out != expected).float().mean() < 0.01).item()  # torch adds in another order
     assert torch.allclose(out.float(), expected.float(), rtol=0.01, atol=1e-6)
@@ -246,7 +252,7 @@ def test_silu_and_mul(size):
     gate_up[0, :4] = torch.tensor([-1000.0, 1000.0, 0.0, -88.0])
     gate, up = gate_up.double().chunk(2, dim=-1)
     expected = torch.nn.functional.silu(gate) * up
-    error = (cpu_ops.silu_and_mul(gate_up).double() - expected).abs()
+    error = (layer_ops.act_and_mul(gate_up).double() - expected).abs()
     assert (error <= 2**-7 * expected.abs() + 1e-30).all()
 
 
@@ -257,13 +263,13 @@ def test_copy_rows_between_rows_that_lie_apart(size):
     x, y, rows = randn(5, size + 9)[:, 3 : size + 3], randn(40, 3 * size, seed=1), [33, 0, 7, 39, 8]
     expected = y.clone()
     expected[rows, size : 2 * size] = x
-    cpu_ops.copy_rows(x, y[:, size : 2 * size], y_rows=torch.tensor(rows))
+    layer_ops.copy_rows(x, y[:, size : 2 * size], y_rows=torch.tensor(rows))
     assert torch.equal(y, expected)
     expected[:5, 2 * size :] = x
-    cpu_ops.copy_rows(x, y[:, 2 * size :])
+    layer_ops.copy_rows(x, y[:, 2 * size :])
     assert torch.equal(y, expected)
     expected[:2, :size] = x[[4, 1]]
-    cpu_ops.copy_rows(x, y[:, :size], x_rows=torch.tensor([4, 1]))
+    layer_ops.copy_rows(x, y[:, :size], x_rows=torch.tensor([4, 1]))
     assert torch.equal(y, expected)
 
 
@@ -333,8 +339,7 @@ def test_store_is_float64s(heads, kv_heads, head_dim, tokens, qk_norm):
     spec = AttentionSpec(heads, kv_heads, head_dim, torch.bfloat16, torch.device("cpu"), block_size)
     cache = torch.zeros(CPUBackend(spec).kv_cache_shape(num_blocks), dtype=torch.bfloat16)
     weights = (norm.q_weight, norm.k_weight)
-    tables = (norm.cos_sin, positions, slots)
-    found_q = cpu_ops.store(qkv, *weights, norm.eps, *tables, cache, heads)
+    found_q = layer_ops.store(qkv, positions, slots, cache, heads, head_dim, **norm._asdict())
     panels = cache[:, :, 0].flatten(2).unflatten(2, (-1, cache.shape[-1] // 2, 32, 2))
     keys = panels.permute(1, 2, 4, 0, 3, 5).reshape(num_blocks * block_size, kv_heads, -1)
     found_k = keys[slots][..., :head_dim]
@@ -444,7 +449,7 @@ def test_what_is_no_number_stays_so():
     """Symptom: one NaN score takes all of a row's weight."""
     gate_up = torch.full((1, 64), 2.0, dtype=torch.bfloat16)
     gate_up[0, 5] = torch.nan
-    found = cpu_ops.silu_and_mul(gate_up)[0]
+    found = layer_ops.act_and_mul(gate_up)[0]
     assert found.isnan().nonzero().tolist() == [[5]]
     logits = torch.zeros(1, 256, dtype=torch.bfloat16)
     logits[0, 130] = torch.nan

@@ -9,17 +9,22 @@
 
 /* What all tiles of a call share. */
 typedef struct {
-    ptrdiff_t heads; /* query heads of a token */
-    int group;       /* query heads of a KV head */
-    float scale;     /* of scores, times log2(e): a weight is exp2(scale * (score - row_max)) */
+    ptrdiff_t heads;    /* query heads of a token */
+    int group;          /* query heads of a KV head */
+    ptrdiff_t window;   /* keys that a token sees, its own included, at most */
+    float scale;        /* of scores, times log2(e): a weight is exp2(scale * (score - row_max)) */
+    float squash;       /* a score becomes tanh(squash * score); 0: it stays */
+    const float *sinks; /* [heads]: a sink is a score more of each row, whose value is 0; NULL: there are none */
 } query_shape;
 
-/* The keys and values of a sequence in one KV head. attend() advances block_table by the blocks of each pass. */
+/* The keys and values of a sequence in one KV head that a tile sees, from a pass's first key on. attend() advances block_table by
+ * the blocks of each pass. */
 typedef struct {
-    const uint8_t *cache; /* the KV head's part of block 0 */
+    const uint8_t *cache;  /* the KV head's part of block 0 */
     ptrdiff_t block_bytes; /* from a block to the next */
     const int32_t *block_table;
     ptrdiff_t num_keys;
+    ptrdiff_t first; /* the blocks before this key are outside the window of all rows: they and their ids are not read */
 } kv_sequence;
 
 /* A tile of query rows and its state between the passes. Row r is head r % group of the group, token r / group of `tokens`. */
@@ -38,10 +43,17 @@ typedef struct {
 } query_tile;
 
 typedef struct {
-    ptrdiff_t left; /* keys from the pass's first to the sequence's last */
-    ptrdiff_t keys; /* keys of the pass, rounded up to whole panels */
-    ptrdiff_t k;    /* keys of the pass, rounded up to K_MULTIPLE: the k of the product with the values */
+    ptrdiff_t first; /* the keys before this one are not read; a block's first key */
+    ptrdiff_t left;  /* keys from the pass's first to the sequence's last */
+    ptrdiff_t keys;  /* keys of the pass, rounded up to whole panels */
+    ptrdiff_t k;     /* keys of the pass, rounded up to K_MULTIPLE: where the product with the values ends */
 } key_pass;
+
+/* Blocks of a pass, which has PASS_KEYS keys, but at least a block. */
+INLINE ptrdiff_t blocks_of_pass(const cache_layout *c) { return c->block < PASS_KEYS ? PASS_KEYS / c->block : 1; }
+
+/* With an 8-bit cache, a product with keys has int_groups() groups of inputs with a scale each, because a group fits K_STEP. */
+INLINE int int_groups(const cache_layout *c) { return c->width > K_STEP ? 2 : 1; }
 
 INLINE const uint8_t *block_at(kv_sequence kv, ptrdiff_t b) { return kv.cache + kv.block_table[b] * kv.block_bytes; }
 
@@ -61,7 +73,7 @@ INLINE void load_queries(const cache_layout *c, const query_tile *t, const bf16 
             bf16 padded[c->width];
             memset(padded, 0, sizeof padded);
             memcpy(padded, from, c->dim * sizeof *from);
-            quantize_row(padded, 2, t->queries, r, c->width, 8);
+            quantize_row(padded, 2, t->queries, r, c->width / int_groups(c), 8);
         }
     }
 }
@@ -69,39 +81,49 @@ INLINE void load_queries(const cache_layout *c, const query_tile *t, const bf16 
 /* Compute the scores of a pass's keys, and note where its values lie. While a panel of keys is read, its values are prefetched;
  * while a block's values are read, the block in the same place of the next pass, or of the next tile's first. */
 INLINE void score_keys(const cache_layout *c, const query_tile *t, kv_sequence kv, kv_sequence next_kv, key_pass pass) {
-    for (ptrdiff_t j = 0; j < pass.keys; j += PANEL) {
+    for (ptrdiff_t j = pass.first; j < pass.keys; j += PANEL) {
         ptrdiff_t b = j / c->block, in_block = j % c->block;
         const uint8_t *keys = block_at(kv, b), *values = keys + c->half_bytes, *next = values;
         if (t->pass_keys + j < pass.left) next = block_at(kv, t->pass_blocks + b);
-        else if (t->pass_keys >= pass.left && j < next_kv.num_keys) next = block_at(next_kv, b);
+        else if (t->pass_keys >= pass.left && j >= next_kv.first && j < next_kv.num_keys) next = block_at(next_kv, b);
         t->values[b] = (const bf16 *)values, t->prefetch[b] = (const bf16 *)next;
-        output_rows scores = {t->scores + j, t->pass_keys};
+        output_rows found = {t->scores + j, t->pass_keys};
         if (c->bits == 16) {
             const bf16 *panel = (const bf16 *)keys + in_block * c->width, *panel_values = panel + c->half_bytes / 2;
-            tile(t->rows, c->width, (input_rows){t->query, c->width}, (panel_pieces){&panel, &panel_values, c->width}, scores, 0);
+            panel_pieces pieces = {&panel, &panel_values, c->width};
+            tile(t->rows, c->width, (input_rows){t->query, c->width}, pieces, found, 0);
         } else {
-            int_panel panel = {keys + in_block * c->width, (const bf16 *)(keys + c->scale_offset) + in_block, 0};
-            int_tile(8, t->rows, c->width, c->width, *t->queries, panel, scores, 0);
+            const bf16 *scales = (const bf16 *)(keys + c->scale_offset) + in_block;
+            ptrdiff_t k = c->width / int_groups(c);
+            for (int g = 0; g < int_groups(c); g++) {
+                int_panel panel = {keys + in_block * c->width + g * k * PANEL, scales, 0};
+                int_tile(8, t->rows, k, k, columns_from(*t->queries, 8, g * k, g), panel, found, g);
+            }
         }
     }
 }
 
-/* Set the scores of a row to -inf from the first `visible` on. */
-INLINE void mask_row(float *scores, ptrdiff_t visible, ptrdiff_t keys) {
-    for (ptrdiff_t j = visible < 0 ? 0 : visible / VL * VL; j < keys; j += VL)
+/* Squash a row's scores of a pass, if there is a softcap, and set those that its token does not see to -inf. */
+INLINE void mask_row(const query_tile *t, key_pass pass, int r, float *scores) {
+    ptrdiff_t visible = pass.left - t->tokens + r / t->shape.group + 1, hidden = visible - t->shape.window;
+    if (t->shape.squash != 0.0f)
+        for (ptrdiff_t j = pass.first; j < pass.keys; j += VL) store(scores + j, tanh_(load(scores + j) * t->shape.squash));
+    for (ptrdiff_t j = visible < 0 ? 0 : visible / VL * VL; j < pass.keys; j += VL)
         store(scores + j, blend(lanes() < (int)(visible - j), load(scores + j), broadcast(-INFINITY)));
+    for (ptrdiff_t j = pass.first; j < hidden && j < pass.keys; j += VL)
+        store(scores + j, blend(lanes() < (int)(hidden - j), broadcast(-INFINITY), load(scores + j)));
 }
 
 /* Replace row r's scores of a pass by weights. With 8 bits a weight is multiplied by its value's scale, and then rounded to 16
- * bits with a scale for each panel. */
+ * bits with a scale for each panel. A pass whose keys the row does not see leaves the row's sums as they are, bit for bit. */
 INLINE void softmax_row(const cache_layout *c, const query_tile *t, key_pass pass, int r) {
     float *scores = t->scores + r * t->pass_keys;
-    mask_row(scores, pass.left - t->tokens + r / t->shape.group + 1, pass.keys);
+    mask_row(t, pass, r, scores);
     vf top = broadcast(t->row_max[r]), sum = {0};
-    for (ptrdiff_t j = 0; j < pass.keys; j += VL) top = larger(top, load(scores + j));
-    float row_max = largest_of(top);
-    vf shift = broadcast(-row_max * t->shape.scale);
-    for (ptrdiff_t j = 0; j < pass.keys; j += VL) {
+    for (ptrdiff_t j = pass.first; j < pass.keys; j += VL) top = larger(top, load(scores + j));
+    float row_max = largest_of(top), known_max = row_max == -INFINITY ? 0.0f : row_max;
+    vf shift = broadcast(-known_max * t->shape.scale);
+    for (ptrdiff_t j = pass.first; j < pass.keys; j += VL) {
         vf weight = exp2_(fma_(load(scores + j), broadcast(t->shape.scale), shift));
         sum += weight;
         if (c->bits == 16) store_operand((operand *)scores + j, weight);
@@ -110,9 +132,8 @@ INLINE void softmax_row(const cache_layout *c, const query_tile *t, key_pass pas
             store(scores + j, weight * load_bf16(value_scales + j % c->block, VL));
         }
     }
-    t->rescale[r] = t->row_max[r] - row_max, t->row_max[r] = row_max, t->pass_sum[r] = sum_of(sum);
-    t->weights->groups = pass.keys / PANEL;
-    if (c->bits == 8) quantize_row(scores, 4, t->weights, r, PANEL, 8);
+    t->rescale[r] = t->row_max[r] - known_max, t->row_max[r] = row_max, t->pass_sum[r] = sum_of(sum);
+    if (c->bits == 8) quantize_row(scores + pass.first, 4, t->weights, r, PANEL, 8);
 }
 
 /* Rescale the sums of earlier passes to the new row_max, and add the pass's weights to row_sum. */
@@ -129,20 +150,24 @@ INLINE void rescale_sums(const cache_layout *c, const query_tile *t) {
 
 /* acc += weights . values of a pass. With 8 bits the values' scales are already in the weights, so the tile gets unit_scales. */
 INLINE void add_values(const cache_layout *c, const query_tile *t, key_pass pass, const bf16 *unit_scales) {
-    input_rows weights = {(const operand *)t->scores, t->pass_keys * (ptrdiff_t)(sizeof *t->scores / sizeof(operand))};
+    ptrdiff_t ld = t->pass_keys * (ptrdiff_t)(sizeof *t->scores / sizeof(operand));
+    input_rows weights = {(const operand *)t->scores + pass.first, ld};
+    ptrdiff_t first_block = pass.first / c->block;
     for (ptrdiff_t d = 0; d < c->width; d += PANEL) {
         output_rows acc = {t->acc + d, c->width};
         if (c->bits == 16) {
-            tile(t->rows, pass.k, weights, (panel_pieces){t->values, t->prefetch, c->block}, acc, 1);
-            for (ptrdiff_t b = 0; b * c->block < pass.keys; b++) { /* on to the next panel of values */
+            panel_pieces pieces = {t->values + first_block, t->prefetch + first_block, c->block};
+            tile(t->rows, pass.k - pass.first, weights, pieces, acc, 1);
+            for (ptrdiff_t b = first_block; b * c->block < pass.keys; b++) { /* on to the next panel of values */
                 t->values[b] += c->block * PANEL;
                 t->prefetch[b] += c->block * PANEL;
             }
         } else {
-            for (ptrdiff_t j = 0, b = 0; j < pass.keys; j += c->block, b++) {
+            for (ptrdiff_t j = pass.first, b = first_block; j < pass.keys; j += c->block, b++) {
                 int_panel panel = {(const uint8_t *)t->values[b] + d * c->block, unit_scales, 0};
                 ptrdiff_t keys = pass.keys - j < c->block ? pass.keys - j : c->block;
-                int_tile(8, t->rows, keys, PANEL, columns_from(*t->weights, 8, j, j / PANEL), panel, acc, 1);
+                quantized_rows from = columns_from(*t->weights, 8, j - pass.first, (j - pass.first) / PANEL);
+                int_tile(8, t->rows, keys, PANEL, from, panel, acc, 1);
             }
         }
     }
@@ -156,9 +181,16 @@ INLINE void store_output(const cache_layout *c, const query_tile *t, bf16 *out) 
     }
 }
 
+/* The row_max and row_sum of a row before its first pass: of no score, or of its sink. */
+INLINE void begin_row(const query_tile *t, int r) {
+    const float *sinks = t->shape.sinks;
+    t->row_max[r] = sinks ? sinks[r % t->shape.group] * 1.44269504f / t->shape.scale : -INFINITY;
+    t->row_sum[r] = sinks ? 1.0f : 0.0f;
+}
+
 /* Compute the attention of a tile of queries: the last `tokens` of the tokens in kv, in the query heads of its KV head, at most 32
  * rows. q and out point at the first row. With an 8-bit cache, queries and weights are rounded to 16 bits, like the inputs of a
- * linear. A pass has PASS_KEYS keys, but at least a block.
+ * linear.
  * In long passes a block's values are read long after its keys. The tiles of AVX512-BF16 prefetch them; without this, a single
  * token takes 1.2 to 1.5 times as long. They also prefetch the first keys of next_kv, which belong to the next tile: decoding is
  * 1.1 to 1.2 times as fast. With AMX neither makes a difference.
@@ -166,14 +198,13 @@ INLINE void store_output(const cache_layout *c, const query_tile *t, bf16 *out) 
 static __attribute__((noinline)) void attend(cache_layout c, query_shape shape, const bf16 *q, bf16 *out, kv_sequence kv,
                                              kv_sequence next_kv, int tokens) {
     int rows = tokens * shape.group;
-    ptrdiff_t pass_blocks = c.block < PASS_KEYS ? PASS_KEYS / c.block : 1;
-    ptrdiff_t pass_keys = pass_blocks * c.block, panels = pass_keys / PANEL;
+    ptrdiff_t pass_blocks = blocks_of_pass(&c), pass_keys = pass_blocks * c.block, panels = pass_keys / PANEL;
     operand query[TILE_ROWS * c.width] __attribute__((aligned(64)));
     float scores[TILE_ROWS * pass_keys] __attribute__((aligned(64))), acc[TILE_ROWS * c.width] __attribute__((aligned(64)));
-    float query_scales[TILE_ROWS], weight_scales[TILE_ROWS * panels];
+    float query_scales[TILE_ROWS * 2], weight_scales[TILE_ROWS * panels];
     float row_max[TILE_ROWS], row_sum[TILE_ROWS] = {0}, rescale[TILE_ROWS] = {0}, pass_sum[TILE_ROWS] = {0};
-    group_sum sums[TILE_ROWS * panels];
-    quantized_rows queries = {query, query_scales, sums, c.width, 1};
+    group_sum query_sums[TILE_ROWS * 2], sums[TILE_ROWS * panels];
+    quantized_rows queries = {query, query_scales, query_sums, c.width, int_groups(&c)};
     quantized_rows weights = {scores, weight_scales, sums, pass_keys * 2, panels};
     const bf16 *values[pass_blocks], *prefetch[pass_blocks];
     bf16 unit_scales[c.block];
@@ -181,17 +212,18 @@ static __attribute__((noinline)) void attend(cache_layout c, query_shape shape, 
                     &queries, &weights, values, prefetch};
 
     for (ptrdiff_t j = 0; c.bits == 8 && j < c.block; j++) unit_scales[j] = 0x3f80;
-    for (int r = 0; r < rows; r++) row_max[r] = -INFINITY;
+    for (int r = 0; r < rows; r++) begin_row(&t, r);
     memset(acc, 0, rows * c.width * sizeof *acc);
     load_queries(&c, &t, q);
     for (ptrdiff_t start = 0; start < kv.num_keys; start += pass_keys, kv.block_table += pass_blocks) {
         ptrdiff_t left = kv.num_keys - start;
-        key_pass pass = {left, pass_keys, pass_keys};
+        key_pass pass = {start ? 0 : kv.first, left, pass_keys, pass_keys};
         if (left < pass_keys) {
             pass.keys = (left + PANEL - 1) / PANEL * PANEL;
             pass.k = (left + K_MULTIPLE - 1) / K_MULTIPLE * K_MULTIPLE;
         }
         score_keys(&c, &t, kv, next_kv, pass);
+        weights.ints = (int16_t *)scores + pass.first, weights.groups = (pass.keys - pass.first) / PANEL;
         for (int r = 0; r < rows; r++) softmax_row(&c, &t, pass, r);
         rescale_sums(&c, &t);
         add_values(&c, &t, pass, unit_scales);
@@ -214,25 +246,42 @@ static ptrdiff_t cut_row(const int32_t *cu_seqlens, const int32_t *seq_lens, int
     return n;
 }
 
-/* Compute causal attention of a batch. Row r has the tokens [cu_seqlens[r], cu_seqlens[r + 1]), the last of its seq_lens[r]. */
+/* Return what a tile sees of the sequence whose blocks are in block_table. Passes begin at multiples of their size, wherever the
+ * window begins, so that a row's result does not depend on the other tokens of its tile. */
+INLINE kv_sequence visible_keys(const cache_layout *c, const uint8_t *cache, ptrdiff_t block_bytes, const int32_t *block_table,
+                                token_tile t, ptrdiff_t window) {
+    ptrdiff_t start = t.num_keys - t.count + 1 - window, pass_blocks = blocks_of_pass(c);
+    ptrdiff_t block = start > 0 ? start / c->block : 0, skipped = block / pass_blocks * pass_blocks;
+    return (kv_sequence){cache, block_bytes, block_table + skipped, t.num_keys - skipped * c->block, (block - skipped) * c->block};
+}
+
+/* Compute causal attention of a batch. Row r has the tokens [cu_seqlens[r], cu_seqlens[r + 1]), the last of its seq_lens[r].
+ * A token at position p sees the keys in (p - window, p]; if the window is 0, all up to p. A score s = scale * q . k becomes
+ * softcap * tanh(s / softcap), unless softcap is 0. Unless sinks[heads] is NULL, exp(sink) is added to the sum of a softmax. */
 void nv_attention(team *team, const bf16 *q, bf16 *out, const uint8_t *cache, ptrdiff_t head_bytes, ptrdiff_t block_bytes,
                   const int32_t *block_tables, ptrdiff_t table_width, const int32_t *cu_seqlens, const int32_t *seq_lens,
-                  ptrdiff_t num_rows, ptrdiff_t heads, ptrdiff_t kv_heads, ptrdiff_t dim, ptrdiff_t block, ptrdiff_t bits, float scale) {
+                  const float *sinks, ptrdiff_t num_rows, ptrdiff_t heads, ptrdiff_t kv_heads, ptrdiff_t dim, ptrdiff_t block,
+                  ptrdiff_t bits, ptrdiff_t window, float scale, float softcap) {
     int group = heads / kv_heads, max_tokens = TILE_ROWS / group;
     cache_layout layout = layout_of(dim, block, bits);
-    query_shape shape = {heads, group, scale * 1.44269504f};
+    query_shape shape = {heads, group, window ? window : INT32_MAX, scale * 1.44269504f, 0, NULL};
+    if (softcap != 0.0f) shape.squash = scale / softcap, shape.scale = softcap * 1.44269504f;
     ptrdiff_t num_tiles = 0, n = 0;
     for (ptrdiff_t r = 0; r < num_rows; r++) num_tiles += (cu_seqlens[r + 1] - cu_seqlens[r] + max_tokens - 1) / max_tokens;
     token_tile *tiles = malloc(num_tiles * sizeof *tiles);
     for (ptrdiff_t r = 0; r < num_rows; r++) n += cut_row(cu_seqlens, seq_lens, r, max_tokens, tiles + n);
     begin_tiles();
     FOR_ITEMS(item, team, num_tiles * kv_heads) { /* tiles of a KV head share keys: adjacent ones meet in a thread's cache */
-        ptrdiff_t head = item / num_tiles, next_head = (item + 1) / num_tiles % kv_heads;
-        token_tile t = tiles[item % num_tiles], next = tiles[(item + 1) % num_tiles];
-        kv_sequence kv = {cache + head * head_bytes, block_bytes, block_tables + t.row * table_width, t.num_keys};
-        kv_sequence next_kv = {cache + next_head * head_bytes, block_bytes, block_tables + next.row * table_width, next.num_keys};
-        ptrdiff_t offset = (t.first * heads + head * group) * dim;
-        attend(layout, shape, q + offset, out + offset, kv, next_kv, t.count);
+        kv_sequence kv[2]; /* of this tile and the next */
+        for (int i = 0; i < 2; i++) {
+            token_tile t = tiles[(item + i) % num_tiles];
+            const uint8_t *head_cache = cache + (item + i) / num_tiles % kv_heads * head_bytes;
+            kv[i] = visible_keys(&layout, head_cache, block_bytes, block_tables + t.row * table_width, t, shape.window);
+        }
+        token_tile t = tiles[item % num_tiles];
+        ptrdiff_t first_head = item / num_tiles * group, offset = (t.first * heads + first_head) * dim;
+        if (sinks) shape.sinks = sinks + first_head;
+        attend(layout, shape, q + offset, out + offset, kv[0], kv[1], t.count);
     }
     end_tiles();
     free(tiles);

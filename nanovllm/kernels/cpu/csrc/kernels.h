@@ -39,20 +39,28 @@ void nv_expert_down(team *t, const bf16 *hidden, const int32_t *ids, const float
                     ptrdiff_t k, ptrdiff_t group, ptrdiff_t bits, ptrdiff_t kind);
 
 /* elementwise.c */
-void nv_add_rms_norm(team *t, const bf16 *x, bf16 *residual, const bf16 *weight, bf16 *out, ptrdiff_t rows, ptrdiff_t n,
-                     float eps);
-void nv_silu_and_mul(team *t, bf16 *x, ptrdiff_t rows, ptrdiff_t n);
+void nv_add_rms_norm(team *t, const bf16 *x, bf16 *residual, const bf16 *weight, bf16 *out, ptrdiff_t rows, ptrdiff_t n, float eps,
+                     ptrdiff_t kind, float multiplier);
+void nv_rms_norm(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *weight, bf16 *out, ptrdiff_t ldo, ptrdiff_t rows, ptrdiff_t n,
+                 float eps, ptrdiff_t kind);
+void nv_mul_act(team *t, const bf16 *gate, ptrdiff_t ldg, const bf16 *x, ptrdiff_t ldx, bf16 *out, ptrdiff_t ldo, ptrdiff_t rows,
+                ptrdiff_t n, ptrdiff_t activation);
+void nv_scale(team *t, bf16 *x, const bf16 *number, ptrdiff_t rows, ptrdiff_t n, float factor);
 void nv_copy_rows(team *t, const bf16 *x, ptrdiff_t ldx, const int64_t *x_rows, bf16 *y, ptrdiff_t ldy,
                   const int64_t *y_rows, ptrdiff_t rows, ptrdiff_t n);
-void nv_store(team *t, const bf16 *qkv, const bf16 *q_weight, const bf16 *k_weight, const float *cos_sin,
+
+/* store.c */
+void nv_store(team *team, const bf16 *qkv, const bf16 *q_weight, const bf16 *k_weight, const float *cos_sin, const float *q_scale,
               const int64_t *positions, const int64_t *slot_mapping, bf16 *q_out, uint8_t *cache, ptrdiff_t head_bytes,
-              ptrdiff_t block_bytes, ptrdiff_t tokens, ptrdiff_t heads, ptrdiff_t kv_heads, ptrdiff_t dim, ptrdiff_t block,
-              ptrdiff_t bits, float eps);
+              ptrdiff_t block_bytes, ptrdiff_t tokens, ptrdiff_t heads, ptrdiff_t kv_heads, ptrdiff_t kv_parts, ptrdiff_t dim,
+              ptrdiff_t rotary, ptrdiff_t block, ptrdiff_t bits, float eps, ptrdiff_t norm, ptrdiff_t after_rotation,
+              ptrdiff_t interleaved, ptrdiff_t v_norm);
 
 /* attention.c */
 void nv_attention(team *t, const bf16 *q, bf16 *out, const uint8_t *cache, ptrdiff_t head_bytes, ptrdiff_t block_bytes,
                   const int32_t *block_tables, ptrdiff_t table_width, const int32_t *cu_seqlens, const int32_t *seq_lens,
-                  ptrdiff_t num_rows, ptrdiff_t heads, ptrdiff_t kv_heads, ptrdiff_t dim, ptrdiff_t block, ptrdiff_t bits, float scale);
+                  const float *sinks, ptrdiff_t num_rows, ptrdiff_t heads, ptrdiff_t kv_heads, ptrdiff_t dim, ptrdiff_t block,
+                  ptrdiff_t bits, ptrdiff_t window, float scale, float softcap);
 
 /* sampling.c */
 void nv_sample(team *t, const void *logits, ptrdiff_t bits, const float *temperatures, const int64_t *seeds,

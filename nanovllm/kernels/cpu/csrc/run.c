@@ -9,7 +9,7 @@ typedef union {
     double f;
 } word;
 
-enum { CALL_WORDS = 18 }; /* of the longest call, and so of every call */
+enum { CALL_WORDS = 26 }; /* of the longest call, and so of every call */
 
 typedef struct {
     const word (*calls)[CALL_WORDS];
@@ -28,15 +28,15 @@ static void run_call(team *t, const word *call, ptrdiff_t tokens, ptrdiff_t rows
         nv_linear_int(t, a[0].p, a[1].n, a[2].p, a[3].p, a[4].p, a[5].p, TOKENS(6), a[7].n, a[8].n, a[9].n, a[10].n, a[11].n);
         break;
     case 5: nv_gather_int(t, a[0].p, a[1].p, a[2].p, a[3].p, TOKENS(4), a[5].n, a[6].n, a[7].n, a[8].n); break;
-    case 6: nv_add_rms_norm(t, a[0].p, a[1].p, a[2].p, a[3].p, TOKENS(4), a[5].n, (float)a[6].f); break;
-    case 7: nv_silu_and_mul(t, a[0].p, TOKENS(1), a[2].n); break;
+    case 6: nv_add_rms_norm(t, a[0].p, a[1].p, a[2].p, a[3].p, TOKENS(4), a[5].n, (float)a[6].f, a[7].n, (float)a[8].f); break;
+    case 7: nv_mul_act(t, a[0].p, a[1].n, a[2].p, a[3].n, a[4].p, a[5].n, TOKENS(6), a[7].n, a[8].n); break;
     case 8:
-        nv_store(t, a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, a[7].p, a[8].n, a[9].n, TOKENS(10), a[11].n, a[12].n,
-                 a[13].n, a[14].n, a[15].n, (float)a[16].f);
+        nv_store(t, a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, a[7].p, a[8].p, a[9].n, a[10].n, TOKENS(11), a[12].n,
+                 a[13].n, a[14].n, a[15].n, a[16].n, a[17].n, a[18].n, (float)a[19].f, a[20].n, a[21].n, a[22].n, a[23].n);
         break;
     case 9:
-        nv_attention(t, a[0].p, a[1].p, a[2].p, a[3].n, a[4].n, a[5].p, a[6].n, a[7].p, a[8].p, rows < 0 ? a[9].n : rows, a[10].n,
-                     a[11].n, a[12].n, a[13].n, a[14].n, (float)a[15].f);
+        nv_attention(t, a[0].p, a[1].p, a[2].p, a[3].n, a[4].n, a[5].p, a[6].n, a[7].p, a[8].p, a[9].p, rows < 0 ? a[10].n : rows,
+                     a[11].n, a[12].n, a[13].n, a[14].n, a[15].n, a[16].n, (float)a[17].f, (float)a[18].f);
         break;
     case 10:
         nv_sample(t, a[0].p, a[1].n, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, a[7].p, a[8].p, a[9].p, a[10].p, a[11].p, a[12].n,
@@ -59,6 +59,8 @@ static void run_call(team *t, const word *call, ptrdiff_t tokens, ptrdiff_t rows
         nv_expert_down(t, a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, a[7].p, TOKENS(8), a[9].n, a[10].n, a[11].n,
                        a[12].n, a[13].n, a[14].n, a[15].n);
         break;
+    case 19: nv_rms_norm(t, a[0].p, a[1].n, a[2].p, a[3].p, a[4].n, TOKENS(5), a[6].n, (float)a[7].f, a[8].n); break;
+    case 20: nv_scale(t, a[0].p, a[1].p, TOKENS(2), a[3].n, (float)a[4].f); break;
     }
 }
 

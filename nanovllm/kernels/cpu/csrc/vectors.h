@@ -203,3 +203,14 @@ INLINE vf exp2_(vf x) {
     vf shifted = x + ROUND_TO_INT;
     return (vf)((vi)exp2_split(x - (shifted - ROUND_TO_INT), shifted) & ~underflow);
 }
+/* tanh within 2 ulp: of small numbers by the minimax polynomial of Cephes, else by exp. The result for NaN is NaN. */
+INLINE vf tanh_(vf x) {
+    vf size = larger(x, -x), square = x * x, e = exp_(size * -2.0f), p = broadcast(-5.70498872745e-3f);
+    p = fma_(p, square, broadcast(2.06390887954e-2f));
+    p = fma_(p, square, broadcast(-5.37397155531e-2f));
+    p = fma_(p, square, broadcast(1.33314422036e-1f));
+    p = fma_(p, square, broadcast(-3.33332819422e-1f));
+    vf outer = (1.0f - e) / (1.0f + e);
+    vf signed_outer = (vf)((vi)outer | ((vi)x & (int32_t)0x80000000));
+    return blend(size < 0.625f, fma_(p * square, x, x), signed_outer);
+}

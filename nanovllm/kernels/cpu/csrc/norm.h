@@ -1,0 +1,29 @@
+/* RMSNorm of a row, by the kinds of torch_math.py. */
+#pragma once
+#include "vectors.h"
+
+/* NORM_ROUNDED: round, then multiply by the weight. NORM_WIDE: multiply by the weight, then round. NORM_CENTRED: by weight + 1. */
+enum { NORM_ROUNDED, NORM_WIDE, NORM_CENTRED };
+
+/* out = rmsnorm(x), rows of n numbers. weight may be NULL, and out may be x. */
+static void norm_row(const bf16 *x, const bf16 *weight, bf16 *out, ptrdiff_t n, float eps, ptrdiff_t kind) {
+    vf sum = {0};
+    for (ptrdiff_t i = 0; i < n; i += VL) {
+        vf v = load_bf16(x + i, n - i);
+        sum = fma_(v, v, sum);
+    }
+    float scale = 1.0f / sqrtf(sum_of(sum) / n + eps);
+    if (weight && kind == NORM_ROUNDED) {
+        for (ptrdiff_t i = 0; i < n; i += VL) {
+            vf v = round_to_bf16(load_bf16(x + i, n - i) * scale);
+            store_bf16(out + i, n - i, v * load_bf16(weight + i, n - i));
+        }
+        return;
+    }
+    vf offset = broadcast(kind == NORM_CENTRED ? 1.0f : 0.0f);
+    for (ptrdiff_t i = 0; i < n; i += VL) {
+        vf v = load_bf16(x + i, n - i) * scale;
+        if (weight) v *= load_bf16(weight + i, n - i) + offset;
+        store_bf16(out + i, n - i, v);
+    }
+}

@@ -1,0 +1,221 @@
+"""What the C kernels compute in a layer beside its linears, as functions of tensors in bfloat16.
+
+Knows no layer and no model. Shapes and layouts are not checked: a wrong one corrupts memory.
+"""
+
+import torch
+
+from nanovllm.kernels.cpu import library
+from nanovllm.kernels.torch_math import NORM_ROUNDED
+
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "sigmoid": 2, "relu": 3, "swiglu_oai": 4}
+"""The numbers of the activations in csrc/elementwise.c."""
+
+
+def add_rms_norm(
+    x: torch.Tensor | None,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    kind: int = NORM_ROUNDED,
+    multiplier: float = 1.0,
+) -> torch.Tensor:
+    """Do what `Kernels.add_rms_norm` says."""
+    out = torch.empty_like(residual)
+    rows, n = residual.numel() // residual.shape[-1], residual.shape[-1]
+    library.call("nv_add_rms_norm", x, residual, weight, out, rows, n, eps, kind, multiplier)
+    return out
+
+
+def add(x: torch.Tensor, residual: torch.Tensor) -> None:
+    """Do what `Kernels.add` says."""
+    rows, n = residual.shape
+    library.call("nv_add_rms_norm", x, residual, None, None, rows, n, 0.0, NORM_ROUNDED, 1.0)
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    kind: int = NORM_ROUNDED,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Do what `Kernels.rms_norm` says."""
+    rows, n = x.shape
+    out = torch.empty(rows, n, dtype=x.dtype) if out is None else out
+    library.call("nv_rms_norm", x, x.stride(0), weight, out, out.stride(0), rows, n, eps, kind)
+    return out
+
+
+def act_and_mul(gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+    """Return activation(gate) * up: [t, n], a view of `gate_up`, whose first half is overwritten.
+
+    Args:
+        gate_up: [t, 2n] contiguous, gate in the first half of each row and up in the second.
+        activation: "silu", "gelu_tanh" or "swiglu_oai"; see `Kernels.act_and_mul`.
+    """
+    rows, width = gate_up.shape
+    up = gate_up.data_ptr() + width // 2 * gate_up.element_size()
+    numbers = rows, width // 2, _ACTIVATIONS[activation]
+    library.call("nv_mul_act", gate_up, width, up, width, gate_up, width, *numbers)
+    return gate_up[:, : width // 2]
+
+
+def relu2(x: torch.Tensor) -> torch.Tensor:
+    """Replace each number of `x` [t, n], contiguous, by relu(x) squared; return `x`."""
+    rows, n = x.shape
+    library.call("nv_mul_act", x, n, x, n, x, n, rows, n, _ACTIVATIONS["relu"])
+    return x
+
+
+def mul_act(gate: torch.Tensor, x: torch.Tensor, activation: str) -> torch.Tensor:
+    """Do what `Kernels.mul_act` says."""
+    rows, n = x.shape
+    out = torch.empty(rows, n, dtype=x.dtype)
+    inputs = gate, gate.stride(0), x, x.stride(0)
+    library.call("nv_mul_act", *inputs, out, n, rows, n, _ACTIVATIONS[activation])
+    return out
+
+
+def scale(x: torch.Tensor, factor: float | torch.Tensor) -> None:
+    """Do what `Kernels.scale` says."""
+    number = factor if isinstance(factor, torch.Tensor) else None
+    rows, n = x.numel() // x.shape[-1], x.shape[-1]
+    library.call("nv_scale", x, number, rows, n, 1.0 if number is not None else factor)
+
+
+def copy_rows(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    *,
+    x_rows: torch.Tensor | None = None,
+    y_rows: torch.Tensor | None = None,
+) -> None:
+    """Copy row x_rows[t] of `x` [.., n] to row y_rows[t] of `y` [.., n], for each t.
+
+    Args:
+        x, y: bfloat16; their rows may lie apart.
+        x_rows, y_rows: [t] int64; None: row t, where `x` has t rows if both are None.
+    """
+    num_rows = len(x if x_rows is None else x_rows)
+    library.call(
+        "nv_copy_rows", x, x.stride(0), x_rows, y, y.stride(0), y_rows, num_rows, x.shape[1]
+    )
+
+
+def store(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache: torch.Tensor,
+    num_heads: int,
+    head_dim: int,
+    *,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    cos_sin: torch.Tensor,
+    kind: int = NORM_ROUNDED,
+    after_rotation: bool = False,
+    interleaved: bool = False,
+    v_norm: bool = False,
+    q_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Prepare q, k and v, store k and v in the cache, and return q [t, heads, dim].
+
+    The keyword arguments are the fields of `attention.backend.QKNorm`.
+
+    Args:
+        qkv: [t, (heads + 2 kv_heads) * dim], contiguous: q, k and v. With kv_heads once, the values
+            are the keys before their norm and rotation; without, nothing is stored.
+        positions, slot_mapping: [t] int64.
+        kv_cache: [kv_heads, blocks, 2, block_size, width] bfloat16, in the layout of cache.h; its
+            heads and its blocks may lie apart. An 8-bit KV cache is int8 and has two more bytes per
+            token: the token's scale.
+    """
+    num_kv_heads, _, _, block_size, _ = kv_cache.shape
+    q = torch.empty(len(qkv), num_heads, head_dim, dtype=torch.bfloat16)
+    library.call(
+        "nv_store",
+        qkv,
+        q_weight,
+        k_weight,
+        cos_sin,
+        q_scale,
+        positions,
+        slot_mapping,
+        q,
+        kv_cache,
+        *_distances(kv_cache),
+        len(qkv),
+        num_heads,
+        num_kv_heads,
+        (qkv.shape[1] // head_dim - num_heads) // num_kv_heads,
+        head_dim,
+        cos_sin.shape[1],
+        block_size,
+        8 * kv_cache.element_size(),
+        eps,
+        kind,
+        after_rotation,
+        interleaved,
+        v_norm,
+    )
+    return q
+
+
+def attention(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return causal attention of q [t, heads, dim] over a paged KV cache; see `Backend.attend`.
+
+    A row's result is the same, bit for bit, whatever the other rows are, and however a sequence is
+    cut into chunks. Blocks that no query's window reaches are not read, nor are their ids.
+
+    Args:
+        block_tables: [rows, width] int32.
+        cu_seqlens_q: [rows + 1] int32.
+        seq_lens: [rows] int32.
+        scale, window, softcap: as in `AttentionSpec`.
+        sinks: [heads] float32; None: there are none.
+    """
+    num_kv_heads, _, _, block_size, _ = kv_cache.shape
+    _, num_heads, head_dim = q.shape
+    out = torch.empty_like(q)
+    library.call(
+        "nv_attention",
+        q,
+        out,
+        kv_cache,
+        *_distances(kv_cache),
+        block_tables,
+        block_tables.shape[1],
+        cu_seqlens_q,
+        seq_lens,
+        sinks,
+        len(seq_lens),
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        block_size,
+        8 * kv_cache.element_size(),
+        window or 0,
+        head_dim**-0.5 if scale is None else scale,
+        softcap,
+    )
+    return out
+
+
+def _distances(kv_cache: torch.Tensor) -> tuple[int, int]:
+    """Return the bytes from one KV head of a layer's cache to the next, and from block to block."""
+    head, block, *_ = kv_cache.stride()
+    return head * kv_cache.element_size(), block * kv_cache.element_size()
