@@ -88,7 +88,7 @@ def _lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for form in ("int8", "int4"):
         if memory[f"{form}_bytes"] is not None:
             yield f"as {form}", _size(memory[f"{form}_bytes"])
-        elif not found["quantization"] and not found["model"].endswith(".gguf"):
+        elif not found["quantization"]:
             yield f"as {form}", "not possible: a layer's inputs are no multiple of 32"
     window = ""
     if memory["kv_window_bytes"]:

@@ -36,12 +36,16 @@ def architecture_of(config: dict[str, Any]) -> str:
 
 
 def config_size(
-    config: dict[str, Any], key: str, default: int | None = None, high: int = MAX_SIZE
+    config: dict[str, Any],
+    key: str,
+    default: int | None = None,
+    high: int = MAX_SIZE,
+    low: int = 1,
 ) -> int:
-    """Return a size in a config.json; `default` for null."""
+    """Return a size in a config.json, from `low` to `high`; `default` for null."""
     value = config.get(key)
     value = default if value is None else value
-    return check_int(CheckpointError, f"config.json: {key}", value, 1, high)
+    return check_int(CheckpointError, f"config.json: {key}", value, low, high)
 
 
 def config_number(

@@ -1,11 +1,14 @@
 """The EXAONE 4 family: norms behind attention and MLP only; full attention does not rotate."""
 
+import re
 from typing import Any, ClassVar
 
 from nanovllm.attention.spec import AttentionOptions
+from nanovllm.errors import UnsupportedModelError
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.parts import SANDWICH, SandwichLayer
+from nanovllm.options.validation import shown
 
 
 class Exaone4ForCausalLM(DecoderForCausalLM):
@@ -36,4 +39,8 @@ class Exaone4ForCausalLM(DecoderForCausalLM):
 def _interval(config: ModelConfig) -> int:
     """Return how often a layer has full attention: a number, or a pattern such as "LLLG"."""
     pattern = config.fields.get("sliding_window_pattern", 4)
+    if isinstance(pattern, str) and not re.fullmatch("L+G", pattern):
+        raise UnsupportedModelError(
+            f"config.json: sliding_window_pattern {shown(pattern)} is not supported (such as LLLG)"
+        )
     return len(pattern) if isinstance(pattern, str) else config.size("sliding_window_pattern", 4)

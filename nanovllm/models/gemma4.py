@@ -40,7 +40,7 @@ class Gemma4ForCausalLM(DecoderForCausalLM):
     ) -> DecoderLayer:
         types = [*config.layer_types(6)[:-1], "full_attention"]
         layer_type, is_full = types[index], types[index] == "full_attention"
-        shares = index >= config.num_layers - (config.fields.get("num_kv_shared_layers") or 0)
+        shares = index >= config.num_layers - config.count("num_kv_shared_layers")
         source, sizes = None, config
         if shares:
             source = source_layer(layer_type, types, before)

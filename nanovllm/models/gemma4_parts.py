@@ -19,6 +19,7 @@ from nanovllm.models.config_fields import config_size
 from nanovllm.models.decoder import Decoder, DecoderLayer, SelfAttention
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.parts import AddOnly, SandwichLayer, ScaledEmbedding, gelu_tanh
+from nanovllm.options.validation import shown
 
 DEFAULTS: dict[str, Any] = {
     "head_dim": 256,
@@ -50,8 +51,13 @@ def full_attention_sizes(config: ModelConfig, index: int) -> ModelConfig:
 
     transformers writes them in per_layer_config; the published checkpoints have a field for each.
     """
-    own = (config.fields.get("per_layer_config") or {}).get(str(index))
-    if own is None:
+    layers = config.fields.get("per_layer_config") or {}
+    own = layers.get(str(index), {}) if isinstance(layers, dict) else None
+    if not isinstance(own, dict):
+        raise CheckpointError(
+            f"config.json: per_layer_config must be an object of objects, is {shown(layers)}"
+        )
+    if not own:
         own = {"head_dim": config.size("global_head_dim", 512)}
         if config.flag("attention_k_eq_v"):
             num_kv_heads = config.size("num_global_key_value_heads", config.num_kv_heads)
@@ -94,7 +100,7 @@ class Gemma4Layer(SandwichLayer):
         super().__init__(config, self_attn, mlp, **norm)
         self.layer_scalar = nn.Parameter(torch.empty(1))
         self._add = AddOnly()
-        size = config.fields["hidden_size_per_layer_input"]
+        size = config.count("hidden_size_per_layer_input")
         self.has_input = bool(size)
         if self.has_input:
             hidden_size, eps = config.hidden_size, config.rms_norm_eps
@@ -157,7 +163,7 @@ class Gemma4Decoder(Decoder):
         super().__init__(config, layers, **norm)
         hidden_size = config.hidden_size
         self.embed_tokens = ScaledEmbedding(config.vocab_size, hidden_size, hidden_size**0.5)
-        self._size = size = config.fields["hidden_size_per_layer_input"]
+        self._size = size = config.count("hidden_size_per_layer_input")
         if size:
             vocab_size, width = config.size("vocab_size_per_layer_input"), len(layers) * size
             self.embed_tokens_per_layer = ScaledEmbedding(vocab_size, width, size**0.5)

@@ -5,9 +5,11 @@ import torch
 from nanovllm.attention.spec import AttentionOptions
 from nanovllm.layers.rope_scaling import RopeConfig
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.models.config_fields import config_number
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.parts import OTHER_MODALITIES
+from nanovllm.models.rope_fields import rope_settings
 
 
 class MistralForCausalLM(DecoderForCausalLM):
@@ -18,8 +20,7 @@ class MistralForCausalLM(DecoderForCausalLM):
     def make_layer(
         self, config: ModelConfig, index: int, before: list[DecoderLayer]
     ) -> DecoderLayer:
-        window = config.fields.get("sliding_window") and config.size("sliding_window")
-        options = AttentionOptions(window=window)
+        options = AttentionOptions(window=config.window())
         rotary_emb = self.rotary_emb(config.rope, config.head_dim)
         attention = SelfAttention(config, rotary_emb, options=options)
         return DecoderLayer(config, attention, GatedMLP(config))
@@ -31,18 +32,17 @@ class Ministral3ForCausalLM(MistralForCausalLM):
     reads = frozenset({"llama_4_scaling_beta"})
 
     def __init__(self, config: ModelConfig, max_model_len: int) -> None:
-        rope = config.fields.get("rope_parameters") or config.fields.get("rope_scaling") or {}
-        self._beta, self._original = (
-            rope.get("llama_4_scaling_beta"),
-            config.rope.original_max_position,
-        )
+        settings = rope_settings(config.fields, "full_attention")
+        self._beta = config_number(settings, "llama_4_scaling_beta", 0.0, 0.0, 1e6)
+        self._original = config.rope.original_max_position
         super().__init__(config, max_model_len)
 
     def rotary_emb(self, rope: RopeConfig | None, head_dim: int) -> RotaryEmbedding:
         found = super().rotary_emb(rope, head_dim)
-        if self._beta is not None:
-            steps = torch.arange(self.max_model_len, device=found.cos_sin.device) // self._original
-            found.q_scale = 1 + self._beta * torch.log1p(steps.float())
+        if self._beta:
+            steps = torch.arange(self.max_model_len, device="cpu") // self._original
+            scale = 1 + self._beta * torch.log1p(steps.float())
+            found.q_scale = scale.to(found.cos_sin.device)
         return found
 
 

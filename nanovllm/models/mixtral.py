@@ -21,9 +21,9 @@ class MixtralForCausalLM(DecoderForCausalLM):
     def make_layer(
         self, config: ModelConfig, index: int, before: list[DecoderLayer]
     ) -> DecoderLayer:
-        window = config.fields.get("sliding_window") and config.size("sliding_window")
         rotary_emb = self.rotary_emb(config.rope, config.head_dim)
-        attention = SelfAttention(config, rotary_emb, options=AttentionOptions(window=window))
+        options = AttentionOptions(window=config.window())
+        attention = SelfAttention(config, rotary_emb, options=options)
         num_experts = config_size(config.fields, "num_local_experts", 8, high=MAX_EXPERTS)
         top_k = config_size(config.fields, "num_experts_per_tok", 2, high=num_experts)
         experts = Experts(

@@ -21,7 +21,7 @@ from nanovllm.models.config_fields import (
     text_fields,
 )
 from nanovllm.models.rope_fields import check_rope, read_rope, rope_settings
-from nanovllm.options.validation import shown
+from nanovllm.options.validation import check_float, shown
 
 _DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
 _MAX_LAYERS = 1000
@@ -145,6 +145,27 @@ class ModelConfig:
         value = self.fields.get(key)
         return default if value is None else config_number(self.fields, key, default, 1e-30, 1e6)
 
+    def count(self, key: str) -> int:
+        """Return the family's own field `key`, an integer of at least 0; 0 for null."""
+        return config_size(self.fields, key, 0, low=0)
+
+    def per_layer(self, key: str) -> list[float] | None:
+        """Return the family's own field `key`, a number for each layer; None if absent."""
+        values = self.fields.get(key)
+        if values is None:
+            return None
+        if not isinstance(values, list) or len(values) < self.num_layers:
+            raise CheckpointError(
+                f"config.json: {key} must be a list of {self.num_layers} numbers, is "
+                f"{shown(values)}"
+            )
+        name = f"config.json: a number in {key}"
+        return [check_float(CheckpointError, name, value, 0.0, 1e12) for value in values]
+
+    def window(self) -> int | None:
+        """Return the window of every layer in tokens; None: the config has none."""
+        return None if self.fields.get("sliding_window") is None else self.size("sliding_window")
+
     def layer_types(self, interval: int) -> list[str]:
         """Return each layer's type, "full_attention" or "sliding_attention".
 
@@ -168,9 +189,7 @@ class ModelConfig:
     def windows(self, interval: int) -> list[int | None]:
         """Return each layer's window in tokens; None: full attention. See `layer_types`."""
         types = self.layer_types(interval)
-        if "sliding_attention" not in types or self.fields.get("sliding_window") is None:
-            return [None] * len(types)
-        window = self.size("sliding_window")
+        window = self.window() if "sliding_attention" in types else None
         return [window if name == "sliding_attention" else None for name in types]
 
     def rope_of(self, layer_type: str, theta: float | None = None) -> RopeConfig:
@@ -184,7 +203,8 @@ class ModelConfig:
 
 def _check_supported(fields: dict[str, Any], reads: Collection[str]) -> None:
     """Raise if a field asks for arithmetic that the family does not implement."""
-    layer_types = fields.get("layer_types") or ["full_attention"]
+    layer_types = fields.get("layer_types")
+    layer_types = ["full_attention"] if layer_types is None else layer_types
     if not isinstance(layer_types, list) or not all(isinstance(t, str) for t in layer_types):
         raise CheckpointError(
             f"config.json: layer_types must be a list of names, is {shown(layer_types)}"
@@ -192,12 +212,12 @@ def _check_supported(fields: dict[str, Any], reads: Collection[str]) -> None:
     for key, neutral in _NEUTRAL.items():
         if key in fields and key not in reads and fields[key] not in neutral:
             if key == "use_sliding_window":
-                break
+                continue
             only = f" (only {neutral[0]})" if neutral[0] is not None else ""
             raise UnsupportedModelError(
                 f"config.json: {key} {shown(fields[key])} is not supported{only}"
             )
-    windows = fields.get("use_sliding_window") or set(layer_types) != {"full_attention"}
+    windows = fields.get("use_sliding_window") or {*layer_types} - {"full_attention"}
     if windows and "layer_types" not in reads:
         raise UnsupportedModelError(
             "config.json: sliding-window attention is not supported (use_sliding_window "

@@ -46,7 +46,7 @@ class MuseGlimmerForConditionalGeneration(DecoderForCausalLM):
         self, config: ModelConfig, index: int, before: list[DecoderLayer]
     ) -> DecoderLayer:
         last = (config.num_layers - 1 - index) % 4 == 0
-        thetas = config.fields.get("layer_rope_theta")
+        thetas = config.per_layer("layer_rope_theta")
         rotates = bool(thetas[index]) if thetas else not last
         windows = config.windows(4)[index] if config.fields.get("layer_types") else None
         if config.fields.get("layer_types") is None and not last:

@@ -15,11 +15,10 @@ class Phi3ForCausalLM(DecoderForCausalLM):
     def make_layer(
         self, config: ModelConfig, index: int, before: list[DecoderLayer]
     ) -> DecoderLayer:
-        window = config.fields.get("sliding_window") and config.size("sliding_window")
         attention = SelfAttention(
             config,
             self.rotary_emb(config.rope, config.head_dim),
-            options=AttentionOptions(window=window),
+            options=AttentionOptions(window=config.window()),
             fused=True,
         )
         return DecoderLayer(config, attention, GatedMLP(config, fused=True))

@@ -26,7 +26,7 @@ class Qwen3MoeForCausalLM(DecoderForCausalLM):
         bias = config.flag("attention_bias")
         attention = SelfAttention(config, rotary_emb, bias=bias, output_bias=bias, qk_norm=True)
         dense = config.fields.get("mlp_only_layers") or []
-        if not isinstance(dense, list):
+        if not isinstance(dense, list) or {*map(type, dense)} - {int}:
             raise CheckpointError(
                 f"config.json: mlp_only_layers must be a list of numbers, is {shown(dense)}"
             )

@@ -49,15 +49,15 @@ def rope_settings(fields: dict[str, Any], layer_type: str) -> dict[str, Any]:
     to config.json. original_max_position_embeddings of config.json itself overrides both. null
     means absent. rope_parameters may have one object for each type of layers.
     """
-    parameters = fields.get("rope_parameters") or {}
-    scaling = fields.get("rope_scaling") or {}
+    keys = ("rope_parameters", "rope_scaling")
+    parameters, scaling = ({} if fields.get(key) is None else fields[key] for key in keys)
     by_type = isinstance(parameters, dict) and isinstance(parameters.get(layer_type), dict)
     if by_type:
         parameters = parameters[layer_type]
     if layer_type != "full_attention" and ("rope_local_base_freq" in fields or by_type):
         scaling = {}  # as in Gemma 3: it is for the layers with full attention
     given = scaling or parameters
-    for found in (given, parameters):
+    for found in (scaling, parameters):
         if not isinstance(found, dict):
             raise CheckpointError(
                 f"config.json: the rope settings must be an object, are {shown(found)}"

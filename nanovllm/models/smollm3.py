@@ -3,10 +3,8 @@
 from typing import Any, ClassVar
 
 from nanovllm.attention.spec import AttentionOptions
-from nanovllm.errors import CheckpointError
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
 from nanovllm.models.model_config import ModelConfig
-from nanovllm.options.validation import shown
 
 
 class SmolLM3ForCausalLM(DecoderForCausalLM):
@@ -35,13 +33,8 @@ class SmolLM3ForCausalLM(DecoderForCausalLM):
 
 def _rotating_layers(config: ModelConfig) -> list[bool]:
     """Return for each layer whether it rotates: 1 in the config's list, despite its name."""
-    listed = config.fields.get("no_rope_layers")
+    listed = config.per_layer("no_rope_layers")
     if listed is None:
         interval = config.size("no_rope_layer_interval", 4)
         return [number % interval != 0 for number in range(1, config.num_layers + 1)]
-    if not isinstance(listed, list) or len(listed) < config.num_layers:
-        raise CheckpointError(
-            f"config.json: no_rope_layers must be a list of {config.num_layers} numbers, is "
-            f"{shown(listed)}"
-        )
     return [bool(rotates) for rotates in listed]

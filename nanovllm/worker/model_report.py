@@ -80,7 +80,7 @@ def report(model: str) -> dict[str, Any]:
         **found,
         "supported": True,
         **supported(config.architecture)._asdict(),
-        **_sizes(config),
+        **_sizes(config, checkpoint.path),
         "attention": _counted(_attention(network)),
         "mlps": _counted(map(_mlp, _layers(network))),
         "logit_softcap": config.fields.get("final_logit_softcapping"),
@@ -99,11 +99,11 @@ def _local_files(checkpoint: Checkpoint, model: str, config: ModelConfig) -> dic
     return {file: read_header(file) for file in files}
 
 
-def _sizes(config: ModelConfig) -> dict[str, Any]:
-    quantized = config.quantization_config
+def _sizes(config: ModelConfig, path: Path) -> dict[str, Any]:
+    form = "gguf" if is_gguf(path) else None
     return {
         "dtype": str(config.dtype).removeprefix("torch."),
-        "quantization": quantized.get("quant_method") if quantized else None,
+        "quantization": (config.quantization_config or {}).get("quant_method", form),
         "num_layers": config.num_layers,
         "hidden_size": config.hidden_size,
         "vocab_size": config.vocab_size,
@@ -126,21 +126,21 @@ def _attention(network: DecoderForCausalLM) -> Iterator[dict[str, Any]]:
     ropes = {rotary: rope for (rope, _), rotary in network.rotary.items()}
     for layer in _layers(network):
         attention: SelfAttention = layer.self_attn
-        spec = attention.attn.spec(_ENDLESS, dtype=torch.float32, device=_META, block_size=None)
+        (heads, kv_heads, head_dim), options = attention.attn.sizes, attention.attn.options
         rope = ropes.get(attention.rotary_emb)
         yield {
-            "window": spec.window,
-            "heads": spec.num_heads,
-            "kv_heads": spec.num_kv_heads,
-            "head_dim": spec.head_dim,
+            "window": options.window,
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "head_dim": head_dim,
             "qk_norm": attention.q_norm is not None,
             "rope": None if rope is None else rope.rope_type,
             "rope_theta": None if rope is None else rope.theta,
             "rope_share": None if rope is None else rope.partial,
             "rope_factor": None if rope is None else rope.factor,
-            "scale": spec.scale,
-            "softcap": spec.softcap or None,
-            "sinks": spec.sinks,
+            "scale": options.scale,
+            "softcap": options.softcap or None,
+            "sinks": options.sinks,
             "own_kv": attention.attn.source is None,
         }
 
@@ -238,12 +238,11 @@ def _kv_memory(network: nn.Module, config: ModelConfig) -> dict[str, Any]:
     sizes, windows = [], []
     for module in network.modules():
         if isinstance(module, Attention) and module.source is None:
-            spec = module.spec(
-                config.max_position, dtype=config.dtype, device=_META, block_size=_BLOCK_SIZE
-            )
-            token_bytes = 2 * spec.num_kv_heads * spec.head_dim * config.dtype.itemsize
+            _, kv_heads, head_dim = module.sizes
+            token_bytes = 2 * kv_heads * head_dim * config.dtype.itemsize
             sizes.append(token_bytes * _BLOCK_SIZE)
-            windows.append(spec.window)
+            window = module.options.window
+            windows.append(None if (window or _ENDLESS) >= config.max_position else window)
     layout = page_layout(sizes, windows)
     in_windows = None not in windows or not layout.windows
     full = sum(
