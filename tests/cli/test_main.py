@@ -184,11 +184,11 @@ def test_missing_model_is_one_line_and_status_2(run: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "COMMAND is missing: generate, chat, serve or bench serve"),
+        ([], "COMMAND is missing: generate, chat, serve, bench serve or models"),
         (["genrate", "Hi"], "no command 'nanovllm genrate'; did you mean 'generate'? (see nano"),
         (["server"], "no command 'nanovllm server'; did you mean 'serve'?"),
-        (["complete" * 50], "; known: bench, chat, generate, serve"),
-        (["bench"], "COMMAND is missing: generate, chat, serve or bench serve"),
+        (["complete" * 50], "; known: bench, chat, generate, models, serve"),
+        (["bench"], "COMMAND is missing: generate, chat, serve, bench serve or models"),
         (["bench", "sevre"], "no command 'nanovllm bench sevre'; did you mean 'serve'?"),
         (["bench", "serve", "--num-prompt", "1"], "(see nanovllm bench serve --help)"),
         (["generate", "--prefix-caching", "m", "p"], "did you mean '--enable-prefix-caching'?"),

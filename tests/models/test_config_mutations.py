@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from nanovllm.errors import CheckpointError
+from nanovllm.models.family import Family
 from nanovllm.models.registry import MODULES, model_class, read_config
 from tests.models.family_configs import CONFIGS, config_of
 
@@ -85,6 +86,7 @@ def test_a_broken_config_is_refused_by_name_or_gives_a_model(architecture: str) 
                 continue
             with torch.device("meta"):
                 model = model_class(found)(found, 4)
+            assert isinstance(model, Family)
             for rope, head_dim in model.rotary:
                 frequencies, scale = (rope or found.rope).inverse_frequencies(head_dim, 4096)
                 assert frequencies.isfinite().all(), number

@@ -1,0 +1,136 @@
+"""The report on a checkpoint: what it says of layers and memory, beside what a run has."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nanovllm import demo_model
+from nanovllm.attention.spec import AttentionSpec
+from nanovllm.attention.torch_explicit import TorchExplicitBackend
+from nanovllm.errors import CheckpointError
+from nanovllm.formats.integer import choose_group_size, quantize
+from nanovllm.models.registry import MODULES
+from nanovllm.scheduler.windows import pages_for
+from nanovllm.worker.kv_pool import page_layout
+from nanovllm.worker.model_report import POOL_BYTES, all_supported, report
+from tests.checkpoints import copy_checkpoint, write_json
+from tests.gguf_files import make_gguf
+from tests.models.family_configs import CONFIGS, config_of
+
+
+@pytest.fixture
+def report_of(tmp_path: Path) -> Any:
+    def report_of(architecture: str, **changes: Any) -> dict[str, Any]:
+        write_json(tmp_path / "config.json", {**config_of(architecture), **changes})
+        return report(str(tmp_path))
+
+    return report_of
+
+
+def test_every_architecture_says_what_it_is_known_for() -> None:
+    rows = all_supported()
+    assert [row["architecture"] for row in rows] == list(MODULES)
+    for row in rows:
+        assert row["models"], row
+        assert row["layers"], row
+        assert len(row["models"] + row["layers"]) < 240, row
+        assert ("without" in row["models"]) == (row["architecture"][-10:] == "Generation"), row
+
+
+@pytest.mark.parametrize("architecture", MODULES)
+def test_layers_add_up(architecture: str, report_of: Any) -> None:
+    found = report_of(architecture)
+    assert found["supported"]
+    config = CONFIGS[architecture].get("text_config", CONFIGS[architecture])
+    for rows in (found["attention"], found["mlps"]):
+        assert sum(row["num_layers"] for row in rows) == config["num_hidden_layers"]
+    windows = {row["window"] for row in found["attention"]} - {None}
+    assert windows == ({32} if config.get("sliding_window") and windows else set())
+    parts = {name.removesuffix("_config") for name in CONFIGS[architecture] if "_config" in name}
+    assert set(found["left_out"]) == parts - {"text"}
+
+
+def test_what_a_config_asks_for(report_of: Any) -> None:
+    found = report_of("GptOssForCausalLM")
+    sliding, full = found["attention"]
+    assert (sliding["window"], full["window"]) == (32, None)
+    assert (sliding["sinks"], full["sinks"]) == (True, True)
+    assert (full["rope"], full["rope_factor"], full["rope_theta"]) == ("yarn", 8.0, 10_000.0)
+    (mlp,) = found["mlps"]
+    assert (mlp["experts"], mlp["experts_per_token"], mlp["expert_size"]) == (4, 2, 96)
+    found = report_of("Gemma2ForCausalLM")
+    assert [row["softcap"] for row in found["attention"]] == [50.0, 50.0]
+    assert found["logit_softcap"] == 30.0
+    ropes = [row["rope"] for row in report_of("SmolLM3ForCausalLM")["attention"]]
+    assert ropes == ["default", None]
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Gemma3ForCausalLM"])
+def test_kv_memory_is_that_of_the_pool(architecture: str, report_of: Any) -> None:
+    found = report_of(architecture)["memory"]
+    windows: list[int | None] = [None] * 6
+    if architecture.startswith("Gemma"):
+        windows = [32, 32, None] * 2
+    spec = AttentionSpec(4, 2, 16, torch.bfloat16, torch.device("cpu"), 16)
+    shape = TorchExplicitBackend(spec).kv_cache_shape(1)
+    layout = page_layout([torch.Size(shape).numel() * 2] * 6, windows)
+    assert found["kv_token_bytes"] == windows.count(None) * 2 * 2 * 16 * 2
+    assert found["kv_window_bytes"] == 3 * windows.count(32) * 2 * 2 * 16 * 2 * 16
+    tokens = found["pool_tokens"]
+    needed = [
+        pages_for(length, 16, layout.windows, 1) * layout.page_bytes
+        for length in (tokens, tokens + 1)
+    ]
+    assert needed[0] <= POOL_BYTES < needed[1]
+
+
+def test_weights_are_counted_from_the_files() -> None:
+    found = report(demo_model.MODEL)["memory"]
+    tensors = load_file(Path(demo_model.MODEL) / "model.safetensors")
+    assert found["weights_from"] == "files"
+    assert found["weights_bytes"] == sum(tensor.nbytes for tensor in tensors.values())
+    for bits in (8, 4):
+        expected = 0
+        for tensor in tensors.values():
+            if tensor.ndim == 1:
+                expected += tensor.nbytes
+                continue
+            rounded = quantize(tensor, bits, choose_group_size(f"int{bits}", tensor.shape[1]))
+            expected += rounded.values.numel() * bits // 8 + rounded.scales.nbytes
+        assert found[f"int{bits}_bytes"] == expected
+
+
+def test_weights_without_files_are_counted_from_the_sizes(tmp_path: Path) -> None:
+    whole = report(demo_model.MODEL)
+    (tmp_path / "config.json").write_text((Path(demo_model.MODEL) / "config.json").read_text())
+    found = report(str(tmp_path))
+    assert found["memory"] == {**whole["memory"], "weights_from": "sizes"}
+
+
+def test_a_gguf_file(tmp_path: Path) -> None:
+    file, _ = make_gguf(tmp_path, "qwen3", "Q4_0")
+    found = report(file)
+    assert found["quantization"] == "gguf"
+    assert found["memory"]["int8_bytes"] is None
+    assert found["memory"]["weights_from"] == "files"
+    size = Path(file).stat().st_size
+    assert 0.9 * size < found["memory"]["weights_bytes"] < size
+
+
+def test_a_refused_model(report_of: Any) -> None:
+    found = report_of("Qwen3ForCausalLM", hidden_act="gelu")
+    assert (found["supported"], found["error"]) == (
+        False,
+        "config.json: hidden_act 'gelu' is not supported (only silu)",
+    )
+    found = report_of("Qwen3ForCausalLM", quantization_config={"quant_method": "awq"})
+    assert "quant_method 'awq' is not supported" in found["error"]
+
+
+def test_weights_that_do_not_match(tmp_path: Path) -> None:
+    path = copy_checkpoint(demo_model.MODEL, tmp_path / "model", hidden_size=64)
+    with pytest.raises(CheckpointError, match="weights do not match config.json"):
+        report(str(path))
