@@ -16,7 +16,6 @@ class PagedBackend(Backend):
 
     supports_graph: ClassVar[bool] = True
     supports_recording: ClassVar[bool] = False
-    blocks_lie_apart: ClassVar[bool] = True
     default_block_size: ClassVar[int]
 
     def __init__(self, spec: AttentionSpec) -> None:

@@ -77,6 +77,8 @@ def unsupported_model(model: nn.Module, backend: Backend) -> str | None:
         return f"head_dim {spec.head_dim} is no multiple of 16 up to 256"
     if spec.head_dim * spec.dtype.itemsize > 512:
         return f"head_dim {spec.head_dim} in float32 takes too much shared memory"
+    if (reason := _not_plain(model, spec)) is not None:
+        return reason
     for module in model.modules():
         if isinstance(module, Matrix) and (
             module.weight is None or module.weight.dtype != spec.dtype

@@ -16,10 +16,11 @@ from triton.runtime.interpreter import GridExecutor
 
 from nanovllm import SamplingParams
 from nanovllm.attention.batch import Batch, HostLengths
-from nanovllm.attention.spec import AttentionSpec
+from nanovllm.attention.spec import AttentionOptions, AttentionSpec
 from nanovllm.attention.torch_sdpa import TorchBackend
 from nanovllm.attention.triton import TritonBackend
 from nanovllm.formats.fp8 import FP8
+from nanovllm.kernels.torch_math import NORM_WIDE
 from nanovllm.kernels.triton.kernels import TritonKernels
 from nanovllm.layers.activation import ActAndMul
 from nanovllm.layers.attention import Attention
@@ -284,6 +285,28 @@ def test_a_step_has_at_most_150_launches(rows: int, monkeypatch: pytest.MonkeyPa
 
 
 # --- what is refused
+
+
+@without_gpu
+def test_models_with_other_layers_are_refused() -> None:
+    """What differs may be an argument of a part, or a part of another class."""
+    model = Model(SMALL, torch.float32, TritonBackend)
+    layer = model.module.model.layers[0]
+    attention, mlp = layer.self_attn, layer.mlp
+    for part, name, value, reason in (
+        (attention.attn, "options", AttentionOptions(window=4), "attention has options"),
+        (mlp.act, "activation", "gelu_tanh", "the activation is gelu_tanh"),
+        (layer.input_layernorm, "kind", NORM_WIDE, "a norm is of another kind"),
+        (layer.input_layernorm, "multiplier", 0.5, "a norm is of another kind"),
+        (attention.rotary_emb, "interleaved", True, "heads rotate in another way"),
+        (attention.rotary_emb, "cos_sin", torch.ones(9, 8), "heads rotate in another way"),
+        (layer, "mlp", torch.nn.Identity(), "Identity is no plain GatedMLP"),
+    ):
+        kept = getattr(part, name)
+        setattr(part, name, value)
+        assert reason in str(unsupported_model(model.module, model.backend))
+        setattr(part, name, kept)
+    assert unsupported_model(model.module, model.backend) is None
 
 
 @without_gpu
