@@ -4,9 +4,11 @@ Pure text: knows no requests, no tokens and no server.
 """
 
 import enum
+from collections.abc import Collection
 from typing import NamedTuple
 
 from nanovllm.chat.parts import Part, ReasoningDelta, TextDelta
+from nanovllm.options.sampling_params import TOKEN_MARK
 
 
 class ReasoningFormat(NamedTuple):
@@ -14,21 +16,46 @@ class ReasoningFormat(NamedTuple):
 
     opening: str
     closing: str
+    label: str = ""
+    """Text that follows the opening tag, and is no reasoning."""
+
+    @property
+    def begin(self) -> str:
+        """What comes before the reasoning."""
+        return self.opening + self.label
 
 
 THINK = ReasoningFormat("<think>", "</think>")
+MISTRAL = ReasoningFormat("[THINK]", "[/THINK]")
+GEMMA4 = ReasoningFormat("<|channel>", "<channel|>", "thought")
+HARMONY = ReasoningFormat("<|channel|>", "<|end|>", "analysis<|message|>")
+"""One of several channels: `harmony` has the parser."""
 REASONING_FORMATS = {
     "qwen3": THINK,
     "deepseek_r1": THINK,
-    "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
+    "mistral": MISTRAL,
+    "gemma4": GEMMA4,
+    "openai_gptoss": HARMONY,
 }
 """By the names that vLLM gives its reasoning parsers."""
 
 
 def find_reasoning_format(chat_template: str | None) -> ReasoningFormat | None:
     """Return the tags that a chat template has."""
-    tags = (THINK, REASONING_FORMATS["mistral"])
-    return next((pair for pair in tags if pair.closing in (chat_template or "")), None)
+    template = chat_template or ""
+    if is_harmony(template):
+        return HARMONY
+    return next((tags for tags in (THINK, MISTRAL, GEMMA4) if tags.closing in template), None)
+
+
+def is_harmony(template: str) -> bool:
+    """Whether a chat template writes harmony, the format of gpt-oss."""
+    return "<|channel|>" in template and "<|message|>" in template
+
+
+def marked_tag(tag: str, marked: Collection[str]) -> str:
+    """Return a tag as the text has it: a special token has TOKEN_MARK before it."""
+    return TOKEN_MARK + tag if tag in marked else tag
 
 
 class _State(enum.Enum):
@@ -45,10 +72,14 @@ class ReasoningParser:
 
     Args:
         started: the prompt ends with the opening tag, so the answer starts inside.
+        marked: tags that have TOKEN_MARK before them.
     """
 
-    def __init__(self, tags: ReasoningFormat, *, started: bool) -> None:
-        self._tags = tags
+    def __init__(
+        self, tags: ReasoningFormat, *, started: bool, marked: Collection[str] = ()
+    ) -> None:
+        self._begin = marked_tag(tags.opening, marked) + tags.label
+        self._closing = marked_tag(tags.closing, marked)
         self._started = started
         self._state = _State.START
         self._held = ""
@@ -84,10 +115,10 @@ class ReasoningParser:
     def _after_start(self, ended: bool, cut: bool) -> _State:
         """Drop the opening tag if it is there; a model may repeat that of the prompt."""
         begin = self._held.lstrip()
-        if begin.startswith(self._tags.opening):
-            self._held = begin[len(self._tags.opening) :]
+        if begin.startswith(self._begin):
+            self._held = begin[len(self._begin) :]
             return _State.REASONING
-        if self._tags.opening.startswith(begin):
+        if self._begin.startswith(begin):
             if not ended:
                 return _State.START
             if cut:
@@ -97,9 +128,9 @@ class ReasoningParser:
     def _add_reasoning(self, parts: list[Part], ended: bool, cut: bool) -> None:
         if self._is_first:
             self._held = self._held.lstrip("\n")
-        text, closing, rest = self._held.partition(self._tags.closing)
+        text, closing, rest = self._held.partition(self._closing)
         if not closing and (cut or not ended):
-            text = text.removesuffix(prefix_at_end(text, self._tags.closing))
+            text = text.removesuffix(prefix_at_end(text, self._closing))
         text = text.rstrip("\n")
         if closing:
             self._state, self._held = _State.BEHIND, rest

@@ -4,15 +4,14 @@ Pure text: knows no requests and no tokens. `tool_formats` says how each model w
 """
 
 import contextlib
-import json
 import re
-import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from typing import ClassVar, TypeVar
 
+from nanovllm.chat.call_arguments import NotACall, decoded, new_call_id, plain_object
 from nanovllm.chat.parts import Part, TextDelta, ToolCallArguments, ToolCallStart
-from nanovllm.chat.reasoning import prefix_at_end
+from nanovllm.chat.reasoning import marked_tag, prefix_at_end
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
@@ -26,10 +25,6 @@ MAX_CALLS = 128
 """In an answer: a message of a request may have as many."""
 
 
-class NotACall(Exception):
-    """What began like a call is none: it is text."""
-
-
 class ToolCallParser(ABC):
     """Splits an answer into text and calls. The parts are the same however the text is cut.
 
@@ -37,6 +32,9 @@ class ToolCallParser(ABC):
     From then on the arguments are passed on as they arrive. A call that goes wrong before is text,
     with its tags, and so is one after `MAX_CALLS` others; one that is cut off before is dropped.
     White space around calls is theirs.
+
+    Args:
+        marked: tags that have TOKEN_MARK before them.
     """
 
     tag: ClassVar[str]
@@ -44,7 +42,9 @@ class ToolCallParser(ABC):
     only_known_keys: ClassVar[bool] = False
     """Whether an object with further keys is no call."""
 
-    def __init__(self) -> None:
+    def __init__(self, marked: Collection[str] = ()) -> None:
+        self._marked = marked
+        self._opening = self._tag(self.tag)
         self._text = ""  # what is neither returned nor dropped yet
         self._pos = 0  # how much of it was read
         self._ended = self._cut = False
@@ -71,8 +71,8 @@ class ToolCallParser(ABC):
 
     def _find(self) -> tuple[int, int] | None:
         """Return where in the unread text the opening of a call begins and ends."""
-        begin = self._text.find(self.tag)
-        return None if begin < 0 else (begin, begin + len(self.tag))
+        begin = self._text.find(self._opening)
+        return None if begin < 0 else (begin, begin + len(self._opening))
 
     @abstractmethod
     def _calls(self) -> Steps[None]:
@@ -82,8 +82,11 @@ class ToolCallParser(ABC):
             NotACall: it is text, from what was read after the last whole call.
         """
 
+    def _tag(self, tag: str) -> str:
+        return marked_tag(tag, self._marked)
+
     def _new_call_id(self) -> str:
-        return f"call_{uuid.uuid4().hex[:24]}"
+        return new_call_id()
 
     def _advance(self) -> list[Part]:
         next(self._run, None)
@@ -95,7 +98,7 @@ class ToolCallParser(ABC):
             found = self._find()
             if found is not None:
                 begin, end = found
-                has_tag, num_calls = self.tag in self._text[begin:end], self._num_calls
+                has_tag, num_calls = self._opening in self._text[begin:end], self._num_calls
                 num_spaces = begin - len(self._text[:begin].rstrip())
                 self._send_text(begin - num_spaces)
                 self._pos = end - begin + num_spaces
@@ -108,7 +111,7 @@ class ToolCallParser(ABC):
                 else:
                     self._drop_read()
                 continue
-            held = prefix_at_end(self._text, self.tag)
+            held = prefix_at_end(self._text, self._opening)
             if self._ended and not (held and self._cut):
                 self._send_text(len(self._text))
             else:
@@ -170,7 +173,7 @@ class ToolCallParser(ABC):
             separator = yield from self._expect(",}")
         if not name or (self.only_known_keys and not arguments):
             raise NotACall
-        plain = _plain(arguments or "{}")
+        plain = plain_object(arguments or "{}")
         self._start(name)
         self._send_arguments(plain)
         self._drop_read()
@@ -187,7 +190,7 @@ class ToolCallParser(ABC):
             self._is_streaming = False
             self._send_arguments(self._drop_read())
         else:
-            plain = _plain((yield from self._value()))
+            plain = plain_object((yield from self._value()))
             self._start(name, call_id)
             self._send_arguments(plain)
             self._drop_read()
@@ -227,7 +230,7 @@ class ToolCallParser(ABC):
         """Read a JSON string and return what it stands for; "" is no key and no name."""
         if (yield from self._peek()) != '"':
             raise NotACall
-        value = _decoded((yield from self._value()))
+        value = decoded((yield from self._value()))
         if not value:
             raise NotACall
         return value
@@ -316,33 +319,3 @@ class ToolCallParser(ABC):
         if self._is_streaming:
             self._send_arguments(self._drop_read())
         yield
-
-
-def _decoded(source: str) -> str | None:
-    """Return the string that a JSON value is, or None if it is none that can be sent."""
-    try:
-        value = json.loads(source, strict=False)
-        return value if isinstance(value, str) and value.encode() is not None else None
-    except ValueError:  # half of a surrogate pair cannot be encoded
-        return None
-
-
-def _plain(source: str) -> str:
-    """Return arguments as the text of a JSON object where they are one in disguise.
-
-    Some models write the object as a string, and null or "" for no arguments.
-
-    Raises:
-        NotACall: it is no JSON value.
-    """
-    if source in ("null", '""'):
-        return "{}"
-    if source.startswith(("{", "[")):
-        return source
-    if source.startswith('"'):
-        return _decoded(source) or source
-    try:
-        json.loads(source)
-    except ValueError:
-        raise NotACall from None
-    return source

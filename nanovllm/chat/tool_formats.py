@@ -11,7 +11,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
-from nanovllm.chat.tool_calls import MAX_CALLS, NotACall, Steps, ToolCallParser
+from nanovllm.chat import harmony
+from nanovllm.chat.call_arguments import NotACall
+from nanovllm.chat.gemma_calls import QUOTE, Gemma4Parser
+from nanovllm.chat.reasoning import is_harmony
+from nanovllm.chat.tool_calls import MAX_CALLS, Steps, ToolCallParser
 from nanovllm.chat.tool_messages import knows_tools
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.json_schema import grammar_schema
@@ -53,7 +57,7 @@ class HermesParser(ToolCallParser):
                 yield from self._call()
                 yield from self._skip_space()
         yield from self._skip_space()
-        yield from self._accept("</tool_call>")
+        yield from self._accept(self._tag("</tool_call>"))
 
 
 class LlamaParser(ToolCallParser):
@@ -65,14 +69,9 @@ class LlamaParser(ToolCallParser):
     tag = "<|python_tag|>"
     only_known_keys = True
 
-    _AT_START: ClassVar[re.Pattern[str]] = re.compile(
-        r"(?:<\|python_tag\|>)|(?:\A\s*|\n[ \t]*)(?=\{)"
-    )
-    _IN_TEXT: ClassVar[re.Pattern[str]] = re.compile(r"(?:<\|python_tag\|>)|\n[ \t]*(?=\{)")
-
     def _find(self) -> tuple[int, int] | None:
-        pattern = self._IN_TEXT if self._has_sent_text else self._AT_START
-        match = pattern.search(self._text)
+        start = "" if self._has_sent_text else r"|\A\s*(?=\{)"
+        match = re.search(rf"{re.escape(self._opening)}{start}|\n[ \t]*(?=\{{)", self._text)
         return None if match is None else match.span()
 
     def _calls(self) -> Steps[None]:
@@ -83,7 +82,7 @@ class LlamaParser(ToolCallParser):
             yield from self._skip_space()
             separator = yield from self._accept(";")
             yield from self._skip_space()
-            yield from self._accept(self.tag)
+            yield from self._accept(self._opening)
 
 
 class MistralParser(ToolCallParser):
@@ -105,9 +104,9 @@ class MistralParser(ToolCallParser):
         else:
             name = yield from self._word()
             call_id = None
-            if (yield from self._accept("[CALL_ID]")):
+            if (yield from self._accept(self._tag("[CALL_ID]"))):
                 call_id = yield from self._word()
-            yield from self._accept("[ARGS]")
+            yield from self._accept(self._tag("[ARGS]"))
             yield from self._skip_space()
             if (yield from self._peek()) != "{":
                 raise NotACall
@@ -129,6 +128,8 @@ class ToolFormat(ABC):
     parser: ClassVar[type[ToolCallParser]]
     tags: ClassVar[tuple[str, ...]]
     """Strings of the format that are tokens in some vocabularies."""
+    ends: ClassVar[tuple[str, ...]] = ()
+    """Tokens behind calls that end the answer, also where the checkpoint does not list them."""
     arguments_key: ClassVar[str] = "arguments"
 
     def grammar(
@@ -209,10 +210,43 @@ class MistralArgs(Mistral):
         return f"{opening} {quoted(name)} {arguments}", ""
 
 
+class Gemma4(ToolFormat):
+    parser = Gemma4Parser
+    tags: ClassVar[tuple[str, ...]] = ("<|tool_call>", "<tool_call|>", QUOTE)
+    ends: ClassVar[tuple[str, ...]] = ("<|tool_response>",)
+
+    def _calls_rule(self, several: bool, tag_ids: Mapping[str, int]) -> str:
+        opening, closing, _ = (tag_literal(tag, tag_ids) for tag in self.tags)
+        more = f" block{_MORE}" if several else ""
+        return f"calls: block{more}\nblock: {opening} call {closing}"
+
+    def _around_arguments(self, name: str, tag_ids: Mapping[str, int]) -> tuple[str, str]:
+        """The arguments are JSON, which the parser takes too: a grammar enforces their schema."""
+        return quoted(f"call:{name}"), ""
+
+
+class Harmony(ToolFormat):
+    """Calls end the answer, so it has one. `HarmonyParser` reads them."""
+
+    tags: ClassVar[tuple[str, ...]] = harmony.TAGS
+    ends: ClassVar[tuple[str, ...]] = harmony.ENDS_OF_ANSWER
+
+    def _calls_rule(self, several: bool, tag_ids: Mapping[str, int]) -> str:
+        return "calls: call"
+
+    def _around_arguments(self, name: str, tag_ids: Mapping[str, int]) -> tuple[str, str]:
+        tags = (harmony.CHANNEL, harmony.CONSTRAIN, harmony.MESSAGE)
+        channel, constrain, message = (tag_literal(tag, tag_ids) for tag in tags)
+        header = quoted(f"commentary to=functions.{name} ")
+        return f'{channel} {header} {constrain} "json" {message}', ""
+
+
 TOOL_FORMATS: dict[str, type[ToolFormat]] = {
     "hermes": Hermes,
     "llama3_json": Llama,
     "mistral": Mistral,
+    "gemma4": Gemma4,
+    "openai": Harmony,
 }
 """By the names that vLLM gives its tool parsers."""
 
@@ -223,6 +257,10 @@ def find_tool_format(chat_template: str | None) -> ToolFormat | None:
     A template that knows no tools is given them in the Hermes format.
     """
     template = chat_template or ""
+    if is_harmony(template):
+        return Harmony()
+    if "<|tool_call>" in template:
+        return Gemma4()
     if "[TOOL_CALLS]" in template:
         return MistralArgs() if "[ARGS]" in template else Mistral()
     if "<|python_tag|>" in template or (

@@ -154,6 +154,7 @@ class OutputProcessor:
             self._tokenizer.backend_tokenizer,
             skip_special_tokens=skips and not kept,
             skipped=self._special_tokens.difference(kept) if skips else frozenset(),
+            marked=frozenset(kept) if params.marks_kept_tokens else frozenset(),
             spaces_between_special_tokens=params.spaces_between_special_tokens,
             stop=params.stop,
             include_stop=params.include_stop_str_in_output,

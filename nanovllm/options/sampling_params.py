@@ -28,6 +28,8 @@ MAX_TOKENS = 2**31 - 1
 GREEDY_BELOW = 1e-5
 """Lower temperatures sample greedily: dividing the logits by them would overflow."""
 
+TOKEN_MARK = "\ud800"
+"""Half of a surrogate pair, which no tokenizer decodes. See marks_kept_tokens."""
 
 LogitsProcessor = Callable[..., Any]
 """f(output_token_ids, logits) or f(prompt_token_ids, output_token_ids, logits), which returns the
@@ -199,6 +201,9 @@ class SamplingParams:
     """Leave special tokens out of the text."""
     kept_token_ids: Annotated[tuple[int, ...], _token_ids] = ()
     """Special tokens that skip_special_tokens leaves in the text, such as tags of tool calls."""
+    marks_kept_tokens: bool = False
+    """Write U+D800, which no text holds, before each of kept_token_ids: a parser of the text can
+    tell these tokens from text that reads like them."""
     spaces_between_special_tokens: bool = True
     """Keep the spaces that some tokenizers write between special tokens."""
     output_kind: RequestOutputKind | None = None
