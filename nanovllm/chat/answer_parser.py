@@ -5,20 +5,28 @@ Pure text: knows no requests, no tokens and no server.
 
 import dataclasses
 
-from nanovllm.chat.parts import Part, ReasoningDelta, TextDelta
+from nanovllm.chat.harmony import HarmonyParser
+from nanovllm.chat.parts import Part, ReasoningDelta, TextDelta, ToolCallArguments
 from nanovllm.chat.reasoning import ReasoningParser
 from nanovllm.chat.tool_calls import ToolCallParser
+from nanovllm.options.sampling_params import TOKEN_MARK
 
 
 class AnswerParser:
     """Splits one answer into parts. The parts are the same, joined, however its text is cut.
 
     Args:
+        reasoning: splits the reasoning off; in harmony, the calls too.
+        tools: splits the calls off the rest.
         several: whether calls after the first are returned.
     """
 
     def __init__(
-        self, reasoning: ReasoningParser | None, tools: ToolCallParser | None, *, several: bool
+        self,
+        reasoning: ReasoningParser | HarmonyParser | None,
+        tools: ToolCallParser | None,
+        *,
+        several: bool,
     ) -> None:
         self._reasoning = reasoning
         self._tools = tools
@@ -51,9 +59,17 @@ class AnswerParser:
         return found
 
     def _sent(self, parts: list[Part]) -> list[Part]:
-        """Return the parts to send, with pieces of the same text joined."""
+        """Return the parts to send, with pieces of the same text joined.
+
+        A tag where no tag belongs is text: without its mark, which is no character.
+        """
         joined: list[Part] = []
         for part in parts:
+            if isinstance(part, TextDelta | ReasoningDelta | ToolCallArguments):
+                if TOKEN_MARK in part.text:
+                    part = dataclasses.replace(part, text=part.text.replace(TOKEN_MARK, ""))
+                if not part.text:
+                    continue
             last = joined[-1] if joined else None
             if isinstance(part, TextDelta | ReasoningDelta):
                 if type(last) is type(part):

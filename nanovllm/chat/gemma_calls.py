@@ -5,13 +5,14 @@ Pure text: knows no requests and no tokens.
 
 import json
 import re
+from collections.abc import Collection
 
 from nanovllm.chat.call_arguments import NotACall, decoded, escaped
 from nanovllm.chat.reasoning import prefix_at_end
 from nanovllm.chat.tool_calls import Steps, ToolCallParser
 
-QUOTE = '<|"|>'
-_CLOSING = {"{": "}", "[": "]"}
+CLOSING, QUOTE = "<tool_call|>", '<|"|>'
+_BRACKETS = {"{": "}", "[": "]"}
 _MOST_READ = 4096
 _SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?")
 
@@ -24,6 +25,10 @@ class Gemma4Parser(ToolCallParser):
     """
 
     tag = "<|tool_call>"
+
+    def __init__(self, marked: Collection[str] = ()) -> None:
+        super().__init__(marked)
+        self._quote, self._end = self._tag(QUOTE), self._tag(CLOSING)
 
     def _calls(self) -> Steps[None]:
         yield from self._skip_space()
@@ -42,7 +47,7 @@ class Gemma4Parser(ToolCallParser):
         except NotACall:  # they are cut off: what there is was passed on
             return
         yield from self._skip_space()
-        yield from self._accept(self._tag("<tool_call|>"))
+        yield from self._accept(self._end)
 
     def _write(self, json_text: str) -> None:
         """Pass on arguments, and forget the text that was read for them: seldom, it takes long."""
@@ -58,10 +63,10 @@ class Gemma4Parser(ToolCallParser):
             if ends and ends[-1] == "}":
                 yield from self._member()
             opening = yield from self._peek()
-            if opening in _CLOSING:
+            if opening in _BRACKETS:
                 self._pos += 1
                 self._write(opening)
-                ends.append(_CLOSING[opening])
+                ends.append(_BRACKETS[opening])
                 yield from self._skip_space()
                 if (yield from self._peek()) not in ("}", "]"):
                     continue
@@ -77,9 +82,12 @@ class Gemma4Parser(ToolCallParser):
         """
         while ends:
             character = yield from self._peek()
-            self._pos += 1
             if not character:
                 raise NotACall
+            if (yield from self._is_next(self._end)):
+                self._send_arguments("".join(reversed(ends)))
+                return False
+            self._pos += 1
             if character == ",":
                 yield from self._skip_space()
                 if (yield from self._peek()) not in ("}", "]"):
@@ -93,7 +101,7 @@ class Gemma4Parser(ToolCallParser):
 
     def _member(self) -> Steps[None]:
         """Read a key and the colon behind it, and pass them on."""
-        if (yield from self._accept(self._tag(QUOTE))):
+        if (yield from self._accept(self._quote)):
             yield from self._quoted(":")
         else:
             source = yield from self._bare(":,}")
@@ -105,7 +113,7 @@ class Gemma4Parser(ToolCallParser):
 
     def _scalar(self) -> Steps[None]:
         """Read a string, a number or a word, and pass it on."""
-        if (yield from self._accept(self._tag(QUOTE))):
+        if (yield from self._accept(self._quote)):
             yield from self._quoted(",}]")
         elif (yield from self._peek()) == '"':
             source = yield from self._value()
@@ -113,7 +121,7 @@ class Gemma4Parser(ToolCallParser):
             self._write(json.dumps(source[1:-1] if value is None else value, ensure_ascii=False))
         else:
             source = yield from self._bare(",}]")
-            if (yield from self._accept(self._tag(QUOTE))):  # the model forgot the opening one
+            if (yield from self._accept(self._quote)):  # the model forgot the opening one
                 self._write(json.dumps(source, ensure_ascii=False))
             else:
                 source = "null" if source in ("None", "nil") else source
@@ -121,21 +129,25 @@ class Gemma4Parser(ToolCallParser):
                 self._write(source if is_json else json.dumps(source, ensure_ascii=False))
 
     def _bare(self, ends: str) -> Steps[str]:
-        """Read up to one of these characters, or a token of quotes; without spaces around."""
-        start, quote = self._pos, self._tag(QUOTE)
+        """Read up to one of these characters, or a tag; return it without spaces around."""
+        start = self._pos
         while True:
             character = yield from self._peek()
             if not character:
                 raise NotACall
-            if character in ends:
+            if character in ends or (yield from self._is_next(self._quote)):
                 break
-            if character == quote[0]:
-                read = self._pos
-                if (yield from self._accept(quote)):
-                    self._pos = read
-                    break
+            if (yield from self._is_next(self._end)):
+                break
             self._pos += 1
         return self._text[start : self._pos].strip()
+
+    def _is_next(self, tag: str) -> Steps[bool]:
+        """Whether a tag comes next. Nothing of it is read."""
+        start = self._pos
+        found = yield from self._accept(tag)
+        self._pos = start
+        return found
 
     def _quoted(self, ends: str) -> Steps[None]:
         """Read a string up to the token of quotes that ends it, and pass it on meanwhile.
@@ -143,22 +155,28 @@ class Gemma4Parser(ToolCallParser):
         Args:
             ends: one of these characters follows the string.
         """
-        quote = self._tag(QUOTE)
+        # A token that ends the call ends the string, too: the model forgot the token of quotes.
+        tags = (self._quote, self._end) if CLOSING in self._marked else (self._quote,)
+        any_tag = re.compile("|".join(map(re.escape, tags)))
         self._write('"')
         while True:
-            start, end = self._pos, self._text.find(quote, self._pos)
-            self._pos = len(self._text) if end < 0 else end
-            if end < 0 and (self._cut or not self._ended):
-                self._pos -= len(prefix_at_end(self._text[start:], quote))
+            start, found = self._pos, any_tag.search(self._text, self._pos)
+            self._pos = len(self._text) if found is None else found.start()
+            if found is None and (self._cut or not self._ended):
+                self._pos -= max(len(prefix_at_end(self._text[start:], tag)) for tag in tags)
             self._write(escaped(self._text[start : self._pos]))
-            if end < 0:
+            if found is None:
                 yield from self._more()
                 continue
-            self._pos += len(quote)
-            start = self._pos
-            yield from self._skip_space()
-            is_end = (yield from self._peek()) in (*ends, "")
-            self._pos = start
+            is_end = found[0] == self._end
+            if not is_end:
+                self._pos += len(self._quote)
+                start = self._pos
+                yield from self._skip_space()
+                is_end = (yield from self._peek()) in (*ends, "") or (
+                    yield from self._is_next(self._end)
+                )
+                self._pos = start
             self._write('"' if is_end else '\\"')
             if is_end:
                 return

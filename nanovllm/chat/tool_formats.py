@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol
 
 from nanovllm.chat import harmony
 from nanovllm.chat.call_arguments import NotACall
-from nanovllm.chat.gemma_calls import QUOTE, Gemma4Parser
+from nanovllm.chat.gemma_calls import CLOSING, QUOTE, Gemma4Parser
 from nanovllm.chat.reasoning import is_harmony
 from nanovllm.chat.tool_calls import MAX_CALLS, Steps, ToolCallParser
 from nanovllm.chat.tool_messages import knows_tools
@@ -212,7 +212,7 @@ class MistralArgs(Mistral):
 
 class Gemma4(ToolFormat):
     parser = Gemma4Parser
-    tags: ClassVar[tuple[str, ...]] = ("<|tool_call>", "<tool_call|>", QUOTE)
+    tags: ClassVar[tuple[str, ...]] = ("<|tool_call>", CLOSING, QUOTE)
     ends: ClassVar[tuple[str, ...]] = ("<|tool_response>",)
 
     def _calls_rule(self, several: bool, tag_ids: Mapping[str, int]) -> str:

@@ -11,7 +11,6 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from nanovllm.engine.stop_strings import StopStrings
-from nanovllm.options.sampling_params import TOKEN_MARK
 
 _MAX_UNREAD = 32
 """Tokens that may wait for the end of their last character. A character has 4 bytes at most, so
@@ -27,7 +26,6 @@ class Detokenizer:
 
     Args:
         skipped: tokens that have no text, besides those of `skip_special_tokens`.
-        marked: special tokens before which the text has TOKEN_MARK.
         spaces_between_special_tokens: False leaves out what the decoder writes between two adjacent
             added tokens.
         stop: strings that end the text.
@@ -40,7 +38,6 @@ class Detokenizer:
         *,
         skip_special_tokens: bool = True,
         skipped: frozenset[int] = frozenset(),
-        marked: frozenset[int] = frozenset(),
         spaces_between_special_tokens: bool = True,
         stop: Seq[str] = (),
         include_stop: bool = False,
@@ -53,7 +50,6 @@ class Detokenizer:
         if not (skip_special_tokens or spaces_between_special_tokens):
             added = tokenizer.get_added_tokens_decoder()
             self._added_tokens = {token_id: token.content for token_id, token in added.items()}
-        self._marked = {token_id: self._content_of(token_id) for token_id in marked}
         self._stops = StopStrings(stop, include=include_stop)
         self._token_ids: list[int] = []
         self._num_read = 0  # tokens whose text is in self.text; the rest is part of a character
@@ -91,7 +87,7 @@ class Detokenizer:
         whole = self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
         joined = any(self._is_joined(*pair) for pair in itertools.pairwise(token_ids))
         # Or a byte may have made characters before it invalid: see the class.
-        if joined or "\ufffd" in whole or not self._marked.keys().isdisjoint(token_ids):
+        if joined or "\ufffd" in whole:
             for token_id in token_ids:
                 self.add(token_id, search=False)
         else:
@@ -137,9 +133,6 @@ class Detokenizer:
                 piece = ""
         if len(self._token_ids) > 1 and self._is_joined(*self._token_ids[-2:]):
             piece = self._added_tokens[token_id]
-        content = self._marked.get(token_id)
-        if content is not None and piece.endswith(content):
-            piece = f"{piece.removesuffix(content)}{TOKEN_MARK}{content}"
         if piece:
             self._num_read = len(self._token_ids)
         elif len(self._token_ids) - self._num_read >= _MAX_UNREAD:
@@ -166,9 +159,6 @@ class Detokenizer:
         self._stream = DecodeStream(
             self._token_ids[start:], skip_special_tokens=self._skip_special_tokens
         )
-
-    def _content_of(self, token_id: int) -> str:
-        return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
     def _is_joined(self, token_id: int, next_token_id: int) -> bool:
         return token_id in self._added_tokens and next_token_id in self._added_tokens

@@ -3,11 +3,12 @@
 Knows no prompts and no scheduling.
 """
 
-from functools import cached_property
+from functools import cached_property, partial
 
 from nanovllm.checkpoint.kept_tokenizer import KeptTokenizer
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.logprob_entries import LogprobEntries
+from nanovllm.engine.marked_detokenizer import MarkedDetokenizer
 from nanovllm.engine.request import Completion, Request
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import (
@@ -150,11 +151,11 @@ class OutputProcessor:
         if self._tokenizer is None or not params.detokenize:
             return None
         skips, kept = params.skip_special_tokens, params.kept_token_ids
-        return Detokenizer(
+        marks = partial(MarkedDetokenizer, marked=frozenset(kept))
+        return (marks if params.marks_kept_tokens else Detokenizer)(
             self._tokenizer.backend_tokenizer,
             skip_special_tokens=skips and not kept,
             skipped=self._special_tokens.difference(kept) if skips else frozenset(),
-            marked=frozenset(kept) if params.marks_kept_tokens else frozenset(),
             spaces_between_special_tokens=params.spaces_between_special_tokens,
             stop=params.stop,
             include_stop=params.include_stop_str_in_output,

@@ -10,8 +10,10 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from tokenizers import AddedToken
 
+from nanovllm.chat import harmony
 from nanovllm.chat.answer_parser import AnswerParser
 from nanovllm.chat.reasoning import (
+    HARMONY,
     REASONING_FORMATS,
     ReasoningFormat,
     ReasoningParser,
@@ -21,6 +23,7 @@ from nanovllm.chat.tool_formats import (
     SPACING,
     TOOL_FORMATS,
     Function,
+    Harmony,
     ToolFormat,
     find_tool_format,
     quoted,
@@ -75,10 +78,12 @@ class AnswerFormat:
         self._tag_ids = {token.content: i for i, token in added_tokens.items()}
         self._special = {i for i, token in added_tokens.items() if token.special}
         self._may_reason = may_reason
+        self._is_harmony = reasoning is HARMONY or isinstance(tools, Harmony)
 
     def starts_in_reasoning(self, prompt: str) -> bool:
         """Whether a rendered prompt ends with the tag that opens the reasoning."""
-        return self._reasoning is not None and prompt.rstrip().endswith(self._reasoning.opening)
+        tags = HARMONY if self._is_harmony else self._reasoning
+        return tags is not None and prompt.rstrip().endswith(tags.begin)
 
     def parser(
         self, *, has_tools: bool, starts_in_reasoning: bool, parallel_tool_calls: bool = True
@@ -90,12 +95,37 @@ class AnswerFormat:
                 call of a tool that does not exist is a call, as in vLLM.
             parallel_tool_calls: False drops the calls after the first.
         """
-        reasoning = tools = None
-        if self._reasoning is not None:
-            reasoning = ReasoningParser(self._reasoning, started=starts_in_reasoning)
-        if self._tools is not None and has_tools:
-            tools = self._tools.parser()
+        has_tools = self._tools is not None and has_tools
+        marked = self._marked_tags(has_tools=has_tools)
+        reasoning: ReasoningParser | harmony.HarmonyParser | None = None
+        tools = None
+        if self._is_harmony:
+            reasoning = harmony.HarmonyParser(
+                has_reasoning=self._reasoning is not None,
+                has_calls=has_tools,
+                started=starts_in_reasoning,
+                marked=marked,
+            )
+        else:
+            if self._reasoning is not None:
+                reasoning = ReasoningParser(
+                    self._reasoning, started=starts_in_reasoning, marked=marked
+                )
+            if self._tools is not None and has_tools:
+                tools = self._tools.parser(marked)
         return AnswerParser(reasoning, tools, several=parallel_tool_calls)
+
+    def _marked_tags(self, *, has_tools: bool) -> frozenset[str]:
+        """Return the tags that are special tokens: kept in the text, and marked there."""
+        tags: set[str] = set()
+        if self._is_harmony:
+            tags.update(harmony.TAGS)
+        else:
+            if self._reasoning is not None:
+                tags.update((self._reasoning.opening, self._reasoning.closing))
+            if self._tools is not None and has_tools:
+                tags.update(self._tools.tags)
+        return frozenset(tag for tag in tags if self._tag_ids.get(tag) in self._special)
 
     def params(
         self,
@@ -110,7 +140,7 @@ class AnswerFormat:
 
         What the answer must be, calls or a form of the text, comes after the reasoning. Where the
         text must be JSON and the model may call tools, the answer is either of them. Tags that are
-        special tokens stay in the text, for the parser.
+        special tokens stay in the text, marked for the parser. Tokens behind calls end the answer.
 
         Args:
             prompt: the rendered conversation.
@@ -132,12 +162,14 @@ class AnswerFormat:
             form = self._behind_reasoning(given, prompt, calls)
         if form is not None:
             changes["structured_outputs"] = form
-        tags = list(self._reasoning or ())
-        if self._tools is not None and tools and tool_choice != "none":
-            tags += self._tools.tags
-        kept = self._special & {self._tag_ids.get(tag) for tag in tags}
+        kept = self._marked_tags(has_tools=bool(tools) and tool_choice != "none")
         if kept:
-            changes["kept_token_ids"] = sorted(kept)
+            changes["kept_token_ids"] = sorted(self._tag_ids[tag] for tag in kept)
+            changes["marks_kept_tokens"] = True
+        ends = () if self._tools is None or params.ignore_eos else self._tools.ends
+        ids = [self._tag_ids[tag] for tag in ends if self._tag_ids.get(tag) in self._special]
+        if ids:
+            changes["stop_token_ids"] = (*params.stop_token_ids, *ids)
         return params.clone(**changes) if changes else params
 
     def tool_grammar(
@@ -207,6 +239,8 @@ class AnswerFormat:
                     "start, because this model reasons before it answers"
                 )
             rule = f"%lark {{\n{form.text}\n}}"  # its rules have names of their own
+        if self._is_harmony:
+            rule = f"{harmony.text_opening(self._literal)} body\nbody: {rule}"
         either = f"answer: form | calls\n{calls}" if calls else "answer: form\n"
         source = f"{form.source} beside tools" if calls else form.source
         return made_grammar(f"{start}{either}form: {rule}\n", source)
@@ -214,9 +248,13 @@ class AnswerFormat:
     def _start(self, prompt: str) -> str:
         """Return the rule `start` of a grammar: `answer`, with reasoning before."""
         inside = self.starts_in_reasoning(prompt)
+        if self._is_harmony:
+            return harmony.answer_rules(self._literal, self._tag_ids, inside=inside)
         if self._reasoning is None or not (inside or self._may_reason):
             return _NO_REASONING
-        opening, closing = (tag_literal(tag, self._tag_ids) for tag in self._reasoning)
+        opening, closing = map(self._literal, self._reasoning[:2])
+        if label := self._reasoning.label:
+            opening = f"{opening} {quoted(label)}"
         if prompt.rstrip().endswith(self._reasoning.closing):
             return _NO_REASONING
         if self._reasoning.closing in self._tag_ids:
@@ -225,6 +263,10 @@ class AnswerFormat:
             thought = f"thought: closed LINES?\nclosed[suffix={closing}]: THOUGHT\n"
         begin = "thought" if inside else f"({opening} thought)?"
         return f"start: {begin} answer\n{thought}THOUGHT: /(?s:.*)/\nLINES: /\\n{{1,2}}/\n"
+
+    def _literal(self, tag: str) -> str:
+        """Return a tag as a grammar has it."""
+        return tag_literal(tag, self._tag_ids)
 
 
 def find_answer_format(
@@ -255,7 +297,8 @@ def find_answer_format(
     added_tokens = added_tokens or {}
     # Templates of models that reason unasked take the reasoning of earlier turns out of the text.
     shows = reasoning_parser != "auto" or re.search(
-        r"reasoning_content|split\(['\"](</think>|\[/THINK\])", chat_template or ""
+        r"reasoning_content|split\(['\"](</think>|\[/THINK\])|\[['\"]thinking['\"]\]",
+        chat_template or "",
     )
     has_tag = reasoning and any(t.content == reasoning.opening for t in added_tokens.values())
     return AnswerFormat(reasoning, tools, added_tokens, may_reason=bool(shows and has_tag))

@@ -146,6 +146,7 @@ EVERY_FIELD = {
     "detokenize": True,
     "skip_special_tokens": False,
     "kept_token_ids": [7, 8],
+    "marks_kept_tokens": True,
     "spaces_between_special_tokens": False,
     "output_kind": RequestOutputKind.CUMULATIVE,
 }

@@ -13,8 +13,9 @@ from tokenizers import AddedToken, Tokenizer
 
 from nanovllm import SamplingParams, demo_model
 from nanovllm.chat.parts import Part, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
-from nanovllm.engine.detokenizer import Detokenizer
+from nanovllm.engine.marked_detokenizer import MarkedDetokenizer
 from nanovllm.errors import ConfigError, InvalidRequestError
+from nanovllm.options.sampling_params import TOKEN_MARK
 from nanovllm.options.structured_outputs import structured_outputs
 from nanovllm.server.answers import AnswerFormat, NamedTool, ToolChoice, find_answer_format
 from nanovllm.structured.grammar import GrammarCompiler
@@ -88,7 +89,16 @@ def parse(
     parser_of: AnswerFormat, text: str, *, in_reasoning: bool = False, cut: bool = False
 ) -> list[Part]:
     parser = parser_of.parser(has_tools=True, starts_in_reasoning=in_reasoning)
-    return [*parser.feed(text), *parser.finish(cut=cut)]
+    return [*parser.feed(decoded(parser_of, text)), *parser.finish(cut=cut)]
+
+
+def decoded(parser_of: AnswerFormat, text: str) -> str:
+    """Return a text as the engine decodes it where its tags are tokens."""
+    params = parser_of.params(SamplingParams(), "", TOOLS, "auto")
+    for token_id in params.kept_token_ids:
+        tag = TOKENIZERS[True].id_to_token(token_id)
+        text = text.replace(tag, TOKEN_MARK + tag)
+    return text
 
 
 HERMES_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
@@ -249,7 +259,7 @@ def test_reasoning_text_and_calls(special: bool) -> None:
 
 
 def test_special_tokens_are_dropped_by_their_ids() -> None:
-    """What merely reads like a special token is text; tags stay for the parser."""
+    """What merely reads like a special token is text; tags stay for the parser, and are marked."""
     found, tokenizer = answer_format(MISTRAL, special=True), TOKENIZERS[True]
     typed = ["<p>", "<", "|end|", ">", "[TOOL_", "CALLS]"]
     token_ids = [i for text in typed for i in tokenizer.encode(text).ids]
@@ -258,9 +268,13 @@ def test_special_tokens_are_dropped_by_their_ids() -> None:
     assert with_tools.skip_special_tokens
     assert with_tools.kept_token_ids == (tags[0],)
     skipped = frozenset(tags) - {*with_tools.kept_token_ids}
-    detokenizer = Detokenizer(tokenizer, skip_special_tokens=False, skipped=skipped)
+    assert with_tools.marks_kept_tokens
+    marked = frozenset(with_tools.kept_token_ids)
+    detokenizer = MarkedDetokenizer(tokenizer, marked, skip_special_tokens=False, skipped=skipped)
     detokenizer.add_all([tags[1], *token_ids, tags[2], tags[0]])
-    assert detokenizer.text == "<p><|end|>[TOOL_CALLS][TOOL_CALLS]"
+    assert detokenizer.text == f"<p><|end|>[TOOL_CALLS]{TOKEN_MARK}[TOOL_CALLS]"
+    calling = found.parser(has_tools=True, starts_in_reasoning=False)
+    assert calling.feed(detokenizer.text) == [TextDelta("<p><|end|>[TOOL_CALLS]")]
     parser = found.parser(has_tools=False, starts_in_reasoning=False)
     assert parser.feed("<p><|end|>") + parser.finish() == [TextDelta("<p><|end|>")]
     for tools, choice in (([], "auto"), (TOOLS, "none")):
