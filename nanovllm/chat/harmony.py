@@ -204,6 +204,8 @@ def _read_header(sections: list[tuple[str, str]]) -> _Header:
             name = _CHANNEL_NAME.match(text)
             if name is not None:
                 channel, text = name[1], text[name.end() :]
+            elif recipient is not None and len(text.split()) < 2:
+                text = ""  # the name of an unknown channel
         elif tag == "":
             text = text.lstrip().removeprefix("assistant")
         elif tag == CONSTRAIN:

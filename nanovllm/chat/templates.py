@@ -6,8 +6,14 @@ Knows no requests and no token ids.
 from collections.abc import Mapping, Sequence as Seq
 from typing import Any
 
+from nanovllm.chat.reasoning import is_harmony
 from nanovllm.chat.template_process import TemplateError, TemplateProcess
-from nanovllm.chat.tool_messages import knows_tools, plain_calls, with_tools_as_text
+from nanovllm.chat.tool_messages import (
+    for_harmony,
+    knows_tools,
+    plain_calls,
+    with_tools_as_text,
+)
 from nanovllm.checkpoint.kept_tokenizer import KeptTokenizer
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.validation import shown
@@ -147,7 +153,10 @@ class ChatTemplates:
             template: Any = tokenizer.get_chat_template(chat_template, tools=variables["tools"])
             if not isinstance(template, str):
                 raise TemplateError(f"a template is a string, got {shown(template)}")
-            if not knows_tools(template):
+            if is_harmony(template):
+                conversation, tools = for_harmony(conversation, variables["tools"])
+                variables["tools"] = tools
+            elif not knows_tools(template):
                 conversation = with_tools_as_text(conversation, variables["tools"])
             variables = {**tokenizer.special_tokens_map, **variables, "messages": conversation}
             text = self._process.render(template, variables)

@@ -70,6 +70,27 @@ def with_tools_as_text(
     return plain
 
 
+def for_harmony(
+    conversation: Seq[Mapping[str, Any]], tools: Seq[Any] | None
+) -> tuple[list[dict[str, Any]], Seq[Any] | None]:
+    """Return a conversation and its tools for gpt-oss's template.
+
+    The template reads reasoning under the name "thinking"; beside calls it takes either reasoning
+    or text, so here the text joins the reasoning. Functions need a description.
+    """
+    plain = [dict(message) for message in conversation]
+    for message in plain:
+        if "reasoning_content" in message:
+            message.setdefault("thinking", message["reasoning_content"])
+        if message.get("tool_calls") and message.get("thinking") and message.get("content"):
+            message["thinking"] += f"\n{message.pop('content')}"
+    described = [_fields(tool) for tool in tools or ()]
+    for index, tool in enumerate(described):
+        if isinstance(tool, Mapping) and isinstance(tool.get("function"), Mapping):
+            described[index] = {**tool, "function": {"description": "", **tool["function"]}}
+    return plain, described or tools
+
+
 def _with_calls_as_text(message: Mapping[str, Any]) -> dict[str, Any]:
     if not message.get("tool_calls"):
         return dict(message)
