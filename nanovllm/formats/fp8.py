@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.checkpoint.loader import Shard
+from nanovllm.checkpoint.shards import Shard
 from nanovllm.errors import ConfigError, UnsupportedModelError
 from nanovllm.formats.fp8_config import Fp8Config
 from nanovllm.kernels.torch_kernels import Kernels, WeightMethod

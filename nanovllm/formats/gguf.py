@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from nanovllm.checkpoint.gguf_header import GGUF_TYPES
-from nanovllm.checkpoint.loader import Shard, read_header
+from nanovllm.checkpoint.loader import read_header
+from nanovllm.checkpoint.shards import Shard
 from nanovllm.errors import ConfigError
 from nanovllm.formats.integer import IntTensor, make_int_method
 from nanovllm.kernels.torch_kernels import Kernels, WeightMethod

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.checkpoint.loader import Shard
+from nanovllm.checkpoint.shards import Shard
 from nanovllm.errors import ConfigError
 from nanovllm.kernels.cpu import ops as cpu_ops
 from nanovllm.kernels.cpu.expert_ops import Panels

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from nanovllm.checkpoint.loader import Shard
+from nanovllm.checkpoint.shards import Shard
 from nanovllm.layers.linear import Matrix
 from nanovllm.utils.distributed import all_reduce, gather_to_first, tensor_parallel
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from nanovllm.checkpoint.loader import Shard
+from nanovllm.checkpoint.shards import Shard
 from nanovllm.kernels.torch_experts import ExpertLinear, ExpertMLP, Routing
 from nanovllm.kernels.torch_kernels import TORCH, Kernels
 from nanovllm.layers.linear import Matrix, divide

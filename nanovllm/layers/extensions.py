@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from nanovllm.checkpoint.loader import Shard
+from nanovllm.checkpoint.shards import Shard
 from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.checkpoint.loader import Shard
+from nanovllm.checkpoint.shards import Shard
 from nanovllm.errors import ConfigError
 from nanovllm.kernels.torch_kernels import WeightMethod
 from nanovllm.layers.extensions import StoredWeight

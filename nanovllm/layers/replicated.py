@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from nanovllm.checkpoint.loader import Shard
+from nanovllm.checkpoint.shards import Shard
 from nanovllm.layers.linear import LinearBase
 
 

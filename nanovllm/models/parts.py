@@ -11,7 +11,7 @@ from torch import nn
 
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.spec import QKNorm
-from nanovllm.checkpoint.loader import Shard
+from nanovllm.checkpoint.shards import Shard
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.kernels.torch_kernels import TORCH, Kernels
 from nanovllm.kernels.torch_math import NORM_WIDE

@@ -15,7 +15,8 @@ from torch import nn
 
 from nanovllm.checkpoint.gguf import is_gguf
 from nanovllm.checkpoint.hub import Checkpoint, open_checkpoint, weight_files
-from nanovllm.checkpoint.loader import TensorInfo, model_shards, read_header
+from nanovllm.checkpoint.loader import TensorInfo, read_header
+from nanovllm.checkpoint.shards import model_shards
 from nanovllm.errors import ConfigError, UnsupportedModelError
 from nanovllm.layers.activation import ActAndMul
 from nanovllm.layers.attention import Attention

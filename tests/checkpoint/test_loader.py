@@ -16,7 +16,8 @@ from transformers import Qwen3Config
 import nanovllm
 from nanovllm.checkpoint.dummy_weights import init_dummy_weights
 from nanovllm.checkpoint.hub import open_checkpoint, weight_files
-from nanovllm.checkpoint.loader import load_weights, model_shards
+from nanovllm.checkpoint.loader import load_weights
+from nanovllm.checkpoint.shards import model_shards
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.executors.worker import find_weights
 from nanovllm.kernels.torch_kernels import TORCH

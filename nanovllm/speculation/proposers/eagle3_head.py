@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from nanovllm.attention.batch import Batch
-from nanovllm.checkpoint.loader import Shard
+from nanovllm.checkpoint.shards import Shard
 from nanovllm.errors import CheckpointError
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
