@@ -18,8 +18,8 @@ from nanovllm.executors.executor import Executor, make_executor
 from nanovllm.options.config import Config
 from nanovllm.scheduler.block_manager import BlockManager
 from nanovllm.scheduler.extensions import Drafting
-from nanovllm.scheduler.messages import WorkerInfo
 from nanovllm.scheduler.scheduler import Scheduler
+from nanovllm.scheduler.worker_info import WorkerInfo
 
 
 def make_engine(config: Config, *, queue_depth: int | None = None) -> LLMEngine:

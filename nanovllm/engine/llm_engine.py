@@ -24,8 +24,9 @@ from nanovllm.options.config import Config
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.options.validation import shown
 from nanovllm.outputs import Histogram, Metric, RequestOutput, Vector
-from nanovllm.scheduler.messages import Schedule, StepResult, WorkerInfo
+from nanovllm.scheduler.messages import Schedule, StepResult
 from nanovllm.scheduler.scheduler import Scheduler
+from nanovllm.scheduler.worker_info import WorkerInfo
 
 logger = logging.getLogger(__name__)
 

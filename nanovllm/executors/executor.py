@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 from nanovllm.checkpoint.gguf import is_gguf
 from nanovllm.checkpoint.hub import Checkpoint
 from nanovllm.options.config import Config
-from nanovllm.scheduler.messages import Schedule, StepResult, WorkerInfo
+from nanovllm.scheduler.messages import Schedule, StepResult
+from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.utils.pages import PageReserve
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from nanovllm.executors.worker import (
     rank_device,
 )
 from nanovllm.options.config import Config
-from nanovllm.scheduler.messages import Schedule, WorkerInfo
+from nanovllm.scheduler.messages import Schedule
+from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.utils.pages import PageReserve
 from nanovllm.worker.kv_cache import memory_errors, require_one_sequence
 from nanovllm.worker.model_runner import ModelRunner

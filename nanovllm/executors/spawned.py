@@ -17,7 +17,8 @@ from nanovllm.checkpoint.hub import Checkpoint
 from nanovllm.errors import EngineDeadError, NanoVLLMError
 from nanovllm.executors.worker import check_networks, num_threads, rank_device, run_worker
 from nanovllm.options.config import Config
-from nanovllm.scheduler.messages import Schedule, StepResult, WorkerInfo
+from nanovllm.scheduler.messages import Schedule, StepResult
+from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.worker.kv_cache import require_one_sequence
 
 if TYPE_CHECKING:

@@ -29,13 +29,14 @@ from nanovllm.errors import CheckpointError, ConfigError, NanoVLLMError
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import read_config
 from nanovllm.options.config import Config
-from nanovllm.scheduler.messages import Schedule, WorkerInfo
+from nanovllm.scheduler.messages import Schedule
+from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.utils.distributed import init_tensor_parallel
 from nanovllm.worker.extensions import Drafter, FastSteps
 from nanovllm.worker.kv_cache import memory_errors
-from nanovllm.worker.model_loader import check_weights
+from nanovllm.worker.model_loader import NetworkSpec, check_weights
 from nanovllm.worker.model_runner import ModelRunner
-from nanovllm.worker.network import Network, NetworkSpec
+from nanovllm.worker.network import Network
 from nanovllm.worker.warm_up import allocate, measure
 
 if TYPE_CHECKING:

@@ -2,12 +2,9 @@
 
 import torch
 
-NORM_ROUNDED = 0
-"""The normalised numbers are rounded to their dtype, then multiplied by the weight: Llama."""
-NORM_WIDE = 1
-"""The product with the weight is computed in float32 and rounded once: Gemma 4, Olmo, gpt-oss."""
-NORM_CENTRED = 2
-"""As NORM_WIDE, with 1 + weight instead of the weight: Gemma 2 and 3."""
+NORM_ROUNDED, NORM_WIDE, NORM_CENTRED = range(3)
+"""How an RMSNorm applies its weight. Llama rounds the normalised numbers to their dtype first. Olmo,
+Gemma 4 and gpt-oss multiply in float32 and round once. Gemma 2 and 3 do so with 1 + weight."""
 
 
 def rms_norm(
@@ -42,8 +39,6 @@ def rotate(x: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool = False) ->
         interleaved: the pairs of x are (2i, 2i + 1). Those of the result are as above.
     """
     rotary_dim = cos_sin.shape[-1]
-    if rotary_dim == 0:
-        return x
     cos, sin = cos_sin[:, None].chunk(2, dim=-1)
     pairs, rest = x[..., :rotary_dim].float(), x[..., rotary_dim:]
     first, second = pairs.chunk(2, dim=-1)

@@ -104,7 +104,7 @@ class ColumnParallelLinear(LinearBase):
     """
 
     def __init__(
-        self, input_size: int, slices: Mapping[str, OutputSlice], *, bias: bool, fused: bool = False
+        self, input_size: int, slices: Mapping[str, OutputSlice], bias: bool, fused: bool = False
     ) -> None:
         output_size = sum(outputs.size for outputs in slices.values())
         super().__init__(output_size, input_size)
@@ -139,15 +139,13 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         output_sizes: all outputs of each checkpoint linear, by its name.
     """
 
-    def __init__(
-        self, input_size: int, output_sizes: Mapping[str, int], *, bias: bool, fused: bool = False
-    ) -> None:
+    def __init__(self, input_size: int, output_sizes: Mapping[str, int], **options: bool) -> None:
         rank = tensor_parallel().rank
         slices = {}
         for name, output_size in output_sizes.items():
             size = divide(output_size, f"{name} outputs")
             slices[name] = OutputSlice(output_size, rank * size, size)
-        super().__init__(input_size, slices, bias=bias, fused=fused)
+        super().__init__(input_size, slices, **options)
 
 
 class QKVParallelLinear(ColumnParallelLinear):
@@ -166,10 +164,8 @@ class QKVParallelLinear(ColumnParallelLinear):
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
-        *,
-        bias: bool = False,
         parts: str = "qkv",
-        fused: bool = False,
+        **options: bool,
     ) -> None:
         rank, size = tensor_parallel().rank, tensor_parallel().size
         self.num_heads = divide(num_heads, "num_attention_heads")
@@ -187,7 +183,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         kv = OutputSlice(num_kv_heads * head_dim, kv_start * head_dim, kv_size)
         q = OutputSlice(num_heads * head_dim, rank * q_size, q_size)
         slices = {f"{part}_proj": q if part == "q" else kv for part in parts}
-        super().__init__(input_size, slices, bias=bias, fused=fused)
+        super().__init__(input_size, slices, **options)
 
 
 class RowParallelLinear(LinearBase):

@@ -88,7 +88,6 @@ class GatedMLP(nn.Module):
         bias: whether the three linears have one.
         activation: see `Kernels.act_and_mul`.
         fused: whether the checkpoint has one gate_up_proj.
-        intermediate_size: None: the config's.
     """
 
     def __init__(
@@ -98,10 +97,9 @@ class GatedMLP(nn.Module):
         bias: bool = False,
         activation: str = "silu",
         fused: bool = False,
-        intermediate_size: int | None = None,
     ) -> None:
         super().__init__()
-        size = intermediate_size or config.intermediate_size
+        size = config.intermediate_size
         outputs = {"gate_proj": size, "up_proj": size}
         self.gate_up_proj = MergedColumnParallelLinear(
             config.hidden_size, outputs, bias=bias, fused=fused

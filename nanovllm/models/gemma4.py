@@ -1,5 +1,6 @@
 """The Gemma 4 family, its text model alone. gemma4_parts.py has what only its layers have."""
 
+import dataclasses
 from typing import Any, ClassVar
 
 import torch
@@ -59,7 +60,8 @@ class Gemma4ForCausalLM(DecoderForCausalLM):
         )
         doubled = shares and config.flag("use_double_wide_mlp")
         size = config.intermediate_size * (1 + doubled)
-        mlp = GatedMLP(config, activation=gelu_tanh(config), intermediate_size=size)
+        wide = dataclasses.replace(config, intermediate_size=size)
+        mlp = GatedMLP(wide, activation=gelu_tanh(config))
         layer = Gemma4ExpertsLayer if config.flag("enable_moe_block") else Gemma4Layer
         return layer(config, attention, mlp, **self.norm)
 

@@ -8,7 +8,6 @@ import dataclasses
 from typing import NamedTuple
 
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.scheduler.windows import WindowGroup
 
 
 class Admission(NamedTuple):
@@ -147,30 +146,3 @@ class StepResult:
     """Duration of the step without proposing; 0.0 if the step may not draft."""
     draft_seconds: float = 0.0
     """Duration of proposing."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class WorkerInfo:
-    """Sizes that the workers found at start-up."""
-
-    num_blocks: int
-    """Number of KV blocks that every rank can hold: the minimum over the ranks."""
-    block_size: int
-    max_model_len: int
-    """Config.max_model_len, reduced to the model's number of positions if that is smaller."""
-    vocab_size: int
-    max_num_batched_tokens: int
-    """Config.max_num_batched_tokens, or the device's default."""
-    runs_ahead: bool = False
-    """Whether steps run asynchronously to the host. If so, the engine launches a step before it
-    knows the tokens of the previous one."""
-    follows_drafts: bool = False
-    """Whether rows with `num_unverified_tokens` can run: in steps of rows with one known token
-    each, whose parameters are plain."""
-    step_seconds: tuple[tuple[int, float], ...] = ()
-    """(tokens, seconds) of decode steps, ascending; measured only for speculation."""
-    draft_seconds: tuple[tuple[int, float, float], ...] = ()
-    """(rows, seconds of proposing the first token for each row, seconds of each further one),
-    ascending; empty if it costs nothing."""
-    windows: tuple[WindowGroup, ...] = ()
-    """The groups of layers that have block tables of their own."""

@@ -4,10 +4,10 @@ A model whose layers are all alike has one. Knows no sequence and no step.
 """
 
 import dataclasses
-from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from nanovllm.attention.backend import Backend
 from nanovllm.attention.batch import Batch
@@ -15,6 +15,8 @@ from nanovllm.attention.selector import select_backend
 from nanovllm.attention.spec import AttentionSpec
 from nanovllm.kernels.torch_kernels import Kernels
 from nanovllm.layers.attention import Attention
+from nanovllm.models.model_config import ModelConfig
+from nanovllm.options.config import Config
 from nanovllm.worker.kv_pool import KVPool, page_layout
 
 
@@ -30,15 +32,27 @@ class AttentionGroups:
     """Chooses a backend for each kind of layer, and where in a page each has its KV.
 
     Args:
-        layers: the network's attention layers, in order.
         max_model_len: a window that is as long is none.
-        common: what the specs of all layers share, see `AttentionSpec`.
     """
 
     def __init__(
-        self, layers: Seq[Attention], max_model_len: int, kernels: Kernels, **common: Any
+        self,
+        model: nn.Module,
+        config: Config,
+        model_config: ModelConfig,
+        max_model_len: int,
+        device: torch.device,
+        kernels: Kernels,
     ) -> None:
-        self.layers = layers
+        self.layers = layers = [m for m in model.modules() if isinstance(m, Attention)]
+        kv_dtypes = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+        self._dtype = kv_dtypes.get(config.kv_cache_dtype, model_config.dtype)
+        common: dict[str, Any] = {
+            "dtype": model_config.dtype,
+            "device": device,
+            "block_size": config.kvcache_block_size,
+            "kv_dtype": self._dtype,
+        }
         first = select_backend(_spec(layers[0], max_model_len, common), kernels)
         common["block_size"] = first.block_size
         specs = [_spec(layer, max_model_len, common) for layer in layers]
@@ -49,7 +63,6 @@ class AttentionGroups:
             for layer, spec in zip(layers, specs, strict=True)
             if layer.source is None
         ]
-        self._dtype = common["kv_dtype"]
         sizes = [torch.Size(shape).numel() * self._dtype.itemsize for shape in self._shapes]
         own_specs = [spec for layer, spec in zip(layers, specs, strict=True) if not layer.source]
         self.layout = page_layout(sizes, [spec.window for spec in own_specs])

@@ -7,7 +7,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from nanovllm.scheduler.messages import Admission, Ending, Row, Schedule, WorkerInfo
+from nanovllm.scheduler.messages import Admission, Ending, Row, Schedule
+from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.worker.device_tables import DeviceTables
 
 LAPS = 3

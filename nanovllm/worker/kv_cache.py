@@ -15,8 +15,8 @@ import torch
 
 from nanovllm.errors import OutOfMemoryError
 from nanovllm.options.config import Config
-from nanovllm.scheduler.messages import WorkerInfo
 from nanovllm.scheduler.windows import pages_for
+from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.utils.memory import lazy_zeros
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ import logging
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -35,6 +35,18 @@ logger = logging.getLogger(__name__)
 
 _DEFAULT_DTYPE_LOCK = threading.Lock()
 """Held while torch's default dtype, which is global to the process, is changed."""
+
+
+class NetworkSpec(NamedTuple):
+    """A checked checkpoint, which each rank loads."""
+
+    config: Config
+    """Options; `config.model` is this checkpoint, also for a draft network."""
+    model_config: ModelConfig
+    files: list[Path]
+    """The weight files; none for dummy weights."""
+    reserve: PageReserve | None = None
+    """Has memory for the weights already."""
 
 
 def num_positions(config: Config, model_config: ModelConfig) -> int:

@@ -10,7 +10,8 @@ from itertools import chain
 import torch
 
 from nanovllm.kernels.selector import require_triton
-from nanovllm.scheduler.messages import Row, Schedule, WorkerInfo
+from nanovllm.scheduler.messages import Row, Schedule
+from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.utils.distributed import broadcast_from_first
 from nanovllm.utils.memory import keep_freed
 from nanovllm.worker.device_tables import DeviceTables
@@ -21,8 +22,8 @@ from nanovllm.worker.logprobs import (
     sampled_logprobs,
     want_prompt_logprobs,
 )
-from nanovllm.worker.model_loader import num_positions
-from nanovllm.worker.network import Network, NetworkSpec
+from nanovllm.worker.model_loader import NetworkSpec, num_positions
+from nanovllm.worker.network import Network
 from nanovllm.worker.sampling_rows import SamplingRows
 from nanovllm.worker.step_output import PendingResult, StepOutput
 from nanovllm.worker.timing import StepTimer

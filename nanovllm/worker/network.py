@@ -4,35 +4,17 @@ The target is one, and so is a draft network. Knows no sampling and no schedule.
 """
 
 import dataclasses
-from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from nanovllm.attention.backend import Backend
 from nanovllm.attention.batch import Batch
 from nanovllm.kernels.selector import select_kernels
-from nanovllm.layers.attention import Attention
-from nanovllm.models.model_config import ModelConfig
-from nanovllm.options.config import Config
 from nanovllm.scheduler.messages import Row
-from nanovllm.utils.pages import PageReserve
 from nanovllm.worker.attention_groups import AttentionGroups
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.kv_pool import KVPool
-from nanovllm.worker.model_loader import build_model, load_model
-
-
-class NetworkSpec(NamedTuple):
-    """A checked checkpoint, which each rank loads."""
-
-    config: Config
-    """Options; `config.model` is this checkpoint, also for a draft network."""
-    model_config: ModelConfig
-    files: list[Path]
-    """The weight files; none for dummy weights."""
-    reserve: PageReserve | None = None
-    """Has memory for the weights already."""
+from nanovllm.worker.model_loader import NetworkSpec, build_model, load_model
 
 
 class Network:
@@ -50,16 +32,8 @@ class Network:
         native = config.native_kernels
         self.kernels = select_kernels(device, model_config.dtype, native=native)
         self.model = build_model(config, model_config, files, max_model_len, device, self.kernels)
-        kv_dtypes = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
-        self.attention = AttentionGroups(
-            [m for m in self.model.modules() if isinstance(m, Attention)],
-            max_model_len,
-            self.kernels,
-            dtype=model_config.dtype,
-            device=device,
-            block_size=config.kvcache_block_size,
-            kv_dtype=kv_dtypes.get(config.kv_cache_dtype, model_config.dtype),
-        )
+        sizes = config, model_config, max_model_len
+        self.attention = AttentionGroups(self.model, *sizes, device, self.kernels)
         self.backend: Backend = self.attention.groups[0].backend
         load_model(self.model, config, model_config, files, self.kernels, reserve)
         self.device = device

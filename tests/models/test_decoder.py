@@ -12,10 +12,12 @@ from nanovllm.checkpoint.hub import open_checkpoint, weight_files
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.models.registry import read_config
 from nanovllm.options.config import Config
-from nanovllm.scheduler.messages import Admission, NewBlocks, Row, Schedule, WorkerInfo
+from nanovllm.scheduler.messages import Admission, NewBlocks, Row, Schedule
 from nanovllm.scheduler.windows import num_tables
+from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.worker.device_tables import DeviceTables
-from nanovllm.worker.network import Network, NetworkSpec
+from nanovllm.worker.model_loader import NetworkSpec
+from nanovllm.worker.network import Network
 from tests.checkpoints import random_model
 
 MAX_LENGTH = 128

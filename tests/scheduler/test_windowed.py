@@ -12,10 +12,11 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import initialize
 
 from nanovllm.engine.engine_metrics import kv_cache_tokens
-from nanovllm.scheduler.messages import Schedule, WorkerInfo
+from nanovllm.scheduler.messages import Schedule
 from nanovllm.scheduler.sequence import Sequence
 from nanovllm.scheduler.windowed import WindowedBlockManager, WindowTable
 from nanovllm.scheduler.windows import WindowGroup, num_tables, pages_for
+from nanovllm.scheduler.worker_info import WorkerInfo
 from tests.scheduler.fake_engine import VOCAB_SIZE, Engine, random_guesses
 from tests.scheduler.invariants import check_scheduler
 from tests.scheduler.test_random_runs import SchedulerMachine, clock, make_controller

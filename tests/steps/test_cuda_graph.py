@@ -18,13 +18,14 @@ from nanovllm.checkpoint.hub import open_checkpoint, weight_files
 from nanovllm.executors.worker import make_runner
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.options.config import Config
-from nanovllm.scheduler.messages import Admission, NewBlocks, Row, Schedule, WorkerInfo
+from nanovllm.scheduler.messages import Admission, NewBlocks, Row, Schedule
 from nanovllm.scheduler.scheduler import Scheduler
+from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.steps.cuda_graph import GraphRunner, graph_sizes
 from nanovllm.worker import device_tables, model_runner
 from nanovllm.worker.extensions import LAPS
+from nanovllm.worker.model_loader import NetworkSpec
 from nanovllm.worker.model_runner import ModelRunner
-from nanovllm.worker.network import NetworkSpec
 from nanovllm.worker.sampling_rows import SamplingRows
 from nanovllm.worker.step_output import StepOutput
 from nanovllm.worker.warm_up import allocate

@@ -9,7 +9,8 @@ import torch
 from nanovllm import SamplingParams
 from nanovllm.kernels.selector import select_kernels
 from nanovllm.kernels.torch_kernels import TORCH
-from nanovllm.scheduler.messages import Admission, Ending, Row, Schedule, WorkerInfo
+from nanovllm.scheduler.messages import Admission, Ending, Row, Schedule
+from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.structured.grammar import GrammarCompiler
 from nanovllm.structured.grammar_masks import GrammarMasks, GrammarRow, Masks
 from nanovllm.worker.device_tables import DeviceTables

@@ -7,8 +7,9 @@ import torch
 
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.scheduler.messages import Admission, NewBlocks, NewTokens, Row, Schedule, WorkerInfo
+from nanovllm.scheduler.messages import Admission, NewBlocks, NewTokens, Row, Schedule
 from nanovllm.scheduler.windows import WindowGroup
+from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.sampling_rows import SamplingRows
 

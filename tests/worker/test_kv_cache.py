@@ -11,8 +11,8 @@ import torch
 
 from nanovllm.errors import OutOfMemoryError
 from nanovllm.options.config import Config
-from nanovllm.scheduler.messages import WorkerInfo
 from nanovllm.scheduler.windows import WindowGroup
+from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.worker import kv_cache
 from nanovllm.worker.kv_cache import (
     available_memory,

@@ -9,7 +9,8 @@ import torch
 
 from nanovllm.kernels.selector import select_kernels
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.scheduler.messages import Admission, Ending, Row, Schedule, WorkerInfo
+from nanovllm.scheduler.messages import Admission, Ending, Row, Schedule
+from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.logprobs import sampled_logprobs
 from nanovllm.worker.sampling_rows import SamplingRows

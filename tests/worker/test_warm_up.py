@@ -8,7 +8,7 @@ import torch
 from nanovllm.kernels.torch_kernels import TORCH, Kernels
 from nanovllm.layers import grouped_draw
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.scheduler.messages import WorkerInfo
+from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.speculation.proposers.ngram import Ngram
 from nanovllm.worker import logprobs
 from nanovllm.worker.network import Network

@@ -8,7 +8,8 @@ from nanovllm.speculation.proposers.draft_network import DraftNetwork, load_draf
 from nanovllm.steps.cuda_graph import GraphRunner
 from nanovllm.steps.recorded_step import RecordedModel
 from nanovllm.worker.device_tables import DeviceTables
-from nanovllm.worker.network import Network, NetworkSpec
+from nanovllm.worker.model_loader import NetworkSpec
+from nanovllm.worker.network import Network
 from nanovllm.worker.sampling_rows import SamplingRows
 
 

@@ -18,7 +18,8 @@ from nanovllm.utils.distributed import broadcast_from_first
 from nanovllm.utils.transfer import upload
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.kv_cache import graph_bytes
-from nanovllm.worker.network import Network, NetworkSpec
+from nanovllm.worker.model_loader import NetworkSpec
+from nanovllm.worker.network import Network
 from nanovllm.worker.sampling_rows import SamplingRows
 
 _MAX_GRAPH_TOKENS = 128

@@ -23,7 +23,8 @@ from nanovllm.steps.recorded_step import MAX_TOKENS, RecordedModel
 from nanovllm.utils.transfer import upload
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.kv_cache import zeros
-from nanovllm.worker.network import Network, NetworkSpec
+from nanovllm.worker.model_loader import NetworkSpec
+from nanovllm.worker.network import Network
 from nanovllm.worker.sampling_rows import SamplingRows
 
 

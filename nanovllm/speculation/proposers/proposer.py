@@ -10,7 +10,8 @@ from collections.abc import Callable
 from functools import partial
 
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.scheduler.messages import Row, Schedule, WorkerInfo
+from nanovllm.scheduler.messages import Row, Schedule
+from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.timing import measure_seconds
 

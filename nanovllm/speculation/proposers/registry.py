@@ -2,7 +2,8 @@
 
 from nanovllm.options.speculative_config import SpeculativeConfig
 from nanovllm.speculation.proposers.proposer import Proposer
-from nanovllm.worker.network import Network, NetworkSpec
+from nanovllm.worker.model_loader import NetworkSpec
+from nanovllm.worker.network import Network
 
 
 def make_proposer(

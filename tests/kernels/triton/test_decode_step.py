@@ -12,7 +12,7 @@ from nanovllm.attention.triton import TritonBackend
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.kernels.triton import decode_step
 from nanovllm.kernels.triton.kernels import TritonKernels
-from nanovllm.scheduler.messages import WorkerInfo
+from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.steps.cuda_graph import GraphRunner, graph_sizes
 from nanovllm.worker.device_tables import DeviceTables
 from tests.kernels.triton.harness import ARCHS, compile_launches, count_variants

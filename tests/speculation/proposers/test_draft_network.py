@@ -20,7 +20,8 @@ from nanovllm import SamplingParams, demo_model
 from nanovllm.assembly import make_engine
 from nanovllm.executors import in_process
 from nanovllm.options.config import Config
-from nanovllm.scheduler.messages import Row, WorkerInfo
+from nanovllm.scheduler.messages import Row
+from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.speculation.draft_controller import DraftController
 from nanovllm.speculation.proposers.draft_network import DraftNetwork
 from nanovllm.speculation.proposers.proposer import Proposer
