@@ -3,8 +3,8 @@
 import torch
 
 NORM_ROUNDED, NORM_WIDE, NORM_CENTRED = range(3)
-"""How an RMSNorm applies its weight. Llama rounds the normalised numbers to their dtype first. Olmo,
-Gemma 4 and gpt-oss multiply in float32 and round once. Gemma 2 and 3 do so with 1 + weight."""
+"""How an RMSNorm applies its weight. Llama rounds the normalised numbers to their dtype first.
+Gemma 4, Olmo and gpt-oss multiply in float32 and round once; Gemma 2 and 3 with 1 + weight."""
 
 
 def rms_norm(

@@ -57,6 +57,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         hidden_size, head_dim, heads = config.hidden_size, config.head_dim, config.num_heads
         self.rotary_emb = rotary_emb
+        projections.setdefault("bias", False)
         qkv = self.qkv_proj = QKVParallelLinear(
             input_size or hidden_size, heads, config.num_kv_heads, head_dim, **projections
         )
