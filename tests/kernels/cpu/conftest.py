@@ -1,13 +1,53 @@
 """Fixtures of the tests of the C kernels."""
 
+import functools
 import logging
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from nanovllm.kernels.cpu import build, library as library_module
 from nanovllm.kernels.cpu.library import library
 from tests.kernels.cpu.helpers import built_library
+
+EMULATED = Path(__file__).with_name("emulated.h")
+# -Og, because -O1 takes ten times as long to compile. The checksum gives each version of the header
+# its own key in the kernels' cache.
+EMULATE = (
+    *("-march=haswell", "-Og", "-w", "-include", str(EMULATED)),
+    f"-DEMULATED={zlib.crc32(EMULATED.read_bytes())}",
+)
+VARIANTS = {
+    "native": ((), "-march=native"),
+    "avx512-bf16": (("avx512_bf16",), "-march=cooperlake"),
+    "avx512": (("avx512bw",), "-march=skylake-avx512"),
+    "avx2": (("avx2", "fma"), "-march=haswell"),
+    "emulated-avx512": (("avx2", "fma"), *EMULATE),
+    "emulated-avx512-bf16": (("avx2", "fma"), *EMULATE, "-DEMULATE_BF16"),
+    "emulated-amx": (("avx2", "fma"), *EMULATE, "-DEMULATE_AMX"),
+    "portable": ((), "-O2"),
+}
+EMULATES = {
+    "emulated-avx512": "avx512bw",
+    "emulated-avx512-bf16": "avx512_bf16",
+    "emulated-amx": "amx_bf16",
+}
+"""By variant: what it is for. A processor that has it runs the real instructions instead."""
+load = functools.cache(build.load)
+
+
+@pytest.fixture(params=VARIANTS)
+def kernels(request, monkeypatch):
+    """Use the kernels built for each kind of processor. Skip what this processor cannot run."""
+    needed, *flags = VARIANTS[request.param]
+    if missing := set(needed) - build.processor_flags():
+        pytest.skip(f"no {missing} here")
+    if EMULATES.get(request.param) in build.processor_flags():
+        pytest.skip(f"{EMULATES[request.param]} need not be emulated here")
+    built = load(*flags)
+    monkeypatch.setattr(library_module, "library", lambda: built)
 
 
 @pytest.fixture

@@ -1,0 +1,216 @@
+"""The C kernels between a layer's linears, against float64, built for each kind of processor."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nanovllm.attention.backend import AttentionSpec, QKNorm
+from nanovllm.attention.batch import Batch
+from nanovllm.attention.cpu import CPUBackend
+from nanovllm.kernels.cpu import layer_ops
+from nanovllm.kernels.cpu.kernels import CKernels
+from nanovllm.kernels.torch_kernels import TORCH
+from nanovllm.kernels.torch_math import NORM_CENTRED, NORM_ROUNDED, NORM_WIDE
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.rope_scaling import inverse_frequencies
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.steps.recording import Recording
+from tests.kernels.cpu.helpers import native, randn
+
+KERNELS = {"c": CKernels(), "torch": TORCH}
+pytestmark = native
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.inference_mode():
+        yield
+
+
+@native
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("size", [16, 40, 128, 1000, 1024])
+def test_add_rms_norm_rounds_as_torch_does(size):
+    x, residual = randn(21, size), randn(21, size, seed=1) * 3
+    norm = RMSNorm(size, 1e-6).bfloat16()
+    norm.weight.data = randn(size, seed=2)
+    expected, total = norm.add_norm(x, residual.clone())
+    ours = residual.clone()
+    out = layer_ops.add_rms_norm(x, ours, norm.weight, norm.eps)
+    assert torch.equal(ours, total)
+    assert ((out != expected).float().mean() < 0.01).item()  # torch adds in another order
+    assert torch.allclose(out.float(), expected.float(), rtol=0.01, atol=1e-6)
+
+
+def exact_norm(x, weight, eps, kind):
+    """Return the RMSNorm of `x` in float64."""
+    normed = x.double() * (x.double().square().mean(-1, keepdim=True) + eps).rsqrt()
+    if weight is None:
+        return normed
+    return normed * (weight.double() + (1 if kind == NORM_CENTRED else 0))
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("size", [16, 77, 1000])
+def test_norms_of_each_kind(size, implementation):
+    """One rounding is half a bit of the result; NORM_ROUNDED rounds twice."""
+    kernels, eps = KERNELS[implementation], 1e-5
+    wide, weight = randn(5, size + 50, seed=size), randn(size, seed=1)
+    x, residual = wide[:, 20 : size + 20], randn(5, size, seed=2)
+    for kind, given in (
+        (NORM_ROUNDED, weight), (NORM_WIDE, weight), (NORM_CENTRED, weight), (NORM_WIDE, None)
+    ):  # fmt: skip
+        bits = 2**-7 if kind == NORM_ROUNDED else 1.01 * 2**-8
+        expected = exact_norm(x, given, eps, kind)
+        error = (kernels.rms_norm(x, given, eps, kind).double() - expected).abs()
+        assert (error <= bits * expected.abs()).all()
+        changed = wide.clone()
+        part = changed[:, 20 : size + 20]
+        assert kernels.rms_norm(part, given, eps, kind, out=part).data_ptr() == part.data_ptr()
+        assert torch.equal(part, kernels.rms_norm(x, given, eps, kind))
+        assert torch.equal(changed[:, :20], wide[:, :20])
+        assert torch.equal(changed[:, size + 20 :], wide[:, size + 20 :])
+        total = residual.clone()
+        found = kernels.add_rms_norm(x.contiguous(), total, given, eps, kind, 0.3)
+        assert torch.equal(total, residual + (x.float() * 0.3).bfloat16())
+        expected = exact_norm(total, given, eps, kind)
+        assert ((found.double() - expected).abs() <= bits * expected.abs()).all()
+
+
+@native
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("size", [16, 24, 77, 3072])
+def test_silu_and_mul(size):
+    gate_up = randn(9, 2 * size) * 8
+    gate_up[0, :4] = torch.tensor([-1000.0, 1000.0, 0.0, -88.0])
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    expected = torch.nn.functional.silu(gate) * up
+    error = (layer_ops.act_and_mul(gate_up).double() - expected).abs()
+    assert (error <= 2**-7 * expected.abs() + 1e-30).all()
+
+
+EXACT = {
+    "silu": F.silu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "sigmoid": torch.sigmoid,
+}
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("size", [24, 1035])
+def test_activations(size, implementation):
+    """Torch's GELU has an error of 2e-7, absolute: it adds 1 to a tanh near -1."""
+    kernels, wide = KERNELS[implementation], randn(9, size + 32, seed=size) * 4
+    gate, up = wide[:, 16:-16], randn(9, size + 3, seed=2)[:, 3:]
+    wide[0, 16:22] = torch.tensor([-1000.0, 1000.0, 0.0, -88.0, 7.5, -3e4])
+    both = torch.cat([gate, up], 1)
+    for activation, function in EXACT.items():
+        expected = function(gate.double()) * up.double()
+        bound = 2**-7 * expected.abs() + (
+            1e-6 * up.double().abs() if activation == "gelu_tanh" else 1e-30
+        )
+        found = kernels.mul_act(gate, up, activation)
+        assert ((found.double() - expected).abs() <= bound).all()
+        if activation != "sigmoid":
+            assert torch.equal(kernels.act_and_mul(both.clone(), activation), found)
+    bounded, moved = gate.double().clamp(max=7), up.double().clamp(-7, 7) + 1
+    expected = bounded * torch.sigmoid(1.702 * bounded) * moved
+    found = kernels.act_and_mul(both.clone(), "swiglu_oai").double()
+    assert ((found - expected).abs() <= 1.02 * 2**-8 * expected.abs() + 1e-30).all()
+    expected = up.double().clamp(min=0).square().bfloat16()
+    assert torch.equal(kernels.relu2(up.contiguous()), expected)
+    for factor in (0.7, torch.tensor([0.7], dtype=torch.bfloat16)):
+        scaled = gate.contiguous()
+        kernels.scale(scaled, factor)
+        assert torch.equal(scaled, (gate.double() * torch.as_tensor(factor).double()).bfloat16())
+
+
+@pytest.mark.usefixtures("kernels")
+def test_what_is_no_number_stays_so_in_activations():
+    x = torch.ones(1, 64, dtype=torch.bfloat16)
+    x[0, 5] = torch.nan
+    ones, kernels = torch.ones_like(x), CKernels()
+    found = [kernels.mul_act(x, ones, activation) for activation in EXACT]
+    for activation in ("gelu_tanh", "swiglu_oai"):
+        for pair in ((x, ones), (ones, x)):
+            found.append(kernels.act_and_mul(torch.cat(pair, 1), activation))
+    found.append(kernels.relu2(x.clone()))
+    for result in found:
+        assert result[0].isnan().nonzero().tolist() == [[5]]
+
+
+@native
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("size", [1, 24, 77, 1000])
+def test_copy_rows_between_rows_that_lie_apart(size):
+    x, y, rows = randn(5, size + 9)[:, 3 : size + 3], randn(40, 3 * size, seed=1), [33, 0, 7, 39, 8]
+    expected = y.clone()
+    expected[rows, size : 2 * size] = x
+    layer_ops.copy_rows(x, y[:, size : 2 * size], y_rows=torch.tensor(rows))
+    assert torch.equal(y, expected)
+    expected[:5, 2 * size :] = x
+    layer_ops.copy_rows(x, y[:, 2 * size :])
+    assert torch.equal(y, expected)
+    expected[:2, :size] = x[[4, 1]]
+    layer_ops.copy_rows(x, y[:, :size], x_rows=torch.tensor([4, 1]))
+    assert torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("kv_parts", [0, 1, 2])
+def test_a_recording_computes_what_the_calls_compute(kv_parts):
+    """All kernels that other families need, recorded for 4 tokens and run for 3."""
+    kernels, heads, head_dim = CKernels(), 4, 64
+    spec = AttentionSpec(
+        *(heads, 2, head_dim, torch.bfloat16, torch.device("cpu"), 32),
+        scale=1.0,
+        window=40,
+        softcap=20.0,
+        sinks=True,
+    )
+    backend = CPUBackend(spec)
+    norm = QKNorm(
+        *(randn(head_dim), randn(head_dim, seed=1) if kv_parts else None, 1e-6),
+        RotaryEmbedding(90, inverse_frequencies(32, 1e4)).cos_sin,
+        kind=NORM_WIDE,
+        interleaved=True,
+        v_norm=True,
+        q_scale=torch.rand(90) + 1,
+    )
+    positions = torch.tensor([80, 3, 33, 0])
+    batch = Batch(
+        input_ids=positions,
+        positions=positions,
+        slot_mapping=positions + torch.arange(4) * 96,
+        cu_seqlens_q=torch.arange(5, dtype=torch.int32),
+        seq_lens=positions.int() + 1,
+        block_tables=torch.arange(12, dtype=torch.int32).view(4, 3),
+    )
+    width = (heads + 2 * kv_parts) * head_dim
+    weight, factor, sinks = randn(width, seed=2), randn(1, seed=3), randn(heads, seed=4).float()
+    x, residual = torch.empty(4, width, dtype=torch.bfloat16), randn(4, width, seed=5)
+    before = torch.zeros(backend.kv_cache_shape(12), dtype=torch.bfloat16)
+    before[..., :head_dim] = randn(*before.shape[:-1], head_dim, seed=6)
+
+    def compute(residual, cache):
+        normed = kernels.add_rms_norm(x, residual, weight, 1e-6, NORM_CENTRED, 0.3)
+        kernels.rms_norm(normed[:, 64:], weight[64:], 1e-6, NORM_WIDE, out=normed[:, 64:])
+        q = backend.store(normed, norm, cache, batch)
+        out = backend.attend(q, cache, batch, sinks=sinks).flatten(1)
+        kernels.scale(out, factor)
+        out = kernels.mul_act(q.flatten(1), out, "gelu_tanh")
+        out = kernels.mul_act(out, kernels.relu2(q.flatten(1)), "sigmoid")
+        half = kernels.act_and_mul(out, "gelu_tanh")
+        return kernels.act_and_mul(kernels.mul_act(half, half, "silu"), "swiglu_oai")
+
+    recorded_cache, recorded_residual = before.clone(), residual.clone()
+    with Recording(4) as recording:
+        found = compute(recorded_residual, recorded_cache)
+    x.copy_(randn(4, width, seed=7))
+    recording.run(3, 3)
+    expected = compute(residual, before)
+    assert torch.equal(found[:3], expected[:3])
+    assert torch.equal(recorded_residual[:3], residual[:3])
+    assert torch.equal(recorded_cache[:, :9], before[:, :9])
+    assert not found[3].any()

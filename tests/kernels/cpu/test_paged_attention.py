@@ -1,0 +1,381 @@
+"""Storing into the paged cache and attention over it, against float64, built for each kind of
+processor.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nanovllm.attention.backend import AttentionSpec, QKNorm
+from nanovllm.attention.batch import Batch, HostLengths
+from nanovllm.attention.cpu import CPUBackend
+from nanovllm.kernels.cpu import layer_ops
+from nanovllm.kernels.torch_math import NORM_CENTRED, NORM_WIDE
+from nanovllm.layers.rope_scaling import inverse_frequencies
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from tests.kernels.cpu.helpers import native, randn
+
+pytestmark = native
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.inference_mode():
+        yield
+
+
+OPTIONS = {
+    "rotation only": {"weights": False},
+    "rounded": {},
+    "wide": {"kind": NORM_WIDE},
+    "centred": {"kind": NORM_CENTRED},
+    "norm last": {"after_rotation": True},
+    "interleaved": {"interleaved": True},
+    "interleaved, no norm": {"interleaved": True, "weights": False},
+    "values normed": {"v_norm": True, "kind": NORM_WIDE},
+    "queries scaled": {"scaled": True},
+    "part rotated": {"rotary": 1 / 2},
+    "part rotated, interleaved": {"rotary": 1 / 4, "interleaved": True, "weights": False},
+    "not rotated": {"rotary": 0},
+    "values are keys": {"kv_parts": 1},
+    "values are keys, normed": {"kv_parts": 1, "v_norm": True, "rotary": 1 / 4},
+    "queries only": {"kv_parts": 0, "scaled": True},
+}
+
+
+def make_qk_norm(head_dim, *, weights=True, rotary=1, scaled=False, kv_parts=2, **fields):
+    """Return a QKNorm with random weights, and the number of head groups in qkv beside q."""
+    rotary_dim = int(head_dim * rotary) // 2 * 2
+    cos_sin = torch.zeros(512, 0)
+    if rotary_dim:
+        cos_sin = RotaryEmbedding(512, inverse_frequencies(rotary_dim, 10000.0)).cos_sin
+    q_weight, k_weight = (
+        randn(head_dim, seed=seed).abs() + 0.5 if weights else None for seed in (3, 4)
+    )
+    q_scale = 1 + torch.rand(512, generator=torch.Generator().manual_seed(5)) if scaled else None
+    k_weight = k_weight if kv_parts else None
+    return QKNorm(q_weight, k_weight, 1e-6, cos_sin, **fields, q_scale=q_scale), kv_parts
+
+
+def prepared(x, weight, norm, positions):
+    """Return the normed and rotated heads in float64, and a bound on each number's rounding."""
+
+    def norm_factor(x):
+        if weight is None:
+            return 1
+        inverse = (x.square().mean(-1, keepdim=True) + norm.eps).rsqrt()
+        return inverse * (weight.double() + (norm.kind == NORM_CENTRED))
+
+    x = x if norm.after_rotation else x * norm_factor(x)
+    cos, sin = norm.cos_sin.double()[positions, None].chunk(2, -1)
+    rotary = norm.cos_sin.shape[1]
+    pairs, rest = x[..., :rotary], x[..., rotary:]
+    first, second = pairs[..., : rotary // 2], pairs[..., rotary // 2 :]
+    if norm.interleaved:
+        first, second = pairs[..., 0::2], pairs[..., 1::2]
+    x = torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
+    size = torch.cat([torch.hypot(first, second).repeat(1, 1, 2), rest.abs()], -1)
+    if norm.after_rotation:
+        x, size = x * norm_factor(x), size * norm_factor(x)
+    return x, 2**-8 * x.abs() + 1e-6 * size if weight is None else 3 * 2**-8 * size
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "tokens"),
+    [(6, 2, 64, 70), (3, 1, 80, 33), (4, 4, 18, 1), (2, 1, 512, 20)],
+)
+def test_store_is_float64s(heads, kv_heads, head_dim, tokens, options):
+    """Without a norm, a number is rounded once: its error is half of its last bit."""
+    block_size, num_blocks = 32, 4
+    norm, kv_parts = make_qk_norm(head_dim, **OPTIONS[options])
+    qkv = randn(tokens, (heads + kv_parts * kv_heads) * head_dim, seed=tokens)
+    order = torch.Generator().manual_seed(1)
+    positions = torch.randint(len(norm.cos_sin), (tokens,), generator=order)
+    slots = torch.randperm(num_blocks * block_size, generator=order)[:tokens].sort().values
+    spec = AttentionSpec(heads, kv_heads, head_dim, torch.bfloat16, torch.device("cpu"), block_size)
+    cache = torch.zeros(CPUBackend(spec).kv_cache_shape(num_blocks), dtype=torch.bfloat16)
+    found_q = layer_ops.store(qkv, positions, slots, cache, heads, head_dim, **norm._asdict())
+    parts = [
+        part.unflatten(-1, (-1, head_dim)).double()
+        for part in qkv.split_with_sizes([heads * head_dim, *[kv_heads * head_dim] * kv_parts], -1)
+    ]
+    exact, bound = prepared(parts[0], norm.q_weight, norm, positions)
+    if norm.q_scale is not None:
+        scale = norm.q_scale.double()[positions, None, None]
+        exact, bound = exact * scale, (bound + 2**-8 * exact.abs()) * scale
+    assert ((found_q.double() - exact).abs() <= bound).all()
+    if not kv_parts:
+        assert not cache.any()
+        return
+    width = cache.shape[-1]
+    panels = cache[:, :, 0].flatten(2).unflatten(2, (-1, width // 2, 32, 2))
+    keys = panels.permute(1, 2, 4, 0, 3, 5).reshape(num_blocks * block_size, kv_heads, -1)
+    exact, bound = prepared(parts[1], norm.k_weight, norm, positions)
+    assert ((keys[slots][..., :head_dim].double() - exact).abs() <= bound).all()
+    panels = cache[:, :, 1].flatten(2).unflatten(2, (width // 32, block_size // 2, 32, 2))
+    values = panels.permute(1, 3, 5, 0, 2, 4).reshape(num_blocks * block_size, kv_heads, -1)
+    exact = parts[-1]
+    if norm.v_norm:
+        exact = exact * (exact.square().mean(-1, keepdim=True) + norm.eps).rsqrt()
+    error = (values[slots][..., :head_dim].double() - exact).abs()
+    assert (error <= 1.01 * 2**-9 * exact.abs() * 2 * norm.v_norm).all()
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_torchs_preparation_is_float64s(options):
+    """QKNorm.apply, which the backends in torch use, in float32."""
+    norm, kv_parts = make_qk_norm(64, **OPTIONS[options])
+    spec = AttentionSpec(6, 2, 64, torch.float32, torch.device("cpu"), None)
+    qkv, positions = randn(9, (6 + kv_parts * 2) * 64).float(), torch.arange(40, 49)
+    q, k, v = norm.apply(qkv, positions, spec)
+    parts = [part.unflatten(-1, (-1, 64)).double() for part in qkv.split(128, -1)]
+    exact, _ = prepared(torch.cat(parts[:3], 1), norm.q_weight, norm, positions)
+    if norm.q_scale is not None:
+        exact *= norm.q_scale[positions, None, None]
+    assert torch.allclose(q.double(), exact, atol=1e-5)
+    if not kv_parts:
+        assert k is None
+        assert v is None
+        return
+    exact, _ = prepared(parts[3], norm.k_weight, norm, positions)
+    assert torch.allclose(k.double(), exact, atol=1e-5)
+    exact = parts[-1]
+    if norm.v_norm:
+        exact = exact * (exact.square().mean(-1, keepdim=True) + norm.eps).rsqrt()
+    assert torch.allclose(v.double(), exact, atol=1e-5)
+
+
+def reference(q, k, v, seq_lens, query_lens, scale=None, window=None, softcap=0.0, sinks=None):
+    """Return causal attention in float64. A sequence's q rows are its last tokens."""
+    outs, start, end = [], 0, 0
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    for seq_len, query_len in zip(seq_lens, query_lens, strict=True):
+        queries, keys, values = (
+            q[start : start + query_len],
+            k[end : end + seq_len],
+            v[end : end + seq_len],
+        )
+        start, end = start + query_len, end + seq_len
+        group = q.shape[1] // k.shape[1]
+        keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+        scores = torch.einsum("qhd,khd->hqk", queries, keys) * scale
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        distance = torch.arange(seq_len - query_len, seq_len)[:, None] - torch.arange(seq_len)
+        seen = (distance >= 0) & (distance < (window or seq_len))
+        scores.masked_fill_(~seen, -torch.inf)
+        if sinks is not None:  # a key more, whose value is 0
+            column = sinks.double()[:, None, None].expand(-1, query_len, 1)
+            scores = torch.cat([scores, column], -1)
+            values = F.pad(values, (0, 0, 0, 0, 0, 1))
+        outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), values))
+    return torch.cat(outs)
+
+
+def in_8_bits(cache, slot_mapping, *stored):
+    """Return the keys and values in an 8-bit KV cache; check that they are `stored`, rounded."""
+    kv_heads, blocks, _, block_size, row = cache.shape
+    width, head_dim = row - 2, stored[0].shape[-1]
+    halves = cache.permute(2, 1, 0, 3, 4).flatten(3)  # [2, blocks, kv_heads, bytes]
+    numbers, scales = halves.split([block_size * width, block_size * 2], -1)
+    keys = numbers[0].unflatten(-1, (-1, width // 2, 32, 2)).permute(0, 1, 2, 4, 3, 5)
+    values = numbers[1].unflatten(-1, (-1, block_size // 2, 32, 2)).permute(0, 1, 3, 5, 2, 4)
+    found = []
+    for part, scale, expected in zip(
+        (keys, values), scales.contiguous().view(torch.bfloat16), stored, strict=True
+    ):
+        scale = scale.double().transpose(1, 2).flatten(0, 1)[slot_mapping, :, None]
+        tokens = part.reshape(blocks, kv_heads, block_size, width).transpose(1, 2).flatten(0, 1)
+        tokens = tokens[slot_mapping][..., :head_dim] * scale
+        error = (tokens - expected.double()).abs()
+        assert (error <= 0.51 * scale + 2**-6 * expected.double().abs()).all()
+        assert torch.allclose(scale[..., 0] * 127, expected.abs().amax(-1).double(), rtol=2**-6)
+        found.append(tokens)
+    return found
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block_size"),
+    [
+        (16, 8, 128, 64),
+        (8, 1, 64, 32),
+        (4, 4, 96, 32),
+        (4, 2, 32, 64),
+        (16, 2, 256, 128),
+        (3, 1, 32, 96),
+        (10, 2, 80, 64),
+        (6, 1, 128, 32),
+        (7, 1, 96, 64),
+    ],
+)
+def test_attention(heads, kv_heads, head_dim, block_size, kv_dtype):
+    """One batch of whole prompts, then one batch of chunks and single tokens that follow them.
+
+    With an 8-bit KV cache, the reference attends over the rounded keys and values.
+    """
+    before = [0, 5, 63, 64, 200, 1, 127, 31]
+    after = [100, 1, 1, 1, 37, 33, 2, 1]
+    device = torch.device("cpu")
+    spec = AttentionSpec(
+        heads, kv_heads, head_dim, torch.bfloat16, device, block_size, kv_dtype=kv_dtype
+    )
+    assert CPUBackend.unsupported(spec) is None
+    backend = CPUBackend(spec)
+    norm, _ = make_qk_norm(head_dim, weights=heads % 3 > 0)
+    widths = [-(-(b + a) // block_size) for b, a in zip(before, after, strict=True)]
+    order = torch.randperm(sum(widths), generator=torch.Generator().manual_seed(5)).tolist()
+    tables = torch.full((len(widths), max(widths)), 2**30, dtype=torch.int32)
+    for row, width in enumerate(widths):
+        tables[row, :width] = torch.tensor([order.pop() for _ in range(width)])
+    cache = torch.zeros(backend.kv_cache_shape(sum(widths)), dtype=kv_dtype)
+    past = {row: [] for row in range(len(widths))}
+    for starts, lens in (([0] * len(widths), before), (before, after)):
+        rows = [row for row in range(len(widths)) if lens[row]]
+        query_lens = [lens[row] for row in rows]
+        seq_lens = [starts[row] + lens[row] for row in rows]
+        positions = torch.cat([torch.arange(starts[r], starts[r] + lens[r]) for r in rows])
+        token_rows = torch.cat([torch.full((lens[r],), r) for r in rows])
+        blocks = tables[token_rows, positions // block_size].long()
+        batch = Batch(
+            input_ids=positions,
+            positions=positions,
+            slot_mapping=blocks * block_size + positions % block_size,
+            cu_seqlens_q=torch.tensor([0, *query_lens]).cumsum(0).int(),
+            seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+            block_tables=tables[rows].contiguous(),
+            lengths=HostLengths(tuple(query_lens), tuple(seq_lens)),
+        )
+        qkv = randn(len(positions), (heads + 2 * kv_heads) * head_dim, seed=len(positions))
+        out = backend.forward(qkv, norm, cache, batch)
+        q, k, v = norm.apply(qkv, positions, spec)
+        if kv_dtype == torch.int8:
+            k, v = in_8_bits(cache, batch.slot_mapping, k, v)
+        for row, keys, values in zip(rows, k.split(query_lens), v.split(query_lens), strict=True):
+            past[row].append((keys, values))
+        keys, values = (
+            torch.cat([torch.cat([kv[i] for kv in past[row]]) for row in rows]) for i in (0, 1)
+        )
+        expected = reference(q.double(), keys.double(), values.double(), seq_lens, query_lens)
+        assert (out.double() - expected).abs().max() < 0.02
+        assert (out.double() - expected).abs().mean() < 0.001
+
+
+class Stored:
+    """Sequences in a cache, their queries, and what attention needs beside them."""
+
+    def __init__(self, spec, seq_lens):
+        self.backend, self.seq_lens = CPUBackend(spec), seq_lens
+        size, heads = self.backend.block_size, spec.num_heads + 2 * spec.num_kv_heads
+        widths = [-(-n // size) for n in seq_lens]
+        order = torch.randperm(sum(widths), generator=torch.Generator().manual_seed(5))
+        self.blocks = order.int().split(widths)
+        self.stale = sum(widths)  # a block that no query may read
+        dtype = spec.kv_dtype or spec.dtype
+        self.cache = torch.zeros(self.backend.kv_cache_shape(self.stale + 1), dtype=dtype)
+        norm, _ = make_qk_norm(spec.head_dim, weights=False)
+        positions = torch.cat([torch.arange(n) for n in seq_lens])
+        slots = torch.cat(
+            [
+                self.blocks[row][torch.arange(n) // size].long() * size + torch.arange(n) % size
+                for row, n in enumerate(seq_lens)
+            ]
+        )
+        qkv = randn(len(positions), heads * spec.head_dim, seed=heads)
+        self.q = layer_ops.store(
+            qkv, positions, slots, self.cache, spec.num_heads, spec.head_dim, **norm._asdict()
+        )
+        _, k, v = norm.apply(qkv, positions, spec)
+        self.kv = in_8_bits(self.cache, slots, k, v) if dtype == torch.int8 else [k, v]
+        self.cache[:, self.stale].view(torch.uint8).fill_(0xFF)  # NaN, also as a scale of int8
+        self.sinks = randn(spec.num_heads, seed=9).float() * 2 if spec.sinks else None
+
+    def attend(self, chunks):
+        """Return the attention of tokens [start, stop) of each row in `chunks`, by chunk.
+
+        Table entries of blocks that the windows have left are those of a block of NaN.
+        """
+        size, window = self.backend.block_size, self.backend.spec.window or 2**30
+        tables = torch.full((len(chunks), max(map(len, self.blocks))), 2**30, dtype=torch.int32)
+        for line, (row, start, _) in zip(tables, chunks, strict=True):
+            line[: len(self.blocks[row])] = self.blocks[row]
+            line[: max(start + 1 - window, 0) // size] = self.stale
+        lens = [stop - start for _, start, stop in chunks]
+        queries = self.q.split(self.seq_lens)
+        q = torch.cat([queries[row][start:stop] for row, start, stop in chunks])
+        empty = torch.empty(0)
+        batch = Batch(
+            input_ids=empty,
+            positions=empty,
+            slot_mapping=empty,
+            cu_seqlens_q=torch.tensor([0, *lens]).cumsum(0).int(),
+            seq_lens=torch.tensor([stop for _, _, stop in chunks], dtype=torch.int32),
+            block_tables=tables,
+        )
+        return self.backend.attend(q, self.cache, batch, sinks=self.sinks).split(lens)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block_size", "window", "softcap", "sinks", "scale"),
+    [
+        (4, 4, 64, 32, 1, 0.0, False, None),
+        (4, 2, 80, 64, 5, 0.0, True, None),
+        (8, 1, 256, 64, 64, 30.0, False, 0.1),
+        (2, 1, 512, 64, 65, 0.0, True, 1.0),
+        (4, 4, 64, 32, 33, 0.0, False, None),
+        (4, 2, 64, 128, 1000, 2.0, True, 0.5),
+        (3, 1, 288, 32, None, 5.0, False, None),
+        (6, 2, 80, 32, 200, 0.0, True, 0.02),
+    ],
+)
+def test_windows_softcap_and_sinks(
+    heads, kv_heads, head_dim, block_size, window, softcap, sinks, scale, kv_dtype
+):
+    """Whole prompts against float64; then in chunks, whose rows are the same bits."""
+    spec = AttentionSpec(
+        heads,
+        kv_heads,
+        head_dim,
+        torch.bfloat16,
+        torch.device("cpu"),
+        block_size,
+        kv_dtype=kv_dtype,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+    )
+    assert CPUBackend.unsupported(spec) is None
+    seq_lens = [1, 70, 333]
+    stored = Stored(spec, seq_lens)
+    whole = stored.attend([(row, 0, n) for row, n in enumerate(seq_lens)])
+    exact = reference(
+        *(x.double() for x in (stored.q, *stored.kv)),
+        *(seq_lens, seq_lens, scale, window, softcap, stored.sinks),
+    )
+    error = (torch.cat(whole).double() - exact).abs()
+    assert (error <= 0.01 + 2**-8 * exact.abs()).all()
+    assert error.mean() < 0.001 + 2**-9 * exact.abs().mean()
+    chunks = [(2, 40, 290), (1, 69, 70), (2, 0, 40), (2, 332, 333), (1, 0, 33), (2, 290, 332)]
+    for together in (chunks, [(1, 33, 69)], [(2, 300, 301)]):
+        for (row, start, stop), found in zip(together, stored.attend(together), strict=True):
+            assert torch.equal(found, whole[row][start:stop])
+
+
+def test_unsupported_shapes_are_named():
+    def spec(**changes):
+        base = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "block_size": None}
+        return AttentionSpec(
+            **{**base, "dtype": torch.bfloat16, "device": torch.device("cpu"), **changes}
+        )
+
+    assert CPUBackend.unsupported(spec()) is None
+    assert "head_dim 81" in CPUBackend.unsupported(spec(head_dim=81))
+    assert "kvcache_block_size 16" in CPUBackend.unsupported(spec(block_size=16))
+    assert "bfloat16" in CPUBackend.unsupported(spec(dtype=torch.float32))
+    assert "share a KV head" in CPUBackend.unsupported(spec(num_heads=66))
