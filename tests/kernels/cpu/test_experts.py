@@ -11,7 +11,6 @@ from nanovllm.kernels.cpu.packed import PackedWeight
 from nanovllm.kernels.torch_experts import ExpertLinear, ExpertMLP
 from nanovllm.steps.recording import Recording
 from tests.kernels.cpu.helpers import native, randn
-from tests.kernels.cpu.test_ops import kernels  # noqa: F401
 
 pytestmark = [native, pytest.mark.usefixtures("kernels")]
 NUM_EXPERTS, TOP_K = 7, 3

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanovllm.attention.backend import AttentionSpec, QKNorm
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.cpu import CPUBackend
+from nanovllm.attention.spec import AttentionSpec, QKNorm
 from nanovllm.kernels.cpu import layer_ops
 from nanovllm.kernels.cpu.kernels import CKernels
 from nanovllm.kernels.torch_kernels import TORCH

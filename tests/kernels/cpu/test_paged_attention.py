@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanovllm.attention.backend import AttentionSpec, QKNorm
 from nanovllm.attention.batch import Batch, HostLengths
 from nanovllm.attention.cpu import CPUBackend
+from nanovllm.attention.spec import AttentionSpec, QKNorm
 from nanovllm.kernels.cpu import layer_ops
 from nanovllm.kernels.torch_math import NORM_CENTRED, NORM_WIDE
 from nanovllm.layers.rope_scaling import inverse_frequencies

@@ -5,7 +5,7 @@ Without a GPU it is interpreted, and bfloat16 is left out: the interpreter compu
 import pytest
 import torch
 
-from nanovllm.attention.backend import AttentionSpec, QKNorm
+from nanovllm.attention.spec import AttentionSpec, QKNorm
 from nanovllm.kernels.torch_math import NORM_CENTRED, NORM_ROUNDED, NORM_WIDE, rotate
 from nanovllm.kernels.triton.store import store
 from nanovllm.layers.layernorm import RMSNorm
