@@ -64,7 +64,6 @@ def _table(rows: Iterable[tuple[str, str]]) -> str:
 
 def _lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the rows of the report."""
-    yield "model", found["model"]
     yield "architecture", found["architecture"]
     if not found["supported"]:
         yield "supported", f"no: {found['error']}"

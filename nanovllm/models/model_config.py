@@ -26,7 +26,7 @@ from nanovllm.options.validation import check_float, shown
 _DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
 _MAX_LAYERS = 1000
 _MAX_HEAD_DIM = 2**12
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+ONLY_SOME_READ: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "hidden_activation": ("silu", None),
     "use_sliding_window": (False, None),
@@ -209,7 +209,7 @@ def _check_supported(fields: dict[str, Any], reads: Collection[str]) -> None:
         raise CheckpointError(
             f"config.json: layer_types must be a list of names, is {shown(layer_types)}"
         )
-    for key, neutral in _NEUTRAL.items():
+    for key, neutral in ONLY_SOME_READ.items():
         if key in fields and key not in reads and fields[key] not in neutral:
             if key == "use_sliding_window":
                 continue

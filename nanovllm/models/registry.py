@@ -61,13 +61,21 @@ class Supported(NamedTuple):
 def supported(architecture: str) -> Supported:
     """Return what is known of an architecture in `MODULES`."""
     family, models = MODULES[architecture], ""
-    for cls in _class(f"nanovllm.models.{family}", architecture).__mro__:
+    for cls in family_class(architecture).__mro__:
         paragraph = inspect.cleandoc(cls.__doc__ or "").partition("\n\n")[0]
         first, _, layers = " ".join(paragraph.split()).rstrip(".").partition(": ")
         models = models or first
         if layers:
             break
     return Supported(architecture, family, models, layers)
+
+
+def family_class(architecture: str) -> type[DecoderForCausalLM]:
+    """Return the class of an architecture in `MODULES`."""
+    found: type[DecoderForCausalLM] = _class(
+        f"nanovllm.models.{MODULES[architecture]}", architecture
+    )
+    return found
 
 
 def check_architecture(name: str) -> None:
@@ -96,7 +104,7 @@ def read_config(config: dict[str, Any], dtype: str = "auto") -> ModelConfig:
     """
     name = architecture_of(config)
     check_architecture(name)
-    family: type[DecoderForCausalLM] = _class(f"nanovllm.models.{MODULES[name]}", name)
+    family = family_class(name)
     return ModelConfig.from_hf(config, dtype, family.defaults, family.reads)
 
 

@@ -31,7 +31,7 @@ _COMMON_ROPE_KEYS = (
     *_YARN_FLOATS,
 )
 """Settings that any type may have; a type that does not use them ignores them."""
-_FAMILY_KEYS = (
+FAMILY_KEYS = (
     "partial_rotary_factor",
     "llama_4_scaling_beta",
     "mrope_section",
@@ -80,7 +80,7 @@ def check_rope(settings: dict[str, Any], reads: Collection[str]) -> None:
     """Raise if a rotary setting is only for other families."""
     if settings.get("partial_rotary_factor", 1.0) == 1.0:
         reads = (*reads, "partial_rotary_factor")
-    for key in _FAMILY_KEYS:
+    for key in FAMILY_KEYS:
         if key in settings and key not in reads:
             raise UnsupportedModelError(f"config.json: rope settings not supported: {key!r}")
 
@@ -103,7 +103,7 @@ def _rope_type(settings: dict[str, Any]) -> str:
     for key in _ROPE_KEYS[rope_type]:
         if key not in settings:
             raise CheckpointError(f"config.json: rope scaling {rope_type!r} has no {key}")
-    if unknown := settings.keys() - {*_COMMON_ROPE_KEYS, *_ROPE_KEYS[rope_type], *_FAMILY_KEYS}:
+    if unknown := settings.keys() - {*_COMMON_ROPE_KEYS, *_ROPE_KEYS[rope_type], *FAMILY_KEYS}:
         names = shown(", ".join(sorted(unknown)))
         raise UnsupportedModelError(f"config.json: rope settings not supported: {names}")
     return rope_type
