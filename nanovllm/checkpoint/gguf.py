@@ -12,12 +12,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from nanovllm.checkpoint.gguf_config import ROPE_FACTORS, Metadata, make_config, tokenizer_settings
+from nanovllm.checkpoint.gguf_config import make_config
+from nanovllm.checkpoint.gguf_families import GgufFamily, family_of
 from nanovllm.checkpoint.gguf_header import GgufTensor, read_gguf_header
+from nanovllm.checkpoint.gguf_metadata import Metadata
+from nanovllm.checkpoint.gguf_rope import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
+from nanovllm.checkpoint.gguf_vocabulary import tokenizer_settings
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.options.validation import check_int, shown
+from nanovllm.options.validation import shown
 
-_MODULES = {
+MODULES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -30,12 +34,17 @@ _MODULES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""A decoder layer's modules, by llama.cpp's name."""
+"""A decoder layer's modules, by llama.cpp's name. gguf_families.py has those of single families."""
 _WHOLE_MODEL = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
+
+
+_IN_CONFIG = (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS)
+_MAX_WEIGHTS = 2**17
+"""Of a model, each expert's counted. One of 94 layers and 128 experts has 36,500."""
 
 
 class GgufWeight(NamedTuple):
@@ -45,6 +54,8 @@ class GgufWeight(NamedTuple):
     num_heads: int
     """0: the rows are in transformers' order. Else the rows of each of so many heads are in
     llama.cpp's order: the two rows of a rotary pair are neighbours."""
+    offset: float = 0.0
+    """What is added to each number."""
 
     @property
     def blocks_shape(self) -> tuple[int, ...]:
@@ -92,8 +103,9 @@ def _read_gguf(file: Path, size: int, mtime_ns: int) -> GgufModel:
             f"{file} is one part of a split model: merge the parts with llama.cpp's "
             "llama-gguf-split --merge"
         )
-    tokenizer = tokenizer_settings(metadata)
-    return GgufModel(make_config(metadata), _weights(metadata), tokenizer)
+    family, tokenizer = family_of(metadata), tokenizer_settings(metadata)
+    config = make_config(metadata, family)
+    return GgufModel(config, _weights(metadata, family, config), tokenizer)
 
 
 def read_rows(file: Path, weight: GgufWeight, rows: slice, *, raw: bool) -> npt.NDArray[Any]:
@@ -112,7 +124,8 @@ def read_rows(file: Path, weight: GgufWeight, rows: slice, *, raw: bool) -> npt.
         return np.array(blocks)
     with np.errstate(invalid="ignore", over="ignore"):  # a NaN in a weight is the model's matter
         values = gguf.dequantize(blocks, gguf.GGMLQuantizationType[tensor.type.name])
-    return np.array(values, np.float32).reshape(-1, *tensor.shape[1:])
+    found = np.array(values, np.float32).reshape(-1, *tensor.shape[1:])
+    return found + np.float32(weight.offset) if weight.offset else found
 
 
 def _order(weight: GgufWeight) -> npt.NDArray[np.int64]:
@@ -121,30 +134,81 @@ def _order(weight: GgufWeight) -> npt.NDArray[np.int64]:
     return rows.swapaxes(1, 2).ravel()
 
 
-def _weights(metadata: Metadata) -> dict[str, GgufWeight]:
-    heads = metadata.setting("attention.head_count", check_int, 1)
-    kv_heads = metadata.setting("attention.head_count_kv", check_int, 1, default=heads)
-    permuted = {"attn_q": heads, "attn_k": kv_heads} if metadata.architecture == "llama" else {}
+def _weights(
+    metadata: Metadata, family: GgufFamily, config: dict[str, Any]
+) -> dict[str, GgufWeight]:
+    heads = {
+        "attn_q": config["num_attention_heads"],
+        "attn_k": config["num_key_value_heads"],
+    }
     weights: dict[str, GgufWeight] = {}
     for name, tensor in metadata.tensors.items():
-        if name == ROPE_FACTORS:
+        if name in _IN_CONFIG:
             continue
-        named, module = _WHOLE_MODEL.get(name, name), ""
-        parts = name.split(".")
-        if len(parts) == 4 and parts[0] == "blk" and parts[2] in _MODULES:
-            module = parts[2]
-            named = f"model.layers.{parts[1]}.{_MODULES[module]}.{parts[3]}"
-        num_heads = permuted.get(module, 0)
-        wrong = None
-        if named in weights:
-            wrong = f"is the second tensor for {shown(named)}"
-        elif len(tensor.shape) > 2:
-            wrong = f"has {len(tensor.shape)} dimensions; 1 and 2 are supported"
-        elif len(tensor.shape) == 1 and tensor.type.block_size > 1:
-            wrong = f"has one dimension and type {tensor.type.name}, must be F32, F16 or BF16"
-        elif num_heads and tensor.shape[0] % (2 * num_heads):
-            wrong = f"has {tensor.shape[0]} rows, which are no pairs of {num_heads} heads"
-        if wrong:
-            raise CheckpointError(f"{metadata.file}: tensor {shown(name)} {wrong}")
-        weights[named] = GgufWeight(tensor, num_heads)
+        named, module = _named(name, family)
+        num_heads = heads.get(module, 0) if family.permuted else 0
+        offset = family.norm_offset if module.endswith("_norm") else 0.0
+        _check_tensor(metadata, name, num_heads, experts="{}" in named)
+        if "{}" in named:
+            parts = _split(metadata, name)
+            found = {named.format(i): GgufWeight(part, 0) for i, part in enumerate(parts)}
+        else:
+            found = {named: GgufWeight(tensor, num_heads, offset)}
+        if twice := found.keys() & weights.keys():
+            raise CheckpointError(
+                f"{metadata.file}: tensor {shown(name)} is the second tensor for "
+                f"{shown(min(twice))}"
+            )
+        weights |= found
+        if len(weights) > _MAX_WEIGHTS:
+            raise CheckpointError(
+                f"{metadata.file}: the model has more than {_MAX_WEIGHTS} weights, each expert's "
+                "counted"
+            )
     return weights
+
+
+def _named(name: str, family: GgufFamily) -> tuple[str, str]:
+    """Return transformers' name of tensor `name`, and llama.cpp's name of its module, if known."""
+    parts = name.split(".")
+    if parts[0] != "blk" or len(parts) != 4:
+        named = {**_WHOLE_MODEL, **family.tensors}.get(name, name)
+        return named, parts[0] if named != name else ""
+    _, layer, module, kind = parts
+    layer = f"model.layers.{layer}"
+    if own := family.tensors.get(f"{module}.{kind}"):
+        return f"{layer}.{own}", module
+    known = family.modules.get(module) or MODULES.get(module)
+    return (f"{layer}.{known}.{kind}", module) if known else (name, "")
+
+
+def _check_tensor(metadata: Metadata, name: str, num_heads: int, *, experts: bool) -> None:
+    """Check what reading tensor `name` relies on.
+
+    Args:
+        num_heads: see `GgufWeight`.
+        experts: whether it has the weights of all experts.
+    """
+    tensor, wrong = metadata.tensors[name], None
+    num_dimensions = len(tensor.shape) - experts
+    if experts and (num_dimensions < 1 or tensor.shape[0] != metadata.size("expert_count", 0)):
+        wrong = f"has shape {tensor.shape}, must have one part for each expert"
+    elif num_dimensions > 2:
+        wrong = f"has {len(tensor.shape)} dimensions; {1 + experts} and {2 + experts} are supported"
+    elif num_dimensions == 1 and tensor.type.block_size > 1:
+        wrong = f"has one dimension and type {tensor.type.name}, must be F32, F16 or BF16"
+    elif num_heads and tensor.shape[0] % (2 * num_heads):
+        wrong = f"has {tensor.shape[0]} rows, which are no pairs of {num_heads} heads"
+    if wrong:
+        raise CheckpointError(f"{metadata.file}: tensor {shown(name)} {wrong}")
+
+
+def _split(metadata: Metadata, name: str) -> list[GgufTensor]:
+    """Return the part of each expert of tensor `name`."""
+    tensor = metadata.tensors[name]
+    num_experts, *shape = tensor.shape
+    size = tensor.num_bytes // num_experts
+    return [
+        tensor._replace(shape=tuple(shape), offset=tensor.offset + index * size)
+        for index in range(num_experts)
+    ]

@@ -63,6 +63,7 @@ GGUF_TYPES = {
         14: ("Q6_K", 256, 210),
         20: ("IQ4_NL", 32, 18),
         30: ("BF16", 1, 2),
+        39: ("MXFP4", 32, 17),
     }.items()
 }
 """The types that are read, by their number in the file (ggml's `ggml_type`)."""

@@ -5,10 +5,11 @@ Knows no prompts and no requests.
 
 import logging
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 
 from nanovllm.checkpoint.gguf import read_gguf
 from nanovllm.errors import UnsupportedModelError
@@ -16,20 +17,41 @@ from nanovllm.options.validation import shown
 
 logger = logging.getLogger(__name__)
 
-_MODELS = ("gpt2", "llama")
-_SPLIT_LIKE_GPT2 = ("", "default", "gpt-2", "gpt2")
+_MODELS = ("gpt2", "llama", "gemma4")
+_SPLIT_LIKE_GPT2 = ("", "default", "gpt-2", "gpt2", "exaone4", "olmo")
 _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
 """Pre-tokenizers that split off each digit and then split as GPT-2's does."""
-_LLAMA3 = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1")
+_WORDS_FIRST = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "tekken")
 """Pre-tokenizers whose words are looked up before they are merged, and that add a BOS token."""
+_CONTRACTION, _SPACES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    r"[一-龥぀-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}",
+)
+_SPLITS = {
+    "hunyuan": (
+        rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
+        rf"|{_SPACES}",
+    ),
+    "hunyuan-dense": _DEEPSEEK3,
+    "deepseek-v3": _DEEPSEEK3,
+    "seed-coder": (
+        rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+"
+        rf"|{_SPACES}",
+    ),
+}
+"""Pre-tokenizers that transformers does not know: the patterns that split text, one after the
+other, as in llama.cpp."""
 
 
 def convert_gguf_tokenizer(file: Path) -> Any:
     """Return transformers' tokenizer made from GGUF `file`, with its chat template.
 
     Raises:
-        UnsupportedModelError: the tokenizer is of another kind than byte-level BPE and
-            SentencePiece's BPE.
+        UnsupportedModelError: the tokenizer is of another kind than byte-level BPE, SentencePiece's
+            BPE and Gemma's.
         Exception: whatever transformers raises for contents that make no sense.
     """
     from transformers import PreTrainedTokenizerFast
@@ -43,8 +65,16 @@ def convert_gguf_tokenizer(file: Path) -> Any:
     with tempfile.TemporaryDirectory() as directory:  # transformers also reads a file's neighbours
         (Path(directory) / "model.gguf").symlink_to(file.absolute())
         tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(directory, gguf_file="model.gguf")
+    _complete(tokenizer, settings, file)
+    return tokenizer
+
+
+def _complete(tokenizer: Any, settings: Mapping[str, Any], file: Path) -> None:
+    """Change `tokenizer` where transformers leaves out what the file says."""
     backend: Tokenizer = tokenizer.backend_tokenizer
     pre, before = settings.get("pre", ""), str(backend.pre_tokenizer)
+    if settings["model"] == "gemma4" or settings["architecture"] in ("gemma2", "gemma3"):
+        return  # transformers has a class for them
     if settings["model"] == "llama":
         if not settings.get("add_space_prefix", True):
             backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
@@ -58,7 +88,11 @@ def convert_gguf_tokenizer(file: Path) -> Any:
                 pre_tokenizers.ByteLevel(add_prefix_space=False),
             ]
         )
-    elif pre in _LLAMA3:
+    elif pre in _SPLITS:
+        splits = [pre_tokenizers.Split(Regex(split), "isolated") for split in _SPLITS[pre]]
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
+    elif pre in _WORDS_FIRST:
         backend.model.ignore_merges = True
         if "add_bos_token" not in settings:
             tokenizer.add_bos_token = True
@@ -69,4 +103,3 @@ def convert_gguf_tokenizer(file: Path) -> Any:
             file,
             shown(pre),
         )
-    return tokenizer

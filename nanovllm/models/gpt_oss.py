@@ -6,11 +6,22 @@ from typing import Any, ClassVar
 
 from nanovllm.attention.spec import AttentionOptions
 from nanovllm.kernels.torch_math import NORM_WIDE
-from nanovllm.layers.experts import MAX_EXPERTS, Experts, Router, SparseMLP, StoredExperts
+from nanovllm.layers.experts import (
+    MAX_EXPERTS,
+    PER_EXPERT,
+    Experts,
+    Router,
+    SparseMLP,
+    StoredExperts,
+)
 from nanovllm.models.config_fields import config_size
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.parts import SinkAttention
+
+_MERGED = StoredExperts(linears=None, transposed=True, interleaved=True)
+"""As the published checkpoints have it. A config with "split_experts", which is nanovllm's own, is
+of a GGUF file: that has gates and ups apart."""
 
 
 class GptOssForCausalLM(DecoderForCausalLM):
@@ -41,6 +52,6 @@ class GptOssForCausalLM(DecoderForCausalLM):
             config.intermediate_size,
             activation="swiglu_oai",
             bias=True,
-            stored=StoredExperts(linears=None, transposed=True, interleaved=True),
+            stored=PER_EXPERT if config.flag("split_experts") else _MERGED,
         )
         return DecoderLayer(config, attention, SparseMLP(router, experts), **self.norm)

@@ -1,0 +1,306 @@
+"""What the architectures of llama.cpp have of their own in a GGUF file: names of tensors, the order
+and the offset of their numbers, and settings. A new one is one entry of FAMILIES.
+
+Reads metadata, no weight. Imports no torch.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from nanovllm.checkpoint.gguf_gemma4 import GEMMA4_KEYS, gemma4_fields
+from nanovllm.checkpoint.gguf_metadata import MAX_SIZE, Metadata
+from nanovllm.errors import UnsupportedModelError
+from nanovllm.options.validation import check_int, shown
+
+_NO_NAMES: Mapping[str, str] = MappingProxyType({})
+Fields = dict[str, Any]
+"""Of a config.json."""
+
+
+class GgufFamily(NamedTuple):
+    """An architecture of llama.cpp."""
+
+    architecture: str
+    """transformers' name."""
+    modules: Mapping[str, str] = _NO_NAMES
+    """A layer's modules beyond `gguf.MODULES`, by llama.cpp's name. {} stands for the number of an
+    expert: such a tensor has the weights of all experts, one behind the other."""
+    tensors: Mapping[str, str] = _NO_NAMES
+    """Tensors with names of their own: those of a layer without blk.N. and model.layers.N."""
+    permuted: bool = False
+    """Whether the rows of q and k are in llama.cpp's order: see `GgufWeight`."""
+    norm_offset: float = 0.0
+    """What is added to the weights of norms."""
+    numbers: Mapping[str, str] = _NO_NAMES
+    """Fields of a config.json, by the key that has their number. Without it they are null."""
+    keys: frozenset[str] = frozenset()
+    """The keys that `fields` reads."""
+    per_layer: frozenset[str] = frozenset()
+    """The sizes that may be lists, of a number for each layer. The common fields have the first."""
+    partial_rotation: bool = False
+    """Whether a part of a head may rotate."""
+    fields: Callable[[Metadata, Fields], Fields] = lambda metadata, config: {}
+    """Returns the family's own fields; gets the common ones."""
+    neutral: Mapping[str, Any] = MappingProxyType({})
+    """Keys with the only value that is supported. Without the key it is meant."""
+
+
+_WINDOW_KEYS = frozenset({"attention.sliding_window", "attention.sliding_window_pattern"})
+_EXPERT_KEYS = frozenset({"expert_count", "expert_used_count", "expert_feed_forward_length"})
+_SANDWICH = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_EXPERTS = {
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}
+_SOFTCAP = {"final_logit_softcapping": "final_logit_softcapping"}
+
+
+def _windows(metadata: Metadata, config: Fields, interval: int, default: int = 0) -> Fields:
+    """Return the window, null for none, and the type of each layer.
+
+    Args:
+        interval: without a pattern, every so many layers have full attention.
+        default: the window, if the file has none.
+    """
+    key, num_layers = "attention.sliding_window", config["num_hidden_layers"]
+    window = metadata.setting(key, check_int, 0, MAX_SIZE, default=default)
+    has_window = metadata.listed(f"{key}_pattern", num_layers, bool)
+    if has_window is None:
+        interval = metadata.setting(f"{key}_pattern", check_int, 0, MAX_SIZE, default=interval)
+        layers = range(1, num_layers + 1)
+        has_window = [not interval or number % interval != 0 for number in layers]
+    types = [
+        "sliding_attention" if window and slides else "full_attention" for slides in has_window
+    ]
+    return {"sliding_window": window or None, "layer_types": types}
+
+
+def _theta_of_windows(metadata: Metadata, config: Fields, default: float) -> Fields:
+    """Return rotary settings by type of layer: those with a window have no scaling."""
+    theta = metadata.number("rope.freq_base_swa", default)
+    return {
+        "rope_parameters": {
+            "full_attention": config["rope_parameters"],
+            "sliding_attention": {"rope_theta": theta},
+        }
+    }
+
+
+def _gemma(num_layers: int) -> Callable[[Metadata, Fields], Fields]:
+    """Return the fields of Gemma 2 or 3. The largest model, of `num_layers`, scales differently:
+    no key says so.
+    """
+
+    def fields(metadata: Metadata, config: Fields) -> Fields:
+        scalar = config["head_dim"]
+        if config["num_hidden_layers"] == num_layers:
+            scalar = config["hidden_size"] // config["num_attention_heads"]
+        own = {"query_pre_attn_scalar": scalar}
+        if metadata.architecture == "gemma2":
+            return own | _windows(metadata, config, 2, default=4096)
+        own |= _windows(metadata, config, 6)
+        return own | _theta_of_windows(metadata, config, 10_000.0)
+
+    return fields
+
+
+def _mistral3(metadata: Metadata, config: Fields) -> Fields:
+    """The queries' factor: llama.cpp has it grow at multiples of the original context."""
+    if not metadata.has("attention.temperature_scale"):
+        return {}
+    rope: Fields = config["rope_parameters"]
+    original = metadata.size("rope.scaling.original_context_length")
+    length = metadata.size("attention.temperature_length", original)
+    if length != original or rope.get("rope_type") != "yarn":
+        raise UnsupportedModelError(
+            f"{metadata.file}: mistral3.attention.temperature_length {length} is not supported: "
+            f"it must be the original context of yarn scaling, {original}"
+        )
+    beta = metadata.number("attention.temperature_scale")
+    return {"rope_parameters": {**rope, "llama_4_scaling_beta": beta}}
+
+
+def _phi3(metadata: Metadata, config: Fields) -> Fields:
+    window = metadata.setting("attention.sliding_window", check_int, 0, MAX_SIZE, default=0)
+    return {"sliding_window": window or None}
+
+
+def _granite(metadata: Metadata, config: Fields) -> Fields:
+    default = config["head_dim"] ** -0.5
+    return {"attention_multiplier": metadata.number("attention.scale", default)}
+
+
+def _olmo2(metadata: Metadata, config: Fields) -> Fields:
+    """Olmo 3 is an Olmo 2 with windows."""
+    windows = _windows(metadata, config, 4)
+    if windows["sliding_window"] is None:
+        return {}
+    theta = config["rope_parameters"]["rope_theta"]
+    own = {"architectures": ["Olmo3ForCausalLM"], **windows}
+    return own | _theta_of_windows(metadata, config, theta)
+
+
+def _exaone4(metadata: Metadata, config: Fields) -> Fields:
+    return _windows(metadata, config, 4)
+
+
+def _seed_oss(metadata: Metadata, config: Fields) -> Fields:
+    return {"attention_out_bias": "blk.0.attn_output.bias" in metadata.tensors}
+
+
+def _ernie(metadata: Metadata, config: Fields) -> Fields:
+    return {"use_bias": config["attention_bias"]}
+
+
+def _qwen3moe(metadata: Metadata, config: Fields) -> Fields:
+    """llama.cpp always normalises the weights of a token's experts."""
+    num_chosen = metadata.size("expert_used_count")
+    size = max(1, config["intermediate_size"] // num_chosen)
+    return {
+        "num_experts": metadata.size("expert_count"),
+        "num_experts_per_tok": num_chosen,
+        "moe_intermediate_size": metadata.size("expert_feed_forward_length", size),
+        "norm_topk_prob": True,
+    }
+
+
+def _gpt_oss(metadata: Metadata, config: Fields) -> Fields:
+    """The bounds of yarn's ramp are not rounded, as in the published config.json."""
+    return {
+        **_windows(metadata, config, 2),
+        "num_local_experts": metadata.size("expert_count"),
+        "num_experts_per_tok": metadata.size("expert_used_count"),
+        "intermediate_size": metadata.size("expert_feed_forward_length"),
+        "rope_parameters": {**config["rope_parameters"], "truncate": False},
+        "split_experts": True,
+    }
+
+
+FAMILIES: dict[str, GgufFamily] = {
+    "ernie4_5": GgufFamily("Ernie4_5ForCausalLM", fields=_ernie),
+    "exaone4": GgufFamily(
+        "Exaone4ForCausalLM", modules=_SANDWICH, keys=_WINDOW_KEYS, fields=_exaone4
+    ),
+    "gemma2": GgufFamily(
+        "Gemma2ForCausalLM",
+        modules=_SANDWICH,
+        norm_offset=-1.0,
+        numbers={**_SOFTCAP, "attn_logit_softcapping": "attn_logit_softcapping"},
+        keys=_WINDOW_KEYS,
+        fields=_gemma(46),
+    ),
+    "gemma3": GgufFamily(
+        "Gemma3ForCausalLM",
+        modules=_SANDWICH,
+        norm_offset=-1.0,
+        numbers=_SOFTCAP,
+        keys=_WINDOW_KEYS | {"rope.freq_base_swa"},
+        fields=_gemma(62),
+    ),
+    "gemma4": GgufFamily(
+        "Gemma4ForCausalLM",
+        modules={
+            **_SANDWICH,
+            "inp_gate": "per_layer_input_gate",
+            "proj": "per_layer_projection",
+            "post_norm": "post_per_layer_input_norm",
+        },
+        tensors={
+            "layer_output_scale.weight": "layer_scalar",
+            "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
+            "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
+            "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
+        },
+        numbers=_SOFTCAP,
+        keys=GEMMA4_KEYS,
+        per_layer=frozenset({"attention.head_count_kv", "feed_forward_length"}),
+        fields=gemma4_fields,
+    ),
+    "gpt-oss": GgufFamily(
+        "GptOssForCausalLM",
+        modules={
+            **_EXPERTS,
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_gate_inp": "mlp.router",
+        },
+        tensors={"attn_sinks.weight": "self_attn.sinks"},
+        keys=_WINDOW_KEYS | _EXPERT_KEYS,
+        fields=_gpt_oss,
+    ),
+    "granite": GgufFamily(
+        "GraniteForCausalLM",
+        permuted=True,
+        numbers={
+            "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier",
+            "logit_scale": "logits_scaling",
+        },
+        keys=frozenset({"attention.scale"}),
+        fields=_granite,
+        neutral={"rope.scaling.finetuned": True},  # False: no layer rotates
+    ),
+    "hunyuan-dense": GgufFamily(
+        "HunYuanDenseV1ForCausalLM",
+        modules={
+            "attn_q_norm": "self_attn.query_layernorm",
+            "attn_k_norm": "self_attn.key_layernorm",
+        },
+    ),
+    "llama": GgufFamily("LlamaForCausalLM", permuted=True),
+    "mistral3": GgufFamily(
+        "Ministral3ForCausalLM",
+        permuted=True,
+        keys=frozenset({"attention.temperature_scale", "attention.temperature_length"}),
+        fields=_mistral3,
+    ),
+    "olmo2": GgufFamily(
+        "Olmo2ForCausalLM",
+        modules=_SANDWICH,
+        keys=_WINDOW_KEYS | {"rope.freq_base_swa"},
+        fields=_olmo2,
+    ),
+    "phi3": GgufFamily(
+        "Phi3ForCausalLM",
+        modules={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+        keys=frozenset({"attention.sliding_window"}),
+        partial_rotation=True,
+        fields=_phi3,
+    ),
+    "qwen2": GgufFamily("Qwen2ForCausalLM"),
+    "qwen3": GgufFamily("Qwen3ForCausalLM"),
+    "qwen3moe": GgufFamily(
+        "Qwen3MoeForCausalLM",
+        modules={**_EXPERTS, "ffn_gate_inp": "mlp.gate"},
+        keys=_EXPERT_KEYS,
+        fields=_qwen3moe,
+        neutral={"expert_gating_func": 1},  # a softmax
+    ),
+    "seed_oss": GgufFamily(
+        "SeedOssForCausalLM",
+        modules={"post_attention_norm": "post_attention_layernorm"},
+        fields=_seed_oss,
+    ),
+    "smollm3": GgufFamily("SmolLM3ForCausalLM", permuted=True),
+}
+"""By `general.architecture`."""
+
+
+def family_of(metadata: Metadata) -> GgufFamily:
+    """Return the family of a file.
+
+    Raises:
+        UnsupportedModelError: there is none.
+    """
+    family = FAMILIES.get(metadata.architecture)
+    if family is None:
+        raise UnsupportedModelError(
+            f"{metadata.file}: general.architecture {shown(metadata.architecture)} is not "
+            f"supported ({', '.join(FAMILIES)})"
+        )
+    return family

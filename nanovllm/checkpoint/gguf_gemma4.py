@@ -1,0 +1,108 @@
+"""The settings of Gemma 4 in a GGUF file: sizes that differ between layers, and which layers share.
+
+Reads metadata, no weight. Imports no torch.
+"""
+
+from typing import Any
+
+from nanovllm.checkpoint.gguf_metadata import MAX_SIZE, Metadata
+from nanovllm.errors import CheckpointError, UnsupportedModelError
+from nanovllm.options.validation import check_int, shown
+
+GEMMA4_KEYS = frozenset(
+    {
+        "attention.sliding_window",
+        "attention.sliding_window_pattern",
+        "attention.key_length_swa",
+        "attention.value_length_swa",
+        "attention.shared_kv_layers",
+        "embedding_length_per_layer_input",
+        "rope.freq_base_swa",
+        "rope.dimension_count_swa",
+    }
+)
+
+
+def gemma4_fields(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of Gemma 4's config.json beyond the common ones.
+
+    In the file the plain sizes of a head are those of the layers with full attention.
+    """
+    num_layers, tensors = config["num_hidden_layers"], metadata.tensors
+    slides = metadata.listed("attention.sliding_window_pattern", num_layers, bool)
+    if slides is None:
+        raise CheckpointError(
+            f"{metadata.file}: gemma4.attention.sliding_window_pattern must be a list of bool"
+        )
+    head_dim = metadata.size("attention.key_length_swa")
+    for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
+        if (found := metadata.size(key, head_dim)) != head_dim:
+            raise UnsupportedModelError(
+                f"{metadata.file}: gemma4.{key} {found} is not supported: it must be the head "
+                f"size, {head_dim}"
+            )
+    full = [index for index in range(num_layers) if not slides[index]]
+    same_values = bool(full) and f"blk.{full[0]}.attn_v.weight" not in tensors
+    num_shared = metadata.setting("attention.shared_kv_layers", check_int, 0, num_layers, default=0)
+    extra = metadata.setting("embedding_length_per_layer_input", check_int, 0, MAX_SIZE, default=0)
+    embedding = tensors.get("per_layer_token_embd.weight")
+    heads = (
+        metadata.listed("attention.head_count_kv", num_layers, int)
+        or [config["num_key_value_heads"]] * num_layers
+    )
+    by_type = dict(zip(slides, heads, strict=True))
+    if any(by_type[slide] != count for slide, count in zip(slides, heads, strict=True)):
+        raise UnsupportedModelError(
+            f"{metadata.file}: gemma4.attention.head_count_kv {shown(heads)} is not supported: "
+            "layers of one type must have equally many"
+        )
+    return {
+        "head_dim": head_dim,
+        "global_head_dim": config["head_dim"],
+        "num_key_value_heads": by_type.get(True, heads[0]),
+        "num_global_key_value_heads": by_type.get(False, heads[0]),
+        "attention_k_eq_v": same_values,
+        "sliding_window": metadata.size("attention.sliding_window"),
+        "layer_types": ["sliding_attention" if s else "full_attention" for s in slides],
+        "num_kv_shared_layers": num_shared,
+        "hidden_size_per_layer_input": extra,
+        "vocab_size_per_layer_input": embedding.shape[0] if embedding else None,
+        **_mlp_sizes(metadata, num_layers, num_shared),
+        "rope_parameters": {
+            "full_attention": _full_rope(metadata, config),
+            "sliding_attention": {"rope_theta": metadata.number("rope.freq_base_swa", 10_000.0)},
+        },
+    }
+
+
+def _mlp_sizes(metadata: Metadata, num_layers: int, num_shared: int) -> dict[str, Any]:
+    sizes = metadata.listed("feed_forward_length", num_layers, int)
+    if sizes is None:
+        return {"use_double_wide_mlp": False}
+    size, doubled = sizes[0], sizes[-1] == 2 * sizes[0]
+    expected = [size] * (num_layers - num_shared) + [size * (1 + doubled)] * num_shared
+    if sizes != expected or not 1 <= size <= MAX_SIZE:
+        raise UnsupportedModelError(
+            f"{metadata.file}: gemma4.feed_forward_length {shown(sizes)} is not supported: layers "
+            "that share keys and values may have twice the size of the others"
+        )
+    return {"intermediate_size": size, "use_double_wide_mlp": doubled}
+
+
+def _full_rope(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the rotary settings of full attention: the file divides by 1 what rotates, and by an
+    astronomic number what does not.
+    """
+    size, rope = config["head_dim"] // 2, config["rope_parameters"]
+    factors = rope.get("factors", [])
+    rotating = sum(factor == 1.0 for factor in factors)
+    if len(factors) != size or not all(factor > 1e20 for factor in factors[rotating:]):
+        raise UnsupportedModelError(
+            f"{metadata.file}: rope_freqs.weight {shown(factors)} is not supported: it must have "
+            f"{size} factors, ones and then numbers above 1e20"
+        )
+    return {
+        "rope_type": "proportional",
+        "rope_theta": rope["rope_theta"],
+        "partial_rotary_factor": rotating / size,
+    }
