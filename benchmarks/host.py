@@ -21,7 +21,7 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.options.config import Config
 from nanovllm.steps import registry
 from nanovllm.steps.cuda_capture import Step
-from nanovllm.worker import network
+from nanovllm.worker import attention_groups
 
 
 class _Backend(TorchBackend):
@@ -38,6 +38,7 @@ class _Backend(TorchBackend):
         kv_cache: torch.Tensor,
         batch: Batch,
         out: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return torch.zeros_like(q) if out is None else out.zero_()
 
@@ -82,7 +83,7 @@ def make_engine(batch: int, output_len: int) -> LLMEngine:
         "piece_sizes": lambda most: [],
     }
     with (
-        mock.patch.object(network, "select_backend", _select),
+        mock.patch.object(attention_groups, "select_backend", _select),
         mock.patch.multiple(registry, **graphs),
     ):
         return assembly.make_engine(config, queue_depth=1)

@@ -126,9 +126,9 @@ def test_rope_scaling_is_applied_or_refused(
     model = copy_checkpoint(random_model, tmp_path / "yarn", rope_parameters=yarn)
     assert tokens(make_llm(model), [prompt]) != plain
     model = copy_checkpoint(
-        random_model, tmp_path / "other", rope_parameters={**yarn, "rope_type": "longrope"}
+        random_model, tmp_path / "other", rope_parameters={**yarn, "rope_type": "dynamic"}
     )
-    with pytest.raises(UnsupportedModelError, match="longrope"):
+    with pytest.raises(UnsupportedModelError, match="dynamic"):
         make_llm(model)
 
 
