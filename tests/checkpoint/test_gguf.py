@@ -259,13 +259,14 @@ def test_a_file_that_is_not_there(tmp_path):
     ("metadata", "said"),
     [
         (
-            {"general.architecture": "gemma3"},
-            r"general\.architecture 'gemma3' is not supported \(llama",
+            {"general.architecture": "klingon"},
+            r"general\.architecture 'klingon' is not supported \(ernie4_5, .*llama",
         ),
         ({"llama.expert_count": 8}, r"llama\.expert_count 8 is not supported"),
         ({"llama.attention.causal": False}, r"llama\.attention\.causal False is not supported"),
         ({"llama.logit_scale": 0.5}, r"llama\.logit_scale 0\.5 is not supported"),
-        ({"llama.rope.scaling.type": "longrope"}, r"scaling\.type 'longrope' is not supported"),
+        ({"llama.rope.scaling.type": "other"}, r"scaling\.type 'other' is not supported"),
+        ({"llama.rope.scaling.type": "longrope"}, r"has no tensor rope_factors_short\.weight"),
         ({"llama.rope.scaling.type": "linear"}, r"llama\.rope\.scaling\.factor must be"),
         ({"llama.rope.dimension_count": 32}, r"dimension_count 32 .*must be the head size, 64"),
         ({"llama.attention.value_length": 32}, r"value_length 32 is not supported"),

@@ -1,0 +1,283 @@
+"""Writes GGUF files of transformers' models as llama.cpp's converter does, for each architecture.
+
+Names come from the gguf package's tables. What the converter changes in the numbers is here: what
+it adds to norms, the order of rows, experts side by side. Knows nothing of the engine.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from tests.gguf_files import quantized, to_llama_order
+
+PERMUTED = ("llama", "mistral3", "granite", "smollm3")
+KIND = gguf.GGMLQuantizationType
+
+
+def convert(
+    model: PreTrainedModel,
+    file: Path,
+    architecture: str,
+    *,
+    kind: str = "F32",
+    metadata: dict[str, Any] | None = None,
+    shapes: dict[str, tuple[int, ...]] | None = None,
+) -> str:
+    """Write `model` to `file`, without a tokenizer.
+
+    Args:
+        architecture: llama.cpp's name of it.
+        kind: the type of all matrices.
+        metadata: fields to add or replace, without the architecture; None leaves one out.
+        shapes: other shapes of tensors, by their names in the file: they become zeros.
+    """
+    config = plain(model.config)
+    writer = gguf.GGUFWriter(file, architecture)
+    for key, value in {**settings(config, architecture), **(metadata or {})}.items():
+        if value is not None:
+            name = key if key.startswith("tokenizer.") else f"{architecture}.{key}"
+            writer.add_key_value(name, value, gguf.GGUFValueType.get_type(value))
+    writer.add_eos_token_id(2)
+    rng = np.random.default_rng(0)
+    for name, tensor in tensors(model, config, architecture):
+        if name in (shapes or {}):
+            tensor = torch.zeros(shapes[name])
+        used = kind if tensor.ndim > 1 and name.endswith("weight") else "F32"
+        block = gguf.GGML_QUANT_SIZES[KIND[used]][0]
+        used = used if tensor.shape[-1] % block == 0 else "F16"
+        values = tensor.contiguous().float().numpy()
+        if used == "MXFP4":
+            blocks = random_mxfp4(values, rng)
+        else:
+            blocks = quantized(values, used, rng)
+        writer.add_tensor(name, blocks, raw_dtype=KIND[used])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return str(file)
+
+
+def plain(config: Any) -> Any:
+    """Return the fields of `config`; sizes of Gemma 4's layers with full attention have names."""
+    fields = config.to_dict()
+    if full := fields.get("per_layer_config"):
+        own = next(iter(full.values()))
+        fields["global_head_dim"] = own["head_dim"]
+        fields["num_global_key_value_heads"] = own.get("num_key_value_heads")
+    return SimpleNamespace(**fields)
+
+
+def random_mxfp4(values: np.ndarray[Any, Any], rng: np.random.Generator) -> Any:
+    """Return blocks of MXFP4 in the shape of `values`: an exponent and 32 numbers of 4 bits."""
+    blocks = rng.integers(0, 256, (*values.shape[:-1], values.shape[-1] // 32, 17), np.uint8)
+    blocks[..., 0] = rng.integers(121, 125, blocks.shape[:-1])
+    return blocks.reshape(*values.shape[:-1], -1)
+
+
+def settings(config: Any, architecture: str) -> dict[str, Any]:
+    """Return the metadata: what the converter writes for all architectures, and for this one."""
+    rope = dict(config.rope_parameters)
+    typed = rope.get("full_attention", rope)
+    found = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "block_count": config.num_hidden_layers,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.freq_base": float(typed["rope_theta"]),
+        "rope.freq_base_swa": rope.get("sliding_attention", {}).get("rope_theta"),
+    }
+    if (head_dim := getattr(config, "head_dim", None)) and architecture not in ("phi3", "granite"):
+        found |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
+    if architecture in PERMUTED:
+        found["rope.dimension_count"] = head_dim or config.hidden_size // config.num_attention_heads
+    if typed["rope_type"] in ("linear", "yarn"):
+        found |= {"rope.scaling.type": typed["rope_type"], "rope.scaling.factor": typed["factor"]}
+    if typed["rope_type"] == "yarn":
+        original = typed["original_max_position_embeddings"]
+        found |= {"rope.scaling.original_context_length": original}
+        for key in ("beta_fast", "beta_slow"):
+            if typed.get(key):
+                found[f"rope.scaling.yarn_{key}"] = float(typed[key])
+        if typed.get("attention_factor"):
+            found["rope.scaling.yarn_attn_factor"] = typed["attention_factor"]
+    if architecture == "hunyuan-dense" and typed.get("alpha"):
+        theta = typed["rope_theta"] * typed["alpha"] ** (head_dim / (head_dim - 2))
+        found |= {"rope.freq_base": theta, "rope.scaling.type": "none", "rope.scaling.factor": 1.0}
+    return found | own_settings(config, architecture, typed)
+
+
+def own_settings(config: Any, architecture: str, rope: dict[str, Any]) -> dict[str, Any]:
+    slides = [kind == "sliding_attention" for kind in getattr(config, "layer_types", None) or []]
+    window = {"attention.sliding_window": getattr(config, "sliding_window", None)}
+    pattern = {**window, "attention.sliding_window_pattern": slides}
+    if architecture == "gemma2":
+        return {
+            **window,
+            "attn_logit_softcapping": config.attn_logit_softcapping,
+            "final_logit_softcapping": config.final_logit_softcapping,
+            "rope.freq_base": None,
+        }
+    if architecture == "gemma3":
+        return window | {"final_logit_softcapping": config.final_logit_softcapping}
+    if architecture == "gemma4":
+        return gemma4_settings(config, slides) | window
+    if architecture in ("olmo2", "exaone4") and window["attention.sliding_window"]:
+        return pattern
+    if architecture == "gpt-oss":
+        return {
+            **window,
+            "expert_count": config.num_local_experts,
+            "expert_used_count": config.num_experts_per_tok,
+            "expert_feed_forward_length": config.intermediate_size,
+        }
+    if architecture == "qwen3moe":
+        return {
+            "expert_count": config.num_local_experts,
+            "expert_used_count": config.num_experts_per_tok,
+            "expert_feed_forward_length": config.moe_intermediate_size,
+        }
+    if architecture == "granite":
+        return {
+            "attention.scale": config.attention_multiplier,
+            "embedding_scale": config.embedding_multiplier,
+            "residual_scale": config.residual_multiplier,
+            "logit_scale": config.logits_scaling,
+        }
+    if architecture == "mistral3" and "llama_4_scaling_beta" in rope:
+        return {
+            "rope.scaling.yarn_log_multiplier": rope["mscale_all_dim"],
+            "attention.temperature_scale": rope["llama_4_scaling_beta"],
+        }
+    if architecture == "phi3":
+        size = config.hidden_size // config.num_attention_heads
+        original = config.original_max_position_embeddings
+        found = {
+            "attention.sliding_window": getattr(config, "sliding_window", None) or 0,
+            "rope.dimension_count": int(rope.get("partial_rotary_factor", 1.0) * size),
+            "rope.scaling.original_context_length": original,
+        }
+        if rope.get("long_factor"):
+            scale = config.max_position_embeddings / original
+            factor = float(np.sqrt(1 + np.log(scale) / np.log(original)))
+            found["rope.scaling.attn_factor"] = factor
+        return found
+    return {}
+
+
+def gemma4_settings(config: Any, slides: list[bool]) -> dict[str, Any]:
+    num_layers, shared = config.num_hidden_layers, config.num_kv_shared_layers
+    full, size = config.global_head_dim, config.intermediate_size
+    found = {
+        "attention.shared_kv_layers": shared,
+        "embedding_length_per_layer_input": config.hidden_size_per_layer_input or 0,
+        "attention.sliding_window_pattern": slides,
+        "attention.key_length": full,
+        "attention.value_length": full,
+        "attention.key_length_swa": config.head_dim,
+        "attention.value_length_swa": config.head_dim,
+        "rope.dimension_count": full,
+        "rope.dimension_count_swa": config.head_dim,
+        "final_logit_softcapping": config.final_logit_softcapping,
+    }
+    if config.use_double_wide_mlp:
+        wide = [size] * (num_layers - shared) + [2 * size] * shared
+        found["feed_forward_length"] = wide
+    if config.num_global_key_value_heads is not None:
+        counts = [
+            config.num_key_value_heads if slide else config.num_global_key_value_heads
+            for slide in slides
+        ]
+        found["attention.head_count_kv"] = counts
+    return found
+
+
+def tensors(
+    model: PreTrainedModel, config: Any, architecture: str
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors as the converter writes them."""
+    numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+    table = gguf.get_tensor_name_map(numbers[architecture], config.num_hidden_layers)
+    for name, tensor in rope_tensors(config, architecture):
+        yield name, tensor
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        for part, values in parts(name, tensor, config, architecture):
+            stem, _, ending = part.rpartition(".")
+            named = table.get_name(stem)
+            assert named is not None, part
+            yield f"{named}.{ending}", values
+
+
+def parts(
+    name: str, tensor: torch.Tensor, config: Any, architecture: str
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what the converter makes of one tensor, under transformers' names."""
+    if architecture in ("gemma2", "gemma3") and name.endswith("norm.weight"):
+        tensor = tensor + 1
+    if architecture in PERMUTED and ".q_proj." in name:
+        tensor = to_llama_order(tensor, config.num_attention_heads)
+    if architecture in PERMUTED and ".k_proj." in name:
+        tensor = to_llama_order(tensor, config.num_key_value_heads)
+    if name.endswith(("sinks", "layer_scalar")):
+        name = f"{name}.weight"
+    if architecture == "gpt-oss" and ".experts." in name:
+        stem, bias = name.removesuffix("_bias"), name.endswith("_bias")
+        ending = "bias" if bias else "weight"
+        tensor = tensor if bias else tensor.transpose(-1, -2)
+        if "gate_up" in stem:
+            yield f"{stem.replace('gate_up', 'gate')}.{ending}", tensor[:, ::2]
+            yield f"{stem.replace('gate_up', 'up')}.{ending}", tensor[:, 1::2]
+        else:
+            yield f"{stem}.{ending}", tensor
+    elif ".experts.gate_up_proj" in name:
+        gate, up = tensor.chunk(2, dim=1)
+        yield f"{name.replace('gate_up', 'gate')}.weight", gate
+        yield f"{name.replace('gate_up', 'up')}.weight", up
+    elif ".experts." in name:
+        yield f"{name}.weight", tensor
+    else:
+        yield name, tensor
+
+
+def rope_tensors(config: Any, architecture: str) -> Iterator[tuple[str, torch.Tensor]]:
+    rope = config.rope_parameters
+    if architecture == "phi3" and rope.get("long_factor"):
+        yield "rope_factors_long.weight", torch.tensor(rope["long_factor"])
+        yield "rope_factors_short.weight", torch.tensor(rope["short_factor"])
+    if architecture == "gemma4":
+        half = config.global_head_dim // 2
+        rotating = int(half * rope["full_attention"]["partial_rotary_factor"])
+        yield "rope_freqs.weight", torch.tensor([1.0] * rotating + [1e30] * (half - rotating))
+    if rope.get("rope_type") == "llama3":
+        yield "rope_freqs.weight", llama3_factors(rope, config.head_dim)
+
+
+def llama3_factors(rope: dict[str, Any], head_dim: int) -> torch.Tensor:
+    """Return what divides the angles of each pair, as the converter computes it."""
+    found = []
+    for pair in range(head_dim // 2):
+        wavelength = 2 * np.pi * rope["rope_theta"] ** (2 * pair / head_dim)
+        original, low, high = (
+            rope["original_max_position_embeddings"],
+            rope["low_freq_factor"],
+            rope["high_freq_factor"],
+        )
+        smooth = (original / wavelength - low) / (high - low)
+        factor = 1 / ((1 - smooth) / rope["factor"] + smooth)
+        if wavelength < original / high:
+            factor = 1.0
+        elif wavelength > original / low:
+            factor = rope["factor"]
+        found.append(factor)
+    return torch.tensor(found, dtype=torch.float32)
