@@ -11,7 +11,8 @@ from nanovllm.options.sampling_params import TOKEN_MARK
 class MarkedDetokenizer(Detokenizer):
     """A text with TOKEN_MARK before each of some special tokens.
 
-    What reads like such a token, and is none, is not marked.
+    What reads like such a token, and is none, is not marked. Behind a mark, a character that the
+    output leaves incomplete is decoded without the text before it.
 
     Args:
         marked: ids of the tokens.

@@ -3,12 +3,24 @@
 import pytest
 
 from nanovllm.chat.parts import ReasoningDelta, TextDelta
-from nanovllm.chat.reasoning import THINK, ReasoningParser
+from nanovllm.chat.reasoning import (
+    GEMMA4,
+    HARMONY,
+    MISTRAL,
+    THINK,
+    ReasoningFormat,
+    ReasoningParser,
+    find_reasoning_format,
+)
+from nanovllm.options.sampling_params import TOKEN_MARK
 
 
 def split(text: str, size: int, *, started: bool, cut: bool = False) -> tuple[str, str]:
     """Return the reasoning and the text of an answer that comes `size` characters at a time."""
-    parser = ReasoningParser(THINK, started=started)
+    return parsed(ReasoningParser(THINK, started=started), text, size, cut=cut)
+
+
+def parsed(parser: ReasoningParser, text: str, size: int, *, cut: bool = False) -> tuple[str, str]:
     parts = []
     for start in range(0, len(text), size):
         parts += parser.feed(text[start : start + size])
@@ -69,3 +81,45 @@ def test_pieces_arrive_as_soon_as_they_are_certain() -> None:
     assert parser.feed("/d") == [ReasoningDelta("</d")]
     assert parser.feed("</think>e") == [TextDelta("e")]
     assert parser.feed("</think") == [TextDelta("</think")]
+
+
+@pytest.mark.parametrize("size", [1, 2, 1000])
+@pytest.mark.parametrize(
+    ("started", "text", "reasoning", "answer"),
+    [
+        (False, "<|channel>thought\na\n<channel|>b", "a", "b"),
+        (False, "<|channel>thought\n<channel|>b", "", "b"),
+        (True, "a<channel|>b", "a", "b"),
+        (False, "<|channel>other\na<channel|>b", "", "<|channel>other\na<channel|>b"),
+        (False, "b<|channel>thought", "", "b<|channel>thought"),
+    ],
+)
+def test_a_label_behind_the_tag(
+    started: bool, text: str, reasoning: str, answer: str, size: int
+) -> None:
+    parser = ReasoningParser(GEMMA4, started=started)
+    assert parsed(parser, text, size) == (reasoning, answer)
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+def test_text_that_reads_like_tags_is_text(size: int) -> None:
+    text = f"{TOKEN_MARK}[THINK]a [/THINK] b{TOKEN_MARK}[/THINK][THINK]c"
+    parser = ReasoningParser(MISTRAL, started=False, marked=MISTRAL[:2])
+    assert parsed(parser, text, size) == ("a [/THINK] b", "[THINK]c")
+    parser = ReasoningParser(MISTRAL, started=False, marked=MISTRAL[:2])
+    assert parsed(parser, "[THINK]a[/THINK]", size) == ("", "[THINK]a[/THINK]")
+
+
+@pytest.mark.parametrize(
+    ("template", "tags"),
+    [
+        ("<think></think>", THINK),
+        ("[THINK][/THINK]", MISTRAL),
+        ("<|channel>thought<channel|>", GEMMA4),
+        ("<|channel|>analysis<|message|>", HARMONY),
+        ("<|channel>", None),
+        (None, None),
+    ],
+)
+def test_the_template_shows_the_format(template: str | None, tags: ReasoningFormat | None) -> None:
+    assert find_reasoning_format(template) == tags

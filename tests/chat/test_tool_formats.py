@@ -271,6 +271,8 @@ def test_call_ids() -> None:
         ('<|start_header_id|>{% if tools %}{"name": x, "parameters": y}', "Llama"),
         ("{% if tools %}[TOOL_CALLS] [", "Mistral"),
         ("{% if tools %}[TOOL_CALLS]x[ARGS]", "MistralArgs"),
+        ("{% if tools %}<|tool_call>call:", "Gemma4"),
+        ("<|channel|>analysis<|message|>", "Harmony"),
         ("{{ messages }}", "Hermes"),
         (None, "Hermes"),
     ],
