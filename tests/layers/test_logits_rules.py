@@ -237,6 +237,7 @@ def test_rules_are_needed_where_a_parameter_says_so():
         "detokenize": False,
         "skip_special_tokens": False,
         "kept_token_ids": (1,),
+        "marks_kept_tokens": True,
         "spaces_between_special_tokens": False,
         "output_kind": RequestOutputKind.CUMULATIVE,
     }
