@@ -52,10 +52,7 @@ def convert(
         block = gguf.GGML_QUANT_SIZES[KIND[used]][0]
         used = used if tensor.shape[-1] % block == 0 else "F16"
         values = tensor.contiguous().float().numpy()
-        if used == "MXFP4":
-            blocks = random_mxfp4(values, rng)
-        else:
-            blocks = quantized(values, used, rng)
+        blocks = random_mxfp4(values, rng) if used == "MXFP4" else quantized(values, used, rng)
         writer.add_tensor(name, blocks, raw_dtype=KIND[used])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -1,18 +1,11 @@
 """GGUF files of each architecture beside transformers' model with the same weights."""
 
 import random
-from pathlib import Path
 
 import pytest
-import torch
 from transformers import AutoConfig
 
-from nanovllm.checkpoint.gguf import read_gguf
 from nanovllm.checkpoint.gguf_families import FAMILIES
-from nanovllm.checkpoint.hub import open_checkpoint
-from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.executors.worker import find_weights
-from nanovllm.options.config import Config
 from tests.checkpoints import random_model
 from tests.gguf_converter import convert
 from tests.models.test_decoder import assert_logits_agree

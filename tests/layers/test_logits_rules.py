@@ -218,7 +218,6 @@ def test_rules_are_needed_where_a_parameter_says_so():
         "logits_processors": (lambda token_ids, logits: logits,),
     }
     of_others = {
-        "marks_kept_tokens": True,
         "temperature": 0.5,
         "max_tokens": 3,
         "ignore_eos": True,
