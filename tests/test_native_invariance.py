@@ -128,6 +128,40 @@ def test_tokens_do_not_depend_on_the_batch(
     assert found == one_by_one(each_model, **kept)[:num]
 
 
+OTHER_FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"sliding_window": 40, "num_hidden_layers": 6, "query_pre_attn_scalar": 32},
+    "olmo3": {"sliding_window": 70, "num_hidden_layers": 4},
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64},
+    "gpt_oss": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": 33,
+        "num_hidden_layers": 2,
+    },
+}
+"""With windows, sinks and experts."""
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+@pytest.mark.parametrize("family", OTHER_FAMILIES)
+def test_tokens_of_other_families_do_not_depend_on_the_batch(
+    family: str, quantization: str | None, workload: Any, shared_checkpoint: Any
+) -> None:
+    """Chunks, batches, hits, preemption, and drafts of tokens that were there before."""
+    changes = {"model_type": family, **OTHER_FAMILIES[family], "eos_token_id": 7}
+    model = shared_checkpoint(**{**MODEL, **changes, "pad_token_id": 0, "bos_token_id": 1})
+    few = workload[0][:12], workload[1][:12]
+    kept = {"kvcache_block_size": 32, "quantization": quantization}
+    expected = generate(model, few, max_num_seqs=1, enable_prefix_caching=False, **kept)
+    drafts = {"method": "ngram", "num_speculative_tokens": 3}
+    for options in (
+        {"max_num_batched_tokens": 17},
+        {"num_kvcache_blocks": 50, "enforce_eager": quantization is None},
+        {"speculative_config": drafts, "max_num_seqs": 5},
+    ):
+        assert generate(model, few, **kept, **options) == expected
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_tokens_do_not_depend_on_torchs_default_dtype(model: str, dtype: torch.dtype) -> None:
     """Symptom: scratch memory has torch's default dtype, and the C kernels write past its end."""

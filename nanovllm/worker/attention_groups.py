@@ -33,6 +33,8 @@ class AttentionGroups:
 
     Args:
         max_model_len: a window that is as long is none.
+        one_table: keep the KV of all layers in the pages of table 0: a draft network's, whose
+            blocks are its target's.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class AttentionGroups:
         max_model_len: int,
         device: torch.device,
         kernels: Kernels,
+        one_table: bool = False,
     ) -> None:
         self.layers = layers = [m for m in model.modules() if isinstance(m, Attention)]
         kv_dtypes = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -65,7 +68,7 @@ class AttentionGroups:
         ]
         sizes = [torch.Size(shape).numel() * self._dtype.itemsize for shape in self._shapes]
         own_specs = [spec for layer, spec in zip(layers, specs, strict=True) if not layer.source]
-        self.layout = page_layout(sizes, [spec.window for spec in own_specs])
+        self.layout = page_layout(sizes, [None if one_table else spec.window for spec in own_specs])
         tables = dict(zip(owners, (place.table for place in self.layout.places), strict=True))
         keys = [
             Group(backends[spec], tables[layer.source or layer])

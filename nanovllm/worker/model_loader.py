@@ -47,6 +47,8 @@ class NetworkSpec(NamedTuple):
     """The weight files; none for dummy weights."""
     reserve: PageReserve | None = None
     """Has memory for the weights already."""
+    one_table: bool = False
+    """See `AttentionGroups`."""
 
 
 def num_positions(config: Config, model_config: ModelConfig) -> int:

@@ -25,7 +25,7 @@ class Network:
     """
 
     def __init__(self, spec: NetworkSpec, max_model_len: int, device: torch.device) -> None:
-        config, model_config, files, reserve = spec
+        config, model_config, files, reserve, one_table = spec
         self.config = config
         self.model_config = model_config
         self.max_model_len = max_model_len
@@ -33,7 +33,7 @@ class Network:
         self.kernels = select_kernels(device, model_config.dtype, native=native)
         self.model = build_model(config, model_config, files, max_model_len, device, self.kernels)
         sizes = config, model_config, max_model_len
-        self.attention = AttentionGroups(self.model, *sizes, device, self.kernels)
+        self.attention = AttentionGroups(self.model, *sizes, device, self.kernels, one_table)
         self.backend: Backend = self.attention.groups[0].backend
         load_model(self.model, config, model_config, files, self.kernels, reserve)
         self.device = device

@@ -214,7 +214,7 @@ def load_draft(target: Network, draft: NetworkSpec, max_model_len: int) -> Netwo
     """Return the network of `draft` beside `target`: on its device, with blocks of its size."""
     block_size = target.backend.block_size
     config = dataclasses.replace(draft.config, kvcache_block_size=block_size)
-    network = Network(draft._replace(config=config), max_model_len, target.device)
+    network = Network(draft._replace(config=config, one_table=True), max_model_len, target.device)
     assert network.backend.block_size == block_size
     return network
 
