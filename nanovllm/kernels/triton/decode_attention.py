@@ -20,9 +20,9 @@ from nanovllm.kernels.triton.online_softmax import (
     attend,
     block_ids,
     block_stride,
-    merge,
+    finish_split,
     register_limit,
-    sink_weight,
+    store_result,
 )
 
 SPLIT_TOKENS = 256
@@ -275,20 +275,16 @@ def _decode(
     """
     dims, member = tl.arange(0, D), tl.arange(0, M)
     mask = (member < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-    programs = tl.num_programs(0)
-    index = tl.program_id(0)
+    programs, index = tl.num_programs(0), tl.program_id(0)
     # Loaded before it is known that there is such a split, so that the two loads do not take turns.
     # ptxas would let them, if the test did not need both. No split has seq_len 0.
     row, split, seq_len, token = _load_entry(splits, index // KV_HEADS, True)
     total = tl.load(num_splits) * KV_HEADS
     while (index < total) & (seq_len != 0):
         head = index % KV_HEADS
-        tiles, count = tl.cdiv(seq_len, N), _splits_of_row(_visible(seq_len, WINDOW))
-        begin, unseen = 0, 0
-        if WINDOW is not None:
-            begin = tl.maximum(seq_len - WINDOW, 0)
-            unseen = begin // N
-            tiles -= unseen
+        begin = 0 if WINDOW is None else tl.maximum(seq_len - WINDOW, 0)
+        unseen = begin // N
+        tiles, count = tl.cdiv(seq_len, N) - unseen, _splits_of_row(_visible(seq_len, WINDOW))
         first, last = unseen + tiles * split // count, unseen + tiles * (split + 1) // count
         table = block_tables + row.to(tl.int64) * table_stride
         block = block_ids(table, first, last, seq_len, BLOCK_SIZE, N, begin, WINDOW)
@@ -311,24 +307,18 @@ def _decode(
             splits, index // KV_HEADS, index < total
         )
         if count == 1:
-            if sinks is not None:
-                weight_sum += sink_weight(sinks, head * GROUP + member, score_max, member < GROUP)
-            tl.store(out + place, acc / weight_sum[:, None], mask=mask)
+            store_result(
+                out + place, acc, score_max, weight_sum, sinks, head * GROUP + member,
+                member < GROUP, mask,
+            )  # fmt: skip
         else:
-            scratch = ((row.to(tl.int64) * max_splits + split) * KV_HEADS + head) * GROUP + member
-            tl.store(partial_out + scratch[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
-            tl.store(partial_stats + scratch * 2, score_max, mask=member < GROUP)
-            tl.store(partial_stats + scratch * 2 + 1, weight_sum, mask=member < GROUP)
-            tl.debug_barrier()  # all threads must have stored before the split counts as done
-            done = tl.atomic_add(splits_done + row * KV_HEADS + head, 1, sem="acq_rel")
-            if done == count - 1:
-                merge(
-                    out + first_head * HEAD_DIM, partial_out, partial_stats,
-                    (row.to(tl.int64) * max_splits * KV_HEADS + head) * GROUP, count,
-                    sinks, head,
-                    KV_HEADS=KV_HEADS, GROUP=GROUP, HEAD_DIM=HEAD_DIM, D=D,
-                )  # fmt: skip
-                tl.store(splits_done + row * KV_HEADS + head, 0)
+            finish_split(
+                out + first_head * HEAD_DIM, partial_out, partial_stats,
+                (row.to(tl.int64) * max_splits * KV_HEADS + head) * GROUP,
+                ((row.to(tl.int64) * max_splits + split) * KV_HEADS + head) * GROUP,
+                count, splits_done + row * KV_HEADS + head, acc, score_max, weight_sum, sinks, head,
+                KV_HEADS, GROUP, HEAD_DIM, M, D,
+            )  # fmt: skip
         row, split, seq_len, token = next_row, next_split, next_seq_len, next_token
 
 

@@ -17,7 +17,7 @@ from nanovllm.kernels.triton.fused_layer import (
     let_next_begin,
     wait_for_previous,
 )
-from nanovllm.kernels.triton.online_softmax import LOG2_E, MAX_SPLITS, block_ids, merge
+from nanovllm.kernels.triton.online_softmax import LOG2_E, MAX_SPLITS, block_ids, finish_split
 
 _WARPS = 4
 """Warps of a program. Each attends to some keys of a tile: 16, as many as an instruction of the
@@ -188,36 +188,11 @@ def _process_split(
         tl.store(out + (first + heads) * HEAD_DIM + dims, acc / weight_sum[:, None], inside)
     else:
         scratch = (row * _MAX_SPLITS * KV_HEADS + head) * GROUP
-        is_last = _store_partial(
-            acc, score_max, weight_sum, partial_out, partial_stats,
-            scratch + split * KV_HEADS * GROUP, splits_done + row * KV_HEADS + head, count,
-            GROUP, HEAD_DIM, M, D,
+        finish_split(
+            out + first * HEAD_DIM, partial_out, partial_stats, scratch,
+            scratch + split * KV_HEADS * GROUP, count + 1, splits_done + row * KV_HEADS + head,
+            acc, score_max, weight_sum, None, head, KV_HEADS, GROUP, HEAD_DIM, M, D,
         )  # fmt: skip
-        if is_last:
-            merge(
-                out + first * HEAD_DIM, partial_out, partial_stats, scratch, count + 1, None, head,
-                KV_HEADS=KV_HEADS, GROUP=GROUP, HEAD_DIM=HEAD_DIM, D=D,
-            )  # fmt: skip
-            tl.store(splits_done + row * KV_HEADS + head, 0)
-
-
-@triton.jit
-def _store_partial(
-    acc, score_max, weight_sum, partial_out, partial_stats, first, done, count,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
-    """Store the results of a split from head `first` of the scratch memory on.
-
-    Returns:
-        Whether `count` other splits of the row are done, that is, all.
-    """
-    member, dims = tl.arange(0, M), tl.arange(0, D)[None, :]
-    place = (first + member)[:, None] * HEAD_DIM + dims
-    tl.store(partial_out + place, acc, (member < GROUP)[:, None] & (dims < HEAD_DIM))
-    tl.store(partial_stats + (first + member) * 2, score_max, member < GROUP)
-    tl.store(partial_stats + (first + member) * 2 + 1, weight_sum, member < GROUP)
-    tl.debug_barrier()  # all threads must have stored before the split counts as done
-    return tl.atomic_add(done, 1, sem="acq_rel") == count
 
 
 @triton.jit

@@ -93,43 +93,20 @@ def attend(
         SOFTCAP: a score s becomes SOFTCAP * tanh(s / SOFTCAP); None: it stays.
         MASKED: False if every query sees every key of the tiles.
     """
-    dims = tl.arange(0, D)
-    inside = (dims < HEAD_DIM)[None, :]
-    offsets = tl.arange(0, N)
     for tile in range(first, last):
-        keys = tile * N + offsets
-        if BLOCK_SIZE % N == 0:
-            base = block * BLOCK_STRIDE + tile * N % BLOCK_SIZE * (KV_HEADS * HEAD_DIM)
-            places = ((offsets * KV_HEADS + head) * HEAD_DIM)[:, None] + dims[None, :]
-            k_places, v_places = k_cache + base + places, v_cache + base + places
-        else:
-            slots = block * BLOCK_STRIDE + keys % BLOCK_SIZE * (KV_HEADS * HEAD_DIM)
-            places = (slots + head * HEAD_DIM)[:, None] + dims[None, :]
-            k_places, v_places = k_cache + places, v_cache + places
+        keys = tile * N + tl.arange(0, N)
+        k_places, v_places = _places_of_tile(
+            k_cache, v_cache, block, tile, head, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, N, D
+        )
         block = block_ids(table, tile + 1, last, seq_len, BLOCK_SIZE, N, begin, WINDOW)
-        if MASKED:
-            mask = keys < seq_len
-            if WINDOW is not None:
-                mask = mask & (keys >= begin)
-            mask = mask[:, None] & inside
-            k = tl.load(k_places, mask=mask, other=0.0)
-            v = tl.load(v_places, mask=mask, other=0.0)
-        elif D == HEAD_DIM:
-            k = tl.load(k_places)
-            v = tl.load(v_places)
-        else:
-            k = tl.load(k_places, mask=inside, other=0.0)
-            v = tl.load(v_places, mask=inside, other=0.0)
+        k, v = _load_tile(k_places, v_places, keys, begin, seq_len, HEAD_DIM, WINDOW, D, MASKED)
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="tf32x3")
         factor = scale
         if SOFTCAP is not None:
             scores = 1 - 2 / (tl.exp2(scores * scale) + 1)  # tanh
             factor = SOFTCAP * _LOG2_E
         if MASKED:
-            seen = keys[None, :] <= position[:, None]
-            if WINDOW is not None:
-                seen = seen & (keys[None, :] > position[:, None] - WINDOW)
-            scores = tl.where(seen, scores, float("-inf"))
+            scores = tl.where(_seen(keys, position, WINDOW), scores, float("-inf"))
         # tl.fma rounds once. Left to the compiler, masked and unmasked tiles could round unequally.
         new_max = tl.maximum(score_max, tl.max(scores, 1) * factor)
         weights = tl.exp2(tl.fma(scores, factor, -new_max[:, None]))
@@ -139,6 +116,58 @@ def attend(
         acc = tl.dot(weights.to(q.dtype), v, acc * shrink[:, None], input_precision="tf32x3")
         score_max = new_max
     return acc, score_max, weight_sum
+
+
+@triton.jit
+def _places_of_tile(
+    k_cache, v_cache, block, tile, head,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Return where the keys of a tile and their values are; `block` is what `block_ids` returns."""
+    dims, offsets = tl.arange(0, D), tl.arange(0, N)
+    if BLOCK_SIZE % N == 0:
+        base = block * BLOCK_STRIDE + tile * N % BLOCK_SIZE * (KV_HEADS * HEAD_DIM)
+        places = ((offsets * KV_HEADS + head) * HEAD_DIM)[:, None] + dims[None, :]
+        k_places, v_places = k_cache + base + places, v_cache + base + places
+    else:
+        keys = tile * N + offsets
+        slots = block * BLOCK_STRIDE + keys % BLOCK_SIZE * (KV_HEADS * HEAD_DIM)
+        places = (slots + head * HEAD_DIM)[:, None] + dims[None, :]
+        k_places, v_places = k_cache + places, v_cache + places
+    return k_places, v_places
+
+
+@triton.jit
+def _load_tile(
+    k_places, v_places, keys, begin, seq_len,
+    HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Load a tile of keys and values. If MASKED, those that no query sees are 0."""
+    inside = (tl.arange(0, D) < HEAD_DIM)[None, :]
+    if MASKED:
+        mask = keys < seq_len
+        if WINDOW is not None:
+            mask = mask & (keys >= begin)
+        mask = mask[:, None] & inside
+        k = tl.load(k_places, mask=mask, other=0.0)
+        v = tl.load(v_places, mask=mask, other=0.0)
+    elif D == HEAD_DIM:
+        k = tl.load(k_places)
+        v = tl.load(v_places)
+    else:
+        k = tl.load(k_places, mask=inside, other=0.0)
+        v = tl.load(v_places, mask=inside, other=0.0)
+    return k, v
+
+
+@triton.jit
+def _seen(keys, position, WINDOW: tl.constexpr):
+    """Return which keys each query sees; `position` is the last of them."""
+    seen = keys[None, :] <= position[:, None]
+    if WINDOW is not None:
+        seen = seen & (keys[None, :] > position[:, None] - WINDOW)
+    return seen
 
 
 @triton.jit
@@ -172,6 +201,64 @@ def sink_weight(sinks, heads, score_max, inside):
         score_max: the maximum score (log2) of the keys.
     """
     return tl.exp2(tl.load(sinks + heads, inside, 0.0) * _LOG2_E - score_max)
+
+
+@triton.jit
+def store_result(places, acc, score_max, weight_sum, sinks, heads, valid, mask):
+    """Store the results of queries whose keys were not split.
+
+    Args:
+        places: [M, D], where they go.
+        heads: [M], the query heads; read only if there are `sinks`.
+        valid: [M], which of the queries are not padding.
+        mask: [M, D], their numbers inside a head.
+    """
+    if sinks is not None:
+        weight_sum += sink_weight(sinks, heads, score_max, valid)
+    tl.store(places, acc / weight_sum[:, None], mask=mask)
+
+
+@triton.jit
+def store_split(
+    partial_out, partial_stats, rows, acc, score_max, weight_sum, valid, mask,
+    HEAD_DIM: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Store what `merge` reads of a split, in the `rows` of `partial_out`; see `store_result`."""
+    places = rows[:, None] * HEAD_DIM + tl.arange(0, D)[None, :]
+    tl.store(partial_out + places, acc, mask=mask)
+    tl.store(partial_stats + rows * 2, score_max, mask=valid)
+    tl.store(partial_stats + rows * 2 + 1, weight_sum, mask=valid)
+
+
+@triton.jit
+def finish_split(
+    out, partial_out, partial_stats, first, own, count, done, acc, score_max, weight_sum,
+    sinks, kv_head,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, M: tl.constexpr,
+    D: tl.constexpr,
+):  # fmt: skip
+    """Store the result of a query token's split for a KV head, and after all splits `merge` them.
+
+    Args:
+        own: index of the split's first head among all rows of `partial_out`.
+        done: pointer to the number of finished splits of the token and the KV head; 0 again at the
+            end.
+        acc, score_max, weight_sum: [M, D], [M] and [M], as `attend` returns them.
+        out, partial_out, partial_stats, first, count, sinks, kv_head: see `merge`.
+    """
+    member = tl.arange(0, M)
+    valid = member < GROUP
+    store_split(
+        partial_out, partial_stats, own + member, acc, score_max, weight_sum, valid,
+        valid[:, None] & (tl.arange(0, D) < HEAD_DIM)[None, :], HEAD_DIM, D,
+    )  # fmt: skip
+    tl.debug_barrier()  # all threads must have stored before the split counts as done
+    if tl.atomic_add(done, 1, sem="acq_rel") == count - 1:
+        merge(
+            out, partial_out, partial_stats, first, count, sinks, kv_head,
+            KV_HEADS=KV_HEADS, GROUP=GROUP, HEAD_DIM=HEAD_DIM, D=D,
+        )  # fmt: skip
+        tl.store(done, 0)
 
 
 @triton.jit

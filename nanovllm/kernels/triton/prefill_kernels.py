@@ -6,7 +6,14 @@ docs/cuda.md says how the work is divided.
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.triton.online_softmax import NO_SCORE, attend, block_ids, merge, sink_weight
+from nanovllm.kernels.triton.online_softmax import (
+    NO_SCORE,
+    attend,
+    block_ids,
+    merge,
+    store_result,
+    store_split,
+)
 
 MERGED_TOKENS = tl.constexpr(8)
 """Maximum query tokens of an entry of `PrefillLaunch.merges`. Each has programs of its own."""
@@ -49,14 +56,41 @@ def prefill_tile(
     split, splits = 0, 1
     if SPLIT:
         split, splits = tl.load(tile + 2), tl.load(tile + 3)
-    first_key, first_tile, begin, end, last = _key_tiles(
+    key_tiles = _key_tiles(
         num_computed + first, tl.minimum(num_computed + first + TOKENS, seq_len), split, splits,
         WINDOW, SPLIT, N,
     )  # fmt: skip
-    acc, position = tl.zeros([M, D], tl.float32), num_computed + token
+    acc, score_max, weight_sum = _attend_tiles(
+        queries, k_cache, v_cache, block_tables + row * table_stride, head, num_computed + token,
+        seq_len, key_tiles, scale,
+        KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, WINDOW, SOFTCAP, M, N, D,
+    )  # fmt: skip
+    if not SPLIT or splits == 1:
+        store_result(
+            out + place, acc, score_max, weight_sum, sinks, head * GROUP + member % GROUP,
+            valid, mask,
+        )  # fmt: skip
+    else:
+        scratch = tl.load(tile + 4) + member // GROUP * splits + split
+        scratch = (scratch * KV_HEADS + head) * GROUP + member % GROUP
+        store_split(
+            partial_out, partial_stats, scratch, acc, score_max, weight_sum, valid, mask,
+            HEAD_DIM, D,
+        )  # fmt: skip
+
+
+@triton.jit
+def _attend_tiles(
+    queries, k_cache, v_cache, table, head, position, seq_len, key_tiles, scale,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Attend with the queries [M, D] to `key_tiles`, which `_key_tiles` returned; see `attend`."""
+    first_key, first_tile, begin, end, last = key_tiles
+    acc = tl.zeros([M, D], tl.float32)
     score_max = tl.full([M], NO_SCORE if WINDOW is not None else float("-inf"), tl.float32)
     weight_sum = tl.zeros([M], tl.float32)
-    table = block_tables + row * table_stride
     if WINDOW is not None:
         acc, score_max, weight_sum = attend(
             acc, score_max, weight_sum, queries, k_cache, v_cache, table,
@@ -76,16 +110,7 @@ def prefill_tile(
         position, first_key, seq_len, end, last, scale,
         KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, WINDOW, SOFTCAP, N, D, MASKED=True,
     )  # fmt: skip
-    if not SPLIT or splits == 1:
-        if sinks is not None:
-            weight_sum += sink_weight(sinks, head * GROUP + member % GROUP, score_max, valid)
-        tl.store(out + place, acc / weight_sum[:, None], mask=mask)
-    else:
-        scratch = tl.load(tile + 4) + member // GROUP * splits + split
-        scratch = (scratch * KV_HEADS + head) * GROUP + member % GROUP
-        tl.store(partial_out + scratch[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
-        tl.store(partial_stats + scratch * 2, score_max, mask=valid)
-        tl.store(partial_stats + scratch * 2 + 1, weight_sum, mask=valid)
+    return acc, score_max, weight_sum
 
 
 @triton.jit

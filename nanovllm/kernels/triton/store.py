@@ -49,12 +49,7 @@ def store(
         kind, after_rotation, interleaved, v_norm, q_scale: see `QKNorm`.
     """
     block_size, num_kv_heads, head_dim = kv_cache.shape[2:]
-    parts, rest = divmod(
-        qkv.shape[1] - (num_heads - num_kv_heads) * head_dim, num_kv_heads * head_dim
-    )
-    assert qkv.is_contiguous()
-    assert 1 <= parts <= 3, "qkv is neither q, nor q and k, nor q, k and v"
-    assert rest == 0, "qkv holds no whole heads"
+    parts = _parts_of(qkv, num_heads, num_kv_heads, head_dim)
     q = qkv.new_empty(len(qkv), num_heads, head_dim)
     stride = block_stride(kv_cache)
     half_block = triton.next_power_of_2(head_dim // 2)
@@ -62,34 +57,28 @@ def store(
     grid = (len(qkv), triton.cdiv(heads, _HEADS))
     if grid[0]:
         _store[grid](
-            qkv,
-            q_weight,
-            q_weight if k_weight is None else k_weight,
-            eps,
-            cos_sin,
-            positions,
-            slot_mapping,
-            q,
-            kv_cache,
-            kv_cache.stride(0),
-            q_scale,
-            NUM_HEADS=num_heads,
-            NUM_KV_HEADS=num_kv_heads,
-            PARTS=parts,
-            HALF=head_dim // 2,
-            HALF_ROTARY=cos_sin.shape[1] // 2,
-            BLOCK_SIZE=block_size,
+            qkv, q_weight, q_weight if k_weight is None else k_weight, eps,
+            cos_sin, positions, slot_mapping, q, kv_cache, kv_cache.stride(0), q_scale,
+            NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, PARTS=parts,
+            HALF=head_dim // 2, HALF_ROTARY=cos_sin.shape[1] // 2, BLOCK_SIZE=block_size,
             BLOCK_STRIDE=None if stride == block_size * num_kv_heads * head_dim else stride,
-            KIND=kind,
-            NORM_AFTER=after_rotation,
-            INTERLEAVED=interleaved,
-            V_NORM=v_norm,
-            HALF_BLOCK=half_block,
-            HEADS=_HEADS,
+            KIND=kind, NORM_AFTER=after_rotation, INTERLEAVED=interleaved, V_NORM=v_norm,
+            HALF_BLOCK=half_block, HEADS=_HEADS,
             LIMIT=torch.finfo(_FP8).max if kv_cache.dtype == _FP8 else None,
             num_warps=max(half_block * _HEADS // 256, 1),
-        )
+        )  # fmt: skip
     return q
+
+
+def _parts_of(qkv: torch.Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> int:
+    """Return 3 if `qkv` holds q, k and v, 2 without v, and 1 for q alone."""
+    parts, rest = divmod(
+        qkv.shape[1] - (num_heads - num_kv_heads) * head_dim, num_kv_heads * head_dim
+    )
+    assert qkv.is_contiguous()
+    assert 1 <= parts <= 3, "qkv is neither q, nor q and k, nor q, k and v"
+    assert rest == 0, "qkv holds no whole heads"
+    return parts
 
 
 @triton.jit
@@ -117,7 +106,6 @@ def _store(
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     head, column = tl.broadcast(heads[:, None], tl.arange(0, HALF_BLOCK)[None, :])
     inside = (head < NUM_HEADS + (2 * NUM_KV_HEADS if PARTS > 1 else 0)) & (column < HALF)
-    dtype = q.dtype.element_ty
 
     is_query = head < NUM_HEADS
     is_value = head >= NUM_HEADS + NUM_KV_HEADS
@@ -134,6 +122,40 @@ def _store(
     first = tl.load(source + first_from, inside, 0.0)
     second = tl.load(source + second_from, inside, 0.0)
 
+    rotated_first, rotated_second = _norm_and_rotate(
+        first, second, q_weight, k_weight, eps, cos_sin, position, column, is_query, inside,
+        rotates, first_from, second_from, first_at, second_at,
+        HALF, HALF_ROTARY, KIND, NORM_AFTER,
+    )  # fmt: skip
+    _store_query(
+        q + (token * NUM_HEADS + head) * (2 * HALF), rotated_first, rotated_second,
+        q_scale, position, first_at, second_at, inside & is_query,
+    )  # fmt: skip
+    if PARTS > 1:
+        if V_NORM:
+            first, second = _unit_norm(first, second, eps, HALF)
+        first = tl.where(is_value, first, rotated_first)
+        second = tl.where(is_value, second, rotated_second)
+        offset = tl.where(is_value, value_offset - NUM_KV_HEADS * (2 * HALF), 0)
+        _store_in_cache(
+            kv_cache + offset, first, second, slot, head - NUM_HEADS, first_at, second_at,
+            inside & (head >= NUM_HEADS) & (slot >= 0),
+            NUM_KV_HEADS, HALF, BLOCK_SIZE, BLOCK_STRIDE, LIMIT,
+        )  # fmt: skip
+
+
+@triton.jit
+def _norm_and_rotate(
+    first, second, q_weight, k_weight, eps, cos_sin, position, column, is_query, inside, rotates,
+    first_from, second_from, first_at, second_at,
+    HALF: tl.constexpr, HALF_ROTARY: tl.constexpr, KIND: tl.constexpr, NORM_AFTER: tl.constexpr,
+):  # fmt: skip
+    """Return the halves of each head of q and k, normalised and rotated, in their dtype.
+
+    `first_from` and `second_from` say where in a head they were, `first_at` and `second_at` where
+    they go.
+    """
+    dtype = first.dtype
     rotated_first, rotated_second = first.to(tl.float32), second.to(tl.float32)
     if q_weight is not None and not NORM_AFTER:
         rotated_first, rotated_second = _rms_norm(
@@ -152,36 +174,39 @@ def _store(
             inside, eps, HALF, KIND,
         )  # fmt: skip
         rotated_first, rotated_second = rotated_first.to(dtype), rotated_second.to(dtype)
+    return rotated_first, rotated_second
 
-    target = q + (token * NUM_HEADS + head) * (2 * HALF)
-    query_first, query_second = rotated_first, rotated_second
+
+@triton.jit
+def _store_query(target, first, second, q_scale, position, first_at, second_at, mask):
+    """Store heads of q at `target`, multiplied by their position's factor if there is a q_scale."""
     if q_scale is not None:
         factor = tl.load(q_scale + position)
-        query_first = (rotated_first.to(tl.float32) * factor).to(dtype)
-        query_second = (rotated_second.to(tl.float32) * factor).to(dtype)
-    tl.store(target + first_at, query_first, inside & is_query)
-    tl.store(target + second_at, query_second, inside & is_query)
+        dtype = first.dtype
+        first = (first.to(tl.float32) * factor).to(dtype)
+        second = (second.to(tl.float32) * factor).to(dtype)
+    tl.store(target + first_at, first, mask)
+    tl.store(target + second_at, second, mask)
 
-    if PARTS > 1:
-        if V_NORM:
-            wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
-            scale = _scale_of(wide_first, wide_second, eps, HALF)
-            first, second = (wide_first * scale).to(dtype), (wide_second * scale).to(dtype)
-        first = tl.where(is_value, first, rotated_first)
-        second = tl.where(is_value, second, rotated_second)
-        if LIMIT is not None:
-            first = to_fp8(first.to(tl.float32), LIMIT)
-            second = to_fp8(second.to(tl.float32), LIMIT)
-        kv_head = head - NUM_HEADS
-        offset = tl.where(is_value, value_offset - NUM_KV_HEADS * (2 * HALF), 0)
-        if BLOCK_STRIDE is None:
-            target = kv_cache + offset + (slot * NUM_KV_HEADS + kv_head) * (2 * HALF)
-        else:
-            head_place = slot % BLOCK_SIZE * NUM_KV_HEADS + kv_head
-            target = kv_cache + offset + slot // BLOCK_SIZE * BLOCK_STRIDE + head_place * (2 * HALF)
-        kept = inside & (head >= NUM_HEADS) & (slot >= 0)
-        tl.store(target + first_at, first.to(kv_cache.dtype.element_ty), kept)
-        tl.store(target + second_at, second.to(kv_cache.dtype.element_ty), kept)
+
+@triton.jit
+def _store_in_cache(
+    cache, first, second, slot, kv_head, first_at, second_at, mask,
+    NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """Store heads of k or v in a slot of the cache."""
+    if LIMIT is not None:
+        first = to_fp8(first.to(tl.float32), LIMIT)
+        second = to_fp8(second.to(tl.float32), LIMIT)
+    if BLOCK_STRIDE is None:
+        target = cache + (slot * NUM_KV_HEADS + kv_head) * (2 * HALF)
+    else:
+        head_place = slot % BLOCK_SIZE * NUM_KV_HEADS + kv_head
+        target = cache + slot // BLOCK_SIZE * BLOCK_STRIDE + head_place * (2 * HALF)
+    dtype = cache.dtype.element_ty
+    tl.store(target + first_at, first.to(dtype), mask)
+    tl.store(target + second_at, second.to(dtype), mask)
 
 
 @triton.jit
@@ -200,6 +225,14 @@ def _scale_of(first, second, eps, HALF: tl.constexpr):
     """Return what RMSNorm multiplies each head with, of its float32 halves."""
     squares = tl.sum(first * first + second * second, 1, keep_dims=True)
     return tl.rsqrt(squares / (2 * HALF) + eps)
+
+
+@triton.jit
+def _unit_norm(first, second, eps, HALF: tl.constexpr):
+    """Return the halves of the RMSNorm of each head without a weight, in their dtype."""
+    wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
+    scale = _scale_of(wide_first, wide_second, eps, HALF)
+    return (wide_first * scale).to(first.dtype), (wide_second * scale).to(second.dtype)
 
 
 @triton.jit
