@@ -42,7 +42,10 @@ def convert(
     for key, value in {**settings(config, architecture), **(metadata or {})}.items():
         if value is not None:
             name = key if key.startswith("tokenizer.") else f"{architecture}.{key}"
-            writer.add_key_value(name, value, gguf.GGUFValueType.get_type(value))
+            kind_of_value = gguf.GGUFValueType.get_type(value)
+            if type(value) is int:
+                kind_of_value = gguf.GGUFValueType.UINT32
+            writer.add_key_value(name, value, kind_of_value)
     writer.add_eos_token_id(2)
     rng = np.random.default_rng(0)
     for name, tensor in tensors(model, config, architecture):

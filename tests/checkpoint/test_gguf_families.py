@@ -119,7 +119,7 @@ CASES = {
             SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
         },
     },
-    "smollm3": {"tie_word_embeddings": True, "attention_bias": True},
+    "smollm3": {"tie_word_embeddings": True},
     "qwen3moe": {
         "model_type": "qwen3_moe",
         "num_experts": 5,
@@ -142,7 +142,7 @@ CASES = {
         "layer_types": TYPES,
         "rope_parameters": LLAMA3,
     },
-    "seed_oss": {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True},
+    "seed_oss": {"attention_bias": True},
     "hunyuan-dense": {
         "model_type": "hunyuan_v1_dense",
         "rope_parameters": {
