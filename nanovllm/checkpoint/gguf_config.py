@@ -87,7 +87,8 @@ def make_config(metadata: Metadata, family: GgufFamily) -> dict[str, Any]:
         "eos_token_id": eos_token_ids(metadata, embedding.shape[0]),
     }
     for key, name in family.numbers.items():
-        config[name] = metadata.number(key) if metadata.has(key) else None
+        if metadata.has(key):
+            config[name] = metadata.number(key)
     return config | family.fields(metadata, config)
 
 

@@ -33,7 +33,8 @@ class GgufFamily(NamedTuple):
     norm_offset: float = 0.0
     """What is added to the weights of norms."""
     numbers: Mapping[str, str] = _NO_NAMES
-    """Fields of a config.json, by the key that has their number. Without it they are null."""
+    """Fields of a config.json, by the key that has their number. Without it the family's default
+    holds."""
     keys: frozenset[str] = frozenset()
     """The keys that `fields` reads."""
     per_layer: frozenset[str] = frozenset()

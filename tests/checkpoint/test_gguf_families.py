@@ -1,11 +1,20 @@
 """GGUF files of each architecture beside transformers' model with the same weights."""
 
+import functools
 import random
+from pathlib import Path
 
 import pytest
 from transformers import AutoConfig
 
+from nanovllm import SamplingParams
+from nanovllm.checkpoint import gguf
 from nanovllm.checkpoint.gguf_families import FAMILIES
+from nanovllm.checkpoint.hub import open_checkpoint
+from nanovllm.errors import CheckpointError
+from nanovllm.executors.worker import find_weights
+from nanovllm.layers.experts import StackedLinear
+from nanovllm.options.config import Config
 from tests.checkpoints import random_model
 from tests.gguf_converter import convert
 from tests.models.test_decoder import assert_logits_agree
@@ -181,8 +190,104 @@ def test_all_architectures_are_here():
     assert {*FAMILIES} - {"llama", "qwen2", "qwen3"} == tested - {"olmo3"}
 
 
+models = functools.cache(make_model)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_transformers(case, tmp_path):
-    model = make_model(case)
+    model = models(case)
     file = convert(model, tmp_path / "model.gguf", architecture_of(case))
     assert_logits_agree(model, file, case)
+
+
+@pytest.mark.parametrize(("kind", "stays"), [("Q8_0", True), ("Q4_0", True), ("MXFP4", False)])
+def test_experts_of_few_bits(make_llm, tmp_path, kind, stays):
+    """Each expert is a matrix of its own in the file; its numbers are exact in float32."""
+    sizes = {"num_hidden_layers": 1, "intermediate_size": 64, "num_local_experts": 3}
+    config = AutoConfig.for_model("gpt_oss", **{**SIZES, **sizes, **EXPERTS})
+    file = convert(random_model(config), tmp_path / "model.gguf", "gpt-oss", kind=kind)
+    options = {"max_model_len": 64, "num_kvcache_blocks": 32, "kvcache_block_size": 16}
+    llm = make_llm(file, **options)
+    model = llm.engine.executor._runner.network.model
+    found = {module.stored.block_type for _, module in experts_of(model) if module.stored}
+    assert found == ({kind} if stays else set())
+    prompt, params = [[5, 6, 7, 8]], SamplingParams(temperature=0, max_tokens=2, logprobs=20)
+    (output,) = llm.generate(prompt, params, use_tqdm=False)
+    (exact,) = make_llm(file, dtype="float32", **options).generate(prompt, params, use_tqdm=False)
+    first, second = (found.outputs[0].logprobs[0] for found in (output, exact))
+    common = first.keys() & second.keys()
+    assert len(common) > 10
+    assert all(abs(first[token].logprob - second[token].logprob) < 0.25 for token in common)
+
+
+def experts_of(model):
+    return [(p, m) for p, m in model.named_modules() if isinstance(m, StackedLinear)]
+
+
+@pytest.mark.parametrize(
+    ("case", "metadata", "shapes", "said"),
+    [
+        ("gemma3", {"attention.sliding_window_pattern": [True]}, {}, r"a list of 7 bool"),
+        ("gemma3", {"attention.sliding_window_pattern": [1] * 7}, {}, r"a list of 7 bool"),
+        (
+            "gemma3",
+            {"attention.sliding_window": 2**24 + 1},
+            {},
+            r"sliding_window must be an integer",
+        ),
+        ("gemma3", {"rope.freq_base_swa": float("nan")}, {}, r"rope\.freq_base_swa must be"),
+        ("gemma3", {"attention.key_length_swa": 8}, {}, r"gemma3\.attention\.key_length_swa 8 is"),
+        ("gemma3", {}, {"blk.1.post_ffw_norm.weight": (65,)}, r"misshapen .*post_feedforward"),
+        ("gemma4", {"attention.key_length_swa": None}, {}, r"key_length_swa must be an integer"),
+        ("gemma4", {"attention.sliding_window_pattern": None}, {}, r"pattern must be a list"),
+        ("gemma4", {"feed_forward_length": [96] * 5}, {}, r"feed_forward_length must be a list"),
+        ("gemma4", {"feed_forward_length": [96, 8] * 3}, {}, r"feed_forward_length .* not supp"),
+        ("gemma4", {"attention.head_count_kv": [1, 1, 2, 1, 1, 1]}, {}, r"equally many"),
+        ("gemma4", {"attention.shared_kv_layers": 7}, {}, r"shared_kv_layers must be an integer"),
+        ("gemma4", {"expert_count": 4}, {}, r"gemma4\.expert_count 4 is not supported"),
+        ("gemma4", {}, {"rope_freqs.weight": (16,)}, r"rope_freqs\.weight .* 16 factors"),
+        ("gemma4", {}, {"rope_freqs.weight": (2, 8)}, r"rope_freqs\.weight .* one dimension"),
+        ("granite", {"rope.scaling.finetuned": False}, {}, r"finetuned False is not supported"),
+        ("granite", {"logit_scale": 0.0}, {}, r"granite\.logit_scale must be"),
+        ("mistral3", {"attention.temperature_length": 64}, {}, r"temperature_length 64 is not"),
+        ("phi3", {"rope.dimension_count": 18}, {}, r"dimension_count 18 is not supported"),
+        ("phi3 with long texts", {}, {"rope_factors_long.weight": (5,)}, r"long_factor must be"),
+        ("qwen3moe", {"expert_count": None}, {}, r"expert_count must be an integer"),
+        ("qwen3moe", {"expert_count": 2**20}, {}, r"must have one part for each expert"),
+        ("qwen3moe", {"expert_used_count": 0}, {}, r"expert_used_count must be an integer"),
+        ("qwen3moe", {"expert_gating_func": 2}, {}, r"expert_gating_func 2 is not supported"),
+        ("qwen3moe", {}, {"blk.0.ffn_up_exps.weight": (5,)}, r"one part for each expert"),
+        ("qwen3moe", {}, {"blk.0.ffn_up_exps.weight": (5, 2, 3, 4)}, r"4 dimensions; 2 and 3"),
+        ("qwen3moe", {}, {"blk.0.ffn_up_exps.weight": (5, 24, 63)}, r"misshapen .*experts\.0"),
+        ("qwen3moe", {}, {"blk.0.attn_q.weight": (1, 64, 64)}, r"3 dimensions; 1 and 2"),
+        ("gpt-oss", {}, {"blk.0.attn_sinks.weight": (5,)}, r"misshapen .*sinks"),
+        ("gpt-oss", {}, {"blk.0.ffn_down_exps.bias": (5, 1, 64)}, r"misshapen .*down_proj\.bias"),
+        ("olmo2", {}, {"blk.0.attn_q_norm.weight": (16,)}, r"misshapen .*q_norm"),
+    ],
+)
+def test_what_is_refused(case, metadata, shapes, said, tmp_path):
+    """Wrong settings, ranks and shapes end in an error that names the file and them."""
+    file = convert(
+        models(case), tmp_path / "x.gguf", architecture_of(case), metadata=metadata, shapes=shapes
+    )
+    with pytest.raises(CheckpointError, match=said) as raised:
+        find_weights(Config(file), open_checkpoint(file))
+    assert file in str(raised.value)
+
+
+def test_too_many_experts(tmp_path, monkeypatch):
+    monkeypatch.setattr(gguf, "_MAX_WEIGHTS", 40)
+    file = convert(models("qwen3moe"), tmp_path / "x.gguf", "qwen3moe")
+    with pytest.raises(CheckpointError, match=r"more than 40 weights, each expert's counted"):
+        open_checkpoint(file)
+
+
+@pytest.mark.parametrize("case", ["gemma4", "gpt-oss"])
+def test_files_that_end_early(case, tmp_path):
+    """Wherever it is cut, a file is refused as soon as it is opened."""
+    file = Path(convert(models(case), tmp_path / "x.gguf", case))
+    content = file.read_bytes()
+    for size in random.Random(case).sample(range(len(content) - 64), 40):
+        file.write_bytes(content[:size])
+        with pytest.raises(CheckpointError, match=r"x\.gguf"):
+            open_checkpoint(str(file))
