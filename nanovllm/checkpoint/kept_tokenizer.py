@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 1
+_FORMAT = 2
 """Raise it when the fields that are kept, or how the tokenizer is made, change."""
 _PACKAGES = ("transformers", "tokenizers")
 _MAX_KEPT = 16

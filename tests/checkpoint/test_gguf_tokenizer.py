@@ -1,12 +1,16 @@
 """The tokenizer in a GGUF file: text, special tokens, the chat template, ends of a text."""
 
 import pytest
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AutoConfig
 
 from nanovllm import SamplingParams
 from nanovllm.checkpoint.hub import open_checkpoint
 from nanovllm.checkpoint.tokenizer import load_tokenizer, token_bound
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from tests.gguf_files import make_gguf
+from tests.checkpoints import random_model
+from tests.gguf_converter import convert
+from tests.gguf_files import SIZES, make_gguf
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<s>"]
 
@@ -144,3 +148,67 @@ def test_no_tokenizer_of_another_kind_is_needed_for_token_ids(tmp_path):
     checkpoint = open_checkpoint(make_file(tmp_path, **{"ggml.model": "bert"}))
     with pytest.raises(UnsupportedModelError):
         load_tokenizer(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "expected"),
+    [
+        ("hunyuan-dense", "hello 1234", ["he", "ll", "o", "Ġ", "123", "4"]),
+        ("seed-coder", "he12.\n", ["he", "1", "2", ".", "Ċ"]),
+        ("exaone4", "he12", ["he", "12"]),
+        ("tekken", "he12", ["<|endoftext|>", "he", "1", "2"]),
+        ("gpt-4o", "he1234", ["he", "123", "4"]),
+        ("smollm", "he12", ["he", "1", "2"]),
+    ],
+)
+def test_how_pre_tokenizers_split(tmp_path, caplog, pre, text, expected):
+    """The expected tokens are llama.cpp's for the same file."""
+    merges = ["h e", "l l", "1 2", "12 3", "123 4", ". Ċ"]
+    tokens = [*SPECIAL, *sorted(ByteLevel.alphabet()), *(m.replace(" ", "") for m in merges)]
+    metadata = {
+        "ggml.pre": pre,
+        "ggml.merges": merges,
+        "ggml.tokens": tokens,
+        "ggml.token_type": [3] * len(SPECIAL) + [1] * (len(tokens) - len(SPECIAL)),
+        "ggml.bos_token_id": 0,
+    }
+    tokenizer = tokenizer_of(tmp_path, **metadata)
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode(text)) == expected
+    assert "is unknown" not in caplog.text
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma4"])
+def test_gemma(tmp_path, model):
+    """Spaces are a part of the tokens, none comes first; merges follow the vocabulary's order."""
+    words = ["▁", "h", "e", "l", "o", "he", "ll", "▁he", "\n"]
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "<end_of_turn>", "<0xC3>", "<0xB6>", *words, "  "]
+    metadata = {
+        "tokenizer.ggml.model": model,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3, 3, 3, 3, 3, 6, 6] + [1] * len(words) + [4],
+        "tokenizer.ggml.scores": [-1000.0] * len(tokens),
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.ggml.add_space_prefix": False,
+    }
+    if model == "gemma4":
+        metadata["tokenizer.ggml.merges"] = ["h e", "l l", "▁ he"]
+    config = AutoConfig.for_model("gemma3_text", **SIZES, sliding_window=8)
+    file = convert(random_model(config), tmp_path / "x.gguf", "gemma3", metadata=metadata)
+    checkpoint = open_checkpoint(file)
+    tokenizer = load_tokenizer(checkpoint)
+    text = "hello hello  ö\n<end_of_turn>"
+    ids = tokenizer.encode(text)
+    found = tokenizer.convert_ids_to_tokens(ids)
+    first = [] if model == "gemma4" else ["<bos>"]  # Gemma 4's template writes it
+    assert found[: len(first) + 6] == [*first, "he", "ll", "o", "▁he", "ll", "o"]
+    assert found[-2:] == ["\n", "<end_of_turn>"]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text.removesuffix("<end_of_turn>")
+    assert checkpoint.eos_token_ids == {2, 4}
+
+
+def test_the_end_of_a_message_is_no_end_of_turn(tmp_path):
+    """gpt-oss's "<|end|>" ends a message; Phi's ends a turn."""
+    harmony = ["<|return|>", "<|call|>", "<|end|>"]
+    assert open_checkpoint(make_file(tmp_path / "a", harmony)).eos_token_ids == {0, 1, 7}
+    assert open_checkpoint(make_file(tmp_path / "b", harmony[2:])).eos_token_ids == {0, 7}
