@@ -4,9 +4,10 @@ Every tensor must match by name, shape and dtype. Knows no architecture: each mo
 checkpoint tensors in `shards()`.
 """
 
+import logging
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +21,8 @@ from nanovllm.checkpoint.shards import Shard, model_shards
 from nanovllm.errors import CheckpointError
 from nanovllm.options.validation import shown
 from nanovllm.utils.progress import progress_bar
+
+logger = logging.getLogger(__name__)
 
 _MAPPED_BYTES = 128 * 2**20
 """Bytes read before a file is mapped again, which releases the pages that were read."""
@@ -72,7 +75,10 @@ def load_weights(
         CheckpointError: a file is corrupt, or tensors do not match (see `check_tensors`). No
             parameter has changed.
     """
-    file_of = check_tensors(model, {file: read_header(file) for file in files}, ignored)
+    headers = {file: read_header(file) for file in files}
+    file_of = check_tensors(model, headers, ignored)
+    if progress:
+        _log_left_out((name for header in headers.values() for name in header), ignored)
     chunks, owners = _plan(model, file_of, ignored)
 
     def keep(name: str, target: torch.Tensor, values: torch.Tensor) -> None:
@@ -96,6 +102,15 @@ def load_weights(
                     on_loaded(module)
     for module in num_unread:  # nothing to read: ignored tensors, or padding only
         on_loaded(module)
+
+
+def _log_left_out(names: Iterable[str], ignored: frozenset[str]) -> None:
+    """Log how many tensors of each part are not loaded, such as those for pictures."""
+    parts = [part for part in ignored if part.endswith(".")]
+    found = Counter(part for name in names for part in parts if name.startswith(part))
+    if found:
+        counts = ", ".join(f"{part}* ({count} tensors)" for part, count in sorted(found.items()))
+        logger.info("left out, because text needs none of it: %s", counts)
 
 
 def _plan(

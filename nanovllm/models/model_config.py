@@ -46,6 +46,8 @@ ONLY_SOME_READ: dict[str, tuple[Any, ...]] = {
     "no_rope_layers": (None,),
     "num_experts": (0, None),
     "enable_moe_block": (False, None),
+    "swiglu_limit": (7.0, None),
+    "swiglu_alpha": (1.702, None),
     "num_local_experts": (0, None),
 }
 """Fields that change the arithmetic and that only some families read, with the values that ask for
