@@ -49,7 +49,7 @@ def convert(
     writer.add_eos_token_id(2)
     rng = np.random.default_rng(0)
     for name, tensor in tensors(model, config, architecture):
-        if name in (shapes or {}):
+        if shapes and name in shapes:
             tensor = torch.zeros(shapes[name])
         used = kind if tensor.ndim > 1 and name.endswith("weight") else "F32"
         block = gguf.GGML_QUANT_SIZES[KIND[used]][0]
@@ -96,7 +96,7 @@ def settings(config: Any, architecture: str) -> dict[str, Any]:
         "rope.freq_base": float(typed["rope_theta"]),
         "rope.freq_base_swa": rope.get("sliding_attention", {}).get("rope_theta"),
     }
-    if (head_dim := getattr(config, "head_dim", None)) and architecture not in ("phi3", "granite"):
+    if (head_dim := getattr(config, "head_dim", 0)) and architecture not in ("phi3", "granite"):
         found |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
     if architecture in PERMUTED:
         found["rope.dimension_count"] = head_dim or config.hidden_size // config.num_attention_heads
