@@ -41,7 +41,9 @@ def test_experts(tokens, num_experts, activation, interleaved, bias, dtype):
     routing = torch_experts.route(randn(tokens, num_experts, dtype=dtype), 3, renormalize=True)
     expected = torch_experts.experts(x, routing, mlp)
     found = triton_experts.experts(x, routing, mlp)
-    tolerance = 1e-5 if dtype == torch.float32 else 8e-3
+    # torch rounds each linear's result, too: bfloat16 is 8 times as coarse as float16.
+    tolerances = {torch.float32: 1e-5, torch.float16: 8e-3, torch.bfloat16: 6.4e-2}
+    tolerance = tolerances[dtype]
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
