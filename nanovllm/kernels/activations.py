@@ -3,6 +3,9 @@
 import torch
 import torch.nn.functional as F
 
+OAI_LIMIT, OAI_ALPHA = 7.0, 1.702
+"""Constants of `swiglu_oai`: the limit of gate and up, and the factor in the sigmoid."""
+
 
 def activate(x: torch.Tensor, activation: str) -> torch.Tensor:
     """Return the "silu", "gelu_tanh" or "sigmoid" of each number of `x`."""
@@ -21,6 +24,6 @@ def swiglu_oai(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     Args:
         gate, up: [..., n].
     """
-    bounded = gate.float().clamp(max=7.0)
-    product = bounded * torch.sigmoid(1.702 * bounded) * (up.float().clamp(-7.0, 7.0) + 1.0)
-    return product.to(gate.dtype)
+    bounded = gate.float().clamp(max=OAI_LIMIT)
+    product = bounded * torch.sigmoid(OAI_ALPHA * bounded)
+    return (product * (up.float().clamp(-OAI_LIMIT, OAI_LIMIT) + 1.0)).to(gate.dtype)

@@ -8,10 +8,10 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 
+from nanovllm.kernels.activations import activate, swiglu_oai
+
 ACTIVATIONS = ("silu", "gelu_tanh", "swiglu_oai")
 """Of gate and up. Their places here are their numbers in the kernels."""
-OAI_LIMIT, OAI_ALPHA = 7.0, 1.702
-"""Constants of "swiglu_oai": the limit of gate and up, and the factor in the sigmoid."""
 
 
 class Routing(NamedTuple):
@@ -87,24 +87,16 @@ def route(
     return Routing(ids.int(), weights)
 
 
-def activate(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    """Return activation(gate) * up, or for "swiglu_oai" gate * sigmoid(1.702 * gate) * (up + 1) of
-    gate and up cut to 7. In float32, rounded once.
+def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """Return activation(gate) * up, or `swiglu_oai`, in float32 and rounded once.
 
     Args:
         gate, up: [T, n].
         activation: one of ACTIVATIONS.
     """
-    wide_gate, wide_up = gate.float(), up.float()
-    if activation == "silu":
-        product = F.silu(wide_gate) * wide_up
-    elif activation == "gelu_tanh":
-        product = F.gelu(wide_gate, approximate="tanh") * wide_up
-    else:
-        wide_gate = wide_gate.clamp(max=OAI_LIMIT)
-        sigmoid = torch.sigmoid(OAI_ALPHA * wide_gate)
-        product = wide_gate * sigmoid * (wide_up.clamp(-OAI_LIMIT, OAI_LIMIT) + 1)
-    return product.to(gate.dtype)
+    if activation == "swiglu_oai":
+        return swiglu_oai(gate, up)
+    return (activate(gate.float(), activation) * up.float()).to(gate.dtype)
 
 
 def experts(x: torch.Tensor, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
@@ -124,6 +116,6 @@ def experts(x: torch.Tensor, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
             gate, up = gate_up[:, ::2], gate_up[:, 1::2]
         else:
             gate, up = gate_up.chunk(2, dim=-1)
-        out = F.linear(activate(gate, up, mlp.activation), *mlp.down.of(expert, x.device))
+        out = F.linear(gated(gate, up, mlp.activation), *mlp.down.of(expert, x.device))
         total[tokens] += routing.weights[tokens, ranks, None] * out.float()
     return total.to(x.dtype)

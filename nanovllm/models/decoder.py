@@ -72,11 +72,15 @@ class SelfAttention(nn.Module):
         """Return how queries and keys are normalised and rotated."""
         return head_norm(self.q_norm, self.k_norm, self.rotary_emb)
 
+    def attend(self, qkv: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Write the KV of all T tokens; return the heads [T, num_heads, head_dim]."""
+        return self.attn(qkv, self.head_norm(), batch)
+
     def forward(
         self, hidden: torch.Tensor, batch: Batch, output_indices: torch.Tensor | None
     ) -> torch.Tensor:
         """Write the KV of all T tokens; return [O, hidden_size] for `hidden` [T, input_size]."""
-        heads = self.attn(self.qkv_proj(hidden), self.head_norm(), batch)
+        heads = self.attend(self.qkv_proj(hidden), batch)
         if output_indices is not None:
             heads = heads[output_indices]
         return self.o_proj(heads.flatten(1))
@@ -92,12 +96,7 @@ class GatedMLP(nn.Module):
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        bias: bool = False,
-        activation: str = "silu",
-        fused: bool = False,
+        self, config: ModelConfig, bias: bool = False, activation: str = "silu", fused: bool = False
     ) -> None:
         super().__init__()
         size = config.intermediate_size

@@ -76,5 +76,4 @@ class Gemma2ForCausalLM(DecoderForCausalLM):
         return decoder
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        logits = super().compute_logits(hidden)
-        return softcapped(logits, self._cap) if self._cap else logits
+        return softcapped(super().compute_logits(hidden), self._cap)

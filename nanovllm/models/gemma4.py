@@ -69,8 +69,7 @@ class Gemma4ForCausalLM(DecoderForCausalLM):
         return Gemma4Decoder(config, layers, **self.norm)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        logits = super().compute_logits(hidden)
-        return softcapped(logits, self._cap) if self._cap else logits
+        return softcapped(super().compute_logits(hidden), self._cap)
 
 
 class Gemma4ForConditionalGeneration(Gemma4ForCausalLM):

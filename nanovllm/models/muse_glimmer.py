@@ -48,9 +48,9 @@ class MuseGlimmerForConditionalGeneration(DecoderForCausalLM):
         last = (config.num_layers - 1 - index) % 4 == 0
         thetas = config.per_layer("layer_rope_theta")
         rotates = bool(thetas[index]) if thetas else not last
-        windows = config.windows(4)[index] if config.fields.get("layer_types") else None
+        window = config.windows(4)[index] if config.fields.get("layer_types") else None
         if config.fields.get("layer_types") is None and not last:
-            windows = config.size("sliding_window")
+            window = config.size("sliding_window")
         scale = config.number("qk_scale_factor", 1.0) * config.head_dim**-0.5
         attention = GatedAttention(
             config,
@@ -58,7 +58,7 @@ class MuseGlimmerForConditionalGeneration(DecoderForCausalLM):
             bias=config.flag("attention_bias"),
             output_bias=config.flag("attention_bias"),
             norm_kind=NORM_WIDE,
-            options=AttentionOptions(scale=scale, window=windows),
+            options=AttentionOptions(scale=scale, window=window),
         )
         attention.q_norm = attention.k_norm = UnweightedNorm(config.head_dim, config.rms_norm_eps)
         eps = config.number("post_norm_eps", 1e-8)

@@ -66,17 +66,11 @@ class WideNormAttention(SelfAttention):
     def head_norm(self) -> QKNorm:
         return super().head_norm()._replace(q_weight=None, k_weight=None)
 
-    def forward(
-        self, hidden: torch.Tensor, batch: Batch, output_indices: torch.Tensor | None
-    ) -> torch.Tensor:
-        qkv = self.qkv_proj(hidden)
+    def attend(self, qkv: torch.Tensor, batch: Batch) -> torch.Tensor:
         q_size, k_size = len(self.q_norm.weight), len(self.k_norm.weight)
         self.q_norm.normalise(qkv[:, :q_size])
         self.k_norm.normalise(qkv[:, q_size : q_size + k_size])
-        heads = self.attn(qkv, self.head_norm(), batch)
-        if output_indices is not None:
-            heads = heads[output_indices]
-        return self.o_proj(heads.flatten(1))
+        return super().attend(qkv, batch)
 
 
 class WideNorm(RMSNorm):
@@ -120,7 +114,7 @@ class GatedAttention(SelfAttention):
     def forward(
         self, hidden: torch.Tensor, batch: Batch, output_indices: torch.Tensor | None
     ) -> torch.Tensor:
-        heads = self.attn(self.qkv_proj(hidden), self.head_norm(), batch)
+        heads = self.attend(self.qkv_proj(hidden), batch)
         if output_indices is not None:
             heads, hidden = heads[output_indices], hidden[output_indices]
         gated = self.kernels.mul_act(self.gate(hidden), heads.flatten(1), "sigmoid")
@@ -134,13 +128,8 @@ class SinkAttention(SelfAttention):
         super().__init__(config, *args, **options)
         self.sinks = nn.Parameter(torch.empty(self.qkv_proj.num_heads, dtype=torch.float32))
 
-    def forward(
-        self, hidden: torch.Tensor, batch: Batch, output_indices: torch.Tensor | None
-    ) -> torch.Tensor:
-        heads = self.attn(self.qkv_proj(hidden), self.head_norm(), batch, self.sinks.data)
-        if output_indices is not None:
-            heads = heads[output_indices]
-        return self.o_proj(heads.flatten(1))
+    def attend(self, qkv: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return self.attn(qkv, self.head_norm(), batch, self.sinks.data)
 
     def shards(self, prefix: str) -> Iterator[Shard]:
         """Yield this rank's sinks."""
@@ -234,9 +223,9 @@ class ScaledEmbedding(VocabParallelEmbedding):
 
 
 def softcapped(logits: torch.Tensor | None, cap: float) -> torch.Tensor | None:
-    """Return cap * tanh(logits / cap), computed in float32; None for None."""
-    if logits is None:
-        return None
+    """Return cap * tanh(logits / cap), computed in float32; `logits` without a cap, None for None."""
+    if logits is None or not cap:
+        return logits
     return (logits.float() / cap).tanh_().mul_(cap).to(logits.dtype)
 
 

@@ -60,19 +60,16 @@ class AttentionGroups:
         common["block_size"] = first.block_size
         specs = [_spec(layer, max_model_len, common) for layer in layers]
         backends = {spec: select_backend(spec, kernels) for spec in dict.fromkeys(specs)}
+        spec_of = dict(zip(layers, specs, strict=True))
         owners = [layer for layer in layers if layer.source is None]
-        self._shapes = [
-            backends[spec].kv_cache_shape(1)
-            for layer, spec in zip(layers, specs, strict=True)
-            if layer.source is None
-        ]
+        self._shapes = [backends[spec_of[layer]].kv_cache_shape(1) for layer in owners]
         sizes = [torch.Size(shape).numel() * self._dtype.itemsize for shape in self._shapes]
-        own_specs = [spec for layer, spec in zip(layers, specs, strict=True) if not layer.source]
-        self.layout = page_layout(sizes, [None if one_table else spec.window for spec in own_specs])
-        tables = dict(zip(owners, (place.table for place in self.layout.places), strict=True))
+        windows = [None if one_table else spec_of[layer].window for layer in owners]
+        self.layout = page_layout(sizes, windows)
+        places = dict(zip(owners, self.layout.places, strict=True))
         keys = [
-            Group(backends[spec], tables[layer.source or layer])
-            for layer, spec in zip(layers, specs, strict=True)
+            Group(backends[spec], places[layer.source or layer].table)
+            for layer, spec in spec_of.items()
         ]
         self.groups = sorted(dict.fromkeys(keys), key=lambda group: group.table)
         self._group_of = [self.groups.index(key) for key in keys]

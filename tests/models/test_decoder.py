@@ -234,6 +234,15 @@ def assert_logits_agree(theirs, path, case):
             assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
+def assert_tokens_are_greedy(theirs, prompts, outputs):
+    """Each output has 64 tokens, and each is the likeliest one after the tokens before it."""
+    with torch.inference_mode():
+        for prompt, output in zip(prompts, outputs, strict=True):
+            logits = theirs(torch.tensor([prompt + output.token_ids])).logits[0]
+            assert output.token_ids == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+            assert len(output.token_ids) == 64
+
+
 @pytest.fixture(scope="module", params=CASES)
 def saved(request, tmp_path_factory):
     """The name of each case, the model of transformers and the directory where it is saved."""
@@ -248,10 +257,7 @@ def test_logits_of_all_positions(saved):
 
 
 def test_64_greedy_tokens(saved, make_llm):
-    """Three prompts at once. The longest is prefilled in chunks while the others decode.
-
-    Each token is the likeliest one after the tokens before it.
-    """
+    """Three prompts at once. The longest is prefilled in chunks while the others decode."""
     case, theirs, path = saved
     prompts = random_prompts(case, theirs.config.vocab_size, [3, 17, 60])
     llm = make_llm(
@@ -264,11 +270,7 @@ def test_64_greedy_tokens(saved, make_llm):
     )
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    with torch.inference_mode():
-        for prompt, output in zip(prompts, outputs, strict=True):
-            logits = theirs(torch.tensor([prompt + output.token_ids])).logits[0]
-            assert output.token_ids == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
-            assert len(output.token_ids) == 64
+    assert_tokens_are_greedy(theirs, prompts, outputs)
 
 
 @pytest.mark.parametrize(

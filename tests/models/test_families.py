@@ -5,13 +5,17 @@ import os
 import random
 
 import pytest
-import torch
 from transformers import AutoConfig
 
 from nanovllm import SamplingParams
 from nanovllm.scheduler.windows import pages_for
 from tests.checkpoints import random_model
-from tests.models.test_decoder import MAX_LENGTH, assert_logits_agree, random_prompts
+from tests.models.test_decoder import (
+    MAX_LENGTH,
+    assert_logits_agree,
+    assert_tokens_are_greedy,
+    random_prompts,
+)
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -208,11 +212,7 @@ def test_greedy_tokens(saved, make_llm):
     llm = make_llm(path, num_kvcache_blocks=200, **options)
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    with torch.inference_mode():
-        for prompt, output in zip(prompts, outputs, strict=True):
-            logits = theirs(torch.tensor([prompt + output.token_ids])).logits[0]
-            assert output.token_ids == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
-            assert len(output.token_ids) == 64
+    assert_tokens_are_greedy(theirs, prompts, outputs)
 
     longer = prompts[2] + outputs[2].token_ids[:40]
     [hit] = llm.generate([longer], dataclasses.replace(params, max_tokens=20), use_tqdm=False)

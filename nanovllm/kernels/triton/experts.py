@@ -9,7 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.torch_experts import ACTIVATIONS, OAI_ALPHA, OAI_LIMIT, ExpertMLP, Routing
+from nanovllm.kernels.activations import OAI_ALPHA, OAI_LIMIT
+from nanovllm.kernels.torch_experts import ACTIVATIONS, ExpertMLP, Routing
 
 _CHUNK = 1024
 """Pairs that a program of `_group` reads at once."""
