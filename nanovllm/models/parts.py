@@ -223,7 +223,7 @@ class ScaledEmbedding(VocabParallelEmbedding):
 
 
 def softcapped(logits: torch.Tensor | None, cap: float) -> torch.Tensor | None:
-    """Return cap * tanh(logits / cap), computed in float32; `logits` without a cap, None for None."""
+    """Return cap * tanh(logits / cap), computed in float32; if `cap` is 0, `logits` as they are."""
     if logits is None or not cap:
         return logits
     return (logits.float() / cap).tanh_().mul_(cap).to(logits.dtype)
