@@ -53,8 +53,73 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "torch_dtype": "bfloat16",
     },
+    "Gemma-3-1B": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "vocab_size": 262144,
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 32768,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000,
+        "rope_local_base_freq": 10000,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+    },
+    "Qwen3-MoE-64": {
+        **QWEN3_06B,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 16,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 384,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    "gpt-oss-3L": {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "vocab_size": 201088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "attention_bias": True,
+        "initial_context_length": 4096,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "max_position_embeddings": 131072,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        },
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    },
 }
-"""config.json of each model, by its name."""
+"""config.json of each model, by its name. The last two are cut down."""
 BFLOAT16_BYTES = 2
 WEIGHT_BITS = {None: 16, "int8": 8 + 16 / 128, "int4": 4 + 16 / 32}
 """Bits per weight by quantization. A bfloat16 scale per group is included."""
@@ -85,11 +150,15 @@ def read_config(model: str) -> dict[str, Any]:
 
 
 def weight_bytes(config: Mapping[str, Any], quantization: str | None = None) -> float:
-    """Return the bytes of weights that a decode step reads: each linear layer and the head."""
+    """Return the bytes of weights that a decode step reads: each linear layer and the head.
+
+    With experts, those of one token.
+    """
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim", hidden // heads)
     attention = (2 * heads + 2 * config["num_key_value_heads"]) * head_dim * hidden
-    layer = attention + 3 * hidden * config["intermediate_size"]
+    size = config.get("moe_intermediate_size", config["intermediate_size"])
+    layer = attention + 3 * hidden * size * config.get("num_experts_per_tok", 1)
     weights: int = config["num_hidden_layers"] * layer + config["vocab_size"] * hidden
     return weights * WEIGHT_BITS[quantization] / 8
 
