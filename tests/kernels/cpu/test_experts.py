@@ -1,5 +1,8 @@
 """The C kernels of a mixture of experts against torch in float64, built for each processor."""
 
+import faulthandler
+import os
+
 import pytest
 import torch
 
@@ -108,6 +111,36 @@ def test_a_tokens_result_does_not_depend_on_the_others(bits, activation, interle
         some = torch_experts.Routing(routing.ids[part], routing.weights[part])
         some = torch_experts.Routing(*(t.contiguous() for t in some))
         assert torch.equal(expert_ops.experts(x[part], some, mlp), together[part])
+
+
+def test_a_late_thread_finds_the_choice_of_a_later_layer():
+    """Symptom: a step never ended beside other work. A thread that had lost its core counted the
+    blocks of experts in memory that a later layer had written. Needs more threads than cores.
+    """
+    mlp, _ = make_mlp(96, 160, 16, "silu", False, False)
+    x, layers, tokens = randn(2, 96), range(12), 2  # of 3 to 6 experts
+    routers = [randn(tokens, NUM_EXPERTS, seed=layer) * (layer + 1) for layer in layers]
+
+    def forward():
+        found = []
+        for logits in routers:
+            routing = expert_ops.route(logits, TOP_K, renormalize=True)
+            found.append(expert_ops.experts(x, routing, mlp))
+        return found
+
+    expected = forward()
+    with Recording(tokens) as recording:
+        found = forward()
+    num_threads = torch.get_num_threads()
+    faulthandler.dump_traceback_later(60, exit=True)  # a kernel that waits cannot be interrupted
+    torch.set_num_threads(4 * len(os.sched_getaffinity(0)))
+    try:
+        for _ in range(150):
+            recording.run(tokens, tokens)
+            assert all(map(torch.equal, found, expected))
+    finally:
+        torch.set_num_threads(num_threads)
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.mark.parametrize("n", [1, 100])

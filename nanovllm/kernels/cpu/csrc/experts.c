@@ -53,8 +53,16 @@ typedef struct {
     ptrdiff_t count;
 } grouping;
 
-/* Every thread groups on its own, which takes less time than to wait for one that does it for all. */
-static grouping group_pairs(const int32_t *ids, ptrdiff_t pairs, ptrdiff_t experts, ptrdiff_t max_rows) {
+/* Return a number of blocks that no `pairs` pairs exceed: the same in all threads, whatever the experts are. */
+static ptrdiff_t most_blocks(ptrdiff_t pairs, ptrdiff_t experts, ptrdiff_t max_rows) {
+    ptrdiff_t blocks = (pairs < experts ? pairs : experts) + pairs / max_rows;
+    return blocks < pairs ? blocks : pairs;
+}
+
+/* Group the pairs, unless *g has them already. Every thread groups on its own, which takes less time than to wait for one that does
+ * it for all. Only to be called from an item: a thread that is late may find other numbers in the memory of `ids`. */
+static void group_pairs(grouping *found, const int32_t *ids, ptrdiff_t pairs, ptrdiff_t experts, ptrdiff_t max_rows) {
+    if (found->pairs) return;
     int32_t *first = calloc(experts + 1, sizeof *first);
     grouping g = {malloc((pairs + 1) * sizeof *g.pairs), malloc((pairs + 1) * sizeof *g.blocks), 0};
     for (ptrdiff_t i = 0; i < pairs; i++) first[ids[i] + 1]++;
@@ -66,7 +74,7 @@ static grouping group_pairs(const int32_t *ids, ptrdiff_t pairs, ptrdiff_t exper
     }
     for (ptrdiff_t i = 0; i < pairs; i++) g.pairs[first[ids[i]]++] = (int32_t)i;
     free(first);
-    return g;
+    *found = g;
 }
 static void free_grouping(grouping g) { free(g.pairs), free(g.blocks); }
 
@@ -184,13 +192,16 @@ void nv_expert_gate_up(team *t, const bf16 *x, const int32_t *ids, const void *p
                        ptrdiff_t bits, ptrdiff_t kind, ptrdiff_t activation, ptrdiff_t interleaved) {
     const expert_weight w = {packed, scales, bias, 2 * n, k, group, bits, kind};
     ptrdiff_t panels = n / PANEL, groups = groups_of(panels), max_rows = rows_that_fit(tokens, k * sizeof(operand), LINEAR_BYTES);
-    grouping g = group_pairs(ids, tokens * top, experts, max_rows);
+    ptrdiff_t pairs = tokens * top;
+    grouping g = {0};
     bf16 *rows = malloc(max_rows * k * sizeof *rows);
     char *buffer = aligned_alloc(64, (max_rows * prepared_bytes(&w) + 63) / 64 * 64);
     float *acc = aligned_alloc(64, 2 * STREAMS * (max_rows > TILE_ROWS ? max_rows : TILE_ROWS) * PANEL * sizeof *acc);
     ptrdiff_t ready = -1;
     begin_tiles();
-    FOR_ITEMS(item, t, g.count * groups) {
+    FOR_ITEMS(item, t, most_blocks(pairs, experts, max_rows) * groups) {
+        group_pairs(&g, ids, pairs, experts, max_rows);
+        if (item / groups >= g.count) continue;
         block b = g.blocks[item / groups];
         ptrdiff_t first = item % groups * STREAMS, count = panels - first < STREAMS ? panels - first : STREAMS;
         if (ready != item / groups) {
@@ -241,15 +252,19 @@ void nv_expert_down(team *t, const bf16 *hidden, const int32_t *ids, const float
     const expert_weight w = {packed, scales, bias, n, k, group, bits, kind};
     ptrdiff_t panels = n / PANEL, width = groups_of(panels) < t->threads ? 1 : STREAMS, bytes = prepared_bytes(&w);
     ptrdiff_t max_rows = rows_that_fit(tokens, k * sizeof(operand), LINEAR_BYTES), ld = width * PANEL;
-    grouping g = group_pairs(ids, tokens * top, experts, max_rows);
+    ptrdiff_t pairs = tokens * top;
+    grouping g = {0};
     float *acc = aligned_alloc(64, STREAMS * (max_rows > TILE_ROWS ? max_rows : TILE_ROWS) * PANEL * sizeof *acc);
     float *sums = aligned_alloc(64, (tokens * ld + 16) * sizeof *sums / 64 * 64);
-    FOR_ITEMS(i, t, g.count) {
+    FOR_ITEMS(i, t, most_blocks(pairs, experts, max_rows)) {
+        group_pairs(&g, ids, pairs, experts, max_rows);
+        if (i >= g.count) continue;
         block b = g.blocks[i];
         prepare(&w, hidden + b.first * k, k, b.rows, buffer + b.first * bytes);
     }
     begin_tiles();
     FOR_ITEMS(item, t, (panels + width - 1) / width) {
+        group_pairs(&g, ids, pairs, experts, max_rows);
         ptrdiff_t first = item * width, count = panels - first < width ? panels - first : width;
         memset(sums, 0, tokens * ld * sizeof *sums);
         for (ptrdiff_t i = 0; i < g.count; i++) {

@@ -5,7 +5,8 @@
  *
  * A thread takes items while there are any, then waits for those that other threads have taken. So a phase is over when its items
  * are computed. A thread that has lost its core delays the others only by the items that it holds, and skips the phases that end
- * without it. All threads must compute the same `count`.
+ * without it. All threads must compute the same `count`. So it must not depend on what another kernel of the same task writes: a
+ * thread that is late may find the numbers of a later kernel there.
  */
 #pragma once
 #include <stddef.h>
