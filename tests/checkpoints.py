@@ -74,13 +74,15 @@ FP8_FORMATS: dict[str, dict[str, Any]] = {
 """A config's `quantization_config` by the name of the format."""
 
 
-def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
+def random_model(
+    config: PreTrainedConfig, seed: int = 0, model_class: Any = AutoModelForCausalLM
+) -> PreTrainedModel:
     """Return transformers' model of the config's family with random parameters.
 
     Norms and biases are random too: with the ones and zeros that transformers puts there, a test
     would not show that the engine ignores them.
     """
-    model = AutoModelForCausalLM.from_config(config).to(config.dtype or torch.float32).eval()
+    model = model_class.from_config(config).to(config.dtype or torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)

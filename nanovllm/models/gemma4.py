@@ -10,6 +10,7 @@ from nanovllm.kernels.torch_math import NORM_WIDE
 from nanovllm.models.decoder import Decoder, DecoderForCausalLM, DecoderLayer, GatedMLP
 from nanovllm.models.gemma4_parts import (
     DEFAULTS,
+    UNIFIED,
     Gemma4Attention,
     Gemma4Decoder,
     Gemma4ExpertsLayer,
@@ -79,6 +80,8 @@ class Gemma4ForConditionalGeneration(Gemma4ForCausalLM):
 class Gemma4UnifiedForCausalLM(Gemma4ForCausalLM):
     """Gemma 4 12B, text alone."""
 
+    defaults: ClassVar[dict[str, Any]] = UNIFIED
 
-class Gemma4UnifiedForConditionalGeneration(Gemma4ForCausalLM):
+
+class Gemma4UnifiedForConditionalGeneration(Gemma4UnifiedForCausalLM):
     """Gemma 4 12B, without pictures and sound."""

@@ -44,6 +44,8 @@ DEFAULTS: dict[str, Any] = {
         },
     },
 }
+UNIFIED = {**DEFAULTS, "sliding_window": 1024, "hidden_size_per_layer_input": 0}
+"""Of Gemma 4 12B, whose layers have no embeddings of their own."""
 
 
 def full_attention_sizes(config: ModelConfig, index: int) -> ModelConfig:

@@ -40,7 +40,7 @@ ONLY_SOME_READ: dict[str, tuple[Any, ...]] = {
     "output_multiplier": (1, None),
     "qk_scale_factor": (1, None),
     "query_pre_attn_scalar": (None,),
-    "use_bidirectional_attention": (False, None),
+    "use_bidirectional_attention": (False, None, "vision"),  # "vision": of pictures alone
     "is_causal": (True, None),
     "clip_qkv": (None,),
     "no_rope_layers": (None,),

@@ -218,13 +218,18 @@ def random_prompts(case, vocab_size, lengths):
     return [[chooser.randrange(vocab_size) for _ in range(length)] for length in lengths]
 
 
+def vocab_size_of(theirs):
+    """Return the vocabulary size of transformers' model, which may be a model for pictures, too."""
+    return theirs.config.get_text_config().vocab_size
+
+
 def assert_logits_agree(theirs, path, case):
     """Compare the logits of all positions. Prompts are whole, or cut inside or between blocks."""
     chooser = random.Random(case)
     block_size = chooser.choice([4, 7, 16])
     lengths = [1, 23, 64, 2 * block_size, 120, 50]
     cuts = [1, 23, chooser.randint(1, 63), block_size, 119, chooser.randint(1, 49)]
-    prompts = random_prompts(case, theirs.config.vocab_size, lengths)
+    prompts = random_prompts(case, vocab_size_of(theirs), lengths)
     with torch.inference_mode():
         for prompt, logits in zip(
             prompts, run_in_chunks(path, prompts, cuts, block_size), strict=True
@@ -259,7 +264,7 @@ def test_logits_of_all_positions(saved):
 def test_64_greedy_tokens(saved, make_llm):
     """Three prompts at once. The longest is prefilled in chunks while the others decode."""
     case, theirs, path = saved
-    prompts = random_prompts(case, theirs.config.vocab_size, [3, 17, 60])
+    prompts = random_prompts(case, vocab_size_of(theirs), [3, 17, 60])
     llm = make_llm(
         path,
         device="cpu",

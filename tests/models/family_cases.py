@@ -1,0 +1,279 @@
+"""Random configurations of each family, in which each switch of the family has its turn."""
+
+import os
+import random
+
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from tests.checkpoints import random_model
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+LONG = {"rope_type": "longrope", "partial_rotary_factor": 0.75, "rope_theta": 10_000.0}
+BY_TYPE = {
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+}
+WINDOWS = [5, 16, 17, 40, 1000]
+"""Shorter and longer than the blocks and the prompts."""
+TYPES = [
+    None,
+    ["full_attention", "sliding_attention"] * 3,
+    ["sliding_attention"] * 2 + ["full_attention"] * 4,
+]
+SWITCHES = {
+    "mistral": {"sliding_window": [None, *WINDOWS]},
+    "ministral3": {
+        "rope": [
+            {**YARN, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": original}
+            for original in (16, 33, 1024)
+        ],
+        "mscale": [None, (1.0, 1.0), (0.8, 0.4)],
+    },
+    "phi3": {"sliding_window": [None, *WINDOWS], "rope": [{}, LONG, LONG], "long": [False, True]},
+    "smollm3": {
+        "no_rope_layer_interval": [4, 2],
+        "no_rope_layers": [None, [0, 1, 1, 0, 1, 1]],
+        "use_sliding_window": [False, True],
+        "sliding_window": WINDOWS,
+        "attention_bias": [False, True],
+        "mlp_bias": [True, False],
+    },
+    "granite": {
+        "embedding_multiplier": [1.0, 12.0],
+        "attention_multiplier": [0.1, 1.0],
+        "residual_multiplier": [0.22, 1.0, 0.5],
+        "logits_scaling": [8.0, 1.0],
+        "attention_bias": [True, False],
+        "mlp_bias": [False, True],
+        "rope": [{}, LLAMA3],
+    },
+    "olmo2": {"attention_bias": [False, True], "rope": [{}, YARN]},
+    "olmo3": {
+        "sliding_window": WINDOWS,
+        "layer_types": TYPES,
+        "attention_bias": [False, True],
+        "typed_rope": [None, BY_TYPE],
+    },
+    "gemma2": {
+        "sliding_window": WINDOWS,
+        "layer_types": TYPES,
+        "attn_logit_softcapping": [5.0, None, 50.0],
+        "final_logit_softcapping": [10.0, None],
+        "query_pre_attn_scalar": [24, 100],
+        "attention_bias": [True, False],
+    },
+    "gemma3_text": {
+        "sliding_window": WINDOWS,
+        "layer_types": TYPES,
+        "final_logit_softcapping": [None, 10.0],
+        "query_pre_attn_scalar": [24, 100],
+        "typed_rope": [None, BY_TYPE],
+    },
+    "gemma4_text": {
+        "sliding_window": WINDOWS,
+        "layer_types": [None, ["sliding_attention", "full_attention"] * 3],
+        "global_head_dim": [32, 8],
+        "shared": [0, 2],
+        "hidden_size_per_layer_input": [0, 12],
+        "attention_k_eq_v": [False, True],
+        "num_global_key_value_heads": [None, 1],
+        "use_double_wide_mlp": [True, False],
+        "final_logit_softcapping": [5.0, None],
+    },
+    "exaone4": {"sliding_window": [*WINDOWS, None], "layer_types": TYPES},
+    "seed_oss": {
+        "attention_bias": [True, False],
+        "attention_out_bias": [True, False, False],
+        "mlp_bias": [False, True],
+    },
+    "hunyuan_v1_dense": {
+        "attention_bias": [False, True],
+        "rope": [{}, {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}],
+    },
+    "ernie4_5": {"use_bias": [True, False], "rope": [{}, LLAMA3]},
+    "gpt_oss": {
+        "sliding_window": WINDOWS,
+        "layer_types": TYPES,
+        "attention_bias": [True, False],
+        "rope": [{**YARN, "truncate": False}, {}, YARN],
+        "num_local_experts": [4, 9, 5],
+        "num_experts_per_tok": [2, 4, 1, 3],
+    },
+}
+SWITCHES |= {
+    "gemma3": {
+        name: values
+        for name, values in SWITCHES["gemma3_text"].items()
+        if name != "final_logit_softcapping"  # transformers' class for pictures leaves it out
+    },
+    "gemma4": {
+        **SWITCHES["gemma4_text"],
+        "enable_moe_block": [True],
+        "num_experts": [4, 9, 5],
+        "top_k_experts": [2, 4, 1, 3],
+        "moe_intermediate_size": [24, 7],
+    },
+    "gemma4_unified": {
+        name: values
+        for name, values in SWITCHES["gemma4_text"].items()
+        if name != "hidden_size_per_layer_input"
+    },
+    "mistral3": {
+        "text": [
+            {"model_type": "ministral3", "rope": rope, "mscale": mscale}
+            for rope in SWITCHES["ministral3"]["rope"]
+            for mscale in SWITCHES["ministral3"]["mscale"]
+        ]
+        + [{"model_type": "mistral", "sliding_window": window} for window in (None, 17, 1000)]
+    },
+    "qwen3_vl": {
+        "attention_bias": [False, True],
+        "rope": [{"rope_theta": theta, "mrope_interleaved": True} for theta in (1e4, 5e5, 5e6)],
+        "mrope_section": [[4, 2, 2], [2, 3, 3], [8, 0, 0]],
+    },
+    "muse_glimmer": {
+        "sliding_window": WINDOWS,
+        "layer_types": TYPES,
+        "layer_rope_theta": [None, [1e4, 0, 5e3, 1e6, 0, 7e4]],
+        "attention_bias": [False, True],
+        "qk_scale_factor": [3.87, 1.0],
+        "output_multiplier": [0.2, 1.0],
+        "final_logit_softcapping": [20.0, 3.0],
+        "post_norm_eps": [1e-8, 0.1],
+    },
+}
+"""By transformers' model type: the values of each switch. Those in NESTED are of the text model."""
+TOWER = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+SIGLIP = {**TOWER, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+GEMMA4 = {**TOWER, "num_attention_heads": 2, "num_key_value_heads": 2}
+NESTED = {
+    "gemma3": {
+        "vision_config": {**SIGLIP, "model_type": "siglip_vision_model"},
+        "mm_tokens_per_image": 4,
+    },
+    "gemma4": {"vision_config": {**GEMMA4, "position_embedding_size": 64}},
+    "gemma4_unified": {"vision_config": {"patch_size": 2, "mm_embed_dim": 16, "mm_posemb_size": 8}},
+    "mistral3": {"vision_config": {**SIGLIP, "model_type": "pixtral", "head_dim": 16}},
+    "qwen3_vl": {
+        "vision_config": {
+            "depth": 1,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_heads": 2,
+            "deepstack_visual_indexes": [0],
+        },
+    },
+    "muse_glimmer": {
+        "vision_config": {**TOWER, "num_attention_heads": 2},
+        "out_hidden_size": 32,
+        "projector_hidden_size": 32,
+    },
+}
+"""What a model that also takes pictures has beside its text model."""
+FEW = "FAMILY_CASES" not in os.environ
+NUM_CASES = int(os.environ.get("FAMILY_CASES", "2"))
+"""Of each family; without FAMILY_CASES one of those in NESTED, whose layers another family has too.
+Twelve have each switch both ways, with several of the others."""
+CASES = [
+    f"{family} {number}"
+    for family in SWITCHES
+    for number in range(1 if FEW and family in NESTED else NUM_CASES)
+]
+
+
+def make_config(case):
+    """Return the configuration of a case; its sizes are random, and each switch has its turn."""
+    family, number = case.split()
+    chooser, number = random.Random(case), int(number)
+    switches = {}
+    for place, (name, values) in enumerate(SWITCHES[family].items()):
+        # The stride is odd, so that switches of equally many values do not go together.
+        switches[name] = values[(number // (1 + place % 3) + place) % len(values)]
+    group, kv_heads = [1, 2, 8][number % 3], chooser.choice([1, 2])
+    num_heads = group * kv_heads
+    settings = {
+        "vocab_size": chooser.choice([500, 503]),
+        "hidden_size": chooser.choice([48, 64]),
+        "intermediate_size": chooser.choice([48, 77]),
+        "num_hidden_layers": 6 if {"layer_types", "shared"} & switches.keys() else 4,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": chooser.choice([16, 24]),
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": chooser.random() < 0.5,
+        "rms_norm_eps": chooser.choice([1e-6, 1e-3]),
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    if family in ("smollm3", "phi3", "granite", "olmo2", "olmo3", "exaone4", "hunyuan_v1_dense"):
+        settings["hidden_size"] = num_heads * 8
+        settings["head_dim"] = 8 if family in ("phi3", "exaone4", "olmo2", "olmo3") else 16
+    if family == "muse_glimmer":
+        settings["hidden_size"] = 48 if num_heads < 16 else 64  # a multiple of num_heads
+    fields = {**settings, **in_transformers_names(switches, settings)}
+    if family not in NESTED:
+        return AutoConfig.for_model(family, **fields)
+    tied = fields["tie_word_embeddings"]
+    return AutoConfig.for_model(
+        family, text_config=fields, tie_word_embeddings=tied, **NESTED[family]
+    )
+
+
+def in_transformers_names(switches, settings):
+    """Return the switches as fields of a configuration."""
+    switches |= switches.pop("text", {})
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, **switches.pop("rope", {})}
+    if (mscales := switches.pop("mscale", None)) is not None:
+        rope["mscale"], rope["mscale_all_dim"] = mscales
+    if rope["rope_type"] == "longrope":
+        pairs = int(settings["head_dim"] * rope["partial_rotary_factor"]) // 2
+        rope["short_factor"] = [1.0 + 0.1 * pair for pair in range(pairs)]
+        rope["long_factor"] = [2.0 + 0.3 * pair for pair in range(pairs)]
+    original = 2 if switches.pop("long", False) else 2048  # shorter texts have other angles there
+    if rope["rope_type"] == "longrope":
+        switches["original_max_position_embeddings"] = original
+    if (shared := switches.pop("shared", None)) is not None:
+        switches["num_kv_shared_layers"] = shared
+        if shared:  # transformers fails without the other two
+            switches["layer_types"] = ["sliding_attention", "full_attention"] * 3
+            if "hidden_size_per_layer_input" in switches:
+                switches["hidden_size_per_layer_input"] = 12
+        if switches.get("hidden_size_per_layer_input"):
+            switches["vocab_size_per_layer_input"] = settings["vocab_size"]
+    if switches.get("sliding_window", 0) is None and "layer_types" in switches:
+        switches["layer_types"] = ["full_attention"] * 6
+    if (section := switches.pop("mrope_section", None)) is not None:
+        pairs = settings["head_dim"] // 2
+        rope["mrope_section"] = [pairs - sum(section[1:]), *section[1:]]
+    if "typed_rope" in switches:
+        if (typed := switches.pop("typed_rope")) is not None:
+            switches["rope_parameters"] = typed
+    elif "global_head_dim" not in switches:
+        switches["rope_parameters"] = rope
+    return switches
+
+
+def make_model(case):
+    """Return transformers' model of a case. All weights are random, those of norms included."""
+    config = make_config(case)
+    config._attn_implementation = "eager"  # the others leave out soft caps
+    nested = case.split()[0] in NESTED
+    model_class = AutoModelForImageTextToText if nested else AutoModelForCausalLM
+    model = random_model(config, seed=len(case), model_class=model_class)
+    if "num_experts_per_tok" in SWITCHES[case.split()[0]] or case.startswith("gemma4 "):
+        model.set_experts_implementation("eager")  # the default takes only some sizes
+    for name, weight in model.named_parameters():
+        if case.startswith("gemma4") and name.endswith("q_norm.weight"):
+            weight.data *= 0.3  # its scores have no other scale: rounding errors would grow
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.fill_(random.Random(name).uniform(0.5, 1.5))
+    return model
