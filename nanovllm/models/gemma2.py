@@ -2,29 +2,23 @@
 
 from typing import Any, ClassVar
 
-import torch
-
 from nanovllm.attention.spec import AttentionOptions
 from nanovllm.kernels.torch_math import NORM_CENTRED
 from nanovllm.layers.rope_scaling import RopeConfig
-from nanovllm.models.decoder import (
-    Decoder,
-    DecoderForCausalLM,
-    DecoderLayer,
-    GatedMLP,
-    SelfAttention,
-)
+from nanovllm.models.decoder import Decoder, DecoderLayer, GatedMLP, SelfAttention
 from nanovllm.models.model_config import ModelConfig
-from nanovllm.models.parts import SANDWICH, SandwichLayer, ScaledEmbedding, gelu_tanh, softcapped
+from nanovllm.models.parts import (
+    GELU_TANH,
+    SandwichForCausalLM,
+    SandwichLayer,
+    ScaledDecoder,
+    gelu_tanh,
+)
 
 
-class Gemma2ForCausalLM(DecoderForCausalLM):
-    """Gemma 2: norms on both sides, caps on scores and logits, a window in every other layer.
+class Gemma2ForCausalLM(SandwichForCausalLM):
+    """Gemma 2: norms on both sides, caps on scores and logits, a window in every other layer."""
 
-    Gemma 3 inherits what it shares with it.
-    """
-
-    names: ClassVar[dict[str, str]] = SANDWICH
     norm: ClassVar[dict[str, Any]] = {"kind": NORM_CENTRED}
     qk_norm = False
     interval = 2
@@ -36,14 +30,9 @@ class Gemma2ForCausalLM(DecoderForCausalLM):
         "sliding_window": 4096,
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "hidden_act": "gelu_pytorch_tanh",
+        **GELU_TANH,
     }
     reads = frozenset({*defaults, "layer_types"})
-
-    def __init__(self, config: ModelConfig, max_model_len: int) -> None:
-        super().__init__(config, max_model_len)
-        self._cap = config.number("final_logit_softcapping", 0.0)
 
     def make_layer(
         self, config: ModelConfig, index: int, before: list[DecoderLayer]
@@ -71,9 +60,4 @@ class Gemma2ForCausalLM(DecoderForCausalLM):
         return config.rope
 
     def make_decoder(self, config: ModelConfig, layers: list[DecoderLayer]) -> Decoder:
-        decoder, factor = super().make_decoder(config, layers), config.hidden_size**0.5
-        decoder.embed_tokens = ScaledEmbedding(config.vocab_size, config.hidden_size, factor)
-        return decoder
-
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        return softcapped(super().compute_logits(hidden), self._cap)
+        return ScaledDecoder(config, layers, **self.norm)

@@ -1,13 +1,14 @@
 """What only the layers of Gemma 4 have: embeddings for each layer, and a factor on its sum."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from nanovllm.attention.batch import Batch
-from nanovllm.attention.spec import QKNorm
+from nanovllm.attention.spec import AttentionOptions, QKNorm
 from nanovllm.errors import CheckpointError
 from nanovllm.kernels.torch_kernels import TORCH, Kernels
 from nanovllm.kernels.torch_math import NORM_WIDE
@@ -15,17 +16,25 @@ from nanovllm.layers.attention import Attention
 from nanovllm.layers.experts import MAX_EXPERTS, Experts, NormedRouter, StoredExperts
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.replicated import ReplicatedLinear
+from nanovllm.layers.rope_scaling import RopeConfig
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models.config_fields import config_size
-from nanovllm.models.decoder import Decoder, DecoderLayer, SelfAttention
+from nanovllm.models.decoder import DecoderLayer, SelfAttention
 from nanovllm.models.model_config import ModelConfig
-from nanovllm.models.parts import AddOnly, SandwichLayer, ScaledEmbedding, gelu_tanh
+from nanovllm.models.parts import (
+    GELU_TANH,
+    AddOnly,
+    SandwichLayer,
+    ScaledDecoder,
+    ScaledEmbedding,
+    gelu_tanh,
+)
 from nanovllm.options.validation import shown
 
 DEFAULTS: dict[str, Any] = {
     "head_dim": 256,
     "tie_word_embeddings": True,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "hidden_act": "gelu_pytorch_tanh",
+    **GELU_TANH,
     "sliding_window": 512,
     "num_kv_shared_layers": 0,
     "hidden_size_per_layer_input": 256,
@@ -85,7 +94,37 @@ def source_layer(layer_type: str, types: list[str], before: list[DecoderLayer]) 
 
 
 class Gemma4Attention(SelfAttention):
-    """Attention that normalises values, too."""
+    """Attention that normalises values, too.
+
+    Args:
+        index: of the layer. The last `num_kv_shared_layers` layers have no keys and values.
+        before: the layers before it.
+        rotary_emb: see `Family.rotary_emb`.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        index: int,
+        before: list[DecoderLayer],
+        rotary_emb: Callable[[RopeConfig | None, int], RotaryEmbedding],
+    ) -> None:
+        types = [*config.layer_types(6)[:-1], "full_attention"]
+        is_full = types[index] == "full_attention"
+        self.shares = index >= config.num_layers - config.count("num_kv_shared_layers")
+        sizes = full_attention_sizes(config, index) if is_full else config
+        rope = sizes.rope_of(types[index], 1_000_000.0 if is_full else 10_000.0)
+        window = None if is_full else config.size("sliding_window")
+        parts = "qk" if is_full and config.flag("attention_k_eq_v") else "qkv"
+        super().__init__(
+            sizes,
+            rotary_emb(rope, sizes.head_dim),
+            qk_norm=True,
+            norm_kind=NORM_WIDE,
+            options=AttentionOptions(scale=1.0, window=window),
+            parts="q" if self.shares else parts,
+            source=source_layer(types[index], types, before) if self.shares else None,
+        )
 
     def head_norm(self) -> QKNorm:
         return super().head_norm()._replace(v_norm=True)
@@ -156,7 +195,7 @@ class Gemma4ExpertsLayer(Gemma4Layer):
         return total
 
 
-class Gemma4Decoder(Decoder):
+class Gemma4Decoder(ScaledDecoder):
     """The decoder with a second embedding, a part of which enters each layer."""
 
     kernels: Kernels = TORCH
@@ -164,7 +203,6 @@ class Gemma4Decoder(Decoder):
     def __init__(self, config: ModelConfig, layers: list[DecoderLayer], **norm: Any) -> None:
         super().__init__(config, layers, **norm)
         hidden_size = config.hidden_size
-        self.embed_tokens = ScaledEmbedding(config.vocab_size, hidden_size, hidden_size**0.5)
         self._size = size = config.count("hidden_size_per_layer_input")
         if size:
             vocab_size, width = config.size("vocab_size_per_layer_input"), len(layers) * size

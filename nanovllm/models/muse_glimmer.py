@@ -2,29 +2,25 @@
 
 from typing import Any, ClassVar
 
-import torch
-
 from nanovllm.attention.spec import AttentionOptions
 from nanovllm.kernels.torch_math import NORM_CENTRED, NORM_WIDE
-from nanovllm.models.decoder import Decoder, DecoderForCausalLM, DecoderLayer, GatedMLP
+from nanovllm.models.decoder import Decoder, DecoderLayer, GatedMLP
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.parts import (
     OTHER_MODALITIES,
-    SANDWICH,
     GatedAttention,
     NormedEmbedding,
+    SandwichForCausalLM,
     SandwichLayer,
     UnweightedNorm,
-    softcapped,
 )
 
 
-class MuseGlimmerForConditionalGeneration(DecoderForCausalLM):
+class MuseGlimmerForConditionalGeneration(SandwichForCausalLM):
     """Muse Glimmer, without pictures: norms on both sides, gated attention; three of four layers
     have a window, the fourth does not rotate.
     """
 
-    names: ClassVar[dict[str, str]] = SANDWICH
     left_out = OTHER_MODALITIES
     norm: ClassVar[dict[str, Any]] = {"kind": NORM_CENTRED}
     defaults: ClassVar[dict[str, Any]] = {
@@ -37,26 +33,22 @@ class MuseGlimmerForConditionalGeneration(DecoderForCausalLM):
     }
     reads = frozenset({*defaults, "layer_types"})
 
-    def __init__(self, config: ModelConfig, max_model_len: int) -> None:
-        super().__init__(config, max_model_len)
-        self._factor = config.number("output_multiplier", 1.0)
-        self._cap = config.number("final_logit_softcapping", 20.0)
-
     def make_layer(
         self, config: ModelConfig, index: int, before: list[DecoderLayer]
     ) -> DecoderLayer:
-        last = (config.num_layers - 1 - index) % 4 == 0
+        slides = (config.num_layers - 1 - index) % 4 > 0
         thetas = config.per_layer("layer_rope_theta")
-        rotates = bool(thetas[index]) if thetas else not last
-        window = config.windows(4)[index] if config.fields.get("layer_types") else None
-        if config.fields.get("layer_types") is None and not last:
-            window = config.size("sliding_window")
+        rotates = bool(thetas[index]) if thetas else slides
+        if config.fields.get("layer_types"):
+            slides = config.layer_types(4)[index] == "sliding_attention"
+        window = config.size("sliding_window") if slides else None
+        bias = config.flag("attention_bias")
         scale = config.number("qk_scale_factor", 1.0) * config.head_dim**-0.5
         attention = GatedAttention(
             config,
             self.rotary_emb(config.rope if rotates else None, config.head_dim),
-            bias=config.flag("attention_bias"),
-            output_bias=config.flag("attention_bias"),
+            bias=bias,
+            output_bias=bias,
             norm_kind=NORM_WIDE,
             options=AttentionOptions(scale=scale, window=window),
         )
@@ -70,7 +62,3 @@ class MuseGlimmerForConditionalGeneration(DecoderForCausalLM):
             config.vocab_size, config.hidden_size, config.rms_norm_eps
         )
         return decoder
-
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        logits = super().compute_logits(hidden)
-        return logits if logits is None else softcapped(logits * self._factor, self._cap)

@@ -1,10 +1,10 @@
-"""Parts that some families have in place of those in decoder.py: attention and layers.
+"""Parts that some families have in place of those in decoder.py: attention, layers, and a base.
 
 Knows no family.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from nanovllm.kernels.torch_math import NORM_WIDE
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear
-from nanovllm.models.decoder import DecoderLayer, SelfAttention
+from nanovllm.models.decoder import Decoder, DecoderForCausalLM, DecoderLayer, SelfAttention
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.options.validation import shown
 from nanovllm.utils.distributed import all_reduce, tensor_parallel
@@ -222,20 +222,48 @@ class ScaledEmbedding(VocabParallelEmbedding):
         return embedded
 
 
-def softcapped(logits: torch.Tensor | None, cap: float) -> torch.Tensor | None:
-    """Return cap * tanh(logits / cap), computed in float32; if `cap` is 0, `logits` as they are."""
-    if logits is None or not cap:
+class ScaledDecoder(Decoder):
+    """A decoder whose embedding is multiplied by the square root of its size."""
+
+    def __init__(self, config: ModelConfig, layers: list[DecoderLayer], **norm: Any) -> None:
+        super().__init__(config, layers, **norm)
+        size = config.hidden_size
+        self.embed_tokens = ScaledEmbedding(config.vocab_size, size, size**0.5)
+
+
+class SandwichForCausalLM(DecoderForCausalLM):
+    """The base of families with a `SandwichLayer`, and with a factor and a soft cap on logits.
+
+    The cap is in float32: cap * tanh(logits / cap). A factor of 1 and a cap of 0 leave the logits.
+    """
+
+    names: ClassVar[dict[str, str]] = SANDWICH
+
+    def __init__(self, config: ModelConfig, max_model_len: int) -> None:
+        super().__init__(config, max_model_len)
+        self._factor = config.number("output_multiplier", 1.0)
+        self._cap = config.number("final_logit_softcapping", 0.0)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        logits, cap = super().compute_logits(hidden), self._cap
+        if logits is not None and self._factor != 1:
+            logits = logits * self._factor
+        if logits is not None and cap:
+            logits = (logits.float() / cap).tanh_().mul_(cap).to(logits.dtype)
         return logits
-    return (logits.float() / cap).tanh_().mul_(cap).to(logits.dtype)
+
+
+GELU_TANH = {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh"}
+"""The default values of the fields that `gelu_tanh` checks."""
 
 
 def gelu_tanh(config: ModelConfig) -> str:
     """Check that the config's activation is Gemma's; return its name in `Kernels.act_and_mul`."""
-    for key in ("hidden_activation", "hidden_act"):
+    for key, supported in GELU_TANH.items():
         name = config.fields.get(key)
-        if name not in ("gelu_pytorch_tanh", None):
+        if name not in (supported, None):
             raise UnsupportedModelError(
-                f"config.json: {key} {shown(name)} is not supported (only gelu_pytorch_tanh)"
+                f"config.json: {key} {shown(name)} is not supported (only {supported})"
             )
     return "gelu_tanh"
 
