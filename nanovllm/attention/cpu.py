@@ -64,6 +64,7 @@ class CPUBackend(Backend):
         out: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        assert (sinks is not None) == self.spec.sinks
         found = layer_ops.attention(
             q,
             kv_cache,

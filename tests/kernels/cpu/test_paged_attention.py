@@ -318,6 +318,16 @@ class Stored:
         return self.backend.attend(q, self.cache, batch, sinks=self.sinks).split(lens)
 
 
+@native
+@pytest.mark.parametrize("sinks", [True, False])
+def test_sinks_are_given_if_the_spec_has_them(sinks):
+    cpu = torch.device("cpu")
+    stored = Stored(AttentionSpec(2, 1, 64, torch.bfloat16, cpu, 32, sinks=sinks), [40])
+    stored.sinks = None if sinks else torch.zeros(2)
+    with pytest.raises(AssertionError):
+        stored.attend([(0, 0, 40)])
+
+
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8])
 @pytest.mark.parametrize(
