@@ -56,7 +56,7 @@ PREEMPTING: dict[str, Any] = {"kvcache_block_size": 4, "num_kvcache_blocks": 64}
 Tokens = list[list[int]]
 
 
-RANKS = {"qwen3": (2, 4), "qwen2": (2,), "llama": (4,), "glossary": (2,)}
+RANKS = {"qwen3": (2, 4), "qwen2": (2,), "llama": (2,), "glossary": (2,)}
 """Tensor-parallel sizes. The random models have 2 KV heads, so 4 ranks need copies of them."""
 
 

@@ -1,5 +1,6 @@
 """Fixtures of the tests of the C kernels."""
 
+import fcntl
 import functools
 import logging
 import zlib
@@ -35,18 +36,31 @@ EMULATES = {
     "emulated-amx": "amx_bf16",
 }
 """By variant: what it is for. A processor that has it runs the real instructions instead."""
-load = functools.cache(build.load)
+
+
+@pytest.fixture(scope="session")
+def load(tmp_path_factory):
+    """Return a function that loads a variant. Processes of pytest-xdist build each only once."""
+    locks = tmp_path_factory.getbasetemp().parent
+
+    @functools.cache
+    def load_alone(name):
+        with (locks / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            return build.load(*VARIANTS[name][1:])
+
+    return load_alone
 
 
 @pytest.fixture(params=VARIANTS)
-def kernels(request, monkeypatch):
+def kernels(request, load, monkeypatch):
     """Use the kernels built for each kind of processor. Skip what this processor cannot run."""
-    needed, *flags = VARIANTS[request.param]
+    needed, *_ = VARIANTS[request.param]
     if missing := set(needed) - build.processor_flags():
         pytest.skip(f"no {missing} here")
     if EMULATES.get(request.param) in build.processor_flags():
         pytest.skip(f"{EMULATES[request.param]} need not be emulated here")
-    built = load(*flags)
+    built = load(request.param)
     monkeypatch.setattr(library_module, "library", lambda: built)
 
 

@@ -7,9 +7,8 @@ import torch
 
 from nanovllm.kernels.triton import decode_attention, prefill_attention
 from nanovllm.kernels.triton.online_softmax import PLAIN, Scores
-from tests.kernels.triton.harness import ARCHS, SHARED, compile_launches, relaunches
+from tests.kernels.triton.harness import ARCHS, SHARED, compile_launches, relaunches, shapes
 
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
 
@@ -49,17 +48,29 @@ def assert_fits(call, archs):
 
 @pytest.mark.parametrize(
     ("num_heads", "head_dim", "dtype", "cache_dtype", "block_size", "archs"),
-    [
-        *((16, 128, dtype, dtype, 64, ARCHS) for dtype in DTYPES),
-        *((num_heads, 128, BF16, BF16, 64, ARCHS) for num_heads in (32, 64)),
-        *((num_heads, 128, BF16, BF16, 64, [90]) for num_heads in (24, 40, 128)),
-        (32, 64, BF16, BF16, 64, ARCHS),
-        (64, 128, BF16, BF16, 256, [90]),
-        (16, 128, BF16, BF16, 16, [90]),
-        *((num_heads, 128, BF16, FP8, 64, [90, 100]) for num_heads in (16, 32, 64)),
-        (32, 64, BF16, FP8, 64, [90]),
-        (16, 128, BF16, FP8, 16, [90]),
-    ],
+    shapes(
+        [
+            (16, 128, BF16, BF16, 64, ARCHS),
+            (16, 128, torch.float16, torch.float16, 64, [80]),
+            (16, 128, torch.float32, torch.float32, 64, [90]),
+            (64, 128, BF16, BF16, 256, [100]),
+            (40, 128, BF16, BF16, 64, [90]),
+            (32, 64, BF16, BF16, 16, [80]),
+            (32, 128, BF16, FP8, 64, [90, 100]),
+        ],
+        [
+            (16, 128, torch.float16, torch.float16, 64, [90, 100]),
+            (16, 128, torch.float32, torch.float32, 64, [80, 100]),
+            *((num_heads, 128, BF16, BF16, 64, ARCHS) for num_heads in (32, 64)),
+            *((num_heads, 128, BF16, BF16, 64, [90]) for num_heads in (24, 128)),
+            (32, 64, BF16, BF16, 64, ARCHS),
+            (64, 128, BF16, BF16, 256, [90]),
+            (16, 128, BF16, BF16, 16, [90]),
+            *((num_heads, 128, BF16, FP8, 64, [90, 100]) for num_heads in (16, 64)),
+            (32, 64, BF16, FP8, 64, [90]),
+            (16, 128, BF16, FP8, 16, [90]),
+        ],
+    ),
     ids=str,
 )
 def test_attention(num_heads, head_dim, dtype, cache_dtype, block_size, archs):

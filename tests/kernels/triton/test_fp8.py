@@ -6,7 +6,7 @@ import torch
 from nanovllm.formats.fp8 import Fp8Weight, quantize_fp8
 from nanovllm.kernels.triton import fp8 as triton_fp8
 from nanovllm.kernels.triton.kernels import TritonKernels
-from tests.kernels.triton.harness import ARCHS, compile_launches
+from tests.kernels.triton.harness import ARCHS, compile_launches, shapes
 from tests.kernels.triton.inputs import CUDA, DEVICE, each_dtype, has_fp8, randn
 from tests.kernels.triton.interpreter import patch_interpreter
 
@@ -142,10 +142,23 @@ FP8_ARCHS = ARCHS[1:]
 """Ampere has no FP8."""
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("rows", [1, 64, 4096])
 @pytest.mark.parametrize(
-    ("outputs", "inputs"), [(4096, 1024), (1024, 3072), (24576, 4096), (4096, 12288)]
+    ("rows", "outputs", "inputs", "dtype"),
+    shapes(
+        [
+            (1, 4096, 1024, torch.bfloat16),
+            (64, 24576, 4096, torch.bfloat16),
+            (4096, 4096, 12288, torch.bfloat16),
+            (64, 1024, 3072, torch.float16),
+        ],
+        [
+            (rows, *size, dtype)
+            for rows in (1, 64, 4096)
+            for size in ((4096, 1024), (1024, 3072), (24576, 4096), (4096, 12288))
+            for dtype in (torch.bfloat16, torch.float16)
+        ],
+    ),
+    ids=str,
 )
 def test_compiles(rows, outputs, inputs, dtype):
     """For GPUs that are not present, at shapes of Qwen3-0.6B and 8B; no register is spilled."""
@@ -161,8 +174,11 @@ def test_compiles(rows, outputs, inputs, dtype):
             assert kernel.shared <= 227 * 1024, kernel
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("inputs", [1024, 5120, 25600])
+@pytest.mark.parametrize(
+    ("inputs", "dtype"),
+    [(1024, torch.bfloat16), (5120, torch.float16), (25600, torch.float32)],
+    ids=str,
+)
 def test_quantize_compiles(inputs, dtype):
     x = meta(3, inputs, dtype=dtype)
     compiled = compile_launches((triton_fp8.quantize, x), archs=FP8_ARCHS)

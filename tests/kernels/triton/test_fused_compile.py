@@ -10,7 +10,7 @@ import torch
 from nanovllm.kernels.triton import fused_attention, fused_layer
 from tests.kernels.triton import harness
 from tests.kernels.triton.critical_path import paths_of_launches
-from tests.kernels.triton.harness import SHARED, compile_launches
+from tests.kernels.triton.harness import SHARED, compile_launches, shapes
 
 BF16, F32 = torch.bfloat16, torch.float32
 # hidden size, intermediate size, heads, vocabulary, whether q and k have norms
@@ -64,14 +64,19 @@ def layer(model, rows, dtype, chained):
 
 @pytest.mark.parametrize(
     ("model", "rows", "dtype", "archs"),
-    [
-        (QWEN3, 16, BF16, [90, 100]),
-        (QWEN3, 16, BF16, [80]),
-        (LLAMA, 16, BF16, [90, 100]),
-        (LLAMA, 16, BF16, [80]),
-        (QWEN3, 1, BF16, [90]),
-        (LLAMA, 16, F32, [90]),
-    ],
+    shapes(
+        [
+            (QWEN3, 16, BF16, [90, 100]),
+            (QWEN3, 16, BF16, [80]),
+            (QWEN3, 1, BF16, [90]),
+            (LLAMA, 16, BF16, [90]),
+        ],
+        [
+            (LLAMA, 16, BF16, [100]),
+            (LLAMA, 16, BF16, [80]),
+            (LLAMA, 16, F32, [90]),
+        ],
+    ),
     ids=str,
 )
 def test_no_spills(model, rows, dtype, archs):

@@ -260,7 +260,7 @@ def test_through_the_kernels_of_a_gpu(
     """With the Triton kernels that gather, attend, sample and advance in a graph."""
     patch_interpreter()
     options = {"max_num_seqs": 1, "kvcache_block_size": 16, "num_kvcache_blocks": 8, "count": 1}
-    options |= {"max_tokens": 5, "num_speculative_tokens": 2}
+    options |= {"max_tokens": 3, "num_speculative_tokens": 2}
     expected = generate(method, enforce_eager=True, **options)
     use_fake_graphs(monkeypatch)
     use_triton(monkeypatch)
