@@ -31,7 +31,7 @@ SIZES: dict[str, Any] = {
 TYPES = (
     "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL".split()  # noqa: SIM905
 )
-KEPT = ("Q8_0", "Q4_0", "Q4_1")
+KEPT = ("Q8_0", "Q5_0", "Q4_0", "Q4_1")
 _SCALES = {
     "Q2_K": (80, 82),
     "Q3_K": (108,),

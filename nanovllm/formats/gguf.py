@@ -23,8 +23,8 @@ from nanovllm.utils.distributed import tensor_parallel
 
 logger = logging.getLogger(__name__)
 
-BLOCK_BITS = {"Q8_0": 8, "Q4_0": 4, "Q4_1": 4}
-"""Bits of a value, by the name of the type."""
+BLOCK_BITS = {"Q8_0": 8, "Q5_0": 8, "Q4_0": 4, "Q4_1": 4}
+"""Bits in which a value is kept, by the name of the type."""
 BLOCK_TYPES = {found.name: found for found in GGUF_TYPES.values() if found.name in BLOCK_BITS}
 """The types, by name."""
 
@@ -46,13 +46,18 @@ def unpack_blocks(blocks: torch.Tensor, block_type: str) -> IntTensor:
     """Return the weight in `blocks`, uint8 [n, bytes of a row]: the same numbers, bit for bit.
 
     A block is a float16 scale, for Q4_1 a float16 minimum, then the values. In 4 bits, byte i has
-    value i in its low half and value i + 16 in its high half, each one plus 8.
+    value i in its low half and value i + 16 in its high half, each one plus 8. Q5_0 has four bytes
+    of fifth bits before these, and adds 16.
     """
     by_block = blocks.view(len(blocks), -1, BLOCK_TYPES[block_type].block_bytes)
     num_halves = 2 if block_type == "Q4_1" else 1
     halves = by_block[..., : 2 * num_halves].contiguous().view(torch.float16)
     values = by_block[..., 2 * num_halves :]
-    if BLOCK_BITS[block_type] == 8:
+    if block_type == "Q5_0":
+        fifth = values[..., :4, None] >> torch.arange(8, dtype=torch.uint8) & 1
+        low = torch.cat([values[..., 4:] & 15, values[..., 4:] >> 4], -1)
+        values = (low | fifth.flatten(-2) << 4).view(torch.int8) - 16
+    elif BLOCK_BITS[block_type] == 8:
         values = values.contiguous().view(torch.int8)
     else:
         values = torch.cat([values & 15, values >> 4], -1).view(torch.int8) - 8
