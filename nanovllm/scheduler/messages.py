@@ -46,6 +46,13 @@ class NewTokens(NamedTuple):
     token_ids: list[int]
 
 
+class PageCopy(NamedTuple):
+    """Page sources[i] of the pool is copied to page targets[i], for each i; none is in both."""
+
+    sources: list[int]
+    targets: list[int]
+
+
 class Row(NamedTuple):
     """One sequence's part of a step.
 
@@ -93,6 +100,8 @@ class Schedule:
     new_tokens: list[NewTokens] = dataclasses.field(default_factory=list)
     may_draft: bool = False
     """Whether rows may have drafts. The durations of such a step are measured."""
+    copies: list[PageCopy] = dataclasses.field(default_factory=list)
+    """Made one after the other, before blocks are zeroed and before the rows."""
 
     @property
     def num_tokens(self) -> int:

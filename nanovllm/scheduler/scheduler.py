@@ -175,7 +175,7 @@ class Scheduler:
             num_missing = self._num_missing_tokens(seq)
             if num_missing <= 0:
                 continue
-            num_scheduled = min(num_missing, budget)
+            num_scheduled = self._row_length(seq, min(num_missing, budget))
             start, end = len(seq.block_table), seq.num_computed_tokens + num_scheduled
             appended = self.block_manager.allocate_blocks(seq, end)
             if appended is None:
@@ -226,12 +226,11 @@ class Scheduler:
         blocks = self.block_manager.allocate_blocks(seq, seq.num_tokens, cached)
         if blocks is None:
             return None
-        num_cached_tokens = len(cached) * self.block_manager.block_size
-        seq.num_computed_tokens = num_cached_tokens
+        seq.num_computed_tokens = len(cached) * self.block_manager.block_size
         if not seq.was_admitted:
-            seq.num_cached_tokens = num_cached_tokens
+            seq.num_cached_tokens = seq.num_computed_tokens
             self.stats.num_prompt_tokens += seq.num_prompt_tokens
-            self.stats.num_cached_tokens += num_cached_tokens
+            self.stats.num_cached_tokens += seq.num_cached_tokens
             if self.block_manager.enable_prefix_caching and not needs_all:
                 self.stats.num_queried_tokens += seq.num_prompt_tokens
         seq.table_idx = self._free_table_indices.pop()
@@ -254,18 +253,19 @@ class Scheduler:
             return 0
         return num_tokens - seq.num_computed_tokens
 
+    def _row_length(self, seq: Sequence, most: int) -> int:
+        """Return how many tokens the sequence's next row computes: `most`, at least 1."""
+        return most
+
     def _blocks_to_zero(self, rows: list[Row]) -> list[int]:
         """Return the blocks that `rows` begin and may not fill: some drafts may be missing."""
         found: list[int] = []
         size = self.block_manager.block_size
         for row in rows:
-            num_left = -row.num_computed_tokens % size  # slots of the block that was begun before
-            if num_left < row.num_scheduled_tokens:
-                first_begun = self.block_manager.blocks_for(row.num_computed_tokens)
-                first_not_full = row.sample_position // size
-                end = self.block_manager.blocks_for(row.end)
-                table = self._sequences[row.seq_id].block_table
-                found += table[max(first_begun, first_not_full) : end]
+            if -row.num_computed_tokens % size < row.num_scheduled_tokens:  # it begins a block
+                begun = self.block_manager.blocks_for(row.num_computed_tokens)
+                first, end = max(begun, row.sample_position // size), -(-row.end // size)
+                found += self._sequences[row.seq_id].block_table[first:end]
         return found
 
     def _preempt(self, seq: Sequence) -> None:

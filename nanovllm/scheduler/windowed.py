@@ -6,10 +6,11 @@ tensors.
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Sequence as Seq
 from itertools import islice
 
 from nanovllm.scheduler.block_manager import Block, BlockManager
+from nanovllm.scheduler.cached_chain import cached_chain
 from nanovllm.scheduler.messages import NewBlocks, Row, Schedule
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.sequence import Sequence
@@ -137,7 +138,7 @@ class WindowedBlockManager(BlockManager):
         """
         index, parent_uid = seq.num_published_blocks, seq.parent_uid
         super().publish(seq, num_written)
-        for uid in self._cached_chain(seq, index, parent_uid):
+        for uid in cached_chain(self, seq, index, parent_uid):
             for number, table in enumerate(self._tables[seq]):
                 if index >= table.start:
                     self._cache(table.blocks[index - table.start], (number, uid))
@@ -159,7 +160,7 @@ class WindowedBlockManager(BlockManager):
         Args:
             keep_cached: False removes those that no other sequence holds from the prefix cache.
         """
-        uids = [] if keep_cached else list(self._cached_chain(seq, 0, seq.root_uid))
+        uids = [] if keep_cached else list(cached_chain(self, seq, 0, seq.root_uid))
         super().free(seq, keep_cached=keep_cached)
         for table in self._tables.pop(seq, ()):
             while table.blocks:
@@ -262,18 +263,6 @@ class WindowedBlockManager(BlockManager):
                 self._free[page] = None
                 if block.key is None:
                     self._free.move_to_end(page, last=False)
-
-    def _cached_chain(
-        self, seq: Sequence, index: int, parent_uid: int | str | None
-    ) -> Iterator[int]:
-        """Yield the uids of the cached blocks of a sequence's published blocks from `index` on."""
-        for key_hash, _ in seq.block_keys[index : seq.num_published_blocks]:
-            block_id = None if parent_uid is None else self._cached.get((parent_uid, key_hash))
-            parent_uid = None if block_id is None else self.blocks[block_id].uid
-            if parent_uid is None:
-                return
-            assert isinstance(parent_uid, int)
-            yield parent_uid
 
     def _cache(self, block: WindowBlock, key: Key) -> None:
         """Cache a window block, unless one with the same contents is cached already."""

@@ -30,3 +30,7 @@ class WorkerInfo:
     ascending; empty if it costs nothing."""
     windows: tuple[WindowGroup, ...] = ()
     """The groups of layers that have block tables of their own."""
+    state_pages: int = 0
+    """Pages of the pool that hold the state of one sequence; 0: the model has no state."""
+    max_draft_tokens: int = 0
+    """Most drafts of a row; 0 without speculation."""

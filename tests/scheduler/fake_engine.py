@@ -7,6 +7,7 @@ only if the scheduler kept every block, position and table row right. Imports no
 import math
 import pickle
 import random
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import chain, count, islice, takewhile
@@ -16,9 +17,10 @@ from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import DraftCounts
 from nanovllm.scheduler.block_manager import BlockManager
 from nanovllm.scheduler.extensions import MAX_SAMPLES
-from nanovllm.scheduler.messages import Ending, Row, RowDetails, Schedule, StepResult
+from nanovllm.scheduler.messages import Ending, PageCopy, Row, RowDetails, Schedule, StepResult
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.sequence import Sequence
+from nanovllm.scheduler.stateful import StatefulBlockManager, StatefulScheduler
 from nanovllm.scheduler.windowed import WindowedBlockManager, WindowedScheduler
 from nanovllm.scheduler.windows import WindowGroup, num_tables
 from tests.scheduler.invariants import check_blocks, check_scheduler
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 VOCAB_SIZE = 5
 
 UNWRITTEN = -1
+ZERO = 0
 
 
 def fold(prefix_hash: int, token: int) -> int:
@@ -98,7 +101,8 @@ class FakeWorker:
     """Device tables and a KV cache, as the real worker has them. It knows only the schedules.
 
     A table row has the block tables of all groups, one after the other. Each token's KV is written
-    to each of them; a window group's layers read only their window.
+    to each of them; a window group's layers read only their window. Behind the block tables are the
+    pages of the state. What stands for a state is in these pages and nowhere else.
 
     Old contents stay in place until something overwrites them. While `is_broken`, every step
     writes garbage and fails. A sequence in `fails_from` gets an error at that position and behind.
@@ -112,6 +116,7 @@ class FakeWorker:
         block_size: int,
         propose: Proposer,
         windows: tuple[WindowGroup, ...] = (),
+        state_pages: int = 0,
     ) -> None:
         self.block_size = block_size
         self.propose = propose
@@ -120,8 +125,11 @@ class FakeWorker:
         self.windows = [max_model_len, *(w for w, pages in windows for _ in range(pages))]
         self.token_ids = [[UNWRITTEN] * (max_model_len + 1) for _ in range(num_table_rows)]
         self.block_tables = [
-            [UNWRITTEN] * self.width * len(self.windows) for _ in range(num_table_rows)
+            [UNWRITTEN] * (self.width * len(self.windows) + state_pages)
+            for _ in range(num_table_rows)
         ]
+        self.states: dict[int, int] = {}  # page -> what `state_value` returned; ZERO if zeroed
+        self.state_positions = [0] * num_table_rows  # how many tokens the states stand for
         self.last_positions = [UNWRITTEN] * num_table_rows  # of the last step that sampled
         self.rows: list[Row] = []  # of the last step, at their true positions
         self.kv: dict[tuple[int, int], int] = {}  # (block, offset) -> what `value` returned
@@ -136,11 +144,16 @@ class FakeWorker:
             self._store(self.token_ids[new.table_idx], 0, new.token_ids)
             self._store(self.block_tables[new.table_idx], 0, new.block_ids)
             self.forces[new.table_idx] = new.params.forces_tokens
+            first = next(row for row in schedule.rows if row.table_idx == new.table_idx)
+            self.state_positions[new.table_idx] = first.num_computed_tokens
         for forced in schedule.new_tokens:
             self._store(self.token_ids[forced.table_idx], forced.start, forced.token_ids)
         for blocks in schedule.new_blocks:
             self._store(self.block_tables[blocks.table_idx], blocks.start, blocks.block_ids)
+        for copy in schedule.copies:
+            self._copy(copy)
         for block_id in schedule.blocks_to_zero:
+            self.states[block_id] = ZERO
             for offset in range(self.block_size):
                 self.kv.pop((block_id, offset), None)
                 self.writers.pop((block_id, offset), None)
@@ -161,6 +174,23 @@ class FakeWorker:
     def value(self, prefix_hash: int, table: int) -> int:
         """Return what stands for the KV of a prefix's last token in the layers of a table."""
         return hash((prefix_hash, table))
+
+    def state_pages(self, row: Row) -> list[int]:
+        """Return the pages of a row's state."""
+        return self.block_tables[row.table_idx][self.width * len(self.windows) :]
+
+    def state_values(self, prefix_hash: int, num_pages: int) -> list[int]:
+        """Return what stands for the state behind a prefix, for each page; 0: behind no token."""
+        return [hash((prefix_hash, "state", i)) if prefix_hash else ZERO for i in range(num_pages)]
+
+    def _copy(self, copy: PageCopy) -> None:
+        """Copy whole pages. A broken step writes garbage instead."""
+        assert not {*copy.sources} & {*copy.targets}
+        for source, target in zip(copy.sources, copy.targets, strict=True):
+            self.states[target] = UNWRITTEN if self.is_broken else self.states[source]
+            for offset in range(self.block_size):
+                self.kv[target, offset] = UNWRITTEN
+                self.writers[target, offset] = UNWRITTEN
 
     def _placed(self, row: Row) -> Row:
         """Move a row back by the drafts that were rejected since its step was scheduled."""
@@ -195,9 +225,11 @@ class FakeWorker:
                 place = self.location(row, position, table)
                 self.kv[place] = self.value(hashes[position], table)
                 self.writers[place] = row.seq_id
+                self.states[place[0]] = UNWRITTEN
             for position in range(end, -(-end // self.block_size) * self.block_size):
                 writer = self.writers.get(self.location(row, position, table), row.seq_id)
                 assert writer == row.seq_id, f"{row} reads masked KV of sequence {writer}"
+        self._compute_state(row, [0, *hashes])
         accepted: list[int] = []
         if row.samples:
             drafts = tokens[num_known:end]
@@ -214,6 +246,26 @@ class FakeWorker:
                 result.details[row.seq_id] = RowDetails(len(drafts), ending, forced)
         result.token_ids.append(accepted)
 
+    def _compute_state(self, row: Row, hashes: list[int]) -> None:
+        """Read the state, go on from it with all that is certain, and write it.
+
+        Args:
+            hashes: of the first 0, 1, 2, ... tokens.
+        """
+        pages, start = self.state_pages(row), self.state_positions[row.table_idx]
+        assert start <= row.num_computed_tokens, f"{row}: its state is ahead"
+        found = [self.states.get(page, UNWRITTEN) for page in pages]
+        assert found == self.state_values(hashes[start], len(pages)), f"{row} reads a wrong state"
+        self._write_state(row, self.state_values(hashes[row.sample_position], len(pages)))
+
+    def _write_state(self, row: Row, values: list[int]) -> None:
+        self.state_positions[row.table_idx] = row.sample_position
+        for page, value in zip(self.state_pages(row), values, strict=True):
+            self.states[page] = value
+            for offset in range(self.block_size):
+                self.kv[page, offset] = UNWRITTEN
+                self.writers[page, offset] = UNWRITTEN
+
     def _accepted(
         self, row: Row, drafts: list[int], sampled: list[int]
     ) -> tuple[list[int], Ending | None]:
@@ -228,6 +280,8 @@ class FakeWorker:
             for position in range(row.num_computed_tokens, row.end):
                 self.kv[self.location(row, position, table)] = UNWRITTEN
                 self.writers[self.location(row, position, table)] = row.seq_id
+                self.states[self.location(row, position, table)[0]] = UNWRITTEN
+        self._write_state(row, [UNWRITTEN] * len(self.state_pages(row)))
         self._store(self.token_ids[row.table_idx], row.end, [UNWRITTEN])
         self.last_positions[row.table_idx] = row.sample_position
 
@@ -241,6 +295,7 @@ class Engine:
 
     Args:
         windows: None: a model without window groups, with the block manager for these.
+        state_pages: 0: a model without states. One with states has no window groups.
     """
 
     def __init__(
@@ -258,13 +313,24 @@ class Engine:
         controller: "DraftController | None" = None,
         follows_drafts: bool = False,
         windows: tuple[WindowGroup, ...] | None = None,
+        state_pages: int = 0,
+        snapshot_interval: int = 8,
     ) -> None:
         self.windows = windows or ()
-        if windows is None:
-            self.manager = BlockManager(
-                num_blocks, block_size, enable_prefix_caching=prefix_caching
+        self.state_pages = state_pages
+        make_scheduler: Callable[..., Scheduler] = Scheduler
+        self.manager = BlockManager(num_blocks, block_size, enable_prefix_caching=prefix_caching)
+        if state_pages:
+            make_scheduler = StatefulScheduler
+            self.manager = StatefulBlockManager(
+                num_blocks,
+                block_size,
+                state_pages=state_pages,
+                snapshot_interval=snapshot_interval,
+                enable_prefix_caching=prefix_caching,
             )
-        else:
+        elif windows is not None:
+            make_scheduler = WindowedScheduler
             self.manager = WindowedBlockManager(
                 num_blocks,
                 block_size,
@@ -283,7 +349,6 @@ class Engine:
                 max_num_batched_tokens,
                 follows_drafts=follows_drafts,
             )
-        make_scheduler = Scheduler if windows is None else WindowedScheduler
         self.scheduler = make_scheduler(
             self.manager,
             max_num_seqs=max_num_seqs,
@@ -298,6 +363,7 @@ class Engine:
             block_size,
             propose or (lambda token_ids: []),
             self.windows,
+            state_pages,
         )
         self.max_num_seqs = max_num_seqs
         self.queue_depth = queue_depth
@@ -320,11 +386,15 @@ class Engine:
         user: str = "",
         cache_salt: str | None = None,
         forces: bool = False,
+        prompt_logprobs: int | None = None,
     ) -> Sequence:
         max_model_len = self.scheduler.max_model_len
         grammar = {"regex": "the fake worker does not read it"} if forces else None
         params = SamplingParams(
-            max_tokens=max_tokens, ignore_eos=ignore_eos, structured_outputs=grammar
+            max_tokens=max_tokens,
+            ignore_eos=ignore_eos,
+            structured_outputs=grammar,
+            prompt_logprobs=prompt_logprobs,
         )
         seq_id = len(self.sequences)
         seq = Sequence(
@@ -361,6 +431,8 @@ class Engine:
         if result is not None:
             for row in self.worker.rows:
                 self._check_row(row)
+            if isinstance(self.manager, StatefulBlockManager):
+                self._check_snapshots(self.manager)
         self.num_followers += sum(row.num_unverified_tokens > 0 for row in schedule.rows)
         self.in_flight.append((schedule, result))
         return schedule
@@ -454,8 +526,10 @@ class Engine:
         admitted = [seq for seq in self.sequences if seq.was_admitted]
         assert stats.num_prompt_tokens == sum(seq.num_prompt_tokens for seq in admitted)
         assert stats.num_cached_tokens == sum(seq.num_cached_tokens or 0 for seq in admitted)
-        caching = self.manager.enable_prefix_caching
-        assert stats.num_queried_tokens == (stats.num_prompt_tokens if caching else 0)
+        queried = admitted if self.manager.enable_prefix_caching else []
+        assert stats.num_queried_tokens == sum(
+            seq.num_prompt_tokens for seq in queried if seq.params.prompt_logprobs is None
+        )
         assert stats.num_preemptions == len(self.preempted)
         counts = [draft_counts(seq) for seq in self.sequences]
         drafts = DraftCounts() if self.drafting is None else self.drafting.counts
@@ -491,6 +565,8 @@ class Engine:
         assert all(order(seq) < order(victim) for seq in kept for victim in victims)
         assert all(victim.num_computed_tokens == 0 for victim in victims)
         self.preempted += [seq.seq_id for seq in victims]
+        if isinstance(self.manager, StatefulBlockManager):
+            assert not (victims and self.manager._held), "preempted for a snapshot"
         if schedule is None:
             return
         rows = [self.sequences[row.seq_id] for row in schedule.rows]
@@ -503,7 +579,7 @@ class Engine:
         if head is not None and any(head.order < order(seq) for seq in rows) and not victims:
             is_free = len(self.scheduler.running) < self.max_num_seqs
             num_needed = self.num_pages_needed(head)
-            fits = is_free and num_needed <= self.manager.num_free_blocks
+            fits = is_free and num_needed <= self.num_pages_unused()
             assert not fits or head.num_in_flight_steps, "a sequence was passed over"
         ids = [seq.seq_id for seq in admitted]
         self.admitted += [seq_id for seq_id in ids if seq_id not in self.admitted]
@@ -512,6 +588,15 @@ class Engine:
             (table_indices[seq_id], 100 + seq_id) for seq_id in ids
         ]
 
+    def num_pages_unused(self) -> int:
+        """Return how many pages no running sequence needs."""
+        if not isinstance(self.manager, StatefulBlockManager):
+            return self.manager.num_free_blocks
+        tables = [seq.block_table for seq in self.scheduler.running]
+        needed = {page for table in tables for page in table}
+        num_states = len(tables) * self.state_pages
+        return len(self.manager.blocks) - len(needed) - num_states
+
     def num_pages_needed(self, head: Sequence) -> int:
         """Return the most pages that a sequence takes when it is admitted."""
         num_blocks = num_pages = self.manager.blocks_for(head.num_tokens)
@@ -519,7 +604,7 @@ class Engine:
         for window, pages in self.windows:
             held = self.manager.blocks_for(window + budget) + 1
             num_pages += pages * min(num_blocks, held)
-        return num_pages
+        return num_pages + self.state_pages
 
     def _check_turns(self, admitted: list[Sequence], waiting: list[Sequence]) -> None:
         """Check that the admitted sequences are the first of their users, and go by priority."""
@@ -547,11 +632,15 @@ class Engine:
         )
         params = [self.sequences[row.seq_id].params for row in schedule.rows]
         assert not followers or (decodes and all(p.is_plain for p in params))
-        if not all(row.samples for row in schedule.rows):  # the budget may cut only the last row
+        size = self.manager.block_size
+        whole = [
+            row.samples or (self.state_pages > 0 and row.end % size == 0) for row in schedule.rows
+        ]
+        if not all(whole):  # the budget may cut only the last row
             # Rows behind drafts in flight, of one token each, may have been taken back.
             waiting = sum(seq.num_draft_tokens > 0 for seq in self.scheduler.running)
             assert budget - waiting <= schedule.num_tokens <= budget
-            assert all(row.samples for row in schedule.rows[:-1])
+            assert all(whole[:-1])
 
     def _check_row(self, row: Row) -> None:
         seq = self.sequences[row.seq_id]
@@ -568,6 +657,26 @@ class Engine:
                 page, _ = self.worker.location(row, position, table)
                 assert self.manager.blocks[page].ref_count == 1, "a free page is written"
                 assert page not in self.manager._cached_pages, "a published block is written"
+        if isinstance(self.manager, StatefulBlockManager):
+            pages = self.worker.state_pages(row)
+            assert pages == self.manager._states[seq].pages
+            assert all(self.manager.blocks[page].ref_count == 1 for page in pages)
+            assert self.manager._snapshot_pages.keys().isdisjoint(pages), "a snapshot is written"
+
+    def _check_snapshots(self, manager: StatefulBlockManager) -> None:
+        """Check that each cached snapshot that has its copy holds the state behind its prefix."""
+        blocks = {block.uid: block for block in manager.blocks}
+        for uid, snapshot in manager._snapshots.items():
+            tokens: list[int] = []
+            parent: int | str | None = uid
+            while parent in blocks:
+                block = blocks[parent]
+                assert block.key is not None
+                tokens[:0] = array("I", block.tokens)
+                parent = block.key[0]
+            if len(tokens) == snapshot.position and snapshot.pages:  # no block before it is evicted
+                right = self.worker.state_values(prefix_hashes(tokens)[-1], len(snapshot.pages))
+                assert [self.worker.states[page] for page in snapshot.pages] == right
 
 
 def draft_counts(seq: Sequence) -> DraftCounts:

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from nanovllm.scheduler.block_manager import BlockManager
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.sequence import Sequence
+from nanovllm.scheduler.snapshots import Snapshot
+from nanovllm.scheduler.stateful import StatefulBlockManager
 from nanovllm.scheduler.windowed import WindowBlock, WindowedBlockManager
 
 
@@ -73,6 +75,8 @@ def check_blocks(manager: BlockManager, sequences: Iterable[Sequence]) -> None:
         owners.update(seq.block_table)
     if isinstance(manager, WindowedBlockManager):
         owners.update(check_window_blocks(manager, sequences))
+    if isinstance(manager, StatefulBlockManager):
+        owners.update(check_states(manager, sequences))
     for block_id, block in enumerate(manager.blocks):
         assert block.ref_count == owners[block_id], f"block {block_id}: wrong ref_count"
         assert (block.ref_count == 0) == (block_id in manager._free), f"block {block_id}: leaked"
@@ -116,3 +120,56 @@ def check_window_blocks(manager: WindowedBlockManager, sequences: Iterable[Seque
     ]
     assert is_cached == sorted(is_cached), "a cached page is reused before one that is not"
     return {*pages}
+
+
+def check_states(manager: StatefulBlockManager, sequences: Iterable[Sequence]) -> list[int]:
+    """Verify every invariant of states and snapshots; return the pages that these hold.
+
+    Raises:
+        AssertionError: a page has two uses or none, or a snapshot is held or cached for nothing.
+    """
+    assert manager._states.keys() == {seq for seq in sequences if seq.table_idx is not None}
+    states = list(manager._states.values())
+    waiting = [snapshot for state in states for snapshot in state.unpublished]
+    begun = [state.begun for state in states if state.begun is not None]
+    rolling = [state.rolling for state in states if state.rolling is not None]
+    for state in states:
+        assert len(state.pages) == manager.state_pages
+        assert state.begun is None or state in manager._begun, "a snapshot is never copied"
+        positions = [snapshot.position for snapshot in state.unpublished]
+        assert positions == sorted({*positions})
+    snapshots = {*manager._snapshots.values(), *waiting}
+    copied = {s for s in snapshots if s.pages and not s.is_dropped}
+    assert {*manager._snapshot_pages.values()} == copied
+    assert sum(len(s.pages) for s in copied) == len(manager._snapshot_pages)
+    held = {s for s in (*waiting, *rolling) if s in copied}
+    assert manager._held.keys() == held, "no sequence needs a snapshot that is held"
+    assert manager.enable_prefix_caching or not snapshots
+    uids = {block.uid for block in manager.blocks}
+    for snapshot in snapshots:
+        check_snapshot(manager, snapshot, is_held=snapshot in held)
+        assert snapshot.pages or snapshot.is_dropped or snapshot in begun, "it is never copied"
+        assert snapshot.uid is None or snapshot.is_dropped or snapshot.uid in uids, "it outlives"
+    is_cached = [
+        manager.blocks[p].uid is not None or p in manager._snapshot_pages for p in manager._free
+    ]
+    assert is_cached == sorted(is_cached), "a cached page is reused before one that is not"
+    pages = [page for state in states for page in state.pages]
+    return pages + [page for snapshot in held for page in snapshot.pages]
+
+
+def check_snapshot(manager: StatefulBlockManager, snapshot: Snapshot, *, is_held: bool) -> None:
+    """Verify the invariants of one snapshot.
+
+    Raises:
+        AssertionError: its pages are wrong, or it is not what its `uid` leads to.
+    """
+    if snapshot.is_dropped:
+        return
+    assert len(snapshot.pages) in (0, manager.state_pages)
+    assert snapshot.position % manager.block_size == 0
+    assert snapshot.uid is None or manager._snapshots[snapshot.uid] is snapshot
+    for page in snapshot.pages:
+        assert manager._snapshot_pages[page] is snapshot
+        assert manager.blocks[page].uid is None, "a page has two uses"
+        assert (page in manager._free) == (not is_held)

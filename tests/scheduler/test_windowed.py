@@ -296,3 +296,5 @@ def test_the_tokens_that_a_pool_holds() -> None:
     assert kv_cache_tokens(info) == 64_000
     info = dataclasses.replace(info, windows=(WindowGroup(100, 5),))
     assert kv_cache_tokens(info) == 1000 * 1024 // (16 + 5 * 3)
+    info = dataclasses.replace(info, windows=(), state_pages=4)
+    assert kv_cache_tokens(info) == 1000 * 1024 // (16 + 4)

@@ -1,0 +1,387 @@
+"""Layers with state: each request gets the tokens it gets alone, and hits are right and early.
+
+Imports no torch.
+"""
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import settings, strategies as st
+from hypothesis.stateful import initialize, rule
+
+from nanovllm.scheduler.messages import Schedule
+from nanovllm.scheduler.sequence import Sequence
+from nanovllm.scheduler.stateful import State, StatefulBlockManager
+from tests.scheduler.fake_engine import VOCAB_SIZE, Engine, random_guesses
+from tests.scheduler.invariants import check_scheduler
+from tests.scheduler.test_random_runs import (
+    INDEX,
+    PROMPT,
+    USERS,
+    SchedulerMachine,
+    clock,
+    make_controller,
+)
+
+__all__ = ["clock"]
+
+
+class StatesMachine(SchedulerMachine):
+    """Random runs of a model with states, with drafts or without."""
+
+    users = USERS
+    salts = (None, None, None, "salt")
+
+    @initialize(
+        max_model_len=st.integers(2, 24),
+        block_size=st.integers(1, 5),
+        state_pages=st.integers(1, 6),
+        snapshot_interval=st.sampled_from([1, 4, 8, 1000]),
+        num_spare_blocks=st.sampled_from([0, 1, 3, 6, 12, 30, 60]),
+        max_num_seqs=st.integers(1, 6),
+        max_num_batched_tokens=st.integers(1, 40),
+        eos_token_ids=st.sampled_from([(), (3,), (3, 4)]),
+        prefix_caching=st.sampled_from([True, True, True, False]),
+        queue_depth=st.sampled_from([0, 0, 1, 1, 2, 4]),
+        seed=st.integers(0, 2**32),
+        with_drafts=st.booleans(),
+    )
+    def start(  # type: ignore[override]
+        self,
+        max_model_len: int,
+        block_size: int,
+        state_pages: int,
+        num_spare_blocks: int,
+        eos_token_ids: tuple[int, ...],
+        seed: int,
+        with_drafts: bool,
+        **options: Any,
+    ) -> None:
+        self.engine = Engine(
+            num_blocks=-(-max_model_len // block_size) + state_pages + num_spare_blocks,
+            block_size=block_size,
+            state_pages=state_pages,
+            max_model_len=max_model_len,
+            eos_token_ids=frozenset(eos_token_ids),
+            propose=random_guesses(seed) if with_drafts else None,
+            controller=make_controller(seed) if with_drafts else None,
+            **options,
+        )
+
+    @rule(prompt=PROMPT, index=INDEX)
+    def add_one_without_hits(self, prompt: list[int], index: int) -> None:
+        self.engine.add(
+            prompt[: self.engine.scheduler.max_model_len - 1],
+            user=self.users[index % len(self.users)],
+            prompt_logprobs=1,
+        )
+
+    @rule()
+    def reset(self) -> None:
+        manager = self.engine.manager
+        assert isinstance(manager, StatefulBlockManager)
+        if manager.reset_prefix_cache():
+            assert manager._cached == manager._snapshots == {}
+
+
+StatesMachine.TestCase.settings = settings(
+    max_examples=140, stateful_step_count=40, deadline=None, derandomize=True
+)
+
+TestStates = StatesMachine.TestCase
+
+
+def make_engine(**options: Any) -> Engine:
+    """Return an engine whose pool is large, unless `options` say otherwise."""
+    sizes = {"num_blocks": 400, "block_size": 4, "max_model_len": 200, "snapshot_interval": 1000}
+    return Engine(**{**sizes, "state_pages": 5, **options})
+
+
+def manager_of(engine: Engine) -> StatefulBlockManager:
+    assert isinstance(engine.manager, StatefulBlockManager)
+    return engine.manager
+
+
+def state_of(engine: Engine, seq: Sequence) -> State:
+    return manager_of(engine).state_of(seq)
+
+
+def random_prompt(seed: int, length: int) -> list[int]:
+    return random.Random(seed).choices(range(VOCAB_SIZE), k=length)
+
+
+def schedules(engine: Engine) -> list[Schedule]:
+    return [schedule for schedule, _ in engine.launched]
+
+
+def spans(engine: Engine, seq: Sequence) -> list[tuple[int, int]]:
+    """Return (start, number of tokens) of a sequence's rows of more than one token."""
+    rows = [row for schedule in schedules(engine) for row in schedule.rows]
+    return [
+        (row.num_computed_tokens, row.num_scheduled_tokens)
+        for row in rows
+        if row.seq_id == seq.seq_id and row.num_scheduled_tokens > 1
+    ]
+
+
+def num_copies(engine: Engine) -> int:
+    return sum(len(schedule.copies) for schedule in schedules(engine))
+
+
+def test_a_prompt_ends_rows_at_its_snapshots() -> None:
+    engine = make_engine(snapshot_interval=8, max_num_batched_tokens=11)
+    seq = engine.add(random_prompt(0, 31), max_tokens=1)
+    engine.run()
+    assert spans(engine, seq) == [(0, 8), (8, 8), (16, 8), (24, 4), (28, 3)]
+    assert num_copies(engine) == 4
+    budgets = make_engine(max_num_batched_tokens=11)
+    seq = budgets.add(random_prompt(0, 31), max_tokens=1)
+    budgets.run()
+    assert spans(budgets, seq) == [(0, 11), (11, 11), (22, 6), (28, 3)]
+    assert num_copies(budgets) == 1
+
+
+def test_rows_that_end_early_leave_tokens_to_the_next_prompts() -> None:
+    """They do so for all users; later steps go on in the same order."""
+    engine = make_engine(snapshot_interval=8, max_num_batched_tokens=60)
+    for i in range(4):
+        engine.add(random_prompt(i, 30), max_tokens=1, user="ab"[i % 2])
+    engine.run()
+    starts = [[(row.seq_id, row.num_computed_tokens) for row in s.rows] for s in schedules(engine)]
+    # Users take turns: sequences 0 and 2 are of one user.
+    assert starts == [[(i, start) for i in range(4)] for start in (0, 8, 16, 24, 28)]
+
+
+def test_without_the_prefix_cache_nothing_is_copied() -> None:
+    engine = make_engine(snapshot_interval=8, prefix_caching=False)
+    seq = engine.add(random_prompt(0, 31), max_tokens=40, ignore_eos=True)
+    engine.run()
+    assert spans(engine, seq) == [(0, 31)]
+    assert num_copies(engine) == 0
+
+
+def test_the_workers_learn_each_page_once() -> None:
+    """A state's pages are behind the block table. They begin with zeros if the sequence does."""
+    engine = make_engine()
+    prompt = random_prompt(0, 30)
+    first = engine.add(prompt, max_tokens=20, ignore_eos=True)
+    engine.step()
+    pages = state_of(engine, first).pages
+    second = engine.add([*prompt[:29], 1, 2], max_tokens=20, ignore_eos=True)
+    engine.step_until(lambda: second.table_idx is not None)
+    assert second.num_cached_tokens == 28
+    others = state_of(engine, second).pages
+    engine.run()
+    width = 50
+    sent = [new for schedule in schedules(engine) for new in schedule.new_blocks]
+    assert [tuple(new) for new in sent if new.start >= width] == [
+        (0, width, pages),
+        (1, width, others),
+    ]
+    zeroed = [page for schedule in schedules(engine) for page in schedule.blocks_to_zero]
+    assert {*pages} <= {*zeroed}
+    assert not {*others} & {*zeroed}
+
+
+@pytest.mark.parametrize("queue_depth", [0, 1])
+def test_continuations_of_one_prompt_hit(queue_depth: int) -> None:
+    """The engine queues the others when the first has a token."""
+    engine = make_engine(queue_depth=queue_depth)
+    prompt = random_prompt(0, 31)
+    first = engine.add(prompt, max_tokens=20, ignore_eos=True)
+    engine.step_until(lambda: first.num_output_tokens)
+    others = [engine.add(prompt, max_tokens=20, ignore_eos=True) for _ in range(2)]
+    engine.run()
+    assert [seq.num_cached_tokens for seq in others] == [28, 28]
+
+
+@pytest.mark.parametrize("queue_depth", [0, 1, 2])
+@pytest.mark.parametrize("length", [80, 81, 82])
+def test_the_next_turn_hits_the_end_of_the_last(queue_depth: int, length: int) -> None:
+    engine = make_engine(queue_depth=queue_depth)
+    first = engine.add(random_prompt(1, 21), max_tokens=length - 21, ignore_eos=True)
+    engine.run()
+    second = engine.add(first.token_ids + random_prompt(2, 5), max_tokens=30)
+    engine.run()
+    assert second.num_cached_tokens == (length - 1) // 4 * 4
+
+
+def test_a_shared_prefix_hits_where_the_prompts_part() -> None:
+    """The second prompt shows where. Until then the snapshots at intervals help."""
+    engine = make_engine(snapshot_interval=16)
+    prefix = random_prompt(3, 60)
+    hits = []
+    for i in range(3):
+        seq = engine.add([*prefix, *random_prompt(10 + i, 21)], max_tokens=3)
+        engine.run()
+        hits.append(seq.num_cached_tokens)
+    assert hits == [0, 48, 60]
+
+
+def test_a_near_branch_gets_no_snapshot() -> None:
+    engine = make_engine(snapshot_interval=160)
+    prefix = random_prompt(3, 20)
+    for i in range(3):
+        seq = engine.add([*prefix, i, *random_prompt(10 + i, 21)], max_tokens=1)
+        engine.run()
+        assert seq.num_cached_tokens == 0
+    assert len(manager_of(engine)._snapshots) == 3
+
+
+@pytest.mark.parametrize("queue_depth", [0, 1])
+def test_a_failed_step_costs_a_few_tokens(queue_depth: int) -> None:
+    """Those behind the last rolling snapshot, and the one before if that was being made."""
+    engine = make_engine(queue_depth=queue_depth)
+    seq = engine.add(random_prompt(1, 21), max_tokens=100, ignore_eos=True)
+    for _ in range(8):
+        for _ in range(7):
+            engine.step()
+        length = len(seq.token_ids)
+        engine.worker.is_broken = True
+        engine.step()
+        engine.step_until(lambda: seq.table_idx is not None)
+        start = [row for s in schedules(engine) for row in s.rows][-1].num_computed_tokens
+        assert length - start <= 4 + 4 * (queue_depth + 1)
+    engine.run()
+
+
+def test_a_step_that_is_not_launched_has_written_no_snapshot() -> None:
+    engine = make_engine()
+    prompt = random_prompt(1, 22)
+    engine.add(prompt, max_tokens=1)
+    engine.step()
+    manager = manager_of(engine)
+    assert [s.position for s in manager._snapshots.values()] == [20]
+    engine.step(fails_to_launch=True)
+    assert not manager._snapshots
+    engine.run()
+    assert [s.position for s in manager._snapshots.values()] == [20]
+
+
+def test_a_long_generation_holds_one_snapshot() -> None:
+    engine = make_engine(queue_depth=1)
+    seq = engine.add(random_prompt(0, 21), max_tokens=150, ignore_eos=True)
+    while not seq.is_finished:
+        engine.step()
+        check_scheduler(engine.scheduler)
+        assert len(manager_of(engine)._held) <= 1
+    positions = sorted(s.position for s in manager_of(engine)._snapshots.values())
+    assert positions == [20, 168]
+    engine.run()
+
+
+def test_the_state_of_an_ended_sequence_becomes_a_snapshot() -> None:
+    """Nothing is copied. The rolling one before it is no more."""
+    engine = make_engine()
+    seq = engine.add(random_prompt(0, 21), max_tokens=8, ignore_eos=True)
+    engine.step()
+    pages = state_of(engine, seq).pages
+    engine.run()
+    snapshots = {s.position: s for s in manager_of(engine)._snapshots.values()}
+    assert snapshots.keys() == {20, 28}
+    assert snapshots[28].pages == pages
+    assert num_copies(engine) == 2  # of 20 and of 24
+
+
+def test_a_full_pool_has_no_rolling_snapshots() -> None:
+    """They take no page that a sequence needs, and are not tried again and again."""
+    options = {
+        "num_blocks": 4 * (5 + 10) + 6,
+        "max_num_batched_tokens": 100,
+        "prefix_caching": True,
+    }
+    engine = make_engine(**options)
+    seqs = [engine.add(random_prompt(i, 19), max_tokens=21, ignore_eos=True) for i in range(4)]
+    engine.run()
+    assert engine.preempted == []
+    plain = make_engine(**{**options, "prefix_caching": False})
+    for i in range(4):
+        plain.add(random_prompt(i, 19), max_tokens=21, ignore_eos=True)
+    plain.run()
+    assert len(engine.launched) == len(plain.launched) + 1  # the prompts' snapshots
+    rolling = num_copies(engine) - 4
+    assert rolling <= 4
+    assert all(len(seq.token_ids) == 40 for seq in seqs)
+
+
+@pytest.mark.parametrize("num_blocks_of_prompt", [37, 41])
+def test_no_sequence_waits_for_a_rolling_snapshot(num_blocks_of_prompt: int) -> None:
+    """The second prompt fits without the snapshot: at once, or until both have grown."""
+    engine = make_engine(num_blocks=64)
+    first = engine.add(random_prompt(0, 21), max_tokens=24, ignore_eos=True)
+    engine.step_until(lambda: len(first.token_ids) == 42)
+    manager = manager_of(engine)
+    assert (len(first.block_table), len(manager._held), len(manager._free)) == (11, 1, 43)
+    second = engine.add(random_prompt(1, num_blocks_of_prompt * 4 - 1), max_tokens=4)
+    engine.step()
+    assert second.table_idx is not None
+    assert len(manager._held) == (num_blocks_of_prompt == 37)
+    engine.run()
+    assert engine.preempted == []
+
+
+def test_a_hit_takes_its_snapshot_where_pages_are_short() -> None:
+    engine = make_engine(num_blocks=12 + 5, max_model_len=48, max_num_seqs=1)
+    first = engine.add(random_prompt(0, 21), max_tokens=8, ignore_eos=True)
+    engine.run()
+    (pages,) = [s.pages for s in manager_of(engine)._snapshots.values() if s.position == 28]
+    second = engine.add([*first.token_ids, *random_prompt(1, 17)], max_tokens=2)
+    engine.step()
+    assert second.num_cached_tokens == 28
+    assert state_of(engine, second).pages == pages
+    assert engine.launched[-1][0].copies == []
+    engine.run()
+
+
+def test_a_hit_is_right_however_few_pages_are_free() -> None:
+    """Its snapshot is the first to be evicted. It is copied, taken over, or gone."""
+    ways = set()
+    for num_spare in range(32):
+        engine = make_engine(num_blocks=12 + 5 + num_spare, max_model_len=48)
+        first = engine.add(random_prompt(0, 22), max_tokens=1)
+        engine.run()
+        (snapshot,) = manager_of(engine)._snapshots.values()
+        engine.add(random_prompt(7, 4 + num_spare), max_tokens=1)
+        engine.run()
+        is_gone, num_before = snapshot.is_dropped, len(engine.launched)
+        second = engine.add([*first.token_ids, *random_prompt(1, 20)], max_tokens=4)
+        engine.run()
+        assert second.num_cached_tokens == (0 if is_gone else 20)
+        hit, _ = engine.launched[num_before]
+        ways.add("gone" if is_gone else "copied" if hit.copies else "taken")
+    assert ways == {"copied", "taken", "gone"}
+
+
+@pytest.mark.parametrize("queue_depth", [0, 1])
+def test_what_an_error_ends_leaves_the_cache(queue_depth: int) -> None:
+    """Also snapshots that are cached behind another sequence's blocks."""
+    engine = make_engine(queue_depth=queue_depth, snapshot_interval=16)
+    manager = manager_of(engine)
+    prompt = random_prompt(5, 38)
+    holder = engine.add(prompt, max_tokens=100, ignore_eos=True)
+    engine.step_until(lambda: holder.num_output_tokens > 4)
+    uids = [manager.blocks[block_id].uid for block_id in holder.block_table[:9]]
+    for uid in uids:
+        if uid in manager._snapshots:
+            manager._drop(manager._snapshots[uid])
+    seq = engine.add(prompt, max_tokens=50, ignore_eos=True)
+    engine.worker.fails_from[seq.seq_id] = 48
+    engine.step_until(lambda: uids[8] in manager._snapshots)
+    assert seq.num_cached_tokens == 0
+    engine.step_until(lambda: seq.is_finished)
+    assert seq.finish_reason == "error"
+    assert not any(uid in manager._snapshots for uid in uids)
+    assert [manager.blocks[block_id].uid for block_id in holder.block_table[:9]] == uids
+    engine.run()
+
+
+def test_speculation_takes_rolling_snapshots_of_certain_tokens() -> None:
+    engine = make_engine(propose=random_guesses(3), queue_depth=1)
+    first = engine.add(random_prompt(1, 21), max_tokens=140, ignore_eos=True)
+    engine.run()
+    assert engine.num_drafts_accepted > 20
+    second = engine.add(first.token_ids + random_prompt(2, 5), max_tokens=30)
+    engine.run()
+    assert second.num_cached_tokens is not None
+    assert 60 < second.num_cached_tokens <= 160
