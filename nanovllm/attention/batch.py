@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nanovllm.attention.states import StateRows
+
 
 class HostLengths(NamedTuple):
     """The lengths of a batch's rows on the host, for planning."""
@@ -50,5 +52,7 @@ class Batch:
     ) = None
     """Called in place of the backend's `attend`: takes that, q and the layer's KV cache. None: the
     backend attends."""
+    state: StateRows | None = None
+    """For layers with state; None: the model has none."""
     others: tuple["Batch", ...] = ()
     """The same tokens for layers with another block table or plan than this one's."""

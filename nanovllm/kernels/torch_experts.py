@@ -87,6 +87,30 @@ def route(
     return Routing(ids.int(), weights)
 
 
+def route_sigmoid(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    top_k: int,
+    renormalize: bool,
+    factor: float,
+) -> Routing:
+    """Choose each token's `top_k` experts: those with the largest sigmoid of `logits` [T, E] plus
+    `bias` [E]. Of equal sums, the expert with the lower number comes first. The weights are factor
+    times the sigmoids, in float32.
+
+    Args:
+        bias: float32; None: 0.
+        renormalize: whether the sigmoids of the chosen experts are divided by their sum first.
+    """
+    scores = 1.0 / (1.0 + (-logits.float()).exp())
+    sums = scores if bias is None else scores + bias
+    ids = sums.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    weights = scores.gather(1, ids)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-6)
+    return Routing(ids.int(), weights * factor)
+
+
 def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
     """Return activation(gate) * up, or `swiglu_oai`, in float32 and rounded once.
 

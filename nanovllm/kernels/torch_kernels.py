@@ -11,7 +11,7 @@ from typing import ClassVar, Protocol
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels import decode_step, torch_experts
+from nanovllm.kernels import decode_step, torch_experts, torch_states
 from nanovllm.kernels.activations import activate, swiglu_oai
 from nanovllm.kernels.torch_experts import ExpertMLP, Routing
 from nanovllm.kernels.torch_math import NORM_ROUNDED, rms_norm
@@ -107,8 +107,8 @@ class Kernels:
         """Return activation(gate), rounded, times `x`: [T, n].
 
         Args:
-            gate, x: [T, n]; the rows may lie apart.
-            activation: "gelu_tanh", "silu" or "sigmoid".
+            gate, x: [T, n]; the rows may lie apart. A gate [T, 1] is for all numbers of a row.
+            activation: "gelu_tanh", "silu", "sigmoid" or "identity".
         """
         return activate(gate, activation) * x
 
@@ -170,10 +170,15 @@ class Kernels:
         return torch.cat(list(parts), dim=1)
 
     route = staticmethod(torch_experts.route)
+    route_sigmoid = staticmethod(torch_experts.route_sigmoid)
 
     def experts(self, x: torch.Tensor, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
         """Return the weighted sums of the experts' outputs: see `torch_experts.experts`."""
         return torch_experts.experts(x, routing, mlp)
+
+    causal_conv = staticmethod(torch_states.causal_conv)
+    gated_delta = staticmethod(torch_states.gated_delta)
+    gated_rms_norm = staticmethod(torch_states.gated_rms_norm)
 
     gather = staticmethod(decode_step.gather)
     advance = staticmethod(decode_step.advance)

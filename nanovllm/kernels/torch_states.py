@@ -1,0 +1,194 @@
+"""What layers with state compute, in plain torch: for every device, and the kernels' reference.
+
+A row's results and its state do not depend, bit for bit, on the other rows of a step, nor on how
+its tokens are cut into steps. So sums are trees of elementwise additions, and exp is the only
+transcendental function: torch computes others differently at the end of a tensor.
+
+Shapes: E tokens of R rows, row after row. A state is read before a row's first token, and written
+after `StateRows.write_lens` of its tokens.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.attention.states import ALIGNMENT, StateRows, States
+from nanovllm.kernels.torch_math import rms_norm
+
+
+def read_parts(states: States, rows: StateRows, first: int, count: int = 1) -> torch.Tensor:
+    """Return parts first to first + count - 1, which are alike, of each row: [R, count, *shape]."""
+    part = states.parts[first]
+    units, index = _units(states, rows, first, count)
+    parts = units[index].flatten(2)[..., : part.nbytes].contiguous()
+    return parts.view(part.dtype).view(*parts.shape[:2], *part.shape)
+
+
+def write_parts(states: States, rows: StateRows, first: int, values: torch.Tensor) -> None:
+    """Write `values` [R, count, *shape] to the parts from `first` on of the rows that are written.
+
+    A row whose `write_lens` is 0 keeps what it has.
+    """
+    units, index = _units(states, rows, first, values.shape[1])
+    written = rows.write_lens > 0
+    parts = values.to(states.parts[first].dtype).flatten(2)[written].view(torch.uint8)
+    padding = index.shape[2] * ALIGNMENT - parts.shape[2]
+    units[index[written]] = F.pad(parts, (0, padding)).view(*parts.shape[:2], -1, ALIGNMENT)
+
+
+def causal_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    silu: bool,
+    states: States,
+    rows: StateRows,
+) -> torch.Tensor:
+    """Return the causal depthwise convolution of each row's tokens, behind those in its state.
+
+    Products, their sum in the order of the taps, the bias and SiLU are in float32; the result is
+    rounded once.
+
+    Args:
+        x: [E, C] contiguous.
+        weight: [C, K], the oldest token's tap first.
+        bias: [C] or None.
+        silu: whether SiLU comes last.
+        states: part 0 is [K - 1, C] in the dtype of `x`: the row's last inputs, the oldest first.
+
+    Returns:
+        [E, C].
+    """
+    taps = weight.float().T
+    num_kept = len(taps) - 1
+    row_of = _row_of(rows, len(x))
+    kept = read_parts(states, rows, 0)[:, 0].flatten(0, 1)  # [R * (K - 1), C]
+    inputs = torch.cat([kept, x])
+    # Input i of row r, counted from the first in its state, is behind all states if it is new.
+    new = len(kept) - num_kept + rows.cu_seqlens[:-1].long()  # place of input 0, if it were new
+    old = torch.arange(len(new), device=x.device) * num_kept
+
+    def places(row: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return torch.where(index < num_kept, old[row] + index, new[row] + index)
+
+    first = torch.arange(len(x), device=x.device) - rows.cu_seqlens[row_of]
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for tap, factors in enumerate(taps):
+        out += inputs[places(row_of, first + tap)].float() * factors
+    if bias is not None:
+        out += bias.float()
+    if silu:
+        out *= _sigmoid(out)
+    offsets = torch.arange(num_kept, device=x.device)
+    row = torch.arange(len(new), device=x.device)[:, None].expand(-1, num_kept)
+    last = inputs[places(row, rows.write_lens[:, None] + offsets)]
+    write_parts(states, rows, 0, last[:, None])
+    return out.to(x.dtype)
+
+
+def gated_delta(
+    qkv: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    states: States,
+    rows: StateRows,
+) -> torch.Tensor:
+    """Return the gated delta rule (arXiv 2412.06464) over each row's tokens, behind its state.
+
+    All is in float32, one token after the other. Queries and keys are normalised to a length of 1,
+    queries times dk ** -0.5. A head's state S [dk, dv] becomes exp(g) S, and then
+    S + k^T beta (v - k S), with g = -exp(a_log) softplus(a + dt_bias) and beta = sigmoid(b). The
+    output is q S.
+
+    Args:
+        qkv: [E, 2 * Hk * dk + Hv * dv]: heads of queries, of keys and of values. Value head h reads
+            key head h // (Hv / Hk).
+        a, b: [E, Hv]; the rows may lie apart.
+        a_log, dt_bias: [Hv] float32.
+        states: parts 1 to Hv are [dk, dv] float32, a value head each.
+
+    Returns:
+        [E, Hv, dv] in the dtype of `qkv`.
+    """
+    num_heads, (dk, dv) = a.shape[1], states.parts[1].shape
+    qk, v = qkv.split_with_sizes([qkv.shape[1] - num_heads * dv, num_heads * dv], dim=1)
+    q, k = (x.reshape(len(x), -1, dk) for x in qk.float().chunk(2, dim=1))
+    share = num_heads // q.shape[1]
+    q, k = (_unit(x).repeat_interleave(share, dim=1) for x in (q, k))
+    q, v = q * dk**-0.5, v.float().reshape(-1, num_heads, dv)
+    decay = (-(a_log.exp()) * _softplus(a.float() + dt_bias)).exp()
+    beta = _sigmoid(b.float())
+    state = read_parts(states, rows, 1, num_heads)
+    final = state.clone()
+    starts, lengths = rows.cu_seqlens[:-1].long(), rows.cu_seqlens.diff()
+    out = torch.empty(len(qkv), num_heads, dv, dtype=torch.float32, device=qkv.device)
+    for index in range(int(lengths.max())):
+        row = (lengths > index).nonzero()[:, 0]
+        token = starts[row] + index
+        key = k[token].unsqueeze(-1)
+        old = state[row] * decay[token, :, None, None]
+        delta = (v[token] - _tree_sum(old * key)) * beta[token].unsqueeze(-1)
+        new = old + key * delta.unsqueeze(-2)
+        out[token] = _tree_sum(new * q[token].unsqueeze(-1))
+        state[row] = new
+        row = (rows.write_lens == index + 1).nonzero()[:, 0]
+        final[row] = state[row]
+    write_parts(states, rows, 1, final)
+    return out.to(qkv.dtype)
+
+
+def gated_rms_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Return the RMSNorm of each row of `x`, rounded, times `weight`, rounded, times silu(gate).
+
+    Args:
+        x, gate: [N, D], whose rows may lie apart; or [T, heads, D], contiguous.
+        weight: [D].
+    """
+    gate = gate.float()
+    return (rms_norm(x, weight, eps) * (gate * _sigmoid(gate))).to(x.dtype)
+
+
+def _units(
+    states: States, rows: StateRows, first: int, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the pool in units of ALIGNMENT bytes, and those of the parts: [R, count, units]."""
+    columns, offsets = states.places[first : first + count].unbind(1)
+    page_units = states.pool.shape[1] // ALIGNMENT
+    begins = rows.pages[:, columns].long() * page_units + offsets // ALIGNMENT
+    num_units = -(-states.parts[first].nbytes // ALIGNMENT)
+    index = begins[..., None] + torch.arange(num_units, device=begins.device)
+    return states.pool.view(-1, ALIGNMENT), index
+
+
+def _row_of(rows: StateRows, num_tokens: int) -> torch.Tensor:
+    """Return the row of each token: [E] int64."""
+    lengths = rows.cu_seqlens.diff()
+    row = torch.arange(len(lengths), device=lengths.device)
+    return row.repeat_interleave(lengths, output_size=num_tokens)
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    """Return x / sqrt(sum of squares + 1e-6) over the last dimension."""
+    squares = _tree_sum(x.square().unsqueeze(-1))
+    return x * torch.rsqrt(squares + 1e-6)
+
+
+def _tree_sum(x: torch.Tensor) -> torch.Tensor:
+    """Return the sum over the last dimension but one, in an order that its length alone decides."""
+    while (size := x.shape[-2]) > 1:
+        half = size // 2
+        pairs = x[..., :half, :] + x[..., half : 2 * half, :]
+        x = torch.cat([pairs, x[..., -1:, :]], dim=-2) if size % 2 else pairs
+    return x[..., 0, :]
+
+
+def _sigmoid(x: torch.Tensor) -> torch.Tensor:
+    return 1.0 / (1.0 + (-x).exp())
+
+
+def _softplus(x: torch.Tensor) -> torch.Tensor:
+    """Return log(1 + exp(x)): of float64, so that the rounded result is the same everywhere."""
+    return F.softplus(x.double()).float()
