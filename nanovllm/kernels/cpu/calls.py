@@ -7,7 +7,8 @@ CALL_BYTES = 8 * 26
 """A call has 26 words of 64 bits: the kernel's number, its arguments, padding."""
 
 # Kernels in the order of their numbers, and the types of their arguments: p pointer, n size,
-# f float. Upper case: the number of tokens (nv_attention: of rows), which `nv_run` can replace.
+# f float. Upper case: the number of tokens, which `nv_run` can replace. It is the number of rows
+# where the kernel reads cu_seqlens.
 _KERNELS = {
     "nv_pack": "ppnn",
     "nv_linear": "pnpppNnn",
@@ -16,20 +17,23 @@ _KERNELS = {
     "nv_linear_int": "pnppppNnnnnn",
     "nv_gather_int": "ppppNnnnn",
     "nv_add_rms_norm": "ppppNnfnf",
-    "nv_mul_act": "pnpnpnNnn",
+    "nv_mul_act": "pnnpnpnNnn",
     "nv_store": "pppppppppnnNnnnnnnnfnnnn",
     "nv_attention": "pppnnpnpppNnnnnnnff",
     "nv_sample": "pnppppppppppnnf",
     "nv_to_float": "ppn",
     "nv_forbid": "pppnnn",
-    "nv_batch": "pnnpnnppppppnnnn",
+    "nv_batch": "pnnpnnppppppnnnnnnpp",
     "nv_ngram": "pnpnnnp",
     "nv_copy_rows": "pnppnpNn",
-    "nv_route": "ppppNnnnf",
+    "nv_route": "pppppNnnnfn",
     "nv_expert_gate_up": "ppppppNnnnnnnnnn",
     "nv_expert_down": "ppppppppNnnnnnnn",
     "nv_rms_norm": "pnppnNnfn",
     "nv_scale": "ppNnf",
+    "nv_causal_conv": "pnppppnppnppNnnn",
+    "nv_gated_delta": "ppnpnppppnppnppNnnnn",
+    "nv_gated_rms_norm": "pnpnppNnnf",
 }
 _TYPES = {"p": "q", "n": "q", "N": "q", "f": "d"}
 _FORMATS = {

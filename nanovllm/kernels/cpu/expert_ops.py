@@ -56,11 +56,32 @@ def route(
     scales: torch.Tensor | None = None,
 ) -> Routing:
     """Do what `torch_experts.route` says, for bfloat16 logits [T, E] and scales [E]."""
+    return _route(logits, scales, None, top_k, renormalize, factor, False)
+
+
+def route_sigmoid(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    top_k: int,
+    renormalize: bool,
+    factor: float,
+) -> Routing:
+    """Do what `torch_experts.route_sigmoid` says, for bfloat16 logits [T, E]."""
+    return _route(logits, None, bias, top_k, renormalize, factor, True)
+
+
+def _route(
+    logits: torch.Tensor,
+    scales: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    top_k: int,
+    *options: float,
+) -> Routing:
     tokens, num_experts = logits.shape
     ids = torch.empty(tokens, top_k, dtype=torch.int32)
     weights = torch.empty(tokens, top_k, dtype=torch.float32)
-    sizes = tokens, num_experts, top_k, renormalize, factor
-    library.call("nv_route", logits.contiguous(), scales, ids, weights, *sizes)
+    inputs, sizes = (logits.contiguous(), scales, bias), (tokens, num_experts, top_k)
+    library.call("nv_route", *inputs, ids, weights, *sizes, *options)
     return Routing(ids, weights)
 
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 
 from nanovllm.kernels import torch_experts
-from nanovllm.kernels.cpu import expert_ops, layer_ops, ops
+from nanovllm.kernels.cpu import expert_ops, layer_ops, ops, state_ops
 from nanovllm.kernels.cpu.build import PANEL
 from nanovllm.kernels.cpu.packed import OneDnnWeight, PackedWeight, use_onednn
 from nanovllm.kernels.torch_experts import ExpertMLP, Routing
@@ -40,7 +40,12 @@ class CKernels(CSamplingKernels):
     mul_act = staticmethod(layer_ops.mul_act)
     scale = staticmethod(layer_ops.scale)
 
+    causal_conv = staticmethod(state_ops.causal_conv)
+    gated_delta = staticmethod(state_ops.gated_delta)
+    gated_rms_norm = staticmethod(state_ops.gated_rms_norm)
+
     route = staticmethod(expert_ops.route)
+    route_sigmoid = staticmethod(expert_ops.route_sigmoid)
 
     def experts(self, x: torch.Tensor, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
         if expert_ops.supports(x, mlp):

@@ -3,12 +3,14 @@
 Knows no layer and no model. Shapes and layouts are not checked: a wrong one corrupts memory.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from nanovllm.kernels.cpu import library
 from nanovllm.kernels.torch_math import NORM_ROUNDED
 
-_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "sigmoid": 2, "relu": 3, "swiglu_oai": 4}
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "sigmoid": 2, "relu": 3, "swiglu_oai": 4, "identity": 5}
 """The numbers of the activations in csrc/elementwise.c."""
 
 
@@ -57,14 +59,14 @@ def act_and_mul(gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor
     rows, width = gate_up.shape
     up = gate_up.data_ptr() + width // 2 * gate_up.element_size()
     numbers = rows, width // 2, _ACTIVATIONS[activation]
-    library.call("nv_mul_act", gate_up, width, up, width, gate_up, width, *numbers)
+    library.call("nv_mul_act", gate_up, width, 1, up, width, gate_up, width, *numbers)
     return gate_up[:, : width // 2]
 
 
 def relu2(x: torch.Tensor) -> torch.Tensor:
     """Replace each number of `x` [t, n], contiguous, by relu(x) squared; return `x`."""
     rows, n = x.shape
-    library.call("nv_mul_act", x, n, x, n, x, n, rows, n, _ACTIVATIONS["relu"])
+    library.call("nv_mul_act", x, n, 1, x, n, x, n, rows, n, _ACTIVATIONS["relu"])
     return x
 
 
@@ -72,7 +74,7 @@ def mul_act(gate: torch.Tensor, x: torch.Tensor, activation: str) -> torch.Tenso
     """Do what `Kernels.mul_act` says."""
     rows, n = x.shape
     out = torch.empty(rows, n, dtype=x.dtype)
-    inputs = gate, gate.stride(0), x, x.stride(0)
+    inputs = gate, gate.stride(0), int(gate.shape[1] == n), x, x.stride(0)
     library.call("nv_mul_act", *inputs, out, n, rows, n, _ACTIVATIONS[activation])
     return out
 
@@ -101,6 +103,15 @@ def copy_rows(
     library.call(
         "nv_copy_rows", x, x.stride(0), x_rows, y, y.stride(0), y_rows, num_rows, x.shape[1]
     )
+
+
+def copy_pages(pool: torch.Tensor, sources: Sequence[int], targets: Sequence[int]) -> None:
+    """Copy rows `sources` of `pool` [pages, even number of bytes] uint8 to rows `targets`.
+
+    No target is a source.
+    """
+    halves = pool.view(torch.bfloat16)
+    copy_rows(halves, halves, x_rows=torch.tensor(sources), y_rows=torch.tensor(targets))
 
 
 def store(

@@ -5,10 +5,22 @@ Knows no layer and no model.
 
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from nanovllm.kernels.cpu import library
+
+
+class StateColumns(NamedTuple):
+    """Where the state pages of sequences are in the table, and where those of a step go."""
+
+    source: torch.Tensor
+    """[table rows, state_pages] int32: columns of the table."""
+    pages: torch.Tensor
+    """[most rows, state_pages] int32, of `attention.states.StateRows`."""
+    write_lens: torch.Tensor
+    """[most rows] int32; gets the number of each row's tokens."""
 
 
 def batch(
@@ -19,8 +31,9 @@ def batch(
     query_lens: Sequence[int],
     seq_lens: Sequence[int],
     out: tuple[torch.Tensor, ...],
+    state: StateColumns | None = None,
 ) -> None:
-    """Fill `out` with the batch of a step.
+    """Fill `out`, and `state` if given, with the batch of a step.
 
     Row r of the batch has the last query_lens[r] of the first seq_lens[r] tokens of table row
     table_indices[r].
@@ -41,11 +54,19 @@ def batch(
     assert block_tables.shape[1] == width
     assert columns + num_tables * width <= stride
     sizes = width, num_tables, slots.stride(0), tables.stride(0)
+    states: tuple[library.Argument, ...] = 0, 0, None, None
+    if state is not None:
+        bytes_before = state.source.data_ptr() - token_ids.data_ptr()
+        first_page, num_pages = bytes_before // token_ids.element_size(), state.pages.shape[1]
+        assert state.source.shape[1] == num_pages
+        assert columns + num_tables * width <= first_page <= stride - num_pages
+        states = first_page, num_pages, state.pages, state.write_lens
     library.call(
         "nv_batch",
         *(token_ids, stride, columns, address, len(table_indices), block_size),
         *out,
         *sizes,
+        *states,
     )
 
 

@@ -179,6 +179,25 @@ def test_route(num_experts, top_k, renormalize):
         assert torch.equal(alone.weights[0], found.weights[row])
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize(("num_experts", "top_k"), [(32, 4), (5, 5), (37, 1)])
+def test_route_by_sigmoids(num_experts, top_k, renormalize, has_bias):
+    logits = randn(40, num_experts, seed=3)
+    bias = randn(num_experts, seed=4).float() if has_bias else None
+    options = bias, top_k, renormalize, 2.5
+    found = expert_ops.route_sigmoid(logits, *options)
+    expected = torch_experts.route_sigmoid(logits, *options)
+    assert torch.equal(found.ids, expected.ids)
+    torch.testing.assert_close(found.weights, expected.weights, rtol=2e-6, atol=1e-7)
+    for row in (0, 30, 39):
+        alone = expert_ops.route_sigmoid(logits[row : row + 1], *options)
+        assert torch.equal(alone.weights[0], found.weights[row])
+    logits[1, 2] = torch.nan
+    broken = expert_ops.route_sigmoid(logits, *options).weights.isnan().any(1)
+    assert broken.tolist() == [False, True, *[False] * 38]
+
+
 def test_a_logit_that_is_no_number_makes_the_weights_nan():
     logits = randn(4, 40)
     logits[1, 33], logits[2, 5], logits[3, 7] = torch.nan, torch.inf, -torch.inf

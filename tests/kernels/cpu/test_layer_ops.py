@@ -94,6 +94,7 @@ EXACT = {
     "silu": F.silu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "sigmoid": torch.sigmoid,
+    "identity": lambda x: x,
 }
 
 
@@ -113,7 +114,11 @@ def test_activations(size, implementation):
         )
         found = kernels.mul_act(gate, up, activation)
         assert ((found.double() - expected).abs() <= bound).all()
-        if activation != "sigmoid":
+        of_a_row = kernels.mul_act(gate[:, 5:6], up, activation)
+        assert torch.equal(
+            of_a_row, kernels.mul_act(gate[:, 5:6].expand_as(up).contiguous(), up, activation)
+        )
+        if activation not in ("sigmoid", "identity"):
             assert torch.equal(kernels.act_and_mul(both.clone(), activation), found)
     bounded, moved = gate.double().clamp(max=7), up.double().clamp(-7, 7) + 1
     expected = bounded * torch.sigmoid(1.702 * bounded) * moved
@@ -156,6 +161,15 @@ def test_copy_rows_between_rows_that_lie_apart(size):
     expected[:2, :size] = x[[4, 1]]
     layer_ops.copy_rows(x, y[:, :size], x_rows=torch.tensor([4, 1]))
     assert torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("page_bytes", [64, 3 * 2**16])
+def test_copy_pages(page_bytes):
+    pool = torch.randint(256, (9, page_bytes), dtype=torch.uint8)
+    expected = pool.clone()
+    expected[[4, 0, 8]] = pool[[1, 7, 1]]
+    layer_ops.copy_pages(pool, [1, 7, 1], [4, 0, 8])
+    assert torch.equal(pool, expected)
 
 
 @pytest.mark.parametrize("kv_parts", [0, 1, 2])

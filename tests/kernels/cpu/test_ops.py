@@ -227,10 +227,10 @@ def test_one_logit_that_is_no_number_shows_in_the_largest(n, value):
 
 @native
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("num_tables", [1, 3])
-def test_batch_is_what_the_tables_hold(num_tables):
-    table = torch.randint(0, 1000, (4, 100 + 3 * 7), dtype=torch.int32)
-    token_ids, *block_tables = table.split([100, 7, 7, 7], dim=1)
+@pytest.mark.parametrize(("num_tables", "has_state"), [(1, False), (3, False), (1, True)])
+def test_batch_is_what_the_tables_hold(num_tables, has_state):
+    table = torch.randint(0, 1000, (4, 100 + 3 * 7 + 5), dtype=torch.int32)
+    token_ids, *block_tables, pages = table.split([100, 7, 7, 7, 5], dim=1)
     rows = [(3, 5, 5), (0, 1, 97), (2, 17, 33)]  # table_idx, query_len, seq_len
     places = [(table_idx, i) for table_idx, count, end in rows for i in range(end - count, end)]
     empty = functools.partial(torch.full, fill_value=-1)
@@ -240,13 +240,19 @@ def test_batch_is_what_the_tables_hold(num_tables):
         *(empty((5,), dtype=torch.int32) for _ in range(2)),
         empty((num_tables, 5, 7), dtype=torch.int32),
     )
-    table_ops.batch(token_ids, block_tables[0], 16, *zip(*rows, strict=True), out)
+    columns = zip(*rows, strict=True)
+    state = table_ops.StateColumns(pages, torch.full((5, 5), -1).int(), torch.full((5,), -1).int())
+    table_ops.batch(token_ids, block_tables[0], 16, *columns, out, state if has_state else None)
     input_ids, positions, slot_mapping, cu_seqlens_q, seq_lens, blocks = (t.tolist() for t in out)
     padding = [-1] * (30 - len(places))
     assert input_ids == [int(token_ids[place]) for place in places] + padding
     assert positions == [i for _, i in places] + padding
     assert cu_seqlens_q == [0, 5, 6, 23, -1]
     assert seq_lens == [5, 97, 33, -1, -1]
+    num_states = 3 if has_state else 0
+    assert state.write_lens.tolist() == [5, 1, 17][:num_states] + [-1] * (5 - num_states)
+    assert torch.equal(state.pages[:num_states], pages[[3, 0, 2]][:num_states])
+    assert (state.pages[num_states:] == -1).all()
     for i in range(num_tables):
         expected = [int(block_tables[i][idx, j // 16]) * 16 + j % 16 for idx, j in places]
         assert slot_mapping[i] == expected + padding

@@ -23,14 +23,15 @@ void nv_rms_norm(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *weight, bf16
     FOR_ITEMS(r, t, rows) norm_row(x + r * ldx, weight, out + r * ldo, n, eps, kind);
 }
 
-enum { SILU, GELU_TANH, SIGMOID, RELU, SWIGLU_OAI, CHUNK = 512 };
+enum { SILU, GELU_TANH, SIGMOID, RELU, SWIGLU_OAI, IDENTITY, CHUNK = 512 };
 
 /* Return activation(x). GELU by tanh is x / 2 (1 + tanh(u)), which is x / (1 + exp(-2 u)). */
 INLINE vf activate(int activation, vf x) {
     switch (activation) {
-    case SILU: return x / (exp_(-x) + 1.0f);
+    case SILU: return silu_(x);
     case GELU_TANH: return x / (exp_(x * fma_(x * x, broadcast(-0.0713548163f), broadcast(-1.59576912f))) + 1.0f);
     case SIGMOID: return 1.0f / (exp_(-x) + 1.0f);
+    case IDENTITY: return x;
     default: return (vf)((vi)x & ~(vi)(x < 0.0f));
     }
 }
@@ -43,21 +44,23 @@ INLINE vf gated(int activation, vf gate, vf x) {
     return bounded / (exp_(bounded * -1.702f) + 1.0f) * (up + 1.0f);
 }
 
-INLINE void gated_row(int activation, const bf16 *gate, const bf16 *x, bf16 *out, ptrdiff_t n) {
+INLINE void gated_row(int activation, const bf16 *gate, ptrdiff_t step, const bf16 *x, bf16 *out, ptrdiff_t n) {
+    vf one = broadcast(from_bf16((half_vu){*gate})[0]);
     for (ptrdiff_t i = 0; i < n; i += VL) {
-        vf g = load_bf16(gate + i, n - i), v = load_bf16(x + i, n - i);
+        vf g = step ? load_bf16(gate + i, n - i) : one, v = load_bf16(x + i, n - i);
         store_bf16(out + i, n - i, gated(activation, g, v));
     }
 }
 
-/* out = activation(gate) * x, rows of n numbers that are ldo, ldg and ldx apart. out may be gate or x. */
-void nv_mul_act(team *t, const bf16 *gate, ptrdiff_t ldg, const bf16 *x, ptrdiff_t ldx, bf16 *out, ptrdiff_t ldo, ptrdiff_t rows,
-                ptrdiff_t n, ptrdiff_t activation) {
+/* out = activation(gate) * x, rows of n numbers that are ldo, ldg and ldx apart. out may be gate or x. If step is 0, not 1, a row
+ * of gate has one number. */
+void nv_mul_act(team *t, const bf16 *gate, ptrdiff_t ldg, ptrdiff_t step, const bf16 *x, ptrdiff_t ldx, bf16 *out, ptrdiff_t ldo,
+                ptrdiff_t rows, ptrdiff_t n, ptrdiff_t activation) {
     ptrdiff_t chunks = (n + CHUNK - 1) / CHUNK;
     FOR_ITEMS(item, t, rows * chunks) {
         ptrdiff_t r = item / chunks, i = item % chunks * CHUNK, count = n - i < CHUNK ? n - i : CHUNK;
-#define GATED(a) case a: gated_row(a, gate + r * ldg + i, x + r * ldx + i, out + r * ldo + i, count); break;
-        switch (activation) { GATED(SILU) GATED(GELU_TANH) GATED(SIGMOID) GATED(RELU) GATED(SWIGLU_OAI) }
+#define GATED(a) case a: gated_row(a, gate + r * ldg + i * step, step, x + r * ldx + i, out + r * ldo + i, count); break;
+        switch (activation) { GATED(SILU) GATED(GELU_TANH) GATED(SIGMOID) GATED(RELU) GATED(SWIGLU_OAI) GATED(IDENTITY) }
     }
 }
 

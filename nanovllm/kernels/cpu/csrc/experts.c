@@ -7,34 +7,54 @@
 #define FROM_SCALES from_f16
 #include "int_tiles.h"
 
-/* ids[token][top] = the largest of logits[token][experts], by size; of equal ones the first comes first. Their weights are a softmax
- * of factor * logits, over all experts or (`renormalize`) over those chosen, times scales[id] unless scales is NULL. If a logit is
- * NaN, so are the weights. */
-void nv_route(team *t, const bf16 *logits, const bf16 *scales, int32_t *ids, float *weights, ptrdiff_t tokens, ptrdiff_t experts,
-              ptrdiff_t top, ptrdiff_t renormalize, float factor) {
-    float *row = aligned_alloc(64, (experts * sizeof(float) + 127) / 64 * 64);
+/* chosen = the places of the `top` largest of row[experts], by size; of equal ones the first comes first. */
+static void choose(const float *row, ptrdiff_t experts, ptrdiff_t top, int32_t *chosen) {
+    for (ptrdiff_t e = 0, count = 0; e < experts; e++) {
+        if (count == top && !(row[e] > row[chosen[top - 1]])) continue;
+        ptrdiff_t at = count < top ? count++ : top - 1;
+        for (; at && row[e] > row[chosen[at - 1]]; at--) chosen[at] = chosen[at - 1];
+        chosen[at] = (int32_t)e;
+    }
+}
+
+/* row = exp(factor * (logits - the largest)), and the sum of all. */
+static float exponentials(float *row, ptrdiff_t experts, float largest, float factor) {
+    vf total = {0};
+    for (ptrdiff_t i = 0; i < experts; i += VL) {
+        vf p = exp_((load(row + i) - broadcast(largest)) * factor);
+        if (experts - i < VL) p = blend(lanes() < (int32_t)(experts - i), p, (vf){0});
+        store(row + i, p);
+        total += p;
+    }
+    return sum_of(total);
+}
+
+/* row = the sigmoids, which are the weights, and sums = those plus bias, unless bias is NULL: they choose. */
+static void sigmoids(float *row, const float *bias, float *sums, ptrdiff_t experts) {
+    for (ptrdiff_t i = 0; i < experts; i += VL) store(row + i, 1.0f / (exp_(-load(row + i)) + 1.0f));
+    for (ptrdiff_t e = 0; e < experts; e++) sums[e] = row[e] + (bias ? bias[e] : 0.0f);
+}
+
+/* ids[token][top] = the largest of logits[token][experts]. Their weights are a softmax of factor * logits, over all experts or
+ * (`renormalize`) over those chosen, times scales[id] unless scales is NULL. If `sigmoid`, those with the largest sigmoid plus bias[id]
+ * are chosen; their weights are factor * the sigmoids, divided by their sum if `renormalize`. If a logit is NaN, so are the weights. */
+void nv_route(team *t, const bf16 *logits, const bf16 *scales, const float *bias, int32_t *ids, float *weights, ptrdiff_t tokens,
+              ptrdiff_t experts, ptrdiff_t top, ptrdiff_t renormalize, float factor, ptrdiff_t sigmoid) {
+    ptrdiff_t padded = (experts + 31) / 16 * 16;
+    float *row = aligned_alloc(64, 2 * padded * sizeof(float)), *sums = row + padded;
     FOR_ITEMS(token, t, tokens) {
         int32_t *chosen = ids + token * top;
-        float *weight = weights + token * top, nan = 0, sum = 0;
+        float *weight = weights + token * top, nan = 0, sum = sigmoid ? 1e-6f : 0.0f, all = 1.0f;
         for (ptrdiff_t i = 0; i < experts; i += VL) store(row + i, load_bf16(logits + token * experts + i, experts - i));
-        for (ptrdiff_t e = 0, count = 0; e < experts; e++) {
+        for (ptrdiff_t e = 0; e < experts; e++)
             if (row[e] != row[e]) nan = row[e];
-            if (count == top && !(row[e] > row[chosen[top - 1]])) continue;
-            ptrdiff_t at = count < top ? count++ : top - 1;
-            for (; at && row[e] > row[chosen[at - 1]]; at--) chosen[at] = chosen[at - 1];
-            chosen[at] = (int32_t)e;
-        }
-        vf largest = broadcast(row[chosen[0]]), total = {0};
-        for (ptrdiff_t i = 0; i < experts; i += VL) {
-            vf p = exp_((load(row + i) - largest) * factor);
-            if (experts - i < VL) p = blend(lanes() < (int32_t)(experts - i), p, (vf){0});
-            store(row + i, p);
-            total += p;
-        }
-        for (ptrdiff_t j = 0; j < top && renormalize; j++) sum += row[chosen[j]];
-        if (!renormalize) sum = sum_of(total);
+        if (sigmoid) sigmoids(row, bias, sums, experts);
+        choose(sigmoid ? sums : row, experts, top, chosen);
+        if (!sigmoid) all = exponentials(row, experts, row[chosen[0]], factor);
+        for (ptrdiff_t j = 0; j < top; j++) sum += row[chosen[j]];
         for (ptrdiff_t j = 0; j < top; j++) {
-            weight[j] = row[chosen[j]] / sum + nan;
+            weight[j] = row[chosen[j]] / (renormalize ? sum : all) + nan;
+            if (sigmoid) weight[j] *= factor;
             if (scales) weight[j] *= from_bf16((half_vu){scales[chosen[j]]})[0];
         }
     }

@@ -29,8 +29,8 @@ void nv_gather_int(team *t, const int64_t *ids, const uint8_t *packed, const f16
                    ptrdiff_t group, ptrdiff_t bits, ptrdiff_t kind);
 
 /* experts.c */
-void nv_route(team *t, const bf16 *logits, const bf16 *scales, int32_t *ids, float *weights, ptrdiff_t tokens, ptrdiff_t experts,
-              ptrdiff_t top, ptrdiff_t renormalize, float factor);
+void nv_route(team *t, const bf16 *logits, const bf16 *scales, const float *bias, int32_t *ids, float *weights, ptrdiff_t tokens,
+              ptrdiff_t experts, ptrdiff_t top, ptrdiff_t renormalize, float factor, ptrdiff_t sigmoid);
 void nv_expert_gate_up(team *t, const bf16 *x, const int32_t *ids, const void *packed, const f16 *scales, const bf16 *bias,
                        bf16 *hidden, ptrdiff_t tokens, ptrdiff_t experts, ptrdiff_t top, ptrdiff_t n, ptrdiff_t k, ptrdiff_t group,
                        ptrdiff_t bits, ptrdiff_t kind, ptrdiff_t activation, ptrdiff_t interleaved);
@@ -43,8 +43,8 @@ void nv_add_rms_norm(team *t, const bf16 *x, bf16 *residual, const bf16 *weight,
                      ptrdiff_t kind, float multiplier);
 void nv_rms_norm(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *weight, bf16 *out, ptrdiff_t ldo, ptrdiff_t rows, ptrdiff_t n,
                  float eps, ptrdiff_t kind);
-void nv_mul_act(team *t, const bf16 *gate, ptrdiff_t ldg, const bf16 *x, ptrdiff_t ldx, bf16 *out, ptrdiff_t ldo, ptrdiff_t rows,
-                ptrdiff_t n, ptrdiff_t activation);
+void nv_mul_act(team *t, const bf16 *gate, ptrdiff_t ldg, ptrdiff_t step, const bf16 *x, ptrdiff_t ldx, bf16 *out, ptrdiff_t ldo,
+                ptrdiff_t rows, ptrdiff_t n, ptrdiff_t activation);
 void nv_scale(team *t, bf16 *x, const bf16 *number, ptrdiff_t rows, ptrdiff_t n, float factor);
 void nv_copy_rows(team *t, const bf16 *x, ptrdiff_t ldx, const int64_t *x_rows, bf16 *y, ptrdiff_t ldy,
                   const int64_t *y_rows, ptrdiff_t rows, ptrdiff_t n);
@@ -62,6 +62,20 @@ void nv_attention(team *t, const bf16 *q, bf16 *out, const uint8_t *cache, ptrdi
                   const float *sinks, ptrdiff_t num_rows, ptrdiff_t heads, ptrdiff_t kv_heads, ptrdiff_t dim, ptrdiff_t block,
                   ptrdiff_t bits, ptrdiff_t window, float scale, float softcap);
 
+/* state.c */
+void nv_causal_conv(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *weight, const bf16 *bias, bf16 *out, uint8_t *pool,
+                    ptrdiff_t page_bytes, const int64_t *places, const int32_t *pages, ptrdiff_t num_pages,
+                    const int32_t *cu_seqlens, const int32_t *write_lens, ptrdiff_t rows, ptrdiff_t n, ptrdiff_t taps,
+                    ptrdiff_t silu);
+void nv_gated_rms_norm(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *gate, ptrdiff_t ldg, const bf16 *weight, bf16 *out,
+                       ptrdiff_t tokens, ptrdiff_t heads, ptrdiff_t n, float eps);
+
+/* gated_delta.c */
+void nv_gated_delta(team *t, const bf16 *qkv, const bf16 *a, ptrdiff_t lda, const bf16 *b, ptrdiff_t ldb, const float *a_log,
+                    const float *dt_bias, bf16 *out, uint8_t *pool, ptrdiff_t page_bytes, const int64_t *places,
+                    const int32_t *pages, ptrdiff_t num_pages, const int32_t *cu_seqlens, const int32_t *write_lens,
+                    ptrdiff_t rows, ptrdiff_t key_heads, ptrdiff_t value_heads, ptrdiff_t dk, ptrdiff_t dv);
+
 /* sampling.c */
 void nv_sample(team *t, const void *logits, ptrdiff_t bits, const float *temperatures, const int64_t *seeds,
                const int64_t *positions, const int64_t *top_ks, const float *top_ps, const float *min_ps, float *maxima,
@@ -74,7 +88,7 @@ void nv_forbid(team *t, float *logits, const int64_t *rows, const uint8_t *masks
 void nv_batch(team *t, const int32_t *table, ptrdiff_t stride, ptrdiff_t columns, const int64_t *rows, ptrdiff_t num_rows,
               ptrdiff_t block, int64_t *input_ids, int64_t *positions, int64_t *slot_mapping, int32_t *cu_seqlens,
               int32_t *seq_lens, int32_t *block_tables, ptrdiff_t width, ptrdiff_t num_tables, ptrdiff_t slots_apart,
-              ptrdiff_t blocks_apart);
+              ptrdiff_t blocks_apart, ptrdiff_t first_page, ptrdiff_t num_pages, int32_t *pages, int32_t *write_lens);
 
 /* ngram.c */
 void nv_ngram(team *t, int32_t *table, ptrdiff_t stride, const int64_t *rows, ptrdiff_t num_rows, ptrdiff_t smallest,

@@ -146,6 +146,7 @@ INLINE half_vu to_bf16(vf v) {
     return __builtin_convertvector((u & ~nan) | (nan & 0x7fc0), half_vu);
 #endif
 }
+INLINE float float_of(bf16 x) { return from_bf16((half_vu){x})[0]; }
 INLINE vf round_to_bf16(vf v) { return from_bf16(to_bf16(v)); }
 
 /* Load or store the next VL numbers of a row that has `left` more. If these are fewer than VL, missing numbers are read as 0. */
@@ -166,6 +167,10 @@ INLINE vf load_f32(const float *p, ptrdiff_t left) {
     vf v = {0};
     memcpy(&v, p, left * sizeof *p);
     return v;
+}
+INLINE void store_f32(float *p, ptrdiff_t left, vf v) {
+    if (left >= VL) store(p, v);
+    else memcpy(p, &v, left * sizeof *p);
 }
 
 /* 1.5 * 2^23: the sum of this and a small number is rounded to an integer, which stands in the sum's last bits. */
@@ -214,3 +219,5 @@ INLINE vf tanh_(vf x) {
     vf signed_outer = (vf)((vi)outer | ((vi)x & (int32_t)0x80000000));
     return blend(size < 0.625f, fma_(p * square, x, x), signed_outer);
 }
+/* x times sigmoid(x). */
+INLINE vf silu_(vf x) { return x / (exp_(-x) + 1.0f); }

@@ -1,0 +1,89 @@
+/* Layers whose rows have a state that each token changes: the causal convolution, the gated delta rule, and the norm behind it.
+ * A row's tokens pass one after another, in a prompt and in a decode step by the same operations, so that the result does not
+ * depend on how a sequence is cut into steps, bit for bit.
+ */
+#include "norm.h"
+#include "state.h"
+
+enum { CHANNELS = 256 /* of an item; a multiple of VL */ };
+
+/* A convolution of some channels. */
+typedef struct {
+    ptrdiff_t taps, channels;
+    const float *weights; /* [taps][CHANNELS] */
+    const bf16 *bias;
+    ptrdiff_t silu;
+} convolution;
+
+/* weights[j][i] = weight[i][j], and 0 behind the channels. */
+static void load_taps(const bf16 *weight, ptrdiff_t taps, ptrdiff_t channels, float *weights) {
+    ptrdiff_t c = 0;
+    for (; taps == 4 && c + VL <= channels; c += VL) {
+        vf begin = load((const float *)(weight + 4 * c)), end = load((const float *)(weight + 4 * c + 2 * VL));
+        vu first = (vu)shuffle2(begin, end, lanes() * 2), second = (vu)shuffle2(begin, end, lanes() * 2 + 1);
+        store(weights + c, (vf)(first << 16));
+        store(weights + CHANNELS + c, (vf)(first & 0xffff0000));
+        store(weights + 2 * CHANNELS + c, (vf)(second << 16));
+        store(weights + 3 * CHANNELS + c, (vf)(second & 0xffff0000));
+    }
+    for (; c % VL || c < channels; c++)
+        for (ptrdiff_t j = 0; j < taps; j++) weights[j * CHANNELS + c] = c < channels ? float_of(weight[c * taps + j]) : 0.0f;
+}
+
+INLINE void convolve_with(ptrdiff_t taps, const convolution *conv, const bf16 *const *inputs, bf16 *out) {
+    for (ptrdiff_t c = 0; c < conv->channels; c += VL) {
+        ptrdiff_t left = conv->channels - c;
+        vf sum = load_bf16(inputs[0] + c, left) * load(conv->weights + c);
+        for (ptrdiff_t j = 1; j < taps; j++)
+            sum = fma_(load_bf16(inputs[j] + c, left), load(conv->weights + j * CHANNELS + c), sum);
+        if (conv->bias) sum += load_bf16(conv->bias + c, left);
+        store_bf16(out + c, left, conv->silu ? silu_(sum) : sum);
+    }
+}
+
+/* Convolve a token: out = the sum of the products of taps and inputs, plus the bias, then SiLU. inputs[j] are those of tap j. The
+ * result is rounded once. */
+static void convolve(const convolution *conv, const bf16 *const *inputs, bf16 *out) {
+    if (conv->taps == 4) convolve_with(4, conv, inputs, out); /* unrolled */
+    else convolve_with(conv->taps, conv, inputs, out);
+}
+
+/* Convolve each channel of x, rows of n numbers that are ldx apart, with the taps of weight[n][taps], oldest first. Part 0 of a
+ * state is [taps - 1][n]: the inputs before the row's first token. bias may be NULL. */
+void nv_causal_conv(team *team, const bf16 *x, ptrdiff_t ldx, const bf16 *weight, const bf16 *bias, bf16 *out, uint8_t *pool,
+                    ptrdiff_t page_bytes, const int64_t *places, const int32_t *pages, ptrdiff_t num_pages,
+                    const int32_t *cu_seqlens, const int32_t *write_lens, ptrdiff_t rows, ptrdiff_t n, ptrdiff_t taps,
+                    ptrdiff_t silu) {
+    const state_pages states = {pool, page_bytes, places, pages, num_pages};
+    ptrdiff_t blocks = (n + CHANNELS - 1) / CHANNELS, kept = taps - 1;
+    FOR_ITEMS(item, team, rows * blocks) {
+        ptrdiff_t row = item / blocks, c = item % blocks * CHANNELS, first = cu_seqlens[row];
+        ptrdiff_t tokens = cu_seqlens[row + 1] - first, channels = n - c < CHANNELS ? n - c : CHANNELS;
+        bf16 *state = (bf16 *)state_part(&states, row, 0) + c;
+        const bf16 *inputs = x + first * ldx + c, *window[taps];
+        float weights[taps * CHANNELS];
+        const convolution conv = {taps, channels, weights, bias ? bias + c : NULL, silu};
+        load_taps(weight + c * taps, taps, channels, weights);
+#define INPUT(i) ((i) < 0 ? state + (kept + (i)) * n : inputs + (i) * ldx)
+        for (ptrdiff_t t = 0; t < tokens; t++) {
+            for (ptrdiff_t j = 0; j < taps; j++) window[j] = INPUT(t - kept + j);
+            convolve(&conv, window, out + (first + t) * n + c);
+        }
+        for (ptrdiff_t j = 0; write_lens[row] && j < kept; j++) { /* an input that stays is read before its row is written */
+            memcpy(state + j * n, INPUT(write_lens[row] - kept + j), channels * sizeof *state);
+        }
+#undef INPUT
+    }
+}
+
+/* out = round(weight * round(x / rms(x))) * silu(gate), for each head of n numbers. Tokens are ldx and ldg apart. */
+void nv_gated_rms_norm(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *gate, ptrdiff_t ldg, const bf16 *weight, bf16 *out,
+                       ptrdiff_t tokens, ptrdiff_t heads, ptrdiff_t n, float eps) {
+    FOR_ITEMS(item, t, tokens * heads) {
+        const bf16 *g = gate + item / heads * ldg + item % heads * n;
+        bf16 *row = out + item * n;
+        norm_row(x + item / heads * ldx + item % heads * n, weight, row, n, eps, NORM_ROUNDED);
+        for (ptrdiff_t i = 0; i < n; i += VL)
+            store_bf16(row + i, n - i, load_bf16(row + i, n - i) * silu_(load_bf16(g + i, n - i)));
+    }
+}
