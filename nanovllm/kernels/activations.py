@@ -8,14 +8,16 @@ OAI_LIMIT, OAI_ALPHA = 7.0, 1.702
 
 
 def activate(x: torch.Tensor, activation: str) -> torch.Tensor:
-    """Return the "silu", "gelu_tanh" or "sigmoid" of each number of `x`."""
+    """Return the "silu", "gelu_tanh" or "sigmoid" of each number of `x`; "identity": `x`."""
     if activation == "silu":
         return F.silu(x)
     if activation == "gelu_tanh":
         return F.gelu(x, approximate="tanh")
     if activation == "sigmoid":
         return x.sigmoid()
-    raise ValueError(f"activation {activation!r} is not silu, gelu_tanh or sigmoid")
+    if activation == "identity":
+        return x
+    raise ValueError(f"activation {activation!r} is not silu, gelu_tanh, sigmoid or identity")
 
 
 def swiglu_oai(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

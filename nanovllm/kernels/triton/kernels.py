@@ -6,7 +6,7 @@ import torch
 
 from nanovllm.kernels.torch_experts import ExpertMLP, Routing
 from nanovllm.kernels.torch_kernels import Kernels
-from nanovllm.kernels.triton import decode_step, experts, fp8, ngram, ops, sampling
+from nanovllm.kernels.triton import decode_step, experts, fp8, ngram, ops, sampling, states
 
 
 class TritonKernels(Kernels):
@@ -23,6 +23,9 @@ class TritonKernels(Kernels):
     relu2 = staticmethod(ops.relu2)
     scale = staticmethod(ops.scale)
     route = staticmethod(experts.route)
+    causal_conv = staticmethod(states.causal_conv)
+    gated_delta = staticmethod(states.gated_delta)
+    gated_rms_norm = staticmethod(states.gated_rms_norm)
     greedy = staticmethod(sampling.greedy)
     sample = staticmethod(sampling.sample)
     gather = staticmethod(decode_step.gather)

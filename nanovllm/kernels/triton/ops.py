@@ -12,7 +12,7 @@ from nanovllm.kernels.torch_math import NORM_CENTRED, NORM_ROUNDED
 
 _BLOCK = 1024
 """Numbers that a program processes at once, at most, where they do not depend on one another."""
-_ACTIVATIONS = ("silu", "gelu_tanh", "sigmoid", "swiglu_oai")
+_ACTIVATIONS = ("silu", "gelu_tanh", "sigmoid", "swiglu_oai", "identity")
 _ROUNDED = tl.constexpr(NORM_ROUNDED)
 _CENTRED = tl.constexpr(NORM_CENTRED)
 
@@ -79,12 +79,14 @@ def mul_act(gate: torch.Tensor, x: torch.Tensor, activation: str) -> torch.Tenso
     _check(activation)
     rows, size = x.shape
     assert gate.stride(1) == x.stride(1) == 1
+    is_wide = gate.shape[1] == size
     out = x.new_empty(rows, size)
     block = min(triton.next_power_of_2(size), _BLOCK)
     if rows:
         _mul_act[(rows, triton.cdiv(size, block))](
-            gate, x, out, gate.stride(0), x.stride(0), size, ACTIVATION=activation, BLOCK=block
-        )
+            gate, x, out, gate.stride(0), x.stride(0), size,
+            IS_WIDE=is_wide, ACTIVATION=activation, BLOCK=block,
+        )  # fmt: skip
     return out
 
 
@@ -193,8 +195,10 @@ def _activate_and_multiply(gate, up, dtype: tl.constexpr, ACTIVATION: tl.constex
         elif ACTIVATION == "gelu_tanh":  # 1 + tanh(y) is 2 sigmoid(2 y)
             inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
             activated = gate * tl.sigmoid(inner)
-        else:
+        elif ACTIVATION == "sigmoid":
             activated = tl.sigmoid(gate)
+        else:
+            activated = gate
         product = activated.to(dtype).to(tl.float32) * up
     return product.to(dtype)
 
@@ -213,13 +217,17 @@ def _act_and_mul(gate_up, out, size, ACTIVATION: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def _mul_act(
-    gate, x, out, gate_stride, x_stride, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
+    gate, x, out, gate_stride, x_stride, size,
+    IS_WIDE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Process one block of a row."""
+    """Process one block of a row. Unless IS_WIDE, the gate is one number."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
-    wide_gate = tl.load(gate + row * gate_stride + columns, inside, 0.0).to(tl.float32)
+    if IS_WIDE:
+        wide_gate = tl.load(gate + row * gate_stride + columns, inside, 0.0).to(tl.float32)
+    else:
+        wide_gate = tl.load(gate + row * gate_stride).to(tl.float32)
     wide_x = tl.load(x + row * x_stride + columns, inside, 0.0).to(tl.float32)
     product = _activate_and_multiply(wide_gate, wide_x, out.dtype.element_ty, ACTIVATION)
     tl.store(out + row * size + columns, product, inside)

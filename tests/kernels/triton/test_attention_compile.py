@@ -87,11 +87,12 @@ def test_attention(num_heads, head_dim, dtype, cache_dtype, block_size, archs):
         ((64, 8, 64), Scores(window=128), True, [80]),
         ((16, 8, 256), Scores(window=4096, softcap=50.0), False, [90]),
         ((16, 2, 512), Scores(scale=1.0), False, [100]),
+        ((24, 4, 256), PLAIN, False, [80]),
     ],
     ids=str,
 )
 def test_options(heads, scores, sinks, archs):
-    """Shapes of gpt-oss, Gemma 2 9B and Gemma 4 26B."""
+    """Shapes of gpt-oss, Gemma 2 9B, Gemma 4 26B and Qwen3.5-27B."""
     assert_fits((launch, heads, BF16, BF16, 64, scores, sinks), archs)
 
 

@@ -100,6 +100,8 @@ def test_norms_of_other_kinds(kind, dtype):
 def exact_activation(gate, name):
     if name == "gelu_tanh":
         return gelu(gate, approximate="tanh")
+    if name == "identity":
+        return gate
     return silu(gate) if name == "silu" else gate.sigmoid()
 
 
@@ -118,10 +120,13 @@ def test_activations(size, dtype):
     exact = exact_activation(gate, "gelu_tanh") * up
     assert_as_good(triton_ops.act_and_mul(gate_up, "gelu_tanh"), torchs, exact)
     narrow_gate, narrow_up = gate_up.chunk(2, -1)  # rows that lie apart
-    for name in ("gelu_tanh", "silu", "sigmoid"):
+    for name in ("gelu_tanh", "silu", "sigmoid", "identity"):
         torchs = TORCH.mul_act(narrow_gate, narrow_up, name)
         ours = triton_ops.mul_act(narrow_gate, narrow_up, name)
         assert_as_good(ours, torchs, exact_activation(gate, name) * up)
+        ours = triton_ops.mul_act(narrow_gate[:, 3:4], narrow_up, name)  # one gate for a row
+        torchs = TORCH.mul_act(narrow_gate[:, 3:4], narrow_up, name)
+        assert_as_good(ours, torchs, exact_activation(gate[:, 3:4], name) * up)
     assert_as_good(triton_ops.relu2(gate_up), TORCH.relu2(gate_up), relu(gate_up.double()) ** 2)
 
 

@@ -1,0 +1,275 @@
+"""The Triton kernels of layers with state: the causal convolution, the gated delta rule, and the
+norm with a gate.
+
+States lie in pages of the pool and change in place. A token is computed by the same code in a
+prompt's chunk and in a decode step, so bits depend neither on chunks nor on the rest of the batch.
+The host never waits for the device. Imports triton: see `kernels.selector.triton_available`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.attention.states import ALIGNMENT, StateRows, States
+
+_ALIGNMENT = tl.constexpr(ALIGNMENT)
+_CONV_TOKENS = 8
+"""Tokens of one row that a program of the convolution computes, unless its state has more."""
+_CONV_CHANNELS = 128
+_STATE_TILE = 1024
+"""Numbers of a head's state that a program of the delta rule, one warp, keeps in registers."""
+_NORM_TILE = 2048
+
+
+def causal_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    silu: bool,
+    states: States,
+    rows: StateRows,
+) -> torch.Tensor:
+    """Do what `Kernels.causal_conv` does."""
+    tokens, channels = x.shape
+    taps = weight.shape[1]
+    assert x.is_contiguous()
+    assert weight.is_contiguous()
+    out = torch.empty_like(x)
+    block = min(triton.next_power_of_2(channels), _CONV_CHANNELS)
+    kept, num_rows = triton.next_power_of_2(taps - 1), len(rows.write_lens)
+    tile = max(kept, _CONV_TOKENS)
+    if tokens:
+        _causal_conv[(tokens // tile + num_rows, triton.cdiv(channels, block))](
+            x, weight, bias, out, states.pool, states.places,
+            rows.pages, rows.cu_seqlens, rows.write_lens,
+            num_rows, rows.pages.stride(0), states.pool.stride(0), channels,
+            TAPS=taps, KEPT=kept, SILU=silu, TOKENS=tile, CHANNELS=block, ROWS=64,
+        )  # fmt: skip
+    return out
+
+
+def gated_delta(
+    qkv: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    states: States,
+    rows: StateRows,
+) -> torch.Tensor:
+    """Do what `Kernels.gated_delta` does."""
+    value_heads, (key_dim, value_dim) = a.shape[1], states.parts[1].shape
+    key_heads, rest = divmod(qkv.shape[1] - value_heads * value_dim, 2 * key_dim)
+    assert rest == 0
+    assert qkv.is_contiguous()
+    if qkv.data_ptr() % 16:  # would be loaded otherwise, and summed in another order
+        qkv = qkv.clone()
+    assert a.stride(1) == b.stride(1) == 1
+    out = qkv.new_empty(len(qkv), value_heads, value_dim)
+    block = triton.next_power_of_2(key_dim)
+    tile = min(max(_STATE_TILE // block, 1), triton.next_power_of_2(value_dim))
+    if len(qkv):
+        _gated_delta[(triton.cdiv(value_dim, tile), value_heads, len(rows.write_lens))](
+            qkv, a, b, a_log, dt_bias, out, states.pool, states.places,
+            rows.pages, rows.cu_seqlens, rows.write_lens,
+            a.stride(0), b.stride(0), rows.pages.stride(0), states.pool.stride(0),
+            KEY_HEADS=key_heads, VALUE_HEADS=value_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim,
+            SCALE=key_dim**-0.5, KEYS=block, VALUES=tile, num_warps=1,
+        )  # fmt: skip
+    return out
+
+
+def gated_rms_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Do what `Kernels.gated_rms_norm` does."""
+    out = x.new_empty(x.shape)
+    x, gate = x.flatten(0, -2), gate.flatten(0, -2)
+    count, size = x.shape
+    assert x.stride(1) == gate.stride(1) == 1
+    block = triton.next_power_of_2(size)
+    rows = max(_NORM_TILE // block, 1)
+    if count:
+        _gated_rms_norm[(triton.cdiv(count, rows),)](
+            x, gate, weight, out, count, x.stride(0), gate.stride(0), size, eps,
+            ROWS=rows, BLOCK=block,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _part_of(pool, places, pages, part, page_bytes, dtype: tl.constexpr):
+    """Return where a part of a row's state begins; `pages` are those of the row."""
+    column, offset = tl.load(places + 2 * part), tl.load(places + 2 * part + 1)
+    page = tl.load(pages + column).to(tl.int64)
+    start = pool + page * page_bytes + tl.multiple_of(offset, _ALIGNMENT)
+    return start.to(tl.pointer_type(dtype), bitcast=True)
+
+
+@triton.jit
+def _silu(x):
+    return x * tl.sigmoid(x)
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "pages_stride"],
+    do_not_specialize_on_alignment=["pages", "cu_seqlens", "write_lens"],
+)
+def _causal_conv(
+    x, weight, bias, out, pool, places, pages, cu_seqlens, write_lens,
+    num_rows, pages_stride, page_bytes, channels,
+    TAPS: tl.constexpr, KEPT: tl.constexpr, SILU: tl.constexpr,
+    TOKENS: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Compute TOKENS tokens of one row for CHANNELS channels.
+
+    A row that begins at token f has the slots from f / TOKENS + row on, up to where the next row's
+    begin, which is far enough. Its first slot alone reads the state, and writes it.
+    """
+    slot = tl.program_id(0)
+    row = tl.full((), -1, tl.int32)
+    for start in range(0, num_rows, ROWS):
+        ids = start + tl.arange(0, ROWS)
+        slots = tl.load(cu_seqlens + ids, ids < num_rows, 0) // TOKENS + ids
+        row += tl.sum(((ids < num_rows) & (slots <= slot)).to(tl.int32), 0)
+    begin = tl.load(cu_seqlens + row)
+    count = tl.load(cu_seqlens + row + 1) - begin
+    first = (slot - begin // TOKENS - row) * TOKENS
+    if first >= count:
+        return
+    state = _part_of(
+        pool, places, pages + row.to(tl.int64) * pages_stride, 0, page_bytes, x.dtype.element_ty
+    )
+    channel = (tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS))[None, :]
+    is_channel = channel < channels
+    token = (first + tl.arange(0, TOKENS))[:, None]
+    inside = (token < count) & is_channel
+    row_x = x + begin.to(tl.int64) * channels
+    total = tl.zeros([TOKENS, CHANNELS], tl.float32)
+    for tap in tl.static_range(TAPS):
+        numbers = _inputs(
+            row_x, state, token + tap - (TAPS - 1), channel, channels, inside, TAPS - 1
+        )
+        factors = tl.load(weight + channel * TAPS + tap, is_channel, 0.0).to(tl.float32)
+        total = tl.fma(numbers.to(tl.float32), tl.broadcast_to(factors, total.shape), total)
+    if bias is not None:
+        total += tl.load(bias + channel, is_channel, 0.0).to(tl.float32)
+    if SILU:
+        total = _silu(total)
+    target = out + (begin.to(tl.int64) + token) * channels + channel
+    tl.store(target, total.to(out.dtype.element_ty), inside)
+
+    write_len = tl.load(write_lens + row)
+    if (first == 0) & (write_len > 0):
+        kept = tl.arange(0, KEPT)[:, None]
+        is_kept = (kept < TAPS - 1) & is_channel
+        kept_token = write_len - (TAPS - 1) + kept
+        kept_numbers = _inputs(row_x, state, kept_token, channel, channels, is_kept, TAPS - 1)
+        tl.debug_barrier()  # all threads must have read the state
+        tl.store(state + kept * channels + channel, kept_numbers, is_kept)
+
+
+@triton.jit
+def _inputs(row_x, state, token, channel, channels, inside, STATE: tl.constexpr):
+    """Return the inputs of a row's tokens; those before token 0 are the last ones of the state."""
+    place = token.to(tl.int64) * channels + channel
+    new = tl.load(row_x + place, inside & (token >= 0), 0.0)
+    old = tl.load(state + STATE * channels + place, inside & (token < 0), 0.0)
+    return tl.where(token < 0, old, new)
+
+
+@triton.jit(
+    do_not_specialize=["pages_stride"],
+    do_not_specialize_on_alignment=["pages", "cu_seqlens", "write_lens", "a", "b"],
+)
+def _gated_delta(
+    qkv, a, b, a_log, dt_bias, out, pool, places, pages, cu_seqlens, write_lens,
+    a_stride, b_stride, pages_stride, page_bytes,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, SCALE: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
+    """Take a row's tokens one by one through VALUES columns of one head's state.
+
+    The inputs of the next token are loaded while one is computed.
+    """
+    row, head = tl.program_id(2).to(tl.int64), tl.program_id(1)
+    begin, end = tl.load(cu_seqlens + row).to(tl.int64), tl.load(cu_seqlens + row + 1)
+    last_written = begin + tl.load(write_lens + row) - 1
+    key = tl.arange(0, KEYS)
+    value = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
+    inside = (key < KEY_DIM)[:, None] & (value < VALUE_DIM)[None, :]
+    part = _part_of(pool, places, pages + row * pages_stride, 1 + head, page_bytes, tl.float32)
+    part += key[:, None] * VALUE_DIM + value[None, :]
+    state = tl.load(part, inside, 0.0)
+    rate = -tl.exp(tl.load(a_log + head))
+    shift = tl.load(dt_bias + head)
+
+    WIDTH: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+    q_at = qkv + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + key
+    v_at = qkv + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + value
+    a_at, b_at = a + head, b + head
+    q, k, v, a_next, b_next = _token(
+        q_at, q_at + KEY_HEADS * KEY_DIM, v_at, a_at, b_at, begin, begin < end,
+        key < KEY_DIM, value < VALUE_DIM, WIDTH, a_stride, b_stride,
+    )  # fmt: skip
+    for token in range(begin, end):
+        q_wide, k_wide, v_wide = q.to(tl.float32), k.to(tl.float32), v.to(tl.float32)
+        decay = tl.exp(rate * _softplus(a_next.to(tl.float32) + shift))
+        beta = tl.sigmoid(b_next.to(tl.float32))
+        q, k, v, a_next, b_next = _token(
+            q_at, q_at + KEY_HEADS * KEY_DIM, v_at, a_at, b_at, token + 1, token + 1 < end,
+            key < KEY_DIM, value < VALUE_DIM, WIDTH, a_stride, b_stride,
+        )  # fmt: skip
+        k_scale = tl.rsqrt(tl.sum(k_wide * k_wide, 0) + 1e-6)
+        q_scale = tl.rsqrt(tl.sum(q_wide * q_wide, 0) + 1e-6) * SCALE
+        state *= decay
+        change = beta * (v_wide - tl.sum(k_wide[:, None] * state, 0) * k_scale)
+        state += k_wide[:, None] * (change * k_scale)[None, :]
+        target = out + (token * VALUE_HEADS + head) * VALUE_DIM + value
+        result = tl.sum(q_wide[:, None] * state, 0) * q_scale
+        tl.store(target, result.to(out.dtype.element_ty), value < VALUE_DIM)
+        if token == last_written:
+            tl.store(part, state, inside)
+
+
+@triton.jit
+def _token(
+    q_at, k_at, v_at, a_at, b_at, token, exists, is_key, is_value,
+    WIDTH: tl.constexpr, a_stride, b_stride,
+):  # fmt: skip
+    """Return a token's query, key, values, and gates a and b of a head."""
+    q = tl.load(q_at + token * WIDTH, is_key & exists, 0.0)
+    k = tl.load(k_at + token * WIDTH, is_key & exists, 0.0)
+    v = tl.load(v_at + token * WIDTH, is_value & exists, 0.0)
+    a = tl.load(a_at + token * a_stride, exists, 0.0)
+    b = tl.load(b_at + token * b_stride, exists, 0.0)
+    return q, k, v, a, b
+
+
+@triton.jit
+def _softplus(x):
+    """Return log(1 + exp(x)), whose relative error is small for small results, too."""
+    exponential = tl.exp(tl.where(x > 20.0, 0.0, x))
+    sum = 1.0 + exponential
+    small = sum == 1.0
+    # log(sum) is off by what rounding took from exponential, and so is sum - 1.
+    ratio = exponential / tl.where(small, 1.0, sum - 1.0)
+    return tl.where(x > 20.0, x, tl.where(small, exponential, tl.log(sum) * ratio))
+
+
+@triton.jit(do_not_specialize=["count"])
+def _gated_rms_norm(
+    x, gate, weight, out, count, x_stride, gate_stride, size, eps,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Process ROWS rows."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (row < count) & (column < size)
+    wide = tl.load(x + row * x_stride + column, inside, 0.0).to(tl.float32)
+    dtype = out.dtype.element_ty
+    normed = wide * tl.rsqrt(tl.sum(wide * wide, 1, keep_dims=True) / size + eps)
+    factors = tl.load(weight + column, column < size, 0.0).to(tl.float32)
+    normed = (normed.to(dtype).to(tl.float32) * factors).to(dtype).to(tl.float32)
+    wide_gate = tl.load(gate + row * gate_stride + column, inside, 0.0).to(tl.float32)
+    tl.store(out + row * size + column, (normed * _silu(wide_gate)).to(dtype), inside)
