@@ -89,6 +89,16 @@ def _scheduler(config: Config, info: WorkerInfo, checkpoint: Checkpoint) -> Sche
             max_num_batched_tokens=info.max_num_batched_tokens,
             enable_prefix_caching=caching,
         )
+    elif info.state_pages:
+        from nanovllm.scheduler.stateful import StatefulBlockManager, StatefulScheduler
+
+        make = StatefulScheduler
+        block_manager = StatefulBlockManager(
+            info.num_blocks,
+            info.block_size,
+            state_pages=info.state_pages,
+            enable_prefix_caching=caching,
+        )
     return make(
         block_manager,
         max_num_seqs=config.max_num_seqs,

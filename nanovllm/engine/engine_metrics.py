@@ -12,12 +12,12 @@ _STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 def kv_cache_tokens(info: WorkerInfo) -> int:
-    """Return how many tokens the KV pool holds: with window groups, in sequences of max_model_len
-    that generate.
+    """Return how many tokens the KV pool holds: with window groups or states, in sequences of
+    max_model_len that generate.
     """
-    if not info.windows:
+    if not info.windows and not info.state_pages:
         return info.num_blocks * info.block_size
-    of_one = pages_for(info.max_model_len, info.block_size, info.windows, 1)
+    of_one = pages_for(info.max_model_len, info.block_size, info.windows, 1) + info.state_pages
     return info.num_blocks * info.max_model_len // of_one
 
 

@@ -11,13 +11,7 @@ from nanovllm.engine.logprob_entries import LogprobEntries
 from nanovllm.engine.marked_detokenizer import MarkedDetokenizer
 from nanovllm.engine.request import Completion, Request
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.outputs import (
-    CompletionOutput,
-    DraftCounts,
-    Logprob,
-    RequestMetrics,
-    RequestOutput,
-)
+from nanovllm.outputs import CompletionOutput, DraftCounts, Logprob, RequestMetrics, RequestOutput
 from nanovllm.scheduler.messages import Ending
 from nanovllm.scheduler.sequence import Sequence
 

@@ -84,6 +84,10 @@ def check_networks(
     """
     files = find_weights(config, checkpoint)
     target = NetworkSpec(config, _model_config(config, checkpoint), files)
+    if config.speculation is not None and config.speculation.method == "mtp":
+        from nanovllm.speculation.proposers.mtp_config import check_mtp
+
+        return target, check_mtp(target)
     return target, None if draft is None else _check_draft(target, draft)
 
 

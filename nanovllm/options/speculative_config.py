@@ -16,7 +16,9 @@ from nanovllm.options.validation import (
 
 NETWORK_METHODS = ("draft_model", "eagle3")
 """Methods that have a network, and so a model."""
-METHODS = ("ngram", *NETWORK_METHODS, "auto")
+METHODS = ("ngram", *NETWORK_METHODS, "mtp", "auto")
+_OTHER_NAMES = {"auto": "ngram", "qwen3_5_mtp": "mtp", "qwen3_next_mtp": "mtp"}
+"""By what else a method may be called; vLLM has the longer names of "mtp" too."""
 MAX_LOOKUP = 128
 """Most tokens of an n-gram. A sequence's index takes 16 bytes for each of its tokens and each
 length of n-grams."""
@@ -32,13 +34,15 @@ class SpeculativeConfig:
     """
 
     method: str | None = None
-    """How to propose: "ngram" (prompt lookup), "draft_model" or "eagle3"; "auto" is "ngram". None
-    is what the model is: "eagle3" for an EAGLE-3 head, else "draft_model"."""
+    """How to propose: "ngram" (prompt lookup), "draft_model", "eagle3", or "mtp" for the layer that
+    the model's own checkpoint has for drafts; "auto" is "ngram". None is what the draft network is:
+    "eagle3" for an EAGLE-3 head, else "draft_model"."""
     model: str | None = None
     """Checkpoint of the draft network: a directory or hub id."""
     num_speculative_tokens: Annotated[int | None, check_int, 1, 1024] = None
-    """Most tokens to propose for a sequence in one step; None is 24 for ngram, 8 for a network. A
-    controller proposes as many of them as are expected to pay."""
+    """Most tokens to propose for a sequence in one step; None is 24 for ngram, 1 for mtp, which was
+    trained for one, and 8 for another network. A controller proposes as many of them as are
+    expected to pay."""
     prompt_lookup_max: Annotated[int, check_int, 1, MAX_LOOKUP] = 4
     """Longest n-gram to look up, in tokens."""
     prompt_lookup_min: Annotated[int, check_int, 1, MAX_LOOKUP] = 2
@@ -58,7 +62,7 @@ class SpeculativeConfig:
         """`num_speculative_tokens`, or its default."""
         if self.num_speculative_tokens is not None:
             return self.num_speculative_tokens
-        return 24 if self.model is None else 8
+        return {"ngram": 24, "mtp": 1}.get(self.method or "", 8)
 
     def for_network(self, config: Mapping[str, Any]) -> "SpeculativeConfig":
         """Return the options with the method that suits a draft network, if none was given.
@@ -95,9 +99,9 @@ class SpeculativeConfig:
                     "network: both are missing"
                 )
             return
+        if isinstance(self.method, str):
+            object.__setattr__(self, "method", _OTHER_NAMES.get(self.method, self.method))
         check_choice(ConfigError, "method", self.method, METHODS)
-        if self.method == "auto":
-            object.__setattr__(self, "method", "ngram")
         needs_model = self.method in NETWORK_METHODS
         if needs_model and self.model is None:
             raise ConfigError(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence as Seq
 import torch
 
 from nanovllm.attention.batch import Batch
+from nanovllm.attention.states import StateRows
 from nanovllm.kernels.cpu import table_ops
 from nanovllm.scheduler.messages import Row
 from nanovllm.steps.recording import Recording, Unrecordable
@@ -32,7 +33,7 @@ class RecordedModel:
 
     Args:
         model: a module or a function. All that it computes must be calls of C kernels.
-        tables: hold the tokens and blocks of the batches.
+        tables: hold the tokens and blocks of the batches, and the pages of states.
 
     Raises:
         Unrecordable: torch computes some of the forward pass.
@@ -57,12 +58,25 @@ class RecordedModel:
             Batch(input_ids, positions, slots[i], cu_seqlens_q, seq_lens, blocks[i])
             for i in range(num_tables)
         )
-        batch = dataclasses.replace(batch, others=tuple(others))
+        self._state: table_ops.StateColumns | None = None
+        state = None
+        if tables.state_table is not None:
+            source = tables.state_table.pages
+            pages, write_lens = zeros(MAX_TOKENS, source.shape[1]), zeros(MAX_TOKENS)
+            self._state = table_ops.StateColumns(source, pages, write_lens)
+            state = StateRows(pages, cu_seqlens_q, write_lens)
+        batch = dataclasses.replace(batch, state=state, others=tuple(others))
         with Recording(MAX_TOKENS) as self._recording:
             self._hidden: torch.Tensor = model(batch)
 
     def fits(self, rows: Seq[Row]) -> bool:
-        """Return whether the recording is large enough for `rows`."""
+        """Return whether the recording is large enough for `rows`.
+
+        Beside layers with state, it has none of the work that drafts make.
+        """
+        states = self._tables.state_table
+        if states is not None and states.replays.concern(rows):
+            return False
         return sum(row.num_scheduled_tokens for row in rows) <= MAX_TOKENS
 
     def run(self, rows: Seq[Row]) -> Computed:
@@ -83,6 +97,7 @@ class RecordedModel:
             query_lens,
             seq_lens,
             self._inputs,
+            self._state,
         )
         self._recording.run(num_tokens, len(rows))
         return self._hidden[:num_tokens]

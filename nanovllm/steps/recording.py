@@ -5,6 +5,7 @@ Knows no model: any function whose work is all kernel calls can be recorded.
 
 import weakref
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -57,9 +58,10 @@ class Recording(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func.overloadpacket not in _ALLOCATES:
-            if not func.is_view:
+            viewed = func(*args, **(kwargs or {})) if func.is_view else None
+            if viewed is None or not _is_part_of(args[0], viewed):
                 raise Unrecordable(f"torch computes {func}")
-            return func(*args, **(kwargs or {}))
+            return viewed
         return self._empty(func(*args, **{**(kwargs or {}), "device": "meta"}))
 
     def add(self, name: str, args: list[int | float]) -> None:
@@ -85,3 +87,10 @@ class Recording(TorchDispatchMode):
     def run(self, num_tokens: int, num_rows: int) -> None:
         """Run the recorded calls for the first `num_tokens` tokens in the first `num_rows` rows."""
         library.run(self._calls, num_tokens, num_rows)
+
+
+def _is_part_of(x: torch.Tensor, viewed: torch.Tensor | Sequence[torch.Tensor]) -> bool:
+    """Return whether `viewed` has the memory of `x`. What torch calls a view may be a copy."""
+    views = [viewed] if isinstance(viewed, torch.Tensor) else viewed
+    memory = x.untyped_storage().data_ptr()
+    return all(view.untyped_storage().data_ptr() == memory for view in views)

@@ -29,8 +29,9 @@ class StepRunners:
 
     def __init__(self, network: Network, max_num_batched_tokens: int) -> None:
         config, backends = network.config, network.attention.backends
-        # The graphs of whole steps lay out one block table, for one plan.
+        # The graphs of whole steps lay out one block table, for one plan, and no states.
         graphs = len(backends) == 1 and network.backend.supports_graph
+        graphs &= not network.attention.states.num_pages
         records = all(backend.supports_recording for backend in backends)
         self.uses_graphs = graphs and not config.enforce_eager and can_capture(network.device)
         self._records = records and not config.enforce_eager

@@ -13,11 +13,13 @@ from nanovllm.attention.backend import Backend
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.selector import select_backend
 from nanovllm.attention.spec import AttentionSpec
+from nanovllm.errors import ConfigError, UnsupportedModelError
 from nanovllm.kernels.torch_kernels import Kernels
 from nanovllm.layers.attention import Attention
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.options.config import Config
 from nanovllm.worker.kv_pool import KVPool, page_layout
+from nanovllm.worker.state_layers import StateLayers
 
 
 class Group(NamedTuple):
@@ -65,7 +67,10 @@ class AttentionGroups:
         self._shapes = [backends[spec_of[layer]].kv_cache_shape(1) for layer in owners]
         sizes = [torch.Size(shape).numel() * self._dtype.itemsize for shape in self._shapes]
         windows = [None if one_table else spec_of[layer].window for layer in owners]
-        self.layout = page_layout(sizes, windows)
+        self.states = StateLayers(model)
+        self.layout = page_layout(sizes, windows, self.states.largest_part)
+        self.states.lay_out(self.layout.page_bytes)
+        self._check_states(one_table)
         places = dict(zip(owners, self.layout.places, strict=True))
         keys = [
             Group(backends[spec], places[layer.source or layer].table)
@@ -84,13 +89,21 @@ class AttentionGroups:
         # A CPU's first token of a block then waits for few new pages. Fused kernels of a GPU want
         # contiguous layers.
         by_page = all(b.blocks_lie_apart and not b.supports_graph for b in self.backends)
-        by_page |= len(self.groups) > 1
+        by_page |= len(self.groups) > 1 or self.states.num_pages > 0
         pool = KVPool(self.layout, shapes, self._dtype, device, by_page=by_page)
         caches = iter(pool.layers)
         for layer, group in zip(self.layers, self._group_of, strict=True):
             cache = next(caches) if layer.source is None else layer.source.kv_cache
             layer.bind(self.groups[group].backend, cache, group)
+        if self.states.layers:
+            self.states.bind(pool.pages)
         return pool
+
+    def unbind(self) -> None:
+        """Let the layers go of the pool."""
+        for layer in self.layers:
+            del layer.kv_cache
+        self.states.unbind()
 
     def planned(self, batch: Batch) -> Batch:
         """Return `batch` with the plan of the first group, and with those of others in `others`.
@@ -104,6 +117,22 @@ class AttentionGroups:
             for backend, table in self.groups
         )
         return dataclasses.replace(first, others=tuple(others)) if others else first
+
+    def _check_states(self, one_table: bool) -> None:
+        """Refuse what layers with state do not have yet."""
+        if not self.states.layers:
+            return
+        if one_table:
+            raise ConfigError(
+                "speculative_config: the draft model has layers that keep a state of the sequence, "
+                "which only the target may have"
+            )
+        if self.layout.windows:
+            lengths = ", ".join(str(group.window) for group in self.layout.windows)
+            raise UnsupportedModelError(
+                "a model with layers that keep a state and layers with a window is not supported "
+                f"(windows of {lengths} tokens)"
+            )
 
 
 def _spec(layer: Attention, max_model_len: int, common: dict[str, Any]) -> AttentionSpec:

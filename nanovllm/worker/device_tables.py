@@ -20,6 +20,7 @@ from nanovllm.scheduler.windows import num_tables
 from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.utils.transfer import upload
 from nanovllm.worker.kv_cache import zeros
+from nanovllm.worker.state_table import StateTable
 
 
 class DeviceTables:
@@ -37,15 +38,15 @@ class DeviceTables:
         self.device = device
         self.kernels = kernels
         self.scratch_idx = max_num_seqs
-        # A table row's tokens and block tables are adjacent, so one upload writes all. The extra
+        # A table row's tokens and page ids are adjacent, so one upload writes all. The extra
         # token column takes what follows position max_model_len - 1: only warm-up samples there.
         num_columns = info.max_model_len + 1
-        num_cells = num_columns + num_tables(info.windows) * width
-        self._table = zeros((num_rows, num_cells), torch.int32, device)
+        sizes = [num_columns, *[width] * num_tables(info.windows), info.state_pages]
+        self._table = zeros((num_rows, sum(sizes)), torch.int32, device)
         self._table[self.scratch_idx, num_columns:] = info.num_blocks
-        self.token_ids = self._table[:, :num_columns]
-        tables = torch.split(self._table[:, num_columns:], width, dim=1)
-        self.block_tables, self.other_tables = tables[0], tables[1:]
+        self.token_ids, self.block_tables, *others, pages = self._table.split_with_sizes(sizes, 1)
+        self.other_tables = tuple(others)
+        self.state_table = StateTable(pages, info) if info.state_pages else None
         self.sampling_tensors = SamplingTensors.greedy(num_rows, device)
         # Of each row's last token, behind accepted drafts: what `kernels.accept` found.
         self.last_positions = zeros((num_rows,), torch.int64, device)
@@ -61,6 +62,8 @@ class DeviceTables:
         No cell is written twice: an admitted table row gets no new tokens in the same step, and
         new blocks only in other block tables than its first.
         """
+        if self.state_table is not None:
+            self.state_table.replays.begin(schedule)
         if not (schedule.admissions or schedule.new_tokens or schedule.new_blocks):
             return
         cells, values = array("q"), array("q")
@@ -109,6 +112,8 @@ class DeviceTables:
         token_table_indices = table_indices[token_rows]
         input_ids = self.token_ids[token_table_indices, positions].long()
         width = -(-max(seq_lens) // self.block_size)
+        step = rows, table_indices, lens, cu_seqlens
+        state = None if self.state_table is None else self.state_table.rows(*step)
 
         def batch(tables: torch.Tensor, others: tuple[Batch, ...] = ()) -> Batch:
             blocks = tables[token_table_indices, positions // self.block_size].long()
@@ -120,6 +125,7 @@ class DeviceTables:
                 seq_lens=ends.int(),
                 block_tables=tables[table_indices, :width],
                 lengths=HostLengths(query_lens, seq_lens),
+                state=state,
                 others=others,
             )
 
@@ -133,10 +139,5 @@ class DeviceTables:
             self.rules[new.table_idx] = None
             self.plain[new.table_idx] = new.params.is_plain
             if LogitsRules.needed(new.params):
-                self.rules[new.table_idx] = LogitsRules(
-                    new.params,
-                    new.num_prompt_tokens,
-                    new.bad_words,
-                    new.stop_token_ids,
-                    self.device,
-                )
+                words = new.bad_words, new.stop_token_ids, self.device
+                self.rules[new.table_idx] = LogitsRules(new.params, new.num_prompt_tokens, *words)

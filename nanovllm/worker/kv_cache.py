@@ -38,7 +38,8 @@ def num_blocks_that_fit(
     Args:
         block_bytes: bytes of one block, all layers of this rank together.
         max_blocks: blocks for max_num_seqs sequences of max_model_len tokens, those that have left
-            a window included: they stay in the prefix cache. More are useless.
+            a window and snapshots of states included: they stay in the prefix cache. More are
+            useless.
         warm_up: runs the largest step, so that torch records its peak memory on CUDA. Returns the
             bytes that CUDA graphs will take.
         num_reserved: blocks that the rank allocates in addition, for padding.
@@ -87,15 +88,16 @@ def require_one_sequence(info: WorkerInfo) -> None:
 
     def needed(num_tokens: int) -> int:
         chunk = info.max_num_batched_tokens
-        return pages_for(num_tokens, info.block_size, info.windows, chunk)
+        return pages_for(num_tokens, info.block_size, info.windows, chunk) + info.state_pages
 
     length = info.max_model_len
     if info.num_blocks < needed(length):
+        with_state = f", {info.state_pages} of them for its state" if info.state_pages else ""
         room = bisect_right(range(1, length + 1), info.num_blocks, key=needed)
         lower = f"lower max_model_len to {room} or less, or " if room else ""
         raise OutOfMemoryError(
             f"the KV pool holds {info.num_blocks} blocks of {info.block_size} tokens, but one "
-            f"sequence of max_model_len {length} needs {needed(length)}; "
+            f"sequence of max_model_len {length} needs {needed(length)}{with_state}; "
             f"{lower}give the pool more ("
             "gpu_memory_utilization, kv_cache_memory_bytes, num_kvcache_blocks)"
         )

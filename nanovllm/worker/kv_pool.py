@@ -9,7 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.kernels.cpu.library import torch_on_one_thread
+from nanovllm.attention.states import ALIGNMENT
+from nanovllm.kernels.cpu.layer_ops import copy_pages
+from nanovllm.kernels.cpu.library import library, torch_on_one_thread
 from nanovllm.scheduler.windows import WindowGroup
 from nanovllm.utils.memory import populate
 from nanovllm.utils.transfer import upload
@@ -17,8 +19,6 @@ from nanovllm.worker.kv_cache import zeros
 
 _BYTES_AHEAD = 32 * 2**20
 """Memory that is ready behind the last page in use."""
-_ALIGNMENT = 64
-"""Bytes: each layer's part of a page begins at a multiple of it."""
 
 
 class Place(NamedTuple):
@@ -40,7 +40,7 @@ class PageLayout:
     windows: tuple[WindowGroup, ...]
 
 
-def page_layout(sizes: Seq[int], windows: Seq[int | None]) -> PageLayout:
+def page_layout(sizes: Seq[int], windows: Seq[int | None], least_bytes: int = 0) -> PageLayout:
     """Return the layout for layers whose block takes `sizes` bytes.
 
     Layers with full attention share one page. Those with equal windows get pages of their own, as
@@ -48,8 +48,9 @@ def page_layout(sizes: Seq[int], windows: Seq[int | None]) -> PageLayout:
 
     Args:
         windows: of each layer; None: full attention.
+        least_bytes: of a page.
     """
-    sizes = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+    sizes = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
     full = [index for index, window in enumerate(windows) if window is None]
     groups: dict[int | None, list[int]] = {None: full}
     if not full:
@@ -59,7 +60,7 @@ def page_layout(sizes: Seq[int], windows: Seq[int | None]) -> PageLayout:
             if window is not None:
                 groups.setdefault(window, []).append(index)
     page_bytes = sum(sizes[index] for index in groups[None])
-    page_bytes = max([page_bytes, *sizes])
+    page_bytes = max([page_bytes, least_bytes, *sizes])
     places, table, found = {}, -1, []
     for window, indices in groups.items():
         first, used = table + 1, page_bytes
@@ -117,6 +118,25 @@ class KVPool:
         with torch_on_one_thread():
             for block in blocks:
                 (self._pool[block] if self._by_page else self._pool[:, :, block]).zero_()
+
+    @property
+    def pages(self) -> torch.Tensor:
+        """The memory, [num_blocks, page_bytes] uint8, of a pool whose pages are contiguous."""
+        assert self._by_page
+        return self._pool
+
+    def copy(self, sources: Seq[int], targets: Seq[int]) -> None:
+        """Copy pages `sources` to pages `targets`, as in `PageCopy`."""
+        pool = self.pages
+        if pool.is_cuda:
+            pages = upload([*sources, *targets], pool.device).view(2, -1)
+            pool[pages[1]] = pool[pages[0]]
+        elif library() is not None:
+            copy_pages(pool, sources, targets)
+        else:
+            for source, target in zip(sources, targets, strict=True):
+                pool[target] = pool[source]
+        self.populate_beyond(max(targets))
 
     def populate_beyond(self, block: int) -> None:
         """On a CPU, have memory ready for the pages behind `block`, which is in use or the first.

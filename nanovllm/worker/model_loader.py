@@ -22,8 +22,9 @@ from nanovllm.kernels.cpu.build import PANEL
 from nanovllm.kernels.cpu.packed import PackedWeight
 from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
 from nanovllm.layers.embed_head import VocabParallelEmbedding
-from nanovllm.layers.experts import Router, StackedLinear
+from nanovllm.layers.experts import Router, SigmoidRouter, StackedLinear
 from nanovllm.layers.linear import LinearBase, Matrix
+from nanovllm.layers.pieces import SmallLinear
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import model_class
 from nanovllm.options.config import Config
@@ -33,6 +34,9 @@ from nanovllm.utils.pages import PageReserve
 
 logger = logging.getLogger(__name__)
 
+KEPT = (Router, SigmoidRouter, SmallLinear)
+"""Matrices that quantization leaves as they are: small, and a rounded logit may choose another
+expert, or close a gate."""
 _DEFAULT_DTYPE_LOCK = threading.Lock()
 """Held while torch's default dtype, which is global to the process, is changed."""
 
@@ -104,7 +108,7 @@ def build_model(
         for file in filter(is_gguf, files):
             from nanovllm.formats.gguf import keep_blocks
 
-            keep_blocks(_matrices(model).values(), config, model_config.dtype, file)
+            keep_blocks(model, _matrices(model).values(), config, model_config.dtype, file)
         model.to(device)
     except RuntimeError as error:  # torch cannot allocate the weights
         raise CheckpointError(
@@ -231,8 +235,8 @@ def _quant_method(
         raise ConfigError(
             f"quantization {quantization!r} is not for experts on a GPU; leave it out"
         )
-    if isinstance(matrices[0], Router):
-        quantization = None  # small, and a rounded logit may choose another expert
+    if isinstance(matrices[0], KEPT):
+        quantization = None
     if model_config.quantization_config is not None or quantization == "none":
         quantization = None  # the checkpoint chose what is quantised
     if quantization is None:

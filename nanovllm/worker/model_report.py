@@ -20,15 +20,18 @@ from nanovllm.checkpoint.shards import model_shards
 from nanovllm.errors import ConfigError, UnsupportedModelError
 from nanovllm.layers.activation import ActAndMul
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.experts import Experts, Router
+from nanovllm.layers.experts import Experts, Router, SigmoidRouter
 from nanovllm.layers.linear import Matrix
+from nanovllm.layers.state_layer import StateLayer
 from nanovllm.models.config_fields import architecture_of, text_fields
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
+from nanovllm.models.hybrid_parts import SharedExpertMLP
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import MODULES, read_config, supported
 from nanovllm.scheduler.windows import pages_for
 from nanovllm.worker.kv_pool import page_layout
-from nanovllm.worker.model_loader import check_weights, make_modules
+from nanovllm.worker.model_loader import KEPT, check_weights, make_modules
+from nanovllm.worker.state_layers import StateLayers
 
 POOL_BYTES = 4 * 2**30
 """Of the KV pool whose tokens are counted."""
@@ -83,6 +86,7 @@ def report(model: str) -> dict[str, Any]:
         **supported(config.architecture)._asdict(),
         **_sizes(config, checkpoint.path),
         "attention": _counted(_attention(network)),
+        "states": _counted(map(_state, _state_layers(network))),
         "mlps": _counted(map(_mlp, _layers(network))),
         "logit_softcap": config.fields.get("final_logit_softcapping"),
         "left_out": _left_out(network, checkpoint, files),
@@ -125,8 +129,9 @@ def _counted(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _attention(network: DecoderForCausalLM) -> Iterator[dict[str, Any]]:
     ropes = {rotary: rope for (rope, _), rotary in network.rotary.items()}
-    for layer in _layers(network):
-        attention: SelfAttention = layer.self_attn
+    for attention in network.modules():
+        if not isinstance(attention, SelfAttention):
+            continue
         (heads, kv_heads, head_dim), options = attention.attn.sizes, attention.attn.options
         rope = ropes.get(attention.rotary_emb)
         yield {
@@ -146,19 +151,36 @@ def _attention(network: DecoderForCausalLM) -> Iterator[dict[str, Any]]:
         }
 
 
+def _state_layers(network: nn.Module) -> Iterator[StateLayer]:
+    return (module for module in network.modules() if isinstance(module, StateLayer))
+
+
+def _state(layer: StateLayer) -> dict[str, Any]:
+    """Return what a layer keeps of a sequence."""
+    parts = Counter(layer.parts)
+    return {
+        "kind": type(layer).__name__,
+        "parts": tuple(
+            (count, part.shape, str(part.dtype).removeprefix("torch."))
+            for part, count in parts.items()
+        ),
+    }
+
+
 def _mlp(layer: DecoderLayer) -> dict[str, Any]:
     """Return what a layer has of MLPs and experts."""
-    found: dict[str, Any] = {"activation": None, "size": None, "experts": None}
+    found: dict[str, Any] = dict.fromkeys(("activation", "size", "experts", "shared"))
     for module in layer.modules():
         if isinstance(module, ActAndMul):
             found["activation"] = module.activation
-        elif isinstance(module, Router):
+        elif isinstance(module, Router | SigmoidRouter):
             found |= {"experts": module.output_size, "experts_per_token": module.top_k}
         elif isinstance(module, Experts):
             size = module.gate_up_proj.num_outputs // 2
             found |= {"activation": module.activation, "expert_size": size}
         elif isinstance(module, GatedMLP):
-            found["size"] = module.gate_up_proj.output_size // 2
+            is_shared = isinstance(layer.mlp, SharedExpertMLP)
+            found["shared" if is_shared else "size"] = module.gate_up_proj.output_size // 2
     return found
 
 
@@ -179,7 +201,7 @@ def _left_out(
 def _memory(
     network: nn.Module, config: ModelConfig, headers: dict[Path, dict[str, TensorInfo]]
 ) -> dict[str, Any]:
-    """Return the bytes of the weights in each form, and of the KV of one text that decodes."""
+    """Return the bytes of the weights in each form, and of one text that decodes."""
     stored = sum(parameter.nbytes for parameter in network.parameters())
     if headers:
         stored = _stored_bytes(network, headers)
@@ -212,14 +234,14 @@ def _stored_bytes(network: nn.Module, headers: dict[Path, dict[str, TensorInfo]]
 def _rounded_bytes(network: nn.Module, form: str) -> int | None:
     """Return the bytes of the weights in "int8" or "int4"; None if a layer cannot have that form.
 
-    A router keeps its dtype, and so does what is no matrix.
+    What is no matrix keeps its dtype, and so do routers and other small matrices.
     """
     from nanovllm.formats.integer import choose_group_size
 
     rounded = {
         module.weight
         for module in network.modules()
-        if isinstance(module, Matrix) and not isinstance(module, Router)
+        if isinstance(module, Matrix) and not isinstance(module, KEPT)
     }
     total = 0
     for parameter in network.parameters():
@@ -244,7 +266,9 @@ def _kv_memory(network: nn.Module, config: ModelConfig) -> dict[str, Any]:
             sizes.append(token_bytes * _BLOCK_SIZE)
             window = module.options.window
             windows.append(None if (window or _ENDLESS) >= config.max_position else window)
-    layout = page_layout(sizes, windows)
+    states = StateLayers(network)
+    layout = page_layout(sizes, windows, states.largest_part)
+    states.lay_out(layout.page_bytes)
     in_windows = None not in windows or not layout.windows
     full = sum(
         size for size, window in zip(sizes, windows, strict=True) if in_windows or window is None
@@ -254,10 +278,13 @@ def _kv_memory(network: nn.Module, config: ModelConfig) -> dict[str, Any]:
     fitting = bisect.bisect_right(
         range(num_pages + 1),
         num_pages,
-        key=lambda blocks: pages_for(blocks * _BLOCK_SIZE, _BLOCK_SIZE, layout.windows, 1),
+        key=lambda blocks: (
+            states.num_pages + pages_for(blocks * _BLOCK_SIZE, _BLOCK_SIZE, layout.windows, 1)
+        ),
     )
     return {
         "kv_token_bytes": full // _BLOCK_SIZE,
         "kv_window_bytes": window_pages * layout.page_bytes,
-        "pool_tokens": (fitting - 1) * _BLOCK_SIZE,
+        "state_bytes": states.num_bytes,
+        "pool_tokens": max(0, fitting - 1) * _BLOCK_SIZE,
     }

@@ -98,6 +98,8 @@ class ModelRunner:
             self.masks.admit(schedule.admissions)
         pool = self.network.pool
         assert pool is not None, "allocate() comes first"
+        for copy in schedule.copies:
+            pool.copy(*copy)
         if schedule.blocks_to_zero:
             pool.zero(schedule.blocks_to_zero)
         added = [new.block_ids for new in schedule.admissions]

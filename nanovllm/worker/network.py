@@ -56,8 +56,7 @@ class Network:
 
     def free_pool(self) -> None:
         self.pool = None
-        for layer in self.attention.layers:
-            del layer.kv_cache
+        self.attention.unbind()
 
     def forward(
         self, tables: DeviceTables, rows: list[Row], output_indices: torch.Tensor | None

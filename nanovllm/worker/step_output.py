@@ -49,13 +49,8 @@ class StepOutput:
         The copies to the host must be complete.
         """
         sampled = self.token_ids.tolist()
-        if not (
-            self.draft_ids is not None
-            or self.logprobs
-            or self.endings
-            or self.forcing
-            or NO_TOKEN in sampled
-        ):  # most steps: one token a row
+        has_details = self.logprobs or self.endings or self.forcing or NO_TOKEN in sampled
+        if self.draft_ids is None and not has_details:  # most steps: one token a row
             tokens_left = iter(sampled)
             return [[next(tokens_left)] if row.samples else [] for row in rows], {}
         drafts = sampled if self.draft_ids is None else self.draft_ids.tolist()

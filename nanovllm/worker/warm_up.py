@@ -62,13 +62,21 @@ def measure(runner: ModelRunner) -> WorkerInfo:
         runner.max_num_batched_tokens,
         runs_ahead=runner.device.type == "cuda",
         windows=network.attention.layout.windows,
+        state_pages=network.attention.states.num_pages,
+        max_draft_tokens=0 if config.speculation is None else config.speculation.max_draft_tokens,
     )
-    blocks_of_one = -(-runner.max_model_len // block_size)
+    blocks_of_one = num_tables(info.windows) * -(-runner.max_model_len // block_size)
+    if info.state_pages:
+        from nanovllm.scheduler.stateful import SNAPSHOT_INTERVAL
+
+        # Its own, and snapshots: on the way, of the last full block, and behind the last token.
+        num_states = 3 + runner.max_model_len // SNAPSHOT_INTERVAL
+        blocks_of_one += info.state_pages * num_states
     num_blocks = num_blocks_that_fit(
         config,
         runner.device,
         block_bytes=block_bytes,
-        max_blocks=num_tables(info.windows) * blocks_of_one * config.max_num_seqs,
+        max_blocks=blocks_of_one * config.max_num_seqs,
         num_reserved=runner.num_padding_blocks,
         warm_up=partial(reach_peak, runner, info),
     )
@@ -81,7 +89,7 @@ def reach_peak(runner: ModelRunner, info: WorkerInfo) -> int:
     Returns the bytes that CUDA graphs will take in addition.
     """
     num_blocks = -(-min(info.max_model_len, info.max_num_batched_tokens) // info.block_size)
-    info = dataclasses.replace(info, num_blocks=num_blocks)
+    info = dataclasses.replace(info, num_blocks=num_blocks + info.state_pages)
     tables, drafter = runner.allocate(info), runner.drafter
     prompts, samples = _largest_steps(info, tables, drafts=drafter is not None)
     runner.run_rows(prompts)
@@ -131,13 +139,13 @@ def _largest_steps(
     """Return the rows of the longest prefill and of the most samples; prepare `tables` for them.
 
     Args:
-        info: its blocks are those of one sequence.
+        info: its blocks are those of one sequence; the last ones are its state's.
         drafts: whether rows may have drafts.
     """
     max_tokens, num_seqs = info.max_num_batched_tokens, len(tables.params)
     length = min(info.max_model_len, max_tokens)
-    blocks = torch.arange(info.num_blocks, device=tables.device)
-    tables.block_tables[:num_seqs, : info.num_blocks] = blocks
+    blocks = torch.arange(info.num_blocks - info.state_pages, device=tables.device)
+    tables.block_tables[:num_seqs, : len(blocks)] = blocks
     ruled = SamplingParams(temperature=1.0, logit_bias=((0, 1.0),))
     tables.params = [ruled] * num_seqs
     # With rules in one row, all rows' logits are copied to float32.

@@ -11,7 +11,7 @@ from nanovllm.formats.registry import round_weight
 from nanovllm.kernels.cpu import ops as cpu_ops
 from nanovllm.kernels.cpu.kernels import CKernels
 from nanovllm.layers.linear import RowParallelLinear
-from nanovllm.steps.recording import Recording
+from nanovllm.steps.recording import Recording, Unrecordable
 from tests.helpers import ROOT
 from tests.kernels.cpu.helpers import native, randn
 
@@ -57,3 +57,17 @@ def test_a_linear_with_a_bias_can_be_recorded(quantization):
         recording.run(3, 3)
         assert torch.equal(y[:3], layer(x)[:3])
         assert not y[3].any()
+
+
+@native
+@pytest.mark.parametrize(
+    ("method", "operation"), [("contiguous", "contiguous"), ("flatten", "flatten"), ("float", "to")]
+)
+def test_a_view_that_is_a_copy_cannot_be_recorded(method, operation):
+    """Symptom: a recorded step reads what was there while it was recorded."""
+    x = randn(4, 10)
+    with torch.inference_mode(), Recording(4):
+        assert x.contiguous().flatten().bfloat16().data_ptr() == x.data_ptr()
+        assert [part.shape[1] for part in x.split([3, 7], 1)] == [3, 7]
+        with pytest.raises(Unrecordable, match=f"torch computes aten.{operation}"):
+            getattr(x[:, :3], method)()

@@ -158,6 +158,16 @@ def test_blocks_of_window_groups_count():
         require_one_sequence(dataclasses.replace(info, num_blocks=7))
 
 
+def test_the_pages_of_a_state_count():
+    info = WorkerInfo(4 + 9, 16, 64, 1000, 64, state_pages=9)
+    require_one_sequence(info)
+    ways_out = r"needs 13, 9 of them for its state; lower max_model_len to 48 or less, or give"
+    with pytest.raises(OutOfMemoryError, match=ways_out):
+        require_one_sequence(dataclasses.replace(info, num_blocks=12))
+    with pytest.raises(OutOfMemoryError, match=r"needs 13, 9 of them for its state; give the pool"):
+        require_one_sequence(dataclasses.replace(info, num_blocks=9))
+
+
 @pytest.mark.parametrize(
     ("num_blocks", "max_model_len", "needed"), [(4, 65, 5), (0, 1, 1), (3, 4096, 256)]
 )

@@ -1,0 +1,250 @@
+"""A kind of layer with state that no model has: all of it is in this file.
+
+Its state is the sum of its inputs and their number, so that any token that is missing in a state,
+or is there twice, changes what follows.
+"""
+
+import itertools
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.assembly import make_engine
+from nanovllm.attention.batch import Batch
+from nanovllm.attention.spec import AttentionOptions
+from nanovllm.attention.states import StatePart
+from nanovllm.errors import ConfigError, OutOfMemoryError, UnsupportedModelError
+from nanovllm.kernels.torch_states import read_parts, write_parts
+from nanovllm.layers.replicated import ReplicatedLinear
+from nanovllm.layers.state_layer import StateLayer
+from nanovllm.models import registry
+from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
+from nanovllm.models.model_config import ModelConfig
+from nanovllm.options.config import Config
+from nanovllm.outputs import RequestOutput
+from nanovllm.worker.model_report import report
+from tests.checkpoints import SMALL, read_json, write_json
+from tests.helpers import assert_idle, generate_all, generate_in_random_order
+from tests.speculation.proposers.drafting import allow_all
+from tests.test_generation import REQUESTS as ALL, assert_same
+
+NAME = "RunningMeanForCausalLM"
+OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 48, "kvcache_block_size": 4}
+REQUESTS = ALL[:20]
+
+
+class RunningMean(StateLayer):
+    """The mean of a sequence's inputs up to each token, between two linears."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__((StatePart((size,), torch.float32), StatePart((1,), torch.int64)))
+        self.in_proj = ReplicatedLinear(size, size)
+        self.o_proj = ReplicatedLinear(size, size)
+
+    def forward(
+        self, hidden: torch.Tensor, batch: Batch, output_indices: torch.Tensor | None
+    ) -> torch.Tensor:
+        rows = batch.state
+        assert rows is not None
+        inputs = self.extended(self.in_proj(hidden), rows)
+        means = torch.empty_like(inputs)
+        total, count = (read_parts(self.states, rows, part)[:, 0] for part in (0, 1))
+        ends, lens = rows.cu_seqlens.tolist(), rows.write_lens.tolist()
+        for row, (start, end) in enumerate(itertools.pairwise(ends)):
+            running, number = total[row].clone(), count[row].clone()
+            for token in range(start, end):
+                running += inputs[token].float()
+                number += 1
+                means[token] = running / number
+                if token + 1 == start + lens[row]:
+                    total[row], count[row] = running, number
+        write_parts(self.states, rows, 0, total[:, None])
+        write_parts(self.states, rows, 1, count[:, None])
+        out: torch.Tensor = self.o_proj(self.own(means, rows))
+        return out if output_indices is None else out[output_indices]
+
+
+class RunningMeanForCausalLM(DecoderForCausalLM):
+    """Nothing: a running mean, or attention in each second layer."""
+
+    def make_layer(
+        self, config: ModelConfig, index: int, before: list[DecoderLayer]
+    ) -> DecoderLayer:
+        if index % 2 == 0:
+            mixer: Any = RunningMean(config.hidden_size)
+        else:
+            rotary = self.rotary_emb(config.rope, config.head_dim)
+            options = AttentionOptions(window=config.window() if index == 3 else None)
+            mixer = SelfAttention(config, rotary, qk_norm=True, options=options)
+        return DecoderLayer(config, mixer, GatedMLP(config))
+
+
+class Mean(nn.Module):
+    """The same over a whole sequence, in a model of transformers."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.in_proj, self.o_proj = (nn.Linear(size, size, bias=False) for _ in range(2))
+
+    def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+        counts = torch.arange(1, hidden_states.shape[1] + 1)[:, None]
+        return self.o_proj(self.in_proj(hidden_states).cumsum(1) / counts), None
+
+
+def reference() -> Qwen3ForCausalLM:
+    model = Qwen3ForCausalLM(Qwen3Config(**SMALL)).eval()
+    for layer in model.model.layers[::2]:
+        layer.self_attn = Mean(SMALL["hidden_size"])
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        scaled = noise * 1.5 / parameter.shape[-1] ** 0.5
+        parameter.data = 1.5 + 0.5 * noise if name.endswith("norm.weight") else scaled
+    return model
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry.MODULES, NAME, "running_mean")
+    monkeypatch.setitem(sys.modules, "nanovllm.models.running_mean", sys.modules[__name__])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("running_mean")
+    reference().save_pretrained(path)
+    config = read_json(path / "config.json")
+    write_json(path / "config.json", {**config, "architectures": [NAME]})
+    return str(path)
+
+
+@pytest.fixture
+def expected(model: str, make_llm: Any) -> list[RequestOutput]:
+    """The outputs of one request at a time, whole prompts, no cache."""
+    return one_at_a_time(make_llm(model, **OPTIONS, enable_prefix_caching=False))
+
+
+def one_at_a_time(llm: LLM) -> list[RequestOutput]:
+    return [output for request in REQUESTS for output in generate_all(llm, [request])]
+
+
+@torch.inference_mode()
+def test_tokens_are_those_of_transformers(model: str, make_llm: Any) -> None:
+    prompts = [prompt for prompt, _ in REQUESTS[:8]]
+    llm = make_llm(model, **OPTIONS)
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    found = llm.generate(prompts, params, use_tqdm=False)
+    compared = reference()
+    for prompt, output in zip(prompts, found, strict=True):
+        tokens = list(prompt)
+        for _ in range(12):
+            logits = compared(torch.tensor([tokens]), use_cache=False).logits[0, -1]
+            tokens.append(int(logits.argmax()))
+        assert output.token_ids == tokens[len(prompt) :]
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_num_batched_tokens": 1},
+        {"max_num_batched_tokens": 7},
+        {"enable_prefix_caching": False, "max_num_seqs": 3},
+        {"num_kvcache_blocks": 24},
+    ],
+    ids=str,
+)
+def test_outputs_do_not_depend_on_how_the_work_is_cut(
+    model: str, make_llm: Any, expected: list[RequestOutput], options: dict[str, Any]
+) -> None:
+    llm = make_llm(model, **OPTIONS, **options)
+    assert_same(generate_all(llm, REQUESTS), expected)
+    warm = generate_all(llm, REQUESTS)
+    assert_same(warm, expected)
+    if not options:
+        assert sum(output.num_cached_tokens for output in warm) > 60
+
+
+def test_rejected_drafts_change_no_state(
+    model: str, make_llm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few tokens may be chosen, so that many drafts are right and many are wrong."""
+    allow_all(monkeypatch)
+    params = SamplingParams(
+        temperature=0.5, seed=1, max_tokens=30, ignore_eos=True, allowed_token_ids=[5, 6, 7]
+    )
+    prompts = [[5, 6, 7, 5, 6] * (1 + index % 3) for index in range(8)]
+    plain = make_llm(model, **OPTIONS).generate(prompts, params, use_tqdm=False)
+    spec = {"method": "ngram", "num_speculative_tokens": 3}
+    llm = make_llm(model, **OPTIONS, speculative_config=spec)
+    found = llm.generate(prompts, params, use_tqdm=False)
+    assert [output.token_ids for output in found] == [output.token_ids for output in plain]
+    counts = llm.engine.scheduler.drafting.counts
+    assert 20 < counts.num_accepted_tokens < counts.num_draft_tokens - 20
+
+
+@pytest.mark.parametrize("queue_depth", [0, 2])
+def test_outputs_do_not_depend_on_arrival(
+    model: str,
+    expected: list[RequestOutput],
+    preempted: list[tuple[int, int]],
+    queue_depth: int,
+) -> None:
+    """Requests arrive in random order, some are aborted, and the pool preempts."""
+    config = Config(
+        model=model, max_num_seqs=6, max_num_batched_tokens=20, num_kvcache_blocks=22, **OPTIONS
+    )
+    engine = make_engine(config, queue_depth=queue_depth)
+    try:
+        assert_same(generate_in_random_order(engine, REQUESTS, seed=queue_depth), expected)
+    finally:
+        engine.shutdown()
+    assert preempted
+
+
+def test_memory_of_states(model: str, make_llm: Any) -> None:
+    """Three parts take 64 * 4 and 8 bytes in each of two layers."""
+    llm = make_llm(model, **OPTIONS, num_kvcache_blocks=40)
+    info, network = llm.engine.worker_info, llm.engine.executor._runner.network
+    assert info.state_pages == network.attention.states.num_pages == 1
+    assert network.attention.states.num_bytes == 2 * (64 * 4 + 8)
+    assert network.block_bytes == 4 * 2 * 2 * 24 * 4  # one layer's KV of 4 tokens
+    with pytest.raises(OutOfMemoryError, match=r"needs 13, 1 of them for its state; lower max_mod"):
+        make_llm(model, **OPTIONS, num_kvcache_blocks=12)
+    make_llm(model, **OPTIONS, num_kvcache_blocks=13)
+    found = report(model)
+    state = {"kind": "RunningMean", "parts": ((1, (64,), "float32"), (1, (1,), "int64"))}
+    assert found["states"] == [{"num_layers": 2, **state}]
+    assert found["attention"][0]["num_layers"] == 1
+    assert found["memory"]["state_bytes"] == 2 * (64 * 4 + 8)
+
+
+def test_what_states_are_not_for(model: str, make_llm: Any, tmp_path: Path) -> None:
+    config = read_json(Path(model) / "config.json")
+    changes = {"sliding_window": 8, "num_hidden_layers": 4, "layer_types": None}
+    write_json(tmp_path / "config.json", {**config, **changes})
+    with pytest.raises(UnsupportedModelError, match=r"keep a state and layers with a window"):
+        make_llm(tmp_path, **OPTIONS, load_format="dummy")
+    spec = {"method": "draft_model", "model": model, "num_speculative_tokens": 2}
+    with pytest.raises(ConfigError, match=r"the draft model has layers that keep a state"):
+        make_llm(model, **OPTIONS, speculative_config=spec)
+
+
+def test_bits_do_not_depend_on_the_batch(model: str, make_llm: Any) -> None:
+    """bfloat16 with the native kernels, states in chunks of any size."""
+    options = {**OPTIONS, "dtype": "bfloat16", "kvcache_block_size": 32}
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=2)
+    prompts = [prompt for prompt, _ in REQUESTS]
+    found = []
+    for batched in (7, 64):
+        llm = make_llm(model, **options, max_num_batched_tokens=batched)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        found.append([(output.token_ids, output.outputs[0].logprobs) for output in outputs])
+    assert found[0] == found[1]
