@@ -42,7 +42,7 @@ _INT_DTYPES = ("I64", "I32")
 Store = Callable[[nn.Module, torch.Tensor, torch.Tensor], bool]
 """Gets a module, a part of one of its parameters, and the values that belong there. Returns whether
 it has stored them; else they are copied to the parameter."""
-_Keep = Callable[[str, torch.Tensor, torch.Tensor], None]
+_Keep = Callable[["_Chunk", torch.Tensor], None]
 
 
 class TensorInfo(NamedTuple):
@@ -53,6 +53,8 @@ class TensorInfo(NamedTuple):
     """In safetensors' names, or a GGUF file's type."""
     blocks_shape: tuple[int, ...] | None = None
     """Of the bytes of a GGUF tensor, in which a uint8 parameter takes it."""
+    has_blocks: bool = True
+    """Whether these bytes can be had in the order of the model's rows and columns."""
 
 
 def load_weights(
@@ -79,23 +81,23 @@ def load_weights(
     file_of = check_tensors(model, headers, ignored)
     if progress:
         _log_left_out((name for header in headers.values() for name in header), ignored)
-    chunks, owners = _plan(model, file_of, ignored)
+    chunks = _plan(model, file_of, ignored)
 
-    def keep(name: str, target: torch.Tensor, values: torch.Tensor) -> None:
-        if store is None or not store(owners[name], target, values):
-            target.copy_(values)
+    def keep(chunk: "_Chunk", values: torch.Tensor) -> None:
+        values = chunk.fitting(values)
+        if store is None or not store(chunk.owner, chunk.target, values):
+            chunk.target.copy_(values)
 
     # Only the chunks refer to the targets: a parameter that on_loaded replaces is freed at once.
     num_unread = Counter({module: 0 for module, _ in model_shards(model)})
-    num_unread.update(owners[chunk.name] for queue in chunks.values() for chunk in queue)
+    num_unread.update(chunk.owner for queue in chunks.values() for chunk in queue)
     total = sum(chunk.target.nbytes for queue in chunks.values() for chunk in queue)
     with progress_bar(
         total=total, unit="B", unit_scale=True, desc="Loading weights", delay=1, shown=progress
     ) as bar:
         for file in files:
-            for name, size in _read_chunks(file, chunks.pop(file, deque()), keep):
+            for module, size in _read_chunks(file, chunks.pop(file, deque()), keep):
                 bar.update(size)
-                module = owners[name]
                 num_unread[module] -= 1
                 if not num_unread[module]:
                     del num_unread[module]
@@ -110,24 +112,22 @@ def _log_left_out(names: Iterable[str], ignored: frozenset[str]) -> None:
     found = Counter(part for name in names for part in parts if name.startswith(part))
     if found:
         counts = ", ".join(f"{part}* ({count} tensors)" for part, count in sorted(found.items()))
-        logger.info("left out, because text needs none of it: %s", counts)
+        logger.info("left out, because this network needs none of it: %s", counts)
 
 
 def _plan(
     model: nn.Module, file_of: dict[str, Path], ignored: frozenset[str]
-) -> tuple[dict[Path, deque["_Chunk"]], dict[str, nn.Module]]:
-    """Return the chunks to read from each file, and the module that owns each tensor."""
+) -> dict[Path, deque["_Chunk"]]:
+    """Return the chunks to read from each file."""
     chunks: dict[Path, deque[_Chunk]] = {}
-    owners: dict[str, nn.Module] = {}
     for module, shards in model_shards(model, file_of):
         for shard in shards:
             if shard.name in ignored:
                 continue
-            owners[shard.name] = module
             padding = shard.target.shape[shard.dim] - shard.unpadded_size
             shard.target.narrow(shard.dim, shard.unpadded_size, padding).zero_()
-            chunks.setdefault(file_of[shard.name], deque()).extend(_chunks(shard))
-    return chunks, owners
+            chunks.setdefault(file_of[shard.name], deque()).extend(_chunks(shard, module))
+    return chunks
 
 
 def check_tensors(
@@ -205,7 +205,12 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     """
     if is_gguf(file):
         return {
-            name: TensorInfo(weight.tensor.shape, weight.tensor.type.name, weight.blocks_shape)
+            name: TensorInfo(
+                weight.tensor.shape,
+                weight.tensor.type.name,
+                weight.blocks_shape,
+                weight.has_blocks,
+            )
             for name, weight in read_gguf(file).weights.items()
         }
     try:
@@ -236,6 +241,8 @@ class _Chunk(NamedTuple):
     """Into the checkpoint's tensor."""
     target: torch.Tensor
     transposed: bool
+    owner: nn.Module
+    """Whose parameter the target is a part of."""
 
     def fitting(self, values: torch.Tensor) -> torch.Tensor:
         """Return `values`, which were read, in the shape of `target`."""
@@ -243,7 +250,7 @@ class _Chunk(NamedTuple):
         return values.T if self.transposed else values
 
 
-def _chunks(shard: Shard) -> Iterator[_Chunk]:
+def _chunks(shard: Shard, owner: nn.Module) -> Iterator[_Chunk]:
     unpadded = shard.target.narrow(shard.dim, 0, shard.unpadded_size)
     row_bytes = math.prod(shard.part_shape[1:]) * 4
     num_rows = max(1, _MAPPED_BYTES // 2 // row_bytes // _ROWS) * _ROWS
@@ -257,11 +264,11 @@ def _chunks(shard: Shard) -> Iterator[_Chunk]:
             slices.reverse()
         if shard.index is not None:
             slices.insert(0, slice(shard.index, shard.index + 1))
-        yield _Chunk(shard.name, tuple(slices), target, shard.transposed)
+        yield _Chunk(shard.name, tuple(slices), target, shard.transposed, owner)
 
 
-def _read_chunks(file: Path, chunks: deque[_Chunk], keep: _Keep) -> Iterator[tuple[str, int]]:
-    """Read `chunks` in the order of the file's bytes; yield each one's name and bytes.
+def _read_chunks(file: Path, chunks: deque[_Chunk], keep: _Keep) -> Iterator[tuple[nn.Module, int]]:
+    """Read `chunks` in the order of the file's bytes; yield each one's owner and bytes.
 
     Empties `chunks`, and keeps no reference to a target that is already filled.
     """
@@ -279,13 +286,15 @@ def _read_chunks(file: Path, chunks: deque[_Chunk], keep: _Keep) -> Iterator[tup
                 chunk = queue.popleft()
                 values = tensors.get_slice(chunk.name)[chunk.slices]
                 mapped += values.nbytes
-                keep(chunk.name, chunk.target, chunk.fitting(values))
-                read = chunk.name, chunk.target.nbytes
+                keep(chunk, values)
+                read = chunk.owner, chunk.target.nbytes
                 del chunk, values
                 yield read
 
 
-def _read_gguf_chunks(file: Path, chunks: deque[_Chunk], keep: _Keep) -> Iterator[tuple[str, int]]:
+def _read_gguf_chunks(
+    file: Path, chunks: deque[_Chunk], keep: _Keep
+) -> Iterator[tuple[nn.Module, int]]:
     """Read `chunks` of a GGUF file, as `_read_chunks` does. A uint8 target receives the blocks."""
     weights = read_gguf(file).weights
     queue = deque(sorted(chunks, key=lambda chunk: weights[chunk.name].tensor.offset))
@@ -295,7 +304,7 @@ def _read_gguf_chunks(file: Path, chunks: deque[_Chunk], keep: _Keep) -> Iterato
         rows, *columns = chunk.slices
         raw = chunk.target.dtype == torch.uint8
         values = read_rows(file, weights[chunk.name], rows, raw=raw)[(slice(None), *columns)]
-        keep(chunk.name, chunk.target, chunk.fitting(torch.from_numpy(values)))
-        read = chunk.name, chunk.target.nbytes
+        keep(chunk, torch.from_numpy(values))
+        read = chunk.owner, chunk.target.nbytes
         del chunk, values
         yield read

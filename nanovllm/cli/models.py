@@ -78,6 +78,7 @@ def _lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         f"{found['vocab_size']}{tied}, up to {found['positions']} positions",
     )
     yield from _several("attention", found["attention"], _attention)
+    yield from _several("state", found["states"], _state)
     yield from _several("MLP", found["mlps"], _mlp)
     if found["logit_softcap"]:
         yield "logits", f"soft cap {found['logit_softcap']:g}"
@@ -93,6 +94,8 @@ def _lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if memory["kv_window_bytes"]:
         window = f", and {_size(memory['kv_window_bytes'])} a sequence for windows"
     yield "KV cache", f"{_size(memory['kv_token_bytes'])} a token{window}"
+    if memory["state_bytes"]:
+        yield "state", f"{_size(memory['state_bytes'])} a sequence"
     yield "4 GiB of KV", f"a text of {memory['pool_tokens']} tokens"
 
 
@@ -124,6 +127,12 @@ def _attention(row: dict[str, Any]) -> Iterator[str]:
         yield "sinks"
 
 
+def _state(row: dict[str, Any]) -> Iterator[str]:
+    yield row["kind"]
+    for count, shape, dtype in row["parts"]:
+        yield f"{f'{count} of ' if count > 1 else ''}{' x '.join(map(str, shape))} in {dtype}"
+
+
 def _mlp(row: dict[str, Any]) -> Iterator[str]:
     yield str(row["activation"])
     if row["size"]:
@@ -131,6 +140,8 @@ def _mlp(row: dict[str, Any]) -> Iterator[str]:
     if row["experts"]:
         yield f"{row['experts']} experts of size {row['expert_size']}"
         yield f"{row['experts_per_token']} of them a token"
+    if row["shared"]:
+        yield f"one of size {row['shared']} for all tokens"
 
 
 def _count(number: int, what: str) -> str:

@@ -68,6 +68,46 @@ class Router(Matrix):
             yield Shard(f"{prefix}.bias", tuple(self.bias.shape), self.bias.data)
 
 
+class SigmoidRouter(Matrix):
+    """A linear that scores each expert for itself, by a sigmoid, and the choice of k of them.
+
+    Args:
+        renormalize: whether the weights, which are the scores of the chosen experts, add up to 1.
+        bias: whether each expert has a number that is added to its score for the choice alone.
+        factor: of the weights.
+    """
+
+    kernels: Kernels = TORCH
+    """The loader sets those of the device."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        renormalize: bool,
+        bias: bool,
+        factor: float,
+    ) -> None:
+        super().__init__(num_experts, hidden_size)
+        empty = torch.empty(num_experts, dtype=torch.float32)
+        self.expert_bias = nn.Parameter(empty) if bias else None
+        self.top_k, self.renormalize, self.factor = top_k, renormalize, factor
+
+    def forward(self, x: torch.Tensor) -> Routing:
+        """Return the experts of `x` [T, hidden_size]."""
+        logits, options = self.linear(x), (self.renormalize, self.factor)
+        return self.kernels.route_sigmoid(logits, self.expert_bias, self.top_k, *options)
+
+    def shards(self, prefix: str) -> Iterator[Shard]:
+        assert self.weight is not None
+        yield Shard(f"{prefix}.weight", tuple(self.weight.shape), self.weight.data)
+        if self.expert_bias is not None:
+            name = f"{prefix.rpartition('.')[0]}.expert_bias"
+            yield Shard(name, tuple(self.expert_bias.shape), self.expert_bias.data)
+
+
 class NormedRouter(nn.Module):
     """Gemma 4's router: it scores the RMSNorm of its input, and each expert's weight has a factor.
 
@@ -243,7 +283,7 @@ class Experts(nn.Module):
 class SparseMLP(nn.Module):
     """A router and its experts, in place of an MLP."""
 
-    def __init__(self, router: Router, experts: Experts) -> None:
+    def __init__(self, router: Router | SigmoidRouter, experts: Experts) -> None:
         super().__init__()
         self.gate = router
         self.experts = experts

@@ -20,6 +20,8 @@ class Family(nn.Module):
 
     defaults: ClassVar[dict[str, Any]] = {}
     """The family's values of fields that a config.json may lack."""
+    aliases: ClassVar[dict[str, str]] = {}
+    """The family's own names of some common fields: see `ModelConfig.from_hf`."""
     reads: ClassVar[frozenset[str]] = frozenset()
     """The fields of `model_config.ONLY_SOME_READ` that the family honours."""
     names: ClassVar[dict[str, str]] = {}

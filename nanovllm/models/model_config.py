@@ -49,6 +49,7 @@ ONLY_SOME_READ: dict[str, tuple[Any, ...]] = {
     "swiglu_limit": (7.0, None),
     "swiglu_alpha": (1.702, None),
     "num_local_experts": (0, None),
+    "attn_output_gate": (False, None),
 }
 """Fields that change the arithmetic and that only some families read, with the values that ask for
 nothing special. What adds weights is not here: a tensor that nobody expects is an error."""
@@ -90,6 +91,7 @@ class ModelConfig:
         dtype: str = "auto",
         defaults: Mapping[str, Any] = MappingProxyType({}),
         reads: Collection[str] = (),
+        aliases: Mapping[str, str] = MappingProxyType({}),
     ) -> "ModelConfig":
         """Read `config`, the parsed config.json of transformers 4 or 5.
 
@@ -97,6 +99,8 @@ class ModelConfig:
             dtype: name of a torch dtype that overrides the checkpoint's, or "auto".
             defaults: the family's values of fields that are absent.
             reads: fields beyond the common ones that the family honours.
+            aliases: the family's own names of intermediate_size, rms_norm_eps and
+                tie_word_embeddings, which come first.
 
         Raises:
             UnsupportedModelError: a setting is not implemented.
@@ -104,6 +108,8 @@ class ModelConfig:
         """
         architecture = architecture_of(config)
         fields = {**defaults, **text_fields(config)}
+        name = {key: key for key in ("intermediate_size", "rms_norm_eps", "tie_word_embeddings")}
+        name |= {key: own for key, own in aliases.items() if fields.get(own) is not None}
         _check_supported(fields, reads)
         for key in ("attention_bias", "mlp_bias"):
             config_bool(fields, key, False)
@@ -119,15 +125,15 @@ class ModelConfig:
             architecture=architecture,
             vocab_size=config_size(fields, "vocab_size"),
             hidden_size=config_size(fields, "hidden_size"),
-            intermediate_size=config_size(fields, "intermediate_size"),
+            intermediate_size=config_size(fields, name["intermediate_size"]),
             num_layers=config_size(fields, "num_hidden_layers", high=_MAX_LAYERS),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=config_number(fields, "rms_norm_eps", 1e-6, 1e-30, 1.0),
+            rms_norm_eps=config_number(fields, name["rms_norm_eps"], 1e-6, 1e-30, 1.0),
             rope=rope,
             max_position=max_position,
-            tie_word_embeddings=config_bool(fields, "tie_word_embeddings", False),
+            tie_word_embeddings=config_bool(fields, name["tie_word_embeddings"], False),
             dtype=torch_dtype,
             fields=fields,
             quantization_config=config.get("quantization_config"),
@@ -168,14 +174,14 @@ class ModelConfig:
         """Return the window of every layer in tokens; None: the config has none."""
         return None if self.fields.get("sliding_window") is None else self.size("sliding_window")
 
-    def layer_types(self, interval: int) -> list[str]:
-        """Return each layer's type, "full_attention" or "sliding_attention".
+    def layer_types(self, interval: int, other: str = "sliding_attention") -> list[str]:
+        """Return each layer's type, "full_attention" or `other`.
 
         Args:
             interval: without a list in the config, each layer whose number is a multiple of it,
                 counted from 1, has full attention; 0: all have.
         """
-        names = ("sliding_attention", "full_attention")
+        names = (other, "full_attention")
         types = self.fields.get("layer_types")
         if types is None:
             layers = range(1, self.num_layers + 1)

@@ -25,6 +25,8 @@ MODULES = {
     "GptOssForCausalLM": "gpt_oss",
     "GraniteForCausalLM": "granite",
     "HunYuanDenseV1ForCausalLM": "hunyuan",
+    "Lfm2ForCausalLM": "lfm2",
+    "Lfm2MoeForCausalLM": "lfm2",
     "LlamaForCausalLM": "llama",
     "Ministral3ForCausalLM": "mistral",
     "Mistral3ForConditionalGeneration": "mistral",
@@ -37,7 +39,12 @@ MODULES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Qwen3NextForCausalLM": "qwen3_next",
     "Qwen3VLForConditionalGeneration": "qwen3_vl",
+    "Qwen3_5ForCausalLM": "qwen3_5",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5",
+    "Qwen3_5MoeForCausalLM": "qwen3_5",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5",
     "SeedOssForCausalLM": "seed_oss",
     "SmolLM3ForCausalLM": "smollm3",
 }
@@ -105,7 +112,7 @@ def read_config(config: dict[str, Any], dtype: str = "auto") -> ModelConfig:
     name = architecture_of(config)
     check_architecture(name)
     family = family_class(name)
-    return ModelConfig.from_hf(config, dtype, family.defaults, family.reads)
+    return ModelConfig.from_hf(config, dtype, family.defaults, family.reads, family.aliases)
 
 
 def model_class(config: ModelConfig) -> type[nn.Module]:

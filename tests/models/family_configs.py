@@ -94,6 +94,42 @@ MINISTRAL3 = {
     "sliding_window": None,
     "rope_parameters": {**YARN, "rope_theta": 1e6, "llama_4_scaling_beta": 0.1},
 }
+QWEN3_5 = {
+    **SIZES,
+    "hidden_act": "silu",
+    "layer_types": (["linear_attention"] * 2 + ["full_attention"]) * 2,
+    "full_attention_interval": 3,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "attn_output_gate": True,
+    "mamba_ssm_dtype": "float32",
+    "mtp_num_hidden_layers": 1,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10_000_000,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [1, 1, 0],
+        "mrope_interleaved": True,
+    },
+}
+QWEN3_5_MOE = {
+    **QWEN3_5,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
+LFM2 = {
+    **SIZES,
+    "layer_types": ["conv", "full_attention", "conv"] * 2,
+    "norm_eps": 1e-5,
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "rope_theta": 1_000_000.0,
+}
 VISION = {"model_type": "vision", "hidden_size": 8}
 MROPE = {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True}
 
@@ -140,6 +176,25 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **SILU,
         "rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "mscale": 1.0},
     },
+    "Lfm2ForCausalLM": {
+        **LFM2,
+        "layer_types": None,
+        "full_attn_idxs": [1, 4],
+        "block_ff_dim": 96,
+        "block_auto_adjust_ff_dim": True,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_multiple_of": 16,
+    },
+    "Lfm2MoeForCausalLM": {
+        **LFM2,
+        "num_dense_layers": 2,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "use_expert_bias": True,
+        "routed_scaling_factor": 1.0,
+    },
     "LlamaForCausalLM": {**SILU, "mlp_bias": False, "rope_scaling": LLAMA3},
     "Ministral3ForCausalLM": MINISTRAL3,
     "Mistral3ForConditionalGeneration": nested(MINISTRAL3),
@@ -182,7 +237,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 2,
         "mlp_only_layers": [1],
     },
+    "Qwen3NextForCausalLM": {
+        **QWEN3_5_MOE,
+        "layer_types": None,
+        "rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.25},
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [1],
+    },
     "Qwen3VLForConditionalGeneration": nested({**SILU, "rope_scaling": MROPE}),
+    "Qwen3_5ForCausalLM": QWEN3_5,
+    "Qwen3_5ForConditionalGeneration": nested(QWEN3_5),
+    "Qwen3_5MoeForCausalLM": QWEN3_5_MOE,
+    "Qwen3_5MoeForConditionalGeneration": nested(QWEN3_5_MOE),
     "SeedOssForCausalLM": {**SILU, "attention_out_bias": False, "mlp_bias": False},
     "SmolLM3ForCausalLM": {
         **SILU,

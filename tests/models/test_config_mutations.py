@@ -28,6 +28,7 @@ WRONG: tuple[Any, ...] = (
 )
 LISTS: tuple[Any, ...] = (
     *(["full_attention"] * 6, ["sliding_attention"] * 6, ["full_attention"] * 5),
+    *(["linear_attention", "full_attention"] * 3, ["conv", "full_attention"] * 3, ["conv"] * 6),
     *(["sliding_attention"] * 7, ["chunked_attention"] * 6, [["full_attention"]] * 6, [{}] * 6),
     *([0] * 6, [1, 0] * 3, [True] * 6, ["x"] * 6, [1.5] * 6, [None] * 6, [-1], "LLG", [[]]),
 )
@@ -43,7 +44,7 @@ ROPES: tuple[Any, ...] = (
 )
 MORE = {
     **dict.fromkeys(("rope_scaling", "rope_parameters"), ROPES),
-    **dict.fromkeys(("layer_types", "no_rope_layers", "mlp_only_layers"), LISTS),
+    **dict.fromkeys(("layer_types", "no_rope_layers", "mlp_only_layers", "full_attn_idxs"), LISTS),
     **dict.fromkeys(("layer_rope_theta", "sliding_window_pattern"), LISTS),
     "per_layer_config": ({"2": {"head_dim": 8}}, {"2": 3}, {"5": {"head_dim": "x"}}, {2: {}}),
     "hidden_act": ("gelu", "gelu_pytorch_tanh", "swiglu"),

@@ -165,17 +165,27 @@ class Steps:
         self.network = Network(spec, MAX_LENGTH, cpu)
         self.network.make_pool(NUM_PAGES)
         self.windows = self.network.attention.layout.windows
+        self.state_pages = self.network.attention.states.num_pages
         sizes = (NUM_PAGES, block_size, MAX_LENGTH, model_config.vocab_size, 512)
-        self.tables = DeviceTables(WorkerInfo(*sizes, windows=self.windows), 8, cpu, TORCH)
+        info = WorkerInfo(*sizes, windows=self.windows, state_pages=self.state_pages)
+        self.tables = DeviceTables(info, 8, cpu, TORCH)
 
     @torch.inference_mode()
     def logits(self, schedule):
         """Return the logits of every token of the schedule's rows; check `output_indices` too."""
         self.tables.apply(schedule)
+        pool = self.network.pool
+        pool.zero(schedule.blocks_to_zero)
+        before = pool.pages.clone() if self.state_pages else None
         hidden = self.network.forward(self.tables, schedule.rows, None)
         output_indices = torch.arange(len(hidden)).flip(0)[::3]
+        if before is not None:  # a step changes states
+            after = pool.pages.clone()
+            pool.pages.copy_(before)
         some = self.network.forward(self.tables, schedule.rows, output_indices)
         torch.testing.assert_close(some, hidden[output_indices], rtol=1e-4, atol=1e-4)
+        if before is not None:
+            assert torch.equal(pool.pages, after)
         return self.network.model.compute_logits(hidden)
 
 
@@ -186,7 +196,7 @@ def run_in_chunks(path, prompts, cuts, block_size):
     blocks = chooser.sample(range(NUM_PAGES), NUM_PAGES)
     width = -(-MAX_LENGTH // block_size)
     table_indices = chooser.sample(range(8), len(prompts))
-    admissions, first_blocks, new_blocks, first, second = [], [], [], [], []
+    admissions, first_blocks, new_blocks, first, second, fresh = [], [], [], [], [], []
     rows = zip(prompts, cuts, table_indices, strict=True)
     for index, (prompt, cut, table_idx) in enumerate(rows):
         before, whole = -(-cut // block_size), -(-len(prompt) // block_size)
@@ -194,6 +204,10 @@ def run_in_chunks(path, prompts, cuts, block_size):
         for table in range(1, num_tables(steps.windows)):
             pages = [blocks.pop() for _ in range(whole)]
             first_blocks.append(NewBlocks(table_idx, table * width, pages))
+        if steps.state_pages:
+            pages = [blocks.pop() for _ in range(steps.state_pages)]
+            first_blocks.append(NewBlocks(table_idx, num_tables(steps.windows) * width, pages))
+            fresh += pages
         start = (index, table_idx, prompt, len(prompt), ids[:before])
         admissions.append(Admission(*start, GREEDY, 0, frozenset(), ()))
         first.append(Row(index, table_idx, 0, cut, samples=cut == len(prompt)))
@@ -203,7 +217,7 @@ def run_in_chunks(path, prompts, cuts, block_size):
     second.reverse()
     logits = [[] for _ in prompts]
     for schedule in (
-        Schedule(0, admissions, first_blocks, first),
+        Schedule(0, admissions, first_blocks, first, fresh),
         Schedule(1, [], new_blocks, second),
     ):
         lengths = [row.num_scheduled_tokens for row in schedule.rows]

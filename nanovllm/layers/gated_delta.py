@@ -1,0 +1,139 @@
+"""Gated DeltaNet (arXiv 2412.06464): a layer whose state is a matrix for each head of values.
+
+Knows no model. Shapes: T tokens of the step, O of them in `output_indices`, E that change states.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from nanovllm.attention.batch import Batch
+from nanovllm.attention.states import StatePart, StateRows
+from nanovllm.checkpoint.shards import Shard
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import RowParallelLinear, divide
+from nanovllm.layers.pieces import ChannelConv, Piece, PiecedLinear, SmallLinear
+from nanovllm.layers.state_layer import StateLayer
+from nanovllm.utils.distributed import tensor_parallel
+
+
+class DeltaSizes(NamedTuple):
+    """The sizes of a gated DeltaNet, of all ranks together."""
+
+    hidden_size: int
+    key_heads: int
+    value_heads: int
+    """A multiple of key_heads: neighbours read the same key head."""
+    key_dim: int
+    """Of a head, like value_dim."""
+    value_dim: int
+    taps: int
+    """Tokens that the convolution takes."""
+
+
+class GatedDeltaNet(StateLayer):
+    """Mixes the tokens of a sequence by the gated delta rule.
+
+    What enters it is the causal convolution of queries, keys and values. Its output is normalised,
+    multiplied by the SiLU of a gate z, and projected. Each rank has some heads of both kinds.
+
+    Args:
+        eps: of the norm.
+        grouped: whether the checkpoint has the projections of a key head and its value heads side
+            by side, in in_proj_qkvz and in_proj_ba; else in in_proj_qkv, _z, _b and _a.
+    """
+
+    def __init__(self, sizes: DeltaSizes, eps: float, *, grouped: bool = False) -> None:
+        key_heads = divide(sizes.key_heads, "linear_num_key_heads")
+        self.num_heads = heads = divide(sizes.value_heads, "linear_num_value_heads")
+        channels = 2 * key_heads * sizes.key_dim + heads * sizes.value_dim
+        kept = StatePart((sizes.taps - 1, channels), torch.get_default_dtype())
+        matrix = StatePart((sizes.key_dim, sizes.value_dim), torch.float32)
+        super().__init__((kept, *[matrix] * heads))
+        parts = grouped_parts(sizes) if grouped else plain_parts(sizes)
+        hidden_size = sizes.hidden_size
+        mixed = [*parts["q"], *parts["k"], *parts["v"]]
+        self.in_proj_qkv = PiecedLinear(hidden_size, mixed)
+        self.in_proj_z = PiecedLinear(hidden_size, parts["z"])
+        self.in_proj_ab = SmallLinear(hidden_size, [*parts["a"], *parts["b"]])
+        channels_of = plain_parts(sizes)
+        conv = [piece._replace(name="conv1d") for part in "qkv" for piece in channels_of[part]]
+        self.conv1d = ChannelConv(conv, sizes.taps)
+        self.A_log = nn.Parameter(torch.empty(heads, dtype=torch.float32))
+        self.dt_bias = nn.Parameter(torch.empty(heads, dtype=torch.float32))
+        self.norm = RMSNorm(sizes.value_dim, eps)  # holds the weight and eps
+        value_size = sizes.value_heads * sizes.value_dim
+        self.out_proj = RowParallelLinear(value_size, hidden_size, bias=False)
+
+    def forward(
+        self, hidden: torch.Tensor, batch: Batch, output_indices: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Change the rows' states; return [O, hidden_size] for `hidden` [T, hidden_size]."""
+        assert batch.state is not None
+        rows, kernels, states = batch.state, self.kernels, self.states
+        mixed, a, b = self._inputs(hidden, rows)
+        qkv = kernels.causal_conv(mixed, self.conv1d.taps, None, True, states, rows)
+        heads = kernels.gated_delta(qkv, a, b, self.A_log, self.dt_bias, states, rows)
+        heads = self.own(heads, rows)
+        if output_indices is not None:
+            heads, hidden = heads[output_indices], hidden[output_indices]
+        z = self.in_proj_z(hidden).view(heads.shape)
+        out = kernels.gated_rms_norm(heads, z, self.norm.weight, self.norm.eps)
+        return self.out_proj(out.flatten(1))
+
+    def _inputs(self, hidden: torch.Tensor, rows: StateRows) -> tuple[torch.Tensor, ...]:
+        """Return what changes the states: q, k and v before the convolution, a and b.
+
+        They are [E, n]: those of drafts that are computed again are among them.
+        """
+        mixed, ab = self.in_proj_qkv(hidden), self.in_proj_ab(hidden)
+        if rows.replay is not None:
+            width = mixed.shape[1]
+            found = self.extended(self.kernels.join_columns([mixed, ab]), rows)
+            mixed, ab = found[:, :width].contiguous(), found[:, width:]
+        return mixed, ab[:, : self.num_heads], ab[:, self.num_heads :]
+
+    def shards(self, prefix: str) -> Iterator[Shard]:
+        """Yield this rank's A_log and dt_bias."""
+        ranks, size = tensor_parallel(), self.num_heads
+        shape, start = (size * ranks.size,), size * ranks.rank
+        for name, parameter in (("A_log", self.A_log), ("dt_bias", self.dt_bias)):
+            yield Shard(f"{prefix}.{name}", shape, parameter.data, start=start)
+
+
+def plain_parts(sizes: DeltaSizes) -> dict[str, list[Piece]]:
+    """Return this rank's pieces of q, k, v, z, a and b: a kind's heads are side by side."""
+    keys, values = sizes.key_heads * sizes.key_dim, sizes.value_heads * sizes.value_dim
+    total, heads = 2 * keys + values, sizes.value_heads
+    rank, ranks = tensor_parallel().rank, tensor_parallel().size
+
+    def own(name: str, total: int, before: int, size: int) -> list[Piece]:
+        return [Piece(name, total, before + rank * size // ranks, size // ranks)]
+
+    return {
+        "q": own("in_proj_qkv", total, 0, keys),
+        "k": own("in_proj_qkv", total, keys, keys),
+        "v": own("in_proj_qkv", total, 2 * keys, values),
+        "z": own("in_proj_z", values, 0, values),
+        "a": own("in_proj_a", heads, 0, heads),
+        "b": own("in_proj_b", heads, 0, heads),
+    }
+
+
+def grouped_parts(sizes: DeltaSizes) -> dict[str, list[Piece]]:
+    """Return the same of a checkpoint that has a key head's q, k, v and z side by side."""
+    own = sizes.key_heads // tensor_parallel().size
+    share, first = sizes.value_heads // sizes.key_heads, own * tensor_parallel().rank
+    lengths = {"q": sizes.key_dim, "k": sizes.key_dim}
+    lengths |= {"v": share * sizes.value_dim, "z": share * sizes.value_dim}
+    found: dict[str, list[Piece]] = {}
+    for name, parts in (("in_proj_qkvz", lengths), ("in_proj_ba", {"b": share, "a": share})):
+        group, before = sum(parts.values()), 0
+        for part, size in parts.items():
+            starts = range(first * group + before, (first + own) * group, group)
+            total = sizes.key_heads * group
+            found[part] = [Piece(name, total, start, size) for start in starts]
+            before += size
+    return found

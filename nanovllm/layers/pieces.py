@@ -1,0 +1,102 @@
+"""Weights whose rows are pieces of checkpoint tensors: of some heads, or of some channels.
+
+Knows no model and no file.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from nanovllm.checkpoint.shards import Shard
+from nanovllm.layers.linear import LinearBase
+
+
+class Piece(NamedTuple):
+    """Some consecutive rows of a checkpoint tensor."""
+
+    name: str
+    """Of the checkpoint's module, which replaces this one's name in the path."""
+    total: int
+    """Rows of the tensor."""
+    start: int
+    size: int
+
+
+def joined(pieces: Iterable[Piece]) -> list[Piece]:
+    """Return `pieces` with those as one that follow each other in their tensor, too."""
+    found: list[Piece] = []
+    for piece in pieces:
+        last = found[-1] if found else None
+        if last and last.name == piece.name and last.start + last.size == piece.start:
+            found[-1] = last._replace(size=last.size + piece.size)
+        else:
+            found.append(piece)
+    return found
+
+
+class PiecedLinear(LinearBase):
+    """A linear whose outputs are pieces of checkpoint linears, side by side.
+
+    Args:
+        pieces: of this rank.
+    """
+
+    def __init__(self, input_size: int, pieces: Iterable[Piece], *, bias: bool = False) -> None:
+        self.pieces = joined(pieces)
+        output_size = sum(piece.size for piece in self.pieces)
+        super().__init__(output_size, input_size)
+        self.bias = nn.Parameter(torch.empty(output_size)) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x, self.bias)
+
+    def shards(self, prefix: str) -> Iterator[Shard]:
+        assert self.weight is not None
+        inputs = self.weight.shape[1]
+        for path, piece, rows in _placed(prefix, self.pieces):
+            shape, weight = (piece.total, inputs), self.weight.data[rows]
+            yield from self.weight_shards(path, shape, weight, start=piece.start)
+            if self.bias is not None:
+                yield Shard(f"{path}.bias", (piece.total,), self.bias.data[rows], start=piece.start)
+
+
+class SmallLinear(PiecedLinear):
+    """A linear that keeps its bits when others are rounded: small, and its outputs are gates."""
+
+
+class ChannelConv(nn.Module):
+    """The weight of a depthwise convolution whose channels are pieces of a checkpoint's.
+
+    Args:
+        pieces: of this rank.
+        taps: tokens that a channel's sum takes.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], taps: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.pieces = joined(pieces)
+        self.channels = sum(piece.size for piece in self.pieces)
+        self.weight = nn.Parameter(torch.empty(self.channels, 1, taps))
+        self.bias = nn.Parameter(torch.empty(self.channels)) if bias else None
+
+    @property
+    def taps(self) -> torch.Tensor:
+        """Return the weight as [channels, taps], the oldest token's tap first."""
+        return self.weight.view(self.channels, -1)
+
+    def shards(self, prefix: str) -> Iterator[Shard]:
+        for path, piece, rows in _placed(prefix, self.pieces):
+            shape, weight = (piece.total, *self.weight.shape[1:]), self.weight.data[rows]
+            yield Shard(f"{path}.weight", shape, weight, start=piece.start)
+            if self.bias is not None:
+                yield Shard(f"{path}.bias", (piece.total,), self.bias.data[rows], start=piece.start)
+
+
+def _placed(prefix: str, pieces: list[Piece]) -> Iterator[tuple[str, Piece, slice]]:
+    """Yield each piece with its path in the checkpoint, and with its rows here."""
+    parent, row = prefix.rpartition(".")[0], 0
+    for piece in pieces:
+        yield f"{parent}.{piece.name}", piece, slice(row, row + piece.size)
+        row += piece.size

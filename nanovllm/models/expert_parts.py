@@ -1,0 +1,74 @@
+"""Parts of families with experts in Qwen's style, read from their config.json. Knows no family."""
+
+import dataclasses
+from collections.abc import Collection
+
+from torch import nn
+
+from nanovllm.errors import CheckpointError
+from nanovllm.layers.experts import (
+    MAX_EXPERTS,
+    PER_EXPERT,
+    Experts,
+    Router,
+    SparseMLP,
+    StackedLinear,
+    StoredExperts,
+)
+from nanovllm.models.config_fields import config_size
+from nanovllm.models.decoder import GatedMLP
+from nanovllm.models.hybrid_parts import SharedExpertMLP
+from nanovllm.models.model_config import ModelConfig
+from nanovllm.options.validation import shown
+
+_TOGETHER = StoredExperts(linears=None)
+
+
+def is_dense(config: ModelConfig, index: int) -> bool:
+    """Return whether layer `index` has an MLP in place of experts.
+
+    Layers in `mlp_only_layers` have one, and so have those whose number, counted from 1, is no
+    multiple of `decoder_sparse_step`.
+    """
+    dense = config.fields.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or {*map(type, dense)} - {int}:
+        raise CheckpointError(
+            f"config.json: mlp_only_layers must be a list of numbers, is {shown(dense)}"
+        )
+    return index in dense or bool((index + 1) % config.size("decoder_sparse_step", 1))
+
+
+def sparse_mlp(config: ModelConfig, *, renormalize: bool) -> SparseMLP:
+    """Return a router and its experts.
+
+    Args:
+        renormalize: see `Router`.
+    """
+    # transformers 5 writes num_local_experts, transformers 4 wrote num_experts.
+    key = "num_experts" if "num_experts" in config.fields else "num_local_experts"
+    num_experts = config_size(config.fields, key, high=MAX_EXPERTS)
+    top_k = config_size(config.fields, "num_experts_per_tok", 8, high=num_experts)
+    router = Router(config.hidden_size, num_experts, top_k, renormalize=renormalize)
+    size = config.size("moe_intermediate_size")
+    return SparseMLP(router, Experts(num_experts, config.hidden_size, size))
+
+
+def shared_expert_mlp(config: ModelConfig, *, renormalize: bool) -> SharedExpertMLP:
+    """Return the same beside an expert that all tokens share."""
+    sparse = sparse_mlp(config, renormalize=renormalize)
+    size = config.size("shared_expert_intermediate_size")
+    shared = GatedMLP(dataclasses.replace(config, intermediate_size=size))
+    return SharedExpertMLP(sparse.gate, sparse.experts, shared, config.hidden_size)
+
+
+def expect_stored(model: nn.Module, known: Collection[str]) -> None:
+    """Have the experts of `model` load the form in which a checkpoint has them: each expert's
+    linears, or tensors of all experts.
+
+    Args:
+        known: the names of the checkpoint's tensors.
+    """
+    form = PER_EXPERT if any(".experts.0." in name for name in known) else _TOGETHER
+    for module in model.modules():
+        if isinstance(module, StackedLinear):
+            module.stored_as = form

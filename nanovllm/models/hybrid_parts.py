@@ -1,0 +1,125 @@
+"""Parts of families that mix layers with full attention and layers with a state.
+
+Knows no family.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanovllm.errors import CheckpointError, UnsupportedModelError
+from nanovllm.kernels.torch_kernels import TORCH, Kernels
+from nanovllm.layers.experts import Experts, Router, SigmoidRouter, SparseMLP
+from nanovllm.layers.gated_delta import DeltaSizes, GatedDeltaNet
+from nanovllm.layers.pieces import Piece, PiecedLinear, SmallLinear
+from nanovllm.layers.state_layer import StateLayer
+from nanovllm.models.config_fields import config_size
+from nanovllm.models.decoder import DecoderLayer
+from nanovllm.models.model_config import ModelConfig
+from nanovllm.models.parts import GatedAttention
+from nanovllm.utils.distributed import tensor_parallel
+
+DELTA_NAMES = {
+    f"self_attn.{part}": f"linear_attn.{part}"
+    for part in ("in_proj_", "conv1d.", "A_log", "dt_bias", "norm.", "out_proj.")
+}
+"""What checkpoints call the modules of a `GatedDeltaNet` in a `MixerLayer`."""
+DELTA_DEFAULTS: dict[str, Any] = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+"""Of families with gated DeltaNets."""
+MAX_TAPS = 64
+"""Tokens that a convolution takes: more than any model has, like the next one."""
+_MAX_DIM = 2**10
+
+
+class MixerLayer(DecoderLayer):
+    """A layer with a `StateLayer` in place of attention."""
+
+    def __init__(self, config: ModelConfig, mixer: StateLayer, mlp: nn.Module, **norm: Any) -> None:
+        super().__init__(config, mixer, mlp, **norm)  # type: ignore[arg-type]
+
+
+class HeadGatedAttention(GatedAttention):
+    """Gated attention whose checkpoint has the gate of each head behind its query, in q_proj."""
+
+    def __init__(self, config: ModelConfig, *args: Any, **options: Any) -> None:
+        if not config.flag("attn_output_gate", default=True):
+            raise UnsupportedModelError("config.json: attn_output_gate False is not supported")
+        super().__init__(config, *args, **options)
+        whole, size = self.qkv_proj, config.head_dim
+        first, total = whole.num_heads * tensor_parallel().rank, 2 * config.num_heads * size
+        starts = range(2 * first * size, 2 * (first + whole.num_heads) * size, 2 * size)
+        queries = [Piece("q_proj", total, start, size) for start in starts]
+        gates = [Piece("q_proj", total, start + size, size) for start in starts]
+        rest = [Piece(name, *whole.slices[name]) for name in ("k_proj", "v_proj")]
+        bias = whole.bias is not None
+        self.qkv_proj = PiecedLinear(config.hidden_size, [*queries, *rest], bias=bias)  # type: ignore[assignment]
+        self.gate = PiecedLinear(config.hidden_size, gates, bias=bias)  # type: ignore[assignment]
+
+
+class SharedExpertMLP(SparseMLP):
+    """Experts, and an MLP for all tokens that has a gate of its own for each.
+
+    Args:
+        shared_expert: computes [T, hidden_size] of [T, hidden_size].
+    """
+
+    kernels: Kernels = TORCH
+
+    def __init__(
+        self,
+        router: Router | SigmoidRouter,
+        experts: Experts,
+        shared_expert: nn.Module,
+        hidden_size: int,
+    ) -> None:
+        super().__init__(router, experts)
+        self.shared_expert = shared_expert
+        gate = [Piece("shared_expert_gate", 1, 0, 1)]
+        self.shared_expert_gate = SmallLinear(hidden_size, gate)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        total = super().forward(hidden)
+        shared, gate = self.shared_expert(hidden), self.shared_expert_gate(hidden)
+        self.kernels.add(self.kernels.mul_act(gate, shared, "sigmoid"), total)
+        return total
+
+
+def delta_net(config: ModelConfig, *, grouped: bool = False) -> GatedDeltaNet:
+    """Return the gated DeltaNet of a layer. See `GatedDeltaNet`."""
+    key_heads, value_heads = (config.size(f"linear_num_{kind}_heads") for kind in ("key", "value"))
+    key_dim, value_dim = (
+        config_size(config.fields, f"linear_{kind}_head_dim", high=_MAX_DIM)
+        for kind in ("key", "value")
+    )
+    if value_heads % key_heads:
+        raise CheckpointError(
+            f"config.json: linear_num_value_heads {value_heads} is no multiple of "
+            f"linear_num_key_heads {key_heads}"
+        )
+    taps = config_size(config.fields, "linear_conv_kernel_dim", high=MAX_TAPS, low=2)
+    sizes = DeltaSizes(config.hidden_size, key_heads, value_heads, key_dim, value_dim, taps)
+    return GatedDeltaNet(sizes, config.rms_norm_eps, grouped=grouped)
+
+
+def check_mixed(types: list[str]) -> list[str]:
+    """Return the `types` of a model's layers, checked.
+
+    Raises:
+        UnsupportedModelError: no layer has full attention.
+    """
+    if "full_attention" not in types:
+        raise UnsupportedModelError(
+            "config.json: layer_types without full_attention is not supported"
+        )
+    return types

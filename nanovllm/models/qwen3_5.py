@@ -1,0 +1,58 @@
+"""The Qwen3.5 family, its text model alone: Qwen3-Next with other projections, dense or not."""
+
+from typing import Any, ClassVar
+
+from torch import nn
+
+from nanovllm.models.decoder import GatedMLP
+from nanovllm.models.expert_parts import shared_expert_mlp
+from nanovllm.models.hybrid_parts import DELTA_DEFAULTS
+from nanovllm.models.model_config import ModelConfig
+from nanovllm.models.qwen3_next import Qwen3NextForCausalLM
+
+_READS = frozenset(
+    {
+        "layer_types",
+        "partial_rotary_factor",
+        "mrope_section",
+        "mrope_interleaved",
+        "attn_output_gate",
+    }
+)
+
+
+class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):
+    """Qwen3.5, Qwen3.6 and Qwen3.8 (dense), text alone: three of four layers are gated DeltaNets,
+    which keep a state; the fourth has gated attention.
+    """
+
+    grouped = False
+    defaults = DELTA_DEFAULTS
+    reads = _READS
+
+    def make_mlp(self, config: ModelConfig, index: int) -> nn.Module:
+        return GatedMLP(config)
+
+
+class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
+    """Qwen3.5 0.8B to 27B, Qwen3.6-27B and Qwen3.8-27B, without pictures."""
+
+
+class Qwen3_5MoeForCausalLM(Qwen3NextForCausalLM):
+    """Qwen3.5-MoE, text alone: Qwen3.5 with experts, and one that all tokens share."""
+
+    grouped = False
+    defaults: ClassVar[dict[str, Any]] = {
+        **DELTA_DEFAULTS,
+        "intermediate_size": 512,  # which no layer has
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+    }
+    reads = _READS | {"num_experts"}
+
+    def make_mlp(self, config: ModelConfig, index: int) -> nn.Module:
+        return shared_expert_mlp(config, renormalize=True)
+
+
+class Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeForCausalLM):
+    """Qwen3.5-35B-A3B, 122B-A10B and 397B-A17B, Qwen3.6-35B-A3B, without pictures."""

@@ -1,0 +1,63 @@
+"""The Qwen3-Next family: most layers are gated DeltaNets, the others have gated attention."""
+
+from collections.abc import Collection
+from typing import Any, ClassVar
+
+from torch import nn
+
+from nanovllm.kernels.torch_math import NORM_CENTRED
+from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP
+from nanovllm.models.expert_parts import expect_stored, is_dense, shared_expert_mlp
+from nanovllm.models.hybrid_parts import (
+    DELTA_DEFAULTS,
+    DELTA_NAMES,
+    HeadGatedAttention,
+    MixerLayer,
+    check_mixed,
+    delta_net,
+)
+from nanovllm.models.model_config import ModelConfig
+from nanovllm.models.parts import OTHER_MODALITIES
+
+
+class Qwen3NextForCausalLM(DecoderForCausalLM):
+    """Qwen3-Next-80B-A3B: three of four layers are gated DeltaNets, which keep a state; the fourth
+    has gated attention; experts, and one that all tokens share.
+    """
+
+    grouped = True
+    """See `GatedDeltaNet`."""
+    names: ClassVar[dict[str, str]] = DELTA_NAMES
+    left_out = OTHER_MODALITIES
+    norm: ClassVar[dict[str, Any]] = {"kind": NORM_CENTRED}
+    defaults: ClassVar[dict[str, Any]] = {
+        **DELTA_DEFAULTS,
+        "intermediate_size": 5632,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "norm_topk_prob": True,
+    }
+    reads = frozenset({"layer_types", "partial_rotary_factor", "attn_output_gate", "num_experts"})
+
+    def make_layer(
+        self, config: ModelConfig, index: int, before: list[DecoderLayer]
+    ) -> DecoderLayer:
+        interval, mlp = config.size("full_attention_interval", 4), self.make_mlp(config, index)
+        types = check_mixed(config.layer_types(interval, "linear_attention"))
+        if types[index] == "linear_attention":
+            mixer = delta_net(config, grouped=self.grouped)
+            return MixerLayer(config, mixer, mlp, **self.norm)
+        rotary_emb = self.rotary_emb(config.rope, config.head_dim)
+        options: dict[str, Any] = {"qk_norm": True, "norm_kind": NORM_CENTRED}
+        options["bias"] = options["output_bias"] = config.flag("attention_bias")
+        attention = HeadGatedAttention(config, rotary_emb, **options)
+        return DecoderLayer(config, attention, mlp, **self.norm)
+
+    def make_mlp(self, config: ModelConfig, index: int) -> nn.Module:
+        """Return the MLP of layer `index`, or its experts."""
+        if is_dense(config, index) or not config.count("num_experts"):
+            return GatedMLP(config)
+        return shared_expert_mlp(config, renormalize=config.flag("norm_topk_prob"))
+
+    def expect(self, known: Collection[str]) -> None:
+        expect_stored(self, known)

@@ -1,0 +1,303 @@
+"""Families with layers that keep a state, beside transformers' own classes: logits and tokens."""
+
+import dataclasses
+import random
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from nanovllm import SamplingParams
+from nanovllm.checkpoint.hub import open_checkpoint, weight_files
+from nanovllm.formats.integer import IntWeight
+from nanovllm.kernels.cpu.library import library
+from nanovllm.layers.linear import Matrix
+from nanovllm.models.registry import read_config
+from nanovllm.options.config import Config
+from nanovllm.worker.model_loader import NetworkSpec
+from nanovllm.worker.network import Network
+from tests.checkpoints import random_model
+from tests.models.family_cases import FEW, NUM_CASES
+from tests.models.test_decoder import (
+    MAX_LENGTH,
+    assert_logits_agree,
+    assert_tokens_are_greedy,
+    random_prompts,
+    vocab_size_of,
+)
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+DELTA = ["linear_attention"]
+CONV = ["conv"]
+FULL = ["full_attention"]
+
+
+def orders(other):
+    """Return types of layers: the first, the last, or most of them have full attention."""
+    return [
+        other * 3 + FULL,
+        FULL + other * 2,
+        other + FULL * 2 + other,
+        (FULL + other) * 2,
+        other * 2 + FULL,
+    ]
+
+
+HEADS = [(2, 2), (2, 4), (1, 4), (3, 3), (2, 8)]
+"""Key and value heads."""
+EXPERTS = {"experts": [(4, 2), (9, 3), (5, 1)]}
+"""Their number, and that of a token."""
+DELTA_SWITCHES = {
+    "layer_types": orders(DELTA),
+    "linear_heads": HEADS,
+    "linear_conv_kernel_dim": [4, 4, 2],
+    "attention_bias": [False, True],
+    "rope": [{"partial_rotary_factor": 0.25}, {"partial_rotary_factor": 0.5}, {**YARN}],
+}
+CONV_SWITCHES = {
+    "layer_types": orders(CONV),
+    "conv_L_cache": [3, 4, 2],
+    "conv_bias": [False, True],
+    "norm_eps": [1e-5, 1e-3],
+    "rope": [{}, {**YARN}],
+}
+SWITCHES = {
+    "qwen3_5_text": DELTA_SWITCHES,
+    "qwen3_5_moe_text": DELTA_SWITCHES | EXPERTS,
+    "qwen3_next": DELTA_SWITCHES
+    | EXPERTS
+    | {
+        "norm_topk_prob": [True, False],
+        "decoder_sparse_step": [1, 2],
+        "mlp_only_layers": [[], [1]],
+    },
+    "lfm2": CONV_SWITCHES
+    | {
+        "block_auto_adjust_ff_dim": [True, False],
+        "block_ffn_dim_multiplier": [1.0, 1.3],
+        "block_multiple_of": [16, 7],
+    },
+    "lfm2_moe": CONV_SWITCHES
+    | EXPERTS
+    | {
+        "norm_topk_prob": [True, False],
+        "use_expert_bias": [True, False, True],
+        "routed_scaling_factor": [1.0, 2.5],
+        "num_dense_layers": [1, 0],
+    },
+    "qwen3_5": DELTA_SWITCHES | {"mrope": [True, False]},
+    "qwen3_5_moe": DELTA_SWITCHES | EXPERTS,
+}
+"""By transformers' model type: the values of each switch. Those in NESTED are of the text model."""
+NESTED = ("qwen3_5", "qwen3_5_moe")
+VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
+CASES = [f"{family} {number}" for family in SWITCHES for number in range(1 if FEW else NUM_CASES)]
+
+
+BFLOAT16 = {
+    "vocab_size": 600,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "dtype": "bfloat16",
+}
+DELTA_SIZES = {
+    "layer_types": DELTA * 2 + FULL,
+    "num_hidden_layers": 3,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
+EIGHT = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96}
+NATIVE = {
+    "qwen3_5_text": DELTA_SIZES,
+    "qwen3_5_moe_text": {**DELTA_SIZES, **EIGHT, "shared_expert_intermediate_size": 96},
+    "lfm2": {"layer_types": CONV * 2 + FULL, "num_hidden_layers": 3, "block_multiple_of": 32},
+    "lfm2_moe": {"layer_types": CONV * 2 + FULL, "num_hidden_layers": 3, **EIGHT},
+}
+
+
+def make_config(case):
+    """Return the configuration of a case; its sizes are random, and each switch has its turn."""
+    family, number = case.split()
+    chooser, number = random.Random(case), int(number)
+    switches = {}
+    for place, (name, values) in enumerate(SWITCHES[family].items()):
+        # The stride is odd, so that switches of equally many values do not go together.
+        switches[name] = values[(number // (1 + place % 3) + place) % len(values)]
+    kv_heads = chooser.choice([1, 2])
+    num_heads = kv_heads * [1, 2, 4][number % 3]
+    settings = {
+        "vocab_size": chooser.choice([500, 503]),
+        "hidden_size": chooser.choice([48, 64]),
+        "intermediate_size": chooser.choice([48, 77]),
+        "num_hidden_layers": len(switches["layer_types"]),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": chooser.choice([16, 24]),
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": chooser.random() < 0.5,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **switches.pop("rope")},
+    }
+    if "linear_heads" in switches:
+        keys, values = switches.pop("linear_heads")
+        settings |= {"linear_num_key_heads": keys, "linear_num_value_heads": values}
+        settings["linear_key_head_dim"] = chooser.choice([8, 10, 16])
+        settings["linear_value_head_dim"] = chooser.choice([8, 12, 16])
+        settings["rms_norm_eps"] = chooser.choice([1e-6, 1e-3])
+    if "experts" in switches:
+        experts, chosen = switches.pop("experts")
+        settings |= {"num_experts": experts, "num_experts_per_tok": chosen}
+        settings |= {"moe_intermediate_size": chooser.choice([7, 24])}
+        settings |= {"shared_expert_intermediate_size": chooser.choice([9, 40])}
+    if switches.pop("mrope", False):
+        sections = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+        settings["rope_parameters"] |= {**sections, "partial_rotary_factor": 0.5}
+        settings["head_dim"] = 16
+    fields = {**settings, **switches}
+    if family not in NESTED:
+        return AutoConfig.for_model(family, **fields)
+    tied, vision = fields["tie_word_embeddings"], {**VISION, "out_hidden_size": 32}
+    nested = {"text_config": fields, "vision_config": vision}
+    return AutoConfig.for_model(family, **nested, tie_word_embeddings=tied)
+
+
+def make_model(case):
+    """Return transformers' model of a case. All weights are random, those of norms included."""
+    nested = case.split()[0] in NESTED
+    model_class = AutoModelForImageTextToText if nested else AutoModelForCausalLM
+    seed = random.Random(case).randrange(100)
+    model = random_model(make_config(case), seed=seed, model_class=model_class)
+    for name, weight in model.named_parameters():
+        if name.endswith("linear_attn.norm.weight"):
+            weight.data *= 0.3  # what it normalises may be small: rounding errors would grow
+        elif name.endswith("A_log"):
+            weight.data -= 3.0  # transformers sums up to 64 logarithms of decays: small ones
+        elif name.endswith("norm.weight") and "lfm2" not in case:
+            weight.data -= 1.0  # 1 is added
+    generator = torch.Generator().manual_seed(5)
+    for name, buffer in model.named_buffers():
+        if name.endswith("expert_bias"):
+            buffer.copy_(torch.randn(buffer.shape, generator=generator))
+    if "experts" in SWITCHES[case.split()[0]]:
+        model.set_experts_implementation("eager")  # the default takes only some sizes
+    return model
+
+
+@pytest.fixture(scope="module", params=CASES)
+def saved(request, tmp_path_factory):
+    """The name of each case, the model of transformers and the directory where it is saved."""
+    model, path = make_model(request.param), tmp_path_factory.mktemp("model")
+    model.save_pretrained(path)
+    return request.param, model, path
+
+
+def test_logits_of_all_positions(saved, caplog):
+    """What is for pictures is left out, with a line in the log."""
+    case, theirs, path = saved
+    with caplog.at_level("INFO", logger="nanovllm.checkpoint.loader"):
+        assert_logits_agree(theirs, path, case)
+    assert ("left out, because" in caplog.text) == (case.split()[0] in NESTED)
+
+
+def test_greedy_tokens(saved, make_llm):
+    """64 tokens behind each of three prompts: batched, in chunks, from a hit, and preempted."""
+    case, theirs, path = saved
+    prompts = random_prompts(case, vocab_size_of(theirs), [3, 17, 60])
+    chunk = (7, 64, 1)[int(case.split()[1]) % 3]
+    options = {"device": "cpu", "max_model_len": MAX_LENGTH, "kvcache_block_size": 16}
+    options["max_num_batched_tokens"] = chunk
+    llm = make_llm(path, num_kvcache_blocks=300, **options)
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert_tokens_are_greedy(theirs, prompts, outputs)
+
+    def answer(prompt, **changes):
+        [output] = llm.generate([prompt], dataclasses.replace(params, **changes), use_tqdm=False)
+        return output.num_cached_tokens, [choice.token_ids for choice in output.outputs]
+
+    expected = outputs[2].token_ids
+    assert answer(prompts[2]) == (48, [expected])
+    cached, tokens = answer(prompts[2] + expected[:40], max_tokens=20)
+    assert cached in (48, 64, 80, 96)
+    assert tokens == [expected[40:60]]
+    assert answer(prompts[2][:50] + prompts[1], max_tokens=8)[0] == 48
+    llm.reset_prefix_cache()
+    assert answer(prompts[2], n=3) == (0, [expected] * 3)
+
+    info = llm.engine.worker_info
+    llm = make_llm(path, num_kvcache_blocks=3 * info.state_pages + 12, **options)
+    again = llm.generate(prompts, params, use_tqdm=False)
+    assert [output.token_ids for output in again] == [output.token_ids for output in outputs]
+    assert llm.engine.scheduler.stats.num_preemptions or chunk == 1
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_small_parts_keep_their_bits(quantization, tmp_path):
+    """Those that choose experts, open gates, or say how a state decays."""
+    sizes = {**BFLOAT16, **NATIVE["qwen3_5_moe_text"], "dtype": "float32"}
+    random_model(AutoConfig.for_model("qwen3_5_moe_text", **sizes)).save_pretrained(tmp_path)
+    checkpoint = open_checkpoint(str(tmp_path))
+    config = Config(str(tmp_path), device="cpu", quantization=quantization)
+    files = weight_files(checkpoint, str(tmp_path))
+    spec = NetworkSpec(config, read_config(checkpoint.config), files)
+    model = Network(spec, MAX_LENGTH, torch.device("cpu")).model
+    kept = {
+        ".".join(name.split(".")[-2:])
+        for name, module in model.named_modules()
+        if isinstance(module, Matrix) and not isinstance(module.method, IntWeight)
+    }
+    assert kept == {"self_attn.in_proj_ab", "mlp.gate", "mlp.shared_expert_gate"}
+    assert model.model.layers[0].self_attn.conv1d.weight.dtype == torch.float32
+
+
+def test_published_form(tmp_path, caplog):
+    """Qwen's own files have tensors of all experts, and a layer for drafts that is left out."""
+    case = "qwen3_5_moe_text 1"
+    theirs = make_model(case)
+    theirs.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors = {name: value for name, value in tensors.items() if ".experts." not in name}
+    for name, parameter in theirs.named_parameters():
+        if ".experts." in name:
+            tensors[name] = parameter.data
+    tensors = {name.replace("model.", "model.language_model."): tensors[name] for name in tensors}
+    tensors |= {"mtp.fc.weight": torch.ones(3, 6), "model.visual.patch.weight": torch.ones(2)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with caplog.at_level("INFO", logger="nanovllm.checkpoint.loader"):
+        assert_logits_agree(theirs, tmp_path, case)
+    assert "model.visual.* (1 tensors), mtp.* (1 tensors)" in caplog.text
+
+
+@pytest.mark.skipif(library() is None, reason="no compiler here")
+@pytest.mark.parametrize(
+    ("family", "quantization"),
+    [
+        *[("qwen3_5_text", quantization) for quantization in (None, "int8", "int4")],
+        *[("qwen3_5_moe_text", "int8"), ("lfm2", None), ("lfm2_moe", "int4")],
+    ],
+)
+def test_in_bfloat16_tokens_do_not_depend_on_the_batch(
+    family, quantization, make_llm, caplog, tmp_path
+):
+    """The steps are recorded, so all of them run in C. What is small keeps its bits."""
+    random_model(AutoConfig.for_model(family, **BFLOAT16, **NATIVE[family])).save_pretrained(
+        tmp_path
+    )
+    with caplog.at_level("INFO", "nanovllm"):
+        llm = make_llm(tmp_path, device="cpu", max_model_len=MAX_LENGTH, quantization=quantization)
+    assert "attention backend: cpu" in caplog.text
+    assert "call by call" not in caplog.text
+    prompts = random_prompts(0, 600, [3, 50, 17, 90, 1, 33])
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    together = llm.generate(prompts, params, use_tqdm=False)
+    for prompt, output in zip(prompts, together, strict=True):
+        (alone,) = llm.generate([prompt], params, use_tqdm=False)
+        assert alone.token_ids == output.token_ids
