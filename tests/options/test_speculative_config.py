@@ -31,11 +31,17 @@ def test_defaults() -> None:
     }
     assert spec(method="ngram").max_draft_tokens == 24
     assert spec(model="org/small").max_draft_tokens == 8
+    assert spec(method="mtp").max_draft_tokens == 1
     assert spec(method="ngram", num_speculative_tokens=3).max_draft_tokens == 3
 
 
 def test_auto_is_ngram() -> None:
     assert spec(method="auto") == spec(method="ngram")
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_mtp", "qwen3_next_mtp"])
+def test_longer_names_of_mtp(name: str) -> None:
+    assert spec(method=name) == spec(method="mtp")
 
 
 def test_options_may_be_an_object() -> None:
@@ -58,15 +64,15 @@ def test_options_must_be_a_dictionary(value: Any) -> None:
 def test_missing_method_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"^speculative_config: method must be one of ngram, draft_model, eagle3, auto, or "
-        r"model must name a draft network: both are missing$",
+        match=r"^speculative_config: method must be one of ngram, draft_model, eagle3, mtp, auto, "
+        r"or model must name a draft network: both are missing$",
     ):
         spec(**options)
 
 
 @pytest.mark.parametrize("value", ["NGRAM", "", 5, True, ["ngram"], "lookahead"])
 def test_unknown_method_is_refused(value: Any) -> None:
-    match = r"^speculative_config: method must be one of ngram, draft_model, eagle3, auto, got "
+    match = "^speculative_config: method must be one of ngram, draft_model, eagle3, mtp, auto, got "
     with pytest.raises(ConfigError, match=match):
         spec(method=value)
 
@@ -82,9 +88,10 @@ def test_network_needs_a_model(method: str) -> None:
         spec(method=method)
 
 
-@pytest.mark.parametrize("method", ["ngram", "auto"])
-def test_ngram_has_no_model(method: str) -> None:
-    with pytest.raises(ConfigError, match=r"method ngram has no model, got 'org/small': leave"):
+@pytest.mark.parametrize(("method", "found"), [("ngram", "ngram"), ("auto", "ngram"), ("mtp",) * 2])
+def test_other_methods_have_no_model(method: str, found: str) -> None:
+    match = rf"method {found} has no model, got 'org/small': leave"
+    with pytest.raises(ConfigError, match=match):
         spec(method=method, model="org/small")
 
 

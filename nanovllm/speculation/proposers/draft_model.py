@@ -30,7 +30,8 @@ class DraftModel(DraftNetwork):
     def allocate(self, tables: DeviceTables, num_blocks: int) -> None:
         """Make the KV pool, and record small steps."""
         super().allocate(tables, num_blocks)
-        self._recorded = self._steps.recorded(self._network.model, tables)
+        assert self._tables is not None
+        self._recorded = self._steps.recorded(self._network.model, self._tables)
 
     def _make_graphs(self, tables: DeviceTables) -> list[GraphRunner]:
         size = self._max_graph_tokens(tables, FEW_TOKENS)

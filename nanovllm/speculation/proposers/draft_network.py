@@ -4,6 +4,7 @@ token by token, all rows together.
 Knows no acceptance.
 """
 
+import copy
 import dataclasses
 from functools import partial
 
@@ -65,7 +66,8 @@ class DraftNetwork(Proposer):
 
     def allocate(self, tables: DeviceTables, num_blocks: int) -> None:
         """Make the pools, and capture small steps if the device has graphs."""
-        self._tables = tables
+        self._tables = tables = copy.copy(tables)
+        tables.state_table = None  # the states are the target's
         width = tables.block_tables.shape[1]
         self._kv = DraftKV(len(tables.params), num_blocks, tables.block_size, width)
         self._make_pools(tables, num_blocks)

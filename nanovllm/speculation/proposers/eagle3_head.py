@@ -19,6 +19,7 @@ from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models.decoder import GatedMLP, SelfAttention
 from nanovllm.speculation.proposers.eagle3_config import NUM_FEATURES, Eagle3Config
+from nanovllm.speculation.proposers.head import Head
 from nanovllm.utils.distributed import tensor_parallel
 
 
@@ -80,7 +81,7 @@ class DraftVocabulary(nn.Module):
         yield Shard(prefix, tuple(self.d2t.shape), self.d2t)
 
 
-class LlamaForCausalLMEagle3(nn.Module):
+class LlamaForCausalLMEagle3(Head):
     """The head. Its modules have the names of the authors' checkpoints.
 
     Args:

@@ -1,11 +1,13 @@
 """Hidden states for a draft head, which the target's layers store."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 
 import torch
 
-from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer
+from nanovllm.attention.batch import Batch
+from nanovllm.models.decoder import Decoder, DecoderForCausalLM, DecoderLayer
 
 
 def capture_features(
@@ -24,3 +26,21 @@ def capture_features(
         assert isinstance(layer, DecoderLayer)
         kernels = layer.input_layernorm.kernels
         layer.store_input = functools.partial(kernels.store_rows, part)
+
+
+def capture_output(decoder: Decoder, pool: torch.Tensor) -> None:
+    """Store what leaves `decoder`, behind its last norm, in `pool`, from the next forward pass on.
+
+    Its last layer then computes all tokens of a batch, not only those that need logits.
+
+    Args:
+        pool: [slots, hidden_size], a row for each slot of the KV cache.
+    """
+    forward, kernels = decoder.forward, decoder.norm.kernels
+
+    def storing(batch: Batch) -> torch.Tensor:
+        hidden = forward(dataclasses.replace(batch, output_indices=None))
+        kernels.store_rows(pool, hidden, batch.slot_mapping)
+        return hidden if batch.output_indices is None else hidden[batch.output_indices]
+
+    decoder.forward = storing  # type: ignore[method-assign]

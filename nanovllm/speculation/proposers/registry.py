@@ -25,6 +25,10 @@ def make_proposer(
         from nanovllm.speculation.proposers.eagle3 import Eagle3
 
         return Eagle3(target, draft, max_num_batched_tokens)
+    if spec.method == "mtp":
+        from nanovllm.speculation.proposers.mtp import MTP
+
+        return MTP(target, draft, max_num_batched_tokens)
     from nanovllm.speculation.proposers.draft_model import DraftModel
 
     return DraftModel(target, draft, max_num_batched_tokens)

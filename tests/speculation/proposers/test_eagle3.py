@@ -26,7 +26,7 @@ from tests.speculation.proposers.drafting import (
 )
 
 REQUESTS = make_requests(16, sharing=False)
-"""A row that shares a prefix with another may draft something else: see `Eagle3`."""
+"""A row that shares a prefix with another may draft something else: see `DraftHead`."""
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "one batch": {"kvcache_block_size": 4},
