@@ -13,9 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from nanovllm.checkpoint.gguf_config import make_config
-from nanovllm.checkpoint.gguf_families import GgufFamily, family_of
+from nanovllm.checkpoint.gguf_families import family_of
+from nanovllm.checkpoint.gguf_family import GgufFamily
 from nanovllm.checkpoint.gguf_header import GgufTensor, read_gguf_header
 from nanovllm.checkpoint.gguf_metadata import Metadata
+from nanovllm.checkpoint.gguf_reading import AS_STORED, Reading, rotary_pairs
 from nanovllm.checkpoint.gguf_rope import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
 from nanovllm.checkpoint.gguf_vocabulary import tokenizer_settings
 from nanovllm.errors import CheckpointError, UnsupportedModelError
@@ -51,17 +53,19 @@ class GgufWeight(NamedTuple):
     """A tensor of the model."""
 
     tensor: GgufTensor
-    num_heads: int
-    """0: the rows are in transformers' order. Else the rows of each of so many heads are in
-    llama.cpp's order: the two rows of a rotary pair are neighbours."""
-    offset: float = 0.0
-    """What is added to each number."""
+    """Its shape is transformers'."""
+    reading: Reading = AS_STORED
 
     @property
     def blocks_shape(self) -> tuple[int, ...]:
         """The shape as bytes: [outputs, bytes of a row]."""
         *rows, columns = self.tensor.shape
         return *rows, self.tensor.type.row_bytes(columns)
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether the bytes can be read, too, in transformers' order of rows and columns."""
+        return self.reading.moves_whole_blocks(self.tensor.type.block_size)
 
 
 class GgufModel(NamedTuple):
@@ -112,48 +116,53 @@ def read_rows(file: Path, weight: GgufWeight, rows: slice, *, raw: bool) -> npt.
     """Return `rows` of a weight of `file`, in transformers' order.
 
     Args:
-        raw: return the blocks as bytes, [rows, bytes of a row]; else float32 of the tensor's shape.
+        raw: return the blocks as bytes, [rows, bytes of a row], for which the weight must have
+            blocks; else float32 of the tensor's shape.
     """
     import gguf
 
-    tensor = weight.tensor
+    tensor, reading = weight
     num_rows = tensor.shape[0]
     stored = np.memmap(file, np.uint8, "r", tensor.offset, (num_rows, tensor.num_bytes // num_rows))
-    blocks = stored[rows] if not weight.num_heads else stored[_order(weight)[rows]]
+    blocks = stored[rows] if reading.rows is None else stored[reading.rows.indices(num_rows)[rows]]
     if raw:
-        return np.array(blocks)
-    with np.errstate(invalid="ignore", over="ignore"):  # a NaN in a weight is the model's matter
+        return _ordered_blocks(blocks, weight)
+    with np.errstate(all="ignore"):  # a NaN in a weight is the model's matter
         values = gguf.dequantize(blocks, gguf.GGMLQuantizationType[tensor.type.name])
-    found = np.array(values, np.float32).reshape(-1, *tensor.shape[1:])
-    return found + np.float32(weight.offset) if weight.offset else found
+        return reading.values(np.array(values, np.float32).reshape(-1, *tensor.shape[1:]))
 
 
-def _order(weight: GgufWeight) -> npt.NDArray[np.int64]:
-    """Return, for each row in transformers' order, its number in the file."""
-    rows = np.arange(weight.tensor.shape[0]).reshape(weight.num_heads, -1, 2)
-    return rows.swapaxes(1, 2).ravel()
+def _ordered_blocks(blocks: npt.NDArray[np.uint8], weight: GgufWeight) -> npt.NDArray[np.uint8]:
+    """Return the bytes of some rows with their columns in transformers' order."""
+    block = weight.tensor.type
+    if (columns := weight.reading.columns) is None:
+        return np.array(blocks)
+    order = columns.of_blocks(block.block_size)
+    assert order is not None
+    by_block = blocks.reshape(len(blocks), -1, block.block_bytes)
+    return by_block[:, order.indices(by_block.shape[1])].reshape(len(blocks), -1)
 
 
 def _weights(
     metadata: Metadata, family: GgufFamily, config: dict[str, Any]
 ) -> dict[str, GgufWeight]:
-    heads = {
-        "attn_q": config["num_attention_heads"],
-        "attn_k": config["num_key_value_heads"],
-    }
+    readings = dict(family.readings(config))
+    if family.permuted:
+        readings["attn_q"] = Reading(rotary_pairs(config["num_attention_heads"]))
+        readings["attn_k"] = Reading(rotary_pairs(config["num_key_value_heads"]))
+    norm = Reading(offset=family.norm_offset)
     weights: dict[str, GgufWeight] = {}
     for name, tensor in metadata.tensors.items():
         if name in _IN_CONFIG:
             continue
-        named, module = _named(name, family)
-        num_heads = heads.get(module, 0) if family.permuted else 0
-        offset = family.norm_offset if module.endswith("_norm") else 0.0
-        _check_tensor(metadata, name, num_heads, experts="{}" in named)
+        named, module = _named(name, family, config["num_hidden_layers"])
+        reading = readings.get(module, norm if module.endswith("_norm") else AS_STORED)
+        _check_tensor(metadata, name, reading, experts="{}" in named)
         if "{}" in named:
             parts = _split(metadata, name)
-            found = {named.format(i): GgufWeight(part, 0) for i, part in enumerate(parts)}
+            found = {named.format(i): GgufWeight(part) for i, part in enumerate(parts)}
         else:
-            found = {named: GgufWeight(tensor, num_heads, offset)}
+            found = {named: GgufWeight(reading.shaped(tensor), reading)}
         if twice := found.keys() & weights.keys():
             raise CheckpointError(
                 f"{metadata.file}: tensor {shown(name)} is the second tensor for "
@@ -168,25 +177,29 @@ def _weights(
     return weights
 
 
-def _named(name: str, family: GgufFamily) -> tuple[str, str]:
+def _named(name: str, family: GgufFamily, num_layers: int) -> tuple[str, str]:
     """Return transformers' name of tensor `name`, and llama.cpp's name of its module, if known."""
-    parts = name.split(".")
-    if parts[0] != "blk" or len(parts) != 4:
+    block, _, rest = name.partition(".")
+    layer, _, rest = rest.partition(".")
+    if block != "blk" or not rest:
         named = {**_WHOLE_MODEL, **family.tensors}.get(name, name)
-        return named, parts[0] if named != name else ""
-    _, layer, module, kind = parts
-    layer = f"model.layers.{layer}"
-    if own := family.tensors.get(f"{module}.{kind}"):
-        return f"{layer}.{own}", module
+        return named, block if named != name else ""
+    prefix = f"model.layers.{layer}"
+    if family.draft_tensors and layer.isdecimal() and int(layer) >= num_layers:
+        prefix = f"mtp.layers.{int(layer) - num_layers}"
+        if rest in family.draft_tensors:
+            return f"mtp.{family.draft_tensors[rest]}", rest.rpartition(".")[0]
+    module, _, kind = rest.rpartition(".")
+    if own := family.tensors.get(rest):
+        return f"{prefix}.{own}", module or rest
     known = family.modules.get(module) or MODULES.get(module)
-    return (f"{layer}.{known}.{kind}", module) if known else (name, "")
+    return (f"{prefix}.{known}.{kind}", module) if known else (name, "")
 
 
-def _check_tensor(metadata: Metadata, name: str, num_heads: int, *, experts: bool) -> None:
+def _check_tensor(metadata: Metadata, name: str, reading: Reading, *, experts: bool) -> None:
     """Check what reading tensor `name` relies on.
 
     Args:
-        num_heads: see `GgufWeight`.
         experts: whether it has the weights of all experts.
     """
     tensor, wrong = metadata.tensors[name], None
@@ -197,8 +210,10 @@ def _check_tensor(metadata: Metadata, name: str, num_heads: int, *, experts: boo
         wrong = f"has {len(tensor.shape)} dimensions; {1 + experts} and {2 + experts} are supported"
     elif num_dimensions == 1 and tensor.type.block_size > 1:
         wrong = f"has one dimension and type {tensor.type.name}, must be F32, F16 or BF16"
-    elif num_heads and tensor.shape[0] % (2 * num_heads):
-        wrong = f"has {tensor.shape[0]} rows, which are no pairs of {num_heads} heads"
+    elif reading.rows is not None and (rule := reading.rows.misfit(tensor.shape[0])):
+        wrong = f"has {tensor.shape[0]} rows, {rule}"
+    elif reading.columns is not None and (rule := reading.columns.misfit(tensor.shape[-1])):
+        wrong = f"has {tensor.shape[-1]} columns, {rule}"
     if wrong:
         raise CheckpointError(f"{metadata.file}: tensor {shown(name)} {wrong}")
 

@@ -6,7 +6,7 @@ Imports no torch.
 
 from typing import Any
 
-from nanovllm.checkpoint.gguf_families import GgufFamily
+from nanovllm.checkpoint.gguf_family import GgufFamily
 from nanovllm.checkpoint.gguf_metadata import MAX_SIZE, Metadata
 from nanovllm.checkpoint.gguf_rope import ROPE_KEYS, rope_parameters
 from nanovllm.checkpoint.gguf_vocabulary import eos_token_ids
@@ -93,13 +93,13 @@ def make_config(metadata: Metadata, family: GgufFamily) -> dict[str, Any]:
 
 
 def _size(metadata: Metadata, family: GgufFamily, key: str, default: int | None = None) -> int:
-    """Return a size; of a list of the layers' sizes the first one."""
+    """Return a size; of a list of the layers' sizes the largest."""
     name = f"{metadata.architecture}.{key}"
     value = metadata.values.get(name, default)
     if value is None and key == "feed_forward_length":  # a model may have experts alone
         value = metadata.values.get(f"{metadata.architecture}.expert_feed_forward_length")
     if key in family.per_layer and isinstance(value, list) and value:
-        value = value[0]
+        value = max(value)
     return check_int(CheckpointError, f"{metadata.file}: {name}", value, 1, MAX_SIZE)
 
 

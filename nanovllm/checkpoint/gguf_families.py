@@ -4,48 +4,33 @@ and the offset of their numbers, and settings. A new one is one entry of FAMILIE
 Reads metadata, no weight. Imports no torch.
 """
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from collections.abc import Callable
 
+from nanovllm.checkpoint.gguf_family import Fields, GgufFamily
 from nanovllm.checkpoint.gguf_gemma4 import GEMMA4_KEYS, gemma4_fields
+from nanovllm.checkpoint.gguf_lfm2 import (
+    LFM2_KEYS,
+    LFM2_MODULES,
+    LFM2_MOE_KEYS,
+    LFM2_MOE_MODULES,
+    LFM2_READINGS,
+    LFM2_TENSORS,
+    lfm2_fields,
+    lfm2_moe_fields,
+)
 from nanovllm.checkpoint.gguf_metadata import MAX_SIZE, Metadata
+from nanovllm.checkpoint.gguf_qwen35 import (
+    QWEN35_DRAFT_TENSORS,
+    QWEN35_KEYS,
+    QWEN35_MODULES,
+    QWEN35_MOE_MODULES,
+    QWEN35_TENSORS,
+    qwen35_fields,
+    qwen35_moe_fields,
+    qwen35_readings,
+)
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.options.validation import check_int, shown
-
-_NO_NAMES: Mapping[str, str] = MappingProxyType({})
-Fields = dict[str, Any]
-"""Of a config.json."""
-
-
-class GgufFamily(NamedTuple):
-    """An architecture of llama.cpp."""
-
-    architecture: str
-    """transformers' name."""
-    modules: Mapping[str, str] = _NO_NAMES
-    """A layer's modules beyond `gguf.MODULES`, by llama.cpp's name. {} stands for the number of an
-    expert: such a tensor has the weights of all experts, one behind the other."""
-    tensors: Mapping[str, str] = _NO_NAMES
-    """Tensors with names of their own: those of a layer without blk.N. and model.layers.N."""
-    permuted: bool = False
-    """Whether the rows of q and k are in llama.cpp's order: see `GgufWeight`."""
-    norm_offset: float = 0.0
-    """What is added to the weights of norms."""
-    numbers: Mapping[str, str] = _NO_NAMES
-    """Fields of a config.json, by the key that has their number. Without it the family's default
-    holds."""
-    keys: frozenset[str] = frozenset()
-    """The keys that `fields` reads."""
-    per_layer: frozenset[str] = frozenset()
-    """The sizes that may be lists, of a number for each layer. The common fields have the first."""
-    partial_rotation: bool = False
-    """Whether a part of a head may rotate."""
-    fields: Callable[[Metadata, Fields], Fields] = lambda metadata, config: {}
-    """Returns the family's own fields; gets the common ones."""
-    neutral: Mapping[str, Any] = MappingProxyType({})
-    """Keys with the only value that is supported. Without the key it is meant."""
-
 
 _WINDOW_KEYS = frozenset({"attention.sliding_window", "attention.sliding_window_pattern"})
 _EXPERT_KEYS = frozenset({"expert_count", "expert_used_count", "expert_feed_forward_length"})
@@ -253,6 +238,25 @@ FAMILIES: dict[str, GgufFamily] = {
             "attn_k_norm": "self_attn.key_layernorm",
         },
     ),
+    "lfm2": GgufFamily(
+        "Lfm2ForCausalLM",
+        modules=LFM2_MODULES,
+        tensors=LFM2_TENSORS,
+        keys=LFM2_KEYS,
+        per_layer=frozenset({"attention.head_count_kv"}),
+        fields=lfm2_fields,
+        readings=lambda config: LFM2_READINGS,
+    ),
+    "lfm2moe": GgufFamily(
+        "Lfm2MoeForCausalLM",
+        modules={**LFM2_MODULES, **LFM2_MOE_MODULES},
+        tensors=LFM2_TENSORS,
+        keys=LFM2_KEYS | LFM2_MOE_KEYS | _EXPERT_KEYS,
+        per_layer=frozenset({"attention.head_count_kv"}),
+        fields=lfm2_moe_fields,
+        readings=lambda config: LFM2_READINGS,
+        neutral={"expert_gating_func": 2},  # a sigmoid
+    ),
     "llama": GgufFamily("LlamaForCausalLM", permuted=True),
     "mistral3": GgufFamily(
         "Ministral3ForCausalLM",
@@ -275,6 +279,27 @@ FAMILIES: dict[str, GgufFamily] = {
     ),
     "qwen2": GgufFamily("Qwen2ForCausalLM"),
     "qwen3": GgufFamily("Qwen3ForCausalLM"),
+    "qwen35": GgufFamily(
+        "Qwen3_5ForCausalLM",
+        modules=QWEN35_MODULES,
+        tensors=QWEN35_TENSORS,
+        draft_tensors=QWEN35_DRAFT_TENSORS,
+        keys=QWEN35_KEYS,
+        partial_rotation=True,
+        fields=qwen35_fields,
+        readings=qwen35_readings,
+    ),
+    "qwen35moe": GgufFamily(
+        "Qwen3_5MoeForCausalLM",
+        modules={**QWEN35_MODULES, **QWEN35_MOE_MODULES, **_EXPERTS},
+        tensors=QWEN35_TENSORS,
+        draft_tensors=QWEN35_DRAFT_TENSORS,
+        keys=QWEN35_KEYS | _EXPERT_KEYS | {"expert_shared_feed_forward_length"},
+        partial_rotation=True,
+        fields=qwen35_moe_fields,
+        readings=qwen35_readings,
+        neutral={"expert_gating_func": 1},  # a softmax
+    ),
     "qwen3moe": GgufFamily(
         "Qwen3MoeForCausalLM",
         modules={**_EXPERTS, "ffn_gate_inp": "mlp.gate"},

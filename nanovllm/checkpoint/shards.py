@@ -58,6 +58,15 @@ class Renamed(Protocol):
 
 
 @runtime_checkable
+class Expecting(Protocol):
+    """A model some of whose tensors a checkpoint may have in one form or another."""
+
+    def expect(self, known: Collection[str]) -> None:
+        """Load the form of a checkpoint whose tensors have the names `known`."""
+        ...
+
+
+@runtime_checkable
 class Sharded(Protocol):
     """A module whose parameters are not plain copies of checkpoint tensors."""
 
@@ -74,6 +83,8 @@ def model_shards(
     Args:
         known: see `Renamed.checkpoint_name`.
     """
+    if known and isinstance(model, Expecting):
+        model.expect(known)
     for prefix, module in model.named_modules():
         if isinstance(module, Sharded):
             assert isinstance(module, nn.Module)

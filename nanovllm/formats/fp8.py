@@ -33,19 +33,19 @@ class StoredFp8:
 
     def __init__(self, config: Fp8Config, weights: list[Shard], device: torch.device) -> None:
         self._config = config
-        # By checkpoint weight: the scales of its blocks, and its number of rows on this rank.
-        self._scales: dict[str, tuple[torch.Tensor, int]] = {}
+        # By checkpoint weight and first row: the scales of the blocks, and the number of rows.
+        self._scales: dict[tuple[str, int], tuple[torch.Tensor, int]] = {}
         for shard in weights:
             _check_blocks(shard, config)
             shape = _scales_shape(shard.target.shape, config)
             scales = torch.ones(shape, dtype=torch.float32, device=device)
-            self._scales[shard.name] = scales, len(shard.target)
+            self._scales[shard.name, shard.start] = scales, len(shard.target)
 
     def shards(self, weight: Shard) -> Iterator[Shard]:
         """Yield the scales of `weight`."""
         block_inputs = self._config.block_inputs or weight.shape[1]
         block = (self._config.block_outputs, block_inputs)[weight.dim]
-        scales, _ = self._scales[weight.name]
+        scales, _ = self._scales[weight.name, weight.start]
         name = weight.name.removesuffix("weight") + self._config.scale_name
         shape = _scales_shape(weight.shape, self._config)
         yield Shard(name, shape, scales, weight.dim, weight.start // block)

@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from nanovllm.checkpoint.gguf_header import GGUF_TYPES
-from nanovllm.checkpoint.loader import read_header
-from nanovllm.checkpoint.shards import Shard
+from nanovllm.checkpoint.loader import TensorInfo, read_header
+from nanovllm.checkpoint.shards import Shard, model_shards
 from nanovllm.errors import ConfigError
 from nanovllm.formats.integer import IntTensor, make_int_method
 from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
 from nanovllm.layers.linear import LinearBase, Matrix
+from nanovllm.layers.pieces import SmallLinear
 from nanovllm.options.config import Config
 from nanovllm.utils.distributed import tensor_parallel
 
@@ -68,38 +69,36 @@ def unpack_blocks(blocks: torch.Tensor, block_type: str) -> IntTensor:
 
 
 def keep_blocks(
-    sharing: Iterable[list[tuple[str, Matrix]]], config: Config, dtype: torch.dtype, file: Path
+    model: nn.Module,
+    sharing: Iterable[list[tuple[str, Matrix]]],
+    config: Config,
+    dtype: torch.dtype,
+    file: Path,
 ) -> None:
     """Prepare the matrices whose weights stay in the bits that GGUF `file` has; log which.
 
-    The linears that are computed as one must be of the same type.
+    The linears that are computed as one must be of the same type. A `SmallLinear` is converted: its
+    outputs are gates, and inputs of weights in few bits are rounded.
 
     Args:
-        sharing: the model's matrices with their paths; those of one list have the same weight.
+        sharing: `model`'s matrices with their paths; those of one list have the same weight.
         dtype: of the model.
 
     Raises:
         ConfigError: this rank's part of a weight begins or ends inside a block.
     """
     header = read_header(file)
+    shards_of = dict(model_shards(model, header))
     kept: Counter[str] = Counter()
     for matrices in sharing:
-        prefix, matrix = matrices[0]
+        _, matrix = matrices[0]
         weight = matrix.weight
         assert weight is not None
-        shards = [s for s in matrix.shards(prefix) if s.name.endswith(".weight")]
-        found = [header.get(shard.name) for shard in shards]
-        types = {tensor.dtype for tensor in found if tensor is not None}
-        matching = all(
-            tensor is not None and tensor.shape == shard.shape
-            for tensor, shard in zip(found, shards, strict=True)
-        )
-        if len(types) != 1 or not matching:
-            continue
-        (block_type,) = types
+        shards = [s for s in shards_of[matrix] if s.name.endswith(".weight")]
+        block_type = _common_type(shards, header)
         if block_type not in BLOCK_BITS or dtype == torch.float32:
             continue
-        if not _keeps(block_type, matrix, config.quantization):
+        if isinstance(matrix, SmallLinear) or not _keeps(block_type, matrix, config.quantization):
             continue
         num_rows, input_size = weight.shape
         stored = BLOCK_TYPES[block_type]
@@ -126,6 +125,17 @@ def keep_blocks(
             f", matrices rounded to {config.quantization}" if rounded else "",
             _counts(rest),
         )
+
+
+def _common_type(shards: list[Shard], header: dict[str, TensorInfo]) -> str:
+    """Return the type of the tensors of `shards`; "" if they have no blocks of one type."""
+    found = [header.get(shard.name) for shard in shards]
+    matching = all(
+        tensor is not None and tensor.shape == shard.shape and tensor.has_blocks
+        for tensor, shard in zip(found, shards, strict=True)
+    )
+    types = {tensor.dtype for tensor in found if tensor is not None}
+    return types.pop() if matching and len(types) == 1 else ""
 
 
 def _counts(types: Counter[str]) -> str:

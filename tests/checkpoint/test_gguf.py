@@ -12,6 +12,7 @@ import torch
 from nanovllm import Config, SamplingParams
 from nanovllm.checkpoint import gguf_header
 from nanovllm.checkpoint.gguf import read_gguf, read_rows
+from nanovllm.checkpoint.gguf_reading import rotary_pairs
 from nanovllm.checkpoint.hub import open_checkpoint
 from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
 from nanovllm.executors.worker import find_weights
@@ -106,7 +107,7 @@ def test_the_bits_that_stay_are_the_same_numbers(tmp_path, kind):
     file, _ = make_gguf(tmp_path, "llama", kind)
     name = "model.layers.1.self_attn.k_proj.weight"
     weight = read_gguf(Path(file)).weights[name]
-    assert weight.num_heads == 2
+    assert weight.reading.rows == rotary_pairs(2)
     exact = torch.from_numpy(read_rows(Path(file), weight, slice(None), raw=False))
     blocks = torch.from_numpy(read_rows(Path(file), weight, slice(None), raw=True))
     found = unpack_blocks(blocks, kind)
@@ -277,7 +278,10 @@ def test_a_file_that_is_not_there(tmp_path):
         ({"llama.rope.freq_base": float("nan")}, r"rope\.freq_base must be from 2 to 1e\+12"),
         ({"tokenizer.ggml.eos_token_id": 307}, r"eos_token_id must be an integer from 0 to 306"),
         ({"split.count": 2}, r"one part of a split model: merge"),
-        ({"llama.attention.head_count_kv": 3}, r"attn_k.weight' has 128 rows, .*no pairs of 3"),
+        (
+            {"llama.attention.head_count_kv": 3},
+            r"attn_k.weight' has 128 rows, must .* of 6",
+        ),
         ({"llama.block_count": 2000}, r"its metadata as a config.json: num_hidden_layers must"),
     ],
 )

@@ -54,7 +54,21 @@ LONG = {
     "long_factor": [2.0, 2.1, 2.2, 2.3, 2.4, 2.5],
 }
 SLIDING, FULL = "sliding_attention", "full_attention"
+LINEAR, CONV = "linear_attention", "conv"
 TYPES = [SLIDING, SLIDING, SLIDING, FULL]
+DELTA = {
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 3,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10_000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [1, 1, 0],
+        "mrope_interleaved": True,
+    },
+}
 EXPERTS = {"num_experts_per_tok": 2, "tie_word_embeddings": False}
 CASES = {
     "gemma2": {"sliding_window": 17, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0},
@@ -135,6 +149,35 @@ CASES = {
         "moe_intermediate_size": 24,
         "norm_topk_prob": True,
         **EXPERTS,
+    },
+    "qwen35": {"model_type": "qwen3_5_text", "rms_norm_eps": 1e-5, **DELTA},
+    "qwen35 with two value heads a key head": {
+        "model_type": "qwen3_5_text",
+        **DELTA,
+        "linear_num_value_heads": 6,
+        "layer_types": [LINEAR, FULL, LINEAR, LINEAR],
+        "tie_word_embeddings": True,
+    },
+    "qwen35moe": {
+        "model_type": "qwen3_5_moe_text",
+        **DELTA,
+        "linear_num_value_heads": 12,
+        "num_hidden_layers": 2,  # more would amplify float32's errors, also transformers' own
+        "layer_types": [LINEAR, FULL],
+        "num_experts": 5,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        **EXPERTS,
+    },
+    "lfm2": {"block_auto_adjust_ff_dim": False, "layer_types": [CONV, FULL, CONV, CONV]},
+    "lfm2moe": {
+        "model_type": "lfm2_moe",
+        "layer_types": [CONV, FULL, CONV, CONV],
+        "num_dense_layers": 1,
+        "num_experts": 5,
+        "moe_intermediate_size": 24,
+        **EXPERTS,
+        "tie_word_embeddings": True,
     },
     "gpt-oss": {
         "model_type": "gpt_oss",
@@ -218,6 +261,38 @@ def test_experts_of_few_bits(make_llm, tmp_path, kind, stays):
     common = first.keys() & second.keys()
     assert len(common) > 10
     assert all(abs(first[token].logprob - second[token].logprob) < 0.25 for token in common)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value_dim", "stays"), [("Q8_0", 32, True), ("Q4_0", 64, True), ("Q8_0", 16, False)]
+)
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_layers_with_state_of_few_bits(make_llm, tmp_path, kind, value_dim, stays, quantization):
+    """Value heads that are whole blocks leave the output's weight in its bits; the gates, which are
+    small and sensitive, are converted. The numbers are exact in float32.
+    """
+    sizes = {**SIZES, **DELTA, "linear_num_value_heads": 6, "linear_value_head_dim": value_dim}
+    sizes |= {"num_hidden_layers": 2, "layer_types": [LINEAR, FULL], "tie_word_embeddings": False}
+    config = AutoConfig.for_model("qwen3_5_text", **sizes)
+    file = convert(random_model(config), tmp_path / "model.gguf", "qwen35", kind=kind)
+    options = {"max_model_len": 64, "num_kvcache_blocks": 64, "kvcache_block_size": 16}
+    llm = make_llm(file, quantization=quantization, **options)
+    mixer = llm.engine.executor._runner.network.model.model.layers[0].self_attn
+    assert mixer.in_proj_qkv.stored.block_type == kind
+    assert (mixer.out_proj.stored is not None) == stays
+    assert mixer.in_proj_ab.stored is None
+    few_bits = {type(mixer.in_proj_qkv.method)}
+    if stays or quantization:
+        few_bits.add(type(mixer.out_proj.method))
+    assert len(few_bits) == 1
+    assert type(mixer.in_proj_ab.method) not in few_bits
+    prompt, params = [[5, 6, 7, 8]], SamplingParams(temperature=0, max_tokens=2, logprobs=20)
+    (output,) = llm.generate(prompt, params, use_tqdm=False)
+    (exact,) = make_llm(file, dtype="float32", **options).generate(prompt, params, use_tqdm=False)
+    first, second = (found.outputs[0].logprobs[0] for found in (output, exact))
+    common = first.keys() & second.keys()
+    assert len(common) > 10
+    assert all(abs(first[token].logprob - second[token].logprob) < 0.5 for token in common)
 
 
 def experts_of(model):

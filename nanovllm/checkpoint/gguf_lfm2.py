@@ -1,0 +1,77 @@
+"""LFM2 in a GGUF file: names and settings. Its norms are stored as they are.
+
+Layers with a short convolution are those with no head of keys and values in the list
+attention.head_count_kv. Reads metadata, no weight. Imports no torch.
+"""
+
+from typing import Any
+
+from nanovllm.checkpoint.gguf_metadata import Metadata
+from nanovllm.checkpoint.gguf_reading import Reading
+from nanovllm.errors import CheckpointError, UnsupportedModelError
+from nanovllm.options.validation import check_int, shown
+
+LFM2_MODULES = {
+    "attn_norm": "operator_norm",
+    "ffn_norm": "ffn_norm",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.conv": "conv.conv",
+    "shortconv.out_proj": "conv.out_proj",
+}
+LFM2_MOE_MODULES = {
+    "ffn_gate_inp": "feed_forward.gate",
+    "ffn_gate_exps": "feed_forward.experts.{}.w1",
+    "ffn_up_exps": "feed_forward.experts.{}.w3",
+    "ffn_down_exps": "feed_forward.experts.{}.w2",
+}
+LFM2_TENSORS = {
+    "token_embd_norm.weight": "model.embedding_norm.weight",
+    "exp_probs_b.bias": "feed_forward.expert_bias",
+}
+LFM2_READINGS = {"shortconv.conv": Reading(axis=1)}
+LFM2_KEYS = frozenset({"shortconv.l_cache"})
+LFM2_MOE_KEYS = frozenset({"leading_dense_block_count"})
+
+
+def lfm2_fields(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of LFM2's config.json beyond the common ones."""
+    num_layers = config["num_hidden_layers"]
+    heads = metadata.listed("attention.head_count_kv", num_layers, int)
+    if heads is None:
+        raise CheckpointError(
+            f"{metadata.file}: {metadata.architecture}.attention.head_count_kv must be a list of "
+            "int, one for each layer"
+        )
+    if {*heads} - {0, config["num_key_value_heads"]}:
+        raise UnsupportedModelError(
+            f"{metadata.file}: {metadata.architecture}.attention.head_count_kv {shown(heads)} is "
+            "not supported: layers with attention must have equally many"
+        )
+    return {
+        "layer_types": ["full_attention" if count else "conv" for count in heads],
+        "norm_eps": config["rms_norm_eps"],
+        "conv_L_cache": metadata.size("shortconv.l_cache"),
+        "conv_bias": any(name.endswith("shortconv.in_proj.bias") for name in metadata.tensors),
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
+def lfm2_moe_fields(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of the models with experts. llama.cpp always normalises their weights."""
+    num_layers = config["num_hidden_layers"]
+    dense = metadata.setting("leading_dense_block_count", check_int, 0, num_layers, default=0)
+    return lfm2_fields(metadata, config) | {
+        "num_dense_layers": dense,
+        "num_experts": metadata.size("expert_count"),
+        "num_experts_per_tok": metadata.size("expert_used_count"),
+        "moe_intermediate_size": metadata.size("expert_feed_forward_length"),
+        "use_expert_bias": any(name.endswith("exp_probs_b.bias") for name in metadata.tensors),
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+    }
