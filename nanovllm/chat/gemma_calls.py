@@ -14,7 +14,7 @@ from nanovllm.chat.tool_calls import Steps, ToolCallParser
 CLOSING, QUOTE = "<tool_call|>", '<|"|>'
 _BRACKETS = {"{": "}", "[": "]"}
 _MOST_READ = 4096
-_SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?")
+_SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?", re.ASCII)
 
 
 class Gemma4Parser(ToolCallParser):

@@ -10,8 +10,10 @@ from nanovllm.chat.reasoning import is_harmony
 from nanovllm.chat.template_process import TemplateError, TemplateProcess
 from nanovllm.chat.tool_messages import (
     for_harmony,
+    for_pythonic,
     knows_tools,
     plain_calls,
+    shows_pythonic_calls,
     with_tools_as_text,
 )
 from nanovllm.checkpoint.kept_tokenizer import KeptTokenizer
@@ -156,6 +158,8 @@ class ChatTemplates:
             if is_harmony(template):
                 conversation, tools = for_harmony(conversation, variables["tools"])
                 variables["tools"] = tools
+            elif shows_pythonic_calls(template):
+                conversation = for_pythonic(conversation, template)
             elif not knows_tools(template):
                 conversation = with_tools_as_text(conversation, variables["tools"])
             variables = {**tokenizer.special_tokens_map, **variables, "messages": conversation}

@@ -45,6 +45,7 @@ class ToolCallParser(ABC):
     def __init__(self, marked: Collection[str] = ()) -> None:
         self._marked = marked
         self._opening = self._tag(self.tag)
+        self._openings: tuple[str, ...] = (self._opening,)  # what calls may begin with
         self._text = ""  # what is neither returned nor dropped yet
         self._pos = 0  # how much of it was read
         self._ended = self._cut = False
@@ -71,8 +72,9 @@ class ToolCallParser(ABC):
 
     def _find(self) -> tuple[int, int] | None:
         """Return where in the unread text the opening of a call begins and ends."""
-        begin = self._text.find(self._opening)
-        return None if begin < 0 else (begin, begin + len(self._opening))
+        found = [(self._text.find(tag), tag) for tag in self._openings]
+        places = [(begin, begin + len(tag)) for begin, tag in found if begin >= 0]
+        return min(places, default=None)
 
     @abstractmethod
     def _calls(self) -> Steps[None]:
@@ -98,7 +100,8 @@ class ToolCallParser(ABC):
             found = self._find()
             if found is not None:
                 begin, end = found
-                has_tag, num_calls = self._opening in self._text[begin:end], self._num_calls
+                has_tag = any(tag in self._text[begin:end] for tag in self._openings)
+                num_calls = self._num_calls
                 num_spaces = begin - len(self._text[:begin].rstrip())
                 self._send_text(begin - num_spaces)
                 self._pos = end - begin + num_spaces
@@ -111,7 +114,7 @@ class ToolCallParser(ABC):
                 else:
                     self._drop_read()
                 continue
-            held = prefix_at_end(self._text, self._opening)
+            held = max((prefix_at_end(self._text, tag) for tag in self._openings), key=len)
             if self._ended and not (held and self._cut):
                 self._send_text(len(self._text))
             else:

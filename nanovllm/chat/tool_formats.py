@@ -4,19 +4,18 @@ Pure text: knows no requests, no tokens but the ids of tags, and no server.
 """
 
 import json
-import re
-import secrets
-import string
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, ClassVar
 
 from nanovllm.chat import harmony
-from nanovllm.chat.call_arguments import NotACall
 from nanovllm.chat.gemma_calls import CLOSING, QUOTE, Gemma4Parser
+from nanovllm.chat.json_calls import HermesParser, LlamaParser, MistralParser
+from nanovllm.chat.pythonic_calls import CALLS_END, CALLS_START, PythonicParser
 from nanovllm.chat.reasoning import is_harmony
-from nanovllm.chat.tool_calls import MAX_CALLS, Steps, ToolCallParser
-from nanovllm.chat.tool_messages import knows_tools
+from nanovllm.chat.tagged_calls import Function, TaggedParser
+from nanovllm.chat.tool_calls import MAX_CALLS, ToolCallParser
+from nanovllm.chat.tool_messages import knows_tools, shows_pythonic_calls
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.json_schema import grammar_schema
 from nanovllm.options.structured_outputs import MAX_CHARS
@@ -29,99 +28,6 @@ _MORE = f"{{0,{MAX_CALLS - 1}}}"
 """How often a call may follow the first one in a grammar."""
 
 
-class Function(Protocol):
-    """A function that a model may call."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def parameters(self) -> Mapping[str, Any] | None: ...
-
-
-class HermesParser(ToolCallParser):
-    """<tool_call>{"name": "f", "arguments": {...}}</tool_call>; Hermes, Qwen, SmolLM.
-
-    The tags may hold several calls, in a list or one behind the other.
-    """
-
-    tag = "<tool_call>"
-
-    def _calls(self) -> Steps[None]:
-        yield from self._skip_space()
-        if (yield from self._peek()) == "[":
-            yield from self._list()
-        else:
-            yield from self._call()
-            yield from self._skip_space()
-            while (yield from self._peek()) == "{":
-                yield from self._call()
-                yield from self._skip_space()
-        yield from self._skip_space()
-        yield from self._accept(self._tag("</tool_call>"))
-
-
-class LlamaParser(ToolCallParser):
-    """{"name": "f", "parameters": {...}}, several separated by ";"; Llama 3.
-
-    It begins a line, or follows <|python_tag|>.
-    """
-
-    tag = "<|python_tag|>"
-    only_known_keys = True
-
-    def _find(self) -> tuple[int, int] | None:
-        start = "" if self._has_sent_text else r"|\A\s*(?=\{)"
-        match = re.search(rf"{re.escape(self._opening)}{start}|\n[ \t]*(?=\{{)", self._text)
-        return None if match is None else match.span()
-
-    def _calls(self) -> Steps[None]:
-        separator = True
-        while separator:
-            yield from self._skip_space()
-            yield from self._call()
-            yield from self._skip_space()
-            separator = yield from self._accept(";")
-            yield from self._skip_space()
-            yield from self._accept(self._opening)
-
-
-class MistralParser(ToolCallParser):
-    """[TOOL_CALLS] with a JSON list of calls, or with name[ARGS]{...} for each call; Mistral."""
-
-    tag = "[TOOL_CALLS]"
-
-    def _new_call_id(self) -> str:
-        """Return an id as Mistral's chat templates demand it."""
-        return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
-
-    def _calls(self) -> Steps[None]:
-        yield from self._skip_space()
-        first = yield from self._peek()
-        if first == "[":
-            yield from self._list()
-        elif first == "{":
-            yield from self._call()
-        else:
-            name = yield from self._word()
-            call_id = None
-            if (yield from self._accept(self._tag("[CALL_ID]"))):
-                call_id = yield from self._word()
-            yield from self._accept(self._tag("[ARGS]"))
-            yield from self._skip_space()
-            if (yield from self._peek()) != "{":
-                raise NotACall
-            yield from self._named_call(name, call_id)
-
-    def _word(self) -> Steps[str]:
-        """Read a name or an id."""
-        start = self._pos
-        while re.fullmatch(r"[-.\w]", (yield from self._peek())):
-            self._pos += 1
-        if self._pos == start:
-            raise NotACall
-        return self._text[start : self._pos]
-
-
 class ToolFormat(ABC):
     """How a model writes tool calls."""
 
@@ -131,6 +37,10 @@ class ToolFormat(ABC):
     ends: ClassVar[tuple[str, ...]] = ()
     """Tokens behind calls that end the answer, also where the checkpoint does not list them."""
     arguments_key: ClassVar[str] = "arguments"
+
+    def new_parser(self, marked: Collection[str], functions: Sequence[Function]) -> ToolCallParser:
+        """Return a parser for one answer, which may call `functions`."""
+        return self.parser(marked)
 
     def grammar(
         self, functions: Sequence[Function], *, several: bool, tag_ids: Mapping[str, int]
@@ -179,6 +89,15 @@ class Hermes(ToolFormat):
         return f"calls: {block}" + (f' ("\\n" {block}){_MORE}' if several else "")
 
 
+class Tagged(Hermes):
+    """A grammar has the model write JSON as in the Hermes format, which the parser takes too."""
+
+    parser = TaggedParser
+
+    def new_parser(self, marked: Collection[str], functions: Sequence[Function]) -> ToolCallParser:
+        return TaggedParser(marked, functions)
+
+
 class Llama(ToolFormat):
     parser = LlamaParser
     tags: ClassVar[tuple[str, ...]] = ("<|python_tag|>",)
@@ -208,6 +127,18 @@ class MistralArgs(Mistral):
     def _around_arguments(self, name: str, tag_ids: Mapping[str, int]) -> tuple[str, str]:
         opening, _, arguments = (tag_literal(tag, tag_ids) for tag in self.tags)
         return f"{opening} {quoted(name)} {arguments}", ""
+
+
+class Pythonic(ToolFormat):
+    """A grammar has the model write JSON, which the parser takes too."""
+
+    parser = PythonicParser
+    tags: ClassVar[tuple[str, ...]] = (CALLS_START, CALLS_END)
+
+    def _calls_rule(self, several: bool, tag_ids: Mapping[str, int]) -> str:
+        opening, closing = (tag_literal(tag, tag_ids) for tag in self.tags)
+        rest = f' (", " call){_MORE}' if several else ""
+        return f'calls: {opening} "[" call{rest} "]" {closing}'
 
 
 class Gemma4(ToolFormat):
@@ -243,6 +174,9 @@ class Harmony(ToolFormat):
 
 TOOL_FORMATS: dict[str, type[ToolFormat]] = {
     "hermes": Hermes,
+    "qwen3_coder": Tagged,
+    "qwen3_xml": Tagged,
+    "lfm2": Pythonic,
     "llama3_json": Llama,
     "mistral": Mistral,
     "gemma4": Gemma4,
@@ -267,8 +201,12 @@ def find_tool_format(chat_template: str | None) -> ToolFormat | None:
         "<|start_header_id|>" in template and '"parameters"' in template
     ):
         return Llama()
+    if shows_pythonic_calls(template):
+        return Pythonic()
     if not knows_tools(template):
         return Hermes()
+    if "<tool_call>" in template and "<function=" in template:
+        return Tagged()
     is_other = any(mark in template for mark in ("<function=", "<arg_key>", "<parameter"))
     return Hermes() if "<tool_call>" in template and not is_other else None
 

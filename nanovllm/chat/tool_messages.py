@@ -40,6 +40,35 @@ def knows_tools(template: str) -> bool:
     return re.search(r"\b(tools|tool_calls)\b", template) is not None
 
 
+def shows_pythonic_calls(template: str) -> bool:
+    """Whether a chat template is LFM2's, whose calls are a Python list."""
+    return re.search(r"<\|tool_(call|list)_start\|>|List of tools: \[", template) is not None
+
+
+def for_pythonic(conversation: Seq[Mapping[str, Any]], template: str) -> list[dict[str, Any]]:
+    """Return a conversation for one of LFM2's templates.
+
+    They read reasoning under the name "thinking". Most know no calls: then these become text.
+    """
+    plain = [dict(message) for message in conversation]
+    for message in plain:
+        if "reasoning_content" in message:
+            message.setdefault("thinking", message["reasoning_content"])
+        if message.get("tool_calls") and "tool_calls" not in template:
+            calls = ", ".join(map(_pythonic, message.pop("tool_calls")))
+            text = f"<|tool_call_start|>[{calls}]<|tool_call_end|>"
+            message["content"] = f"{message.get('content', '')}{text}"
+    return plain
+
+
+def _pythonic(call: Any) -> str:
+    """Return a call as LFM2 writes it."""
+    function = call["function"] if isinstance(call, Mapping) and "function" in call else call
+    arguments = function.get("arguments", {})
+    given = arguments.items() if isinstance(arguments, Mapping) else ()
+    return f"{function['name']}({', '.join(f'{key}={value!r}' for key, value in given)})"
+
+
 def with_tools_as_text(
     conversation: Seq[Mapping[str, Any]], tools: Seq[Any] | None
 ) -> list[dict[str, Any]]:

@@ -127,7 +127,7 @@ SPECULATIVE_NAMES = other_names(
 SPECULATIVE_METHODS = other_names(
     ("suffix", (), _NO_SUFFIXES),
     ("eagle", (), 'EAGLE heads of the third kind only; use "eagle3" with such a head'),
-    ("medusa mtp deepseek_mtp", (), _NO_DRAFT_LAYERS),
+    ("medusa deepseek_mtp", (), _NO_DRAFT_LAYERS),
 )
 """Methods of vLLM's that are not here, and what to use."""
 

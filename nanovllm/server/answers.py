@@ -19,10 +19,10 @@ from nanovllm.chat.reasoning import (
     ReasoningParser,
     find_reasoning_format,
 )
+from nanovllm.chat.tagged_calls import Function
 from nanovllm.chat.tool_formats import (
     SPACING,
     TOOL_FORMATS,
-    Function,
     Harmony,
     ToolFormat,
     find_tool_format,
@@ -86,19 +86,25 @@ class AnswerFormat:
         return tags is not None and prompt.rstrip().endswith(tags.begin)
 
     def parser(
-        self, *, has_tools: bool, starts_in_reasoning: bool, parallel_tool_calls: bool = True
+        self,
+        *,
+        has_tools: bool,
+        starts_in_reasoning: bool,
+        parallel_tool_calls: bool = True,
+        tools: Sequence[Function] = (),
     ) -> AnswerParser:
         """Return a parser for one answer.
 
         Args:
             has_tools: whether to look for tool calls. Names are not compared with the tools': a
                 call of a tool that does not exist is a call, as in vLLM.
+            tools: the functions, for formats that leave the types of arguments to their schemas.
             parallel_tool_calls: False drops the calls after the first.
         """
         has_tools = self._tools is not None and has_tools
         marked = self._marked_tags(has_tools=has_tools)
         reasoning: ReasoningParser | harmony.HarmonyParser | None = None
-        tools = None
+        calls = None
         if self._is_harmony:
             reasoning = harmony.HarmonyParser(
                 has_reasoning=self._reasoning is not None,
@@ -112,8 +118,8 @@ class AnswerFormat:
                     self._reasoning, started=starts_in_reasoning, marked=marked
                 )
             if self._tools is not None and has_tools:
-                tools = self._tools.parser(marked)
-        return AnswerParser(reasoning, tools, several=parallel_tool_calls)
+                calls = self._tools.new_parser(marked, tools)
+        return AnswerParser(reasoning, calls, several=parallel_tool_calls)
 
     def _marked_tags(self, *, has_tools: bool) -> frozenset[str]:
         """Return the tags that are special tokens: kept in the text, and marked there."""

@@ -140,6 +140,7 @@ class _Choice:
             has_tools=bool(body.tools) and body.tool_choice != "none",
             starts_in_reasoning=answers.starts_in_reasoning(prompt),
             parallel_tool_calls=_may_repeat(body),
+            tools=[tool.function for tool in body.tools or ()],
         )
         self._with_reasoning = body.include_reasoning is not False
         self.has_begun = False

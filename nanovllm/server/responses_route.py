@@ -166,6 +166,7 @@ class _Answer:
             has_tools=bool(body.tools) and body.tool_choice != "none",
             starts_in_reasoning=server.answer_format.starts_in_reasoning(prompt),
             parallel_tool_calls=body.parallel_tool_calls is not False,
+            tools=body.tools or (),
         )
         choice, form = body.tool_choice, None if body.text is None else body.text.format
         self._builder = ResponseBuilder(

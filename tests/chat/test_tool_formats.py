@@ -5,14 +5,10 @@ import json
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from nanovllm.chat.json_calls import HermesParser, LlamaParser, MistralParser
 from nanovllm.chat.parts import Part, TextDelta, ToolCallArguments, ToolCallStart
 from nanovllm.chat.tool_calls import ToolCallParser
-from nanovllm.chat.tool_formats import (
-    HermesParser,
-    LlamaParser,
-    MistralParser,
-    find_tool_format,
-)
+from nanovllm.chat.tool_formats import find_tool_format
 
 Answer = list[str | tuple[str, str]]
 """Pieces of text, and calls as (name, arguments), in order."""
@@ -266,7 +262,10 @@ def test_call_ids() -> None:
     ("template", "name"),
     [
         ("{% if tools %}<tool_call>", "Hermes"),
-        ("{% if tools %}<tool_call><function=", None),
+        ("{% if tools %}<tool_call><function=", "Tagged"),
+        ("{% if tools %}<tool_call><arg_key>", None),
+        ("{% if tools %}List of tools: [", "Pythonic"),
+        ("{% if tools %}<|tool_list_start|>[", "Pythonic"),
         ("{% if tools %}<|python_tag|>", "Llama"),
         ('<|start_header_id|>{% if tools %}{"name": x, "parameters": y}', "Llama"),
         ("{% if tools %}[TOOL_CALLS] [", "Mistral"),

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM
+from nanovllm.chat.json_calls import HermesParser
 from nanovllm.chat.parts import ToolCallArguments, ToolCallStart
-from nanovllm.chat.tool_formats import HermesParser
+from nanovllm.chat.pythonic_calls import PythonicParser
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
@@ -90,3 +91,23 @@ def test_tools_are_added_to_the_system_message(demo_llm: LLM) -> None:
     assert text.startswith("<|im_start|>system\nBe brief.\n\n# Tools\n")
     assert "Tools" not in render(demo_llm, conversation)
     assert conversation[0]["content"] == "Be brief."
+
+
+def test_templates_of_lfm2(demo_llm: LLM) -> None:
+    """Most know no calls: then these become text, as the model writes it."""
+    template = (
+        "{# List of tools: [ #}"
+        "{% for m in messages %}{{ m.role }}:{{ m.thinking }}{{ m.content }}CALLS#{% endfor %}"
+    )
+    plain = render(demo_llm, CONVERSATION, tools=[TOOL], chat_template=template)
+    user, assistant, _, _, last, _ = plain.split("#")
+    assert (user, last) == ("user:HiCALLS", "assistant:Hm.Both.CALLS")
+    parser = PythonicParser()
+    parts = parser.feed(assistant.removeprefix("assistant:")) + parser.finish(cut=False)
+    assert [part.name for part in parts if isinstance(part, ToolCallStart)] == ["f", "f"]
+    arguments = "".join(part.text for part in parts if isinstance(part, ToolCallArguments))
+    assert arguments == '{"a": [1, "é"]}{}'
+    template = template.replace("CALLS", "{{ m.tool_calls | tojson if m.tool_calls else '' }}")
+    known = render(demo_llm, CONVERSATION, tools=[TOOL], chat_template=template)
+    assert '"arguments": {"a": [1, "é"]}' in known
+    assert "tool_call_start" not in known

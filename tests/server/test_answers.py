@@ -18,6 +18,8 @@ from nanovllm.errors import ConfigError, InvalidRequestError
 from nanovllm.options.sampling_params import TOKEN_MARK
 from nanovllm.options.structured_outputs import structured_outputs
 from nanovllm.server.answers import AnswerFormat, NamedTool, ToolChoice, find_answer_format
+from nanovllm.server.chat_route import _Choice
+from nanovllm.server.protocol.chat import ChatRequest
 from nanovllm.structured.grammar import GrammarCompiler
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -29,6 +31,10 @@ QWEN = "{% if tools %}<tool_call>{% endif %}{{ m.reasoning_content }}<think></th
 MAY_THINK = "<think>\n\n</think>"
 LLAMA = "{% if tools %}<|python_tag|>{% endif %}"
 MISTRAL = "{% if tools %}[TOOL_CALLS] {% endif %}"
+QWEN35 = (
+    "{% if tools %}<tool_call><function=f>{% endif %}{{ m.reasoning_content }}<think>\n</think>"
+)
+LFM2 = "{% if tools %}<|tool_list_start|>{% endif %}"
 MISTRAL_ARGS = "{% if tools %}[TOOL_CALLS]f[ARGS]{% endif %}"
 TAGS = ["<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "<|end|>"]
 
@@ -106,6 +112,13 @@ HERMES_NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 LLAMA_CALL = '{"name": "weather", "parameters": {"city": "Rome"}}'
 CALLS = [
     (QWEN, HERMES_CALL, f"{HERMES_CALL}\n{HERMES_NOW}"),
+    (QWEN35, HERMES_CALL, f"{HERMES_CALL}\n{HERMES_NOW}"),
+    (
+        LFM2,
+        '<|tool_call_start|>[{"name": "weather", "arguments": {"city": "Rome"}}]<|tool_call_end|>',
+        '<|tool_call_start|>[{"name": "weather", "arguments": {"city": "Rome"}}, '
+        '{"name": "now", "arguments": {}}]<|tool_call_end|>',
+    ),
     (LLAMA, LLAMA_CALL, f'{LLAMA_CALL}; {{"name": "now", "parameters": {{}}}}'),
     (
         MISTRAL,
@@ -222,8 +235,9 @@ def test_no_answer_has_more_calls_than_a_request_may_have(
 ) -> None:
     """Symptom: tool_choice="required" gives 285 calls, which cannot be sent back."""
     after = two.removeprefix(one)
-    if template == MISTRAL:  # a list
-        after, closing = ', {"name": "now", "arguments": {}}', "]"
+    if template in (MISTRAL, LFM2):  # a list
+        after = ', {"name": "now", "arguments": {}}'
+        closing = "]" if template == MISTRAL else "]<|tool_call_end|>"
         one = one.removesuffix(closing)
     else:
         closing = ""
@@ -312,6 +326,49 @@ def test_named_formats() -> None:
         find_answer_format(None, "auto", "qwen")
 
 
+@pytest.mark.parametrize("prompt", ["<|im_start|>assistant\n<think>\n", "<|im_start|>assistant\n"])
+def test_qwen_3_5_reasons_and_calls_by_the_types_of_its_tools(prompt: str) -> None:
+    found = answer_format(QWEN35)
+    inside = found.starts_in_reasoning(prompt)
+    days = {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
+    tools = [SimpleNamespace(name="weather", parameters=days)]
+    parser = found.parser(has_tools=True, starts_in_reasoning=inside, tools=tools)
+    values = "<parameter=city>\n7\n</parameter>\n<parameter=days>\n7\n</parameter>\n"
+    call = f"<tool_call>\n<function=weather>\n{values}</function>\n</tool_call>"
+    text = f"{'' if inside else '<think>'}Hm.\n</think>\n\nI look.\n\n{call}"
+    parts: list[Part] = []
+    for character in text:
+        parts += parser.feed(character)
+    parts += parser.finish()
+    said = {kind: "".join(p.text for p in parts if isinstance(p, kind)) for kind in TEXTS}
+    assert said[ReasoningDelta] == "Hm."
+    assert said[TextDelta] == "I look."
+    assert said[ToolCallArguments] == '{"city": "7", "days": 7}'
+
+
+def test_a_chat_gives_its_tools_to_the_parser() -> None:
+    function = {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}
+    given = {
+        "tools": [{"type": "function", "function": function}],
+        "messages": [{"role": "user", "content": "Hi"}],
+    }
+    body = ChatRequest.model_validate({"model": "m", **given})
+    server: Any = SimpleNamespace(answer_format=answer_format(QWEN35))
+    text = "<tool_call><function=f><parameter=a>7</parameter></function></tool_call>"
+    said: Any = SimpleNamespace(text=text, finish_reason="stop")
+    parts = _Choice(server, body, "").parts(said)
+    arguments = [part.text for part in parts if isinstance(part, ToolCallArguments)]
+    assert "".join(arguments) == '{"a": 7}'
+
+
+def test_qwen_3_5_without_reasoning() -> None:
+    """The template writes empty reasoning, so that the model writes none."""
+    found = answer_format(QWEN35)
+    assert not found.starts_in_reasoning("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert parse(found, "Hello") == [TextDelta("Hello")]
+
+
+TEXTS = (TextDelta, ReasoningDelta, ToolCallArguments)
 FRAGMENTS = [*TAGS, HERMES_CALL, "<think", "<|", "|>", "<", "a", " ", "\n", '{"name": "', "}"]
 
 

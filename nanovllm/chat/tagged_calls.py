@@ -1,0 +1,281 @@
+"""Reads tool calls whose parameters are in tags: the format of Qwen 3 Coder and Qwen 3.5.
+
+    <tool_call>
+    <function=f>
+    <parameter=city>
+    Rome
+    </parameter>
+    </function>
+    </tool_call>
+
+Pure text: knows no requests and no tokens.
+"""
+
+import contextlib
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+from nanovllm.chat.call_arguments import NotACall, decoded, escaped
+from nanovllm.chat.json_calls import HermesParser
+from nanovllm.chat.tool_calls import Steps
+
+_FUNCTION, _FUNCTION_END = "<function=", "</function>"
+_PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
+_CALL_END = "</tool_call>"
+_VALUE_END = re.compile(rf"\n?{_PARAMETER_END}|\n(?={_PARAMETER}|{_FUNCTION_END})")
+_HELD = re.compile(r"\n?(?:<[/a-z]{0,10})?\Z")
+"""At the end of the text: with what a value's end may begin."""
+_NAME_CHARACTER = re.compile(r"[^<>\n]")
+_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?", re.ASCII)
+_WORDS = {"true": "boolean", "false": "boolean", "null": "null", "none": "null"}
+_TYPES = {
+    dict: "object",
+    list: "array",
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    type(None): "null",
+}
+_KNOWN = frozenset(_TYPES.values())
+_MAX_DEPTH = 16
+"""Of schemas within schemas, and of references."""
+_MOST_READ = 4096
+
+
+class Function(Protocol):
+    """A function that a model may call."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def parameters(self) -> Mapping[str, Any] | None: ...
+
+
+class TaggedParser(HermesParser):
+    """<tool_call><function=f><parameter=key>value</parameter></function></tool_call>.
+
+    A value is a string, passed on as it arrives, unless the schema of the function has other types
+    for the parameter: then it is JSON of such a type, where it can be read so. A line end on each
+    side belongs to the tags. Models forget <tool_call>, and tags that close something. JSON in the
+    tags is read as in the Hermes format.
+
+    Args:
+        functions: those that may be called.
+    """
+
+    def __init__(self, marked: Collection[str] = (), functions: Sequence[Function] = ()) -> None:
+        super().__init__(marked)
+        self._openings = (self._opening, _FUNCTION)
+        self._end = self._tag(_CALL_END)
+        self._schemas = {function.name: function.parameters or {} for function in functions}
+
+    def _calls(self) -> Steps[None]:
+        if not self._text[: self._pos].endswith(_FUNCTION):
+            yield from self._skip_space()
+            if (yield from self._peek()) in ("{", "["):
+                yield from super()._calls()
+                return
+            if not (yield from self._accept(_FUNCTION)):
+                raise NotACall
+        yield from self._function()
+        yield from self._skip_space()
+        while (yield from self._accept(_FUNCTION)):
+            yield from self._function()
+            yield from self._skip_space()
+        yield from self._accept(self._end)
+
+    def _function(self) -> Steps[None]:
+        """Read a call from its name on."""
+        name = yield from self._name()
+        self._start(name)
+        self._drop_read()
+        schema, separator = self._schemas.get(name, {}), ""
+        self._send_arguments("{")
+        with contextlib.suppress(NotACall):  # it is cut off: what there is was passed on
+            while (yield from self._has_parameter()):
+                try:
+                    key = yield from self._name()
+                except NotACall:
+                    continue
+                self._send_arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
+                separator = ", "
+                yield from self._parameter(parameter_types(schema, key))
+            self._send_arguments("}")
+        self._drop_read()
+
+    def _name(self) -> Steps[str]:
+        """Read a name and the bracket behind it."""
+        start = self._pos
+        while _NAME_CHARACTER.fullmatch((yield from self._peek())):
+            self._pos += 1
+        name = self._text[start : self._pos].strip()
+        if not name or not (yield from self._accept(">")):
+            raise NotACall
+        return name
+
+    def _has_parameter(self) -> Steps[bool]:
+        """Read up to the next parameter or the end of the call; return whether there is one.
+
+        What else stands there means nothing.
+
+        Raises:
+            NotACall: the answer was cut off.
+        """
+        while True:
+            yield from self._skip_space()
+            if (yield from self._accept(_PARAMETER)):
+                return True
+            if (yield from self._accept(_FUNCTION_END)):
+                return False
+            if not (yield from self._peek()):
+                if self._cut:
+                    raise NotACall
+                return False
+            if (yield from self._is_next(self._end)) or (yield from self._is_next(self._opening)):
+                return False
+            self._pos += 1
+
+    def _is_next(self, tag: str) -> Steps[bool]:
+        """Whether a tag comes next. Nothing of it is read."""
+        start = self._pos
+        found = yield from self._accept(tag)
+        self._pos = start
+        return found
+
+    def _parameter(self, types: set[str]) -> Steps[None]:
+        """Read a value and the tag behind it, and pass it on.
+
+        Raises:
+            NotACall: the answer was cut off.
+        """
+        yield from self._accept("\n")
+        pieces: list[str] = []  # of a value that is no plain string
+        is_string = types == {"string"}
+        self._send_arguments('"' if is_string else "")
+        while True:
+            found = _VALUE_END.search(self._text, self._pos)
+            if found is None:
+                held = _HELD.search(self._text, self._pos)
+                assert held is not None
+                is_whole = self._ended and not self._cut
+                end = len(self._text.removesuffix("\n")) if is_whole else held.start()
+                self._take_value(end, None if is_string else pieces)
+                if self._ended:
+                    self._pos = len(self._text)
+                if is_whole:
+                    break
+                yield from self._more()
+                continue
+            self._take_value(found.start(), None if is_string else pieces)
+            start = self._pos
+            self._pos += len(found[0])
+            if (yield from self._is_end_of_value()):
+                break
+            end, self._pos = self._pos, start
+            self._take_value(end, None if is_string else pieces)
+        if is_string:
+            self._send_arguments('"')
+        else:
+            self._send_arguments(as_json("".join(pieces), types))
+
+    def _take_value(self, end: int, pieces: list[str] | None) -> None:
+        """Read the text up to `end`: pass it on as a part of a string, or add it to `pieces`."""
+        text, self._pos = self._text[self._pos : end], end
+        if pieces is None:
+            self._send_arguments(escaped(text))
+        else:
+            pieces.append(text)
+        if self._pos >= _MOST_READ:
+            self._drop_read()
+
+    def _is_end_of_value(self) -> Steps[bool]:
+        """Whether a tag that closes a value does: only the next tag, or nothing, may follow."""
+        start, tags = self._pos, (_PARAMETER, _FUNCTION_END, self._end)
+        yield from self._skip_space()
+        begin, self._pos = self._pos, start
+        while not (rest := self._text[begin:]).startswith(tags):
+            if not any(tag.startswith(rest) for tag in tags):
+                return False
+            if self._ended:
+                break
+            yield from self._more()
+        return True
+
+
+def parameter_types(schema: Mapping[str, Any], name: str) -> set[str]:
+    """Return the types, as JSON schemas name them, that a function's parameter may have.
+
+    Args:
+        schema: of the function's arguments.
+    """
+    properties, part = schema.get("properties"), schema.get("additionalProperties")
+    if isinstance(properties, Mapping) and name in properties:
+        part = properties[name]
+    return _types(part, schema, set(), 0) or {"string"}
+
+
+def _types(schema: Any, root: Mapping[str, Any], seen: set[str], depth: int) -> set[str]:
+    """Return the types that `schema`, a part of `root`, names; none if it names none.
+
+    Args:
+        seen: references that are followed already.
+    """
+    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+        return set()
+    named = schema.get("type", [])
+    found = {kind for kind in ([named] if isinstance(named, str) else named) if kind in _KNOWN}
+    values = schema.get("enum")
+    values = list(values) if isinstance(values, list | tuple) else []
+    values += [schema["const"]] if "const" in schema else []
+    found |= {_TYPES[type(value)] for value in values if type(value) in _TYPES}
+    for key in ("anyOf", "oneOf", "allOf"):
+        for part in schema.get(key) or ():
+            found |= _types(part, root, seen, depth + 1)
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference not in seen:
+        seen.add(reference)
+        found |= _types(_referred(reference, root), root, seen, depth + 1)
+    if not found:
+        implied = {"properties": "object", "items": "array"}
+        found = {kind for key, kind in implied.items() if key in schema}
+    return found
+
+
+def _referred(reference: str, root: Mapping[str, Any]) -> Any:
+    """Return the part of a schema that a reference such as #/$defs/City names."""
+    part: Any = root
+    for key in reference.removeprefix("#/").split("/"):
+        part = part.get(key) if isinstance(part, Mapping) else None
+    return part
+
+
+def as_json(text: str, types: set[str]) -> str:
+    """Return a value as JSON of one of these types, or else as a string.
+
+    Words may be Python's, as the chat template writes them: True, None.
+    """
+    value = text.strip()
+    if _WORDS.get(value.lower()) in types:
+        return value.lower().replace("none", "null")
+    number = "integer" if value.lstrip("-").isdecimal() else "number"
+    if types & {number, "number"} and _NUMBER.fullmatch(value):
+        return value
+    kind = {"{": "object", "[": "array"}.get(value[:1])
+    if kind in types and _is_json(value):
+        return value
+    inner = decoded(value) if value.startswith('"') and "string" not in types else None
+    return json.dumps(text, ensure_ascii=False) if inner is None else as_json(inner, types)
+
+
+def _is_json(text: str) -> bool:
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no JSON")
+
+    try:
+        json.loads(text, parse_constant=refuse)
+    except (ValueError, RecursionError):
+        return False
+    return True
