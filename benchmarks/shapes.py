@@ -53,6 +53,36 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "torch_dtype": "bfloat16",
     },
+    "Qwen3.5-0.8B": {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "vocab_size": 248320,
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 6,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000000,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [11, 11, 10],
+            "mrope_interleaved": True,
+        },
+        "tie_word_embeddings": True,
+        "dtype": "bfloat16",
+    },
     "Gemma-3-1B": {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
@@ -156,14 +186,31 @@ def weight_bytes(config: Mapping[str, Any], quantization: str | None = None) -> 
     """
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim", hidden // heads)
-    attention = (2 * heads + 2 * config["num_key_value_heads"]) * head_dim * hidden
+    mixers = num_mixers(config)
+    gate = heads if mixers else 0  # as in Qwen3.5
+    attention = (2 * heads + gate + 2 * config["num_key_value_heads"]) * head_dim * hidden
     size = config.get("moe_intermediate_size", config["intermediate_size"])
-    layer = attention + 3 * hidden * size * config.get("num_experts_per_tok", 1)
-    weights: int = config["num_hidden_layers"] * layer + config["vocab_size"] * hidden
-    return weights * WEIGHT_BITS[quantization] / 8
+    layers = config["num_hidden_layers"]
+    mlp = 3 * hidden * size * config.get("num_experts_per_tok", 1)
+    weights: int = layers * mlp + (layers - mixers) * attention + config["vocab_size"] * hidden
+    small = 0
+    if mixers:
+        kinds = ("key", "value")
+        keys, values = (
+            config[f"linear_num_{kind}_heads"] * config[f"linear_{kind}_head_dim"] for kind in kinds
+        )
+        weights += mixers * (2 * keys + 3 * values) * hidden
+        small = mixers * 2 * config["linear_num_value_heads"] * hidden  # these keep their bits
+    return (weights * WEIGHT_BITS[quantization] + small * WEIGHT_BITS[None]) / 8
+
+
+def num_mixers(config: Mapping[str, Any]) -> int:
+    """Return the number of layers that keep a state, and no keys and values."""
+    found: int = config.get("layer_types", []).count("linear_attention")
+    return found
 
 
 def kv_bytes(config: Mapping[str, Any]) -> int:
     """Return the bytes of one token's keys and values in bfloat16, over all layers."""
     numbers: int = 2 * config["num_key_value_heads"] * config["head_dim"]
-    return BFLOAT16_BYTES * numbers * int(config["num_hidden_layers"])
+    return BFLOAT16_BYTES * numbers * (int(config["num_hidden_layers"]) - num_mixers(config))

@@ -153,7 +153,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--acceptance", type=float, nargs="+", default=[0, 0.3, 0.6, 0.8, 0.95])
     parser.add_argument("--output-len", type=int, default=256, help="at most 4096 over batch")
     parser.add_argument("--num-speculative-tokens", type=int, default=24)
-    parser.add_argument("--method", choices=["ngram", "draft_model"])
+    parser.add_argument("--method", choices=["ngram", "draft_model", "mtp"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()

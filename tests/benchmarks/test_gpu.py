@@ -40,13 +40,12 @@ def test_tokens_read_step_by_step() -> None:
     assert floors.tokens_read(prompt_lens, output_lens) == expected
 
 
-@pytest.mark.parametrize("name", ["Qwen3-0.6B", "Qwen3-8B", "Qwen3-32B"])
+@pytest.mark.parametrize("name", ["Qwen3-0.6B", "Qwen3-8B", "Qwen3-32B", "Qwen3.5-0.8B"])
 def test_weights_that_a_step_reads(name: str) -> None:
-    from nanovllm.models.model_config import ModelConfig
-    from nanovllm.models.registry import model_class
+    from nanovllm.models.registry import model_class, read_config
 
     config = shapes.CONFIGS[name]
-    model_config = ModelConfig.from_hf(config)
+    model_config = read_config(config)
     with torch.device("meta"):
         model = model_class(model_config)(model_config, 64)
     matrices = {
