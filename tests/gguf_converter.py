@@ -28,6 +28,7 @@ def convert(
     kind: str = "F32",
     metadata: dict[str, Any] | None = None,
     shapes: dict[str, tuple[int, ...]] | None = None,
+    extra: dict[str, torch.Tensor] | None = None,
 ) -> str:
     """Write `model` to `file`, without a tokenizer.
 
@@ -36,6 +37,7 @@ def convert(
         kind: the type of all matrices.
         metadata: fields to add or replace, without the architecture; None leaves one out.
         shapes: other shapes of tensors, by their names in the file: they become zeros.
+        extra: tensors to add, by their names in the file.
     """
     config = plain(model.config)
     writer = gguf.GGUFWriter(file, architecture)
@@ -48,7 +50,7 @@ def convert(
             writer.add_key_value(name, value, kind_of_value)
     writer.add_eos_token_id(2)
     rng = np.random.default_rng(0)
-    for name, tensor in tensors(model, config, architecture):
+    for name, tensor in (*tensors(model, config, architecture), *(extra or {}).items()):
         if shapes and name in shapes:
             tensor = torch.zeros(shapes[name])
         used = kind if tensor.ndim > 1 and name.endswith("weight") else "F32"
@@ -85,14 +87,15 @@ def settings(config: Any, architecture: str) -> dict[str, Any]:
     """Return the metadata: what the converter writes for all architectures, and for this one."""
     rope = dict(config.rope_parameters)
     typed = rope.get("full_attention", rope)
+    eps = config.norm_eps if architecture.startswith("lfm2") else config.rms_norm_eps
     found = {
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
+        "feed_forward_length": getattr(config, "intermediate_size", None),
         "block_count": config.num_hidden_layers,
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "attention.layer_norm_rms_epsilon": eps,
         "rope.freq_base": float(typed["rope_theta"]),
         "rope.freq_base_swa": rope.get("sliding_attention", {}).get("rope_theta"),
     }
@@ -141,11 +144,11 @@ def own_settings(config: Any, architecture: str, rope: dict[str, Any]) -> dict[s
             "expert_feed_forward_length": config.intermediate_size,
         }
     if architecture == "qwen3moe":
-        return {
-            "expert_count": config.num_local_experts,
-            "expert_used_count": config.num_experts_per_tok,
-            "expert_feed_forward_length": config.moe_intermediate_size,
-        }
+        return expert_settings(config, config.num_local_experts)
+    if architecture.startswith("qwen35"):
+        return qwen35_settings(config, architecture, rope)
+    if architecture.startswith("lfm2"):
+        return lfm2_settings(config, architecture)
     if architecture == "granite":
         return {
             "attention.scale": config.attention_multiplier,
@@ -172,6 +175,47 @@ def own_settings(config: Any, architecture: str, rope: dict[str, Any]) -> dict[s
             found["rope.scaling.attn_factor"] = factor
         return found
     return {}
+
+
+def expert_settings(config: Any, num_experts: int) -> dict[str, Any]:
+    return {
+        "expert_count": num_experts,
+        "expert_used_count": config.num_experts_per_tok,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+    }
+
+
+def qwen35_settings(config: Any, architecture: str, rope: dict[str, Any]) -> dict[str, Any]:
+    heads, dim = config.linear_num_value_heads, config.linear_value_head_dim
+    found = {
+        "ssm.conv_kernel": config.linear_conv_kernel_dim,
+        "ssm.state_size": config.linear_key_head_dim,
+        "ssm.group_count": config.linear_num_key_heads,
+        "ssm.time_step_rank": heads,
+        "ssm.inner_size": heads * dim,
+        "attention.recurrent_layers": [kind != "full_attention" for kind in config.layer_types],
+        "full_attention_interval": 4,
+        "rope.dimension_count": int(config.head_dim * rope["partial_rotary_factor"]),
+        "rope.dimension_sections": [11, 11, 10, 0],
+    }
+    if architecture == "qwen35moe":
+        found |= expert_settings(config, config.num_experts)
+        shared = config.shared_expert_intermediate_size
+        found |= {"feed_forward_length": None, "expert_shared_feed_forward_length": shared}
+    return found
+
+
+def lfm2_settings(config: Any, architecture: str) -> dict[str, Any]:
+    attends = [kind == "full_attention" for kind in config.layer_types]
+    found = {
+        "vocab_size": config.vocab_size,
+        "attention.head_count_kv": [config.num_key_value_heads * int(has) for has in attends],
+        "shortconv.l_cache": config.conv_L_cache,
+    }
+    if architecture == "lfm2moe":
+        found |= expert_settings(config, config.num_experts)
+        found |= {"leading_dense_block_count": config.num_dense_layers, "expert_gating_func": 2}
+    return found
 
 
 def gemma4_settings(config: Any, slides: list[bool]) -> dict[str, Any]:
@@ -213,10 +257,9 @@ def tensors(
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         for part, values in parts(name, tensor, config, architecture):
-            stem, _, ending = part.rpartition(".")
-            named = table.get_name(stem)
+            named = table.get_name(part, (".weight", ".bias"))
             assert named is not None, part
-            yield f"{named}.{ending}", values
+            yield named, values
 
 
 def parts(
@@ -229,8 +272,14 @@ def parts(
         tensor = to_llama_order(tensor, config.num_attention_heads)
     if architecture in PERMUTED and ".k_proj." in name:
         tensor = to_llama_order(tensor, config.num_key_value_heads)
+    if architecture.startswith("qwen35"):
+        name, tensor = qwen35_tensor(name, tensor, config)
     if name.endswith(("sinks", "layer_scalar")):
         name = f"{name}.weight"
+    if name.endswith("expert_bias"):
+        name = f"{name}.bias"
+    if ".conv.conv." in name:
+        tensor = tensor.squeeze(1)
     if architecture == "gpt-oss" and ".experts." in name:
         stem, bias = name.removesuffix("_bias"), name.endswith("_bias")
         ending = "bias" if bias else "weight"
@@ -240,6 +289,11 @@ def parts(
             yield f"{stem.replace('gate_up', 'up')}.{ending}", tensor[:, 1::2]
         else:
             yield f"{stem}.{ending}", tensor
+    elif ".feed_forward.experts." in name:  # the names of checkpoints, which the table has
+        stem, gates = name.rpartition(".")[0], ("w1", "w3")
+        linears = tensor.chunk(2, dim=1) if "gate_up" in name else (tensor,)
+        for linear, values in zip(gates if "gate_up" in name else ("w2",), linears, strict=True):
+            yield f"{stem.removeprefix('model.')}.{linear}.weight", values
     elif ".experts.gate_up_proj" in name:
         gate, up = tensor.chunk(2, dim=1)
         yield f"{name.replace('gate_up', 'gate')}.weight", gate
@@ -248,6 +302,36 @@ def parts(
         yield f"{name}.weight", tensor
     else:
         yield name, tensor
+
+
+def qwen35_tensor(name: str, tensor: torch.Tensor, config: Any) -> tuple[str, torch.Tensor]:
+    """Return a tensor of Qwen3.5 as the converter names and changes it: value heads tiled."""
+    if name.endswith("norm.weight") and ".linear_attn." not in name:
+        return name, tensor + 1
+    keys, dim = config.linear_num_key_heads, config.linear_value_head_dim
+    share = config.linear_num_value_heads // keys
+    module = name.removesuffix(".weight").rpartition(".")[2]
+    if module in ("in_proj_qkv", "conv1d"):
+        tensor = tensor.squeeze(1)
+        start = 2 * keys * config.linear_key_head_dim
+        tensor = torch.cat([tensor[:start], tiled(tensor[start:], keys, share, dim)])
+    elif module == "in_proj_z":
+        tensor = tiled(tensor, keys, share, dim)
+    elif module in ("in_proj_a", "in_proj_b", "A_log", "dt_bias"):
+        tensor = tiled(tensor, keys, share, 1)
+    elif module == "out_proj":
+        tensor = tiled(tensor.T, keys, share, dim).T
+    elif module == "shared_expert_gate":
+        tensor = tensor.squeeze()
+    if module == "A_log":
+        return name, -torch.exp(tensor)
+    return name.replace(".dt_bias", ".dt_proj.bias"), tensor
+
+
+def tiled(rows: torch.Tensor, key_heads: int, share: int, dim: int) -> torch.Tensor:
+    """Return rows of value heads, grouped by key head, with one of each key head in turn."""
+    by_head = rows.reshape(key_heads, share, dim, -1)
+    return by_head.permute(1, 0, 2, 3).reshape(rows.shape)
 
 
 def rope_tensors(config: Any, architecture: str) -> Iterator[tuple[str, torch.Tensor]]:

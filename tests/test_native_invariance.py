@@ -138,8 +138,17 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 33,
         "num_hidden_layers": 2,
     },
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+        "num_hidden_layers": 3,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3},
 }
-"""With windows, sinks and experts."""
+"""With windows, sinks, experts and states."""
 
 
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
