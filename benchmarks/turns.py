@@ -123,7 +123,8 @@ def main() -> None:
             for option, size in zip(("--system", "--question", "--answer"), sizes, strict=True):
                 command += [option, str(size)]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            for row in json.loads(done.stdout.strip().splitlines()[-1]):
+            printed = [line for line in done.stdout.splitlines() if line.startswith('[{"turn"')]
+            for row in json.loads(printed[-1]):  # an engine prints other lines, too
                 cells = f"{row['turn']} | {row['prompt']} | {row['computed']}"
                 print(f"| {name} | {cells} | {row['first']:.2f} | {row['seconds']:.2f} |")
 

@@ -27,7 +27,7 @@ class Family(nn.Module):
     names: ClassVar[dict[str, str]] = {}
     """The checkpoint's names of modules that have other names here."""
     left_out: ClassVar[tuple[str, ...]] = ()
-    """Beginnings of the names of tensors that are not loaded, because the network needs none of them."""
+    """Beginnings of the names of tensors that are not loaded, as the network needs none of them."""
     norm: ClassVar[dict[str, Any]] = {}
     """Options of the norms, see `RMSNorm`."""
 
