@@ -13,6 +13,11 @@ ALIGNMENT = 64
 """Bytes: a page's size is a multiple of it, and each part begins at one."""
 
 
+def aligned(num_bytes: int) -> int:
+    """Return `num_bytes`, rounded up to where a next part may begin."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
 class StatePart(NamedTuple):
     """One contiguous piece of a layer's state."""
 

@@ -11,7 +11,7 @@ after `StateRows.write_lens` of its tokens.
 import torch
 import torch.nn.functional as F
 
-from nanovllm.attention.states import ALIGNMENT, StateRows, States
+from nanovllm.attention.states import ALIGNMENT, StateRows, States, aligned
 from nanovllm.kernels.torch_math import rms_norm
 
 
@@ -158,7 +158,7 @@ def _units(
     columns, offsets = states.places[first : first + count].unbind(1)
     page_units = states.pool.shape[1] // ALIGNMENT
     begins = rows.pages[:, columns].long() * page_units + offsets // ALIGNMENT
-    num_units = -(-states.parts[first].nbytes // ALIGNMENT)
+    num_units = aligned(states.parts[first].nbytes) // ALIGNMENT
     index = begins[..., None] + torch.arange(num_units, device=begins.device)
     return states.pool.view(-1, ALIGNMENT), index
 

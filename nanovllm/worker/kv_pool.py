@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.attention.states import ALIGNMENT
+from nanovllm.attention.states import aligned
 from nanovllm.kernels.cpu.layer_ops import copy_pages
 from nanovllm.kernels.cpu.library import library, torch_on_one_thread
 from nanovllm.scheduler.windows import WindowGroup
@@ -50,7 +50,7 @@ def page_layout(sizes: Seq[int], windows: Seq[int | None], least_bytes: int = 0)
         windows: of each layer; None: full attention.
         least_bytes: of a page.
     """
-    sizes = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+    sizes = [aligned(size) for size in sizes]
     full = [index for index, window in enumerate(windows) if window is None]
     groups: dict[int | None, list[int]] = {None: full}
     if not full:

@@ -86,7 +86,7 @@ def report(model: str) -> dict[str, Any]:
         **supported(config.architecture)._asdict(),
         **_sizes(config, checkpoint.path),
         "attention": _counted(_attention(network)),
-        "states": _counted(map(_state, _state_layers(network))),
+        "states": _counted(map(_state, StateLayers(network).layers)),
         "mlps": _counted(map(_mlp, _layers(network))),
         "logit_softcap": config.fields.get("final_logit_softcapping"),
         "left_out": _left_out(network, checkpoint, files),
@@ -149,10 +149,6 @@ def _attention(network: DecoderForCausalLM) -> Iterator[dict[str, Any]]:
             "sinks": options.sinks,
             "own_kv": attention.attn.source is None,
         }
-
-
-def _state_layers(network: nn.Module) -> Iterator[StateLayer]:
-    return (module for module in network.modules() if isinstance(module, StateLayer))
 
 
 def _state(layer: StateLayer) -> dict[str, Any]:

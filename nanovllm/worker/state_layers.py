@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from nanovllm.attention.states import ALIGNMENT, StatePart, States
+from nanovllm.attention.states import StatePart, States, aligned
 from nanovllm.layers.state_layer import StateLayer
 
 logger = logging.getLogger(__name__)
@@ -24,11 +24,6 @@ class PartPlace(NamedTuple):
     """Which of the sequence's pages it is in."""
     offset: int
     """Bytes from the start of the page."""
-
-
-def aligned(num_bytes: int) -> int:
-    """Return `num_bytes`, rounded up to where a next part may begin."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def pack_parts(parts: Iterable[StatePart], page_bytes: int) -> tuple[list[PartPlace], int]:
