@@ -13,7 +13,7 @@ from nanovllm.chat.tool_calls import Steps, ToolCallParser
 
 CLOSING, QUOTE = "<tool_call|>", '<|"|>'
 _BRACKETS = {"{": "}", "[": "]"}
-_MOST_READ = 4096
+_NAME = re.compile(r"[-.:\w]")
 _SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?", re.ASCII)
 
 
@@ -33,10 +33,7 @@ class Gemma4Parser(ToolCallParser):
     def _calls(self) -> Steps[None]:
         yield from self._skip_space()
         yield from self._accept("call:")
-        start = self._pos
-        while re.fullmatch(r"[-.:\w]", (yield from self._peek())):
-            self._pos += 1
-        name = self._text[start : self._pos]
+        name = yield from self._word(_NAME)
         yield from self._skip_space()
         if not name or (yield from self._peek()) != "{":
             raise NotACall
@@ -48,12 +45,6 @@ class Gemma4Parser(ToolCallParser):
             return
         yield from self._skip_space()
         yield from self._accept(self._end)
-
-    def _write(self, json_text: str) -> None:
-        """Pass on arguments, and forget the text that was read for them: seldom, it takes long."""
-        self._send_arguments(json_text)
-        if self._pos >= _MOST_READ:
-            self._drop_read()
 
     def _arguments(self) -> Steps[None]:
         """Read an object. `ends` are the brackets that close what is open."""
@@ -141,13 +132,6 @@ class Gemma4Parser(ToolCallParser):
                 break
             self._pos += 1
         return self._text[start : self._pos].strip()
-
-    def _is_next(self, tag: str) -> Steps[bool]:
-        """Whether a tag comes next. Nothing of it is read."""
-        start = self._pos
-        found = yield from self._accept(tag)
-        self._pos = start
-        return found
 
     def _quoted(self, ends: str) -> Steps[None]:
         """Read a string up to the token of quotes that ends it, and pass it on meanwhile.

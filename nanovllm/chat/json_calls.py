@@ -10,6 +10,8 @@ import string
 from nanovllm.chat.call_arguments import NotACall
 from nanovllm.chat.tool_calls import Steps, ToolCallParser
 
+_NAME_CHARACTER = re.compile(r"[-.\w]")
+
 
 class HermesParser(ToolCallParser):
     """<tool_call>{"name": "f", "arguments": {...}}</tool_call>; Hermes, Qwen, SmolLM.
@@ -75,21 +77,19 @@ class MistralParser(ToolCallParser):
         elif first == "{":
             yield from self._call()
         else:
-            name = yield from self._word()
+            name = yield from self._known_word()
             call_id = None
             if (yield from self._accept(self._tag("[CALL_ID]"))):
-                call_id = yield from self._word()
+                call_id = yield from self._known_word()
             yield from self._accept(self._tag("[ARGS]"))
             yield from self._skip_space()
             if (yield from self._peek()) != "{":
                 raise NotACall
             yield from self._named_call(name, call_id)
 
-    def _word(self) -> Steps[str]:
+    def _known_word(self) -> Steps[str]:
         """Read a name or an id."""
-        start = self._pos
-        while re.fullmatch(r"[-.\w]", (yield from self._peek())):
-            self._pos += 1
-        if self._pos == start:
+        word = yield from self._word(_NAME_CHARACTER)
+        if not word:
             raise NotACall
-        return self._text[start : self._pos]
+        return word

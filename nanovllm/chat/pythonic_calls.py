@@ -14,6 +14,7 @@ CALLS_START, CALLS_END = "<|tool_call_start|>", "<|tool_call_end|>"
 _OPENINGS = {"{": ("}", "}"), "[": ("]", "]"), "(": (")", "]")}
 """By the bracket that opens a value: the one that closes it, and the one that closes its JSON."""
 _ARGUMENTS = (")", "}")
+_NAME, _KEY = re.compile(r"[-.:\w]"), re.compile(r"[-.\w]")
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 _JSON = re.compile(r"true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?", re.ASCII)
 _NUMBER = re.compile(r"[-+]?(?:[\d_]+\.?[\d_]*|\.\d[\d_]*)(?:[eE][-+]?\d+)?", re.ASCII)
@@ -23,7 +24,6 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\
 _ESCAPES |= {character: character for character in "\\'\""}
 _CODES = {"x": 2, "u": 4, "U": 8}
 """Hexadecimal digits behind a backslash and this letter."""
-_MOST_READ = 4096
 
 
 class PythonicParser(ToolCallParser):
@@ -58,19 +58,15 @@ class PythonicParser(ToolCallParser):
         yield from self._accept(self._end)
 
     def _pythonic_call(self) -> Steps[None]:
-        start = self._pos
-        while re.fullmatch(r"[-.:\w]", (yield from self._peek())):
-            self._pos += 1
-        name = self._text[start : self._pos]
+        name = yield from self._word(_NAME)
         yield from self._skip_space()
         if not name or not (yield from self._accept("(")):
             raise NotACall
         yield from self._skip_space()
         start = self._pos
-        while re.fullmatch(r"[-.\w]", (yield from self._peek())):
-            self._pos += 1
+        key = yield from self._word(_KEY)
         yield from self._skip_space()
-        if (yield from self._peek()) != ("=" if self._text[start : self._pos].strip() else ")"):
+        if (yield from self._peek()) != ("=" if key else ")"):
             raise NotACall
         self._pos = start
         self._start(name)
@@ -81,12 +77,6 @@ class PythonicParser(ToolCallParser):
         except NotACall:  # they are cut off: what there is was passed on
             return
         self._drop_read()
-
-    def _write(self, json_text: str) -> None:
-        """Pass on arguments, and forget the text that was read for them: seldom, it takes long."""
-        self._send_arguments(json_text)
-        if self._pos >= _MOST_READ:
-            self._drop_read()
 
     def _arguments(self) -> Steps[None]:
         """Read what is between the brackets of a call. `open_ends` are those of what is open."""
@@ -140,13 +130,6 @@ class PythonicParser(ToolCallParser):
             else:
                 self._pos += 1
         return True
-
-    def _is_next(self, tag: str) -> Steps[bool]:
-        """Whether a tag comes next. Nothing of it is read."""
-        start = self._pos
-        found = yield from self._accept(tag)
-        self._pos = start
-        return found
 
     def _named(self, separator: str) -> Steps[None]:
         """Read a key and the character behind it, and pass them on."""

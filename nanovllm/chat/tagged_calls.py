@@ -42,7 +42,6 @@ _TYPES = {
 _KNOWN = frozenset(_TYPES.values())
 _MAX_DEPTH = 16
 """Of schemas within schemas, and of references."""
-_MOST_READ = 4096
 
 
 class Function(Protocol):
@@ -108,10 +107,7 @@ class TaggedParser(HermesParser):
 
     def _name(self) -> Steps[str]:
         """Read a name and the bracket behind it."""
-        start = self._pos
-        while _NAME_CHARACTER.fullmatch((yield from self._peek())):
-            self._pos += 1
-        name = self._text[start : self._pos].strip()
+        name = (yield from self._word(_NAME_CHARACTER)).strip()
         if not name or not (yield from self._accept(">")):
             raise NotACall
         return name
@@ -137,13 +133,6 @@ class TaggedParser(HermesParser):
             if (yield from self._is_next(self._end)) or (yield from self._is_next(self._opening)):
                 return False
             self._pos += 1
-
-    def _is_next(self, tag: str) -> Steps[bool]:
-        """Whether a tag comes next. Nothing of it is read."""
-        start = self._pos
-        found = yield from self._accept(tag)
-        self._pos = start
-        return found
 
     def _parameter(self, types: set[str]) -> Steps[None]:
         """Read a value and the tag behind it, and pass it on.
@@ -184,12 +173,9 @@ class TaggedParser(HermesParser):
     def _take_value(self, end: int, pieces: list[str] | None) -> None:
         """Read the text up to `end`: pass it on as a part of a string, or add it to `pieces`."""
         text, self._pos = self._text[self._pos : end], end
-        if pieces is None:
-            self._send_arguments(escaped(text))
-        else:
+        if pieces is not None:
             pieces.append(text)
-        if self._pos >= _MOST_READ:
-            self._drop_read()
+        self._write(escaped(text) if pieces is None else "")
 
     def _is_end_of_value(self) -> Steps[bool]:
         """Whether a tag that closes a value does: only the next tag, or nothing, may follow."""

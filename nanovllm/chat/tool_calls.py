@@ -19,8 +19,9 @@ Steps = Generator[None, None, T]
 
 _BRACKET_OR_QUOTE = re.compile(r'["{}\[\]]')
 _QUOTE_OR_ESCAPE = re.compile(r'["\\]')
-_SCALAR = re.compile(r"[-+.\w]*")
+_SCALAR = re.compile(r"[-+.\w]")
 _ARGUMENTS = ("arguments", "parameters")
+_MOST_READ = 4096
 MAX_CALLS = 128
 """In an answer: a message of a request may have as many."""
 
@@ -141,6 +142,12 @@ class ToolCallParser(ABC):
         if text:
             self._parts.append(ToolCallArguments(self._num_calls - 1, text))
 
+    def _write(self, json_text: str) -> None:
+        """Pass on arguments, and forget the text that was read for them: seldom, it takes long."""
+        self._send_arguments(json_text)
+        if self._pos >= _MOST_READ:
+            self._drop_read()
+
     # What a call consists of. Each of these reads on from where the last one ended.
 
     def _list(self) -> Steps[None]:
@@ -248,7 +255,8 @@ class ToolCallParser(ABC):
         """Read a JSON value. Of objects and lists only the brackets and strings are looked at."""
         first = yield from self._peek()
         if first not in ("{", "[", '"'):
-            yield from self._skip_scalar()
+            if not (yield from self._word(_SCALAR)):
+                raise NotACall
             return
         depth = 0
         while True:
@@ -261,13 +269,6 @@ class ToolCallParser(ABC):
             if depth <= 0:
                 return
 
-    def _skip_scalar(self) -> Steps[None]:
-        start = self._pos
-        while _SCALAR.fullmatch((yield from self._peek()) or " "):
-            self._pos += 1
-        if self._pos == start:
-            raise NotACall
-
     def _search(self, pattern: re.Pattern[str]) -> Steps[str]:
         """Read up to the next match of a pattern, one character, and return it."""
         while (match := pattern.search(self._text, self._pos)) is None:
@@ -275,6 +276,13 @@ class ToolCallParser(ABC):
             yield from self._more()
         self._pos = match.end()
         return match[0]
+
+    def _word(self, character: re.Pattern[str]) -> Steps[str]:
+        """Read the characters that match a pattern, and return them."""
+        start = self._pos
+        while character.fullmatch((yield from self._peek())):
+            self._pos += 1
+        return self._text[start : self._pos]
 
     def _skip_space(self) -> Steps[None]:
         while (yield from self._peek()).isspace():
@@ -304,6 +312,13 @@ class ToolCallParser(ABC):
                 return False
             self._pos += 1
         return True
+
+    def _is_next(self, tag: str) -> Steps[bool]:
+        """Whether a tag comes next. Nothing of it is read."""
+        start = self._pos
+        found = yield from self._accept(tag)
+        self._pos = start
+        return found
 
     def _peek(self) -> Steps[str]:
         """Return the next character; "" at the end of the answer."""
