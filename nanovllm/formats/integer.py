@@ -7,8 +7,8 @@ import torch.nn.functional as F
 
 from nanovllm.errors import ConfigError
 from nanovllm.kernels.cpu import ops as cpu_ops
-from nanovllm.kernels.cpu.expert_ops import Panels
 from nanovllm.kernels.cpu.kernels import CKernels
+from nanovllm.kernels.cpu.packed import Panels, PanelWeight
 from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
 
 GROUP_SIZES = {"int8": (128, 64, 32), "int4": (32,)}
@@ -39,7 +39,8 @@ def make_int_method(weight: IntTensor, dtype: torch.dtype, kernels: Kernels) -> 
         dtype: of inputs and results.
     """
     if isinstance(kernels, CKernels):
-        return NativeIntWeight(weight)
+        panels = Panels(*cpu_ops.pack_int(*weight), weight.bits)
+        return PanelWeight(panels, len(weight.values))
     return IntWeight(weight, dtype)
 
 
@@ -82,29 +83,6 @@ def quantize(weight: torch.Tensor, bits: int, group_size: int) -> IntTensor:
         values[start : start + _ROWS_AT_ONCE] = rounded.clamp_(-limit, limit - 1).flatten(1)
         scales[start : start + _ROWS_AT_ONCE] = scale
     return IntTensor(values, scales, None, bits)
-
-
-class NativeIntWeight:
-    """A weight of 8 or 4 bits in the layout of the C kernels, for inputs in bfloat16.
-
-    They round the inputs to 16 bits for a weight of 8 bits, and to 8 bits for one of 4.
-    """
-
-    def __init__(self, weight: IntTensor) -> None:
-        self._packed, self._scales = cpu_ops.pack_int(*weight)
-        self._output_size, self._bits = len(weight.values), weight.bits
-
-    @property
-    def panels(self) -> Panels:
-        """Return the weight for the kernels of experts."""
-        return Panels(self._packed, self._scales, self._bits)
-
-    def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        sizes = self._output_size, self._bits
-        return cpu_ops.linear_int(x, self._packed, self._scales, *sizes, bias)
-
-    def embedding(self, ids: torch.Tensor) -> torch.Tensor:
-        return cpu_ops.gather_int(ids, self._packed, self._scales, self._bits)
 
 
 class IntWeight:

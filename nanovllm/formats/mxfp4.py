@@ -13,8 +13,8 @@ from torch import nn
 from nanovllm.checkpoint.shards import Shard
 from nanovllm.errors import ConfigError
 from nanovllm.kernels.cpu import ops as cpu_ops
-from nanovllm.kernels.cpu.expert_ops import Panels
 from nanovllm.kernels.cpu.kernels import CKernels
+from nanovllm.kernels.cpu.packed import Panels, PanelWeight
 from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
 from nanovllm.layers.experts import StackedLinear
 from nanovllm.utils.distributed import tensor_parallel
@@ -59,7 +59,7 @@ class StoredMxfp4:
 
     def method(self, weight: torch.Tensor, dtype: torch.dtype, kernels: Kernels) -> WeightMethod:
         if isinstance(kernels, CKernels):
-            return NativeFp4Weight(weight, self._scales)
+            return native_weight(weight, self._scales)
         if kernels.name == "triton":
             raise ConfigError("experts in MXFP4 run on CPUs alone; choose device='cpu'")
         return Fp4Weight(weight, self._scales, dtype)
@@ -84,36 +84,20 @@ def expect_mxfp4(matrix: StackedLinear) -> None:
     matrix.weight = nn.Parameter(empty, requires_grad=False)
 
 
-class NativeFp4Weight:
-    """A weight in MXFP4 in the layout of the C kernels, for inputs in bfloat16, which they round to
-    8 bits.
+def native_weight(pairs: torch.Tensor, scales: torch.Tensor) -> PanelWeight:
+    """Return a weight in MXFP4 for the C kernels.
 
     Args:
         pairs: [n, k / 2] uint8, the even number of a pair in the low half.
         scales: [n, k / 32] uint8.
     """
-
-    def __init__(self, pairs: torch.Tensor, scales: torch.Tensor) -> None:
-        values = _numbers(pairs).view(torch.int8) - 8
-        half = _half_scales(scales).bfloat16().view(torch.float16)  # the kernels read its bits
-        self._packed, self._scales = cpu_ops.pack_int(values, half, None, 4)
-        self._output_size = len(pairs)
-
-    @property
-    def panels(self) -> Panels:
-        """Return the weight for the kernels of experts."""
-        return Panels(self._packed, self._scales, 4, fp4=True)
-
-    def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        sizes = self._output_size, 4
-        return cpu_ops.linear_int(x, self._packed, self._scales, *sizes, bias, fp4=True)
-
-    def embedding(self, ids: torch.Tensor) -> torch.Tensor:
-        return cpu_ops.gather_int(ids, self._packed, self._scales, 4, fp4=True)
+    values = _numbers(pairs).view(torch.int8) - 8
+    half = _half_scales(scales).bfloat16().view(torch.float16)  # the kernels read its bits
+    return PanelWeight(Panels(*cpu_ops.pack_int(values, half, None, 4), 4, fp4=True), len(pairs))
 
 
 class Fp4Weight:
-    """A weight in MXFP4 in plain torch; see `NativeFp4Weight`.
+    """A weight in MXFP4 in plain torch; see `native_weight`.
 
     Args:
         dtype: of inputs and results.

@@ -9,7 +9,6 @@ from nanovllm.formats.fp8 import Fp8Weight, quantize_fp8
 from nanovllm.formats.integer import (
     IntTensor,
     IntWeight,
-    NativeIntWeight,
     choose_group_size,
     make_int_method,
     quantize,
@@ -17,7 +16,7 @@ from nanovllm.formats.integer import (
 from nanovllm.formats.registry import round_weight
 from nanovllm.kernels.cpu import packed as packed_weights
 from nanovllm.kernels.cpu.library import library
-from nanovllm.kernels.cpu.packed import OneDnnWeight, PackedWeight, use_onednn
+from nanovllm.kernels.cpu.packed import OneDnnWeight, PackedWeight, PanelWeight, use_onednn
 from nanovllm.kernels.selector import select_kernels
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.layers.linear import Matrix
@@ -120,7 +119,7 @@ def test_native_and_plain_agree(kind):
         make_int_method(weight, torch.bfloat16, kernels_of(weight.scales.bfloat16(), n))
         for n in (True, False)
     )
-    assert (type(packed), type(plain)) == (NativeIntWeight, IntWeight)
+    assert (type(packed), type(plain)) == (PanelWeight, IntWeight)
     rows = torch.tensor([5, 69, 0])
     assert torch.equal(packed.embedding(rows), plain.embedding(rows))
     x, bias = randn(9, 256), randn(70, seed=3) * 100
@@ -141,7 +140,7 @@ def test_groups_divide_the_inputs():
 def test_the_method_follows_dtype_and_quantization():
     weight = randn(64, 64)
     assert isinstance(method_of(weight, None), PackedWeight)
-    assert isinstance(method_of(weight, "int8"), NativeIntWeight)
+    assert isinstance(method_of(weight, "int8"), PanelWeight)
     assert isinstance(method_of(weight, "int8", native=False), IntWeight)
     assert isinstance(method_of(weight.float(), "int4"), IntWeight)
     assert method_of(weight, None, native=False) is None

@@ -3,46 +3,18 @@
 Shapes and layouts are not checked, except in `supports`: a wrong one corrupts memory.
 """
 
-from typing import NamedTuple, Protocol, runtime_checkable
-
 import torch
 
-from nanovllm.kernels.cpu import library, ops
+from nanovllm.kernels.cpu import library
 from nanovllm.kernels.cpu.build import PANEL
+from nanovllm.kernels.cpu.packed import Panels, PanelWeight
 from nanovllm.kernels.torch_experts import ACTIVATIONS, ExpertLinear, ExpertMLP, Routing
-
-
-class Panels(NamedTuple):
-    """A weight in the layout of the C kernels, see `ops.pack` and `ops.pack_int`."""
-
-    packed: torch.Tensor
-    scales: torch.Tensor | None
-    """With 8 and 4 bits only; [panels, groups, 32], or [panels, groups, 2, 32] with minimums."""
-    bits: int
-    fp4: bool = False
-    """See `ops.kind_of`."""
-
-    def arguments(self, inputs: int) -> tuple[int, int, int]:
-        """Return the group, the bits and the kind of a weight of `inputs` inputs."""
-        if self.scales is None:
-            return 0, self.bits, 0
-        return inputs // self.scales.shape[1], self.bits, ops.kind_of(self.scales, self.fp4)
-
-
-@runtime_checkable
-class InPanels(Protocol):
-    """A weight in the layout of the C kernels."""
-
-    @property
-    def panels(self) -> Panels:
-        """Return its memory."""
-        ...
 
 
 def supports(x: torch.Tensor, mlp: ExpertMLP) -> bool:
     """Return whether `experts` can compute `mlp` for `x`: each expert must have whole panels."""
     return x.dtype == torch.bfloat16 and all(
-        isinstance(linear.weight, InPanels) and linear.num_outputs % divisor == 0
+        isinstance(linear.weight, PanelWeight) and linear.num_outputs % divisor == 0
         for linear, divisor in ((mlp.gate_up, 2 * PANEL), (mlp.down, PANEL))
     )
 
@@ -133,5 +105,5 @@ def experts(x: torch.Tensor, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
 
 
 def _panels(linear: ExpertLinear) -> Panels:
-    assert isinstance(linear.weight, InPanels)
+    assert isinstance(linear.weight, PanelWeight)
     return linear.weight.panels

@@ -6,10 +6,11 @@ import os
 import pytest
 import torch
 
-from nanovllm.formats.integer import IntTensor, NativeIntWeight, quantize
-from nanovllm.formats.mxfp4 import Fp4Weight, NativeFp4Weight
+from nanovllm.formats.integer import IntTensor, make_int_method, quantize
+from nanovllm.formats.mxfp4 import Fp4Weight, native_weight
 from nanovllm.kernels import torch_experts
 from nanovllm.kernels.cpu import expert_ops
+from nanovllm.kernels.cpu.kernels import CKernels
 from nanovllm.kernels.cpu.packed import PackedWeight
 from nanovllm.kernels.torch_experts import ExpertLinear, ExpertMLP
 from nanovllm.steps.recording import Recording
@@ -42,7 +43,7 @@ def in_bits(weight, bits):
     if bits == "fp4":
         pairs, scales = random_mxfp4(*weight.shape)
         wide = Fp4Weight(pairs, scales, torch.float64)
-        return NativeFp4Weight(pairs, scales), wide.embedding(torch.arange(len(pairs)))
+        return native_weight(pairs, scales), wide.embedding(torch.arange(len(pairs)))
     if bits == 16:
         packed = PackedWeight(*weight.shape)
         packed.store(0, weight)
@@ -56,8 +57,8 @@ def in_bits(weight, bits):
     wide *= rounded.scales.double().repeat_interleave(32, 1)
     if minimums is not None:
         wide += minimums.double().repeat_interleave(32, 1)
-    method = NativeIntWeight(IntTensor(rounded.values, rounded.scales, minimums, bits))
-    return method, wide
+    tensor = IntTensor(rounded.values, rounded.scales, minimums, bits)
+    return make_int_method(tensor, torch.bfloat16, CKernels()), wide
 
 
 def make_mlp(hidden_size, size, bits, activation, interleaved, bias):
@@ -149,10 +150,10 @@ def test_a_linear_in_mxfp4(n):
     pairs, scales = random_mxfp4(n, 256)
     pairs[0] = 0x77  # the largest number
     scales[0] = torch.tensor([0, 1, 60, 120, 127, 128, 200, 200])
-    native_weight, wide = NativeFp4Weight(pairs, scales), Fp4Weight(pairs, scales, torch.float64)
+    packed, wide = native_weight(pairs, scales), Fp4Weight(pairs, scales, torch.float64)
     ids = torch.arange(n)
     weight = wide.embedding(ids)
-    assert torch.equal(native_weight.embedding(ids).double(), weight.bfloat16().double())
+    assert torch.equal(packed.embedding(ids).double(), weight.bfloat16().double())
     for m in (1, 2, 13, 40):
         x = randn(m, 256, seed=m).mul(40).round().clamp(-127, 127)
         x[:, ::32] = 127  # the scale of each group of inputs is 1
@@ -160,7 +161,7 @@ def test_a_linear_in_mxfp4(n):
         expected = x.double() @ weight.T
         half_step = 2.0 ** (expected.frexp().exponent - 9)  # of bfloat16
         slack = (x.double().abs() @ weight.abs().T) * 2**-22  # float32 sums of groups
-        assert ((native_weight.apply(x).double() - expected).abs() <= half_step + slack).all()
+        assert ((packed.apply(x).double() - expected).abs() <= half_step + slack).all()
 
 
 @pytest.mark.parametrize("renormalize", [False, True])
