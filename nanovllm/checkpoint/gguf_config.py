@@ -86,6 +86,7 @@ def make_config(metadata: Metadata, family: GgufFamily) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in tensors,
         "eos_token_id": eos_token_ids(metadata, embedding.shape[0]),
     }
+    config |= {name: metadata.size(key) for key, name in family.sizes.items()}
     for key, name in family.numbers.items():
         if metadata.has(key):
             config[name] = metadata.number(key)
@@ -105,9 +106,8 @@ def _size(metadata: Metadata, family: GgufFamily, key: str, default: int | None 
 
 def _check_settings(metadata: Metadata, family: GgufFamily) -> None:
     """Raise for a setting of the architecture that is not implemented."""
-    known = (_CHECKED_KEYS | _IGNORED_KEYS | family.keys | family.numbers.keys()) - {
-        *family.neutral
-    }
+    own = family.keys | family.sizes.keys() | family.numbers.keys()
+    known = (_CHECKED_KEYS | _IGNORED_KEYS | own) - family.neutral.keys()
     neutral = _NEUTRAL | {key: (value,) for key, value in family.neutral.items()}
     for key in sorted(metadata.settings() - known):
         name = f"{metadata.architecture}.{key}"

@@ -9,11 +9,10 @@ from collections.abc import Callable
 from nanovllm.checkpoint.gguf_family import Fields, GgufFamily
 from nanovllm.checkpoint.gguf_gemma4 import GEMMA4_KEYS, gemma4_fields
 from nanovllm.checkpoint.gguf_lfm2 import (
-    LFM2_KEYS,
     LFM2_MODULES,
-    LFM2_MOE_KEYS,
     LFM2_MOE_MODULES,
     LFM2_READINGS,
+    LFM2_SIZES,
     LFM2_TENSORS,
     lfm2_fields,
     lfm2_moe_fields,
@@ -24,16 +23,20 @@ from nanovllm.checkpoint.gguf_qwen35 import (
     QWEN35_KEYS,
     QWEN35_MODULES,
     QWEN35_MOE_MODULES,
+    QWEN35_SIZES,
     QWEN35_TENSORS,
     qwen35_fields,
-    qwen35_moe_fields,
     qwen35_readings,
 )
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.options.validation import check_int, shown
 
 _WINDOW_KEYS = frozenset({"attention.sliding_window", "attention.sliding_window_pattern"})
-_EXPERT_KEYS = frozenset({"expert_count", "expert_used_count", "expert_feed_forward_length"})
+_EXPERT_SIZES = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
 _SANDWICH = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -117,11 +120,6 @@ def _phi3(metadata: Metadata, config: Fields) -> Fields:
     return {"sliding_window": window or None}
 
 
-def _granite(metadata: Metadata, config: Fields) -> Fields:
-    default = config["head_dim"] ** -0.5
-    return {"attention_multiplier": metadata.number("attention.scale", default)}
-
-
 def _olmo2(metadata: Metadata, config: Fields) -> Fields:
     """Olmo 3 is an Olmo 2 with windows."""
     windows = _windows(metadata, config, 4)
@@ -132,25 +130,10 @@ def _olmo2(metadata: Metadata, config: Fields) -> Fields:
     return own | _theta_of_windows(metadata, config, theta)
 
 
-def _exaone4(metadata: Metadata, config: Fields) -> Fields:
-    return _windows(metadata, config, 4)
-
-
-def _seed_oss(metadata: Metadata, config: Fields) -> Fields:
-    return {"attention_out_bias": "blk.0.attn_output.bias" in metadata.tensors}
-
-
-def _ernie(metadata: Metadata, config: Fields) -> Fields:
-    return {"use_bias": config["attention_bias"]}
-
-
 def _qwen3moe(metadata: Metadata, config: Fields) -> Fields:
     """llama.cpp always normalises the weights of a token's experts."""
-    num_chosen = metadata.size("expert_used_count")
-    size = max(1, config["intermediate_size"] // num_chosen)
+    size = max(1, config["intermediate_size"] // config["num_experts_per_tok"])
     return {
-        "num_experts": metadata.size("expert_count"),
-        "num_experts_per_tok": num_chosen,
         "moe_intermediate_size": metadata.size("expert_feed_forward_length", size),
         "norm_topk_prob": True,
     }
@@ -160,18 +143,21 @@ def _gpt_oss(metadata: Metadata, config: Fields) -> Fields:
     """The bounds of yarn's ramp are not rounded, as in the published config.json."""
     return {
         **_windows(metadata, config, 2),
-        "num_local_experts": metadata.size("expert_count"),
-        "num_experts_per_tok": metadata.size("expert_used_count"),
-        "intermediate_size": metadata.size("expert_feed_forward_length"),
         "rope_parameters": {**config["rope_parameters"], "truncate": False},
         "split_experts": True,
     }
 
 
 FAMILIES: dict[str, GgufFamily] = {
-    "ernie4_5": GgufFamily("Ernie4_5ForCausalLM", fields=_ernie),
+    "ernie4_5": GgufFamily(
+        "Ernie4_5ForCausalLM",
+        fields=lambda metadata, config: {"use_bias": config["attention_bias"]},
+    ),
     "exaone4": GgufFamily(
-        "Exaone4ForCausalLM", modules=_SANDWICH, keys=_WINDOW_KEYS, fields=_exaone4
+        "Exaone4ForCausalLM",
+        modules=_SANDWICH,
+        keys=_WINDOW_KEYS,
+        fields=lambda metadata, config: _windows(metadata, config, 4),
     ),
     "gemma2": GgufFamily(
         "Gemma2ForCausalLM",
@@ -216,7 +202,12 @@ FAMILIES: dict[str, GgufFamily] = {
             "ffn_gate_inp": "mlp.router",
         },
         tensors={"attn_sinks.weight": "self_attn.sinks"},
-        keys=_WINDOW_KEYS | _EXPERT_KEYS,
+        sizes={
+            "expert_count": "num_local_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "intermediate_size",
+        },
+        keys=_WINDOW_KEYS,
         fields=_gpt_oss,
     ),
     "granite": GgufFamily(
@@ -228,7 +219,9 @@ FAMILIES: dict[str, GgufFamily] = {
             "logit_scale": "logits_scaling",
         },
         keys=frozenset({"attention.scale"}),
-        fields=_granite,
+        fields=lambda metadata, config: {
+            "attention_multiplier": metadata.number("attention.scale", config["head_dim"] ** -0.5)
+        },
         neutral={"rope.scaling.finetuned": True},  # False: no layer rotates
     ),
     "hunyuan-dense": GgufFamily(
@@ -242,7 +235,7 @@ FAMILIES: dict[str, GgufFamily] = {
         "Lfm2ForCausalLM",
         modules=LFM2_MODULES,
         tensors=LFM2_TENSORS,
-        keys=LFM2_KEYS,
+        sizes=LFM2_SIZES,
         per_layer=frozenset({"attention.head_count_kv"}),
         fields=lfm2_fields,
         readings=lambda config: LFM2_READINGS,
@@ -251,7 +244,8 @@ FAMILIES: dict[str, GgufFamily] = {
         "Lfm2MoeForCausalLM",
         modules={**LFM2_MODULES, **LFM2_MOE_MODULES},
         tensors=LFM2_TENSORS,
-        keys=LFM2_KEYS | LFM2_MOE_KEYS | _EXPERT_KEYS,
+        sizes=LFM2_SIZES | _EXPERT_SIZES,
+        keys=frozenset({"leading_dense_block_count"}),
         per_layer=frozenset({"attention.head_count_kv"}),
         fields=lfm2_moe_fields,
         readings=lambda config: LFM2_READINGS,
@@ -284,6 +278,7 @@ FAMILIES: dict[str, GgufFamily] = {
         modules=QWEN35_MODULES,
         tensors=QWEN35_TENSORS,
         draft_tensors=QWEN35_DRAFT_TENSORS,
+        sizes=QWEN35_SIZES,
         keys=QWEN35_KEYS,
         partial_rotation=True,
         fields=qwen35_fields,
@@ -294,23 +289,34 @@ FAMILIES: dict[str, GgufFamily] = {
         modules={**QWEN35_MODULES, **QWEN35_MOE_MODULES, **_EXPERTS},
         tensors=QWEN35_TENSORS,
         draft_tensors=QWEN35_DRAFT_TENSORS,
-        keys=QWEN35_KEYS | _EXPERT_KEYS | {"expert_shared_feed_forward_length"},
+        sizes={
+            **QWEN35_SIZES,
+            **_EXPERT_SIZES,
+            "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+        },
+        keys=QWEN35_KEYS,
         partial_rotation=True,
-        fields=qwen35_moe_fields,
+        fields=qwen35_fields,
         readings=qwen35_readings,
         neutral={"expert_gating_func": 1},  # a softmax
     ),
     "qwen3moe": GgufFamily(
         "Qwen3MoeForCausalLM",
         modules={**_EXPERTS, "ffn_gate_inp": "mlp.gate"},
-        keys=_EXPERT_KEYS,
+        sizes={
+            "expert_count": "num_experts",
+            "expert_used_count": "num_experts_per_tok",
+        },
+        keys=frozenset({"expert_feed_forward_length"}),
         fields=_qwen3moe,
         neutral={"expert_gating_func": 1},  # a softmax
     ),
     "seed_oss": GgufFamily(
         "SeedOssForCausalLM",
         modules={"post_attention_norm": "post_attention_layernorm"},
-        fields=_seed_oss,
+        fields=lambda metadata, config: {
+            "attention_out_bias": "blk.0.attn_output.bias" in metadata.tensors
+        },
     ),
     "smollm3": GgufFamily("SmolLM3ForCausalLM", permuted=True),
 }

@@ -35,6 +35,8 @@ class GgufFamily(NamedTuple):
     numbers: Mapping[str, str] = _NO_NAMES
     """Fields of a config.json, by the key that has their number. Without it the family's default
     holds."""
+    sizes: Mapping[str, str] = _NO_NAMES
+    """The same of sizes, which must be there."""
     keys: frozenset[str] = frozenset()
     """The keys that `fields` reads."""
     per_layer: frozenset[str] = frozenset()

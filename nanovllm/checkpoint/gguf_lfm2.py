@@ -35,8 +35,7 @@ LFM2_TENSORS = {
     "exp_probs_b.bias": "feed_forward.expert_bias",
 }
 LFM2_READINGS = {"shortconv.conv": Reading(axis=1)}
-LFM2_KEYS = frozenset({"shortconv.l_cache"})
-LFM2_MOE_KEYS = frozenset({"leading_dense_block_count"})
+LFM2_SIZES = {"shortconv.l_cache": "conv_L_cache"}
 
 
 def lfm2_fields(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
@@ -56,7 +55,6 @@ def lfm2_fields(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
     return {
         "layer_types": ["full_attention" if count else "conv" for count in heads],
         "norm_eps": config["rms_norm_eps"],
-        "conv_L_cache": metadata.size("shortconv.l_cache"),
         "conv_bias": any(name.endswith("shortconv.in_proj.bias") for name in metadata.tensors),
         "block_auto_adjust_ff_dim": False,
     }
@@ -68,9 +66,6 @@ def lfm2_moe_fields(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any
     dense = metadata.setting("leading_dense_block_count", check_int, 0, num_layers, default=0)
     return lfm2_fields(metadata, config) | {
         "num_dense_layers": dense,
-        "num_experts": metadata.size("expert_count"),
-        "num_experts_per_tok": metadata.size("expert_used_count"),
-        "moe_intermediate_size": metadata.size("expert_feed_forward_length"),
         "use_expert_bias": any(name.endswith("exp_probs_b.bias") for name in metadata.tensors),
         "norm_topk_prob": True,
         "routed_scaling_factor": 1.0,

@@ -49,17 +49,19 @@ QWEN35_DRAFT_TENSORS = {
     "nextn.hnorm.weight": "pre_fc_norm_hidden.weight",
     "nextn.shared_head_norm.weight": "norm.weight",
 }
+QWEN35_SIZES = {
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.time_step_rank": "linear_num_value_heads",
+}
 QWEN35_KEYS = frozenset(
     {
         "attention.recurrent_layers",
         "full_attention_interval",
         "nextn_predict_layers",
         "rope.dimension_sections",  # of pictures: a text has one position a token
-        "ssm.conv_kernel",
-        "ssm.group_count",
         "ssm.inner_size",
-        "ssm.state_size",
-        "ssm.time_step_rank",
     }
 )
 
@@ -73,8 +75,8 @@ def qwen35_fields(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
             f"{metadata.file}: {metadata.architecture}.nextn_predict_layers {num_drafting} must be "
             f"below block_count {config['num_hidden_layers']}"
         )
-    num_heads, width = metadata.size("ssm.time_step_rank"), metadata.size("ssm.inner_size")
-    num_key_heads = metadata.size("ssm.group_count")
+    num_heads, width = config["linear_num_value_heads"], metadata.size("ssm.inner_size")
+    num_key_heads = config["linear_num_key_heads"]
     if width % num_heads or num_heads % num_key_heads:
         raise UnsupportedModelError(
             f"{metadata.file}: {metadata.architecture}.ssm.time_step_rank {num_heads} is not "
@@ -85,21 +87,7 @@ def qwen35_fields(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
         "num_hidden_layers": num_layers,
         "mtp_num_hidden_layers": num_drafting,
         "layer_types": _layer_types(metadata, num_layers, num_drafting),
-        "linear_conv_kernel_dim": metadata.size("ssm.conv_kernel"),
-        "linear_key_head_dim": metadata.size("ssm.state_size"),
         "linear_value_head_dim": width // num_heads,
-        "linear_num_key_heads": num_key_heads,
-        "linear_num_value_heads": num_heads,
-    }
-
-
-def qwen35_moe_fields(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of the models with experts."""
-    return qwen35_fields(metadata, config) | {
-        "num_experts": metadata.size("expert_count"),
-        "num_experts_per_tok": metadata.size("expert_used_count"),
-        "moe_intermediate_size": metadata.size("expert_feed_forward_length"),
-        "shared_expert_intermediate_size": metadata.size("expert_shared_feed_forward_length"),
     }
 
 
