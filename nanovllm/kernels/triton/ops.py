@@ -62,21 +62,14 @@ def rms_norm(
 
 def act_and_mul(gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
     """Do what `Kernels.act_and_mul` does. `gate_up` [t, 2n] is contiguous."""
-    _check(activation)
-    rows, width = gate_up.shape
-    size = width // 2
-    out = gate_up.new_empty(rows, size)
-    block = min(triton.next_power_of_2(size), _BLOCK)
-    if rows:
-        _act_and_mul[(rows, triton.cdiv(size, block))](
-            gate_up, out, size, ACTIVATION=activation, BLOCK=block
-        )
-    return out
+    gate, up = gate_up.chunk(2, dim=-1)
+    return mul_act(gate, up, activation)
 
 
 def mul_act(gate: torch.Tensor, x: torch.Tensor, activation: str) -> torch.Tensor:
     """Do what `Kernels.mul_act` does. The rows of `gate` and `x` [T, n] may lie apart."""
-    _check(activation)
+    if activation not in _ACTIVATIONS:
+        raise ValueError(f"activation {activation!r} is none of {', '.join(_ACTIVATIONS)}")
     rows, size = x.shape
     assert gate.stride(1) == x.stride(1) == 1
     is_wide = gate.shape[1] == size
@@ -112,11 +105,6 @@ def add(x: torch.Tensor, residual: torch.Tensor) -> None:
     assert residual.is_contiguous()
     if grid := triton.cdiv(x.numel(), _BLOCK):
         _add[(grid,)](x, residual, x.numel(), BLOCK=_BLOCK)
-
-
-def _check(activation: str) -> None:
-    if activation not in _ACTIVATIONS:
-        raise ValueError(f"activation {activation!r} is none of {', '.join(_ACTIVATIONS)}")
 
 
 @triton.jit
@@ -201,18 +189,6 @@ def _activate_and_multiply(gate, up, dtype: tl.constexpr, ACTIVATION: tl.constex
             activated = gate
         product = activated.to(dtype).to(tl.float32) * up
     return product.to(dtype)
-
-
-@triton.jit
-def _act_and_mul(gate_up, out, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    """Process one block of a row."""
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < size
-    gate = tl.load(gate_up + row * 2 * size + columns, inside, 0.0).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * size + size + columns, inside, 0.0).to(tl.float32)
-    product = _activate_and_multiply(gate, up, out.dtype.element_ty, ACTIVATION)
-    tl.store(out + row * size + columns, product, inside)
 
 
 @triton.jit

@@ -54,7 +54,7 @@ def test_add_rms_norm(hidden_size, dtype):
 @pytest.mark.parametrize(("intermediate_size", "dtype"), of_models([model[1] for model in MODELS]))
 def test_silu_and_mul(intermediate_size, dtype):
     gate_up = meta(3, 2 * intermediate_size, dtype=dtype)
-    assert_fits(compile_launches((triton_ops.act_and_mul, gate_up)), "_act_and_mul")
+    assert_fits(compile_launches((triton_ops.act_and_mul, gate_up)), "_mul_act")
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_what_other_families_need():
     calls = [(f, torch.bfloat16) for f in (launch_store_of_gemma, launch_store_of_rotated_pairs)]
     assert_fits(compile_launches(*calls, archs=[90]), "_store", "_store")
     compiled = compile_launches((launch_ops, torch.bfloat16), archs=[90])
-    names = ["_add_rms_norm", "_rms_norm", "_act_and_mul", "_act_and_mul", "_mul_act"]
+    names = ["_add_rms_norm", "_rms_norm", "_mul_act", "_mul_act", "_mul_act"]
     assert_fits(compiled, *names, "_relu2", "_add", "_scale", "_scale")
 
 
