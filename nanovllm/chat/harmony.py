@@ -104,7 +104,6 @@ class HarmonyParser:
         return parts
 
     def _read(self, text: str) -> None:
-        """Read text between tags."""
         if self._sections is None:
             self._send(text)
             return

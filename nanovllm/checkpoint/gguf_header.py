@@ -84,8 +84,6 @@ class GgufTensor(NamedTuple):
 
 
 class GgufHeader(NamedTuple):
-    """The parsed header."""
-
     metadata: dict[str, Any]
     """By key: int, float, bool, str, or a list of these."""
     tensors: dict[str, GgufTensor]

@@ -50,15 +50,12 @@ class KeptTokenizer:
 
     @property
     def added_tokens_decoder(self) -> dict[int, AddedToken]:
-        """The added tokens by id."""
         return self.backend_tokenizer.get_added_tokens_decoder()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of `text`."""
         return self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Seq[int], skip_special_tokens: bool = False) -> str:
-        """Return the text of token ids."""
         ids = list(token_ids)
         return self.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 

@@ -118,7 +118,6 @@ def _log_left_out(names: Iterable[str], ignored: frozenset[str]) -> None:
 def _plan(
     model: nn.Module, file_of: dict[str, Path], ignored: frozenset[str]
 ) -> dict[Path, deque["_Chunk"]]:
-    """Return the chunks to read from each file."""
     chunks: dict[Path, deque[_Chunk]] = {}
     for module, shards in model_shards(model, file_of):
         for shard in shards:

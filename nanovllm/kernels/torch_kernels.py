@@ -34,9 +34,9 @@ class Kernels:
 
     name: ClassVar[str] = "torch"
     sample: Callable[..., torch.Tensor] | None = None
-    """Draws a token for each row of logits as `layers.sampler.draw` does, given its temperatures,
-    seeds, positions, top_ks, top_ps and min_ps. It gives each row its own work, and sorts nothing.
-    None: draw in torch."""
+    """Draws tokens [R] as `layers.sampler.draw` does, -1 as `greedy` has it; gets the temperatures,
+    seeds, positions, top_ks, top_ps and min_ps, each [R] float32 or int64, contiguous. It gives
+    each row its own work, and sorts nothing. None: draw in torch."""
     fp8: ModuleType | None = None
     """Kernels that multiply in FP8: `kernels.triton.fp8`."""
     ngram: ModuleType | None = None

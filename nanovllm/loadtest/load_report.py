@@ -55,7 +55,6 @@ class Measurement:
 
     @property
     def e2el(self) -> float:
-        """Seconds from end to end."""
         return self.end - self.start
 
     @property
@@ -139,7 +138,6 @@ class Report:
         return max(itertools.accumulate((step for _, step in sorted(changes)), initial=0))
 
     def as_text(self) -> str:
-        """Return the report for a reader."""
         rate = self._rate
         lines = [
             f"requests     {len(self.completed)} completed, {self.errors.total()} failed in "

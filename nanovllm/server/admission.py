@@ -240,7 +240,6 @@ class BodyBudget:
 
 
 def shutting_down() -> APIError:
-    """Return the error of a server that ends."""
     return APIError(
         503,
         "the server is shutting down",

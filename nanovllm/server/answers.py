@@ -271,7 +271,6 @@ class AnswerFormat:
         return f"start: {begin} answer\n{thought}THOUGHT: /(?s:.*)/\nLINES: /\\n{{1,2}}/\n"
 
     def _literal(self, tag: str) -> str:
-        """Return a tag as a grammar has it."""
         return tag_literal(tag, self._tag_ids)
 
 

@@ -147,7 +147,6 @@ class _Choice:
         self.has_calls = False
 
     def parts(self, completion: CompletionOutput) -> list[Part]:
-        """Return the parts of what is new."""
         parts = self._parser.feed(completion.text)
         if completion.finish_reason is not None:
             parts += self._parser.finish(cut=completion.finish_reason != "stop")
@@ -173,7 +172,6 @@ class _Answer:
         self._head = server.answer_head("chatcmpl", body.request_id)
 
     def whole(self, output: RequestOutput) -> ChatCompletion:
-        """Return the whole answer."""
         num_output = sum(len(c.token_ids) for c in output.outputs)
         return ChatCompletion(
             object="chat.completion",

@@ -112,7 +112,6 @@ class _Answer:
         self._texts: dict[int, tuple[int, Detokenizer | None]] = {}
 
     async def whole(self, outputs: AsyncIterator[tuple[int, RequestOutput]]) -> Completion:
-        """Return the whole answer."""
         choices: list[CompletionChoice] = []
         async for prompt_index, output in outputs:
             self._count(prompt_index, output)

@@ -95,7 +95,6 @@ class Place:
     """Lower values go first."""
 
     def engine_ended(self, num_sequences: int) -> None:
-        """Give back the places of sequences that the engine has ended."""
         state_of(self.request).admission.engine_ended(self.guard, num_sequences)
 
     async def prepare(self, function: Callable[..., T], *args: Any) -> T:

@@ -296,6 +296,5 @@ router = APIRouter()
 
 @router.get("/metrics", include_in_schema=False)
 async def metrics(request: Request) -> Response:
-    """Return the metrics for Prometheus."""
     found: ServerMetrics = request.app.state.server.metrics
     return Response(await found.render(), media_type=CONTENT_TYPE_LATEST)

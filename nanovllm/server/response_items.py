@@ -97,7 +97,6 @@ class ResponseBuilder:
         return [self._state("created"), self._state("in_progress")]
 
     def add(self, part: Part) -> Iterator[Event]:
-        """Add a part of the answer."""
         match part:
             case TextDelta():
                 if not isinstance(self._item, OutputMessage):
@@ -181,7 +180,6 @@ class ResponseBuilder:
 
 
 def new_id(prefix: str) -> str:
-    """Return a new id of an item or a response."""
     return f"{prefix}_{uuid.uuid4().hex}"
 
 

@@ -199,7 +199,6 @@ class _Answer:
         )
 
     def whole(self, output: RequestOutput) -> ResponseObject:
-        """Return the response that a whole output makes."""
         (completion,) = output.outputs
         for part in self._parts(completion):
             for _ in self._builder.add(part):

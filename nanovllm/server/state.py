@@ -89,7 +89,6 @@ class ServerState:
 
 
 def make_state(llm: AsyncLLM, options: ServerOptions) -> ServerState:
-    """Return the state of a server that answers with `llm`."""
     engine = llm.engine
     _ = engine.input_processor.limit.bound  # computed now, so that no request waits for it
     tokenizer = llm.engine.input_processor.tokenizer
@@ -125,6 +124,5 @@ def _answer_format(llm: AsyncLLM, options: ServerOptions, template: Any) -> Answ
 
 
 def state_of(request: Request) -> ServerState:
-    """Return the state of the app that a request came to."""
     state: ServerState = request.app.state.server
     return state

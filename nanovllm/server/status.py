@@ -68,7 +68,6 @@ def _hash(text: str, element: str) -> str:
 
 @router.get("/", include_in_schema=False)
 async def status_page() -> Response:
-    """Return the page."""
     body, headers = page()
     return Response(body, media_type="text/html; charset=utf-8", headers=headers)
 

@@ -87,7 +87,6 @@ class OpenTelemetry:
 
 
 def context_of(span: Any) -> TraceContext:
-    """Return the context of a span of OpenTelemetry."""
     context = span.get_span_context()
     flags = f"{int(context.trace_flags):02x}"
     return TraceContext(f"{context.trace_id:032x}", f"{context.span_id:016x}", flags)

@@ -46,7 +46,6 @@ class Masks:
         self._masks[index] = 0
 
     def allow(self, index: int, tokens: Iterable[int]) -> None:
-        """Allow `tokens` in mask `index`."""
         for token in tokens:
             self._masks[index, token // 8] |= 1 << token % 8
 

@@ -1,6 +1,7 @@
 """What the C kernels compute in a layer beside its linears, as functions of tensors in bfloat16.
 
-Knows no layer and no model. Shapes and layouts are not checked: a wrong one corrupts memory.
+`Kernels` says what those of its names do. Knows no layer and no model. Shapes and layouts are not
+checked: a wrong one corrupts memory.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,6 @@ def add_rms_norm(
     kind: int = NORM_ROUNDED,
     multiplier: float = 1.0,
 ) -> torch.Tensor:
-    """Do what `Kernels.add_rms_norm` says."""
     out = torch.empty_like(residual)
     rows, n = residual.numel() // residual.shape[-1], residual.shape[-1]
     library.call("nv_add_rms_norm", x, residual, weight, out, rows, n, eps, kind, multiplier)
@@ -30,7 +30,6 @@ def add_rms_norm(
 
 
 def add(x: torch.Tensor, residual: torch.Tensor) -> None:
-    """Do what `Kernels.add` says."""
     rows, n = residual.shape
     library.call("nv_add_rms_norm", x, residual, None, None, rows, n, 0.0, NORM_ROUNDED, 1.0)
 
@@ -42,7 +41,6 @@ def rms_norm(
     kind: int = NORM_ROUNDED,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Do what `Kernels.rms_norm` says."""
     rows, n = x.shape
     out = torch.empty(rows, n, dtype=x.dtype) if out is None else out
     library.call("nv_rms_norm", x, x.stride(0), weight, out, out.stride(0), rows, n, eps, kind)
@@ -71,7 +69,6 @@ def relu2(x: torch.Tensor) -> torch.Tensor:
 
 
 def mul_act(gate: torch.Tensor, x: torch.Tensor, activation: str) -> torch.Tensor:
-    """Do what `Kernels.mul_act` says."""
     rows, n = x.shape
     out = torch.empty(rows, n, dtype=x.dtype)
     inputs = gate, gate.stride(0), int(gate.shape[1] == n), x, x.stride(0)
@@ -80,7 +77,6 @@ def mul_act(gate: torch.Tensor, x: torch.Tensor, activation: str) -> torch.Tenso
 
 
 def scale(x: torch.Tensor, factor: float | torch.Tensor) -> None:
-    """Do what `Kernels.scale` says."""
     number = factor if isinstance(factor, torch.Tensor) else None
     rows, n = x.numel() // x.shape[-1], x.shape[-1]
     library.call("nv_scale", x, number, rows, n, 1.0 if number is not None else factor)

@@ -169,16 +169,7 @@ def sample(
     top_ps: torch.Tensor,
     min_ps: torch.Tensor,
 ) -> torch.Tensor:
-    """Draw a token for each row, as `layers.sampler.draw` does in torch.
-
-    Args:
-        logits: [r, n]; the others are contiguous.
-        temperatures, top_ps, min_ps: [r] float32.
-        seeds, positions, top_ks: [r] int64.
-
-    Returns:
-        [r] int64, -1 for a row with NaN or +inf, or of -inf only.
-    """
+    """Do what `Kernels.sample` says, for [r, n] of any float dtype."""
     columns = (temperatures, seeds, positions, top_ks, top_ps, min_ps)
     return _sample(logits, columns)
 
@@ -208,5 +199,4 @@ def to_float(x: torch.Tensor) -> torch.Tensor:
 
 
 def forbid(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
-    """Do what `Kernels.forbid` says."""
     library.call("nv_forbid", logits, rows, masks, *masks.shape, logits.shape[1])

@@ -1,6 +1,7 @@
 """What the C kernels compute in a layer with state, as functions of tensors in bfloat16.
 
-Knows no layer and no model. Shapes and layouts are not checked: a wrong one corrupts memory.
+`Kernels` says what they do. Knows no layer and no model. Shapes and layouts are not checked: a
+wrong one corrupts memory.
 """
 
 import torch
@@ -17,7 +18,7 @@ def causal_conv(
     states: States,
     rows: StateRows,
 ) -> torch.Tensor:
-    """Do what `Kernels.causal_conv` says; the rows of `x` may lie apart."""
+    """The rows of `x` may lie apart."""
     out = torch.empty(x.shape, dtype=x.dtype)
     sizes = len(rows.write_lens), *weight.shape, silu
     library.call(
@@ -35,7 +36,6 @@ def gated_delta(
     states: States,
     rows: StateRows,
 ) -> torch.Tensor:
-    """Do what `Kernels.gated_delta` says."""
     num_heads, (dk, dv) = len(a_log), states.parts[1].shape
     key_heads = (qkv.shape[1] - num_heads * dv) // (2 * dk)
     out = torch.empty(len(qkv), num_heads, dv, dtype=qkv.dtype)
@@ -48,7 +48,7 @@ def gated_delta(
 def gated_rms_norm(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """Do what `Kernels.gated_rms_norm` says. Only [T, heads, D] can be recorded for T tokens."""
+    """Only [T, heads, D] can be recorded for T tokens."""
     out = torch.empty(x.shape, dtype=x.dtype)
     tokens, size = len(x), x.shape[-1]
     heads = x.shape[1] if x.dim() == 3 else 1

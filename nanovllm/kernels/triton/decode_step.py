@@ -1,9 +1,8 @@
 """The first and the last Triton kernels of a decode step in a CUDA graph: `gather` reads the device
 tables, `advance` writes them, and `accept` notes where rows with drafts end.
 
-Each is one launch; torch would need about two dozen launches for the first two. Importing this
-module imports triton: see `kernels.selector.triton_available`. Knows no meaning of the
-columns.
+`Kernels` says what they do. Each is one launch; torch would need about two dozen launches for the
+first two. Imports triton: see `kernels.selector.triton_available`. Knows no meaning of the columns.
 """
 
 import torch
@@ -35,7 +34,6 @@ def gather(
     positions: torch.Tensor,
     columns: tuple[torch.Tensor, ...],
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """Do what `Kernels.gather` says."""
     rows, width = len(table_indices), block_tables.shape[1]
     input_ids, slot_mapping, following = table_indices.new_empty(3, rows).unbind()
     seq_lens = table_indices.new_empty(rows, dtype=torch.int32)
@@ -72,7 +70,6 @@ def advance(
     out: torch.Tensor,
     stride: int,
 ) -> None:
-    """Do what `Kernels.advance` says."""
     rows = len(table_indices)
     _advance[(triton.cdiv(rows, _ROWS),)](
         token_ids,
@@ -97,7 +94,6 @@ def accept(
     inputs: torch.Tensor,
     tokens: torch.Tensor,
 ) -> None:
-    """Do what `Kernels.accept` says."""
     _accept[(1,)](
         last_positions, table_indices, following, inputs, tokens, len(tokens), BLOCK=_SAMPLES
     )

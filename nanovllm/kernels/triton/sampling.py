@@ -23,7 +23,7 @@ _TILE = 32
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """Return the index of the first largest logit of each row of [R, vocab_size]: [R] int64."""
+    """Do what `Kernels.greedy` says."""
     return _choose_tokens(logits, None)
 
 
@@ -36,23 +36,16 @@ def sample(
     top_ps: torch.Tensor,
     min_ps: torch.Tensor,
 ) -> torch.Tensor:
-    """Draw a token for each row, as `layers.sampler.draw` does in torch.
+    """Do what `Kernels.sample` says.
 
     The first kernel reduces each block of logits. The second weighs the chunks of rows whose
     weights depend on the row's largest logit or on its total weight. The third runs one program per
     row: it chooses a block or a chunk with the row's uniform number, then a token in it.
 
     Args:
-        logits: [R, vocab_size], any float dtype; rows contiguous.
-        temperatures: [R] float32; a row below GREEDY_BELOW is greedy.
-        seeds: [R] int64.
-        positions: [R] int64.
-        top_ks: [R] int64, at least 1; vocab_size and above keep all tokens.
-        top_ps: [R] float32 in [0, 1].
-        min_ps: [R] float32. These six tensors must be contiguous.
-
-    Returns:
-        [R] int64.
+        logits: any float dtype; rows contiguous.
+        temperatures: a row below GREEDY_BELOW is greedy.
+        top_ks: at least 1; vocab_size and above keep all tokens.
     """
     return _choose_tokens(logits, (temperatures, seeds, positions, top_ks, top_ps, min_ps))
 

@@ -3,7 +3,8 @@ norm with a gate.
 
 States lie in pages of the pool and change in place. A token is computed by the same code in a
 prompt's chunk and in a decode step, so bits depend neither on chunks nor on the rest of the batch.
-The host never waits for the device. Imports triton: see `kernels.selector.triton_available`.
+The host never waits for the device. `Kernels` says what the functions do. Imports triton: see
+`kernels.selector.triton_available`.
 """
 
 import torch
@@ -29,7 +30,6 @@ def causal_conv(
     states: States,
     rows: StateRows,
 ) -> torch.Tensor:
-    """Do what `Kernels.causal_conv` does."""
     tokens, channels = x.shape
     taps = weight.shape[1]
     assert x.is_contiguous()
@@ -57,7 +57,6 @@ def gated_delta(
     states: States,
     rows: StateRows,
 ) -> torch.Tensor:
-    """Do what `Kernels.gated_delta` does."""
     value_heads, (key_dim, value_dim) = a.shape[1], states.parts[1].shape
     key_heads, rest = divmod(qkv.shape[1] - value_heads * value_dim, 2 * key_dim)
     assert rest == 0
@@ -82,7 +81,6 @@ def gated_delta(
 def gated_rms_norm(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """Do what `Kernels.gated_rms_norm` does."""
     out = x.new_empty(x.shape)
     x, gate = x.flatten(0, -2), gate.flatten(0, -2)
     count, size = x.shape
