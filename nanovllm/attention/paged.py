@@ -34,19 +34,11 @@ class PagedBackend(Backend):
     ) -> torch.Tensor:
         return self._store(
             qkv,
-            norm.q_weight,
-            norm.k_weight,
-            norm.eps,
-            norm.cos_sin,
-            batch.positions,
-            batch.slot_mapping,
-            kv_cache,
-            self.spec.num_heads,
-            kind=norm.kind,
-            after_rotation=norm.after_rotation,
-            interleaved=norm.interleaved,
-            v_norm=norm.v_norm,
-            q_scale=norm.q_scale,
+            positions=batch.positions,
+            slot_mapping=batch.slot_mapping,
+            kv_cache=kv_cache,
+            num_heads=self.spec.num_heads,
+            **norm._asdict(),
         )
 
 

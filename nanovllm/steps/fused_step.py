@@ -175,13 +175,9 @@ class FusedStep:
             gated=False, chained=chained,
         )  # fmt: skip
         assert isinstance(mlp, GatedMLP)
-        q_norm, k_norm = attention.q_norm, attention.k_norm
         heads = self._attention.attend_rows(
             qkv,
-            None if q_norm is None else q_norm.weight,
-            None if k_norm is None else k_norm.weight,
-            0.0 if q_norm is None else q_norm.eps,
-            attention.rotary_emb.cos_sin,
+            *attention.head_norm()[:4],  # the weights, eps and angles
             batch.positions,
             batch.slot_mapping,
             batch.block_tables,
