@@ -26,8 +26,9 @@ from benchmarks.comparison import processor_name
 from benchmarks.shapes import CONFIGS, SMALL, checkpoint, described, read_config, weight_bytes
 from benchmarks.step_times import StepTimes
 from nanovllm import LLM, SamplingParams
-from nanovllm.kernels.cpu import library, ops
+from nanovllm.kernels.cpu import library
 from nanovllm.kernels.cpu.build import processor_flags
+from nanovllm.kernels.cpu.packed import PackedWeight
 from nanovllm.worker.sampling_rows import SamplingRows
 
 PARTS = {
@@ -126,10 +127,11 @@ def product_rate() -> float:
     num_tokens, config = 1024, CONFIGS[SMALL]
     k, n = config["hidden_size"], 2 * config["intermediate_size"]
     x = torch.randn(num_tokens, k).bfloat16()
-    packed = ops.pack(torch.randn(n, k).bfloat16())
+    packed = PackedWeight(n, k)
+    packed.store(0, torch.randn(n, k))
     best, end = 0.0, time.perf_counter() + 0.5
     while (start := time.perf_counter()) < end:
-        ops.linear(x, packed, n)
+        packed.apply(x)
         best = max(best, 2 * num_tokens * n * k / (time.perf_counter() - start))
     return best
 

@@ -18,7 +18,7 @@ _CHUNK = 128
 def linear(
     x: torch.Tensor, packed: torch.Tensor, num_outputs: int, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return x [m, k] times the transpose of a weight from `pack`, plus `bias`: [m, num_outputs].
+    """Return x [m, k] times the transpose of a packed weight, plus `bias`: [m, num_outputs].
 
     A row's result is the same, bit for bit, whatever the other rows are.
 
@@ -33,19 +33,13 @@ def linear(
     return y
 
 
-def pack(weight: torch.Tensor) -> torch.Tensor:
-    """Return weight [n, k] in the layout that `linear` reads: [ceil(n / 32), k / 2, 32, 2].
+def packed_zeros(n: int, k: int, reserve: PageReserve | None = None) -> torch.Tensor:
+    """Return a bfloat16 weight [n, k] of zeros as `linear` reads it: [ceil(n / 32), k / 2, 32, 2].
 
     Args:
-        weight: bfloat16; k a multiple of 32.
+        k: a multiple of 32.
+        reserve: gives the memory while it lasts.
     """
-    packed = packed_zeros(*weight.shape)
-    pack_rows(weight, packed, 0)
-    return packed
-
-
-def packed_zeros(n: int, k: int, reserve: PageReserve | None = None) -> torch.Tensor:
-    """Return a weight [n, k] of zeros in the layout of `pack`, in memory of `reserve` if given."""
     return lazy_zeros((-(-n // PANEL), k // 2, PANEL, 2), torch.bfloat16, reserve)
 
 
@@ -59,7 +53,7 @@ def pack_rows(rows: torch.Tensor, packed: torch.Tensor, start: int) -> None:
 
 
 def gather(ids: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-    """Return rows `ids` [t] int64 of a weight from `pack`: [t, k]."""
+    """Return rows `ids` [t] int64 of a packed weight: [t, k]."""
     k = packed.shape[1] * 2
     y = torch.empty(len(ids), k, dtype=torch.bfloat16)
     library.call("nv_gather", ids.contiguous(), packed, y, len(ids), k)

@@ -15,7 +15,7 @@ _ONEDNN_MIN_ELEMENTS = 2**20
 
 
 class Panels(NamedTuple):
-    """A weight in the layout of the C kernels, see `ops.pack` and `ops.pack_int`."""
+    """A weight in the layout of the C kernels, see `ops.packed_zeros` and `ops.pack_int`."""
 
     packed: torch.Tensor
     scales: torch.Tensor | None

@@ -8,6 +8,7 @@ import torch
 
 from nanovllm.kernels.cpu import build
 from nanovllm.kernels.cpu.library import library
+from nanovllm.kernels.cpu.packed import PackedWeight
 
 native = pytest.mark.skipif(library() is None, reason="no compiler here")
 
@@ -15,6 +16,13 @@ native = pytest.mark.skipif(library() is None, reason="no compiler here")
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
     """Return the same normal bfloat16 numbers for the same seed."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight [n, k] as `ops.linear` reads it."""
+    packed = PackedWeight(*weight.shape)
+    packed.store(0, weight)
+    return packed.panels.packed
 
 
 @functools.cache

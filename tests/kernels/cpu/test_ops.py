@@ -11,13 +11,9 @@ from nanovllm.kernels.cpu import layer_ops, ops as cpu_ops, table_ops
 from nanovllm.kernels.cpu.kernels import CKernels
 from nanovllm.layers.sampler import draw
 from nanovllm.layers.sampling_filters import Sampling
-from tests.kernels.cpu.helpers import native, randn
+from tests.kernels.cpu.helpers import native, pack, randn
 
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.inference_mode():
-        yield
+pytestmark = pytest.mark.usefixtures("inference_mode")
 
 
 @native
@@ -25,7 +21,7 @@ def no_grad():
 @pytest.mark.parametrize(("n", "k"), [(32, 32), (100, 64), (1, 96), (333, 1024), (1003, 128)])
 def test_linear(n, k):
     weight = randn(n, k)
-    packed = cpu_ops.pack(weight)
+    packed = pack(weight)
     for m in (1, 2, 11, 12, 13, 16, 17, 31, 32, 33, 100, 300):
         x = randn(m, k, seed=m)
         expected = x.double() @ weight.double().T
@@ -39,8 +35,8 @@ def test_linear(n, k):
 def test_linear_reads_rows_that_lie_apart():
     weight, wide = randn(64, 96), randn(20, 400)
     x = wide[:, 100:196]
-    expected = cpu_ops.linear(x.contiguous(), cpu_ops.pack(weight), 64)
-    assert torch.equal(cpu_ops.linear(x, cpu_ops.pack(weight), 64), expected)
+    expected = cpu_ops.linear(x.contiguous(), pack(weight), 64)
+    assert torch.equal(cpu_ops.linear(x, pack(weight), 64), expected)
 
 
 @native
@@ -48,7 +44,7 @@ def test_linear_reads_rows_that_lie_apart():
 @pytest.mark.parametrize(("n", "k"), [(200, 512), (928, 288)])  # the second has 1.1 MB of outputs
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_a_row_of_a_linear_does_not_depend_on_the_others(n, k, with_bias):
-    weight, x = cpu_ops.pack(randn(n, k)), randn(600, k)
+    weight, x = pack(randn(n, k)), randn(600, k)
     bias = randn(n, seed=1) if with_bias else None
     together = cpu_ops.linear(x, weight, n, bias)
     for m in (1, 5, 12, 16, 31, 32, 47, 256, 257):
@@ -63,7 +59,7 @@ def test_a_row_of_a_linear_does_not_depend_on_the_others(n, k, with_bias):
 def test_a_bias_is_added_before_the_sum_is_rounded(n, bits):
     weight, bias = randn(n, 64).double(), randn(n, seed=1) * 2
     if bits == 16:
-        packed = cpu_ops.pack(weight.bfloat16())
+        packed = pack(weight.bfloat16())
         linear = functools.partial(cpu_ops.linear, packed=packed, num_outputs=n)
     else:
         rounded = quantize(weight, bits, 32)
@@ -86,7 +82,7 @@ def test_a_bias_is_added_before_the_sum_is_rounded(n, bits):
 def test_gather_returns_the_rows(n, k):
     weight = randn(n, k)
     ids = torch.randint(n, (50,), generator=torch.Generator().manual_seed(1))
-    assert torch.equal(cpu_ops.gather(ids, cpu_ops.pack(weight)), weight[ids])
+    assert torch.equal(cpu_ops.gather(ids, pack(weight)), weight[ids])
 
 
 @native
