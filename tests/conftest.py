@@ -64,6 +64,15 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         raise
 
 
+@pytest.fixture
+def inference_mode() -> Iterator[None]:
+    """Run the test without autograd, as the engine runs kernels."""
+    import torch
+
+    with torch.inference_mode():
+        yield
+
+
 @pytest.fixture(scope="session")
 def shared_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     """Return a random checkpoint with the given config.

@@ -33,15 +33,11 @@ from tests.attention.cases import make_case, random_rows
 from tests.kernels.triton.inputs import CUDA, DEVICE, has_fp8
 from tests.kernels.triton.interpreter import patch_interpreter
 
+pytestmark = pytest.mark.usefixtures("inference_mode")
+
 FP8 = torch.float8_e4m3fn
 
 patch_interpreter()
-
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.inference_mode():
-        yield
 
 
 def attend(backend, case, batch=None, qk_norm=True, parts=3, **options):

@@ -16,14 +16,8 @@ from nanovllm.kernels.torch_experts import ExpertLinear, ExpertMLP
 from nanovllm.steps.recording import Recording
 from tests.kernels.cpu.helpers import native, randn
 
-pytestmark = [native, pytest.mark.usefixtures("kernels")]
+pytestmark = [native, pytest.mark.usefixtures("kernels", "inference_mode")]
 NUM_EXPERTS, TOP_K = 7, 3
-
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.inference_mode():
-        yield
 
 
 def random_routing(tokens, num_experts=NUM_EXPERTS, top_k=TOP_K):

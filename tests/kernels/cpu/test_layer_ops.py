@@ -18,13 +18,7 @@ from nanovllm.steps.recording import Recording
 from tests.kernels.cpu.helpers import native, randn
 
 KERNELS = {"c": CKernels(), "torch": TORCH}
-pytestmark = native
-
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.inference_mode():
-        yield
+pytestmark = [native, pytest.mark.usefixtures("inference_mode")]
 
 
 @native

@@ -15,13 +15,7 @@ from nanovllm.layers.rope_scaling import inverse_frequencies
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from tests.kernels.cpu.helpers import native, randn
 
-pytestmark = native
-
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.inference_mode():
-        yield
+pytestmark = [native, pytest.mark.usefixtures("inference_mode")]
 
 
 OPTIONS = {

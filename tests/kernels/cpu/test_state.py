@@ -12,13 +12,7 @@ from nanovllm.steps.recording import Recording
 from tests.kernels.cpu.helpers import native, randn
 from tests.kernels.state_cases import make_rows, make_states, naive_conv, part_of
 
-pytestmark = native
-
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.inference_mode():
-        yield
+pytestmark = [native, pytest.mark.usefixtures("inference_mode")]
 
 
 def make_pool(num_rows, parts, seed=0):

@@ -31,7 +31,7 @@ def of_models(values):
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 
 
-def meta(*shape, dtype):
+def meta(*shape, dtype=torch.int64):
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 

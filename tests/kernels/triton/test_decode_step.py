@@ -17,6 +17,7 @@ from nanovllm.steps.cuda_graph import GraphRunner, graph_sizes
 from nanovllm.worker.device_tables import DeviceTables
 from tests.kernels.triton.harness import ARCHS, compile_launches, count_variants
 from tests.kernels.triton.inputs import DEVICE
+from tests.kernels.triton.test_compile import meta
 
 
 def make_tables(width, num_table_rows=9, max_model_len=70, seed=0):
@@ -132,9 +133,6 @@ def test_accept(num_rows, max_drafts, kernels, seed):
 
 @pytest.mark.parametrize("rows", [1, 256])
 def test_compiles_without_spills(rows):
-    def meta(*shape, dtype=torch.int64):
-        return torch.empty(*shape, dtype=dtype, device="meta")
-
     table = meta(513, 4097 + 256, dtype=torch.int32)
     token_ids, block_tables = table[:, :4097], table[:, 4097:]
     floats, ints = meta(513, dtype=torch.float32), meta(513)

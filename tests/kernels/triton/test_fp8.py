@@ -9,6 +9,7 @@ from nanovllm.kernels.triton.kernels import TritonKernels
 from tests.kernels.triton.harness import ARCHS, compile_launches, shapes
 from tests.kernels.triton.inputs import CUDA, DEVICE, each_dtype, has_fp8, randn
 from tests.kernels.triton.interpreter import patch_interpreter
+from tests.kernels.triton.test_compile import meta
 
 patch_interpreter()
 
@@ -124,10 +125,6 @@ def test_a_weight_in_blocks_is_multiplied_without_widening():
 def test_group_sizes_that_the_product_supports():
     steps = {128: 128, 256: 128, 64: 64, 96: 32, 32: 32, 16: 0, 100: 0, 1: 0}
     assert {group: triton_fp8.inputs_of_a_step(group) for group in steps} == steps
-
-
-def meta(*shape, dtype):
-    return torch.empty(*shape, dtype=dtype, device="meta")
 
 
 def multiply(rows, outputs, inputs, dtype):

@@ -11,6 +11,7 @@ from nanovllm.kernels.triton import fused_attention, fused_layer
 from tests.kernels.triton import harness
 from tests.kernels.triton.critical_path import paths_of_launches
 from tests.kernels.triton.harness import SHARED, compile_launches, shapes
+from tests.kernels.triton.test_compile import meta
 
 BF16, F32 = torch.bfloat16, torch.float32
 # hidden size, intermediate size, heads, vocabulary, whether q and k have norms
@@ -27,10 +28,6 @@ READ_EARLY = {
     "_linear_partials": {"weight"},
     "_attend_rows": {"positions", "slot_mapping", "block_tables"},
 }
-
-
-def meta(*shape, dtype):
-    return torch.empty(*shape, dtype=dtype, device="meta")
 
 
 def layer(model, rows, dtype, chained):

@@ -16,6 +16,7 @@ from nanovllm.speculation.proposers.ngram import Ngram, lookup
 from tests.kernels.triton.harness import ARCHS, compile_launches, count_variants, shapes
 from tests.kernels.triton.inputs import DEVICE
 from tests.kernels.triton.interpreter import patch_interpreter
+from tests.kernels.triton.test_compile import meta
 
 patch_interpreter()
 WIDTH = 70
@@ -96,9 +97,6 @@ def test_the_proposer_counts_all_drafts_of_a_gpu(monkeypatch):
 @pytest.mark.parametrize("sizes", shapes([(2, 4)], [(1, 1)]))
 def test_compiles_without_spills(sizes, monkeypatch):
     monkeypatch.undo()
-
-    def meta(*shape, dtype=torch.int64):
-        return torch.empty(*shape, dtype=dtype, device="meta")
 
     token_ids = meta(513, 131073 + 8192, dtype=torch.int32)[:, :131073]
     args = (token_ids, *[meta(64)] * 3, sizes)

@@ -30,6 +30,8 @@ from tests.checkpoints import SMALL, make_checkpoint, random_model, read_json, w
 from tests.eagle3_checkpoints import change_tensors, make_eagle3_checkpoint
 from tests.kernels.cpu.helpers import native
 
+pytestmark = pytest.mark.usefixtures("inference_mode")
+
 CPU = torch.device("cpu")
 MAX_LENGTH = 128
 LINEAR_ROPE = {"rope_type": "linear", "factor": 3.0}
@@ -49,12 +51,6 @@ CASES = {
     "norms of features": {"fc_norm": True},
     "norm of what is fed back": {"norm_output": True, "norm_before_residual": True},
 }
-
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.inference_mode():
-        yield
 
 
 @pytest.fixture(scope="module")
