@@ -4,7 +4,6 @@ Pure text: knows no requests, no tokens but the ids of tags, and no server.
 """
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -28,7 +27,7 @@ _MORE = f"{{0,{MAX_CALLS - 1}}}"
 """How often a call may follow the first one in a grammar."""
 
 
-class ToolFormat(ABC):
+class ToolFormat:
     """How a model writes tool calls."""
 
     parser: ClassVar[type[ToolCallParser]]
@@ -37,6 +36,12 @@ class ToolFormat(ABC):
     ends: ClassVar[tuple[str, ...]] = ()
     """Tokens behind calls that end the answer, also where the checkpoint does not list them."""
     arguments_key: ClassVar[str] = "arguments"
+    calls: ClassVar[tuple[str, str]] = ("", "")
+    """What stands before all calls and after them in a grammar; {0} is the first of the tags."""
+    block: ClassVar[str] = "call"
+    """A call and what is around each, likewise."""
+    separator: ClassVar[str] = ""
+    """What stands between calls."""
 
     def new_parser(self, marked: Collection[str], functions: Sequence[Function]) -> ToolCallParser:
         """Return a parser for one answer, which may call `functions`."""
@@ -69,9 +74,13 @@ class ToolFormat(ABC):
             )
         return text
 
-    @abstractmethod
     def _calls_rule(self, several: bool, tag_ids: Mapping[str, int]) -> str:
         """Return the rule `calls`, made of `call`."""
+        tags = [tag_literal(tag, tag_ids) for tag in self.tags]
+        before, after = (part.format(*tags) for part in self.calls)
+        block = self.block.format(*tags)
+        more = f"({self.separator} {block}){_MORE}" if several else ""
+        return f"calls: {before} {block} {more} {after}"
 
     def _around_arguments(self, name: str, tag_ids: Mapping[str, int]) -> tuple[str, str]:
         """Return what stands before and behind the arguments in a call of `name`."""
@@ -82,11 +91,8 @@ class ToolFormat(ABC):
 class Hermes(ToolFormat):
     parser = HermesParser
     tags: ClassVar[tuple[str, ...]] = ("<tool_call>", "</tool_call>")
-
-    def _calls_rule(self, several: bool, tag_ids: Mapping[str, int]) -> str:
-        opening, closing = (tag_literal(tag, tag_ids) for tag in self.tags)
-        block = f'{opening} "\\n" call "\\n" {closing}'
-        return f"calls: {block}" + (f' ("\\n" {block}){_MORE}' if several else "")
+    block = r'{0} "\n" call "\n" {1}'
+    separator = r'"\n"'
 
 
 class Tagged(Hermes):
@@ -102,27 +108,22 @@ class Llama(ToolFormat):
     parser = LlamaParser
     tags: ClassVar[tuple[str, ...]] = ("<|python_tag|>",)
     arguments_key = "parameters"
-
-    def _calls_rule(self, several: bool, tag_ids: Mapping[str, int]) -> str:
-        return "calls: call" + (f' ("; " call){_MORE}' if several else "")
+    separator = '"; "'
 
 
 class Mistral(ToolFormat):
     parser = MistralParser
     tags: ClassVar[tuple[str, ...]] = ("[TOOL_CALLS]",)
-
-    def _calls_rule(self, several: bool, tag_ids: Mapping[str, int]) -> str:
-        rest = f' (", " call){_MORE}' if several else ""
-        return f'calls: {tag_literal(self.tags[0], tag_ids)} "[" call{rest} "]"'
+    calls = ('{0} "["', '"]"')
+    separator = '", "'
 
 
 class MistralArgs(Mistral):
     """The newer form, of templates with [ARGS]."""
 
     tags: ClassVar[tuple[str, ...]] = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
-
-    def _calls_rule(self, several: bool, tag_ids: Mapping[str, int]) -> str:
-        return "calls: call" + (f" call{_MORE}" if several else "")
+    calls = ("", "")
+    separator = ""
 
     def _around_arguments(self, name: str, tag_ids: Mapping[str, int]) -> tuple[str, str]:
         opening, _, arguments = (tag_literal(tag, tag_ids) for tag in self.tags)
@@ -134,22 +135,15 @@ class Pythonic(ToolFormat):
 
     parser = PythonicParser
     tags: ClassVar[tuple[str, ...]] = (CALLS_START, CALLS_END)
-
-    def _calls_rule(self, several: bool, tag_ids: Mapping[str, int]) -> str:
-        opening, closing = (tag_literal(tag, tag_ids) for tag in self.tags)
-        rest = f' (", " call){_MORE}' if several else ""
-        return f'calls: {opening} "[" call{rest} "]" {closing}'
+    calls = ('{0} "["', '"]" {1}')
+    separator = '", "'
 
 
 class Gemma4(ToolFormat):
     parser = Gemma4Parser
     tags: ClassVar[tuple[str, ...]] = ("<|tool_call>", CLOSING, QUOTE)
     ends: ClassVar[tuple[str, ...]] = ("<|tool_response>",)
-
-    def _calls_rule(self, several: bool, tag_ids: Mapping[str, int]) -> str:
-        opening, closing, _ = (tag_literal(tag, tag_ids) for tag in self.tags)
-        more = f" block{_MORE}" if several else ""
-        return f"calls: block{more}\nblock: {opening} call {closing}"
+    block = "{0} call {1}"
 
     def _around_arguments(self, name: str, tag_ids: Mapping[str, int]) -> tuple[str, str]:
         """The arguments are JSON, which the parser takes too: a grammar enforces their schema."""

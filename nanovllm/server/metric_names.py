@@ -66,14 +66,6 @@ REQUEST_HISTOGRAMS = {
     ),
 }
 
-GAUGES = {
-    "vllm:num_requests_running",
-    "vllm:num_requests_waiting",
-    "vllm:kv_cache_usage_perc",
-    "nanovllm:mean_acceptance_length",
-}
-"""Those of the engine's metrics that are states; the others are counts since its start."""
-
 ENGINE_HELP = {
     "vllm:num_requests_running": "Continuations that have a place in the batch.",
     "vllm:num_requests_waiting": "Continuations that wait for one.",

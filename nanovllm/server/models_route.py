@@ -1,14 +1,35 @@
 """GET /v1/models; POST /v1/embeddings and its like, which a generating model refuses by name."""
 
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 from fastapi import APIRouter, Request
+from pydantic import BaseModel
 
 from nanovllm.server.error_bodies import APIError
-from nanovllm.server.protocol.models import ModelCard, ModelList
 from nanovllm.server.state import ServerState, state_of
 
 router = APIRouter(tags=["models"])
+
+
+class ModelCard(BaseModel):
+    """A model that can be named in requests."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    """Unix time in seconds."""
+    owned_by: str = "nanovllm"
+    root: str
+    """What was loaded."""
+    parent: None = None
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    """All models of the server."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
 
 
 @router.get("/v1/models")

@@ -27,18 +27,14 @@ from nanovllm.errors import InvalidRequestError, NanoVLLMError
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import (
     CompletionOutput,
+    Gauge,
     Histogram as EngineHistogram,
     Metric,
     RequestMetrics,
     RequestOutput,
     Vector,
 )
-from nanovllm.server.metric_names import (
-    ENGINE_HELP,
-    GAUGES,
-    REQUEST_HISTOGRAMS,
-    token_buckets,
-)
+from nanovllm.server.metric_names import ENGINE_HELP, REQUEST_HISTOGRAMS, token_buckets
 from nanovllm.server.request_log import RequestRecord
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
@@ -171,7 +167,7 @@ class ServerMetrics:
             histogram = HistogramMetricFamily(metric.name, text, labels=names)
             histogram.add_metric(values, list(metric.buckets.items()), metric.sum)
             return histogram
-        kind = GaugeMetricFamily if metric.name in GAUGES else CounterMetricFamily
+        kind = GaugeMetricFamily if isinstance(metric, Gauge) else CounterMetricFamily
         family = kind(metric.name, text, labels=names)
         family.add_metric(values, metric.value)
         return family

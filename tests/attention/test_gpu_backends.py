@@ -13,11 +13,10 @@ from torch.nn.attention import varlen
 
 from nanovllm import LLM, SamplingParams, demo_model
 from nanovllm.attention.batch import Batch, HostLengths
-from nanovllm.attention.explicit import explicit_attention
 from nanovllm.attention.flash_attn import FlashAttnBackend
 from nanovllm.attention.selector import select_backend
 from nanovllm.attention.spec import AttentionSpec, QKNorm
-from nanovllm.attention.torch_explicit import TorchExplicitBackend
+from nanovllm.attention.torch_explicit import TorchExplicitBackend, explicit_attention
 from nanovllm.attention.torch_sdpa import TorchBackend
 from nanovllm.attention.triton import TritonBackend
 from nanovllm.attention.varlen import VarlenBackend
