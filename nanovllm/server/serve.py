@@ -221,13 +221,15 @@ def _banner(server: ServerState, listener: socket.socket, seconds: float) -> lis
         host, port, *_ = listener.getsockname()
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         curl = f"curl {url}"
+    state_tokens = info.state_pages * info.block_size
+    state = f"  the state of a request takes as much of it as {state_tokens:,} tokens"
     key = " -H 'Authorization: Bearer KEY'" if options.api_keys else ""
     lines = [
         f"nanovllm: {server.model_name} is ready after {seconds:.1f} s at {url}",
         f"  dtype {server.llm.engine.config.dtype}, max_model_len {server.max_model_len}",
         f"  KV cache of {tokens:,} tokens: {tokens / server.max_model_len:.1f} requests of "
         "max_model_len at once",
-        *_state_line(info.state_pages * info.block_size),
+        *([state] if info.state_pages else []),
         f"  try: {curl}/v1/chat/completions -H 'Content-Type: application/json'{key} \\",
         """       -d '{"messages": [{"role": "user", "content": "What is paged attention?"}]}'""",
     ]
@@ -237,13 +239,6 @@ def _banner(server: ServerState, listener: socket.socket, seconds: float) -> lis
             "--host out"
         )
     return lines
-
-
-def _state_line(num_tokens: int) -> list[str]:
-    """Return what to tell of a request's state, which takes the room of `num_tokens`."""
-    if not num_tokens:
-        return []
-    return [f"  the state of a request takes as much of it as {num_tokens:,} tokens"]
 
 
 def _exit_anyway(server: ServerState) -> None:

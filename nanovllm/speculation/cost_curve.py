@@ -95,7 +95,7 @@ class CostCurve:
             return False
         if self._scale_doubt > _UNKNOWN_SCALE:
             return True
-        known = self._nearest(size)
+        known = min(self._sizes, key=lambda known: abs(known.tokens - size))
         interval = min(8 << known.num_seen, _LONGEST_INTERVAL)
         return self._num_observed - known.last_seen >= interval
 
@@ -141,9 +141,6 @@ class CostCurve:
                 if not other.num_seen and other is not size:
                     low, high = sorted((other.tokens, size.tokens))
                     other.seconds += change * low / high
-
-    def _nearest(self, tokens: int) -> _Size:
-        return min(self._sizes, key=lambda size: abs(size.tokens - tokens))
 
     def _find_or_add(self, tokens: int) -> _Size:
         """Return the size of so many tokens; if it is new, it is added with what is expected."""

@@ -48,9 +48,9 @@ class StepRunners:
         if not self.uses_graphs:
             return 0
         graphs = self._decode_graphs(tables, accepts=accepts)
-        num_bytes = _graph_bytes(graphs, graph_sizes(graphs.max_tokens), tables.device)
+        num_bytes = measured_bytes(graphs, graph_sizes(graphs.max_tokens), tables.device)
         pieces, sizes = self._pieces(tables), piece_sizes(self._max_num_batched_tokens)
-        return num_bytes + _graph_bytes(pieces, sizes, tables.device)
+        return num_bytes + measured_bytes(pieces, sizes, tables.device)
 
     def make(self, tables: DeviceTables, *, accepts: bool) -> list[StepRunner]:
         """See `FastSteps`: CUDA graphs of whole steps and of all but attention, or a recording."""
@@ -128,7 +128,8 @@ def _prompts(table_idx: int, max_model_len: int, num_tokens: int) -> list[Row]:
     return [Row(-1, table_idx, 0, length, False) for length in lengths]
 
 
-def _graph_bytes(
+def measured_bytes(
     runner: GraphRunner | PiecewiseGraphs, sizes: list[int], device: torch.device
 ) -> int:
+    """Return the bytes of the graphs of `sizes`, which are captured for it."""
     return graph_bytes(sizes, lambda size: runner.capture([size]), device)

@@ -6,7 +6,6 @@ Knows no acceptance.
 
 import copy
 import dataclasses
-from functools import partial
 
 import torch
 
@@ -14,11 +13,10 @@ from nanovllm.scheduler.messages import Row, Schedule
 from nanovllm.speculation.proposers.draft_kv import FEW_TOKENS, DraftKV
 from nanovllm.speculation.proposers.proposer import Proposer
 from nanovllm.steps.cuda_graph import GraphRunner, draft_graph_sizes
-from nanovllm.steps.registry import StepRunners
+from nanovllm.steps.registry import StepRunners, measured_bytes
 from nanovllm.utils.distributed import broadcast_from_first
 from nanovllm.utils.transfer import upload
 from nanovllm.worker.device_tables import DeviceTables
-from nanovllm.worker.kv_cache import graph_bytes
 from nanovllm.worker.model_loader import NetworkSpec
 from nanovllm.worker.network import Network
 from nanovllm.worker.sampling_rows import SamplingRows
@@ -59,8 +57,7 @@ class DraftNetwork(Proposer):
         if self._steps.uses_graphs:
             for graphs in self._make_graphs(tables):
                 sizes = draft_graph_sizes(graphs.max_tokens)
-                capture = partial(_capture_one, graphs)
-                num_bytes += graph_bytes(sizes, capture, tables.device)
+                num_bytes += measured_bytes(graphs, sizes, tables.device)
         self._free_pools()
         return num_bytes
 
@@ -219,7 +216,3 @@ def load_draft(target: Network, draft: NetworkSpec, max_model_len: int) -> Netwo
     network = Network(draft._replace(config=config, one_table=True), max_model_len, target.device)
     assert network.backend.block_size == block_size
     return network
-
-
-def _capture_one(graphs: GraphRunner, size: int) -> None:
-    graphs.capture([size])

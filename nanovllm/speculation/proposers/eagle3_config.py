@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 
 from nanovllm.checkpoint.loader import read_header
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.models.config_fields import config_size
+from nanovllm.models.config_fields import config_bool, config_size
 from nanovllm.models.model_config import ModelConfig
-from nanovllm.options.validation import check_bool, check_int, shown
+from nanovllm.options.validation import check_int, shown
 from nanovllm.worker.model_loader import check_weights
 
 EAGLE3 = "LlamaForCausalLMEagle3"
@@ -115,18 +115,17 @@ def read_eagle3_config(
         UnsupportedModelError: this is no EAGLE-3 head, or a setting is not implemented.
         CheckpointError: a field is missing or invalid, or the head is for another target.
     """
-    flat = _flat(config)
+    flat = {key: value for key, value in _flat(config).items() if value is not None}
     if flat.get("model_type") not in _MODEL_TYPES:
         raise UnsupportedModelError(
             f"config.json: an EAGLE-3 head of model_type {shown(flat['model_type'])} is not "
             f"supported ({', '.join(filter(None, _MODEL_TYPES))})"
         )
-    for key, only in _ONLY.items():
-        value = flat.get(key)
-        if value is not None and value != only:
+    for key in [key for key in _ONLY if key in flat]:
+        if flat[key] != _ONLY[key]:
             raise UnsupportedModelError(
-                f"config.json: {key} {shown(value)} is not supported in an EAGLE-3 head "
-                f"(only {only})"
+                f"config.json: {key} {shown(flat[key])} is not supported in an EAGLE-3 head "
+                f"(only {_ONLY[key]})"
             )
     dtype = str(target.dtype).removeprefix("torch.")
     model = ModelConfig.from_hf({**flat, "architectures": [EAGLE3]}, dtype)
@@ -142,19 +141,14 @@ def read_eagle3_config(
         draft_vocab_size=draft_vocab_size,
         target_hidden_size=target_hidden_size,
         layer_ids=_layer_ids(flat, target.num_layers),
-        norm_before_residual=_flag(flat, "norm_before_residual"),
-        norm_before_fc=_flag(flat, "norm_before_fc"),
-        fc_norm=_flag(flat, "fc_norm"),
-        norm_output=_flag(flat, "norm_output"),
+        norm_before_residual=config_bool(flat, "norm_before_residual", False),
+        norm_before_fc=config_bool(flat, "norm_before_fc", False),
+        fc_norm=config_bool(flat, "fc_norm", False),
+        norm_output=config_bool(flat, "norm_output", False),
         qk_norm=any(name.endswith("self_attn.q_norm.weight") for name in names),
         has_embedding=has_embedding,
         has_d2t="d2t" in names or draft_vocab_size < model.vocab_size,
     )
-
-
-def _flag(config: dict[str, Any], key: str) -> bool:
-    value = config.get(key)
-    return check_bool(CheckpointError, f"config.json: {key}", False if value is None else value)
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
