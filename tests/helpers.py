@@ -7,8 +7,10 @@ import dataclasses
 import importlib.util
 import os
 import random
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,22 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds} s"
         time.sleep(0.001)
+
+
+def in_threads(jobs: list[Callable[[], Any]], seconds: float = 60) -> list[Any]:
+    """Run each job in a thread of its own, all at once; return the results in their order."""
+    ready = threading.Barrier(len(jobs))
+
+    def run(job: Callable[[], Any]) -> Any:
+        ready.wait()
+        return job()
+
+    pool = ThreadPoolExecutor(len(jobs))
+    try:
+        futures = [pool.submit(run, job) for job in jobs]
+        return [future.exception(seconds) or future.result() for future in futures]
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # a thread that hangs fails the test above
 
 
 def random_prompt(rng: random.Random, length: int) -> list[int]:

@@ -21,6 +21,7 @@ from nanovllm.errors import EngineDeadError, InvalidRequestError
 from nanovllm.options.sampling_params import RequestOutputKind
 from nanovllm.outputs import RequestOutput
 from tests.glossary import ANSWER_TO, GREEDY, QUESTIONS
+from tests.helpers import in_threads
 from tests.scheduler.invariants import check_scheduler
 
 ENDLESS = SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True)
@@ -654,21 +655,12 @@ def test_request_queued_during_shutdown_raises(
 
 
 def test_event_loops_in_two_threads_share_an_engine(llm: AsyncLLM) -> None:
-    found: dict[int, list[str]] = {}
-
     async def main(questions: list[str]) -> list[str]:
         return await asyncio.gather(*(read(llm, question) for question in questions))
 
-    def work(half: int) -> None:
-        found[half] = run(main(QUESTIONS[half:60:2]))
-
-    threads = [threading.Thread(target=work, args=(half,)) for half in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for half in range(2):
-        assert found[half] == [" " + ANSWER_TO[question] for question in QUESTIONS[half:60:2]]
+    halves = QUESTIONS[0:60:2], QUESTIONS[1:60:2]
+    found = in_threads([lambda half=half: run(main(half)) for half in halves])
+    assert found == [[" " + ANSWER_TO[question] for question in half] for half in halves]
 
 
 def test_own_request_ids(llm: AsyncLLM) -> None:

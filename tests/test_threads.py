@@ -8,7 +8,7 @@ import gc
 import random
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,7 +17,7 @@ import pytest
 from nanovllm import LLM, NanoVLLMError, SamplingParams, demo_model
 from nanovllm.errors import EngineDeadError
 from tests.glossary import ANSWER_TO, GREEDY, OPTIONS, QUESTIONS
-from tests.helpers import assert_idle, generate, join, wait_until
+from tests.helpers import assert_idle, generate, in_threads, join, wait_until
 from tests.scheduler.invariants import check_scheduler
 
 ENDLESS = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
@@ -37,22 +37,6 @@ def llm(shared: LLM) -> Iterator[LLM]:
     """The shared LLM; check that the test left nothing in it."""
     yield shared
     assert_idle(shared)
-
-
-def in_threads(jobs: list[Callable[[], Any]], seconds: float = 60) -> list[Any]:
-    """Run each job in a thread of its own, all at once; return the results in their order."""
-    ready = threading.Barrier(len(jobs))
-
-    def run(job: Callable[[], Any]) -> Any:
-        ready.wait()
-        return job()
-
-    pool = ThreadPoolExecutor(len(jobs))
-    try:
-        futures = [pool.submit(run, job) for job in jobs]
-        return [future.exception(seconds) or future.result() for future in futures]
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # a thread that hangs fails the test above
 
 
 def test_24_threads_with_shared_prefixes_get_the_texts_of_one(llm: LLM) -> None:

@@ -2,11 +2,13 @@
 
 import threading
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import pytest
 
 from nanovllm.engine.fair_executor import FairExecutor
+from tests.helpers import in_threads
 
 
 def occupied(pool: FairExecutor) -> threading.Event:
@@ -67,11 +69,7 @@ def test_many_threads_run_each_job_once() -> None:
         jobs = [pool.submit(str(n % 3), work, n) for n in range(start, 400, 4)]
         assert [job.result(20) for job in jobs] == list(range(start, 400, 4))
 
-    threads = [threading.Thread(target=submit, args=(start,)) for start in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    assert in_threads([partial(submit, start) for start in range(4)]) == [None] * 4
     assert sorted(done) == list(range(400))
     assert pool._jobs == {}
     pool.shutdown()
