@@ -18,6 +18,7 @@ from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.options.structured_outputs import TOO_COMPLEX, StructuredOutputsParams
 from nanovllm.outputs import RequestOutput
 from nanovllm.server.error_bodies import APIError
+from nanovllm.server.prometheus import Meter
 from nanovllm.server.request_log import record_of
 from nanovllm.server.state import state_of
 
@@ -247,7 +248,7 @@ async def _outputs(
 ) -> AsyncGenerator[RequestOutput, None]:
     server, guard = state_of(place.request), place.guard
     fair: dict[str, Any] = {"priority": place.priority, "user": place.user}
-    with server.metrics.meter(params, record_of(place.request.scope)) as meter:
+    with Meter(server.metrics, params, record_of(place.request.scope)) as meter:
         if not stream:
             with guard:
                 output = await server.llm.generate(prompt, params, **fair)

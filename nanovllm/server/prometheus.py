@@ -94,14 +94,6 @@ class ServerMetrics:
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
 
-    def meter(self, params: SamplingParams, record: RequestRecord | None = None) -> "Meter":
-        """Return what counts one request of the engine: see `Meter`.
-
-        Args:
-            record: of the HTTP request, for its line in the log.
-        """
-        return Meter(self, params, record)
-
     def refused(self, reason: str) -> None:
         """Count a request that was refused, such as for "queue_full"."""
         self.refusals[reason] += 1
@@ -196,10 +188,13 @@ class Meter:
     A request that is left before its last output was aborted, or had an error; one that the engine
     refused to take is not counted. The counts are by continuation, as in
     vLLM; the times of continuations are those of their request.
+
+    Args:
+        record: of the HTTP request, for its line in the log.
     """
 
     def __init__(
-        self, metrics: ServerMetrics, params: SamplingParams, record: RequestRecord | None
+        self, metrics: ServerMetrics, params: SamplingParams, record: RequestRecord | None = None
     ) -> None:
         self._metrics = metrics
         self._params = params

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from nanovllm import AsyncLLM, RequestOutput, SamplingParams, demo_model
 from nanovllm.errors import EngineDeadError, InvalidRequestError
 from nanovllm.server.metric_names import token_buckets
-from nanovllm.server.prometheus import Histogram, ServerMetrics
+from nanovllm.server.prometheus import Histogram, Meter, ServerMetrics
 from tests.glossary import GREEDY, OPTIONS, QUESTION, QUESTIONS
 from tests.speculation.fake_controller import FakeController
 
@@ -52,7 +52,7 @@ async def scrape(metrics: ServerMetrics) -> Samples:
 async def whole(
     metrics: ServerMetrics, llm: AsyncLLM, prompt: Any, params: SamplingParams
 ) -> RequestOutput:
-    with metrics.meter(params) as meter:
+    with Meter(metrics, params) as meter:
         output = await llm.generate(prompt, params)
         meter.observe(output)
     return output
@@ -62,7 +62,7 @@ async def stream(
     metrics: ServerMetrics, llm: AsyncLLM, prompt: Any, params: SamplingParams
 ) -> list[RequestOutput]:
     deltas = []
-    with metrics.meter(params) as meter:
+    with Meter(metrics, params) as meter:
         async for delta in llm.stream(prompt, params):
             meter.observe(delta)
             deltas.append(delta)
@@ -150,14 +150,14 @@ def test_time_between_tokens_of_a_stream(llm: AsyncLLM, metrics: ServerMetrics) 
 
 def test_a_request_that_is_left_was_aborted(llm: AsyncLLM, metrics: ServerMetrics) -> None:
     async def run() -> None:
-        with metrics.meter(GREEDY) as meter:
+        with Meter(metrics, GREEDY) as meter:
             async for delta in llm.stream(QUESTION, GREEDY):
                 meter.observe(delta)
                 break
         two = GREEDY.clone(n=2)
-        with pytest.raises(ZeroDivisionError), metrics.meter(two):
+        with pytest.raises(ZeroDivisionError), Meter(metrics, two):
             raise ZeroDivisionError
-        with pytest.raises(EngineDeadError), metrics.meter(two):
+        with pytest.raises(EngineDeadError), Meter(metrics, two):
             raise EngineDeadError
         with pytest.raises(InvalidRequestError):
             await whole(metrics, llm, [-1], two)
