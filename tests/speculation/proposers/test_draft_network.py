@@ -213,7 +213,6 @@ def test_warming_up_leaves_nothing(
         return 1000
 
     monkeypatch.setattr("nanovllm.steps.registry.graph_bytes", measured)
-    monkeypatch.setattr("nanovllm.speculation.proposers.draft_network.graph_bytes", measured)
     speculative = {"method": method, "model": checkpoint(method), "num_speculative_tokens": 4}
     config = Config(demo_model.MODEL, speculative_config=speculative, **OPTIONS)
     engine = make_engine(config, queue_depth=0)
