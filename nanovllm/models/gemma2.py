@@ -4,7 +4,6 @@ from typing import Any, ClassVar
 
 from nanovllm.attention.spec import AttentionOptions
 from nanovllm.kernels.torch_math import NORM_CENTRED
-from nanovllm.layers.rope_scaling import RopeConfig
 from nanovllm.models.decoder import Decoder, DecoderLayer, GatedMLP, SelfAttention
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.parts import (
@@ -12,6 +11,7 @@ from nanovllm.models.parts import (
     SandwichForCausalLM,
     SandwichLayer,
     ScaledDecoder,
+    attention_biases,
     gelu_tanh,
 )
 
@@ -23,6 +23,8 @@ class Gemma2ForCausalLM(SandwichForCausalLM):
     qk_norm = False
     interval = 2
     """Each layer whose number is a multiple of it has full attention."""
+    local_theta: ClassVar[float | None] = None
+    """Of the rotation in layers with a window; None: as in the others."""
     defaults: ClassVar[dict[str, Any]] = {
         "head_dim": 256,
         "tie_word_embeddings": True,
@@ -37,27 +39,22 @@ class Gemma2ForCausalLM(SandwichForCausalLM):
     def make_layer(
         self, config: ModelConfig, index: int, before: list[DecoderLayer]
     ) -> DecoderLayer:
-        bias, layer_type = config.flag("attention_bias"), config.layer_types(self.interval)[index]
-        options = AttentionOptions(
-            scale=config.number("query_pre_attn_scalar", 256.0) ** -0.5,
-            window=config.windows(self.interval)[index],
-            softcap=config.number("attn_logit_softcapping", 0.0),
-        )
+        layer_type = config.layer_types(self.interval)[index]
+        theta = self.local_theta if layer_type == "sliding_attention" else None
         attention = SelfAttention(
             config,
-            self.rotary_emb(self.rope(config, layer_type), config.head_dim),
-            bias=bias,
-            output_bias=bias,
+            self.rotary_emb(config.rope_of(layer_type, theta), config.head_dim),
             qk_norm=self.qk_norm,
             norm_kind=NORM_CENTRED,
-            options=options,
+            options=AttentionOptions(
+                scale=config.number("query_pre_attn_scalar", 256.0) ** -0.5,
+                window=config.windows(self.interval)[index],
+                softcap=config.number("attn_logit_softcapping", 0.0),
+            ),
+            **attention_biases(config),
         )
         mlp = GatedMLP(config, activation=gelu_tanh(config))
         return SandwichLayer(config, attention, mlp, **self.norm)
-
-    def rope(self, config: ModelConfig, layer_type: str) -> RopeConfig:
-        """Return the rotary settings of layers of `layer_type`."""
-        return config.rope
 
     def make_decoder(self, config: ModelConfig, layers: list[DecoderLayer]) -> Decoder:
         return ScaledDecoder(config, layers, **self.norm)

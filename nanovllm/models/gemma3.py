@@ -2,7 +2,6 @@
 
 from typing import Any, ClassVar
 
-from nanovllm.layers.rope_scaling import RopeConfig
 from nanovllm.models.gemma2 import Gemma2ForCausalLM
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.parts import OTHER_MODALITIES
@@ -14,6 +13,7 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
     """
 
     qk_norm = True
+    local_theta = 10_000.0
     left_out = OTHER_MODALITIES
     defaults: ClassVar[dict[str, Any]] = {
         **Gemma2ForCausalLM.defaults,
@@ -29,9 +29,6 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
     def __init__(self, config: ModelConfig, max_model_len: int) -> None:
         self.interval = config.size("sliding_window_pattern", 6)
         super().__init__(config, max_model_len)
-
-    def rope(self, config: ModelConfig, layer_type: str) -> RopeConfig:
-        return config.rope_of(layer_type, 10_000.0 if layer_type == "sliding_attention" else None)
 
 
 class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):

@@ -17,7 +17,7 @@ from nanovllm.layers.experts import (
 from nanovllm.models.config_fields import config_size
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer
 from nanovllm.models.model_config import ModelConfig
-from nanovllm.models.parts import SinkAttention
+from nanovllm.models.parts import SinkAttention, attention_biases
 
 _MERGED = StoredExperts(linears=None, transposed=True, interleaved=True)
 """As the published checkpoints have it. A config with "split_experts", which is nanovllm's own, is
@@ -35,13 +35,11 @@ class GptOssForCausalLM(DecoderForCausalLM):
     def make_layer(
         self, config: ModelConfig, index: int, before: list[DecoderLayer]
     ) -> DecoderLayer:
-        bias = config.flag("attention_bias", default=True)
         attention = SinkAttention(
             config,
             self.rotary_emb(config.rope, config.head_dim),
-            bias=bias,
-            output_bias=bias,
             options=AttentionOptions(window=config.windows(2)[index], sinks=True),
+            **attention_biases(config, default=True),
         )
         num_experts = config_size(config.fields, "num_local_experts", high=MAX_EXPERTS)
         top_k = config_size(config.fields, "num_experts_per_tok", 4, high=num_experts)

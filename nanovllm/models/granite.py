@@ -11,7 +11,7 @@ from nanovllm.models.decoder import (
     SelfAttention,
 )
 from nanovllm.models.model_config import ModelConfig
-from nanovllm.models.parts import ScaledEmbedding
+from nanovllm.models.parts import ScaledEmbedding, attention_biases
 
 
 class GraniteForCausalLM(DecoderForCausalLM):
@@ -29,13 +29,11 @@ class GraniteForCausalLM(DecoderForCausalLM):
     def make_layer(
         self, config: ModelConfig, index: int, before: list[DecoderLayer]
     ) -> DecoderLayer:
-        bias = config.flag("attention_bias")
         attention = SelfAttention(
             config,
             self.rotary_emb(config.rope, config.head_dim),
-            bias=bias,
-            output_bias=bias,
             options=AttentionOptions(scale=config.number("attention_multiplier", 1.0)),
+            **attention_biases(config),
         )
         mlp = GatedMLP(config, bias=config.flag("mlp_bias"))
         return DecoderLayer(config, attention, mlp, **self.norm)

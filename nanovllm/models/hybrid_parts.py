@@ -10,14 +10,17 @@ from torch import nn
 
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.kernels.torch_kernels import TORCH, Kernels
+from nanovllm.kernels.torch_math import NORM_CENTRED
 from nanovllm.layers.experts import Experts, Router, SigmoidRouter, SparseMLP
 from nanovllm.layers.gated_delta import DeltaSizes, GatedDeltaNet
+from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.pieces import Piece, PiecedLinear, SmallLinear
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.state_layer import StateLayer
 from nanovllm.models.config_fields import config_size
 from nanovllm.models.decoder import DecoderLayer
 from nanovllm.models.model_config import ModelConfig
-from nanovllm.models.parts import GatedAttention
+from nanovllm.models.parts import GatedAttention, attention_biases
 from nanovllm.utils.distributed import tensor_parallel
 
 DELTA_NAMES = {
@@ -50,21 +53,30 @@ class MixerLayer(DecoderLayer):
 
 
 class HeadGatedAttention(GatedAttention):
-    """Gated attention whose checkpoint has the gate of each head behind its query, in q_proj."""
+    """Gated attention whose checkpoint has the gate of each head behind its query, in q_proj.
 
-    def __init__(self, config: ModelConfig, *args: Any, **options: Any) -> None:
+    An RMSNorm times (1 + weight) is applied to each query head and each key head.
+    """
+
+    def __init__(self, config: ModelConfig, rotary_emb: RotaryEmbedding) -> None:
         if not config.flag("attn_output_gate", default=True):
             raise UnsupportedModelError("config.json: attn_output_gate False is not supported")
-        super().__init__(config, *args, **options)
-        whole, size = self.qkv_proj, config.head_dim
-        first, total = whole.num_heads * tensor_parallel().rank, 2 * config.num_heads * size
-        starts = range(2 * first * size, 2 * (first + whole.num_heads) * size, 2 * size)
-        queries = [Piece("q_proj", total, start, size) for start in starts]
-        gates = [Piece("q_proj", total, start + size, size) for start in starts]
-        rest = [Piece(name, *whole.slices[name]) for name in ("k_proj", "v_proj")]
-        bias = whole.bias is not None
-        self.qkv_proj = PiecedLinear(config.hidden_size, [*queries, *rest], bias=bias)  # type: ignore[assignment]
-        self.gate = PiecedLinear(config.hidden_size, gates, bias=bias)  # type: ignore[assignment]
+        biases = attention_biases(config)
+        super().__init__(config, rotary_emb, qk_norm=True, norm_kind=NORM_CENTRED, **biases)
+        queries, slices = self._halves(config, 0), self.qkv_proj.slices
+        rest = [Piece(name, *slices[name]) for name in ("k_proj", "v_proj")]
+        self.qkv_proj = PiecedLinear(config.hidden_size, [*queries, *rest], bias=biases["bias"])  # type: ignore[assignment]
+
+    def make_gate(self, config: ModelConfig) -> LinearBase:
+        bias = self.qkv_proj.bias is not None
+        return PiecedLinear(config.hidden_size, self._halves(config, config.head_dim), bias=bias)
+
+    def _halves(self, config: ModelConfig, offset: int) -> list[Piece]:
+        """Return `head_dim` rows of q_proj for each head of this rank, from `offset` in its two."""
+        size, heads = config.head_dim, self.attn.sizes[0]
+        first, total = heads * tensor_parallel().rank, 2 * config.num_heads * size
+        starts = [2 * size * head + offset for head in range(first, first + heads)]
+        return [Piece("q_proj", total, start, size) for start in starts]
 
 
 class SharedExpertMLP(SparseMLP):

@@ -13,6 +13,7 @@ from nanovllm.models.parts import (
     SandwichForCausalLM,
     SandwichLayer,
     UnweightedNorm,
+    attention_biases,
 )
 
 
@@ -42,15 +43,12 @@ class MuseGlimmerForConditionalGeneration(SandwichForCausalLM):
         if config.fields.get("layer_types"):
             slides = config.layer_types(4)[index] == "sliding_attention"
         window = config.size("sliding_window") if slides else None
-        bias = config.flag("attention_bias")
         scale = config.number("qk_scale_factor", 1.0) * config.head_dim**-0.5
         attention = GatedAttention(
             config,
             self.rotary_emb(config.rope if rotates else None, config.head_dim),
-            bias=bias,
-            output_bias=bias,
-            norm_kind=NORM_WIDE,
             options=AttentionOptions(scale=scale, window=window),
+            **attention_biases(config),
         )
         attention.q_norm = attention.k_norm = UnweightedNorm(config.head_dim, config.rms_norm_eps)
         eps = config.number("post_norm_eps", 1e-8)
@@ -58,7 +56,5 @@ class MuseGlimmerForConditionalGeneration(SandwichForCausalLM):
 
     def make_decoder(self, config: ModelConfig, layers: list[DecoderLayer]) -> Decoder:
         decoder = Decoder(config, layers, kind=NORM_WIDE)
-        decoder.embed_tokens = NormedEmbedding(
-            config.vocab_size, config.hidden_size, config.rms_norm_eps
-        )
+        decoder.embed_tokens = NormedEmbedding(config)
         return decoder

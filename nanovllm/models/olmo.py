@@ -6,7 +6,7 @@ from nanovllm.attention.spec import AttentionOptions
 from nanovllm.kernels.torch_math import NORM_WIDE
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP
 from nanovllm.models.model_config import ModelConfig
-from nanovllm.models.parts import SANDWICH, SandwichLayer, WideNormAttention
+from nanovllm.models.parts import SANDWICH, SandwichLayer, WideNormAttention, attention_biases
 
 
 class Olmo2ForCausalLM(DecoderForCausalLM):
@@ -38,12 +38,10 @@ class Olmo3ForCausalLM(DecoderForCausalLM):
 def _layer(
     model: DecoderForCausalLM, config: ModelConfig, layer_type: str, window: int | None
 ) -> DecoderLayer:
-    bias = config.flag("attention_bias")
     attention = WideNormAttention(
         config,
         model.rotary_emb(config.rope_of(layer_type), config.head_dim),
-        bias=bias,
-        output_bias=bias,
         options=AttentionOptions(window=window),
+        **attention_biases(config),
     )
     return SandwichLayer(config, attention, GatedMLP(config), before=False, **model.norm)

@@ -17,7 +17,7 @@ from nanovllm.kernels.torch_kernels import TORCH, Kernels
 from nanovllm.kernels.torch_math import NORM_WIDE
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import MergedColumnParallelLinear
+from nanovllm.layers.linear import LinearBase, MergedColumnParallelLinear
 from nanovllm.models.decoder import Decoder, DecoderForCausalLM, DecoderLayer, SelfAttention
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.options.validation import shown
@@ -46,6 +46,16 @@ SANDWICH = {
     "after_mlp_norm": "post_feedforward_layernorm",
 }
 """What checkpoints call the norms of a `SandwichLayer`; also those of a `PostNormLayer`."""
+
+
+def attention_biases(config: ModelConfig, *, default: bool = False) -> dict[str, Any]:
+    """Return the options of `SelfAttention` where attention_bias is about all four linears.
+
+    Args:
+        default: of a config that lacks it.
+    """
+    bias = config.flag("attention_bias", default=default)
+    return {"bias": bias, "output_bias": bias}
 
 
 class RotatedNormAttention(SelfAttention):
@@ -108,8 +118,12 @@ class GatedAttention(SelfAttention):
 
     def __init__(self, config: ModelConfig, *args: Any, **options: Any) -> None:
         super().__init__(config, *args, **options)
+        self.gate = self.make_gate(config)
+
+    def make_gate(self, config: ModelConfig) -> LinearBase:
+        """Return the projection: [T, hidden_size] to a gate for each number of the heads."""
         outputs = {"gate_proj": config.num_heads * config.head_dim}
-        self.gate = MergedColumnParallelLinear(config.hidden_size, outputs, bias=False)
+        return MergedColumnParallelLinear(config.hidden_size, outputs, bias=False)
 
     def forward(
         self, hidden: torch.Tensor, batch: Batch, output_indices: torch.Tensor | None
@@ -280,9 +294,9 @@ class UnweightedNorm(RMSNorm):
 class NormedEmbedding(VocabParallelEmbedding):
     """A token embedding behind an RMSNorm without a weight."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, eps: float) -> None:
-        super().__init__(vocab_size, hidden_size)
-        self.norm = UnweightedNorm(hidden_size, eps)
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config.vocab_size, config.hidden_size)
+        self.norm = UnweightedNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self.norm(super().forward(input_ids))

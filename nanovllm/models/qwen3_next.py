@@ -1,6 +1,5 @@
 """The Qwen3-Next family: most layers are gated DeltaNets, the others have gated attention."""
 
-from collections.abc import Collection
 from typing import Any, ClassVar
 
 from torch import nn
@@ -25,6 +24,7 @@ class Qwen3NextForCausalLM(DecoderForCausalLM):
     has gated attention; experts, and one that all tokens share.
     """
 
+    expect = expect_stored
     grouped = True
     """See `GatedDeltaNet`."""
     names: ClassVar[dict[str, str]] = DELTA_NAMES
@@ -47,10 +47,7 @@ class Qwen3NextForCausalLM(DecoderForCausalLM):
         if types[index] == "linear_attention":
             mixer = delta_net(config, grouped=self.grouped)
             return MixerLayer(config, mixer, mlp, **self.norm)
-        rotary_emb = self.rotary_emb(config.rope, config.head_dim)
-        options: dict[str, Any] = {"qk_norm": True, "norm_kind": NORM_CENTRED}
-        options["bias"] = options["output_bias"] = config.flag("attention_bias")
-        attention = HeadGatedAttention(config, rotary_emb, **options)
+        attention = HeadGatedAttention(config, self.rotary_emb(config.rope, config.head_dim))
         return DecoderLayer(config, attention, mlp, **self.norm)
 
     def make_mlp(self, config: ModelConfig, index: int) -> nn.Module:
@@ -58,6 +55,3 @@ class Qwen3NextForCausalLM(DecoderForCausalLM):
         if is_dense(config, index) or not config.count("num_experts"):
             return GatedMLP(config)
         return shared_expert_mlp(config, renormalize=config.flag("norm_topk_prob"))
-
-    def expect(self, known: Collection[str]) -> None:
-        expect_stored(self, known)

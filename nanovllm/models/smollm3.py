@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 from nanovllm.attention.spec import AttentionOptions
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
 from nanovllm.models.model_config import ModelConfig
+from nanovllm.models.parts import attention_biases
 
 
 class SmolLM3ForCausalLM(DecoderForCausalLM):
@@ -20,13 +21,12 @@ class SmolLM3ForCausalLM(DecoderForCausalLM):
         window = config.windows(0)[index] if config.flag("use_sliding_window") else None
         if config.flag("use_sliding_window") and config.fields.get("layer_types") is None:
             window = None if rotates[index] else config.size("sliding_window")
-        rope, bias = config.rope if rotates[index] else None, config.flag("attention_bias")
+        rope = config.rope if rotates[index] else None
         attention = SelfAttention(
             config,
             self.rotary_emb(rope, config.head_dim),
-            bias=bias,
-            output_bias=bias,
             options=AttentionOptions(window=window),
+            **attention_biases(config),
         )
         return DecoderLayer(config, attention, GatedMLP(config, bias=config.flag("mlp_bias")))
 
