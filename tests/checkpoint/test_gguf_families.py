@@ -17,7 +17,7 @@ from nanovllm.layers.experts import StackedLinear
 from nanovllm.options.config import Config
 from tests.checkpoints import random_model
 from tests.gguf_converter import convert
-from tests.models.test_decoder import assert_logits_agree
+from tests.models.comparison import assert_logits_agree
 
 SIZES = {
     "vocab_size": 301,

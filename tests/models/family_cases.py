@@ -6,6 +6,7 @@ import random
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests.checkpoints import random_model
+from tests.models.comparison import FEW
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -177,7 +178,6 @@ NESTED = {
     },
 }
 """What a model that also takes pictures has beside its text model."""
-FEW = "FAMILY_CASES" not in os.environ
 NUM_CASES = int(os.environ.get("FAMILY_CASES", "2"))
 """Of each family; without FAMILY_CASES one of those in NESTED, whose layers another family has too.
 Twelve have each switch both ways, with several of the others."""

@@ -7,22 +7,16 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from nanovllm import SamplingParams
-from nanovllm.checkpoint.hub import open_checkpoint, weight_files
-from nanovllm.kernels.torch_kernels import TORCH
-from nanovllm.models.registry import read_config
-from nanovllm.options.config import Config
-from nanovllm.scheduler.messages import Admission, NewBlocks, Row, Schedule
-from nanovllm.scheduler.windows import num_tables
-from nanovllm.scheduler.worker_info import WorkerInfo
-from nanovllm.worker.device_tables import DeviceTables
-from nanovllm.worker.model_loader import NetworkSpec
-from nanovllm.worker.network import Network
 from tests.checkpoints import random_model
+from tests.models.comparison import (  # noqa: F401
+    assert_logits_agree,
+    check_answers,
+    random_prompts,
+    runs,
+    saved_models,
+    test_logits_of_all_positions,
+)
 
-MAX_LENGTH = 128
-NUM_PAGES = 1000
-GREEDY = SamplingParams(temperature=0)
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -153,143 +147,12 @@ def make_model(case):
     return random_model(make_config(case), seed=len(case))
 
 
-class Steps:
-    """Our model from a directory, with a KV cache and device tables, to run hand-made schedules."""
-
-    def __init__(self, path, block_size):
-        checkpoint = open_checkpoint(str(path))
-        config = Config(str(path), device="cpu", kvcache_block_size=block_size, dtype="float32")
-        model_config = read_config(checkpoint.config, config.dtype)
-        spec = NetworkSpec(config, model_config, weight_files(checkpoint, str(path)))
-        cpu = torch.device("cpu")
-        self.network = Network(spec, MAX_LENGTH, cpu)
-        self.network.make_pool(NUM_PAGES)
-        self.windows = self.network.attention.layout.windows
-        self.state_pages = self.network.attention.states.num_pages
-        sizes = (NUM_PAGES, block_size, MAX_LENGTH, model_config.vocab_size, 512)
-        info = WorkerInfo(*sizes, windows=self.windows, state_pages=self.state_pages)
-        self.tables = DeviceTables(info, 8, cpu, TORCH)
-
-    @torch.inference_mode()
-    def logits(self, schedule):
-        """Return the logits of every token of the schedule's rows; check `output_indices` too."""
-        self.tables.apply(schedule)
-        pool = self.network.pool
-        pool.zero(schedule.blocks_to_zero)
-        before = pool.pages.clone() if self.state_pages else None
-        hidden = self.network.forward(self.tables, schedule.rows, None)
-        output_indices = torch.arange(len(hidden)).flip(0)[::3]
-        if before is not None:  # a step changes states
-            after = pool.pages.clone()
-            pool.pages.copy_(before)
-        some = self.network.forward(self.tables, schedule.rows, output_indices)
-        torch.testing.assert_close(some, hidden[output_indices], rtol=1e-4, atol=1e-4)
-        if before is not None:
-            assert torch.equal(pool.pages, after)
-        return self.network.model.compute_logits(hidden)
+saved = saved_models(make_model, CASES)
 
 
-def run_in_chunks(path, prompts, cuts, block_size):
-    """Run the prompts in two mixed steps, before and after each one's cut; return all logits."""
-    steps = Steps(path, block_size)
-    chooser = random.Random(block_size)
-    blocks = chooser.sample(range(NUM_PAGES), NUM_PAGES)
-    width = -(-MAX_LENGTH // block_size)
-    table_indices = chooser.sample(range(8), len(prompts))
-    admissions, first_blocks, new_blocks, first, second, fresh = [], [], [], [], [], []
-    rows = zip(prompts, cuts, table_indices, strict=True)
-    for index, (prompt, cut, table_idx) in enumerate(rows):
-        before, whole = -(-cut // block_size), -(-len(prompt) // block_size)
-        ids = [blocks.pop() for _ in range(whole)]
-        for table in range(1, num_tables(steps.windows)):
-            pages = [blocks.pop() for _ in range(whole)]
-            first_blocks.append(NewBlocks(table_idx, table * width, pages))
-        if steps.state_pages:
-            pages = [blocks.pop() for _ in range(steps.state_pages)]
-            first_blocks.append(NewBlocks(table_idx, num_tables(steps.windows) * width, pages))
-            fresh += pages
-        start = (index, table_idx, prompt, len(prompt), ids[:before])
-        admissions.append(Admission(*start, GREEDY, 0, frozenset(), ()))
-        first.append(Row(index, table_idx, 0, cut, samples=cut == len(prompt)))
-        if cut < len(prompt):
-            second.append(Row(index, table_idx, cut, len(prompt) - cut, samples=True))
-            new_blocks.append(NewBlocks(table_idx, before, ids[before:]))
-    second.reverse()
-    logits = [[] for _ in prompts]
-    for schedule in (
-        Schedule(0, admissions, first_blocks, first, fresh),
-        Schedule(1, [], new_blocks, second),
-    ):
-        lengths = [row.num_scheduled_tokens for row in schedule.rows]
-        parts = steps.logits(schedule).split(lengths)
-        for row, part in zip(schedule.rows, parts, strict=True):
-            logits[row.seq_id].append(part)
-    return [torch.cat(parts) for parts in logits]
-
-
-def random_prompts(case, vocab_size, lengths):
-    chooser = random.Random(case)
-    return [[chooser.randrange(vocab_size) for _ in range(length)] for length in lengths]
-
-
-def vocab_size_of(theirs):
-    """Return the vocabulary size of transformers' model, which may be a model for pictures, too."""
-    return theirs.config.get_text_config().vocab_size
-
-
-def assert_logits_agree(theirs, path, case):
-    """Compare the logits of all positions. Prompts are whole, or cut inside or between blocks."""
-    chooser = random.Random(case)
-    block_size = chooser.choice([4, 7, 16])
-    lengths = [1, 23, 64, 2 * block_size, 120, 50]
-    cuts = [1, 23, chooser.randint(1, 63), block_size, 119, chooser.randint(1, 49)]
-    prompts = random_prompts(case, vocab_size_of(theirs), lengths)
-    with torch.inference_mode():
-        for prompt, logits in zip(
-            prompts, run_in_chunks(path, prompts, cuts, block_size), strict=True
-        ):
-            expected = theirs(torch.tensor([prompt])).logits[0]
-            assert logits.shape == expected.shape
-            assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
-
-
-def assert_tokens_are_greedy(theirs, prompts, outputs):
-    """Each output has 64 tokens, and each is the likeliest one after the tokens before it."""
-    with torch.inference_mode():
-        for prompt, output in zip(prompts, outputs, strict=True):
-            logits = theirs(torch.tensor([prompt + output.token_ids])).logits[0]
-            assert output.token_ids == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
-            assert len(output.token_ids) == 64
-
-
-@pytest.fixture(scope="module", params=CASES)
-def saved(request, tmp_path_factory):
-    """The name of each case, the model of transformers and the directory where it is saved."""
-    model, path = make_model(request.param), tmp_path_factory.mktemp("model")
-    model.save_pretrained(path)
-    return request.param, model, path
-
-
-def test_logits_of_all_positions(saved):
-    case, theirs, path = saved
-    assert_logits_agree(theirs, path, case)
-
-
-def test_64_greedy_tokens(saved, make_llm):
-    """Three prompts at once. The longest is prefilled in chunks while the others decode."""
-    case, theirs, path = saved
-    prompts = random_prompts(case, vocab_size_of(theirs), [3, 17, 60])
-    llm = make_llm(
-        path,
-        device="cpu",
-        max_model_len=MAX_LENGTH,
-        max_num_batched_tokens=24,
-        kvcache_block_size=16,
-        num_kvcache_blocks=32,
-    )
-    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    assert_tokens_are_greedy(theirs, prompts, outputs)
+@pytest.mark.parametrize(("saved", "chunk"), runs(CASES, every=4), indirect=["saved"])
+def test_greedy_tokens(saved, chunk, make_llm):
+    check_answers(saved, chunk, make_llm)
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,13 @@ from nanovllm.kernels.cpu.library import library
 from nanovllm.models.registry import read_config
 from nanovllm.worker.model_loader import check_weights
 from tests.checkpoints import random_model
-from tests.models.test_decoder import (  # noqa: F401
+from tests.models.comparison import (  # noqa: F401
     MAX_LENGTH,
     assert_logits_agree,
+    check_answers,
     random_prompts,
-    test_64_greedy_tokens,
+    runs,
+    saved_models,
     test_logits_of_all_positions,
 )
 
@@ -87,12 +89,12 @@ def make_model(case):
     return model
 
 
-@pytest.fixture(scope="module", params=CASES)
-def saved(request, tmp_path_factory):
-    """The name of each case, the model of transformers and the directory where it is saved."""
-    model, path = make_model(request.param), tmp_path_factory.mktemp("model")
-    model.save_pretrained(path)
-    return request.param, model, path
+saved = saved_models(make_model, CASES)
+
+
+@pytest.mark.parametrize(("saved", "chunk"), runs(CASES, every=3), indirect=["saved"])
+def test_greedy_tokens(saved, chunk, make_llm):
+    check_answers(saved, chunk, make_llm)
 
 
 @pytest.mark.skipif(library() is None, reason="no compiler here")

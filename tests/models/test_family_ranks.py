@@ -5,7 +5,7 @@ import pytest
 from nanovllm import SamplingParams
 from nanovllm.errors import ConfigError
 from tests.helpers import token_ids
-from tests.models import family_cases, test_decoder, test_experts, test_hybrids
+from tests.models import comparison, family_cases, test_decoder, test_experts, test_hybrids
 
 MAKERS = {
     case: module.make_model
@@ -25,12 +25,12 @@ def on_two_ranks(make_llm, path, options):
         raise
 
 
-@pytest.mark.skipif(family_cases.FEW, reason="takes minutes; FAMILY_CASES=12 runs it")
+@pytest.mark.skipif(comparison.FEW, reason="takes minutes; FAMILY_CASES=12 runs it")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_ranks_give_the_tokens_of_one(family, make_llm, tmp_path):
     """Of the first configuration whose sizes two ranks can share."""
-    prompts = test_decoder.random_prompts(family, 500, [3, 17, 60])
-    options = {"device": "cpu", "max_model_len": test_decoder.MAX_LENGTH, "dtype": "float32"}
+    prompts = comparison.random_prompts(family, 500, [3, 17, 60])
+    options = {"device": "cpu", "max_model_len": comparison.MAX_LENGTH, "dtype": "float32"}
     options |= {"kvcache_block_size": 16, "max_num_batched_tokens": 24, "num_kvcache_blocks": 200}
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
     for case in [case for case in MAKERS if case.split()[0] == family]:

@@ -18,14 +18,18 @@ from nanovllm.options.config import Config
 from nanovllm.worker.model_loader import NetworkSpec
 from nanovllm.worker.network import Network
 from tests.checkpoints import random_model
-from tests.models.family_cases import FEW, NUM_CASES
-from tests.models.test_decoder import (
+from tests.models.comparison import (  # noqa: F401
+    FEW,
     MAX_LENGTH,
     assert_logits_agree,
     assert_tokens_are_greedy,
     random_prompts,
+    runs,
+    saved_models,
+    test_logits_of_all_positions,
     vocab_size_of,
 )
+from tests.models.family_cases import NUM_CASES
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
 DELTA = ["linear_attention"]
@@ -191,27 +195,14 @@ def make_model(case):
     return model
 
 
-@pytest.fixture(scope="module", params=CASES)
-def saved(request, tmp_path_factory):
-    """The name of each case, the model of transformers and the directory where it is saved."""
-    model, path = make_model(request.param), tmp_path_factory.mktemp("model")
-    model.save_pretrained(path)
-    return request.param, model, path
+saved = saved_models(make_model, CASES)
 
 
-def test_logits_of_all_positions(saved, caplog):
-    """What is for pictures is left out, with a line in the log."""
-    case, theirs, path = saved
-    with caplog.at_level("INFO", logger="nanovllm.checkpoint.loader"):
-        assert_logits_agree(theirs, path, case)
-    assert ("left out, because" in caplog.text) == (case.split()[0] in NESTED)
-
-
-def test_greedy_tokens(saved, make_llm):
+@pytest.mark.parametrize(("saved", "chunk"), runs(CASES, (7, 64, 1)), indirect=["saved"])
+def test_greedy_tokens(saved, chunk, make_llm):
     """64 tokens behind each of three prompts: batched, in chunks, from a hit, and preempted."""
     case, theirs, path = saved
     prompts = random_prompts(case, vocab_size_of(theirs), [3, 17, 60])
-    chunk = (7, 64, 1)[int(case.split()[1]) % 3]
     options = {"device": "cpu", "max_model_len": MAX_LENGTH, "kvcache_block_size": 16}
     options["max_num_batched_tokens"] = chunk
     llm = make_llm(path, num_kvcache_blocks=300, **options)
