@@ -54,7 +54,12 @@ BF16: dict[str, Any] = {
     "linear_value_head_dim": 32,
 }
 """A model that the C kernels compute."""
-MODELS = {"gated delta": STATEFUL, "short convolution": LFM2, "bfloat16": BF16}
+MODELS: dict[str, dict[str, Any]] = {
+    "gated delta": STATEFUL,
+    "short convolution": LFM2,
+    "bfloat16": BF16,
+    "bfloat16 convolution": {**LFM2, **NATIVE},
+}
 ALONE: dict[str, Any] = {
     "kvcache_block_size": 4,
     "enable_prefix_caching": False,
@@ -202,17 +207,8 @@ def make_methods(target: str, draft: str, path: Path) -> dict[str, dict[str, Any
     }
 
 
-@pytest.mark.parametrize("method", ["ngram", "draft model", "eagle3"])
-def test_each_proposer(
-    method: str,
-    shared_checkpoint: Any,
-    random_model: str,
-    make_llm: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Prompts repeat themselves, so that n-grams are found. MTP has a test of its own."""
-    model = shared_checkpoint(**STATEFUL)
+def repeating_requests() -> list[Request]:
+    """Return prompts that repeat themselves, so that n-grams are found and likely to be right."""
     rng = random.Random(0)
     requests: list[Request] = []
     for index in range(8):
@@ -220,16 +216,56 @@ def test_each_proposer(
         bias = dict.fromkeys(prompt[:6], 12.0)
         params = {"temperature": index % 3 / 2, "seed": index, "logit_bias": bias}
         requests.append((prompt, SamplingParams(max_tokens=24, ignore_eos=True, **params)))
+    return requests
+
+
+def test_each_proposer(
+    shared_checkpoint: Any,
+    random_model: str,
+    make_llm: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """MTP has a test of its own."""
+    model, requests = shared_checkpoint(**STATEFUL), repeating_requests()
     expected, _ = run(make_llm, model, requests, **ALONE)
     allow_all(monkeypatch)
-    options = {
-        "kvcache_block_size": 4,
-        "speculative_config": make_methods(model, random_model, tmp_path)[method],
-    }
-    found, llm = run(make_llm, model, requests, 2, **options)
-    assert tokens_of(found) == tokens_of(expected * 2)
-    num_accepted, num_proposed = acceptance(llm)
-    assert 10 < num_accepted < num_proposed
+    for method in make_methods(model, random_model, tmp_path).values():
+        options = {"kvcache_block_size": 4, "speculative_config": method}
+        found, llm = run(make_llm, model, requests, 2, **options)
+        assert tokens_of(found) == tokens_of(expected * 2)
+        num_accepted, num_proposed = acceptance(llm)
+        assert 10 < num_accepted < num_proposed
+
+
+@native
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+@pytest.mark.parametrize("model", ["bfloat16", "bfloat16 convolution"])
+def test_each_draft_network_with_the_c_kernels(
+    model: str,
+    quantization: str | None,
+    shared_checkpoint: Any,
+    make_llm: Any,
+    preempted: list[Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Bit for bit, in chunks, with hits and preemption. test_native_invariance.py has n-grams."""
+    path, requests = shared_checkpoint(**MODELS[model]), repeating_requests()
+    kept = {"kvcache_block_size": 32, "quantization": quantization}
+    expected, _ = run(make_llm, path, requests, **{**ALONE, **kept})
+    allow_all(monkeypatch)
+    methods = make_methods(path, shared_checkpoint(**NATIVE), tmp_path)
+    num_blocks = {"bfloat16": 40, "bfloat16 convolution": 10}[model]  # by the size of a state
+    for method in ("draft model", "eagle3"):
+        spec = {"speculative_config": methods[method]}
+        options = {**kept, **spec, "num_kvcache_blocks": num_blocks, "max_num_batched_tokens": 17}
+        found, llm = run(make_llm, path, requests, 2, **options)
+        assert found == expected * 2
+        num_accepted, num_proposed = acceptance(llm)
+        assert 10 < num_accepted < num_proposed
+        assert preempted
+        preempted.clear()
 
 
 @pytest.mark.skipif(not HAS_GRAMMARS, reason="needs llguidance")
