@@ -50,8 +50,35 @@ WARM: dict[str, dict[str, Any]] = {
 }
 """Options under which it is generated twice: the second time, prompts hit the prefix cache."""
 
+OTHER_LAYERS = ("qwen2", "llama")
+"""Random models that differ from qwen3 in their layers alone. Blocks, batches and arrivals are the
+same for all layers, so each kind of option has one or two cases of theirs.
+"""
+
+
+def each_model(options: dict[str, Any], few: list[str]) -> pytest.MarkDecorator:
+    """Parametrize a test by workload and options; models of `OTHER_LAYERS` have only `few`."""
+    cases = [
+        pytest.param(model, options[name], id=f"{model}-{name}")
+        for model in (*FAMILIES, "glossary")
+        for name in (few if model in OTHER_LAYERS else options)
+    ]
+    return pytest.mark.parametrize(("workload", "options"), cases, indirect=["workload"])
+
+
 PREEMPTING: dict[str, Any] = {"kvcache_block_size": 4, "num_kvcache_blocks": 64}
 """A pool for one sequence of 256 tokens, or for a few of the usual length."""
+
+CACHES: dict[str, dict[str, Any]] = {
+    "prefix cache": {"enable_prefix_caching": True},
+    "no prefix cache": {"enable_prefix_caching": False},
+}
+
+ARRIVALS = {
+    f"queue of {depth}": {"seed": seed, "queue_depth": depth}
+    for seed, depth in enumerate((0, 1, 4))
+}
+"""Seeds of the order of arrival, and steps in flight."""
 
 Tokens = list[list[int]]
 
@@ -86,13 +113,13 @@ def random_workload(model: str, num_requests: int, ranks: tuple[int, ...]) -> Wo
 
 
 def glossary_workload() -> Workload:
-    """18 questions to the demo model, a trained one; every sixth is answered in JSON."""
+    """12 questions to the demo model, a trained one; every sixth is answered in JSON."""
     params = SamplingParams(temperature=0, max_tokens=96)
     in_json = params.clone(structured_outputs=COMPACT, temperature=1.0, seed=7)
     options = {"dtype": "float32", "max_model_len": 256}
     requests: list[Request] = [
         (question, in_json if HAS_GRAMMARS and index % 6 == 0 else params)
-        for index, question in enumerate(QUESTIONS[:18])
+        for index, question in enumerate(QUESTIONS[:12])
     ]
     return Workload(demo_model.MODEL, options, requests, RANKS["glossary"])
 
@@ -117,43 +144,45 @@ def expected(workload: Workload) -> Tokens:
 
 @pytest.fixture
 def generate(workload: Workload, make_llm: Any) -> Callable[..., Tokens]:
-    """Generate the workload under the given options, twice if `warm`."""
+    """Generate the first `num` requests under the given options, twice if `warm`."""
 
-    def run(warm: bool = False, **options: Any) -> Tokens:
+    def run(num: int | None = None, *, warm: bool = False, **options: Any) -> Tokens:
         llm = make_llm(workload.model, **{**workload.options, **options})
-        outputs = generate_all(llm, workload.requests)
+        requests = workload.requests[:num]
+        outputs = generate_all(llm, requests)
         if warm:
-            outputs = generate_all(llm, workload.requests)
-            assert sum(output.num_cached_tokens for output in outputs) > 80
+            outputs = generate_all(llm, requests)
+            assert sum(output.num_cached_tokens for output in outputs) > 2 * len(requests)
         assert_idle(llm)
         return token_ids(outputs)
 
     return run
 
 
-@pytest.mark.parametrize("options", COLD.values(), ids=COLD)
+@each_model(COLD, few=["batches of 5", "blocks of 3"])
 def test_tokens_do_not_depend_on_the_options(
     generate: Any, expected: Tokens, options: dict[str, Any]
 ) -> None:
     assert generate(**options) == expected
 
 
-@pytest.mark.parametrize("options", WARM.values(), ids=WARM)
+@each_model(WARM, few=["chunks of 7"])
 def test_tokens_do_not_depend_on_a_warm_prefix_cache(
     generate: Any, expected: Tokens, options: dict[str, Any]
 ) -> None:
-    assert generate(warm=True, kvcache_block_size=4, **options) == expected
+    num = 10 if options == WARM["chunks of 1"] else len(expected)  # a step for each token
+    assert generate(num, warm=True, kvcache_block_size=4, **options) == expected[:num]
 
 
-@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+@each_model(CACHES, few=["prefix cache"])
 def test_tokens_do_not_depend_on_preemption(
-    generate: Any, expected: Tokens, preempted: list[Any], enable_prefix_caching: bool
+    generate: Any, expected: Tokens, preempted: list[Any], options: dict[str, Any]
 ) -> None:
-    options = {**PREEMPTING, "max_model_len": 256}
-    assert generate(enable_prefix_caching=enable_prefix_caching, **options) == expected
+    assert generate(**options, **PREEMPTING, max_model_len=256) == expected
     assert preempted
 
 
+@pytest.mark.parametrize("workload", ["qwen3", "glossary"], indirect=True)
 def test_tokens_do_not_depend_on_hash_collisions(
     generate: Any, expected: Tokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,15 +190,15 @@ def test_tokens_do_not_depend_on_hash_collisions(
     assert generate(kvcache_block_size=4) == expected
 
 
-@pytest.mark.parametrize(("seed", "queue_depth"), [(0, 0), (1, 1), (2, 4)])
+@each_model(ARRIVALS, few=["queue of 1"])
 def test_tokens_do_not_depend_on_arrival_and_priority(
-    workload: Workload, expected: Tokens, seed: int, queue_depth: int
+    workload: Workload, expected: Tokens, options: dict[str, Any]
 ) -> None:
     """Requests arrive in random order, with random priorities; some are aborted and come again."""
-    options = {**workload.options, **PREEMPTING, "max_model_len": 256}
-    config = Config(model=workload.model, max_num_seqs=8, max_num_batched_tokens=24, **options)
-    engine = make_engine(config, queue_depth=queue_depth)
-    outputs = generate_in_random_order(engine, workload.requests, seed)
+    kept = {**workload.options, **PREEMPTING, "max_model_len": 256}
+    config = Config(model=workload.model, max_num_seqs=8, max_num_batched_tokens=24, **kept)
+    engine = make_engine(config, queue_depth=options["queue_depth"])
+    outputs = generate_in_random_order(engine, workload.requests, options["seed"])
     engine.shutdown()
     assert token_ids(outputs) == expected
 

@@ -6,6 +6,7 @@ or is there twice, changes what follows.
 
 import itertools
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -109,10 +110,12 @@ def reference() -> Qwen3ForCausalLM:
     return model
 
 
-@pytest.fixture(autouse=True)
-def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry.MODULES, NAME, "running_mean")
-    monkeypatch.setitem(sys.modules, "nanovllm.models.running_mean", sys.modules[__name__])
+@pytest.fixture(autouse=True, scope="module")
+def registered() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(registry.MODULES, NAME, "running_mean")
+        patch.setitem(sys.modules, "nanovllm.models.running_mean", sys.modules[__name__])
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -124,14 +127,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-@pytest.fixture
-def expected(model: str, make_llm: Any) -> list[RequestOutput]:
+@pytest.fixture(scope="module")
+def expected(model: str, registered: None) -> list[RequestOutput]:
     """The outputs of one request at a time, whole prompts, no cache."""
-    return one_at_a_time(make_llm(model, **OPTIONS, enable_prefix_caching=False))
-
-
-def one_at_a_time(llm: LLM) -> list[RequestOutput]:
-    return [output for request in REQUESTS for output in generate_all(llm, [request])]
+    llm = LLM(model, **OPTIONS, enable_prefix_caching=False)
+    outputs = [output for request in REQUESTS for output in generate_all(llm, [request])]
+    llm.shutdown()
+    return outputs
 
 
 @torch.inference_mode()

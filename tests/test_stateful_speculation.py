@@ -211,11 +211,11 @@ def repeating_requests() -> list[Request]:
     """Return prompts that repeat themselves, so that n-grams are found and likely to be right."""
     rng = random.Random(0)
     requests: list[Request] = []
-    for index in range(8):
+    for index in range(6):
         prompt = random_prompt(rng, rng.randint(2, 12)) * 3
         bias = dict.fromkeys(prompt[:6], 12.0)
         params = {"temperature": index % 3 / 2, "seed": index, "logit_bias": bias}
-        requests.append((prompt, SamplingParams(max_tokens=24, ignore_eos=True, **params)))
+        requests.append((prompt, SamplingParams(max_tokens=16, ignore_eos=True, **params)))
     return requests
 
 

@@ -122,8 +122,8 @@ def ideal(curve: Curve, rate: float, batch: int, draft_seconds: float = 0.0) -> 
 @curves
 @pytest.mark.parametrize("draft_seconds", [0.0, 0.1], ids=["free", "network"])
 def test_speed_is_near_the_ideal(curve: Curve, draft_seconds: float) -> None:
-    for batch in BATCHES:
-        for rate in (0.3, 0.6, 0.8, 0.95):
+    for batch in (1, 4, 16, 64):
+        for rate in (0.3, 0.7, 0.95):
             num_steps = {1: 300, 4: 300, 64: 30}.get(batch, 100)
             simulation = Simulation(curve, draft_seconds=draft_seconds)
             found = speedup(simulation, rate, batch, num_steps)

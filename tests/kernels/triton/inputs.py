@@ -24,6 +24,10 @@ EVERYTHING = 2**31 - 1
 """The top_k of rows without one."""
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+few_dtypes = pytest.mark.parametrize(
+    "dtype", DTYPES if CAPABILITY > (0, 0) else [torch.float32], ids=lambda d: str(d)[6:]
+)
+"""One in the interpreter: of cases that take long, or whose result alone has the dtype."""
 has_fp8 = pytest.mark.skipif((0, 0) < CAPABILITY < (8, 9), reason="the GPU has no float8_e4m3fn")
 
 

@@ -78,9 +78,15 @@ class Case:
 
 @each_dtype
 @pytest.mark.parametrize(
-    ("head_dim", "block_size", "group"), [(16, 1, 3), (64, 16, 2), (80, 24, 1), (128, 64, 4)]
+    ("head_dim", "block_size", "group", "qk_norm"),
+    [
+        (16, 1, 3, False),
+        (64, 16, 2, True),
+        (80, 24, 1, True),
+        (80, 24, 1, False),
+        (128, 64, 4, True),
+    ],
 )
-@pytest.mark.parametrize("qk_norm", [True, False])
 def test_rows_of_their_own(head_dim, block_size, group, qk_norm, dtype):
     rows = [(1, 1), (1, 70), (1, block_size), (1, block_size + 1), (1, 130)]
     case = Case(rows, 2, group, head_dim, block_size, dtype, qk_norm=qk_norm)

@@ -43,12 +43,12 @@ def allow_all(monkeypatch: pytest.MonkeyPatch, seed: int | None = None) -> None:
     monkeypatch.setattr(DraftController, "skips_step", lambda self: False)
 
 
-def watch_drafts(monkeypatch: pytest.MonkeyPatch) -> Drafted:
-    """Return the drafts that all engines propose from now on.
+def watch_drafts(monkeypatch: pytest.MonkeyPatch, known: Drafted | None = None) -> Drafted:
+    """Return the drafts that all engines propose from now on, with those `known` before.
 
     Fails if other drafts follow the same tokens: they depend on nothing else.
     """
-    drafted: Drafted = {}
+    drafted: Drafted = dict(known or {})
     propose = DraftNetwork.propose
 
     def watched(self: DraftNetwork, rows: Any) -> list[int]:

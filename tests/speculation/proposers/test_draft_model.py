@@ -38,6 +38,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "chunks of 33, preemption": {**PREEMPTING, "max_num_batched_tokens": 33},
     "no prefix cache, preemption": {**PREEMPTING, "enable_prefix_caching": False},
 }
+IN_CHUNKS = {name: OPTIONS[name] for name in ("chunks of 7", "chunks of 33, preemption")}
 IN_BATCHES = {name: options for name, options in OPTIONS.items() if name != "batches of 1"}
 
 
@@ -104,7 +105,7 @@ def test_the_target_as_its_own_draft_is_always_right(
     assert num_proposed - num_accepted <= 4 * ended
 
 
-@pytest.mark.parametrize("options", IN_BATCHES.values(), ids=IN_BATCHES)
+@pytest.mark.parametrize("options", IN_CHUNKS.values(), ids=IN_CHUNKS)
 def test_the_target_is_right_after_steps_without_drafts(
     options: dict[str, Any], random_model: str, make_llm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
