@@ -184,7 +184,8 @@ def test_ranks_agree_on_the_smallest_block_count(
 
     monkeypatch.setattr(executor, "_receive", rank_1_has_less)
     info = executor.start()
-    executor.shutdown()
+    for _ in range(2):  # may be called twice
+        executor.shutdown()
     assert info.num_blocks == 40
     assert measured[0].num_blocks == 90
 

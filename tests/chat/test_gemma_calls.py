@@ -10,6 +10,7 @@ from nanovllm.chat.gemma_calls import CLOSING, QUOTE, Gemma4Parser
 from nanovllm.chat.parts import TextDelta, ToolCallStart
 from nanovllm.chat.tool_calls import ToolCallParser
 from nanovllm.options.sampling_params import TOKEN_MARK
+from tests.chat.strategies import json_values
 from tests.chat.test_tool_formats import Answer, cut, joined
 
 TAGS = (Gemma4Parser.tag, CLOSING, QUOTE)
@@ -132,15 +133,7 @@ def test_a_string_without_an_end_ends_with_the_call() -> None:
 
 KEYS = st.text(st.sampled_from("ab_-1é"), min_size=1, max_size=5)
 TEXTS = st.text(st.sampled_from("a{}[],:\"'\\ \né🌧<|>"), max_size=8)
-VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | TEXTS,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
-    max_leaves=8,
-)
+VALUES = json_values(TEXTS, KEYS)
 
 
 @settings(max_examples=150, deadline=None)

@@ -9,6 +9,7 @@ from hypothesis import given, settings, strategies as st
 from nanovllm.chat.parts import ToolCallStart
 from nanovllm.chat.pythonic_calls import CALLS_END, CALLS_START, PythonicParser, as_json
 from nanovllm.options.sampling_params import TOKEN_MARK
+from tests.chat.strategies import json_values
 from tests.chat.test_tool_formats import Answer, cut, joined
 
 
@@ -129,15 +130,7 @@ def test_words_and_numbers(source: str, expected: str) -> None:
 
 KEYS = st.from_regex(r"[a-z_][a-z0-9_]{0,5}", fullmatch=True)
 TEXTS = st.text(st.sampled_from("ab \n\t\\é🌧{}[]():<|>"), max_size=8)
-VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | TEXTS,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
-    max_leaves=8,
-)
+VALUES = json_values(TEXTS, TEXTS)
 
 
 @settings(max_examples=150, deadline=None)
