@@ -42,6 +42,29 @@ if importlib.util.find_spec("triton") is None:  # there are no wheels for this s
     collect_ignore_glob = ["kernels/triton/*"]
 
 
+LONGEST = """
+    test_tensor_parallel test_invariance test_real_model test_real_gemma test_cuda_graph_drafts
+    test_families test_hub test_draft_network test_eagle3 test_mtp test_branches test_regressions
+    test_paged_attention test_ops test_experts test_build test_main test_cuda_graph test_speculation
+    test_stateful_speculation test_native_invariance test_async_llm test_draft_model test_attention
+    test_hybrids test_structured_outputs test_fork test_serve test_fuzz_checkpoint test_demo_model
+    test_random_runs test_windowed test_draft_controller test_scripts
+"""
+"""The files that take longest, in about this order."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let xdist's workers take whole files in the order of `pytest_collection_modifyitems`."""
+    config.option.loadscopereorder = False
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest, so that none of them runs last and alone."""
+    places = {name: place for place, name in enumerate(LONGEST.split())}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[object]:
     """Keep the garbage collector from the million objects that imports make and never free."""

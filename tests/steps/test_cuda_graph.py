@@ -74,7 +74,7 @@ def make_workload(kinds: list[dict[str, Any]], count: int) -> Workload:
     return prompts, params
 
 
-WORKLOADS = {"plain": make_workload(PLAIN, 18), "mixed": make_workload(PLAIN + OTHERS, 24)}
+WORKLOADS = {"plain": make_workload(PLAIN, 12), "mixed": make_workload(PLAIN + OTHERS, 16)}
 
 
 def generate(
