@@ -208,7 +208,7 @@ def correlation(x, y):
 @pytest.mark.parametrize("vocab_size", [31, 1003, 5003])
 def test_the_filters_keep_what_transformers_keep(monkeypatch, vocab_size, filters):
     """Of hundreds of rows, the same tokens; the one that crosses top_p is among them."""
-    temperature, count = {31: (0.7, 1000), 1003: (1.0, 1000), 5003: (1.6, 200)}[vocab_size]
+    temperature, count = {31: (0.7, 1000), 1003: (1.0, 400), 5003: (1.6, 200)}[vocab_size]
     logits = distinct_rows(count + 40, vocab_size)
     scores, clear = filtered(logits, temperature=temperature, **filters)
     rows = clear.nonzero()[:count, 0]
@@ -289,7 +289,7 @@ def test_top_k_keeps_all_that_tie_with_the_last(monkeypatch, dtype, top_k):
     assert_same_kept(kept, logits, mask)
 
 
-@pytest.mark.parametrize("num_spare", [1, 8, 100])
+@pytest.mark.parametrize("num_spare", [1, 100])
 @pytest.mark.parametrize("top_k", [0, 12, 50])
 @pytest.mark.parametrize("top_p", [0.2, 0.9])
 def test_top_p_keeps_all_that_tie_with_the_last(monkeypatch, top_p, top_k, num_spare):
