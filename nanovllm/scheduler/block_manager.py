@@ -1,21 +1,21 @@
 """KV blocks: which sequences own them, and which blocks the prefix cache holds.
 
-The prefix cache is a trie. The key of a cached block is (unique id of its parent block, xxh64 of
-its own tokens). A hit also compares the tokens, so a hash collision costs a miss and never gives a
-wrong prefix. Each `cache_salt` is the root of a trie of its own. Knows no tensors.
+The prefix cache is a trie. The key of a cached block is (unique id of its parent block, hash of its
+tokens and of all before them). A hit also compares the tokens, so a hash collision costs a miss and
+never gives a wrong prefix. Each `cache_salt` is the root of a trie of its own. Knows no tensors.
 """
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from itertools import count
 
-from xxhash import xxh64_intdigest
+from xxhash import xxh3_128_digest
 
 from nanovllm.scheduler.sequence import ROOT_UID, Sequence
 
-Key = tuple[int | str, int]
-"""Of a cached block: (uid of its parent block, or the root: ROOT_UID or a salt; hash of tokens)."""
+Key = tuple[int | str, bytes]
+"""Of a cached block: (uid of its parent block, or the root: ROOT_UID or a salt; chained hash)."""
 
 
 class Block:
@@ -52,6 +52,7 @@ class BlockManager:
     ) -> None:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self.digest: Callable[[bytes], bytes] = xxh3_128_digest  # cryptographic with tiers
         self.blocks = [Block() for _ in range(num_blocks)]
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # LRU order
         self._cached: dict[Key, int] = {}  # key -> block id
@@ -117,10 +118,8 @@ class BlockManager:
         If a block with the same contents is cached already, it stays cached, and the sequence's
         next blocks are cached as its children.
         """
-        if not self.enable_prefix_caching:
-            return
         num_full = min(num_written, len(seq.token_ids)) // self.block_size
-        if num_full <= seq.num_published_blocks:
+        if not self.enable_prefix_caching or num_full <= seq.num_published_blocks:
             return
         keys = self._block_keys(seq, num_full)
         while seq.parent_uid is not None and seq.num_published_blocks < num_full:
@@ -186,10 +185,10 @@ class BlockManager:
             del self._cached[block.key]
             block.uid, block.key, block.tokens = None, None, b""
 
-    def _block_keys(self, seq: Sequence, num_blocks: int) -> list[tuple[int, bytes]]:
+    def _block_keys(self, seq: Sequence, num_blocks: int) -> list[tuple[bytes, bytes]]:
         """Return (hash, tokens) of each of the first `num_blocks` blocks; hash each only once."""
         for i in range(len(seq.block_keys), num_blocks):
-            tokens = seq.token_ids[i * self.block_size : (i + 1) * self.block_size]
-            data = array("I", tokens).tobytes()
-            seq.block_keys.append((xxh64_intdigest(data), data))
+            data = array("I", seq.token_ids[i * self.block_size : (i + 1) * self.block_size])
+            parent = seq.block_keys[-1][0] if i else self.digest(repr(seq.cache_salt).encode())
+            seq.block_keys.append((self.digest(parent + data.tobytes()), data.tobytes()))
         return seq.block_keys[:num_blocks]

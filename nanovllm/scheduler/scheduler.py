@@ -81,10 +81,10 @@ class Scheduler:
         May be called again before `update()` has taken the result of the previous step.
         """
         rows, new_blocks, admissions = self._schedule_rows()
-        if not rows:
+        if not (rows or admissions):
             return None
         may_draft = False
-        if self.drafting is not None:
+        if rows and self.drafting is not None:
             rows, new_blocks, may_draft = self.drafting.extend(rows, new_blocks, self._sequences)
         step_id, to_zero = next(self._step_ids), self._blocks_to_zero(rows)
         seqs = (self._sequences[row.seq_id] for row in rows)
@@ -168,7 +168,7 @@ class Scheduler:
                     head = None
                     continue
                 admissions.append(admission)
-                seq = head  # now it is running[index]
+                seq, head = head, self._prompts.first()  # now it is running[index]
             elif seq is None:
                 break
             index += 1

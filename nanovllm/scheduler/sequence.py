@@ -59,7 +59,7 @@ class Sequence:
 
     # Changed by the block manager only:
     block_table: list[int] = field(default_factory=list)
-    block_keys: list[tuple[int, bytes]] = field(default_factory=list)  # of each full block
+    block_keys: list[tuple[bytes, bytes]] = field(default_factory=list)  # of each full block
     num_published_blocks: int = 0
     parent_uid: int | str | None = None
     """`Block.uid` of the last published block, or the root; None after a hash collision."""

@@ -117,7 +117,7 @@ class StatefulBlockManager(SnapshotCache):
         num_missing += sum(self.blocks[block_id].ref_count == 0 for block_id in cached_blocks)
         if num_missing > self.num_free_blocks:
             return None
-        state = self._new_state(seq, len(cached_blocks) * self.block_size)
+        state = self._new_state(seq, self._hit_position(cached_blocks))
         hit = self._snapshot_behind(cached_blocks)
         if hit is not None and self._must_give_pages(hit, num_missing):
             state.pages = self._take_over(hit)
@@ -239,6 +239,10 @@ class StatefulBlockManager(SnapshotCache):
         branch = matched if matched - position > self._interval // 8 else 0
         return State([], position, branch, last)
 
+    def _hit_position(self, cached_blocks: Seq[int]) -> int:
+        """Return how many tokens an admission with `cached_blocks` need not compute."""
+        return len(cached_blocks) * self.block_size
+
     def _snapshot_behind(self, cached_blocks: Seq[int]) -> Snapshot | None:
         """Return the cached snapshot behind the last of `cached_blocks`, if it can be hit."""
         uid = self.blocks[cached_blocks[-1]].uid if cached_blocks else None
@@ -255,7 +259,7 @@ class StatefulBlockManager(SnapshotCache):
         state.rolling = snapshot
 
 
-class _StepQueue(PromptQueue):
+class StepQueue(PromptQueue):
     """A queue that a prompt leaves for the rest of a step in which it has got a row.
 
     So after a row that ends at a snapshot the next prompts get theirs.
@@ -279,7 +283,7 @@ class StatefulScheduler(Scheduler):
 
     def __init__(self, block_manager: StatefulBlockManager, **options: Any) -> None:
         super().__init__(block_manager, **options)
-        self._prompts = self._queue = _StepQueue()
+        self._prompts = self._queue = StepQueue()
 
     def schedule(self) -> Schedule | None:
         """Return the next step; None if nothing can run now. See `Scheduler.schedule`."""

@@ -5,6 +5,24 @@ from collections import Counter
 
 
 @dataclasses.dataclass(slots=True)
+class TierStats:
+    """Counts since the engine started."""
+
+    num_host_tokens: int = 0
+    """Tokens whose KV came from host memory."""
+    num_store_tokens: int = 0
+    """Tokens whose KV came from a byte store."""
+    num_swapped_tokens: int = 0
+    """Those of both whose sequence had been preempted."""
+    num_loads: int = 0
+    """Loads that have ended."""
+    num_failed_loads: int = 0
+    """Those of them of which a part was missing or wrong."""
+    num_offloaded_pages: int = 0
+    """Pages that were copied to host memory."""
+
+
+@dataclasses.dataclass(slots=True)
 class SchedulerStats:
     """Counts since the engine started."""
 
@@ -22,3 +40,5 @@ class SchedulerStats:
     """Sequences that lost their KV because the pool was full."""
     step_sizes: Counter[int] = dataclasses.field(default_factory=Counter)
     """Launched steps, by the number of tokens that they compute."""
+    tiers: TierStats | None = None
+    """None: there is no tier below the pool."""

@@ -105,7 +105,7 @@ class WindowedBlockManager(BlockManager):
         Returns:
             The blocks appended to table 0; None, with nothing taken, if too few pages are free.
         """
-        computed = max(seq.num_computed_tokens, len(cached_blocks) * self.block_size)
+        computed = max(seq.num_computed_tokens, self._hit_position(cached_blocks))
         end = self.blocks_for(min(num_tokens, computed + self._max_num_batched_tokens))
         tables = self._tables.get(seq)
         if tables is None:
@@ -213,9 +213,13 @@ class WindowedBlockManager(BlockManager):
                     return index
         return None
 
+    def _hit_position(self, cached_blocks: Seq[int]) -> int:
+        """Return how many tokens an admission with `cached_blocks` need not compute."""
+        return len(cached_blocks) * self.block_size
+
     def _begun(self, number: int, cached_blocks: Seq[int]) -> WindowTable:
         """Return a window table of cached blocks, for the tokens behind those of a prefix hit."""
-        position = len(cached_blocks) * self.block_size
+        position = self._hit_position(cached_blocks)
         start = self.windows[number].first_block(position, self.block_size)
         uids = (self.blocks[block_id].uid for block_id in cached_blocks[start:])
         blocks = (self._cached_windows[number, uid] for uid in uids if uid is not None)

@@ -34,3 +34,11 @@ class WorkerInfo:
     """Pages of the pool that hold the state of one sequence; 0: the model has no state."""
     max_draft_tokens: int = 0
     """Most drafts of a row; 0 without speculation."""
+    num_host_slots: int = 0
+    """Pages of host memory for entries of the prefix cache; 0: there is no such memory."""
+    kv_namespace: str = ""
+    """What the KV of this engine depends on beside the tokens, as a digest; "" without a store."""
+    token_seconds: float = 0.0
+    """How long computing a token of a prompt takes; 0.0 without tiers."""
+    page_seconds: float = 0.0
+    """How long copying a page from host memory takes; 0.0 without tiers."""

@@ -11,7 +11,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import chain, count, islice, takewhile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import DraftCounts
@@ -21,6 +21,8 @@ from nanovllm.scheduler.messages import Ending, PageCopy, Row, RowDetails, Sched
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.sequence import Sequence
 from nanovllm.scheduler.stateful import StatefulBlockManager, StatefulScheduler
+from nanovllm.scheduler.tier_traffic import TierTraffic
+from nanovllm.scheduler.tiered import with_tiers
 from nanovllm.scheduler.windowed import WindowedBlockManager, WindowedScheduler
 from nanovllm.scheduler.windows import WindowGroup, num_tables
 from tests.scheduler.invariants import check_blocks, check_scheduler
@@ -129,7 +131,8 @@ class FakeWorker:
             for _ in range(num_table_rows)
         ]
         self.states: dict[int, int] = {}  # page -> what `state_value` returned; ZERO if zeroed
-        self.state_positions = [0] * num_table_rows  # how many tokens the states stand for
+        # How many tokens the states stand for; UNWRITTEN: those before the sequence's first row.
+        self.state_positions = [0] * num_table_rows
         self.last_positions = [UNWRITTEN] * num_table_rows  # of the last step that sampled
         self.rows: list[Row] = []  # of the last step, at their true positions
         self.kv: dict[tuple[int, int], int] = {}  # (block, offset) -> what `value` returned
@@ -144,8 +147,7 @@ class FakeWorker:
             self._store(self.token_ids[new.table_idx], 0, new.token_ids)
             self._store(self.block_tables[new.table_idx], 0, new.block_ids)
             self.forces[new.table_idx] = new.params.forces_tokens
-            first = next(row for row in schedule.rows if row.table_idx == new.table_idx)
-            self.state_positions[new.table_idx] = first.num_computed_tokens
+            self.state_positions[new.table_idx] = UNWRITTEN
         for forced in schedule.new_tokens:
             self._store(self.token_ids[forced.table_idx], forced.start, forced.token_ids)
         for blocks in schedule.new_blocks:
@@ -253,6 +255,7 @@ class FakeWorker:
             hashes: of the first 0, 1, 2, ... tokens.
         """
         pages, start = self.state_pages(row), self.state_positions[row.table_idx]
+        start = row.num_computed_tokens if start == UNWRITTEN else start
         assert start <= row.num_computed_tokens, f"{row}: its state is ahead"
         found = [self.states.get(page, UNWRITTEN) for page in pages]
         assert found == self.state_values(hashes[start], len(pages)), f"{row} reads a wrong state"
@@ -293,10 +296,15 @@ class FakeWorker:
 class Engine:
     """The engine's loop with a fake worker. It checks each schedule and each output.
 
+    With `traffic` it has tiers: see fake_tiers.py.
+
     Args:
         windows: None: a model without window groups, with the block manager for these.
         state_pages: 0: a model without states. One with states has no window groups.
     """
+
+    steps_per_token = 2
+    is_strict = True
 
     def __init__(
         self,
@@ -315,29 +323,22 @@ class Engine:
         windows: tuple[WindowGroup, ...] | None = None,
         state_pages: int = 0,
         snapshot_interval: int = 8,
+        traffic: TierTraffic | None = None,
     ) -> None:
         self.windows = windows or ()
         self.state_pages = state_pages
-        make_scheduler: Callable[..., Scheduler] = Scheduler
-        self.manager = BlockManager(num_blocks, block_size, enable_prefix_caching=prefix_caching)
+        make_scheduler, make_manager = Scheduler, BlockManager
+        pool: dict[str, Any] = {"enable_prefix_caching": prefix_caching}
         if state_pages:
-            make_scheduler = StatefulScheduler
-            self.manager = StatefulBlockManager(
-                num_blocks,
-                block_size,
-                state_pages=state_pages,
-                snapshot_interval=snapshot_interval,
-                enable_prefix_caching=prefix_caching,
-            )
+            make_scheduler, make_manager = StatefulScheduler, StatefulBlockManager
+            pool |= {"state_pages": state_pages, "snapshot_interval": snapshot_interval}
         elif windows is not None:
-            make_scheduler = WindowedScheduler
-            self.manager = WindowedBlockManager(
-                num_blocks,
-                block_size,
-                windows=windows,
-                max_num_batched_tokens=max_num_batched_tokens,
-                enable_prefix_caching=prefix_caching,
-            )
+            make_scheduler, make_manager = WindowedScheduler, WindowedBlockManager
+            pool |= {"windows": windows, "max_num_batched_tokens": max_num_batched_tokens}
+        if traffic is not None:
+            make_scheduler, make_manager = with_tiers(make_scheduler)
+            pool["traffic"] = traffic
+        self.manager = make_manager(num_blocks, block_size, **pool)
         self.drafting: AdaptiveDrafting | None = None
         if propose is not None or controller is not None:
             from nanovllm.speculation import drafting
@@ -357,7 +358,7 @@ class Engine:
             eos_token_ids=eos_token_ids,
             drafting=self.drafting,
         )
-        self.worker = FakeWorker(
+        self.worker = self.make_worker(
             max_num_seqs,
             max_model_len,
             block_size,
@@ -375,6 +376,9 @@ class Engine:
         self.preempted: list[int] = []  # ids, in order of preemption
         self.num_drafts_accepted = 0
         self.num_followers = 0  # rows behind drafts in flight
+
+    def make_worker(self, *args: Any) -> FakeWorker:
+        return FakeWorker(*args)
 
     def add(
         self,
@@ -482,7 +486,11 @@ class Engine:
         """Step until nothing is left; check all outputs, and that all blocks are free."""
         unfinished = [seq for seq in self.sequences if not seq.is_finished]
         # Each step computes at least one token of the first sequence; preemption repeats some.
-        limit = 8 + len(self.in_flight) + 2 * sum(len(self.contexts[s.seq_id]) for s in unfinished)
+        limit = (
+            8
+            + len(self.in_flight)
+            + self.steps_per_token * sum(len(self.contexts[s.seq_id]) for s in unfinished)
+        )
         num_steps = sum(1 for _ in takewhile(lambda _: self.step(), range(limit + 1)))
         assert num_steps <= limit, "a sequence starves"
         assert self.scheduler.num_unfinished == 0
@@ -565,28 +573,34 @@ class Engine:
         assert all(order(seq) < order(victim) for seq in kept for victim in victims)
         assert all(victim.num_computed_tokens == 0 for victim in victims)
         self.preempted += [seq.seq_id for seq in victims]
-        if isinstance(self.manager, StatefulBlockManager):
+        if isinstance(self.manager, StatefulBlockManager) and self.is_strict:
             assert not (victims and self.manager._held), "preempted for a snapshot"
         if schedule is None:
             return
         rows = [self.sequences[row.seq_id] for row in schedule.rows]
         assert rows == sorted(rows, key=order)
-        admitted = [seq for seq in rows if seq not in running]
+        admitted = [self.sequences[new.seq_id] for new in schedule.admissions]
+        assert all(seq in admitted for seq in rows if seq not in running)
+        self._check_rows_of(admitted, rows)
         least = min((victim.priority for victim in victims), default=math.inf)
-        assert all(seq.priority < least for seq in admitted), "admission after a preemption"
+        if self.is_strict:
+            assert all(seq.priority < least for seq in admitted), "admission after a preemption"
         self._check_turns(admitted, waiting)
         head = self.scheduler._prompts.first()
         if head is not None and any(head.order < order(seq) for seq in rows) and not victims:
             is_free = len(self.scheduler.running) < self.max_num_seqs
             num_needed = self.num_pages_needed(head)
             fits = is_free and num_needed <= self.num_pages_unused()
-            assert not fits or head.num_in_flight_steps, "a sequence was passed over"
+            may_wait = head.num_in_flight_steps or not (self.is_strict or self.windows == ())
+            assert not fits or may_wait, "a sequence was passed over"
         ids = [seq.seq_id for seq in admitted]
         self.admitted += [seq_id for seq_id in ids if seq_id not in self.admitted]
-        table_indices = {row.seq_id: row.table_idx for row in schedule.rows}
         assert [(new.table_idx, new.seed) for new in schedule.admissions] == [
-            (table_indices[seq_id], 100 + seq_id) for seq_id in ids
+            (seq.table_idx, 100 + seq.seq_id) for seq in admitted
         ]
+
+    def _check_rows_of(self, admitted: list[Sequence], rows: list[Sequence]) -> None:
+        assert all(seq in rows for seq in admitted), "an admitted sequence has no row"
 
     def num_pages_unused(self) -> int:
         """Return how many pages no running sequence needs."""
@@ -616,7 +630,7 @@ class Engine:
 
     def _check_budgets(self, schedule: Schedule) -> None:
         budget = self.scheduler.max_num_batched_tokens
-        assert 0 < schedule.num_tokens <= budget
+        assert self._may_be_empty(schedule) or 0 < schedule.num_tokens <= budget
         assert all(row.num_scheduled_tokens > 0 for row in schedule.rows)
         assert len({row.table_idx for row in schedule.rows}) == len(schedule.rows)
         assert len(self.scheduler.running) <= self.max_num_seqs
@@ -641,6 +655,9 @@ class Engine:
             waiting = sum(seq.num_draft_tokens > 0 for seq in self.scheduler.running)
             assert budget - waiting <= schedule.num_tokens <= budget
             assert all(whole[:-1])
+
+    def _may_be_empty(self, schedule: Schedule) -> bool:
+        return False
 
     def _check_row(self, row: Row) -> None:
         seq = self.sequences[row.seq_id]

@@ -5,10 +5,13 @@ from collections import Counter
 from collections.abc import Iterable
 
 from nanovllm.scheduler.block_manager import BlockManager
+from nanovllm.scheduler.host_slots import HostSlots
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.sequence import Sequence
 from nanovllm.scheduler.snapshots import Snapshot
 from nanovllm.scheduler.stateful import StatefulBlockManager
+from nanovllm.scheduler.tiered import TieredScheduling
+from nanovllm.scheduler.transfers import HOST
 from nanovllm.scheduler.windowed import WindowBlock, WindowedBlockManager
 
 
@@ -20,6 +23,8 @@ def check_scheduler(scheduler: Scheduler) -> None:
             wrong.
     """
     check_blocks(scheduler.block_manager, scheduler.running)
+    if isinstance(scheduler, TieredScheduling):
+        check_tiers(scheduler)
     owned = [seq.table_idx for seq in scheduler.running if seq.table_idx is not None]
     assert len(owned) == len(scheduler.running), "a running sequence has no table row"
     table_indices = sorted(owned + scheduler._free_table_indices)
@@ -27,6 +32,8 @@ def check_scheduler(scheduler: Scheduler) -> None:
     assert scheduler.running == sorted(scheduler.running, key=lambda s: s.order)
     queued = list(scheduler._prompts)
     assert {*queued} == {seq for seq in scheduler._sequences.values() if seq.is_queued}
+    if isinstance(scheduler, TieredScheduling):
+        queued += [seq for seq in scheduler._parked if not seq.is_finished]
     waiting = [seq for seq in queued if seq.table_idx is None]
     ids = [seq.seq_id for seq in scheduler.running + waiting]
     assert sorted(ids) == sorted(scheduler._sequences), "a sequence is lost or queued twice"
@@ -37,6 +44,57 @@ def check_scheduler(scheduler: Scheduler) -> None:
         assert 0 <= seq.num_pending_tokens <= seq.num_in_flight_steps
         if isinstance(scheduler.block_manager, WindowedBlockManager):
             check_window_tables(scheduler.block_manager, seq)
+
+
+def check_tiers(scheduler: TieredScheduling) -> None:
+    """Verify every invariant of loads, of host slots, and of what moves next.
+
+    Raises:
+        AssertionError: a slot, a pin or a loading sequence is lost, or an unwritten page is kept.
+    """
+    manager, traffic = scheduler.block_manager, scheduler.traffic
+    cached = {block.uid: block.key[1] for block in manager.blocks if block.uid and block.key}
+    assert manager._digests == cached
+    assert manager._kept <= cached.keys()
+    assert manager._admitted is None
+    assert not manager._is_evicting
+    assert {x.load.load_id: x for x in scheduler._loading.values()} == scheduler._loads
+    assert len({x.load.load_id for x in scheduler._loading.values()}) == len(scheduler._loading)
+    assert bool(scheduler._loads) or not (scheduler._loading_keys or scheduler._parked)
+    loaded: list[int] = []
+    for seq, loading in scheduler._loading.items():
+        assert loading.plan.seq is seq
+        assert seq in scheduler.running
+        assert not seq.is_queued
+        assert seq.num_in_flight_steps == 0
+        assert seq.num_computed_tokens == loading.plan.num_blocks * manager.block_size
+        loaded += [page for part in loading.load.parts for page in part.pages]
+    assert len({*loaded}) == len(loaded), "two loads fill the same page"
+    for page in loaded:
+        assert manager.blocks[page].ref_count == 1, "a page is loaded and has no owner"
+        assert manager.blocks[page].uid is None, "a page is hit before it is loaded"
+    for key, part in traffic._unsent_parts.items():
+        assert all(traffic._unsent_keys[page] == key for page in part.pages)
+    assert sum(len(p.pages) for p in traffic._unsent_parts.values()) == len(traffic._unsent_keys)
+    if traffic.host is not None:
+        check_host_slots(traffic.host, scheduler)
+
+
+def check_host_slots(host: HostSlots, scheduler: TieredScheduling) -> None:
+    """Verify that each slot has one use, and that the loads in flight pin what they read.
+
+    Raises:
+        AssertionError: a slot is leaked, or a pin is.
+    """
+    pins: Counter[int] = Counter()
+    for loading in scheduler._loads.values():
+        pins.update(part.slots[0] for part in loading.load.parts if part.tier == HOST)
+    assert {slot: entry.num_pins for slot, entry in host._pinned.items()} == pins
+    entries = {*host._entries.values(), *host._pinned.values()}
+    slots = [slot for entry in entries for slot in entry.slots] + host._free
+    assert sorted(slots) == list(range(host.num_slots)), "a slot is lost or has two uses"
+    unpinned = {key for key, entry in host._entries.items() if entry.num_pins == 0}
+    assert host._unpinned.keys() == unpinned
 
 
 def check_window_tables(manager: WindowedBlockManager, seq: Sequence) -> None:

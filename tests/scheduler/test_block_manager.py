@@ -3,6 +3,7 @@
 The least recently used block is evicted first.
 """
 
+from collections.abc import Callable
 from itertools import count
 
 import pytest
@@ -17,10 +18,9 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-from xxhash import xxh64_intdigest
+from xxhash import xxh3_128_digest
 
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.scheduler import block_manager
 from nanovllm.scheduler.block_manager import BlockManager
 from nanovllm.scheduler.sequence import Sequence
 from tests.scheduler.invariants import check_blocks
@@ -41,6 +41,11 @@ Prefix = tuple[str | int | None, ...]
 
 def make_seq(token_ids: list[int], salt: str | None = None) -> Sequence:
     return Sequence(next(SEQ_IDS), token_ids, SamplingParams(), cache_salt=salt)
+
+
+def few_hashes(num_hashes: int) -> Callable[[bytes], bytes]:
+    """Return a hash function that has only `num_hashes` values."""
+    return lambda data: bytes([xxh3_128_digest(data)[0] % num_hashes])
 
 
 def prefix(seq: Sequence, num_tokens: int) -> Prefix:
@@ -102,7 +107,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.caching = caching
         self.collides = num_hashes is not None
         if num_hashes is not None:
-            block_manager.xxh64_intdigest = lambda data: xxh64_intdigest(data) % num_hashes
+            self.manager.digest = few_hashes(num_hashes)
         self.owners: list[Owner] = []
         self.waiting: list[Sequence] = []
         self.kv: dict[int, Prefix] = {}
@@ -110,7 +115,6 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.entry_numbers = count(1)
 
     def teardown(self) -> None:
-        block_manager.xxh64_intdigest = xxh64_intdigest
         for owner in self.owners:
             self.manager.free(owner.seq)
         check_blocks(self.manager, [])
@@ -269,10 +273,7 @@ TestBlockManager = BlockManagerMachine.TestCase
 @pytest.mark.parametrize("num_hashes", [1, 2])
 def test_hash_collision_is_never_a_hit(monkeypatch: pytest.MonkeyPatch, num_hashes: int) -> None:
     """Symptom: a crafted prompt reads the KV of someone else's prefix."""
-    monkeypatch.setattr(
-        "nanovllm.scheduler.block_manager.xxh64_intdigest",
-        lambda data: xxh64_intdigest(data) % num_hashes,
-    )
+    monkeypatch.setattr("nanovllm.scheduler.block_manager.xxh3_128_digest", few_hashes(num_hashes))
     manager = BlockManager(64, 2)
     kv: dict[int, list[int]] = {}
     prompts = [[a, b, c, d, 9] for a in (1, 2) for b in (1, 2) for c in (1, 2) for d in (1, 2)]
@@ -291,7 +292,7 @@ def test_hash_collision_is_never_a_hit(monkeypatch: pytest.MonkeyPatch, num_hash
 
 def test_collision_breaks_the_chain_below_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Symptom: the second block of a prompt is found under the first block of another."""
-    monkeypatch.setattr("nanovllm.scheduler.block_manager.xxh64_intdigest", lambda data: 7)
+    monkeypatch.setattr("nanovllm.scheduler.block_manager.xxh3_128_digest", few_hashes(1))
     manager = BlockManager(16, 2)
     publish_all(manager, [1, 2, 3])
     publish_all(manager, [4, 5, 6, 7, 8])  # its first block collides, so its second has no parent
@@ -496,11 +497,11 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """The inputs of all hashes during the test."""
     inputs: list[bytes] = []
 
-    def counting(data: bytes) -> int:
+    def counting(data: bytes) -> bytes:
         inputs.append(data)
-        return xxh64_intdigest(data)
+        return xxh3_128_digest(data)
 
-    monkeypatch.setattr("nanovllm.scheduler.block_manager.xxh64_intdigest", counting)
+    monkeypatch.setattr("nanovllm.scheduler.block_manager.xxh3_128_digest", counting)
     return inputs
 
 
@@ -512,7 +513,7 @@ def test_blocked_request_does_not_rehash(hashed: list[bytes]) -> None:
     blocked = make_seq(list(range(20)))
     for _ in range(50):
         assert admit(manager, blocked) is None
-    assert len(hashed) == 9  # ten full blocks; the last is never matched
+    assert len(hashed) == 1 + 9  # the root and ten full blocks; the last is never matched
 
 
 def test_resumed_sequence_does_not_rehash(hashed: list[bytes]) -> None:
@@ -520,10 +521,10 @@ def test_resumed_sequence_does_not_rehash(hashed: list[bytes]) -> None:
     manager = BlockManager(8, 2)
     seq = publish_all(manager, [1, 2, 3, 4, 5, 6])
     manager.free(seq)
-    assert len(hashed) == 3
+    assert len(hashed) == 1 + 3  # the root, too
     assert admit(manager, seq) is not None
     manager.publish(seq, 6)
-    assert len(hashed) == 3
+    assert len(hashed) == 1 + 3
 
 
 def test_without_prefix_caching_nothing_is_hashed_or_hit(hashed: list[bytes]) -> None:

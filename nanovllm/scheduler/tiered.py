@@ -1,0 +1,295 @@
+"""What tiers add to a scheduler: sequences that load, and what a step moves.
+
+`TieredScheduling` goes before a scheduler in a class's bases. `with_tiers` picks the classes.
+Knows no tensors.
+"""
+
+import dataclasses
+from bisect import insort
+from typing import Any
+
+from nanovllm.scheduler.loading_queue import LoadingQueue, LoadingStepQueue
+from nanovllm.scheduler.messages import Admission, Schedule, StepResult
+from nanovllm.scheduler.scheduler import Scheduler
+from nanovllm.scheduler.sequence import Sequence
+from nanovllm.scheduler.snapshots import Snapshot
+from nanovllm.scheduler.stateful import StatefulScheduler
+from nanovllm.scheduler.tiered_blocks import KV, Plan, TieredBlockManager, TieredBlocks
+from nanovllm.scheduler.tiered_states import TieredStatefulBlockManager
+from nanovllm.scheduler.tiered_windows import TieredWindowedBlockManager
+from nanovllm.scheduler.transfers import HOST, Load, Loaded, TieredResult, TieredSchedule
+from nanovllm.scheduler.windowed import WindowedScheduler
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Loading:
+    """A load in flight."""
+
+    load: Load
+    plan: Plan
+    is_resumption: bool
+    """Whether the sequence had been preempted."""
+
+
+class TieredScheduling(Scheduler):
+    """A scheduler with tiers.
+
+    Invariants, beside those of its bases, verified by tests/scheduler/invariants.py:
+    - A loading sequence is running and not queued. It has no row, and none of its steps is in
+      flight. What it loads counts as computed.
+    - A parked sequence waits, outside the queue, for a load in flight.
+
+    A sequence gets its table row and all its blocks before it loads. When the load has ended its
+    blocks are published, and it goes on as a prompt whose first tokens are computed. If a part was
+    wrong, those before it are published and the sequence is preempted. It comes back with what the
+    pool has then, and loads no more. So a bad tier costs time, and no request.
+
+    A step that fails may take the news of ended loads with it. So it ends all loads: their
+    sequences are preempted, too.
+
+    If there is nothing to compute and no step is in flight, a step without rows waits for the
+    oldest load. What is to be written to the store goes with the next step, or with one of its own.
+    """
+
+    block_manager: TieredBlocks
+    _prompts: LoadingQueue
+
+    def __init__(self, block_manager: TieredBlocks, **options: Any) -> None:
+        super().__init__(block_manager, **options)
+        self.traffic = block_manager.traffic
+        self.stats.tiers = self.traffic.stats
+        self._loads: dict[int, Loading] = {}  # in flight, by id
+        self._loading: dict[Sequence, Loading] = {}
+        self._loading_keys: set[bytes] = set()  # of the KV blocks in these loads
+        self._parked: list[Sequence] = []  # unfinished ones and finished ones
+        self._unsent: list[Load] = []  # for the next step
+        self._num_loads = 0  # ever
+        self._num_steps = 0  # in flight
+        self._uncounted: set[Sequence] = set()  # whose first admission gave nothing in the end
+        self._prompts = self._make_queue()
+
+    @property
+    def num_unfinished(self) -> int:
+        """How many sequences are unfinished; 1 if only writing to the store is left to begin."""
+        return len(self._sequences) or int(self.traffic.has_unsent)
+
+    @property
+    def num_loading(self) -> int:
+        return len(self._loading)
+
+    def schedule(self) -> Schedule | None:
+        """Return the next step; None if nothing can run now. See `Scheduler.schedule`."""
+        found = super().schedule()
+        if found is None:
+            if self._num_steps or not (self._loads or self.traffic.has_unsent):
+                return None
+            found = self._empty_step()
+        touched = {page for copy in found.copies for page in (*copy.sources, *copy.targets)}
+        # A load begins before the copies of its step, and may end after them.
+        loads = [x for x in self._unsent if touched.isdisjoint(p for y in x.parts for p in y.pages)]
+        self._unsent = [load for load in self._unsent if load not in loads]
+        awaited = not (found.rows or self._num_steps) and len(self._loads) > len(self._unsent)
+        self._num_steps += 1
+        return TieredSchedule(
+            found.step_id,
+            found.admissions,
+            found.new_blocks,
+            found.rows,
+            found.blocks_to_zero,
+            found.new_tokens,
+            found.may_draft,
+            found.copies,
+            transfers=self.traffic.take(loads, awaited=awaited),
+        )
+
+    def update(self, schedule: Schedule, result: StepResult) -> list[Sequence]:
+        """Append a step's tokens, and end the loads that it tells of. See `Scheduler.update`."""
+        self._num_steps -= 1
+        advanced = super().update(schedule, result)
+        if isinstance(result, TieredResult):
+            for loaded in result.loaded:
+                self._end_load(loaded)
+        return advanced
+
+    def abandon(self, schedule: Schedule) -> None:
+        """Undo a failed step. See `Scheduler.abandon`."""
+        self._num_steps -= 1
+        for seq in list(self._loading):
+            self._preempt(seq)
+        super().abandon(schedule)
+        assert isinstance(schedule, TieredSchedule)
+        self.traffic.undo(schedule.transfers)
+
+    def _empty_step(self) -> Schedule:
+        return Schedule(next(self._step_ids), [], [], [])
+
+    def _make_queue(self) -> LoadingQueue:
+        return LoadingQueue(self._park)
+
+    def _park(self, seq: Sequence) -> bool:
+        """Let a sequence whose turn has come wait, if it needs blocks that are being loaded.
+
+        It counts as admitted and preempted, with the turn that it had.
+        """
+        if not self._loads or not self.block_manager.waits_for(seq, self._loading_keys):
+            return False
+        if not seq.was_admitted:
+            seq.num_cached_tokens = 0
+            self.stats.num_prompt_tokens += seq.num_prompt_tokens
+            self.stats.num_queried_tokens += seq.num_prompt_tokens
+            self._uncounted.add(seq)
+        self._prompts.leave(seq)
+        self._parked.append(seq)
+        return True
+
+    def _admit(self, seq: Sequence) -> Admission | None:
+        is_resumption = seq.was_admitted
+        admission = super()._admit(seq)
+        if admission is None:
+            return None
+        plan = self.block_manager.take_plan()
+        if plan is None:
+            self.traffic.retry_slow()
+        num_pooled = seq.num_computed_tokens
+        if plan is not None:
+            seq.num_computed_tokens = plan.num_blocks * self.block_manager.block_size
+        if seq in self._uncounted or not is_resumption:
+            num_counted = 0 if is_resumption else num_pooled
+            seq.num_cached_tokens = seq.num_computed_tokens
+            self.stats.num_cached_tokens += seq.num_computed_tokens - num_counted
+            is_resumption = is_resumption and seq not in self._uncounted
+            self._uncounted.discard(seq)
+        if plan is not None:
+            self._begin_load(seq, plan, is_resumption=is_resumption)
+        return admission
+
+    def _begin_load(self, seq: Sequence, plan: Plan, *, is_resumption: bool) -> None:
+        """Let a sequence that was just admitted wait for a load, and others go on."""
+        load = Load(self._num_loads, plan.parts)
+        self._num_loads += 1
+        self._loads[load.load_id] = self._loading[seq] = Loading(load, plan, is_resumption)
+        self._loading_keys.update(_kv_keys(plan))
+        self._unsent.append(load)
+        self.running.remove(seq)
+        self._prompts.leave(seq)
+        insort(self.running, seq, key=lambda s: s.order)
+
+    def _end_load(self, loaded: Loaded) -> None:
+        """Let a loaded sequence go on. The load is unknown if the sequence lost its blocks."""
+        loading = self._loads.get(loaded.load_id)
+        if loading is None:
+            return
+        seq, load = loading.plan.seq, loading.load
+        self._stop_loading(loading)
+        self.traffic.end(load, loaded)
+        self.block_manager.publish_loaded(loading.plan, loaded.num_parts)
+        self._count(loading, loaded.num_parts)
+        if loaded.num_parts < len(load.parts):
+            self.block_manager.without_loads.add(seq)
+            self._uncount(loading)
+            self._preempt(seq)
+            return
+        self.running.remove(seq)
+        self._prompts.push(seq)
+        insort(self.running, seq, key=lambda s: s.order)
+
+    def _stop_loading(self, loading: Loading) -> None:
+        """Note that a load is over, and let those that waited for it try again."""
+        del self._loads[loading.load.load_id], self._loading[loading.plan.seq]
+        self._loading_keys.difference_update(_kv_keys(loading.plan))
+        self._unsent = [load for load in self._unsent if load is not loading.load]
+        parked, self._parked = self._parked, []
+        for seq in parked:
+            if seq.seq_id in self._sequences:
+                self._prompts.push(seq)
+
+    def _count(self, loading: Loading, num_parts: int) -> None:
+        stats = self.traffic.stats
+        for entry in loading.plan.found[:num_parts]:
+            if entry.suffix == KV:
+                size = self.block_manager.block_size
+                stats.num_host_tokens += size * (entry.tier == HOST)
+                stats.num_store_tokens += size * (entry.tier != HOST)
+                stats.num_swapped_tokens += size * loading.is_resumption
+
+    def _uncount(self, loading: Loading) -> None:
+        """Let the prefix hit of a first admission be that of the next one."""
+        seq = loading.plan.seq
+        if not loading.is_resumption:
+            self.stats.num_cached_tokens -= seq.num_cached_tokens or 0
+            seq.num_cached_tokens = 0
+            self._uncounted.add(seq)
+
+    def _num_missing_tokens(self, seq: Sequence) -> int:
+        return 0 if seq in self._loading else super()._num_missing_tokens(seq)
+
+    def _release(self, seq: Sequence) -> None:
+        loading = self._loading.get(seq)
+        if loading is not None:
+            self._stop_loading(loading)
+            self._uncount(loading)
+            self.traffic.give_up(loading.load)
+        super()._release(seq)
+
+    def _remove(self, seq: Sequence) -> None:
+        super()._remove(seq)
+        self.block_manager.without_loads.discard(seq)
+        self._uncounted.discard(seq)
+
+
+class TieredScheduler(TieredScheduling):
+    """A scheduler with tiers, of a model that has KV blocks alone."""
+
+
+class TieredWindowedScheduler(TieredScheduling, WindowedScheduler):
+    """A scheduler with tiers, of a model with window groups."""
+
+    block_manager: TieredWindowedBlockManager
+
+
+class TieredStatefulScheduler(TieredScheduling, StatefulScheduler):
+    """A scheduler with tiers, of a model whose layers have a state."""
+
+    block_manager: TieredStatefulBlockManager
+
+    def __init__(self, block_manager: TieredStatefulBlockManager, **options: Any) -> None:
+        super().__init__(block_manager, **options)
+        self._copied: dict[int, list[Snapshot]] = {}  # by id of a step in flight
+
+    def schedule(self) -> Schedule | None:
+        schedule = super().schedule()
+        if schedule is not None:
+            self._copied[schedule.step_id] = self.block_manager.copies_to(schedule.copies)
+        return schedule
+
+    def update(self, schedule: Schedule, result: StepResult) -> list[Sequence]:
+        advanced = super().update(schedule, result)
+        self.block_manager.copied(self._copied.pop(schedule.step_id))
+        return advanced
+
+    def abandon(self, schedule: Schedule) -> None:
+        super().abandon(schedule)
+        del self._copied[schedule.step_id]
+
+    def _empty_step(self) -> Schedule:
+        # Each step makes the copies that were noted before it: see `StatefulBlockManager`.
+        return dataclasses.replace(super()._empty_step(), copies=self.block_manager.take_copies())
+
+    def _make_queue(self) -> LoadingQueue:
+        self._queue = queue = LoadingStepQueue(self._park)
+        return queue
+
+
+def _kv_keys(plan: Plan) -> set[bytes]:
+    return {entry.key for entry in plan.found if entry.suffix == KV}
+
+
+def with_tiers(
+    make: type[Scheduler],
+) -> tuple[type[TieredScheduling], type[TieredBlocks]]:
+    """Return the scheduler that has tiers and is otherwise like `make`, and its block manager."""
+    if issubclass(make, WindowedScheduler):
+        return TieredWindowedScheduler, TieredWindowedBlockManager
+    if issubclass(make, StatefulScheduler):
+        return TieredStatefulScheduler, TieredStatefulBlockManager
+    return TieredScheduler, TieredBlockManager

@@ -1,0 +1,361 @@
+"""Sequences that load: what they wait for, what they get, and what others do meanwhile.
+
+Imports no torch.
+"""
+
+import random
+from hashlib import sha256
+from typing import Any
+
+import pytest
+
+from nanovllm.scheduler.block_manager import BlockManager
+from nanovllm.scheduler.messages import Schedule
+from nanovllm.scheduler.scheduler import Scheduler
+from nanovllm.scheduler.sequence import Sequence
+from nanovllm.scheduler.stateful import StatefulScheduler
+from nanovllm.scheduler.tiered import TieredStatefulScheduler, TieredWindowedScheduler, with_tiers
+from nanovllm.scheduler.tiered_blocks import TieredBlocks
+from nanovllm.scheduler.transfers import Loaded, TieredResult, TieredSchedule
+from nanovllm.scheduler.windowed import WindowedScheduler
+from nanovllm.scheduler.windows import WindowGroup
+from tests.scheduler.fake_engine import VOCAB_SIZE
+from tests.scheduler.fake_tiers import FakeStore, TieredEngine
+
+KINDS: dict[str, dict[str, Any]] = {
+    "blocks": {},
+    "windows": {"windows": (WindowGroup(5, 2), WindowGroup(9, 1))},
+    "states": {"state_pages": 3},
+}
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def make_engine(kind: str = "blocks", **options: Any) -> TieredEngine:
+    """Return an engine whose pool is large, unless `options` say otherwise."""
+    sizes = {"num_blocks": 300, "block_size": 4, "max_model_len": 100, "snapshot_interval": 16}
+    return TieredEngine(**{**sizes, **KINDS[kind], **options})
+
+
+def text(seed: int, length: int) -> list[int]:
+    return random.Random(seed).choices(range(VOCAB_SIZE), k=length)
+
+
+def finish(engine: TieredEngine) -> None:
+    """Run all, and write all that is to be written."""
+    engine.run()
+    engine.worker.finish_writes()
+
+
+def store_with(prompt: list[int], kind: str = "blocks", **options: Any) -> FakeStore:
+    """Return the store of a process that computed `prompt`."""
+    store = FakeStore()
+    first = make_engine(kind, store=store, **options)
+    first.add(prompt, max_tokens=1)
+    finish(first)
+    return store
+
+
+def slow_loads(engine: TieredEngine) -> None:
+    """Let no load end by itself."""
+    engine.worker.rng.choice = lambda _: 10**6  # type: ignore[method-assign,assignment]
+
+
+def end_loads(engine: TieredEngine) -> None:
+    """Let all loads end in the next step."""
+    for load in engine.worker.loads:
+        load.num_steps = 0
+
+
+def moved(schedule: Schedule | None) -> TieredSchedule:
+    assert isinstance(schedule, TieredSchedule)
+    return schedule
+
+
+def num_computed(engine: TieredEngine, seq: Sequence) -> int:
+    """Return how many tokens all rows of a sequence have computed."""
+    rows = [row for schedule, _ in engine.launched for row in schedule.rows]
+    return sum(row.num_scheduled_tokens for row in rows if row.seq_id == seq.seq_id)
+
+
+@each_kind
+def test_the_next_process_loads_a_prompt(kind: str) -> None:
+    store = store_with(text(0, 40), kind)
+    engine = make_engine(kind, store=store)
+    seq = engine.add(text(0, 40), max_tokens=3)
+    engine.run()
+    assert seq.num_cached_tokens == 36
+    assert num_computed(engine, seq) == 4 + 2
+    assert engine.traffic.stats.num_store_tokens == 36
+    assert engine.traffic.stats.num_host_tokens == 0
+
+
+@each_kind
+def test_others_go_on_while_one_loads(kind: str) -> None:
+    engine = make_engine(kind, store=store_with(text(0, 40), kind))
+    slow_loads(engine)
+    other = engine.add(text(1, 10), max_tokens=20)
+    engine.step()
+    seq = engine.add(text(0, 40), max_tokens=2)
+    later = engine.add(text(2, 10), max_tokens=2)
+    for _ in range(8):
+        engine.step()
+    assert later.is_finished
+    assert other.num_output_tokens > 5
+    assert seq.num_output_tokens == 0
+    assert engine.scheduler.num_loading == 1
+    end_loads(engine)
+    engine.run()
+    assert num_computed(engine, seq) == 4 + 1
+
+
+def test_a_step_waits_if_there_is_nothing_else_to_do() -> None:
+    engine = make_engine(store=store_with(text(0, 40)))
+    slow_loads(engine)
+    engine.add(text(0, 40), max_tokens=2)
+    schedule = moved(engine.launch())
+    assert schedule.rows == []
+    assert len(schedule.admissions) == len(schedule.transfers.loads) == 1
+    assert schedule.transfers.awaited
+    engine.run()
+
+
+def test_no_step_waits_while_another_is_in_flight() -> None:
+    """Symptom: the tokens of a step that has ended are late by a whole load."""
+    engine = make_engine(store=store_with(text(0, 40)), queue_depth=1)
+    slow_loads(engine)
+    engine.add(text(1, 10), max_tokens=2)
+    engine.launch()
+    engine.add(text(0, 40), max_tokens=2)
+    schedule = moved(engine.launch())
+    assert schedule.transfers.loads
+    assert not schedule.transfers.awaited
+    engine.run()
+
+
+@each_kind
+@pytest.mark.parametrize("index", [0, 3, 8])
+def test_a_wrong_part_costs_time_alone(kind: str, index: int) -> None:
+    store = store_with(text(0, 40), kind)
+    block = [key for key in store.entries if len(key) == 32][index]
+    damaged = max(key for key in store.entries if key.startswith(block))  # if there is more than KV
+    store.entries[damaged if index == 8 else block] = None
+    engine = make_engine(kind, store=store)
+    seq = engine.add(text(0, 40), max_tokens=3)
+    finish(engine)
+    assert seq.num_output_tokens == 3
+    assert engine.traffic.stats.num_failed_loads == 1
+    assert engine.scheduler.stats.num_preemptions == 0
+    assert None not in store.entries.values()  # what was damaged is written again
+
+
+def test_the_parts_before_a_wrong_one_are_used() -> None:
+    store = store_with(text(0, 40))
+    keys = list(store.entries)  # in the order of the blocks
+    store.entries[keys[5]] = None
+    engine = make_engine(store=store)
+    seq = engine.add(text(0, 40), max_tokens=1)
+    engine.run()
+    assert seq.num_cached_tokens == 20
+    assert num_computed(engine, seq) == 20
+
+
+@each_kind
+def test_evicted_blocks_come_back_from_host_memory(kind: str) -> None:
+    engine = make_engine(kind, num_blocks=40, num_host_slots=500)
+    first = engine.add(text(0, 40), max_tokens=1)
+    engine.run()
+    for seed in range(1, 5):
+        engine.add(text(seed, 40), max_tokens=1)
+        engine.run()
+    again = engine.add(text(0, 40), max_tokens=1)
+    engine.run()
+    assert again.num_cached_tokens == 36
+    assert num_computed(engine, first) == 40
+    assert num_computed(engine, again) == 4
+    assert engine.traffic.stats.num_host_tokens == 36
+
+
+@pytest.mark.parametrize(("kind", "num_blocks"), [("blocks", 50), ("windows", 75)])
+def test_a_preempted_sequence_is_swapped(kind: str, num_blocks: int) -> None:
+    computed = []
+    for num_host_slots in (0, 500):
+        engine = make_engine(kind, num_blocks=num_blocks, num_host_slots=num_host_slots)
+        seqs = [engine.add(text(seed, 20), max_tokens=70, ignore_eos=True) for seed in range(3)]
+        engine.run()
+        assert engine.scheduler.stats.num_preemptions
+        computed.append(sum(num_computed(engine, seq) for seq in seqs))
+        assert bool(engine.traffic.stats.num_swapped_tokens) == bool(num_host_slots)
+    assert computed[1] < computed[0]
+    assert computed[1] < 3 * (20 + 70) + 60
+
+
+def test_prompts_that_begin_alike_load_once() -> None:
+    """Symptom: 64 requests with one system prompt each load it, and fill the pool."""
+    engine = make_engine(store=store_with(text(0, 40)), max_num_seqs=8)
+    seqs = [engine.add([*text(0, 40), number % 5], max_tokens=2) for number in range(6)]
+    other = engine.add(text(1, 40), max_tokens=1, user="ann")
+    slow_loads(engine)
+    engine.step()
+    assert engine.scheduler.num_loading == 1
+    assert num_computed(engine, other) == 40
+    engine.run()
+    assert engine.traffic.stats.num_loads == 1
+    assert [seq.num_cached_tokens for seq in seqs] == [40] * 6
+
+
+def test_salts_and_prompt_logprobs_hit_nothing() -> None:
+    store = store_with(text(0, 40))
+    engine = make_engine(store=store)
+    salted = engine.add(text(0, 40), max_tokens=1, cache_salt="a")
+    complete = engine.add(text(0, 40), max_tokens=1, prompt_logprobs=1)
+    finish(engine)
+    assert [salted.num_cached_tokens, complete.num_cached_tokens] == [0, 0]
+    other = make_engine(store=store)
+    seqs = [other.add(text(0, 40), max_tokens=1, cache_salt=salt) for salt in ("a", "b")]
+    other.run()
+    assert [seq.num_cached_tokens for seq in seqs] == [36, 0]
+
+
+@each_kind
+def test_a_reset_hides_what_the_tiers_have(kind: str) -> None:
+    engine = make_engine(kind, store=store_with(text(0, 40), kind), num_host_slots=100)
+    engine.add(text(0, 40), max_tokens=1)
+    engine.run()
+    assert engine.manager.reset_prefix_cache()
+    seqs = []
+    for _ in range(2):
+        seqs.append(engine.add(text(0, 40), max_tokens=1))
+        engine.run()
+    assert [seq.num_cached_tokens for seq in seqs] == [0, 36]
+
+
+def test_no_reset_while_a_sequence_loads() -> None:
+    engine = make_engine(store=store_with(text(0, 40)))
+    slow_loads(engine)
+    engine.add(text(0, 40), max_tokens=1)
+    engine.launch()
+    assert not engine.manager.reset_prefix_cache()
+    engine.run()
+
+
+@each_kind
+def test_a_load_for_nobody_ends_before_its_pages_are_reused(kind: str) -> None:
+    engine = make_engine(kind, store=store_with(text(0, 40), kind))
+    slow_loads(engine)
+    other = engine.add(text(1, 10), max_tokens=20)
+    engine.step()
+    seq = engine.add(text(0, 40), max_tokens=1)
+    engine.step()
+    (load,) = engine.worker.loads
+    engine.abort(seq)
+    assert seq.num_cached_tokens == 0
+    assert engine.scheduler.num_loading == 0
+    schedule = moved(engine.launch())
+    pages = {page for part in load.load.parts for page in part.pages}
+    assert pages <= {*schedule.transfers.released}
+    engine.run()
+    assert other.is_finished
+
+
+def test_news_of_unknown_loads_is_ignored() -> None:
+    engine = make_engine(store=FakeStore())
+    seq = engine.add(text(0, 40), max_tokens=2)
+    schedule = engine.scheduler.schedule()
+    assert schedule is not None
+    news = [Loaded(77, 1, 0.1), Loaded(0, 0, 0.0)]
+    result = TieredResult(schedule.step_id, [[1]], loaded=news)
+    assert engine.scheduler.update(schedule, result) == [seq]
+
+
+@each_kind
+def test_a_failed_step_ends_all_loads(kind: str) -> None:
+    """Symptom: the news of an ended load was in the result that is lost, and nobody waits on."""
+    engine = make_engine(kind, store=store_with(text(0, 40), kind))
+    slow_loads(engine)
+    engine.add(text(1, 10), max_tokens=20)
+    engine.step()
+    seq = engine.add(text(0, 40), max_tokens=1)
+    engine.step()
+    assert engine.scheduler.num_loading == 1
+    engine.worker.is_broken = True
+    engine.step()
+    assert engine.scheduler.num_loading == 0
+    engine.run()
+    assert seq.num_cached_tokens == 36
+
+
+def test_what_a_failed_step_stored_is_forgotten() -> None:
+    engine = make_engine(num_blocks=12, num_host_slots=100)
+    engine.add(text(0, 40), max_tokens=1)
+    engine.run()
+    engine.add(text(1, 40), max_tokens=1)
+    engine.worker.is_broken = True
+    engine.step()
+    assert not engine.traffic.host._entries  # type: ignore[union-attr]
+    engine.run()
+
+
+def test_a_step_behind_the_last_one_begins_to_write() -> None:
+    """Symptom: the prompt of a request with one output token is not kept."""
+    store = FakeStore()
+    engine = make_engine(store=store)
+    engine.add(text(0, 40), max_tokens=1)
+    engine.step()
+    assert not engine.scheduler.running
+    assert engine.scheduler.num_unfinished == 1
+    schedule = moved(engine.launch())
+    assert schedule.rows == []
+    assert len(schedule.transfers.stores) == 10
+    assert engine.scheduler.num_unfinished == 0
+
+
+def test_answers_are_kept_once_they_are_prompts() -> None:
+    """Symptom: a chat's third turn finds the first turn alone in the store."""
+    store = FakeStore()
+    engine = make_engine(store=store)
+    first = engine.add(text(0, 20), max_tokens=20, ignore_eos=True)
+    finish(engine)
+    assert len(store.entries) == 5
+    second = engine.add([*first.token_ids, 1, 2, 3, 4], max_tokens=1)
+    finish(engine)
+    assert second.num_cached_tokens == 36
+    assert len(store.entries) == 11
+
+
+@each_kind
+def test_a_failed_sequence_leaves_nothing_to_hit(kind: str) -> None:
+    store = FakeStore()
+    engine = make_engine(kind, store=store, num_host_slots=100, max_num_batched_tokens=16)
+    seq = engine.add(text(0, 40), max_tokens=4)
+    engine.worker.fails_from[seq.seq_id] = 41
+    finish(engine)
+    assert seq.finish_reason == "error"
+    again = engine.add(text(0, 40), max_tokens=1)
+    engine.run()
+    assert again.num_cached_tokens == 0
+
+
+def test_a_slow_tier_is_not_used() -> None:
+    engine = make_engine(store=store_with(text(0, 40)), token_seconds=0.001)
+    engine.traffic.tiers[0].page_seconds = 0.005  # a block of 4 tokens takes 0.004 to compute
+    seqs = [engine.add(text(0, 40), max_tokens=1)]
+    engine.run()
+    assert seqs[0].num_cached_tokens == 0
+
+
+def test_keys_are_the_same_in_each_process() -> None:
+    manager = TieredBlocks(4, 2, traffic=make_engine().traffic)
+    seq = Sequence(0, [1, 2, 3, 4], params=make_engine().add([0]).params)
+    root = sha256(b"None").digest()
+    first = sha256(root + bytes([1, 0, 0, 0, 2, 0, 0, 0])).digest()
+    second = sha256(first + bytes([3, 0, 0, 0, 4, 0, 0, 0])).digest()
+    assert [key for key, _ in manager._block_keys(seq, 2)] == [first, second]
+
+
+def test_with_tiers_keeps_the_kind() -> None:
+    assert with_tiers(WindowedScheduler)[0] is TieredWindowedScheduler
+    assert with_tiers(StatefulScheduler)[0] is TieredStatefulScheduler
+    for make in (Scheduler, WindowedScheduler, StatefulScheduler):
+        scheduler, manager = with_tiers(make)
+        assert issubclass(scheduler, make)
+        assert issubclass(manager, BlockManager)

@@ -1,0 +1,263 @@
+"""Random runs with tiers: no sequence reads another's KV, nothing leaks and nothing starves.
+
+Loads are slow, fail, fail in part, and end for sequences that are gone. Imports no torch.
+"""
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import settings, strategies as st
+from hypothesis.stateful import initialize, precondition, rule
+
+from nanovllm.scheduler.windows import WindowGroup
+from tests.scheduler.fake_engine import VOCAB_SIZE, random_guesses
+from tests.scheduler.fake_tiers import FakeStore, TieredEngine
+from tests.scheduler.test_random_runs import (
+    INDEX,
+    PROMPT,
+    USERS,
+    SchedulerMachine,
+    clock,
+    make_controller,
+)
+
+__all__ = ["clock"]
+
+TEXTS = [random.Random(seed).choices(range(VOCAB_SIZE), k=40) for seed in range(3)]
+OPTIONS = {
+    "max_model_len": st.integers(8, 40),
+    "block_size": st.integers(1, 4),
+    "num_spare_blocks": st.sampled_from([0, 1, 3, 6, 12]),
+    "num_host_slots": st.sampled_from([0, 1, 4, 12, 40, 200]),
+    "has_store": st.booleans(),
+    "max_num_seqs": st.integers(1, 6),
+    "max_num_batched_tokens": st.integers(1, 40),
+    "eos_token_ids": st.sampled_from([(), (3,), (3, 4)]),
+    "queue_depth": st.sampled_from([0, 0, 1, 1, 2, 4]),
+    "seed": st.integers(0, 2**32),
+    "with_drafts": st.sampled_from([False, False, True]),
+    "token_seconds": st.sampled_from([0.0, 0.0, 0.001]),
+}
+
+
+class TiersMachine(SchedulerMachine):
+    """Random runs of a model that has KV blocks alone."""
+
+    users = USERS
+    salts = (None, None, None, "salt")
+    engine: TieredEngine
+
+    @initialize(**OPTIONS)
+    def start(self, **options: Any) -> None:  # type: ignore[override]
+        self.make_engine(**options)
+
+    def make_engine(
+        self,
+        max_model_len: int,
+        block_size: int,
+        num_spare_blocks: int,
+        has_store: bool,
+        eos_token_ids: tuple[int, ...],
+        seed: int,
+        with_drafts: bool,
+        num_pages: int = 0,
+        **options: Any,
+    ) -> None:
+        """Start an engine.
+
+        Args:
+            num_pages: that one sequence needs beside its KV blocks.
+        """
+        self.store = FakeStore()
+        self.options = dict(
+            num_blocks=-(-max_model_len // block_size) + num_pages + num_spare_blocks,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            eos_token_ids=frozenset(eos_token_ids),
+            propose=random_guesses(seed) if with_drafts else None,
+            controller=make_controller(seed) if with_drafts else None,
+            store=self.store if has_store else None,
+            seed=seed,
+            **options,
+        )
+        self.engine = TieredEngine(**self.options)
+
+    @rule(
+        text=st.sampled_from(TEXTS),
+        length=st.integers(1, 40),
+        more=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=2),
+        max_tokens=st.integers(1, 12),
+        index=INDEX,
+        num_alike=st.sampled_from([1, 1, 1, 3]),
+    )
+    def add_a_text(
+        self,
+        text: list[int],
+        length: int,
+        more: list[int],
+        max_tokens: int,
+        index: int,
+        num_alike: int,
+    ) -> None:
+        for _ in range(num_alike):
+            self.add(
+                text[:length] + more,
+                max_tokens=max_tokens,
+                ignore_eos=True,
+                priority=index % 2,
+                index=index,
+            )
+
+    @rule(seed=st.integers(0, 2**32))
+    def restart(self, seed: int) -> None:
+        """Another process has the same store."""
+        self.engine.run()
+        self.engine.worker.finish_writes()
+        self.engine = TieredEngine(**{**self.options, "seed": seed})
+
+    @rule(prompt=PROMPT, index=INDEX)
+    def add_one_without_hits(self, prompt: list[int], index: int) -> None:
+        self.engine.add(
+            prompt[: self.engine.scheduler.max_model_len - 1],
+            user=self.users[index % len(self.users)],
+            prompt_logprobs=1,
+        )
+
+    @rule()
+    def reset(self) -> None:
+        manager = self.engine.manager
+        if manager.reset_prefix_cache():
+            assert manager._cached == {}
+
+    @precondition(lambda self: self.store.entries)
+    @rule(index=INDEX, is_damaged=st.booleans())
+    def lose_an_entry(self, index: int, is_damaged: bool) -> None:
+        key = list(self.store.entries)[index % len(self.store.entries)]
+        if is_damaged:
+            self.store.entries[key] = None
+        else:
+            del self.store.entries[key]
+
+
+class TieredWindowsMachine(TiersMachine):
+    """The same with window groups."""
+
+    @initialize(
+        windows=st.lists(
+            st.builds(WindowGroup, st.integers(1, 12), st.integers(1, 3)), min_size=1, max_size=2
+        ),
+        **OPTIONS,
+    )
+    def start(self, windows: list[WindowGroup], **options: Any) -> None:  # type: ignore[override]
+        size, length = options["block_size"], options["max_model_len"]
+        num_pages = sum(group.pages for group in windows) * (-(-length // size) + 1)
+        self.make_engine(windows=tuple(windows), num_pages=num_pages, **options)
+
+
+class TieredStatesMachine(TiersMachine):
+    """The same with states."""
+
+    @initialize(
+        state_pages=st.integers(1, 4), snapshot_interval=st.sampled_from([1, 4, 8, 1000]), **OPTIONS
+    )
+    def start(self, state_pages: int, **options: Any) -> None:  # type: ignore[override]
+        self.make_engine(state_pages=state_pages, num_pages=state_pages, **options)
+
+
+MACHINES = (TiersMachine, TieredWindowsMachine, TieredStatesMachine)
+
+for machine in MACHINES:
+    machine.TestCase.settings = settings(
+        max_examples=50, stateful_step_count=40, deadline=None, derandomize=True
+    )
+
+TestTiers = TiersMachine.TestCase
+
+TestTieredWindows = TieredWindowsMachine.TestCase
+
+TestTieredStates = TieredStatesMachine.TestCase
+
+
+def random_options(rng: random.Random) -> dict[str, Any]:
+    """Return options of a small engine that has one tier at least."""
+    num_host_slots = rng.choice([0, 4, 12, 40, 200])
+    return {
+        "max_model_len": rng.randint(8, 40),
+        "block_size": rng.randint(1, 4),
+        "num_spare_blocks": rng.choice([0, 1, 3, 6, 12, 25]),
+        "num_host_slots": num_host_slots,
+        "has_store": num_host_slots == 0 or rng.random() < 0.5,
+        "max_num_seqs": rng.randint(1, 6),
+        "max_num_batched_tokens": rng.randint(1, 40),
+        "eos_token_ids": rng.choice([(), (3,), (3, 4)]),
+        "queue_depth": rng.choice([0, 0, 1, 1, 2, 4]),
+        "seed": rng.randrange(2**32),
+        "with_drafts": rng.random() < 0.3,
+        "follows_drafts": rng.random() < 0.5,
+        "token_seconds": rng.choice([0.0, 0.0, 0.001]),
+    }
+
+
+def start_random(machine: TiersMachine, rng: random.Random) -> None:
+    options = random_options(rng)
+    if isinstance(machine, TieredWindowsMachine):
+        groups = [WindowGroup(rng.randint(1, 12), rng.randint(1, 3)) for _ in "ab"]
+        machine.start(windows=groups[: rng.randint(1, 2)], **options)
+    elif isinstance(machine, TieredStatesMachine):
+        options["follows_drafts"] = False
+        interval = rng.choice([1, 4, 8, 1000])
+        machine.start(state_pages=rng.randint(1, 4), snapshot_interval=interval, **options)
+    else:
+        machine.start(**options)
+
+
+def do_something(machine: TiersMachine, rng: random.Random) -> None:
+    """Call a rule. Most requests are alike, and most calls are steps."""
+    engine, index = machine.engine, rng.randrange(16)
+    tokens = rng.choices(range(VOCAB_SIZE), k=rng.randint(1, 20))
+    rule_number = rng.random()
+    if rule_number < 0.3:
+        num_alike = rng.choice([1, 1, 1, 3])
+        machine.add_a_text(
+            rng.choice(TEXTS), rng.randint(1, 40), tokens[:2], rng.randint(1, 12), index, num_alike
+        )
+    elif rule_number < 0.33:
+        priority = rng.choice([0, 0, -1, 1])
+        machine.add(tokens, len(tokens), rng.random() < 0.5, priority, index, rng.random() < 0.3)
+    elif rule_number < 0.36 and engine.sequences:
+        machine.add_with_a_known_prefix(index, rng.randint(1, 24), tokens, rng.choice([1, 2]))
+    elif rule_number < 0.4 and engine.sequences:
+        machine.abort(index)
+    elif rule_number < 0.41 and engine.sequences:
+        machine.break_one(index, rng.randrange(9))
+    elif rule_number < 0.42:
+        machine.add_one_without_hits(tokens, index)
+    elif rule_number < 0.43:
+        machine.reset()
+    elif rule_number < 0.46 and machine.store.entries:
+        machine.lose_an_entry(index, rng.random() < 0.5)
+    elif rule_number < 0.47:
+        machine.restart(rng.randrange(2**32))
+    elif rule_number < 0.49:
+        machine.fail_to_launch()
+    elif rule_number < 0.51 and not engine.worker.is_broken:
+        machine.fail()
+    elif rule_number < 0.65 and len(engine.in_flight) <= engine.queue_depth:
+        machine.launch()
+    elif rule_number < 0.75 and engine.in_flight:
+        machine.retire()
+    else:
+        machine.run_steps(rng.randint(1, 6))
+    machine.check()
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("make", MACHINES)
+def test_a_long_run(make: type[TiersMachine], seed: int) -> None:
+    """A longer run than those above has more loads in flight, and more that end for nobody."""
+    machine, rng = make(), random.Random(seed)
+    start_random(machine, rng)
+    for _ in range(120):
+        do_something(machine, rng)
+    machine.teardown()
