@@ -63,7 +63,14 @@ def check_directory(directory: Path) -> None:
         directory: an absolute path without symlinks.
     """
     _check_path(directory.parent)
-    _check_ours(directory, _lstat(directory))
+    check_ours(directory, _lstat(directory))
+
+
+def check_ours(path: Path, status: os.stat_result) -> None:
+    """Raise PermissionError if `path` is another user's or others can write to it."""
+    if status.st_uid != os.geteuid():
+        raise PermissionError(f"{path} belongs to user {status.st_uid}, not {os.geteuid()}")
+    _check_writers(path, status)
 
 
 def check_file(path: Path) -> bytes:
@@ -84,7 +91,7 @@ def check_file(path: Path) -> bytes:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise ValueError(f"{path} is no regular file")
-        _check_ours(path, status)
+        check_ours(path, status)
         content = memoryview(file.read())
     digest = hashlib.new(_DIGEST, content[:-_DIGEST_BYTES]).digest()
     if digest != content[-_DIGEST_BYTES:]:
@@ -126,12 +133,6 @@ def _lstat(directory: Path) -> os.stat_result:
     if not stat.S_ISDIR(status.st_mode):
         raise PermissionError(f"{directory} was replaced by something that is no directory")
     return status
-
-
-def _check_ours(path: Path, status: os.stat_result) -> None:
-    if status.st_uid != os.geteuid():
-        raise PermissionError(f"{path} belongs to user {status.st_uid}, not {os.geteuid()}")
-    _check_writers(path, status)
 
 
 def _check_writers(path: Path, status: os.stat_result, *, private_group: bool = False) -> None:
