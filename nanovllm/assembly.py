@@ -6,6 +6,7 @@ The engine knows a branch only by a seam of its own. Here each is imported, when
 import contextlib
 import dataclasses
 from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.checkpoint.hub import Checkpoint, configured_checkpoint, draft_checkpoint
 from nanovllm.checkpoint.kept_tokenizer import KeptTokenizer
@@ -21,6 +22,9 @@ from nanovllm.scheduler.extensions import Drafting
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.worker_info import WorkerInfo
 
+if TYPE_CHECKING:
+    from nanovllm.scheduler.tier_traffic import TierTraffic
+
 
 def make_engine(config: Config, *, queue_depth: int | None = None) -> LLMEngine:
     """Return an engine that is ready to run.
@@ -33,6 +37,10 @@ def make_engine(config: Config, *, queue_depth: int | None = None) -> LLMEngine:
     Raises:
         CheckpointError, ConfigError, OutOfMemoryError: the model cannot run with these options.
     """
+    if config.kv_cache_dir is not None:
+        from nanovllm.tiers.directory import find_directory
+
+        find_directory(config.kv_cache_dir)  # a wrong one is refused before anything is loaded
     checkpoint, draft = configured_checkpoint(config), draft_checkpoint(config)
     if draft is not None and config.speculation is not None:
         spec = config.speculation.for_network(draft.config)
@@ -75,30 +83,25 @@ def _observer(config: Config) -> Observer:
 
 
 def _scheduler(config: Config, info: WorkerInfo, checkpoint: Checkpoint) -> Scheduler:
-    caching = config.enable_prefix_caching
     make: type[Scheduler] = Scheduler
-    block_manager = BlockManager(info.num_blocks, info.block_size, enable_prefix_caching=caching)
+    make_manager: type[BlockManager] = BlockManager
+    pool: dict[str, Any] = {"enable_prefix_caching": config.enable_prefix_caching}
     if info.windows:
         from nanovllm.scheduler.windowed import WindowedBlockManager, WindowedScheduler
 
-        make = WindowedScheduler
-        block_manager = WindowedBlockManager(
-            info.num_blocks,
-            info.block_size,
-            windows=info.windows,
-            max_num_batched_tokens=info.max_num_batched_tokens,
-            enable_prefix_caching=caching,
-        )
+        make, make_manager = WindowedScheduler, WindowedBlockManager
+        pool |= {"windows": info.windows, "max_num_batched_tokens": info.max_num_batched_tokens}
     elif info.state_pages:
         from nanovllm.scheduler.stateful import StatefulBlockManager, StatefulScheduler
 
-        make = StatefulScheduler
-        block_manager = StatefulBlockManager(
-            info.num_blocks,
-            info.block_size,
-            state_pages=info.state_pages,
-            enable_prefix_caching=caching,
-        )
+        make, make_manager = StatefulScheduler, StatefulBlockManager
+        pool["state_pages"] = info.state_pages
+    if config.has_tiers:
+        from nanovllm.scheduler.tiered import with_tiers
+
+        make, make_manager = with_tiers(make)
+        pool["traffic"] = _tier_traffic(config, info)
+    block_manager = make_manager(info.num_blocks, info.block_size, **pool)
     return make(
         block_manager,
         max_num_seqs=config.max_num_seqs,
@@ -107,6 +110,21 @@ def _scheduler(config: Config, info: WorkerInfo, checkpoint: Checkpoint) -> Sche
         eos_token_ids=checkpoint.eos_token_ids,
         drafting=make_drafting(config, info, block_manager),
     )
+
+
+def _tier_traffic(config: Config, info: WorkerInfo) -> "TierTraffic":
+    """Return the tiers below the pool, as the scheduler sees them."""
+    from nanovllm.scheduler.host_slots import HostSlots
+    from nanovllm.scheduler.tier import StoreTier
+    from nanovllm.scheduler.tier_traffic import TierTraffic
+    from nanovllm.tiers.store import open_store
+
+    host = HostSlots(info.num_host_slots, info.page_seconds) if info.num_host_slots else None
+    store = None
+    if config.kv_cache_dir is not None:
+        limit = int(config.kv_cache_dir_gib * 2**30)
+        store = StoreTier(open_store(config.kv_cache_dir, limit, info.kv_namespace))
+    return TierTraffic(host, store, token_seconds=info.token_seconds)
 
 
 def make_drafting(config: Config, info: WorkerInfo, block_manager: BlockManager) -> Drafting | None:
@@ -149,6 +167,6 @@ def _input_processor(
         max_model_len=info.max_model_len,
         seed=config.seed,
         max_logprobs=config.max_logprobs,
-        in_process=config.tensor_parallel_size == 1,
+        in_process=config.runs_in_process,
         make_grammars=make_grammars,
     )

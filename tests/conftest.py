@@ -76,6 +76,21 @@ def pytest_collection() -> Iterator[object]:
         gc.enable()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give tests/ray to one worker with --dist loadfile: each would start a cluster of its own."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class LoadFiles(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "tests/ray" if file.startswith("tests/ray/") else file
+
+    return LoadFiles(config, log)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """Skip a test that needs more GPUs than there are. Without a GPU, ranks run on the CPU."""

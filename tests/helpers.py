@@ -174,3 +174,17 @@ def cut(text: str, stop: Seq[str], include: bool = False) -> tuple[str, str | No
 def environment(**changes: str) -> dict[str, str]:
     """Return the environment of a child Python that imports this tree's package."""
     return {**os.environ, "PYTHONPATH": str(ROOT), **changes}
+
+
+def shared_memory(processes: list[Any]) -> set[int]:
+    """Return the inodes of the files in /dev/shm that `processes` map.
+
+    Other processes have files there too. Names would not do: a semaphore is mapped under a name
+    that is not its file's.
+    """
+    found = set()
+    for process in processes:
+        maps = Path(f"/proc/{process.pid}/maps")
+        lines = maps.read_text().splitlines() if maps.exists() else ()
+        found |= {int(line.split()[4]) for line in lines if " /dev/shm/" in line}
+    return found

@@ -7,6 +7,7 @@ choice.
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -184,10 +185,21 @@ def test_tokens_do_not_depend_on_preemption(
 
 
 @pytest.mark.parametrize("workload", ["qwen3", "glossary"], indirect=True)
+def test_tokens_do_not_depend_on_tiers_below_the_pool(
+    generate: Any, expected: Tokens, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("nanovllm.scheduler.tier_traffic.TierTraffic.pays", lambda self, *_: True)
+    tiers = {"kv_offload_gib": 0.02, "kv_cache_dir": tmp_path}
+    options = {**PREEMPTING, "max_model_len": 256, **tiers}
+    assert generate(warm=True, **options) == expected
+    assert generate(**options) == expected  # another engine, the same directory
+
+
+@pytest.mark.parametrize("workload", ["qwen3", "glossary"], indirect=True)
 def test_tokens_do_not_depend_on_hash_collisions(
     generate: Any, expected: Tokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nanovllm.scheduler.block_manager.xxh64_intdigest", lambda data: 42)
+    monkeypatch.setattr("nanovllm.scheduler.block_manager.xxh3_128_digest", lambda data: b"42")
     assert generate(kvcache_block_size=4) == expected
 
 

@@ -145,5 +145,5 @@ def test_processors_are_refused_with_several_ranks(
     tensor_parallel_llm: Any, random_model: str
 ) -> None:
     llm = tensor_parallel_llm(random_model, 2)
-    with pytest.raises(InvalidRequestError, match="tensor_parallel_size must be 1; use logit_bias"):
+    with pytest.raises(InvalidRequestError, match="must be 1, without Ray; use logit_bias"):
         llm.generate(PROMPT, SamplingParams(logits_processors=[only(1)]), use_tqdm=False)

@@ -19,7 +19,7 @@ import torch
 
 from nanovllm import LLM, SamplingParams, demo_model
 from nanovllm.errors import ConfigError, EngineDeadError, OutOfMemoryError
-from tests.helpers import environment, token_ids, wait_until
+from tests.helpers import environment, shared_memory, token_ids, wait_until
 
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -45,20 +45,6 @@ def workers(parent: int | None = None) -> list[psutil.Process]:
     return found
 
 
-def shared_memory(processes: list[Any]) -> set[int]:
-    """Return the inodes of the files in /dev/shm that `processes` map.
-
-    Other processes have files there too. Names would not do: a semaphore is mapped under a name
-    that is not its file's.
-    """
-    found = set()
-    for process in processes:
-        maps = Path(f"/proc/{process.pid}/maps")
-        lines = maps.read_text().splitlines() if maps.exists() else ()
-        found |= {int(line.split()[4]) for line in lines if " /dev/shm/" in line}
-    return found
-
-
 def generate_forever(llm: Any) -> None:
     while True:
         llm.generate([[1, 2, 3]] * 8, LONG, use_tqdm=False)
@@ -78,7 +64,7 @@ def test_two_engines_share_one_process(
         for llm in (first, second):
             outputs = llm.generate([[1, 2, 3], [4] * 20], SHORT, use_tqdm=False)
             assert token_ids(outputs) == token_ids(alone)
-    pids = {process.pid for process in second.engine.executor._processes}
+    pids = {process.pid for process in second.engine.executor.ranks.processes}
     assert pids <= {child.pid for child in workers()}
     del llm, second
     gc.collect()
@@ -112,8 +98,8 @@ def test_cuda_ranks_agree_with_one(make_llm: Any, enforce_eager: bool) -> None:
 def test_killed_worker_raises_and_leaves_nothing(make_llm: Any, random_model: str) -> None:
     """Rank 0; test_async_llm.py and test_serve.py kill rank 1."""
     llm = make_llm(random_model, tensor_parallel_size=2)
-    used = shared_memory(llm.engine.executor._processes)
-    victim = llm.engine.executor._processes[0]
+    used = shared_memory(llm.engine.executor.ranks.processes)
+    victim = llm.engine.executor.ranks.processes[0]
     threading.Timer(0.5, victim.kill).start()
     start = time.monotonic()
     with pytest.raises(EngineDeadError, match="rank0 exited with -9"):
@@ -133,7 +119,7 @@ def test_slow_worker_catches_up(make_llm: Any, tensor_parallel_llm: Any, random_
     prompts = [[i + 1] * 60 for i in range(16)]
     expected = make_llm(random_model).generate(prompts, SHORT, use_tqdm=False)
     llm = tensor_parallel_llm(random_model, 2)
-    slow = llm.engine.executor._processes[1].pid
+    slow = llm.engine.executor.ranks.processes[1].pid
 
     def stutter() -> None:
         for _ in range(3):

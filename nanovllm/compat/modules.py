@@ -76,7 +76,7 @@ MISSING = {
     **dict.fromkeys(("KVTransferConfig", "ProfilerConfig", "AttentionConfig"), _OPTIONS),
     "GuidedDecodingParams": "use SamplingParams(structured_outputs=StructuredOutputsParams(...))",
     "sample": "use SamplingParams(logits_processors=[function]), a list for each request",
-    "initialize_ray_cluster": "ranks are processes of one machine: use tensor_parallel_size",
+    "initialize_ray_cluster": 'use distributed_executor_backend="ray"',
     "tokenizers": "get_tokenizer() of LLM returns the tokenizer",
     "transformers_utils": "get_tokenizer() of LLM returns the tokenizer",
     "benchmarks": "use `nanovllm bench serve`, or data sets of your own",

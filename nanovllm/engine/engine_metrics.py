@@ -36,6 +36,15 @@ def read_metrics(scheduler: Scheduler) -> list[Metric | Vector | Histogram]:
         Counter("nanovllm:prefill_tokens", stats.num_prefill_tokens),
         _step_sizes(stats.step_sizes),
     ]
+    if stats.tiers is not None:
+        found += [
+            Counter("nanovllm:host_cache_hits", stats.tiers.num_host_tokens),
+            Counter("nanovllm:store_cache_hits", stats.tiers.num_store_tokens),
+            Counter("nanovllm:swapped_tokens", stats.tiers.num_swapped_tokens),
+            Counter("nanovllm:offloaded_pages", stats.tiers.num_offloaded_pages),
+            Counter("nanovllm:kv_loads", stats.tiers.num_loads),
+            Counter("nanovllm:failed_kv_loads", stats.tiers.num_failed_loads),
+        ]
     if scheduler.drafting is not None:
         drafts, prefix = scheduler.drafting.counts, "vllm:spec_decode_num"
         found += [

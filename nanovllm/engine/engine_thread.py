@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 
+from nanovllm.engine.last_step import has_sequences, run_last_steps
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.reader import Item, Reader, send
 from nanovllm.engine.request import Request
@@ -96,13 +97,14 @@ class EngineThread(threading.Thread):
                 self._send()
             except BaseException as error:
                 self._fail_all(error)
-                if self.engine.scheduler.num_unfinished:  # they would fail in each step, for ever
+                if has_sequences(self.engine):  # they would fail in each step, for ever
                     raise
 
     def _end(self, error: EngineDeadError) -> None:
         """Fail what runs or still comes, and end the engine, whatever of this fails."""
         try:
             self._fail_all(error)
+            run_last_steps(self.engine)
         finally:
             try:
                 self.engine.shutdown()

@@ -54,8 +54,8 @@ class ParamsCheck:
             )
         if params.logits_processors and not self._in_process:
             raise InvalidRequestError(
-                "logits_processors run in this process, so tensor_parallel_size must be 1; "
-                "use logit_bias, allowed_token_ids or bad_words"
+                "logits_processors run in this process, so tensor_parallel_size must be 1, "
+                "without Ray; use logit_bias, allowed_token_ids or bad_words"
             )
         for stop in params.stop:
             check_unicode("a stop string", stop)

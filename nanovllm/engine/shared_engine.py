@@ -12,6 +12,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from nanovllm.engine.delayed_interrupt import DelayedInterrupt
+from nanovllm.engine.last_step import run_last_steps
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Request
 from nanovllm.errors import NanoVLLMError
@@ -164,6 +165,7 @@ class SharedEngine:
         """End the caller's turn or its wait. If there is no leader, wake a waiting thread."""
         while self._leader is mailbox:
             self._run_commands()  # nobody else may be there to run those of `submit`
+            run_last_steps(self._engine)
             with self._lock:
                 if not self._commands:
                     self._leader = self._leading_thread = None

@@ -5,17 +5,20 @@ Imports no torch before an executor is made. Knows no requests and no text.
 """
 
 import contextlib
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from nanovllm.checkpoint.gguf import is_gguf
 from nanovllm.checkpoint.hub import Checkpoint
+from nanovllm.errors import ConfigError
 from nanovllm.options.config import Config
 from nanovllm.scheduler.messages import Schedule, StepResult
 from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.utils.pages import PageReserve
 
 if TYPE_CHECKING:
+    from nanovllm.executors.ranks import Ranks
     from nanovllm.structured.grammar import GrammarCompiler
 
 _MIN_RESERVE = 64 * 2**20
@@ -68,15 +71,31 @@ def make_executor(
 
     Raises:
         CheckpointError, ConfigError: the model, or its draft network, cannot run with `config`.
+        ConfigError: `config` asks for Ray, which is not installed.
     """
-    if config.tensor_parallel_size > 1:
-        from nanovllm.executors.spawned import SpawnedExecutor
+    if not config.runs_in_process:
+        from nanovllm.executors.rank_executor import RankExecutor
 
-        return SpawnedExecutor(config, checkpoint, draft)
+        return RankExecutor(_make_ranks(config, checkpoint, draft))
     reserve = _reserve(config, checkpoint)  # before torch is imported, which takes a second
     from nanovllm.executors.in_process import InProcessExecutor
 
     return InProcessExecutor(config, checkpoint, draft, reserve)
+
+
+def _make_ranks(config: Config, checkpoint: Checkpoint, draft: Checkpoint | None) -> "Ranks":
+    if config.distributed_executor_backend != "ray":
+        from nanovllm.executors.pipes import PipeRanks
+
+        return PipeRanks(config, checkpoint, draft)
+    if find_spec("ray") is None:
+        raise ConfigError(
+            'distributed_executor_backend="ray" needs Ray, which is not installed: '
+            "pip install 'nanovllm[ray]'"
+        )
+    from nanovllm.executors.ray_ranks import RayRanks
+
+    return RayRanks(config, checkpoint, draft)
 
 
 def _reserve(config: Config, checkpoint: Checkpoint) -> PageReserve | None:

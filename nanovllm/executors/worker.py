@@ -1,46 +1,29 @@
-"""One rank: chooses its device, builds its model runner and, in a spawned process, runs the
-schedules that arrive through a pipe.
-
-Knows neither the scheduler nor the other ranks' results.
+"""What each rank is made of: the networks that the options ask for, its device and threads, and its
+model runner. Knows neither the scheduler nor the other ranks.
 """
 
 import contextlib
 import dataclasses
 import math
 import os
-import queue
-import signal
-import sys
-import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
-from multiprocessing import parent_process
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
-from tqdm.auto import tqdm
 
 from nanovllm.checkpoint.gguf import is_gguf
 from nanovllm.checkpoint.hub import Checkpoint, weight_files
-from nanovllm.errors import CheckpointError, ConfigError, NanoVLLMError
+from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import read_config
 from nanovllm.options.config import Config
-from nanovllm.scheduler.messages import Schedule
-from nanovllm.scheduler.worker_info import WorkerInfo
-from nanovllm.utils.distributed import init_tensor_parallel
 from nanovllm.worker.extensions import Drafter, FastSteps
-from nanovllm.worker.kv_cache import memory_errors
 from nanovllm.worker.model_loader import NetworkSpec, check_weights
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.network import Network
-from nanovllm.worker.warm_up import allocate, measure
-
-if TYPE_CHECKING:
-    from nanovllm.structured.grammar import GrammarCompiler
+from nanovllm.worker.warm_up import runner_class
 
 _MATMUL = torch.backends.cuda.matmul
 _REDUCED = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
@@ -179,7 +162,8 @@ def make_runner(
         from nanovllm.speculation.proposers.registry import make_proposer
 
         make_drafter = partial(make_proposer, config.speculation, draft)
-    return ModelRunner(target, device, make_steps=make_steps, make_drafter=make_drafter)
+    make = runner_class(config)
+    return make(target, device, make_steps=make_steps, make_drafter=make_drafter)
 
 
 @contextlib.contextmanager
@@ -208,113 +192,14 @@ def on_device(device: torch.device, num_threads: int) -> Iterator[None]:
                 setattr(_MATMUL, name, True)
 
 
-def run_worker(
-    rank: int,
-    port: int,
-    num_threads: int,
-    target: NetworkSpec,
-    draft: NetworkSpec | None,
-    pipe: Connection,
-) -> None:
-    """Run a spawned rank: send what it can hold, allocate, then execute schedules.
-
-    The messages in are a WorkerInfo, then Schedules, and for a rank that samples a GrammarCompiler
-    before the first with a grammar. Every message out is ("ok", value) or
-    ("error", exception). The process exits when the pipe closes or the parent dies: at once,
-    because Python takes half a second to take torch apart, and a GPU's driver frees what it has.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    # tqdm's default lock is a named semaphore, which outlives a killed process.
-    tqdm.set_lock(threading.RLock())
-    threading.Thread(target=_die_with_parent, daemon=True).start()
-    outbox = _Outbox(pipe, rank)
-    try:
-        config = target.config
-        device = rank_device(config, rank)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-            for name in _REDUCED:
-                setattr(_MATMUL, name, False)
-        else:
-            torch.set_num_threads(num_threads)
-            loopback = "lo0" if sys.platform == "darwin" else "lo"
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-        init_tensor_parallel(rank, config.tensor_parallel_size, port, device)
-        with memory_errors(config):
-            runner = make_runner(target, device, draft)
-            measured = measure(runner)
-        outbox.put(lambda: measured)
-        info: WorkerInfo = pipe.recv()
-        with memory_errors(config):
-            allocated = allocate(runner, info)
-        outbox.put(lambda: allocated)
-        while True:
-            message: GrammarCompiler | Schedule = pipe.recv()
-            if not isinstance(message, Schedule):
-                from nanovllm.structured.grammar_masks import GrammarMasks
-
-                runner.masks = GrammarMasks(message)
-                continue
-            pending = runner.execute(message)
-            if rank == 0:
-                outbox.put(pending.result)
-    except (EOFError, BrokenPipeError, ConnectionResetError):  # the parent closed the pipe
-        with contextlib.suppress(AttributeError, OSError, ValueError):
-            sys.stdout.flush()  # what a logits processor printed
-        os._exit(0)
-    except BaseException as error:
-        outbox.close(error)
-        if not isinstance(error, NanoVLLMError):
-            raise
-
-
-class _Outbox:
-    """Sends a rank's messages in order.
-
-    It has its own thread, so that the rank launches the next step while the last step's tokens are
-    still being computed.
-    """
-
-    def __init__(self, pipe: Connection, rank: int) -> None:
-        self._pipe = pipe
-        self._rank = rank
-        self._queue: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def put(self, value: Callable[[], Any]) -> None:
-        """Call `value` in the thread; send what it returns or raises."""
-        self._queue.put(value)
-
-    def close(self, error: BaseException) -> None:
-        """Send `error` as the last message and wait until it is sent."""
-
-        def fail() -> None:
-            raise error
-
-        self._queue.put(fail)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while True:
-            try:
-                self._pipe.send(("ok", self._queue.get()()))
-            except OSError:  # the parent closed the pipe
-                return
-            except BaseException as error:
-                known = isinstance(error, NanoVLLMError)
-                message = error if known else NanoVLLMError(f"rank {self._rank}: {error!r}")
-                with contextlib.suppress(OSError):
-                    self._pipe.send(("error", message))
-                return
-
-
-def _die_with_parent() -> None:
-    """Exit as soon as the parent process has died."""
-    parent = parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
+def keep_on_device(device: torch.device, num_threads: int) -> None:
+    """Set for good what `on_device` sets for a while: the process has this rank and no caller."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        for name in _REDUCED:
+            setattr(_MATMUL, name, False)
+    else:
+        torch.set_num_threads(num_threads)
 
 
 def num_threads(config: Config) -> int:

@@ -25,12 +25,16 @@ from nanovllm.options.validation import (
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
 QUANTIZATIONS = ("int8", "int4", "fp8", "none")
+EXECUTOR_BACKENDS = ("mp", "uni", "ray")
 KV_CACHE_DTYPES = ("auto", "fp8", "int8")
 MAX_THREADS = 1024
 """Most CPU threads, as in kernels/cpu/csrc/threads.c. OpenMP's library ends the process if it does
 not get the threads or their memory."""
 _INT32 = 2**31 - 1
 """The largest number in a block table."""
+_LEAST_GIB, _MAX_GIB = 2.0**-20, 2.0**30
+_STORE_GIB = 16.0
+"""The default of kv_cache_dir_gib."""
 
 
 def _path(error: Error, name: str, value: Any, rule: str, kinds: Any = str | os.PathLike) -> str:
@@ -143,6 +147,10 @@ class Config:
     """Fraction of each GPU's memory that this engine may use, weights included."""
     tensor_parallel_size: Annotated[int, check_int, 1, 1024] = 1
     """Number of processes that share each layer; above 1, each is a spawned process."""
+    distributed_executor_backend: Annotated[str | None, check_choice, EXECUTOR_BACKENDS] = None
+    """Where the processes that share layers run: "mp" spawns them on this machine, "ray" has Ray
+    place them, on other machines too, even if it is one; "uni" is this process alone. None is this
+    process for one, and mp for several."""
     enforce_eager: bool = False
     """Run every step kernel by kernel, without CUDA graphs or recorded steps on the CPU. This takes
     less memory and starts faster, but decodes slower."""
@@ -162,6 +170,14 @@ class Config:
     whichever is smaller."""
     enable_prefix_caching: bool = True
     """Reuse the KV blocks of a prefix that prompts have in common."""
+    kv_offload_gib: Annotated[float | None, check_float, _LEAST_GIB, _MAX_GIB] = None
+    """GiB of host memory, of all ranks together, for cached KV that leaves the pool: a prefix hit
+    or a preempted sequence gets it back from there. None is no such memory."""
+    kv_cache_dir: Annotated[str | None, _path, "a directory or None"] = None
+    """Directory that keeps the KV of prompts between processes; made if it is not there. A later
+    engine with the same model and options finds the prefixes there. None is none."""
+    kv_cache_dir_gib: Annotated[float, check_float, _LEAST_GIB, _MAX_GIB] = _STORE_GIB
+    """Most GiB of files in kv_cache_dir: the least recently used go first."""
     max_logprobs: Annotated[int, check_int, -1, _INT32] = 1000
     """Maximum number of log-probabilities that a request may ask for at each token; -1 is the size
     of the vocabulary."""
@@ -183,6 +199,11 @@ class Config:
         assert not isinstance(self.speculative_config, dict)
         return self.speculative_config
 
+    @property
+    def runs_in_process(self) -> bool:
+        """Whether the model runs in this process."""
+        return self.tensor_parallel_size == 1 and self.distributed_executor_backend != "ray"
+
     def __post_init__(self) -> None:
         check_fields(ConfigError, self)
         if self.tokenizer is not None and self.skip_tokenizer_init:
@@ -191,8 +212,37 @@ class Config:
             raise ConfigError(
                 "num_kvcache_blocks and kv_cache_memory_bytes both size the KV pool; give one"
             )
+        self._check_tiers()
         if self.tensor_parallel_size > 1 and ":" in self.device:
             raise ConfigError(
                 f"device {self.device!r} names one GPU but tensor_parallel_size is "
                 f'{self.tensor_parallel_size}; use device="cuda" and CUDA_VISIBLE_DEVICES'
+            )
+        if self.tensor_parallel_size > 1 and self.distributed_executor_backend == "uni":
+            raise ConfigError(
+                'distributed_executor_backend "uni" is this process alone, but '
+                f"tensor_parallel_size is {self.tensor_parallel_size}; leave one of them out"
+            )
+        if ":" in self.device and self.distributed_executor_backend == "ray":
+            raise ConfigError(
+                f"device {self.device!r} names one GPU, but with distributed_executor_backend "
+                '"ray" it is Ray that chooses; use device="cuda"'
+            )
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether KV that is in the prefix cache is also kept outside the pool."""
+        return self.kv_offload_gib is not None or self.kv_cache_dir is not None
+
+    def _check_tiers(self) -> None:
+        if self.kv_cache_dir is None and self.kv_cache_dir_gib != _STORE_GIB:
+            raise ConfigError(
+                f"kv_cache_dir_gib {self.kv_cache_dir_gib:g} limits what is in kv_cache_dir, which "
+                "is None: give the directory too, or leave kv_cache_dir_gib out"
+            )
+        if self.has_tiers and not self.enable_prefix_caching:
+            given = "kv_offload_gib" if self.kv_offload_gib is not None else "kv_cache_dir"
+            raise ConfigError(
+                f"{given} keeps what the prefix cache holds, but enable_prefix_caching is False: "
+                "leave one of both out"
             )

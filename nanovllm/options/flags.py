@@ -181,6 +181,8 @@ def add_flags(
             options["metavar"] = "TEXT"
         elif field.kind is int and name.endswith("_bytes"):
             options |= {"type": _size, "metavar": "SIZE"}
+        elif field.kind is float and name.endswith("_gib"):
+            options |= {"type": _gib, "metavar": "GIB"}
         elif field.kind in (int, float):
             options |= {"type": _number(field.kind), "metavar": field.kind.__name__.upper()}
         elif field.kind == tuple[str, ...]:
@@ -238,23 +240,35 @@ def _help(doc: str, field: _Field, default: str | None, options: Mapping[str, An
                 default = f"{value:g}" if isinstance(value, float) else str(value)
     if doc.endswith(";"):
         doc = doc[:-1] + "."
-    if options.get("metavar") == "SIZE":
+    if options.get("metavar") in ("SIZE", "GIB"):
         doc += " It may have a unit, as in 512MiB."
     if options.get("action") == "append":
         doc += " The flag may be repeated."
     return (f"{doc} (default: {default})" if default else doc).strip().replace("%", "%%")
 
 
-def _size(text: str) -> int:
-    """Return the bytes of a size such as 1048576, 512MiB or 4 GB."""
+def _size(text: str, plain: str = "bytes") -> int:
+    """Return the bytes of a size such as 1048576, 512MiB or 4 GB.
+
+    Args:
+        plain: what a number without a unit counts, for the error.
+    """
     with contextlib.suppress(ValueError):
         return int(text)
     found = re.fullmatch(r"([0-9]{1,19}(?:\.[0-9]{1,19})?) ?([A-Za-z]{1,3})", text.strip())
     factor = UNITS.get(found[2] if len(found[2]) == 1 else found[2].upper()) if found else None
     if found is None or factor is None:
-        rule = "must be a number of bytes, or have a unit, as in 512MiB or 4GiB"
+        rule = f"must be a number of {plain}, or have a unit, as in 512MiB or 4GiB"
         raise argparse.ArgumentTypeError(f"{rule}; got {shown(text)}")
     return int(decimal.Decimal(found[1]) * factor)
+
+
+def _gib(text: str) -> float:
+    """Return the GiB of a size such as 512MiB; a number without a unit counts GiB."""
+    try:
+        return float(text)
+    except ValueError:
+        return _size(text, "GiB") / 2**30
 
 
 def _number(kind: type[int] | type[float]) -> Callable[[str], int | float]:

@@ -82,6 +82,12 @@ ENGINE_HELP = {
     "vllm:iteration_tokens_total": "Tokens that a step computed.",
     "nanovllm:prefill_tokens": "Computed tokens from which no output token was sampled.",
     "nanovllm:mean_acceptance_length": "Mean tokens of a step with a draft.",
+    "nanovllm:host_cache_hits": "Tokens whose KV came back from host memory.",
+    "nanovllm:store_cache_hits": "Tokens whose KV came back from kv_cache_dir.",
+    "nanovllm:swapped_tokens": "Those of both whose continuation had been preempted.",
+    "nanovllm:offloaded_pages": "Pages of KV that were copied to host memory.",
+    "nanovllm:kv_loads": "Times that a continuation waited for KV from below the cache.",
+    "nanovllm:failed_kv_loads": "Those of them that found some of it missing or damaged.",
 }
 
 

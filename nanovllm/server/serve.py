@@ -101,6 +101,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 app,
                 http=connection_class(options.read_timeout, options.max_connections),
+                loop="asyncio",  # not uvloop, even where another package has brought it
                 ws="none",
                 lifespan="off",
                 log_config=None,

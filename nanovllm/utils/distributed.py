@@ -6,10 +6,15 @@ Without a group the size is 1 and every operation returns its input. Knows no mo
 import dataclasses
 import datetime
 import logging
+import os
+import socket
+from collections.abc import Sequence as Seq
 
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from nanovllm.utils.network import interface_of
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +27,7 @@ class TensorParallel:
     size: int = 1
 
 
+LOOPBACK = "127.0.0.1"
 _TIMEOUT = datetime.timedelta(minutes=10)
 _MAX_BYTES = 2 * 2**20
 """Largest tensor for symmetric memory."""
@@ -36,14 +42,46 @@ def tensor_parallel() -> TensorParallel:
     return _tensor_parallel
 
 
-def init_tensor_parallel(rank: int, size: int, port: int, device: torch.device) -> None:
-    """Join a group of `size` ranks. Its store listens on local `port`."""
+def make_store(address: str = LOOPBACK) -> TCPStore:
+    """Return the store by which ranks find each other. It listens on this machine's `address`.
+
+    By itself it would listen to every network.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 0), family=family) as server:
+        port = server.getsockname()[1]
+        return TCPStore(
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=server.detach(),
+        )
+
+
+def init_tensor_parallel(
+    rank: int,
+    size: int,
+    store_at: tuple[str, int],
+    device: torch.device,
+    own_address: str = LOOPBACK,
+) -> None:
+    """Join a group of `size` ranks.
+
+    Args:
+        store_at: the address and the port of the group's store.
+        own_address: this machine's address on the network that the ranks shall use.
+    """
     global _tensor_parallel, _symmetric
-    store = TCPStore("127.0.0.1", port, is_master=False, timeout=_TIMEOUT)
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    is_gpu = device.type == "cuda"
+    interface = None if is_gpu and own_address == LOOPBACK else interface_of(own_address)
+    if interface is not None:  # gloo would look up this machine's name: often another network's
+        os.environ.setdefault("NCCL_SOCKET_IFNAME" if is_gpu else "GLOO_SOCKET_IFNAME", interface)
+    store = TCPStore(*store_at, is_master=False, timeout=_TIMEOUT)
+    backend = "nccl" if is_gpu else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
     _tensor_parallel = TensorParallel(rank, size)
-    if device.type == "cuda" and size > 1:
+    if is_gpu and size > 1:
         _symmetric = make_symmetric_all_reduce(device)
 
 
@@ -136,3 +174,13 @@ def broadcast_from_first(x: torch.Tensor) -> torch.Tensor:
     if _tensor_parallel.size > 1:
         dist.broadcast(x, src=0)
     return x
+
+
+def smallest(values: Seq[int], device: torch.device) -> list[int]:
+    """Return, for each of `values`, the smallest of the ranks'. All ranks call it, with as many."""
+    if _tensor_parallel.size == 1 or not values:
+        return list(values)
+    found = torch.tensor(values, dtype=torch.int64, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MIN)
+    numbers: list[int] = found.tolist()
+    return numbers

@@ -125,6 +125,34 @@ class KVPool:
         assert self._by_page
         return self._pool
 
+    @property
+    def device(self) -> torch.device:
+        return self._pool.device
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page, of all layers together."""
+        return self._pool.nbytes // self.num_blocks
+
+    def gather(self, pages: Seq[int]) -> torch.Tensor:
+        """Return a copy of pages, [len(pages), page_bytes] uint8."""
+        indices = upload(pages, self.device)
+        if self._by_page:
+            return self._pool[indices]
+        found = self._pool.view(torch.uint8).index_select(2, indices)
+        return found.movedim(2, 0).reshape(len(pages), -1)
+
+    def scatter(self, pages: Seq[int], rows: torch.Tensor) -> None:
+        """Write `rows`, as `gather` returns them, to pages."""
+        indices = upload(pages, self.device)
+        if self._by_page:
+            self._pool[indices] = rows
+            return
+        whole = self._pool.view(torch.uint8)
+        layers, parts, _, *rest = whole.shape
+        rows = rows.view(len(pages), layers, parts, *rest).movedim(0, 2)
+        whole.index_copy_(2, indices, rows)
+
     def copy(self, sources: Seq[int], targets: Seq[int]) -> None:
         """Copy pages `sources` to pages `targets`, as in `PageCopy`."""
         pool = self.pages

@@ -69,6 +69,11 @@ class StateLayers:
         """Bytes of the parts of one sequence's state."""
         return sum(part.nbytes for part in self._parts)
 
+    @property
+    def layout(self) -> list[tuple[StatePart, PartPlace]]:
+        """Each part of a state, and its place. `lay_out` comes first."""
+        return list(zip(self._parts, self._places, strict=True))
+
     def lay_out(self, page_bytes: int) -> None:
         """Find the place of each part in pages of `page_bytes`."""
         self._places, self.num_pages = pack_parts(self._parts, page_bytes)

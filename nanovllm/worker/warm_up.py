@@ -13,6 +13,7 @@ from functools import partial
 import torch
 
 from nanovllm.layers.logits_rules import LogitsRules
+from nanovllm.options.config import Config
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.extensions import MAX_SAMPLES
 from nanovllm.scheduler.messages import Admission, Row, Schedule
@@ -45,6 +46,15 @@ KINDS = (
     ),
 )
 """What the requests want."""
+
+
+def runner_class(config: Config) -> type[ModelRunner]:
+    """Return the class of runners that the options ask for."""
+    if not config.has_tiers:
+        return ModelRunner
+    from nanovllm.worker.tiered_runner import TieredRunner
+
+    return TieredRunner
 
 
 @torch.inference_mode()
@@ -107,7 +117,7 @@ def reach_peak(runner: ModelRunner, info: WorkerInfo) -> int:
 def allocate(runner: ModelRunner, info: WorkerInfo) -> WorkerInfo:
     """Allocate the KV pool and the tables, then capture or record the model.
 
-    Returns `info`; with speculation, with the measured costs of steps.
+    Returns `info`; with speculation or tiers, with the measured costs of steps.
     """
     tables, drafter = runner.allocate(info), runner.drafter
     if drafter is not None:
@@ -116,10 +126,15 @@ def allocate(runner: ModelRunner, info: WorkerInfo) -> WorkerInfo:
         compile_kernels(runner, info)
     if runner.steps is not None:
         runner.step_runners = runner.steps.make(tables, accepts=runner.follows_drafts)
-    if drafter is None:
-        return info
-    info = dataclasses.replace(info, follows_drafts=runner.follows_drafts)
-    return drafter.add_costs(info, tables, runner.run_rows)
+    if drafter is not None:
+        info = dataclasses.replace(info, follows_drafts=runner.follows_drafts)
+        info = drafter.add_costs(info, tables, runner.run_rows)
+    if runner.config.has_tiers:
+        from nanovllm.worker.tiered_runner import TieredRunner
+
+        if isinstance(runner, TieredRunner):
+            info = runner.open_tiers(info)
+    return info
 
 
 def compile_kernels(runner: ModelRunner, info: WorkerInfo) -> None:

@@ -63,7 +63,7 @@ def test_code_of_a_checkpoint_is_not_run_whatever_is_trusted(caplog):
 
 @pytest.mark.parametrize("value", [1, 1.5, True, "0", [0], np.array([0, 0]), object()])
 def test_any_other_value_of_a_name_of_others_is_refused(value):
-    with pytest.raises(ConfigError, match="^swap_space=.*is not supported: preempted requests"):
+    with pytest.raises(ConfigError, match="^swap_space=.*is not supported: use kv_offload_gib"):
         Config("model", swap_space=value)
 
 

@@ -5,12 +5,12 @@ import socket
 import pytest
 from torch.distributed import TCPStore
 
-from nanovllm.executors.spawned import _local_store
+from nanovllm.utils.distributed import make_store
 
 
 def test_the_ranks_meeting_point_is_closed_to_other_machines():
     """Symptom: the port was open on every network interface."""
-    store = _local_store()
+    store = make_store()
     TCPStore("127.0.0.1", store.port, is_master=False).set("key", "value")
     assert store.get("key") == b"value"
     with pytest.raises(ConnectionRefusedError):  # another address of this machine

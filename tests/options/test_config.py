@@ -46,6 +46,7 @@ def test_defaults_of_what_nano_vllm_does_not_have():
     assert config.kvcache_block_size is None
     assert config.kv_cache_memory_bytes is None
     assert config.enable_prefix_caching is True
+    assert (config.kv_offload_gib, config.kv_cache_dir, config.kv_cache_dir_gib) == (None, None, 16)
     assert config.speculative_config is None
     assert config.seed == 0
 
@@ -67,6 +68,7 @@ def test_every_field_can_be_given():
         "max_model_len": 99,
         "gpu_memory_utilization": 0.5,
         "tensor_parallel_size": 1,
+        "distributed_executor_backend": "mp",
         "enforce_eager": True,
         "quantization": "int8",
         "kv_cache_dtype": "fp8",
@@ -75,7 +77,10 @@ def test_every_field_can_be_given():
         "kvcache_block_size": 32,
         "num_kvcache_blocks": 12,
         "kv_cache_memory_bytes": None,
-        "enable_prefix_caching": False,
+        "enable_prefix_caching": True,
+        "kv_offload_gib": 0.5,
+        "kv_cache_dir": "/kv",
+        "kv_cache_dir_gib": 2.0,
         "max_logprobs": -1,
         "speculative_config": {
             "method": "draft_model",
@@ -257,9 +262,38 @@ def test_two_sizes_for_one_pool_are_refused():
         Config("model", num_kvcache_blocks=8, kv_cache_memory_bytes=2**20)
 
 
+@pytest.mark.parametrize("field", ["kv_offload_gib", "kv_cache_dir_gib"])
+@pytest.mark.parametrize("value", [0, -1, 1e-9, float("nan"), float("inf"), True, "4", [4]])
+def test_sizes_of_tiers_are_checked(field, value):
+    with pytest.raises(ConfigError, match=f"{field} must be from 9.53674e-07 to 1.07374e"):
+        Config("model", kv_cache_dir="/kv", **{field: value})
+
+
+@pytest.mark.parametrize("option", [{"kv_offload_gib": 1}, {"kv_cache_dir": "/kv"}])
+def test_tiers_need_the_prefix_cache(option):
+    (name,) = option
+    with pytest.raises(ConfigError, match=f"{name} keeps .* enable_prefix_caching is False"):
+        Config("model", enable_prefix_caching=False, **option)
+    assert Config("model", **option).has_tiers
+
+
+def test_a_limit_needs_its_directory():
+    with pytest.raises(ConfigError, match="kv_cache_dir_gib 2 limits .*: give the directory too"):
+        Config("model", kv_cache_dir_gib=2)
+
+
 def test_several_ranks_on_one_named_gpu_are_refused():
     with pytest.raises(ConfigError, match=r"'cuda:1' names one GPU but tensor_parallel_size is 2"):
         Config("model", device="cuda:1", tensor_parallel_size=2)
+
+
+def test_a_backend_that_contradicts_other_options_is_refused():
+    with pytest.raises(ConfigError, match='"uni" is this process alone, but tensor_parallel_size'):
+        Config("model", distributed_executor_backend="uni", tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match='"ray" it is Ray that chooses; use device="cuda"'):
+        Config("model", distributed_executor_backend="ray", device="cuda:0")
+    with pytest.raises(ConfigError, match="must be one of mp, uni, ray, got 'Ray'; did you mean"):
+        Config("model", distributed_executor_backend="Ray")
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu", "cuda"])

@@ -33,7 +33,9 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 @pytest.fixture(scope="module")
 def address() -> Iterator[Any]:
     http = connection_class(LIMIT, MOST)
-    server = uvicorn.Server(uvicorn.Config(app, http=http, lifespan="off", log_config=None))
+    server = uvicorn.Server(
+        uvicorn.Config(app, http=http, loop="asyncio", lifespan="off", log_config=None)
+    )
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**18)  # for its connections
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

@@ -101,13 +101,22 @@ def copy_rows(
     )
 
 
-def copy_pages(pool: torch.Tensor, sources: Sequence[int], targets: Sequence[int]) -> None:
+def copy_pages(
+    pool: torch.Tensor,
+    sources: Sequence[int],
+    targets: Sequence[int],
+    into: torch.Tensor | None = None,
+) -> None:
     """Copy rows `sources` of `pool` [pages, even number of bytes] uint8 to rows `targets`.
 
     No target is a source.
+
+    Args:
+        into: what the targets are rows of, as wide as `pool`; None: `pool` itself.
     """
     halves = pool.view(torch.bfloat16)
-    copy_rows(halves, halves, x_rows=torch.tensor(sources), y_rows=torch.tensor(targets))
+    others = halves if into is None else into.view(torch.bfloat16)
+    copy_rows(halves, others, x_rows=torch.tensor(sources), y_rows=torch.tensor(targets))
 
 
 def store(

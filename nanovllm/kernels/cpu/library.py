@@ -10,6 +10,7 @@ import functools
 import logging
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -44,6 +45,12 @@ def library() -> ctypes.CDLL | None:
         return None
     logger.info("native CPU kernels are on")
     return kernels
+
+
+def library_name() -> str | None:
+    """Return the file name of the C kernels, which says of what and how they were compiled."""
+    kernels = library()
+    return None if kernels is None else Path(kernels._name).name
 
 
 def call(name: str, *args: Argument) -> None:

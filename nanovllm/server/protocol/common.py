@@ -58,7 +58,7 @@ class RequestModel(BaseModel):
             return given
         known = {field.alias or name for name, field in cls.model_fields.items()}
         kept = {name: value for name, value in given.items() if name in known}
-        for name in given.keys() - known - cls.ignored:
+        for name in sorted(given.keys() - known - cls.ignored):
             value, other = given[name], cls.others.get(name)
             if other is None:
                 raise refused(name, f"there is no field {shown(name)}{did_you_mean(name, known)}")

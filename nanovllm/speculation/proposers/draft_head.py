@@ -12,8 +12,8 @@ import torch
 from nanovllm.attention.batch import Batch
 from nanovllm.layers.sampling_filters import Sampling
 from nanovllm.models.decoder import DecoderForCausalLM
-from nanovllm.scheduler.messages import Row
-from nanovllm.speculation.proposers.draft_kv import FEW_TOKENS
+from nanovllm.scheduler.messages import Row, Schedule
+from nanovllm.speculation.proposers.draft_kv import FEW_TOKENS, loaded_pages
 from nanovllm.speculation.proposers.draft_network import DraftNetwork, load_draft
 from nanovllm.speculation.proposers.head import Head
 from nanovllm.steps.cuda_graph import ComputeLogits, GraphRunner
@@ -73,6 +73,16 @@ class DraftHead(DraftNetwork):
         forward pass on.
         """
         raise NotImplementedError
+
+    def admit(self, schedule: Schedule) -> None:
+        """Note which blocks have new owners. For a loaded block there are no hidden states of the
+        target: zeros say less that is wrong than those of the block's last owner.
+        """
+        super().admit(schedule)
+        assert self._features is not None
+        blocks = self._features.view(-1, self._following.block_size, self._features_size)
+        for page in loaded_pages(schedule):
+            blocks[page].zero_()
 
     def allocate(self, tables: DeviceTables, num_blocks: int) -> None:
         """Make the pools, and let the target store hidden states."""

@@ -8,6 +8,7 @@ network and no tensor.
 from collections.abc import Iterator, Sequence as Seq
 
 from nanovllm.scheduler.messages import Row, Schedule
+from nanovllm.scheduler.transfers import TieredSchedule
 
 FEW_TOKENS = 16
 """A row that lacks no more than this many positions catches up in the step that drafts."""
@@ -31,14 +32,24 @@ class DraftKV:
         self._drafted: dict[int, int] = {}
 
     def admit(self, schedule: Schedule) -> None:
-        """Forget the KV of blocks with a new owner; keep that of accepted drafts."""
+        """Forget the KV of blocks with a new owner; keep that of accepted drafts.
+
+        A block that is loaded from a tier has the target's KV alone. A sequence that waits for its
+        load has no row: its blocks from the first that is loaded on are new.
+        """
+        loaded = loaded_pages(schedule)
+        for block in loaded:
+            self._num_right[block] = 0
         if schedule.admissions:
             num_cached = {row.table_idx: row.num_computed_tokens for row in schedule.rows}
         for new in schedule.admissions:
             self._block_tables[new.table_idx] = list(new.block_ids)
             self._ends[new.table_idx] = 0
             self._drafted.pop(new.table_idx, None)
-            first = num_cached[new.table_idx] // self._block_size
+            first = num_cached.get(new.table_idx, 0) // self._block_size
+            if new.table_idx not in num_cached:
+                ids = enumerate(new.block_ids)
+                first = next((index for index, block in ids if block in loaded), 0)
             for block in new.block_ids[first:]:
                 self._num_right[block] = 0
         for blocks in schedule.new_blocks:
@@ -113,3 +124,11 @@ class DraftKV:
             yield chunk
             for row in chunk:
                 self.set_right(row.table_idx, row.end)
+
+
+def loaded_pages(schedule: Schedule) -> set[int]:
+    """Return the pages that the loads of a step fill."""
+    if not isinstance(schedule, TieredSchedule):
+        return set()
+    parts = (part for load in schedule.transfers.loads for part in load.parts)
+    return {page for part in parts for page in part.pages}

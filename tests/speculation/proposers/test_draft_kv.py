@@ -6,6 +6,7 @@ import pytest
 
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import Admission, NewBlocks, Row, Schedule
+from nanovllm.scheduler.transfers import Load, Part, TieredSchedule, Transfers
 from nanovllm.speculation.proposers.draft_kv import DraftKV
 
 SIZE = 4
@@ -130,3 +131,35 @@ def test_blocks_of_other_tables_are_not_its_own(kv: DraftKV) -> None:
     step(kv, row(0, 9), NewBlocks(0, 2, [7]), NewBlocks(0, 4, [1, 2]), NewBlocks(0, 8, [3, 4]))
     assert kv.start(row(0, 9)) == 8
     assert kv.begun_blocks(row(0, 9), 12) == [7]
+
+
+def admit_loading(kv: DraftKV, table_idx: int, blocks: list[int], loaded: list[int]) -> None:
+    """Admit a sequence that waits for a load, so that it has no row."""
+    admission = Admission(
+        table_idx,
+        table_idx,
+        [1] * len(blocks) * SIZE,
+        1,
+        blocks,
+        SamplingParams(),
+        0,
+        frozenset(),
+        (),
+    )
+    loads = [Load(0, [Part("host", b"", [page], [0]) for page in loaded])]
+    kv.admit(TieredSchedule(0, [admission], [], [], transfers=Transfers([], [], loads)))
+
+
+def test_loaded_blocks_lack_the_draft_networks_kv(kv: DraftKV) -> None:
+    """A hit in the pool keeps it; what is loaded, and what is new, does not have it."""
+    admit(kv, 0, [5, 6, 7])
+    kv.set_right(0, 12)
+    admit(kv, 1, [8, 9])
+    kv.set_right(1, 8)
+    admit_loading(kv, 2, [5, 8, 9], loaded=[8])
+    step(kv, Row(2, 2, 8, 4, True))
+    assert kv.start(row(2, 12)) == 4
+    kv.set_right(2, 11)
+    admit_loading(kv, 1, [5, 8, 4], loaded=[3])  # a snapshot alone is loaded
+    step(kv, Row(1, 1, 8, 4, True))
+    assert kv.start(row(1, 12)) == 0

@@ -1,0 +1,131 @@
+"""Runs each rank in a process of its own. A dead rank becomes an error within seconds, never a
+hang; `shutdown` leaves no process behind. Knows no requests and no text, nor where the ranks are.
+"""
+
+import logging
+from collections import deque
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from nanovllm.errors import EngineDeadError, NanoVLLMError
+from nanovllm.executors.ranks import Ranks
+from nanovllm.scheduler.messages import Schedule, StepResult
+from nanovllm.scheduler.worker_info import WorkerInfo
+from nanovllm.worker.kv_cache import require_one_sequence
+
+if TYPE_CHECKING:
+    from nanovllm.structured.grammar import GrammarCompiler
+
+logger = logging.getLogger(__name__)
+
+
+class RankExecutor:
+    """Gives all of `ranks` the same schedules. Rank 0 returns the results."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self._all = range(ranks.size)
+        # By rank: messages that nobody has taken yet.
+        self._received: list[deque[Any]] = [deque() for _ in self._all]
+        self._dead: str | None = None
+        self._grammars: GrammarCompiler | None = None  # not sent yet
+
+    def start(self) -> WorkerInfo:
+        try:
+            self.ranks.start()
+            infos: list[WorkerInfo] = [self._receive(rank) for rank in self._all]
+            info = min(infos, key=lambda found: found.num_blocks)
+            require_one_sequence(info)
+            self._send(info, self._all)
+            infos = [self._receive(rank) for rank in self._all]
+        except BaseException:
+            self.shutdown()
+            raise
+        return infos[0]
+
+    def set_grammars(self, compiler: "GrammarCompiler") -> None:
+        self._grammars = compiler  # a large message, which most engines never need
+
+    def execute(self, schedule: Schedule) -> "_StepFuture":
+        self.check_health()
+        if self._grammars is not None and any(
+            new.params.structured_outputs is not None for new in schedule.admissions
+        ):
+            self._send(self._grammars, self._all[:1])
+            self._grammars = None
+        self._send(schedule, self._all)
+        return _StepFuture(self, schedule.step_id)
+
+    def check_health(self) -> None:
+        if self._dead is None and not self.ranks.alive():
+            self._die("a worker process died")
+        if self._dead is not None:
+            raise EngineDeadError(self._dead)
+
+    def shutdown(self) -> None:
+        self._dead = self._dead or "the engine was shut down; make a new LLM"
+        self.ranks.end()
+
+    def wait_for(self, step_id: int) -> StepResult:
+        """Return rank 0's result of step `step_id`; drop the results of earlier steps."""
+        while True:
+            result: StepResult = self._receive(0)
+            if result.step_id == step_id:
+                return result
+
+    def _send(self, message: "WorkerInfo | Schedule | GrammarCompiler", ranks: range) -> None:
+        try:
+            for rank in ranks:
+                self.ranks.send(rank, message)
+        except OSError:
+            self._die("a worker process died")
+        except BaseException:  # Ctrl-C: some ranks have the message and some do not
+            self._kill("interrupted while the ranks were being told what to do; make a new LLM")
+            raise
+
+    def _receive(self, rank: int) -> Any:
+        """Return `rank`'s next message. Raise as soon as any rank reports an error or dies."""
+        if self._dead is not None:
+            raise EngineDeadError(self._dead)
+        while not self._received[rank]:
+            heard = False
+            for other in self.ranks.wait():
+                try:
+                    status, value = self.ranks.receive(other)
+                except (EOFError, OSError):
+                    continue
+                except BaseException:  # Ctrl-C: half of the message may still be on its way
+                    self._kill("interrupted while a rank answered; make a new LLM")
+                    raise
+                if status == "error":
+                    self._die(str(value), value)
+                self._received[other].append(value)
+                heard = True
+            if not heard:
+                self._die("a worker process died")
+        return self._received[rank].popleft()
+
+    def _die(self, reason: str, error: NanoVLLMError | None = None) -> NoReturn:
+        """Kill all ranks and raise. When one rank is dead, the others would wait for it for ever.
+
+        Raises:
+            NanoVLLMError: `error`, if a rank reported a mistake of the user.
+            EngineDeadError: otherwise.
+        """
+        self._kill("; ".join([reason, *self.ranks.endings()]))
+        logger.error("workers ended: %s", self._dead)
+        # A subclass is a user's mistake that a rank found; NanoVLLMError itself wraps a crash.
+        if error is not None and type(error) is not NanoVLLMError:
+            raise error
+        raise EngineDeadError(self._dead)
+
+    def _kill(self, reason: str) -> None:
+        self._dead = reason
+        self.ranks.end(at_once=True)
+
+
+class _StepFuture(NamedTuple):
+    executor: RankExecutor
+    step_id: int
+
+    def result(self) -> StepResult:
+        return self.executor.wait_for(self.step_id)

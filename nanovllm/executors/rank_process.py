@@ -1,0 +1,161 @@
+"""A process that runs one rank: executes the messages that arrive by a connection, in their order.
+
+Knows neither the scheduler nor the other ranks' results.
+"""
+
+import contextlib
+import os
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from tqdm.auto import tqdm
+
+from nanovllm.errors import NanoVLLMError
+from nanovllm.executors.worker import keep_on_device, make_runner, rank_device
+from nanovllm.scheduler.messages import Schedule
+from nanovllm.scheduler.worker_info import WorkerInfo
+from nanovllm.utils.distributed import LOOPBACK, init_tensor_parallel
+from nanovllm.worker.kv_cache import memory_errors
+from nanovllm.worker.model_loader import NetworkSpec
+from nanovllm.worker.warm_up import allocate, measure
+
+if TYPE_CHECKING:
+    from nanovllm.structured.grammar import GrammarCompiler
+
+
+class RankJob(NamedTuple):
+    """What one rank shall run, and where it finds the others."""
+
+    rank: int
+    size: int
+    store_at: tuple[str, int]
+    """Address and port of the group's store."""
+    own_address: str
+    num_threads: int
+
+
+Prepare = Callable[[], tuple[torch.device, NetworkSpec, NetworkSpec | None]]
+"""Returns a rank's device, its network and its draft network, or raises what the user shall see."""
+
+
+def run_spawned(
+    rank: int,
+    port: int,
+    num_threads: int,
+    target: NetworkSpec,
+    draft: NetworkSpec | None,
+    pipe: Connection,
+) -> None:
+    """Run a spawned rank until the pipe closes or the parent dies.
+
+    The process then exits at once, because Python takes half a second to take torch apart, and a
+    GPU's driver frees what it has.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    size = target.config.tensor_parallel_size
+    job = RankJob(rank, size, (LOOPBACK, port), LOOPBACK, num_threads)
+    run_rank(job, pipe, lambda: (rank_device(target.config, rank), target, draft))
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        sys.stdout.flush()  # what a logits processor printed
+    os._exit(0)
+
+
+def run_rank(job: RankJob, pipe: Connection, prepare: Prepare) -> None:
+    """Send what the rank can hold, allocate, then execute schedules until the pipe closes.
+
+    The messages in are a WorkerInfo, then Schedules, and for a rank that samples a GrammarCompiler
+    before the first with a grammar. Every message out is ("ok", value) or ("error", exception).
+
+    Raises:
+        Exception: what ended the rank, unless it is nanovllm's own; it is sent first.
+    """
+    # tqdm's default lock is a named semaphore, which outlives a killed process.
+    tqdm.set_lock(threading.RLock())
+    outbox, runner = _Outbox(pipe, job.rank), None
+    try:
+        device, target, draft = prepare()
+        keep_on_device(device, job.num_threads)
+        if job.size > 1:
+            init_tensor_parallel(job.rank, job.size, job.store_at, device, job.own_address)
+        with memory_errors(target.config):
+            runner = make_runner(target, device, draft)
+            measured = measure(runner)
+        outbox.put(lambda: measured)
+        info: WorkerInfo = pipe.recv()
+        with memory_errors(target.config):
+            allocated = allocate(runner, info)
+        outbox.put(lambda: allocated)
+        while True:
+            message: GrammarCompiler | Schedule = pipe.recv()
+            if not isinstance(message, Schedule):
+                from nanovllm.structured.grammar_masks import GrammarMasks
+
+                runner.masks = GrammarMasks(message)
+                continue
+            pending = runner.execute(message)
+            if job.rank == 0:
+                outbox.put(pending.result)
+    except (EOFError, BrokenPipeError, ConnectionResetError):  # the engine closed the pipe
+        if runner is not None and runner.config.has_tiers:
+            runner.free()  # it writes what is queued
+    except BaseException as error:
+        outbox.close(error)
+        if not isinstance(error, NanoVLLMError):
+            raise
+
+
+class _Outbox:
+    """Sends a rank's messages in order.
+
+    It has its own thread, so that the rank launches the next step while the last step's tokens are
+    still being computed.
+    """
+
+    def __init__(self, pipe: Connection, rank: int) -> None:
+        self._pipe = pipe
+        self._rank = rank
+        self._queue: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def put(self, value: Callable[[], Any]) -> None:
+        """Call `value` in the thread; send what it returns or raises."""
+        self._queue.put(value)
+
+    def close(self, error: BaseException) -> None:
+        """Send `error` as the last message and wait until it is sent."""
+
+        def fail() -> None:
+            raise error
+
+        self._queue.put(fail)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._pipe.send(("ok", self._queue.get()()))
+            except OSError:  # the parent closed the pipe
+                return
+            except BaseException as error:
+                known = isinstance(error, NanoVLLMError)
+                message = error if known else NanoVLLMError(f"rank {self._rank}: {error!r}")
+                with contextlib.suppress(OSError):
+                    self._pipe.send(("error", message))
+                return
+
+
+def _die_with_parent() -> None:
+    """Exit as soon as the parent process has died."""
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

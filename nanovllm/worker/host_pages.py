@@ -1,0 +1,102 @@
+"""Host memory for pages of a KV pool on a CPU, and copies between the two and to files.
+
+Knows no entry, no sequence and no thread: `PageCopies` is what each device has.
+"""
+
+from collections.abc import Callable, Sequence as Seq
+from typing import Any, Protocol
+
+import torch
+
+from nanovllm.kernels.cpu.layer_ops import copy_pages
+from nanovllm.kernels.cpu.library import library
+from nanovllm.utils.memory import lazy_zeros, populate
+from nanovllm.worker.kv_pool import KVPool
+
+_BYTES_AHEAD = 32 * 2**20
+"""Memory that is ready behind the last slot in use."""
+
+Buffers = list[memoryview]
+"""One a page, [page_bytes] uint8 each."""
+
+
+class PageCopies(Protocol):
+    """Copies pages between a pool and host memory, which has a slot for each of as many pages.
+
+    The thread that launches steps calls `mark` and `save`, in the order of the steps. Other threads
+    call the rest, each waits until its copy is done, and nobody changes these pages meanwhile.
+    """
+
+    page_bytes: int
+    """Of a page, as it lies in a slot and in a file."""
+
+    def mark(self) -> Any:
+        """Return a mark: behind all steps launched so far."""
+        ...
+
+    def save(self, pages: Seq[int], slots: Seq[int]) -> None:
+        """Copy pages to slots before the steps that are launched next change the pages."""
+        ...
+
+    def restore(self, slots: Seq[int], pages: Seq[int], mark: Any) -> None:
+        """Copy slots to pages, behind `mark`."""
+        ...
+
+    def fill(self, pages: Seq[int], mark: Any, read: Callable[[Buffers], bool]) -> bool:
+        """Let `read` fill the pages, behind `mark`; return what it returns."""
+        ...
+
+    def drain(self, pages: Seq[int], mark: Any, write: Callable[[Buffers], object]) -> None:
+        """Give `write` what the pages have, behind `mark`."""
+        ...
+
+
+class HostPages:
+    """The `PageCopies` of a CPU: the pool is host memory itself, so files are read straight into
+    its pages and written straight from them.
+
+    The system gives memory for a slot when it is first written, so low slots come first.
+
+    Args:
+        pool: its pages are contiguous, as on each CPU.
+    """
+
+    def __init__(self, pool: KVPool, num_slots: int) -> None:
+        self._pool = pool.pages
+        self.page_bytes = self._pool.shape[1]
+        self._memory = lazy_zeros((num_slots, self.page_bytes), torch.uint8)
+        # A thread uses numpy alone: in a thread, torch would start a team of threads of its own.
+        self._pool_rows, self._slot_rows = self._pool.numpy(), self._memory.numpy()
+        self._num_populated = 0  # slots
+
+    def mark(self) -> None:
+        """See `PageCopies`. On a CPU a launched step is done."""
+
+    def save(self, pages: Seq[int], slots: Seq[int]) -> None:
+        """See `PageCopies`. On all threads, because the step waits."""
+        self._populate_beyond(max(slots, default=0))
+        if library() is not None:
+            copy_pages(self._pool, pages, slots, into=self._memory)
+            return
+        for page, slot in zip(pages, slots, strict=True):
+            self._memory[slot] = self._pool[page]
+
+    def restore(self, slots: Seq[int], pages: Seq[int], mark: None) -> None:
+        """See `PageCopies`."""
+        for slot, page in zip(slots, pages, strict=True):
+            self._pool_rows[page] = self._slot_rows[slot]
+
+    def fill(self, pages: Seq[int], mark: None, read: Callable[[Buffers], bool]) -> bool:
+        """See `PageCopies`."""
+        return read([memoryview(self._pool_rows[page]) for page in pages])
+
+    def drain(self, pages: Seq[int], mark: None, write: Callable[[Buffers], object]) -> None:
+        """See `PageCopies`."""
+        write([memoryview(self._pool_rows[page]) for page in pages])
+
+    def _populate_beyond(self, slot: int) -> None:
+        """Have memory ready for the slots behind `slot`."""
+        start, num_slots = self._num_populated, len(self._memory)
+        if start < num_slots and slot + 1 >= start:
+            self._num_populated = slot + 1 + -(-_BYTES_AHEAD // self.page_bytes)
+            populate(self._memory, self._memory[start : self._num_populated])
