@@ -1,4 +1,4 @@
-"""The command line: `nanovllm generate`, `chat`, `serve`, `bench serve` and `models`.
+"""The command line: `nanovllm generate`, `chat`, `serve`, `batch`, `bench serve` and `models`.
 
 Each field of Config, SamplingParams and LoadPlan is a flag. What can be checked without the model
 is checked before it is loaded.
@@ -16,12 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm import __version__, demo_model
-from nanovllm.cli.models import add_models, models
+from nanovllm.cli.batch import add_batch
+from nanovllm.cli.flag_groups import (
+    MAX_TOKENS,
+    add_compat_flags,
+    add_engine_flags,
+    add_sampling_flags,
+)
+from nanovllm.cli.models import add_models
 from nanovllm.cli.repl import Chat, Source, awaited, model_source, server_source, texts
 from nanovllm.errors import ConfigError, InvalidRequestError, NanoVLLMError
 from nanovllm.loadtest.load_plan import LoadPlan, add_bench
 from nanovllm.options.config import Config
-from nanovllm.options.flags import Parser, add_flags, fields_of, given_fields, json_object
+from nanovllm.options.flags import Parser, fields_of, given_fields, json_object
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.options.validation import shown
 from nanovllm.server.options import add_server_flags, model_name
@@ -42,12 +49,8 @@ from nanovllm.utils.terminal import (
 if typing.TYPE_CHECKING:
     from nanovllm.llm import LLM
 
-MAX_TOKENS = 512
-"""max_tokens if neither a flag nor the checkpoint sets it."""
 MAX_LOGPROBS = 20
 """max_logprobs of a server if no flag sets it, as OpenAI's."""
-RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens")
-"""The fields of SamplingParams that a checkpoint may set."""
 
 
 def main(argv: Seq[str] | None = None) -> int:
@@ -241,12 +244,13 @@ def _parse(argv: Seq[str] | None) -> argparse.Namespace:
     for command in (generate, chat, serve):
         _add_command(commands, command)
     add_bench(commands, bench)
+    add_batch(commands)
     add_models(commands)
     args, rest = parser.parse_known_args(argv)
     rest = args.parser.words(rest)
     if args.command is None:
-        args.parser.error("COMMAND is missing: generate, chat, serve, bench serve or models")
-    if args.command in (bench, models):
+        args.parser.error("COMMAND is missing: generate, chat, serve, batch, bench serve or models")
+    if hasattr(args, "takes"):
         if rest:
             args.parser.error(f"{args.takes}, got {shown(rest[0])}")
         return args
@@ -325,24 +329,13 @@ def _add_command(
         about = "Print each output as a line of JSON."
         parser.add_argument("--json", action="store_true", help=about)
     defaults = {"max_logprobs": str(MAX_LOGPROBS)} if command is serve else {}
-    add_flags(parser.add_argument_group("engine"), Config, but={"model"}, defaults=defaults)
+    add_engine_flags(parser, defaults)
     if command is serve:
         parser.set_defaults(max_logprobs=MAX_LOGPROBS)
         add_server_flags(parser)
-    if importlib.util.find_spec("nanovllm.compat"):  # the folder may be deleted
-        from nanovllm.compat.flags import add_other_flags
-
-        add_other_flags(parser, default=argparse.SUPPRESS, is_server=command is serve)
-    if command is serve:
-        return
-    own = {name: field.default for name, field in fields_of(SamplingParams).items()}
-    own["max_tokens"] = MAX_TOKENS
-    add_flags(
-        parser.add_argument_group("sampling"),
-        SamplingParams,
-        but=fields_of(Config),
-        defaults={name: f"the checkpoint's, or else {own[name]}" for name in RECOMMENDED},
-    )
+    add_compat_flags(parser, is_server=command is serve)
+    if command is not serve:
+        add_sampling_flags(parser)
 
 
 if __name__ == "__main__":

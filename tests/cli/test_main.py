@@ -19,7 +19,7 @@ import pytest
 
 import nanovllm
 from nanovllm import SamplingParams, StructuredOutputsParams, demo_model
-from nanovllm.cli import main as cli
+from nanovllm.cli import flag_groups, main as cli
 from nanovllm.errors import InvalidRequestError
 from nanovllm.llm import LLM, default_sampling_params
 from nanovllm.options.config import Config
@@ -184,11 +184,11 @@ def test_missing_model_is_one_line_and_status_2(run: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "COMMAND is missing: generate, chat, serve, bench serve or models"),
+        ([], "COMMAND is missing: generate, chat, serve, batch, bench serve or models"),
         (["genrate", "Hi"], "no command 'nanovllm genrate'; did you mean 'generate'? (see nano"),
         (["server"], "no command 'nanovllm server'; did you mean 'serve'?"),
-        (["complete" * 50], "; known: bench, chat, generate, models, serve"),
-        (["bench"], "COMMAND is missing: generate, chat, serve, bench serve or models"),
+        (["complete" * 50], "; known: batch, bench, chat, generate, models, serve"),
+        (["bench"], "COMMAND is missing: generate, chat, serve, batch, bench serve or models"),
         (["bench", "sevre"], "no command 'nanovllm bench sevre'; did you mean 'serve'?"),
         (["bench", "serve", "--num-prompt", "1"], "(see nanovllm bench serve --help)"),
         (["generate", "--prefix-caching", "m", "p"], "did you mean '--enable-prefix-caching'?"),
@@ -427,6 +427,12 @@ def test_a_size_may_have_a_unit(text: str, size: int) -> None:
     assert given_fields(Config, args)["kv_cache_memory_bytes"] == size
 
 
+@pytest.mark.parametrize(("text", "gib"), [("4", 4.0), ("0.25", 0.25), ("512MiB", 0.5)])
+def test_gib_may_have_a_unit(text: str, gib: float) -> None:
+    args = cli._parse(["generate", "--kv-offload-gib", text, "Hi"])
+    assert given_fields(Config, args)["kv_offload_gib"] == gib
+
+
 @pytest.mark.parametrize(
     ("text", "spelled"),
     [
@@ -485,7 +491,7 @@ def test_help_tells_what_a_checkpoint_may_recommend() -> None:
         for field in dataclasses.fields(SamplingParams)
         if getattr(params, field.name) != field.default
     }
-    assert changed == set(cli.RECOMMENDED)
+    assert changed == set(flag_groups.RECOMMENDED)
 
 
 class Recorder:
@@ -591,8 +597,9 @@ def test_new_field_gets_a_flag(run: Run, recorder: Any, monkeypatch: pytest.Monk
     class NewParams(SamplingParams):
         sweetness: float | None = None
 
-    monkeypatch.setattr(cli, "Config", NewConfig)
-    monkeypatch.setattr(cli, "SamplingParams", NewParams)
+    for module in (cli, flag_groups):
+        monkeypatch.setattr(module, "Config", NewConfig)
+        monkeypatch.setattr(module, "SamplingParams", NewParams)
     shown = " ".join(run("chat", "--help")[1].split())
     assert "--num-spoons INT How many spoons there are; 50% are clean. (default: 1)" in shown
     assert "--hook" not in shown, "a command line cannot hold a function"

@@ -1,0 +1,164 @@
+"""What a batch is, apart from its files: the model, its options, and how a row becomes a request.
+
+Picklable: workers on other machines get it. Knows no engine.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from nanovllm.batch.rows import OPENAI, ROWS
+from nanovllm.errors import ConfigError
+from nanovllm.options.config import Config
+from nanovllm.options.sampling_params import SamplingParams
+from nanovllm.options.validation import (
+    Error,
+    check_fields,
+    check_int,
+    shown,
+    strict_keywords,
+)
+
+_NO_COLUMNS = {
+    "logits_processors": "a batch has no functions in it",
+    "logprobs": "OpenAI's batch format has log-probabilities",
+    "prompt_logprobs": "OpenAI's batch format has log-probabilities",
+    "output_kind": "a batch has whole outputs",
+}
+"""Sampling parameters that a batch does not take."""
+
+_FORMS = {"prompt_column": ROWS, "id_column": ROWS, "served_model_name": OPENAI}
+"""Options of one form of rows."""
+
+
+def _text(error: Error, name: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise error(f"{name} must be a string that is not empty, got {shown(value)}")
+    return value
+
+
+def _object(error: Error, name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise error(f"{name} must be a dictionary with names as keys, got {shown(value)}")
+    return value
+
+
+@strict_keywords(ConfigError)
+@dataclasses.dataclass(frozen=True)
+class BatchOptions:
+    """How `nanovllm batch` reads rows, and who computes them.
+
+    Raises:
+        ConfigError: a field is unknown, of the wrong type, out of range, or contradicts another.
+    """
+
+    prompt_column: Annotated[str, _text] = "prompt"
+    """Column with the prompt: a text or token ids. A row without it has messages in the column
+    "messages"."""
+    id_column: Annotated[str, _text] = "id"
+    """Column with the id of a row, from which its seed is made. A row without it has its number."""
+    served_model_name: Annotated[str | None, _text] = None
+    """Name of the model in the bodies of OpenAI's batch format. None is the last part of its path,
+    or its hub id."""
+    workers: Annotated[int, check_int, 1, 2**16] = 1
+    """Number of engines. More than one are actors of Ray; so is one with an address or options."""
+    ray_address: Annotated[str | None, _text] = None
+    """Address of a Ray cluster. None is that of RAY_ADDRESS, else the one that `ray start` began on
+    this machine; without any, or with "local", one of this machine alone is started."""
+    worker_options: Annotated[dict[str, Any] | None, _object] = None
+    """Options of a worker's Ray actor, such as {"num_cpus": 8}. None is as many GPUs as ranks, or
+    one CPU where there are none."""
+
+    def __post_init__(self) -> None:
+        check_fields(ConfigError, self)
+        if self.prompt_column == self.id_column:
+            raise ConfigError(f"prompt_column and id_column are both {shown(self.id_column)}")
+
+    @property
+    def uses_ray(self) -> bool:
+        """Whether actors compute the rows."""
+        given = (self.ray_address, self.worker_options)
+        return self.workers > 1 or any(value is not None for value in given)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowOptions:
+    """How rows become requests and outputs: what a worker must know.
+
+    Raises:
+        NanoVLLMError: an option is invalid.
+    """
+
+    model: str
+    engine_options: Mapping[str, Any]
+    """Fields of Config."""
+    sampling: Mapping[str, Any]
+    """Fields of SamplingParams that are not the checkpoint's recommendations."""
+    is_complete: bool = False
+    """Whether `sampling` says all: the checkpoint's recommendations then do not count."""
+    form: str = ROWS
+    prompt_column: str = "prompt"
+    id_column: str = "id"
+    served_model_name: str | None = None
+
+    def __post_init__(self) -> None:
+        Config(model=self.model, **self.engine_options)
+        for name, value in self.sampling.items():
+            if name in _NO_COLUMNS and value not in (None, ()):
+                raise ConfigError(f"{name}={shown(value)} is not for a batch: {_NO_COLUMNS[name]}")
+        SamplingParams(**self.sampling)
+        if self.form == OPENAI and self.sampling.keys() - {"seed"}:
+            name = min(self.sampling.keys() - {"seed"})
+            raise ConfigError(
+                f"{name}={shown(self.sampling[name])} does not count for OpenAI's batch format: "
+                "write it in each row's body"
+            )
+        self._check_names()
+
+    def _check_names(self) -> None:
+        """Raise ConfigError for an option of the other form of rows."""
+        for field in dataclasses.fields(self):
+            value, form = getattr(self, field.name), _FORMS.get(field.name, self.form)
+            if form != self.form and value != field.default:
+                what = "OpenAI's batch format" if form == OPENAI else "rows with a prompt"
+                raise ConfigError(
+                    f"{field.name}={shown(value)} is for {what}, which this input is not: "
+                    "leave it out"
+                )
+
+    @property
+    def seed(self) -> int:
+        """The seed from which, with its id, a row's seed is made."""
+        given = self.sampling.get("seed")
+        return Config(model=self.model, **self.engine_options).seed if given is None else given
+
+    def identity(self) -> dict[str, Any]:
+        """Return what decides the output of a row, as JSON."""
+        return {
+            "engine options": dict(sorted(self.engine_options.items())),
+            "sampling": dict(sorted(self.sampling.items())),
+            "complete sampling": self.is_complete,
+            "format": self.form,
+            "prompt column": self.prompt_column,
+            "id column": self.id_column,
+            "served model name": self.served_model_name,
+        }
+
+
+def check_override(given: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a row sets a sampling parameter that a row cannot set."""
+    for name in given:
+        if name == "n":
+            raise ConfigError("n is the same for all rows: set it for the batch")
+        if name in _NO_COLUMNS:
+            raise ConfigError(f"{name} is not for a batch: {_NO_COLUMNS[name]}")
+
+
+def sampling_of(params: SamplingParams) -> dict[str, Any]:
+    """Return the fields of `params` that are not the defaults."""
+    found = {}
+    for field in dataclasses.fields(params):
+        value = getattr(params, field.name)
+        if value != field.default:
+            found[field.name] = value
+    return found

@@ -1,0 +1,106 @@
+"""Rows with a prompt: each gets the columns of its output, or an error.
+
+Knows no file.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from nanovllm.async_llm import AsyncLLM
+from nanovllm.batch.lines import failed_columns
+from nanovllm.batch.options import RowOptions, check_override
+from nanovllm.batch.rows import Row, row_id, row_seed
+from nanovllm.errors import ConfigError, EngineDeadError, InvalidRequestError
+from nanovllm.options.sampling_params import SamplingParams
+from nanovllm.options.validation import shown
+from nanovllm.outputs import RequestOutput
+
+MAX_TOKENS = 512
+"""max_tokens if neither an option nor the checkpoint sets it, as for `nanovllm generate`."""
+
+
+class PlainRows:
+    """Answers rows with a prompt or messages."""
+
+    def __init__(self, llm: AsyncLLM, options: RowOptions) -> None:
+        self._llm = llm
+        self._options = options
+        self._params = SamplingParams(**options.sampling)
+        if not options.is_complete:
+            if llm.engine.generation_config.get("max_new_tokens") is None:
+                options = dataclasses.replace(
+                    options, sampling={"max_tokens": MAX_TOKENS, **options.sampling}
+                )
+            params = llm.get_default_sampling_params()
+            self._params = dataclasses.replace(params, **options.sampling)
+
+    async def answer(self, row: Row) -> dict[str, Any]:
+        """Return the output of a row, by column; it has an error if the row is bad.
+
+        Raises:
+            EngineDeadError: the engine is down.
+        """
+        try:
+            if row.problem is not None:
+                raise InvalidRequestError(row.problem)
+            output = await self._generate(row)
+        except (ConfigError, InvalidRequestError) as error:
+            return failed_columns(str(error))
+        failures = [c.stop_reason for c in output.outputs if c.finish_reason == "error"]
+        if failures:
+            return failed_columns(f"the answer failed: {failures[0]}")
+        if any(completion.finish_reason == "abort" for completion in output.outputs):
+            raise EngineDeadError("the engine was shut down")
+        return _columns(output)
+
+    async def _generate(self, row: Row) -> RequestOutput:
+        prompt, messages = row.fields.get(self._options.prompt_column), row.fields.get("messages")
+        if (prompt is None) == (messages is None):
+            number = "neither" if prompt is None else "both"
+            raise InvalidRequestError(
+                f"a row has {shown(self._options.prompt_column)} or 'messages', got {number}"
+            )
+        params = self._row_params(row)
+        if messages is None:
+            return await self._llm.generate(prompt, params)  # type: ignore[arg-type]  # it checks
+        if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+            raise InvalidRequestError(f"messages must be a list of objects, got {shown(messages)}")
+        return await self._llm.chat([_without_none(message) for message in messages], params)
+
+    def _row_params(self, row: Row) -> SamplingParams:
+        given = row.fields.get("sampling_params") or {}
+        if not isinstance(given, Mapping):
+            raise InvalidRequestError(f"sampling_params must be an object, got {shown(given)}")
+        changes = {name: value for name, value in given.items() if value is not None}
+        check_override(changes)
+        known = {field.name for field in dataclasses.fields(SamplingParams)}
+        if changes.keys() - known:
+            SamplingParams(**changes)  # says what was meant
+        seed = row_seed(self._options.seed, row_id(row, self._options.id_column))
+        return dataclasses.replace(self._params, **{"seed": seed, **changes})
+
+
+def _columns(output: RequestOutput) -> dict[str, Any]:
+    """Return the columns of an output: a value each, or with n above 1 a list of n."""
+    completions = output.outputs
+
+    def each(value: Callable[[Any], Any]) -> Any:
+        values = [value(completion) for completion in completions]
+        return values if len(values) > 1 else values[0]
+
+    return {
+        "generated_text": each(lambda c: c.text),
+        "generated_tokens": each(lambda c: list(c.token_ids)),
+        "finish_reason": each(lambda c: c.finish_reason),
+        "num_input_tokens": len(output.prompt_token_ids),
+        "num_generated_tokens": sum(len(c.token_ids) for c in completions),
+        "error": None,
+    }
+
+
+def _without_none(value: Any) -> Any:
+    """Return a message without the fields that Parquet fills with None."""
+    if isinstance(value, dict):
+        return {name: _without_none(item) for name, item in value.items() if item is not None}
+    return [_without_none(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,148 @@
+"""The output of a job: what each row was, and what became of it, in the order of the input.
+
+Knows no engine. Holds a part of the rows in memory.
+"""
+
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from nanovllm.batch.lines import OUTPUT_COLUMNS
+from nanovllm.batch.options import RowOptions
+from nanovllm.batch.rows import OPENAI, Row, dumps
+from nanovllm.batch.sources import ParquetRows, Source, is_parquet
+from nanovllm.errors import ConfigError
+
+_ROWS_AT_ONCE = 1024
+
+Outputs = Callable[[], Iterable[bytes]]
+"""Returns the outputs of all rows, in the order of the input."""
+
+
+def check_output(source: Source, output: Path, options: RowOptions) -> None:
+    """Raise ConfigError if a file cannot hold the output: before any row is computed."""
+    if is_parquet(output) and source.form == OPENAI:
+        raise ConfigError(f"OpenAI's batch format is JSON lines: {output} must end in .jsonl")
+    if output.exists() and output.samefile(source.path):
+        raise ConfigError(f"the output {output} is the input: name another")
+    if is_parquet(output) and not isinstance(source, ParquetRows):
+        _found_schema(source, options, [])
+
+
+def write_output(
+    file: BinaryIO, path: Path, source: Source, options: RowOptions, outputs: Outputs
+) -> None:
+    """Write the output of all rows.
+
+    Args:
+        path: by whose name the file is Parquet or JSON lines.
+
+    Raises:
+        ConfigError: a column has values of several types, which Parquet cannot have.
+    """
+    if is_parquet(path):
+        _write_parquet(file, source, options, outputs)
+        return
+    lines = outputs() if source.form == OPENAI else map(dumps, _merged(source, options, outputs))
+    for line in lines:
+        file.write(line + b"\n")
+
+
+def merged(row: Row, id_column: str, columns: dict[str, Any]) -> dict[str, Any]:
+    """Return a row with the columns of its output, which take the place of older ones."""
+    given = row.fields.get(id_column)
+    fields = {name: value for name, value in row.fields.items() if name not in OUTPUT_COLUMNS}
+    fields.pop(id_column, None)
+    return {id_column: row.number if given is None else given, **fields, **columns}
+
+
+def _merged(source: Source, options: RowOptions, outputs: Outputs) -> Iterator[dict[str, Any]]:
+    for row, output in zip(source.rows(), outputs(), strict=True):
+        yield merged(row, options.id_column, json.loads(output))
+
+
+def output_fields(num_answers: int) -> list[Any]:
+    """Return pyarrow's fields of the columns of the output.
+
+    Args:
+        num_answers: n. Above 1, a column holds a list for each row.
+    """
+    import pyarrow as pa
+
+    text, tokens = pa.string(), pa.list_(pa.int64())
+    if num_answers > 1:
+        text, tokens = pa.list_(text), pa.list_(tokens)
+    types = (text, tokens, text, pa.int64(), pa.int64(), pa.string())
+    return [pa.field(name, kind) for name, kind in zip(OUTPUT_COLUMNS, types, strict=True)]
+
+
+def _write_parquet(file: BinaryIO, source: Source, options: RowOptions, outputs: Outputs) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    own = output_fields(options.sampling.get("n", 1))
+    if isinstance(source, ParquetRows):
+        given = [field for field in source.schema if field.name not in OUTPUT_COLUMNS]
+        tables = _joined(source, options.id_column, own, outputs)
+        if options.id_column not in source.schema.names:
+            given.insert(0, pa.field(options.id_column, pa.int64()))
+        schema = pa.schema([*given, *own], metadata=source.schema.metadata)
+    else:
+        schema = _found_schema(source, options, own)
+        rows = _batched(_merged(source, options, outputs))
+        tables = (pa.Table.from_pylist(some, schema=schema) for some in rows)
+    with parquet.ParquetWriter(file, schema) as writer:
+        for table in tables:
+            writer.write_table(table)
+
+
+def _joined(source: ParquetRows, id_column: str, own: list[Any], outputs: Outputs) -> Iterator[Any]:
+    """Yield the input's tables with the columns of the output; its own columns keep their types."""
+    import pyarrow as pa
+
+    lines, start = iter(outputs()), 0
+    for batch in source.batches():
+        found = [json.loads(line) for line in itertools.islice(lines, batch.num_rows)]
+        names = [name for name in batch.schema.names if name not in OUTPUT_COLUMNS]
+        table = pa.Table.from_batches([batch]).select(names)
+        if id_column not in names:
+            numbers = pa.array(range(start, start + batch.num_rows), pa.int64())
+            table = table.add_column(0, id_column, numbers)
+        start += batch.num_rows
+        for field in own:
+            values = pa.array([columns[field.name] for columns in found], field.type)
+            table = table.append_column(field, values)
+        yield table
+
+
+def _found_schema(source: Source, options: RowOptions, own: list[Any]) -> Any:
+    """Return the schema that all rows of JSON fit, after reading them once."""
+    import pyarrow as pa
+
+    schema = pa.schema([])
+    try:
+        for rows in _batched(source.rows()):
+            some = [merged(row, options.id_column, {}) for row in rows]
+            found = pa.Table.from_pylist(some, schema=_all_columns(some)).schema
+            schema = pa.unify_schemas([schema, found], promote_options="permissive")
+    except (pa.ArrowException, OverflowError, UnicodeEncodeError) as error:
+        raise ConfigError(
+            f"the rows do not fit the columns of a Parquet file: {error}; name the output .jsonl"
+        ) from None
+    return pa.schema([*schema, *own])
+
+
+def _all_columns(rows: list[dict[str, Any]]) -> Any:
+    """Return the schema of rows; pyarrow itself looks at the columns of the first one only."""
+    import pyarrow as pa
+
+    names = dict.fromkeys(name for row in rows for name in row)
+    return pa.schema([(name, pa.array([row.get(name) for row in rows]).type) for name in names])
+
+
+def _batched(values: Iterable[Any]) -> Iterator[list[Any]]:
+    iterator = iter(values)
+    while some := list(itertools.islice(iterator, _ROWS_AT_ONCE)):
+        yield some

@@ -1,0 +1,109 @@
+"""A row of a batch: its id, its seed, and its forms in and out. Knows no file and no engine."""
+
+import hashlib
+import json
+import math
+from typing import Any, NamedTuple, NoReturn
+
+from nanovllm.errors import InvalidRequestError
+from nanovllm.options.validation import shown
+
+ROWS, OPENAI = "rows", "openai"
+"""The forms of a batch: rows with a prompt, or OpenAI's batch file."""
+
+
+class Row(NamedTuple):
+    """A row as it was read."""
+
+    number: int | None
+    """Its place in the input, from 0; None in a dataset, whose rows have no order."""
+    fields: dict[str, Any]
+    problem: str | None = None
+    """Why it cannot be read."""
+
+
+class BadRowError(ValueError):
+    """A text is no row."""
+
+
+def row_id(row: Row, column: str) -> str | int:
+    """Return the row's id: the field `column`, else its index, else a digest of what it holds.
+
+    Raises:
+        InvalidRequestError: the field is no string and no integer.
+    """
+    given = row.fields.get(column)
+    if given is None:
+        return (
+            hashlib.sha256(dumps(row.fields)).hexdigest()[:32] if row.number is None else row.number
+        )
+    if not isinstance(given, str | int) or isinstance(given, bool):
+        raise InvalidRequestError(f"{column} must be a string or an integer, got {shown(given)}")
+    return given
+
+
+def row_seed(seed: int, identity: str | int) -> int:
+    """Return the seed of the row with this id, from 0 to 2**63 - 1, in a batch with this seed."""
+    digest = hashlib.sha256(json.dumps([seed, identity]).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def short_digest(*parts: str | int) -> str:
+    """Return 32 hexadecimal digits that stand for the parts."""
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+
+def dumps(value: Any) -> bytes:
+    """Return a value as one line of JSON in UTF-8, without the end of the line.
+
+    JSON has no infinite number and no NaN: they become null.
+    """
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=_plain, allow_nan=False)
+    except ValueError:
+        return dumps(_finite(value))
+    try:
+        return text.encode()
+    except UnicodeEncodeError:  # half a surrogate pair, which only an escape can write
+        return json.dumps(value, default=_plain).encode()
+
+
+def parse_object(line: bytes) -> dict[str, Any]:
+    """Return the object of a line of JSON.
+
+    Raises:
+        BadRowError: the line is something else.
+    """
+    try:
+        value = json.loads(line.decode("utf-8-sig"), parse_constant=_refuse)
+    except UnicodeDecodeError as error:
+        raise BadRowError(f"the line is not UTF-8: {error.reason} at byte {error.start}") from None
+    except json.JSONDecodeError as error:
+        raise BadRowError(f"the line is not JSON: {error.msg} at column {error.colno}") from None
+    except RecursionError:
+        raise BadRowError("the line is nested too deeply") from None
+    except ValueError as error:
+        raise BadRowError(f"the line is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise BadRowError(
+            f'a row must be an object such as {{"prompt": "..."}}, got {shown(value)}'
+        )
+    return value
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ValueError(f"it has no {name}")
+
+
+def _finite(value: Any) -> Any:
+    """Return a value with None for each number that JSON does not have."""
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _plain(value: Any) -> str:
+    """Return what JSON has no type for, such as a date of a Parquet file, as a text."""
+    return value.hex() if isinstance(value, bytes) else str(value)

@@ -1,0 +1,40 @@
+"""The flags that several commands have: those of the engine, and those of sampling."""
+
+import argparse
+import importlib.util
+from collections.abc import Mapping
+
+from nanovllm.options.config import Config
+from nanovllm.options.flags import Parser, add_flags, fields_of
+from nanovllm.options.sampling_params import SamplingParams
+
+MAX_TOKENS = 512
+"""max_tokens if neither a flag nor the checkpoint sets it."""
+RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens")
+"""The fields of SamplingParams that a checkpoint may set."""
+
+
+def add_engine_flags(parser: Parser, defaults: Mapping[str, str] | None = None) -> None:
+    """Add a flag for each field of Config. `defaults` is that of `add_flags`."""
+    group = parser.add_argument_group("engine")
+    add_flags(group, Config, but={"model"}, defaults=defaults or {})
+
+
+def add_compat_flags(parser: Parser, *, is_server: bool = False) -> None:
+    """Add the flags that other engines have, behind all flags of our own that they may name."""
+    if importlib.util.find_spec("nanovllm.compat"):  # the folder may be deleted
+        from nanovllm.compat.flags import add_other_flags
+
+        add_other_flags(parser, default=argparse.SUPPRESS, is_server=is_server)
+
+
+def add_sampling_flags(parser: Parser) -> None:
+    """Add a flag for each field of SamplingParams that is none of Config."""
+    own = {name: field.default for name, field in fields_of(SamplingParams).items()}
+    own["max_tokens"] = MAX_TOKENS
+    add_flags(
+        parser.add_argument_group("sampling"),
+        SamplingParams,
+        but=fields_of(Config),
+        defaults={name: f"the checkpoint's, or else {own[name]}" for name in RECOMMENDED},
+    )

@@ -1,0 +1,116 @@
+"""Inputs and outputs as files: JSON lines and Parquet, each into each."""
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm.batch.lines import OUTPUT_COLUMNS
+from nanovllm.batch.sources import open_source
+from nanovllm.errors import ConfigError
+from tests.batch.helpers import questions, read_rows, run, write_rows
+
+pa = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+
+ROWS: list[dict[str, Any]] = [
+    {"prompt": "A cache", "day": datetime.date(2026, 1, i + 1), "sampling_params": None}
+    for i in range(3)
+]
+ROWS[1]["sampling_params"] = {"max_tokens": 3, "seed": None}
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    path = tmp_path / "in.parquet"
+    parquet.write_table(pa.Table.from_pylist(ROWS), path)
+    return path
+
+
+def test_parquet_keeps_its_columns_and_types(table: Path) -> None:
+    output = table.with_name("out.parquet")
+    assert run(table, output).num_failed == 0
+    found = parquet.read_table(output)
+    assert found.column_names == ["id", *ROWS[0], *OUTPUT_COLUMNS]
+    assert found.schema.field("day").type == pa.date32()
+    rows = found.to_pylist()
+    assert [row["day"] for row in rows] == [row["day"] for row in ROWS]
+    assert [row["id"] for row in rows] == [0, 1, 2]
+    assert [row["num_generated_tokens"] for row in rows] == [6, 3, 6]
+
+
+def test_parquet_and_json_have_the_same_outputs(table: Path) -> None:
+    run(table, table.with_name("a.parquet"))
+    run(table, table.with_name("b.jsonl"))
+    lines = [{"prompt": "A cache", "sampling_params": row["sampling_params"]} for row in ROWS]
+    run(write_rows(table.with_name("in.jsonl"), lines), table.with_name("c.parquet"))
+    a = parquet.read_table(table.with_name("a.parquet")).to_pylist()
+    b = read_rows(table.with_name("b.jsonl"))
+    c = parquet.read_table(table.with_name("c.parquet")).to_pylist()
+    for name in ("id", *OUTPUT_COLUMNS):
+        assert [row[name] for row in a] == [row[name] for row in b] == [row[name] for row in c]
+    assert b[0]["day"] == "2026-01-01"
+
+
+def test_rows_of_json_with_several_columns_become_one_table(tmp_path: Path) -> None:
+    rows = [*questions(2), "{bad", {"prompt": "x", "more": [1]}, {"prompt": "x", "tag": 2.5}]
+    source, output = write_rows(tmp_path / "in.jsonl", rows), tmp_path / "out.parquet"
+    run(source, output, sampling={"max_tokens": 2, "n": 2})
+    found = parquet.read_table(output)
+    assert found.column_names == ["id", "prompt", "tag", "more", *OUTPUT_COLUMNS]
+    assert found["tag"].to_pylist() == [0, 1, None, None, 2.5]
+    assert [len(text or ()) for text in found["generated_text"].to_pylist()] == [2, 2, 0, 2, 2]
+
+
+@pytest.mark.parametrize("tag", ["text", 10**30, [[1], [{}]]])
+def test_rows_that_do_not_fit_are_refused_before_they_are_computed(
+    tmp_path: Path, tag: object
+) -> None:
+    source = write_rows(tmp_path / "in.jsonl", [*questions(2), {"prompt": "x", "tag": tag}])
+    with pytest.raises(ConfigError, match="do not fit the columns of a Parquet file"):
+        run(source, tmp_path / "out.parquet")
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_half_a_character_does_not_fit(tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "in.jsonl", [{"prompt": "half \ud800"}])
+    with pytest.raises(ConfigError, match="surrogates not allowed.*name the output .jsonl"):
+        run(source, tmp_path / "out.parquet")
+
+
+def test_columns_of_an_earlier_output_are_replaced(tmp_path: Path) -> None:
+    run(write_rows(tmp_path / "in.jsonl", ["{bad", *questions(2)]), tmp_path / "a.jsonl")
+    run(tmp_path / "a.jsonl", tmp_path / "b.jsonl", prompt_column="generated_text")
+    first, *others = read_rows(tmp_path / "b.jsonl")
+    assert "neither" in first["error"]
+    assert [row["error"] for row in others] == [None, None]
+    assert [row["tag"] for row in others] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("in.csv", b"", "a batch's file is .jsonl or .parquet, got '.*in.csv'"),
+        ("in.parquet", b"no", "is no Parquet file"),
+        ("none.jsonl", None, "cannot be read: No such file"),
+    ],
+)
+def test_inputs_that_are_refused(
+    tmp_path: Path, name: str, data: bytes | None, message: str
+) -> None:
+    if data is not None:
+        (tmp_path / name).write_bytes(data)
+    with pytest.raises(ConfigError, match=message):
+        open_source(tmp_path / name)
+
+
+def test_outputs_that_are_refused(tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "in.jsonl", questions(1))
+    with pytest.raises(ConfigError, match="is the input"):
+        run(source, source)
+    with pytest.raises(ConfigError, match=r"is .jsonl or .parquet"):
+        run(source, tmp_path / "out")
+    openai = write_rows(tmp_path / "openai.jsonl", [{"custom_id": "a", "body": {}}])
+    with pytest.raises(ConfigError, match="must end in .jsonl"):
+        run(openai, tmp_path / "out.parquet")

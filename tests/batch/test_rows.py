@@ -1,0 +1,64 @@
+"""Ids, seeds, and JSON in and out of a row."""
+
+import json
+
+import pytest
+
+from nanovllm.batch.rows import BadRowError, Row, dumps, parse_object, row_id, row_seed
+from nanovllm.errors import InvalidRequestError
+
+
+def test_an_id_is_the_column_or_the_number_or_a_digest() -> None:
+    assert row_id(Row(3, {"id": "a"}), "id") == "a"
+    assert row_id(Row(3, {"id": None}), "id") == 3
+    assert row_id(Row(3, {"key": 7}), "key") == 7
+    first, second = Row(None, {"prompt": "x"}), Row(None, {"prompt": "y"})
+    assert row_id(first, "id") == row_id(first, "id") != row_id(second, "id")
+
+
+@pytest.mark.parametrize("given", [1.5, True, [1], {"a": 1}])
+def test_an_id_is_a_string_or_an_integer(given: object) -> None:
+    with pytest.raises(InvalidRequestError, match="id must be a string or an integer, got"):
+        row_id(Row(0, {"id": given}), "id")
+
+
+def test_seeds_are_made_from_ids() -> None:
+    """The numbers are fixed: other seeds would change the outputs of every job."""
+    assert row_seed(0, 0) == 6168997292806018030
+    assert len({row_seed(seed, given) for seed in (0, 1) for given in (0, 1, "0", "1")}) == 8
+    assert all(0 <= row_seed(0, number) < 2**63 for number in range(1000))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"a": ', "not JSON: Expecting value at column 7"),
+        (b"[1]", "a row must be an object .* got \\[1\\]"),
+        (b'{"a": NaN}', "it has no NaN"),
+        (b'{"a": "\xff"}', "not UTF-8: invalid start byte at byte 7"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "not JSON: Exceeds the limit"),
+    ],
+)
+def test_a_line_that_is_no_row(line: bytes, message: str) -> None:
+    with pytest.raises(BadRowError, match=message):
+        parse_object(line)
+
+
+def test_json_has_no_infinity_and_no_nan() -> None:
+    """A Parquet file has them, and so does Python for 1e999."""
+    fields = parse_object(b'{"a": [1e999, -1e999, 1.5]}')
+    assert (
+        dumps({**fields, "b": {"c": float("nan")}}) == b'{"a": [null, null, 1.5], "b": {"c": null}}'
+    )
+
+
+def test_the_mark_that_some_editors_write_first() -> None:
+    assert parse_object(b'\xef\xbb\xbf{"a": 1}') == {"a": 1}
+
+
+@pytest.mark.parametrize("value", [{"a": "é\n\t😀"}, {"a": "half \ud800"}, {"a": [1, 2.5, None]}])
+def test_a_row_is_one_line_of_utf8(value: object) -> None:
+    line = dumps(value)
+    assert b"\n" not in line
+    assert json.loads(line.decode()) == value
