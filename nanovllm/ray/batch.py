@@ -1,0 +1,179 @@
+"""`nanovllm.ray.generate`: a model over a Ray Dataset, with an engine in each actor.
+
+Ray Data reads, moves and retries blocks of rows. `output_path` makes the work resumable: this
+process alone writes parts, and rows with ids in finished parts are left out.
+"""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import ray
+from ray.data import ActorPoolStrategy, Dataset
+
+from nanovllm.batch.identity import job_identity
+from nanovllm.batch.lines import OUTPUT_COLUMNS
+from nanovllm.batch.options import BatchOptions, RowOptions, sampling_of
+from nanovllm.batch.parts import FORMATS, Parts, is_done
+from nanovllm.batch.results import output_fields
+from nanovllm.batch.row_engine import RowEngine
+from nanovllm.batch.rows import Row
+from nanovllm.errors import ConfigError
+from nanovllm.options.sampling_params import SamplingParams
+from nanovllm.options.validation import check_choice, check_int, shown
+from nanovllm.ray.row_pool import actor_resources
+
+_BLOCKS_AT_ONCE = 4
+"""Blocks that an actor computes at the same time; while one ends, the others fill the engine."""
+
+
+def generate(
+    dataset: Dataset,
+    *,
+    model: str,
+    sampling_params: SamplingParams | Mapping[str, Any] | None = None,
+    prompt_column: str = "prompt",
+    id_column: str = "id",
+    output_path: str | None = None,
+    output_format: str = "parquet",
+    workers: int | tuple[int, int] = 1,
+    block_rows: int = 64,
+    worker_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> Dataset:
+    """Return the dataset with the outputs of a model: see `OUTPUT_COLUMNS`.
+
+    A row has `prompt_column`, or "messages", and perhaps "sampling_params". One that cannot be
+    computed has its error in the column "error". Seeds are made from ids, so that the number of
+    workers, and which of them die, change nothing.
+
+    Args:
+        sampling_params: for all rows. A dictionary has the fields that are not the checkpoint's
+            recommendations; None is all of these.
+        id_column: column with ids, each once. Without it a row's id is a digest of its columns.
+        output_path: a directory for parts. The rows are then computed now; the same call after a
+            crash computes those that are in no part. It needs the column of ids.
+        output_format: of the parts, "parquet" or "jsonl".
+        workers: number of actors, or the least and the most of them: Ray Data then scales.
+        block_rows: rows of one task of an actor, which computes four tasks at once.
+        worker_options: of each actor, such as {"num_cpus": 8}.
+        options: the fields of `Config`.
+
+    Raises:
+        ConfigError: an option is invalid, or the directory holds rows of another job.
+    """
+    BatchOptions(prompt_column=prompt_column, id_column=id_column, worker_options=worker_options)
+    check_int(ConfigError, "block_rows", block_rows, 1)
+    check_choice(ConfigError, "output_format", output_format, FORMATS)
+    rows = _row_options(model, sampling_params, prompt_column, id_column, options)
+    stage: dict[str, Any] = {
+        "compute": _strategy(workers),
+        **(actor_resources(rows) if worker_options is None else worker_options),
+    }
+    if output_path is None:
+        return _generated(dataset, rows, block_rows, stage)
+    with Parts(Path(output_path), job_identity(rows), output_format, id_column) as parts:
+        _check_ids(dataset, id_column)
+        left = _without_done(dataset, parts.done_ids(), id_column)
+        generated = _generated(left, rows, block_rows, stage)
+        for table in generated.iter_batches(batch_size=None, batch_format="pyarrow"):
+            parts.add(table)
+    paths = [str(path.absolute()) for path in parts.files()]
+    if not paths:
+        return generated  # of no rows
+    if output_format == "parquet":
+        return ray.data.read_parquet(paths)
+    return ray.data.read_json(paths, lines=True)
+
+
+def _generated(
+    dataset: Dataset, rows: RowOptions, block_rows: int, stage: Mapping[str, Any]
+) -> Dataset:
+    """Return the dataset with outputs. Small blocks: those of an actor that dies are few."""
+    return dataset.repartition(target_num_rows_per_block=block_rows).map_batches(
+        RowsStage,
+        fn_constructor_args=(rows,),
+        batch_size=None,
+        batch_format="pyarrow",
+        udf_modifying_row_count=False,
+        **stage,
+    )
+
+
+class RowsStage:
+    """An actor with an engine, for Ray Data."""
+
+    def __init__(self, options: RowOptions) -> None:
+        self._options = options
+        self._engine = RowEngine(options)
+
+    async def __call__(self, table: pa.Table) -> pa.Table:
+        """Return the rows with the columns of their outputs."""
+        rows = [Row(None, fields) for fields in table.to_pylist()]
+        lines = await asyncio.gather(*map(self._engine.answer, rows))
+        found = [json.loads(line) for line in lines]
+        kept = [name for name in table.column_names if name not in OUTPUT_COLUMNS]
+        table = table.select(kept)
+        for field in output_fields(self._options.sampling.get("n", 1)):
+            values = pa.array([columns[field.name] for columns in found], field.type)
+            table = table.append_column(field, values)
+        return table
+
+
+def _row_options(
+    model: str,
+    sampling: SamplingParams | Mapping[str, Any] | None,
+    prompt_column: str,
+    id_column: str,
+    options: Mapping[str, Any],
+) -> RowOptions:
+    if not isinstance(sampling, SamplingParams | Mapping | None):
+        raise ConfigError(
+            f"sampling_params must be SamplingParams or a dictionary, got {shown(sampling)}"
+        )
+    given = sampling_of(sampling) if isinstance(sampling, SamplingParams) else dict(sampling or {})
+    return RowOptions(
+        model=model,
+        engine_options=options,
+        sampling=given,
+        is_complete=isinstance(sampling, SamplingParams),
+        prompt_column=prompt_column,
+        id_column=id_column,
+    )
+
+
+def _strategy(workers: Any) -> ActorPoolStrategy:
+    least, most = workers if isinstance(workers, tuple) and len(workers) == 2 else (workers,) * 2
+    check_int(ConfigError, "workers", least, 1)
+    check_int(ConfigError, "workers", most, least)
+    return ActorPoolStrategy(
+        min_size=least,
+        max_size=most,
+        max_concurrent_calls_per_actor=_BLOCKS_AT_ONCE,
+        max_tasks_in_flight_per_actor=2 * _BLOCKS_AT_ONCE,
+    )
+
+
+def _check_ids(dataset: Dataset, id_column: str) -> None:
+    schema = dataset.schema()
+    if schema is not None and id_column not in schema.names:
+        raise ConfigError(
+            f"output_path needs ids, and the dataset has no column {shown(id_column)}, only "
+            f"{', '.join(schema.names)}: name another id_column"
+        )
+
+
+def _without_done(dataset: Dataset, done: Any, id_column: str) -> Dataset:
+    """Return the rows whose ids are not among those of finished parts."""
+    if not len(done):
+        return dataset
+    kept = ray.put(done)
+
+    def left(table: pa.Table) -> pa.Table:
+        found = is_done(ray.get(kept), table.column(id_column).to_pylist())
+        return table.filter(pa.array([not item for item in found], pa.bool_()))
+
+    return dataset.map_batches(left, batch_format="pyarrow")

@@ -1,0 +1,83 @@
+"""One Ray cluster of four nodes in this machine, for all tests of this folder.
+
+pytest-xdist gives the whole folder to one worker: see `pytest_xdist_make_scheduler` in
+tests/conftest.py. The cluster ends with the folder's last test, so that no later test shares the
+cores and 1.3 GB of memory with it.
+"""
+
+import importlib.util
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers import ROOT
+
+if importlib.util.find_spec("ray") is None:
+    collect_ignore_glob = ["*"]
+
+NUM_NODES = 4
+NODE: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 80 * 2**20}
+"""What each node says it has; 80 MiB is near the least that Ray takes."""
+
+_running: list[Any] = []
+"""The cluster and its directory, while it runs."""
+
+
+@pytest.fixture
+def ray_cluster() -> Any:
+    """The `ray.cluster_utils.Cluster`: four nodes of two CPUs; this process is connected.
+
+    Other processes connect by RAY_ADDRESS=cluster.address. A test that kills a node adds it itself,
+    with `cluster.add_node(**NODE)`, so that four stay. Ray's workers import this tree's package.
+    """
+    if not _running:
+        _start()
+    return _running[0]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ended_at_last() -> Iterator[None]:
+    yield
+    _stop()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    try:
+        return (yield)
+    finally:
+        if nextitem is not None and Path(__file__).parent not in nextitem.path.parents:
+            _stop()
+
+
+def _start() -> None:
+    import ray
+    from ray.cluster_utils import Cluster
+
+    os.environ["PYTHONPATH"] = str(ROOT)
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    directory = tempfile.mkdtemp(prefix="ray")  # short: the path of a Unix socket has a limit
+    head = {**NODE, "include_dashboard": False, "temp_dir": directory}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    _running.extend((cluster, directory))
+    for _ in range(NUM_NODES - 1):
+        cluster.add_node(wait=False, **NODE)
+    cluster.wait_for_nodes()
+    ray.init(address=cluster.address, log_to_driver=False)
+
+
+def _stop() -> None:
+    if not _running:
+        return
+    import ray
+
+    cluster, directory = _running
+    _running.clear()
+    ray.shutdown()
+    cluster.shutdown()
+    shutil.rmtree(directory, ignore_errors=True)
