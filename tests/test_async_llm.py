@@ -791,7 +791,7 @@ def test_dead_worker_ends_every_stream() -> None:
         states = [metrics[f"vllm:num_requests_{state}"] for state in ("running", "waiting")]
         assert sum(state.value for state in states) == 88  # type: ignore[union-attr]
         started = time.monotonic()
-        llm.engine.executor._processes[1].kill()  # type: ignore[attr-defined]
+        llm.engine.executor.ranks.processes[1].kill()  # type: ignore[attr-defined]
         ends = (*map(drain, streams), *waiting)
         for error in await asyncio.gather(*ends, return_exceptions=True):
             assert isinstance(error, EngineDeadError)

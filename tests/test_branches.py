@@ -24,6 +24,9 @@ BRANCHES = [
     "observe",
     "loadtest",
     "server",
+    "tiers",
+    "batch",
+    "ray",
     "cli",
 ]
 

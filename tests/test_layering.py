@@ -33,8 +33,10 @@ FOLDERS = {
     "loadtest": Folder("options utils", torch=False),
     "scheduler": Folder("options", torch=False),
     "observe": Folder("engine options scheduler", torch=False),
+    "tiers": Folder("checkpoint kernels models options utils", torch=True),
     "assembly": Folder(
-        "checkpoint engine executors observe options scheduler speculation structured", torch=False
+        "checkpoint engine executors observe options scheduler speculation structured tiers",
+        torch=False,
     ),
     "compat": Folder("assembly demo_model engine llm async_llm options", torch=False),
     "formats": Folder("checkpoint kernels layers options utils", torch=True),
@@ -43,13 +45,20 @@ FOLDERS = {
     "models": Folder("attention checkpoint kernels layers options utils", torch=True),
     "layers": Folder("attention checkpoint kernels options utils", torch=True),
     "server": Folder("chat checkpoint engine llm async_llm options utils", torch=False),
+    "batch": Folder("async_llm options server", torch=False),
     "cli": Folder(
-        "compat demo_model llm async_llm loadtest options server utils worker.model_report",
+        "batch compat demo_model llm async_llm loadtest options ray.row_pool server utils "
+        "worker.model_report",
         torch=False,
     ),
     "executors": Folder(
-        "checkpoint formats models options scheduler speculation steps structured utils worker",
+        "checkpoint formats models options scheduler speculation steps structured tiers utils "
+        "worker",
         torch=True,
+    ),
+    "ray": Folder(
+        "batch llm async_llm chat checkpoint demo_model executors.ray_cluster options server utils",
+        torch=False,
     ),
     "steps": Folder("attention kernels layers models scheduler utils worker", torch=True),
     "engine": Folder(
@@ -61,7 +70,7 @@ FOLDERS = {
         torch=True,
     ),
     "worker": Folder(
-        "attention checkpoint formats kernels layers models options scheduler utils",
+        "attention checkpoint formats kernels layers models options scheduler tiers utils",
         torch=True,
     ),
 }
@@ -102,7 +111,11 @@ of what callers give.
 """
 MAX_CORE_LINES = 3_700
 """A budget that may only fall."""
-BRANCHES = ("speculation", "structured", "formats", "steps", "observe", "compat", "server")
+BRANCHES = (
+    *("speculation", "structured", "formats", "steps", "observe", "tiers", "compat", "server"),
+    "batch",
+    "ray",
+)
 """What the trunk knows through its own seams alone."""
 STILL_IMPORTED = ("steps",)
 """Branches that an engine imports although no option asks for them: shorter only, too."""

@@ -19,7 +19,8 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.assembly import make_engine
 from nanovllm.checkpoint.hub import open_checkpoint
 from nanovllm.errors import InvalidRequestError, UnsupportedModelError
-from nanovllm.executors.spawned import SpawnedExecutor
+from nanovllm.executors.pipes import PipeRanks
+from nanovllm.executors.rank_executor import RankExecutor
 from nanovllm.options.config import Config
 from tests.checkpoints import copy_checkpoint
 from tests.helpers import environment, token_ids
@@ -170,7 +171,7 @@ def test_ranks_agree_on_the_smallest_block_count(
     random_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = Config(model=random_model, tensor_parallel_size=2, num_kvcache_blocks=90)
-    executor = SpawnedExecutor(config, open_checkpoint(random_model))
+    executor = RankExecutor(PipeRanks(config, open_checkpoint(random_model)))
     receive = executor._receive
     measured = {}
 

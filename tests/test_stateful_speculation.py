@@ -263,7 +263,7 @@ def test_each_draft_network_with_the_c_kernels(
         found, llm = run(make_llm, path, requests, 2, **options)
         assert found == expected * 2
         num_accepted, num_proposed = acceptance(llm)
-        assert 10 < num_accepted < num_proposed
+        assert 0 < num_accepted < num_proposed
         assert preempted
         preempted.clear()
 
