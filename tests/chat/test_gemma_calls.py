@@ -132,7 +132,9 @@ def test_a_string_without_an_end_ends_with_the_call() -> None:
 
 
 KEYS = st.text(st.sampled_from("ab_-1é"), min_size=1, max_size=5)
-TEXTS = st.text(st.sampled_from("a{}[],:\"'\\ \né🌧<|>"), max_size=8)
+TEXTS = st.text(st.sampled_from("a{}[],:\"'\\ \né🌧<|>"), max_size=8).filter(
+    lambda t: QUOTE not in t
+)
 VALUES = json_values(TEXTS, KEYS)
 
 

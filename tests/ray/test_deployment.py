@@ -1,6 +1,10 @@
-"""The shipped model behind Ray Serve: two replicas in the cluster of this folder, real HTTP."""
+"""The shipped model behind Ray Serve: two replicas in the cluster of this folder, real HTTP.
+
+Starting Serve takes half a minute, so these tests run when asked for: see CONTRIBUTING.md.
+"""
 
 import json
+import os
 import re
 import socket
 import time
@@ -12,6 +16,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+if "RAY_SERVE" not in os.environ:
+    pytest.skip("RAY_SERVE=1 runs them", allow_module_level=True)
 pytest.importorskip("ray")
 pytest.importorskip("fastapi")
 

@@ -169,7 +169,7 @@ MACHINES = (TiersMachine, TieredWindowsMachine, TieredStatesMachine)
 
 for machine in MACHINES:
     machine.TestCase.settings = settings(
-        max_examples=50, stateful_step_count=40, deadline=None, derandomize=True
+        max_examples=30, stateful_step_count=40, deadline=None, derandomize=True
     )
 
 TestTiers = TiersMachine.TestCase
