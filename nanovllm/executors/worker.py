@@ -23,7 +23,6 @@ from nanovllm.worker.extensions import Drafter, FastSteps
 from nanovllm.worker.model_loader import NetworkSpec, check_weights
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.network import Network
-from nanovllm.worker.warm_up import runner_class
 
 _MATMUL = torch.backends.cuda.matmul
 _REDUCED = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
@@ -162,7 +161,11 @@ def make_runner(
         from nanovllm.speculation.proposers.registry import make_proposer
 
         make_drafter = partial(make_proposer, config.speculation, draft)
-    make = runner_class(config)
+    make = ModelRunner
+    if config.has_tiers:
+        from nanovllm.worker.tiered_runner import TieredRunner
+
+        make = TieredRunner
     return make(target, device, make_steps=make_steps, make_drafter=make_drafter)
 
 

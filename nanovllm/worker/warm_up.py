@@ -13,7 +13,6 @@ from functools import partial
 import torch
 
 from nanovllm.layers.logits_rules import LogitsRules
-from nanovllm.options.config import Config
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.extensions import MAX_SAMPLES
 from nanovllm.scheduler.messages import Admission, Row, Schedule
@@ -46,15 +45,6 @@ KINDS = (
     ),
 )
 """What the requests want."""
-
-
-def runner_class(config: Config) -> type[ModelRunner]:
-    """Return the class of runners that the options ask for."""
-    if not config.has_tiers:
-        return ModelRunner
-    from nanovllm.worker.tiered_runner import TieredRunner
-
-    return TieredRunner
 
 
 @torch.inference_mode()
