@@ -8,6 +8,7 @@ import gc
 import importlib.util
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,16 +54,35 @@ LONGEST = """
 """The files that take longest, in about this order."""
 
 
+EVERY_CASE = "EVERY_CASE" in os.environ
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Let xdist's workers take whole files in the order of `pytest_collection_modifyitems`."""
     config.option.loadscopereorder = False
+    config.addinivalue_line("markers", "long: runs with EVERY_CASE=1 alone")
+    config.addinivalue_line("markers", "thinned(n): one of n cases; all of them with EVERY_CASE=1")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that take longest, so that none of them runs last and alone."""
+    if not EVERY_CASE:
+        items[:] = _of_each_run(items)
     places = {name: place for place, name in enumerate(LONGEST.split())}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
+
+def _of_each_run(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Yield the cases that run without EVERY_CASE: see the markers in `pytest_configure`."""
+    seen: Counter[tuple[Path, str]] = Counter()
+    for item in items:
+        thinned = item.get_closest_marker("thinned")
+        place = item.path, getattr(item, "originalname", item.name)
+        kept = thinned is None or seen[place] % thinned.args[0] == 0
+        seen[place] += 1
+        if kept and item.get_closest_marker("long") is None:
+            yield item
 
 
 @pytest.hookimpl(wrapper=True)

@@ -80,7 +80,7 @@ if __name__ == "__main__":  # a spawned rank imports this module again
 """
 
 
-@pytest.mark.parametrize("kind", ["alone", "async on ranks"])
+@pytest.mark.parametrize("kind", ["alone", pytest.param("async on ranks", marks=pytest.mark.long)])
 def test_forked_process_gets_an_error(kind: str, tmp_path: Path) -> None:
     """Symptom: a child that generates hangs for ever; one that exits kills its parent's ranks."""
     script = tmp_path / "forks.py"

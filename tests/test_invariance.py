@@ -19,6 +19,7 @@ from tests.checkpoints import FAMILIES
 from tests.glossary import QUESTIONS
 from tests.helpers import (
     COMPACT,
+    EVERY_CASE,
     HAS_GRAMMARS,
     Request,
     assert_idle,
@@ -51,18 +52,13 @@ WARM: dict[str, dict[str, Any]] = {
 }
 """Options under which it is generated twice: the second time, prompts hit the prefix cache."""
 
-OTHER_LAYERS = ("qwen2", "llama")
-"""Random models that differ from qwen3 in their layers alone. Blocks, batches and arrivals are the
-same for all layers, so each kind of option has one or two cases of theirs.
-"""
-
 
 def each_model(options: dict[str, Any], few: list[str]) -> pytest.MarkDecorator:
-    """Parametrize a test by workload and options; models of `OTHER_LAYERS` have only `few`."""
+    """Parametrize a test by workload and options; models other than qwen3 have only `few`."""
     cases = [
         pytest.param(model, options[name], id=f"{model}-{name}")
         for model in (*FAMILIES, "glossary")
-        for name in (few if model in OTHER_LAYERS else options)
+        for name in (options if EVERY_CASE or model == "qwen3" else few)
     ]
     return pytest.mark.parametrize(("workload", "options"), cases, indirect=["workload"])
 
@@ -115,13 +111,13 @@ def random_workload(model: str, num_requests: int) -> Workload:
 
 
 def glossary_workload() -> Workload:
-    """12 questions to the demo model, a trained one; every sixth is answered in JSON."""
+    """Questions to the demo model, a trained one; every sixth is answered in JSON."""
     params = SamplingParams(temperature=0, max_tokens=96)
     in_json = params.clone(structured_outputs=COMPACT, temperature=1.0, seed=7)
     options = {"dtype": "float32", "max_model_len": 256}
     requests: list[Request] = [
         (question, in_json if HAS_GRAMMARS and index % 6 == 0 else params)
-        for index, question in enumerate(QUESTIONS[:12])
+        for index, question in enumerate(QUESTIONS[: 12 if EVERY_CASE else 9])
     ]
     return Workload(demo_model.MODEL, options, requests)
 
@@ -161,7 +157,7 @@ def generate(workload: Workload, make_llm: Any) -> Callable[..., Tokens]:
     return run
 
 
-@each_model(COLD, few=["batches of 5", "blocks of 3"])
+@each_model(COLD, few=["batches of 5"])
 def test_tokens_do_not_depend_on_the_options(
     generate: Any, expected: Tokens, options: dict[str, Any]
 ) -> None:

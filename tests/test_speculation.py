@@ -161,6 +161,7 @@ def check(
     return run
 
 
+@pytest.mark.thinned(2)
 @NATIVE
 @pytest.mark.parametrize(
     "options",
@@ -191,6 +192,7 @@ def test_in_8_and_4_bits(check: Callable[..., LLM], base: dict[str, Any]) -> Non
     check(base)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scripted", [0.6], ids=["wrong at random"], indirect=True)
 def test_in_float32_with_plain_torch(
     expected_of: Callable[..., Expected], scripted: Scripted, make_llm: Any

@@ -126,6 +126,7 @@ def tokens_of(seen: list[Any]) -> list[Any]:
     return [part[:2] for part in seen]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("model", "options"),
     [*(("gated delta", name) for name in OPTIONS), ("short convolution", "preemption")],

@@ -31,9 +31,9 @@ FEW = "FAMILY_CASES" not in os.environ
 class Steps:
     """Our model from a directory, with a KV cache and device tables, to run hand-made schedules."""
 
-    def __init__(self, path, block_size):
+    def __init__(self, path, block_size, dtype="float32"):
         checkpoint = open_checkpoint(str(path))
-        config = Config(str(path), device="cpu", kvcache_block_size=block_size, dtype="float32")
+        config = Config(str(path), device="cpu", kvcache_block_size=block_size, dtype=dtype)
         model_config = read_config(checkpoint.config, config.dtype)
         spec = NetworkSpec(config, model_config, weight_files(checkpoint, str(path)))
         cpu = torch.device("cpu")
@@ -64,9 +64,9 @@ class Steps:
         return self.network.model.compute_logits(hidden)
 
 
-def run_in_chunks(path, prompts, cuts, block_size):
+def run_in_chunks(path, prompts, cuts, block_size, dtype="float32"):
     """Run the prompts in two mixed steps, before and after each one's cut; return all logits."""
-    steps = Steps(path, block_size)
+    steps = Steps(path, block_size, dtype)
     chooser = random.Random(block_size)
     blocks = chooser.sample(range(NUM_PAGES), NUM_PAGES)
     width = -(-MAX_LENGTH // block_size)

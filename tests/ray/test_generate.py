@@ -42,6 +42,7 @@ def without_tag(row: dict[str, Any]) -> dict[str, Any]:
     return {name: row[name] for name in ("id", *OUTPUT_COLUMNS)}
 
 
+@pytest.mark.long
 def test_rows_in_parts_and_a_killed_actor(
     tmp_path: Path, ray_cluster: Any, expected: list[dict[str, Any]]
 ) -> None:

@@ -197,7 +197,10 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("number", "size"), [(signal.SIGINT, 1), (signal.SIGKILL, 2)])
+@pytest.mark.parametrize(
+    ("number", "size"),
+    [pytest.param(signal.SIGINT, 1, marks=pytest.mark.long), (signal.SIGKILL, 2)],
+)
 def test_ctrl_c_and_death_of_the_driver_end_the_ranks(
     ray_cluster: Any,
     nothing_left: Any,

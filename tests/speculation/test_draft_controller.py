@@ -119,6 +119,7 @@ def ideal(curve: Curve, rate: float, batch: int, draft_seconds: float = 0.0) -> 
     )
 
 
+@pytest.mark.thinned(3)
 @curves
 @pytest.mark.parametrize("draft_seconds", [0.0, 0.1], ids=["free", "network"])
 def test_speed_is_near_the_ideal(curve: Curve, draft_seconds: float) -> None:

@@ -287,6 +287,7 @@ def followers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("queue_depth", [0, 1, 4])
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_an_engine_with_drafts_and_graphs(
@@ -310,6 +311,7 @@ def test_an_engine_with_drafts_and_graphs(
         assert sum(followers) > 20
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("queue_depth", [1, 3])
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_an_engine_that_preempts_and_aborts(
@@ -350,6 +352,7 @@ def gpu_model(shared_checkpoint: Callable[..., str]) -> str:
     )
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted, which a GPU turns off")
 def test_n_grams_behind_drafts_through_the_kernels_of_a_gpu(
     random_model: str, captures: Any, followers: list[int], monkeypatch: pytest.MonkeyPatch

@@ -190,6 +190,7 @@ def in_8_bits(cache, slot_mapping, *stored):
     return found
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8])
 @pytest.mark.parametrize(
@@ -322,6 +323,7 @@ def test_sinks_are_given_if_the_spec_has_them(sinks):
         stored.attend([(0, 0, 40)])
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8])
 @pytest.mark.parametrize(

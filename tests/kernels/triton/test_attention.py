@@ -142,6 +142,7 @@ MODELS = [(2, 128), (4, 128), (8, 128), (5, 128), (4, 64), (3, 128), (1, 128)]
 Llama-2-7B. (Llama-3.1-8B and 70B are like Qwen3-8B and 32B.)"""
 
 
+@pytest.mark.thinned(3)
 @each_dtype
 @pytest.mark.parametrize(
     ("group", "head_dim"), MODELS if CAPABILITY > (0, 0) else [(2, 128), (5, 128), (4, 64)]
@@ -155,6 +156,7 @@ def test_chunks_after_a_long_prefix(group, head_dim, dtype):
     assert_close(case, attend(case))
 
 
+@pytest.mark.long
 @few_dtypes
 def test_a_chunk_after_32k_tokens(dtype):
     case = case_of([(3, 32770)], 1, 2, 16, 256, dtype)

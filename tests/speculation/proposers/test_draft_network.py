@@ -242,6 +242,7 @@ def test_steps_at_start_draft_and_change_no_request(
     assert {len(drafts) for step in proposals.drafts for drafts in step} == {4}
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted, which a GPU turns off")
 @pytest.mark.usefixtures("every_draft")
 def test_through_the_kernels_of_a_gpu(

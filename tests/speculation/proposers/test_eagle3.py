@@ -12,7 +12,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from tests.checkpoints import make_checkpoint
 from tests.eagle3_checkpoints import change_tensors, make_eagle3_checkpoint
-from tests.helpers import random_prompt
+from tests.helpers import each_option, random_prompt
 from tests.kernels.cpu.helpers import native
 from tests.speculation.proposers.drafting import (
     NATIVE,
@@ -69,7 +69,7 @@ def without_logprobs(seen: list[Any]) -> list[Any]:
     return [part[:2] for part in seen]
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", each_option(OPTIONS, long=["two ranks"]))
 def test_a_head_changes_no_token(
     options: dict[str, Any],
     random_model: str,

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from tests.checkpoints import copy_checkpoint, make_checkpoint
-from tests.helpers import random_prompt
+from tests.helpers import each_option, random_prompt
 from tests.kernels.cpu.helpers import native
 from tests.mtp_checkpoints import STATEFUL, Reference, add_mtp, save_mtp
 from tests.speculation.proposers.drafting import (
@@ -75,7 +75,7 @@ def expected(model: str) -> list[Any]:
     return tokens_of(found)
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", each_option(OPTIONS, long=["two ranks"]))
 def test_drafts_change_no_token(
     options: dict[str, Any],
     model: str,
