@@ -12,9 +12,13 @@ from nanovllm.kernels.torch_experts import ACTIVATIONS, ExpertLinear, ExpertMLP,
 
 
 def supports(x: torch.Tensor, mlp: ExpertMLP) -> bool:
-    """Return whether `experts` can compute `mlp` for `x`: each expert must have whole panels."""
+    """Return whether `experts` can compute `mlp` for `x`: each expert must have whole panels, and
+    its inputs their own order.
+    """
     return x.dtype == torch.bfloat16 and all(
-        isinstance(linear.weight, PanelWeight) and linear.num_outputs % divisor == 0
+        isinstance(linear.weight, PanelWeight)
+        and linear.num_outputs % divisor == 0
+        and linear.weight.panels.inputs is None
         for linear, divisor in ((mlp.gate_up, 2 * PANEL), (mlp.down, PANEL))
     )
 
@@ -75,6 +79,7 @@ def experts(x: torch.Tensor, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
         routing.ids,
         gate_up.packed,
         gate_up.scales,
+        gate_up.factors,
         mlp.gate_up.bias,
         hidden,
         *sizes,
@@ -93,6 +98,7 @@ def experts(x: torch.Tensor, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
         routing.weights,
         down.packed,
         down.scales,
+        down.factors,
         mlp.down.bias,
         prepared,
         y,

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 
 from nanovllm.kernels import torch_experts
-from nanovllm.kernels.cpu import expert_ops, layer_ops, ops, state_ops
+from nanovllm.kernels.cpu import expert_ops, layer_ops, lora_ops, ops, state_ops
 from nanovllm.kernels.cpu.build import PANEL
 from nanovllm.kernels.cpu.packed import OneDnnWeight, PackedWeight, use_onednn
 from nanovllm.kernels.torch_experts import ExpertMLP, Routing
@@ -39,6 +39,8 @@ class CKernels(CSamplingKernels):
     relu2 = staticmethod(layer_ops.relu2)
     mul_act = staticmethod(layer_ops.mul_act)
     scale = staticmethod(layer_ops.scale)
+
+    add_lora = staticmethod(lora_ops.add_lora)
 
     causal_conv = staticmethod(state_ops.causal_conv)
     gated_delta = staticmethod(state_ops.gated_delta)

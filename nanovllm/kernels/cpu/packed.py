@@ -1,11 +1,13 @@
 """Weights packed for the C kernels or for oneDNN. Knows no layer."""
 
+import math
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels.cpu import ops
+from nanovllm.kernels.cpu.build import PANEL
 from nanovllm.utils.pages import PageReserve
 
 _ONEDNN_HINT_ROWS = 16
@@ -15,20 +17,31 @@ _ONEDNN_MIN_ELEMENTS = 2**20
 
 
 class Panels(NamedTuple):
-    """A weight in the layout of the C kernels, see `ops.packed_zeros` and `ops.pack_int`."""
+    """A weight in the layout of the C kernels, see `ops.packed_zeros` and `ops.int_zeros`."""
 
     packed: torch.Tensor
     scales: torch.Tensor | None
-    """With 8 and 4 bits only; [panels, groups, 32], or [panels, groups, 2, 32] with minimums."""
+    """With 8 and 4 bits only; [panels, groups, 32], or [panels, groups, 2, 32] with minimums or
+    zeros."""
     bits: int
     fp4: bool = False
-    """See `ops.kind_of`."""
+    zeros: bool = False
+    """Of both see `ops.kind_of`."""
+    factors: torch.Tensor | None = None
+    """[panels * 32] float32: multiply the outputs."""
+    inputs: torch.Tensor | None = None
+    """[k] int32: which input belongs to each column of the weight."""
 
     def arguments(self, inputs: int) -> tuple[int, int, int]:
         """Return the group, the bits and the kind of a weight of `inputs` inputs."""
         if self.scales is None:
             return 0, self.bits, 0
-        return inputs // self.scales.shape[1], self.bits, ops.kind_of(self.scales, self.fp4)
+        return inputs // self.scales.shape[1], self.bits, self.kind()
+
+    def kind(self) -> int:
+        """Return the kind of a weight of 8 or 4 bits, see `ops.kind_of`."""
+        assert self.scales is not None
+        return ops.kind_of(self.scales, self.fp4, self.zeros)
 
 
 class PanelWeight:
@@ -45,16 +58,79 @@ class PanelWeight:
         self._num_outputs = num_outputs
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        packed, scales, bits, fp4 = self.panels
-        if scales is None:
-            return ops.linear(x, packed, self._num_outputs, bias)
-        return ops.linear_int(x, packed, scales, self._num_outputs, bits, bias, fp4)
+        panels = self.panels
+        if panels.scales is None:
+            return ops.linear(x, panels.packed, self._num_outputs, bias)
+        weight = panels.packed, panels.scales, self._num_outputs, panels.bits
+        rest = panels.kind(), panels.factors, panels.inputs
+        return ops.linear_int(x, *weight, bias, *rest)
 
     def embedding(self, ids: torch.Tensor) -> torch.Tensor:
-        packed, scales, bits, fp4 = self.panels
-        if scales is None:
-            return ops.gather(ids, packed)
-        return ops.gather_int(ids, packed, scales, bits, fp4)
+        panels = self.panels
+        if panels.scales is None:
+            return ops.gather(ids, panels.packed)
+        rest = panels.kind(), panels.factors, panels.inputs
+        return ops.gather_int(ids, panels.packed, panels.scales, panels.bits, *rest)
+
+
+class IntPanelWeight(PanelWeight):
+    """A weight [n, k] of 8 or 4 bits in the layout of the C kernels, of zeros at first.
+
+    Args:
+        group: inputs that share a scale.
+        has_minimums, has_zeros, fp4: what it has; at most one of them.
+        inputs: see `Panels`.
+        reserve: gives the memory while it lasts.
+    """
+
+    def __init__(
+        self,
+        n: int,
+        k: int,
+        group: int,
+        bits: int,
+        *,
+        has_minimums: bool = False,
+        has_zeros: bool = False,
+        fp4: bool = False,
+        inputs: torch.Tensor | None = None,
+        reserve: PageReserve | None = None,
+    ) -> None:
+        rows_of_group = 2 if has_minimums or has_zeros else 1
+        if has_minimums or fp4:
+            group = math.gcd(group, PANEL)  # the kernels have no wider groups of these
+        memory = ops.int_zeros(n, k, group, bits, rows_of_group, reserve)
+        super().__init__(Panels(*memory, bits, fp4, has_zeros, None, inputs), n)
+
+    def store(
+        self,
+        start: int,
+        values: torch.Tensor,
+        scales: torch.Tensor,
+        more: torch.Tensor | None = None,
+        factors: torch.Tensor | None = None,
+    ) -> None:
+        """Store rows; the first is row `start`, a multiple of 32.
+
+        Args:
+            values: [m, k] int8. m is a multiple of 32, too, unless these are the last rows.
+            scales: [m, k / group]: float16, or with fp4 bfloat16, of twice the numbers.
+            more: minimums, float16, or zeros of any integer dtype: like `scales`.
+            factors: [m] float32; None: 1.
+        """
+        packed, packed_scales, bits, fp4, has_zeros, *_ = self.panels
+        assert packed_scales is not None
+        if has_zeros:
+            zeros = torch.zeros_like(scales) if more is None else more
+            more = (-(zeros.int() + (8 if bits == 4 else 0))).short()
+        assert scales.dtype == (torch.bfloat16 if fp4 else torch.float16)
+        ops.pack_int_rows(values, scales, more, packed, packed_scales, start)
+        if factors is None:
+            return
+        if self.panels.factors is None:
+            self.panels = self.panels._replace(factors=torch.ones(len(packed) * PANEL))
+        assert self.panels.factors is not None
+        self.panels.factors[start : start + len(factors)] = factors
 
 
 class PackedWeight(PanelWeight):
@@ -82,13 +158,26 @@ class OneDnnWeight:
     """
 
     def __init__(self, weight: torch.Tensor) -> None:
+        self.shape, self.dtype = weight.shape, weight.dtype
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ONEDNN_HINT_ROWS)
+
+    def dense(self) -> torch.Tensor:
+        """Return the weight [n, k] as it was given."""
+        return self._packed.to_dense()
+
+    def replace(self, weight: torch.Tensor) -> None:
+        """Multiply with `weight` [n, k] from now on."""
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ONEDNN_HINT_ROWS)
+
+    def release(self) -> None:
+        """Free the memory; `replace` comes before the next product."""
+        self._packed = None
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
 
     def embedding(self, ids: torch.Tensor) -> torch.Tensor:
-        return F.embedding(ids, self._packed.to_dense())
+        return F.embedding(ids, self.dense())
 
 
 def use_onednn(weight: torch.Tensor) -> bool:

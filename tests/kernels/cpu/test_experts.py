@@ -15,9 +15,14 @@ from nanovllm.kernels.cpu.packed import PackedWeight
 from nanovllm.kernels.torch_experts import ExpertLinear, ExpertMLP
 from nanovllm.steps.recording import Recording
 from tests.kernels.cpu.helpers import native, randn
+from tests.kernels.cpu.int_weights import Form, dequantised, random_weight
 
 pytestmark = [native, pytest.mark.usefixtures("kernels", "inference_mode")]
 NUM_EXPERTS, TOP_K = 7, 3
+FORMS = {
+    "zeros": Form(4, "zeros", 32, False, False),
+    "nvfp4": Form(4, "fp4", 16, True, False),
+}
 
 
 def random_routing(tokens, num_experts=NUM_EXPERTS, top_k=TOP_K):
@@ -38,6 +43,10 @@ def in_bits(weight, bits):
         pairs, scales = random_mxfp4(*weight.shape)
         wide = Fp4Weight(pairs, scales, torch.float64)
         return native_weight(pairs, scales), wide.embedding(torch.arange(len(pairs)))
+    if bits in FORMS:
+        tensor = random_weight(FORMS[bits], *weight.shape, seed=len(weight))
+        small = tensor._replace(scales=(tensor.scales.float() / 4).to(tensor.scales.dtype))
+        return make_int_method(small, torch.bfloat16, CKernels()), dequantised(small)
     if bits == 16:
         packed = PackedWeight(*weight.shape)
         packed.store(0, weight)
@@ -79,6 +88,8 @@ CASES = [
     (8, "silu", False, True),
     (4, "swiglu_oai", True, False),
     ("fp4", "swiglu_oai", True, True),
+    ("zeros", "silu", False, False),
+    ("nvfp4", "silu", False, True),
 ]
 
 
@@ -93,7 +104,9 @@ def test_experts(hidden_size, size, bits, activation, interleaved, bias):
         expected = torch_experts.experts(x.double(), routing, wide)
         assert y.shape == expected.shape
         if tokens:
-            tolerance = 0.03 if bits in (4, "fp4") else 0.01  # inputs of 4-bit weights have 8 bits
+            tolerance = (
+                0.03 if bits in (4, "fp4", *FORMS) else 0.01
+            )  # inputs of 4-bit weights have 8 bits
             assert (y - expected).abs().max() < tolerance * expected.abs().max()
 
 
@@ -199,6 +212,20 @@ def test_a_logit_that_is_no_number_makes_the_weights_nan():
     found = expert_ops.route(logits, 4, renormalize=True)
     assert found.weights.isnan().any(1).tolist() == [False, True, True, False]
     assert ((found.ids >= 0) & (found.ids < 40)).all()
+
+
+def test_experts_with_inputs_in_another_order_are_computed_by_torch():
+    mlp, _ = make_mlp(96, 32, "zeros", "silu", False, False)
+    tensor = random_weight(Form(4, "zeros", 32, False, True), NUM_EXPERTS * 64, 96, 1)
+    method = make_int_method(tensor, torch.bfloat16, CKernels())
+    gate_up = mlp.gate_up._replace(weight=method)
+    x = randn(3, 96)
+    assert expert_ops.supports(x, mlp)
+    mlp = mlp._replace(gate_up=gate_up)
+    assert not expert_ops.supports(x, mlp)
+    routing = random_routing(3)
+    expected = torch_experts.experts(x, routing, mlp)
+    assert torch.equal(CKernels().experts(x, routing, mlp), expected)
 
 
 def test_a_recording_runs_with_fewer_tokens():

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanovllm.formats.integer import IntTensor, quantize
+from nanovllm.formats.integer import quantize
 from nanovllm.kernels.cpu import layer_ops, ops as cpu_ops, table_ops
 from nanovllm.kernels.cpu.kernels import CKernels
 from nanovllm.layers.sampler import draw
@@ -39,6 +39,7 @@ def test_linear_reads_rows_that_lie_apart():
     assert torch.equal(cpu_ops.linear(x, pack(weight), 64), expected)
 
 
+@pytest.mark.thinned(3)
 @native
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(("n", "k"), [(200, 512), (928, 288)])  # the second has 1.1 MB of outputs
@@ -64,7 +65,7 @@ def test_a_bias_is_added_before_the_sum_is_rounded(n, bits):
     else:
         rounded = quantize(weight, bits, 32)
         weight = rounded.values.double() * rounded.scales.double().repeat_interleave(32, 1)
-        packed, scales = cpu_ops.pack_int(*rounded)
+        packed, scales = cpu_ops.pack_int(*rounded[:4])
         linear = functools.partial(
             cpu_ops.linear_int, packed=packed, scales=scales, num_outputs=n, bits=bits
         )
@@ -98,7 +99,7 @@ def test_gather_returns_the_rows(n, k):
 def test_linear_int(n, k, group, bits):
     rounded = quantize(randn(n, k), bits, group)
     weight = rounded.values.double() * rounded.scales.double().repeat_interleave(group, 1)
-    packed = cpu_ops.pack_int(*rounded)
+    packed = cpu_ops.pack_int(*rounded[:4])
     largest = randn(300, k, seed=300)
     largest[:, ::7] *= 1000  # inputs of very different magnitudes
     together = cpu_ops.linear_int(largest, *packed, n, bits)
@@ -137,7 +138,7 @@ def test_linear_int_with_minimums(n, k, extreme):
     scaled = (values.double() + 8) * scales.double().repeat_interleave(32, 1)
     offsets = minimums.double().repeat_interleave(32, 1)
     weight = scaled + offsets
-    packed = cpu_ops.pack_int(*IntTensor(values, scales, minimums, 4))
+    packed = cpu_ops.pack_int(values, scales, minimums, 4)
     x = randn(300, k, seed=300)
     x[:, ::7] *= 1000
     bias = randn(n, seed=3)
@@ -311,6 +312,7 @@ def sampled_by_torch(n, filters):
     return logits, halves, sampling, drawn
 
 
+@pytest.mark.thinned(3)
 @native
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("filters", FILTERS)

@@ -7,6 +7,13 @@
 #define FROM_SCALES from_bf16 /* the scales of keys */
 #include "int_tiles.h"
 
+/* acc[rows][32] = x[rows][k] . w, or with `add` acc += x . w, for keys or values of 8 bits. Not inlined: inside a parallel region GCC 12
+ * keeps the accumulators in memory. */
+static __attribute__((noinline)) void cache_tile(int rows, ptrdiff_t k, ptrdiff_t group, quantized_rows x, int_panel panel,
+                                                 output_rows acc, int add) {
+    int_tile_of(8, PLAIN, 0, 0, rows, k, group, x, panel, acc, add);
+}
+
 /* What all tiles of a call share. */
 typedef struct {
     ptrdiff_t heads;    /* query heads of a token */
@@ -73,7 +80,7 @@ INLINE void load_queries(const cache_layout *c, const query_tile *t, const bf16 
             bf16 padded[c->width];
             memset(padded, 0, sizeof padded);
             memcpy(padded, from, c->dim * sizeof *from);
-            quantize_row(padded, 2, t->queries, r, c->width / int_groups(c), 8);
+            quantize_row(padded, 2, t->queries, r, c->width / int_groups(c), 8, PLAIN);
         }
     }
 }
@@ -97,7 +104,7 @@ INLINE void score_keys(const cache_layout *c, const query_tile *t, kv_sequence k
             ptrdiff_t k = c->width / int_groups(c);
             for (int g = 0; g < int_groups(c); g++) {
                 int_panel panel = {keys + in_block * c->width + g * k * PANEL, scales, 0};
-                int_tile(8, t->rows, k, k, columns_from(*t->queries, 8, g * k, g), panel, found, g);
+                cache_tile(t->rows, k, k, columns_from(*t->queries, 8, g * k, g), panel, found, g);
             }
         }
     }
@@ -133,7 +140,7 @@ INLINE void softmax_row(const cache_layout *c, const query_tile *t, key_pass pas
         }
     }
     t->rescale[r] = t->row_max[r] - known_max, t->row_max[r] = row_max, t->pass_sum[r] = sum_of(sum);
-    if (c->bits == 8) quantize_row(scores + pass.first, 4, t->weights, r, PANEL, 8);
+    if (c->bits == 8) quantize_row(scores + pass.first, 4, t->weights, r, PANEL, 8, PLAIN);
 }
 
 /* Rescale the sums of earlier passes to the new row_max, and add the pass's weights to row_sum. */
@@ -167,7 +174,7 @@ INLINE void add_values(const cache_layout *c, const query_tile *t, key_pass pass
                 int_panel panel = {(const uint8_t *)t->values[b] + d * c->block, unit_scales, 0};
                 ptrdiff_t keys = pass.keys - j < c->block ? pass.keys - j : c->block;
                 quantized_rows from = columns_from(*t->weights, 8, j - pass.first, (j - pass.first) / PANEL);
-                int_tile(8, t->rows, keys, PANEL, from, panel, acc, 1);
+                cache_tile(t->rows, keys, PANEL, from, panel, acc, 1);
             }
         }
     }

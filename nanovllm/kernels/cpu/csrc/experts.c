@@ -4,8 +4,7 @@
  * multiple of 32, and so is k. Tokens are sorted by expert. The rows of an expert, cut into blocks that fit the second-level cache,
  * are multiplied together. Only weights of experts that a token has chosen are read.
  */
-#define FROM_SCALES from_f16
-#include "int_tiles.h"
+#include "int_weights.h"
 
 /* chosen = the places of the `top` largest of row[experts], by size; of equal ones the first comes first. */
 static void choose(const float *row, ptrdiff_t experts, ptrdiff_t top, int32_t *chosen) {
@@ -98,11 +97,12 @@ static void group_pairs(grouping *found, const int32_t *ids, ptrdiff_t pairs, pt
 }
 static void free_grouping(grouping g) { free(g.pairs), free(g.blocks); }
 
-/* A weight of E experts with 16, 8 or 4 bits. With 8 and 4 bits it has scales of groups of inputs, and a kind: see int_tiles.h. `bias`
- * is [E * n] or NULL. */
+/* A weight of E experts with 16, 8 or 4 bits. With 8 and 4 bits it has scales of groups of inputs, and a kind: see int_weights.h.
+ * `factors` and `bias` are [E * n] or NULL. */
 typedef struct {
     const void *packed;
-    const f16 *scales;
+    const uint16_t *scales;
+    const float *factors;
     const bf16 *bias;
     ptrdiff_t n, k, group, bits, kind;
 } expert_weight;
@@ -117,13 +117,14 @@ typedef struct {
 /* Bytes of a prepared row, its scales and sums included. A block has room for what prepare_inputs() writes behind its rows. */
 static ptrdiff_t prepared_bytes(const expert_weight *w) {
     if (w->bits == 16) return (w->k + 64) * sizeof(operand);
-    ptrdiff_t groups = w->k / w->group;
+    ptrdiff_t groups = w->k / input_group(w->bits, w->group);
     return ((w->k + 64) * 2 + groups * (sizeof(float) + sizeof(group_sum)) + 63) / 64 * 64;
 }
 
 /* Say where the inputs of a block of `rows` rows are in `buffer`. */
 static prepared place(const expert_weight *w, ptrdiff_t rows, char *buffer) {
-    ptrdiff_t step = even_block(rows, TILE_ROWS), groups = w->bits == 16 ? 0 : w->k / w->group, ld = w->k + 64;
+    ptrdiff_t step = even_block(rows, TILE_ROWS), ld = w->k + 64;
+    ptrdiff_t groups = w->bits == 16 ? 0 : w->k / input_group(w->bits, w->group);
     float *scales = (float *)(buffer + rows * ld * 2);
 #if defined(HAVE_AMX) || defined(HAVE_DPBF16)
     ptrdiff_t x_ld = w->k;
@@ -139,7 +140,8 @@ static void prepare(const expert_weight *w, const bf16 *x, ptrdiff_t ldx, ptrdif
     prepared p = place(w, rows, buffer);
     if (w->bits == 16) prepare_inputs(x, ldx, rows, p.step, w->k, (operand *)buffer);
     else
-        for (ptrdiff_t r = 0; r < rows; r++) quantize_row(x + r * ldx, 2, &p.q, r, w->group, (int)w->bits);
+        for (ptrdiff_t r = 0; r < rows; r++)
+            quantize_row(x + r * ldx, 2, &p.q, r, input_group(w->bits, w->group), (int)w->bits, (int)w->kind);
 }
 
 static int_panel int_panel_of(const expert_weight *w, ptrdiff_t panel) {
@@ -167,9 +169,11 @@ static ptrdiff_t side_by_side(block b, ptrdiff_t count) { return b.rows == 1 && 
 
 /* acc[count][rows][32] = x . panels, for side_by_side() panels from `panel` on. */
 static void sums_of(const expert_weight *w, prepared in, ptrdiff_t panel, ptrdiff_t count, float *acc) {
+    ptrdiff_t width = in.rows > 1 || count < STREAMS ? 1 : STREAMS;
     if (in.rows > 1 || count < STREAMS) panel_sums(w, in, panel, acc);
     else if (w->bits == 16) tile_streams(in.x.p, (const bf16 *)w->packed + panel * PANEL * w->k, w->k, acc);
     else int_streams((int)w->bits, w->k, w->group, in.q, int_panel_of(w, panel), acc);
+    if (w->factors) multiply_columns(acc, width == 1 ? in.rows : 1, width * PANEL, w->factors + panel * PANEL);
 }
 
 enum { SILU, GELU_TANH, SWIGLU_OAI };
@@ -207,10 +211,11 @@ static ptrdiff_t groups_of(ptrdiff_t panels) { return (panels + STREAMS - 1) / S
 
 /* hidden[pair][n] = activation(gate, up) of the sorted pairs, for x[tokens][k] and a weight with 2n outputs of each expert. An item
  * is a block and STREAMS panels of hidden. */
-void nv_expert_gate_up(team *t, const bf16 *x, const int32_t *ids, const void *packed, const f16 *scales, const bf16 *bias,
-                       bf16 *hidden, ptrdiff_t tokens, ptrdiff_t experts, ptrdiff_t top, ptrdiff_t n, ptrdiff_t k, ptrdiff_t group,
-                       ptrdiff_t bits, ptrdiff_t kind, ptrdiff_t activation, ptrdiff_t interleaved) {
-    const expert_weight w = {packed, scales, bias, 2 * n, k, group, bits, kind};
+void nv_expert_gate_up(team *t, const bf16 *x, const int32_t *ids, const void *packed, const uint16_t *scales,
+                       const float *factors, const bf16 *bias, bf16 *hidden, ptrdiff_t tokens, ptrdiff_t experts, ptrdiff_t top,
+                       ptrdiff_t n, ptrdiff_t k, ptrdiff_t group, ptrdiff_t bits, ptrdiff_t kind, ptrdiff_t activation,
+                       ptrdiff_t interleaved) {
+    const expert_weight w = {packed, scales, factors, bias, 2 * n, k, group, bits, kind};
     ptrdiff_t panels = n / PANEL, groups = groups_of(panels), max_rows = rows_that_fit(tokens, k * sizeof(operand), LINEAR_BYTES);
     ptrdiff_t pairs = tokens * top;
     grouping g = {0};
@@ -266,10 +271,10 @@ static void add_weighted(grouping g, block b, ptrdiff_t top, const float *weight
 /* y[tokens][n] = the sum over a token's experts, by their numbers, of weight * (hidden . w + bias), rounded once. `buffer` has
  * prepared_bytes(), at most 4k + 256, for each pair: all threads share the prepared rows of hidden[pair][k]. An item is some panels of y,
  * which it sums for all tokens: threads write no sum in common, and whichever is ready takes the next item. */
-void nv_expert_down(team *t, const bf16 *hidden, const int32_t *ids, const float *weights, const void *packed, const f16 *scales,
-                    const bf16 *bias, char *buffer, bf16 *y, ptrdiff_t tokens, ptrdiff_t experts, ptrdiff_t top, ptrdiff_t n,
-                    ptrdiff_t k, ptrdiff_t group, ptrdiff_t bits, ptrdiff_t kind) {
-    const expert_weight w = {packed, scales, bias, n, k, group, bits, kind};
+void nv_expert_down(team *t, const bf16 *hidden, const int32_t *ids, const float *weights, const void *packed, const uint16_t *scales,
+                    const float *factors, const bf16 *bias, char *buffer, bf16 *y, ptrdiff_t tokens, ptrdiff_t experts,
+                    ptrdiff_t top, ptrdiff_t n, ptrdiff_t k, ptrdiff_t group, ptrdiff_t bits, ptrdiff_t kind) {
+    const expert_weight w = {packed, scales, factors, bias, n, k, group, bits, kind};
     ptrdiff_t panels = n / PANEL, width = groups_of(panels) < t->threads ? 1 : STREAMS, bytes = prepared_bytes(&w);
     ptrdiff_t max_rows = rows_that_fit(tokens, k * sizeof(operand), LINEAR_BYTES), ld = width * PANEL;
     ptrdiff_t pairs = tokens * top;

@@ -10,7 +10,7 @@
 
 #include "threads.h"
 
-typedef uint16_t bf16, f16;
+typedef uint16_t bf16;
 enum { PANEL = 32 };
 
 /* linear.c */
@@ -21,22 +21,29 @@ void nv_linear(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *packed, const 
 void nv_gather(team *t, const int64_t *ids, const bf16 *packed, bf16 *y, ptrdiff_t tokens, ptrdiff_t k);
 
 /* linear_int.c */
-void nv_pack_int(team *t, const int8_t *q, const f16 *scales, const f16 *minimums, uint8_t *packed, f16 *packed_scales,
-                 ptrdiff_t n, ptrdiff_t k, ptrdiff_t group, ptrdiff_t bits);
-void nv_linear_int(team *t, const bf16 *x, ptrdiff_t ldx, const uint8_t *packed, const f16 *scales, const bf16 *bias, bf16 *y,
-                   ptrdiff_t m, ptrdiff_t n, ptrdiff_t k, ptrdiff_t group, ptrdiff_t bits, ptrdiff_t kind);
-void nv_gather_int(team *t, const int64_t *ids, const uint8_t *packed, const f16 *scales, bf16 *y, ptrdiff_t tokens, ptrdiff_t k,
-                   ptrdiff_t group, ptrdiff_t bits, ptrdiff_t kind);
+void nv_pack_int(team *t, const int8_t *q, const uint16_t *scales, const uint16_t *more, uint8_t *packed, uint16_t *packed_scales,
+                 ptrdiff_t n, ptrdiff_t k, ptrdiff_t source, ptrdiff_t group, ptrdiff_t bits);
+void nv_linear_int(team *t, const bf16 *x, ptrdiff_t ldx, const uint8_t *packed, const uint16_t *scales, const float *factors,
+                   const int32_t *inputs, const bf16 *bias, bf16 *y, ptrdiff_t m, ptrdiff_t n, ptrdiff_t k, ptrdiff_t group,
+                   ptrdiff_t bits, ptrdiff_t kind);
+void nv_gather_int(team *t, const int64_t *ids, const uint8_t *packed, const uint16_t *scales, const float *factors,
+                   const int32_t *inputs, bf16 *y, ptrdiff_t tokens, ptrdiff_t k, ptrdiff_t group, ptrdiff_t bits, ptrdiff_t kind);
 
 /* experts.c */
 void nv_route(team *t, const bf16 *logits, const bf16 *scales, const float *bias, int32_t *ids, float *weights, ptrdiff_t tokens,
               ptrdiff_t experts, ptrdiff_t top, ptrdiff_t renormalize, float factor, ptrdiff_t sigmoid);
-void nv_expert_gate_up(team *t, const bf16 *x, const int32_t *ids, const void *packed, const f16 *scales, const bf16 *bias,
-                       bf16 *hidden, ptrdiff_t tokens, ptrdiff_t experts, ptrdiff_t top, ptrdiff_t n, ptrdiff_t k, ptrdiff_t group,
-                       ptrdiff_t bits, ptrdiff_t kind, ptrdiff_t activation, ptrdiff_t interleaved);
-void nv_expert_down(team *t, const bf16 *hidden, const int32_t *ids, const float *weights, const void *packed, const f16 *scales,
-                    const bf16 *bias, char *buffer, bf16 *y, ptrdiff_t tokens, ptrdiff_t experts, ptrdiff_t top, ptrdiff_t n,
-                    ptrdiff_t k, ptrdiff_t group, ptrdiff_t bits, ptrdiff_t kind);
+void nv_expert_gate_up(team *t, const bf16 *x, const int32_t *ids, const void *packed, const uint16_t *scales,
+                       const float *factors, const bf16 *bias, bf16 *hidden, ptrdiff_t tokens, ptrdiff_t experts, ptrdiff_t top,
+                       ptrdiff_t n, ptrdiff_t k, ptrdiff_t group, ptrdiff_t bits, ptrdiff_t kind, ptrdiff_t activation,
+                       ptrdiff_t interleaved);
+void nv_expert_down(team *t, const bf16 *hidden, const int32_t *ids, const float *weights, const void *packed, const uint16_t *scales,
+                    const float *factors, const bf16 *bias, char *buffer, bf16 *y, ptrdiff_t tokens, ptrdiff_t experts,
+                    ptrdiff_t top, ptrdiff_t n, ptrdiff_t k, ptrdiff_t group, ptrdiff_t bits, ptrdiff_t kind);
+
+/* lora.c */
+void nv_add_lora(team *t, const bf16 *x, ptrdiff_t ldx, bf16 *y, const bf16 *a, const bf16 *b, const int32_t *ranks,
+                 const float *scales, const int32_t *ends, const int32_t *groups, const int32_t *order, float *scratch,
+                 ptrdiff_t tokens, ptrdiff_t n, ptrdiff_t k, ptrdiff_t slices, ptrdiff_t max_rank);
 
 /* elementwise.c */
 void nv_add_rms_norm(team *t, const bf16 *x, bf16 *residual, const bf16 *weight, bf16 *out, ptrdiff_t rows, ptrdiff_t n, float eps,

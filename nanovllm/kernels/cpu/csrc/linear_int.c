@@ -1,22 +1,23 @@
 /* Linear layers with weights of 8 or 4 bits: packing them, multiplying by them, and reading rows of them.
- * Layouts: see int_tiles.h.
+ * Layouts: see int_weights.h.
  */
-#define FROM_SCALES from_f16
-#include "int_tiles.h"
+#include "int_weights.h"
 
-/* Pack q[n][k] int8 with scales and minimums [n][k/group]; minimums may be NULL. Zeros fill the last panel. */
-void nv_pack_int(team *t, const int8_t *q, const f16 *scales, const f16 *minimums, uint8_t *packed, f16 *packed_scales,
-                 ptrdiff_t n, ptrdiff_t k, ptrdiff_t group, ptrdiff_t bits) {
-    ptrdiff_t groups = k / group, rows_of_group = minimums ? 2 : 1;
+/* Pack q[n][k] int8 with scales [n][k/source] and `more`, minimums or zeros of the same shape, or NULL. Each stands for the groups of
+ * `group` inputs in its group of `source`. Zeros fill the last panel. */
+void nv_pack_int(team *t, const int8_t *q, const uint16_t *scales, const uint16_t *more, uint8_t *packed, uint16_t *packed_scales,
+                 ptrdiff_t n, ptrdiff_t k, ptrdiff_t source, ptrdiff_t group, ptrdiff_t bits) {
+    ptrdiff_t groups = k / group, rows_of_group = more ? 2 : 1;
     FOR_ITEMS(p, t, (n + PANEL - 1) / PANEL) {
         uint8_t *out = packed + p * PANEL * k * bits / 8;
-        f16 *out_scales = packed_scales + p * PANEL * groups * rows_of_group;
+        uint16_t *out_scales = packed_scales + p * PANEL * groups * rows_of_group;
         memset(out, 0, PANEL * k * bits / 8);
         memset(out_scales, 0, PANEL * groups * rows_of_group * sizeof *out_scales);
         for (ptrdiff_t c = 0, row = p * PANEL; c < PANEL && row < n; c++, row++) {
             for (ptrdiff_t g = 0; g < groups; g++) {
-                out_scales[g * rows_of_group * PANEL + c] = scales[row * groups + g];
-                if (minimums) out_scales[(2 * g + 1) * PANEL + c] = minimums[row * groups + g];
+                ptrdiff_t from = row * (k / source) + g * group / source;
+                out_scales[g * rows_of_group * PANEL + c] = scales[from];
+                if (more) out_scales[(2 * g + 1) * PANEL + c] = more[from];
             }
             for (ptrdiff_t i = 0; i < k; i++) {
                 if (bits == 8) out[offset8(i, c)] = (uint8_t)q[row * k + i];
@@ -26,25 +27,33 @@ void nv_pack_int(team *t, const int8_t *q, const f16 *scales, const f16 *minimum
     }
 }
 
-/* y[m][n] = x[m][k] . w + bias[n], rounded to nearest even; rows of x are ldx apart. `kind`: PLAIN,
- * MINIMUMS or FP4. An item is the product of a block of x with a panel, or of a single row with STREAMS of them. Each thread quantises the
- * blocks that it multiplies. */
-void nv_linear_int(team *t, const bf16 *x, ptrdiff_t ldx, const uint8_t *packed, const f16 *scales, const bf16 *bias, bf16 *y,
-                   ptrdiff_t m, ptrdiff_t n, ptrdiff_t k, ptrdiff_t group, ptrdiff_t bits, ptrdiff_t kind) {
-    ptrdiff_t panels = (n + PANEL - 1) / PANEL, groups = k / group, block = rows_that_fit(m, k * 2, CACHE_BYTES), ld = k + 64;
+/* y[m][n] = x[m][k] . w * factors[n] + bias[n], rounded to nearest even; rows of x are ldx apart. If `inputs` is not NULL, inputs[i] of
+ * x belongs to input i of w. `factors`, for whole panels, and bias may be NULL, too. `kind`: see int_weights.h. An item is the product of
+ * a block of x with a panel, or of a single row with STREAMS of them. Each thread quantises the blocks that it multiplies. */
+void nv_linear_int(team *t, const bf16 *x, ptrdiff_t ldx, const uint8_t *packed, const uint16_t *scales, const float *factors,
+                   const int32_t *inputs, const bf16 *bias, bf16 *y, ptrdiff_t m, ptrdiff_t n, ptrdiff_t k, ptrdiff_t group,
+                   ptrdiff_t bits, ptrdiff_t kind) {
+    ptrdiff_t panels = (n + PANEL - 1) / PANEL, block = rows_that_fit(m, k * 2, CACHE_BYTES), ld = k + 64;
     ptrdiff_t streams = m == 1 ? STREAMS : 1, items_per_block = (panels + streams - 1) / streams, prepared = -1;
-    ptrdiff_t panel_bytes = PANEL * k * bits / 8, panel_scales = PANEL * groups * rows_of_scales(kind);
+    ptrdiff_t panel_bytes = PANEL * k * bits / 8, panel_scales = PANEL * (k / group) * rows_of_scales(kind);
+    ptrdiff_t x_group = input_group(bits, group), groups = k / x_group;
     float acc[TILE_ROWS * PANEL] __attribute__((aligned(64)));
+    bf16 *ordered = inputs ? malloc(k * sizeof *ordered) : NULL;
     quantized_rows q = {malloc(block * ld * 2), malloc(block * groups * 4), malloc(block * groups * sizeof(group_sum)), ld, groups};
     FOR_ITEMS(item, t, (m + block - 1) / block * items_per_block) {
         ptrdiff_t i = item / items_per_block * block, first = item % items_per_block * streams;
         ptrdiff_t count = m - i < block ? m - i : block, step = even_block(count, TILE_ROWS);
         if (i != prepared)
-            for (ptrdiff_t r = 0; r < count; r++) quantize_row(x + (i + r) * ldx, 2, &q, r, group, bits);
+            for (ptrdiff_t r = 0; r < count; r++) {
+                const bf16 *row = x + (i + r) * ldx;
+                for (ptrdiff_t j = 0; inputs && j < k; j++) ordered[j] = row[inputs[j]];
+                quantize_row(inputs ? ordered : row, 2, &q, r, x_group, (int)bits, (int)kind);
+            }
         prepared = i;
         if (m == 1 && first + STREAMS <= panels) {
             int_panel panel = {packed + first * panel_bytes, scales + first * panel_scales, (int)kind};
-            int_streams(bits, k, group, q, panel, acc);
+            int_streams((int)bits, k, group, q, panel, acc);
+            if (factors) multiply_columns(acc, 1, STREAMS * PANEL, factors + first * PANEL);
             store_row(acc, bias_from(bias, first * PANEL), y + first * PANEL, STREAMS * PANEL, n - first * PANEL);
             continue;
         }
@@ -52,29 +61,33 @@ void nv_linear_int(team *t, const bf16 *x, ptrdiff_t ldx, const uint8_t *packed,
             int_panel panel = {packed + p * panel_bytes, scales + p * panel_scales, (int)kind};
             for (ptrdiff_t r = 0; r < count; r += step) {
                 int rows = count - r < step ? (int)(count - r) : (int)step;
-                int_tile(bits, rows, k, group, rows_from(q, bits, r), panel, (output_rows){acc, PANEL}, 0);
+                int_tile((int)bits, rows, k, group, rows_from(q, (int)bits, r), panel, (output_rows){acc, PANEL}, 0);
+                if (factors) multiply_columns(acc, rows, PANEL, factors + p * PANEL);
                 store_tile(acc, bias_from(bias, p * PANEL), y + (i + r) * n + p * PANEL, n, rows, n - p * PANEL);
             }
         }
     }
-    free(q.ints), free(q.scales), free(q.sums);
+    free(q.ints), free(q.scales), free(q.sums), free(ordered);
 }
 
-/* y[t] = row ids[t] of the unpacked weight, [k]. */
-void nv_gather_int(team *t, const int64_t *ids, const uint8_t *packed, const f16 *scales, bf16 *y, ptrdiff_t tokens, ptrdiff_t k,
-                   ptrdiff_t group, ptrdiff_t bits, ptrdiff_t kind) {
+/* y[t] = row ids[t] of the unpacked weight, [k]; `factors` and `inputs` as above. */
+void nv_gather_int(team *t, const int64_t *ids, const uint8_t *packed, const uint16_t *scales, const float *factors,
+                   const int32_t *inputs, bf16 *y, ptrdiff_t tokens, ptrdiff_t k, ptrdiff_t group, ptrdiff_t bits, ptrdiff_t kind) {
     ptrdiff_t groups = k / group, rows_of_group = rows_of_scales(kind);
     FOR_ITEMS(token, t, tokens) {
         ptrdiff_t p = ids[token] / PANEL, c = ids[token] % PANEL;
         const uint8_t *w = packed + p * PANEL * k * bits / 8;
         for (ptrdiff_t i = 0; i < k; i++) {
-            const f16 *scale = scales + (p * groups + i / group) * rows_of_group * PANEL + c;
+            const uint16_t *scale = scales + (p * groups + i / group) * rows_of_group * PANEL + c;
             int value = bits == 8 ? (int8_t)w[offset8(i, c)] : w[offset4(i, c)] >> shift4(i) & 15;
             if (kind == FP4) value = fp4_table[value] - FP4_OFFSET;
+            else if (kind == ZEROS) value += (int16_t)scale[PANEL];
             else if (bits == 4 && kind == PLAIN) value -= 8;
             vf minimum = kind == MINIMUMS ? from_f16((half_vu){scale[PANEL]}) : (vf){0};
-            vf factor = kind == FP4 ? from_bf16((half_vu){*scale}) : from_f16((half_vu){*scale});
-            store_bf16(y + token * k + i, 1, fma_(factor, broadcast(value), minimum));
+            vf short_scale = kind == FP4 ? from_bf16((half_vu){*scale}) : from_f16((half_vu){*scale});
+            vf weight = fma_(short_scale, broadcast(value), minimum);
+            if (factors) weight *= factors[ids[token]];
+            store_bf16(y + token * k + (inputs ? inputs[i] : i), 1, weight);
         }
     }
 }

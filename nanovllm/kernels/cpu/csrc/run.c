@@ -24,11 +24,14 @@ static void run_call(team *t, const word *call, ptrdiff_t tokens, ptrdiff_t rows
     case 0: nv_pack(t, a[0].p, a[1].p, a[2].n, a[3].n); break;
     case 1: nv_linear(t, a[0].p, a[1].n, a[2].p, a[3].p, a[4].p, TOKENS(5), a[6].n, a[7].n); break;
     case 2: nv_gather(t, a[0].p, a[1].p, a[2].p, TOKENS(3), a[4].n); break;
-    case 3: nv_pack_int(t, a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].n, a[6].n, a[7].n, a[8].n); break;
+    case 3: nv_pack_int(t, a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].n, a[6].n, a[7].n, a[8].n, a[9].n); break;
     case 4:
-        nv_linear_int(t, a[0].p, a[1].n, a[2].p, a[3].p, a[4].p, a[5].p, TOKENS(6), a[7].n, a[8].n, a[9].n, a[10].n, a[11].n);
+        nv_linear_int(t, a[0].p, a[1].n, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, a[7].p, TOKENS(8), a[9].n, a[10].n, a[11].n,
+                      a[12].n, a[13].n);
         break;
-    case 5: nv_gather_int(t, a[0].p, a[1].p, a[2].p, a[3].p, TOKENS(4), a[5].n, a[6].n, a[7].n, a[8].n); break;
+    case 5:
+        nv_gather_int(t, a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, TOKENS(6), a[7].n, a[8].n, a[9].n, a[10].n);
+        break;
     case 6: nv_add_rms_norm(t, a[0].p, a[1].p, a[2].p, a[3].p, TOKENS(4), a[5].n, (float)a[6].f, a[7].n, (float)a[8].f); break;
     case 7: nv_mul_act(t, a[0].p, a[1].n, a[2].n, a[3].p, a[4].n, a[5].p, a[6].n, TOKENS(7), a[8].n, a[9].n); break;
     case 8:
@@ -55,12 +58,12 @@ static void run_call(team *t, const word *call, ptrdiff_t tokens, ptrdiff_t rows
         nv_route(t, a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, TOKENS(5), a[6].n, a[7].n, a[8].n, (float)a[9].f, a[10].n);
         break;
     case 17:
-        nv_expert_gate_up(t, a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, TOKENS(6), a[7].n, a[8].n, a[9].n, a[10].n, a[11].n,
-                          a[12].n, a[13].n, a[14].n, a[15].n);
+        nv_expert_gate_up(t, a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, TOKENS(7), a[8].n, a[9].n, a[10].n, a[11].n,
+                          a[12].n, a[13].n, a[14].n, a[15].n, a[16].n);
         break;
     case 18:
-        nv_expert_down(t, a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, a[7].p, TOKENS(8), a[9].n, a[10].n, a[11].n,
-                       a[12].n, a[13].n, a[14].n, a[15].n);
+        nv_expert_down(t, a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, a[7].p, a[8].p, TOKENS(9), a[10].n, a[11].n,
+                       a[12].n, a[13].n, a[14].n, a[15].n, a[16].n);
         break;
     case 19: nv_rms_norm(t, a[0].p, a[1].n, a[2].p, a[3].p, a[4].n, TOKENS(5), a[6].n, (float)a[7].f, a[8].n); break;
     case 20: nv_scale(t, a[0].p, a[1].p, TOKENS(2), a[3].n, (float)a[4].f); break;
@@ -74,6 +77,10 @@ static void run_call(team *t, const word *call, ptrdiff_t tokens, ptrdiff_t rows
         break;
     case 23:
         nv_gated_rms_norm(t, a[0].p, a[1].n, a[2].p, a[3].n, a[4].p, a[5].p, TOKENS(6), a[7].n, a[8].n, (float)a[9].f);
+        break;
+    case 24:
+        nv_add_lora(t, a[0].p, a[1].n, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, a[7].p, a[8].p, a[9].p, a[10].p, TOKENS(11),
+                    a[12].n, a[13].n, a[14].n, a[15].n);
         break;
     }
 }
