@@ -160,8 +160,10 @@ def errors(x: Any, weight: Any, library: str, reductions: Any) -> dict[str, Any]
     }
 
 
-def lines(figures: Mapping[str, Any], bandwidth: Mapping[str, Any]) -> list[str]:
-    """Return a table of times by way and rows, and one of errors."""
+def table_of_times(
+    figures: Mapping[str, Any], bandwidth: Mapping[str, Any], counts: tuple[int, ...]
+) -> list[str]:
+    """Return a table of times by shape and way, for each number of rows."""
     copy = bandwidth.get("copy")
     by_way: dict[tuple[str, str], dict[int, str]] = {}
     for row in figures.get("times", []):
@@ -170,10 +172,15 @@ def lines(figures: Mapping[str, Any], bandwidth: Mapping[str, Any]) -> list[str]
             rate = row["bytes"] / row["seconds"]
             cell = f"{1e6 * row['seconds']:.2f} ({percent(copy and rate / copy)})"
         by_way.setdefault((row["shape"], row["way"]), {})[row["rows"]] = cell
-    head = ["us a product (of the copy's rate)", "by", *(f"{rows} rows" for rows in ROWS)]
-    text = table(
-        head, ([*key, *(found.get(rows, "–") for rows in ROWS)] for key, found in by_way.items())
+    head = ["us a product (of the copy's rate)", "by", *(f"{count} rows" for count in counts)]
+    return table(
+        head, ([*key, *(found.get(rows, "–") for rows in counts)] for key, found in by_way.items())
     )
+
+
+def lines(figures: Mapping[str, Any], bandwidth: Mapping[str, Any]) -> list[str]:
+    """Return a table of times by way and rows, and one of errors."""
+    text = table_of_times(figures, bandwidth, ROWS)
     text += ["", "Triton's times are without the sum of the partial results of split K.", ""]
     rows = []
     for row in figures.get("errors", []):

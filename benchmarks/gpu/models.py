@@ -22,6 +22,7 @@ CASES: tuple[tuple[str, float, dict[str, Any]], ...] = (
     ("Qwen3-32B", 75, {}),
     (SMALL, 25, {"enforce_eager": True}),
     ("Qwen3-8B", 40, {"quantization": "fp8"}),
+    ("Qwen3-8B", 40, {"quantization": "int4"}),
 )
 """A model, the seconds that it needs (a guess), and options of `Config`."""
 

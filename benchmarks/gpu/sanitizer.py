@@ -17,6 +17,7 @@ TOOLS = ("memcheck", "racecheck")
 SELECTED = {
     "test_ops.py": "bfloat16 or slots or length or negative",
     "test_fp8.py": "multiply or bfloat16",
+    "test_int4.py": "multiply and bfloat16",
     "test_attention.py": "test_groups or edges or length_0 or float8",
     "test_decode_step.py": "gather or advance",
     "test_sampling.py": "depend or stride or distribution",

@@ -11,7 +11,7 @@ from typing import ClassVar, Protocol
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels import decode_step, torch_experts, torch_states
+from nanovllm.kernels import adapters, decode_step, torch_experts, torch_states
 from nanovllm.kernels.activations import activate, swiglu_oai
 from nanovllm.kernels.torch_experts import ExpertMLP, Routing
 from nanovllm.kernels.torch_math import NORM_ROUNDED, rms_norm
@@ -39,6 +39,8 @@ class Kernels:
     each row its own work, and sorts nothing. None: draw in torch."""
     fp8: ModuleType | None = None
     """Kernels that multiply in FP8: `kernels.triton.fp8`."""
+    ints: ModuleType | None = None
+    """Products with weights of 4 and 8 bits, which stay packed: `kernels.triton.int_weight`."""
     ngram: ModuleType | None = None
     """Kernels for prompt lookup on a GPU: `kernels.triton.ngram`."""
 
@@ -175,6 +177,8 @@ class Kernels:
     def experts(self, x: torch.Tensor, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
         """Return the weighted sums of the experts' outputs: see `torch_experts.experts`."""
         return torch_experts.experts(x, routing, mlp)
+
+    add_lora = staticmethod(adapters.add_lora)
 
     causal_conv = staticmethod(torch_states.causal_conv)
     gated_delta = staticmethod(torch_states.gated_delta)

@@ -7,7 +7,7 @@ timed at start. Knows no scheduling and no sampling.
 import dataclasses
 import functools
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from nanovllm.attention.batch import Batch
 from nanovllm.attention.paged import PagedBackend
 from nanovllm.attention.spec import PLAIN, AttentionSpec
 from nanovllm.kernels.torch_math import NORM_ROUNDED
+from nanovllm.kernels.triton.packed_ints import PackedInts
 from nanovllm.layers.activation import ActAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
@@ -80,10 +81,8 @@ def unsupported_model(model: nn.Module, backend: Backend) -> str | None:
     if (reason := _not_plain(model, spec)) is not None:
         return reason
     for module in model.modules():
-        if isinstance(module, Matrix) and (
-            module.weight is None or module.weight.dtype != spec.dtype
-        ):
-            return "the weights are quantised"
+        if isinstance(module, Matrix) and _weight(module, spec.dtype) is None:
+            return "the weights are quantised in another way than packed 4 bits, or have adapters"
         if isinstance(module, DecoderLayer) and module.store_input is not None:
             return "a draft head reads hidden states"
     return _not_plain(model, spec)
@@ -123,9 +122,9 @@ class FusedStep:
     """
 
     def __init__(self, model: DecoderForCausalLM, backend: Backend) -> None:
-        from nanovllm.kernels.triton import fused_attention, fused_layer
+        from nanovllm.kernels.triton import fused_attention, fused_layer, fused_packed
 
-        self._attention, self._layer = fused_attention, fused_layer
+        self._attention, self._layer, self._packed = fused_attention, fused_layer, fused_packed
         self._model = model
         spec = self._spec = backend.spec
         shape = (fused_layer.MAX_ROWS, spec.num_kv_heads)
@@ -148,10 +147,7 @@ class FusedStep:
             assert isinstance(layer, DecoderLayer)
             sums, residual = self._run_layer(layer, sums, residual, batch, scratch)
         norm = decoder.norm
-        logits, _ = self._layer.norm_linear(
-            residual, *sums, norm.weight, norm.eps, _weight(head), None,
-            gated=False, chained=self._chained,
-        )  # fmt: skip
+        logits, _ = self._norm_linear(residual, sums, norm, head, None)
         return logits[:, : head.vocab_size]
 
     def _run_layer(
@@ -168,12 +164,10 @@ class FusedStep:
             sums: the previous layer's output.
         """
         attention, mlp = layer.self_attn, layer.mlp
-        kernels, chained = self._layer, self._chained
-        norm, linear = layer.input_layernorm, attention.qkv_proj
-        qkv, residual = kernels.norm_linear(
-            residual, *sums, norm.weight, norm.eps, _weight(linear), linear.bias,
-            gated=False, chained=chained,
-        )  # fmt: skip
+        linear = attention.qkv_proj
+        qkv, residual = self._norm_linear(
+            residual, sums, layer.input_layernorm, linear, linear.bias
+        )
         assert isinstance(mlp, GatedMLP)
         heads = self._attention.attend_rows(
             qkv,
@@ -184,23 +178,48 @@ class FusedStep:
             attention.attn.kv_cache,
             self._spec.num_heads,
             scratch,
-            chained=chained,
+            chained=self._chained,
         )
-        partials = kernels.linear_partials(
-            heads.flatten(1), _weight(attention.o_proj), chained=chained
-        )
+        sums = self._partials(heads.flatten(1), attention.o_proj), attention.o_proj.bias
         norm, gate_up = layer.post_attention_layernorm, mlp.gate_up_proj
-        product, residual = kernels.norm_linear(
-            residual, partials, attention.o_proj.bias, norm.weight, norm.eps,
-            _weight(gate_up), gate_up.bias, gated=True, chained=chained,
+        product, residual = self._norm_linear(
+            residual, sums, norm, gate_up, gate_up.bias, gated=True
+        )
+        return (self._partials(product, mlp.down_proj), mlp.down_proj.bias), residual
+
+    def _norm_linear(
+        self,
+        residual: torch.Tensor,
+        sums: _Sums,
+        norm: RMSNorm,
+        linear: Matrix,
+        bias: torch.Tensor | None,
+        *,
+        gated: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `fused_layer.norm_linear`."""
+        weight = _weight(linear, self._spec.dtype)
+        kernels: Any = self._packed if isinstance(weight, PackedInts) else self._layer
+        found: tuple[torch.Tensor, torch.Tensor] = kernels.norm_linear(
+            residual, *sums, norm.weight, norm.eps, weight, bias,
+            gated=gated, chained=self._chained,
         )  # fmt: skip
-        partials = kernels.linear_partials(product, _weight(mlp.down_proj), chained=chained)
-        return (partials, mlp.down_proj.bias), residual
+        return found
+
+    def _partials(self, x: torch.Tensor, linear: Matrix) -> torch.Tensor:
+        """See `fused_layer.linear_partials`."""
+        weight = _weight(linear, self._spec.dtype)
+        kernels: Any = self._packed if isinstance(weight, PackedInts) else self._layer
+        partials: torch.Tensor = kernels.linear_partials(x, weight, chained=self._chained)
+        return partials
 
 
-def _weight(matrix: Matrix) -> torch.Tensor:
-    assert matrix.weight is not None, "unsupported_model() comes first"
-    return matrix.weight
+def _weight(matrix: Matrix, dtype: torch.dtype) -> torch.Tensor | PackedInts | None:
+    """Return what the fused kernels read of a matrix; None if they cannot multiply with it."""
+    if matrix.weight is not None and matrix.method is None:
+        return matrix.weight if matrix.weight.dtype == dtype else None
+    weight: PackedInts | None = getattr(matrix.method, "fusible", None)  # of a PackedIntWeight
+    return weight
 
 
 def faster_logits(

@@ -210,6 +210,7 @@ LINES = (
     "| 16 | 128 | 1.00 | 5.00 | 4.00 | 3.00 |",
     "| qkv | cuBLAS | 4.00 (50%) | RuntimeError: no | – | – |",
     "| qkv | bf16 reductions | 1.0e-03 | 2.0e-03 | 3.0e-03 | 4.0e-03 | 1, 16 |",
+    "| qkv | Triton, groups of 128 | – | 2.00 (25%) | – | – | – |",
     "| Qwen3-8B |  | 64 x 300 | 8.00 | 4.49 | 8,000 | 56% |",
     "| Qwen3-8B | quantization=fp8 | 64 x 300 | 5.00 | – | 12,800 | – |",
     "| Qwen3-32B |  | OutOfMemoryError: no |  |  |  |  |",

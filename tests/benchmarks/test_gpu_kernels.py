@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from benchmarks.gpu import attention, launches, matrices, micro_kernels
+from benchmarks.gpu import attention, launches, matrices, micro_kernels, packed
 from nanovllm.attention.spec import AttentionSpec
 from nanovllm.attention.triton import TritonBackend
 from tests.kernels.triton.harness import compile_launches
@@ -95,3 +95,18 @@ def test_they_compile() -> None:
         assert len(kernels) == len(calls)
         for kernel in kernels:
             assert kernel.n_spills == 0, kernel
+
+
+@pytest.mark.skipif(CUDA, reason="interpreted, which a GPU turns off")
+def test_products_with_packed_weights_agree() -> None:
+    weights = randn(2, 40, 256, dtype=torch.float16)
+    methods = packed.ways(weights)
+    x = randn(3, 256, dtype=torch.float16, seed=1)
+    exact = x.double() @ weights[1].double().T
+    for way, (products, num_bytes) in methods.items():
+        error = (products[1](x).double() - exact).abs().max() / exact.abs().max()
+        assert error < (1e-3 if way == packed.CUBLAS else 0.2)
+        assert len(products) == 2
+        assert num_bytes <= (40 * 256 * 2 if way == packed.CUBLAS else 40 * 256 * 9 // 16)
+    triton, widened = (methods[way][0][1](x) for way in ("Triton, groups of 128", packed.WIDENED))
+    assert (triton - widened).abs().max() <= 2.0**-9 * widened.abs().max()

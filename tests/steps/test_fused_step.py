@@ -20,11 +20,13 @@ from nanovllm.attention.spec import AttentionOptions, AttentionSpec
 from nanovllm.attention.torch_sdpa import TorchBackend
 from nanovllm.attention.triton import TritonBackend
 from nanovllm.formats.fp8 import FP8
+from nanovllm.formats.integer import make_int_method, quantize
 from nanovllm.kernels.torch_math import NORM_WIDE
 from nanovllm.kernels.triton.kernels import TritonKernels
 from nanovllm.layers.activation import ActAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import Matrix
 from nanovllm.layers.rope_scaling import RopeConfig
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.model_config import ModelConfig
@@ -44,7 +46,7 @@ from nanovllm.steps.fused_step import (
 )
 from nanovllm.worker import attention_groups
 from nanovllm.worker.device_tables import DeviceTables
-from tests.kernels.triton.inputs import CUDA, DEVICE
+from tests.kernels.triton.inputs import CUDA, DEVICE, randn
 from tests.kernels.triton.interpreter import patch_interpreter
 from tests.kernels.triton.test_ops import assert_as_good
 from tests.steps.fake_graphs import StepKernels, use_fake_graphs
@@ -160,6 +162,7 @@ def in_eager_mode(batch: Batch) -> Batch:
     return dataclasses.replace(batch, lengths=HostLengths((1,) * len(lengths), lengths))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("family", "dtype", "lengths"),
     [
@@ -186,6 +189,29 @@ def test_the_logits_and_the_cache_of_the_layers(
         changed = (old != caches[0]).flatten(1, 2).any(-1).any(-1).any(0)
         assert set(changed.nonzero()[:, 0].tolist()) == set(slots.tolist())
         assert_as_good(*(cache.flatten(1, 2)[:, slots] for cache in caches))
+
+
+@without_gpu
+def test_weights_of_4_bits_stay_packed() -> None:
+    """The layers multiply with what the fused kernels multiply with."""
+    model = Model(
+        dataclasses.replace(SMALL, hidden_size=64, intermediate_size=96),
+        torch.float16,
+        TritonBackend,
+    )
+    for module in model.module.modules():
+        if isinstance(module, Matrix) and module.weight is not None:
+            rounded = quantize(module.weight.data, 4, 32)
+            module.replace_weight(make_int_method(rounded, torch.float16, TritonKernels()))
+    batch = make_batch([1, 5, 6, 7, 90])
+    theirs, found = model.unfused(batch), model.fused(batch)
+    assert (found - theirs).abs().max() <= 0.01 * theirs.abs().max()
+    o_proj = model.module.model.layers[1].self_attn.o_proj
+    order = torch.arange(64, dtype=torch.int32)
+    by_order = quantize(randn(64, 64), 4, 32)._replace(inputs=order)
+    for weight in (quantize(randn(64, 64), 8, 32), by_order):
+        o_proj.replace_weight(make_int_method(weight, torch.float16, TritonKernels()))
+        assert "quantised" in str(unsupported_model(model.module, model.backend))
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA GPU")

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from nanovllm.formats.registry import round_weight
+from nanovllm.formats.rounding import round_weight
 from nanovllm.kernels.cpu import ops as cpu_ops
 from nanovllm.kernels.cpu.kernels import CKernels
 from nanovllm.layers.linear import RowParallelLinear

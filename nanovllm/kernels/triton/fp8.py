@@ -9,6 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.triton import split_k
+from nanovllm.kernels.triton.split_k import add_splits
+
 FP8 = torch.float8_e4m3fn
 
 _LIMIT = torch.finfo(FP8).max
@@ -95,11 +98,8 @@ def multiply(
 
 
 def new_counters(weight: torch.Tensor) -> torch.Tensor:
-    """Return the counters that `multiply` needs for `weight`, all 0 between two launches.
-
-    They count the finished splits of each tile.
-    """
-    return torch.zeros(2 * triton.cdiv(len(weight), 64), dtype=torch.int32, device=weight.device)
+    """Return the counters that `multiply` needs for `weight`."""
+    return split_k.new_counters(len(weight), weight.device)
 
 
 def _options(rows: int, outputs: int, steps: int) -> dict[str, int]:
@@ -110,7 +110,7 @@ def _options(rows: int, outputs: int, steps: int) -> dict[str, int]:
     """
     if rows > 64:
         return {"M": 64, "N": 128, "SPLITS": 1, "num_warps": 4, "num_stages": 3}
-    m, n = (16, 32) if rows <= 16 else (32, 64)
+    m, n = (16, split_k.MIN_TILE) if rows <= 16 else (32, 2 * split_k.MIN_TILE)
     most = _SPLIT_PROGRAMS // triton.cdiv(outputs, n), steps // _MIN_STEPS, _MAX_SPLITS
     return {"M": m, "N": n, "SPLITS": max(1, min(most)), "num_warps": 4, "num_stages": 4}
 
@@ -184,19 +184,9 @@ def _multiply_fp8(
         a_scale = tl.load(x_scales + row * GROUPS + group, is_row, 0.0)
         b_scale = tl.load(weight_scales + output * GROUPS + group, is_output, 0.0)
         acc += tl.dot(a, tl.trans(b)) * a_scale[:, None] * b_scale[None, :]
-    place = y + row[:, None] * OUTPUTS + output[None, :]
-    is_y = is_row[:, None] & is_output[None, :]
-    if SPLITS == 1:
-        tl.store(place, acc.to(y.dtype.element_ty), is_y)
-    else:
-        cell = tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :]
-        first = partial + tile * SPLITS * M * N + cell
-        tl.store(first + split * M * N, acc)
-        tl.debug_barrier()  # all threads must have stored before the split counts as done
-        if tl.atomic_add(splits_done + tile, 1, sem="acq_rel") == SPLITS - 1:
-            total = tl.zeros([M, N], tl.float32)
-            for part in tl.static_range(SPLITS):
-                # ".cg" reads from the L2. The other programs' stores are there.
-                total += tl.load(first + part * M * N, cache_modifier=".cg")
-            tl.store(place, total.to(y.dtype.element_ty), is_y)
-            tl.store(splits_done + tile, 0)
+    is_last = True
+    if SPLITS > 1:
+        acc, is_last = add_splits(acc, partial, splits_done, tile, split, SPLITS)
+    if is_last:
+        place = y + row[:, None] * OUTPUTS + output[None, :]
+        tl.store(place, acc.to(y.dtype.element_ty), is_row[:, None] & is_output[None, :])

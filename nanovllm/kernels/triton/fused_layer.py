@@ -13,16 +13,16 @@ import triton.language as tl
 MAX_ROWS = 16
 """Rows of a tile of the tensor cores."""
 
-_PROGRAMS = 192
+PROGRAMS = 192
 """Programs that shall read one weight. Two fit an SM of a large GPU. Some weights get fewer,
 because splits are multiples of _SPLIT_STEP: 2048 inputs of 1024 outputs get 128."""
-_WARPS = 8
+WARPS = 8
 """Warps of a program. Each multiplies a part of the inputs, so that no warp waits for another, and
 a long sum is many short ones."""
 _SPLIT_STEP = 512
 """A split of a linear's inputs is a multiple of this."""
-_PARTS = tl.constexpr(_WARPS)
-_THREADS = tl.constexpr(32 * _WARPS)
+PARTS = tl.constexpr(WARPS)
+_THREADS = tl.constexpr(32 * WARPS)
 
 
 def norm_linear(
@@ -55,7 +55,7 @@ def norm_linear(
         [R, outputs], or [R, outputs / 2] of SwiGLU's product; and the new residual [R, size].
     """
     (rows, size), outputs = x.shape, len(weight) // (1 + gated)
-    width = _outputs_per_program(outputs, gated)
+    width = outputs_per_program(outputs, gated)
     out = x.new_empty(rows, outputs)
     total = x if partials is None else torch.empty_like(x)
     _norm_linear[(triton.cdiv(outputs, width),)](
@@ -78,10 +78,10 @@ def linear_partials(x: torch.Tensor, weight: torch.Tensor, *, chained: bool) -> 
         [splits, R, outputs] float32; each part sums over some of the inputs.
     """
     (rows, size), outputs = x.shape, len(weight)
-    width = _outputs_per_program(outputs, False)
+    width = outputs_per_program(outputs, False)
     tiles = triton.cdiv(outputs, width)
     steps = triton.cdiv(size, _SPLIT_STEP)
-    split = triton.cdiv(steps, triton.cdiv(_PROGRAMS, tiles)) * _SPLIT_STEP
+    split = triton.cdiv(steps, triton.cdiv(PROGRAMS, tiles)) * _SPLIT_STEP
     splits = triton.cdiv(size, split)
     partials = x.new_empty(splits, rows, outputs, dtype=torch.float32)
     _linear_partials[(tiles, splits)](
@@ -119,9 +119,9 @@ def wait_for_previous(CHAINED: tl.constexpr):
         tl.extra.cuda.gdc_wait()
 
 
-def _outputs_per_program(outputs: int, gated: bool) -> int:
-    """Return the outputs of a program: 32 if that leaves _PROGRAMS programs, else 16."""
-    return 32 if outputs >= 32 * _PROGRAMS and not gated else 16
+def outputs_per_program(outputs: int, gated: bool) -> int:
+    """Return the outputs of a program: 32 if that leaves PROGRAMS programs, else 16."""
+    return 32 if outputs >= 32 * PROGRAMS and not gated else 16
 
 
 def _tile(
@@ -143,8 +143,8 @@ def _tile(
     options = {
         "R": next(rows for rows in (1, 4, MAX_ROWS) if len(x) <= rows),
         "N": width,
-        "K": max(size if size <= 2048 // x.itemsize else most, 16 * _WARPS),
-        "num_warps": _WARPS,
+        "K": max(size if size <= 2048 // x.itemsize else most, 16 * WARPS),
+        "num_warps": WARPS,
         "num_stages": 1,
     }
     return options | ({"maxnreg": 128} if options["R"] <= 4 and x.itemsize == 2 else {})
@@ -155,8 +155,8 @@ def _load_weights(
     weight, output, start, stop, OUTPUTS: tl.constexpr, SIZE: tl.constexpr, K: tl.constexpr
 ):
     """Return [warps, N, K / warps]: inputs [start, start + K) of each `output`, up to `stop`."""
-    PART: tl.constexpr = K // _PARTS
-    column = start + tl.arange(0, _PARTS)[:, None, None] * PART + tl.arange(0, PART)[None, None, :]
+    PART: tl.constexpr = K // PARTS
+    column = start + tl.arange(0, PARTS)[:, None, None] * PART + tl.arange(0, PART)[None, None, :]
     inside = (output < OUTPUTS)[None, :, None] & (column < stop)
     return tl.load(weight + output[None, :, None] * SIZE + column, inside, 0.0)
 
@@ -166,12 +166,12 @@ def _multiply(x, weights, acc):
     """Return acc [warps, R, N] + x [R, K] times `weights`, which `_load_weights` returned."""
     R: tl.constexpr = x.shape[0]
     PART: tl.constexpr = weights.shape[2]
-    parts = tl.permute(tl.reshape(x, [R, _PARTS, PART]), (1, 0, 2))
+    parts = tl.permute(tl.reshape(x, [R, PARTS, PART]), (1, 0, 2))
     return tl.dot(parts, tl.permute(weights, (0, 2, 1)), acc, input_precision="tf32x3")
 
 
 @triton.jit
-def _places(row, start, rows, SIZE: tl.constexpr, K: tl.constexpr):
+def places(row, start, rows, SIZE: tl.constexpr, K: tl.constexpr):
     """Return the places [R, K] of the columns from `start` on, the columns, and which are inside.
 
     The same threads get the same columns for any R, so that a sum over them has one order.
@@ -182,7 +182,7 @@ def _places(row, start, rows, SIZE: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def _sum(
+def sum_parts(
     x, partials, bias, place, column, inside, stride, SIZE: tl.constexpr, SPLITS: tl.constexpr
 ):
     """Return [R, K] float32: x plus the linear that `partials` are parts of, rounded."""
@@ -220,24 +220,26 @@ def _norm_linear(
     squares = tl.zeros([R, K], tl.float32)
     total = tl.zeros([R, K], tl.float32)
     for start in tl.range(0, SIZE, K, num_stages=3 if R <= 4 else 1):
-        place, column, inside = _places(row, start, rows, SIZE, K)
-        total = _sum(x, partials, partials_bias, place, column, inside, stride, SIZE, SPLITS)
+        place, column, inside = places(row, start, rows, SIZE, K)
+        total = sum_parts(x, partials, partials_bias, place, column, inside, stride, SIZE, SPLITS)
         if SPLITS:  # each tile is stored by one program
             is_ours = start // K % tl.num_programs(0) == tl.program_id(0)
             tl.store(total_out + place, total.to(dtype), inside & is_ours)
         squares += total * total
     scale = tl.rsqrt(tl.sum(squares, 1) / SIZE + eps)[:, None]
 
-    acc = tl.zeros([_PARTS, R, N], tl.float32)
-    up_acc = tl.zeros([_PARTS, R, N], tl.float32)
+    acc = tl.zeros([PARTS, R, N], tl.float32)
+    up_acc = tl.zeros([PARTS, R, N], tl.float32)
     for start in range(0, SIZE, K):
         next_weights = _load_weights(weight, output, start + K, SIZE, OUTPUTS, SIZE, K)
         if GATED:
             next_up = _load_weights(up_weight, output, start + K, SIZE, OUTPUTS, SIZE, K)
         if SIZE > K:
-            place, column, inside = _places(row, start, rows, SIZE, K)
+            place, column, inside = places(row, start, rows, SIZE, K)
             factors = tl.load(norm_weight + column, column < SIZE, 0.0)
-            total = _sum(x, partials, partials_bias, place, column, inside, stride, SIZE, SPLITS)
+            total = sum_parts(
+                x, partials, partials_bias, place, column, inside, stride, SIZE, SPLITS
+            )
         normed = (total * scale).to(dtype).to(tl.float32) * factors.to(tl.float32)
         acc = _multiply(normed.to(dtype), weights, acc)
         weights = next_weights
@@ -271,7 +273,7 @@ def _linear_partials(
     weights = _load_weights(weight, output, first, stop, OUTPUTS, SIZE, K)
     wait_for_previous(CHAINED)
     row = tl.arange(0, R)[:, None]
-    acc = tl.zeros([_PARTS, R, N], tl.float32)
+    acc = tl.zeros([PARTS, R, N], tl.float32)
     for part in range(0, SPLIT, K):
         column = first + part + tl.arange(0, K)[None, :]
         next_weights = _load_weights(weight, output, first + part + K, stop, OUTPUTS, SIZE, K)

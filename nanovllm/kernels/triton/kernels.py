@@ -6,7 +6,17 @@ import torch
 
 from nanovllm.kernels.torch_experts import ExpertMLP, Routing
 from nanovllm.kernels.torch_kernels import Kernels
-from nanovllm.kernels.triton import decode_step, experts, fp8, ngram, ops, sampling, states
+from nanovllm.kernels.triton import (
+    decode_step,
+    experts,
+    fp8,
+    int_weight,
+    lora,
+    ngram,
+    ops,
+    sampling,
+    states,
+)
 
 
 class TritonKernels(Kernels):
@@ -14,6 +24,7 @@ class TritonKernels(Kernels):
 
     name: ClassVar[str] = "triton"
     fp8 = fp8
+    ints = int_weight
     ngram = ngram
     add_rms_norm = staticmethod(ops.add_rms_norm)
     rms_norm = staticmethod(ops.rms_norm)
@@ -31,6 +42,7 @@ class TritonKernels(Kernels):
     gather = staticmethod(decode_step.gather)
     advance = staticmethod(decode_step.advance)
     accept = staticmethod(decode_step.accept)
+    add_lora = staticmethod(lora.add_lora)
 
     def experts(self, x: torch.Tensor, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
         return experts.experts(x.contiguous(), routing, mlp)

@@ -98,9 +98,9 @@ def test_a_wide_linear_spills_no_register():
         assert kernel.n_spills == 0, kernel
 
 
-def code_of(kind, *case):
-    """Return the code of a layer's kernels, each with the names and types of its parameters; called
-    in a child process of the harness.
+def code_of(kind, function, *case):
+    """Return the code of the kernels that `function` launches, each with the names and types of its
+    parameters; called in a child process of the harness.
 
     Args:
         kind: "ptx", or "ttgir", which has the layout of each tensor.
@@ -114,13 +114,13 @@ def code_of(kind, *case):
     harness._resources = code_and_parameters
     try:
         *call, arch = case
-        return harness._compile_launches(layer, *call, arch=arch)
+        return harness._compile_launches(function, *call, arch=arch)
     finally:
         harness._resources = resources
 
 
-def in_child(*args):
-    return harness._children().submit(code_of, *args).result()
+def in_child(kind, *args, function=layer):
+    return harness._children().submit(code_of, kind, function, *args).result()
 
 
 def pointers_read(ptx, parameters):

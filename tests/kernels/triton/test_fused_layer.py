@@ -78,7 +78,7 @@ def test_norm_linear(rows, size, outputs, splits, gated, dtype):
 @pytest.mark.parametrize("gated", [False, True])
 def test_wide_tiles(outputs, gated, monkeypatch):
     """A program computes 32 outputs of a weight with many."""
-    monkeypatch.setattr(fused_layer, "_PROGRAMS", 1)
+    monkeypatch.setattr(fused_layer, "PROGRAMS", 1)
     case = Case(torch.float16, 3, 100, outputs, 1, gated=gated, biases=True)
     assert_as_good(case.run()[0], case.layers, case.exact)
 
@@ -100,7 +100,7 @@ def test_linear_partials(rows, size, outputs, splits, dtype):
 
 @each_dtype
 def test_a_split_of_many_tiles(dtype, monkeypatch):
-    monkeypatch.setattr(fused_layer, "_PROGRAMS", 1)
+    monkeypatch.setattr(fused_layer, "PROGRAMS", 1)
     x, weight = randn(2, 2600, dtype=dtype), randn(20, 2600, dtype=dtype, seed=1)
     partials = fused_layer.linear_partials(x, weight, chained=CHAINED)
     assert len(partials) == 1

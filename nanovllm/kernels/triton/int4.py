@@ -1,0 +1,286 @@
+"""Products with weights of 4 or 8 bits, which stay packed: 16-bit inputs, float32 sums.
+
+Up to 64 rows the kernel multiplies with the integers themselves, which 16 bits hold exactly, and
+scales the sum of each group. With more rows it scales a tile of weights and rounds it to the dtype
+of x first. Imports triton: check `kernels.selector.triton_available` first. Knows no layer.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.triton.packed_ints import INT4, INT8, PackedInts
+from nanovllm.kernels.triton.split_k import MIN_TILE, add_splits
+
+_FEW = 64
+"""Maximum rows of x for which the inputs are split, and the weights not rounded."""
+_SPLIT_PROGRAMS = 528
+"""Maximum programs of a tile of rows whose inputs are split: four for each SM of an H100."""
+_MIN_STEPS = 2
+"""Minimum blocks of inputs of a split."""
+_MAX_SPLITS = 16
+"""Maximum splits, whose sums one program adds up."""
+FORMATS = {torch.float16: (10, 15), torch.bfloat16: (7, 127)}
+"""Of a dtype of x: bits of the mantissa, and bias of the exponent."""
+_INT4, _INT8 = tl.constexpr(INT4), tl.constexpr(INT8)
+
+
+def multiply(
+    x: torch.Tensor, weight: PackedInts, bias: torch.Tensor | None, splits_done: torch.Tensor
+) -> torch.Tensor:
+    """Return x times the transpose of `weight`, plus `bias`: [t, n] in the dtype of x.
+
+    The bits of a row depend on its numbers, on the weight and its shape, on the GPU, and on which
+    of these holds the number of rows: up to 16, up to 64, more. They do not depend on the other
+    rows, nor on the order in which programs run.
+
+    Args:
+        x: [t, k] float16 or bfloat16, contiguous.
+        bias: [n].
+        splits_done: from `split_k.new_counters`. Launches that share it must run one after
+            another.
+    """
+    assert x.is_contiguous()
+    rows, outputs = len(x), len(weight.words)
+    y = x.new_empty(rows, outputs)
+    if not rows:
+        return y
+    mantissa, exponent = FORMATS[x.dtype]
+    common = {
+        "OUTPUTS": outputs, "SIZE": weight.size, "GROUP": weight.group, "PART": weight.part,
+        "KIND": weight.kind, "MANTISSA": mantissa, "BIAS": exponent,
+    }  # fmt: skip
+    tensors = *weight[:5], bias
+    if rows > _FEW:
+        grid = (triton.cdiv(rows, 128) * triton.cdiv(outputs, 128),)
+        _multiply_many[grid](
+            x, *tensors, y, rows, **common, M=128, N=128, num_warps=8, num_stages=3
+        )
+        return y
+    options = _options(rows, outputs, triton.cdiv(weight.size, 4 * weight.part))
+    tiles = triton.cdiv(rows, options["M"]) * triton.cdiv(outputs, options["N"])
+    programs = tiles * options["SPLITS"]
+    partial = x.new_empty(
+        programs if options["SPLITS"] > 1 else 0, options["M"], options["N"], dtype=torch.float32
+    )
+    _multiply_few[(programs,)](x, *tensors, y, partial, splits_done, rows, **common, **options)
+    return y
+
+
+def take_rows(
+    weight: PackedInts, ids: torch.Tensor, inputs: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return rows `ids` [t] int64 of `weight`: [t, k] of `dtype`.
+
+    Args:
+        inputs: [k] int32, the place of each of the weight's columns in the result.
+    """
+    y = torch.empty(len(ids), weight.size, dtype=dtype, device=ids.device)
+    mantissa, exponent = FORMATS[dtype]
+    if len(ids):
+        _take_rows[(len(ids), triton.cdiv(weight.size, 4 * weight.part))](
+            ids, *weight[:5], inputs, y,
+            OUTPUTS=len(weight.words), SIZE=weight.size, GROUP=weight.group, PART=weight.part,
+            KIND=weight.kind, MANTISSA=mantissa, BIAS=exponent, num_warps=1,
+        )  # fmt: skip
+    return y
+
+
+def _options(rows: int, outputs: int, blocks: int) -> dict[str, int]:
+    """Return the launch options for a few rows. SPLITS depends on the shape of the weight, so the
+    bits of a row do not depend on the number of rows up to 16.
+    """
+    m, n = (16, MIN_TILE) if rows <= 16 else (32, 2 * MIN_TILE)
+    most = _SPLIT_PROGRAMS // triton.cdiv(outputs, n), blocks // _MIN_STEPS, _MAX_SPLITS
+    return {"M": m, "N": n, "SPLITS": max(1, min(most)), "num_warps": 4, "num_stages": 4}
+
+
+@triton.jit
+def _load_words(words, output, is_output, step, SIZE, PART: tl.constexpr, KIND: tl.constexpr):
+    """Return the words [N, inputs] of block `step` if they hold 4 bits, else a part of it."""
+    BLOCK: tl.constexpr = 4 * PART
+    WIDTH: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK * (BLOCK if KIND == _INT8 else PART)
+    place = words + output[:, None] * WIDTH + step * PART + tl.arange(0, PART)[None, :]
+    return tl.load(place, is_output[:, None], 0)
+
+
+@triton.jit
+def to_numbers(
+    words, index, dtype: tl.constexpr, KIND: tl.constexpr, MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+):  # fmt: skip
+    """Return the numbers of part `index` of the words, exactly, in `dtype`."""
+    if KIND == _INT8:
+        number = words.to(dtype)
+    elif KIND == _INT4:  # put the bits below the mantissa of a power of two
+        ONE_AND_UP: tl.constexpr = (BIAS + MANTISSA) << MANTISSA
+        bits = (words >> (4 * index)) & 15 | ONE_AND_UP
+        number = bits.to(tl.int16).to(dtype, bitcast=True) - ((1 << MANTISSA) + 8)
+    else:
+        HALF: tl.constexpr = (BIAS - 1) << MANTISSA
+        bits = words >> (4 * index)
+        size = bits & 7
+        size = tl.where(size < 2, size * HALF, (size << (MANTISSA - 1)) + HALF)
+        number = (size | ((bits & 8) << 12)).to(tl.int16).to(dtype, bitcast=True)
+    return number
+
+
+@triton.jit
+def _scale_and_shift(
+    groups, output, is_output, start, OUTPUTS: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr
+):
+    """Return float32 [N] of the group of input `start`: a weight is scale * number + shift."""
+    scales, zeros, minimums = groups
+    place = start // GROUP * OUTPUTS + output
+    inside = is_output & (start < SIZE)
+    scale = tl.load(scales + place, inside, 0.0).to(tl.float32)
+    shift = tl.zeros_like(scale)
+    if zeros is not None:
+        shift -= scale * tl.load(zeros + place, inside, 0).to(tl.float32)
+    if minimums is not None:
+        shift += scale * 8 + tl.load(minimums + place, inside, 0.0).to(tl.float32)
+    return scale, shift
+
+
+@triton.jit
+def _of_parts(
+    groups, output, is_output, step, OUTPUTS: tl.constexpr, SIZE: tl.constexpr,
+    GROUP: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """Return scale and shift of each part of block `step`."""
+    at = step * 4 * PART
+    a = _scale_and_shift(groups, output, is_output, at, OUTPUTS, SIZE, GROUP)
+    b, c, d = a, a, a
+    if GROUP % (4 * PART) and GROUP < SIZE:  # a block has several groups
+        b = _scale_and_shift(groups, output, is_output, at + PART, OUTPUTS, SIZE, GROUP)
+        c = _scale_and_shift(groups, output, is_output, at + 2 * PART, OUTPUTS, SIZE, GROUP)
+        d = _scale_and_shift(groups, output, is_output, at + 3 * PART, OUTPUTS, SIZE, GROUP)
+    return a, b, c, d
+
+
+@triton.jit
+def _store(acc, factors, bias, y, row, output, is_row, is_output, OUTPUTS: tl.constexpr):
+    if factors is not None:
+        acc *= tl.load(factors + output, is_output, 0.0)[None, :]
+    if bias is not None:
+        acc += tl.load(bias + output, is_output, 0.0).to(tl.float32)[None, :]
+    place = y + row[:, None] * OUTPUTS + output[None, :]
+    tl.store(place, acc.to(y.dtype.element_ty), is_row[:, None] & is_output[None, :])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _multiply_few(
+    x, words, scales, zeros, minimums, factors, bias, y, partial, splits_done, rows,
+    OUTPUTS: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr,
+    KIND: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Compute one split of a tile of y, and y if it is the tile's last split to end.
+
+    Programs with neighbouring ids read the same rows of the weight, which the L2 then holds.
+    """
+    BLOCK: tl.constexpr = 4 * PART
+    STEPS: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
+    dtype: tl.constexpr = x.dtype.element_ty
+    tile, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
+    row_tiles = tl.cdiv(rows, M)
+    row = (tile % row_tiles * M + tl.arange(0, M)).to(tl.int64)
+    output = (tile // row_tiles * N + tl.arange(0, N)).to(tl.int64)
+    is_row, is_output = row < rows, output < OUTPUTS
+    ones = tl.full([PART, N], 1.0, dtype)
+    acc = tl.zeros([M, N], tl.float32)
+    first, stop = STEPS * split // SPLITS, STEPS * (split + 1) // SPLITS
+    groups = scales, zeros, minimums
+    following = _of_parts(groups, output, is_output, first, OUTPUTS, SIZE, GROUP, PART)
+    for step in range(first, stop):
+        of_parts = following  # which were read while the last block was multiplied
+        following = _of_parts(groups, output, is_output, step + 1, OUTPUTS, SIZE, GROUP, PART)
+        if KIND != _INT8:
+            found = _load_words(words, output, is_output, step, SIZE, PART, KIND)
+        for index in tl.static_range(4):
+            if KIND == _INT8:
+                found = _load_words(words, output, is_output, 4 * step + index, SIZE, PART, KIND)
+            start = step * BLOCK + index * PART
+            a = _load_x(x, row, is_row, start, SIZE, PART)
+            b = tl.trans(to_numbers(found, index, dtype, KIND, MANTISSA, BIAS))
+            scale, shift = of_parts[index]
+            acc += tl.dot(a, b) * scale[None, :]
+            if zeros is not None or minimums is not None:
+                acc += tl.dot(a, ones) * shift[None, :]
+    is_last = True
+    if SPLITS > 1:
+        acc, is_last = add_splits(acc, partial, splits_done, tile, split, SPLITS)
+    if is_last:
+        _store(acc, factors, bias, y, row, output, is_row, is_output, OUTPUTS)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _multiply_many(
+    x, words, scales, zeros, minimums, factors, bias, y, rows,
+    OUTPUTS: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr,
+    KIND: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Compute a tile of y. Programs with neighbouring ids read the same rows of the weight."""
+    BLOCK: tl.constexpr = 4 * PART
+    dtype: tl.constexpr = x.dtype.element_ty
+    row_tiles = tl.cdiv(rows, M)
+    row = (tl.program_id(0) % row_tiles * M + tl.arange(0, M)).to(tl.int64)
+    output = (tl.program_id(0) // row_tiles * N + tl.arange(0, N)).to(tl.int64)
+    is_row, is_output = row < rows, output < OUTPUTS
+    acc = tl.zeros([M, N], tl.float32)
+    groups = scales, zeros, minimums
+    following = _of_parts(groups, output, is_output, 0, OUTPUTS, SIZE, GROUP, PART)
+    for step in range((SIZE + BLOCK - 1) // BLOCK):
+        of_parts = following
+        following = _of_parts(groups, output, is_output, step + 1, OUTPUTS, SIZE, GROUP, PART)
+        if KIND != _INT8:
+            found = _load_words(words, output, is_output, step, SIZE, PART, KIND)
+        for index in tl.static_range(4):
+            if KIND == _INT8:
+                found = _load_words(words, output, is_output, 4 * step + index, SIZE, PART, KIND)
+            start = step * BLOCK + index * PART
+            a = _load_x(x, row, is_row, start, SIZE, PART)
+            scale, shift = of_parts[index]
+            number = to_numbers(found, index, dtype, KIND, MANTISSA, BIAS).to(tl.float32)
+            b = (number * scale[:, None] + shift[:, None]).to(dtype)
+            acc = tl.dot(a, tl.trans(b), acc)
+    _store(acc, factors, bias, y, row, output, is_row, is_output, OUTPUTS)
+
+
+@triton.jit
+def _load_x(x, row, is_row, start, SIZE: tl.constexpr, PART: tl.constexpr):
+    """Return inputs [start, start + PART) of the rows, 0 beyond the last."""
+    inputs = start + tl.arange(0, PART)
+    mask = is_row[:, None]
+    if SIZE % (4 * PART):
+        mask = mask & (inputs < SIZE)[None, :]
+    return tl.load(x + row[:, None] * SIZE + inputs[None, :], mask, 0.0)
+
+
+@triton.jit
+def _take_rows(
+    ids, words, scales, zeros, minimums, factors, inputs, y,
+    OUTPUTS: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr,
+    KIND: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Widen one block of a row."""
+    token, step = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    output = tl.load(ids + token) + tl.arange(0, 1)
+    is_output = output < OUTPUTS
+    groups = scales, zeros, minimums
+    dtype: tl.constexpr = y.dtype.element_ty
+    for index in tl.static_range(4):
+        words_at = 4 * step + index if KIND == _INT8 else step
+        found = _load_words(words, output, is_output, words_at, SIZE, PART, KIND)
+        number = to_numbers(found, index, dtype, KIND, MANTISSA, BIAS).to(tl.float32)
+        start = step * 4 * PART + index * PART
+        scale, shift = _scale_and_shift(groups, output, is_output, start, OUTPUTS, SIZE, GROUP)
+        number = number * scale[:, None] + shift[:, None]
+        if factors is not None:
+            number *= tl.load(factors + output)[:, None]
+        column = start + tl.arange(0, PART)
+        inside = column < SIZE
+        if inputs is not None:
+            column = tl.load(inputs + column, inside, 0)
+        tl.store(y + token * SIZE + column[None, :], number.to(dtype), inside[None, :])

@@ -1,0 +1,46 @@
+"""Sums over inputs that several programs share: each writes its part, and the last one to end adds
+them up in their order. So the bits do not depend on which program ends first. Knows no format.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+MIN_TILE = 32
+"""Minimum outputs of a tile whose inputs are split."""
+
+
+def new_counters(outputs: int, device: torch.device) -> torch.Tensor:
+    """Return the counters for a weight of `outputs` rows, all 0 between two launches.
+
+    They count the finished splits of each tile, for up to 64 rows of x in tiles of at least 16 by
+    2 * MIN_TILE, or one tile of rows by MIN_TILE. Launches that share them must run one after
+    another.
+    """
+    return torch.zeros(2 * triton.cdiv(outputs, 2 * MIN_TILE), dtype=torch.int32, device=device)
+
+
+@triton.jit
+def add_splits(acc, partial, splits_done, tile, split, SPLITS: tl.constexpr):
+    """Return the sum [M, N] of all splits of `tile`, and whether this program ended last.
+
+    Only then is the sum one. The counter is 0 again afterwards.
+
+    Args:
+        acc: [M, N] float32, this program's part.
+        partial: [tiles, SPLITS, M, N] float32 to work in.
+    """
+    M: tl.constexpr = acc.shape[0]
+    N: tl.constexpr = acc.shape[1]
+    cell = tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :]
+    first = partial + tile * SPLITS * M * N + cell
+    tl.store(first + split * M * N, acc)
+    tl.debug_barrier()  # all threads must have stored before the split counts as done
+    is_last = tl.atomic_add(splits_done + tile, 1, sem="acq_rel") == SPLITS - 1
+    if is_last:
+        acc = tl.zeros([M, N], tl.float32)
+        for part in tl.static_range(SPLITS):
+            # ".cg" reads from the L2. The other programs' stores are there.
+            acc += tl.load(first + part * M * N, cache_modifier=".cg")
+        tl.store(splits_done + tile, 0)
+    return acc, is_last
