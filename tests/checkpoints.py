@@ -53,6 +53,12 @@ FP8_FORMATS: dict[str, dict[str, Any]] = {
         "weight_block_size": [8, 16],
         "modules_to_not_convert": ["model.layers.2.mlp"],
     },
+    "tensors": {
+        "quant_method": "fp8",
+        "activation_scheme": "static",
+        "weight_block_size": None,
+        "modules_to_not_convert": ["model.layers.2.mlp"],
+    },
     "channels": {
         "quant_method": "compressed-tensors",
         "format": "float-quantized",
@@ -143,7 +149,8 @@ def make_fp8_checkpoint(model: str, path: Path, kind: str) -> tuple[str, str]:
     """Convert a float32 checkpoint's linears to FP8, all but those of the third layer's MLP.
 
     Args:
-        kind: "blocks", a scale for each block of 8 x 16 weights; or "channels", one for each row.
+        kind: "blocks", a scale for each block of 8 x 16 weights; "channels", one for each row; or
+            "tensors", one for each linear, and one for its inputs.
 
     Returns:
         The FP8 checkpoint, and a float32 checkpoint that holds its weights exactly.
@@ -151,6 +158,7 @@ def make_fp8_checkpoint(model: str, path: Path, kind: str) -> tuple[str, str]:
     rows, columns, scale_name = {
         "blocks": (8, 16, "weight_scale_inv"),
         "channels": (1, 10**6, "weight_scale"),
+        "tensors": (200, 200, "weight_scale_inv"),
     }[kind]
     tensors = load_file(Path(model) / "model.safetensors")
     wide = dict(tensors)
@@ -160,6 +168,9 @@ def make_fp8_checkpoint(model: str, path: Path, kind: str) -> tuple[str, str]:
             wide[name] = exact.float()
             tensors[name] = values
             tensors[name.removesuffix("weight") + scale_name] = scales
+            if kind == "tensors":
+                tensors[name.removesuffix("weight") + scale_name] = scales.reshape(())
+                tensors[name.removesuffix("weight") + "activation_scale"] = torch.tensor(0.02)
     fp8 = copy_checkpoint(model, path / "fp8", quantization_config=FP8_FORMATS[kind])
     save_file(tensors, path / "fp8" / "model.safetensors")
     widened = copy_checkpoint(model, path / "wide")

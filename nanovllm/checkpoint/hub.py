@@ -151,10 +151,19 @@ def open_checkpoint(
         return Checkpoint(path, found.config, {}, path if found.tokenizer else None)
     return Checkpoint(
         path,
-        read_json(path / "config.json"),
+        _read_config(path),
         read_json(path / "generation_config.json"),
         _tokenizer_path(path),
     )
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """Return config.json. Old uploads of ModelOpt have quantization_config in another file."""
+    config = read_json(path / "config.json")
+    if config.get("quantization_config") is None and (path / "hf_quant_config.json").exists():
+        found = read_json(path / "hf_quant_config.json")
+        config["quantization_config"] = {"quant_method": "modelopt", **found}
+    return config
 
 
 def weight_files(

@@ -12,49 +12,44 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from nanovllm.checkpoint.gguf import is_gguf, read_gguf, read_rows
-from nanovllm.checkpoint.json_object import MAX_JSON_BYTES, parse_object
+from nanovllm.checkpoint.gguf import is_gguf
 from nanovllm.checkpoint.shards import Shard, model_shards
+from nanovllm.checkpoint.tensor_files import TensorFile, TensorInfo, read_header
 from nanovllm.errors import CheckpointError
 from nanovllm.options.validation import shown
 from nanovllm.utils.progress import progress_bar
 
 logger = logging.getLogger(__name__)
 
-_MAPPED_BYTES = 128 * 2**20
-"""Bytes read before a file is mapped again, which releases the pages that were read."""
+_NUMBERS = 2**20
+"""Of a chunk, at most, but for chunks of fewest rows."""
 _ROWS = 32
 """A chunk's rows are a multiple of it, except for a tensor's last: packed weights are cut there."""
 _MAX_LISTED = 20
 """Mismatches that one error lists."""
 _MAX_NAME = 200
 """Characters of a tensor's name that an error shows as they are."""
-_DTYPES = ("BF16", "F16", "F32", "F64")
-"""What is converted to a parameter's dtype, in safetensors' names."""
-_FP8_DTYPES = ("F8_E4M3",)
-"""What an FP8 parameter takes."""
-_INT_DTYPES = ("I64", "I32")
-"""What a table of integers takes."""
+_FLOATS = ("BF16", "F16", "F32", "F64")
+_DTYPES: dict[torch.dtype, tuple[str, ...]] = {
+    torch.bfloat16: _FLOATS,
+    torch.float16: _FLOATS,
+    torch.float32: _FLOATS,
+    torch.float8_e4m3fn: ("F8_E4M3",),
+    torch.int64: ("I64", "I32"),
+    torch.int32: ("I32",),
+    torch.int8: ("I8",),
+    torch.uint8: ("U8", "F8_E8M0"),
+}
+"""What is converted to a target's dtype, in safetensors' names. uint8 takes the bits."""
+_MAX_UNIT_DIMENSIONS = 2
+"""Of a tensor of one number, which any target of one number takes."""
 
 Store = Callable[[nn.Module, torch.Tensor, torch.Tensor], bool]
-"""Gets a module, a part of one of its parameters, and the values that belong there. Returns whether
-it has stored them; else they are copied to the parameter."""
+"""Gets a module, a part of its memory or of a meta tensor, and the values that belong there.
+Returns whether it has stored them; else they are copied there."""
 _Keep = Callable[["_Chunk", torch.Tensor], None]
-
-
-class TensorInfo(NamedTuple):
-    """What a file's header says of one tensor."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    """In safetensors' names, or a GGUF file's type."""
-    blocks_shape: tuple[int, ...] | None = None
-    """Of the bytes of a GGUF tensor, in which a uint8 parameter takes it."""
-    has_blocks: bool = True
-    """Whether these bytes can be had in the order of the model's rows and columns."""
 
 
 def load_weights(
@@ -96,7 +91,7 @@ def load_weights(
         total=total, unit="B", unit_scale=True, desc="Loading weights", delay=1, shown=progress
     ) as bar:
         for file in files:
-            for module, size in _read_chunks(file, chunks.pop(file, deque()), keep):
+            for module, size in _read_chunks(file, headers[file], chunks.pop(file, deque()), keep):
                 bar.update(size)
                 num_unread[module] -= 1
                 if not num_unread[module]:
@@ -121,7 +116,7 @@ def _plan(
     chunks: dict[Path, deque[_Chunk]] = {}
     for module, shards in model_shards(model, file_of):
         for shard in shards:
-            if shard.name in ignored:
+            if shard.name in ignored or (shard.optional and shard.name not in file_of):
                 continue
             padding = shard.target.shape[shard.dim] - shard.unpadded_size
             shard.target.narrow(shard.dim, shard.unpadded_size, padding).zero_()
@@ -137,7 +132,8 @@ def check_tensors(
     Args:
         headers: what `read_header` returns, by file.
         ignored: names that may be present or absent; one that ends in "." stands for all names
-            that begin with it.
+            that begin with it, one that begins with "." for those that end in it, unless `model`
+            has the tensor.
 
     Raises:
         CheckpointError: tensors are missing, unexpected, misshapen, in two files, or of a dtype
@@ -151,11 +147,14 @@ def check_tensors(
         if shard.name not in ignored
     }
     left_out = tuple(name for name in ignored if name.endswith("."))
+    ends = tuple(name for name in ignored if name.startswith("."))
     file_of: dict[str, Path] = {}
     wrong: list[str] = []
     for file, header in headers.items():
         for name, found in header.items():
             if name in ignored or name.startswith(left_out):
+                continue
+            if name not in shards and name.endswith(ends):
                 continue
             if name in file_of:
                 wrong.append(f"{_shown(name)} is in both {file_of[name].name} and {file.name}")
@@ -163,7 +162,9 @@ def check_tensors(
                 wrong += _mismatch(name, found, shards.get(name))
             file_of[name] = file
     wrong += [
-        f"missing {name} {shard.shape}" for name, shard in shards.items() if name not in file_of
+        f"missing {name} {shard.shape}"
+        for name, shard in shards.items()
+        if name not in file_of and not shard.optional
     ]
     if wrong:
         listed = wrong[:_MAX_LISTED]
@@ -181,55 +182,24 @@ def _mismatch(name: str, found: TensorInfo, shard: Shard | None) -> list[str]:
     if shard is None:
         return [f"unexpected {_shown(name)} {shown(found.shape)}"]
     as_blocks = shard.target.dtype == torch.uint8 and found.blocks_shape is not None
-    if (found.blocks_shape if as_blocks else found.shape) != shard.shape:
+    shape = found.blocks_shape if as_blocks else found.shape
+    is_same_number = _is_one_number(found.shape) and _is_one_number(shard.shape)
+    if shape != shard.shape and not is_same_number:
         return [f"misshapen {name}: {shown(found.shape)}, the config says {shard.shape}"]
     if found.blocks_shape is not None:  # each of its types is converted
         return []
-    dtypes: tuple[str, ...] = _DTYPES if shard.target.itemsize > 1 else _FP8_DTYPES
-    dtypes = {torch.int64: _INT_DTYPES, torch.uint8: ("U8",)}.get(shard.target.dtype, dtypes)
+    dtypes = _DTYPES[shard.target.dtype]
     if found.dtype not in dtypes:
         return [f"{name} has dtype {found.dtype}, must have {' or '.join(dtypes)}"]
     return []
 
 
+def _is_one_number(shape: tuple[int, ...]) -> bool:
+    return math.prod(shape) == 1 and len(shape) <= _MAX_UNIT_DIMENSIONS
+
+
 def _shown(name: str) -> str:
     return name if len(name) <= _MAX_NAME and name.isprintable() else shown(name)
-
-
-def read_header(file: Path) -> dict[str, TensorInfo]:
-    """Return what the header of `file`, safetensors or GGUF, says of each tensor, by name.
-
-    Raises:
-        CheckpointError: the file is not sound, or names a tensor twice.
-    """
-    if is_gguf(file):
-        return {
-            name: TensorInfo(
-                weight.tensor.shape,
-                weight.tensor.type.name,
-                weight.blocks_shape,
-                weight.has_blocks,
-            )
-            for name, weight in read_gguf(file).weights.items()
-        }
-    try:
-        with file.open("rb") as opened:
-            num_bytes = int.from_bytes(opened.read(8), "little")
-            if num_bytes > MAX_JSON_BYTES:
-                raise OSError(f"its header has {num_bytes} bytes; at most {MAX_JSON_BYTES}")
-            text = opened.read(num_bytes)
-        with safe_open(file, framework="pt") as tensors:
-            slices = {name: tensors.get_slice(name) for name in tensors.offset_keys()}
-            header = {
-                name: TensorInfo(tuple(part.get_shape()), part.get_dtype())
-                for name, part in slices.items()
-            }
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{file} is not a sound safetensors file ({error!s:.200}); download it again"
-        ) from error
-    parse_object(text, f"the header of {file}")  # safetensors takes the last tensor of a name
-    return header
 
 
 class _Chunk(NamedTuple):
@@ -245,14 +215,18 @@ class _Chunk(NamedTuple):
 
     def fitting(self, values: torch.Tensor) -> torch.Tensor:
         """Return `values`, which were read, in the shape of `target`."""
+        if values.numel() == 1:
+            return values.view(self.target.shape)
         values = values[0] if values.ndim > self.target.ndim else values
         return values.T if self.transposed else values
 
 
 def _chunks(shard: Shard, owner: nn.Module) -> Iterator[_Chunk]:
     unpadded = shard.target.narrow(shard.dim, 0, shard.unpadded_size)
-    row_bytes = math.prod(shard.part_shape[1:]) * 4
-    num_rows = max(1, _MAPPED_BYTES // 2 // row_bytes // _ROWS) * _ROWS
+    row_numbers = max(1, math.prod(shard.part_shape[1:]))
+    num_rows = max(1, _NUMBERS // row_numbers // _ROWS) * _ROWS
+    if shard.transposed:  # each of whose rows lies in all rows of the file
+        num_rows = max(1, len(unpadded))
     for row in range(0, unpadded.shape[0], num_rows):
         target = unpadded[row : row + num_rows]
         slices = [slice(0, size) for size in target.shape]
@@ -266,44 +240,38 @@ def _chunks(shard: Shard, owner: nn.Module) -> Iterator[_Chunk]:
         yield _Chunk(shard.name, tuple(slices), target, shard.transposed, owner)
 
 
-def _read_chunks(file: Path, chunks: deque[_Chunk], keep: _Keep) -> Iterator[tuple[nn.Module, int]]:
-    """Read `chunks` in the order of the file's bytes; yield each one's owner and bytes.
+def _in_order(chunks: Iterable[_Chunk], header: dict[str, TensorInfo]) -> deque[_Chunk]:
+    """Return `chunks` by modules, in the order of the file's bytes.
+
+    A file may have all scales behind all weights. So all tensors of a module are read when its
+    largest is: it gets its final form before the next one takes memory.
+    """
+    largest: dict[nn.Module, tuple[int, int]] = {}
+    for chunk in chunks:
+        info = header[chunk.name]
+        size = math.prod(info.shape)
+        if size > largest.get(chunk.owner, (-1, 0))[0]:
+            largest[chunk.owner] = size, info.offset
+    return deque(
+        sorted(chunks, key=lambda each: (largest[each.owner][1], header[each.name].offset))
+    )
+
+
+def _read_chunks(
+    file: Path, header: dict[str, TensorInfo], chunks: deque[_Chunk], keep: _Keep
+) -> Iterator[tuple[nn.Module, int]]:
+    """Read `chunks` of a file; yield each one's owner and bytes. A GGUF file's blocks go to a uint8
+    target as they are.
 
     Empties `chunks`, and keeps no reference to a target that is already filled.
     """
-    if is_gguf(file):
-        yield from _read_gguf_chunks(file, chunks, keep)
-        return
-    with safe_open(file, framework="pt") as tensors:
-        order = {name: index for index, name in enumerate(tensors.offset_keys())}
-    queue = deque(sorted(chunks, key=lambda chunk: order[chunk.name]))
+    queue = _in_order(chunks, header)
     chunks.clear()
-    while queue:
-        mapped = 0
-        with safe_open(file, framework="pt") as tensors:
-            while queue and mapped < _MAPPED_BYTES:
-                chunk = queue.popleft()
-                values = tensors.get_slice(chunk.name)[chunk.slices]
-                mapped += values.nbytes
-                keep(chunk, values)
-                read = chunk.owner, chunk.target.nbytes
-                del chunk, values
-                yield read
-
-
-def _read_gguf_chunks(
-    file: Path, chunks: deque[_Chunk], keep: _Keep
-) -> Iterator[tuple[nn.Module, int]]:
-    """Read `chunks` of a GGUF file, as `_read_chunks` does. A uint8 target receives the blocks."""
-    weights = read_gguf(file).weights
-    queue = deque(sorted(chunks, key=lambda chunk: weights[chunk.name].tensor.offset))
-    chunks.clear()
-    while queue:
-        chunk = queue.popleft()
-        rows, *columns = chunk.slices
-        raw = chunk.target.dtype == torch.uint8
-        values = read_rows(file, weights[chunk.name], rows, raw=raw)[(slice(None), *columns)]
-        keep(chunk, torch.from_numpy(values))
-        read = chunk.owner, chunk.target.nbytes
-        del chunk, values
-        yield read
+    with TensorFile(file, header) as tensors:
+        while queue:
+            chunk = queue.popleft()
+            raw = chunk.target.dtype == torch.uint8
+            keep(chunk, tensors.read(chunk.name, chunk.slices, raw=raw))
+            read = chunk.owner, chunk.target.nbytes
+            del chunk
+            yield read

@@ -30,6 +30,8 @@ class Shard:
     """Only this index of the tensor's first dimension is read; `dim` does not count it."""
     transposed: bool = False
     """The tensor's matrix is [inputs, outputs]: `target` is a part of the transpose."""
+    optional: bool = False
+    """Whether a checkpoint may lack the tensor: `target` stays as it is then."""
 
     @property
     def part_shape(self) -> tuple[int, ...]:

@@ -1,18 +1,11 @@
-"""Weights in FP8, from such a checkpoint or rounded while others are loaded."""
+"""Weights in FP8: rounding to it, and products with it. Knows no checkpoint and no layer."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from nanovllm.checkpoint.shards import Shard
-from nanovllm.errors import ConfigError, UnsupportedModelError
-from nanovllm.formats.fp8_config import Fp8Config
-from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
-from nanovllm.layers.linear import LinearBase
-from nanovllm.utils.distributed import tensor_parallel
+from nanovllm.kernels.torch_kernels import Kernels
 
 FP8 = torch.float8_e4m3fn
 
@@ -21,82 +14,6 @@ _ROWS_AT_ONCE = 1024
 _FP8_MAX = torch.finfo(FP8).max
 _FP8_MATMUL = (8, 9)
 """Minimum compute capability of GPUs with FP8 tensor cores."""
-
-
-class StoredFp8:
-    """Loads the FP8 weights and the scales of the checkpoint linears that one layer merges.
-
-    Args:
-        weights: this rank's parts of the weights.
-        device: of the layer.
-    """
-
-    def __init__(self, config: Fp8Config, weights: list[Shard], device: torch.device) -> None:
-        self._config = config
-        # By checkpoint weight and first row: the scales of the blocks, and the number of rows.
-        self._scales: dict[tuple[str, int], tuple[torch.Tensor, int]] = {}
-        for shard in weights:
-            _check_blocks(shard, config)
-            shape = _scales_shape(shard.target.shape, config)
-            scales = torch.ones(shape, dtype=torch.float32, device=device)
-            self._scales[shard.name, shard.start] = scales, len(shard.target)
-
-    def shards(self, weight: Shard) -> Iterator[Shard]:
-        """Yield the scales of `weight`."""
-        block_inputs = self._config.block_inputs or weight.shape[1]
-        block = (self._config.block_outputs, block_inputs)[weight.dim]
-        scales, _ = self._scales[weight.name, weight.start]
-        name = weight.name.removesuffix("weight") + self._config.scale_name
-        shape = _scales_shape(weight.shape, self._config)
-        yield Shard(name, shape, scales, weight.dim, weight.start // block)
-
-    def method(self, weight: torch.Tensor, dtype: torch.dtype, kernels: Kernels) -> WeightMethod:
-        by_row = [
-            scales.repeat_interleave(self._config.block_outputs, 0)[:rows]
-            for scales, rows in self._scales.values()
-        ]
-        self._scales = {}
-        block = self._config.block_inputs or weight.shape[1]
-        return Fp8Weight(weight, torch.cat(by_row).to(weight.device), block, dtype, kernels)
-
-
-def expect_fp8(linear: LinearBase, prefix: str, fp8: Fp8Config) -> None:
-    """Prepare to load FP8 weights with per-block scales, unless `fp8` excludes this layer.
-
-    Raises:
-        ConfigError: this rank's part of a weight begins or ends inside a block.
-        UnsupportedModelError: `fp8` excludes only some of the merged linears.
-    """
-    assert linear.weight is not None
-    shards = [shard for shard in linear.shards(prefix) if shard.name.endswith(".weight")]
-    names = [shard.name.removesuffix(".weight") for shard in shards]
-    excluded = [fp8.excludes(name) for name in names]
-    if all(excluded):
-        return
-    if any(excluded):
-        raise UnsupportedModelError(
-            f"{', '.join(names)} are computed as one, so all or none must be in FP8"
-        )
-    linear.stored = StoredFp8(fp8, shards, linear.weight.device)
-    empty = torch.empty_like(linear.weight, dtype=FP8)
-    linear.weight = nn.Parameter(empty, requires_grad=False)
-
-
-def _check_blocks(shard: Shard, fp8: Fp8Config) -> None:
-    """Raise ConfigError unless `shard` consists of whole FP8 blocks."""
-    block = (fp8.block_outputs, fp8.block_inputs)[shard.dim]
-    stop = shard.start + shard.target.shape[shard.dim]
-    if block and (shard.start % block or (stop % block and stop < shard.shape[shard.dim])):
-        raise ConfigError(
-            f"tensor_parallel_size {tensor_parallel().size} cuts {shard.name} "
-            f"{shard.shape} within an FP8 block of {block}; use a smaller size"
-        )
-
-
-def _scales_shape(shape: tuple[int, ...], fp8: Fp8Config) -> tuple[int, int]:
-    """Return the shape of the scales that belong to a weight of `shape`."""
-    outputs, inputs = shape
-    return -(-outputs // fp8.block_outputs), -(-inputs // (fp8.block_inputs or inputs))
 
 
 def quantize_fp8(

@@ -16,31 +16,13 @@ _REGEX = re.compile(r"\^?(\.[*+]?|\\\.|[\w\-])*\$?", re.ASCII)
 _MAX_WILDCARDS = 3
 _BLOCK_FP8: dict[str, Any] = {
     "fmt": (None, "e4m3"),
-    "activation_scheme": ("dynamic",),
+    "activation_scheme": ("dynamic", "static"),
     "scale_fmt": (None, "float"),
     "weight_per_tensor": (None, False),
     "act_per_tensor": (None, False),
     "dequantize": (None, False),
 }
 """Supported values of quant_method "fp8", without the block size and the excluded modules."""
-_CHANNEL_FP8: dict[str, Any] = {
-    "format": ("float-quantized",),
-    "kv_cache_scheme": (None,),
-    "sparsity_config": (None, {}),
-    "transform_config": (None, {}),
-    "config_groups.*.targets": (["Linear"],),
-    "config_groups.*.weights.num_bits": (8,),
-    "config_groups.*.weights.type": ("float",),
-    "config_groups.*.weights.strategy": ("channel",),
-    "config_groups.*.weights.symmetric": (None, True),
-    "config_groups.*.weights.dynamic": (None, False),
-    "config_groups.*.input_activations.num_bits": (8,),
-    "config_groups.*.input_activations.type": ("float",),
-    "config_groups.*.input_activations.strategy": ("token",),
-    "config_groups.*.input_activations.dynamic": (True,),
-    "config_groups.*.output_activations": (None,),
-}
-"""Supported values of quant_method "compressed-tensors" with one scale for each output."""
 
 
 class Fp8Config(NamedTuple):
@@ -49,15 +31,19 @@ class Fp8Config(NamedTuple):
     scale_name: str
     """Of the tensor beside `weight` that holds a scale for each block. Its shape is
     [ceil(outputs / block_outputs), ceil(inputs / block_inputs)]."""
-    block_outputs: int
+    block_outputs: int | None
+    """None: one block spans all outputs of a checkpoint linear."""
     block_inputs: int | None
     """None: one block spans all inputs."""
-    excluded: tuple[str, ...]
+    excluded: tuple[str, ...] = ()
     """Linears that are not in FP8: consecutive parts of a dotted name, or "re:" and a regex."""
+    flat: bool = False
+    """Whether the scales of all inputs lie in a tensor of one dimension."""
 
     @classmethod
     def from_blocks(cls, config: dict[str, Any]) -> "Fp8Config":
-        """Read `quantization_config` as Qwen's FP8 checkpoints write it.
+        """Read `quantization_config` as the FP8 checkpoints of Qwen and Mistral have it. Without a
+        block size, a linear has one scale.
 
         The activation settings are checked and not kept: GPUs that multiply FP8 always round the
         inputs dynamically, other devices never round them.
@@ -67,7 +53,10 @@ class Fp8Config(NamedTuple):
             CheckpointError: a field has the wrong type.
         """
         _check_settings(config, _BLOCK_FP8)
+        excluded = [*_names(config, "modules_to_not_convert"), *_names(config, "ignored_layers")]
         block = config.get("weight_block_size")
+        if block is None and "weight_block_size" in config:
+            return cls("weight_scale_inv", None, None, tuple(excluded))
         if not (
             isinstance(block, list)
             and len(block) == 2
@@ -75,23 +64,9 @@ class Fp8Config(NamedTuple):
         ):
             raise UnsupportedModelError(
                 f"quantization_config: weight_block_size {shown(block)} is not supported (only two "
-                f"integers from 1 to {_MAX_BLOCK}, such as [128, 128])"
+                f"integers from 1 to {_MAX_BLOCK}, such as [128, 128], or null)"
             )
-        excluded = [*_names(config, "modules_to_not_convert"), *_names(config, "ignored_layers")]
         return cls("weight_scale_inv", block[0], block[1], tuple(excluded))
-
-    @classmethod
-    def from_channels(cls, config: dict[str, Any]) -> "Fp8Config":
-        """Read `quantization_config` as compressed-tensors writes it; see `from_blocks`."""
-        groups = config.get("config_groups")
-        if not isinstance(groups, dict) or len(groups) != 1:
-            raise UnsupportedModelError(
-                f"quantization_config: config_groups {shown(groups)} is not supported (only one "
-                "group)"
-            )
-        (group,) = groups.values()
-        _check_settings({**config, "config_groups": {"*": group}}, _CHANNEL_FP8)
-        return cls("weight_scale", 1, None, tuple(_names(config, "ignore")))
 
     def excludes(self, name: str) -> bool:
         """Return whether the linear at dotted path `name` is not in FP8."""

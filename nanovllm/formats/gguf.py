@@ -3,44 +3,122 @@
 Layouts: ggml's ggml-common.h.
 """
 
-import logging
+import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import torch
-from torch import nn
 
 from nanovllm.checkpoint.gguf_header import GGUF_TYPES
-from nanovllm.checkpoint.loader import TensorInfo, read_header
-from nanovllm.checkpoint.shards import Shard, model_shards
+from nanovllm.checkpoint.shards import Shard
+from nanovllm.checkpoint.tensor_files import TensorInfo
 from nanovllm.errors import ConfigError
-from nanovllm.formats.integer import IntTensor, make_int_method
+from nanovllm.formats.integer import IntRows, IntTensor
+from nanovllm.formats.rounding import EXACT
 from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
 from nanovllm.layers.linear import LinearBase, Matrix
-from nanovllm.layers.pieces import SmallLinear
-from nanovllm.options.config import Config
 from nanovllm.utils.distributed import tensor_parallel
-
-logger = logging.getLogger(__name__)
 
 BLOCK_BITS = {"Q8_0": 8, "Q5_0": 8, "Q4_0": 4, "Q4_1": 4}
 """Bits in which a value is kept, by the name of the type."""
 BLOCK_TYPES = {found.name: found for found in GGUF_TYPES.values() if found.name in BLOCK_BITS}
 """The types, by name."""
+_ROWS_AT_ONCE = 1024
+"""Unpacked at once; a multiple of 32."""
+
+
+class GgufFormat:
+    """A GGUF file whose blocks stay as they are, where that is exact and the user wants it.
+
+    The linears that are computed as one must be of the same type. A `SmallLinear` is converted: its
+    outputs are gates, and inputs of weights in few bits are rounded. So are routers.
+
+    Args:
+        header: of the file.
+        quantization: what the user asks for.
+    """
+
+    name = "GGUF"
+
+    def __init__(self, header: dict[str, TensorInfo], quantization: str | None) -> None:
+        self._header, self._quantization = header, quantization
+        self._kept: Counter[str] = Counter()
+        self._dtype = torch.float32
+
+    def stored(self, matrix: Matrix, names: list[str]) -> "StoredBlocks | None":
+        assert matrix.weight is not None
+        self._dtype = matrix.weight.dtype
+        block_type = self._common_type(names)
+        if block_type not in BLOCK_BITS or self._dtype == torch.float32:
+            return None
+        if isinstance(matrix, EXACT) or not _keeps(block_type, matrix, self._quantization):
+            return None
+        stored = BLOCK_TYPES[block_type]
+        if matrix.weight.shape[1] % stored.block_size:
+            raise ConfigError(
+                f"tensor_parallel_size {tensor_parallel().size} cuts {names[0]}.weight "
+                f"{self._header[names[0] + '.weight'].shape} within a {block_type} block of "
+                f'{stored.block_size}; use a smaller size, or quantization="none"'
+            )
+        self._kept[block_type] += len(names)
+        return StoredBlocks(block_type, matrix.weight)
+
+    def summary(self) -> str:
+        """Say how many tensors stay in their bits, after all matrices were asked for."""
+        rest = Counter(tensor.dtype for tensor in self._header.values()) - self._kept
+        rounded = self._quantization not in (None, "none")
+        return (
+            f"tensors that stay in their bits: {_counts(self._kept)}; converted to "
+            f"{str(self._dtype).removeprefix('torch.')}"
+            f"{f', matrices rounded to {self._quantization}' if rounded else ''}: {_counts(rest)}"
+        )
+
+    def _common_type(self, names: list[str]) -> str:
+        """Return the type of the linears `names`; "" if they have no blocks of one type."""
+        found = [self._header.get(f"{name}.weight") for name in names]
+        types = {tensor.dtype if tensor and tensor.has_blocks else "" for tensor in found}
+        return types.pop() if len(types) == 1 else ""
 
 
 class StoredBlocks:
-    """A weight that receives the bytes of blocks of `block_type`."""
+    """A weight that receives the bytes of blocks of `block_type`.
 
-    def __init__(self, block_type: str) -> None:
+    Args:
+        like: has the shape of the weight, and is on its device.
+    """
+
+    def __init__(self, block_type: str, like: torch.Tensor) -> None:
         self.block_type = block_type
+        (self._rows, self._inputs), self._device = like.shape, like.device
+        self._blocks: torch.Tensor | None = None
+
+    @property
+    def description(self) -> str:
+        return f"in {self.block_type}, kept in {BLOCK_BITS[self.block_type]} bits"
 
     def shards(self, weight: Shard) -> Iterator[Shard]:
-        return iter(())
+        """Yield the tensor of `weight` as bytes: [outputs, bytes of a row]."""
+        row_bytes = BLOCK_TYPES[self.block_type].row_bytes
+        if self._blocks is None:
+            shape = self._rows, row_bytes(self._inputs)
+            self._blocks = torch.zeros(shape, dtype=torch.uint8, device=self._device)
+        first = weight.target.storage_offset() // self._inputs
+        outputs, inputs = weight.shape
+        yield dataclasses.replace(
+            weight,
+            shape=(outputs, row_bytes(inputs)),
+            target=self._blocks[first : first + len(weight.target)],
+            start=row_bytes(weight.start) if weight.dim else weight.start,
+        )
 
-    def method(self, weight: torch.Tensor, dtype: torch.dtype, kernels: Kernels) -> WeightMethod:
-        return make_int_method(unpack_blocks(weight, self.block_type), dtype, kernels)
+    def method(self, dtype: torch.dtype, kernels: Kernels) -> WeightMethod:
+        assert self._blocks is not None
+        blocks, self._blocks = self._blocks, None
+        rows = IntRows(len(blocks), dtype, kernels)
+        for start in range(0, len(blocks), _ROWS_AT_ONCE):
+            part = unpack_blocks(blocks[start : start + _ROWS_AT_ONCE], self.block_type)
+            rows.store(start, part)
+        return rows.method()
 
 
 def unpack_blocks(blocks: torch.Tensor, block_type: str) -> IntTensor:
@@ -55,7 +133,9 @@ def unpack_blocks(blocks: torch.Tensor, block_type: str) -> IntTensor:
     halves = by_block[..., : 2 * num_halves].contiguous().view(torch.float16)
     values = by_block[..., 2 * num_halves :]
     if block_type == "Q5_0":
-        fifth = values[..., :4, None] >> torch.arange(8, dtype=torch.uint8) & 1
+        fifth = (
+            values[..., :4, None] >> torch.arange(8, dtype=torch.uint8, device=values.device) & 1
+        )
         low = torch.cat([values[..., 4:] & 15, values[..., 4:] >> 4], -1)
         values = (low | fifth.flatten(-2) << 4).view(torch.int8) - 16
     elif BLOCK_BITS[block_type] == 8:
@@ -66,76 +146,6 @@ def unpack_blocks(blocks: torch.Tensor, block_type: str) -> IntTensor:
     return IntTensor(
         values.flatten(1), halves[..., 0].contiguous(), minimums, BLOCK_BITS[block_type]
     )
-
-
-def keep_blocks(
-    model: nn.Module,
-    sharing: Iterable[list[tuple[str, Matrix]]],
-    config: Config,
-    dtype: torch.dtype,
-    file: Path,
-) -> None:
-    """Prepare the matrices whose weights stay in the bits that GGUF `file` has; log which.
-
-    The linears that are computed as one must be of the same type. A `SmallLinear` is converted: its
-    outputs are gates, and inputs of weights in few bits are rounded.
-
-    Args:
-        sharing: `model`'s matrices with their paths; those of one list have the same weight.
-        dtype: of the model.
-
-    Raises:
-        ConfigError: this rank's part of a weight begins or ends inside a block.
-    """
-    header = read_header(file)
-    shards_of = dict(model_shards(model, header))
-    kept: Counter[str] = Counter()
-    for matrices in sharing:
-        _, matrix = matrices[0]
-        weight = matrix.weight
-        assert weight is not None
-        shards = [s for s in shards_of[matrix] if s.name.endswith(".weight")]
-        block_type = _common_type(shards, header)
-        if block_type not in BLOCK_BITS or dtype == torch.float32:
-            continue
-        if isinstance(matrix, SmallLinear) or not _keeps(block_type, matrix, config.quantization):
-            continue
-        num_rows, input_size = weight.shape
-        stored = BLOCK_TYPES[block_type]
-        stored_blocks = StoredBlocks(block_type)
-        if input_size % stored.block_size:
-            raise ConfigError(
-                f"tensor_parallel_size {tensor_parallel().size} cuts {shards[0].name} "
-                f"{shards[0].shape} within a {block_type} block of {stored.block_size}; use a "
-                'smaller size, or quantization="none"'
-            )
-        shape = num_rows, stored.row_bytes(input_size)
-        blocks = nn.Parameter(weight.new_empty(shape, dtype=torch.uint8), requires_grad=False)
-        for _, sharer in matrices:
-            sharer.stored, sharer.weight = stored_blocks, blocks
-        kept[block_type] += len(shards)
-    if tensor_parallel().rank == 0:
-        rest = Counter(tensor.dtype for tensor in header.values()) - kept
-        rounded = config.quantization not in (None, "none")
-        logger.info(
-            "%s: tensors that stay in their bits: %s; converted to %s%s: %s",
-            file,
-            _counts(kept),
-            str(dtype).removeprefix("torch."),
-            f", matrices rounded to {config.quantization}" if rounded else "",
-            _counts(rest),
-        )
-
-
-def _common_type(shards: list[Shard], header: dict[str, TensorInfo]) -> str:
-    """Return the type of the tensors of `shards`; "" if they have no blocks of one type."""
-    found = [header.get(shard.name) for shard in shards]
-    matching = all(
-        tensor is not None and tensor.shape == shard.shape and tensor.has_blocks
-        for tensor, shard in zip(found, shards, strict=True)
-    )
-    types = {tensor.dtype for tensor in found if tensor is not None}
-    return types.pop() if matching and len(types) == 1 else ""
 
 
 def _counts(types: Counter[str]) -> str:

@@ -1,15 +1,16 @@
 """Weights of 8 or 4 bits: integers, of which a few neighbours share a scale. Knows no layer."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from nanovllm.errors import ConfigError
-from nanovllm.kernels.cpu import ops as cpu_ops
 from nanovllm.kernels.cpu.kernels import CKernels
-from nanovllm.kernels.cpu.packed import Panels, PanelWeight
+from nanovllm.kernels.cpu.packed import IntPanelWeight
 from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
+from nanovllm.utils.pages import PageReserve
 
 GROUP_SIZES = {"int8": (128, 64, 32), "int4": (32,)}
 """Allowed numbers of inputs that share a scale, preferred first."""
@@ -20,16 +21,124 @@ _FLOAT16_MAX = torch.finfo(torch.float16).max
 
 
 class IntTensor(NamedTuple):
-    """A weight [n, k] of 8 or 4 bits: scale * value, where `group` inputs share a scale."""
+    """A weight [n, k] of 8 or 4 bits, of which `group` neighbours in a row share a scale.
+
+    A weight is factor * scale * (value - zero). Which of the other fields may stand together:
+    `minimums` with none of them; `zeros` and `fp4` not with each other.
+    """
 
     values: torch.Tensor
-    """[n, k] int8; within [-8, 7] for 4 bits."""
+    """[n, k] int8; for 4 bits within [-8, 7]; with fp4 the 4 bits of a number minus 8."""
     scales: torch.Tensor
-    """[n, k / group] float16."""
+    """[n, k / group] float16; with fp4 bfloat16. group is a multiple of 32, with fp4 of 16."""
     minimums: torch.Tensor | None
     """[n, k / group] float16, or None. With them, which takes 4 bits and groups of 32, a weight is
     scale * (value + 8) + minimum."""
     bits: int
+    zeros: torch.Tensor | None = None
+    """[n, k / group] int8, the value that stands for 0; None: 0. At most 119 for 4 bits."""
+    factors: torch.Tensor | None = None
+    """[n] float32; None: 1."""
+    inputs: torch.Tensor | None = None
+    """[k] int32, a permutation: column j of `values` belongs to input inputs[j]. None: to j."""
+    fp4: bool = False
+    """Whether 4 bits stand for a number of E2M1, see FP4_NUMBERS: a weight is
+    factor * scale * number."""
+
+    def by_rows(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "IntTensor":
+        """Return the weight with `change` of each tensor that has a row for each of its rows."""
+
+        def of(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else change(tensor)
+
+        return self._replace(
+            values=change(self.values),
+            scales=change(self.scales),
+            minimums=of(self.minimums),
+            zeros=of(self.zeros),
+            factors=of(self.factors),
+        )
+
+
+FP4_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""What the lower three bits of an E2M1 number stand for. The fourth is its sign."""
+
+
+def int_tensor(
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    bits: int,
+    *,
+    zeros: torch.Tensor | None = None,
+    factors: torch.Tensor | None = None,
+    inputs: torch.Tensor | None = None,
+    fp4: bool = False,
+) -> IntTensor | None:
+    """Return the weight with its scales in 16 bits, exactly; None: that is not possible.
+
+    Scales beyond float16's range are divided by a power of two, which goes into their row's
+    factor; so does the whole scale of a row that has only one.
+
+    Args:
+        scales: [n, k / group] float32.
+        zeros: of any integer dtype.
+        values, factors, inputs, fp4: as in `IntTensor`.
+    """
+    groups = scales.shape[1]
+    group = values.shape[1] // groups
+    if values.shape[1] != groups * group or group % (16 if fp4 else 32):
+        return None
+    if zeros is not None:
+        low, high = (int(end) for end in zeros.aminmax())
+        if low < -128 or high > (119 if bits == 4 else 127):
+            return None
+        zeros = zeros.to(torch.int8)
+    scales = scales.float()
+    dtype = torch.bfloat16 if fp4 else torch.float16
+    if not _fits(scales, dtype).all():
+        found = _normalised(scales, dtype)
+        if found is None:
+            return None
+        scales, powers = found
+        product = powers if factors is None else factors * powers
+        if factors is not None and not _equal(product.double(), factors.double() * powers).all():
+            return None
+        factors = product
+    return IntTensor(values, scales.to(dtype), None, bits, zeros, factors, inputs, fp4)
+
+
+def _normalised(
+    scales: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return scales [n, groups] that fit in `dtype`, and the factors [n] that they lack, or None.
+
+    Rows whose scales fit keep them.
+    """
+    if scales.shape[1] == 1:
+        return torch.ones_like(scales), scales[:, 0]
+    largest = scales.abs().nan_to_num(0, 0).amax(1)
+    shift = torch.where(_fits(scales, dtype).all(1), 0, _TOP_EXPONENT - largest.frexp().exponent)
+    if (shift.abs() > 120).any():  # 2 to this power would leave float32's range
+        return None
+    moved = torch.ldexp(scales, shift[:, None])
+    powers = torch.ldexp(torch.ones_like(largest), -shift)
+    return (moved, powers) if _fits(moved, dtype).all() else None
+
+
+_TOP_EXPONENT = 16
+"""Scales that are moved into float16's range are below 2 to this power."""
+
+
+def _fits(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return which scales, and their halves, which the C kernels read of E2M1, are in `dtype`."""
+    if dtype == torch.bfloat16:
+        return _equal((scales / 2).to(dtype).float() * 2, scales)
+    return _equal(scales.to(dtype).float(), scales)
+
+
+def _equal(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Return where both are the same number, or both are none."""
+    return (found == expected) | (found.isnan() & expected.isnan())
 
 
 def make_int_method(weight: IntTensor, dtype: torch.dtype, kernels: Kernels) -> WeightMethod:
@@ -38,10 +147,74 @@ def make_int_method(weight: IntTensor, dtype: torch.dtype, kernels: Kernels) -> 
     Args:
         dtype: of inputs and results.
     """
-    if isinstance(kernels, CKernels):
-        panels = Panels(*cpu_ops.pack_int(*weight), weight.bits)
-        return PanelWeight(panels, len(weight.values))
-    return IntWeight(weight, dtype)
+    if weight.zeros is not None and not weight.zeros.any():
+        weight = weight._replace(zeros=None)
+    rows = IntRows(len(weight.values), dtype, kernels)
+    rows.store(0, weight)
+    return rows.method()
+
+
+class IntRows:
+    """Makes the method for a weight of 8 or 4 bits whose rows come in parts.
+
+    Args:
+        num_rows: of the whole weight.
+        dtype: of inputs and results.
+        reserve: gives the C kernels' memory while it lasts.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        dtype: torch.dtype,
+        kernels: Kernels,
+        reserve: PageReserve | None = None,
+    ) -> None:
+        self._num_rows, self._dtype, self._reserve = num_rows, dtype, reserve
+        self._native, self._ints = isinstance(kernels, CKernels), kernels.ints
+        self._weight: Any = None  # with `store`, each in its way
+
+    def store(self, start: int, part: IntTensor) -> None:
+        """Store the rows from `start` on, a multiple of 32.
+
+        All parts have the same bits, group, zeros or none, minimums or none, and inputs. A part has
+        a multiple of 32 rows, unless it is the last.
+        """
+        if self._weight is None:
+            self._weight = self._panels(part) if self._native else self._empty(part)
+        if not self._native:
+            self._weight.store(start, part)
+        else:
+            halves = (part.scales.float() / 2).bfloat16()  # the kernels' numbers are doubled
+            scales = halves if part.fp4 else part.scales
+            more = part.minimums if part.zeros is None else part.zeros
+            self._weight.store(start, part.values, scales, more, part.factors)
+
+    def method(self) -> WeightMethod:
+        """Return the method, after all rows were stored."""
+        method: WeightMethod = self._weight
+        return method
+
+    def _panels(self, part: IntTensor) -> IntPanelWeight:
+        k = part.values.shape[1]
+        return IntPanelWeight(
+            self._num_rows,
+            k,
+            k // part.scales.shape[1],
+            part.bits,
+            has_minimums=part.minimums is not None,
+            has_zeros=part.zeros is not None,
+            fp4=part.fp4,
+            inputs=part.inputs,
+            reserve=self._reserve,
+        )
+
+    def _empty(self, part: IntTensor) -> Any:
+        n = self._num_rows
+        if self._ints is not None and self._ints.supports(part, self._dtype):
+            return self._ints.PackedIntWeight(n, part, self._dtype)
+        empty = part.by_rows(lambda rows: rows.new_empty((n, *rows.shape[1:])))
+        return IntWeight(empty._replace(factors=None), self._dtype)
 
 
 def choose_group_size(quantization: str, input_size: int) -> int:
@@ -93,28 +266,52 @@ class IntWeight:
 
     def __init__(self, weight: IntTensor, dtype: torch.dtype) -> None:
         self._weight, self._dtype = weight, dtype
-        if weight.bits == 4:  # two values a byte, the even input in the low half
-            packed = weight.values[:, ::2].bitwise_and(15) | weight.values[:, 1::2] << 4
-            self._weight = weight._replace(values=packed)
+        self._order = None if weight.inputs is None else weight.inputs.argsort()
+        numbers = torch.tensor(FP4_NUMBERS, device=weight.values.device)
+        self._numbers = torch.cat([numbers, -numbers])
+        if weight.bits == 4:
+            self._weight = weight._replace(values=_pairs(weight.values))
+
+    def store(self, start: int, part: IntTensor) -> None:
+        """Replace the rows from `start` on by those of `part`."""
+        if part.factors is not None and self._weight.factors is None:
+            ones = part.factors.new_ones(len(self._weight.values))
+            self._weight = self._weight._replace(factors=ones)
+        if part.bits == 4:
+            part = part._replace(values=_pairs(part.values))
+        for name, rows in part._asdict().items():
+            if isinstance(rows, torch.Tensor) and name != "inputs":
+                getattr(self._weight, name)[start : start + len(rows)] = rows
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return F.linear(x, self._dequantize(self._weight), bias)
 
     def embedding(self, ids: torch.Tensor) -> torch.Tensor:
-        values, scales, minimums, bits = self._weight
-        minimums = None if minimums is None else F.embedding(ids, minimums)
-        rows = IntTensor(F.embedding(ids, values), F.embedding(ids, scales), minimums, bits)
-        return self._dequantize(rows)
+        return self._dequantize(self._weight.by_rows(lambda rows: rows[ids]))
 
     def _dequantize(self, weight: IntTensor) -> torch.Tensor:
-        """Return `weight`, whose values are packed, in the dtype of inputs."""
-        values, scales, minimums, bits = weight
-        if bits == 4:
+        """Return `weight`, whose values are packed, in the dtype of inputs.
+
+        Products with scales are exact in float32. The factor rounds once, so does the minimum.
+        """
+        values = weight.values
+        if weight.bits == 4:
             values = torch.stack([values << 4 >> 4, values >> 4], -1).flatten(1)
-        grouped = values.view(len(values), scales.shape[1], -1).float()
-        if minimums is not None:
+        wide = self._numbers[values.int() + 8] if weight.fp4 else values.float()
+        grouped = wide.view(len(values), weight.scales.shape[1], -1)
+        if weight.minimums is not None:
             grouped += 8
-        grouped *= scales.float()[..., None]
-        if minimums is not None:
-            grouped += minimums.float()[..., None]
-        return grouped.flatten(1).to(self._dtype)
+        if weight.zeros is not None:
+            grouped -= weight.zeros[..., None]
+        grouped *= weight.scales.float()[..., None]
+        if weight.minimums is not None:
+            grouped += weight.minimums.float()[..., None]
+        if weight.factors is not None:
+            grouped *= weight.factors[:, None, None]
+        wide = grouped.flatten(1).to(self._dtype)
+        return wide if self._order is None else wide[:, self._order]
+
+
+def _pairs(values: torch.Tensor) -> torch.Tensor:
+    """Return values of 4 bits [n, k] as [n, k / 2], the even input in the low half of a byte."""
+    return values[:, ::2].bitwise_and(15) | values[:, 1::2] << 4

@@ -5,22 +5,21 @@ They stay in their bits: a weight is twice the number, which is an integer, time
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from nanovllm.checkpoint.shards import Shard
-from nanovllm.errors import ConfigError
+from nanovllm.errors import ConfigError, UnsupportedModelError
 from nanovllm.kernels.cpu import ops as cpu_ops
 from nanovllm.kernels.cpu.kernels import CKernels
 from nanovllm.kernels.cpu.packed import Panels, PanelWeight
 from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
 from nanovllm.layers.experts import StackedLinear
+from nanovllm.layers.linear import Matrix
 from nanovllm.utils.distributed import tensor_parallel
 
-MXFP4 = "mxfp4"
-"""The `quant_method` of config.json."""
 _BLOCK, _BLOCK_BYTES = 32, 16
 _DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Twice the number, by its bits."""
@@ -29,59 +28,70 @@ _HALF_SCALE_BIAS = 128
 _NO_NUMBER = 255
 
 
+class Mxfp4Format:
+    """A checkpoint whose experts are in MXFP4. All else is plain numbers."""
+
+    name = "MXFP4"
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        pass  # it has no other settings
+
+    def stored(self, matrix: Matrix, names: list[str]) -> "StoredMxfp4 | None":
+        if not isinstance(matrix, StackedLinear):
+            return None
+        assert matrix.weight is not None
+        inputs = matrix.weight.shape[1]
+        if inputs % _BLOCK:
+            raise ConfigError(
+                f"tensor_parallel_size {tensor_parallel().size} leaves {inputs} inputs of an "
+                f"expert to a rank, which are no whole MXFP4 blocks of {_BLOCK}; use a smaller size"
+            )
+        return StoredMxfp4(matrix.weight)
+
+
 class StoredMxfp4:
     """Loads a matrix of experts and its scales.
 
     Args:
-        matrix: whose weight has [rows, inputs] numbers.
+        like: has the shape of the weight, and is on its device.
     """
 
-    def __init__(self, matrix: StackedLinear) -> None:
-        assert matrix.weight is not None
-        rows, inputs = matrix.weight.shape
-        shape, device = (rows, inputs // _BLOCK), matrix.weight.device
-        self._scales = torch.full(shape, 127, dtype=torch.uint8, device=device)
+    description = "in MXFP4, kept in 4 bits"
+
+    def __init__(self, like: torch.Tensor) -> None:
+        (self._rows, self._inputs), self._device = like.shape, like.device
+        self._pairs: torch.Tensor | None = None
+        self._scales = torch.empty(0)
 
     def shards(self, weight: Shard) -> Iterator[Shard]:
         """Yield the blocks and the scales of a part of an expert's weight, [E, outputs, bytes]."""
-        num_experts, rows, num_bytes = weight.shape
-        assert weight.index is not None
-        blocks = weight.target.view(len(weight.target), -1, _BLOCK_BYTES)
-        start = weight.start // _BLOCK_BYTES if weight.dim else weight.start
-        first = weight.target.storage_offset() // weight.target.shape[1]
-        scales = self._scales[first : first + len(weight.target)]
-        shape = (num_experts, rows, num_bytes // _BLOCK_BYTES)
-        part = dataclasses.replace(weight, start=start)
+        if weight.index is None:
+            raise UnsupportedModelError(f"{weight.name}: experts in MXFP4 must be in one tensor")
+        if self._pairs is None:
+            rows, inputs = self._rows, self._inputs
+            pairs = torch.empty(rows, inputs // 2, dtype=torch.uint8, device=self._device)
+            self._pairs, self._scales = pairs, pairs.new_full((rows, inputs // _BLOCK), 127)
+        first = weight.target.storage_offset() // self._inputs
+        part_rows = slice(first, first + len(weight.target))
+        outputs, inputs = weight.part_shape
+        shape = weight.shape[0], outputs, inputs // _BLOCK
+        start = weight.start // _BLOCK if weight.dim else weight.start
+        part = dataclasses.replace(weight, start=start, transposed=False)
+        blocks = self._pairs[part_rows].view(len(weight.target), -1, _BLOCK_BYTES)
         yield dataclasses.replace(
             part, name=f"{weight.name}_blocks", shape=(*shape, _BLOCK_BYTES), target=blocks
         )
+        scales = self._scales[part_rows]
         yield dataclasses.replace(part, name=f"{weight.name}_scales", shape=shape, target=scales)
 
-    def method(self, weight: torch.Tensor, dtype: torch.dtype, kernels: Kernels) -> WeightMethod:
+    def method(self, dtype: torch.dtype, kernels: Kernels) -> WeightMethod:
+        assert self._pairs is not None
+        pairs, scales, self._pairs = self._pairs, self._scales, None
         if isinstance(kernels, CKernels):
-            return native_weight(weight, self._scales)
+            return native_weight(pairs, scales)
         if kernels.name == "triton":
             raise ConfigError("experts in MXFP4 run on CPUs alone; choose device='cpu'")
-        return Fp4Weight(weight, self._scales, dtype)
-
-
-def expect_mxfp4(matrix: StackedLinear) -> None:
-    """Prepare `matrix` to load a weight in MXFP4.
-
-    Raises:
-        ConfigError: this rank's part of a weight begins or ends inside a block.
-    """
-    assert matrix.weight is not None
-    rows, inputs = matrix.weight.shape
-    if inputs % _BLOCK:
-        raise ConfigError(
-            f"tensor_parallel_size {tensor_parallel().size} leaves {inputs} inputs of an expert to "
-            f"a rank, which are no whole MXFP4 blocks of {_BLOCK}; use a smaller size"
-        )
-    matrix.stored = StoredMxfp4(matrix)
-    matrix.stored_as = matrix.stored_as._replace(linears=None, transposed=False)
-    empty = torch.empty(rows, inputs // 2, dtype=torch.uint8, device=matrix.weight.device)
-    matrix.weight = nn.Parameter(empty, requires_grad=False)
+        return Fp4Weight(pairs, scales, dtype)
 
 
 def native_weight(pairs: torch.Tensor, scales: torch.Tensor) -> PanelWeight:

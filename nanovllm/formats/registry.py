@@ -1,29 +1,53 @@
 """The formats of weights: by what a checkpoint says of itself, and by what the user asks for."""
 
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from nanovllm.checkpoint.gguf import is_gguf
+from nanovllm.checkpoint.shards import Shard, model_shards
+from nanovllm.checkpoint.tensor_files import TensorInfo, read_header
 from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
-from nanovllm.formats.fp8 import Fp8Weight, expect_fp8, quantize_fp8
-from nanovllm.formats.fp8_config import Fp8Config
-from nanovllm.formats.integer import choose_group_size, make_int_method, quantize
-from nanovllm.formats.mxfp4 import MXFP4, expect_mxfp4
-from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
+from nanovllm.formats.awq import Awq
+from nanovllm.formats.compressed_tensors import CompressedTensors
+from nanovllm.formats.gguf import GgufFormat
+from nanovllm.formats.gptq import Gptq
+from nanovllm.formats.kv_scheme import UNREAD_SCALES, kv_scheme
+from nanovllm.formats.modelopt import ModelOpt
+from nanovllm.formats.mxfp4 import Mxfp4Format
+from nanovllm.formats.rounding import Rounding
+from nanovllm.formats.stored_fp8 import Fp8Format
+from nanovllm.formats.weight_format import WeightFormat
+from nanovllm.kernels.torch_kernels import Kernels
 from nanovllm.layers.experts import StackedLinear
-from nanovllm.layers.linear import LinearBase
+from nanovllm.layers.linear import LinearBase, Matrix
+from nanovllm.layers.matrices import shared_matrices
 from nanovllm.options.config import Config
 from nanovllm.options.validation import shown
+from nanovllm.utils.distributed import tensor_parallel
 
-_FORMATS = {
-    "fp8": Fp8Config.from_blocks,
-    "compressed-tensors": Fp8Config.from_channels,
+logger = logging.getLogger(__name__)
+
+FORMATS: dict[str, Callable[[dict[str, Any]], WeightFormat]] = {
+    "fp8": Fp8Format.from_blocks,
+    "compressed-tensors": CompressedTensors,
+    "modelopt": ModelOpt,
+    "modelopt_fp4": ModelOpt,
+    "gptq": Gptq,
+    "awq": Awq,
+    "mxfp4": Mxfp4Format,
 }
 """By `quant_method` of config.json: what reads the other settings."""
+_LINEARS = (LinearBase, StackedLinear)
+"""What a quantization_config is about."""
+_Header = dict[str, TensorInfo]
 
 
-def checkpoint_format(config: Any) -> Fp8Config | None:
+def checkpoint_format(config: Any) -> WeightFormat | None:
     """Read `quantization_config` of config.json; None: the weights are plain numbers.
 
     Raises:
@@ -37,14 +61,13 @@ def checkpoint_format(config: Any) -> Fp8Config | None:
             f"config.json: quantization_config must be an object, is {shown(config)}"
         )
     method = config.get("quant_method")
-    if method == MXFP4:
-        return None  # of experts alone: linears are plain numbers
-    if not isinstance(method, str) or method not in _FORMATS:
+    if not isinstance(method, str) or method not in FORMATS:
         raise UnsupportedModelError(
             f"quantization_config quant_method {shown(method)} is not supported (only "
-            f"{', '.join(_FORMATS)} and {MXFP4})"
+            f"{', '.join(FORMATS)})"
         )
-    return _FORMATS[method](config)
+    kv_scheme(config)
+    return FORMATS[method](config)
 
 
 def check_quantization(stored: Any, config: Config) -> None:
@@ -52,45 +75,123 @@ def check_quantization(stored: Any, config: Config) -> None:
 
     Raises:
         UnsupportedModelError, CheckpointError: as for `checkpoint_format`.
-        ConfigError: the weights are quantised already, in another way.
+        ConfigError: the weights cannot be converted to what the user asks for.
     """
-    checkpoint_format(stored)
-    if config.quantization not in (None, "fp8"):
+    found = checkpoint_format(stored)
+    asked = config.quantization
+    if found is not None and (asked == "none" or (asked == "fp8" and not _is_fp8(stored))):
         raise ConfigError(
-            f"quantization {config.quantization!r}: {config.model} is in FP8 already; leave it out"
+            f"quantization {asked!r}: {config.model} is in {found.name}, whose linears stay in "
+            'their form; leave it out, or use "int8" or "int4" to round the other weights'
+        )
+    if found is not None and (scheme := kv_scheme(stored)):
+        logger.info(
+            "%s asks for keys and values in %s: they are kept in %s, and its scales are not used",
+            config.model,
+            scheme,
+            "the model's dtype" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         )
 
 
-def expect_format(model: nn.Module, config: Any) -> None:
+def _is_fp8(stored: dict[str, Any]) -> bool:
+    """Return whether a quantization_config says FP8 of all its linears."""
+    return (
+        stored["quant_method"] == "fp8"
+        or stored.get("format") == "float-quantized"
+        or str(stored.get("quant_algo")).startswith("FP8")
+    )
+
+
+def expect_format(
+    model: nn.Module,
+    config: Any,
+    known: Collection[str] = (),
+    device: torch.device | None = None,
+) -> None:
     """Prepare the linears of `model` to load what `quantization_config` says.
+
+    Args:
+        known: the names of the checkpoint's tensors; empty: unknown.
+        device: where the weights will lie; None: where the model is.
 
     Raises:
         ConfigError, UnsupportedModelError, CheckpointError: as for `checkpoint_format` and
-            `expect_fp8`.
+            `WeightFormat.stored`.
     """
-    fp8 = checkpoint_format(config)
-    if config is not None and config["quant_method"] == MXFP4:
-        for module in model.modules():
-            if isinstance(module, StackedLinear):
-                expect_mxfp4(module)
-    if fp8 is not None:
-        for prefix, module in model.named_modules():
-            if isinstance(module, LinearBase):
-                expect_fp8(module, prefix, fp8)
+    found = checkpoint_format(config)
+    if found is not None:
+        ignored = getattr(model, "ignored_weights", frozenset[str]())
+        model.ignored_weights = ignored | UNREAD_SCALES  # type: ignore[assignment]
+        store_as(model, found, known, device)
 
 
-def round_weight(weight: torch.Tensor, quantization: str, kernels: Kernels) -> WeightMethod:
-    """Return the method for `weight` [n, k], rounded.
+def expect_weights(
+    model: nn.Module,
+    config: Config,
+    stored: Any,
+    files: Iterable[Path],
+    device: torch.device,
+    kernels: Kernels,
+) -> None:
+    """Prepare the matrices of `model` for the form in which `files` have their weights, and the
+    others for the rounding that the user asks for.
 
     Args:
-        quantization: "int8", "int4" or "fp8".
+        stored: the quantization_config of config.json.
 
     Raises:
-        ConfigError: no group size of `quantization` divides k.
+        ConfigError, UnsupportedModelError, CheckpointError: as for `expect_format`.
     """
-    if quantization == "fp8":
-        values, scales = quantize_fp8(weight)
-        return Fp8Weight(values, scales, weight.shape[1], weight.dtype, kernels)
-    bits = int(quantization.removeprefix("int"))
-    rounded = quantize(weight, bits, choose_group_size(quantization, weight.shape[1]))
-    return make_int_method(rounded, weight.dtype, kernels)
+    headers = {file: read_header(file) for file in files}
+    known = {name for header in headers.values() for name in header}
+    if stored is not None:
+        expect_format(model, stored, known, device)
+    for file in filter(is_gguf, headers):
+        blocks = GgufFormat(headers[file], config.quantization)
+        store_as(model, blocks, known, device, (Matrix,))
+        if tensor_parallel().rank == 0:
+            logger.info("%s: %s", file, blocks.summary())
+    asked = config.quantization
+    if asked in ("int8", "int4") or (asked == "fp8" and stored is None):
+        store_as(model, Rounding(asked, kernels), known, device, (Matrix,))
+
+
+def store_as(
+    model: nn.Module,
+    weight_format: WeightFormat,
+    known: Collection[str] = (),
+    device: torch.device | None = None,
+    kinds: tuple[type[Matrix], ...] = _LINEARS,
+) -> None:
+    """Set `stored` of those matrices of `kinds` whose weights are in `weight_format`.
+
+    Args:
+        known, device: see `expect_format`.
+
+    Raises:
+        ConfigError, UnsupportedModelError: as for `WeightFormat.stored`.
+    """
+    # A stored weight may have no tensor of its linear's name, which decides on a prefix.
+    modules = {name.rpartition(".")[0] for name in known}
+    shards_of = dict(model_shards(model, {*known, *(f"{module}.weight" for module in modules)}))
+    for weight, matrices in shared_matrices(model).items():
+        prefix, matrix = next(iter(matrices.items()))
+        if not isinstance(matrix, kinds) or matrix.stored is not None:
+            continue
+        one = torch.empty(1, dtype=weight.dtype, device=device or weight.device)
+        matrix.weight = nn.Parameter(one.expand(weight.shape), requires_grad=False)
+        stored = weight_format.stored(matrix, list(_linear_names(shards_of[matrix])))
+        if stored is not None:
+            meta = torch.empty_like(weight, device="meta")
+            weight = nn.Parameter(meta, requires_grad=False)
+        for sharing in matrices.values():
+            sharing.stored, sharing.weight = stored, weight
+        for _ in matrix.shards(prefix):
+            pass  # their errors belong here, before anything is read
+
+
+def _linear_names(shards: list[Shard]) -> Iterator[str]:
+    """Yield the paths of the linears whose weights are in `shards`, each once."""
+    yield from dict.fromkeys(
+        shard.name.removesuffix(".weight") for shard in shards if shard.target.ndim == 2
+    )

@@ -33,7 +33,8 @@ class VocabParallelEmbedding(Matrix):
         """Yield this rank's rows of the weight."""
         assert self.weight is not None
         shape = (self.vocab_size, self.weight.shape[1])
-        yield Shard(f"{prefix}.weight", shape, self.weight.data, start=self.start)
+        weight = Shard(f"{prefix}.weight", shape, self.weight.data, start=self.start)
+        yield from self.weight_shards(weight)
 
 
 class ParallelLMHead(VocabParallelEmbedding):

@@ -150,10 +150,7 @@ PER_EXPERT = StoredExperts()
 
 
 class StackedLinear(Matrix):
-    """The same linear of E experts: their weights [outputs, inputs] one behind the other.
-
-    If the checkpoint stores them in another form, `stored` yields tensors in place of the weights.
-    """
+    """The same linear of E experts: their weights [outputs, inputs] one behind the other."""
 
     def __init__(
         self,
@@ -201,13 +198,14 @@ class StackedLinear(Matrix):
                 name, found = f"{parent}.{stacked}", (self.num_experts, *stored_shape)
                 transposed = self.stored_as.transposed
                 weight = Shard(name, found, weights[expert], dim, start, expert, transposed)
-                yield from [weight] if self.stored is None else self.stored.shards(weight)
+                yield from self.weight_shards(weight)
                 if bias is not None:
                     found = (self.num_experts, shape[0])
                     yield Shard(f"{name}_bias", found, bias, 0, bias_start, index=expert)
             else:
                 name = f"{parent}.{expert}.{linear}"
-                yield Shard(f"{name}.weight", shape, weights[expert], dim, start)
+                weight = Shard(f"{name}.weight", shape, weights[expert], dim, start)
+                yield from self.weight_shards(weight)
                 if bias is not None:
                     yield Shard(f"{name}.bias", (shape[0],), bias, 0, bias_start)
 

@@ -52,7 +52,7 @@ class Matrix(nn.Module):
         self.weight: nn.Parameter | None = nn.Parameter(torch.empty(output_size, input_size))
         self.output_size = output_size
         self.stored: StoredWeight | None = None
-        """How the checkpoint stores the weight, such as FP8 with scales; None: as plain numbers."""
+        """How the weight, which is then on the meta device, is stored; None: as plain numbers."""
         self.method: WeightMethod | None = None
         """Multiplies in place of `weight`; None: plain torch does."""
 
@@ -62,6 +62,10 @@ class Matrix(nn.Module):
         A `Shard` says which slice of which tensor the loader copies to which memory.
         """
         raise NotImplementedError
+
+    def weight_shards(self, weight: Shard) -> Iterator[Shard]:
+        """Yield `weight`, a part of the weight, or the tensors that are stored in its place."""
+        yield from [weight] if self.stored is None else self.stored.shards(weight)
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return x [T, inputs] times the transpose of the weight, plus `bias`: [T, outputs]."""
@@ -84,15 +88,6 @@ class Matrix(nn.Module):
 
 class LinearBase(Matrix):
     """Base of the linears. One layer merges one or more checkpoint linears."""
-
-    def weight_shards(
-        self, name: str, shape: tuple[int, int], target: torch.Tensor, *, dim: int = 0, start: int
-    ) -> Iterator[Shard]:
-        """Yield the weight of checkpoint linear `name`, and what is stored beside it."""
-        weight = Shard(f"{name}.weight", shape, target, dim, start)
-        yield weight
-        if self.stored is not None:
-            yield from self.stored.shards(weight)
 
 
 class ColumnParallelLinear(LinearBase):
@@ -127,7 +122,8 @@ class ColumnParallelLinear(LinearBase):
                 path, size, start = prefix, total, before + outputs.start
             before += outputs.output_size
             weight = self.weight.data[rows]
-            yield from self.weight_shards(path, (size, weight.shape[1]), weight, start=start)
+            shape = size, weight.shape[1]
+            yield from self.weight_shards(Shard(f"{path}.weight", shape, weight, start=start))
             if self.bias is not None:
                 yield Shard(f"{path}.bias", (size,), self.bias.data[rows], start=start)
 
@@ -202,6 +198,8 @@ class RowParallelLinear(LinearBase):
         output_size, size = self.weight.shape
         start = tensor_parallel().rank * size
         shape = (output_size, tensor_parallel().size * size)
-        yield from self.weight_shards(prefix, shape, self.weight.data, dim=1, start=start)
+        yield from self.weight_shards(
+            Shard(f"{prefix}.weight", shape, self.weight.data, dim=1, start=start)
+        )
         if self.bias is not None:
             yield Shard(f"{prefix}.bias", (output_size,), self.bias.data)

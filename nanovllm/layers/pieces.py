@@ -57,7 +57,8 @@ class PiecedLinear(LinearBase):
         inputs = self.weight.shape[1]
         for path, piece, rows in _placed(prefix, self.pieces):
             shape, weight = (piece.total, inputs), self.weight.data[rows]
-            yield from self.weight_shards(path, shape, weight, start=piece.start)
+            part = Shard(f"{path}.weight", shape, weight, start=piece.start)
+            yield from self.weight_shards(part)
             if self.bias is not None:
                 yield Shard(f"{path}.bias", (piece.total,), self.bias.data[rows], start=piece.start)
 

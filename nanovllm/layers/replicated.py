@@ -20,4 +20,4 @@ class ReplicatedLinear(LinearBase):
     def shards(self, prefix: str) -> Iterator[Shard]:
         assert self.weight is not None
         shape = (self.weight.shape[0], self.weight.shape[1])
-        yield from self.weight_shards(prefix, shape, self.weight.data, start=0)
+        yield from self.weight_shards(Shard(f"{prefix}.weight", shape, self.weight.data))

@@ -47,12 +47,16 @@ class Family(nn.Module):
         return self.rotary[key]
 
     def checkpoint_name(self, name: str, known: Collection[str]) -> str:
-        """Return the checkpoint's name of tensor `name`. A model that also takes pictures has its
-        text model in a part of its own. See `Renamed` in checkpoint/loader.py.
-        """
+        """Return the checkpoint's name of tensor `name`. See `Renamed` in checkpoint/shards.py."""
         if self.names:
             pattern = "|".join(map(re.escape, self.names))
             name = re.sub(pattern, lambda found: self.names[found[0]], name)
-        nested = name.replace("model.", "model.language_model.", 1)
-        names = (name, nested, f"language_model.{name}")
-        return next((each for each in names if each in known), name)
+        return next((each for each in placed_names(name) if each in known), name)
+
+
+def placed_names(name: str) -> tuple[str, ...]:
+    """Return the names that a checkpoint's tensor `name` may have: a model that also takes pictures
+    has its text model in a part of its own.
+    """
+    nested = name.replace("model.", "model.language_model.", 1)
+    return name, nested, f"language_model.{name}"

@@ -84,6 +84,23 @@ def return_freed() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def return_pages(memory: torch.Tensor) -> None:
+    """Give the whole pages of `memory`, contiguous and uint8, to the system; zero what lies beside.
+
+    The addresses stay. The memory must be this process's own, not a file's: all that torch and this
+    module allocate is.
+    """
+    start, size = memory.data_ptr(), memory.nbytes
+    first = min(-(-start // mmap.PAGESIZE) * mmap.PAGESIZE, start + size)
+    last = max(first, (start + size) // mmap.PAGESIZE * mmap.PAGESIZE)
+    memory[: first - start].zero_()
+    memory[last - start :].zero_()
+    if last > first:
+        madvise = ctypes.CDLL(None, use_errno=True).madvise
+        if madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED):
+            raise MemoryError(f"madvise failed: errno {ctypes.get_errno()}")
+
+
 def keep_freed() -> None:
     """Let malloc keep up to a GiB of freed memory from now on, to reuse it.
 

@@ -15,8 +15,8 @@ from torch import nn
 
 from nanovllm.checkpoint.gguf import is_gguf
 from nanovllm.checkpoint.hub import Checkpoint, open_checkpoint, weight_files
-from nanovllm.checkpoint.loader import TensorInfo, read_header
 from nanovllm.checkpoint.shards import model_shards
+from nanovllm.checkpoint.tensor_files import TensorInfo, read_header
 from nanovllm.errors import ConfigError, UnsupportedModelError
 from nanovllm.layers.activation import ActAndMul
 from nanovllm.layers.attention import Attention
@@ -30,7 +30,7 @@ from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import MODULES, read_config, supported
 from nanovllm.scheduler.windows import pages_for
 from nanovllm.worker.kv_pool import page_layout
-from nanovllm.worker.model_loader import KEPT, check_weights, make_modules
+from nanovllm.worker.model_loader import check_weights, make_modules
 from nanovllm.worker.state_layers import StateLayers
 
 POOL_BYTES = 4 * 2**30
@@ -75,7 +75,9 @@ def report(model: str) -> dict[str, Any]:
 
             checkpoint_format(config.quantization_config)
         files = _local_files(checkpoint, model, config)
-        network = make_modules(config, 1, _META)
+        network = make_modules(
+            config, 1, _META, {name for header in files.values() for name in header}
+        )
         memory = _memory(network, config, files)
     except UnsupportedModelError as error:
         return {**found, "supported": False, "error": str(error)}
@@ -198,7 +200,7 @@ def _memory(
     network: nn.Module, config: ModelConfig, headers: dict[Path, dict[str, TensorInfo]]
 ) -> dict[str, Any]:
     """Return the bytes of the weights in each form, and of one text that decodes."""
-    stored = sum(parameter.nbytes for parameter in network.parameters())
+    stored = _made_bytes(network)
     if headers:
         stored = _stored_bytes(network, headers)
     found: dict[str, Any] = {
@@ -211,6 +213,17 @@ def _memory(
         for form in ("int8", "int4"):
             found[f"{form}_bytes"] = _rounded_bytes(network, form)
     return found | _kv_memory(network, config)
+
+
+def _made_bytes(network: nn.Module) -> int:
+    """Return the bytes of the weights, in the form that config.json says."""
+    total = 0
+    for prefix, module in network.named_modules():
+        if isinstance(module, Matrix) and module.stored is not None:
+            shards = [s for s in module.shards(prefix) if not s.name.endswith("bias")]
+            total += sum(shard.target.nbytes for shard in shards)
+    stored = {m.weight for m in network.modules() if isinstance(m, Matrix) and m.stored is not None}
+    return total + sum(p.nbytes for p in network.parameters() if p not in stored)
 
 
 def _stored_bytes(network: nn.Module, headers: dict[Path, dict[str, TensorInfo]]) -> int:
@@ -233,11 +246,12 @@ def _rounded_bytes(network: nn.Module, form: str) -> int | None:
     What is no matrix keeps its dtype, and so do routers and other small matrices.
     """
     from nanovllm.formats.integer import choose_group_size
+    from nanovllm.formats.rounding import EXACT
 
     rounded = {
         module.weight
         for module in network.modules()
-        if isinstance(module, Matrix) and not isinstance(module, KEPT)
+        if isinstance(module, Matrix) and not isinstance(module, EXACT)
     }
     total = 0
     for parameter in network.parameters():

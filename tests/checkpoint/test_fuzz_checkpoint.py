@@ -43,7 +43,7 @@ def fuzz_settings(examples: int) -> settings:
     )
 
 
-SETTINGS = fuzz_settings(100)
+SETTINGS = fuzz_settings(30)
 
 ORIGINALS = {
     path.name: path.read_bytes()

@@ -125,7 +125,7 @@ def kept_types(llm):
     """Return the block type of each matrix of the model, by its path."""
     model = llm.engine.executor._runner.network.model
     return {
-        path: module.stored and module.stored.block_type
+        path: getattr(module.stored, "block_type", None)
         for path, module in model.named_modules()
         if isinstance(module, Matrix)
     }

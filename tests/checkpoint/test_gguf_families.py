@@ -13,6 +13,7 @@ from nanovllm.checkpoint.gguf_families import FAMILIES
 from nanovllm.checkpoint.hub import open_checkpoint
 from nanovllm.errors import CheckpointError
 from nanovllm.executors.worker import find_weights
+from nanovllm.formats.gguf import StoredBlocks
 from nanovllm.layers.experts import StackedLinear
 from nanovllm.options.config import Config
 from tests.checkpoints import random_model
@@ -279,7 +280,7 @@ def test_layers_with_state_of_few_bits(make_llm, tmp_path, kind, value_dim, stay
     llm = make_llm(file, quantization=quantization, **options)
     mixer = llm.engine.executor._runner.network.model.model.layers[0].self_attn
     assert mixer.in_proj_qkv.stored.block_type == kind
-    assert (mixer.out_proj.stored is not None) == stays
+    assert isinstance(mixer.out_proj.stored, StoredBlocks) == stays
     assert mixer.in_proj_ab.stored is None
     few_bits = {type(mixer.in_proj_qkv.method)}
     if stays or quantization:

@@ -7,7 +7,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from nanovllm.checkpoint.loader import load_weights
 from nanovllm.errors import ConfigError, UnsupportedModelError
-from nanovllm.formats.mxfp4 import expect_mxfp4
+from nanovllm.formats.mxfp4 import Mxfp4Format
 from nanovllm.formats.registry import checkpoint_format, expect_format
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.layers import linear as linear_module
@@ -56,7 +56,7 @@ def test_the_weights_are_those_of_transformers(rank, size, monkeypatch, tmp_path
         blocks, scales = tensors[f"{name}_blocks"], tensors[f"{name}_scales"]
         theirs = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).transpose(1, 2)
         expected = theirs[:, rows, columns].flatten(0, 1)
-        method = matrix.stored.method(matrix.weight.data, torch.float32, TORCH)
+        method = matrix.stored.method(torch.float32, TORCH)
         assert torch.equal(method.embedding(torch.arange(len(expected))), expected)
         bias = tensors[f"{name}_bias"][:, rows].flatten()
         assert torch.equal(matrix.bias, bias)
@@ -66,10 +66,10 @@ def test_a_part_of_a_block_is_refused(monkeypatch):
     monkeypatch.setattr(linear_module, "tensor_parallel", lambda: TensorParallel(0, 8))
     experts = Experts(2, 64, SIZE, stored=GPT_OSS)
     with pytest.raises(ConfigError, match="tensor_parallel_size"):
-        expect_mxfp4(experts.down_proj)
+        expect_format(experts, {"quant_method": "mxfp4"})
 
 
 def test_the_name_of_the_format():
-    assert checkpoint_format({"quant_method": "mxfp4"}) is None
-    with pytest.raises(UnsupportedModelError, match="and mxfp4"):
+    assert isinstance(checkpoint_format({"quant_method": "mxfp4"}), Mxfp4Format)
+    with pytest.raises(UnsupportedModelError, match="mxfp5.* is not supported .*mxfp4"):
         checkpoint_format({"quant_method": "mxfp5"})

@@ -13,10 +13,16 @@ from nanovllm.formats.integer import (
     make_int_method,
     quantize,
 )
-from nanovllm.formats.registry import round_weight
+from nanovllm.formats.rounding import round_weight
 from nanovllm.kernels.cpu import packed as packed_weights
 from nanovllm.kernels.cpu.library import library
-from nanovllm.kernels.cpu.packed import OneDnnWeight, PackedWeight, PanelWeight, use_onednn
+from nanovllm.kernels.cpu.packed import (
+    IntPanelWeight,
+    OneDnnWeight,
+    PackedWeight,
+    PanelWeight,
+    use_onednn,
+)
 from nanovllm.kernels.selector import select_kernels
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.layers.linear import Matrix
@@ -89,7 +95,7 @@ def test_rounding_is_within_half_a_step(bits, group):
 def test_scales_beyond_float16_are_its_largest_or_0(bits):
     weight = randn(3, 64) * torch.tensor([[1e30], [1e-12], [1.0]]).bfloat16()
     weight[2, 40] = torch.inf
-    values, scales, _, _ = rounded = quantize(weight, bits, 32)
+    values, scales = (rounded := quantize(weight, bits, 32))[:2]
     limit = 2 ** (bits - 1)
     assert (scales[0].abs() == 65504).all()
     assert ((values[0] == -limit) | (values[0] == limit - 1)).all()
@@ -119,7 +125,7 @@ def test_native_and_plain_agree(kind):
         make_int_method(weight, torch.bfloat16, kernels_of(weight.scales.bfloat16(), n))
         for n in (True, False)
     )
-    assert (type(packed), type(plain)) == (PanelWeight, IntWeight)
+    assert (type(packed), type(plain)) == (IntPanelWeight, IntWeight)
     rows = torch.tensor([5, 69, 0])
     assert torch.equal(packed.embedding(rows), plain.embedding(rows))
     x, bias = randn(9, 256), randn(70, seed=3) * 100

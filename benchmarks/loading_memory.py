@@ -1,0 +1,106 @@
+"""Peak resident memory while a checkpoint is loaded on a CPU, beside what its weights take in the
+end. Linux only.
+
+A fresh process loads the model. Its peak is counted from what it holds before: the interpreter and
+the libraries. So the ratio has the chunks that are read, the rounding, and pages of mapped files.
+"""
+
+import argparse
+import gc
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanovllm.checkpoint.hub import open_checkpoint
+from nanovllm.executors import executor
+from nanovllm.executors.worker import check_networks
+from nanovllm.layers.linear import Matrix
+from nanovllm.options.config import Config
+from nanovllm.worker.network import Network
+
+
+def resident(field: str) -> int:
+    """Return `field` of this process's status, in bytes: "VmRSS", or the peak "VmHWM"."""
+    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return the tensors that an object of one of our classes, or a list of them, holds."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in tensors_in(item)]
+    own = type(value).__module__.startswith("nanovllm") and hasattr(value, "__dict__")
+    return tensors_in(list(vars(value).values())) if own else []
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Return the bytes of all weights of a loaded model, each once."""
+    found = [*model.parameters(), *model.buffers()]
+    for module in model.modules():
+        if isinstance(module, Matrix) and module.method is not None:
+            found += tensors_in(module.method)
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found}
+    return sum(storages.values())
+
+
+def load(model: str, quantization: str | None) -> dict[str, int]:
+    """Load a model in this process; return the bytes of its weights, and of the peak."""
+    config = Config(model, quantization=quantization, max_model_len=512, device="cpu")
+    checkpoint = open_checkpoint(model)
+    torch.empty(2**20).sum()  # the threads
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is what it holds now
+    reserve = executor._reserve(config, checkpoint)
+    spec, _ = check_networks(config, checkpoint)
+    network = Network(spec._replace(reserve=reserve), 512, torch.device("cpu"))
+    peak = resident("VmHWM") - before
+    gc.collect()
+    return {
+        "weights": weight_bytes(network.model),
+        "peak": peak,
+        "left": resident("VmRSS") - before,
+    }
+
+
+def measure(model: str, quantization: str | None) -> dict[str, int]:
+    """Return what `load` finds in a fresh process."""
+    command = [sys.executable, "-m", "benchmarks.loading_memory", "--child", "--model", model]
+    if quantization is not None:
+        command += ["--quantization", quantization]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    """Print a line for each form."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True, help="a checkpoint's directory or a GGUF file")
+    parser.add_argument("--quantization", nargs="*", default=[None], help="int8, int4, fp8, none")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        print(json.dumps(load(args.model, args.quantization[0])))
+        return
+    print("| quantization | weights, MB | peak, MB | peak / weights | held, MB |")
+    print("| --- | --- | --- | --- | --- |")
+    for quantization in args.quantization:
+        found = measure(args.model, quantization)
+        weights, peak, left = (found[key] for key in ("weights", "peak", "left"))
+        megabytes = f"{weights / 1e6:.1f} | {peak / 1e6:.1f} | {peak / weights:.3f}"
+        print(f"| {quantization} | {megabytes} | {left / 1e6:.1f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

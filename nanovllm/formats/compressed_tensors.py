@@ -1,0 +1,133 @@
+"""Checkpoints that compressed-tensors and llmcompressor write: which linear has which scheme.
+
+`quantization_config` says it in `config_groups` and `ignore`. How a scheme is stored and multiplied
+is of the files that `_STORED` names.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from nanovllm.errors import UnsupportedModelError
+from nanovllm.formats.fp4 import stored_fp4
+from nanovllm.formats.names import Names, listed, read_names
+from nanovllm.formats.scheme import Scheme, read_scheme
+from nanovllm.formats.stored_fp8 import stored_float
+from nanovllm.formats.stored_schemes import stored_int, stored_packed
+from nanovllm.layers.extensions import StoredWeight
+from nanovllm.layers.linear import Matrix
+from nanovllm.options.validation import shown
+
+_MAX_GROUPS = 64
+_CLASS = "Linear"
+"""The target that means every linear."""
+
+StoredScheme = Callable[[Scheme, Matrix, list[str]], StoredWeight]
+"""Gets a scheme, a matrix, and the linears that it merges. Returns how they are stored.
+
+Raises UnsupportedModelError for a scheme that it does not take, and ConfigError if a rank's part
+begins or ends inside what is stored together."""
+
+
+def _stored_naive(scheme: Scheme, matrix: Matrix, names: list[str]) -> StoredWeight:
+    return (stored_float if scheme.type == "float" else stored_int)(scheme, matrix, names)
+
+
+_STORED: dict[str, StoredScheme] = {
+    "pack-quantized": stored_packed,
+    "int-quantized": stored_int,
+    "naive-quantized": _stored_naive,
+    "float-quantized": stored_float,
+    "nvfp4-pack-quantized": stored_fp4,
+    "mxfp4-pack-quantized": stored_fp4,
+}
+"""By `Scheme.format`."""
+
+
+class CompressedTensors:
+    """The format of a checkpoint of compressed-tensors.
+
+    Args:
+        config: `quantization_config`.
+
+    Raises:
+        UnsupportedModelError: a setting is not implemented.
+        CheckpointError: a field has the wrong type.
+    """
+
+    name = "compressed-tensors"
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        _check_settings(config)
+        groups = config.get("config_groups")
+        if not isinstance(groups, dict) or not 0 < len(groups) <= _MAX_GROUPS:
+            raise UnsupportedModelError(
+                f"quantization_config: config_groups {shown(groups)} is not supported (only an "
+                f"object of 1 to {_MAX_GROUPS} groups)"
+            )
+        self._groups: list[tuple[Names, bool, Scheme]] = []
+        for name, group in groups.items():
+            if not isinstance(group, dict):
+                raise UnsupportedModelError(
+                    f"quantization_config: config_groups {shown(name)} must be an object, is "
+                    f"{shown(group)}"
+                )
+            targets = read_names(group, "targets", f"quantization_config: {shown(name)}")
+            scheme = read_scheme(group, name, config.get("format"))
+            if scheme.format not in _STORED:
+                raise UnsupportedModelError(
+                    f"quantization_config: format {shown(scheme.format)} is not supported (only "
+                    f"{', '.join(_STORED)})"
+                )
+            field = f"quantization_config: {shown(name)}: targets"
+            self._groups.append((Names(targets, field), _CLASS in targets, scheme))
+        self._ignored = Names(read_names(config, "ignore"), "quantization_config: ignore")
+
+    def scheme(self, name: str) -> Scheme | None:
+        """Return how linear `name` is stored; None: as plain numbers.
+
+        A name counts before a regular expression, and that before the class: as in
+        compressed_tensors 0.20, `utils.match.match_targets`.
+        """
+        if self._ignored.have_part(name) or self._ignored.match(name):
+            return None
+        for matches in (Names.have, Names.match):
+            for names, _, scheme in self._groups:
+                if matches(names, name):
+                    return scheme
+        return next((scheme for _, every, scheme in self._groups if every), None)
+
+    def stored(self, matrix: Matrix, names: list[str]) -> StoredWeight | None:
+        """Return how the checkpoint stores the linears `names`, which `matrix` merges.
+
+        Raises:
+            UnsupportedModelError: not all of them are stored in the same way.
+            ConfigError: see `StoredScheme`.
+        """
+        schemes = [self.scheme(name) for name in names]
+        if any(scheme != schemes[0] for scheme in schemes):
+            found = " and ".join(dict.fromkeys(str(each or "plain numbers") for each in schemes))
+            raise UnsupportedModelError(
+                f"{listed(names)} are computed as one, so all must be stored in one way, not as "
+                f"{found}"
+            )
+        scheme = schemes[0]
+        return None if scheme is None else _STORED[scheme.format](scheme, matrix, names)
+
+
+def _check_settings(config: dict[str, Any]) -> None:
+    """Raise unless the settings of all groups are supported."""
+    supported: dict[str, tuple[Any, ...]] = {
+        "quantization_status": (None, "compressed"),
+        "transform_config": (None, {}),
+    }
+    for key, values in supported.items():
+        if (value := config.get(key)) not in values:
+            raise UnsupportedModelError(
+                f"quantization_config: {key} {shown(value)} is not supported (only "
+                f"{', '.join(map(repr, values))})"
+            )
+    sparsity = config.get("sparsity_config")
+    if sparsity and (not isinstance(sparsity, dict) or sparsity.get("format") != "dense"):
+        raise UnsupportedModelError(
+            f"quantization_config: sparsity_config {shown(sparsity)} is not supported (only null)"
+        )

@@ -1,0 +1,178 @@
+"""The tensors that stand in place of a weight [n, k], and the memory that they are loaded to.
+
+A `Field` says how one of them is laid out in a file; a `LoadedField` has its rows for a matrix.
+Knows no format.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from nanovllm.checkpoint.shards import Shard
+from nanovllm.errors import ConfigError
+from nanovllm.formats.packing import WORD_BITS, unpack_columns, unpack_rows
+from nanovllm.utils.distributed import tensor_parallel
+
+
+class Field(NamedTuple):
+    """A tensor whose rows are outputs, and whose columns are inputs or groups of them."""
+
+    suffix: str
+    """Of its name, which follows the linear's."""
+    dtype: torch.dtype
+    group: int | None = 1
+    """Inputs that share a number; None: all share it."""
+    packed: str = ""
+    """What the integers of a word are: "inputs", neighbours in a row; "outputs", in a column."""
+    bits: int = 8
+    """Of an integer, if they are packed."""
+    order: tuple[int, ...] | None = None
+    """See `packing.unpack_rows`."""
+    transposed: bool = False
+    """Whether the file has the inputs before the outputs."""
+
+    @property
+    def per_row(self) -> int:
+        """Return the outputs of a row."""
+        return WORD_BITS // self.bits if self.packed == "outputs" else 1
+
+    @property
+    def per_column(self) -> int | None:
+        """Return the inputs of a column; None: all."""
+        words = self.packed == "inputs" and self.group is not None
+        return (self.group or 1) * (WORD_BITS // self.bits) if words else self.group
+
+    def shape(self, outputs: int, inputs: int) -> tuple[int, int]:
+        """Return the shape for a weight [outputs, inputs], before it is transposed."""
+        columns = 1 if self.per_column is None else -(-inputs // self.per_column)
+        return -(-outputs // self.per_row), columns
+
+
+class Part(NamedTuple):
+    """The rows of a field that belong to a part of a matrix."""
+
+    name: str
+    """Of the checkpoint's tensor."""
+    tensor: torch.Tensor
+    skipped: int
+    """Outputs in the first row of `tensor` that are not of this part."""
+    rows: int
+    """Outputs of the part."""
+    shape: tuple[int, ...]
+    """Of the whole linear's weight."""
+
+
+class LoadedField:
+    """A field of all linears that one matrix merges.
+
+    Args:
+        device: of the memory.
+        whole: whether each rank has the columns of all inputs.
+    """
+
+    def __init__(self, field: Field, device: torch.device, *, whole: bool = False) -> None:
+        self.field = field
+        self._device, self._whole = device, whole
+        self._parts: dict[int, Part] = {}
+
+    @property
+    def parts(self) -> list[Part]:
+        """Return the parts, in the order of the rows."""
+        return [part for _, part in sorted(self._parts.items())]
+
+    def shard(self, weight: Shard) -> Shard:
+        """Return what loads the field of `weight`, a part of a linear's [outputs, inputs].
+
+        Raises:
+            ConfigError: this rank's inputs begin or end inside a column.
+        """
+        field, (outputs, inputs) = self.field, weight.shape
+        rows, own_inputs = weight.target.shape
+        first, start, skipped = first_row(weight), weight.start, 0
+        if weight.dim == 0:
+            start, skipped = divmod(start, field.per_row)
+        elif self._whole or field.per_column is None:
+            start, own_inputs = 0, inputs
+        else:
+            self._check_columns(weight, field.per_column)
+            start //= field.per_column
+        name = weight.name.removesuffix("weight") + field.suffix
+        if first not in self._parts:
+            shape = field.shape(skipped + rows, own_inputs)
+            memory = torch.empty(shape, dtype=field.dtype, device=self._device)
+            self._parts[first] = Part(name, memory, skipped, rows, weight.shape)
+        shape = field.shape(outputs, inputs)
+        shape = (shape[1], shape[0]) if field.transposed else shape
+        memory = self._parts[first].tensor
+        return Shard(name, shape, memory, weight.dim, start, transposed=field.transposed)
+
+    def _check_columns(self, weight: Shard, per_column: int) -> None:
+        stop = weight.start + weight.target.shape[1]
+        if weight.start % per_column or (stop % per_column and stop < weight.shape[1]):
+            unit = "packed word" if self.field.packed == "inputs" else "group"
+            raise ConfigError(
+                f"tensor_parallel_size {tensor_parallel().size} cuts {weight.name} {weight.shape} "
+                f"within a {unit} of {per_column} inputs of {self.field.suffix}; use a smaller size"
+            )
+
+    def release(self) -> None:
+        """Forget what was loaded."""
+        self._parts.clear()
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        """Return the rows of outputs [start, stop) of the matrix; int8 if they are packed."""
+        found = []
+        for first, part in sorted(self._parts.items()):
+            low, high = max(start, first) - first, min(stop, first + part.rows) - first
+            if low < high:
+                found.append(self._unpacked(part, low, high))
+        return torch.cat(found)
+
+    def _unpacked(self, part: Part, start: int, stop: int) -> torch.Tensor:
+        field = self.field
+        if field.packed == "outputs":
+            skipped, count = part.skipped + start, stop - start
+            return unpack_rows(part.tensor, field.bits, skipped, count, field.order)
+        rows = part.tensor[start:stop]
+        if not field.packed:
+            return rows
+        return unpack_columns(rows, field.bits, rows.shape[1] * (WORD_BITS // field.bits))
+
+
+class LoadedVector:
+    """A small tensor of each linear, such as the order of its inputs.
+
+    Args:
+        fill: what is there unless a file has it.
+    """
+
+    def __init__(
+        self, suffix: str, dtype: torch.dtype, device: torch.device, fill: int = 0
+    ) -> None:
+        self._suffix, self._dtype, self._device, self._fill = suffix, dtype, device, fill
+        self._tensors: dict[int, tuple[str, torch.Tensor]] = {}
+
+    def shard(
+        self, weight: Shard, size: int, own: int | None = None, start: int = 0, **options: bool
+    ) -> Shard:
+        """Return what loads the tensor [size] of the linear with `weight`.
+
+        Args:
+            own: how many of its numbers this rank has, from `start` on; None: all.
+            options: of `Shard`.
+        """
+        first, name = first_row(weight), weight.name.removesuffix("weight") + self._suffix
+        if first not in self._tensors:
+            shape = size if own is None else own
+            memory = torch.full((shape,), self._fill, dtype=self._dtype, device=self._device)
+            self._tensors[first] = name, memory
+        return Shard(name, (size,), self._tensors[first][1], start=start, **options)
+
+    def items(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the names and the tensors, in the order of the rows."""
+        return [item for _, item in sorted(self._tensors.items())]
+
+
+def first_row(weight: Shard) -> int:
+    """Return the row of the matrix where the part `weight` of it begins."""
+    return weight.target.storage_offset() // weight.target.shape[1]

@@ -1,0 +1,208 @@
+"""Linears in FP4: numbers of 4 bits (E2M1), of which 16 (NVFP4) or 32 (MXFP4) share a scale of 8
+bits, as compressed-tensors and ModelOpt store them. A linear in NVFP4 has one more scale.
+
+They stay in their bits. Knows no config.json: an `Fp4Layout` says what is stored.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from nanovllm.checkpoint.shards import Shard
+from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
+from nanovllm.formats.fields import Field, LoadedField, LoadedVector
+from nanovllm.formats.integer import FP4_NUMBERS, IntRows, IntTensor, int_tensor
+from nanovllm.formats.scheme import Scheme
+from nanovllm.formats.stored_integers import WideWeight
+from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
+from nanovllm.layers.experts import StackedLinear
+from nanovllm.layers.linear import Matrix
+from nanovllm.layers.pieces import SmallLinear
+
+_ROWS_AT_ONCE = 1024
+"""Rows unpacked at once, a multiple of 32. Bounds the memory of numbers that are not packed."""
+_E8M0_BIAS, _E8M0_NAN = 127, 255
+_E2M1 = torch.tensor([sign * number for sign in (1, -1) for number in FP4_NUMBERS])
+"""What 4 bits stand for."""
+
+
+class Fp4Layout(NamedTuple):
+    """The tensors that stand in place of a linear's weight [n, k], by the ends of their names."""
+
+    name: str
+    """For the log and for errors."""
+    pairs: str
+    """[n, k / 2] uint8: two numbers a byte, the first in the low half."""
+    group_size: int
+    """Numbers of a row that share a scale."""
+    scale_dtype: torch.dtype
+    """Of "weight_scale" [n, k / group_size]: float8_e4m3fn, or uint8 for powers of two (E8M0)."""
+    factor: str | None = None
+    """A float32 number for the whole linear, which multiplies the weight; None: there is none."""
+    divides: bool = False
+    """Whether `factor` divides the weight instead."""
+
+
+NVFP4 = Fp4Layout(
+    "NVFP4", "weight_packed", 16, torch.float8_e4m3fn, "weight_global_scale", divides=True
+)
+MXFP4 = Fp4Layout("MXFP4", "weight_packed", 32, torch.uint8)
+MODELOPT_NVFP4 = Fp4Layout("ModelOpt NVFP4", "weight", 16, torch.float8_e4m3fn, "weight_scale_2")
+_LAYOUTS = {
+    "nvfp4-pack-quantized": (NVFP4, "tensor_group"),
+    "mxfp4-pack-quantized": (MXFP4, "group"),
+}
+"""By the format of compressed-tensors: the layout, and the strategy that it has."""
+
+
+class StoredFp4:
+    """Loads the FP4 weights of the checkpoint linears that one matrix merges.
+
+    Raises:
+        UnsupportedModelError: the linears' inputs are no whole groups.
+    """
+
+    def __init__(self, layout: Fp4Layout, matrix: Matrix) -> None:
+        assert matrix.weight is not None
+        self._shape, self._layout = tuple(matrix.weight.shape), layout
+        self._device = device = matrix.weight.device
+        self._pairs = LoadedField(Field(layout.pairs, torch.uint8, 2), device)
+        scale = Field("weight_scale", layout.scale_dtype, layout.group_size)
+        self._scales = LoadedField(scale, device)
+        self._factors = LoadedVector(layout.factor or "", torch.float32, device, 1)
+        self._is_experts = isinstance(matrix, StackedLinear)
+        self._reason = "its outputs are gates" if isinstance(matrix, SmallLinear) else None
+        self.description = ""
+
+    def shards(self, weight: Shard) -> Iterator[Shard]:
+        size, linear = self._layout.group_size, weight.name.removesuffix(".weight")
+        if weight.index is not None:
+            raise UnsupportedModelError(
+                f"{linear}: {self._layout.name} is not supported where all experts are in one "
+                "tensor"
+            )
+        if weight.shape[1] % size:
+            raise UnsupportedModelError(
+                f"{linear}: {self._layout.name} has scales of {size} inputs, which do not divide "
+                f"its {weight.shape[1]} inputs"
+            )
+        yield self._pairs.shard(weight)
+        yield self._scales.shard(weight)
+        if self._layout.factor is not None:
+            yield self._factors.shard(weight, 1)
+
+    def method(self, dtype: torch.dtype, kernels: Kernels) -> WeightMethod:
+        """Return what multiplies.
+
+        Raises:
+            CheckpointError: a factor of a whole linear is no positive number.
+            ConfigError: experts on a GPU.
+        """
+        name = self._layout.name
+        if self._is_experts and kernels.name == "triton":
+            raise ConfigError(f"experts in {name} run on CPUs alone; choose device='cpu'")
+        factors = self._row_factors()
+        if self._reason is None and dtype != torch.float32:
+            self.description = f"in {name}: kept in 4 bits"
+            method = self._kept(factors, dtype, kernels)
+        else:
+            reason = self._reason or "the model's dtype is float32"
+            short = str(dtype).removeprefix("torch.")
+            self.description = f"in {name}: widened to {short} because {reason}"
+            wide = self._wide(factors, dtype)
+            method = kernels.pack(wide, is_embedding=self._is_experts) or WideWeight(wide)
+        for field in (self._pairs, self._scales):
+            field.release()
+        return method
+
+    def _kept(
+        self, factors: torch.Tensor | None, dtype: torch.dtype, kernels: Kernels
+    ) -> WeightMethod:
+        rows = IntRows(self._shape[0], dtype, kernels)
+        for start, stop in self._chunks():
+            part = None if factors is None else factors[start:stop]
+            pairs, scales = self._pairs.rows(start, stop), self._scales.rows(start, stop)
+            rows.store(start, unpack_fp4(pairs, scales, part))
+        return rows.method()
+
+    def _wide(self, factors: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weight in `dtype`."""
+        wide = torch.empty(self._shape, dtype=dtype, device=self._device)
+        for start, stop in self._chunks():
+            scales = _float_scales(self._scales.rows(start, stop))
+            if factors is not None:
+                scales *= factors[start:stop, None]
+            numbers = _E2M1.to(self._device)[numbers_of(self._pairs.rows(start, stop)).int()]
+            grouped = numbers.view(*scales.shape, self._layout.group_size) * scales[..., None]
+            wide[start:stop] = grouped.flatten(1)
+        return wide
+
+    def _chunks(self) -> Iterator[tuple[int, int]]:
+        for start in range(0, self._shape[0], _ROWS_AT_ONCE):
+            yield start, min(start + _ROWS_AT_ONCE, self._shape[0])
+
+    def _row_factors(self) -> torch.Tensor | None:
+        """Return what multiplies each row [n] float32."""
+        layout = self._layout
+        if layout.factor is None:
+            return None
+        found = []
+        for (name, factor), part in zip(self._factors.items(), self._pairs.parts, strict=True):
+            if not (factor.isfinite() & (factor > 0)).all():
+                raise CheckpointError(
+                    f"{name} is {factor.item()}, must be a positive number: the file is damaged"
+                )
+            found.append((1 / factor if layout.divides else factor).expand(part.rows))
+        return torch.cat(found)
+
+
+def stored_fp4(scheme: Scheme, matrix: Matrix, names: list[str]) -> StoredFp4:
+    """Return how a checkpoint of compressed-tensors stores FP4 linears.
+
+    Inputs are not rounded as `scheme.inputs` says: all kernels round less.
+
+    Raises:
+        UnsupportedModelError: no such layout is published.
+    """
+    layout, strategy = _LAYOUTS[scheme.format]
+    found = (scheme.bits, scheme.type, scheme.strategy, scheme.group_size, scheme.symmetric)
+    if found != (4, "float", strategy, layout.group_size, True):
+        raise UnsupportedModelError(
+            f"{names[0]}: {scheme.format} of {scheme.bits} bits, type {scheme.type}, strategy "
+            f"{scheme.strategy}, group_size {scheme.group_size}, symmetric {scheme.symmetric} is "
+            f"not supported (only 4, float, {strategy}, {layout.group_size}, True)"
+        )
+    return StoredFp4(layout, matrix)
+
+
+def unpack_fp4(
+    pairs: torch.Tensor, scales: torch.Tensor, factors: torch.Tensor | None = None
+) -> IntTensor:
+    """Return a weight in FP4: the same numbers, bit for bit.
+
+    Args:
+        pairs: [n, k / 2] uint8, the first number of a pair in the low half.
+        scales: [n, k / group] float8_e4m3fn, or uint8 for powers of two (E8M0).
+        factors: [n] float32, further factors of the rows.
+    """
+    values = numbers_of(pairs).view(torch.int8) - 8
+    weight = int_tensor(values, _float_scales(scales), 4, factors=factors, fp4=True)
+    assert weight is not None, "the scales of an IntTensor hold E4M3 and E8M0"
+    return weight
+
+
+def numbers_of(pairs: torch.Tensor) -> torch.Tensor:
+    """Return the 4 bits of each number of `pairs` [n, k / 2]: [n, k] uint8."""
+    return torch.stack([pairs & 15, pairs >> 4], -1).flatten(1)
+
+
+def _float_scales(scales: torch.Tensor) -> torch.Tensor:
+    return powers_of_two(scales) if scales.dtype == torch.uint8 else scales.float()
+
+
+def powers_of_two(exponents: torch.Tensor) -> torch.Tensor:
+    """Return what E8M0 numbers (uint8) stand for, in float32."""
+    ones = torch.ones(exponents.shape, device=exponents.device)
+    powers = torch.ldexp(ones, exponents.int() - _E8M0_BIAS)
+    return powers.masked_fill(exponents == _E8M0_NAN, torch.nan)

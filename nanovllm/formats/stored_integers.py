@@ -1,0 +1,257 @@
+"""Weights of integers that a checkpoint stores: loaded in its layout, kept in their bits if exact.
+
+What the kernels do not hold exactly is widened to the model's dtype, and so is every weight of a
+model in float32. Knows no format: an `IntegerForm` says which tensors there are.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.checkpoint.shards import Shard
+from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
+from nanovllm.formats.fields import Field, LoadedField, LoadedVector
+from nanovllm.formats.integer import IntRows, IntTensor, int_tensor
+from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
+from nanovllm.layers.experts import StackedLinear
+from nanovllm.layers.linear import Matrix
+from nanovllm.layers.pieces import SmallLinear
+
+_NO_GROUP = -1
+"""In the place of an input's group: all are in the order of their places."""
+_ROWS_AT_ONCE = 1024
+"""Rows unpacked at once; a multiple of what `IntRows.store` takes."""
+
+
+class IntegerForm(NamedTuple):
+    """The tensors of a linear in a checkpoint. A weight is scale * (value - zero)."""
+
+    label: str
+    """For the log and for errors."""
+    bits: int
+    group: int | None
+    """Neighbours in a row that share a scale; None: the whole row does."""
+    values: Field
+    scales: Field
+    zeros: Field | None
+    zeros_less: int = 0
+    """How much less than the zero point is in the file."""
+    order: str | None = None
+    """Suffix of the tensor that says each input's group; None: its place does."""
+    shape: str | None = None
+    """Suffix of the tensor that repeats the shape of the weight."""
+    places: str | None = None
+    """Suffix of the tensor, if a file has it, that says each input's group, which is its place."""
+    maybe_bias: bool = False
+    """Whether a linear without a bias may have one of zeros."""
+
+
+class StoredIntegers:
+    """The weight of a matrix in such a form."""
+
+    def __init__(self, matrix: Matrix, form: IntegerForm) -> None:
+        assert matrix.weight is not None
+        self._form, device = form, matrix.weight.device
+        self._shape, self._device = tuple(matrix.weight.shape), device
+        self._is_experts = isinstance(matrix, StackedLinear)
+        self._is_gates = isinstance(matrix, SmallLinear)
+        self._has_bias = getattr(matrix, "bias", None) is not None
+        ordered = form.order is not None
+        self._values = LoadedField(form.values, device)
+        self._scales = LoadedField(form.scales, device, whole=ordered)
+        self._zeros = LoadedField(form.zeros, device, whole=ordered) if form.zeros else None
+        order = form.order or form.places or ""
+        self._orders = LoadedVector(order, torch.int32, device, fill=_NO_GROUP)
+        self._shapes = LoadedVector(form.shape or "", torch.int64, device)
+        self._biases = LoadedVector("bias", torch.float32, device)
+        self.description = ""
+
+    def shards(self, weight: Shard) -> Iterator[Shard]:
+        """Yield the tensors that stand in place of `weight`; see `StoredWeight`."""
+        if weight.index is not None:
+            raise UnsupportedModelError(
+                f"{weight.name}: {self._form.label} is not supported where all experts are in one "
+                "tensor"
+            )
+        yield self._values.shard(weight)
+        yield self._scales.shard(weight)
+        if self._zeros is not None:
+            yield self._zeros.shard(weight)
+        outputs, inputs = weight.shape
+        if self._form.order or self._form.places:
+            own, start = (weight.target.shape[1], weight.start) if weight.dim else (inputs, 0)
+            optional = self._form.order is None
+            yield self._orders.shard(weight, inputs, own, start, optional=optional)
+        if self._form.shape is not None:
+            yield self._shapes.shard(weight, 2)
+        if self._form.maybe_bias and not self._has_bias:
+            yield self._biases.shard(weight, outputs, optional=True)
+
+    def method(self, dtype: torch.dtype, kernels: Kernels) -> WeightMethod:
+        """Return what multiplies; see `StoredWeight`.
+
+        Raises:
+            CheckpointError: a scale is no finite number, or another tensor is out of its range.
+            ConfigError: experts on a GPU.
+        """
+        label = self._form.label
+        if self._is_experts and kernels.name == "triton":
+            raise ConfigError(f"experts in {label} run on CPUs alone; choose device='cpu'")
+        self._check()
+        groups = self._groups()
+        kept, why = self._kept(groups, dtype, kernels)
+        if kept is not None:
+            self.description = f"in {label}: kept in {self._form.bits} bits"
+            method = kept
+        else:
+            name = str(dtype).removeprefix("torch.")
+            self.description = f"in {label}: widened to {name} because {why}"
+            wide = self._wide(groups, dtype)
+            method = kernels.pack(wide, is_embedding=self._is_experts) or WideWeight(wide)
+        self._release()
+        return method
+
+    def _release(self) -> None:
+        """Forget what was loaded."""
+        for field in (self._values, self._scales, self._zeros):
+            if field is not None:
+                field.release()
+
+    def _check(self) -> None:
+        for part in self._scales.parts:
+            if not part.tensor.isfinite().all():
+                raise CheckpointError(f"{part.name} has a number that is not finite")
+        for name, tensor in self._biases.items():
+            if tensor.any():
+                raise CheckpointError(f"{name} is not zero, but such a model's linear has no bias")
+        outputs = {part.name.rpartition(".")[0]: part.shape for part in self._values.parts}
+        for name, tensor in self._shapes.items():
+            found, expected = tuple(tensor.tolist()), outputs[name.rpartition(".")[0]]
+            if found not in (expected, (0, 0)):  # zeros are dummy weights
+                raise CheckpointError(f"{name} says {found}, the config says {expected}")
+
+    def _groups(self) -> list[torch.Tensor]:
+        """Return the group of each input, [k] int64, for each part of the matrix.
+
+        Raises:
+            CheckpointError: there is no such group, or inputs are not in the order of groups.
+        """
+        k, size = self._shape[1], self._form.group or self._shape[1]
+        place = torch.arange(k, device=self._device) // size
+        found = [place] * len(self._values.parts)
+        for i, (name, order) in enumerate(self._orders.items()):
+            if (order == _NO_GROUP).all():
+                continue
+            low, high = (int(end) for end in order.aminmax())
+            num_groups = -(-self._scales.parts[i].shape[1] // size)
+            if low < 0 or high >= num_groups:
+                raise CheckpointError(
+                    f"{name} has group {low if low < 0 else high}, must be from 0 to "
+                    f"{num_groups - 1}"
+                )
+            if self._form.order is not None:
+                found[i] = order.long()
+            elif not torch.equal(order - order[0], place) and order.any():
+                raise CheckpointError(
+                    f"{name} has inputs in another order, but the config says that there is none"
+                )
+        return found
+
+    def _kept(
+        self, groups: list[torch.Tensor], dtype: torch.dtype, kernels: Kernels
+    ) -> tuple[WeightMethod | None, str]:
+        """Return the method that keeps the bits, or None and why not."""
+        n, k = self._shape
+        size = self._form.group or k
+        if dtype == torch.float32:
+            return None, "the model's dtype is float32"
+        if self._is_gates:
+            return None, "its outputs are gates"
+        if any(not torch.equal(other, groups[0]) for other in groups):
+            return None, "linears that are computed as one order their inputs differently"
+        if size % 32:
+            return None, f"groups of {size} are no multiple of 32"
+        used, counts = torch.unique(groups[0], return_counts=True)
+        if (counts != size).any():
+            return None, f"groups do not all have {size} inputs"
+        sorting = groups[0].argsort(stable=True)
+        in_place = torch.equal(sorting, torch.arange(k, device=self._device))
+        order = None if in_place else sorting
+        has_zeros = self._zeros is not None and bool(self._zero_points(0, n).any())
+        rows = IntRows(n, dtype, kernels)
+        for start in range(0, n, _ROWS_AT_ONCE):
+            stop = min(start + _ROWS_AT_ONCE, n)
+            part = self._int_tensor(start, stop, used, order, has_zeros)
+            if part is None:
+                return None, "16 bits do not hold its scales exactly"
+            rows.store(start, part)
+        return rows.method(), ""
+
+    def _int_tensor(
+        self,
+        start: int,
+        stop: int,
+        used: torch.Tensor,
+        order: torch.Tensor | None,
+        has_zeros: bool,
+    ) -> IntTensor | None:
+        """Return rows [start, stop), whose columns are in the order of their groups."""
+        values, scales = self._numbers(start, stop), self._scales.rows(start, stop)
+        zeros = self._zero_points(start, stop)[:, used] if has_zeros else None
+        inputs = None
+        if order is not None:
+            values, inputs = values[:, order], order.int()
+        return int_tensor(values, scales[:, used], self._form.bits, zeros=zeros, inputs=inputs)
+
+    def _numbers(self, start: int, stop: int) -> torch.Tensor:
+        """Return the values of rows [start, stop), [rows, k] int8.
+
+        Raises:
+            CheckpointError: one takes more bits than the format says.
+        """
+        values = self._values.rows(start, stop)[:, : self._shape[1]]
+        limit = 2 ** (self._form.bits - 1)
+        if not self._form.values.packed and self._form.bits < 8:
+            low, high = values.aminmax()
+            if low < -limit or high >= limit:
+                names = ", ".join(part.name for part in self._values.parts)
+                raise CheckpointError(f"{names}: a value does not fit {self._form.bits} bits")
+        return values
+
+    def _zero_points(self, start: int, stop: int) -> torch.Tensor:
+        """Return the zero points of rows [start, stop), [rows, groups] int8."""
+        assert self._zeros is not None
+        zeros = self._zeros.rows(start, stop)
+        if not self._form.zeros_less:
+            return zeros
+        half = 2 ** (self._form.bits - 1)
+        return ((zeros.int() + half + self._form.zeros_less) % (2 * half) - half).to(torch.int8)
+
+    def _wide(self, groups: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """Return the weight in `dtype`, each number rounded once."""
+        wide = torch.empty(self._shape, dtype=dtype, device=self._device)
+        end = 0
+        for part, group in zip(self._values.parts, groups, strict=True):
+            first, end = end, end + part.rows
+            for start in range(first, end, _ROWS_AT_ONCE):
+                stop = min(start + _ROWS_AT_ONCE, end)
+                numbers = self._numbers(start, stop).float()
+                if self._zeros is not None:
+                    numbers -= self._zero_points(start, stop)[:, group]
+                wide[start:stop] = numbers * self._scales.rows(start, stop)[:, group]
+        return wide
+
+
+class WideWeight:
+    """A weight [n, k] in the dtype of inputs, multiplied by torch."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._weight = weight
+
+    def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return F.linear(x, self._weight, bias)
+
+    def embedding(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, self._weight)

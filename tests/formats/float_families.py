@@ -1,0 +1,87 @@
+"""Small models of some families, to store in FP8 and FP4: all sizes are multiples of 32."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
+
+from tests.checkpoints import SMALL, random_model
+from tests.formats.float_checkpoints import Cover
+
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+    "norm_topk_prob": True,
+    "shared_expert_intermediate_size": 96,
+}
+_DELTA = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_hidden_layers": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "head_dim": 32,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "qwen3_moe": _EXPERTS,
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": _DELTA | _EXPERTS,
+    "qwen3_5": _DELTA,
+    "qwen3_5_moe": _DELTA | _EXPERTS,
+}
+"""By transformers' model type: what to change in SMALL."""
+NESTED = ("qwen3_5", "qwen3_5_moe")
+"""Models that also take pictures: the text model's tensors have longer names."""
+_STORED = ("_proj", "in_proj_qkv", "in_proj_z")
+COVER = Cover(
+    lambda linear: linear.endswith(_STORED) and "visual" not in linear,
+    [
+        "lm_head",
+        "re:.*mlp.gate$",
+        "re:.*shared_expert_gate$",
+        "re:.*in_proj_[ab]$",
+        "re:.*visual.*",
+    ],
+    ["lm_head", "*mlp.gate", "*shared_expert_gate", "*in_proj_a", "*in_proj_b", "model.visual*"],
+)
+"""All linears of the text model but those that choose experts or open gates."""
+
+
+def save_family(path: Path, family: str) -> str:
+    """Save a random float32 model of a family."""
+    fields = {**SMALL, "num_hidden_layers": 2, "tie_word_embeddings": False, **FAMILIES[family]}
+    if family not in NESTED:
+        model = random_model(AutoConfig.for_model(family, **fields))
+    else:
+        sizes = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
+        vision = {**sizes, "out_hidden_size": fields["hidden_size"]}
+        config = AutoConfig.for_model(
+            family, text_config=fields, vision_config=vision, tie_word_embeddings=False
+        )
+        model = random_model(config, model_class=AutoModelForImageTextToText)
+    for name, weight in model.named_parameters():
+        if name.endswith("A_log"):
+            weight.data -= 3.0  # transformers sums up to 64 logarithms of decays: small ones
+        elif name.endswith("linear_attn.norm.weight"):
+            weight.data *= 0.3
+        elif name.endswith("norm.weight") and "qwen3_5" in family:
+            weight.data -= 1.0  # 1 is added
+    model.save_pretrained(path)
+    return str(path)
+
+
+def load_family(path: str, family: str) -> PreTrainedModel:
+    """Return transformers' model at `path`."""
+    model_class: Any = AutoModelForImageTextToText if family in NESTED else AutoModelForCausalLM
+    model: PreTrainedModel = model_class.from_pretrained(path)
+    if "moe" in family:
+        model.set_experts_implementation("eager")  # the default takes only some sizes
+    return model

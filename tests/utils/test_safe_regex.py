@@ -1,0 +1,96 @@
+"""Regular expressions from files: Python's results, in linear time, and what is refused."""
+
+import random
+import re
+
+import pytest
+
+from nanovllm.utils.safe_regex import MAX_LENGTH, SafeRegex
+
+NAMES = [
+    "lm_head",
+    "model.layers.0.self_attn.q_proj",
+    "model.layers.11.mlp.down_proj",
+    "model.layers.3.mlp.experts.17.up_proj",
+    "model.visual.blocks.0.attn.qkv",
+]
+PATTERNS = [
+    ".*layers.2.mlp.*",
+    r".*mlp\.down_proj$",
+    "^model.+down_proj",
+    "visual.*",
+    ".*lm_head",
+    r".*self_attn\.(q|k|v|o)_proj$",
+    r"model\.layers\.(?:0|1[0-9])\..*",
+    r".*experts\.\d+\.(?:gate|up)_proj",
+    r".*\.layers\.[^01]\.mlp",
+    r"(.*\.)?q_proj$",
+    r".*layers\.\d{2}\..*",
+    "",
+]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_patterns_of_checkpoints(pattern):
+    regex = SafeRegex(pattern)
+    for name in NAMES:
+        assert regex.match(name) == bool(re.match(pattern, name))
+        assert regex.fullmatch(name) == bool(re.fullmatch(pattern, name))
+
+
+def random_pattern(chooser, depth=0):
+    kind = chooser.random()
+    if depth > 3 or kind < 0.35:
+        return chooser.choice(["a", "b", ".", r"\.", "[ab]", "[^a]", r"\d", "[a-c]", "1", "{"])
+    first = random_pattern(chooser, depth + 1)
+    if kind < 0.6:
+        return first + random_pattern(chooser, depth + 1)
+    if kind < 0.72:
+        return f"({first}|{random_pattern(chooser, depth + 1)})"
+    if kind < 0.92:
+        repeats = ["", "*", "+", "?", "{2}", "{1,2}", "*?", "{0,}", "{,2}"]
+        return f"(?:{first}){chooser.choice(repeats)}"
+    return f"^{first}" if kind < 0.96 else f"{first}$"
+
+
+def test_random_patterns_match_as_in_python():
+    chooser = random.Random(0)
+    for _ in range(1000):
+        pattern = random_pattern(chooser)
+        regex, expected = SafeRegex(pattern), re.compile(pattern, re.DOTALL)
+        for _ in range(5):
+            text = "".join(chooser.choices("ab.1{c", k=chooser.randint(0, 7)))
+            assert regex.match(text) == bool(expected.match(text)), (pattern, text)
+            assert regex.fullmatch(text) == bool(expected.fullmatch(text)), (pattern, text)
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+$", "(.*)*x", "(a|a)*b", "(?:a?){60}a{60}b"])
+def test_no_exponential_time(pattern):
+    """Symptom: Python's re takes longer than the universe."""
+    assert not SafeRegex(pattern).fullmatch("a" * 300 + "c")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "reason"),
+    [
+        ("(", "without a \\)"),
+        ("a)", "without a \\("),
+        ("[a", "not read"),
+        ("*a", "nothing before it"),
+        ("a**", "repeated itself"),
+        ("a{3,2}", "wrong order"),
+        ("(?!x)a", "\\(\\?! is not read"),
+        ("(?<=x)a", "is not read"),
+        ("(?i)a", "is not read"),
+        (r"(a)\1", "not read"),
+        ("\\", "not read"),
+        ("[z-a]", "bad character range"),
+        ("x" * (MAX_LENGTH + 1), "characters"),
+        ("(" * 500, "groups within groups"),
+        ("((a{99}){99}){99}", "states"),
+    ],
+    ids=lambda text: text[:10],
+)
+def test_what_is_refused(pattern, reason):
+    with pytest.raises(ValueError, match=reason):
+        SafeRegex(pattern)
