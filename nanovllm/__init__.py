@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.errors import NanoVLLMError
 from nanovllm.options.config import Config
+from nanovllm.options.lora_request import LoRARequest
 from nanovllm.options.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.options.structured_outputs import StructuredOutputsParams
 from nanovllm.outputs import CompletionOutput, RequestOutput
@@ -19,6 +20,7 @@ __all__ = [
     "AsyncLLM",
     "CompletionOutput",
     "Config",
+    "LoRARequest",
     "NanoVLLMError",
     "RequestOutput",
     "RequestOutputKind",

@@ -101,6 +101,11 @@ def _scheduler(config: Config, info: WorkerInfo, checkpoint: Checkpoint) -> Sche
 
         make, make_manager = with_tiers(make)
         pool["traffic"] = _tier_traffic(config, info)
+    more: dict[str, Any] = {}
+    if config.enable_lora:
+        from nanovllm.lora.scheduling import with_adapters
+
+        make, more = with_adapters(make), {"max_loras": config.max_loras}
     block_manager = make_manager(info.num_blocks, info.block_size, **pool)
     return make(
         block_manager,
@@ -109,6 +114,7 @@ def _scheduler(config: Config, info: WorkerInfo, checkpoint: Checkpoint) -> Sche
         max_model_len=info.max_model_len,
         eos_token_ids=checkpoint.eos_token_ids,
         drafting=make_drafting(config, info, block_manager),
+        **more,
     )
 
 
@@ -161,6 +167,11 @@ def _input_processor(
         executor.set_grammars(grammars)
         return grammars
 
+    more: dict[str, Any] = {}
+    if config.enable_lora:
+        from nanovllm.lora.registry import make_registry
+
+        more["find_adapter"] = make_registry(config, checkpoint).find
     return InputProcessor(
         tokenizer,
         vocab_size=info.vocab_size,
@@ -169,4 +180,5 @@ def _input_processor(
         max_logprobs=config.max_logprobs,
         in_process=config.runs_in_process,
         make_grammars=make_grammars,
+        **more,
     )

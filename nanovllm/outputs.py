@@ -184,6 +184,10 @@ class RequestOutput:
     """For each prompt token, log-probabilities by token id; None for the first token, which has no
     prediction. None unless prompt_logprobs was set. A stream has them in its first output only.
     """
+    weight_version: int | str = 0
+    """Of the weights that made it: 0 as loaded, then as `LLM.update_weights` says."""
+    lora_request: Any = None
+    """The `LoRARequest` of the request; None is the model alone."""
 
     @property
     def text(self) -> str:

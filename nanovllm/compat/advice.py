@@ -21,16 +21,12 @@ NOT_IMPLEMENTED = {
         "nanovllm generates only: use a library for embeddings and classifiers",
     ),
     **dict.fromkeys(
-        ("sleep", "wake_up", "is_sleeping"),
-        "shutdown() frees the memory, and a new LLM loads the model again",
-    ),
-    **dict.fromkeys(
-        ("collective_rpc", "apply_model", "update_weights"),
-        "the workers run no code of the caller: save the weights and make a new LLM",
+        ("collective_rpc", "apply_model"),
+        "the workers run no code of the caller: update_weights() gives them weights",
     ),
     **dict.fromkeys(
         ("add_lora", "remove_lora", "list_loras", "pin_lora"),
-        "merge the adapter into the weights, such as with peft's merge_and_unload()",
+        "give each request lora_request=LoRARequest(name, id, path)",
     ),
     **dict.fromkeys(
         ("enqueue", "enqueue_chat", "wait_for_completion"),
@@ -44,11 +40,9 @@ NOT_IMPLEMENTED = {
 """vLLM's and nano-vllm's attributes that `LLM` and `AsyncLLM` lack, and what to use instead."""
 
 
-_LORA = "merge the adapter into the weights (peft's merge_and_unload) and load the result"
 _TEXT_ONLY = "the models here read text only; leave it out"
 
 KEYWORDS = other_names(
-    ("lora_request", (), _LORA),
     ("prompt_adapter_request", (), "put the text into the prompt"),
     ("guided_options_request", (), "use SamplingParams(structured_outputs=...)"),
     ("tokenization_kwargs", ({},), "use truncate_prompt_tokens, or give token ids as prompts"),

@@ -29,7 +29,6 @@ SERVE_NAMES = other_names(
     ("response_role", ("assistant",), "answers are the assistant's"),
     ("return_tokens_as_token_ids", (False,), "use the request's field return_token_ids"),
     ("tool_parser_plugin", ("",), "use tool_call_parser, or leave it out"),
-    ("lora_modules", (), "merge the adapter into the weights and serve the result"),
     ("allowed_origins", (), "use cors_origins"),
     ("allowed_methods allowed_headers", (["*"],), "all are allowed where cors_origins allows"),
     ("allow_credentials", (False,), "use an API key"),

@@ -9,6 +9,7 @@ from nanovllm.compat.engine_args import EngineArgs
 from nanovllm.compat.llm_engine import with_output_kind
 from nanovllm.engine.prompt import PromptInput
 from nanovllm.errors import NanoVLLMError
+from nanovllm.options.lora_request import LoRARequest
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import RequestOutput
 
@@ -97,6 +98,7 @@ class AsyncLLM(VLLMNames, async_llm.AsyncLLM):
         *,
         priority: int = 0,
         user: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> Generation:
         """Generate for one prompt: `await` gives the whole output, `async for` one for each step.
 
@@ -105,7 +107,8 @@ class AsyncLLM(VLLMNames, async_llm.AsyncLLM):
         """
         whole, stream = super().generate, self.stream
         params = with_output_kind(sampling_params)
+        options: dict[str, Any] = {"priority": priority, "user": user, "lora_request": lora_request}
         return Generation(
-            lambda: whole(prompt, sampling_params, request_id, priority=priority, user=user),
-            lambda: stream(prompt, params, request_id, priority=priority, user=user),
+            lambda: whole(prompt, sampling_params, request_id, **options),
+            lambda: stream(prompt, params, request_id, **options),
         )

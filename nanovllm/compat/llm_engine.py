@@ -43,6 +43,7 @@ class LLMEngine(VLLMNames):
         prompt: PromptInput,
         params: SamplingParams | None = None,
         arrival_time: float | None = None,
+        lora_request: Any = None,
         *,
         priority: int = 0,
     ) -> str:
@@ -51,6 +52,7 @@ class LLMEngine(VLLMNames):
         Args:
             params: an output holds all so far, unless output_kind asks for something else.
             arrival_time: not used; requests arrive when they are added.
+            lora_request: the adapter, a `LoRARequest`; None: the model alone.
             priority: lower values go first.
 
         Raises:
@@ -59,9 +61,8 @@ class LLMEngine(VLLMNames):
             EngineDeadError: the engine is down.
         """
         params = with_output_kind(params)
-        self.engine.add_request(
-            prompt, params, priority=priority, stream=True, request_id=request_id
-        )
+        options = {"priority": priority, "lora_request": lora_request, "request_id": request_id}
+        self.engine.add_request(prompt, params, stream=True, **options)
         return request_id
 
     def step(self) -> list[RequestOutput]:

@@ -57,7 +57,6 @@ MODULES = {
 }
 """By module of vLLM's or nano-vllm's: the names of HOMES that it has."""
 
-_LORA = "merge the adapter into the weights (peft's merge_and_unload) and load the result"
 _TEXT_ONLY = "the models here read text only"
 _GENERATES = "the models here generate text; use sentence-transformers for embeddings and scores"
 _OPTIONS = "LLM and AsyncLLM take all options by name, and dictionaries for groups of them"
@@ -65,7 +64,6 @@ _BEAMS = "there is no beam search; use SamplingParams(n=...)"
 _MODELS = "models are files of nanovllm/models; others cannot be registered"
 
 MISSING = {
-    **dict.fromkeys(("lora", "LoRARequest"), _LORA),
     **dict.fromkeys(("multimodal", "assets", "MultiModalDataDict"), _TEXT_ONLY),
     **dict.fromkeys(("PoolingParams", "pooling_params", "PoolingOutput"), _GENERATES),
     **dict.fromkeys(("EmbeddingRequestOutput", "ScoringRequestOutput"), _GENERATES),

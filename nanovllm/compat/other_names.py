@@ -5,7 +5,6 @@ Tables only: `install` hands them to options/validation.py. docs/migrating.md sh
 
 from nanovllm.options.validation import OTHER_NAMES, other_names
 
-_NO_LORA = "merge the adapter into the weights (peft's merge_and_unload) and load the result"
 _TEXT_ONLY = "the models here read text only; leave it out"
 _DENSE_ONLY = "the models here have no experts; leave it out"
 _STRUCTURED = "use structured_outputs"
@@ -59,8 +58,8 @@ CONFIG_NAMES = other_names(
     ("pipeline_parallel_size data_parallel_size", (1,), _ONE_COPY),
     ("disable_custom_all_reduce", (True,), "ranks add up with NCCL or gloo; leave it out"),
     ("enable_expert_parallel", (False,), _DENSE_ONLY),
-    ("enable_lora", (False,), _NO_LORA),
-    ("max_loras max_lora_rank max_cpu_loras lora_dtype", (), _NO_LORA),
+    ("max_cpu_loras", (), "an adapter is read from its files when a slot takes it; leave it out"),
+    ("lora_dtype", ("auto",), "an adapter's numbers are kept as its files have them"),
     ("enable_prompt_embeds", (False,), "give prompts as text or token ids"),
     ("limit_mm_per_prompt mm_processor_kwargs", ({},), _TEXT_ONLY),
     ("allowed_local_media_path", ("", []), _TEXT_ONLY),
@@ -71,10 +70,9 @@ CONFIG_NAMES = other_names(
     ("guided_decoding_backend structured_outputs_config", ("auto", "guidance"), _ONE_COMPILER),
     ("reasoning_parser", (), "it is an option of the server; leave it out"),
     ("logits_processors", ([],), "use SamplingParams.logits_processors"),
-    ("logprobs_mode", ("raw_logprobs",), "log-probabilities are those of the raw logits"),
     ("compilation_config", ({}, 0), _GRAPHS),
     ("max_seq_len_to_capture", (), _GRAPHS),
-    ("enable_sleep_mode", (False,), "use shutdown() to free the memory, and make a new LLM"),
+    ("enable_sleep_mode", (True, False), "every engine on a CPU can sleep"),
     ("disable_log_stats", (True, False), "no statistics are logged"),
     ("disable_log_requests enable_log_requests", (True, False), "the server logs a line for each"),
     ("attention_backend", ("auto",), "the device and the model choose it; leave it out"),
@@ -87,6 +85,7 @@ CONFIG_NAMES = other_names(
 
 _CONVERT = 'convert the checkpoint to safetensors and use "auto"'
 _UNQUANTIZED = "load the unquantised checkpoint with"
+_FROM_CHECKPOINT = "leave it out: the checkpoint says it"
 
 CONFIG_VALUES = {
     "dtype": other_names(("half", (), 'use "float16"'), ("float", (), 'use "float32"')),
@@ -97,9 +96,9 @@ CONFIG_VALUES = {
     ),
     "quantization": other_names(
         ("gguf", (), "leave it out: a GGUF file is recognised"),
-        ("awq awq_marlin gptq gptq_marlin bitsandbytes", (), f'{_UNQUANTIZED} "int4" or "int8"'),
-        ("compressed-tensors torchao mxfp4", (), f'{_UNQUANTIZED} "int4" or "int8"'),
-        ("modelopt", (), f'{_UNQUANTIZED} "fp8"'),
+        ("awq awq_marlin gptq gptq_marlin compressed-tensors", (), _FROM_CHECKPOINT),
+        ("modelopt modelopt_fp4 mxfp4", (), _FROM_CHECKPOINT),
+        ("bitsandbytes torchao", (), f'{_UNQUANTIZED} "int4" or "int8"'),
     ),
     "kv_cache_dtype": other_names(
         ("fp8_e4m3", (), 'use "fp8"'),

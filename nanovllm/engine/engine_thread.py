@@ -82,7 +82,7 @@ class EngineThread(threading.Thread):
     def abort(self, request_id: int | str) -> None:
         """End a request if it is running; its reader gets what was not sent yet."""
         self.engine.abort(request_id)
-        self._send()
+        self.deliver_all()
 
     def close(self, reader: Reader) -> None:
         """End a reader's request if it is running."""
@@ -94,7 +94,7 @@ class EngineThread(threading.Thread):
         while self._run_commands():
             try:
                 self.engine.run_step()
-                self._send()
+                self.deliver_all()
             except BaseException as error:
                 self._fail_all(error)
                 if has_sequences(self.engine):  # they would fail in each step, for ever
@@ -136,13 +136,13 @@ class EngineThread(threading.Thread):
                     _run(command)
 
     def _deliver(self, reader: Reader, output: RequestOutput) -> None:
-        """Keep an output for `_send`, unless its reader has the end of its request already."""
+        """Keep an output for `deliver_all`, unless its reader has its request's end already."""
         if reader in self.readers:
             self._deliveries.append((reader, output))
             if output.finished:
                 del self.readers[reader]
 
-    def _send(self) -> None:
+    def deliver_all(self) -> None:
         """Give all outputs of a step to their readers: one wake-up of each event loop."""
         deliveries, self._deliveries = self._deliveries, []
         send(deliveries)
@@ -151,7 +151,7 @@ class EngineThread(threading.Thread):
         """Send `error` to every reader, and then abort the requests; one that fails stops none."""
         readers, self.readers = self.readers, {}
         self._deliveries += [(reader, error) for reader in readers]
-        self._send()
+        self.deliver_all()
         for request_id in readers.values():
             _run(partial(self.engine.abort, request_id))
 

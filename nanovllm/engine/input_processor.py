@@ -8,19 +8,21 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from itertools import count
+from typing import Any
 
 from nanovllm.chat.templates import ChatTemplates
 from nanovllm.checkpoint.kept_tokenizer import KeptTokenizer
 from nanovllm.engine.bad_words import encode_bad_words
 from nanovllm.engine.extensions import Grammars
-from nanovllm.engine.params_check import ParamsCheck, check_names
+from nanovllm.engine.params_check import ParamsCheck, check_names, check_priority, no_adapters
 from nanovllm.engine.prompt import Prompt, PromptInput, check_unicode, make_prompt
-from nanovllm.engine.prompt_limit import PromptLimit
+from nanovllm.engine.prompt_limit import PromptLimit, check_made_tokens
 from nanovllm.engine.request import Request
 from nanovllm.errors import InvalidRequestError
+from nanovllm.options.lora_request import LoRARequest
 from nanovllm.options.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.options.structured_outputs import StructuredOutputsParams
-from nanovllm.options.validation import check_int
+from nanovllm.scheduler.messages import AdapterSlot
 from nanovllm.scheduler.sequence import Sequence
 
 
@@ -30,10 +32,10 @@ class InputProcessor:
     Args:
         tokenizer: None if the checkpoint has none; prompts are then lists of token ids.
         seed: seeds the requests that have no seed of their own.
-        max_logprobs: most log-probabilities for each token; -1 is the size of the vocabulary.
-        in_process: whether the model runs in this process, and can call logits processors.
         make_grammars: makes what compiles structured_outputs, when a request first has one. It
             is not called without a tokenizer.
+        find_adapter: returns the adapter that a request names, None for none.
+        checks: further options of `ParamsCheck`.
     """
 
     def __init__(
@@ -43,12 +45,13 @@ class InputProcessor:
         vocab_size: int,
         max_model_len: int,
         seed: int,
-        max_logprobs: int = -1,
-        in_process: bool = True,
         make_grammars: Callable[[], Grammars] | None = None,
+        find_adapter: Callable[[LoRARequest | None], AdapterSlot | None] = no_adapters,
+        **checks: Any,
     ) -> None:
         self.tokenizer = tokenizer
         self._make_grammars = make_grammars
+        self.find_adapter = find_adapter
         self._grammars: Grammars | None = None
         self._grammars_lock = threading.Lock()
         self._last_token_id = vocab_size - 1
@@ -56,12 +59,7 @@ class InputProcessor:
         self._seq_ids = count()
         self.chat = ChatTemplates(tokenizer)
         self.limit = PromptLimit(tokenizer, max_model_len)
-        self.params_check = ParamsCheck(
-            has_tokenizer=tokenizer is not None,
-            vocab_size=vocab_size,
-            max_logprobs=max_logprobs,
-            in_process=in_process,
-        )
+        self.params_check = ParamsCheck(tokenizer is not None, vocab_size, **checks)
 
     def make_request(
         self,
@@ -72,6 +70,7 @@ class InputProcessor:
         stream: bool = False,
         request_id: str | None = None,
         user: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> Request:
         """Return a checked request with its sequences; nothing is queued yet.
 
@@ -80,15 +79,16 @@ class InputProcessor:
                 arrivals go first.
             request_id: the caller's own id; None lets the engine count.
             user: whose request it is, see `PromptQueue`; None counts as a user, too.
+            lora_request: the adapter to use; None is the model alone.
 
         Raises:
             InvalidRequestError: the prompt or a parameter is invalid or unsupported.
         """
         params = self.params_check.check(SamplingParams() if params is None else params)
         stream = stream and params.output_kind is not RequestOutputKind.FINAL_ONLY
-        priority = 0 if priority is None else priority
-        priority = check_int(InvalidRequestError, "priority", priority, -(2**31), 2**31)
+        priority = check_priority(priority)
         check_names(request_id, user)
+        adapter = self.find_adapter(lora_request)
         prompt = make_prompt(prompt)
         if isinstance(params.structured_outputs, StructuredOutputsParams):
             grammars = self.grammars
@@ -112,10 +112,11 @@ class InputProcessor:
                 bad_words=bad_words,
                 user=user or "",
                 cache_salt=prompt.salt,
+                adapter=adapter,
             )
             for index in range(params.n)
         ]
-        return Request(prompt.text, params, sequences, stream=stream, request_id=request_id)
+        return Request(prompt.text, params, sequences, request_id, lora_request, stream=stream)
 
     @property
     def grammars(self) -> Grammars | None:
@@ -147,11 +148,7 @@ class InputProcessor:
         if self.tokenizer is None:
             raise InvalidRequestError(f"this engine has no tokenizer, so {without}")
         token_ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        if max(token_ids, default=0) > self._last_token_id:
-            raise InvalidRequestError(
-                f"the checkpoint's tokenizer made token {max(token_ids)} of the text; this model's "
-                f"last is {self._last_token_id}: the tokenizer is another model's"
-            )
+        check_made_tokens(token_ids, self._last_token_id)
         return token_ids
 
     def _tokenize(self, prompt: Prompt, kept: int | None) -> list[int]:
@@ -165,19 +162,6 @@ class InputProcessor:
             assert prompt.text is not None
             encode = partial(self.encode, rendered=prompt.rendered)
             if kept is None:
-                self.limit.check_text("the prompt", prompt.text)
-                self.limit.check_slices(prompt.text, encode)
+                self.limit.check_length(prompt.text, encode)
             token_ids = encode(prompt.text)
-        if not token_ids:
-            raise InvalidRequestError("the prompt is empty: give at least one token")
-        limit, last = self.limit.max_model_len, self._last_token_id
-        if kept is not None:
-            token_ids = token_ids[-(limit - 1 if kept == -1 else kept) :]
-        if len(token_ids) >= limit:
-            raise self.limit.exceeded(str(len(token_ids)))
-        return [
-            token
-            if type(token) is int and 0 <= token <= last
-            else check_int(InvalidRequestError, f"prompt token {index}", token, 0, last)
-            for index, token in enumerate(token_ids)
-        ]
+        return self.limit.checked_tokens(token_ids, kept, self._last_token_id)

@@ -99,7 +99,7 @@ class LLMEngine:
             EngineDeadError: the engine is down.
         """
         self.owner.check()
-        self.executor.check_health()
+        self.executor.check_ready()
         if self.output_processor.get_request(request.request_id) is not None:
             raise InvalidRequestError(
                 f"request_id {shown(request.request_id)} is that of a running request: give each "

@@ -25,20 +25,21 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: KeptTokenizer | None) -> None:
         self._tokenizer = tokenizer
-        self._requests: dict[int | str, Request] = {}
+        self.requests: dict[int | str, Request] = {}
         self._completions: dict[int, Completion] = {}  # by sequence id
         self._entries = LogprobEntries(tokenizer)
+        self.weight_version: int | str = 0
 
     def add_request(self, request: Request) -> None:
         """Begin to follow a request."""
-        self._requests[request.request_id] = request
+        self.requests[request.request_id] = request
         for index, seq in enumerate(request.sequences):
             detokenizer = self.make_detokenizer(request.params)
             self._completions[seq.seq_id] = Completion(request, index, seq, detokenizer)
 
     def get_request(self, request_id: int | str) -> Request | None:
         """Return a request that is being followed, None if there is none with this id."""
-        return self._requests.get(request_id)
+        return self.requests.get(request_id)
 
     def request_of(self, seq_id: int) -> Request | None:
         """Return the request that a sequence belongs to, None if it is not followed."""
@@ -81,13 +82,10 @@ class OutputProcessor:
         completions = [self._completions[seq.seq_id] for seq in request.sequences]
         finished = request.is_finished
         if finished:
-            del self._requests[request.request_id]
+            del self.requests[request.request_id]
             for seq in request.sequences:
                 del self._completions[seq.seq_id]
-        if request.stream:
-            to_send = [completion for completion in completions if completion.has_delta]
-        else:
-            to_send = completions if finished else []
+        to_send = [each for each in completions if (each.has_delta if request.stream else finished)]
         if not (to_send or finished):
             return None
         return RequestOutput(
@@ -106,6 +104,8 @@ class OutputProcessor:
                 sum(filter(None, (seq.draft_counts for seq in request.sequences)), DraftCounts()),
             ),
             prompt_logprobs=self._take_prompt_logprobs(request),
+            weight_version=self.weight_version,
+            lora_request=request.lora_request,
         )
 
     def _make_completion_output(self, completion: Completion) -> CompletionOutput:

@@ -1,9 +1,9 @@
-"""Which sampling parameters an engine supports. Knows no prompt and compiles no grammar."""
+"""Which parameters of a request an engine supports. Knows no prompt and compiles no grammar."""
 
 from nanovllm.engine.prompt import check_unicode
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.options.validation import shown
+from nanovllm.options.validation import check_int, shown
 
 
 def check_names(request_id: str | None, user: str | None) -> None:
@@ -20,6 +20,25 @@ def check_names(request_id: str | None, user: str | None) -> None:
         )
 
 
+def check_priority(priority: int | None) -> int:
+    """Return a request's priority; None is 0.
+
+    Raises:
+        InvalidRequestError: it is no integer of 32 bits.
+    """
+    priority = 0 if priority is None else priority
+    return check_int(InvalidRequestError, "priority", priority, -(2**31), 2**31)
+
+
+def no_adapters(lora_request: object) -> None:
+    """Raise InvalidRequestError if a request names an adapter: the engine takes none."""
+    if lora_request is not None:
+        raise InvalidRequestError(
+            f"lora_request={shown(lora_request)} needs an engine that takes adapters: make it with "
+            "enable_lora=True"
+        )
+
+
 class ParamsCheck:
     """Checks sampling parameters against the model and the options of an engine.
 
@@ -30,7 +49,12 @@ class ParamsCheck:
     """
 
     def __init__(
-        self, *, has_tokenizer: bool, vocab_size: int, max_logprobs: int, in_process: bool
+        self,
+        has_tokenizer: bool,
+        vocab_size: int,
+        *,
+        max_logprobs: int = -1,
+        in_process: bool = True,
     ) -> None:
         self._has_tokenizer = has_tokenizer
         self._vocab_size = vocab_size

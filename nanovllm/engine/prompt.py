@@ -80,14 +80,14 @@ def as_list(given: Any) -> list[Any]:
     return [given] if is_token else list(given)
 
 
-def one_for_each(name: str, given: Any, num_prompts: int, *list_types: Any) -> Seq[Any]:
-    """Return a value for each prompt: `given` is a list of them, of `list_types`, or one for all.
+def one_for_each(name: str, given: Any, num_prompts: int) -> Seq[Any]:
+    """Return a value for each prompt: `given` is a list of them, or one for all.
 
     Raises:
         InvalidRequestError: the list has another length.
     """
     values: Seq[Any] = given
-    if not isinstance(given, list_types):
+    if not isinstance(given, Seq) or isinstance(given, str | bytes):
         return [given] * num_prompts
     if len(values) != num_prompts:
         raise InvalidRequestError(

@@ -1,17 +1,31 @@
-"""How long a prompt may be, told from its text where that is possible. Knows no requests."""
+"""How long a prompt may be, told from its text where that is possible; and what its tokens may be.
 
-from collections.abc import Callable
+Knows no requests.
+"""
+
+from collections.abc import Callable, Sequence as Seq
 from functools import cached_property
+from typing import Any
 
 from nanovllm.checkpoint.kept_tokenizer import KeptTokenizer
 from nanovllm.checkpoint.tokenizer import TokenBound, token_bound
 from nanovllm.errors import InvalidRequestError
+from nanovllm.options.validation import check_int
 
 _SLICE_CHARS = 8
 """Characters for each token of max_model_len in the first slice of a long prompt: most texts have
 fewer."""
 _UNSETTLED_TOKENS = 256
 """Tokens at the end of a slice that the text behind it may change; in truth these are a few."""
+
+
+def check_made_tokens(token_ids: list[int], last: int) -> None:
+    """Raise InvalidRequestError if a tokenizer made a token behind `last`, the model's last."""
+    if max(token_ids, default=0) > last:
+        raise InvalidRequestError(
+            f"the checkpoint's tokenizer made token {max(token_ids)} of the text; this model's "
+            f"last is {last}: the tokenizer is another model's"
+        )
 
 
 class PromptLimit:
@@ -21,11 +35,12 @@ class PromptLimit:
         self._tokenizer = tokenizer
         self.max_model_len = max_model_len
 
-    def check_slices(self, text: str, encode: Callable[[str], list[int]]) -> None:
-        """Raise InvalidRequestError if the first part of a long text has too many tokens.
+    def check_length(self, text: str, encode: Callable[[str], list[int]]) -> None:
+        """Raise InvalidRequestError if a prompt's text is surely too long, or its first part is.
 
         So a prompt that is too long costs about what the longest that fits costs.
         """
+        self.check_text("the prompt", text)
         size = _SLICE_CHARS * self.max_model_len
         while size < len(text):
             num_tokens = len(encode(text[:size])) - _UNSETTLED_TOKENS
@@ -40,6 +55,30 @@ class PromptLimit:
             f"the prompt has {num_tokens} tokens; max_model_len {limit} leaves "
             f"room for {limit - 1} at most, and one of output: shorten it, or raise the limit"
         )
+
+    def checked_tokens(self, token_ids: Seq[Any], kept: int | None, last: int) -> list[int]:
+        """Return the token ids of a prompt, all of them tokens of the model.
+
+        Args:
+            kept: truncate_prompt_tokens.
+            last: the model's last token.
+
+        Raises:
+            InvalidRequestError: there are none or too many, or one is no token.
+        """
+        if not token_ids:
+            raise InvalidRequestError("the prompt is empty: give at least one token")
+        limit = self.max_model_len
+        if kept is not None:
+            token_ids = token_ids[-(limit - 1 if kept == -1 else kept) :]
+        if len(token_ids) >= limit:
+            raise self.exceeded(str(len(token_ids)))
+        return [
+            token
+            if type(token) is int and 0 <= token <= last
+            else check_int(InvalidRequestError, f"prompt token {index}", token, 0, last)
+            for index, token in enumerate(token_ids)
+        ]
 
     def check_text(self, what: str, *texts: str) -> None:
         """Raise InvalidRequestError if texts are surely too long: tokenizing them takes seconds."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from nanovllm.engine.detokenizer import Detokenizer
+from nanovllm.options.lora_request import LoRARequest
 from nanovllm.options.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.outputs import RequestOutput
 from nanovllm.scheduler.sequence import Sequence
@@ -18,6 +19,7 @@ class Request:
     Args:
         prompt: the prompt's text; None if it was given as token ids.
         sequences: one for each of the params.n continuations.
+        lora_request: the adapter of all its sequences.
         stream: whether the request returns a delta after each step, or one output at its end.
         request_id: the caller's own id; None takes that of the first sequence.
     """
@@ -27,14 +29,16 @@ class Request:
         prompt: str | None,
         params: SamplingParams,
         sequences: list[Sequence],
+        request_id: str | None = None,
+        lora_request: LoRARequest | None = None,
         *,
         stream: bool,
-        request_id: str | None = None,
     ) -> None:
         self.request_id = sequences[0].seq_id if request_id is None else request_id
         self.prompt = prompt
         self.prompt_token_ids = list(sequences[0].token_ids)  # shared by all its outputs
         self.params = params
+        self.lora_request = lora_request
         self.sequences = sequences
         self.stream = stream
         # Else nobody looks at the text before its end, and all of it is decoded at once.

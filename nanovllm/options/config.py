@@ -11,6 +11,13 @@ import re
 from typing import Annotated, Any
 
 from nanovllm.errors import ConfigError
+from nanovllm.options.lora_config import (
+    DEFAULT_LORA_RANK,
+    DEFAULT_LORAS,
+    MAX_LORA_RANK,
+    MAX_LORAS,
+    check_lora,
+)
 from nanovllm.options.speculative_config import SpeculativeConfig
 from nanovllm.options.validation import (
     Error,
@@ -26,6 +33,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
 QUANTIZATIONS = ("int8", "int4", "fp8", "none")
 EXECUTOR_BACKENDS = ("mp", "uni", "ray")
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 KV_CACHE_DTYPES = ("auto", "fp8", "int8")
 MAX_THREADS = 1024
 """Most CPU threads, as in kernels/cpu/csrc/threads.c. OpenMP's library ends the process if it does
@@ -130,8 +138,9 @@ class Config:
     needs only config.json."""
     quantization: Annotated[str | None, check_choice, QUANTIZATIONS] = None
     """Weight quantization: "int8" and "int4" store linear layers, embedding and language-model head
-    in 8 or 4 bits; "fp8" stores linear layers in FP8 (E4M3); "none" converts the blocks of a GGUF
-    file to the model's dtype. None is the form that each weight has in the checkpoint."""
+    in 8 or 4 bits, except those that the checkpoint has in few bits; "fp8" stores linear layers in
+    FP8 (E4M3); "none" converts the blocks of a GGUF file to the model's dtype. None is the form
+    that each weight has in the checkpoint."""
     kv_cache_dtype: Annotated[str, check_choice, KV_CACHE_DTYPES] = "auto"
     """Data type of the KV cache: "fp8" (E4M3, scale 1; GPU only), "int8" (one scale per token and
     head; CPU only), or "auto" for the model's dtype."""
@@ -187,9 +196,23 @@ class Config:
     """Speculative decoding: how to propose tokens, of which one step verifies several. The options
     are method, model, num_speculative_tokens, prompt_lookup_max and prompt_lookup_min, as in
     {"method": "ngram"}; None is no speculation."""
+    enable_lora: bool = False
+    """Let each request name a LoRA adapter of its own."""
+    max_loras: Annotated[int, check_int, 1, MAX_LORAS] = DEFAULT_LORAS
+    """Maximum number of adapters whose requests run at once; each has a slot in memory, of
+    max_lora_rank. Requests with further adapters wait, and any number may be known."""
+    max_lora_rank: Annotated[int, check_int, 1, MAX_LORA_RANK] = DEFAULT_LORA_RANK
+    """Largest rank of an adapter that a request names."""
+    lora: Annotated[str | None, _path, "a directory or None"] = None
+    """Directory of a LoRA adapter that is merged into the weights when they are loaded: all
+    requests have it, and a step costs what it costs without. None is none."""
     trace: Annotated[str | None, _path, "a file or None"] = None
     """File for a timeline of the engine's steps and of each sequence, which ui.perfetto.dev shows;
     an existing file is overwritten. None is no file."""
+    logprobs_mode: Annotated[str, check_choice, LOGPROBS_MODES] = "raw_logprobs"
+    """What requests for log-probabilities get: raw is what the model says. Processed, of sampled
+    tokens, is behind rules, temperature and filters: -inf for tokens that these leave out. Logits
+    are not normalised."""
     seed: Annotated[int, check_int, 0, 2**63 - 1] = 0
     """Seed for requests that have no seed of their own, and for dummy weights."""
 
@@ -213,6 +236,12 @@ class Config:
                 "num_kvcache_blocks and kv_cache_memory_bytes both size the KV pool; give one"
             )
         self._check_tiers()
+        check_lora(
+            enable_lora=self.enable_lora,
+            max_loras=self.max_loras,
+            max_lora_rank=self.max_lora_rank,
+            lora=self.lora,
+        )
         if self.tensor_parallel_size > 1 and ":" in self.device:
             raise ConfigError(
                 f"device {self.device!r} names one GPU but tensor_parallel_size is "

@@ -2,7 +2,7 @@
 
 The prefix cache is a trie. The key of a cached block is (unique id of its parent block, hash of its
 tokens and of all before them). A hit also compares the tokens, so a hash collision costs a miss and
-never gives a wrong prefix. Each `cache_salt` is the root of a trie of its own. Knows no tensors.
+never gives a wrong prefix. Each adapter and salt has a root and a trie of its own. No tensors.
 """
 
 from array import array
@@ -12,10 +12,10 @@ from itertools import count
 
 from xxhash import xxh3_128_digest
 
-from nanovllm.scheduler.sequence import ROOT_UID, Sequence
+from nanovllm.scheduler.sequence import Sequence
 
 Key = tuple[int | str, bytes]
-"""Of a cached block: (uid of its parent block, or the root: ROOT_UID or a salt; chained hash)."""
+"""Of a cached block: (uid of its parent block, or `Sequence.root_uid`; chained hash)."""
 
 
 class Block:
@@ -56,7 +56,7 @@ class BlockManager:
         self.blocks = [Block() for _ in range(num_blocks)]
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # LRU order
         self._cached: dict[Key, int] = {}  # key -> block id
-        self._uids = count(ROOT_UID + 1)
+        self._uids = count(1)
 
     @property
     def num_free_blocks(self) -> int:
@@ -189,6 +189,6 @@ class BlockManager:
         """Return (hash, tokens) of each of the first `num_blocks` blocks; hash each only once."""
         for i in range(len(seq.block_keys), num_blocks):
             data = array("I", seq.token_ids[i * self.block_size : (i + 1) * self.block_size])
-            parent = seq.block_keys[-1][0] if i else self.digest(repr(seq.cache_salt).encode())
+            parent = seq.block_keys[-1][0] if i else self.digest(seq.root_uid.encode())
             seq.block_keys.append((self.digest(parent + data.tobytes()), data.tobytes()))
         return seq.block_keys[:num_blocks]

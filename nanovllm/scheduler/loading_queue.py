@@ -29,13 +29,6 @@ class LoadingQueue(PromptQueue):
             seq = super().first()
         return seq
 
-    def leave(self, seq: Sequence) -> None:
-        """Remove the first sequence, which is loaded or parked, as if its prompt were computed.
-
-        So its user pays, and gets no earlier turn before it comes back with its own.
-        """
-        self.advance(seq, 0)
-
 
 class LoadingStepQueue(LoadingQueue, StepQueue):
     """The same with states."""

@@ -10,6 +10,15 @@ from typing import NamedTuple
 from nanovllm.options.sampling_params import SamplingParams
 
 
+class AdapterSlot(NamedTuple):
+    """A LoRA adapter, and the slot that holds it on the workers while its sequences run."""
+
+    slot: int  # -1 before the first admission
+    path: str
+    digest: str
+    """Of the adapter's files, in hexadecimal. A worker loads `path` if its slot holds another."""
+
+
 class Admission(NamedTuple):
     """A sequence takes a table row, whose old contents are overwritten.
 
@@ -28,6 +37,7 @@ class Admission(NamedTuple):
     """Tokens that end the sequence; they must not be sampled before params.min_tokens."""
     bad_words: tuple[tuple[int, ...], ...]
     """params.bad_words as token ids."""
+    adapter: AdapterSlot | None = None
 
 
 class NewBlocks(NamedTuple):

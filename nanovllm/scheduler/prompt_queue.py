@@ -3,13 +3,10 @@
 Owns the order of waiting and running prompts. Knows no blocks and no tokens' values.
 """
 
-import heapq
-from collections.abc import Iterator
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterator
 
+from nanovllm.scheduler.heap import Heap
 from nanovllm.scheduler.sequence import Sequence
-
-Item = TypeVar("Item")
 
 
 class PromptQueue:
@@ -34,8 +31,11 @@ class PromptQueue:
 
     def __init__(self) -> None:
         self._levels: dict[int, _RoundRobin] = {}  # by priority; none is empty
-        self._priorities: _Heap[int] = _Heap()
+        self._priorities: Heap[int] = Heap()
         self._round = 0  # no turn was later in a level that is gone
+        self.defer: Callable[[Sequence], bool] | None = None
+        """Takes a sequence without a table row whose turn has come. It lets the sequence `leave`,
+        and returns True, if the sequence cannot run yet and others may go first."""
 
     def __iter__(self) -> Iterator[Sequence]:
         """Yield all sequences, in no particular order."""
@@ -51,7 +51,18 @@ class PromptQueue:
 
     def first(self) -> Sequence | None:
         """Return the sequence whose prompt comes next, None if there is none."""
-        return self._levels[self._priorities.first()].first() if self._levels else None
+        while self._levels:
+            seq = self._levels[self._priorities.first()].first()
+            if self.defer is None or seq.table_idx is not None or not self.defer(seq):
+                return seq
+        return None
+
+    def leave(self, seq: Sequence) -> None:
+        """Remove the first sequence, which cannot run yet, as if its prompt were computed.
+
+        So its user pays, and gets no earlier turn before it comes back with its own.
+        """
+        self.advance(seq, 0)
 
     def advance(self, seq: Sequence, num_left: int) -> None:
         """Note that all but `num_left` tokens of a sequence are computed. At 0 it leaves the queue.
@@ -82,7 +93,7 @@ class _RoundRobin:
     def __init__(self, start: int) -> None:
         self.round = start  # that has passed
         self._users: dict[str, _User] = {}  # those with sequences
-        self._turns: _Heap[str] = _Heap()
+        self._turns: Heap[str] = Heap()
 
     def __iter__(self) -> Iterator[Sequence]:
         for user in self._users.values():
@@ -124,7 +135,7 @@ class _User:
 
     def __init__(self, start: int) -> None:
         self.start = start
-        self.sequences: _Heap[Sequence] = _Heap()
+        self.sequences: Heap[Sequence] = Heap()
 
     def next_turn(self) -> tuple[int, int]:
         """Return the sort key of the user: the turn of its first sequence, then its arrival."""
@@ -132,42 +143,3 @@ class _User:
         if not seq.was_admitted:
             seq.turn = self.start + seq.max_num_tokens
         return (seq.turn, seq.seq_id)
-
-
-class _Heap(Generic[Item]):
-    """Items by key, the lowest first. Any item can be removed, and its key changed.
-
-    Entries of old keys stay in the heap until they come first, or until they are most of it.
-    """
-
-    def __init__(self) -> None:
-        self._keys: dict[Item, tuple[int, ...]] = {}
-        self._entries: list[tuple[tuple[int, ...], Item]] = []  # heap
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def __iter__(self) -> Iterator[Item]:
-        return iter(self._keys)
-
-    def set(self, item: Item, key: tuple[int, ...]) -> None:
-        """Add an item, or change its key. Items must differ in their keys or be comparable."""
-        if self._keys.get(item) != key:
-            self._keys[item] = key
-            heapq.heappush(self._entries, (key, item))
-            self._drop_old_entries()
-
-    def first(self) -> Item:
-        """Return the item with the lowest key; there must be one."""
-        while self._keys.get(self._entries[0][1]) != self._entries[0][0]:
-            heapq.heappop(self._entries)
-        return self._entries[0][1]
-
-    def remove(self, item: Item) -> None:
-        del self._keys[item]
-        self._drop_old_entries()
-
-    def _drop_old_entries(self) -> None:
-        if len(self._entries) > 2 * len(self._keys) + 16:
-            self._entries = [(key, item) for item, key in self._keys.items()]
-            heapq.heapify(self._entries)

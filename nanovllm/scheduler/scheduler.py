@@ -229,10 +229,8 @@ class Scheduler:
         seq.num_computed_tokens = len(cached) * self.block_manager.block_size
         if not seq.was_admitted:
             seq.num_cached_tokens = seq.num_computed_tokens
-            self.stats.num_prompt_tokens += seq.num_prompt_tokens
-            self.stats.num_cached_tokens += seq.num_cached_tokens
-            if self.block_manager.enable_prefix_caching and not needs_all:
-                self.stats.num_queried_tokens += seq.num_prompt_tokens
+            queries = self.block_manager.enable_prefix_caching and not needs_all
+            self.stats.count_prompt(seq.num_prompt_tokens, seq.num_cached_tokens, queries=queries)
         seq.table_idx = self._free_table_indices.pop()
         insort(self.running, seq, key=lambda s: s.order)
         return seq.admission(blocks)

@@ -8,10 +8,14 @@ from dataclasses import KW_ONLY, dataclass, field
 
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import DraftCounts
-from nanovllm.scheduler.messages import Admission, NewTokens, Row, RowDetails, TokenLogprobs
-
-ROOT_UID = 0
-"""Unique id of the prefix cache's root: the parent of the first block, if there is no salt."""
+from nanovllm.scheduler.messages import (
+    AdapterSlot,
+    Admission,
+    NewTokens,
+    Row,
+    RowDetails,
+    TokenLogprobs,
+)
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -33,7 +37,8 @@ class Sequence:
     priority: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
     user: str = ""  # users take turns, see PromptQueue
-    cache_salt: str | None = None  # only sequences of the same salt share blocks
+    cache_salt: str | None = None  # only sequences of the same salt and adapter share blocks
+    adapter: AdapterSlot | None = None
 
     # Set by `Scheduler.add`:
     eos_token_ids: frozenset[int] = frozenset()
@@ -89,9 +94,10 @@ class Sequence:
         return self.num_cached_tokens is not None
 
     @property
-    def root_uid(self) -> int | str:
-        """Parent of the first block: each salt is the root of a trie of its own."""
-        return ROOT_UID if self.cache_salt is None else self.cache_salt
+    def root_uid(self) -> str:
+        """Parent of the first block: each (adapter, salt) is the root of a trie of its own."""
+        digest = "" if self.adapter is None else self.adapter.digest
+        return f"{digest}{self.cache_salt!r}"  # a digest has no quote, and no N of None
 
     @property
     def order(self) -> tuple[int, bool, int, int]:
@@ -116,6 +122,7 @@ class Sequence:
             self.seed,
             self.stop_token_ids,
             self.bad_words,
+            self.adapter,
         )
 
     def next_row(self, num_scheduled: int, *, samples: bool) -> Row:

@@ -42,3 +42,13 @@ class SchedulerStats:
     """Launched steps, by the number of tokens that they compute."""
     tiers: TierStats | None = None
     """None: there is no tier below the pool."""
+
+    def count_prompt(self, num_tokens: int, num_cached: int, *, queries: bool) -> None:
+        """Count the prompt of a sequence that was admitted for the first time.
+
+        Args:
+            queries: whether it was looked up in the prefix cache.
+        """
+        self.num_prompt_tokens += num_tokens
+        self.num_cached_tokens += num_cached
+        self.num_queried_tokens += num_tokens * queries

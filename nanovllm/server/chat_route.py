@@ -25,6 +25,7 @@ from nanovllm.server.answers import NamedTool, ToolChoice
 from nanovllm.server.error_bodies import naming_params
 from nanovllm.server.json_route import JSONRoute
 from nanovllm.server.params import (
+    LEAST_LOGPROB,
     chat_params,
     check_logprobs,
     check_one_form,
@@ -60,13 +61,13 @@ router = APIRouter(tags=["chat"], route_class=JSONRoute)
 async def answer_chat(request: Request, body: ChatRequest) -> Response:
     """Answer a conversation."""
     server = state_of(request)
-    server.check_model(body.model)
+    adapter = server.check_model(body.model)
     priority = server.check_priority(body.priority)
     renamed = {**structured_names(body), "logprobs": "top_logprobs"}
     if body.max_completion_tokens is not None:
         renamed["max_tokens"] = "max_completion_tokens"
     with naming_params(ChatRequest.model_fields, "messages", renamed):
-        place = generation.admit(request, num_answers(body), body.user, priority)
+        place = generation.admit(request, num_answers(body), body.user, priority, adapter)
         prompt, params = await place.prepare(_prepare, server, body)
         answer = _Answer(server, body, prompt)
         outputs = await generation.run(
@@ -290,7 +291,8 @@ class _Answer:
         text = entry.decoded_token or ""
         if self._body.return_tokens_as_token_ids:
             text = f"token_id:{token}"
-        return {"token": text, "logprob": entry.logprob, "bytes": list(self._token_bytes(token))}
+        logprob = max(entry.logprob, LEAST_LOGPROB)
+        return {"token": text, "logprob": logprob, "bytes": list(self._token_bytes(token))}
 
 
 def _usage(output: RequestOutput, num_output: int) -> Usage:

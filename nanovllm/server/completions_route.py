@@ -18,7 +18,7 @@ from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 from nanovllm.server import generation
 from nanovllm.server.error_bodies import naming_params
 from nanovllm.server.json_route import JSONRoute
-from nanovllm.server.params import check_logprobs, sampling_params, structured_names
+from nanovllm.server.params import LEAST_LOGPROB, check_logprobs, sampling_params, structured_names
 from nanovllm.server.protocol.common import Usage, usage
 from nanovllm.server.protocol.completions import (
     Completion,
@@ -42,13 +42,13 @@ TokenLogprobs = dict[int, Logprob] | None
 async def complete(request: Request, body: CompletionRequest) -> Response:
     """Continue one prompt or many."""
     server = state_of(request)
-    server.check_model(body.model)
+    adapter = server.check_model(body.model)
     priority = server.check_priority(body.priority)
     with naming_params(CompletionRequest.model_fields, "prompt", structured_names(body)):
         params, prompts = _params(server, body), _prompts(server, body)
         answer = _Answer(server, body, params)
         check_logprobs(server, params, map(len, prompts))
-        place = generation.admit(request, params.n * len(prompts), body.user, priority)
+        place = generation.admit(request, params.n * len(prompts), body.user, priority, adapter)
         outputs = await generation.run_all(
             place,
             [dataclasses.replace(make_prompt(prompt), salt=body.cache_salt) for prompt in prompts],
@@ -250,7 +250,8 @@ class _Answer:
             else:
                 tops: dict[str, float] = {}
                 for other, entry in entries.items():
-                    tops.setdefault(self._token_text(other, entries), entry.logprob)
+                    logprob = max(entry.logprob, LEAST_LOGPROB)
+                    tops.setdefault(self._token_text(other, entries), logprob)
                 logprobs.token_logprobs.append(entries[token].logprob)
                 logprobs.top_logprobs.append(tops)
         return logprobs

@@ -14,6 +14,7 @@ from fastapi import Request
 
 from nanovllm.engine.fair_executor import FairExecutor
 from nanovllm.engine.prompt import Prompt
+from nanovllm.options.lora_request import LoRARequest
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.options.structured_outputs import TOO_COMPLEX, StructuredOutputsParams
 from nanovllm.outputs import RequestOutput
@@ -94,6 +95,7 @@ class Place:
     """The key of fairness."""
     priority: int
     """Lower values go first."""
+    lora_request: LoRARequest | None
 
     def engine_ended(self, num_sequences: int) -> None:
         state_of(self.request).admission.engine_ended(self.guard, num_sequences)
@@ -113,7 +115,11 @@ class Place:
 
 
 def admit(
-    request: Request, num_sequences: int, user: str | None = None, priority: int = 0
+    request: Request,
+    num_sequences: int,
+    user: str | None = None,
+    priority: int = 0,
+    lora_request: LoRARequest | None = None,
 ) -> Place:
     """Admit a request before anything is done for it, and watch its client and its deadline.
 
@@ -148,7 +154,7 @@ def admit(
         )
         timer = watch.get_loop().call_later(seconds, guard.end, late)
         held.callback(timer.cancel)
-    return Place(request, guard, user, priority)
+    return Place(request, guard, user, priority, lora_request)
 
 
 async def run(
@@ -248,6 +254,7 @@ async def _outputs(
 ) -> AsyncGenerator[RequestOutput, None]:
     server, guard = state_of(place.request), place.guard
     fair: dict[str, Any] = {"priority": place.priority, "user": place.user}
+    fair["lora_request"] = place.lora_request
     with Meter(server.metrics, params, record_of(place.request.scope)) as meter:
         if not stream:
             with guard:

@@ -5,6 +5,7 @@ from typing import Literal, NoReturn
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
 
+from nanovllm.options.lora_request import LoRARequest
 from nanovllm.server.error_bodies import APIError
 from nanovllm.server.state import ServerState, state_of
 
@@ -21,7 +22,8 @@ class ModelCard(BaseModel):
     owned_by: str = "nanovllm"
     root: str
     """What was loaded."""
-    parent: None = None
+    parent: str | None = None
+    """The model that an adapter changes."""
     max_model_len: int
 
 
@@ -34,16 +36,16 @@ class ModelList(BaseModel):
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> ModelList:
-    """List the one model."""
-    return ModelList(data=[_card(state_of(request))])
+    """List the model and its adapters."""
+    server = state_of(request)
+    return ModelList(data=[_card(server), *(_card(server, a) for a in server.adapters.values())])
 
 
 @router.get("/v1/models/{model:path}")
 async def get_model(request: Request, model: str) -> ModelCard:
     """Describe the model."""
     server = state_of(request)
-    server.check_model(model)
-    return _card(server)
+    return _card(server, server.check_model(model))
 
 
 @router.post("/v1/embeddings", response_model=None)
@@ -66,10 +68,11 @@ def _refuse(what: str) -> NoReturn:
     )
 
 
-def _card(server: ServerState) -> ModelCard:
+def _card(server: ServerState, adapter: LoRARequest | None = None) -> ModelCard:
     return ModelCard(
-        id=server.model_name,
+        id=server.model_name if adapter is None else adapter.lora_name,
         created=server.start_time,
-        root=server.llm.engine.config.model,
+        root=server.llm.engine.config.model if adapter is None else adapter.lora_path,
+        parent=None if adapter is None else adapter.base_model_name or server.model_name,
         max_model_len=server.max_model_len,
     )

@@ -66,6 +66,9 @@ class ServerOptions:
     served_model_name: Annotated[str | None, _text] = None
     """Name of the model in requests and answers; None is the last part of its path, or its hub
     id."""
+    lora_modules: Annotated[tuple[str, ...], _texts] = ()
+    """LoRA adapters that requests can name as their model, each name=path, or JSON such as {"name":
+    "sql", "path": "/adapters/sql"}. They need enable_lora."""
     max_waiting: Annotated[int, check_int, 1] = 2048
     """Maximum number of sequences that wait for the engine beside those that run; further requests
     get status 503."""

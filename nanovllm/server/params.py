@@ -10,6 +10,8 @@ from nanovllm.server.error_bodies import APIError
 from nanovllm.server.protocol.common import GenerationRequest
 from nanovllm.server.state import ServerState
 
+LEAST_LOGPROB = -9999.0
+"""In place of -inf, which JSON lacks; as in vLLM."""
 MAX_N = 128
 """Of answers to one prompt, as OpenAI's."""
 

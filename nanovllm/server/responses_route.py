@@ -54,14 +54,14 @@ logger = logging.getLogger(__name__)
 async def respond(request: Request, body: ResponsesRequest) -> Response:
     """Answer an input."""
     server = state_of(request)
-    server.check_model(body.model)
+    adapter = server.check_model(body.model)
     priority = server.check_priority(body.priority)
     form = _text_format(body)
     renamed = {"max_tokens": "max_output_tokens", **structured_names(body)}
     if form is not None:
         renamed |= dict.fromkeys(("structured_outputs", "StructuredOutputsParams"), "text.format")
     with naming_params(ResponsesRequest.model_fields, "input", renamed):
-        place = generation.admit(request, 1, body.user, priority)
+        place = generation.admit(request, 1, body.user, priority, adapter)
         prompt, params = await place.prepare(_prepare, server, body, form)
         answer = _Answer(server, body, params, prompt)
         outputs = await generation.run(

@@ -13,7 +13,10 @@ from nanovllm import __version__
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.checkpoint.tokenizer import token_bytes
 from nanovllm.engine.fair_executor import FairExecutor
+from nanovllm.errors import ConfigError, InvalidRequestError
+from nanovllm.options.lora_request import LoRARequest
 from nanovllm.options.validation import shown
+from nanovllm.server.adapters import served_adapters
 from nanovllm.server.admission import Admission, BodyBudget
 from nanovllm.server.answers import AnswerFormat, find_answer_format
 from nanovllm.server.error_bodies import APIError
@@ -40,6 +43,8 @@ class ServerState:
     """How the model marks reasoning and tool calls."""
     metrics: ServerMetrics
     max_model_len: int
+    adapters: dict[str, LoRARequest]
+    """By the name that requests use."""
     fingerprint: str
     """Names what makes the answers: version and model."""
     token_bytes: Callable[[int], bytes]
@@ -66,15 +71,23 @@ class ServerState:
             "system_fingerprint": self.fingerprint,
         }
 
-    def check_model(self, name: str | None) -> None:
-        """Raise APIError, status 404, if a request names another model."""
-        if name not in (None, self.model_name, self.llm.engine.config.model):
-            raise APIError(
-                404,
-                f"the model {shown(name)} does not exist; this server has {shown(self.model_name)}",
-                param="model",
-                code="model_not_found",
-            )
+    def check_model(self, name: str | None) -> LoRARequest | None:
+        """Return the adapter that a request names as its model; None is the model itself.
+
+        Raises:
+            APIError: status 404: there is no such model.
+        """
+        if name in (None, self.model_name, self.llm.engine.config.model):
+            return None
+        if name in self.adapters:
+            return self.adapters[name]
+        known = ", ".join(map(shown, [self.model_name, *list(self.adapters)[:16]]))
+        raise APIError(
+            404,
+            f"the model {shown(name)} does not exist; this server has {known}",
+            param="model",
+            code="model_not_found",
+        )
 
     def check_priority(self, priority: int | None) -> int:
         """Return a request's priority; raise APIError, status 400, if it may not go so early."""
@@ -94,12 +107,19 @@ def make_state(llm: AsyncLLM, options: ServerOptions) -> ServerState:
     tokenizer = llm.engine.input_processor.tokenizer
     template = options.read_chat_template()
     name = options.served_model_name or model_name(engine.config.model)
+    adapters = served_adapters(options.lora_modules, (name, engine.config.model))
+    for lora_request in adapters.values():
+        try:
+            engine.input_processor.find_adapter(lora_request)
+        except InvalidRequestError as error:
+            raise ConfigError(f"lora_modules: {error}") from error
     digest = hashlib.sha256(repr((engine.config, engine.worker_info.num_blocks)).encode())
     return ServerState(
         llm=llm,
         options=options,
         model_name=name,
         fingerprint=f"nanovllm-{__version__}-{digest.hexdigest()[:8]}",
+        adapters=adapters,
         chat_template=template,
         answer_format=_answer_format(llm, options, template),
         metrics=ServerMetrics(name, llm),

@@ -34,6 +34,7 @@ _COMPUTING = (
     "formats",
     "kernels",
     "layers",
+    "lora",
     "models",
     "scheduler",
     "steps",

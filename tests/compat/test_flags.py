@@ -53,12 +53,12 @@ def test_parser_of_a_script() -> None:
     parser.set_defaults(model="m")
     args = parser.parse_args(["--max_model_len=64", "--my_flag", "a_b", "-tp", "2"])
     assert (args.model, args.max_model_len, args.my_flag) == ("m", 64, "a_b")
-    assert (args.max_num_seqs, args.enable_lora, args.tensor_parallel_size) == (512, None, 2)
+    assert (args.max_num_seqs, args.enable_lora, args.tensor_parallel_size) == (512, False, 2)
     assert vars(EngineArgs.from_cli_args(args)) == vars(
         EngineArgs("m", max_model_len=64, tensor_parallel_size=2)
     )
     parser.add_argument("words", nargs="*")
     assert parser.parse_args(["--", "--max_model_len"]).words == ["--max_model_len"]
-    for words in (["--my-flag", "x"], ["--block-size", "16"], ["--enable-lora"]):
+    for words in (["--my-flag", "x"], ["--block-size", "16"]):
         with pytest.raises(SystemExit):
             parser.parse_args(words)

@@ -26,8 +26,6 @@ def test_vllms_modules_can_be_imported(module: str) -> None:
 @pytest.mark.parametrize(
     ("statement", "message"),
     [
-        ("from nanovllm import LoRARequest", "merge the adapter"),
-        ("from nanovllm.lora.request import LoRARequest", "merge the adapter"),
         ("import nanovllm.multimodal.utils", "read text only"),
         ("from nanovllm import LLM, PoolingParams", "generate text; use sentence-transformers"),
         (
@@ -56,9 +54,9 @@ def test_attributes_of_the_package() -> None:
     assert nanovllm.EngineArgs is EngineArgs
     reader = importlib.import_module("nanovllm.v1.metrics.reader")
     assert reader.Histogram is outputs.Histogram
-    assert not hasattr(nanovllm, "LoRARequest")
-    with pytest.raises(AttributeError, match="merge the adapter"):
-        nanovllm.LoRARequest  # noqa: B018
+    assert not hasattr(nanovllm, "PoolingParams")
+    with pytest.raises(AttributeError, match="generate text"):
+        nanovllm.PoolingParams  # noqa: B018
     assert importlib.util.find_spec("nanovllm.zzz") is None
     modules.install()
     assert sum(type(finder).__name__ == "_Importer" for finder in sys.meta_path) == 1
@@ -67,7 +65,7 @@ def test_attributes_of_the_package() -> None:
 def test_engine_args_are_options_that_can_be_assigned() -> None:
     args = AsyncEngineArgs("model", max_model_len=None, seed=None, enable_lora=False)
     assert vars(args) == vars(Config("model"))
-    assert args.enable_lora is None
+    assert args.enable_lora is False
     args.max_model_len = 128
     args.speculative_config = {"method": "ngram"}
     args.enable_lora = False
@@ -76,7 +74,6 @@ def test_engine_args_are_options_that_can_be_assigned() -> None:
     )
     for name, value, message in (
         ("max_model_len", 0, "max_model_len must be"),
-        ("enable_lora", True, "enable_lora=True is not supported: merge"),
         ("max_modle_len", 1, "did you mean 'max_model_len'"),
     ):
         with pytest.raises(ConfigError, match=message):

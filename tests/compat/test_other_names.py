@@ -56,7 +56,7 @@ def test_errors_of_speculation_name_the_option() -> None:
 
 def test_code_of_a_checkpoint_is_not_run_whatever_is_trusted(caplog):
     caplog.set_level("INFO", "nanovllm")
-    assert Config("model", trust_remote_code=True, enable_lora=None) == Config("model")
+    assert Config("model", trust_remote_code=True) == Config("model")
     expected = "trust_remote_code=True changes nothing: no code of a checkpoint is run"
     assert caplog.messages == [expected]
 
@@ -103,7 +103,7 @@ ENGINE_ARGS = """
     kv_cache_memory_bytes max_num_batched_tokens max_num_seqs max_logprobs logprobs_mode revision
     disable_log_stats code_revision rope_scaling rope_theta hf_token hf_overrides tokenizer_revision
     quantization enforce_eager disable_custom_all_reduce limit_mm_per_prompt mm_processor_kwargs
-    enable_lora max_loras max_lora_rank max_cpu_loras lora_dtype num_gpu_blocks_override
+    max_cpu_loras lora_dtype num_gpu_blocks_override
     enable_chunked_prefill structured_outputs_config speculative_config scheduling_policy
     scheduler_cls compilation_config worker_cls worker_extension_cls kv_transfer_config
     generation_config enable_sleep_mode override_generation_config model_impl calculate_kv_scales

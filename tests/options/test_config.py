@@ -89,6 +89,11 @@ def test_every_field_can_be_given():
             "prompt_lookup_max": 5,
             "prompt_lookup_min": 1,
         },
+        "logprobs_mode": "raw_logits",
+        "enable_lora": True,
+        "max_loras": 4,
+        "max_lora_rank": 64,
+        "lora": None,
         "trace": "/trace.json",
         "seed": 5,
     }

@@ -17,7 +17,15 @@ from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import DraftCounts
 from nanovllm.scheduler.block_manager import BlockManager
 from nanovllm.scheduler.extensions import MAX_SAMPLES
-from nanovllm.scheduler.messages import Ending, PageCopy, Row, RowDetails, Schedule, StepResult
+from nanovllm.scheduler.messages import (
+    AdapterSlot,
+    Ending,
+    PageCopy,
+    Row,
+    RowDetails,
+    Schedule,
+    StepResult,
+)
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.sequence import Sequence
 from nanovllm.scheduler.stateful import StatefulBlockManager, StatefulScheduler
@@ -42,9 +50,9 @@ def fold(prefix_hash: int, token: int) -> int:
     return hash((prefix_hash, token))
 
 
-def prefix_hashes(token_ids: list[int]) -> list[int]:
-    """Return the hash of each non-empty prefix."""
-    hashes, last = [], 0
+def prefix_hashes(token_ids: list[int], start: int = 0) -> list[int]:
+    """Return the hash of each non-empty prefix, behind what `start` stands for."""
+    hashes, last = [], start
     for token in token_ids:
         last = fold(last, token)
         hashes.append(last)
@@ -56,9 +64,9 @@ def next_token(prefix_hash: int) -> int:
     return (prefix_hash >> 8) % VOCAB_SIZE
 
 
-def continuation(token_ids: list[int]) -> Iterator[int]:
+def continuation(token_ids: list[int], start: int = 0) -> Iterator[int]:
     """Yield the tokens that the fake model generates after `token_ids`, without end."""
-    prefix_hash = prefix_hashes(token_ids)[-1]
+    prefix_hash = prefix_hashes(token_ids, start)[-1]
     while True:
         token = next_token(prefix_hash)
         yield token
@@ -66,11 +74,15 @@ def continuation(token_ids: list[int]) -> Iterator[int]:
 
 
 def oracle(
-    prompt: list[int], params: SamplingParams, max_model_len: int, eos_token_ids: frozenset[int]
+    prompt: list[int],
+    params: SamplingParams,
+    max_model_len: int,
+    eos_token_ids: frozenset[int],
+    start: int = 0,
 ) -> tuple[list[int], str]:
     """Return (output tokens, finish reason) of a request: what a scheduler must produce."""
     output: list[int] = []
-    for token in continuation(prompt):
+    for token in continuation(prompt, start):
         output.append(token)
         if token in eos_token_ids and not params.ignore_eos:
             return output, "stop"
@@ -168,6 +180,10 @@ class FakeWorker:
                 self._compute(row, result)
         return None if self.is_broken else result
 
+    def start_of(self, table_idx: int) -> int:
+        """Return what a table row's tokens come behind: see `prefix_hashes`."""
+        return 0
+
     def location(self, row: Row, position: int, table: int = 0) -> tuple[int, int]:
         """Return the (block, offset) of a position in a block table."""
         index = table * self.width + position // self.block_size
@@ -216,7 +232,8 @@ class FakeWorker:
         num_known, end = row.sample_position, row.end
         assert row.num_computed_tokens < num_known
         tokens = self.token_ids[row.table_idx]
-        hashes = prefix_hashes(tokens[:end])
+        start = self.start_of(row.table_idx)
+        hashes = prefix_hashes(tokens[:end], start)
         for table, window in enumerate(self.windows):
             first = max(0, row.num_computed_tokens - window + 1)
             for position in range(first, row.num_computed_tokens):
@@ -243,7 +260,7 @@ class FakeWorker:
             if accepted and self.forces[row.table_idx]:
                 known = tokens[:num_known] + accepted
                 count = (prefix_hashes(known)[-1] >> 4) % 4
-                forced = list(islice(continuation(known), count))
+                forced = list(islice(continuation(known, start), count))
             if drafts or ending or forced:
                 result.details[row.seq_id] = RowDetails(len(drafts), ending, forced)
         result.token_ids.append(accepted)
@@ -305,6 +322,8 @@ class Engine:
 
     steps_per_token = 2
     is_strict = True
+    is_fifo = True
+    """Whether alike sequences are admitted in the order of their arrival."""
 
     def __init__(
         self,
@@ -350,7 +369,7 @@ class Engine:
                 max_num_batched_tokens,
                 follows_drafts=follows_drafts,
             )
-        self.scheduler = make_scheduler(
+        self.scheduler = self.scheduler_class(make_scheduler)(
             self.manager,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -377,8 +396,15 @@ class Engine:
         self.num_drafts_accepted = 0
         self.num_followers = 0  # rows behind drafts in flight
 
+    def scheduler_class(self, make: type[Scheduler]) -> Callable[..., Scheduler]:
+        return make
+
     def make_worker(self, *args: Any) -> FakeWorker:
         return FakeWorker(*args)
+
+    def start_of(self, root: str) -> int:
+        """Return what the tokens of a prefix cache's root come behind: see `prefix_hashes`."""
+        return 0
 
     def add(
         self,
@@ -391,6 +417,7 @@ class Engine:
         cache_salt: str | None = None,
         forces: bool = False,
         prompt_logprobs: int | None = None,
+        adapter: AdapterSlot | None = None,
     ) -> Sequence:
         max_model_len = self.scheduler.max_model_len
         grammar = {"regex": "the fake worker does not read it"} if forces else None
@@ -409,9 +436,11 @@ class Engine:
             priority=priority,
             user=user,
             cache_salt=cache_salt,
+            adapter=adapter,
         )
         self.sequences.append(seq)
-        self.contexts.append(list(islice(chain(prompt, continuation(prompt)), max_model_len)))
+        tokens = chain(prompt, continuation(prompt, self.start_of(seq.root_uid)))
+        self.contexts.append(list(islice(tokens, max_model_len)))
         self.scheduler.add(seq)
         return seq
 
@@ -420,7 +449,7 @@ class Engine:
         running = list(self.scheduler.running)
         held = {id(seq) for seq in running}
         waiting = [s for s in self.sequences if not s.is_finished and id(s) not in held]
-        prompts = {seq.seq_id for seq in self.sequences if seq.is_queued}
+        prompts = {s.seq_id for s in self.sequences if s.is_queued or s.table_idx is None}
         schedule = self.scheduler.schedule()
         self._check_order(running, waiting, prompts, schedule)
         if schedule is None:
@@ -505,7 +534,7 @@ class Engine:
             assert seq.is_finished
             self._check_output(seq)
         self._check_stats()
-        if len({(seq.priority, seq.user) for seq in self.sequences}) == 1:
+        if self.is_fifo and len({(seq.priority, seq.user) for seq in self.sequences}) == 1:
             assert self.admitted == sorted(self.admitted), "a waiting sequence was passed over"
 
     def _check_output(self, seq: Sequence) -> None:
@@ -516,6 +545,7 @@ class Engine:
             seq.params,
             scheduler.max_model_len,
             scheduler.eos_token_ids,
+            self.start_of(seq.root_uid),
         )
         got = output_of(seq)
         if seq.finish_reason in ("stop", "length"):
@@ -692,7 +722,9 @@ class Engine:
                 tokens[:0] = array("I", block.tokens)
                 parent = block.key[0]
             if len(tokens) == snapshot.position and snapshot.pages:  # no block before it is evicted
-                right = self.worker.state_values(prefix_hashes(tokens)[-1], len(snapshot.pages))
+                assert isinstance(parent, str)
+                behind = prefix_hashes(tokens, self.start_of(parent))[-1]
+                right = self.worker.state_values(behind, len(snapshot.pages))
                 assert [self.worker.states[page] for page in snapshot.pages] == right
 
 

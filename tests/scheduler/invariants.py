@@ -34,6 +34,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     assert {*queued} == {seq for seq in scheduler._sequences.values() if seq.is_queued}
     if isinstance(scheduler, TieredScheduling):
         queued += [seq for seq in scheduler._parked if not seq.is_finished]
+    queued += getattr(scheduler, "_room", ())  # of a scheduler with adapters
     waiting = [seq for seq in queued if seq.table_idx is None]
     ids = [seq.seq_id for seq in scheduler.running + waiting]
     assert sorted(ids) == sorted(scheduler._sequences), "a sequence is lost or queued twice"

@@ -327,8 +327,8 @@ def test_salts_without_cached_blocks_are_forgotten() -> None:
     manager = BlockManager(8, 2)
     for index in range(100):
         manager.free(publish_all(manager, [1, 2, 3, 4, 5], f"salt {index}"))
-    salts = {parent for parent, _ in manager._cached if isinstance(parent, str)}
-    assert salts == {"salt 96", "salt 97", "salt 98", "salt 99"}
+    roots = {parent for parent, _ in manager._cached if isinstance(parent, str)}
+    assert roots == {"'salt 96'", "'salt 97'", "'salt 98'", "'salt 99'"}
     check_blocks(manager, [])
 
 

@@ -59,6 +59,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     with_drafts = False
     users = USERS[:1]  # these take turns
     salts: tuple[str | None, ...] = (None,)
+    engine_class: type[Engine] = Engine
 
     @initialize(
         max_model_len=st.integers(2, 24),
@@ -82,7 +83,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         seed: int,
         **options: Any,
     ) -> None:
-        self.engine = Engine(
+        self.engine = self.engine_class(
             num_blocks=-(-max_model_len // block_size) + num_spare_blocks,
             block_size=block_size,
             max_model_len=max_model_len,

@@ -47,6 +47,7 @@ class TiersMachine(SchedulerMachine):
     users = USERS
     salts = (None, None, None, "salt")
     engine: TieredEngine
+    tiered_class: type[TieredEngine] = TieredEngine
 
     @initialize(**OPTIONS)
     def start(self, **options: Any) -> None:  # type: ignore[override]
@@ -81,7 +82,7 @@ class TiersMachine(SchedulerMachine):
             seed=seed,
             **options,
         )
-        self.engine = TieredEngine(**self.options)
+        self.engine = self.tiered_class(**self.options)
 
     @rule(
         text=st.sampled_from(TEXTS),
@@ -114,7 +115,7 @@ class TiersMachine(SchedulerMachine):
         """Another process has the same store."""
         self.engine.run()
         self.engine.worker.finish_writes()
-        self.engine = TieredEngine(**{**self.options, "seed": seed})
+        self.engine = self.tiered_class(**{**self.options, "seed": seed})
 
     @rule(prompt=PROMPT, index=INDEX)
     def add_one_without_hits(self, prompt: list[int], index: int) -> None:

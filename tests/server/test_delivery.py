@@ -243,7 +243,7 @@ def test_a_step_wakes_the_event_loop_once_for_all_streams(
         body["messages"] = [{"role": "user", "content": "a"}]
         del body["prompt"]
     thread, num_steps, num_deltas = async_llm._thread, 0, 0
-    send = thread._send
+    send = thread.deliver_all
 
     def counting_send() -> None:
         nonlocal num_steps, num_deltas
@@ -251,7 +251,7 @@ def test_a_step_wakes_the_event_loop_once_for_all_streams(
         num_deltas += len(thread._deliveries)
         send()
 
-    monkeypatch.setattr(thread, "_send", counting_send)
+    monkeypatch.setattr(thread, "deliver_all", counting_send)
 
     async def main() -> None:
         app, _ = make(async_llm)
