@@ -20,8 +20,10 @@ from nanovllm.engine.prompt import Prompt, PromptInput
 from nanovllm.engine.reader import Reader, send
 from nanovllm.errors import EngineDeadError
 from nanovllm.options.config import Config
+from nanovllm.options.lora_request import LoRARequest
 from nanovllm.options.sampling_params import SamplingParams, default_sampling_params
 from nanovllm.outputs import Histogram, Metric, RequestOutput, Vector
+from nanovllm.weight_methods import AsyncWeightMethods
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 
-class AsyncLLM:
+class AsyncLLM(AsyncWeightMethods):
     """A model that many asyncio tasks use at once; their requests share the engine's batches.
 
     Args:
@@ -56,6 +58,7 @@ class AsyncLLM:
         *,
         priority: int = 0,
         user: str | None = None,
+        lora_request: LoRARequest | None = None,
         on_finished: Callable[[], object] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate for one prompt and yield the delta of each step, as `LLM.stream` does.
@@ -80,6 +83,7 @@ class AsyncLLM:
             request_id,
             priority,
             user,
+            lora_request,
             stream=True,
             on_finished=on_finished,
         )
@@ -95,6 +99,7 @@ class AsyncLLM:
         *,
         priority: int = 0,
         user: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> RequestOutput:
         """Generate for one prompt and return the whole output; `stream` gives deltas.
 
@@ -103,6 +108,7 @@ class AsyncLLM:
             priority: lower values go first.
             user: whose request it is. Waiting requests of one priority are admitted so that all
                 users get as many tokens; those without a user count as one user's.
+            lora_request: the LoRA adapter to use; None is the model alone.
 
         Cancelling the task aborts the request and frees its blocks.
 
@@ -111,7 +117,7 @@ class AsyncLLM:
             EngineDeadError: the engine is down.
         """
         outputs = self._run_request(
-            lambda: prompt, sampling_params, request_id, priority, user, stream=False
+            lambda: prompt, sampling_params, request_id, priority, user, lora_request, stream=False
         )
         async with contextlib.aclosing(outputs):
             return await anext(outputs)
@@ -124,6 +130,7 @@ class AsyncLLM:
         request_id: str | None = None,
         priority: int = 0,
         user: str | None = None,
+        lora_request: LoRARequest | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
@@ -153,6 +160,7 @@ class AsyncLLM:
             request_id,
             priority,
             user,
+            lora_request,
             stream=False,
         )
         async with contextlib.aclosing(outputs):
@@ -232,6 +240,7 @@ class AsyncLLM:
         request_id: str | None,
         priority: int,
         user: str | None,
+        lora_request: LoRARequest | None,
         *,
         stream: bool,
         on_finished: Callable[[], object] | None = None,
@@ -256,6 +265,7 @@ class AsyncLLM:
                     stream=stream,
                     request_id=request_id,
                     user=user,
+                    lora_request=lora_request,
                 )
             except BaseException as error:  # a panic of tokenizers is no Exception
                 send([(reader, error)])

@@ -10,18 +10,20 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.assembly import make_engine
 from nanovllm.chat.templates import Message, as_conversations, template_options
 from nanovllm.engine.progress import with_progress
-from nanovllm.engine.prompt import Prompt, PromptInput, as_list, one_for_each
+from nanovllm.engine.prompt import Prompt, PromptInput
+from nanovllm.engine.prompt_list import make_requests
 from nanovllm.engine.shared_engine import SharedEngine
-from nanovllm.errors import InvalidRequestError
 from nanovllm.options.config import Config
+from nanovllm.options.lora_request import LoRARequest
 from nanovllm.options.sampling_params import SamplingParams, default_sampling_params
 from nanovllm.outputs import Histogram, Metric, RequestOutput, Vector
+from nanovllm.weight_methods import WeightMethods
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class LLM:
+class LLM(WeightMethods):
     """A model that is loaded and ready to generate.
 
     Several threads may call its methods at once; their requests share the engine's batches.
@@ -47,6 +49,7 @@ class LLM:
         use_tqdm: bool = True,
         *,
         priority: int | Seq[int | None] | None = 0,
+        lora_request: LoRARequest | Seq[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Generate for one prompt or many; return the outputs in the order of the prompts.
 
@@ -58,23 +61,16 @@ class LLM:
             use_tqdm: show a progress bar with tokens per second.
             priority: one for all prompts, or a list with one for each; lower values go first.
                 None is 0.
+            lora_request: the LoRA adapter of all prompts, or a list with one or None for each; None
+                is the model alone.
 
         Raises:
             InvalidRequestError: a prompt or a parameter is invalid or unsupported; no request was
                 queued.
             EngineDeadError: the engine is down.
         """
-        prompts = as_list(prompts)
-        all_params = one_for_each("sampling_params", sampling_params, len(prompts), list, tuple)
-        priorities = one_for_each("priority", priority, len(prompts), Seq)
-        make_request = self.engine.input_processor.make_request
-        requests = []
-        for index, prompt in enumerate(prompts):
-            try:
-                request = make_request(prompt, all_params[index], priority=priorities[index])
-            except InvalidRequestError as error:
-                raise InvalidRequestError(f"prompt {index}: {error}") from None
-            requests.append(request)
+        processor = self.engine.input_processor
+        requests = make_requests(processor, prompts, sampling_params, priority, lora_request)
         with contextlib.closing(self._shared.run(requests)) as arriving:
             outputs: Iterator[RequestOutput] = arriving
             if use_tqdm and requests:
@@ -89,6 +85,7 @@ class LLM:
         use_tqdm: bool = True,
         *,
         priority: int | Seq[int | None] | None = 0,
+        lora_request: LoRARequest | Seq[LoRARequest | None] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
@@ -100,7 +97,7 @@ class LLM:
         Args:
             messages: one conversation (a list of messages), or a list of conversations. A
                 message's content is a string or a list of text parts.
-            sampling_params, use_tqdm, priority: as for `generate`.
+            sampling_params, use_tqdm, priority, lora_request: as for `generate`.
             add_generation_prompt: end the prompt with the start of the assistant's answer.
             continue_final_message: end the prompt inside the last message, so that the model
                 continues it; with add_generation_prompt=False.
@@ -113,19 +110,14 @@ class LLM:
                 as for `generate`.
             EngineDeadError: the engine is down.
         """
-        options = template_options(
-            add_generation_prompt,
-            continue_final_message,
-            tools,
-            chat_template,
-            chat_template_kwargs,
-        )
+        given = add_generation_prompt, continue_final_message, tools, chat_template
+        options = template_options(*given, chat_template_kwargs)
         render = self.engine.input_processor.chat.render
-        prompts = [
-            Prompt(render(conversation, options), rendered=True)
-            for conversation in as_conversations(messages)
-        ]
-        return self.generate(prompts, sampling_params, use_tqdm, priority=priority)
+        texts = [render(conversation, options) for conversation in as_conversations(messages)]
+        prompts = [Prompt(text, rendered=True) for text in texts]
+        return self.generate(
+            prompts, sampling_params, use_tqdm, priority=priority, lora_request=lora_request
+        )
 
     def stream(
         self,
@@ -133,6 +125,7 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         priority: int | None = 0,
+        lora_request: LoRARequest | None = None,
     ) -> Iterator[RequestOutput]:
         """Generate for one prompt and yield the delta of each step.
 
@@ -145,7 +138,7 @@ class LLM:
             EngineDeadError: the engine is down.
         """
         request = self.engine.input_processor.make_request(
-            prompt, sampling_params, priority=priority, stream=True
+            prompt, sampling_params, priority=priority, lora_request=lora_request, stream=True
         )
         return self._shared.run([request])
 
@@ -176,10 +169,6 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the sampling parameters recommended in the checkpoint's generation_config.json."""
         return default_sampling_params(self.engine.generation_config)
-
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; return False, and forget none, while requests run."""
-        return self._shared.call(self.engine.reset_prefix_cache)
 
     def get_metrics(self) -> list[Metric | Vector | Histogram]:
         """Return the engine's counts and rates; those that vLLM has too have vLLM's names."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.helpers import ROOT, environment
 
 TRUNK = (
-    "tests/options",
+    "tests/options/test_config.py",
     "tests/scheduler/test_scheduler.py",
     "tests/engine/test_llm_engine.py",
     "tests/test_generation.py",
@@ -20,6 +20,7 @@ BRANCHES = [
     "structured",
     "speculation",
     "formats",
+    "lora",
     "steps",
     "observe",
     "loadtest",
@@ -27,6 +28,8 @@ BRANCHES = [
     "tiers",
     "batch",
     "ray",
+    "training",
+    "trl",
     "cli",
 ]
 

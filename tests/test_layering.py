@@ -20,7 +20,7 @@ class Folder(NamedTuple):
 
 
 VALUES = ("errors", "outputs")
-FRONT = ("llm", "async_llm")
+FRONT = ("llm", "async_llm", "weight_methods")
 FOLDERS = {
     "values": Folder("", torch=False),
     "demo_model": Folder("", torch=False),
@@ -35,13 +35,16 @@ FOLDERS = {
     "observe": Folder("engine options scheduler", torch=False),
     "tiers": Folder("checkpoint kernels models options utils", torch=True),
     "assembly": Folder(
-        "checkpoint engine executors observe options scheduler speculation structured tiers",
+        "checkpoint engine executors lora observe options scheduler speculation structured tiers",
         torch=False,
     ),
     "compat": Folder("assembly demo_model engine llm async_llm options", torch=False),
     "formats": Folder("checkpoint kernels layers options utils", torch=True),
-    "front": Folder("assembly chat engine options", torch=False),
+    "front": Folder("assembly chat engine options training", torch=False),
     "structured": Folder("checkpoint options scheduler utils worker", torch=True),
+    "lora": Folder(
+        "attention checkpoint kernels layers models options scheduler utils worker", torch=True
+    ),
     "models": Folder("attention checkpoint kernels layers options utils", torch=True),
     "layers": Folder("attention checkpoint kernels options utils", torch=True),
     "server": Folder("chat checkpoint engine llm async_llm options utils", torch=False),
@@ -52,7 +55,7 @@ FOLDERS = {
         torch=False,
     ),
     "executors": Folder(
-        "checkpoint formats models options scheduler speculation steps structured tiers utils "
+        "checkpoint formats lora models options scheduler speculation steps structured tiers utils "
         "worker",
         torch=True,
     ),
@@ -69,8 +72,12 @@ FOLDERS = {
         "attention checkpoint kernels layers models options scheduler steps utils worker",
         torch=True,
     ),
+    "training": Folder(
+        "checkpoint engine formats kernels layers models options utils worker", torch=True
+    ),
+    "trl": Folder("llm options", torch=True),
     "worker": Folder(
-        "attention checkpoint formats kernels layers models options scheduler tiers utils",
+        "attention checkpoint formats kernels layers lora models options scheduler tiers utils",
         torch=True,
     ),
 }
@@ -113,8 +120,11 @@ MAX_CORE_LINES = 3_700
 """A budget that may only fall."""
 BRANCHES = (
     *("speculation", "structured", "formats", "steps", "observe", "tiers", "compat", "server"),
+    "lora",
     "batch",
     "ray",
+    "training",
+    "trl",
 )
 """What the trunk knows through its own seams alone."""
 STILL_IMPORTED = ("steps",)

@@ -18,8 +18,14 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams, demo_model
-from nanovllm.errors import ConfigError, EngineDeadError, OutOfMemoryError
+from nanovllm.errors import (
+    ConfigError,
+    EngineDeadError,
+    InvalidRequestError,
+    OutOfMemoryError,
+)
 from tests.helpers import environment, shared_memory, token_ids, wait_until
+from tests.training.weights import changed, read_weights
 
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -191,3 +197,31 @@ def test_ctrl_c_and_death_of_the_parent_end_everything(
     wait_until(lambda: not any(c.is_running() for c in children), 10)
     if number == signal.SIGINT:
         assert "KeyboardInterrupt" in errors
+
+
+def test_ranks_sleep_and_get_new_weights(
+    tensor_parallel_llm: Callable[[str, int], LLM], random_model: str, make_llm: Any
+) -> None:
+    """Each rank takes its part; an error that a rank finds ends none of them."""
+    llm = tensor_parallel_llm(random_model, 2)
+    old = read_weights(random_model)
+    new = changed(old, 1)
+    fresh = make_llm(random_model, dtype="float32", max_model_len=256)
+    fresh.update_weights(new)
+    with pytest.raises(InvalidRequestError, match="has no tensor 'x'"):
+        llm.update_weights([("x", old["model.norm.weight"])])
+    llm.sleep(level=2)
+    llm.wake_up(["weights"])
+    llm.update_weights(iter(new.items()))
+    llm.wake_up()
+    prompts = [[1, 2, 3] * 10, [4, 5]]
+    try:
+        found, expected = (each.generate(prompts, SHORT, use_tqdm=False) for each in (llm, fresh))
+        assert token_ids(found) == token_ids(expected)
+    finally:
+        llm.update_weights(old)
+    llm.sleep()
+    llm.wake_up()
+    fresh.update_weights(old)
+    found, expected = (each.generate(prompts, SHORT, use_tqdm=False) for each in (llm, fresh))
+    assert token_ids(found) == token_ids(expected)

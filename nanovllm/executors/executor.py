@@ -5,13 +5,14 @@ Imports no torch before an executor is made. Knows no requests and no text.
 """
 
 import contextlib
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from nanovllm.checkpoint.gguf import is_gguf
 from nanovllm.checkpoint.hub import Checkpoint
-from nanovllm.errors import ConfigError
+from nanovllm.errors import ConfigError, NanoVLLMError
 from nanovllm.options.config import Config
 from nanovllm.scheduler.messages import Schedule, StepResult
 from nanovllm.scheduler.worker_info import WorkerInfo
@@ -50,6 +51,25 @@ class Executor(Protocol):
 
     def execute(self, schedule: Schedule) -> Future:
         """Launch a step."""
+        ...
+
+    def call_all(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Call `function(runner, *arguments)` on each rank, between two steps; return the results.
+
+        Args:
+            function: a function of a module; it and the arguments may be sent to other processes.
+
+        Raises:
+            NanoVLLMError: a mistake of the user that a rank found: the ranks go on.
+            EngineDeadError: a worker died.
+        """
+        ...
+
+    refusal: NanoVLLMError | None
+    """Why no request can be taken now, such as that the weights are away; None: all can."""
+
+    def check_ready(self) -> None:
+        """Raise `refusal`, or what `check_health` raises."""
         ...
 
     def check_health(self) -> None:

@@ -1,9 +1,11 @@
 """Runs the only rank in this process. Knows no requests and no text."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.checkpoint.hub import Checkpoint
-from nanovllm.errors import EngineDeadError
+from nanovllm.errors import EngineDeadError, NanoVLLMError
+from nanovllm.executors.commands import Command, run_command, values_of
 from nanovllm.executors.worker import (
     check_networks,
     make_runner,
@@ -39,6 +41,7 @@ class InProcessExecutor:
         self._target = target._replace(reserve=reserve)
         self._runner: ModelRunner | None = None
         self._num_threads = num_threads(config)
+        self.refusal: NanoVLLMError | None = None
 
     def start(self) -> WorkerInfo:
         device = rank_device(self._config)
@@ -61,6 +64,17 @@ class InProcessExecutor:
         assert self._runner is not None
         with on_device(self._runner.device, self._num_threads):
             return self._runner.execute(schedule)
+
+    def call_all(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        self.check_health()
+        assert self._runner is not None
+        with on_device(self._runner.device, self._num_threads):
+            return values_of([run_command(self._runner, Command(0, function, arguments))])
+
+    def check_ready(self) -> None:
+        self.check_health()
+        if self.refusal is not None:
+            raise self.refusal
 
     def check_health(self) -> None:
         if self._runner is None:

@@ -4,9 +4,11 @@ hang; `shutdown` leaves no process behind. Knows no requests and no text, nor wh
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from nanovllm.errors import EngineDeadError, NanoVLLMError
+from nanovllm.executors.commands import Command, CommandResult, values_of
 from nanovllm.executors.ranks import Ranks
 from nanovllm.scheduler.messages import Schedule, StepResult
 from nanovllm.scheduler.worker_info import WorkerInfo
@@ -28,6 +30,8 @@ class RankExecutor:
         self._received: list[deque[Any]] = [deque() for _ in self._all]
         self._dead: str | None = None
         self._grammars: GrammarCompiler | None = None  # not sent yet
+        self._num_commands = 0
+        self.refusal: NanoVLLMError | None = None
 
     def start(self) -> WorkerInfo:
         try:
@@ -55,6 +59,30 @@ class RankExecutor:
         self._send(schedule, self._all)
         return _StepFuture(self, schedule.step_id)
 
+    def call_all(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        self.check_health()
+        self._num_commands += 1
+        self._send(Command(self._num_commands, function, arguments), self._all)
+        return values_of([self._command_result(rank) for rank in self._all])
+
+    def _command_result(self, rank: int) -> CommandResult:
+        """Return what `rank` says of the last command; keep the results of steps before it."""
+        steps: list[StepResult] = []
+        try:
+            while True:
+                message: StepResult | CommandResult = self._receive(rank)
+                if not isinstance(message, CommandResult):
+                    steps.append(message)
+                elif message.command_id == self._num_commands:  # else Ctrl-C ended the wait for it
+                    return message
+        finally:
+            self._received[rank].extendleft(reversed(steps))
+
+    def check_ready(self) -> None:
+        self.check_health()
+        if self.refusal is not None:
+            raise self.refusal
+
     def check_health(self) -> None:
         if self._dead is None and not self.ranks.alive():
             self._die("a worker process died")
@@ -66,13 +94,15 @@ class RankExecutor:
         self.ranks.end()
 
     def wait_for(self, step_id: int) -> StepResult:
-        """Return rank 0's result of step `step_id`; drop the results of earlier steps."""
+        """Return rank 0's result of step `step_id`; drop what came before, which nobody reads."""
         while True:
-            result: StepResult = self._receive(0)
-            if result.step_id == step_id:
+            result: StepResult | CommandResult = self._receive(0)
+            if isinstance(result, StepResult) and result.step_id == step_id:
                 return result
 
-    def _send(self, message: "WorkerInfo | Schedule | GrammarCompiler", ranks: range) -> None:
+    def _send(
+        self, message: "WorkerInfo | Schedule | GrammarCompiler | Command", ranks: range
+    ) -> None:
         try:
             for rank in ranks:
                 self.ranks.send(rank, message)

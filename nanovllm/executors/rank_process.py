@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,6 +19,7 @@ import torch
 from tqdm.auto import tqdm
 
 from nanovllm.errors import NanoVLLMError
+from nanovllm.executors.commands import Command, CommandResult, run_command
 from nanovllm.executors.worker import keep_on_device, make_runner, rank_device
 from nanovllm.scheduler.messages import Schedule
 from nanovllm.scheduler.worker_info import WorkerInfo
@@ -71,8 +73,9 @@ def run_spawned(
 def run_rank(job: RankJob, pipe: Connection, prepare: Prepare) -> None:
     """Send what the rank can hold, allocate, then execute schedules until the pipe closes.
 
-    The messages in are a WorkerInfo, then Schedules, and for a rank that samples a GrammarCompiler
-    before the first with a grammar. Every message out is ("ok", value) or ("error", exception).
+    The messages in are a WorkerInfo, then Schedules and Commands, and for a rank that samples a
+    GrammarCompiler before the first Schedule with a grammar. Every message out is ("ok", value) or
+    ("error", exception).
 
     Raises:
         Exception: what ended the rank, unless it is nanovllm's own; it is sent first.
@@ -94,7 +97,11 @@ def run_rank(job: RankJob, pipe: Connection, prepare: Prepare) -> None:
             allocated = allocate(runner, info)
         outbox.put(lambda: allocated)
         while True:
-            message: GrammarCompiler | Schedule = pipe.recv()
+            message: GrammarCompiler | Schedule | Command = pipe.recv()
+            if isinstance(message, Command):
+                result = run_command(runner, message)
+                outbox.put(partial(_itself, result))
+                continue
             if not isinstance(message, Schedule):
                 from nanovllm.structured.grammar_masks import GrammarMasks
 
@@ -110,6 +117,10 @@ def run_rank(job: RankJob, pipe: Connection, prepare: Prepare) -> None:
         outbox.close(error)
         if not isinstance(error, NanoVLLMError):
             raise
+
+
+def _itself(result: CommandResult) -> CommandResult:
+    return result
 
 
 class _Outbox:

@@ -35,7 +35,7 @@ def find_weights(config: Config, checkpoint: Checkpoint) -> list[Path]:
     Raises:
         CheckpointError: the architecture or a setting is not supported, there are no weights, or
             their names, shapes and dtypes are not what the model needs.
-        ConfigError: `quantization` is set, but the checkpoint is quantised already; or there are
+        ConfigError: `quantization` asks for what a quantised checkpoint cannot be; or there are
             more ranks than attention heads.
     """
     model_config = _model_config(config, checkpoint)
@@ -85,6 +85,7 @@ def _check_draft(target: NetworkSpec, checkpoint: Checkpoint) -> NetworkSpec:
         hf_overrides=None,
         dtype=str(target.model_config.dtype).removeprefix("torch."),
         speculative_config=None,
+        lora=None,
     )
     if spec.method == "eagle3":
         from nanovllm.speculation.proposers.eagle3_config import check_eagle3
@@ -161,11 +162,15 @@ def make_runner(
         from nanovllm.speculation.proposers.registry import make_proposer
 
         make_drafter = partial(make_proposer, config.speculation, draft)
-    make = ModelRunner
+    make: type[ModelRunner] = ModelRunner
     if config.has_tiers:
         from nanovllm.worker.tiered_runner import TieredRunner
 
         make = TieredRunner
+    if config.enable_lora:
+        from nanovllm.lora.runner import with_adapters
+
+        make = with_adapters(make)
     return make(target, device, make_steps=make_steps, make_drafter=make_drafter)
 
 

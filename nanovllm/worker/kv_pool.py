@@ -13,7 +13,7 @@ from nanovllm.attention.states import aligned
 from nanovllm.kernels.cpu.layer_ops import copy_pages
 from nanovllm.kernels.cpu.library import library, torch_on_one_thread
 from nanovllm.scheduler.windows import WindowGroup
-from nanovllm.utils.memory import populate
+from nanovllm.utils.memory import populate, return_pages
 from nanovllm.utils.transfer import upload
 from nanovllm.worker.kv_cache import zeros
 
@@ -118,6 +118,11 @@ class KVPool:
         with torch_on_one_thread():
             for block in blocks:
                 (self._pool[block] if self._by_page else self._pool[:, :, block]).zero_()
+
+    def give_back(self) -> None:
+        """Give a CPU's memory to the system, while no step runs; the pages are zeros again."""
+        return_pages(self._pool.view(torch.uint8).view(-1))
+        self._num_populated = 0
 
     @property
     def pages(self) -> torch.Tensor:

@@ -3,7 +3,8 @@
 The device gathers them, with each token's rank and the most likely tokens. Knows no model.
 """
 
-from collections.abc import Iterable, Sequence as Seq
+from collections.abc import Callable, Iterable, Sequence as Seq
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from nanovllm.scheduler.messages import Row, TokenLogprobs
 from nanovllm.utils.transfer import to_host, upload
 from nanovllm.worker.device_tables import DeviceTables
+from nanovllm.worker.processed_logits import processed_logits
 from nanovllm.worker.sampling_rows import SamplingRows
 
 _PIECE = 2**23
@@ -54,13 +56,18 @@ class Logprobs(NamedTuple):
 
 
 def sampled_logprobs(
-    tables: DeviceTables, sampling: SamplingRows, logits: torch.Tensor, tokens: torch.Tensor
+    tables: DeviceTables,
+    sampling: SamplingRows,
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    mode: str = "raw_logprobs",
 ) -> list[Logprobs]:
-    """Return the log-probabilities of the samples whose request wants them.
+    """Return the log-probabilities of the samples whose request wants them, behind `sample`.
 
     Args:
         logits: [S, vocab_size], as the model gave them: no rules, no temperature.
         tokens: [S], the sampled tokens.
+        mode: `Config.logprobs_mode`.
     """
     counts = {
         index: count
@@ -71,7 +78,12 @@ def sampled_logprobs(
         return []
     rows = upload(list(counts), tables.device)
     own = tokens[rows].clamp(min=0)  # a row with NO_TOKEN fails, so its numbers do not count
-    gathered = gather_logprobs(logits, own, max(counts.values()), rows)
+    most, normalized = max(counts.values()), mode.endswith("logprobs")
+    if mode.startswith("processed"):
+        process = partial(processed_logits, sampling=sampling.parameters().take(rows))
+        gathered = gather_logprobs(sampling.ruled, own, most, rows, process, normalized=normalized)
+    else:
+        gathered = gather_logprobs(logits, own, most, rows, normalized=normalized)
     return [Logprobs([sampling.rows[i].seq_id for i in counts], list(counts.values()), gathered)]
 
 
@@ -81,7 +93,11 @@ def want_prompt_logprobs(tables: DeviceTables, rows: list[Row]) -> bool:
 
 
 def prompt_logprobs(
-    tables: DeviceTables, rows: list[Row], hidden: torch.Tensor, model: torch.nn.Module
+    tables: DeviceTables,
+    rows: list[Row],
+    hidden: torch.Tensor,
+    model: torch.nn.Module,
+    mode: str = "raw_logprobs",
 ) -> list[Logprobs]:
     """Return the log-probabilities of the prompt tokens of `rows`; none except on rank 0.
 
@@ -89,8 +105,9 @@ def prompt_logprobs(
 
     Args:
         hidden: [T, hidden_size], of all tokens of the step.
+        mode: `Config.logprobs_mode`; no prompt's token is sampled, so processed is raw here.
     """
-    found = []
+    found, normalized = [], mode.endswith("logprobs")
     offset = 0
     for row in rows:
         count = tables.params[row.table_idx].prompt_logprobs
@@ -103,7 +120,7 @@ def prompt_logprobs(
                 logits = model.compute_logits(states)  # type: ignore[operator]
                 if logits is not None:
                     tokens = tables.token_ids[row.table_idx, start:end].long()
-                    gathered = gather_logprobs(logits, tokens, count)
+                    gathered = gather_logprobs(logits, tokens, count, normalized=normalized)
                     size = end - start
                     found.append(Logprobs([row.seq_id] * size, [count] * size, gathered, start))
         offset += row.num_scheduled_tokens
@@ -127,7 +144,13 @@ def by_sequence(
 
 
 def gather_logprobs(
-    logits: torch.Tensor, tokens: torch.Tensor, count: int, rows: torch.Tensor | None = None
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    count: int,
+    rows: torch.Tensor | None = None,
+    process: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+    *,
+    normalized: bool = True,
 ) -> GatheredLogprobs:
     """Return the log-probabilities of `tokens` [L] and of the `count` most likely tokens.
 
@@ -136,7 +159,11 @@ def gather_logprobs(
     Args:
         logits: [L, vocab_size].
         rows: [L] int64, which rows of `logits` to use instead.
+        process: gets all L rows and `tokens`; returns what to use in place of the rows.
+        normalized: False: the logits themselves.
     """
+    if process is not None:  # few rows want it, and its filters sort them as a whole
+        logits, rows = process(logits if rows is None else logits[rows], tokens), None
     size = max(_PIECE // logits.shape[-1], 1)
     pieces: Iterable[torch.Tensor]
     if rows is None:
@@ -144,17 +171,19 @@ def gather_logprobs(
     else:
         pieces = (logits[piece] for piece in torch.split(rows, size))
     gathered = [
-        _gather_piece(piece, own, count)
+        _gather_piece(piece, own, count, normalized=normalized)
         for piece, own in zip(pieces, torch.split(tokens, size), strict=True)
     ]
     return GatheredLogprobs(*map(torch.cat, zip(*gathered, strict=True)))
 
 
 def _gather_piece(
-    logits: torch.Tensor, tokens: torch.Tensor, count: int
+    logits: torch.Tensor, tokens: torch.Tensor, count: int, *, normalized: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the columns of `GatheredLogprobs`."""
-    logprobs = logits.float().log_softmax(-1)
+    logprobs = logits.float()
+    if normalized:
+        logprobs = logprobs.log_softmax(-1)
     own = logprobs.gather(1, tokens[:, None])
     # Not in int64: torch converts the mask to the dtype of the sum.
     ranks = (logprobs > own).sum(-1, dtype=torch.int32).long() + 1

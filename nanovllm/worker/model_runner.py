@@ -125,7 +125,7 @@ class ModelRunner:
         `network.logits` the logits, `sampling.sample` the tokens. Rank 0 sends them to the others,
         and `sampling.store` writes them to the tables, where the next step finds its input.
         """
-        tables = self.tables
+        tables, mode = self.tables, self.config.logprobs_mode
         assert tables is not None, "allocate() comes first"
         masks = None if self.masks is None else self.masks.begin(tables, rows)
         computed = Computed()
@@ -147,14 +147,14 @@ class ModelRunner:
                 indices = None if of_prompts else sampling.output_indices
                 hidden = self.network.forward(tables, rows, indices)
             if of_prompts:
-                logprobs += prompt_logprobs(tables, rows, hidden, self.network.model)
+                logprobs += prompt_logprobs(tables, rows, hidden, self.network.model, mode)
             if len(sampling):
                 logits = self.network.logits(hidden, sampling.output_indices)
         if logits is None:  # no row samples, or this is not rank 0
             tokens = torch.empty_like(sampling.output_indices)
         else:
             tokens = sampling.sample(logits)
-            logprobs += sampled_logprobs(tables, sampling, logits, tokens)
+            logprobs += sampled_logprobs(tables, sampling, logits, tokens, mode)
         if len(sampling):
             broadcast_from_first(tokens)
             sampling.store(tokens)

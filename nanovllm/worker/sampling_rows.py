@@ -33,6 +33,7 @@ class SamplingRows:
             or its grammar did, or its output is complete and the model has no token that says so.
         draft_ids: [S] int64, the draft at the sample's position, where the row has one; None if no
             row has any.
+        ruled: [S, vocab_size], set by `sample`: the logits behind the rules.
     """
 
     def __init__(
@@ -74,10 +75,10 @@ class SamplingRows:
         """Return a token [S] int64 for each row of logits [S, vocab_size]; NO_TOKEN for a row whose
         logits are no distribution after its rules.
         """
-        logits = self.apply_rules(logits)
+        logits = self.ruled = self.apply_rules(logits)
         if all(params.is_greedy for params in self.params):
             return self._tables.kernels.greedy(logits)
-        return draw_by_group(logits, self._sampling(), self.params)
+        return draw_by_group(logits, self.parameters(), self.params)
 
     def store(self, token_ids: torch.Tensor) -> None:
         """Write the sampled tokens [S] to the device tables, where the next step reads them.
@@ -114,7 +115,8 @@ class SamplingRows:
         apply_rules(changed, ruled)
         return changed
 
-    def _sampling(self) -> Sampling:
+    def parameters(self) -> Sampling:
+        """Return the samples' parameters, on the device."""
         tables = self._tables
         columns = (column[self._table_indices] for column in tables.sampling_tensors.columns)
         return Sampling(*columns, positions=self._positions, kernels=tables.kernels)

@@ -59,7 +59,12 @@ class TieredRunner(ModelRunner):
     """
 
     def __init__(self, target: NetworkSpec, device: torch.device, **options: Any) -> None:
-        self._weights = WeightFiles(target.files)  # before they are loaded
+        files = target.files
+        if target.config.lora is not None:
+            from nanovllm.lora.peft_files import adapter_files
+
+            files = [*files, *adapter_files(target.config.lora)]
+        self._weights = WeightFiles(files)  # before they are loaded
         super().__init__(target, device, **options)
         self._num_slots = self._find_num_slots()
         self._copies: PageCopies | None = None

@@ -403,6 +403,7 @@ def test_help_speaks_no_python(run: Run, monkeypatch: pytest.MonkeyPatch, comman
         assert not re.search(r"\bNone\b|\bTrue\b|\bFalse\b|default: [('\"]", flag), flag
         names = re.findall(r"(?<![\w/\"])[a-z]+(?:_[a-z]+)+(?![\w.'])", flag)
         spoken = {"num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"}
+        spoken.add("raw_logprobs")
         assert set(names) <= spoken, flag
         is_named = "--help" in flag or "--chat" in flag or "--json" in flag or "--url" in flag
         assert "(default: " in flag or is_named, flag
@@ -541,6 +542,7 @@ def example_of(hint: Any) -> tuple[str, Any]:
     }[hint]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("owner", "name"),
     [

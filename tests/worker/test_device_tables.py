@@ -152,7 +152,7 @@ def check_batch(batch, rows, shadow):
 
 def sampling_of(rows):
     """Return how to sample `rows`, as the sampler gets it."""
-    return rows._sampling()
+    return rows.parameters()
 
 
 def check_sampling(tables, sampling, rows, shadow):

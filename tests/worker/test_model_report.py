@@ -126,8 +126,8 @@ def test_a_refused_model(report_of: Any) -> None:
         False,
         "config.json: hidden_act 'gelu' is not supported (only silu)",
     )
-    found = report_of("Qwen3ForCausalLM", quantization_config={"quant_method": "awq"})
-    assert "quant_method 'awq' is not supported" in found["error"]
+    found = report_of("Qwen3ForCausalLM", quantization_config={"quant_method": "hqq"})
+    assert "quant_method 'hqq' is not supported" in found["error"]
 
 
 def test_weights_that_do_not_match(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, ClassVar
 
-from nanovllm.checkpoint.loader import read_header
+from nanovllm.checkpoint.tensor_files import read_header
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.models.config_fields import config_bool, config_size
 from nanovllm.models.model_config import ModelConfig

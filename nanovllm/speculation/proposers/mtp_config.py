@@ -7,7 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any, ClassVar
 
-from nanovllm.checkpoint.loader import read_header
+from nanovllm.checkpoint.tensor_files import read_header
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.options.validation import shown
@@ -65,7 +65,9 @@ def check_mtp(target: NetworkSpec) -> NetworkSpec:
                 f"checkpoint has none whose name begins with {PREFIX}"
             )
         check_weights(config, target.files)
-    options = dataclasses.replace(target.config, quantization="none", speculative_config=None)
+    options = dataclasses.replace(
+        target.config, quantization="none", speculative_config=None, lora=None
+    )
     return NetworkSpec(options, config, target.files)
 
 

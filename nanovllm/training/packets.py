@@ -1,0 +1,81 @@
+"""Cuts a trainer's tensors into messages: to ranks in other processes they go as bytes.
+
+Knows no weight of the model.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from nanovllm.errors import InvalidRequestError
+from nanovllm.options.validation import shown
+
+_BYTES = 64 * 2**20
+"""Of a message's tensors, if it has more than one."""
+
+NamedTensor = tuple[str, torch.Tensor]
+
+
+class Packet(NamedTuple):
+    """A tensor as bytes."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    content: bytes
+
+    def unpacked(self) -> NamedTensor:
+        values = torch.frombuffer(bytearray(self.content), dtype=torch.uint8)
+        return self.name, values.view(self.dtype).view(self.shape)
+
+
+def packet(named: NamedTensor) -> Packet:
+    """Return a tensor as bytes, in its own dtype."""
+    name, tensor = named
+    flat = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
+    return Packet(name, tuple(tensor.shape), tensor.dtype, flat.numpy().tobytes())
+
+
+def checked(item: Any) -> NamedTensor:
+    """Return `item` if it is a name with a tensor of finite numbers.
+
+    Raises:
+        InvalidRequestError: it is not.
+    """
+    if not (isinstance(item, tuple | list) and len(item) == 2 and isinstance(item[0], str)):
+        raise InvalidRequestError(
+            f"update_weights takes pairs (name, tensor), not {shown(item)}: give "
+            "model.named_parameters(), for instance"
+        )
+    name, tensor = item
+    if not isinstance(tensor, torch.Tensor) or tensor.is_meta or tensor.is_sparse:
+        raise InvalidRequestError(
+            f"update_weights: {shown(name)} must be a dense tensor with values, is {shown(tensor)}"
+        )
+    if tensor.is_floating_point() and not _is_finite(tensor.detach()):
+        raise InvalidRequestError(
+            f"update_weights: {shown(name)} has numbers that are NaN or infinite: the training has "
+            "diverged"
+        )
+    return name, tensor
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    if tensor.itemsize == 1:  # torch cannot ask this of FP8
+        tensor = tensor.float()
+    return bool(tensor.isfinite().all())
+
+
+def in_messages(tensors: Iterable[NamedTensor]) -> Iterator[list[NamedTensor]]:
+    """Yield `tensors` in their order, as lists of about 64 MiB."""
+    message: list[NamedTensor] = []
+    size = 0
+    for name, tensor in tensors:
+        if message and size + tensor.nbytes > _BYTES:
+            yield message
+            message, size = [], 0
+        message.append((name, tensor))
+        size += tensor.nbytes
+    if message:
+        yield message

@@ -1,0 +1,27 @@
+"""TRL's GRPOTrainer with nanovllm as its engine, in the trainer's process and on its CPU.
+
+    from nanovllm.trl import GRPOTrainer
+
+takes the arguments of `trl.GRPOTrainer`. Needs `pip install 'nanovllm[trl]'`. Imports nothing else
+of nanovllm before a class is asked for.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nanovllm.trl.generation import EngineGeneration
+    from nanovllm.trl.trainer import GRPOTrainer
+
+__all__ = ["EngineGeneration", "GRPOTrainer"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "GRPOTrainer":
+        from nanovllm.trl.trainer import GRPOTrainer
+
+        return GRPOTrainer
+    if name == "EngineGeneration":
+        from nanovllm.trl.generation import EngineGeneration
+
+        return EngineGeneration
+    raise AttributeError(f"module 'nanovllm.trl' has no attribute {name!r}")

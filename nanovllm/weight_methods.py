@@ -1,0 +1,187 @@
+"""The methods of `LLM` and `AsyncLLM` for weights that change: vLLM's names, and one loop for both.
+
+Knows no weight: `nanovllm.training` does, which is imported when one of these is called.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from nanovllm.engine.engine_thread import EngineThread
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.shared_engine import SharedEngine
+
+if TYPE_CHECKING:
+    from nanovllm.training.control import WeightControl
+
+Result = TypeVar("Result")
+
+
+class WeightMethods:
+    """Base of `LLM`.
+
+    While the engine sleeps, or an update runs, a request raises InvalidRequestError. Requests in
+    flight end first, as `mode` says: "abort" ends them now, with finish_reason "abort"; "wait" lets
+    them finish. The cached prefixes of the old weights are forgotten.
+    """
+
+    engine: LLMEngine
+    _shared: SharedEngine
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; return False, and forget none, while requests run."""
+        return self._shared.call(self.engine.reset_prefix_cache)
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Give the memory of the weights and of the KV pool back to the system, on a CPU.
+
+        Args:
+            level: 1 keeps the weights, in a temporary file; 2 forgets them, so that all must come
+                by `update_weights` behind `wake_up`.
+            mode: see the class.
+
+        Raises:
+            InvalidRequestError: level or mode is unknown.
+            ConfigError: this is a GPU, or the file cannot be written.
+            UnsupportedModelError: at level 2, `update_weights` cannot fill this model's weights.
+        """
+        self._shared.call(lambda: self._control.sleep(level, mode))
+
+    def wake_up(self, tags: Seq[str] | None = None) -> bool:
+        """Take back what sleeps; return whether all of it is awake.
+
+        Args:
+            tags: "weights", "kv_cache" or both; None: both.
+
+        Raises:
+            InvalidRequestError: a tag is unknown.
+        """
+        return self._shared.call(lambda: self._control.wake_up(tags))
+
+    def is_sleeping(self) -> bool:
+        """Return whether weights or KV pool sleep."""
+        return self._control.is_sleeping
+
+    @property
+    def weight_version(self) -> int | str:
+        """The version of the weights: 0 as they were loaded, one more after each update, or what
+        the last update was given.
+        """
+        return self.engine.output_processor.weight_version
+
+    def update_weights(
+        self,
+        weights: Iterable[tuple[str, Any]] | Mapping[str, Any],
+        *,
+        weight_version: int | str | None = None,
+        mode: str = "abort",
+    ) -> None:
+        """Give the model new weights, rounded and packed as when it was loaded.
+
+        Tensors that do not come stay as they are. Between `start_weight_update` and
+        `finish_weight_update` this is a part of that update, else an update of its own.
+
+        Args:
+            weights: pairs of a checkpoint's name and a torch tensor of any float dtype. A list or a
+                mapping is checked before anything is written; of an iterator, each tensor is. If an
+                iterator fails after a layer was written, all weights must come again before the
+                next request.
+            weight_version: for `RequestOutput.weight_version`.
+            mode: see the class.
+
+        Raises:
+            InvalidRequestError: a tensor's name, shape, dtype or number is wrong, or a part of a
+                rounded layer is missing; or the weights sleep.
+            UnsupportedModelError: the checkpoint stores its weights in a form of its own.
+        """
+        from nanovllm.training.updates import Update
+
+        update = Update(self._control, weights, weight_version, mode)
+        try:
+            for command in update.commands():
+                self._shared.call(command)
+        except BaseException:
+            self._shared.call(self._control.fail)
+            raise
+
+    def start_weight_update(self, mode: str = "abort") -> None:
+        """Begin an update of several calls of `update_weights`; requests are refused until its end.
+
+        Raises:
+            InvalidRequestError: one has begun already, or the weights sleep.
+        """
+        self._shared.call(lambda: self._control.start(mode))
+
+    def finish_weight_update(self, weight_version: int | str | None = None) -> None:
+        """End the update that `start_weight_update` began.
+
+        Raises:
+            InvalidRequestError: none has begun, or a part of a rounded layer is missing.
+        """
+        self._shared.call(lambda: self._control.end(weight_version))
+
+    @property
+    def _control(self) -> "WeightControl":
+        from nanovllm.training.control import control_of
+
+        return control_of(self.engine)
+
+
+class AsyncWeightMethods:
+    """Base of `AsyncLLM`: the methods of `WeightMethods`, which says what they do."""
+
+    engine: LLMEngine
+    _thread: EngineThread
+
+    async def _between_steps(self, command: Callable[[], Result]) -> Result:
+        raise NotImplementedError
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; return False, and forget none, while requests run."""
+        return bool(await self._between_steps(self.engine.reset_prefix_cache))
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """See `WeightMethods.sleep`."""
+        await self._change(lambda: self._control.sleep(level, mode))
+
+    async def wake_up(self, tags: Seq[str] | None = None) -> bool:
+        """See `WeightMethods.wake_up`."""
+        return bool(await self._between_steps(lambda: self._control.wake_up(tags)))
+
+    async def is_sleeping(self) -> bool:
+        """See `WeightMethods.is_sleeping`."""
+        return self._control.is_sleeping
+
+    async def update_weights(
+        self,
+        weights: Iterable[tuple[str, Any]] | Mapping[str, Any],
+        *,
+        weight_version: int | str | None = None,
+        mode: str = "abort",
+    ) -> None:
+        """See `WeightMethods.update_weights`. The iterator runs in the event loop."""
+        from nanovllm.training.updates import Update
+
+        update = Update(self._control, weights, weight_version, mode)
+        try:
+            for command in update.commands():
+                await self._change(command)
+        except BaseException:
+            await self._change(self._control.fail)
+            raise
+
+    async def _change(self, command: Callable[[], Any]) -> Any:
+        """Run a command that may end requests, and give their outputs to their readers."""
+
+        def run() -> Any:
+            try:
+                return command()
+            finally:
+                self._thread.deliver_all()
+
+        return await self._between_steps(run)
+
+    @property
+    def _control(self) -> "WeightControl":
+        from nanovllm.training.control import control_of
+
+        return control_of(self.engine)

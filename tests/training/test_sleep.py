@@ -1,0 +1,206 @@
+"""Sleep gives memory back, requests end by the rule, and waking up gives the same tokens."""
+
+import asyncio
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.sleep import dummy_checkpoint, measure
+from nanovllm import LLM, AsyncLLM, SamplingParams
+from nanovllm.errors import ConfigError, InvalidRequestError
+from tests.helpers import wait_until
+from tests.training.test_updates import OPTIONS, PROMPTS, tokens_of
+from tests.training.weights import FAMILIES, SMALL, changed, read_weights
+
+LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+
+
+@pytest.fixture
+def model(shared_checkpoint: Callable[..., str]) -> str:
+    return shared_checkpoint(**SMALL)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5_text"])
+def test_tokens_after_waking_up(
+    family: str, quantization: str | None, shared_checkpoint: Any, make_llm: Callable[..., LLM]
+) -> None:
+    """With the loaded weights, and with updated ones, of which no file of the model knows."""
+    model = shared_checkpoint(**FAMILIES[family])
+    llm = make_llm(model, quantization=quantization, **OPTIONS)
+    for seed in range(2):
+        expected = tokens_of(llm)
+        for tags in (None, ["weights"]):
+            llm.sleep()
+            assert llm.is_sleeping()
+            with pytest.raises(InvalidRequestError, match=r"sleeps \(kv_cache and weights\)"):
+                tokens_of(llm)
+            if tags is not None:
+                assert not llm.wake_up(tags)
+                with pytest.raises(InvalidRequestError, match=r"sleeps \(kv_cache\)"):
+                    tokens_of(llm)
+            assert llm.wake_up()
+            assert tokens_of(llm) == expected
+        llm.update_weights(changed(read_weights(model), seed))
+    assert tokens_of(llm) != expected
+
+
+def test_level_2_forgets(model: str, make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm(model, quantization="int8", **OPTIONS)
+    expected = tokens_of(llm)
+    weights = read_weights(model)
+    llm.sleep(level=2)
+    with pytest.raises(InvalidRequestError, match=r'wake_up\(\["weights"\]\)'):
+        llm.update_weights(weights)
+    llm.wake_up(["weights"])
+    llm.update_weights(weights)
+    assert llm.wake_up(["kv_cache"])
+    assert tokens_of(llm) == expected
+    llm.sleep(level=1)
+    llm.sleep(level=2)  # what level 1 kept is forgotten, too
+    llm.wake_up()
+    with pytest.raises(InvalidRequestError, match="weights are not whole"):
+        tokens_of(llm)
+    llm.sleep(level=1)  # keeps nothing that is not whole
+    llm.wake_up()
+    with pytest.raises(InvalidRequestError, match="weights are not whole"):
+        tokens_of(llm)
+    llm.update_weights(weights)
+    assert tokens_of(llm) == expected
+
+
+def test_drafts_sleep_too(
+    model: str, shared_checkpoint: Callable[..., str], make_llm: Callable[..., LLM]
+) -> None:
+    """A draft network has no updates: it keeps its weights also at level 2."""
+    draft = shared_checkpoint(**{**SMALL, "num_hidden_layers": 1})
+    llm = make_llm(
+        model, speculative_config={"model": draft, "num_speculative_tokens": 2}, **OPTIONS
+    )
+    expected = tokens_of(llm)
+    llm.sleep(level=2)
+    llm.wake_up()
+    llm.update_weights(read_weights(model))
+    assert tokens_of(llm) == expected
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda llm: llm.sleep(level=0), "sleep level 0 must be 1"),
+        (lambda llm: llm.sleep(level=True), "sleep level True must be 1"),
+        (lambda llm: llm.sleep(mode="keep"), "mode 'keep' must be one of abort, wait"),
+        (lambda llm: llm.wake_up(["model"]), "must be a list of 'weights' and 'kv_cache'"),
+        (lambda llm: llm.wake_up("weights"), "must be a list of 'weights' and 'kv_cache'"),
+        (lambda llm: llm.finish_weight_update(), "no update of the weights has begun"),
+        (lambda llm: llm.update_weights({}, weight_version=1.5), "1.5 must be an int or a str"),
+        (lambda llm: llm.update_weights({}, mode="now"), "mode 'now' must be one of abort, wait"),
+    ],
+)
+def test_wrong_calls(call: Any, message: str, model: str, make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm(model, **OPTIONS)
+    expected = tokens_of(llm)
+    with pytest.raises(InvalidRequestError, match=message):
+        call(llm)
+    assert not llm.is_sleeping()
+    assert tokens_of(llm) == expected
+
+
+def test_no_room_for_the_weights(
+    model: str, make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    llm = make_llm(model, **OPTIONS)
+    expected = tokens_of(llm)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "missing"))
+    with pytest.raises(ConfigError, match="set TMPDIR to a directory with room, or use level=2"):
+        llm.sleep()
+    assert not llm.is_sleeping()
+    assert tokens_of(llm) == expected
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait"])
+def test_requests_in_flight(mode: str, model: str, make_llm: Callable[..., LLM]) -> None:
+    """Other threads get what there is, or all of it, with the version of the old weights."""
+    llm = make_llm(model, **OPTIONS)
+    stream = llm.stream(PROMPTS[0], LONG)
+    next(stream)
+    found: list[Any] = []
+    thread = threading.Thread(
+        target=lambda: found.extend(llm.generate(PROMPTS, LONG, use_tqdm=False))
+    )
+    thread.start()
+    wait_until(lambda: llm.engine.scheduler.num_unfinished > 1 or bool(found), 20)
+    llm.update_weights(changed(read_weights(model), 1), mode=mode)
+    thread.join(20)
+    assert not thread.is_alive()
+    lengths = [len(output.token_ids) for output in found]
+    if mode == "wait":
+        assert [output.finish_reason for output in found] == ["length"] * 3
+        assert sum(len(delta.token_ids) for delta in stream) > 50
+    else:
+        assert all(output.finish_reason in ("abort", "length") for output in found), lengths
+        assert sum(len(delta.token_ids) for delta in stream) < 98
+    assert {output.weight_version for output in found} == {0}
+    assert llm.generate(PROMPTS[2], LONG, use_tqdm=False)[0].weight_version == 1
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait"])
+def test_async_llm(mode: str, model: str) -> None:
+    async def run() -> None:
+        llm = AsyncLLM(model, **OPTIONS)
+        try:
+            task = asyncio.create_task(llm.generate(PROMPTS[0], LONG))
+            deltas = [delta async for delta in llm.stream(PROMPTS[2], SamplingParams(max_tokens=2))]
+            assert deltas[-1].finished
+            await llm.sleep(mode=mode)
+            output = await asyncio.wait_for(task, 20)
+            assert output.finish_reason == {"abort": "abort", "wait": "length"}[mode]
+            assert await llm.is_sleeping()
+            with pytest.raises(InvalidRequestError, match="sleeps"):
+                await llm.generate(PROMPTS[0], LONG)
+            await llm.check_health()
+            assert await llm.wake_up()
+            await llm.update_weights(changed(read_weights(model), 1), weight_version="new")
+            again = await llm.generate(PROMPTS[0], LONG)
+            assert again.weight_version == "new"
+            assert again.token_ids != output.token_ids
+            assert await llm.reset_prefix_cache()
+        finally:
+            llm.shutdown()
+
+    asyncio.run(run())
+
+
+def test_tiers_forget_the_old_weights(
+    model: str, make_llm: Callable[..., LLM], tmp_path: Path
+) -> None:
+    """KV of the old weights stays on disk; no engine with new weights may find it."""
+    options = {**OPTIONS, "kv_cache_dir": str(tmp_path), "kv_offload_gib": 0.01}
+    options |= {"num_kvcache_blocks": 12}
+    llm, plain = make_llm(model, **options), make_llm(model, **OPTIONS)
+    old = tokens_of(llm)
+    new = changed(read_weights(model), 1)
+    for weights in (new, read_weights(model)):
+        llm.update_weights(weights)
+        plain.update_weights(weights)
+        assert tokens_of(llm) == tokens_of(plain)
+        llm.sleep()
+        llm.wake_up()
+        assert tokens_of(llm) == tokens_of(plain)
+    llm.shutdown()
+    assert tokens_of(make_llm(model, **options)) == old
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep_gives_memory_back(level: int, tmp_path: Path) -> None:
+    """At least 90% of weights and pool, as the system counts. benchmarks/sleep.py has the rule."""
+    model = dummy_checkpoint(tmp_path, num_layers=2)
+    found = measure(model, level=level, load_format="dummy")
+    assert found.weights > 30 * 2**20
+    assert found.share >= 0.9, found
+    assert found.same_tokens

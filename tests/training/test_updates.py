@@ -1,0 +1,232 @@
+"""After an update an engine is one that loaded the new weights."""
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.errors import InvalidRequestError, UnsupportedModelError
+from nanovllm.kernels.cpu.library import library
+from tests.checkpoints import make_fp8_checkpoint
+from tests.helpers import random_prompt, token_ids
+from tests.training.weights import FAMILIES, SMALL, Weights, changed, checkpoint_of, read_weights
+
+NUM_UPDATES = int(os.environ.get("UPDATE_CASES", "0"))
+"""Of each family and rounding, in the long form of these tests."""
+OPTIONS: dict[str, Any] = {"max_model_len": 128, "kvcache_block_size": 32, "device": "cpu"}
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+_RNG = random.Random(0)
+_SHARED = random_prompt(_RNG, 48)
+PROMPTS = [_SHARED + random_prompt(_RNG, 5), _SHARED[:20], random_prompt(_RNG, 3)]
+"""With a prefix that stays cached: of the old weights it would be wrong."""
+
+
+def tokens_of(llm: LLM) -> list[list[int]]:
+    return token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+
+
+def in_buckets(weights: Weights, seed: int) -> Any:
+    """Yield the tensors in any order, some in float32."""
+    rng = random.Random(seed)
+    for name in rng.sample(sorted(weights), len(weights)):
+        yield name, weights[name].float() if rng.random() < 0.3 else weights[name]
+
+
+@pytest.mark.skipif(library() is None, reason="no compiler here")
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_those_of_a_fresh_engine(
+    family: str,
+    quantization: str | None,
+    shared_checkpoint: Callable[..., str],
+    make_llm: Callable[..., LLM],
+    tmp_path: Path,
+) -> None:
+    """20 updates of Qwen3 in all, their tensors in any order; hits, recorded steps, states."""
+    model = shared_checkpoint(**FAMILIES[family])
+    llm = make_llm(model, quantization=quantization, **OPTIONS)
+    first = tokens_of(llm)
+    weights = read_weights(model)
+    for seed in range(NUM_UPDATES or (7 if family == "qwen3" else 1)):
+        weights = changed(weights, seed)
+        llm.update_weights(in_buckets(weights, seed))
+        fresh = LLM(
+            checkpoint_of(model, weights, tmp_path / "new"), quantization=quantization, **OPTIONS
+        )
+        try:
+            expected = tokens_of(fresh)
+        finally:
+            fresh.shutdown()
+        assert tokens_of(llm) == expected, seed
+        assert expected != first
+    assert llm.weight_version == seed + 1
+
+
+@pytest.fixture
+def model(shared_checkpoint: Callable[..., str]) -> str:
+    return shared_checkpoint(**SMALL)
+
+
+@pytest.mark.parametrize("options", [{"dtype": "float32"}, {"native_kernels": False}], ids=str)
+@pytest.mark.parametrize("quantization", [None, "int4", "fp8"])
+def test_other_forms_of_weights(
+    options: dict[str, Any],
+    quantization: str | None,
+    model: str,
+    make_llm: Callable[..., LLM],
+    tmp_path: Path,
+) -> None:
+    """Plain torch, and a layer in oneDNN's layout: all of the embedding's size."""
+    options = {**OPTIONS, **options, "quantization": quantization}
+    new = changed(read_weights(model), 1)
+    llm = make_llm(model, **options)
+    llm.update_weights(new)
+    assert tokens_of(llm) == tokens_of(make_llm(checkpoint_of(model, new, tmp_path), **options))
+
+
+def test_several_calls_are_one_update(model: str, make_llm: Callable[..., LLM]) -> None:
+    """Parts of a rounded layer come in different calls; a request between them is refused."""
+    new = changed(read_weights(model), 1)
+    llm = make_llm(model, quantization="int8", **OPTIONS)
+    other = make_llm(model, quantization="int8", **OPTIONS)
+    other.update_weights(new, weight_version="step-7")
+    llm.start_weight_update()
+    for item in in_buckets(new, 3):
+        llm.update_weights([item])
+        with pytest.raises(InvalidRequestError, match="finish_weight_update"):
+            llm.generate([1], GREEDY, use_tqdm=False)
+    with pytest.raises(InvalidRequestError, match="must be an int or a str"):
+        llm.finish_weight_update(1.5)  # type: ignore[arg-type]
+    llm.finish_weight_update("step-7")
+    (output,) = llm.generate([1], GREEDY, use_tqdm=False)
+    assert output.weight_version == llm.weight_version == "step-7"
+    assert tokens_of(llm) == tokens_of(other)
+
+
+def test_parts_of_exact_layers_may_come_alone(
+    model: str, make_llm: Callable[..., LLM], tmp_path: Path
+) -> None:
+    old = read_weights(model)
+    new = changed(old, 1)
+    names = [name for name in new if "q_proj" in name or "up_proj" in name or "norm" in name]
+    llm = make_llm(model, **OPTIONS)
+    llm.update_weights([(name, new[name]) for name in names])
+    mixed = checkpoint_of(model, old | {name: new[name] for name in names}, tmp_path)
+    assert tokens_of(llm) == tokens_of(make_llm(mixed, **OPTIONS))
+
+
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+
+
+def _with(weights: Weights, name: str, value: Any) -> list[tuple[str, Any]]:
+    return [*weights.items(), (name, value)]
+
+
+WRONG: dict[str, tuple[Callable[[Weights], Any], str]] = {
+    "unknown": (
+        lambda w: _with(w, "model.layers.9.mlp.up_proj.weight", torch.ones(2)),
+        "no tensor 'model.layers.9.mlp.up_proj.weight'",
+    ),
+    "shape": (lambda w: _with(w, Q_PROJ, w[Q_PROJ].T), r"q_proj.weight has shape \[96, 192\]"),
+    "dtype": (lambda w: _with(w, Q_PROJ, w[Q_PROJ].to(torch.int32)), "dtype torch.int32"),
+    "nan": (lambda w: _with(w, Q_PROJ, w[Q_PROJ] * float("nan")), "NaN or infinite"),
+    "no pair": (lambda w: [*w.items(), "model"], "takes pairs"),
+    "no tensor": (lambda w: _with(w, Q_PROJ, [1.0]), "must be a dense tensor"),
+    "meta": (lambda w: _with(w, Q_PROJ, w[Q_PROJ].to("meta")), "must be a dense tensor"),
+    "missing": (
+        lambda w: [item for item in w.items() if item[0] != Q_PROJ],
+        f"{Q_PROJ} missing: the layer model.layers.1.self_attn.qkv_proj is rounded as a whole",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_tensor_changes_nothing(case: str, model: str, make_llm: Any) -> None:
+    make, message = WRONG[case]
+    llm = make_llm(model, quantization="int4", **OPTIONS)
+    before = tokens_of(llm)
+    new = changed(read_weights(model), 1)
+    with pytest.raises(InvalidRequestError, match=message):
+        llm.update_weights(make(new))
+    assert tokens_of(llm) == before
+    assert llm.weight_version == 0
+
+
+def test_an_iterator_that_fails(model: str, make_llm: Callable[..., LLM]) -> None:
+    """Before the first layer was written nothing has changed; behind it all weights must come."""
+    new = changed(read_weights(model), 1)
+    llm = make_llm(model, **OPTIONS)
+    before = tokens_of(llm)
+
+    def failing(count: int) -> Any:
+        yield from list(new.items())[:count]
+        raise RuntimeError("the trainer failed")
+
+    with pytest.raises(RuntimeError, match="the trainer failed"):
+        llm.update_weights(failing(0))
+    assert tokens_of(llm) == before
+    llm.start_weight_update()
+    llm.update_weights(list(new.items())[:2])
+    with pytest.raises(RuntimeError, match="the trainer failed"):
+        llm.update_weights(failing(len(new)))
+    with pytest.raises(InvalidRequestError, match="weights are not whole: .* more must come"):
+        tokens_of(llm)
+    llm.update_weights([(name, new[name]) for name in list(new)[:3]])
+    with pytest.raises(InvalidRequestError, match="weights are not whole"):
+        tokens_of(llm)
+    llm.update_weights(iter(new.items()))
+    other = make_llm(model, **OPTIONS)
+    other.update_weights(new)
+    assert tokens_of(llm) == tokens_of(other)
+
+
+def test_tied_heads_and_other_names(model: str, make_llm: Callable[..., LLM]) -> None:
+    """The head of a tied model may come or not; a text model may have its nested name."""
+    new = changed(read_weights(model), 1)
+    llm = make_llm(model, **OPTIONS)
+    llm.update_weights(new)
+    expected = tokens_of(llm)
+    other = make_llm(model, **OPTIONS)
+    nested = {name.replace("model.", "model.language_model.", 1): new[name] for name in new}
+    other.update_weights(nested | {"lm_head.weight": new["model.embed_tokens.weight"]})
+    assert tokens_of(other) == expected
+
+
+def test_experts_of_one_tensor(
+    shared_checkpoint: Callable[..., str], make_llm: Callable[..., LLM]
+) -> None:
+    """transformers 5 has the experts of a layer in one tensor; its checkpoints have each alone."""
+    model = shared_checkpoint(**FAMILIES["qwen3_moe"])
+    new = changed(read_weights(model), 1)
+    together = {name: tensor for name, tensor in new.items() if ".experts." not in name}
+    for layer in range(3):
+        path = f"model.layers.{layer}.mlp.experts"
+        linears = {
+            kind: torch.stack([new[f"{path}.{expert}.{kind}_proj.weight"] for expert in range(8)])
+            for kind in ("gate", "up", "down")
+        }
+        together[f"{path}.gate_up_proj"] = torch.cat([linears["gate"], linears["up"]], 1)
+        together[f"{path}.down_proj"] = linears["down"]
+    for quantization in (None, "int8"):
+        llm, other = (make_llm(model, quantization=quantization, **OPTIONS) for _ in range(2))
+        llm.update_weights(new)
+        other.update_weights(together)
+        assert tokens_of(llm) == tokens_of(other)
+
+
+def test_stored_formats_are_refused(random_model: str, tmp_path: Path, make_llm: Any) -> None:
+    path, _ = make_fp8_checkpoint(random_model, tmp_path, "blocks")
+    llm = make_llm(path, max_model_len=48)
+    with pytest.raises(UnsupportedModelError, match="stores its weights as fp8"):
+        llm.update_weights([("model.norm.weight", torch.ones(64))])
+    with pytest.raises(UnsupportedModelError, match="stores its weights as fp8"):
+        llm.sleep(level=2)
+    assert not llm.is_sleeping()
+    llm.sleep()
+    llm.wake_up()
+    llm.generate([1], GREEDY, use_tqdm=False)
