@@ -114,12 +114,15 @@ class AdapterRows:
         self.slots[: len(slots)].copy_(slots)
         self._num_filled, self.is_empty = len(slots), False
         if self.slots.device.type == "cpu":
+            in_order, order = torch.sort(slots, stable=True)  # those without an adapter come first
+            self.order[: len(order)] = order
+            used, counts = torch.unique_consecutive(in_order, return_counts=True)
             numbers, start = [0], 0
-            for slot, tokens in self.by_slot():
-                numbers[0] += 1
-                numbers += [slot, start, len(tokens)]
-                self.order[start : start + len(tokens)] = tokens
-                start += len(tokens)
+            for slot, count in zip(used.tolist(), counts.tolist(), strict=True):
+                if slot >= 0:
+                    numbers[0] += 1
+                    numbers += [slot, start, count]
+                start += count
             self.groups[: len(numbers)] = torch.tensor(numbers, dtype=torch.int32)
 
     def by_slot(self) -> Iterator[tuple[int, torch.Tensor]]:

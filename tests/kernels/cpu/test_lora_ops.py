@@ -90,8 +90,8 @@ def test_rows_of_a_batch() -> None:
     rows, part = AdapterRows(16, 4, CPU), AdapterRows(16, 4, CPU)
     rows.fill([2, -1, 0, 2], [3, 2, 1, 2])
     assert rows.slots.tolist() == [2, 2, 2, -1, -1, 0, 2, 2, *[-1] * 8]
-    assert rows.groups[:7].tolist() == [2, 0, 0, 1, 2, 1, 5]
-    assert rows.order[:6].tolist() == [5, 0, 1, 2, 6, 7]
+    assert rows.groups[:7].tolist() == [2, 0, 2, 1, 2, 3, 5]
+    assert rows.order[2:8].tolist() == [5, 0, 1, 2, 6, 7]
     part.take(rows, torch.tensor([6, 3, 5]))
     assert part.slots.tolist() == [2, -1, 0, *[-1] * 13]
     rows.fill([1, -1], [1, 1])

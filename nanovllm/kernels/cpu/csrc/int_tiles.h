@@ -200,8 +200,8 @@ INLINE void int4_rows(int kind, int inputs, int wide, int rows, int cols, ptrdif
 #pragma GCC unroll 8
                 for (int c = 0; c < cols; c++) a[r][c] = start;
             }
-        for (int i = 0; i < inputs; i += 8, x += 8, w += 4 * PANEL, ahead += 2 * f.share) {
-            if (VL == 16 && rows > 4) __builtin_prefetch(ahead, 0, 2), __builtin_prefetch(ahead + f.share, 0, 2);
+        for (int i = 0; VL == 16 && rows > 4 && i < inputs; i += 4, ahead += f.share) __builtin_prefetch(ahead, 0, 2);
+        for (int i = 0; i < inputs; i += 8, x += 8, w += 4 * PANEL) {
 #pragma GCC unroll 4
             for (int c = 0; c < cols; c += 2) {
                 const vu *both = (const vu *)(w + c / PANEL_VECTORS * (k * PANEL / 2)) + c % PANEL_VECTORS;

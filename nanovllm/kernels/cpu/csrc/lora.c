@@ -8,7 +8,7 @@
 
 /* Rows and ranks, or rows and vectors of columns, whose sums fit the registers. A thread takes at most BLOCK rows of a group, and
  * COLUMNS outputs, at once. */
-enum { SHRINK_ROWS = VL == 16 ? 4 : 2, RANKS = 4, EXPAND_ROWS = VL == 16 ? 8 : 4, BLOCK = 32, COLUMNS = 256 };
+enum { SHRINK_ROWS = VL == 16 ? 4 : 2, RANKS = 4, EXPAND_ROWS = VL == 16 ? 8 : 4, BLOCK = 32, COLUMNS = 256, MAX_RANK = 512 };
 
 /* One adapter and some of its tokens: `order` has their places in the batch, t their rows of sums x . A, each of `width`. */
 typedef struct {
@@ -81,21 +81,27 @@ static void shrink(const token_block *block, const bf16 *x, ptrdiff_t ldx, const
     }
 }
 
-/* y[order[r]] += scale * t[r] . b for `rows` rows, a constant, and two vectors of columns, of which y has `left`. */
-INLINE void expand_tile(int rows, const float *t, ptrdiff_t width, const bf16 *b, ptrdiff_t ranks, float scale, const int32_t *order,
-                        bf16 *y, ptrdiff_t n, ptrdiff_t left) {
+/* y[order[r]] += scale * t[r] . b for `rows` rows, a constant, and two vectors of columns, of which y has `left`.
+ *
+ * All rows of y are loaded before one is stored: they are often a multiple of 4 KiB apart, and a load behind a store waits for it
+ * if the low 12 bits of their addresses are equal. */
+INLINE void expand_tile(int rows, const float *t, ptrdiff_t width, const vf (*b)[2], ptrdiff_t ranks, float scale,
+                        const int32_t *order, bf16 *y, ptrdiff_t n, ptrdiff_t left) {
     vf acc[EXPAND_ROWS][2] = {0};
-    for (ptrdiff_t j = 0; j < ranks; j++, b += n) {
-        vf low = load_bf16(b, left), high = left > VL ? load_bf16(b + VL, left - VL) : (vf){0};
+    for (ptrdiff_t j = 0; j < ranks; j++)
         for (int r = 0; r < rows; r++) {
             vf factor = broadcast(t[r * width + j]);
-            acc[r][0] = fma_(low, factor, acc[r][0]), acc[r][1] = fma_(high, factor, acc[r][1]);
+            acc[r][0] = fma_(b[j][0], factor, acc[r][0]), acc[r][1] = fma_(b[j][1], factor, acc[r][1]);
         }
+    for (int r = 0; r < rows; r++) {
+        const bf16 *before = y + order[r] * n;
+        acc[r][0] = load_bf16(before, left) + acc[r][0] * scale;
+        if (left > VL) acc[r][1] = load_bf16(before + VL, left - VL) + acc[r][1] * scale;
     }
     for (int r = 0; r < rows; r++) {
         bf16 *out = y + order[r] * n;
-        store_bf16(out, left, load_bf16(out, left) + acc[r][0] * scale);
-        if (left > VL) store_bf16(out + VL, left - VL, load_bf16(out + VL, left - VL) + acc[r][1] * scale);
+        store_bf16(out, left, acc[r][0]);
+        if (left > VL) store_bf16(out + VL, left - VL, acc[r][1]);
     }
 }
 
@@ -103,11 +109,20 @@ INLINE void expand_tile(int rows, const float *t, ptrdiff_t width, const bf16 *b
 static void expand(const token_block *block, const column_chunk *chunk, const float *t, const bf16 *b, ptrdiff_t ranks, float scale,
                    bf16 *y, ptrdiff_t n) {
     ptrdiff_t parts = (block->rows + EXPAND_ROWS - 1) / EXPAND_ROWS;
-    for (ptrdiff_t c = chunk->first; c < chunk->end; c += 2 * VL)
+    for (ptrdiff_t r = 0; r < block->rows; r++)
+        for (ptrdiff_t c = chunk->first; c < chunk->end; c += 32) __builtin_prefetch(y + block->order[r] * n + c, 1, 2);
+    /* Two vectors of columns, side by side: in b the ranks are n apart. */
+    vf own[MAX_RANK][2];
+    for (ptrdiff_t c = chunk->first; c < chunk->end; c += 2 * VL) {
+        ptrdiff_t left = chunk->end - c;
+        for (ptrdiff_t j = 0; j < ranks; j++) {
+            const bf16 *p = b + j * n + c;
+            own[j][0] = load_bf16(p, left), own[j][1] = left > VL ? load_bf16(p + VL, left - VL) : (vf){0};
+        }
         for (ptrdiff_t part = 0; part < parts; part++) {
-            ptrdiff_t r = block->rows * part / parts, rows = block->rows * (part + 1) / parts - r, left = chunk->end - c;
+            ptrdiff_t r = block->rows * part / parts, rows = block->rows * (part + 1) / parts - r;
 #define EXPAND(R) \
-    case R: expand_tile(R, t + r * block->width, block->width, b + c, ranks, scale, block->order + r, y + c, n, left); break;
+    case R: expand_tile(R, t + r * block->width, block->width, own, ranks, scale, block->order + r, y + c, n, left); break;
             switch (rows) {
                 EXPAND(1) EXPAND(2) EXPAND(3) EXPAND(4)
 #if VL == 16
@@ -115,6 +130,7 @@ static void expand(const token_block *block, const column_chunk *chunk, const fl
 #endif
             }
         }
+    }
 }
 
 static ptrdiff_t blocks_of(const int32_t *groups) {
