@@ -7,7 +7,10 @@ from typing import Any
 
 from nanovllm import __version__
 from nanovllm.batch.options import RowOptions
+from nanovllm.checkpoint.files import check_file, local_path
+from nanovllm.options.lora_modules import named_adapters
 
+_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _END_BYTES = 2**20
 """So much of both ends of a large file is read, and its size."""
 
@@ -17,12 +20,20 @@ def job_identity(options: RowOptions, **more: Any) -> dict[str, Any]:
 
     Args:
         more: what it is beside its options, such as the digest of its input.
+
+    Raises:
+        CheckpointError: an adapter's file is outside its directory, or no regular file.
     """
+    adapters = {name: a.lora_path for name, a in named_adapters(options.lora_modules, ()).items()}
+    merged = options.engine_options.get("lora")
+    if merged is not None:
+        adapters[""] = str(merged)
     return {
         "nanovllm": __version__,
         **more,
         "model": options.model,
         "model's files": model_digest(options.model),
+        "adapters' files": {name: adapter_digest(path) for name, path in adapters.items()},
         **options.identity(),
     }
 
@@ -43,4 +54,20 @@ def model_digest(model: str) -> str:
             if file.stat().st_size > 2 * _END_BYTES:
                 opened.seek(-_END_BYTES, os.SEEK_END)
             digest.update(opened.read(_END_BYTES))
+    return digest.hexdigest()
+
+
+def adapter_digest(path: str) -> str:
+    """Return a digest of the whole files of an adapter; without files it is that of the path.
+
+    Raises:
+        CheckpointError: a file is outside the directory, or no regular file.
+    """
+    directory, digest = local_path(path, "adapter"), hashlib.sha256()
+    for name in _ADAPTER_FILES:
+        if check_file(directory, name):
+            with (directory / name).open("rb") as opened:
+                digest.update(hashlib.file_digest(opened, "sha256").digest())
+        else:
+            digest.update(f"{name}\0{path}".encode())
     return digest.hexdigest()

@@ -36,6 +36,7 @@ class OpenAIRows:
         self._seed = options.seed
         served = ServerOptions(
             served_model_name=options.served_model_name,
+            lora_modules=options.lora_modules,
             max_waiting=2**20,
             max_body_bytes=2**30,
             read_timeout=1e6,

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from nanovllm.batch.rows import OPENAI, ROWS
 from nanovllm.errors import ConfigError
 from nanovllm.options.config import Config
+from nanovllm.options.lora_modules import named_adapters
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.options.validation import (
     Error,
@@ -37,6 +38,12 @@ def _text(error: Error, name: str, value: Any) -> str:
     return value
 
 
+def _texts(error: Error, name: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+        raise error(f"{name} must be a list of strings, got {shown(value)}")
+    return tuple(value)
+
+
 def _object(error: Error, name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise error(f"{name} must be a dictionary with names as keys, got {shown(value)}")
@@ -60,6 +67,9 @@ class BatchOptions:
     served_model_name: Annotated[str | None, _text] = None
     """Name of the model in the bodies of OpenAI's batch format. None is the last part of its path,
     or its hub id."""
+    lora_modules: Annotated[tuple[str, ...], _texts] = ()
+    """LoRA adapters that rows can name as their model, each name=path, or JSON such as {"name":
+    "sql", "path": "/adapters/sql"}. They need enable_lora."""
     workers: Annotated[int, check_int, 1, 2**16] = 1
     """Number of engines. More than one are actors of Ray; so is one with an address or options."""
     ray_address: Annotated[str | None, _text] = None
@@ -100,9 +110,16 @@ class RowOptions:
     prompt_column: str = "prompt"
     id_column: str = "id"
     served_model_name: str | None = None
+    lora_modules: tuple[str, ...] = ()
+    """Adapters that rows may name as their model: see `named_adapters`."""
 
     def __post_init__(self) -> None:
-        Config(model=self.model, **self.engine_options)
+        config = Config(model=self.model, **self.engine_options)
+        if named_adapters(self.lora_modules, ()) and not config.enable_lora:
+            raise ConfigError(
+                "lora_modules are for adapters that rows name, but enable_lora is False: give "
+                "enable_lora=True too, or leave lora_modules out"
+            )
         for name, value in self.sampling.items():
             if name in _NO_COLUMNS and value not in (None, ()):
                 raise ConfigError(f"{name}={shown(value)} is not for a batch: {_NO_COLUMNS[name]}")

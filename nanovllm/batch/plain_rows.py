@@ -12,20 +12,34 @@ from nanovllm.batch.lines import failed_columns
 from nanovllm.batch.options import RowOptions, check_override
 from nanovllm.batch.rows import Row, row_id, row_seed
 from nanovllm.errors import ConfigError, EngineDeadError, InvalidRequestError
+from nanovllm.options.lora_modules import named_adapters
+from nanovllm.options.lora_request import LoRARequest
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.options.validation import shown
 from nanovllm.outputs import RequestOutput
+from nanovllm.server.options import model_name
 
 MAX_TOKENS = 512
 """max_tokens if neither an option nor the checkpoint sets it, as for `nanovllm generate`."""
 
 
 class PlainRows:
-    """Answers rows with a prompt or messages."""
+    """Answers rows with a prompt or messages.
+
+    Raises:
+        ConfigError: an adapter of the options cannot be used.
+    """
 
     def __init__(self, llm: AsyncLLM, options: RowOptions) -> None:
         self._llm = llm
         self._options = options
+        self._base_names = (None, options.model, model_name(options.model))
+        self._adapters = named_adapters(options.lora_modules, self._base_names[1:])
+        for adapter in self._adapters.values():
+            try:
+                llm.engine.input_processor.find_adapter(adapter)
+            except InvalidRequestError as error:
+                raise ConfigError(f"lora_modules: {error}") from error
         self._params = SamplingParams(**options.sampling)
         if not options.is_complete:
             if llm.engine.generation_config.get("max_new_tokens") is None:
@@ -61,12 +75,23 @@ class PlainRows:
             raise InvalidRequestError(
                 f"a row has {shown(self._options.prompt_column)} or 'messages', got {number}"
             )
-        params = self._row_params(row)
+        params, adapter = self._row_params(row), self._adapter(row)
         if messages is None:
-            return await self._llm.generate(prompt, params)  # type: ignore[arg-type]  # it checks
+            return await self._llm.generate(prompt, params, lora_request=adapter)  # type: ignore[arg-type]  # it checks
         if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
             raise InvalidRequestError(f"messages must be a list of objects, got {shown(messages)}")
-        return await self._llm.chat([_without_none(message) for message in messages], params)
+        conversation = [_without_none(message) for message in messages]
+        return await self._llm.chat(conversation, params, lora_request=adapter)
+
+    def _adapter(self, row: Row) -> LoRARequest | None:
+        """Return the adapter that a row names as its model. Without adapters the column is any."""
+        name = row.fields.get("model") if self._adapters else None
+        if name in self._base_names:
+            return None
+        if not isinstance(name, str) or name not in self._adapters:
+            names = ", ".join(map(shown, [self._base_names[-1], *self._adapters]))
+            raise InvalidRequestError(f"the model {shown(name)} does not exist; there are {names}")
+        return self._adapters[name]
 
     def _row_params(self, row: Row) -> SamplingParams:
         given = row.fields.get("sampling_params") or {}

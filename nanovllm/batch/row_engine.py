@@ -88,13 +88,20 @@ class RowEngine:
         from nanovllm.async_llm import AsyncLLM
 
         llm = AsyncLLM(self._options.model, **self._options.engine_options)
+        try:
+            return llm, self._make_form(llm)
+        except BaseException:  # an adapter cannot be used
+            llm.shutdown()
+            raise
+
+    def _make_form(self, llm: "AsyncLLM") -> Form:
         if self._options.form == OPENAI:
             from nanovllm.batch.openai_rows import OpenAIRows
 
-            return llm, OpenAIRows(llm, self._options)
+            return OpenAIRows(llm, self._options)
         from nanovllm.batch.plain_rows import PlainRows
 
-        return llm, PlainRows(llm, self._options)
+        return PlainRows(llm, self._options)
 
 
 DIED = "one engine after another died while it computed this row"

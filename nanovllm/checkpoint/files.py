@@ -11,13 +11,13 @@ from nanovllm.errors import CheckpointError
 from nanovllm.options.validation import shown
 
 
-def local_path(model: str) -> Path:
-    """Return `model` as a path, which may not exist."""
+def local_path(model: str, kind: str = "model") -> Path:
+    """Return `model` as a path, which may not exist; `kind` is what errors call it."""
     try:
         local = Path(model).expanduser()
         local.exists()
     except (OSError, RuntimeError) as error:  # a name that is too long, an unknown user
-        raise CheckpointError(f"model {model!r} cannot be a path or a hub id: {error}") from error
+        raise CheckpointError(f"{kind} {model!r} cannot be a path or a hub id: {error}") from error
     return local
 
 

@@ -76,6 +76,7 @@ def batch(args: argparse.Namespace) -> int:
         prompt_column=batch_options.prompt_column,
         id_column=batch_options.id_column,
         served_model_name=batch_options.served_model_name,
+        lora_modules=batch_options.lora_modules,
         form=source.form,
     )
     check_form(options.form)

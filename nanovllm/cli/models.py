@@ -71,6 +71,8 @@ def _lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "supported", f"yes, as {found['models']}"
     stored = f", weights in {found['quantization']}" if found["quantization"] else ""
     yield "dtype", f"{found['dtype']}{stored}"
+    for form, count in found["stored"].items():
+        yield "in few bits", f"{_count(count, 'linear')} in {form}"
     tied = ", head tied to the embedding" if found["tied"] else ""
     yield (
         "sizes",

@@ -16,6 +16,11 @@ class StoredWeight(Protocol):
     """
 
     @property
+    def label(self) -> str:
+        """Name the form, for the report on a checkpoint: "GPTQ W4A16 g128"."""
+        ...
+
+    @property
     def description(self) -> str:
         """Say what the weight became, for the log: "in FP8, kept in 8 bits". Valid after
         `method`.

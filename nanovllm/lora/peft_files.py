@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 
-from nanovllm.checkpoint.files import check_file
+from nanovllm.checkpoint.files import check_file, local_path
 from nanovllm.checkpoint.json_object import MAX_JSON_BYTES, parse_object
 from nanovllm.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
 from nanovllm.lora.layer_parts import canonical
@@ -75,7 +75,7 @@ def read_adapter(path: str, max_rank: int) -> Adapter:
             has a wrong name, shape, dtype, or a number that is not finite.
         InvalidRequestError: a rank is above `max_rank`.
     """
-    config_bytes, weight_bytes = _read_files(Path(path).expanduser())
+    config_bytes, weight_bytes = _read_files(local_path(path, "adapter"))
     digest = hashlib.sha256(len(config_bytes).to_bytes(8, "little"))
     digest.update(config_bytes)
     digest.update(weight_bytes)
@@ -208,7 +208,7 @@ def _factors(module: str, own: dict[str, torch.Tensor], config: PeftConfig, sour
             f"{CONFIG} says rank {rank}"
         )
     for part, tensor in own.items():
-        if not bool(tensor.isfinite().all()):
+        if not all(bool(end.isfinite()) for end in tensor.aminmax()):  # NaN is both of them
             raise CheckpointError(f"{source}: {module}.lora_{part} has numbers that are not finite")
     return Factors(a, b, config.scale_of(module))
 

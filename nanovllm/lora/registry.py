@@ -41,7 +41,7 @@ class AdapterRegistry:
         self._linears = linears
         self._max_rank = max_rank
         self._known: dict[int, Known] = {}
-        self._lock = threading.Lock()
+        self._reading = threading.Lock()  # for one adapter at a time; others are found meanwhile
 
     def __len__(self) -> int:
         return len(self._known)
@@ -58,24 +58,24 @@ class AdapterRegistry:
             raise InvalidRequestError(
                 f"lora_request must be a LoRARequest or None, got {shown(lora_request)}"
             )
-        with self._lock:
-            known = self._known.get(lora_request.lora_int_id)
-            if known is not None and not lora_request.load_inplace:
-                _check_same(known.request, lora_request)
-                return known.adapter
+        known = self._same(lora_request)
+        if known is not None:
+            return known
+        with self._reading:
+            known = self._same(lora_request)  # another thread may have read it
+            if known is not None:
+                return known
             adapter = self._read(lora_request)
             self._known[lora_request.lora_int_id] = Known(lora_request, adapter)
             return adapter
 
-    def forget(self, lora_int_id: int) -> bool:
-        """Forget an adapter; return False if it is not known. Requests that have it go on."""
-        with self._lock:
-            return self._known.pop(lora_int_id, None) is not None
-
-    def ids(self) -> list[int]:
-        """Return the ids of the adapters that are known."""
-        with self._lock:
-            return list(self._known)
+    def _same(self, lora_request: LoRARequest) -> AdapterSlot | None:
+        """Return the adapter that was read for the id before; None: it is to be read."""
+        known = self._known.get(lora_request.lora_int_id)
+        if known is None or lora_request.load_inplace:
+            return None
+        _check_same(known.request, lora_request)
+        return known.adapter
 
     def _read(self, lora_request: LoRARequest) -> AdapterSlot:
         try:

@@ -111,6 +111,10 @@ class AdapterRunner(ModelRunner):
         self._slots.drop(adapter)
         return Ending("error", reason)
 
+    def give_back_adapters(self) -> None:
+        """Give the memory of the slots to the system; admissions load their adapters again."""
+        self._slots.give_back()
+
     def run_rows(self, rows: list[Row]) -> StepOutput:
         """See `ModelRunner`."""
         slots = [self._slot_of[row.table_idx] for row in rows]

@@ -16,6 +16,7 @@ from nanovllm.lora.layer_parts import Target, canonical, own_outputs
 from nanovllm.lora.methods import AdaptedWeight, PlainWeight, StepAdapters
 from nanovllm.lora.peft_files import Adapter, Factors, check_fits, read_adapter
 from nanovllm.scheduler.messages import AdapterSlot
+from nanovllm.utils.memory import return_pages
 
 
 class AdapterSlots:
@@ -56,10 +57,10 @@ class AdapterSlots:
             layer = model.get_submodule(path)
             assert isinstance(layer, LinearBase)
             base = layer.method
-            if base is None:
+            if base is None:  # whoever gives the layer new weights needs the parameter
                 assert layer.weight is not None
                 base = PlainWeight(layer.weight.data)
-            layer.replace_weight(AdaptedWeight(base, table, self.step, kernels))
+            layer.method = AdaptedWeight(base, table, self.step, kernels)
 
     def holds(self, adapter: AdapterSlot) -> bool:
         """Return whether the adapter is in its slot already."""
@@ -68,6 +69,13 @@ class AdapterSlots:
     def drop(self, adapter: AdapterSlot) -> None:
         """Forget what the adapter's slot holds."""
         self._digests[adapter.slot] = None
+
+    def give_back(self) -> None:
+        """Empty all slots, and give their memory to the system. For CPUs."""
+        self._digests = [None] * len(self._digests)
+        for table in self._tables.values():
+            for factors in (table.a, table.b):
+                return_pages(factors.view(-1).view(torch.uint8))
 
     def load(self, wanted: AdapterSlot) -> None:
         """Read the adapter from its files into its slot.
@@ -80,8 +88,8 @@ class AdapterSlots:
         adapter = read_adapter(wanted.path, self._max_rank)
         if adapter.digest != wanted.digest:
             raise CheckpointError(
-                f"adapter {wanted.path}: its files have changed since it was first used; load it "
-                "again under another name"
+                f"adapter {wanted.path}: its files have changed since it was read; load it "
+                "again, under another name or with load_inplace=True"
             )
         check_fits(adapter, self._linears)
         self._check_range(adapter)

@@ -130,7 +130,8 @@ class Config:
     the end-of-sequence tokens."""
     dtype: Annotated[str, _dtype] = "auto"
     """Data type of weights and activations: "float32", "bfloat16" or "float16"; "auto" keeps the
-    checkpoint's, and is bfloat16 for a GGUF file."""
+    checkpoint's, but is bfloat16 for a GGUF file and, on a CPU, for a quantised checkpoint in
+    float16."""
     device: Annotated[str, _device] = "auto"
     """Device to run on: "cpu", "cuda" or "cuda:N"; "auto" uses CUDA if there is a GPU."""
     load_format: Annotated[str, check_choice, LOAD_FORMATS] = "auto"

@@ -6,7 +6,7 @@ process alone writes parts, and rows with ids in finished parts are left out.
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ def generate(
     workers: int | tuple[int, int] = 1,
     block_rows: int = 64,
     worker_options: dict[str, Any] | None = None,
+    lora_modules: Seq[str] = (),
     **options: Any,
 ) -> Dataset:
     """Return the dataset with the outputs of a model: see `OUTPUT_COLUMNS`.
@@ -60,15 +61,21 @@ def generate(
         workers: number of actors, or the least and the most of them: Ray Data then scales.
         block_rows: rows of one task of an actor, which computes four tasks at once.
         worker_options: of each actor, such as {"num_cpus": 8}.
+        lora_modules: adapters that rows name in the column "model", each name=path.
         options: the fields of `Config`.
 
     Raises:
         ConfigError: an option is invalid, or the directory holds rows of another job.
     """
-    BatchOptions(prompt_column=prompt_column, id_column=id_column, worker_options=worker_options)
+    checked = BatchOptions(
+        prompt_column=prompt_column,
+        id_column=id_column,
+        worker_options=worker_options,
+        lora_modules=tuple(lora_modules),
+    )
     check_int(ConfigError, "block_rows", block_rows, 1)
     check_choice(ConfigError, "output_format", output_format, FORMATS)
-    rows = _row_options(model, sampling_params, prompt_column, id_column, options)
+    rows = _row_options(model, sampling_params, checked, options)
     stage: dict[str, Any] = {
         "compute": _strategy(workers),
         **(actor_resources(rows) if worker_options is None else worker_options),
@@ -76,14 +83,18 @@ def generate(
     if output_path is None:
         return _generated(dataset, rows, block_rows, stage)
     with Parts(Path(output_path), job_identity(rows), output_format, id_column) as parts:
-        _check_ids(dataset, id_column)
         left = _without_done(dataset, parts.done_ids(), id_column)
         generated = _generated(left, rows, block_rows, stage)
         for table in generated.iter_batches(batch_size=None, batch_format="pyarrow"):
             parts.add(table)
-    paths = [str(path.absolute()) for path in parts.files()]
+    return _read(parts.files(), output_format) or generated  # of no rows
+
+
+def _read(files: Iterable[Path], output_format: str) -> Dataset | None:
+    """Return what parts hold, None if there is no part."""
+    paths = [str(path.absolute()) for path in files]
     if not paths:
-        return generated  # of no rows
+        return None
     if output_format == "parquet":
         return ray.data.read_parquet(paths)
     return ray.data.read_json(paths, lines=True)
@@ -126,8 +137,7 @@ class RowsStage:
 def _row_options(
     model: str,
     sampling: SamplingParams | Mapping[str, Any] | None,
-    prompt_column: str,
-    id_column: str,
+    batch: BatchOptions,
     options: Mapping[str, Any],
 ) -> RowOptions:
     if not isinstance(sampling, SamplingParams | Mapping | None):
@@ -140,8 +150,9 @@ def _row_options(
         engine_options=options,
         sampling=given,
         is_complete=isinstance(sampling, SamplingParams),
-        prompt_column=prompt_column,
-        id_column=id_column,
+        prompt_column=batch.prompt_column,
+        id_column=batch.id_column,
+        lora_modules=batch.lora_modules,
     )
 
 
@@ -167,7 +178,12 @@ def _check_ids(dataset: Dataset, id_column: str) -> None:
 
 
 def _without_done(dataset: Dataset, done: Any, id_column: str) -> Dataset:
-    """Return the rows whose ids are not among those of finished parts."""
+    """Return the rows whose ids are not among those of finished parts.
+
+    Raises:
+        ConfigError: there is no column of ids.
+    """
+    _check_ids(dataset, id_column)
     if not len(done):
         return dataset
     kept = ray.put(done)

@@ -23,8 +23,8 @@ def conversation_key(path: str, headers: Iterable[tuple[bytes, bytes]], body: by
 
     Counts, the first that is given: the header X-Session-Id; the field `prompt_cache_key`; the
     messages up to the first of the user; the first 256 characters or 64 tokens of a plain prompt.
-    A `cache_salt` counts with each of the last two, because prompts with different salts share
-    nothing.
+    A `cache_salt` and the `model` count with the last one, because prompts with different salts, or
+    of different adapters, share nothing.
 
     Args:
         path: of the URL; other paths than those that generate have no conversation.
@@ -51,7 +51,7 @@ def _key_of_body(fields: Any) -> str:
     beginning = _beginning(fields)
     if beginning is None:
         return ""
-    return _digest("beginning", beginning, fields.get("cache_salt"))
+    return _digest("beginning", beginning, fields.get("cache_salt"), fields.get("model"))
 
 
 def _beginning(fields: dict[str, Any]) -> Any:

@@ -18,10 +18,12 @@ from nanovllm.options.validation import OTHER_NAMES, check_int, did_you_mean, sh
 from nanovllm.ray.affinity import AffinityRouter
 from nanovllm.ray.frontend import Frontend
 from nanovllm.ray.replica import Engine
+from nanovllm.server.adapters import check_adapter_options
 from nanovllm.server.answers import find_answer_format
 from nanovllm.server.options import ServerOptions, keys_of_environment
 
 _NOT_HERE = {
+    "lora_directory": "a client reaches one replica, and all must have its adapter: lora_modules",
     "name": "the name is the application's: name of serve.run, or in its YAML",
     "route_prefix": "the path is the application's: route_prefix of serve.run, or in its YAML",
     "port": "the port is Ray Serve's: http_options, or serve.start",
@@ -65,6 +67,7 @@ def deployment(model: str, *, num_frontends: int = 1, **options: Any) -> serve.A
     check_int(ConfigError, "num_frontends", num_frontends, 1)
     given = _split(options)
     config = Config(model=model, **given.engine)
+    check_adapter_options(given.server, config)
     common: dict[str, Any] = {
         "graceful_shutdown_timeout_s": given.server.drain_seconds,
         "graceful_shutdown_wait_loop_s": _SHUTDOWN_WAIT_SECONDS,

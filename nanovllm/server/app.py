@@ -9,6 +9,7 @@ from starlette.types import Receive, Scope, Send
 from nanovllm import __version__
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.server import (
+    adapters_route as adapters,
     chat_route as chat,
     completions_route as completions,
     health,
@@ -53,7 +54,7 @@ def make_app(llm: AsyncLLM, options: ServerOptions) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.server = make_state(llm, options)
-    for module in (chat, completions, responses, models, tokens, health, metrics, status):
+    for module in (chat, completions, responses, models, adapters, tokens, health, metrics, status):
         app.include_router(module.router)
     add_error_handlers(app)
     app.add_middleware(

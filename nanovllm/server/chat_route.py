@@ -170,7 +170,7 @@ class _Answer:
         self._body = body.without_large_fields()
         self._token_bytes = server.token_bytes
         self._choices = [_Choice(server, body, prompt) for _ in range(body.n or 1)]
-        self._head = server.answer_head("chatcmpl", body.request_id)
+        self._head = server.answer_head("chatcmpl", body.request_id, body.model)
 
     def whole(self, output: RequestOutput) -> ChatCompletion:
         num_output = sum(len(c.token_ids) for c in output.outputs)

@@ -101,7 +101,7 @@ class _Answer:
         self._keeps_output = not (body.echo and body.max_tokens == 0)
         self._head: dict[str, Any] = {
             "object": "text_completion",
-            **server.answer_head("cmpl", body.request_id),
+            **server.answer_head("cmpl", body.request_id, body.model),
         }
         self._num_prompt: dict[int, int] = {}  # tokens, by prompt
         self._num_cached: dict[int, int] = {}

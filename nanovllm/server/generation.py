@@ -136,6 +136,7 @@ def admit(
         user = str(request.state.key_digest)
     held: ExitStack = request.state.held
     held.push(guard.ends_quietly)
+    held.enter_context(server.adapters.used(lora_request))
     try:
         held.enter_context(server.admission.admit(guard, num_sequences, user or None))
     except APIError as error:

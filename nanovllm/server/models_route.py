@@ -38,7 +38,8 @@ class ModelList(BaseModel):
 async def list_models(request: Request) -> ModelList:
     """List the model and its adapters."""
     server = state_of(request)
-    return ModelList(data=[_card(server), *(_card(server, a) for a in server.adapters.values())])
+    adapters = server.adapters.by_name.values()
+    return ModelList(data=[_card(server), *(_card(server, adapter) for adapter in adapters)])
 
 
 @router.get("/v1/models/{model:path}")

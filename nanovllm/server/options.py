@@ -69,6 +69,9 @@ class ServerOptions:
     lora_modules: Annotated[tuple[str, ...], _texts] = ()
     """LoRA adapters that requests can name as their model, each name=path, or JSON such as {"name":
     "sql", "path": "/adapters/sql"}. They need enable_lora."""
+    lora_directory: Annotated[str | None, _text] = None
+    """Directory below which LoRA adapters lie that clients may load with /v1/load_lora_adapter, and
+    unload, while the server runs. It needs enable_lora. None is that they may not."""
     max_waiting: Annotated[int, check_int, 1] = 2048
     """Maximum number of sequences that wait for the engine beside those that run; further requests
     get status 503."""

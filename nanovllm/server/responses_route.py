@@ -176,7 +176,7 @@ class _Answer:
                 instructions=body.instructions,
                 max_output_tokens=body.max_output_tokens,
                 metadata=body.metadata or {},
-                model=server.model_name,
+                model=server.name_in_answer(body.model),
                 parallel_tool_calls=body.parallel_tool_calls is not False,
                 reasoning={"effort": body.reasoning.effort if body.reasoning else None},
                 temperature=params.temperature,

@@ -26,6 +26,7 @@ from nanovllm.engine.engine_metrics import kv_cache_tokens
 from nanovllm.errors import ConfigError
 from nanovllm.options.config import Config
 from nanovllm.options.flags import given_fields
+from nanovllm.server.adapters import check_adapter_options
 from nanovllm.server.admission import shutting_down
 from nanovllm.server.answers import find_answer_format
 from nanovllm.server.app import make_app
@@ -54,7 +55,7 @@ def serve(args: argparse.Namespace) -> int:
     given["api_keys"] = (*given.get("api_keys", ()), *keys_of_environment())
     options = ServerOptions(**given)
     engine_options: dict[str, Any] = {"model": args.model, **given_fields(Config, args)}
-    Config(**engine_options)
+    check_adapter_options(options, Config(**engine_options))
     find_answer_format(None, options.tool_call_parser, options.reasoning_parser)  # checks them
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("nanovllm.server").setLevel(logging.INFO)  # a line for each request

@@ -5,6 +5,7 @@ import hashlib
 import time
 import uuid
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 from fastapi import Request
@@ -13,16 +14,17 @@ from nanovllm import __version__
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.checkpoint.tokenizer import token_bytes
 from nanovllm.engine.fair_executor import FairExecutor
-from nanovllm.errors import ConfigError, InvalidRequestError
 from nanovllm.options.lora_request import LoRARequest
 from nanovllm.options.validation import shown
-from nanovllm.server.adapters import served_adapters
+from nanovllm.server.adapters import Adapters, check_adapter_options
 from nanovllm.server.admission import Admission, BodyBudget
 from nanovllm.server.answers import AnswerFormat, find_answer_format
 from nanovllm.server.error_bodies import APIError
 from nanovllm.server.options import ServerOptions, model_name
 from nanovllm.server.prometheus import ServerMetrics
 
+_MOST_NAMES = 8
+"""Adapters that an error lists."""
 _MANY_BODIES = 64
 """So many bodies of max_body_bytes are in memory at most."""
 
@@ -43,8 +45,7 @@ class ServerState:
     """How the model marks reasoning and tool calls."""
     metrics: ServerMetrics
     max_model_len: int
-    adapters: dict[str, LoRARequest]
-    """By the name that requests use."""
+    adapters: Adapters
     fingerprint: str
     """Names what makes the answers: version and model."""
     token_bytes: Callable[[int], bytes]
@@ -59,17 +60,29 @@ class ServerState:
         default_factory=lambda: FairExecutor(2, "nanovllm-grammar")
     )
     """Compiles grammars, so that nothing but other grammars waits for a heavy one."""
+    loading: FairExecutor = dataclasses.field(
+        default_factory=lambda: FairExecutor(1, "nanovllm-adapters")
+    )
+    """Reads adapters, one at a time."""
     start_time: int = dataclasses.field(default_factory=lambda: int(time.time()))
     """Unix time in seconds."""
 
-    def answer_head(self, prefix: str, request_id: str | None) -> dict[str, Any]:
-        """Return the fields with which an answer, or each chunk of it, begins."""
+    def answer_head(self, prefix: str, request_id: str | None, name: str | None) -> dict[str, Any]:
+        """Return the fields with which an answer, or each chunk of it, begins.
+
+        Args:
+            name: what the request names as its model.
+        """
         return {
             "id": f"{prefix}-{request_id or uuid.uuid4().hex}",
             "created": int(time.time()),
-            "model": self.model_name,
+            "model": self.name_in_answer(name),
             "system_fingerprint": self.fingerprint,
         }
+
+    def name_in_answer(self, name: str | None) -> str:
+        """Return how an answer calls the model that a request names, which `check_model` found."""
+        return self.model_name if name in (None, self.llm.engine.config.model) else str(name)
 
     def check_model(self, name: str | None) -> LoRARequest | None:
         """Return the adapter that a request names as its model; None is the model itself.
@@ -79,9 +92,12 @@ class ServerState:
         """
         if name in (None, self.model_name, self.llm.engine.config.model):
             return None
-        if name in self.adapters:
-            return self.adapters[name]
-        known = ", ".join(map(shown, [self.model_name, *list(self.adapters)[:16]]))
+        adapters = self.adapters.by_name
+        if name in adapters:
+            return adapters[name]
+        known = ", ".join(map(shown, [self.model_name, *islice(adapters, _MOST_NAMES)]))
+        if len(adapters) > _MOST_NAMES:
+            known += ", ..."
         raise APIError(
             404,
             f"the model {shown(name)} does not exist; this server has {known}",
@@ -107,19 +123,19 @@ def make_state(llm: AsyncLLM, options: ServerOptions) -> ServerState:
     tokenizer = llm.engine.input_processor.tokenizer
     template = options.read_chat_template()
     name = options.served_model_name or model_name(engine.config.model)
-    adapters = served_adapters(options.lora_modules, (name, engine.config.model))
-    for lora_request in adapters.values():
-        try:
-            engine.input_processor.find_adapter(lora_request)
-        except InvalidRequestError as error:
-            raise ConfigError(f"lora_modules: {error}") from error
+    check_adapter_options(options, engine.config)
     digest = hashlib.sha256(repr((engine.config, engine.worker_info.num_blocks)).encode())
     return ServerState(
         llm=llm,
         options=options,
         model_name=name,
         fingerprint=f"nanovllm-{__version__}-{digest.hexdigest()[:8]}",
-        adapters=adapters,
+        adapters=Adapters(
+            options.lora_modules,
+            (name, engine.config.model),
+            engine.input_processor.find_adapter,
+            options.lora_directory,
+        ),
         chat_template=template,
         answer_format=_answer_format(llm, options, template),
         metrics=ServerMetrics(name, llm),

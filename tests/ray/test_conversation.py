@@ -23,7 +23,7 @@ def test_all_turns_of_a_chat_have_one_key() -> None:
     turns = [SYSTEM, user("a?"), {"role": "assistant", "content": "b"}, user("c?")]
     first = key(CHAT, messages=turns[:2], model="m")
     assert first
-    assert first == key(CHAT, messages=turns, stream=True)
+    assert first == key(CHAT, messages=turns, model="m", stream=True)
     assert first != key(CHAT, messages=[SYSTEM, user("other?")])
     assert first != key(CHAT, messages=[user("a?")])
 
@@ -51,9 +51,10 @@ def test_what_a_client_names_comes_first() -> None:
     assert len({named, key(CHAT, header), key(CHAT, messages=[user("a")])}) == 3
 
 
-def test_salts_are_kept_apart() -> None:
+def test_salts_and_models_are_kept_apart() -> None:
     salted = [key(CHAT, messages=[user("a")], cache_salt=salt) for salt in ("one", "two", None)]
     assert len({*salted}) == 3
+    assert len({key(CHAT, messages=[user("a")], model=model) for model in ("base", "adapter")}) == 2
 
 
 @pytest.mark.parametrize(

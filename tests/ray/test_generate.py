@@ -12,6 +12,7 @@ import pytest
 from nanovllm import demo_model
 from nanovllm.batch.identity import job_identity
 from nanovllm.batch.lines import OUTPUT_COLUMNS
+from nanovllm.batch.options import BatchOptions
 from nanovllm.batch.parts import Parts
 from nanovllm.errors import ConfigError
 from tests.batch.helpers import ENGINE, SAMPLING, questions, read_rows, run, write_rows
@@ -49,7 +50,7 @@ def test_rows_in_parts_and_a_killed_actor(
     """The outputs are those of the command; parts stay as they are; a bad row has its error."""
     rows = [*ROWS, {"id": 99, "prompt": "too long " * 200, "tag": 0}]
     changes = {"workers": 2, "block_rows": 8, "output_path": str(tmp_path / "out")}
-    identity = job_identity(_row_options(demo_model.MODEL, SAMPLING, "prompt", "id", ENGINE))
+    identity = job_identity(_row_options(demo_model.MODEL, SAMPLING, BatchOptions(), ENGINE))
     done = [{**ROWS[i], **expected[i], "generated_text": f"done {i}"} for i in range(10)]
     with Parts(tmp_path / "out", identity, "parquet", "id") as parts:
         parts.add(pa.Table.from_pylist(done))

@@ -73,6 +73,8 @@ def test_an_engine_on_gpus_gets_them() -> None:
         ({"num_replica": 2}, "has no option 'num_replica'; did you mean 'num_replicas'"),
         ({"max_num_seq": 2}, "did you mean 'max_num_seqs'"),
         ({"api_key": "x"}, "did you mean 'api_keys'"),
+        ({"lora_directory": "/a"}, "lora_directory='/a' cannot be set here: a client reaches one"),
+        ({"lora_modules": ["a=/a"]}, "lora_modules=.* but enable_lora is False"),
         ({"port": 80}, "port=80 cannot be set here: the port is Ray Serve's"),
         ({"route_prefix": "/a"}, "route_prefix of serve.run"),
         ({"name": "a"}, "name of serve.run"),

@@ -1,0 +1,229 @@
+"""Adapters as models: those of lora_modules, and those that clients load and unload."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm import LLM, AsyncLLM, LoRARequest, SamplingParams, demo_model
+from nanovllm.errors import ConfigError
+from nanovllm.lora.registry import AdapterRegistry
+from nanovllm.server.app import make_app
+from nanovllm.server.options import ServerOptions
+from tests.glossary import QUESTION
+from tests.lora.adapters import linears_of, write_adapter
+from tests.server.conftest import Running, running
+
+LOAD, UNLOAD, COMPLETE = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with adapters a and b, which change the answer, and what is no adapter."""
+    home: Path = tmp_path_factory.mktemp("adapters") / "home"
+    linears = linears_of(demo_model.MODEL)
+    for seed, name in enumerate(("a", "b", "../outside")):
+        write_adapter(home / name, linears, seed=seed, r=2, size=4.0)
+    os.mkfifo(home / "fifo")
+    (home / "waits").mkdir()
+    os.mkfifo(home / "waits" / "adapter_config.json")
+    (home / "link").symlink_to(home.parent / "outside")
+    (home / "loop").symlink_to(home / "loop")
+    (home / "inner").mkdir()
+    shutil.copy(home / "a" / "adapter_config.json", home / "inner")
+    weights = home.parent / "outside" / "adapter_model.safetensors"
+    (home / "inner" / weights.name).symlink_to(weights)
+    return home
+
+
+@pytest.fixture(scope="module")
+def adapted(home: Path) -> Iterator[Running]:
+    options = {"max_model_len": 512, "num_kvcache_blocks": 512, "enforce_eager": True}
+    llm = AsyncLLM(demo_model.MODEL, enable_lora=True, max_loras=2, **options)
+    with running(llm, lora_modules=(f"first={home / 'a'}",), lora_directory=str(home)) as found:
+        yield found
+    llm.shutdown()
+
+
+def complete(server: Running, model: str | None, **more: Any) -> str:
+    body = {"prompt": QUESTION, "max_tokens": 8, "temperature": 0, "model": model, **more}
+    reply = server.send(COMPLETE, body)
+    assert reply.status == 200, reply.body
+    assert reply.body["model"] == (model or "model")
+    return str(reply.body["choices"][0]["text"])
+
+
+def test_options_are_checked(adapted: Running, async_llm: AsyncLLM, home: Path) -> None:
+    for llm, options, message in (
+        (async_llm, {"lora_directory": str(home)}, "lora_directory=.* but enable_lora is False"),
+        (
+            async_llm,
+            {"lora_modules": (f"a={home / 'a'}",)},
+            "lora_modules=.* give enable_lora=True",
+        ),
+        (adapted.state.llm, {"lora_directory": str(home / "gone")}, "is no directory"),
+        (
+            adapted.state.llm,
+            {"lora_modules": (f"first={home / 'a'}", f"b={home}")},
+            "has no adapter_config",
+        ),
+        (adapted.state.llm, {"lora_modules": (f"model={home / 'a'}",)}, "another model's name"),
+        (adapted.state.llm, {"lora_modules": ("a",)}, "must be name=path"),
+        (adapted.state.llm, {"lora_modules": ('{"name": "a"}',)}, "has the keys"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make_app(llm, ServerOptions(**options))  # type: ignore[arg-type]
+
+
+def test_the_model_of_a_request_selects_an_adapter(adapted: Running, home: Path) -> None:
+    """In each route, streamed and whole; the answer has the name and the text of the adapter."""
+    client = adapted.client()
+    cards = {card.id: card for card in client.models.list()}
+    assert cards.keys() == {"model", "first"}
+    extra = cards["first"].model_extra
+    assert extra is not None
+    assert (extra["parent"], extra["root"]) == ("model", str(home / "a"))
+    assert adapted.send("/v1/models/first").body["id"] == "first"
+    texts: dict[str, set[str]] = {}
+    for model in cards:
+        messages: Any = [{"role": "user", "content": QUESTION}]
+        found: Any = client.chat.completions.create(model=model, messages=messages, max_tokens=8)
+        chunks: Any = client.chat.completions.create(
+            model=model, messages=messages, max_tokens=8, stream=True
+        )
+        parts = list(chunks)
+        assert {found.model} == {chunk.model for chunk in parts} == {model}
+        texts[model] = {"".join(chunk.choices[0].delta.content or "" for chunk in parts)}
+        response = client.responses.create(model=model, input=QUESTION, max_output_tokens=8)
+        *_, last = client.responses.create(
+            model=model, input=QUESTION, max_output_tokens=8, stream=True
+        )
+        assert last.type == "response.incomplete"
+        assert response.model == last.response.model == model
+        texts[model] |= {found.choices[0].message.content, response.output_text}
+        assert len(texts[model] | {last.response.output_text}) == 1
+        stream: Any = client.completions.create(
+            model=model, prompt=QUESTION, max_tokens=8, temperature=0, stream=True
+        )
+        pieces = list(stream)
+        assert {piece.model for piece in pieces} == {model}
+        assert "".join(p.choices[0].text for p in pieces) == complete(adapted, model)
+    assert texts["model"] != texts["first"]
+    assert complete(adapted, "model") != complete(adapted, "first")
+    error = adapted.send(COMPLETE, {"prompt": "a", "model": "second"})
+    assert (error.status, error.error["code"]) == (404, "model_not_found")
+    assert error.error["message"].endswith("this server has 'model', 'first'")
+
+
+def test_the_answers_are_those_of_the_library(adapted: Running, home: Path) -> None:
+    adapter = LoRARequest("first", 1, str(home / "a"))
+    options = {"max_model_len": 512, "num_kvcache_blocks": 64, "enforce_eager": True}
+    llm = LLM(demo_model.MODEL, enable_lora=True, **options)
+    params = SamplingParams(temperature=0, max_tokens=8)
+    (output,) = llm.generate([QUESTION], params, use_tqdm=False, lora_request=adapter)
+    assert complete(adapted, "first") == output.outputs[0].text
+
+
+def test_adapters_come_and_go(adapted: Running) -> None:
+    """Names, replacing in place, and what a request keeps that was admitted before."""
+    of_a, of_base = complete(adapted, "first"), complete(adapted, "model")
+    done = adapted.send(LOAD, {"lora_name": "new", "lora_path": "b"})
+    assert done[:2] == (200, "Success: LoRA adapter 'new' added successfully.")
+    of_b = complete(adapted, "new")
+    assert len({of_a, of_base, of_b}) == 3
+    again = adapted.send(LOAD, {"lora_name": "new", "lora_path": "a"})
+    assert (again.status, again.error["param"]) == (400, "lora_name")
+    assert "set load_inplace to true" in again.error["message"]
+    stream: Any = adapted.client().completions.create(
+        model="new",
+        prompt=QUESTION,
+        max_tokens=300,
+        temperature=0,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    text = next(stream).choices[0].text
+    replaced = adapted.send(LOAD, {"lora_name": "new", "lora_path": "a", "load_inplace": True})
+    assert replaced.status == 200
+    assert complete(adapted, "new") == of_a
+    done = adapted.send(UNLOAD, {"lora_name": "new"})
+    assert done[:2] == (200, "Success: LoRA adapter 'new' removed successfully.")
+    assert adapted.send(COMPLETE, {"prompt": "a", "model": "new"}).status == 404
+    assert adapted.send(UNLOAD, {"lora_name": "new"}).status == 404
+    assert adapted.state.llm.engine.scheduler.running  # it has the unloaded adapter
+    rest = list(stream)
+    assert (text + "".join(chunk.choices[0].text for chunk in rest)).startswith(of_b)
+    assert rest[-1].choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        ({"lora_path": "../outside"}, 400, "outside the server's lora_directory"),
+        ({"lora_path": "/etc"}, 400, "outside"),
+        ({"lora_path": "link"}, 400, "outside"),
+        ({"lora_path": "inner"}, 400, "outside the directory"),
+        ({"lora_path": "waits"}, 400, "not a regular file"),
+        ({"lora_path": "fifo"}, 404, "is no directory"),
+        ({"lora_path": "loop"}, 404, "is no directory"),
+        ({"lora_path": "a\0"}, 404, "is no directory"),
+        ({"lora_path": "a" * 5000}, 404, "is no directory"),
+        ({"lora_path": "~"}, 404, "is no directory"),
+        ({"lora_path": "."}, 400, "has no adapter_config.json"),
+        ({"lora_path": ""}, 400, "lora_path"),
+        ({"lora_name": "model"}, 400, "conflicts with a served base model"),
+        ({"lora_name": demo_model.MODEL}, 400, "conflicts with a served base model"),
+        ({"lora_name": "\n"}, 400, "lora_name must be"),
+        ({"lora_name": 5}, 400, "lora_name"),
+        ({"is_3d_lora_weight": True}, 400, "is_3d_lora_weight"),
+    ],
+)
+def test_bad_adapters_are_refused(
+    adapted: Running, body: dict[str, Any], status: int, message: str
+) -> None:
+    reply = adapted.send(LOAD, {"lora_name": "bad", "lora_path": "a", **body})
+    assert reply.status == status
+    assert message in reply.error["message"]
+    assert adapted.state.adapters.by_name.keys() == {"first"}
+
+
+def test_many_clients_at_once(adapted: Running) -> None:
+    """Each name is somebody's; ids are used again, so that nothing grows."""
+
+    def load_and_unload(number: int) -> list[int]:
+        name = {"lora_name": f"n{number % 3}"}
+        found = adapted.send(LOAD, {**name, "lora_path": "ab"[number % 2]}).status
+        answer = adapted.send(
+            COMPLETE, {"prompt": "a", "max_tokens": 1, "model": name["lora_name"]}
+        )
+        return [found, answer.status, adapted.send(UNLOAD, name).status]
+
+    with ThreadPoolExecutor(8) as pool:
+        loads, answers, unloads = zip(*pool.map(load_and_unload, range(60)), strict=True)
+    assert {*loads} <= {200, 400}
+    assert {*answers} | {*unloads} <= {200, 404}
+    assert loads.count(200) == unloads.count(200)
+    assert adapted.state.adapters.by_name.keys() == {"first"}
+    registry: AdapterRegistry = adapted.state.llm.engine.input_processor.find_adapter.__self__  # type: ignore[attr-defined]
+    assert len(registry) <= 16
+
+
+def test_two_hundred_adapters(adapted: Running) -> None:
+    for number in range(200):
+        assert adapted.send(LOAD, {"lora_name": str(number), "lora_path": "b"}).status == 200
+    assert len(adapted.send("/v1/models").body["data"]) == 202
+    unknown = adapted.send(COMPLETE, {"prompt": "a", "model": "x"})
+    assert unknown.error["message"].endswith("'5', '6', ...")
+    for number in range(200):
+        assert adapted.send(UNLOAD, {"lora_name": str(number)}).status == 200
+    assert complete(adapted, "first") != complete(adapted, "model")
+
+
+def test_without_the_option_nothing_is_loaded(server: Running, home: Path) -> None:
+    for path, body in ((LOAD, {"lora_name": "a", "lora_path": str(home / "a")}), (UNLOAD, {})):
+        reply = server.send(path, {"lora_name": "a", **body})
+        assert (reply.status, reply.error["code"]) == (403, "not_allowed")
