@@ -1,8 +1,9 @@
 """Peak resident memory while a checkpoint is loaded on a CPU, beside what its weights take in the
 end. Linux only.
 
-A fresh process loads the model. Its peak is counted from what it holds before: the interpreter and
-the libraries. So the ratio has the chunks that are read, the rounding, and pages of mapped files.
+A fresh process loads the shipped model, then the one that is measured. Its peak is counted from
+what it holds between them: the interpreter and the libraries. So the ratio has the chunks that are
+read, the rounding, and pages of mapped files.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nanovllm import demo_model
 from nanovllm.checkpoint.hub import open_checkpoint
 from nanovllm.executors import executor
 from nanovllm.executors.worker import check_networks
@@ -52,16 +54,21 @@ def weight_bytes(model: nn.Module) -> int:
     return sum(storages.values())
 
 
+def _network(config: Config) -> Network:
+    checkpoint = open_checkpoint(config.model)
+    reserve = executor._reserve(config, checkpoint)
+    spec, _ = check_networks(config, checkpoint)
+    return Network(spec._replace(reserve=reserve), 512, torch.device("cpu"))
+
+
 def load(model: str, quantization: str | None) -> dict[str, int]:
     """Load a model in this process; return the bytes of its weights, and of the peak."""
     config = Config(model, quantization=quantization, max_model_len=512, device="cpu")
-    checkpoint = open_checkpoint(model)
-    torch.empty(2**20).sum()  # the threads
+    _network(Config(demo_model.MODEL, quantization=quantization, device="cpu"))  # the libraries
+    gc.collect()
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak is what it holds now
-    reserve = executor._reserve(config, checkpoint)
-    spec, _ = check_networks(config, checkpoint)
-    network = Network(spec._replace(reserve=reserve), 512, torch.device("cpu"))
+    network = _network(config)
     peak = resident("VmHWM") - before
     gc.collect()
     return {

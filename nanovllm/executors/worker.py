@@ -110,11 +110,17 @@ def _check_draft(target: NetworkSpec, checkpoint: Checkpoint) -> NetworkSpec:
 
 def _model_config(config: Config, checkpoint: Checkpoint) -> ModelConfig:
     try:
-        return read_config(checkpoint.config, config.dtype)
+        found = read_config(checkpoint.config, config.dtype)
     except CheckpointError as error:
         if is_gguf(checkpoint.path):  # the message names fields of a config.json
             raise type(error)(f"{checkpoint.path}, its metadata as a {error}") from error
         raise
+    is_quantised = found.quantization_config is not None
+    in_float16 = config.dtype == "auto" and found.dtype == torch.float16
+    # GPTQ and AWQ uploads say float16, which the C kernels do not compute in.
+    if is_quantised and in_float16 and rank_device(config).type == "cpu":
+        return dataclasses.replace(found, dtype=torch.bfloat16)
+    return found
 
 
 def rank_device(config: Config, rank: int = 0) -> torch.device:

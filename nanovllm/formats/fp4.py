@@ -13,6 +13,7 @@ from nanovllm.checkpoint.shards import Shard
 from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
 from nanovllm.formats.fields import Field, LoadedField, LoadedVector
 from nanovllm.formats.integer import FP4_NUMBERS, IntRows, IntTensor, int_tensor
+from nanovllm.formats.packing import row_ranges
 from nanovllm.formats.scheme import Scheme
 from nanovllm.formats.stored_integers import WideWeight
 from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
@@ -20,8 +21,6 @@ from nanovllm.layers.experts import StackedLinear
 from nanovllm.layers.linear import Matrix
 from nanovllm.layers.pieces import SmallLinear
 
-_ROWS_AT_ONCE = 1024
-"""Rows unpacked at once, a multiple of 32. Bounds the memory of numbers that are not packed."""
 _E8M0_BIAS, _E8M0_NAN = 127, 255
 _E2M1 = torch.tensor([sign * number for sign in (1, -1) for number in FP4_NUMBERS])
 """What 4 bits stand for."""
@@ -73,7 +72,7 @@ class StoredFp4:
         self._factors = LoadedVector(layout.factor or "", torch.float32, device, 1)
         self._is_experts = isinstance(matrix, StackedLinear)
         self._reason = "its outputs are gates" if isinstance(matrix, SmallLinear) else None
-        self.description = ""
+        self.label, self.description = layout.name, ""
 
     def shards(self, weight: Shard) -> Iterator[Shard]:
         size, linear = self._layout.group_size, weight.name.removesuffix(".weight")
@@ -139,8 +138,7 @@ class StoredFp4:
         return wide
 
     def _chunks(self) -> Iterator[tuple[int, int]]:
-        for start in range(0, self._shape[0], _ROWS_AT_ONCE):
-            yield start, min(start + _ROWS_AT_ONCE, self._shape[0])
+        return row_ranges(0, *self._shape)
 
     def _row_factors(self) -> torch.Tensor | None:
         """Return what multiplies each row [n] float32."""

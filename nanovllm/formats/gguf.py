@@ -93,6 +93,10 @@ class StoredBlocks:
         self._blocks: torch.Tensor | None = None
 
     @property
+    def label(self) -> str:
+        return self.block_type
+
+    @property
     def description(self) -> str:
         return f"in {self.block_type}, kept in {BLOCK_BITS[self.block_type]} bits"
 

@@ -56,6 +56,7 @@ class StoredMxfp4:
         like: has the shape of the weight, and is on its device.
     """
 
+    label = "MXFP4"
     description = "in MXFP4, kept in 4 bits"
 
     def __init__(self, like: torch.Tensor) -> None:

@@ -4,11 +4,24 @@ The lowest bits of a word come first. What a word has are numbers from 0 up; res
 half of their range, so that they fit int8.
 """
 
+from collections.abc import Iterator
+
 import torch
 
 WORD_BITS = 32
+_NUMBERS_AT_ONCE = 2**18
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where AWQ has the 4 bits of each of eight neighbours: the first in place 0, the next in 4."""
+
+
+def row_ranges(start: int, stop: int, width: int) -> Iterator[tuple[int, int]]:
+    """Yield the first row of each part of rows [start, stop), and the row behind the part.
+
+    Parts bound the memory of temporary copies. They have a multiple of 32 rows, but for the last.
+    """
+    count = max(1, _NUMBERS_AT_ONCE // max(1, width) // 32) * 32
+    for first in range(start, stop, count):
+        yield first, min(first + count, stop)
 
 
 def words_for(count: int, bits: int) -> int:

@@ -20,7 +20,7 @@ from nanovllm.formats.kv_scheme import UNREAD_SCALES, kv_scheme
 from nanovllm.formats.modelopt import ModelOpt
 from nanovllm.formats.mxfp4 import Mxfp4Format
 from nanovllm.formats.rounding import Rounding
-from nanovllm.formats.stored_fp8 import Fp8Format
+from nanovllm.formats.stored_fp8 import Fp8Format, StoredFp8
 from nanovllm.formats.weight_format import WeightFormat
 from nanovllm.kernels.torch_kernels import Kernels
 from nanovllm.layers.experts import StackedLinear
@@ -154,6 +154,10 @@ def expect_weights(
     asked = config.quantization
     if asked in ("int8", "int4") or (asked == "fp8" and stored is None):
         store_as(model, Rounding(asked, kernels), known, device, (Matrix,))
+    if asked in ("int8", "int4"):
+        for module in model.modules():
+            if isinstance(module, Matrix) and isinstance(module.stored, StoredFp8):
+                module.stored.round_to(asked, kernels)
 
 
 def store_as(

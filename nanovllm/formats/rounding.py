@@ -54,9 +54,13 @@ class StoredRounded:
 
     def __init__(self, quantization: str, like: torch.Tensor, kernels: Kernels) -> None:
         self._quantization, self._like = quantization, like
-        self._rows = _rows(quantization, like, kernels)
+        self._rows = rounded_rows(quantization, like, kernels)
         self._waiting: torch.Tensor | None = None
         self._has_panels = True
+
+    @property
+    def label(self) -> str:
+        return self._quantization
 
     @property
     def description(self) -> str:
@@ -84,7 +88,7 @@ class StoredRounded:
         return self._rows.method()
 
 
-class _Rows(Protocol):
+class Rows(Protocol):
     """Rounds the rows of a weight, which come in parts of whole panels."""
 
     def store(self, start: int, values: torch.Tensor) -> None: ...
@@ -92,7 +96,12 @@ class _Rows(Protocol):
     def method(self) -> WeightMethod: ...
 
 
-def _rows(quantization: str, like: torch.Tensor, kernels: Kernels) -> _Rows:
+def rounded_rows(quantization: str, like: torch.Tensor, kernels: Kernels) -> Rows:
+    """Return what rounds the rows of a weight of `like`'s shape, dtype and device.
+
+    Raises:
+        ConfigError: no group size of `quantization` divides the inputs.
+    """
     rows = _RowsInFp8 if quantization == "fp8" else _RowsInIntegers
     return rows(quantization, like, kernels)
 
@@ -137,12 +146,12 @@ def round_weight(weight: torch.Tensor, quantization: str, kernels: Kernels) -> W
     Raises:
         ConfigError: no group size of `quantization` divides k.
     """
-    rows = _rows(quantization, weight, kernels)
+    rows = rounded_rows(quantization, weight, kernels)
     _store(rows, 0, weight)
     return rows.method()
 
 
-def _store(rows: _Rows, first: int, values: torch.Tensor) -> None:
+def _store(rows: Rows, first: int, values: torch.Tensor) -> None:
     """Store all rows of `values`, few at a time: rounding makes several copies in float32."""
     num_rows = max(1, _NUMBERS_AT_ONCE // max(1, values.shape[1]) // PANEL) * PANEL
     for start in range(0, len(values), num_rows):

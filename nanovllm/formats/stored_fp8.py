@@ -10,15 +10,14 @@ from nanovllm.checkpoint.shards import Shard
 from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
 from nanovllm.formats.fp8 import FP8, Fp8Weight
 from nanovllm.formats.fp8_config import Fp8Config
+from nanovllm.formats.packing import row_ranges
+from nanovllm.formats.rounding import EXACT, rounded_rows
 from nanovllm.formats.scheme import Scheme
 from nanovllm.formats.stored_integers import WideWeight
 from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
 from nanovllm.layers.experts import StackedLinear
 from nanovllm.layers.linear import Matrix
 from nanovllm.utils.distributed import tensor_parallel
-
-_ROWS_AT_ONCE = 1024
-"""Rows widened at once. Bounds the size of the float32 copies."""
 
 
 class Fp8Format:
@@ -76,14 +75,15 @@ class StoredFp8:
     """Loads the FP8 weights and the scales of the checkpoint linears that one layer merges.
 
     They are kept on GPUs. CPUs have no products in FP8, and to convert a weight for each of them
-    takes several times as long as the product, so there it is widened.
+    takes several times as long as the product, so there it is widened, or rounded to integers.
     """
 
     def __init__(self, fp8: Fp8Config, matrix: Matrix) -> None:
         assert matrix.weight is not None
         self._fp8, self._is_experts = fp8, isinstance(matrix, StackedLinear)
+        self._is_exact, self._rounding = isinstance(matrix, EXACT), ""
         self._shape, self._device = matrix.weight.shape, matrix.weight.device
-        self.description = ""
+        self.label, self.description = "FP8", ""
         self._values: torch.Tensor | None = None
         self._scales: dict[int, _Scales] = {}
         """By first row of a part of the matrix."""
@@ -112,6 +112,16 @@ class StoredFp8:
         else:
             yield Shard(name, shape, scales, weight.dim, start)
 
+    def round_to(self, quantization: str, kernels: Kernels) -> None:
+        """Let `method` round a weight that it would widen to `quantization`, "int8" or "int4".
+
+        Raises:
+            ConfigError: no group size of `quantization` divides the inputs.
+        """
+        if self._device.type == "cpu" and not self._is_exact:
+            rounded_rows(quantization, torch.empty(self._shape, device="meta"), kernels)
+            self._rounding = quantization
+
     def method(self, dtype: torch.dtype, kernels: Kernels) -> WeightMethod:
         """Return what multiplies.
 
@@ -133,12 +143,19 @@ class StoredFp8:
         if self._device.type != "cpu":
             self.description = "in FP8: kept in 8 bits"
             return kept
-        name = str(dtype).removeprefix("torch.")
-        self.description = f"in FP8: widened to {name} because CPUs have no products in FP8"
+        why = "because CPUs have no products in FP8"
+        parts = [torch.arange(*ends) for ends in row_ranges(0, *self._shape)]
+        if self._rounding:
+            self.description = f"in FP8: rounded to {self._rounding} {why}"
+            like = torch.empty(self._shape, dtype=dtype, device="meta")
+            rounded = rounded_rows(self._rounding, like, kernels)
+            for part in parts:
+                rounded.store(int(part[0]), kept.embedding(part))
+            return rounded.method()
+        self.description = f"in FP8: widened to {str(dtype).removeprefix('torch.')} {why}"
         wide = torch.empty(self._shape, dtype=dtype)
-        for start in range(0, len(wide), _ROWS_AT_ONCE):
-            stop = min(start + _ROWS_AT_ONCE, len(wide))
-            wide[start:stop] = kept.embedding(torch.arange(start, stop))
+        for part in parts:
+            wide[part[0] : part[-1] + 1] = kept.embedding(part)
         return kernels.pack(wide, is_embedding=self._is_experts) or WideWeight(wide)
 
 

@@ -14,6 +14,7 @@ from nanovllm.checkpoint.shards import Shard
 from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
 from nanovllm.formats.fields import Field, LoadedField, LoadedVector
 from nanovllm.formats.integer import IntRows, IntTensor, int_tensor
+from nanovllm.formats.packing import row_ranges
 from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
 from nanovllm.layers.experts import StackedLinear
 from nanovllm.layers.linear import Matrix
@@ -21,8 +22,6 @@ from nanovllm.layers.pieces import SmallLinear
 
 _NO_GROUP = -1
 """In the place of an input's group: all are in the order of their places."""
-_ROWS_AT_ONCE = 1024
-"""Rows unpacked at once; a multiple of what `IntRows.store` takes."""
 
 
 class IntegerForm(NamedTuple):
@@ -66,7 +65,7 @@ class StoredIntegers:
         self._orders = LoadedVector(order, torch.int32, device, fill=_NO_GROUP)
         self._shapes = LoadedVector(form.shape or "", torch.int64, device)
         self._biases = LoadedVector("bias", torch.float32, device)
-        self.description = ""
+        self.label, self.description = form.label, ""
 
     def shards(self, weight: Shard) -> Iterator[Shard]:
         """Yield the tensors that stand in place of `weight`; see `StoredWeight`."""
@@ -181,8 +180,7 @@ class StoredIntegers:
         order = None if in_place else sorting
         has_zeros = self._zeros is not None and bool(self._zero_points(0, n).any())
         rows = IntRows(n, dtype, kernels)
-        for start in range(0, n, _ROWS_AT_ONCE):
-            stop = min(start + _ROWS_AT_ONCE, n)
+        for start, stop in row_ranges(0, n, k):
             part = self._int_tensor(start, stop, used, order, has_zeros)
             if part is None:
                 return None, "16 bits do not hold its scales exactly"
@@ -235,8 +233,7 @@ class StoredIntegers:
         end = 0
         for part, group in zip(self._values.parts, groups, strict=True):
             first, end = end, end + part.rows
-            for start in range(first, end, _ROWS_AT_ONCE):
-                stop = min(start + _ROWS_AT_ONCE, end)
+            for start, stop in row_ranges(first, end, self._shape[1]):
                 numbers = self._numbers(start, stop).float()
                 if self._zeros is not None:
                     numbers -= self._zero_points(start, stop)[:, group]

@@ -87,6 +87,7 @@ def report(model: str) -> dict[str, Any]:
         "supported": True,
         **supported(config.architecture)._asdict(),
         **_sizes(config, checkpoint.path),
+        "stored": _stored_linears(network),
         "attention": _counted(_attention(network)),
         "states": _counted(map(_state, StateLayers(network).layers)),
         "mlps": _counted(map(_mlp, _layers(network))),
@@ -117,6 +118,16 @@ def _sizes(config: ModelConfig, path: Path) -> dict[str, Any]:
         "tied": config.tie_word_embeddings,
         "positions": config.max_position,
     }
+
+
+def _stored_linears(network: nn.Module) -> dict[str, int]:
+    """Return the number of the checkpoint's linears in each form that has few bits."""
+    found: Counter[str] = Counter()
+    for prefix, module in network.named_modules():
+        if isinstance(module, Matrix) and module.stored is not None:
+            linears = {shard.name.rpartition(".")[0] for shard in module.shards(prefix)}
+            found[module.stored.label] += len(linears)
+    return dict(found)
 
 
 def _layers(network: DecoderForCausalLM) -> Iterator[DecoderLayer]:
@@ -209,7 +220,7 @@ def _memory(
         "int8_bytes": None,
         "int4_bytes": None,
     }
-    if config.quantization_config is None and not any(map(is_gguf, headers)):
+    if not any(map(is_gguf, headers)):
         for form in ("int8", "int4"):
             found[f"{form}_bytes"] = _rounded_bytes(network, form)
     return found | _kv_memory(network, config)
@@ -217,13 +228,19 @@ def _memory(
 
 def _made_bytes(network: nn.Module) -> int:
     """Return the bytes of the weights, in the form that config.json says."""
-    total = 0
+    stored = _in_few_bits(network)
+    plain = sum(p.nbytes for p in network.parameters() if p not in stored)
+    return plain + sum(stored.values())
+
+
+def _in_few_bits(network: nn.Module) -> dict[nn.Parameter | None, int]:
+    """Return the bytes of what stands in place of each weight that has few bits."""
+    found = {}
     for prefix, module in network.named_modules():
         if isinstance(module, Matrix) and module.stored is not None:
             shards = [s for s in module.shards(prefix) if not s.name.endswith("bias")]
-            total += sum(shard.target.nbytes for shard in shards)
-    stored = {m.weight for m in network.modules() if isinstance(m, Matrix) and m.stored is not None}
-    return total + sum(p.nbytes for p in network.parameters() if p not in stored)
+            found[module.weight] = sum(shard.target.nbytes for shard in shards)
+    return found
 
 
 def _stored_bytes(network: nn.Module, headers: dict[Path, dict[str, TensorInfo]]) -> int:
@@ -243,18 +260,24 @@ def _stored_bytes(network: nn.Module, headers: dict[Path, dict[str, TensorInfo]]
 def _rounded_bytes(network: nn.Module, form: str) -> int | None:
     """Return the bytes of the weights in "int8" or "int4"; None if a layer cannot have that form.
 
-    What is no matrix keeps its dtype, and so do routers and other small matrices.
+    What is no matrix keeps its dtype, and so do routers and other small matrices. What the
+    checkpoint has in few bits keeps them, except FP8, which a CPU has no products for.
     """
     from nanovllm.formats.integer import choose_group_size
     from nanovllm.formats.rounding import EXACT
 
-    rounded = {
-        module.weight
+    matrices = [
+        module
         for module in network.modules()
         if isinstance(module, Matrix) and not isinstance(module, EXACT)
-    }
-    total = 0
+    ]
+    rounded = {matrix.weight for matrix in matrices}
+    fp8 = {m.weight for m in matrices if m.stored is not None and m.stored.label == "FP8"}
+    total, stored = 0, _in_few_bits(network)
     for parameter in network.parameters():
+        if parameter in stored and parameter not in fp8:
+            total += stored[parameter]
+            continue
         if parameter not in rounded:
             total += parameter.nbytes
             continue

@@ -67,6 +67,7 @@ def test_logits(name, family, models, tmp_path, caplog):
     assert distance(found, expected) < limit
     words = "widened to bfloat16 because" if name in WIDENED else f"kept in {bits} bits"
     assert words in caplog.text
+    assert ("widened" in caplog.text) == (name in WIDENED)
 
 
 def test_the_logits_of_transformers(models, tmp_path):

@@ -120,6 +120,27 @@ def test_a_gguf_file(tmp_path: Path) -> None:
     assert 0.9 * size < found["memory"]["weights_bytes"] < size
 
 
+def test_a_checkpoint_in_few_bits(report_of: Any) -> None:
+    group = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": group}},
+        "ignore": ["lm_head"],
+    }
+    plain = report_of("Qwen3ForCausalLM")
+    found = report_of("Qwen3ForCausalLM", quantization_config=config)
+    linears = 7 * found["num_layers"]
+    assert found["stored"] == {"compressed-tensors pack-quantized W4A16 g32": linears}
+    assert plain["stored"] == {}
+    memory = found["memory"]
+    assert memory["int4_bytes"] < memory["int8_bytes"] < memory["weights_bytes"]
+    assert memory["int8_bytes"] < plain["memory"]["int8_bytes"]
+    fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    beside = report_of("Qwen3ForCausalLM", quantization_config=fp8)
+    assert beside["memory"]["int8_bytes"] == plain["memory"]["int8_bytes"]
+
+
 def test_a_refused_model(report_of: Any) -> None:
     found = report_of("Qwen3ForCausalLM", hidden_act="gelu")
     assert (found["supported"], found["error"]) == (
