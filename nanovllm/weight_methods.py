@@ -100,7 +100,7 @@ class WeightMethods:
             for command in update.commands():
                 self._shared.call(command)
         except BaseException:
-            self._shared.call(self._control.fail)
+            self._shared.call(update.fail)
             raise
 
     def start_weight_update(self, mode: str = "abort") -> None:
@@ -166,7 +166,7 @@ class AsyncWeightMethods:
             for command in update.commands():
                 await self._change(command)
         except BaseException:
-            await self._change(self._control.fail)
+            await self._change(update.fail)
             raise
 
     async def _change(self, command: Callable[[], Any]) -> Any:

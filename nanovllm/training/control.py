@@ -13,7 +13,7 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
 from nanovllm.options.validation import shown
 from nanovllm.training import rank
-from nanovllm.training.packets import NamedTensor, packet
+from nanovllm.training.packets import NamedTensor, Packet
 
 TAGS = ("weights", "kv_cache")
 """What sleeps, in vLLM's names."""
@@ -29,7 +29,7 @@ class WeightControl:
         self._asleep: set[str] = set()
         self._level = 0
         self.is_updating = False  # between start() and finish()
-        self._changed = False  # since start()
+        self._owner: object | None = None  # the call that updates; None: start_weight_update()
         self._missing: list[str] = []  # tensors that must come before the next request
 
     @property
@@ -37,6 +37,11 @@ class WeightControl:
         engine = self._engine()
         assert engine is not None
         return engine
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether an update runs of which any call of `update_weights` is a part."""
+        return self.is_updating and self._owner is None
 
     @property
     def is_sleeping(self) -> bool:
@@ -60,7 +65,8 @@ class WeightControl:
         if self._asleep == set(TAGS):
             return
         self._end_requests(mode)
-        self._call(rank.sleep, level)
+        self._call(rank.keep, level)  # all ranks keep their weights before one gives them back
+        self._call(rank.sleep)
         self._asleep, self._level = set(TAGS), level
         if level == 2 and not self._missing:
             self._missing = ["all weights"]
@@ -84,8 +90,11 @@ class WeightControl:
         self._refuse()
         return not self._asleep
 
-    def start(self, mode: str) -> None:
+    def start(self, mode: str, owner: object | None = None) -> None:
         """Begin an update: no request runs until `finish`.
+
+        Args:
+            owner: what alone may load tensors, and finish; None: any call may.
 
         Raises:
             InvalidRequestError: one has begun already, or the weights sleep, or mode is unknown.
@@ -96,41 +105,39 @@ class WeightControl:
                 'the weights sleep: call wake_up(["weights"]) before update_weights'
             )
         self._end_requests(mode)
-        self.is_updating, self._changed = True, False
+        self.is_updating, self._owner = True, owner
         self._refuse()
 
-    def check(self, tensors: Seq[NamedTensor], whole: bool) -> None:
+    def check(self, tensors: Seq[NamedTensor], whole: bool, owner: object | None = None) -> None:
         """Check tensors of an update before any is written. See `RankWeights.check`."""
+        if self.is_updating:
+            self._require_update(owner)
         infos = [rank.TensorInfo(name, tuple(x.shape), x.dtype) for name, x in tensors]
         self._call(rank.check, infos, whole)
 
-    def load(self, tensors: Seq[NamedTensor]) -> None:
+    def load(self, tensors: Seq[NamedTensor | Packet], owner: object | None = None) -> None:
         """Write tensors, or let ranks keep them until the rest of their layer comes.
 
         Raises:
-            InvalidRequestError: no update has begun, or a tensor is wrong.
+            InvalidRequestError: no update of `owner` has begun, or a tensor is wrong.
         """
-        if not self.is_updating:
-            raise InvalidRequestError("no update of the weights has begun: start_weight_update()")
-        sent: Iterable[Any] = tensors
-        if not self.engine.config.runs_in_process:
-            sent = map(packet, tensors)
-        self._changed |= any(self._call(rank.load, list(sent)))
+        self._require_update(owner)
+        self._call(rank.load, tensors)
 
-    def finish(self, version: int | str | None) -> None:
+    def finish(self, version: int | str | None, owner: object | None = None) -> None:
         """End an update: requests run again, with the new version on their outputs.
 
         Raises:
-            InvalidRequestError: no update has begun, or a part of a rounded layer is missing.
+            InvalidRequestError: no update of `owner` has begun, or a part of a rounded layer is
+                missing.
         """
-        if not self.is_updating:
-            raise InvalidRequestError("no update of the weights has begun: start_weight_update()")
-        self._missing = self._call(rank.finish)[0]
+        self._require_update(owner)
+        self._missing = _union(self._call(rank.finish))
         outputs = self.engine.output_processor
         last = outputs.weight_version
         following = last + 1 if isinstance(last, int) else f"{last}+1"
         outputs.weight_version = following if version is None else version
-        self.is_updating = False
+        self.is_updating, self._owner = False, None
         self._refuse()
 
     def end(self, version: int | str | None) -> None:
@@ -146,17 +153,19 @@ class WeightControl:
             self.fail()
             raise
 
-    def fail(self) -> None:
-        """End an update that has failed. If it has changed weights, all must come again."""
-        if not self.is_updating:
+    def fail(self, owner: object | None = None) -> None:
+        """End an update of `owner` that has failed. If it has changed weights, all must come again.
+
+        An update of another call goes on.
+        """
+        if not self.is_updating or self._owner is not owner:
             return
-        self.is_updating = False
+        self.is_updating, self._owner = False, None
         try:
-            names = self._call(rank.give_up, self._changed)[0]
+            names = _union(self._call(rank.give_up))
         except NanoVLLMError:  # the engine is down, and says so
             return
-        if self._changed:
-            self._missing = names
+        self._missing = names or self._missing
         self._refuse()
 
     def _end_requests(self, mode: str) -> None:
@@ -184,6 +193,12 @@ class WeightControl:
                 f"{what} cannot begin: an update of the weights runs; finish_weight_update() first"
             )
 
+    def _require_update(self, owner: object | None) -> None:
+        if not self.is_updating:
+            raise InvalidRequestError("no update of the weights has begun: start_weight_update()")
+        if self._owner is not owner:
+            raise InvalidRequestError("another call of update_weights runs: wait for its end")
+
     def _call(self, function: Any, *arguments: Any) -> list[Any]:
         self.engine.owner.check()
         return self.engine.executor.call_all(function, *arguments)
@@ -206,6 +221,11 @@ class WeightControl:
             )
         refusal = None if reason is None else InvalidRequestError(reason)
         self.engine.executor.refusal = refusal
+
+
+def _union(of_ranks: Iterable[list[str]]) -> list[str]:
+    """Return the names that one rank or more returned."""
+    return list(dict.fromkeys(name for names in of_ranks for name in names))
 
 
 def check_version(version: int | str | None) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from nanovllm.kernels.cpu.packed import OneDnnWeight
 from nanovllm.kernels.torch_kernels import Kernels
 from nanovllm.layers.linear import Matrix
+from nanovllm.layers.matrices import own_method
 from nanovllm.utils.memory import return_pages
 
 _MIN_BYTES = 2**16
@@ -51,10 +52,10 @@ class HeldWeights:
         for model in models:
             for module in model.modules():
                 values: list[Any] = [p.data for p in module.parameters(recurse=False)]
-                if isinstance(module, Matrix) and module.method is not None:
-                    values.append(module.method)
-                    if isinstance(module.method, OneDnnWeight):
-                        opaque[id(module.method)] = module.method
+                method = own_method(module) if isinstance(module, Matrix) else None
+                if isinstance(method, OneDnnWeight):
+                    opaque[id(method)] = method
+                values.append(method)
                 for tensor in tensors_of(values):
                     if not tensor.is_meta:
                         found.setdefault(tensor.untyped_storage().data_ptr(), tensor)

@@ -49,7 +49,7 @@ def checked(item: Any) -> NamedTensor:
             "model.named_parameters(), for instance"
         )
     name, tensor = item
-    if not isinstance(tensor, torch.Tensor) or tensor.is_meta or tensor.is_sparse:
+    if not isinstance(tensor, torch.Tensor) or tensor.is_meta or not _is_dense(tensor):
         raise InvalidRequestError(
             f"update_weights: {shown(name)} must be a dense tensor with values, is {shown(tensor)}"
         )
@@ -61,21 +61,29 @@ def checked(item: Any) -> NamedTensor:
     return name, tensor
 
 
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_quantized
+
+
 def _is_finite(tensor: torch.Tensor) -> bool:
     if tensor.itemsize == 1:  # torch cannot ask this of FP8
         tensor = tensor.float()
     return bool(tensor.isfinite().all())
 
 
-def in_messages(tensors: Iterable[NamedTensor]) -> Iterator[list[NamedTensor]]:
-    """Yield `tensors` in their order, as lists of about 64 MiB."""
-    message: list[NamedTensor] = []
+def in_messages(tensors: Iterable[NamedTensor]) -> Iterator[list[Packet]]:
+    """Yield `tensors` in their order, as lists of about 64 MiB.
+
+    A tensor is copied before the next is asked for, because its owner may change or free it then.
+    """
+    message: list[Packet] = []
     size = 0
-    for name, tensor in tensors:
-        if message and size + tensor.nbytes > _BYTES:
+    for named in tensors:
+        each = packet(named)
+        if message and size + len(each.content) > _BYTES:
             yield message
             message, size = [], 0
-        message.append((name, tensor))
-        size += tensor.nbytes
+        message.append(each)
+        size += len(each.content)
     if message:
         yield message

@@ -3,9 +3,10 @@
 The functions at the end are the commands of `WeightControl`. Knows no request.
 """
 
+import itertools
 import weakref
 from collections.abc import Sequence as Seq
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -15,12 +16,33 @@ from nanovllm.training.packets import NamedTensor, Packet
 from nanovllm.training.spool import Spool
 from nanovllm.training.targets import Region, Target, Targets, Weight, missing_names
 from nanovllm.training.writing import is_exact, old_values, write
+from nanovllm.utils.memory import return_freed
 from nanovllm.worker.kv_pool import KVPool
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.network import Network
 
+_TRIM_EVERY = 2**24
+"""Numbers that were written."""
 MAX_LISTED = 5
 """Names that one error lists."""
+
+
+@runtime_checkable
+class HasAdapters(Protocol):
+    """A runner with memory that its requests fill again when they need it: no weight is there."""
+
+    def give_back_adapters(self) -> None:
+        """Give the memory back. No request may run."""
+        ...
+
+
+@runtime_checkable
+class HasTiers(Protocol):
+    """A runner with host memory for KV that left the pool."""
+
+    def give_back_slots(self) -> None:
+        """Give the memory back. No request may run."""
+        ...
 
 
 class TensorInfo(NamedTuple):
@@ -40,8 +62,12 @@ class RankWeights:
         self._targets: Targets | None = None
         self._held: HeldWeights | None = None
         self._spool, self._draft_spool = Spool(), Spool()
+        self._is_kept = False  # by `keep`
         self._staged: dict[Weight, torch.Tensor] = {}
         self._filled: dict[Weight, set[Region]] = {}
+        self._given: set[tuple[Weight, Region]] = set()  # in this update
+        self._is_changed = False  # in this update
+        self._num_freed = 0
         self._wanted: set[tuple[int, Region]] | None = None  # what must still come; None: nothing
 
     @property
@@ -53,28 +79,34 @@ class RankWeights:
 
     # Sleeping
 
-    def sleep(self, runner: ModelRunner, level: int) -> None:
-        """Give back the memory of the weights and of the KV pool.
+    def keep(self, runner: ModelRunner, level: int) -> None:
+        """Prepare for `sleep`.
 
         Args:
             level: 1 keeps the weights in a file, 2 forgets those that `load` can fill.
+
+        Raises:
+            ConfigError, UnsupportedModelError: this rank cannot; its weights are as they were.
         """
         if runner.device.type != "cpu":
             raise ConfigError(
                 "sleep() gives back the memory of a CPU only; on a GPU, use shutdown() and make a "
                 "new LLM"
             )
-        own, drafts = self._weights(self._network), self._weights(*self._drafts)
         if level == 2:
             _ = self.targets  # an engine whose weights cannot be filled again must keep them
-        self._draft_spool.save(drafts)
-        if self._wanted is None and level == 1:
-            self._spool.save(own)
-        else:
+        self._draft_spool.save(self._weights(*self._drafts))
+        self._is_kept = self._wanted is None and level == 1
+        if self._is_kept:
+            self._spool.save(self._weights(self._network))
+
+    def sleep(self) -> None:
+        """Give back the memory of the weights and of the KV pool, behind `keep`."""
+        if not self._is_kept:
             self._spool.forget()
             self._want_all()
-        own.give_back()
-        drafts.give_back()
+        self._weights(self._network).give_back()
+        self._weights(*self._drafts).give_back()
         for pool in self._pools():
             pool.give_back()
 
@@ -111,30 +143,40 @@ class RankWeights:
             InvalidRequestError: one is wrong, or a part of a rounded layer is missing.
         """
         filled: dict[Weight, set[Region]] = {}
-        for info in infos:
-            for target in self.targets.of(*info):
-                filled.setdefault(target.weight, set()).add(target.region)
+        for target in itertools.chain.from_iterable(self._targets_of(infos)):
+            filled.setdefault(target.weight, set()).add(target.region)
         if whole:
             _require_whole(filled)
 
-    def load(self, tensors: Seq[NamedTensor]) -> bool:
-        """Write tensors to the weights, or keep them until the other parts of their layer come.
+    def _targets_of(self, infos: Seq[TensorInfo]) -> list[list[Target]]:
+        """Return what each tensor fills.
 
-        Returns whether weights have changed.
+        Raises:
+            InvalidRequestError: one is wrong, or fills what another of this update fills.
+        """
+        found = [self.targets.of(*info) for info in infos]
+        given = set(self._given)
+        for info, targets in zip(infos, found, strict=True):
+            places = {(target.weight, target.region) for target in targets}
+            if not given.isdisjoint(places):
+                raise InvalidRequestError(
+                    f"update_weights: {info.name} comes twice in one update; give each tensor once"
+                )
+            given |= places
+        return found
+
+    def load(self, tensors: Seq[NamedTensor]) -> None:
+        """Write tensors to the weights, or keep them until the other parts of their layer come.
 
         Raises:
             InvalidRequestError: a tensor is wrong: none of these was written.
         """
-        found: list[tuple[Target, torch.Tensor]] = []
-        for name, tensor in tensors:
-            targets = self.targets.of(name, tuple(tensor.shape), tensor.dtype)
-            found += [(target, tensor) for target in targets]
-        changed = False
-        for target, tensor in found:
-            changed |= self._place(target, tensor)
-        return changed
+        infos = [TensorInfo(name, tuple(x.shape), x.dtype) for name, x in tensors]
+        for (_, tensor), targets in zip(tensors, self._targets_of(infos), strict=True):
+            for target in targets:
+                self._place(target, tensor)
 
-    def _place(self, target: Target, tensor: torch.Tensor) -> bool:
+    def _place(self, target: Target, tensor: torch.Tensor) -> None:
         weight = target.weight
         if weight not in self._staged:
             device = self._network.device
@@ -142,16 +184,20 @@ class RankWeights:
             self._filled[weight] = set()
         target.view(self._staged[weight]).copy_(target.values(tensor.detach()))
         self._filled[weight].add(target.region)
-        if self._filled[weight] < weight.regions.keys():
-            return False
-        self._write(weight)
-        return True
+        self._given.add((weight, target.region))
+        if self._filled[weight] >= weight.regions.keys():
+            self._write(weight)
 
     def _write(self, weight: Weight) -> None:
+        self._is_changed = True
         self._spool.forget()
         staged = self._staged.pop(weight)
         regions = self._filled.pop(weight)
         write(weight, staged, self._network)
+        self._num_freed += staged.numel()
+        if self._num_freed >= _TRIM_EVERY:  # else malloc keeps as much as the weights have
+            return_freed()
+            self._num_freed = 0
         if self._wanted is not None:
             self._wanted -= {(id(weight), region) for region in regions}
 
@@ -170,6 +216,8 @@ class RankWeights:
                 part = self._staged[weight].as_strided(shape, strides, offset)
                 part.copy_(old.as_strided(shape, strides, offset))
             self._write(weight)
+        self._is_changed = False
+        self._given.clear()
         wanted = self._wanted
         if wanted is None:
             return []
@@ -181,14 +229,16 @@ class RankWeights:
             self._wanted = None
         return names
 
-    def give_up(self, changed: bool) -> list[str]:
+    def give_up(self) -> list[str]:
         """Forget what is not written yet. If some is written, all weights must come again: return
         the names.
         """
         self._staged.clear()
         self._filled.clear()
-        if not changed:
+        self._given.clear()
+        if not self._is_changed:
             return []
+        self._is_changed = False
         self._want_all()
         return sorted({name for weight in self.targets.weights for name in weight.regions.values()})
 
@@ -226,13 +276,18 @@ def _of(runner: ModelRunner) -> RankWeights:
     return _RANKS[runner]
 
 
-def sleep(runner: ModelRunner, level: int) -> None:
-    """See `RankWeights.sleep`. No page of the pool may be on its way to a tier."""
-    pool = runner.network.pool
-    transfers = getattr(runner, "_transfers", None)
-    if transfers is not None and pool is not None:
-        transfers.release(range(pool.num_blocks))
-    _of(runner).sleep(runner, level)
+def keep(runner: ModelRunner, level: int) -> None:
+    """See `RankWeights.keep`."""
+    _of(runner).keep(runner, level)
+
+
+def sleep(runner: ModelRunner) -> None:
+    """See `RankWeights.sleep`. Memory of tiers and of adapters is given back, too."""
+    if isinstance(runner, HasTiers):
+        runner.give_back_slots()
+    _of(runner).sleep()
+    if isinstance(runner, HasAdapters):
+        runner.give_back_adapters()
 
 
 def wake_up(runner: ModelRunner, tags: Seq[str]) -> None:
@@ -248,10 +303,10 @@ def check(runner: ModelRunner, infos: Seq[TensorInfo], whole: bool) -> None:
     _of(runner).check(infos, whole)
 
 
-def load(runner: ModelRunner, tensors: Seq[NamedTensor | Packet]) -> bool:
+def load(runner: ModelRunner, tensors: Seq[NamedTensor | Packet]) -> None:
     """See `RankWeights.load`. Ranks in other processes get packets."""
     named = [each.unpacked() if isinstance(each, Packet) else each for each in tensors]
-    return _of(runner).load(named)
+    _of(runner).load(named)
 
 
 def finish(runner: ModelRunner) -> list[str]:
@@ -259,6 +314,6 @@ def finish(runner: ModelRunner) -> list[str]:
     return _of(runner).finish()
 
 
-def give_up(runner: ModelRunner, changed: bool) -> list[str]:
+def give_up(runner: ModelRunner) -> list[str]:
     """See `RankWeights.give_up`."""
-    return _of(runner).give_up(changed)
+    return _of(runner).give_up()

@@ -3,6 +3,7 @@
 Knows no model.
 """
 
+import contextlib
 import ctypes
 import os
 import tempfile
@@ -45,6 +46,7 @@ class Spool:
         if self._file is not None:
             return
         directory = spool_directory()
+        file = None
         try:
             file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115
             for memory in weights.tensors:
@@ -54,6 +56,9 @@ class Spool:
                 file.write(_bytes_of(dense))
             file.flush()
         except OSError as error:
+            if file is not None:
+                with contextlib.suppress(OSError):  # it cannot write what it buffers
+                    file.close()
             raise ConfigError(
                 f"sleep(level=1) keeps the weights in a file in {Path(directory)}, which cannot be "
                 f"written ({error}); set TMPDIR to a directory with room, or use level=2"

@@ -10,6 +10,7 @@ from nanovllm.checkpoint.shards import Shard
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.kernels.cpu.packed import OneDnnWeight
 from nanovllm.kernels.torch_kernels import WeightMethod
+from nanovllm.layers.matrices import own_method
 from nanovllm.training.memory import tensors_of
 from nanovllm.training.targets import Weight
 from nanovllm.worker.network import Network
@@ -22,24 +23,24 @@ def write(weight: Weight, values: torch.Tensor, network: Network) -> None:
     Raises:
         UnsupportedModelError: the layer's form cannot be changed in place.
     """
-    method = weight.matrices[0].method if weight.matrices else None
-    if method is None:
-        assert weight.parameter is not None
+    if weight.parameter is not None:
         weight.parameter.data.copy_(values)
-    elif isinstance(method, OneDnnWeight):
+        return
+    method = own_method(weight.matrices[0])
+    assert method is not None, "a matrix without a parameter has one"
+    if isinstance(method, OneDnnWeight):
         method.replace(values)
     else:
-        _overwrite(weight.name, method, _new_method(weight, values, network))
+        _overwrite(weight.name, method, _new_form(weight, values, network))
 
 
-def _new_method(weight: Weight, values: torch.Tensor, network: Network) -> WeightMethod:
-    """Return the method that the loader would have made of `values`."""
-    if weight.matrices[0].stored is None:
-        method = pack(values, weight.matrices, network.kernels)
-    else:
-        method = _rounded(weight, values, network)
-    assert method is not None, "the loader made one"
-    return method
+def _new_form(
+    weight: Weight, values: torch.Tensor, network: Network
+) -> WeightMethod | torch.Tensor:
+    """Return the method that the loader would have made of `values`; themselves, if none."""
+    if weight.matrices[0].stored is not None:
+        return _rounded(weight, values, network)
+    return pack(values, weight.matrices, network.kernels) or values
 
 
 def _rounded(weight: Weight, values: torch.Tensor, network: Network) -> WeightMethod:
@@ -59,10 +60,15 @@ def _rounded(weight: Weight, values: torch.Tensor, network: Network) -> WeightMe
     return stored.method(values.dtype, network.kernels)
 
 
-def _overwrite(name: str, old: WeightMethod, new: WeightMethod) -> None:
-    """Copy what `new` holds to the memory of `old`."""
+def _overwrite(name: str, old: WeightMethod, new: WeightMethod | torch.Tensor) -> None:
+    """Copy what `new` holds to the memory of `old`, which holds a tensor as it is if `new` is one.
+
+    Raises:
+        UnsupportedModelError: they hold different things.
+    """
     targets, sources = list(tensors_of(old)), list(tensors_of(new))
-    fits = type(old) is type(new) and len(targets) == len(sources)
+    fits = type(old) is type(new) or isinstance(new, torch.Tensor)
+    fits &= len(targets) == len(sources)
     for target, source in zip(targets, sources, strict=False):
         fits &= target.shape == source.shape and target.dtype == source.dtype
     if not fits:

@@ -6,6 +6,7 @@ takes the arguments of `trl.GRPOTrainer`. Needs `pip install 'nanovllm[trl]'`. I
 of nanovllm before a class is asked for.
 """
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,6 +17,8 @@ __all__ = ["EngineGeneration", "GRPOTrainer"]
 
 
 def __getattr__(name: str) -> Any:
+    if name in __all__ and find_spec("trl") is None:
+        raise ImportError(f"nanovllm.trl.{name} needs TRL: pip install 'nanovllm[trl]'")
     if name == "GRPOTrainer":
         from nanovllm.trl.trainer import GRPOTrainer
 

@@ -136,6 +136,7 @@ class EngineGeneration(VLLMGeneration):  # type: ignore[misc]
 
 
 def _dtype(model: torch.nn.Module) -> str:
-    """Return the dtype of the model's weights: bfloat16 for a mix of it with float32."""
-    found = {str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()}
-    return "bfloat16" if "bfloat16" in found else min(found, key=len)
+    """Return the dtype of the model's weights: 16 bits for a mix with float32."""
+    found = {parameter.dtype for parameter in model.parameters()}
+    halves = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+    return next((name for dtype, name in halves.items() if dtype in found), "float32")

@@ -10,7 +10,7 @@ import torch
 
 from nanovllm.kernels.cpu.layer_ops import copy_pages
 from nanovllm.kernels.cpu.library import library
-from nanovllm.utils.memory import lazy_zeros, populate
+from nanovllm.utils.memory import lazy_zeros, populate, return_pages
 from nanovllm.worker.kv_pool import KVPool
 
 _BYTES_AHEAD = 32 * 2**20
@@ -93,6 +93,12 @@ class HostPages:
     def drain(self, pages: Seq[int], mark: None, write: Callable[[Buffers], object]) -> None:
         """See `PageCopies`."""
         write([memoryview(self._pool_rows[page]) for page in pages])
+
+    def give_back(self) -> None:
+        """Give the memory of all slots to the system; they are zeros again."""
+        if self._memory.nbytes:
+            return_pages(self._memory.view(-1))
+        self._num_populated = 0
 
     def _populate_beyond(self, slot: int) -> None:
         """Have memory ready for the slots behind `slot`."""

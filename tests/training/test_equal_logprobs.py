@@ -20,7 +20,7 @@ from tests.training.weights import FAMILIES
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiler here")
 
-NUM_CASES = int(os.environ.get("EQUALITY_CASES", "3"))
+NUM_CASES = int(os.environ.get("EQUALITY_CASES", "2"))
 """Batches for each engine; a long form has hundreds."""
 ENGINES: dict[str, dict[str, Any]] = {
     "chunks": {"max_num_batched_tokens": 19, "max_num_seqs": 5},

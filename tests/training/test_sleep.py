@@ -188,7 +188,10 @@ def test_tiers_forget_the_old_weights(
         llm.update_weights(weights)
         plain.update_weights(weights)
         assert tokens_of(llm) == tokens_of(plain)
+        host = llm.engine.executor._runner._copies._memory  # type: ignore[attr-defined]
+        host.numpy().fill(1)
         llm.sleep()
+        assert not host.any(), "the system has it"
         llm.wake_up()
         assert tokens_of(llm) == tokens_of(plain)
     llm.shutdown()
@@ -199,7 +202,7 @@ def test_tiers_forget_the_old_weights(
 @pytest.mark.parametrize("level", [1, 2])
 def test_sleep_gives_memory_back(level: int, tmp_path: Path) -> None:
     """At least 90% of weights and pool, as the system counts. benchmarks/sleep.py has the rule."""
-    model = dummy_checkpoint(tmp_path, num_layers=2)
+    model = dummy_checkpoint(tmp_path, num_layers=1)
     found = measure(model, level=level, load_format="dummy")
     assert found.weights > 30 * 2**20
     assert found.share >= 0.9, found

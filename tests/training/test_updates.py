@@ -2,6 +2,7 @@
 
 import os
 import random
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm import LLM, SamplingParams
-from nanovllm.errors import InvalidRequestError, UnsupportedModelError
+from nanovllm import LLM, LoRARequest, SamplingParams
+from nanovllm.errors import ConfigError, InvalidRequestError, UnsupportedModelError
 from nanovllm.kernels.cpu.library import library
+from nanovllm.training import rank as rank_module, writing
+from nanovllm.training.packets import in_messages
+from nanovllm.training.targets import Weight
+from nanovllm.utils.distributed import tensor_parallel
 from tests.checkpoints import make_fp8_checkpoint
 from tests.helpers import random_prompt, token_ids
+from tests.lora.adapters import linears_of, write_adapter
 from tests.training.weights import FAMILIES, SMALL, Weights, changed, checkpoint_of, read_weights
 
 NUM_UPDATES = int(os.environ.get("UPDATE_CASES", "0"))
@@ -137,6 +143,8 @@ WRONG: dict[str, tuple[Callable[[Weights], Any], str]] = {
     "nan": (lambda w: _with(w, Q_PROJ, w[Q_PROJ] * float("nan")), "NaN or infinite"),
     "no pair": (lambda w: [*w.items(), "model"], "takes pairs"),
     "no tensor": (lambda w: _with(w, Q_PROJ, [1.0]), "must be a dense tensor"),
+    "sparse": (lambda w: _with(w, Q_PROJ, w[Q_PROJ].to_sparse()), "must be a dense tensor"),
+    "twice": (lambda w: _with(w, Q_PROJ, w[Q_PROJ]), f"{Q_PROJ} comes twice in one update"),
     "meta": (lambda w: _with(w, Q_PROJ, w[Q_PROJ].to("meta")), "must be a dense tensor"),
     "missing": (
         lambda w: [item for item in w.items() if item[0] != Q_PROJ],
@@ -163,17 +171,17 @@ def test_an_iterator_that_fails(model: str, make_llm: Callable[..., LLM]) -> Non
     llm = make_llm(model, **OPTIONS)
     before = tokens_of(llm)
 
-    def failing(count: int) -> Any:
-        yield from list(new.items())[:count]
+    def failing(first: int, last: int) -> Any:
+        yield from list(new.items())[first:last]
         raise RuntimeError("the trainer failed")
 
     with pytest.raises(RuntimeError, match="the trainer failed"):
-        llm.update_weights(failing(0))
+        llm.update_weights(failing(0, 0))
     assert tokens_of(llm) == before
     llm.start_weight_update()
     llm.update_weights(list(new.items())[:2])
     with pytest.raises(RuntimeError, match="the trainer failed"):
-        llm.update_weights(failing(len(new)))
+        llm.update_weights(failing(2, len(new)))
     with pytest.raises(InvalidRequestError, match="weights are not whole: .* more must come"):
         tokens_of(llm)
     llm.update_weights([(name, new[name]) for name in list(new)[:3]])
@@ -183,6 +191,119 @@ def test_an_iterator_that_fails(model: str, make_llm: Callable[..., LLM]) -> Non
     other = make_llm(model, **OPTIONS)
     other.update_weights(new)
     assert tokens_of(llm) == tokens_of(other)
+
+
+def reused(weights: Weights) -> Any:
+    """Yield the tensors in memory that has other numbers as soon as the next is asked for."""
+    for name, tensor in weights.items():
+        memory = tensor.clone()
+        yield name, memory
+        memory.zero_()
+
+
+def test_memory_that_is_used_again(model: str, make_llm: Callable[..., LLM]) -> None:
+    """Merged adapters are taken apart, and gathered shards are freed, behind the last tensor."""
+    new = changed(read_weights(model), 1)
+    llm, other = make_llm(model, **OPTIONS), make_llm(model, **OPTIONS)
+    llm.update_weights(reused(new))
+    other.update_weights(new)
+    assert tokens_of(llm) == tokens_of(other)
+    sent = [each.unpacked() for message in in_messages(reused(new)) for each in message]
+    assert [name for name, _ in sent] == list(new)
+    assert all(torch.equal(tensor, new[name]) for name, tensor in sent)
+
+
+def test_an_update_inside_another(model: str, make_llm: Callable[..., LLM]) -> None:
+    """Each is refused, and ends nothing: the outer one goes on."""
+    new = changed(read_weights(model), 1)
+    llm, other = make_llm(model, **OPTIONS), make_llm(model, **OPTIONS)
+    calls: list[tuple[Callable[[], Any], str]] = [
+        (lambda: llm.update_weights(new), "another call of update_weights runs"),
+        (lambda: llm.update_weights(iter(new.items())), "an update cannot begin"),
+        (llm.start_weight_update, "an update cannot begin"),
+        (llm.finish_weight_update, "another call of update_weights runs"),
+        (llm.sleep, r"sleep\(\) cannot begin"),
+        (lambda: llm.generate([1], GREEDY, use_tqdm=False), "an update of the weights runs"),
+    ]
+
+    def calling() -> Any:
+        for item in new.items():
+            for call, message in calls:
+                with pytest.raises(InvalidRequestError, match=message):
+                    call()
+            yield item
+
+    llm.update_weights(calling())
+    other.update_weights(new)
+    assert tokens_of(llm) == tokens_of(other)
+    assert llm.weight_version == 1
+
+
+def refuse_to_write(runner: Any, rank: int) -> None:
+    """Let `rank` fail at a layer, and have no room for its weights; -1: no rank."""
+    fails = tensor_parallel().rank == rank
+
+    def write(weight: Weight, *given: Any) -> None:
+        if fails and ".layers.1." in weight.name:
+            raise UnsupportedModelError("this layer cannot be changed")
+        writing.write(weight, *given)
+
+    rank_module.write = write
+    os.environ["TMPDIR"] = "/missing" if fails else tempfile.gettempdir()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2] if NUM_UPDATES else [1])
+def test_a_rank_that_fails(
+    num_ranks: int, model: str, make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No request sees ranks of which some sleep, or have other weights than the rest."""
+    monkeypatch.setenv("TMPDIR", tempfile.gettempdir())
+    monkeypatch.setattr(rank_module, "write", writing.write)
+    old = read_weights(model)
+    llm = make_llm(model, tensor_parallel_size=num_ranks, **OPTIONS)
+    before = tokens_of(llm)
+    executor = llm.engine.executor
+    executor.call_all(refuse_to_write, num_ranks - 1)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        llm.sleep()
+    assert tokens_of(llm) == before
+    with pytest.raises(UnsupportedModelError, match="cannot be changed"):
+        llm.update_weights(iter(changed(old, 1).items()))
+    with pytest.raises(InvalidRequestError, match="weights are not whole"):
+        tokens_of(llm)
+    executor.call_all(refuse_to_write, -1)
+    llm.update_weights(reused(old))
+    assert tokens_of(llm) == before
+    llm.sleep()
+    llm.wake_up()
+    assert tokens_of(llm) == before
+
+
+@pytest.mark.parametrize("quantization", [None, "int4"])
+def test_adapters_stay(
+    quantization: str | None, model: str, make_llm: Callable[..., LLM], tmp_path: Path
+) -> None:
+    """Below adapters of requests lies the layer's own weight: it sleeps and changes alone."""
+    paths = [write_adapter(tmp_path / f"a{i}", linears_of(model), seed=i) for i in range(2)]
+    adapters = [None, *(LoRARequest(path, i, path) for i, path in enumerate(paths, 1))]
+
+    def outputs(llm: LLM, adapter: LoRARequest | None) -> list[list[int]]:
+        return token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=adapter))
+
+    options = {**OPTIONS, "quantization": quantization, "enable_lora": True}
+    llm, other = make_llm(model, **options), make_llm(model, **options)
+    expected = [outputs(llm, adapter) for adapter in adapters]
+    for adapter, tokens in zip(adapters, expected, strict=True):
+        llm.sleep()  # the second time with another adapter in the slot than in the first
+        llm.wake_up()
+        assert outputs(llm, adapter) == tokens
+    new = changed(read_weights(model), 1)
+    llm.update_weights(new)
+    fresh = make_llm(checkpoint_of(model, new, tmp_path / "new"), **options)
+    assert [outputs(llm, adapter) for adapter in adapters] == [
+        outputs(fresh, adapter) for adapter in adapters
+    ]
+    assert outputs(other, adapters[1]) == expected[1] != expected[0]
 
 
 def test_tied_heads_and_other_names(model: str, make_llm: Callable[..., LLM]) -> None:

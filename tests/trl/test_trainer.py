@@ -9,6 +9,7 @@ if importlib.util.find_spec("trl") is None:
     pytest.skip("TRL is not installed", allow_module_level=True)
 
 import torch
+from peft import LoraConfig, get_peft_model
 
 from benchmarks.grpo import make_trainer
 from nanovllm.errors import ConfigError
@@ -41,6 +42,15 @@ def test_reward_rises(tmp_path: Path) -> None:
     assert output[3][0][0][0] == output[1][0][0]
     expected = logits.log_softmax(-1)[output[1][0][0]].item()
     assert output[2][0][0][0] == pytest.approx(expected, abs=1e-3)
+    # PEFT's adapters are merged while TRL gives the weights, and taken out behind the last one.
+    lora = LoraConfig(target_modules="all-linear", init_lora_weights=False)
+    model = generation.model = get_peft_model(trainer.model, lora).eval()
+    with torch.no_grad():
+        adapted = model(torch.tensor([tokens])).logits[0, -1]
+    output = generation.generate([tokens], None, 1)
+    expected = adapted.log_softmax(-1)[output[1][0][0]].item()
+    assert output[2][0][0][0] == pytest.approx(expected, abs=1e-3)
+    assert (adapted - logits).abs().max() > 0.1
     generation.llm.shutdown()
 
 
