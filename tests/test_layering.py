@@ -48,7 +48,7 @@ FOLDERS = {
     "models": Folder("attention checkpoint kernels layers options utils", torch=True),
     "layers": Folder("attention checkpoint kernels options utils", torch=True),
     "server": Folder("chat checkpoint engine llm async_llm options utils", torch=False),
-    "batch": Folder("async_llm options server", torch=False),
+    "batch": Folder("async_llm checkpoint.files options server", torch=False),
     "cli": Folder(
         "batch compat demo_model llm async_llm loadtest options ray.row_pool server utils "
         "worker.model_report",
@@ -116,7 +116,7 @@ CORE = (
 What the trunk offers to branches is beside it, in the files `extensions.py`, and so are the checks
 of what callers give.
 """
-MAX_CORE_LINES = 3_700
+MAX_CORE_LINES = 3_691
 """A budget that may only fall."""
 BRANCHES = (
     *("speculation", "structured", "formats", "steps", "observe", "tiers", "compat", "server"),
