@@ -106,7 +106,8 @@ def gated_delta(
             key head h // (Hv / Hk).
         a, b: [E, Hv]; the rows may lie apart.
         a_log, dt_bias: [Hv] float32.
-        states: parts 1 to Hv are [dk, dv] float32, a value head each.
+        states: parts 1 to Hv are [dk, dv] float32, a value head each. The last part, [Hv] float32,
+            belongs to the C kernels.
 
     Returns:
         [E, Hv, dv] in the dtype of `qkv`.

@@ -51,7 +51,8 @@ class GatedDeltaNet(StateLayer):
         channels = 2 * key_heads * sizes.key_dim + heads * sizes.value_dim
         kept = StatePart((sizes.taps - 1, channels), torch.get_default_dtype())
         matrix = StatePart((sizes.key_dim, sizes.value_dim), torch.float32)
-        super().__init__((kept, *[matrix] * heads))
+        scales = StatePart((heads,), torch.float32)
+        super().__init__((kept, *[matrix] * heads, scales))
         parts = grouped_parts(sizes) if grouped else plain_parts(sizes)
         hidden_size = sizes.hidden_size
         mixed = [*parts["q"], *parts["k"], *parts["v"]]
@@ -66,6 +67,10 @@ class GatedDeltaNet(StateLayer):
         self.norm = RMSNorm(sizes.value_dim, eps)  # holds the weight and eps
         value_size = sizes.value_heads * sizes.value_dim
         self.out_proj = RowParallelLinear(value_size, hidden_size, bias=False)
+
+    @property
+    def computes_cells(self) -> bool:
+        return self.kernels.computes_cells and self.parts[0].dtype == torch.bfloat16
 
     def forward(
         self, hidden: torch.Tensor, batch: Batch, output_indices: torch.Tensor | None

@@ -63,8 +63,9 @@ def test_small_parts_keep_their_dtype():
         mixer = GatedDeltaNet(SIZES[1], 1e-6)
     finally:
         torch.set_default_dtype(torch.float32)
-    kept, *heads = mixer.parts
+    kept, *heads, scales = mixer.parts
     assert kept == ((3, 2 * 2 * 6 + 4 * 10), torch.bfloat16)
     assert heads == [((6, 10), torch.float32)] * 4
+    assert scales == ((4,), torch.float32)
     assert mixer.A_log.dtype == mixer.dt_bias.dtype == torch.float32
     assert mixer.conv1d.weight.dtype == torch.bfloat16

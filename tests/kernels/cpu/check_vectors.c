@@ -1,4 +1,4 @@
-/* Compares tanh_() and exp_() of vectors.h with double precision, on every `step`-th float. Prints the largest errors of each, in
+/* Compares tanh_(), exp_() and log1p_() of vectors.h with double precision, on every `step`-th float. Prints the largest errors of each, in
  * units of the last place, and what they return for NaN and infinities. Compiled by test_vectors.py.
  */
 #include <float.h>
@@ -28,6 +28,7 @@ static double worst(vf (*f)(vf), double (*exact)(double), uint32_t from, uint32_
 
 static vf tanh_of(vf x) { return tanh_(x); }
 static vf exp_of(vf x) { return exp_(x); }
+static vf log1p_of(vf x) { return log1p_(x); }
 static uint32_t bits_of(float x) {
     uint32_t bits;
     memcpy(&bits, &x, 4);
@@ -40,6 +41,7 @@ int main(void) {
     double negative_tanh = worst(tanh_of, tanh, negative, bits_of(-FLT_MAX), step);
     printf("%g %g ", positive_tanh, negative_tanh);
     printf("%g %g ", worst(exp_of, exp, 0, bits_of(88.0f), step), worst(exp_of, exp, negative, bits_of(-86.0f), step));
-    printf("%g %g %g\n", tanh_of(broadcast(INFINITY))[0], tanh_of(broadcast(-INFINITY))[0], tanh_of(broadcast(NAN))[0]);
+    printf("%g ", worst(log1p_of, log1p, 0, bits_of(0x1p125f), step));
+    printf("%g %g %g %g\n", log1p_of(broadcast(NAN))[0], tanh_of(broadcast(INFINITY))[0], tanh_of(broadcast(-INFINITY))[0], tanh_of(broadcast(NAN))[0]);
     return 0;
 }

@@ -26,9 +26,11 @@ def make_pool(num_rows, parts, seed=0):
     return states, pages
 
 
-def parts_of(states, pages, indices):
-    """Return a copy of some parts of a row, which are alike."""
-    return torch.stack([part_of(states, pages, index) for index in indices])
+def matrices_of(states, pages):
+    """Return S of each head of a row, [Hv, dk, dv] float64."""
+    *heads, scales = (part_of(states, pages, i).double() for i in range(1, len(states.parts)))
+    scales[scales == 0] = 1
+    return torch.stack(heads) * scales[:, None, None]
 
 
 def assert_only_parts_changed(states, before, pages):
@@ -75,9 +77,14 @@ def make_delta(lengths, key_heads, value_heads, dk, dv, seed=0):
     parts = [
         StatePart((2, qkv.shape[1]), torch.bfloat16),
         *[StatePart((dk, dv), torch.float32)] * value_heads,
+        StatePart((value_heads,), torch.float32),
     ]
     inputs = qkv, gates[:, :value_heads], gates[:, -value_heads:], a_log, dt_bias
-    return inputs, *make_pool(len(lengths), parts, seed)
+    states, pages = make_pool(len(lengths), parts, seed)
+    for row in pages:  # a head in two has no scale, as in a new state
+        scales = part_of(states, row, 1 + value_heads)
+        scales.uniform_(0.3, 1, generator=order)[::2] = 0
+    return inputs, states, pages
 
 
 def exact_delta(inputs, state):
@@ -111,10 +118,10 @@ DELTA = [
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("shape", DELTA, ids=str)
 def test_gated_delta_is_float64s(shape):
-    lengths, _, value_heads, _, _ = shape
+    lengths = shape[0]
     inputs, states, pages = make_delta(*shape)
-    before, heads = states.pool.clone(), range(1, value_heads + 1)
-    old = [parts_of(states, row, heads) for row in pages]
+    before = states.pool.clone()
+    old = [matrices_of(states, row) for row in pages]
     cut = zip(*(x.split(lengths) for x in inputs[:3]), strict=True)
     exact = [exact_delta((*x, *inputs[3:]), old[row]) for row, x in enumerate(cut)]
     for share in (1, 0.5, 0):
@@ -124,7 +131,7 @@ def test_gated_delta_is_float64s(shape):
         found = state_ops.gated_delta(*inputs, states, rows).split(lengths)
         for row, (expected, known) in enumerate(exact):
             assert torch.allclose(found[row].double(), expected, rtol=2**-8, atol=2e-6)
-            state = parts_of(states, pages[row], heads).double()
+            state = matrices_of(states, pages[row])
             assert torch.allclose(state, known[written[row]], rtol=1e-5, atol=1e-5)
         assert_only_parts_changed(states, before, pages)
 
@@ -135,13 +142,14 @@ def test_the_errors_of_many_tokens_do_not_add_up():
     """
     (*tokens, a_log, dt_bias), states, pages = make_delta((8192,), 1, 2, 16, 16)
     inputs = *tokens, torch.full_like(a_log, 0.01).log(), dt_bias
-    old, before = parts_of(states, pages[0], (1, 2)), states.pool.clone()
+    part_of(states, pages[0], 3).zero_()
+    old, before = matrices_of(states, pages[0]), states.pool.clone()
     _, known = exact_delta(inputs, old)
     errors = []
     for kernels in (state_ops, TORCH):
         states.pool.copy_(before)
         kernels.gated_delta(*inputs, states, make_rows(pages, [8192]))
-        errors.append((parts_of(states, pages[0], (1, 2)).double() - known[-1]).abs().max())
+        errors.append((matrices_of(states, pages[0]) - known[-1]).abs().max())
     ours, torchs = errors
     assert ours <= 1.5 * torchs + 1e-7
     assert ours <= 2e-6

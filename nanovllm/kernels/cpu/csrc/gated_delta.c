@@ -5,21 +5,29 @@
  * Of the sums k S and q S before the change, o is decay (q S) + (q . k) delta. So one pass over S changes it by a token and reads
  * it for the next one. Columns do not depend on each other: a tile of them stays in the first-level cache while tokens pass.
  * The order of a column's sums does not depend on the tile, nor on which tokens are computed together.
+ *
+ * Decay is applied late. The matrix in memory times a number, its scale, is S; a token multiplies the scale instead of the matrix,
+ * and adds k^T delta / scale to it. When the scale gets small, the matrix is multiplied by it, and it is 1 again. Scales are a part
+ * of the state: what a token computes depends on the state before it, and on nothing else. A scale of 0, of new states, means 1.
  */
 #include "state.h"
 
 /* Vectors of a tile: NARROW ones stay in the first-level cache, WIDE ones are read from memory in longer pieces. */
-enum { NARROW = 2, WIDE = 8, BLOCK_TOKENS = 64 };
+enum { NARROW = 2, WIDE = 8, BLOCK_TOKENS = 64 /* a multiple of VL */ };
+#define LEAST_SCALE 0x1p-32f
 
 /* A block of a row's tokens, for one value head. */
 typedef struct {
     ptrdiff_t tokens, dk, width, padded; /* width and padded: dk and dv rounded up to whole vectors */
     float *k, *q;                        /* [tokens][width], of unit length; q is scaled */
-    float *decay, *beta, *q_dot_k;       /* [tokens] */
-    float *sums;                         /* [2][padded]: k S and q S of the first token */
+    float *sums;                         /* [2][padded]: k S and q S of the first token, without the scale */
     const bf16 *v;                       /* [dv], tokens ldv apart */
     bf16 *out;                           /* [dv], tokens ldo apart */
     ptrdiff_t ldv, ldo;
+    float beta[BLOCK_TOKENS], q_dot_k[BLOCK_TOKENS];
+    float scale[BLOCK_TOKENS];  /* of the matrix that a token reads, its decay included */
+    float fade[BLOCK_TOKENS];   /* what it multiplies the matrix by: 1, or the scale if that is small */
+    float change[BLOCK_TOKENS]; /* and delta: 1 / scale, or 1 */
 } head_block;
 
 /* Rows of a state's columns, ld apart. */
@@ -50,31 +58,42 @@ typedef struct {
     vf k[WIDE], q[WIDE];
 } tile_sums;
 
-enum { READ = 1, CHANGE = 2 };
+enum { READ = 1, CHANGE = 2, FADE = 4 };
 
-/* Pass over n vectors of columns, of which the last has `left` columns. CHANGE: store decay * from + k^T delta, of token t - 1, in
- * `to`. READ: return the sums of token t. */
+/* Pass over n vectors of columns, of which the last has `left` columns. CHANGE: store from + k^T delta, of token t - 1, in `to`;
+ * with FADE, fade * from + k^T delta. READ: return the sums of token t. */
 INLINE tile_sums pass(int n, ptrdiff_t left, int work, const head_block *h, ptrdiff_t t, columns from, columns to,
                       const vf *delta) {
     tile_sums sums = {0};
     const float *k = h->k + t * h->width, *q = h->q + t * h->width, *changing = k - h->width;
-    vf decay = {0};
-    if (work & CHANGE) decay = broadcast(h->decay[t - 1]);
-    for (ptrdiff_t i = 0; i < h->dk; i++) {
+    vf fade = {0};
+    if (work & FADE) fade = broadcast(h->fade[t - 1]);
+    for (ptrdiff_t i = 0, dk = h->dk; i < dk; i++) {
+        vf k_before = {0}, k_i = {0}, q_i = {0}; /* loaded before a store, so once */
+        if (work & CHANGE) k_before = broadcast(changing[i]);
+        if (work & READ) k_i = broadcast(k[i]), q_i = broadcast(q[i]);
 #pragma GCC unroll 8
         for (int j = 0; j < n; j++) {
             vf s = load_f32(from.rows + i * from.ld + j * VL, left);
+            if (work & FADE) s *= fade;
             if (work & CHANGE) {
-                s = fma_(broadcast(changing[i]), delta[j], s * decay);
+                s = fma_(k_before, delta[j], s);
                 store_f32(to.rows + i * to.ld + j * VL, left, s);
             }
             if (work & READ) {
-                sums.k[j] = fma_(broadcast(k[i]), s, sums.k[j]);
-                sums.q[j] = fma_(broadcast(q[i]), s, sums.q[j]);
+                sums.k[j] = fma_(k_i, s, sums.k[j]);
+                sums.q[j] = fma_(q_i, s, sums.q[j]);
             }
         }
     }
     return sums;
+}
+
+/* Let token t - 1 change n vectors of columns. READ: return the sums of token t. */
+INLINE tile_sums change(int n, ptrdiff_t left, int read, const head_block *h, ptrdiff_t t, columns from, columns to,
+                        const vf *delta) {
+    if (h->fade[t - 1] == 1.0f) return pass(n, left, read | CHANGE, h, t, from, to, delta);
+    return pass(n, left, read | CHANGE | FADE, h, t, from, to, delta);
 }
 
 /* Store the sums of a block's first token. */
@@ -103,20 +122,21 @@ INLINE void pass_columns(int n, ptrdiff_t left, const head_block *h, ptrdiff_t c
     for (ptrdiff_t t = 0; t < h->tokens; t++) {
         const bf16 *v = h->v + t * h->ldv + column;
         bf16 *out = h->out + t * h->ldo + column;
-        vf decay = broadcast(h->decay[t]);
+        vf scale = broadcast(h->scale[t]);
 #pragma GCC unroll 8
         for (int j = 0; j < n; j++) {
-            delta[j] = fma_(sums.k[j], -decay, load_bf16(v + j * VL, left)) * h->beta[t];
-            store_bf16(out + j * VL, left, fma_(delta[j], broadcast(h->q_dot_k[t]), sums.q[j] * decay));
+            delta[j] = fma_(sums.k[j], -scale, load_bf16(v + j * VL, left)) * h->beta[t];
+            store_bf16(out + j * VL, left, fma_(delta[j], broadcast(h->q_dot_k[t]), sums.q[j] * scale));
+            delta[j] *= h->change[t];
         }
         if (t + 1 == h->tokens) break;
-        if (t) sums = pass(n, VL, READ | CHANGE, h, t + 1, cache, cache, delta);
-        else sums = pass(n, left, READ | CHANGE, h, 1, from, cache, delta);
+        if (t) sums = change(n, VL, READ, h, t + 1, cache, cache, delta);
+        else sums = change(n, left, READ, h, 1, from, cache, delta);
     }
     if (!to.rows) return;
     to.rows += column;
-    if (h->tokens == 1) pass(n, left, CHANGE, h, 1, from, to, delta);
-    else pass(n, left, CHANGE, h, h->tokens, cache, to, delta);
+    if (h->tokens == 1) change(n, left, 0, h, 1, from, to, delta);
+    else change(n, left, 0, h, h->tokens, cache, to, delta);
 }
 
 /* Not inlined, so that each has the registers for itself. */
@@ -151,16 +171,33 @@ typedef struct {
     float rate, dt_bias;       /* rate: -exp(a_log) */
 } head_inputs;
 
-static void prepare(const head_inputs *in, head_block *h) {
-    float scale = 1.0f / sqrtf((float)h->dk);
-    for (ptrdiff_t t = 0; t < h->tokens; t++) {
-        float *k = h->k + t * h->width, *q = h->q + t * h->width, x = float_of(in->a[t * in->lda]) + in->dt_bias;
-        unit_row(in->k + t * in->ld, h->dk, 1.0f, k);
-        unit_row(in->q + t * in->ld, h->dk, scale, q);
-        h->q_dot_k[t] = dot(q, k, h->width);
-        h->decay[t] = expf(in->rate * (x > 20.0f ? x : log1pf(expf(x))));
-        h->beta[t] = 1.0f / (1.0f + expf(-float_of(in->b[t * in->ldb])));
+/* Set beta, and scale to the decays. */
+static void find_gates(const head_inputs *in, head_block *h) {
+    float a[BLOCK_TOKENS] = {0}, b[BLOCK_TOKENS] = {0};
+    for (ptrdiff_t t = 0; t < h->tokens; t++) a[t] = float_of(in->a[t * in->lda]), b[t] = float_of(in->b[t * in->ldb]);
+    for (ptrdiff_t t = 0; t < h->tokens; t += VL) {
+        vf x = load(a + t) + in->dt_bias, softplus = blend(x > 20.0f, x, log1p_(exp_(x)));
+        store(h->scale + t, exp_(softplus * in->rate));
+        store(h->beta + t, 1.0f / (exp_(-load(b + t)) + 1.0f));
     }
+}
+
+/* Set what the tokens need. Return the scale behind them, if it is `scale` before. */
+static float prepare(const head_inputs *in, head_block *h, float scale) {
+    float factor = 1.0f / sqrtf((float)h->dk);
+    find_gates(in, h);
+    for (ptrdiff_t t = 0; t < h->tokens; t++) {
+        float *k = h->k + t * h->width, *q = h->q + t * h->width;
+        unit_row(in->k + t * in->ld, h->dk, 1.0f, k);
+        unit_row(in->q + t * in->ld, h->dk, factor, q);
+        h->q_dot_k[t] = dot(q, k, h->width);
+        h->scale[t] *= scale;
+        int large = h->scale[t] >= LEAST_SCALE; /* not if it is NaN: then the matrix gets it */
+        scale = large ? h->scale[t] : 1.0f;
+        h->fade[t] = large ? 1.0f : h->scale[t];
+        h->change[t] = 1.0f / scale;
+    }
+    return scale;
 }
 
 /* The sizes of a layer. */
@@ -169,27 +206,29 @@ typedef struct {
 } delta_sizes;
 
 /* Let the `tokens` tokens of a row pass the state of a value head; it is stored after write_len of them, unless that is 0. */
-static void run_head(const delta_sizes *s, head_inputs in, const bf16 *v, bf16 *out, float *state, ptrdiff_t tokens,
-                     ptrdiff_t write_len) {
+static void run_head(const delta_sizes *s, head_inputs in, const bf16 *v, bf16 *out, float *state, float *stored_scale,
+                     ptrdiff_t tokens, ptrdiff_t write_len) {
     ptrdiff_t width = (s->dk + VL - 1) / VL * VL, padded = (s->dv + VL - 1) / VL * VL;
     ptrdiff_t most = tokens < BLOCK_TOKENS ? tokens : BLOCK_TOKENS, ldo = s->value_heads * s->dv;
-    float k[most * width], q[most * width], decay[most], beta[most], q_dot_k[most], sums[2 * padded];
+    float k[most * width], q[most * width], sums[2 * padded], scale = *stored_scale ? *stored_scale : 1.0f;
     float room[s->dk * NARROW * VL] __attribute__((aligned(64))), behind[write_len < tokens ? s->dk * s->dv : 1];
     columns stored = {state, s->dv}, kept = {behind, s->dv}, none = {NULL, 0};
-    for (ptrdiff_t t = 0, count; t < tokens; t += count) {
+    head_block h;
+    h.dk = s->dk, h.width = width, h.padded = padded, h.k = k, h.q = q, h.sums = sums, h.ldv = s->ld, h.ldo = ldo;
+    for (ptrdiff_t t = 0; t < tokens; t += h.tokens) {
         ptrdiff_t end = t < write_len ? write_len : tokens; /* the state is stored when write_len tokens have passed */
-        count = end - t < BLOCK_TOKENS ? end - t : BLOCK_TOKENS;
-        head_block h = {count, s->dk, width, padded, k, q, decay, beta, q_dot_k, sums, v + t * s->ld, out + t * ldo, s->ld, ldo};
-        prepare(&in, &h);
-        columns to = t < write_len ? stored : t + count < tokens ? kept : none;
+        h.tokens = end - t < BLOCK_TOKENS ? end - t : BLOCK_TOKENS, h.v = v + t * s->ld, h.out = out + t * ldo;
+        scale = prepare(&in, &h, scale);
+        columns to = t < write_len ? stored : t + h.tokens < tokens ? kept : none;
         pass_head(&h, s->dv, t <= write_len ? stored : kept, to, room);
-        in.q += count * s->ld, in.k += count * s->ld, in.a += count * in.lda, in.b += count * in.ldb;
+        if (t < write_len) *stored_scale = scale;
+        in.q += h.tokens * s->ld, in.k += h.tokens * s->ld, in.a += h.tokens * in.lda, in.b += h.tokens * in.ldb;
     }
 }
 
 /* Compute the gated delta rule of a batch. Row r has the tokens [cu_seqlens[r], cu_seqlens[r + 1]). A token of qkv has key_heads q
  * heads and k heads [dk], then value_heads v heads [dv]; value head h goes with key head h * key_heads / value_heads. Part 1 + h of
- * a state is head h's. decay = exp(-exp(a_log) softplus(a + dt_bias)), beta = sigmoid(b). */
+ * a state is the matrix of head h, and the last part has the scales of all. decay = exp(-exp(a_log) softplus(a + dt_bias)), beta = sigmoid(b). */
 void nv_gated_delta(team *team, const bf16 *qkv, const bf16 *a, ptrdiff_t lda, const bf16 *b, ptrdiff_t ldb, const float *a_log,
                     const float *dt_bias, bf16 *out, uint8_t *pool, ptrdiff_t page_bytes, const int64_t *places,
                     const int32_t *pages, ptrdiff_t num_pages, const int32_t *cu_seqlens, const int32_t *write_lens,
@@ -203,6 +242,6 @@ void nv_gated_delta(team *team, const bf16 *qkv, const bf16 *a, ptrdiff_t lda, c
         head_inputs in = {q, q + key_heads * dk, a + first * lda + h, b + first * ldb + h, sizes.ld, lda, ldb, -expf(a_log[h]),
                           dt_bias[h]};
         run_head(&sizes, in, v + h * dv, out + (first * value_heads + h) * dv, state_part(&states, row, 1 + h),
-                 cu_seqlens[row + 1] - first, write_lens[row]);
+                 (float *)state_part(&states, row, 1 + value_heads) + h, cu_seqlens[row + 1] - first, write_lens[row]);
     }
 }

@@ -5,7 +5,7 @@
 #include "norm.h"
 #include "state.h"
 
-enum { CHANNELS = 256 /* of an item; a multiple of VL */ };
+enum { CHANNELS = 256 /* of an item; a multiple of VL */, TOKENS = 4 /* convolved together */ };
 
 /* A convolution of some channels. */
 typedef struct {
@@ -30,22 +30,32 @@ static void load_taps(const bf16 *weight, ptrdiff_t taps, ptrdiff_t channels, fl
         for (ptrdiff_t j = 0; j < taps; j++) weights[j * CHANNELS + c] = c < channels ? float_of(weight[c * taps + j]) : 0.0f;
 }
 
-INLINE void convolve_with(ptrdiff_t taps, const convolution *conv, const bf16 *const *inputs, bf16 *out) {
+INLINE void convolve_with(ptrdiff_t taps, ptrdiff_t tokens, const convolution *conv, const bf16 *const *inputs, bf16 *out,
+                          ptrdiff_t ldo) {
     for (ptrdiff_t c = 0; c < conv->channels; c += VL) {
         ptrdiff_t left = conv->channels - c;
-        vf sum = load_bf16(inputs[0] + c, left) * load(conv->weights + c);
+        vf sums[TOKENS];
+#pragma GCC unroll 4
+        for (ptrdiff_t t = 0; t < tokens; t++) sums[t] = load_bf16(inputs[t] + c, left) * load(conv->weights + c);
         for (ptrdiff_t j = 1; j < taps; j++)
-            sum = fma_(load_bf16(inputs[j] + c, left), load(conv->weights + j * CHANNELS + c), sum);
-        if (conv->bias) sum += load_bf16(conv->bias + c, left);
-        store_bf16(out + c, left, conv->silu ? silu_(sum) : sum);
+#pragma GCC unroll 4
+            for (ptrdiff_t t = 0; t < tokens; t++)
+                sums[t] = fma_(load_bf16(inputs[t + j] + c, left), load(conv->weights + j * CHANNELS + c), sums[t]);
+#pragma GCC unroll 4
+        for (ptrdiff_t t = 0; t < tokens; t++) {
+            if (conv->bias) sums[t] += load_bf16(conv->bias + c, left);
+            store_bf16(out + t * ldo + c, left, conv->silu ? silu_(sums[t]) : sums[t]);
+        }
     }
 }
 
-/* Convolve a token: out = the sum of the products of taps and inputs, plus the bias, then SiLU. inputs[j] are those of tap j. The
- * result is rounded once. */
-static void convolve(const convolution *conv, const bf16 *const *inputs, bf16 *out) {
-    if (conv->taps == 4) convolve_with(4, conv, inputs, out); /* unrolled */
-    else convolve_with(conv->taps, conv, inputs, out);
+/* Convolve `tokens` tokens, TOKENS or 1: out = the sum of the products of taps and inputs, plus the bias, then SiLU. inputs[t + j]
+ * are those of token t and tap j. The result is rounded once. */
+static void convolve(const convolution *conv, ptrdiff_t tokens, const bf16 *const *inputs, bf16 *out, ptrdiff_t ldo) {
+    if (conv->taps == 4 && tokens == TOKENS) convolve_with(4, TOKENS, conv, inputs, out, ldo); /* unrolled */
+    else if (conv->taps == 4) convolve_with(4, 1, conv, inputs, out, ldo);
+    else if (tokens == TOKENS) convolve_with(conv->taps, TOKENS, conv, inputs, out, ldo);
+    else convolve_with(conv->taps, 1, conv, inputs, out, ldo);
 }
 
 /* Convolve each channel of x, rows of n numbers that are ldx apart, with the taps of weight[n][taps], oldest first. Part 0 of a
@@ -60,14 +70,15 @@ void nv_causal_conv(team *team, const bf16 *x, ptrdiff_t ldx, const bf16 *weight
         ptrdiff_t row = item / blocks, c = item % blocks * CHANNELS, first = cu_seqlens[row];
         ptrdiff_t tokens = cu_seqlens[row + 1] - first, channels = n - c < CHANNELS ? n - c : CHANNELS;
         bf16 *state = (bf16 *)state_part(&states, row, 0) + c;
-        const bf16 *inputs = x + first * ldx + c, *window[taps];
+        const bf16 *inputs = x + first * ldx + c, *window[taps + TOKENS];
         float weights[taps * CHANNELS];
         const convolution conv = {taps, channels, weights, bias ? bias + c : NULL, silu};
         load_taps(weight + c * taps, taps, channels, weights);
 #define INPUT(i) ((i) < 0 ? state + (kept + (i)) * n : inputs + (i) * ldx)
-        for (ptrdiff_t t = 0; t < tokens; t++) {
-            for (ptrdiff_t j = 0; j < taps; j++) window[j] = INPUT(t - kept + j);
-            convolve(&conv, window, out + (first + t) * n + c);
+        for (ptrdiff_t t = 0, count; t < tokens; t += count) {
+            count = tokens - t < TOKENS ? 1 : TOKENS;
+            for (ptrdiff_t j = 0; j < kept + count; j++) window[j] = INPUT(t - kept + j);
+            convolve(&conv, count, window, out + (first + t) * n + c, n);
         }
         for (ptrdiff_t j = 0; write_lens[row] && j < kept; j++) { /* an input that stays is read before its row is written */
             memcpy(state + j * n, INPUT(write_lens[row] - kept + j), channels * sizeof *state);

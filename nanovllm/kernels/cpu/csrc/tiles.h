@@ -81,7 +81,8 @@ INLINE void linear_panel(linear_inputs in, const bf16 *w, linear_outputs out, fl
 /* Each implementation also defines the constants
  *   K_MULTIPLE: see tile();
  *   PASS_KEYS: at least so many keys make a pass of attention;
- *   LINEAR_BYTES: the part of a thread's second-level cache for a linear's inputs. */
+ *   LINEAR_BYTES: the part of a thread's second-level cache for a linear's inputs;
+ *   STREAM_BYTES: larger outputs are written past the caches. */
 
 /* A tile is computed in parts whose accumulators fit the registers: up to WIDE_ROWS rows with WIDE_COLS vectors of columns, or up
  * to MAX_ROWS rows with two. */
@@ -150,6 +151,33 @@ INLINE void store_tile(const float *acc, const bf16 *bias, bf16 *y, ptrdiff_t ld
     for (int r = 0; r < rows; r++) store_row(acc + r * PANEL, bias, y + r * ldy, PANEL, columns);
 }
 
+/* Whether outputs go past the caches, which then need not read the old contents. True for outputs that no cache holds, if a
+ * panel's row is a cache line. With AVX-512 only. */
+INLINE int can_stream(linear_outputs out);
+
+/* Store `rows` rows of sums as the outputs from row r on. */
+INLINE void store_outputs(const float *acc, linear_outputs out, ptrdiff_t r, int rows, int stream) {
+    bf16 *y = out.y + r * out.ld;
+#if VL == 16 && defined(__AVX2__)
+    for (int i = 0; stream && i < rows; i++, acc += PANEL, y += out.ld)
+        for (int c = 0; c < PANEL; c += VL) {
+            vf sum = load(acc + c);
+            if (out.bias) sum += load_bf16(out.bias + c, VL);
+            _mm256_stream_si256((__m256i *)(y + c), (__m256i)to_bf16(sum));
+        }
+#endif
+    if (!stream) store_tile(acc, out.bias, y, out.ld, rows, out.columns);
+}
+
+/* Call this after the last output, before another thread may read y. */
+INLINE void end_stream(int stream) {
+#if VL == 16 && defined(__AVX2__)
+    if (stream) _mm_sfence();
+#else
+    (void)stream;
+#endif
+}
+
 #if defined(HAVE_AMX)
 #include "tiles_amx.h"
 #elif defined(HAVE_DPBF16)
@@ -158,12 +186,23 @@ INLINE void store_tile(const float *acc, const bf16 *bias, bf16 *y, ptrdiff_t ld
 #include "tiles_float.h"
 #endif
 
+INLINE int can_stream(linear_outputs out) {
+#if VL == 16 && defined(__AVX2__)
+    return out.y && out.size > STREAM_BYTES && out.columns >= PANEL && ((uintptr_t)out.y | out.ld * 2) % (2 * PANEL) == 0;
+#else
+    (void)out;
+    return 0;
+#endif
+}
+
 #ifndef HAVE_AMX
 INLINE void linear_panel(linear_inputs in, const bf16 *w, linear_outputs out, float *acc) {
+    int stream = can_stream(out);
     for (ptrdiff_t r = 0; r < in.rows; r += in.step) {
         int rows = in.rows - r < in.step ? (int)(in.rows - r) : (int)in.step;
         linear_tile(rows, in.k, inputs_from(in.x, r), w, r == 0, out.y ? acc : acc + r * PANEL);
-        if (out.y) store_tile(acc, out.bias, out.y + r * out.ld, out.ld, rows, out.columns);
+        if (out.y) store_outputs(acc, out, r, rows, stream);
     }
+    end_stream(stream);
 }
 #endif

@@ -1,7 +1,7 @@
 /* Tiles by AMX: the processor's tile registers hold 16 rows of 64 bytes, and one instruction multiplies two of them.
  * Included by tiles.h, which describes the functions.
  */
-enum { PASS_KEYS = 256, K_MULTIPLE = 32, LINEAR_BYTES = 3 << 18 };
+enum { PASS_KEYS = 256, K_MULTIPLE = 32, LINEAR_BYTES = 3 << 18, STREAM_BYTES = 1 << 20 };
 
 typedef struct {
     uint8_t palette, start_row, reserved[14];
@@ -116,24 +116,14 @@ INLINE input_rows prepare_inputs(const bf16 *x, ptrdiff_t ldx, ptrdiff_t rows, p
     return (input_rows){buffer - rows * k, k};
 }
 
-/* As store_tile(), past the caches. y begins a cache line in each row, and has all columns of the panel. */
-static void stream_tile(const float *acc, const bf16 *bias, bf16 *y, ptrdiff_t ldy, int rows) {
-    for (int r = 0; r < rows; r++)
-        for (int c = 0; c < PANEL; c += VL) {
-            vf sum = load(acc + r * PANEL + c);
-            if (bias) sum += load_bf16(bias + c, VL);
-            _mm256_stream_si256((__m256i *)(y + r * ldy + c), (__m256i)to_bf16(sum));
-        }
-}
-
 /* Where a block has many tiles, they go through the panel in pieces of K that fit the first-level cache together with a tile's
  * inputs. The sums wait in acc meanwhile: 1.1 to 1.2 times as fast from 256 rows on, slower at 128. All tiles together prefetch
- * the next panel. Outputs that no cache holds are written past it: reading their old contents first took a third of the time. */
+ * the next panel. */
 INLINE void linear_panel(linear_inputs in, const bf16 *w, linear_outputs out, float *acc) {
-    enum { PIECE = 256, FEW_TILES = 4, STEP_BYTES = 2 * 32 * PANEL, LARGE = 1 << 20 };
+    enum { PIECE = 256, FEW_TILES = 4, STEP_BYTES = 2 * 32 * PANEL };
     ptrdiff_t tiles = (in.rows + in.step - 1) / in.step, piece = tiles > FEW_TILES ? PIECE : in.k;
     ptrdiff_t share = (STEP_BYTES / tiles + 63) / 64 * 64;
-    int stream = out.y && out.size > LARGE && out.columns >= PANEL && ((uintptr_t)out.y | out.ld * 2) % 64 == 0;
+    int stream = can_stream(out);
     for (ptrdiff_t i = 0; i < in.k; i += piece, w += piece * PANEL)
         for (ptrdiff_t r = 0, prefetched = 0; r < in.rows; r += in.step, prefetched += share) {
             int rows = in.rows - r < in.step ? (int)(in.rows - r) : (int)in.step, last = i + piece >= in.k;
@@ -142,8 +132,7 @@ INLINE void linear_panel(linear_inputs in, const bf16 *w, linear_outputs out, fl
             tile_steps(rows, k, (input_rows){in.x.p + r * in.k + i * rows, 32}, 32 * rows, (panel_pieces){&w, NULL, k}, next,
                        prefetched < STEP_BYTES ? share : 0, (output_rows){acc + r * PANEL, PANEL}, i > 0);
             if (!last || !out.y) continue;
-            if (stream) stream_tile(acc + r * PANEL, out.bias, out.y + r * out.ld, out.ld, rows);
-            else store_tile(acc + r * PANEL, out.bias, out.y + r * out.ld, out.ld, rows, out.columns);
+            store_outputs(acc + r * PANEL, out, r, rows, stream);
         }
-    if (stream) _mm_sfence(); /* before another thread may read y */
+    end_stream(stream);
 }

@@ -1,7 +1,7 @@
 /* Tiles by AVX512-BF16: an instruction multiplies 16 pairs of bfloat16 and adds each pair's products to a float32 sum.
  * A linear's inputs are packed first. Included by tiles.h, which describes the functions.
  */
-enum { PASS_KEYS = 256, K_MULTIPLE = 2, LINEAR_BYTES = CACHE_BYTES };
+enum { PASS_KEYS = 256, K_MULTIPLE = 2, LINEAR_BYTES = CACHE_BYTES, STREAM_BYTES = 4 << 20 };
 
 static void begin_tiles(void) {}
 static void end_tiles(void) {}

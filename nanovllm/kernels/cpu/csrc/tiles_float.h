@@ -1,7 +1,7 @@
 /* Tiles in float32: weights are widened as they are multiplied, and a linear's inputs once beforehand.
  * For AVX2, AVX-512 without bfloat16 products, and any other processor. Included by tiles.h, which describes the functions.
  */
-enum { PASS_KEYS = PANEL, K_MULTIPLE = 2, LINEAR_BYTES = CACHE_BYTES };
+enum { PASS_KEYS = PANEL, K_MULTIPLE = 2, LINEAR_BYTES = CACHE_BYTES, STREAM_BYTES = 4 << 20 };
 
 static void begin_tiles(void) {}
 static void end_tiles(void) {}

@@ -208,6 +208,23 @@ INLINE vf exp2_(vf x) {
     vf shifted = x + ROUND_TO_INT;
     return (vf)((vi)exp2_split(x - (shifted - ROUND_TO_INT), shifted) & ~underflow);
 }
+/* log(1 + x) for 0 <= x < 2^126 within 2 ulp, by the polynomial of Cephes. The result for NaN is NaN. */
+INLINE vf log1p_(vf x) {
+    vf u = x + 1.0f, lost = (x - (u - 1.0f)) / u; /* the rest that the sum rounds off, in the logarithm */
+    vi exponent = ((vi)u - 0x3f3504f3) >> 23;     /* u = m 2^exponent, where m is at least sqrt(1 / 2) */
+    vf m = (vf)((vi)u - (exponent << 23)) - 1.0f, square = m * m, e = __builtin_convertvector(exponent, vf);
+    vf p = broadcast(7.0376836292e-2f);
+    p = fma_(p, m, broadcast(-1.1514610310e-1f));
+    p = fma_(p, m, broadcast(1.1676998740e-1f));
+    p = fma_(p, m, broadcast(-1.2420140846e-1f));
+    p = fma_(p, m, broadcast(1.4249322787e-1f));
+    p = fma_(p, m, broadcast(-1.6668057665e-1f));
+    p = fma_(p, m, broadcast(2.0000714765e-1f));
+    p = fma_(p, m, broadcast(-2.4999993993e-1f));
+    p = fma_(p, m, broadcast(3.3333331174e-1f));
+    p = fma_(e, broadcast(-2.12194440e-4f), p * m * square) + lost;
+    return fma_(e, broadcast(0.693359375f), fma_(square, broadcast(-0.5f), p) + m);
+}
 /* tanh within 2 ulp: of small numbers by the minimax polynomial of Cephes, else by exp. The result for NaN is NaN. */
 INLINE vf tanh_(vf x) {
     vf size = larger(x, -x), square = x * x, e = exp_(size * -2.0f), p = broadcast(-5.70498872745e-3f);
