@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from nanovllm.checkpoint.shards import Shard
-from nanovllm.kernels.torch_experts import ExpertLinear, ExpertMLP, Routing
+from nanovllm.kernels.torch_experts import Choice, ExpertLinear, ExpertMLP, Routing
 from nanovllm.kernels.torch_kernels import TORCH, Kernels
 from nanovllm.layers.linear import Matrix, divide
 from nanovllm.utils.distributed import all_reduce, tensor_parallel
@@ -24,8 +24,9 @@ class Router(Matrix):
     """A linear that scores the experts, and the choice of k of them.
 
     Args:
-        renormalize: the weights are a softmax over the chosen experts instead of all.
-        factor: of the logits in the softmax.
+        renormalize, factor, sigmoid: see `Choice`.
+        bias: whether the linear has one.
+        choice_bias: whether each expert has a number that is added to its sigmoid for the choice.
     """
 
     kernels: Kernels = TORCH
@@ -38,14 +39,16 @@ class Router(Matrix):
         top_k: int,
         *,
         renormalize: bool,
-        bias: bool = False,
         factor: float = 1.0,
+        sigmoid: bool = False,
+        bias: bool = False,
+        choice_bias: bool = False,
     ) -> None:
         super().__init__(num_experts, hidden_size)
         self.bias = nn.Parameter(torch.empty(num_experts)) if bias else None
-        self.top_k = top_k
-        self.renormalize = renormalize
-        self.factor = factor
+        empty = torch.empty(num_experts, dtype=torch.float32)
+        self.expert_bias = nn.Parameter(empty) if choice_bias else None
+        self.choice = Choice(top_k, renormalize, factor, sigmoid=sigmoid)
 
     def forward(self, x: torch.Tensor, scales: torch.Tensor | None = None) -> Routing:
         """Return the experts of `x` [T, hidden_size].
@@ -53,59 +56,17 @@ class Router(Matrix):
         Args:
             scales: [E], factors of the experts' weights.
         """
-        return self.kernels.route(
-            self.linear(x, self.bias),
-            self.top_k,
-            renormalize=self.renormalize,
-            factor=self.factor,
-            scales=scales,
-        )
+        choice = self.choice._replace(scales=scales, bias=self.expert_bias)
+        return self.kernels.route(self.linear(x, self.bias), choice)
 
     def shards(self, prefix: str) -> Iterator[Shard]:
-        assert self.weight is not None
-        yield Shard(f"{prefix}.weight", tuple(self.weight.shape), self.weight.data)
-        if self.bias is not None:
-            yield Shard(f"{prefix}.bias", tuple(self.bias.shape), self.bias.data)
-
-
-class SigmoidRouter(Matrix):
-    """A linear that scores each expert for itself, by a sigmoid, and the choice of k of them.
-
-    Args:
-        renormalize: whether the weights, which are the scores of the chosen experts, add up to 1.
-        bias: whether each expert has a number that is added to its score for the choice alone.
-        factor: of the weights.
-    """
-
-    kernels: Kernels = TORCH
-    """The loader sets those of the device."""
-
-    def __init__(
-        self,
-        hidden_size: int,
-        num_experts: int,
-        top_k: int,
-        *,
-        renormalize: bool,
-        bias: bool,
-        factor: float,
-    ) -> None:
-        super().__init__(num_experts, hidden_size)
-        empty = torch.empty(num_experts, dtype=torch.float32)
-        self.expert_bias = nn.Parameter(empty) if bias else None
-        self.top_k, self.renormalize, self.factor = top_k, renormalize, factor
-
-    def forward(self, x: torch.Tensor) -> Routing:
-        """Return the experts of `x` [T, hidden_size]."""
-        logits, options = self.linear(x), (self.renormalize, self.factor)
-        return self.kernels.route_sigmoid(logits, self.expert_bias, self.top_k, *options)
-
-    def shards(self, prefix: str) -> Iterator[Shard]:
-        assert self.weight is not None
-        yield Shard(f"{prefix}.weight", tuple(self.weight.shape), self.weight.data)
-        if self.expert_bias is not None:
-            name = f"{prefix.rpartition('.')[0]}.expert_bias"
-            yield Shard(name, tuple(self.expert_bias.shape), self.expert_bias.data)
+        for name, parameter in (
+            (f"{prefix}.weight", self.weight),
+            (f"{prefix}.bias", self.bias),
+            (f"{prefix.rpartition('.')[0]}.expert_bias", self.expert_bias),
+        ):
+            if parameter is not None:
+                yield Shard(name, tuple(parameter.shape), parameter.data)
 
 
 class NormedRouter(nn.Module):
@@ -281,7 +242,7 @@ class Experts(nn.Module):
 class SparseMLP(nn.Module):
     """A router and its experts, in place of an MLP."""
 
-    def __init__(self, router: Router | SigmoidRouter, experts: Experts) -> None:
+    def __init__(self, router: Router, experts: Experts) -> None:
         super().__init__()
         self.gate = router
         self.experts = experts

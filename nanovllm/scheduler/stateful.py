@@ -5,6 +5,7 @@ next one. They lie in pages of the KV pool. Knows no tensors.
 """
 
 import dataclasses
+import math
 from bisect import insort
 from collections.abc import Sequence as Seq
 from typing import Any
@@ -27,7 +28,7 @@ class State:
     pages: list[int]
     start: int  # the position of the snapshot that it began with; or 0
     branch: int  # the position where the cached blocks end that the sequence began with; or 0
-    last: int  # the last block boundary before the last token that was known at the admission
+    last: int  # the last multiple of `unit` before the last token that was known at the admission
     begun: Snapshot | None = None  # of the state behind the last step; the next step copies it
     unpublished: list[Snapshot] = dataclasses.field(default_factory=list)  # by position
     rolling: Snapshot | None = None
@@ -64,6 +65,10 @@ class StatefulBlockManager(SnapshotCache):
     pages are short, a hit takes the pages of its snapshot instead of a copy. A rolling one leaves
     free an eighth of the pool, and a page for each running sequence. So a full pool has none.
 
+    **Cells.** If the device computes prompts in cells, counted from position 0, a prompt's rows end
+    at multiples of `cell_tokens`, or with the prompt. Snapshots are taken at such multiples, so a
+    hit begins a cell. So the form in which a token is computed does not depend on the steps.
+
     **Failures.** A failed step may not have run its copies: `forget` drops what they should have
     written. What its rows gave is not published, and is dropped with their sequences.
 
@@ -71,6 +76,7 @@ class StatefulBlockManager(SnapshotCache):
         num_blocks: number of pages, of KV blocks and states together.
         state_pages: pages of a state.
         snapshot_interval: in tokens; rounded to whole blocks.
+        cell_tokens: see `WorkerInfo`.
     """
 
     def __init__(
@@ -81,6 +87,7 @@ class StatefulBlockManager(SnapshotCache):
         state_pages: int,
         enable_prefix_caching: bool = True,
         snapshot_interval: int = SNAPSHOT_INTERVAL,
+        cell_tokens: int = 1,
     ) -> None:
         super().__init__(
             num_blocks,
@@ -88,7 +95,9 @@ class StatefulBlockManager(SnapshotCache):
             state_pages=state_pages,
             enable_prefix_caching=enable_prefix_caching,
         )
-        self._interval = max(1, snapshot_interval // block_size) * block_size
+        self.cell_tokens = cell_tokens
+        self.unit = math.lcm(block_size, cell_tokens)  # snapshots are taken at its multiples
+        self._interval = max(1, snapshot_interval // self.unit) * self.unit
         self._states: dict[Sequence, State] = {}
         self._begun: list[State] = []  # of the last step's rows, those with `begun`
         self._copies: list[PageCopy] = []  # for the next step
@@ -172,18 +181,23 @@ class StatefulBlockManager(SnapshotCache):
                 self._drop(self._snapshots[uid])
 
     def row_length(self, seq: Sequence, most: int) -> int:
-        """Return how many of the next `most` tokens a row computes: up to the next snapshot."""
+        """Return how many of the next `most` tokens a row computes: up to the next snapshot, and to
+        the end of its last cell, which may be up to cell_tokens - 1 more than `most`.
+        """
         state, position = self._states[seq], seq.num_computed_tokens
-        if position >= state.last or not self._has_room(0):
+        if position < state.last and self._has_room(0):
+            stops = state.branch, state.last, (position // self._interval + 1) * self._interval
+            most = min(most, *(stop - position for stop in stops if stop > position))
+        left = seq.num_prompt_tokens - position
+        if most >= left:
             return most
-        stops = state.branch, state.last, (position // self._interval + 1) * self._interval
-        return min(most, *(stop - position for stop in stops if stop > position))
+        return min(left, most + -(position + most) % self.cell_tokens)
 
     def begin(self, seq: Sequence, position: int) -> None:
         """Note the snapshot of the state behind a launched row, if there shall be one.
 
         Args:
-            position: behind the row's certain tokens; a block boundary.
+            position: behind the row's certain tokens; a multiple of `unit`.
         """
         if not self.enable_prefix_caching:
             return
@@ -233,8 +247,8 @@ class StatefulBlockManager(SnapshotCache):
 
     def _new_state(self, seq: Sequence, position: int) -> State:
         """Return the state, still without pages, of a sequence that begins at `position`."""
-        last = (len(seq.token_ids) - 1) // self.block_size * self.block_size
-        matched = len(super().match_prefix(seq)) * self.block_size
+        last = (len(seq.token_ids) - 1) // self.unit * self.unit
+        matched = len(super().match_prefix(seq)) * self.block_size // self.unit * self.unit
         # A branch that is near is not worth a snapshot.
         branch = matched if matched - position > self._interval // 8 else 0
         return State([], position, branch, last)
@@ -284,6 +298,9 @@ class StatefulScheduler(Scheduler):
     def __init__(self, block_manager: StatefulBlockManager, **options: Any) -> None:
         super().__init__(block_manager, **options)
         self._prompts = self._queue = StepQueue()
+        # A step's last row of a prompt goes on to the end of a cell.
+        self.max_num_batched_tokens -= block_manager.cell_tokens - 1
+        assert self.max_num_batched_tokens > 0
 
     def schedule(self) -> Schedule | None:
         """Return the next step; None if nothing can run now. See `Scheduler.schedule`."""
@@ -299,7 +316,7 @@ class StatefulScheduler(Scheduler):
             new_blocks.append(NewBlocks(new.table_idx, width, state.pages))
             to_zero += [] if state.start else state.pages
         for row in schedule.rows:
-            if row.sample_position % manager.block_size == 0:
+            if row.sample_position % manager.unit == 0:
                 manager.begin(self._sequences[row.seq_id], row.sample_position)
         return dataclasses.replace(
             schedule,

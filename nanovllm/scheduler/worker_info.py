@@ -32,6 +32,8 @@ class WorkerInfo:
     """The groups of layers that have block tables of their own."""
     state_pages: int = 0
     """Pages of the pool that hold the state of one sequence; 0: the model has no state."""
+    cell_tokens: int = 1
+    """Rows of a prompt end at multiples of so many tokens, or at its end."""
     max_draft_tokens: int = 0
     """Most drafts of a row; 0 without speculation."""
     num_host_slots: int = 0

@@ -63,7 +63,7 @@ class DeviceTables:
         new blocks only in other block tables than its first.
         """
         if self.state_table is not None:
-            self.state_table.replays.begin(schedule)
+            self.state_table.begin(schedule)
         if not (schedule.admissions or schedule.new_tokens or schedule.new_blocks):
             return
         cells, values = array("q"), array("q")

@@ -44,6 +44,10 @@ class Replays:
             if row.num_draft_tokens:  # the same with fewer or no drafts
                 first_drafts[row.table_idx] = row.sample_position
 
+    def count(self, table_idx: int) -> int:
+        """Return how many tokens the row of `table_idx` computes again in this step."""
+        return self._accepted.get(table_idx, 0)
+
     def concern(self, rows: Seq[Row]) -> bool:
         """Return whether the step's `rows` have drafts, or follow accepted ones.
 
@@ -58,7 +62,7 @@ class Replays:
         own, logged, log_rows, draft_tokens, draft_rows = (array("q") for _ in range(5))
         cu_seqlens, write_lens, num_own = array("q", [0]), array("q"), 0
         for row in rows:
-            start, count = cu_seqlens[-1], self._accepted.get(row.table_idx, 0)
+            start, count = cu_seqlens[-1], self.count(row.table_idx)
             end, first_log_row = start + count, row.table_idx * self._num_drafts
             logged.extend(range(start, end))
             log_rows.extend(range(first_log_row, first_log_row + count))

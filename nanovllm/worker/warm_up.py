@@ -51,6 +51,7 @@ KINDS = (
 def measure(runner: ModelRunner) -> WorkerInfo:
     """Return what this rank can hold. Allocates nothing that stays."""
     network, config = runner.network, runner.config
+    states = network.attention.states
     block_size, block_bytes = network.backend.block_size, network.block_bytes
     if runner.drafter is not None:
         block_bytes += runner.drafter.block_bytes
@@ -62,7 +63,8 @@ def measure(runner: ModelRunner) -> WorkerInfo:
         runner.max_num_batched_tokens,
         runs_ahead=runner.device.type == "cuda",
         windows=network.attention.layout.windows,
-        state_pages=network.attention.states.num_pages,
+        state_pages=states.num_pages,
+        cell_tokens=states.choose_cells(runner.max_num_batched_tokens, config.max_num_seqs),
         max_draft_tokens=0 if config.speculation is None else config.speculation.max_draft_tokens,
     )
     blocks_of_one = num_tables(info.windows) * -(-runner.max_model_len // block_size)

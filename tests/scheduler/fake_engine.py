@@ -342,15 +342,18 @@ class Engine:
         windows: tuple[WindowGroup, ...] | None = None,
         state_pages: int = 0,
         snapshot_interval: int = 8,
+        cell_tokens: int = 1,
         traffic: TierTraffic | None = None,
     ) -> None:
         self.windows = windows or ()
-        self.state_pages = state_pages
+        self.state_pages, self.cell_tokens = state_pages, cell_tokens
+        self.max_num_batched_tokens = max_num_batched_tokens
         make_scheduler, make_manager = Scheduler, BlockManager
         pool: dict[str, Any] = {"enable_prefix_caching": prefix_caching}
         if state_pages:
             make_scheduler, make_manager = StatefulScheduler, StatefulBlockManager
             pool |= {"state_pages": state_pages, "snapshot_interval": snapshot_interval}
+            pool["cell_tokens"] = cell_tokens
         elif windows is not None:
             make_scheduler, make_manager = WindowedScheduler, WindowedBlockManager
             pool |= {"windows": windows, "max_num_batched_tokens": max_num_batched_tokens}
@@ -659,8 +662,9 @@ class Engine:
             waiting.remove(seq)
 
     def _check_budgets(self, schedule: Schedule) -> None:
-        budget = self.scheduler.max_num_batched_tokens
-        assert self._may_be_empty(schedule) or 0 < schedule.num_tokens <= budget
+        budget, most = self.scheduler.max_num_batched_tokens, self.max_num_batched_tokens
+        assert self._may_be_empty(schedule) or 0 < schedule.num_tokens <= most
+        self._check_cells(schedule)
         assert all(row.num_scheduled_tokens > 0 for row in schedule.rows)
         assert len({row.table_idx for row in schedule.rows}) == len(schedule.rows)
         assert len(self.scheduler.running) <= self.max_num_seqs
@@ -683,8 +687,18 @@ class Engine:
         if not all(whole):  # the budget may cut only the last row
             # Rows behind drafts in flight, of one token each, may have been taken back.
             waiting = sum(seq.num_draft_tokens > 0 for seq in self.scheduler.running)
-            assert budget - waiting <= schedule.num_tokens <= budget
+            assert budget - waiting <= schedule.num_tokens <= most
             assert all(whole[:-1])
+
+    def _check_cells(self, schedule: Schedule) -> None:
+        """Rows of a prompt begin and end where a cell does, or end with the prompt."""
+        size = self.cell_tokens
+        for row in schedule.rows:
+            num_prompt_tokens = self.sequences[row.seq_id].num_prompt_tokens
+            if row.num_computed_tokens < num_prompt_tokens:
+                assert row.num_computed_tokens % size == 0
+                assert row.end >= num_prompt_tokens or row.end % size == 0
+                assert row.sample_position >= min(row.end, num_prompt_tokens)
 
     def _may_be_empty(self, schedule: Schedule) -> bool:
         return False

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm.scheduler.transfers import HOST, STORE, Load, Part
+from nanovllm.scheduler.transfers import HOST, STORE, Load, Loaded, Part
 from nanovllm.worker.host_pages import Buffers, HostPages
 from nanovllm.worker.kv_pool import KVPool, page_layout
-from nanovllm.worker.transfers import Ended, PageTransfers, least
+from nanovllm.worker.transfers import PageTransfers, least
 from tests.helpers import wait_until
 
 NUM_PAGES = 8
@@ -229,8 +229,8 @@ def test_random_transfers_never_mix_pages(pool: KVPool, store: SlowStore) -> Non
 
 def test_ranks_agree() -> None:
     """A load has ended when it has on each rank, and what is right is right on each."""
-    mine = [Ended(3, 5, 0.1), None, Ended(5, 2, 0.1)]
-    assert least(mine, [4, -1, -1]) == [Ended(3, 4, 0.1)]
+    mine = [Loaded(3, 5, 0.1), None, Loaded(5, 2, 0.1)]
+    assert least(mine, [4, -1, -1]) == [Loaded(3, 4, 0.1)]
 
 
 def in_thread(work: Callable[[], object]) -> threading.Event:

@@ -8,6 +8,7 @@ from nanovllm.kernels.torch_experts import ExpertMLP, Routing
 from nanovllm.kernels.torch_kernels import Kernels
 from nanovllm.kernels.triton import (
     decode_step,
+    delta_cells,
     experts,
     fp8,
     int_weight,
@@ -23,6 +24,7 @@ class TritonKernels(Kernels):
     """Triton's, in one launch or a few where torch needs dozens."""
 
     name: ClassVar[str] = "triton"
+    computes_cells: ClassVar[bool] = True
     fp8 = fp8
     ints = int_weight
     ngram = ngram
@@ -35,7 +37,7 @@ class TritonKernels(Kernels):
     scale = staticmethod(ops.scale)
     route = staticmethod(experts.route)
     causal_conv = staticmethod(states.causal_conv)
-    gated_delta = staticmethod(states.gated_delta)
+    gated_delta = staticmethod(delta_cells.gated_delta)
     gated_rms_norm = staticmethod(states.gated_rms_norm)
     greedy = staticmethod(sampling.greedy)
     sample = staticmethod(sampling.sample)

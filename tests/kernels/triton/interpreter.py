@@ -1,4 +1,4 @@
-"""Patches of Triton's interpreter, which correct two defects and make it faster."""
+"""Patches of Triton's interpreter, which correct three defects and make it faster."""
 
 import functools
 
@@ -10,6 +10,7 @@ from triton.runtime import interpreter
 _patch_lang = interpreter._patch_lang
 _patch_lang_tensor = interpreter._patch_lang_tensor
 _convert_float = interpreter._convert_float
+_create_dot = interpreter.InterpreterBuilder.create_dot
 
 
 def patch_interpreter():
@@ -17,6 +18,7 @@ def patch_interpreter():
     interpreter._patch_lang = _patch_lang_once
     interpreter._patch_lang_tensor = _patch_tensor_and_index
     interpreter._convert_float = _convert_float_or_fp8
+    interpreter.InterpreterBuilder.create_dot = _dot_of_floats
 
 
 def _patch_lang_once(fn):
@@ -56,3 +58,14 @@ def _convert_float_or_fp8(data, from_dtype, to_dtype, rounding_mode):
         return _convert_float(data, from_dtype, to_dtype, rounding_mode)
     rounded = torch.from_numpy(np.ascontiguousarray(data)).to(torch.float8_e4m3fn)
     return rounded.view(torch.uint8).numpy()
+
+
+def _dot_of_floats(self, a, b, *args):
+    """Multiply bfloat16 as the numbers they are. Triton takes their bits for integers."""
+    a, b = (_widened(x) if x.dtype == tl.bfloat16 else x for x in (a, b))
+    return _create_dot(self, a, b, *args)
+
+
+def _widened(x):
+    bits = x.data.astype(np.uint32) << 16
+    return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
