@@ -11,8 +11,25 @@ import torch
 from nanovllm.kernels.torch_math import NORM_ROUNDED, rms_norm, rotate
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionOptions:
+    """What may differ from plain causal attention."""
+
+    scale: float | None = None
+    """Factor on scores; None: head_dim ** -0.5."""
+    window: int | None = None
+    """A token sees itself and the window - 1 tokens before it; None: all before it."""
+    softcap: float = 0.0
+    """A score s becomes softcap * tanh(s / softcap); 0.0: it stays."""
+    sinks: bool = False
+    """Whether each query head has a learned logit more in its softmax's denominator."""
+
+
+PLAIN = AttentionOptions()
+
+
 @dataclasses.dataclass(frozen=True)
-class AttentionSpec:
+class AttentionSpec(AttentionOptions):
     """What a model needs from attention on one rank."""
 
     num_heads: int
@@ -24,32 +41,11 @@ class AttentionSpec:
     """Tokens in a KV block; None lets the backend choose."""
     kv_dtype: torch.dtype | None = None
     """The KV cache's dtype; None means `dtype`."""
-    scale: float | None = None
-    """Factor on scores; None: head_dim ** -0.5."""
-    window: int | None = None
-    """A token sees itself and the window - 1 tokens before it; None: all before it."""
-    softcap: float = 0.0
-    """A score s becomes softcap * tanh(s / softcap); 0.0: it stays."""
-    sinks: bool = False
-    """Whether each query head has a learned logit more in its softmax's denominator."""
 
     @property
     def quantized_kv(self) -> bool:
         """Whether keys and values are stored in another dtype than the queries'."""
         return self.kv_dtype not in (None, self.dtype)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionOptions:
-    """What may differ from plain causal attention. The fields are those of `AttentionSpec`."""
-
-    scale: float | None = None
-    window: int | None = None
-    softcap: float = 0.0
-    sinks: bool = False
-
-
-PLAIN = AttentionOptions()
 
 
 class QKNorm(NamedTuple):

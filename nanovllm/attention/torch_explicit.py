@@ -3,26 +3,12 @@
 For what scaled_dot_product_attention does not compute. Runs on every device.
 """
 
-from typing import NamedTuple
-
 import torch
 
 from nanovllm.attention.backend import NO_QUANTIZED_KV
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.spec import AttentionSpec
-from nanovllm.attention.torch_sdpa import TorchBackend
-
-
-class _Row(NamedTuple):
-    """The tokens of one sequence, and the keys that some of them see."""
-
-    tokens: slice
-    blocks: torch.Tensor
-    """[width] int64 block ids, from that of the first key on."""
-    num_keys: int
-    """Keys in these blocks."""
-    mask: torch.Tensor
-    """[tokens, num_keys] bool, true for the keys that a token sees."""
+from nanovllm.attention.torch_sdpa import Chunk, TorchBackend
 
 
 class TorchExplicitBackend(TorchBackend):
@@ -32,8 +18,8 @@ class TorchExplicitBackend(TorchBackend):
     def unsupported(cls, spec: AttentionSpec) -> str | None:
         return NO_QUANTIZED_KV if spec.quantized_kv else None
 
-    def plan(self, batch: Batch) -> list[_Row]:  # type: ignore[override]
-        plans: list[_Row] = []
+    def plan(self, batch: Batch) -> list[Chunk]:  # type: ignore[override]
+        chunks: list[Chunk] = []
         start, device = 0, batch.block_tables.device
         assert batch.lengths is not None, "graphs are not supported"
         for row, (query_len, seq_len) in enumerate(zip(*batch.lengths, strict=True)):
@@ -43,11 +29,10 @@ class TorchExplicitBackend(TorchBackend):
             keys = torch.arange(first * self.block_size, seq_len, device=device)
             queries = torch.arange(position, seq_len, device=device)[:, None]
             mask = (keys <= queries) & (keys > queries - window)
-            tokens = slice(start, start + query_len)
             blocks = batch.block_tables[row, first:last].long()
-            plans.append(_Row(tokens, blocks, len(keys), mask))
+            chunks.append(Chunk(start, start + query_len, blocks, len(keys), mask))
             start += query_len
-        return plans
+        return chunks
 
     def attend(
         self,
@@ -60,11 +45,12 @@ class TorchExplicitBackend(TorchBackend):
         spec = self.spec
         out = torch.empty_like(q) if out is None else out
         scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
-        for row in batch.metadata:
-            keys, values = kv_cache[:, row.blocks].flatten(1, 2)[:, : row.num_keys].transpose(1, 2)
-            heads = q[row.tokens].transpose(0, 1)
-            found = explicit_attention(heads, keys, values, row.mask, scale, spec.softcap, sinks)
-            out[row.tokens] = found.transpose(0, 1)
+        for chunk in batch.metadata:
+            cached = kv_cache[:, chunk.blocks].flatten(1, 2)[:, : chunk.num_keys]
+            keys, values = cached.transpose(1, 2)
+            heads = q[chunk.start : chunk.stop].transpose(0, 1)
+            found = explicit_attention(heads, keys, values, chunk.mask, scale, spec.softcap, sinks)
+            out[chunk.start : chunk.stop] = found.transpose(0, 1)
         return out
 
 

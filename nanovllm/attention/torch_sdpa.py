@@ -34,16 +34,16 @@ class _Singles:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Chunk:
-    """One call for a row of several tokens."""
+class Chunk:
+    """One call for a row of several tokens, over the first num_keys keys of its blocks."""
 
     start: int
     stop: int
     blocks: torch.Tensor
-    """[width] int64 block ids."""
-    seq_len: int
+    """[width] int64 block ids, from that of the first key on."""
+    num_keys: int
     mask: torch.Tensor | None
-    """[tokens, seq_len] bool. None means causal: the row starts at its sequence's first token."""
+    """[tokens, num_keys] bool, true for the keys that a token sees; None: causal from key 0."""
 
 
 class TorchBackend(Backend):
@@ -67,8 +67,8 @@ class TorchBackend(Backend):
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         return (2, num_blocks, self.block_size, self.spec.num_kv_heads, self.spec.head_dim)
 
-    def plan(self, batch: Batch) -> list[_Singles | _Chunk]:
-        plans: list[_Singles | _Chunk] = []
+    def plan(self, batch: Batch) -> list[_Singles | Chunk]:
+        plans: list[_Singles | Chunk] = []
         singles: list[tuple[int, int, int]] = []  # (blocks, row, token)
         start = 0
         assert batch.lengths is not None, "graphs are not supported"
@@ -113,7 +113,7 @@ class TorchBackend(Backend):
     ) -> torch.Tensor:
         out = torch.empty_like(q) if out is None else out
         for plan in batch.metadata:
-            if isinstance(plan, _Chunk):
+            if isinstance(plan, Chunk):
                 out[plan.start : plan.stop] = self._chunk(q[plan.start : plan.stop], kv_cache, plan)
             else:
                 out[plan.tokens] = self._singles(q[plan.tokens], kv_cache, plan)
@@ -134,13 +134,13 @@ class TorchBackend(Backend):
 
     def _plan_chunk(
         self, batch: Batch, row: int, start: int, query_len: int, seq_len: int
-    ) -> _Chunk:
+    ) -> Chunk:
         blocks = batch.block_tables[row, : -(-seq_len // self.block_size)].long()
         mask = None
         if query_len < seq_len:
             keys = torch.arange(seq_len, device=blocks.device)
             mask = keys <= keys[seq_len - query_len :, None]
-        return _Chunk(start, start + query_len, blocks, seq_len, mask)
+        return Chunk(start, start + query_len, blocks, seq_len, mask)
 
     def _singles(self, q: torch.Tensor, kv_cache: torch.Tensor, plan: _Singles) -> torch.Tensor:
         num_rows, num_kv_heads = plan.blocks.shape[0], self.spec.num_kv_heads
@@ -151,8 +151,8 @@ class TorchBackend(Backend):
         mask, scale = plan.mask, self.spec.scale
         return scaled_dot_product_attention(grouped, k, v, mask, scale=scale).reshape(q.shape)
 
-    def _chunk(self, q: torch.Tensor, kv_cache: torch.Tensor, plan: _Chunk) -> torch.Tensor:
-        k, v = kv_cache[:, plan.blocks].flatten(1, 2)[:, : plan.seq_len].transpose(1, 2).unbind()
+    def _chunk(self, q: torch.Tensor, kv_cache: torch.Tensor, plan: Chunk) -> torch.Tensor:
+        k, v = kv_cache[:, plan.blocks].flatten(1, 2)[:, : plan.num_keys].transpose(1, 2).unbind()
         out = scaled_dot_product_attention(
             q.transpose(0, 1)[None],
             k[None],

@@ -23,6 +23,22 @@ class Routing(NamedTuple):
     """[T, k] float32: the factors of the experts' outputs."""
 
 
+class Choice(NamedTuple):
+    """How the experts of each token are chosen, and weighted."""
+
+    top_k: int
+    renormalize: bool
+    """Whether the weights of the chosen experts are divided by their sum."""
+    factor: float = 1.0
+    """Of the logits in a softmax; of the weights with `sigmoid`."""
+    scales: torch.Tensor | None = None
+    """[E]: factors of the experts' weights."""
+    sigmoid: bool = False
+    """Whether each expert has the sigmoid of its own logit, not a part of a softmax over all."""
+    bias: torch.Tensor | None = None
+    """[E] float32: added to the sigmoids for the choice alone."""
+
+
 class Rows(Protocol):
     """A weight that can give some of its rows: a `WeightMethod`."""
 
@@ -61,54 +77,29 @@ class ExpertMLP(NamedTuple):
     interleaved: bool
 
 
-def route(
-    logits: torch.Tensor,
-    top_k: int,
-    *,
-    renormalize: bool,
-    factor: float = 1.0,
-    scales: torch.Tensor | None = None,
-) -> Routing:
-    """Choose each token's `top_k` experts: those with the largest of `logits` [T, E].
+def route(logits: torch.Tensor, choice: Choice) -> Routing:
+    """Choose each token's experts: those with the largest of `logits` [T, E].
 
-    Of equal logits, the expert with the lower number comes first. The weights are a softmax of
-    factor * logits, in float32.
-
-    Args:
-        renormalize: the softmax is over the chosen experts instead of all.
-        scales: [E], factors of the experts' weights.
+    With a bias, those with the largest sigmoid plus bias. Of equal ones, the expert with the lower
+    number comes first. The weights are computed in float32.
     """
-    values, order = logits.float().sort(dim=-1, descending=True, stable=True)
-    exponentials = ((values - values[:, :1]) * factor).exp()
-    chosen, ids = exponentials[:, :top_k], order[:, :top_k]
-    weights = chosen / (chosen if renormalize else exponentials).sum(-1, keepdim=True)
-    if scales is not None:
-        weights = weights * scales.float()[ids]
+    logits, top_k = logits.float(), choice.top_k
+    if choice.sigmoid:
+        scores = 1.0 / (1.0 + (-logits).exp())
+        sums = scores if choice.bias is None else scores + choice.bias
+        ids = sums.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+        weights = scores.gather(1, ids)
+        if choice.renormalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-6)
+        weights = weights * choice.factor
+    else:
+        values, order = logits.sort(dim=-1, descending=True, stable=True)
+        exponentials = ((values - values[:, :1]) * choice.factor).exp()
+        chosen, ids = exponentials[:, :top_k], order[:, :top_k]
+        weights = chosen / (chosen if choice.renormalize else exponentials).sum(-1, keepdim=True)
+    if choice.scales is not None:
+        weights = weights * choice.scales.float()[ids]
     return Routing(ids.int(), weights)
-
-
-def route_sigmoid(
-    logits: torch.Tensor,
-    bias: torch.Tensor | None,
-    top_k: int,
-    renormalize: bool,
-    factor: float,
-) -> Routing:
-    """Choose each token's `top_k` experts: those with the largest sigmoid of `logits` [T, E] plus
-    `bias` [E]. Of equal sums, the expert with the lower number comes first. The weights are factor
-    times the sigmoids, in float32.
-
-    Args:
-        bias: float32; None: 0.
-        renormalize: whether the sigmoids of the chosen experts are divided by their sum first.
-    """
-    scores = 1.0 / (1.0 + (-logits.float()).exp())
-    sums = scores if bias is None else scores + bias
-    ids = sums.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
-    weights = scores.gather(1, ids)
-    if renormalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-6)
-    return Routing(ids.int(), weights * factor)
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:

@@ -29,6 +29,19 @@ class WeightMethod(Protocol):
         ...
 
 
+class PlainWeight:
+    """A weight [n, k] that plain torch multiplies, as a layer without a method does."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._weight = weight
+
+    def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return F.linear(x, self._weight, bias)
+
+    def embedding(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, self._weight)
+
+
 class Kernels:
     """Plain torch: for every device and dtype, and the reference of the subclasses."""
 
@@ -43,6 +56,9 @@ class Kernels:
     """Products with weights of 4 and 8 bits, which stay packed: `kernels.triton.int_weight`."""
     ngram: ModuleType | None = None
     """Kernels for prompt lookup on a GPU: `kernels.triton.ngram`."""
+
+    computes_cells: ClassVar[bool] = False
+    """Whether `gated_delta` computes `StateRows.cells` in a form of their own, in bfloat16."""
 
     def add_rms_norm(
         self,
@@ -172,7 +188,6 @@ class Kernels:
         return torch.cat(list(parts), dim=1)
 
     route = staticmethod(torch_experts.route)
-    route_sigmoid = staticmethod(torch_experts.route_sigmoid)
 
     def experts(self, x: torch.Tensor, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
         """Return the weighted sums of the experts' outputs: see `torch_experts.experts`."""

@@ -11,7 +11,7 @@ from torch import nn
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.kernels.torch_kernels import TORCH, Kernels
 from nanovllm.kernels.torch_math import NORM_CENTRED
-from nanovllm.layers.experts import Experts, Router, SigmoidRouter, SparseMLP
+from nanovllm.layers.experts import Experts, Router, SparseMLP
 from nanovllm.layers.gated_delta import DeltaSizes, GatedDeltaNet
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.pieces import Piece, PiecedLinear, SmallLinear
@@ -90,7 +90,7 @@ class SharedExpertMLP(SparseMLP):
 
     def __init__(
         self,
-        router: Router | SigmoidRouter,
+        router: Router,
         experts: Experts,
         shared_expert: nn.Module,
         hidden_size: int,

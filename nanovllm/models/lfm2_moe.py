@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from nanovllm.layers.experts import MAX_EXPERTS, Experts, SigmoidRouter, SparseMLP, StoredExperts
+from nanovllm.layers.experts import MAX_EXPERTS, Experts, Router, SparseMLP, StoredExperts
 from nanovllm.models.config_fields import config_size
 from nanovllm.models.decoder import GatedMLP
 from nanovllm.models.lfm2 import Lfm2ForCausalLM
@@ -33,13 +33,14 @@ class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
         if index < config.count("num_dense_layers"):
             return GatedMLP(config)
         num_experts = config_size(config.fields, "num_experts", 32, high=MAX_EXPERTS)
-        router = SigmoidRouter(
+        router = Router(
             config.hidden_size,
             num_experts,
             config_size(config.fields, "num_experts_per_tok", 4, high=num_experts),
             renormalize=config.flag("norm_topk_prob"),
-            bias=config.flag("use_expert_bias"),
             factor=config.number("routed_scaling_factor", 1.0),
+            sigmoid=True,
+            choice_bias=config.flag("use_expert_bias"),
         )
         size, stored = config.size("moe_intermediate_size"), StoredExperts(linears=_LINEARS)
         return SparseMLP(router, Experts(num_experts, config.hidden_size, size, stored=stored))

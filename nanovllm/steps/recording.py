@@ -46,7 +46,7 @@ class Recording(TorchDispatchMode):
         return False  # else torch wraps __torch_dispatch__ and imports torch._dynamo, 1 to 2 s
 
     def __enter__(self) -> "Recording":
-        library.record_calls(self)
+        library.record_calls(self.add)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 

@@ -183,14 +183,19 @@ def _open(path: Path) -> ctypes.CDLL | None:
 
 def processor_flags() -> frozenset[str]:
     """Return the processor's feature flags in /proc/cpuinfo, or none on other systems."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            for line in file:
-                if line.startswith(("flags", "Features")):  # x86, ARM
-                    return frozenset(line.split(":", 1)[1].split())
-    except OSError:
-        pass
-    return frozenset()
+    return frozenset(processor_field("flags", "Features").split())  # x86, ARM
+
+
+def processor_field(*beginnings: str) -> str:
+    """Return the first line of /proc/cpuinfo with one of these beginnings, without its name.
+
+    "" if there is none, as on other systems.
+    """
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
+        for line in file:
+            if line.startswith(beginnings):
+                return line.partition(":")[2].strip()
+    return ""
 
 
 def _self_test(kernels: ctypes.CDLL) -> None:

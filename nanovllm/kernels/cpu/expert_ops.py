@@ -8,7 +8,7 @@ import torch
 from nanovllm.kernels.cpu import library
 from nanovllm.kernels.cpu.build import PANEL
 from nanovllm.kernels.cpu.packed import Panels, PanelWeight
-from nanovllm.kernels.torch_experts import ACTIVATIONS, ExpertLinear, ExpertMLP, Routing
+from nanovllm.kernels.torch_experts import ACTIVATIONS, Choice, ExpertLinear, ExpertMLP, Routing
 
 
 def supports(x: torch.Tensor, mlp: ExpertMLP) -> bool:
@@ -23,40 +23,13 @@ def supports(x: torch.Tensor, mlp: ExpertMLP) -> bool:
     )
 
 
-def route(
-    logits: torch.Tensor,
-    top_k: int,
-    *,
-    renormalize: bool,
-    factor: float = 1.0,
-    scales: torch.Tensor | None = None,
-) -> Routing:
+def route(logits: torch.Tensor, choice: Choice) -> Routing:
     """Do what `torch_experts.route` says, for bfloat16 logits [T, E] and scales [E]."""
-    return _route(logits, scales, None, top_k, renormalize, factor, False)
-
-
-def route_sigmoid(
-    logits: torch.Tensor,
-    bias: torch.Tensor | None,
-    top_k: int,
-    renormalize: bool,
-    factor: float,
-) -> Routing:
-    """Do what `torch_experts.route_sigmoid` says, for bfloat16 logits [T, E]."""
-    return _route(logits, None, bias, top_k, renormalize, factor, True)
-
-
-def _route(
-    logits: torch.Tensor,
-    scales: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    top_k: int,
-    *options: float,
-) -> Routing:
-    tokens, num_experts = logits.shape
+    (tokens, num_experts), top_k = logits.shape, choice.top_k
     ids = torch.empty(tokens, top_k, dtype=torch.int32)
     weights = torch.empty(tokens, top_k, dtype=torch.float32)
-    inputs, sizes = (logits.contiguous(), scales, bias), (tokens, num_experts, top_k)
+    inputs, sizes = (logits.contiguous(), choice.scales, choice.bias), (tokens, num_experts, top_k)
+    options = choice.renormalize, choice.factor, choice.sigmoid
     library.call("nv_route", *inputs, ids, weights, *sizes, *options)
     return Routing(ids, weights)
 

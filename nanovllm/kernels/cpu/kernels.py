@@ -47,7 +47,6 @@ class CKernels(CSamplingKernels):
     gated_rms_norm = staticmethod(state_ops.gated_rms_norm)
 
     route = staticmethod(expert_ops.route)
-    route_sigmoid = staticmethod(expert_ops.route_sigmoid)
 
     def experts(self, x: torch.Tensor, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
         if expert_ops.supports(x, mlp):

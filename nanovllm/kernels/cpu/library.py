@@ -9,9 +9,8 @@ import ctypes
 import functools
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -24,12 +23,9 @@ Argument = torch.Tensor | int | float | None
 """An argument of a kernel. C gets a tensor as its address and None as a null pointer."""
 
 
-class Recorder(Protocol):
-    """Stores kernel calls, which then do not run."""
-
-    def add(self, name: str, args: list[int | float]) -> None:
-        """Store a call of kernel `name`; tensors in `args` are addresses."""
-        ...
+Recorder = Callable[[str, list[int | float]], None]
+"""Stores a call of a kernel, by its name and arguments, in place of running it. Tensors among the
+arguments are addresses."""
 
 
 @functools.cache
@@ -57,7 +53,7 @@ def call(name: str, *args: Argument) -> None:
     """Run kernel `name`. If this thread has a recorder, store the call there instead."""
     addresses = [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg or 0 for arg in args]
     if _thread.recorder is not None:
-        _thread.recorder.add(name, addresses)
+        _thread.recorder(name, addresses)
     else:
         run(pack_call(name, addresses))
 

@@ -19,26 +19,8 @@ _K_STEP = 256
 """What groups of inputs divide; see csrc/int_weights.h."""
 
 
-def linear(
-    x: torch.Tensor, packed: torch.Tensor, num_outputs: int, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return x [m, k] times the transpose of a packed weight, plus `bias`: [m, num_outputs].
-
-    A row's result is the same, bit for bit, whatever the other rows are.
-
-    Args:
-        bias: [num_outputs] bfloat16, contiguous; added in float32, before the sum is rounded.
-    """
-    m, k = x.shape
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    y = torch.empty(m, num_outputs, dtype=torch.bfloat16)
-    library.call("nv_linear", x, x.stride(0), packed, bias, y, m, num_outputs, k)
-    return y
-
-
 def packed_zeros(n: int, k: int, reserve: PageReserve | None = None) -> torch.Tensor:
-    """Return a bfloat16 weight [n, k] of zeros as `linear` reads it: [ceil(n / 32), k / 2, 32, 2].
+    """Return a bfloat16 weight [n, k] of zeros in panels: [ceil(n / 32), k / 2, 32, 2].
 
     Args:
         k: a multiple of 32.
@@ -56,18 +38,10 @@ def pack_rows(rows: torch.Tensor, packed: torch.Tensor, start: int) -> None:
     library.call("nv_pack", rows.contiguous(), packed[start // PANEL :], *rows.shape)
 
 
-def gather(ids: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-    """Return rows `ids` [t] int64 of a packed weight: [t, k]."""
-    k = packed.shape[1] * 2
-    y = torch.empty(len(ids), k, dtype=torch.bfloat16)
-    library.call("nv_gather", ids.contiguous(), packed, y, len(ids), k)
-    return y
-
-
 def int_zeros(
     n: int, k: int, group: int, bits: int, rows_of_group: int, reserve: PageReserve | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the memory of a weight [n, k] of 8 or 4 bits and its scales, as `linear_int` reads it.
+    """Return the memory of a weight [n, k] of 8 or 4 bits and its scales, in panels.
 
     Args:
         group: inputs that share a scale, a multiple of 32; of 16 for E2M1.
@@ -113,7 +87,7 @@ def pack_int_rows(
 def pack_int(
     values: torch.Tensor, scales: torch.Tensor, minimums: torch.Tensor | None, bits: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return an 8-bit or 4-bit weight and its scales in the layouts that `linear_int` reads.
+    """Return an 8-bit or 4-bit weight and its scales in panels.
 
     Args:
         values, scales: see `pack_int_rows`.
@@ -125,67 +99,6 @@ def pack_int(
     packed = int_zeros(n, k, k // scales.shape[1], bits, rows_of_group)
     pack_int_rows(values, scales, minimums, *packed, 0)
     return packed
-
-
-def kind_of(scales: torch.Tensor, fp4: bool, zeros: bool = False) -> int:
-    """Return the number of the kind of a weight of `int_zeros`, for the kernels.
-
-    Args:
-        fp4: whether its values plus 8 are the bits of E2M1 numbers, and the bits of its scales are
-            those of bfloat16: a weight is scale * twice the number.
-        zeros: whether zeros lie beside its scales, not minimums.
-    """
-    return 3 if zeros else 2 if fp4 else int(scales.dim() == 4)  # with minimums
-
-
-def linear_int(
-    x: torch.Tensor,
-    packed: torch.Tensor,
-    scales: torch.Tensor,
-    num_outputs: int,
-    bits: int,
-    bias: torch.Tensor | None = None,
-    kind: int | None = None,
-    factors: torch.Tensor | None = None,
-    inputs: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Return x [m, k] times the transpose of a weight of `int_zeros`, plus `bias`.
-
-    A row's result [num_outputs] is the same, bit for bit, whatever the other rows are.
-
-    Args:
-        bias: [num_outputs] bfloat16, contiguous; added in float32, before the sum is rounded.
-        kind: see `kind_of`; None: with minimums if `scales` says so.
-        factors: [outputs of whole panels] float32, which multiply the sums.
-        inputs: [k] int32, which input of x belongs to each column of the weight.
-    """
-    m, k = x.shape
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    y = torch.empty(m, num_outputs, dtype=torch.bfloat16)
-    kind = kind_of(scales, fp4=False) if kind is None else kind
-    tensors = packed, scales, factors, inputs, bias, y
-    sizes = m, num_outputs, k, k // scales.shape[1], bits, kind
-    library.call("nv_linear_int", x, x.stride(0), *tensors, *sizes)
-    return y
-
-
-def gather_int(
-    ids: torch.Tensor,
-    packed: torch.Tensor,
-    scales: torch.Tensor,
-    bits: int,
-    kind: int | None = None,
-    factors: torch.Tensor | None = None,
-    inputs: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Return rows `ids` [t] int64 of a weight as `linear_int` has it: [t, k]."""
-    k = packed.shape[1] * 8 // (PANEL * bits)
-    y = torch.empty(len(ids), k, dtype=torch.bfloat16)
-    kind = kind_of(scales, fp4=False) if kind is None else kind
-    sizes = len(ids), k, k // scales.shape[1], bits, kind
-    library.call("nv_gather_int", ids.contiguous(), packed, scales, factors, inputs, y, *sizes)
-    return y
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:

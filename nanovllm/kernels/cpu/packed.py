@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.cpu import ops
+from nanovllm.kernels.cpu import library, ops
 from nanovllm.kernels.cpu.build import PANEL
 from nanovllm.utils.pages import PageReserve
 
@@ -25,29 +25,28 @@ class Panels(NamedTuple):
     zeros."""
     bits: int
     fp4: bool = False
+    """Whether its values plus 8 are the bits of E2M1 numbers, and the bits of its scales are those
+    of bfloat16: a weight is scale * twice the number."""
     zeros: bool = False
-    """Of both see `ops.kind_of`."""
+    """Whether zeros lie beside its scales, not minimums."""
     factors: torch.Tensor | None = None
     """[panels * 32] float32: multiply the outputs."""
     inputs: torch.Tensor | None = None
     """[k] int32: which input belongs to each column of the weight."""
 
     def arguments(self, inputs: int) -> tuple[int, int, int]:
-        """Return the group, the bits and the kind of a weight of `inputs` inputs."""
+        """Return the group, the bits and the kernels' kind of a weight of `inputs` inputs."""
         if self.scales is None:
             return 0, self.bits, 0
-        return inputs // self.scales.shape[1], self.bits, self.kind()
-
-    def kind(self) -> int:
-        """Return the kind of a weight of 8 or 4 bits, see `ops.kind_of`."""
-        assert self.scales is not None
-        return ops.kind_of(self.scales, self.fp4, self.zeros)
+        kind = 3 if self.zeros else 2 if self.fp4 else int(self.scales.dim() == 4)  # with minimums
+        return inputs // self.scales.shape[1], self.bits, kind
 
 
 class PanelWeight:
     """A weight [n, k] in the layout of the C kernels, for inputs in bfloat16.
 
-    They round the inputs to 16 bits for a weight of 8 bits, and to 8 bits for one of 4.
+    They round the inputs to 16 bits for a weight of 8 bits, and to 8 bits for one of 4. A row's
+    result is the same, bit for bit, whatever the other rows are.
 
     Args:
         num_outputs: n.
@@ -58,19 +57,29 @@ class PanelWeight:
         self._num_outputs = num_outputs
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        panels = self.panels
+        """Add the bias, contiguous, in float32, before the sum is rounded."""
+        (m, k), panels, n = x.shape, self.panels, self._num_outputs
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        y = torch.empty(m, n, dtype=torch.bfloat16)
         if panels.scales is None:
-            return ops.linear(x, panels.packed, self._num_outputs, bias)
-        weight = panels.packed, panels.scales, self._num_outputs, panels.bits
-        rest = panels.kind(), panels.factors, panels.inputs
-        return ops.linear_int(x, *weight, bias, *rest)
+            library.call("nv_linear", x, x.stride(0), panels.packed, bias, y, m, n, k)
+        else:
+            tensors = panels.packed, panels.scales, panels.factors, panels.inputs, bias, y
+            sizes = m, n, k, *panels.arguments(k)
+            library.call("nv_linear_int", x, x.stride(0), *tensors, *sizes)
+        return y
 
     def embedding(self, ids: torch.Tensor) -> torch.Tensor:
-        panels = self.panels
+        ids, panels, tokens = ids.contiguous(), self.panels, len(ids)
+        k = panels.packed.nbytes // len(panels.packed) * 8 // (PANEL * panels.bits)
+        y = torch.empty(tokens, k, dtype=torch.bfloat16)
         if panels.scales is None:
-            return ops.gather(ids, panels.packed)
-        rest = panels.kind(), panels.factors, panels.inputs
-        return ops.gather_int(ids, panels.packed, panels.scales, panels.bits, *rest)
+            library.call("nv_gather", ids, panels.packed, y, tokens, k)
+        else:
+            tensors = panels.packed, panels.scales, panels.factors, panels.inputs, y
+            library.call("nv_gather_int", ids, *tensors, tokens, k, *panels.arguments(k))
+        return y
 
 
 class IntPanelWeight(PanelWeight):

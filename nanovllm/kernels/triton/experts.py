@@ -9,38 +9,34 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels import torch_experts
 from nanovllm.kernels.activations import OAI_ALPHA, OAI_LIMIT
-from nanovllm.kernels.torch_experts import ACTIVATIONS, ExpertMLP, Routing
+from nanovllm.kernels.torch_experts import ACTIVATIONS, Choice, ExpertMLP, Routing
 
 _CHUNK = 1024
 """Pairs that a program of `_group` reads at once."""
 
 
-def route(
-    logits: torch.Tensor,
-    top_k: int,
-    *,
-    renormalize: bool,
-    factor: float = 1.0,
-    scales: torch.Tensor | None = None,
-) -> Routing:
+def route(logits: torch.Tensor, choice: Choice) -> Routing:
     """Do what `torch_experts.route` says. A row must be contiguous."""
-    tokens, num_experts = logits.shape
+    if choice.sigmoid:
+        return torch_experts.route(logits, choice)
+    (tokens, num_experts), top_k = logits.shape, choice.top_k
     ids = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
     if tokens:
         _route[(tokens,)](
             logits,
             logits.stride(0),
-            scales,
+            choice.scales,
             ids,
             weights,
             num_experts,
-            factor,
+            choice.factor,
             TOP_K=top_k,
             BLOCK_K=triton.next_power_of_2(top_k),
             BLOCK=triton.next_power_of_2(num_experts),
-            RENORMALIZE=renormalize,
+            RENORMALIZE=choice.renormalize,
         )
     return Routing(ids, weights)
 

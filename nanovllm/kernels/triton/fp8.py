@@ -21,10 +21,6 @@ _MIN_INPUTS = 32
 """Minimum inputs of one `tl.dot` with FP8 operands."""
 _SPLIT_PROGRAMS = 264
 """Maximum programs of a tile of rows whose inputs are split: two for each SM of an H100."""
-_MIN_STEPS = 2
-"""Minimum `tl.dot` of a split."""
-_MAX_SPLITS = 16
-"""Maximum splits, whose sums one program adds up."""
 
 
 def quantize(x: torch.Tensor, group: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,16 +99,10 @@ def new_counters(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _options(rows: int, outputs: int, steps: int) -> dict[str, int]:
-    """Return the launch options. A tile is M rows times N outputs, of SPLITS parts of the inputs.
-
-    With few rows the tiles are narrow, so that more programs read the weight. SPLITS depends on
-    the shape of the weight, so the bits of a row do not depend on the number of rows up to 16.
-    """
+    """Return the launch options: for up to 64 rows see `split_options`."""
     if rows > 64:
         return {"M": 64, "N": 128, "SPLITS": 1, "num_warps": 4, "num_stages": 3}
-    m, n = (16, split_k.MIN_TILE) if rows <= 16 else (32, 2 * split_k.MIN_TILE)
-    most = _SPLIT_PROGRAMS // triton.cdiv(outputs, n), steps // _MIN_STEPS, _MAX_SPLITS
-    return {"M": m, "N": n, "SPLITS": max(1, min(most)), "num_warps": 4, "num_stages": 4}
+    return split_k.split_options(rows, outputs, steps, _SPLIT_PROGRAMS)
 
 
 @triton.jit

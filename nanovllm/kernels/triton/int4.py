@@ -10,16 +10,12 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.triton.packed_ints import INT4, INT8, PackedInts
-from nanovllm.kernels.triton.split_k import MIN_TILE, add_splits
+from nanovllm.kernels.triton.split_k import add_splits, split_options
 
 _FEW = 64
 """Maximum rows of x for which the inputs are split, and the weights not rounded."""
 _SPLIT_PROGRAMS = 528
 """Maximum programs of a tile of rows whose inputs are split: four for each SM of an H100."""
-_MIN_STEPS = 2
-"""Minimum blocks of inputs of a split."""
-_MAX_SPLITS = 16
-"""Maximum splits, whose sums one program adds up."""
 FORMATS = {torch.float16: (10, 15), torch.bfloat16: (7, 127)}
 """Of a dtype of x: bits of the mantissa, and bias of the exponent."""
 _INT4, _INT8 = tl.constexpr(INT4), tl.constexpr(INT8)
@@ -57,7 +53,8 @@ def multiply(
             x, *tensors, y, rows, **common, M=128, N=128, num_warps=8, num_stages=3
         )
         return y
-    options = _options(rows, outputs, triton.cdiv(weight.size, 4 * weight.part))
+    steps = triton.cdiv(weight.size, 4 * weight.part)
+    options = split_options(rows, outputs, steps, _SPLIT_PROGRAMS)
     tiles = triton.cdiv(rows, options["M"]) * triton.cdiv(outputs, options["N"])
     programs = tiles * options["SPLITS"]
     partial = x.new_empty(
@@ -84,15 +81,6 @@ def take_rows(
             KIND=weight.kind, MANTISSA=mantissa, BIAS=exponent, num_warps=1,
         )  # fmt: skip
     return y
-
-
-def _options(rows: int, outputs: int, blocks: int) -> dict[str, int]:
-    """Return the launch options for a few rows. SPLITS depends on the shape of the weight, so the
-    bits of a row do not depend on the number of rows up to 16.
-    """
-    m, n = (16, MIN_TILE) if rows <= 16 else (32, 2 * MIN_TILE)
-    most = _SPLIT_PROGRAMS // triton.cdiv(outputs, n), blocks // _MIN_STEPS, _MAX_SPLITS
-    return {"M": m, "N": n, "SPLITS": max(1, min(most)), "num_warps": 4, "num_stages": 4}
 
 
 @triton.jit

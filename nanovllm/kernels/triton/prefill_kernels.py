@@ -87,29 +87,18 @@ def _attend_tiles(
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Attend with the queries [M, D] to `key_tiles`, which `_key_tiles` returned; see `attend`."""
-    first_key, first_tile, begin, end, last = key_tiles
+    first_key, bounds = key_tiles[0], key_tiles[1:]
     acc = tl.zeros([M, D], tl.float32)
     score_max = tl.full([M], NO_SCORE if WINDOW is not None else float("-inf"), tl.float32)
     weight_sum = tl.zeros([M], tl.float32)
-    if WINDOW is not None:
+    for part in tl.static_range(1 if WINDOW is None else 0, 3):
+        first, stop = bounds[part], bounds[part + 1]
         acc, score_max, weight_sum = attend(
             acc, score_max, weight_sum, queries, k_cache, v_cache, table,
-            block_ids(table, first_tile, begin, seq_len, BLOCK_SIZE, N, first_key, WINDOW), head,
-            position, first_key, seq_len, first_tile, begin, scale,
-            KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, WINDOW, SOFTCAP, N, D, MASKED=True,
+            block_ids(table, first, stop, seq_len, BLOCK_SIZE, N, first_key, WINDOW), head,
+            position, first_key, seq_len, first, stop, scale,
+            KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, WINDOW, SOFTCAP, N, D, MASKED=part != 1,
         )  # fmt: skip
-    acc, score_max, weight_sum = attend(
-        acc, score_max, weight_sum, queries, k_cache, v_cache, table,
-        block_ids(table, begin, end, seq_len, BLOCK_SIZE, N, first_key, WINDOW), head,
-        position, first_key, seq_len, begin, end, scale,
-        KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, WINDOW, SOFTCAP, N, D, MASKED=False,
-    )  # fmt: skip
-    acc, score_max, weight_sum = attend(
-        acc, score_max, weight_sum, queries, k_cache, v_cache, table,
-        block_ids(table, end, last, seq_len, BLOCK_SIZE, N, first_key, WINDOW), head,
-        position, first_key, seq_len, end, last, scale,
-        KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, WINDOW, SOFTCAP, N, D, MASKED=True,
-    )  # fmt: skip
     return acc, score_max, weight_sum
 
 

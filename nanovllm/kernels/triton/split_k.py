@@ -8,6 +8,26 @@ import triton.language as tl
 
 MIN_TILE = 32
 """Minimum outputs of a tile whose inputs are split."""
+_MIN_STEPS = 2
+"""Minimum blocks of inputs of a split."""
+_MAX_SPLITS = 16
+"""Maximum splits, whose sums one program adds up."""
+
+
+def split_options(rows: int, outputs: int, steps: int, most_programs: int) -> dict[str, int]:
+    """Return the launch options for up to 64 rows. A tile is M rows times N outputs, of SPLITS
+    parts of the inputs.
+
+    With few rows the tiles are narrow, so that more programs read the weight. SPLITS depends on
+    the shape of the weight, so the bits of a row do not depend on the number of rows up to 16.
+
+    Args:
+        steps: blocks of inputs.
+        most_programs: of a tile of rows whose inputs are split.
+    """
+    m, n = (16, MIN_TILE) if rows <= 16 else (32, 2 * MIN_TILE)
+    most = most_programs // triton.cdiv(outputs, n), steps // _MIN_STEPS, _MAX_SPLITS
+    return {"M": m, "N": n, "SPLITS": max(1, min(most)), "num_warps": 4, "num_stages": 4}
 
 
 def new_counters(outputs: int, device: torch.device) -> torch.Tensor:

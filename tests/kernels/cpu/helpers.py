@@ -8,7 +8,7 @@ import torch
 
 from nanovllm.kernels.cpu import build
 from nanovllm.kernels.cpu.library import library
-from nanovllm.kernels.cpu.packed import PackedWeight
+from nanovllm.kernels.cpu.packed import PackedWeight, Panels, PanelWeight
 
 native = pytest.mark.skipif(library() is None, reason="no compiler here")
 
@@ -19,10 +19,36 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """Return a weight [n, k] as `ops.linear` reads it."""
+    """Return a weight [n, k] in panels."""
     packed = PackedWeight(*weight.shape)
     packed.store(0, weight)
     return packed.panels.packed
+
+
+def linear(
+    x: torch.Tensor, packed: torch.Tensor, num_outputs: int, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Multiply by a weight that `pack` returned."""
+    return PanelWeight(Panels(packed, None, 16), num_outputs).apply(x, bias)
+
+
+def int_linear(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    scales: torch.Tensor,
+    num_outputs: int,
+    bits: int,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Multiply by a weight that `ops.pack_int` returned."""
+    return PanelWeight(Panels(packed, scales, bits), num_outputs).apply(x, bias)
+
+
+def gather(
+    ids: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor | None = None, bits: int = 16
+) -> torch.Tensor:
+    """Return rows of such a weight."""
+    return PanelWeight(Panels(packed, scales, bits), 0).embedding(ids)
 
 
 @functools.cache

@@ -6,13 +6,13 @@ import os
 import pytest
 import torch
 
+from nanovllm.formats.fp4 import unpack_fp4
 from nanovllm.formats.integer import IntTensor, make_int_method, quantize
-from nanovllm.formats.mxfp4 import Fp4Weight, native_weight
 from nanovllm.kernels import torch_experts
 from nanovllm.kernels.cpu import expert_ops
 from nanovllm.kernels.cpu.kernels import CKernels
 from nanovllm.kernels.cpu.packed import PackedWeight
-from nanovllm.kernels.torch_experts import ExpertLinear, ExpertMLP
+from nanovllm.kernels.torch_experts import Choice, ExpertLinear, ExpertMLP
 from nanovllm.steps.recording import Recording
 from tests.kernels.cpu.helpers import native, randn
 from tests.kernels.cpu.int_weights import Form, dequantised, random_weight
@@ -26,7 +26,8 @@ FORMS = {
 
 
 def random_routing(tokens, num_experts=NUM_EXPERTS, top_k=TOP_K):
-    return torch_experts.route(randn(tokens, num_experts, seed=tokens), top_k, renormalize=True)
+    logits = randn(tokens, num_experts, seed=tokens)
+    return torch_experts.route(logits, Choice(top_k, renormalize=True))
 
 
 def random_mxfp4(n, k):
@@ -41,8 +42,8 @@ def in_bits(weight, bits):
     """Return `weight` for the kernels, and what it is in float64 after rounding."""
     if bits == "fp4":
         pairs, scales = random_mxfp4(*weight.shape)
-        wide = Fp4Weight(pairs, scales, torch.float64)
-        return native_weight(pairs, scales), wide.embedding(torch.arange(len(pairs)))
+        tensor = unpack_fp4(pairs, scales)
+        return make_int_method(tensor, torch.bfloat16, CKernels()), dequantised(tensor)
     if bits in FORMS:
         tensor = random_weight(FORMS[bits], *weight.shape, seed=len(weight))
         small = tensor._replace(scales=(tensor.scales.float() / 4).to(tensor.scales.dtype))
@@ -132,7 +133,7 @@ def test_a_late_thread_finds_the_choice_of_a_later_layer():
     def forward():
         found = []
         for logits in routers:
-            routing = expert_ops.route(logits, TOP_K, renormalize=True)
+            routing = expert_ops.route(logits, Choice(TOP_K, renormalize=True))
             found.append(expert_ops.experts(x, routing, mlp))
         return found
 
@@ -157,9 +158,9 @@ def test_a_linear_in_mxfp4(n):
     pairs, scales = random_mxfp4(n, 256)
     pairs[0] = 0x77  # the largest number
     scales[0] = torch.tensor([0, 1, 60, 120, 127, 128, 200, 200])
-    packed, wide = native_weight(pairs, scales), Fp4Weight(pairs, scales, torch.float64)
+    tensor = unpack_fp4(pairs, scales)
+    packed, weight = make_int_method(tensor, torch.bfloat16, CKernels()), dequantised(tensor)
     ids = torch.arange(n)
-    weight = wide.embedding(ids)
     assert torch.equal(packed.embedding(ids).double(), weight.bfloat16().double())
     for m in (1, 2, 13, 40):
         x = randn(m, 256, seed=m).mul(40).round().clamp(-127, 127)
@@ -177,13 +178,13 @@ def test_route(num_experts, top_k, renormalize):
     logits = randn(50, num_experts)
     logits[20:] = logits[20:].round()  # many are equal
     scales = randn(num_experts, seed=1)
-    options = {"renormalize": renormalize, "factor": 0.3, "scales": scales}
-    found = expert_ops.route(logits, top_k, **options)
-    expected = torch_experts.route(logits, top_k, **options)
+    choice = Choice(top_k, renormalize, 0.3, scales)
+    found = expert_ops.route(logits, choice)
+    expected = torch_experts.route(logits, choice)
     assert torch.equal(found.ids, expected.ids)
     torch.testing.assert_close(found.weights, expected.weights, rtol=2e-6, atol=1e-7)
     for row in (0, 30, 49):
-        alone = expert_ops.route(logits[row : row + 1], top_k, **options)
+        alone = expert_ops.route(logits[row : row + 1], choice)
         assert torch.equal(alone.weights[0], found.weights[row])
 
 
@@ -193,23 +194,23 @@ def test_route(num_experts, top_k, renormalize):
 def test_route_by_sigmoids(num_experts, top_k, renormalize, has_bias):
     logits = randn(40, num_experts, seed=3)
     bias = randn(num_experts, seed=4).float() if has_bias else None
-    options = bias, top_k, renormalize, 2.5
-    found = expert_ops.route_sigmoid(logits, *options)
-    expected = torch_experts.route_sigmoid(logits, *options)
+    choice = Choice(top_k, renormalize, 2.5, sigmoid=True, bias=bias)
+    found = expert_ops.route(logits, choice)
+    expected = torch_experts.route(logits, choice)
     assert torch.equal(found.ids, expected.ids)
     torch.testing.assert_close(found.weights, expected.weights, rtol=2e-6, atol=1e-7)
     for row in (0, 30, 39):
-        alone = expert_ops.route_sigmoid(logits[row : row + 1], *options)
+        alone = expert_ops.route(logits[row : row + 1], choice)
         assert torch.equal(alone.weights[0], found.weights[row])
     logits[1, 2] = torch.nan
-    broken = expert_ops.route_sigmoid(logits, *options).weights.isnan().any(1)
+    broken = expert_ops.route(logits, choice).weights.isnan().any(1)
     assert broken.tolist() == [False, True, *[False] * 38]
 
 
 def test_a_logit_that_is_no_number_makes_the_weights_nan():
     logits = randn(4, 40)
     logits[1, 33], logits[2, 5], logits[3, 7] = torch.nan, torch.inf, -torch.inf
-    found = expert_ops.route(logits, 4, renormalize=True)
+    found = expert_ops.route(logits, Choice(4, renormalize=True))
     assert found.weights.isnan().any(1).tolist() == [False, True, True, False]
     assert ((found.ids >= 0) & (found.ids < 40)).all()
 
@@ -233,7 +234,7 @@ def test_a_recording_runs_with_fewer_tokens():
     x, logits = randn(8, 96), randn(8, NUM_EXPERTS)
 
     def forward():
-        return expert_ops.experts(x, expert_ops.route(logits, TOP_K, renormalize=True), mlp)
+        return expert_ops.experts(x, expert_ops.route(logits, Choice(TOP_K, renormalize=True)), mlp)
 
     expected = forward()
     with Recording(8) as recording:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanovllm.kernels import torch_experts
-from nanovllm.kernels.torch_experts import ExpertLinear, ExpertMLP
+from nanovllm.kernels.torch_experts import Choice, ExpertLinear, ExpertMLP
 from nanovllm.kernels.triton import experts as triton_experts
 from tests.kernels.triton.harness import compile_launches
 from tests.kernels.triton.inputs import DEVICE, each_dtype, randn
@@ -38,7 +38,9 @@ def test_experts(tokens, num_experts, activation, interleaved, bias, dtype):
         )
     mlp = ExpertMLP(linears[0], linears[1], activation, interleaved)
     x = randn(tokens, hidden_size, dtype=dtype)
-    routing = torch_experts.route(randn(tokens, num_experts, dtype=dtype), 3, renormalize=True)
+    routing = torch_experts.route(
+        randn(tokens, num_experts, dtype=dtype), Choice(3, renormalize=True)
+    )
     expected = torch_experts.experts(x, routing, mlp)
     found = triton_experts.experts(x, routing, mlp)
     # torch rounds each linear's result, too: bfloat16 is 8 times as coarse as float16.
@@ -53,9 +55,9 @@ def test_route(num_experts, top_k, renormalize):
     logits = randn(20, num_experts, dtype=torch.float32)
     logits[10:] = logits[10:].round()  # many are equal
     scales = randn(num_experts, dtype=torch.float32, seed=1)
-    options = {"renormalize": renormalize, "factor": 0.3, "scales": scales}
-    found = triton_experts.route(logits, top_k, **options)
-    expected = torch_experts.route(logits, top_k, **options)
+    choice = Choice(top_k, renormalize, 0.3, scales)
+    found = triton_experts.route(logits, choice)
+    expected = torch_experts.route(logits, choice)
     assert torch.equal(found.ids, expected.ids)
     torch.testing.assert_close(found.weights, expected.weights, rtol=1e-5, atol=1e-6)
 
@@ -63,7 +65,7 @@ def test_route(num_experts, top_k, renormalize):
 def test_a_logit_that_is_no_number_makes_the_weights_nan():
     logits = torch.zeros(2, 40, device=DEVICE)
     logits[1, 33] = torch.nan
-    found = triton_experts.route(logits, 4, renormalize=True)
+    found = triton_experts.route(logits, Choice(4, renormalize=True))
     assert found.weights.isnan().any(1).tolist() == [False, True]
     assert ((found.ids >= 0) & (found.ids < 40)).all()
 
@@ -88,5 +90,5 @@ def test_they_compile_for_other_gpus(tokens):
         assert all(kernel.n_spills == 0 for kernel in kernels), kernels
     if tokens == 4:
         logits = meta(tokens, 32, dtype=torch.bfloat16)
-        route = functools.partial(triton_experts.route, top_k=4, renormalize=True)
+        route = functools.partial(triton_experts.route, choice=Choice(4, renormalize=True))
         assert_fits(compile_launches((route, logits), archs=archs), "_route")

@@ -16,7 +16,7 @@ from nanovllm.kernels.triton.packed_ints import (
     part_size,
     store_rows,
 )
-from nanovllm.kernels.triton.split_k import new_counters
+from nanovllm.kernels.triton.split_k import new_counters, split_options
 from tests.kernels.triton.harness import ARCHS, SHARED, compile_launches, shapes
 from tests.kernels.triton.inputs import CAPABILITY, DEVICE, randn
 from tests.kernels.triton.interpreter import patch_interpreter
@@ -138,7 +138,7 @@ def test_a_row_has_the_same_bits_in_every_batch_of_up_to_16(dtype):
         packed(random_weight(40, 1024, 128, "int4", "zeros")[0]),
         new_counters(40, DEVICE),
     )
-    assert int4._options(16, 40, 8)["SPLITS"] == 4
+    assert split_options(16, 40, 8, 528)["SPLITS"] == 4
     x = randn(16, 1024, dtype=dtype)
     expected = int4.multiply(x, weight, None, counters)
     for some in (slice(1), slice(9, 12)):
@@ -161,14 +161,14 @@ def test_inputs_are_split_where_outputs_are_few():
         (32, 2): 1,
         (32, 1000): 16,
     }
-    assert {case: int4._options(16, *case)["SPLITS"] for case in splits} == splits
-    assert int4._options(64, 1024, 24)["SPLITS"] == 12
+    assert {case: split_options(16, *case, 528)["SPLITS"] for case in splits} == splits
+    assert split_options(64, 1024, 24, 528)["SPLITS"] == 12
 
 
 @pytest.mark.parametrize("rows", [1, 16, 17, 64])
 def test_each_tile_has_a_counter(rows):
     for outputs in (1, 31, 32, 33, 64, 65, 1000):
-        options = int4._options(rows, outputs, 1000)
+        options = split_options(rows, outputs, 1000, 528)
         tiles = -(-rows // options["M"]) * -(-outputs // options["N"])
         assert tiles <= len(new_counters(outputs, DEVICE))
 
