@@ -17,6 +17,7 @@ from nanovllm.options.config import Config
 from nanovllm.scheduler.messages import Schedule, StepResult
 from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.utils.pages import PageReserve
+from nanovllm.utils.read_ahead import read_ahead
 
 if TYPE_CHECKING:
     from nanovllm.executors.ranks import Ranks
@@ -93,11 +94,14 @@ def make_executor(
         CheckpointError, ConfigError: the model, or its draft network, cannot run with `config`.
         ConfigError: `config` asks for Ray, which is not installed.
     """
+    if config.load_format != "dummy":
+        read_ahead(_files(checkpoint))
     if not config.runs_in_process:
         from nanovllm.executors.rank_executor import RankExecutor
 
         return RankExecutor(_make_ranks(config, checkpoint, draft))
-    reserve = _reserve(config, checkpoint)  # before torch is imported, which takes a second
+    # Both begin before torch is imported, which takes a second.
+    reserve = _reserve(config, checkpoint)
     from nanovllm.executors.in_process import InProcessExecutor
 
     return InProcessExecutor(config, checkpoint, draft, reserve)
@@ -118,6 +122,14 @@ def _make_ranks(config: Config, checkpoint: Checkpoint, draft: Checkpoint | None
     return RayRanks(config, checkpoint, draft)
 
 
+def _files(checkpoint: Checkpoint) -> list[Path]:
+    """Return the files of weights that are there; a checkpoint of the hub may lack them."""
+    if is_gguf(checkpoint.path):
+        return [checkpoint.path]
+    whole = checkpoint.path / "model.safetensors"
+    return [whole] if whole.is_file() else sorted(checkpoint.path.glob("model-*.safetensors"))
+
+
 def _reserve(config: Config, checkpoint: Checkpoint) -> PageReserve | None:
     """Return memory for weights that a CPU packs in 16 bits; None where others are expected."""
     on_cpu = config.device == "cpu" or (
@@ -136,9 +148,7 @@ def _reserve(config: Config, checkpoint: Checkpoint) -> PageReserve | None:
     )
     if not is_packed:
         return None
-    whole = checkpoint.path / "model.safetensors"
-    files = [whole] if whole.is_file() else list(checkpoint.path.glob("model-*.safetensors"))
-    size = sum(file.stat().st_size for file in files)
+    size = sum(file.stat().st_size for file in _files(checkpoint))
     with contextlib.suppress(OSError):  # not so much memory: loading finds what is missing
         return PageReserve(size) if size >= _MIN_RESERVE else None
     return None
